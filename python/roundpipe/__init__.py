@@ -1,0 +1,67 @@
+"""Trains models whose weights live in host memory, on devices that hold one stage at a time."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from roundpipe._core import RoundPipeError
+    from roundpipe.device_pool import DevicePool, devices
+    from roundpipe.emulated import EmulatedLayer
+    from roundpipe.execute_plan import ModelExecutePlan
+    from roundpipe.optimizer_context import OptimizerCtx
+    from roundpipe.pipe import RoundPipe
+    from roundpipe.recompute import doing_recompute, get_recompute_data, save_for_recompute
+    from roundpipe.run_config import RoundPipeRunConfig
+    from roundpipe.scaler import GradScaler
+    from roundpipe.wrap import AutoRoundPipe, wrap_model_to_roundpipe
+
+# Where each public name lives; imported when first used, so that `roundpipe --help` does not wait for torch.
+_PUBLIC = {
+    "AutoRoundPipe": "wrap",
+    "DevicePool": "device_pool",
+    "EmulatedLayer": "emulated",
+    "GradScaler": "scaler",
+    "ModelExecutePlan": "execute_plan",
+    "OptimizerCtx": "optimizer_context",
+    "RoundPipe": "pipe",
+    "RoundPipeError": "_core",
+    "RoundPipeRunConfig": "run_config",
+    "devices": "device_pool",
+    "doing_recompute": "recompute",
+    "get_recompute_data": "recompute",
+    "save_for_recompute": "recompute",
+    "wrap_model_to_roundpipe": "wrap",
+}
+
+__all__ = [
+    "AutoRoundPipe",
+    "DevicePool",
+    "EmulatedLayer",
+    "GradScaler",
+    "ModelExecutePlan",
+    "OptimizerCtx",
+    "RoundPipe",
+    "RoundPipeError",
+    "RoundPipeRunConfig",
+    "devices",
+    "doing_recompute",
+    "get_recompute_data",
+    "save_for_recompute",
+    "wrap_model_to_roundpipe",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'roundpipe' has no attribute '{name}'")
+    import torch  # noqa: F401  the extension finds torch's libraries through it
+
+    value = getattr(importlib.import_module(f"roundpipe.{_PUBLIC[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

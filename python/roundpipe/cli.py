@@ -1,0 +1,67 @@
+"""The `roundpipe` command line.
+
+Each command lives in a module of its own that is cheap to import; torch and other heavy packages are imported when a
+command runs, so `roundpipe --help` answers at once. A new command is one `app.command(...)` line below.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from roundpipe.demo.command import demo
+
+app = typer.Typer(
+    name="roundpipe",
+    help="Train models whose weights live in host memory, on any number of devices.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("roundpipe")
+    except metadata.PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        typer.echo(f"roundpipe {_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Options that stand before the command."""
+
+
+app.command("demo")(demo)
+
+
+def main() -> None:
+    """Runs the command line. A caller's mistake ends with its message and exit code 2, without a traceback.
+
+    Our own errors read `[where] ...`; a ValueError of any other form is a bug, and keeps its traceback.
+    """
+    try:
+        app()
+    except ValueError as error:
+        if not str(error).startswith("["):
+            raise
+        print(f"roundpipe: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""What a demo run can be told, with every default in this one place. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# The device pool when no accelerator is found.
+VIRTUAL_DEVICES = "virtual:4,memory=48MiB"
+
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """Settings of one run; the defaults take about five minutes on two CPU cores."""
+
+    # Optimizer updates.
+    steps: int = 480
+    # Sequences per step, cut into microbatches by the pipeline.
+    batch_size: int = 10
+    # Tokens per sequence.
+    sequence_length: int = 128
+    # Seeds the initial weights, the batches and the sampled text.
+    seed: int = 0
+    # Type of the weights: "float32", "bfloat16", or "auto", the one that a short measurement finds fast.
+    dtype: str = "auto"
+    # Highest learning rate, reached at the end of the warmup.
+    learning_rate: float = 7e-4
+    # The embedding and the head learn faster by this factor: each of their rows sees few of the tokens.
+    token_table_factor: float = 4.0
+    # Share of the steps over which the learning rate rises linearly from zero.
+    warmup_share: float = 0.1
+    # Gradient norms above this are scaled down to it.
+    clip_norm: float = 1.0
+    # AdamW's decoupled weight decay.
+    weight_decay: float = 0.1
+    # Held-out evaluations during the run, the one before and the one after not counted.
+    evaluations: int = 4
+    # Batches of held-out text in one evaluation.
+    evaluation_batches: int = 16
+    # The held-out loss must fall by at least this share of ln(vocabulary) in a run of the default length.
+    required_fall: float = 0.4
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "sequence_length"):
+            value = getattr(self, name)
+            if value < 1:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"[demo] {flag} is {value}; expected at least 1; give a positive number")
+        if self.seed < 0:
+            raise ValueError(f"[demo] --seed is {self.seed}; expected 0 or more; give a number that is not negative")
+        if self.dtype not in DTYPES:
+            raise ValueError(
+                f"[demo] --dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}; choose one of them"
+            )
+
+    @property
+    def is_default_length(self) -> bool:
+        """Whether the run sees as many tokens as the default run, so that its result can be judged."""
+        default = DemoOptions()
+        return (self.steps, self.batch_size, self.sequence_length) == (
+            default.steps,
+            default.batch_size,
+            default.sequence_length,
+        )

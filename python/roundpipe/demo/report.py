@@ -1,0 +1,157 @@
+"""What a run leaves behind and shows: `metrics.jsonl`, the loss curve, the progress bar."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from roundpipe.demo.training import EvaluationRecord, StepRecord
+
+METRICS_FILE = "metrics.jsonl"
+CURVE_FILE = "loss.png"
+
+
+def prepare_folder(folder: Path) -> Path:
+    """Creates the run's folder. Raises ValueError when it holds a previous run or cannot be made."""
+    if (folder / METRICS_FILE).exists():
+        raise ValueError(
+            f"[demo] {folder} holds the {METRICS_FILE} of a previous run; expected a new or empty folder; "
+            "give another --out, or move the old run away"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"[demo] cannot create {folder}: {error.strerror}; expected a folder that can be written; "
+            "choose another --out"
+        ) from None
+    return folder
+
+
+class MetricsWriter:
+    """One JSON object a line, each flushed as it is written. `kind` is "run" (first line), "step" or "evaluation"."""
+
+    def __init__(self, path: Path) -> None:
+        # "x": two runs that start in the same folder at once must not mix their lines.
+        self._file = path.open("x", encoding="utf-8")
+
+    def write(self, kind: str, values: Mapping[str, Any]) -> None:
+        # JSON has no NaN or infinity; a reader of such a line gets null.
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in values.items()
+        }
+        self._file.write(json.dumps({"kind": kind, **finite}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+class RunReporter:
+    """The loop's observer: writes metrics, moves the progress bar, keeps the records for the curve.
+
+    Where the output is no terminal it prints a line now and then instead of a bar. Use it as a context manager.
+    """
+
+    def __init__(self, metrics: MetricsWriter, console: Console, steps: int) -> None:
+        self.stop_requested = False
+        self.step_records: list[StepRecord] = []
+        self.evaluation_records: list[EvaluationRecord] = []
+        self._metrics = metrics
+        self._console = console
+        self._steps = steps
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("loss {task.fields[loss]}  held out {task.fields[held_out]}  {task.fields[speed]} tokens/s"),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("train", total=steps, loss="-", held_out="-", speed="-")
+
+    def on_step(self, record: StepRecord) -> None:
+        self.step_records.append(record)
+        self._metrics.write("step", asdict(record))
+        recent = self.step_records[-20:]
+        speed = sum(1 / one.tokens_per_s for one in recent)
+        per_second = f"{len(recent) / speed:,.0f}"
+        self._progress.update(self._task, completed=record.step, loss=f"{record.loss:.3f}", speed=per_second)
+        if not self._console.is_terminal and record.step % max(1, self._steps // 20) == 0:
+            left_s = record.elapsed_s / record.step * (self._steps - record.step)
+            self._console.print(
+                f"step {record.step}/{self._steps}  loss {record.loss:.3f}  {per_second} tokens/s  {left_s:.0f} s left",
+                soft_wrap=True,
+            )
+
+    def on_evaluation(self, record: EvaluationRecord) -> None:
+        self.evaluation_records.append(record)
+        self._metrics.write("evaluation", asdict(record))
+        self._progress.update(self._task, held_out=f"{record.held_out_loss:.3f}")
+        self._console.print(
+            f"held-out loss after {record.step} steps: {record.held_out_loss:.3f} nats per token",
+            soft_wrap=True,
+        )
+
+    def __enter__(self) -> RunReporter:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+def draw_curve(
+    path: Path,
+    steps: Sequence[StepRecord],
+    evaluations: Sequence[EvaluationRecord],
+    uniform_loss: float,
+    required_loss: float,
+) -> None:
+    """Draws training and held-out loss over tokens as a PNG; the loss of guessing and the required one are lines."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(
+        [one.tokens for one in steps],
+        [one.loss for one in steps],
+        color="#9bb7d4",
+        linewidth=1,
+        label="training",
+    )
+    axes.plot(
+        [one.tokens for one in evaluations],
+        [one.held_out_loss for one in evaluations],
+        color="#b03a2e",
+        marker="o",
+        label="held-out files",
+    )
+    axes.axhline(uniform_loss, color="#888888", linestyle=":", label="guessing: ln(vocabulary)")
+    axes.axhline(required_loss, color="#3a7d44", linestyle="--", label="required at the end")
+    axes.set_xlabel("tokens seen")
+    axes.set_ylabel("loss (nats per token)")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)

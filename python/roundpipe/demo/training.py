@@ -1,0 +1,203 @@
+"""Batches, loss, learning rate and the training loop. The loop is what a user of RoundPipe would write."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from roundpipe.demo.options import DemoOptions
+
+
+class Pipeline(Protocol):
+    """What the loop needs of `roundpipe.RoundPipe`."""
+
+    def __call__(self, tokens: Tensor) -> Tensor: ...
+
+    def forward_backward(
+        self, *, input_args: tuple[Tensor, ...], label: Any, loss_fn: Callable[[Tensor, Any], Tensor]
+    ) -> Tensor: ...
+
+    def step(self, step_fn: Callable[[], None]) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def optim_parameters(self) -> Iterable[nn.Parameter]: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`tokens` and `labels`: int64 [batch, sequence]; a label is the token that follows."""
+
+    tokens: Tensor
+    labels: Tensor
+
+    @property
+    def token_count(self) -> int:
+        """Tokens that count in the loss."""
+        return int((self.labels != IGNORED).sum())
+
+
+# A label that does not count in the loss.
+IGNORED = -100
+
+
+def cut_batch(text: Tensor, starts: Tensor, sequence_length: int) -> Batch:
+    """The rows of `text` [tokens] that begin at `starts` [batch]."""
+    rows = text[starts.unsqueeze(1) + torch.arange(sequence_length + 1)]
+    return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+
+
+def check_length(text: Tensor, sequence_length: int, what: str) -> None:
+    """Raises ValueError when `text` [tokens] has no room for one sequence and its last label."""
+    if len(text) < sequence_length + 1:
+        raise ValueError(
+            f"[demo] --sequence-length is {sequence_length}; the {what} text has {len(text)} tokens; "
+            "choose a shorter sequence"
+        )
+
+
+def random_batches(text: Tensor, options: DemoOptions) -> Iterator[Batch]:
+    """Endless batches from random places of `text` [tokens], the same ones for the same seed."""
+    generator = torch.Generator().manual_seed(options.seed)
+    while True:
+        starts = torch.randint(len(text) - options.sequence_length, (options.batch_size,), generator=generator)
+        yield cut_batch(text, starts, options.sequence_length)
+
+
+def held_out_batches(text: Tensor, options: DemoOptions) -> list[Batch]:
+    """Up to `evaluation_batches` batches spread evenly over `text` [tokens], without overlap."""
+    rows_there = (len(text) - 1) // options.sequence_length
+    wanted = options.batch_size * options.evaluation_batches
+    rows = torch.arange(min(wanted, rows_there)) * rows_there // min(wanted, rows_there)
+    return [
+        cut_batch(text, starts, options.sequence_length)
+        for starts in torch.split(rows * options.sequence_length, options.batch_size)
+    ]
+
+
+def next_token_loss(logits: Tensor, label: tuple[Tensor, int]) -> Tensor:
+    """Cross-entropy of one microbatch in nats, divided by the token count of the whole batch.
+
+    `logits` [rows, sequence, vocabulary]; `label` = (labels [rows, sequence], tokens in the batch). Summed over the
+    microbatches this is the mean over the batch's tokens, however the batch was cut.
+    """
+    labels, token_count = label
+    total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total / token_count
+
+
+def held_out_loss(model: Pipeline, batches: Iterable[Batch]) -> float:
+    """Mean loss per token in nats, computed through the pipeline with the weights of the last finished step."""
+    model.synchronize()
+    total, tokens = 0.0, 0
+    with torch.no_grad():
+        for batch in batches:
+            count = batch.token_count
+            total += float(next_token_loss(model(batch.tokens).cpu(), (batch.labels, count))) * count
+            tokens += count
+    return total / tokens
+
+
+def learning_rate_factor(step: int, options: DemoOptions) -> float:
+    """Linear warmup, then a cosine down to a tenth; `step` counts from 0."""
+    warmup = max(1, round(options.steps * options.warmup_share))
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, options.steps - warmup)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One training step. `step` counts from 1, `tokens` from the beginning of the run; `loss` in nats per token."""
+
+    step: int
+    loss: float
+    lr: float
+    tokens: int
+    tokens_per_s: float
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """Held-out loss in nats per token after `step` steps."""
+
+    step: int
+    held_out_loss: float
+    tokens: int
+    elapsed_s: float
+
+
+class Observer(Protocol):
+    """Hears of each step and evaluation as it ends, and may ask the loop to stop after the current step."""
+
+    stop_requested: bool
+
+    def on_step(self, record: StepRecord) -> None: ...
+
+    def on_evaluation(self, record: EvaluationRecord) -> None: ...
+
+
+def train(
+    model: Pipeline, batches: Iterator[Batch], held_out: list[Batch], options: DemoOptions, observer: Observer
+) -> None:
+    """Runs `options.steps` asynchronous steps, with held-out evaluations before, during and after.
+
+    Returns early, with all steps applied but without the last evaluation, when the observer asks. `elapsed_s` and
+    `tokens_per_s` count training only, evaluations left out.
+    """
+    # In the order of the layers, so the tables that have a row per token come first and last.
+    embedding, *inner, projection = model.optim_parameters()
+    groups: list[dict[str, Any]] = [
+        {"params": inner},
+        {"params": [embedding, projection], "lr": options.learning_rate * options.token_table_factor},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups,
+        lr=options.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=options.weight_decay,
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, options))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def update() -> None:
+        # Runs on the optimizer thread while the devices compute the next step.
+        torch.nn.utils.clip_grad_norm_(parameters, options.clip_norm)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+    tokens, training_s = 0, 0.0
+
+    def evaluate(step: int) -> None:
+        observer.on_evaluation(EvaluationRecord(step, held_out_loss(model, held_out), tokens, training_s))
+
+    evaluation_steps = {round(options.steps * k / (options.evaluations + 1)) for k in range(1, options.evaluations + 1)}
+    evaluate(0)
+    for step in range(1, options.steps + 1):
+        start = time.perf_counter()
+        batch = next(batches)
+        count = batch.token_count
+        loss = model.forward_backward(input_args=(batch.tokens,), label=(batch.labels, count), loss_fn=next_token_loss)
+        model.step(update)
+        step_s = time.perf_counter() - start
+        tokens += count
+        training_s += step_s
+        lr = options.learning_rate * learning_rate_factor(step - 1, options)
+        observer.on_step(StepRecord(step, float(loss), lr, tokens, count / step_s, training_s))
+        if observer.stop_requested:
+            break
+        if step in evaluation_steps and 0 < step < options.steps:
+            evaluate(step)
+    model.synchronize()
+    if not observer.stop_requested:
+        evaluate(options.steps)

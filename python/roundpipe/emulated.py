@@ -1,0 +1,45 @@
+"""Layers that take time instead of computing."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from roundpipe.values import split
+
+
+class EmulatedLayer(nn.Module):
+    """A layer that occupies its virtual device for a given time and hands its input on.
+
+    In a RoundPipe model on virtual devices, the real engine then schedules layers with a real model's durations, so
+    eight devices can be measured on two cores. Outside of one it is the identity.
+
+    Args:
+        forward_ms: duration of the forward of one microbatch, in ms.
+        backward_ms: duration of the backward without the recomputed forward, in ms.
+        weight_bytes: size of the weights that travel; at least 4.
+    """
+
+    def __init__(self, forward_ms: float, backward_ms: float, weight_bytes: int = 4) -> None:
+        super().__init__()
+        if forward_ms < 0 or backward_ms < 0 or weight_bytes < 4:
+            raise ValueError(
+                f"[EmulatedLayer] got forward_ms={forward_ms}, backward_ms={backward_ms}, weight_bytes={weight_bytes}; "
+                "expected times of at least 0 and at least 4 bytes"
+            )
+        self.forward_ms = forward_ms
+        self.backward_ms = backward_ms
+        self.weight = nn.Parameter(torch.zeros(weight_bytes // 4))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """The identity, `value` of any shape."""
+        return value.clone()
+
+
+class NativeEmulatedLayer:
+    """Tells the engine to run an `EmulatedLayer` natively."""
+
+    def __init__(self, module: EmulatedLayer, name: str) -> None:
+        self.name = name
+        self.emulated = module
+        self.structure = split(torch.empty(0))[1]

@@ -1,0 +1,469 @@
+"""A model in the pipeline."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from roundpipe import _core
+from roundpipe.device_pool import devices
+from roundpipe.emulated import EmulatedLayer, NativeEmulatedLayer
+from roundpipe.execute_plan import ModelExecutePlan
+from roundpipe.microbatch import effective_microbatches, merge_outputs, split_call, split_label
+from roundpipe.optimizer_context import in_optimizer_context
+from roundpipe.run_config import ResolvedRunConfig, RoundPipeRunConfig, resolve
+from roundpipe.scaler import _all_live
+from roundpipe.shell import PythonLayer, layers_of
+from roundpipe.stepping import StepGroup
+from roundpipe.values import split, to_host
+
+_MODES = {"infer": _core.PlanMode.INFERENCE, "train": _core.PlanMode.TRAIN, "fused": _core.PlanMode.FUSED}
+_GRAINS = {"stage": _core.RecomputeGrain.STAGE, "layer": _core.RecomputeGrain.LAYER}
+
+
+def _outputs_as_loss(outputs: Any, label: Any) -> Any:
+    return outputs
+
+
+class RoundPipe(nn.Module):
+    """Trains a model whose weights stay on the host, on devices that hold one stage of it at a time.
+
+    An `nn.Sequential` is split into its children, each a layer; any other module is one layer. The model's parameters
+    become views of flat host blocks. Attributes are read, written and deleted on the original model.
+
+    Args:
+        model: the model, on the CPU.
+        optim_dtype: dtype of the optimizer's parameters; None keeps each parameter's.
+        name: keys the random state, see `layer_seed`, and appears in messages; None takes the class name.
+        model_run_config: defaults of this model's calls.
+        pin_model: "alloc" and "register" page-lock the host weights where accelerators read them, "off" does not.
+        check_loss: raise when a loss is NaN (not while a GradScaler exists, which handles that).
+
+    Raises:
+        ValueError: no layers, a parameter that is not on the CPU, or an argument that is not listed above.
+    """
+
+    _OWN = frozenset(
+        {
+            "forward",
+            "forward_backward",
+            "step",
+            "synchronize",
+            "optim_parameters",
+            "optim_named_parameters",
+            "set_original_model",
+            "parameters",
+            "named_parameters",
+            "state_dict",
+            "load_state_dict",
+            "train",
+            "eval",
+            "requires_grad_",
+            "zero_grad",
+            "layer_seed",
+            "host_bytes",
+            "last_plan",
+            "last_records",
+            "num_layers",
+            "calls",
+            "random_seed",
+            "_auto_plan",
+            "_split_batch",
+            "_stages",
+            "_run_loss",
+            "_options",
+            "_original_model",
+            "_pipeline",
+            "_step_group",
+            "_run_config",
+            "_name",
+            "_check_loss",
+            "_layer_count",
+        }
+    )
+
+    _original_model: nn.Module
+    _pipeline: _core.Pipeline
+    _step_group: StepGroup
+    _run_config: RoundPipeRunConfig
+    _name: str
+    _check_loss: bool
+    _layer_count: int
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim_dtype: torch.dtype | None = None,
+        name: str | None = None,
+        model_run_config: RoundPipeRunConfig | None = None,
+        pin_model: Literal["alloc", "register", "off"] = "alloc",
+        check_loss: bool = True,
+    ) -> None:
+        # nn.Module.__init__ is left out on purpose: that state is the original model's.
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"[RoundPipe] model is a {type(model).__name__}, expected an nn.Module")
+        if isinstance(model, RoundPipe):
+            raise ValueError("[RoundPipe] the model is wrapped already; use it as it is")
+        if optim_dtype is not None and not (isinstance(optim_dtype, torch.dtype) and optim_dtype.is_floating_point):
+            raise ValueError(f"[RoundPipe] optim_dtype is {optim_dtype!r}, expected a floating-point dtype or None")
+        if pin_model not in ("alloc", "register", "off"):
+            raise ValueError(f"[RoundPipe] pin_model is {pin_model!r}, expected 'alloc', 'register' or 'off'")
+        modules = list(layers_of(model))
+        layers: list[PythonLayer | NativeEmulatedLayer] = [
+            NativeEmulatedLayer(module, layer_name)
+            if isinstance(module, EmulatedLayer)
+            else PythonLayer(module, layer_name, is_last=index == len(modules) - 1)
+            for index, (layer_name, module) in enumerate(modules)
+        ]
+        own_name = type(model).__name__ if name is None else name
+        pinned = pin_model != "off" and any(device != "cpu" for device in devices().torch_devices)
+        own = object.__getattribute__(self, "__dict__")
+        own["_name"] = own_name
+        own["_run_config"] = RoundPipeRunConfig() if model_run_config is None else model_run_config
+        own["_original_model"] = model
+        own["_pipeline"] = _core.Pipeline(own_name, layers, pinned)
+        own["_step_group"] = StepGroup({"": self}, {}, optim_dtype)
+        own["_check_loss"] = check_loss
+        own["_layer_count"] = len(layers)
+
+    # -- the original model shows through ---------------------------------------------------------------------------
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in RoundPipe._OWN or (name.startswith("__") and name.endswith("__")):
+            return object.__getattribute__(self, name)
+        return getattr(object.__getattribute__(self, "__dict__")["_original_model"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("calls", "random_seed"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._original_model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._original_model, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*dir(self._original_model), *RoundPipe._OWN})
+
+    def __repr__(self) -> str:
+        return f"RoundPipe({self._original_model!r})"
+
+    def __len__(self) -> int:
+        return len(self._original_model)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._original_model[index]  # type: ignore[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._original_model)  # type: ignore[call-overload, no-any-return]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def set_original_model(self, model: nn.Module) -> None:
+        """Makes attributes read, written and deleted here those of `model`; what the pipeline runs stays."""
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"[set_original_model] got a {type(model).__name__}, expected an nn.Module")
+        object.__getattribute__(self, "__dict__")["_original_model"] = model
+
+    def train(self, mode: bool = True) -> RoundPipe:
+        """Sets training mode of the original model."""
+        self._original_model.train(mode)
+        return self
+
+    def eval(self) -> RoundPipe:
+        """Sets evaluation mode of the original model."""
+        return self.train(False)
+
+    def requires_grad_(self, requires_grad: bool = True) -> RoundPipe:
+        """Sets `requires_grad` of the original model's parameters."""
+        self._original_model.requires_grad_(requires_grad)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The original model's, after everything that runs is done."""
+        self.synchronize()
+        return self._original_model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The original model's, after everything that runs is done; the next step goes on from the loaded values."""
+        self.synchronize()
+        return self._original_model.load_state_dict(*args, **kwargs)
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
+        """Runs the model over the devices, microbatch by microbatch.
+
+        Args:
+            *args: arguments of the model; tensors are split along dim 0, see `RoundPipeRunConfig.split_input`.
+            roundpipe_run_config: options of this call.
+            **kwargs: keyword arguments of the model.
+
+        Returns:
+            The merged outputs on `output_device`. With gradients required they carry an autograd graph whose backward
+            runs through the pipeline.
+
+        Raises:
+            ValueError: a batch, option or plan that does not fit.
+            Exception: whatever a layer raised, in this call or in work still running from an earlier one.
+        """
+        self._step_group.check_trainable()
+        config = resolve(roundpipe_run_config, self._run_config, devices=len(devices()))
+        batch = self._split_batch(args, kwargs, config)
+        requires_grad = config.requires_grad
+        stages = self._stages("train" if requires_grad else "infer", config)
+        with ExitStack() as modes:
+            if torch.is_inference_mode_enabled():
+                modes.enter_context(torch.inference_mode(False))
+                modes.enter_context(torch.no_grad())
+            modes.enter_context(torch.set_grad_enabled(requires_grad))
+            parts = self._pipeline.forward(batch, self._options(config, requires_grad), stages)
+            for _, structure in parts:
+                structure.check_open("forward")
+            outputs = [structure.join(tensors) for tensors, structure in parts]
+            if config.output_device.type != "cpu":
+                outputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(config.output_device), outputs)
+            return merge_outputs(outputs, config.merge_output)
+
+    def forward_backward(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: dict[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: Callable[[Any, Any], Any] = _outputs_as_loss,
+        return_outputs: bool = False,
+        run_config: RoundPipeRunConfig | None = None,
+    ) -> Any:
+        """Forward, loss and backward of one batch.
+
+        Returns as soon as the losses are known; the backward may still be running. Gradients add up until `step`.
+
+        Args:
+            input_args: positional arguments of the model.
+            input_kwargs: keyword arguments of the model.
+            label: second argument of `loss_fn`, split like the inputs, see `RoundPipeRunConfig.split_label`.
+            loss_fn: `(outputs, label)` of one microbatch -> its loss, or several as a list or tuple, whose sum is
+                differentiated. Runs on the device's thread.
+            return_outputs: also return the merged outputs, detached.
+            run_config: options of this call.
+
+        Returns:
+            The sum of the microbatches' losses, detached, on the CPU (a list if `loss_fn` returns several), or
+            `(loss, outputs)`.
+
+        Raises:
+            ValueError: a batch, label, option, plan or loss that does not fit.
+            RoundPipeError: the loss is NaN; the batch's gradients are dropped.
+            Exception: whatever a layer or `loss_fn` raised, in this call or in work still running from an earlier one.
+        """
+        if not callable(loss_fn):
+            raise ValueError(f"[forward_backward] loss_fn is a {type(loss_fn).__name__}, expected a function")
+        self._step_group.check_trainable()
+        config = resolve(run_config, self._run_config, devices=len(devices()))
+        args = tuple(input_args) if isinstance(input_args, (list, tuple)) else (input_args,)
+        batch = self._split_batch(args, input_kwargs or {}, config)
+        labels = [
+            split(to_host(part, "forward_backward")) for part in split_label(label, len(batch), config.split_label)
+        ]
+        stages = self._stages("fused", config)
+        single = [True]
+        with torch.inference_mode(False), torch.enable_grad():
+            losses, parts = self._pipeline.forward_backward(
+                batch, labels, self._run_loss(loss_fn, single), return_outputs, self._options(config, True), stages
+            )
+        if self._check_loss and not _all_live():
+            for index, microbatch in enumerate(losses):
+                if any(bool(loss.isnan()) for loss in microbatch):
+                    self._pipeline.discard_last_call(
+                        f"[forward_backward] the loss of microbatch {index} is NaN; the batch's gradients are dropped; "
+                        "look for it in the data, lower the learning rate, or pass check_loss=False to RoundPipe"
+                    )
+        with torch.no_grad():
+            totals = [sum(values[1:], values[0]) for values in zip(*losses, strict=True)]
+        value = totals[0] if single[0] else totals
+        if not return_outputs:
+            return value
+        outputs = [structure.join(tensors) for tensors, structure in parts]
+        if config.output_device.type != "cpu":
+            outputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(config.output_device), outputs)
+        return value, merge_outputs(outputs, config.merge_output)
+
+    def _split_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedRunConfig) -> list[Any]:
+        """Per microbatch: the tensors of its arguments, and their structure."""
+        args, kwargs = to_host((args, kwargs), self._name)
+        count = effective_microbatches(
+            args, kwargs, config.num_microbatch, config.num_microbatch_is_default, config.split_input
+        )
+        return [split(call, is_call=True) for call in split_call(args, kwargs, count, config.split_input)]
+
+    def _options(self, config: ResolvedRunConfig, requires_grad: bool) -> _core.CallOptions:
+        options = _core.CallOptions()
+        options.requires_grad = requires_grad
+        options.preserve_rng_state = config.preserve_rng_state
+        options.recompute_grain = _GRAINS[config.recompute_grain]
+        return options
+
+    @staticmethod
+    def _run_loss(loss_fn: Callable[[Any, Any], Any], single: list[bool]) -> Callable[..., list[torch.Tensor]]:
+        def run(outputs: Any, label: Any, context: Any) -> list[torch.Tensor]:
+            result = loss_fn(outputs[1].join(outputs[0]), label[1].join(label[0]))
+            single[0] = not isinstance(result, (list, tuple))
+            losses = [result] if single[0] else list(result)
+            for loss in losses:
+                if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                    shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+                    raise ValueError(
+                        f"[forward_backward] loss_fn returned {shape}, expected a scalar tensor or a list of them; "
+                        "reduce the loss, for example with .mean()"
+                    )
+            if not losses:
+                raise ValueError("[forward_backward] loss_fn returned no loss, expected at least one")
+            return losses
+
+        return run
+
+    def _stages(self, run_type: Literal["infer", "train", "fused"], config: ResolvedRunConfig) -> _core.Stages:
+        plan = config.execute_plan
+        if plan is None:
+            return self._pipeline.choose_stages(_MODES[run_type], 0, 1.1, 0)
+        plan.check_valid(run_type, self._layer_count)
+        stages = _core.Stages()
+        stages.forward = [_core.Range(stage.start, stage.stop) for stage in plan.fwd_plan]
+        if run_type != "infer":
+            stages.backward = [_core.Range(stage.start, stage.stop) for stage in plan.bwd_plan]
+        return stages
+
+    def _auto_plan(
+        self,
+        run_type: Literal["infer", "train", "fused"],
+        min_stages: int,
+        upper_threshold: float,
+        model_memory_limit: float | None,
+    ) -> ModelExecutePlan:
+        limit_bytes = 0 if model_memory_limit is None else int(model_memory_limit * 1e9)
+        stages = self._pipeline.choose_stages(_MODES[run_type], min_stages, upper_threshold, limit_bytes)
+        plan = ModelExecutePlan()
+        plan.fwd_plan = [range(stage.first, stage.last) for stage in stages.forward]
+        plan.bwd_plan = [range(stage.first, stage.last) for stage in stages.backward]
+        return plan
+
+    # -- steps and parameters ---------------------------------------------------------------------------------------
+
+    def step(self, step_fn: Callable[..., Any], is_async: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Runs `step_fn(*args, **kwargs)` on the optimizer thread once the gradients are there.
+
+        Inside it, `model.parameters()` are the optimizer's parameters, with `.grad` filled; clear them there, for
+        example with `optimizer.zero_grad()`.
+
+        Args:
+            step_fn: updates the optimizer's parameters.
+            is_async: return at once; the next call still reads the weights from before this step, the one after it
+                reads this step's (staleness exactly one). False: wait, and the next call reads the new weights.
+            *args: for `step_fn`.
+            **kwargs: for `step_fn`.
+
+        Raises:
+            Exception: what the last asynchronous `step_fn` or work still running raised; this step is then not made.
+                With `is_async=False` also what this one raised.
+        """
+        self._step_group.step(step_fn, is_async, args, kwargs)
+
+    def synchronize(self) -> None:
+        """Waits for everything: parameters up to date, `.grad` filled with what no step has consumed.
+
+        Raises:
+            Exception: what work still running raised.
+        """
+        self._step_group.synchronize()
+
+    def optim_named_parameters(
+        self, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The optimizer's parameters in `optim_dtype`, on the host, with the model's names. Frozen ones are the
+        model's own."""
+        return self._step_group.optim_named_parameters(prefix, remove_duplicate)
+
+    def optim_parameters(self) -> Iterator[nn.Parameter]:
+        """The optimizer's parameters in `optim_dtype`, on the host."""
+        return (parameter for _, parameter in self.optim_named_parameters())
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The original model's parameters, which hold the last published weights; in `step_fn` the optimizer's."""
+        if in_optimizer_context():
+            return self.optim_named_parameters(prefix, remove_duplicate)
+        warnings.warn(
+            "[RoundPipe] parameters() outside of step_fn are the model's own, which an optimizer must not update; "
+            "give optim_parameters() to the optimizer",
+            stacklevel=3,
+        )
+        return self._original_model.named_parameters(prefix, recurse, remove_duplicate)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """See `named_parameters`."""
+        return (parameter for _, parameter in self.named_parameters(recurse=recurse))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of `parameters()`; outside of `step_fn` also those that no step has consumed."""
+        if in_optimizer_context():
+            for parameter in self.optim_parameters():
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.detach_().zero_()
+            return
+        self.synchronize()
+        self._original_model.zero_grad(set_to_none)
+
+    # -- what it did ------------------------------------------------------------------------------------------------
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers the pipeline sees."""
+        return self._layer_count
+
+    @property
+    def calls(self) -> int:
+        """Pipelined calls so far; keys the random state of the next one. Set it when resuming a run."""
+        return self._pipeline.calls
+
+    @calls.setter
+    def calls(self, calls: int) -> None:
+        self._pipeline.calls = calls
+
+    @property
+    def random_seed(self) -> int:
+        """`torch.initial_seed()` when the model was wrapped; the base of `layer_seed`. Set it when resuming a run."""
+        return self._pipeline.random_seed
+
+    @random_seed.setter
+    def random_seed(self, seed: int) -> None:
+        self._pipeline.random_seed = seed
+
+    def layer_seed(self, call: int, microbatch: int, layer: int) -> int:
+        """The seed with which `layer` runs `microbatch` of pipelined call number `call` (0, 1, ...).
+
+        A loop that calls `torch.manual_seed(model.layer_seed(call, microbatch, layer))` before each layer draws the
+        numbers that the pipeline draws. The loss function counts as layer `num_layers`.
+        """
+        return _core.layer_seed(self.random_seed, self._name, call, microbatch, layer)
+
+    def host_bytes(self) -> int:
+        """Host memory of weights and gradients, in bytes."""
+        return self._pipeline.host_bytes()
+
+    def last_plan(self) -> _core.Plan | None:
+        """The jobs of the last call."""
+        return self._pipeline.last_plan()
+
+    def last_records(self) -> list[tuple[str, int, int, int, int, float, float]]:
+        """What the last call executed: (phase, first layer, last layer, microbatch, device, start ms, end ms)."""
+        return self._pipeline.last_records()

@@ -1,0 +1,280 @@
+"""The optimizer's side of a model: its parameters, its thread, and which weights a call reads.
+
+Asynchronous steps: call s + 1 reads the weights of update s - 1, so update s runs while call s + 1 computes, and
+staleness is exactly one. An update is published to the weights when the next step is made, never in between, so what
+a call reads does not depend on timing.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from roundpipe.optimizer_context import OptimizerCtx
+from roundpipe.scaler import GradScaler, StepScales, _all_live
+
+if TYPE_CHECKING:
+    from roundpipe import _core
+    from roundpipe.pipe import RoundPipe
+
+_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="roundpipe-optimizer")
+_groups: weakref.WeakSet[StepGroup] = weakref.WeakSet()
+
+# A lock that never times out cannot be interrupted on every platform; this one can.
+_INTERRUPT_CHECK_S = 0.1
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Puts off Ctrl+C until the block is over. For short blocks that must not stop half-way."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler):
+        yield
+        return
+    arrived: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: arrived.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if arrived:
+            handler(*arrived[0])
+
+
+class StepGroup:
+    """Models and host parameters that one optimizer steps together.
+
+    Args:
+        pipes: the models in the pipeline, by the names of their modules in the whole model ("" for the root).
+        host_parameters: parameters that stay on the host and are used there, by name.
+        optim_dtype: dtype of the optimizer's copies; None keeps each parameter's.
+    """
+
+    def __init__(
+        self,
+        pipes: dict[str, RoundPipe],
+        host_parameters: dict[str, nn.Parameter],
+        optim_dtype: torch.dtype | None,
+    ) -> None:
+        # Not the models themselves: one holds this group, and a cycle would keep its memory until a garbage collection.
+        self._pipes = {path: weakref.ref(pipe) for path, pipe in pipes.items()}
+        self._pipelines = [pipe._pipeline for pipe in pipes.values()]
+        self._host_parameters = host_parameters
+        self._optim_dtype = optim_dtype
+        self._copies: dict[int, nn.Parameter] = {}  # by id of the user's parameter; trainable ones only
+        self._sources: list[nn.Parameter] = []  # the users' parameters that _copies belong to
+        self._versions: list[int] = []  # of _sources, as last seen
+        self._names: list[tuple[str, nn.Parameter]] = []  # every name of every parameter
+        self._built = False
+        self._pending: Future[bool] | None = None
+        self._unpublished = False
+        _groups.add(self)
+
+    # -- the optimizer's parameters ---------------------------------------------------------------------------------
+
+    def optim_named_parameters(self, prefix: str, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:
+        """The optimizer's parameters with their names; a frozen parameter is the user's own."""
+        self._build()
+        return self._iterate(prefix, remove_duplicate)
+
+    def _iterate(self, prefix: str, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:
+        seen: set[int] = set()
+        for name, parameter in self._names:
+            if remove_duplicate and id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            yield f"{prefix}.{name}" if prefix else name, self._copies.get(id(parameter), parameter)
+
+    def _build(self) -> None:
+        if self._built:
+            return
+        with _uninterrupted():
+            self._build_copies()
+
+    def _build_copies(self) -> None:
+        for path, reference in self._pipes.items():
+            pipe = reference()
+            if pipe is None:
+                raise ReferenceError("[RoundPipe] the model is gone, expected it to live as long as its optimizer")
+            for name, parameter in pipe._original_model.named_parameters(remove_duplicate=False):
+                self._names.append((f"{path}.{name}" if path else name, parameter))
+        self._names.extend(self._host_parameters.items())
+        for _, parameter in self._names:
+            if not parameter.requires_grad or id(parameter) in self._copies:
+                continue
+            dtype = self._optim_dtype if self._optim_dtype and parameter.is_floating_point() else parameter.dtype
+            copy = nn.Parameter(parameter.detach().to(device="cpu", dtype=dtype, copy=True))
+            copy.__dict__.update(parameter.__dict__)
+            self._copies[id(parameter)] = copy
+            self._sources.append(parameter)
+        self._versions = [source._version for source in self._sources]
+        for pipeline in self._pipelines:
+            blocks = pipeline.block_parameters()
+            pipeline.set_optimizer_parameters([[self._copies.get(id(p), p) for p in block] for block in blocks])
+        self._built = True
+
+    def check_trainable(self) -> None:
+        """Raises ValueError when a parameter became trainable after the optimizer's copies were made."""
+        if not self._built:
+            return
+        for name, parameter in self._names:
+            if parameter.requires_grad and id(parameter) not in self._copies:
+                raise ValueError(
+                    f"[RoundPipe] parameter '{name}' was frozen when the optimizer's parameters were made and requires "
+                    "grad now, so no optimizer would update it; set requires_grad before optim_parameters() or the "
+                    "first step, and wrap the model again to change it (freezing later is fine)"
+                )
+
+    def _refresh_copies(self) -> None:
+        """Takes over values that the user has written into the model's parameters."""
+        with torch.no_grad():
+            for index, source in enumerate(self._sources):
+                if source._version != self._versions[index]:
+                    self._copies[id(source)].copy_(source)
+                    self._versions[index] = source._version
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def step(self, step_fn: Callable[..., Any], is_async: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See `RoundPipe.step`."""
+        if not callable(step_fn):
+            raise ValueError(f"[step] step_fn is a {type(step_fn).__name__}, expected a function")
+        self._build()
+        self.check_trainable()
+        self.finish_update()
+        for pipeline in self._pipelines:
+            pipeline.raise_pending()
+        self._refresh_copies()
+        scales = self._hand_over_scales()
+        with _uninterrupted():
+            # May raise, so before anything is promised: a version that is begun has to be finished.
+            tickets = [pipeline.begin_step() for pipeline in self._pipelines]
+            host_gradients = self._take_host_gradients()
+            publish = self._unpublished
+            self._unpublished = False
+            if publish:
+                self._publish_host_parameters()
+                for pipeline in self._pipelines:
+                    pipeline.begin_publish(False)
+            self._pending = _thread.submit(
+                self._update, publish, tickets, host_gradients, scales, lambda: step_fn(*args, **kwargs)
+            )
+        if not is_async:
+            self.finish_update()
+            for pipeline in self._pipelines:
+                pipeline.drain()
+            self._publish_now()
+            if scales is not None:
+                GradScaler._synchronize_all()
+
+    def _update(
+        self,
+        publish: bool,
+        tickets: list[_core.StepTicket],
+        host_gradients: list[torch.Tensor | None],
+        scales: StepScales | None,
+        step_fn: Callable[[], Any],
+    ) -> bool:
+        """On the optimizer thread. False when the gradients' call had failed, and nothing was done."""
+        if publish:
+            for pipeline in self._pipelines:
+                pipeline.finish_publish()
+        landed = [ticket.hand_over() for ticket in tickets]
+        if not all(landed):
+            self._drop_gradients()
+            return False
+        with torch.no_grad():
+            for parameter, gradient in zip(self._host_parameters.values(), host_gradients, strict=True):
+                if gradient is None:
+                    continue
+                copy = self._copies[id(parameter)]
+                gradient = gradient.to(device="cpu", dtype=copy.dtype)
+                copy.grad = gradient if copy.grad is None else copy.grad + gradient
+        try:
+            with OptimizerCtx():
+                if scales is None:
+                    step_fn()
+                else:
+                    with scales.active():
+                        step_fn()
+        except BaseException:
+            # As if the step had not been made, as far as that is ours to undo.
+            self._drop_gradients()
+            raise
+        return True
+
+    def _drop_gradients(self) -> None:
+        for copy in self._copies.values():
+            copy.grad = None
+
+    @staticmethod
+    def _hand_over_scales() -> StepScales | None:
+        if not _all_live():
+            return None
+        for group in list(_groups):
+            group.finish_update()
+        return GradScaler._hand_over_all()
+
+    def _take_host_gradients(self) -> list[torch.Tensor | None]:
+        gradients = []
+        for parameter in self._host_parameters.values():
+            gradients.append(parameter.grad)
+            parameter.grad = None
+        return gradients
+
+    def finish_update(self) -> None:
+        """Waits for the update that runs, and raises what it raised."""
+        pending = self._pending
+        if pending is None:
+            return
+        while not wait([pending], _INTERRUPT_CHECK_S).done:
+            pass
+        unpublished = self._unpublished
+        # Also when step_fn raised: it may have changed some parameters.
+        self._unpublished = True
+        self._pending = None
+        self._unpublished = pending.result() or unpublished
+
+    def _publish_host_parameters(self) -> None:
+        with torch.no_grad():
+            for parameter in self._host_parameters.values():
+                copy = self._copies.get(id(parameter))
+                if copy is not None:
+                    parameter.copy_(copy)
+        self._versions = [source._version for source in self._sources]
+
+    def _publish_now(self) -> None:
+        """Makes the latest update what calls read. Nothing may be running."""
+        if not self._unpublished:
+            return
+        with _uninterrupted():
+            self._unpublished = False
+            self._publish_host_parameters()
+            for pipeline in self._pipelines:
+                pipeline.begin_publish(True)
+                pipeline.finish_publish()
+
+    def synchronize(self) -> None:
+        """Waits for everything; parameters up to date, `.grad` filled with what no step has consumed yet."""
+        self.finish_update()
+        for pipeline in self._pipelines:
+            pipeline.drain()
+        if self._built:
+            self._refresh_copies()
+        self._publish_now()
+        for pipeline in self._pipelines:
+            pipeline.expose()
+        if _all_live():
+            GradScaler._synchronize_all()

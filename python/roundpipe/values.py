@@ -1,0 +1,93 @@
+"""Pytrees as the engine moves them: a list of tensors and a structure that says how to put them together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+class _Slot:
+    """Stands in a structure where a tensor was."""
+
+    __slots__ = ()
+
+
+_SLOT = _Slot()
+_PLAIN = (_Slot, type(None), bool, int, float, complex, str, bytes)
+
+
+class Structure:
+    """A pytree without its tensors.
+
+    Args:
+        leaves: the leaves, with a marker for each tensor.
+        spec: torch's tree spec.
+        is_call: the tree is `(args, kwargs)` of a call, not one value.
+    """
+
+    __slots__ = ("is_call", "leaves", "spec")
+
+    def __init__(self, leaves: list[Any], spec: pytree.TreeSpec, is_call: bool) -> None:
+        self.leaves = leaves
+        self.spec = spec
+        self.is_call = is_call
+
+    def check_open(self, where: str) -> None:
+        """Checks that no leaf is an object with tensors inside that carry gradients: those would not travel.
+
+        Raises:
+            ValueError: one is.
+        """
+        for leaf in self.leaves:
+            if type(leaf) in _PLAIN or not hasattr(leaf, "__dict__"):
+                continue
+            for inner in pytree.tree_leaves(vars(leaf)):
+                if isinstance(inner, torch.Tensor) and inner.grad_fn is not None:
+                    name = type(leaf).__name__
+                    raise ValueError(
+                        f"[{where}] a {name} holds tensors that carry gradients, and is no container that torch knows, "
+                        "so they cannot be moved or differentiated; use a tuple, list or dict, or register the class: "
+                        f"torch.utils._pytree.register_dataclass({name})"
+                    )
+
+    def join(self, tensors: list[torch.Tensor]) -> Any:
+        """The pytree with `tensors` back in their places."""
+        remaining = iter(tensors)
+        return pytree.tree_unflatten([next(remaining) if leaf is _SLOT else leaf for leaf in self.leaves], self.spec)
+
+
+def split(value: Any, is_call: bool = False) -> tuple[list[torch.Tensor], Structure]:
+    """Takes a pytree apart into its tensors, in order, and its structure."""
+    if type(value) is torch.Tensor:
+        return [value], _SINGLE_CALL if is_call else _SINGLE
+    leaves, spec = pytree.tree_flatten(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    marked = [_SLOT if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return tensors, Structure(marked, spec, is_call)
+
+
+_LEAF_SPEC = pytree.tree_flatten(0)[1]
+_SINGLE = Structure([_SLOT], _LEAF_SPEC, is_call=False)
+_SINGLE_CALL = Structure([_SLOT], _LEAF_SPEC, is_call=True)
+
+
+def to_host(value: Any, where: str) -> Any:
+    """The pytree with every tensor on the CPU, autograd history kept.
+
+    Raises:
+        ValueError: a tensor has no data (meta), or is of a kind that cannot travel (sparse, nested, quantised).
+    """
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "meta":
+            raise ValueError(f"[{where}] a tensor {tuple(tensor.shape)} is on the meta device, expected one with data")
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+            raise ValueError(
+                f"[{where}] a tensor {tuple(tensor.shape)} is {tensor.layout}, expected a dense strided tensor; "
+                "convert it inside a layer instead"
+            )
+        return tensor.cpu() if tensor.device.type != "cpu" else tensor
+
+    return pytree.tree_map_only(torch.Tensor, move, value)

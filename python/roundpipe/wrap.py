@@ -1,0 +1,502 @@
+"""Turns any model into RoundPipe modules, with as much of it on the devices as its structure allows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from roundpipe.optimizer_context import in_optimizer_context
+from roundpipe.run_config import RoundPipeRunConfig, layered
+
+if TYPE_CHECKING:
+    from roundpipe.pipe import RoundPipe
+
+Preset = Callable[[nn.Module], nn.Sequential]
+"""Turns a whole model into a chain of layers that share the model's parameters and compute the same."""
+
+PRESETS: dict[str, Preset] = {}
+"""Presets by the name of the model's class."""
+
+
+def wrap_model_to_roundpipe(
+    model: nn.Module,
+    use_sequential_preset: bool | None = None,
+    lower_threshold: int = 16 * 1024,
+    upper_threshold: int | None = None,
+    skip_modules: Iterable[nn.Module | str] | None = None,
+    override_config: Mapping[nn.Module | str, RoundPipeRunConfig] | None = None,
+    model_run_config: RoundPipeRunConfig | None = None,
+    name: str | None = None,
+    **roundpipe_kwargs: Any,
+) -> Any:
+    """Wraps a model: by the preset for its class if there is one, else part by part.
+
+    Part by part, from the root down: an `nn.Sequential` becomes a `RoundPipe` of many layers. A module whose own
+    parameters hold at least `lower_threshold` bytes, or whose parameters and buffers hold at most `upper_threshold`
+    bytes, becomes one of a single layer; below `lower_threshold` bytes it runs as one microbatch. Each element of
+    an `nn.ModuleList` becomes one, and hands unmerged microbatches to the next element. Anything else stays on the
+    host and its children are looked at; modules without parameters and buffers stay there too. A module used in
+    several places is wrapped once. Modules that share a parameter are wrapped together, as one layer.
+
+    Args:
+        model: changed in place: wrapped children are replaced.
+        use_sequential_preset: True demands a preset, False does without, None takes one that fits.
+        lower_threshold: in bytes.
+        upper_threshold: in bytes; by default the model's bytes / (devices + 1).
+        skip_modules: modules (or their names) that stay on the host, with all that is in them.
+        override_config: options for a module (or its name) and all below it; they win over `model_run_config`.
+        model_run_config: options for all.
+        name: of the model, in messages.
+        **roundpipe_kwargs: for every `RoundPipe`.
+
+    Returns:
+        A `RoundPipe`, or an `AutoRoundPipe` if the root stays on the host.
+
+    Raises:
+        NotImplementedError: a preset is demanded and there is none.
+        ValueError: a name or module that is not in the model, or a shared parameter that cannot be kept in one place.
+    """
+    from roundpipe.pipe import RoundPipe
+
+    if isinstance(model, (RoundPipe, AutoRoundPipe)):
+        raise ValueError(
+            f"[wrap_model_to_roundpipe] the model is wrapped already, as {type(model).__name__}; expected a plain one"
+        )
+    config = model_run_config or RoundPipeRunConfig()
+    preset = PRESETS.get(type(model).__name__)
+    if use_sequential_preset and preset is None:
+        raise NotImplementedError(
+            f"[wrap_model_to_roundpipe] there is no preset for {type(model).__name__}, expected one of "
+            f"{sorted(PRESETS)}; leave use_sequential_preset out to wrap it part by part"
+        )
+    if preset is not None and (use_sequential_preset or (use_sequential_preset is None and not skip_modules)):
+        pipe = RoundPipe(preset(model), name=name, model_run_config=config, **roundpipe_kwargs)
+        pipe.set_original_model(model)
+        return pipe
+    wrapper = _Wrapper(model, lower_threshold, upper_threshold, skip_modules or (), override_config or {})
+    layout = wrapper.layout()
+    wrapper.warn_unused_overrides(layout)
+
+    pipes: dict[int, RoundPipe] = {}
+    for unit in layout.units.values():
+        if isinstance(unit.module, RoundPipe):
+            pipes[id(unit.module)] = unit.module
+            continue
+        label = name if unit.module is model else f"{name or type(model).__name__}.{unit.path}"
+        unit_config = layered(unit.override, unit.structure(lower_threshold), config)
+        pipes[id(unit.module)] = RoundPipe(unit.module, name=label, model_run_config=unit_config, **roundpipe_kwargs)
+    if id(model) in pipes:
+        return pipes[id(model)]
+    host_parameters = layout.host_parameters()
+    order = [parameter_name for parameter_name, _ in model.named_parameters(remove_duplicate=False)]
+    for host in layout.hosts.values():
+        for child_name, child in list(host.module._modules.items()):
+            if child is not None and id(child) in pipes:
+                setattr(host.module, child_name, pipes[id(child)])
+    return AutoRoundPipe(
+        model,
+        {unit.path: pipes[id(unit.module)] for unit in layout.units.values()},
+        host_parameters,
+        roundpipe_kwargs.get("optim_dtype"),
+        order,
+    )
+
+
+@dataclass
+class _Place:
+    """A module that was given its place: on the host, or (`unit`) as one RoundPipe."""
+
+    path: str
+    module: nn.Module
+    unit: bool
+    override: RoundPipeRunConfig
+    whole: bool = False  # a host module with all that is in it: a skipped one
+    listed: bool = False  # element of a ModuleList
+    packed: bool = True  # everyone who gets its outputs takes unmerged microbatches
+
+    def structure(self, lower_threshold: int) -> RoundPipeRunConfig:
+        """The options that follow from where the unit stands."""
+        tiny = not self.listed and not _is_sequential(self.module) and _total_bytes(self.module) < lower_threshold
+        return RoundPipeRunConfig(
+            num_microbatch=1 if tiny and self.path else None, merge_output=False if self.packed else None
+        )
+
+
+@dataclass
+class _Layout:
+    """Where every module goes, by id."""
+
+    units: dict[int, _Place] = field(default_factory=dict)
+    hosts: dict[int, _Place] = field(default_factory=dict)
+
+    def parameters_of(self, place: _Place) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that live at `place`, with names relative to the root."""
+        recurse = place.unit or place.whole
+        for name, parameter in place.module.named_parameters(recurse=recurse):
+            yield _join(place.path, name), parameter
+
+    def host_parameters(self) -> dict[str, nn.Parameter]:
+        """All outside the units, each by its first name."""
+        by_id: dict[int, tuple[str, nn.Parameter]] = {}
+        for host in self.hosts.values():
+            for name, parameter in self.parameters_of(host):
+                by_id.setdefault(id(parameter), (name, parameter))
+        return dict(by_id.values())
+
+    def torn_parameter(self) -> tuple[str, str, list[_Place]] | None:
+        """A parameter that lives in two places (its two names and the places), or None. The host is one place."""
+        seen: dict[int, tuple[str, _Place]] = {}
+        for place in [*self.hosts.values(), *self.units.values()]:
+            for name, parameter in self.parameters_of(place):
+                first_name, first = seen.setdefault(id(parameter), (name, place))
+                if first is not place and (first.unit or place.unit):
+                    return first_name, name, [first, place]
+        return None
+
+
+class _Wrapper:
+    """Decides the layout of one model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lower_threshold: int,
+        upper_threshold: int | None,
+        skip_modules: Iterable[nn.Module | str],
+        override_config: Mapping[nn.Module | str, RoundPipeRunConfig],
+    ) -> None:
+        self.model = model
+        self.lower = lower_threshold
+        self.upper_is_default = upper_threshold is None
+        if upper_threshold is None:
+            from roundpipe.device_pool import devices
+
+            upper_threshold = _total_bytes(model) // (len(devices()) + 1)
+        self.upper = upper_threshold
+        self.members = {id(module) for module in model.modules()}
+        self.skipped = {id(self.find(key, "skip_modules")) for key in skip_modules}
+        self.overrides = {id(self.find(key, "override_config")): config for key, config in override_config.items()}
+        self.forced: set[int] = set()  # modules that must become one layer, for the parameters they share
+
+    def find(self, key: nn.Module | str, where: str) -> nn.Module:
+        if isinstance(key, str):
+            try:
+                return self.model.get_submodule(key)
+            except AttributeError as error:
+                raise ValueError(
+                    f"[{where}] the model has no module {key!r}; expected a name from named_modules()"
+                ) from error
+        if id(key) not in self.members:
+            raise ValueError(
+                f"[{where}] a {type(key).__name__} is not a module of the model; expected one of modules()"
+            )
+        return key
+
+    def layout(self) -> _Layout:
+        while True:
+            layout = _Layout()
+            root = self.place(layout, "", self.model, RoundPipeRunConfig(), listed=False)
+            root.packed = False
+            torn = layout.torn_parameter()
+            if torn is None:
+                return layout
+            self.forced.add(id(self.common_module(*torn)))
+
+    def place(
+        self, layout: _Layout, path: str, module: nn.Module, override: RoundPipeRunConfig, listed: bool
+    ) -> _Place:
+        """Gives `module` and all below it their places; a module seen before keeps the one it has."""
+        known = layout.units.get(id(module)) or layout.hosts.get(id(module))
+        if known is not None:
+            known.listed &= listed
+            return known
+        override = layered(self.overrides.get(id(module)), override)
+        unit = self.is_unit(module, listed)
+        place = _Place(path, module, unit, override, whole=id(module) in self.skipped, listed=listed)
+        (layout.units if unit else layout.hosts)[id(module)] = place
+        if unit or place.whole:
+            return place
+        in_list = isinstance(module, nn.ModuleList)
+        children = [
+            self.place(layout, _join(path, name), child, override, in_list)
+            for name, child in module._modules.items()
+            if child is not None
+        ]
+        for child, following in zip(children, [*children, None][1:], strict=True):
+            child.packed &= in_list and following is not None and following.unit
+        return place
+
+    def is_unit(self, module: nn.Module, listed: bool) -> bool:
+        if id(module) in self.skipped:
+            return False
+        if id(module) in self.forced or _is_wrapped(module):
+            return True
+        if not _has_forward(module) or self.holds_fixed(module):
+            return False
+        if _is_sequential(module) and module is self.model and len(module) > 0:
+            return True
+        total = _total_bytes(module)
+        if total == 0:
+            return False
+        return _is_sequential(module) or listed or _own_bytes(module) >= max(self.lower, 1) or total <= self.upper
+
+    def holds_fixed(self, module: nn.Module) -> bool:
+        """Whether something in `module` has a place of its own already."""
+        return any(id(part) in self.skipped or _is_wrapped(part) for part in module.modules())
+
+    def common_module(self, name: str, other_name: str, places: list[_Place]) -> nn.Module:
+        """The innermost module that holds both places of a shared parameter and can be one layer."""
+        parts = [place.path.split(".") if place.path else [] for place in places]
+        common: list[str] = []
+        for a, b in zip(*parts, strict=False):
+            if a != b:
+                break
+            common.append(a)
+        while common and not _has_forward(self.model.get_submodule(".".join(common))):
+            common.pop()
+        path = ".".join(common)
+        module = self.model.get_submodule(path)
+        what = f"parameters {name} and {other_name} are one (tied), but would be in two places"
+        size = _total_bytes(module)
+        label = f"module {path}" if path else "the whole model"
+        if not _has_forward(module) or self.holds_fixed(module) or id(module) in self.forced:
+            raise ValueError(
+                f"[wrap_model_to_roundpipe] {what}, and {label} that holds both cannot be one layer, as a part of it "
+                "is skipped, wrapped already, or it has no forward; skip both modules, untie the parameters, or build "
+                "a RoundPipe over an nn.Sequential by hand"
+            )
+        if not self.upper_is_default and size > self.upper:
+            raise ValueError(
+                f"[wrap_model_to_roundpipe] {what}, and {label} that holds both has {size} bytes, expected at most "
+                f"upper_threshold = {self.upper} for one layer; raise upper_threshold, or untie the parameters"
+            )
+        warnings.warn(
+            f"[wrap_model_to_roundpipe] {what}: {label} ({size} bytes) becomes a single layer. "
+            "Untie them, or build a RoundPipe over an nn.Sequential by hand, to have more layers.",
+            stacklevel=4,
+        )
+        return module
+
+    def warn_unused_overrides(self, layout: _Layout) -> None:
+        for path, module in self.model.named_modules():
+            if id(module) in self.overrides and id(module) not in layout.units and id(module) not in layout.hosts:
+                warnings.warn(
+                    f"[wrap_model_to_roundpipe] override_config for {path} has no effect: it is inside a module that "
+                    "is wrapped as a whole",
+                    stacklevel=3,
+                )
+
+
+def _outputs_as_loss(outputs: Any, label: Any) -> Any:
+    return outputs
+
+
+class AutoRoundPipe(nn.Module):
+    """A model whose root runs on the host, with `RoundPipe` modules inside it.
+
+    Everything but what is defined here is the original model's: attributes are read, written and deleted there, and
+    calling this calls it. Made by `wrap_model_to_roundpipe`.
+
+    Args:
+        model: the original model, its wrapped parts already in place.
+        pipes: those parts, by their names in the model.
+        host_parameters: the parameters outside of them, by their names in the model.
+        optim_dtype: what the optimizer's parameters are in; None for the parameters' own.
+        order: names of the parameters in the order in which the optimizer gets them, that of the original model.
+    """
+
+    # Names that are looked up here; all others belong to the original model.
+    _OWN = frozenset(
+        {
+            "forward",
+            "forward_backward",
+            "step",
+            "synchronize",
+            "optim_parameters",
+            "optim_named_parameters",
+            "parameters",
+            "named_parameters",
+            "zero_grad",
+            "_original_model",
+            "_step_group",
+            "_order",
+        }
+    )
+
+    _original_model: nn.Module
+    _step_group: Any
+    _order: dict[str, int]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pipes: dict[str, RoundPipe],
+        host_parameters: dict[str, nn.Parameter],
+        optim_dtype: torch.dtype | None = None,
+        order: Iterable[str] = (),
+    ) -> None:
+        from roundpipe.stepping import StepGroup
+
+        # nn.Module.__init__ is left out on purpose: its state is the original model's.
+        object.__setattr__(self, "_original_model", model)
+        object.__setattr__(self, "_step_group", StepGroup(pipes, host_parameters, optim_dtype))
+        object.__setattr__(self, "_order", {name: place for place, name in enumerate(order)})
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in AutoRoundPipe._OWN or (name.startswith("__") and name.endswith("__")):
+            return object.__getattribute__(self, name)
+        return getattr(object.__getattribute__(self, "_original_model"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._original_model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._original_model, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*dir(self._original_model), *AutoRoundPipe._OWN})
+
+    def __repr__(self) -> str:
+        return f"AutoRoundPipe({self._original_model!r})"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the original model; the parts in it run on the devices."""
+        return self._original_model(*args, **kwargs)
+
+    def forward_backward(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: dict[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: Callable[[Any, Any], Any] = _outputs_as_loss,
+        return_outputs: bool = False,
+        run_config: RoundPipeRunConfig | None = None,
+    ) -> Any:
+        """Forward, loss and backward of one batch, which the root sees whole.
+
+        Args:
+            input_args: positional arguments of the model.
+            input_kwargs: keyword arguments of the model.
+            label: second argument of `loss_fn`.
+            loss_fn: `(outputs, label)` -> the loss, or several as a list or tuple, whose sum is differentiated.
+            return_outputs: also return the outputs.
+            run_config: only for calls that work with `RoundPipe` too: the parts follow the options they were wrapped
+                with, so options given here have no effect, and a warning says so.
+
+        Returns:
+            The detached loss (a list if there are several), or `(loss, detached outputs)`.
+        """
+        if run_config is not None and run_config != RoundPipeRunConfig():
+            warnings.warn(
+                "[AutoRoundPipe.forward_backward] run_config has no effect: the root runs on the host; give "
+                "model_run_config or override_config to wrap_model_to_roundpipe",
+                stacklevel=2,
+            )
+        with torch.enable_grad():
+            outputs = self._original_model(*input_args, **(input_kwargs or {}))
+            result = loss_fn(outputs, label)
+            losses = list(result) if isinstance(result, (list, tuple)) else [result]
+            for loss in losses:
+                if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                    raise ValueError(
+                        "[AutoRoundPipe.forward_backward] loss_fn returned something that is not a scalar tensor: "
+                        f"{type(loss).__name__}; expected a loss, or a list or tuple of losses"
+                    )
+            total = losses[0]
+            for loss in losses[1:]:
+                total = total + loss.to(total.device)
+            total.backward()
+        detached = [loss.detach() for loss in losses]
+        value = detached if isinstance(result, (list, tuple)) else detached[0]
+        if not return_outputs:
+            return value
+        return value, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+
+    def step(self, step_fn: Callable[..., Any], is_async: bool = True, *args: Any, **kwargs: Any) -> Any:
+        """Runs `step_fn(*args, **kwargs)` on the optimizer thread, see `RoundPipe.step`."""
+        return self._step_group.step(step_fn, is_async, args, kwargs)
+
+    def synchronize(self) -> None:
+        """Waits until all steps are done: parameters up to date, `.grad` filled."""
+        self._step_group.synchronize()
+
+    def optim_named_parameters(
+        self, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The optimizer's parameters, on the host, with their names and in their order in the original model."""
+        named = list(self._step_group.optim_named_parameters("", False))
+        named.sort(key=lambda entry: self._order.get(entry[0], len(self._order)))
+        first = {id(parameter): name for name, parameter in reversed(named)}
+        return iter(
+            [
+                (_join(prefix, name), parameter)
+                for name, parameter in named
+                if not remove_duplicate or first[id(parameter)] == name
+            ]
+        )
+
+    def optim_parameters(self) -> Iterator[nn.Parameter]:
+        """The optimizer's parameters, on the host."""
+        return (parameter for _, parameter in self.optim_named_parameters())
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The original model's; inside `OptimizerCtx` the optimizer's."""
+        if in_optimizer_context():
+            return self.optim_named_parameters(prefix, remove_duplicate)
+        return self._original_model.named_parameters(prefix, recurse, remove_duplicate)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The original model's; inside `OptimizerCtx` the optimizer's."""
+        return (parameter for _, parameter in self.named_parameters(recurse=recurse))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of `parameters()`."""
+        if not in_optimizer_context():
+            self._original_model.zero_grad(set_to_none)
+            return
+        for parameter in self.optim_parameters():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                with torch.no_grad():
+                    parameter.grad.zero_()
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _is_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    from roundpipe.pipe import RoundPipe
+
+    return isinstance(module, RoundPipe)
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
+
+
+def _total_bytes(module: nn.Module) -> int:
+    return _bytes([*module.parameters(), *module.buffers()])
+
+
+def _own_bytes(module: nn.Module) -> int:
+    """Bytes of the parameters that the module's own forward uses, those in parameter containers included."""
+    containers = [child for child in module.children() if isinstance(child, (nn.ParameterList, nn.ParameterDict))]
+    return _bytes(p for part in [module, *containers] for p in part.parameters(recurse=False))

@@ -1,0 +1,12 @@
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace roundpipe::python {
+
+void bind_errors(pybind11::module_& module);
+void bind_device(pybind11::module_& module);
+void bind_pipeline(pybind11::module_& module);
+void bind_schedule(pybind11::module_& module);
+
+}  // namespace roundpipe::python

@@ -1,0 +1,77 @@
+#include <roundpipe/core/bytes.h>
+#include <roundpipe/device/device_spec.h>
+#include <roundpipe/runtime/engine.h>
+
+#include "bindings.h"
+
+namespace roundpipe::python {
+
+namespace py = pybind11;
+using runtime::Engine;
+
+namespace {
+
+// The interpreter lock is not held while the last owner of an engine waits for its threads, which may need it.
+std::shared_ptr<Engine> dropped_without_lock(std::shared_ptr<Engine> engine) {
+  Engine* pointer = engine.get();
+  return {pointer, [engine = std::move(engine)](Engine*) mutable {
+            if (PyGILState_Check() != 0) {
+              const py::gil_scoped_release no_gil;
+              engine.reset();
+            } else {
+              engine.reset();
+            }
+          }};
+}
+
+}  // namespace
+
+void bind_device(py::module_& module) {
+  py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
+      .def_static(
+          "current", [] { return dropped_without_lock(Engine::current()); }, py::call_guard<py::gil_scoped_release>())
+      .def_static(
+          "set_current",
+          [](const std::string& text) {
+            return dropped_without_lock(Engine::set_current(device::parse_devices(text)));
+          },
+          py::arg("devices"), py::call_guard<py::gil_scoped_release>())
+      .def_static("shut_down", &Engine::shut_down, py::call_guard<py::gil_scoped_release>())
+      .def("__len__", &Engine::size)
+      .def("device_names",
+           [](Engine& engine) {
+             std::vector<std::string> names;
+             for (int i = 0; i < engine.size(); ++i) names.push_back(engine.worker(i).device().name());
+             return names;
+           })
+      .def("torch_devices",
+           [](Engine& engine) {
+             std::vector<std::string> names;
+             for (int i = 0; i < engine.size(); ++i) names.push_back(engine.worker(i).device().torch_device().str());
+             return names;
+           })
+      .def("memory",
+           [](Engine& engine, int index) {
+             const device::MemoryStats stats = engine.worker(index).device().memory();
+             return py::make_tuple(stats.current_bytes, stats.peak_bytes, stats.limit_bytes);
+           })
+      .def("reset_peak_memory",
+           [](Engine& engine) {
+             for (int i = 0; i < engine.size(); ++i) engine.worker(i).device().reset_peak_memory();
+           })
+      .def("moved_bytes", [](Engine& engine, int index) {
+        return py::make_tuple(engine.worker(index).uploaded_bytes(), engine.worker(index).downloaded_bytes());
+      });
+  module.def(
+      "device_names",
+      [](const std::string& text) {
+        std::vector<std::string> names;
+        for (const device::DeviceSpec& spec : device::parse_devices(text)) names.push_back(spec.name());
+        return names;
+      },
+      py::arg("devices"));
+  module.def("parse_bytes", [](const std::string& text) { return parse_bytes(text, "bytes"); }, py::arg("text"));
+  module.def("format_bytes", &format_bytes, py::arg("size_bytes"));
+}
+
+}  // namespace roundpipe::python

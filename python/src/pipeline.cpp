@@ -1,0 +1,158 @@
+#include <roundpipe/models/emulated_layer.h>
+#include <roundpipe/runtime/pipeline.h>
+
+#include "bindings.h"
+#include "python_layer.h"
+#include "python_values.h"
+
+namespace roundpipe::python {
+
+namespace py = pybind11;
+using runtime::CallOptions;
+using runtime::Pipeline;
+using runtime::StepTicket;
+using runtime::Values;
+
+namespace {
+
+std::vector<Values> values_list(const py::list& list) {
+  std::vector<Values> result;
+  for (const py::handle entry : list) result.push_back(values_from(entry));
+  return result;
+}
+
+py::list values_list(const std::vector<Values>& list) {
+  py::list result;
+  for (const Values& values : list) result.append(values_to(values));
+  return result;
+}
+
+// A native layer for objects that describe one, a Python layer for all others. REQUIRES: the interpreter lock.
+std::unique_ptr<runtime::Layer> make_layer(const py::handle& object) {
+  if (py::hasattr(object, "emulated")) {
+    const py::object spec = object.attr("emulated");
+    models::EmulatedLayerOptions options;
+    options.forward_ms = spec.attr("forward_ms").cast<double>();
+    options.backward_ms = spec.attr("backward_ms").cast<double>();
+    options.weight = spec.attr("weight").cast<at::Tensor>();
+    options.structure = share(object.attr("structure"));
+    return models::make_emulated_layer(object.attr("name").cast<std::string>(), std::move(options));
+  }
+  return make_python_layer(py::reinterpret_borrow<py::object>(object));
+}
+
+}  // namespace
+
+void bind_pipeline(py::module_& module) {
+  py::enum_<runtime::RecomputeGrain>(module, "RecomputeGrain")
+      .value("STAGE", runtime::RecomputeGrain::kStage)
+      .value("LAYER", runtime::RecomputeGrain::kLayer);
+  py::class_<CallOptions>(module, "CallOptions")
+      .def(py::init<>())
+      .def_readwrite("requires_grad", &CallOptions::requires_grad)
+      .def_readwrite("preserve_rng_state", &CallOptions::preserve_rng_state)
+      .def_readwrite("recompute_grain", &CallOptions::recompute_grain)
+      .def_readwrite("sum_in_native_precision", &CallOptions::sum_in_native_precision);
+
+  py::class_<StepTicket>(module, "StepTicket")
+      .def("hand_over", &StepTicket::hand_over, py::call_guard<py::gil_scoped_release>());
+
+  py::class_<Pipeline, std::shared_ptr<Pipeline>>(module, "Pipeline")
+      .def(py::init([](std::string name, const py::list& layers, bool pinned) {
+             std::vector<std::unique_ptr<runtime::Layer>> made;
+             for (const py::handle layer : layers) made.push_back(make_layer(layer));
+             const py::gil_scoped_release no_gil;
+             Pipeline* pipeline = new Pipeline(std::move(name), std::move(made), pinned);
+             return std::shared_ptr<Pipeline>(pipeline, [](Pipeline* dropped) {
+               // The lock is not held while engine threads may have to end.
+               if (PyGILState_Check() != 0) {
+                 const py::gil_scoped_release no_gil;
+                 Pipeline::dispose(dropped);
+               } else {
+                 Pipeline::dispose(dropped);
+               }
+             });
+           }),
+           py::arg("name"), py::arg("layers"), py::arg("pinned"))
+      .def(
+          "forward",
+          [](Pipeline& pipeline, const py::list& inputs, const CallOptions& options, const schedule::Stages& stages) {
+            const std::vector<Values> values = values_list(inputs);
+            Pipeline::Outputs outputs;
+            {
+              const py::gil_scoped_release no_gil;
+              outputs = pipeline.forward(values, options, stages);
+            }
+            return values_list(outputs.microbatches);
+          },
+          py::arg("inputs"), py::arg("options"), py::arg("stages"))
+      .def(
+          "forward_backward",
+          [](Pipeline& pipeline, const py::list& inputs, const py::list& labels, py::object loss, bool keep_outputs,
+             const CallOptions& options, const schedule::Stages& stages) {
+            const std::vector<Values> values = values_list(inputs);
+            const std::vector<Values> label_values = values_list(labels);
+            auto loss_function = make_python_loss(std::move(loss));
+            Pipeline::TrainResult result;
+            {
+              const py::gil_scoped_release no_gil;
+              result = pipeline.forward_backward(values, label_values, std::move(loss_function), keep_outputs, options,
+                                                 stages);
+            }
+            return py::make_tuple(result.losses, values_list(result.outputs));
+          },
+          py::arg("inputs"), py::arg("labels"), py::arg("loss"), py::arg("keep_outputs"), py::arg("options"),
+          py::arg("stages"))
+      .def("raise_pending", &Pipeline::raise_pending, py::call_guard<py::gil_scoped_release>())
+      .def("discard_last_call", &Pipeline::discard_last_call, py::arg("message"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("drain", &Pipeline::drain, py::call_guard<py::gil_scoped_release>())
+      .def("set_optimizer_parameters", &Pipeline::set_optimizer_parameters, py::arg("parameters"))
+      .def("begin_step", &Pipeline::begin_step, py::call_guard<py::gil_scoped_release>())
+      .def("begin_publish", &Pipeline::begin_publish, py::arg("in_place"), py::call_guard<py::gil_scoped_release>())
+      .def("finish_publish", &Pipeline::finish_publish, py::call_guard<py::gil_scoped_release>())
+      .def("expose", &Pipeline::expose, py::call_guard<py::gil_scoped_release>())
+      .def("choose_stages", &Pipeline::choose_stages, py::arg("mode"), py::arg("min_stages"),
+           py::arg("upper_threshold"), py::arg("memory_limit_bytes"), py::call_guard<py::gil_scoped_release>())
+      .def("block_parameters",
+           [](const Pipeline& pipeline) {
+             std::vector<std::vector<at::Tensor>> blocks;
+             for (const runtime::BlockState& block : pipeline.model().blocks) {
+               auto& members = blocks.emplace_back();
+               for (const memory::NamedTensor& parameter : block.block->parameters())
+                 members.push_back(parameter.tensor);
+             }
+             return blocks;
+           })
+      .def("host_bytes", [](const Pipeline& pipeline) { return pipeline.model().host_bytes(); })
+      .def_property("random_seed", &Pipeline::random_seed, &Pipeline::set_random_seed)
+      .def_property("calls", &Pipeline::calls, &Pipeline::set_calls)
+      .def("last_plan", &Pipeline::last_plan)
+      .def("last_records", [](const Pipeline& pipeline) {
+        py::list records;
+        for (const runtime::ExecutionRecord& record : pipeline.last_records()) {
+          records.append(py::make_tuple(schedule::phase_name(record.phase), record.layers.first, record.layers.last,
+                                        record.microbatch, record.device, record.start_ms, record.end_ms));
+        }
+        return records;
+      });
+
+  module.def(
+      "set_call_over",
+      [](py::object listener) {
+        runtime::set_call_over([shared = share(std::move(listener))](uint64_t call) {
+          if (Py_IsInitialized() == 0) return;
+          const py::gil_scoped_acquire gil;
+          try {
+            object_of(shared)(call);
+          } catch (py::error_already_set& error) {
+            error.discard_as_unraisable("roundpipe: a call is over");
+          }
+        });
+      },
+      py::arg("listener"));
+  module.def("layer_seed", &runtime::layer_seed, py::arg("base_seed"), py::arg("model_name"), py::arg("call"),
+             py::arg("microbatch"), py::arg("layer"));
+}
+
+}  // namespace roundpipe::python

@@ -1,0 +1,124 @@
+#include "python_layer.h"
+
+#include "python_values.h"
+
+namespace roundpipe::python {
+
+namespace py = pybind11;
+using memory::NamedTensor;
+using runtime::LayerContext;
+using runtime::Values;
+
+namespace {
+
+py::tuple context_tuple(const LayerContext& context) {
+  return py::make_tuple(context.call, context.layer, context.microbatch, context.recompute);
+}
+
+std::vector<NamedTensor> named_tensors(const py::object& list) {
+  std::vector<NamedTensor> tensors;
+  for (const py::handle entry : list) {
+    const auto pair = entry.cast<std::pair<std::string, at::Tensor>>();
+    tensors.push_back({pair.first, pair.second});
+  }
+  return tensors;
+}
+
+class PythonShell final : public runtime::LayerShell {
+ public:
+  // REQUIRES: the interpreter lock.
+  explicit PythonShell(py::object object)
+      : object_(share(object)), run_(share(object.attr("run"))), refresh_(share(object.attr("refresh"))) {
+    parameters = object.attr("parameters").cast<std::vector<at::Tensor>>();
+    buffers = object.attr("buffers").cast<std::vector<at::Tensor>>();
+  }
+
+  Values forward(const Values& inputs, const LayerContext& context) override {
+    const py::gil_scoped_acquire gil;
+    try {
+      return values_from(object_of(run_)(inputs.tensors, object_of(inputs.structure), context_tuple(context)));
+    } catch (py::error_already_set& raised) {
+      throw_python_error(raised);
+    }
+  }
+
+  void refresh() override {
+    const py::gil_scoped_acquire gil;
+    try {
+      object_of(refresh_)();
+    } catch (py::error_already_set& raised) {
+      throw_python_error(raised);
+    }
+  }
+
+ private:
+  SharedObject object_;
+  SharedObject run_;
+  SharedObject refresh_;
+};
+
+class PythonLayer final : public runtime::Layer {
+ public:
+  explicit PythonLayer(py::object object)
+      : name_(object.attr("name").cast<std::string>()), object_(share(std::move(object))) {}
+
+  std::string name() const override { return name_; }
+
+  std::vector<NamedTensor> parameters() const override {
+    const py::gil_scoped_acquire gil;
+    return named_tensors(object_of(object_).attr("parameters")());
+  }
+
+  std::vector<NamedTensor> buffers() const override {
+    const py::gil_scoped_acquire gil;
+    return named_tensors(object_of(object_).attr("buffers")());
+  }
+
+  uint64_t mode_key() const override {
+    const py::gil_scoped_acquire gil;
+    return object_of(object_).attr("mode_key")().cast<uint64_t>();
+  }
+
+  std::unique_ptr<runtime::LayerShell> make_shell(c10::Device device) override {
+    const py::gil_scoped_acquire gil;
+    try {
+      return std::make_unique<PythonShell>(object_of(object_).attr("make_shell")(device.str()));
+    } catch (py::error_already_set& raised) {
+      throw_python_error(raised);
+    }
+  }
+
+ private:
+  const std::string name_;
+  const SharedObject object_;
+};
+
+class PythonLoss final : public runtime::Loss {
+ public:
+  explicit PythonLoss(py::object object) : object_(share(std::move(object))) {}
+
+  std::vector<at::Tensor> operator()(const Values& outputs, const Values& label, const LayerContext& context) override {
+    const py::gil_scoped_acquire gil;
+    try {
+      return object_of(object_)(values_to(outputs), values_to(label), context_tuple(context))
+          .cast<std::vector<at::Tensor>>();
+    } catch (py::error_already_set& raised) {
+      throw_python_error(raised);
+    }
+  }
+
+ private:
+  const SharedObject object_;
+};
+
+}  // namespace
+
+std::unique_ptr<runtime::Layer> make_python_layer(py::object object) {
+  return std::make_unique<PythonLayer>(std::move(object));
+}
+
+std::shared_ptr<runtime::Loss> make_python_loss(py::object object) {
+  return std::make_shared<PythonLoss>(std::move(object));
+}
+
+}  // namespace roundpipe::python

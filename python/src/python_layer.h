@@ -1,0 +1,18 @@
+#pragma once
+
+#include <memory>
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <roundpipe/runtime/layer.h>
+
+namespace roundpipe::python {
+
+// A layer written in Python. `object` is a roundpipe.shell.PythonLayer: name, parameters(), buffers(), mode_key() and
+// make_shell(device), whose shells run under the interpreter lock, and only they.
+std::unique_ptr<runtime::Layer> make_python_layer(pybind11::object object);
+
+// A loss written in Python: callable(outputs, label, context) over (tensors, structure) pairs -> list of scalars.
+std::shared_ptr<runtime::Loss> make_python_loss(pybind11::object object);
+
+}  // namespace roundpipe::python

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace roundpipe {
+
+// Everything that goes wrong and is not the caller's mistake. A caller's mistake is std::invalid_argument.
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// The work was given up because something else failed or the user interrupted; never the root cause.
+class Cancelled : public Error {
+ public:
+  using Error::Error;
+};
+
+// Joins its arguments with operator<< into one string.
+template <typename... Parts>
+std::string concat(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return out.str();
+}
+
+}  // namespace roundpipe

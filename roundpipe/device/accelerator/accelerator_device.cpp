@@ -1,0 +1,157 @@
+#include <roundpipe/device/accelerator/accelerator_device.h>
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <thread>
+
+#include <ATen/DeviceAccelerator.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <roundpipe/core/error.h>
+
+namespace roundpipe::device {
+namespace {
+
+// Waits for recorded stream events in order, one thread a queue, and fires the host events.
+class CompletionThread {
+ public:
+  CompletionThread() : thread_([this] { run(); }) {}
+
+  ~CompletionThread() {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+
+  void watch(std::unique_ptr<c10::Event> recorded, EventPtr event) {
+    {
+      std::lock_guard lock(mutex_);
+      pending_.push_back({std::move(recorded), std::move(event)});
+    }
+    changed_.notify_all();
+  }
+
+ private:
+  struct Pending {
+    std::unique_ptr<c10::Event> recorded;
+    EventPtr event;
+  };
+
+  void run() {
+    while (true) {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [this] { return stopping_ || !pending_.empty(); });
+      if (pending_.empty()) return;
+      Pending next = std::move(pending_.front());
+      pending_.pop_front();
+      lock.unlock();
+      try {
+        next.recorded->synchronize();
+        next.event->fire();
+      } catch (...) {
+        next.event->fail(std::current_exception());
+      }
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Pending> pending_;  // protected by mutex_
+  bool stopping_ = false;        // protected by mutex_
+  std::thread thread_;
+};
+
+class AcceleratorScope final : public QueueScope {
+ public:
+  explicit AcceleratorScope(c10::Stream stream) : guard_(stream) {}
+
+ private:
+  c10::StreamGuard guard_;  // sets the device and the current stream
+};
+
+class AcceleratorQueue final : public Queue {
+ public:
+  explicit AcceleratorQueue(c10::Device device)
+      : stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {}
+
+  std::unique_ptr<QueueScope> enter() override { return std::make_unique<AcceleratorScope>(stream_); }
+
+  void copy(const at::Tensor& dst, const at::Tensor& src) override { dst.copy_(src, /*non_blocking=*/true); }
+
+  void signal(EventPtr event) override {
+    auto recorded = std::make_unique<c10::Event>(stream_.device_type());
+    recorded->record(stream_);
+    completion_.watch(std::move(recorded), std::move(event));
+  }
+
+  void uses(const at::Tensor& tensor) override {
+    if (tensor.defined() && tensor.device() == stream_.device()) tensor.record_stream(stream_);
+  }
+
+  void emulate(double /*duration_ms*/) override {
+    throw Error("[emulate] emulated layers run on virtual devices only; use devices('virtual:N')");
+  }
+
+ private:
+  const c10::Stream stream_;
+  CompletionThread completion_;
+};
+
+class AcceleratorDevice final : public Device {
+ public:
+  AcceleratorDevice(const DeviceSpec& spec, c10::Device device, int64_t limit_bytes)
+      : Device(spec.name(), device), compute_(device), upload_(device), download_(device), limit_bytes_(limit_bytes) {}
+
+  Queue& compute() override { return compute_; }
+  Queue& upload() override { return upload_; }
+  Queue& download() override { return download_; }
+
+  MemoryStats memory() const override {
+    const auto stats = at::getDeviceAllocator(torch_device().type())->getDeviceStats(torch_device().index());
+    const auto& bytes = stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+    return {bytes.current, bytes.peak, limit_bytes_};
+  }
+
+  void reset_peak_memory() override {
+    at::getDeviceAllocator(torch_device().type())->resetPeakStats(torch_device().index());
+  }
+
+  bool wants_pinned_host_memory() const override { return true; }
+  void poison(const at::Tensor& /*tensor*/) override {}
+
+ private:
+  AcceleratorQueue compute_;
+  AcceleratorQueue upload_;
+  AcceleratorQueue download_;
+  const int64_t limit_bytes_;
+};
+
+}  // namespace
+
+std::unique_ptr<Device> make_accelerator_device(const DeviceSpec& spec, int sharers) {
+  const auto type = at::accelerator::getAccelerator(false);
+  const int count = type ? static_cast<int>(at::accelerator::deviceCount()) : 0;
+  const std::string found = type ? c10::DeviceTypeName(*type, /*lower_case=*/true) : "none";
+  if (count == 0 || spec.type != found || spec.index >= count) {
+    throw std::invalid_argument(concat("[devices] '", spec.name(), "' is not here: torch sees ", count,
+                                       " accelerators of type ", found, "; name one of those or use 'virtual:N'"));
+  }
+  const c10::Device device(*type, static_cast<c10::DeviceIndex>(spec.index));
+  int64_t limit_bytes = spec.memory_bytes;
+  if (limit_bytes == 0) {
+    const auto [free_bytes, total_bytes] = at::getDeviceAllocator(*type)->getMemoryInfo(device.index());
+    limit_bytes = static_cast<int64_t>(total_bytes) / sharers;
+  }
+  return std::make_unique<AcceleratorDevice>(spec, device, limit_bytes);
+}
+
+}  // namespace roundpipe::device

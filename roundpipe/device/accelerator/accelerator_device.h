@@ -1,0 +1,15 @@
+#pragma once
+
+#include <memory>
+
+#include <roundpipe/device/device.h>
+
+namespace roundpipe::device {
+
+// A worker on one of torch's accelerators, through torch's device-generic interfaces only, so one source serves
+// CUDA, ROCm, NPU and XPU. Each worker has streams of its own; `sharers` workers share the card and its allocator.
+// A completion thread turns stream progress into events, so that no host thread blocks the device.
+// Throws std::invalid_argument when torch does not see such a device.
+std::unique_ptr<Device> make_accelerator_device(const DeviceSpec& spec, int sharers);
+
+}  // namespace roundpipe::device

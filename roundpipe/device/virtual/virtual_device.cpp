@@ -1,0 +1,120 @@
+#include <roundpipe/device/virtual/virtual_device.h>
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+#include <roundpipe/device/virtual/accounting_allocator.h>
+
+namespace roundpipe::device {
+
+Clock::time_point LinkThrottle::book(int64_t size_bytes) {
+  std::lock_guard lock(mutex_);
+  free_at_ = std::max(free_at_, Clock::now()) + from_ms(static_cast<double>(size_bytes) / bytes_per_ms_);
+  return free_at_;
+}
+
+namespace {
+
+class VirtualScope final : public QueueScope {
+ public:
+  explicit VirtualScope(MemoryAccount* account) : scope_(account) {}
+
+ private:
+  AccountScope scope_;
+};
+
+bool same_dense_layout(const at::Tensor& a, const at::Tensor& b) {
+  return a.dtype() == b.dtype() && a.sizes() == b.sizes() && a.strides() == b.strides() &&
+         a.is_non_overlapping_and_dense() && !a.is_conj() && !b.is_conj() && !a.is_neg() && !b.is_neg();
+}
+
+class VirtualQueue final : public Queue {
+ public:
+  VirtualQueue(MemoryAccount* account, std::unique_ptr<LinkThrottle> link, std::shared_ptr<LinkThrottle> host)
+      : account_(account), link_(std::move(link)), host_(std::move(host)) {}
+
+  std::unique_ptr<QueueScope> enter() override { return std::make_unique<VirtualScope>(account_); }
+
+  void copy(const at::Tensor& dst, const at::Tensor& src) override {
+    const auto size_bytes = static_cast<int64_t>(src.nbytes());
+    if (same_dense_layout(dst, src)) {
+      // memcpy rather than copy_: a copy thread must not start an OpenMP team of its own.
+      if (size_bytes > 0) std::memcpy(dst.data_ptr(), src.data_ptr(), static_cast<size_t>(size_bytes));
+    } else {
+      dst.copy_(src);
+    }
+    Clock::time_point done{};
+    if (link_) done = std::max(done, link_->book(size_bytes));
+    if (host_) done = std::max(done, host_->book(size_bytes));
+    if (done != Clock::time_point{}) std::this_thread::sleep_until(done);
+  }
+
+  void signal(EventPtr event) override { event->fire(); }
+
+  void uses(const at::Tensor& /*tensor*/) override {}
+
+  void emulate(double duration_ms) override {
+    // Against one running deadline, so that wake-up delays of back-to-back layers do not add up.
+    constexpr double kContinuous_ms = 1.0;
+    const Clock::time_point now = Clock::now();
+    const Clock::time_point start = now - emulated_until_ < from_ms(kContinuous_ms) ? emulated_until_ : now;
+    emulated_until_ = start + from_ms(duration_ms);
+    std::this_thread::sleep_until(emulated_until_);
+  }
+
+ private:
+  MemoryAccount* const account_;
+  const std::unique_ptr<LinkThrottle> link_;
+  const std::shared_ptr<LinkThrottle> host_;
+  Clock::time_point emulated_until_{};  // touched by the issuing thread only
+};
+
+class VirtualDevice final : public Device {
+ public:
+  VirtualDevice(const DeviceSpec& spec, std::shared_ptr<LinkThrottle> host)
+      : Device(spec.name(), c10::Device(c10::DeviceType::CPU)),
+        threads_(spec.threads),
+        account_(make_account(spec.name(), spec.memory_bytes, spec.debug)),
+        compute_(account_, nullptr, nullptr),
+        upload_(account_, link(spec), host),
+        // What arrives on the host is not this device's memory.
+        download_(nullptr, link(spec), host) {}
+
+  Queue& compute() override { return compute_; }
+  Queue& upload() override { return upload_; }
+  Queue& download() override { return download_; }
+
+  MemoryStats memory() const override {
+    return {account_->current_bytes.load(), account_->peak_bytes.load(), account_->limit_bytes};
+  }
+  void reset_peak_memory() override { account_->peak_bytes.store(account_->current_bytes.load()); }
+  bool wants_pinned_host_memory() const override { return false; }
+  int threads() const override { return threads_; }
+
+  void poison(const at::Tensor& tensor) override {
+    if (account_->poison && tensor.defined() && tensor.nbytes() > 0) {
+      std::memset(tensor.data_ptr(), 0xFF, tensor.nbytes());
+    }
+  }
+
+ private:
+  static std::unique_ptr<LinkThrottle> link(const DeviceSpec& spec) {
+    return spec.link_gb_per_s > 0 ? std::make_unique<LinkThrottle>(spec.link_gb_per_s) : nullptr;
+  }
+
+  const int threads_;
+  MemoryAccount* const account_;
+  VirtualQueue compute_;
+  VirtualQueue upload_;
+  VirtualQueue download_;
+};
+
+}  // namespace
+
+std::unique_ptr<Device> make_virtual_device(const DeviceSpec& spec, std::shared_ptr<LinkThrottle> host) {
+  install_accounting_allocator();
+  return std::make_unique<VirtualDevice>(spec, std::move(host));
+}
+
+}  // namespace roundpipe::device

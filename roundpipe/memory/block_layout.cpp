@@ -1,0 +1,51 @@
+#include <roundpipe/memory/block_layout.h>
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <roundpipe/core/bytes.h>
+
+namespace roundpipe::memory {
+
+size_t BlockLayout::add(const at::Tensor& like, c10::ScalarType dtype) {
+  TensorLayout tensor;
+  tensor.offset_bytes = align_up(size_bytes, kBlockAlignment_bytes);
+  tensor.sizes = like.sizes().vec();
+  tensor.dtype = dtype;
+  if (like.is_non_overlapping_and_dense()) {
+    tensor.strides = like.strides().vec();
+  } else {
+    tensor.strides.resize(tensor.sizes.size());
+    int64_t stride = 1;
+    for (size_t dim = tensor.sizes.size(); dim-- > 0;) {
+      tensor.strides[dim] = stride;
+      stride *= tensor.sizes[dim];
+    }
+  }
+  tensor.size_bytes = like.numel() * static_cast<int64_t>(c10::elementSize(dtype));
+  tensors.push_back(tensor);
+  size_bytes = align_up(tensor.offset_bytes + tensor.size_bytes, kBlockAlignment_bytes);
+  return tensors.size() - 1;
+}
+
+at::Tensor BlockLayout::view(const at::Tensor& flat, size_t index, int64_t base_bytes) const {
+  const TensorLayout& tensor = tensors[index];
+  const auto element_bytes = static_cast<int64_t>(c10::elementSize(tensor.dtype));
+  at::Tensor view = at::empty({0}, flat.options().dtype(tensor.dtype).pinned_memory(false));
+  return view.set_(flat.storage(), (flat.storage_offset() + base_bytes + tensor.offset_bytes) / element_bytes,
+                   tensor.sizes, tensor.strides);
+}
+
+at::Tensor allocate_host(int64_t size_bytes, bool pinned) {
+  const auto options = at::TensorOptions().dtype(at::kByte);
+  if (!pinned) return at::empty({size_bytes}, options);
+  try {
+    return at::empty({size_bytes}, options.pinned_memory(true));
+  } catch (const c10::Error& error) {
+    TORCH_WARN_ONCE("[memory] could not page-lock ", format_bytes(size_bytes), " (", error.what_without_backtrace(),
+                    "); going on with pageable memory, transfers will be slower");
+    return at::empty({size_bytes}, options);
+  }
+}
+
+}  // namespace roundpipe::memory

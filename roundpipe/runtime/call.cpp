@@ -1,0 +1,130 @@
+#include <roundpipe/runtime/call.h>
+
+#include <ATen/autocast_mode.h>
+
+namespace roundpipe::runtime {
+
+using device::EventPtr;
+
+AutocastState AutocastState::capture(c10::DeviceType accelerator) {
+  AutocastState state;
+  for (const c10::DeviceType type : {c10::DeviceType::CPU, accelerator}) {
+    if (!state.entries.empty() && type == c10::DeviceType::CPU) break;
+    state.entries.push_back({type, at::autocast::is_autocast_enabled(type), at::autocast::get_autocast_dtype(type)});
+  }
+  return state;
+}
+
+void AutocastState::apply() const {
+  for (const Entry& entry : entries) {
+    at::autocast::set_autocast_enabled(entry.device_type, entry.enabled);
+    at::autocast::set_autocast_dtype(entry.device_type, entry.dtype);
+  }
+  // The cache keys casts by parameter, and our parameters change their data from job to job.
+  at::autocast::set_autocast_cache_enabled(false);
+}
+
+Call::Call(std::shared_ptr<ModelState> call_model, CallOptions call_options, uint64_t call_id, uint64_t call_index,
+           uint64_t seed)
+    : model(std::move(call_model)),
+      options(call_options),
+      id(call_id),
+      index(call_index),
+      base_seed(seed),
+      values_(static_cast<size_t>(model->layer_count() + 1) * static_cast<size_t>(options.microbatches)),
+      gradients_(values_.size()),
+      finished_(device::make_event()) {}
+
+namespace {
+std::function<void(uint64_t)>& call_over() {
+  static std::function<void(uint64_t)> listener;
+  return listener;
+}
+}  // namespace
+
+void set_call_over(std::function<void(uint64_t)> listener) { call_over() = std::move(listener); }
+
+Call::~Call() {
+  if (call_over()) call_over()(id);
+}
+
+EventPtr Call::new_event() {
+  EventPtr event = device::make_event();
+  std::lock_guard lock(mutex_);
+  if (error_) {
+    event->fail(error_);
+  } else {
+    if (events_.size() >= 1024) std::erase_if(events_, [](const EventPtr& old) { return old->complete(); });
+    events_.push_back(event);
+  }
+  return event;
+}
+
+void Call::fail(std::exception_ptr error) {
+  std::vector<EventPtr> events;
+  {
+    std::lock_guard lock(mutex_);
+    if (error_) return;
+    error_ = error;
+    failed_.store(true);
+    events.swap(events_);
+  }
+  for (const EventPtr& event : events) event->fail(error);
+}
+
+std::exception_ptr Call::error() const {
+  std::lock_guard lock(mutex_);
+  return error_;
+}
+
+void Call::add_jobs(int count) {
+  std::lock_guard lock(mutex_);
+  // A new one even where the old has not fired yet: job_over() may be about to.
+  if (jobs_left_ == 0) finished_ = device::make_event();
+  jobs_left_ += count;
+}
+
+void Call::job_over() {
+  EventPtr finished;
+  {
+    std::lock_guard lock(mutex_);
+    if (--jobs_left_ == 0) finished = finished_;
+  }
+  if (finished) finished->fire();
+}
+
+EventPtr Call::finished() const {
+  std::lock_guard lock(mutex_);
+  return finished_;
+}
+
+void Call::record(const ExecutionRecord& record) {
+  std::lock_guard lock(mutex_);
+  records_.push_back(record);
+}
+
+std::vector<ExecutionRecord> Call::records() const {
+  std::lock_guard lock(mutex_);
+  return records_;
+}
+
+void Call::save_snapshot(int layer, int microbatch, BufferSnapshot snapshot) {
+  std::lock_guard lock(mutex_);
+  snapshots_[{layer, microbatch}] = std::move(snapshot);
+}
+
+std::optional<Call::BufferSnapshot> Call::snapshot(int layer, int microbatch) const {
+  std::lock_guard lock(mutex_);
+  const auto found = snapshots_.find({layer, microbatch});
+  return found == snapshots_.end() ? std::nullopt : std::optional(found->second);
+}
+
+bool Call::draws() const {
+  if (model->loss_random.state.load() == RandomUse::kDraws) return true;
+  for (const auto& layer : model->layers) {
+    if (layer->random.state.load() == RandomUse::kDraws) return true;
+  }
+  return false;
+}
+
+}  // namespace roundpipe::runtime

@@ -1,0 +1,156 @@
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include <ATen/ThreadLocalState.h>
+
+#include <roundpipe/memory/host_value.h>
+#include <roundpipe/runtime/layer.h>
+#include <roundpipe/runtime/model_state.h>
+#include <roundpipe/schedule/plan.h>
+
+namespace roundpipe::runtime {
+
+// One microbatch's values between two layers, on the host. Readable once `produced` has fired.
+struct BoundaryValues {
+  std::vector<memory::HostValuePtr> tensors;  // the same pointer twice = the same tensor twice
+  std::shared_ptr<const void> structure;
+  device::EventPtr produced;
+  std::atomic<int> readers{0};  // uploads still to come; at 0 the host memory is given back
+};
+
+// One microbatch's gradients at a boundary, aligned with BoundaryValues::tensors; undefined = none.
+struct BoundaryGradients {
+  std::vector<at::Tensor> tensors;
+  device::EventPtr produced;
+};
+
+// What one execution of a stage on a microbatch took, in Clock milliseconds.
+struct ExecutionRecord {
+  schedule::Phase phase;
+  schedule::Range layers;
+  int microbatch;
+  int device;
+  double start_ms;
+  double end_ms;
+};
+
+enum class RecomputeGrain { kStage, kLayer };
+
+struct CallOptions {
+  int microbatches = 1;
+  bool requires_grad = true;
+  bool preserve_rng_state = true;
+  RecomputeGrain recompute_grain = RecomputeGrain::kStage;
+  bool sum_in_native_precision = false;  // 16-bit gradients of microbatches summed in 16 bits
+};
+
+// The caller's autocast settings, for the workers.
+struct AutocastState {
+  static AutocastState capture(c10::DeviceType accelerator);
+  void apply() const;
+  struct Entry {
+    c10::DeviceType device_type;
+    bool enabled;
+    at::ScalarType dtype;
+  };
+  std::vector<Entry> entries;
+};
+
+// One pipelined run of a model over a batch: inputs in, outputs or losses out, gradients left on the host.
+//
+// Shared by the caller, the workers and pending transfers. Every event that others wait for is made by new_event(),
+// so fail() releases them all: the first error wins, jobs that are left are skipped, and `finished` still fires.
+// Thread safety: members are set before submission and read-only after, unless said otherwise.
+class Call : public std::enable_shared_from_this<Call> {
+ public:
+  Call(std::shared_ptr<ModelState> model, CallOptions options, uint64_t id, uint64_t index, uint64_t base_seed);
+  // Tells the listener set by set_call_over that nothing of this call will run again.
+  ~Call();
+
+  device::EventPtr new_event();
+  void fail(std::exception_ptr error);
+  std::exception_ptr error() const;
+  bool failed() const { return failed_.load(); }
+
+  // Jobs submitted and not yet over, their transfers included; `finished` fires at 0.
+  void add_jobs(int count);
+  void job_over();
+  device::EventPtr finished() const;
+
+  BoundaryValues& values(int layer, int microbatch) { return values_[at(layer, microbatch)]; }
+  BoundaryGradients& gradients(int layer, int microbatch) { return gradients_[at(layer, microbatch)]; }
+
+  void record(const ExecutionRecord& record);
+  std::vector<ExecutionRecord> records() const;
+
+  const std::shared_ptr<ModelState> model;
+  const CallOptions options;
+  const uint64_t id;     // unique in the process
+  const uint64_t index;  // of this model's calls, keys the random state
+  const uint64_t base_seed;
+
+  // The caller's thread-local state (autograd mode, dispatch modes, autocast).
+  std::optional<at::ThreadLocalState> thread_state;
+  AutocastState autocast;
+
+  std::vector<std::vector<char>> trainable;               // [layer][parameter]
+  std::vector<memory::ParameterBlock::Reading> readings;  // [block]
+  std::vector<char> saved_boundaries;                     // [layer]: values before this layer are kept
+  bool keep_values = false;                               // a backward may come again (retain_graph)
+
+  std::shared_ptr<Loss> loss;
+  std::vector<Values> labels;                   // [microbatch], host
+  std::vector<std::vector<at::Tensor>> losses;  // [microbatch], host; set by fused jobs
+  std::vector<device::EventPtr> loss_ready;     // [microbatch]
+  bool keep_outputs = false;
+
+  // Set when a backward is submitted. [block]; null where the block gets nothing.
+  std::vector<memory::GradientBlockPtr> bases;
+  std::vector<memory::GradientBlockPtr> results;
+  std::vector<std::unique_ptr<memory::RangeSum>> range_sums;
+  std::vector<std::unique_ptr<memory::TiedSum>> tied_sums;
+  bool input_gradients = false;
+
+  // Buffers as they were before a forward that writes them: [layer][microbatch] -> one value per buffer.
+  struct BufferSnapshot {
+    std::vector<memory::HostValuePtr> tensors;
+    device::EventPtr produced;
+  };
+  void save_snapshot(int layer, int microbatch, BufferSnapshot snapshot);
+  std::optional<BufferSnapshot> snapshot(int layer, int microbatch) const;
+
+  // Whether any layer (or the loss) is known to draw random numbers.
+  bool draws() const;
+
+ private:
+  size_t at(int layer, int microbatch) const {
+    return static_cast<size_t>(layer) * static_cast<size_t>(options.microbatches) + static_cast<size_t>(microbatch);
+  }
+
+  std::vector<BoundaryValues> values_;
+  std::vector<BoundaryGradients> gradients_;
+  std::atomic<bool> failed_{false};
+
+  mutable std::mutex mutex_;
+  // Protected by mutex_.
+  std::vector<device::EventPtr> events_;
+  std::exception_ptr error_;
+  int jobs_left_ = 0;
+  device::EventPtr finished_;
+  std::vector<ExecutionRecord> records_;
+  std::map<std::pair<int, int>, BufferSnapshot> snapshots_;
+};
+using CallPtr = std::shared_ptr<Call>;
+
+// `listener` is told the id of every call that is gone, on whatever thread drops it last. Set once, before any call.
+void set_call_over(std::function<void(uint64_t)> listener);
+
+}  // namespace roundpipe::runtime

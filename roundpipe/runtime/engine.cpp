@@ -1,0 +1,96 @@
+#include <roundpipe/runtime/engine.h>
+
+#include <cstdlib>
+
+#include <roundpipe/core/error.h>
+
+namespace roundpipe::runtime {
+namespace {
+
+std::mutex& current_mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
+
+// Protected by current_mutex().
+std::shared_ptr<Engine>& current_engine() {
+  static std::shared_ptr<Engine> engine;
+  return engine;
+}
+
+// Protected by current_mutex().
+std::vector<std::weak_ptr<Engine>>& all_engines() {
+  static std::vector<std::weak_ptr<Engine>> engines;
+  return engines;
+}
+
+// REQUIRES: current_mutex() is held.
+std::shared_ptr<Engine> make(const std::vector<device::DeviceSpec>& specs) {
+  auto engine = std::make_shared<Engine>(specs);
+  std::erase_if(all_engines(), [](const std::weak_ptr<Engine>& old) { return old.expired(); });
+  all_engines().push_back(engine);
+  return engine;
+}
+
+}  // namespace
+
+Engine::Engine(const std::vector<device::DeviceSpec>& specs) : specs_(specs) {
+  int index = 0;
+  for (auto& device : device::make_devices(specs)) {
+    workers_.push_back(std::make_unique<Worker>(index++, std::move(device)));
+  }
+}
+
+void Engine::stop() {
+  std::lock_guard lock(mutex_);
+  workers_.clear();
+}
+
+std::shared_ptr<Engine> Engine::current() {
+  std::lock_guard lock(current_mutex());
+  if (!current_engine()) {
+    const char* wanted = std::getenv("ROUNDPIPE_DEVICES");
+    const bool given = wanted != nullptr && *wanted != '\0';
+    current_engine() = make(given ? device::parse_devices(wanted) : device::default_devices());
+  }
+  return current_engine();
+}
+
+std::shared_ptr<Engine> Engine::set_current(const std::vector<device::DeviceSpec>& specs) {
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<Engine> old;  // may join threads when dropped, so after the lock
+  std::lock_guard lock(current_mutex());
+  engine = make(specs);
+  old = std::move(current_engine());
+  current_engine() = engine;
+  return engine;
+}
+
+void Engine::shut_down() {
+  std::vector<std::shared_ptr<Engine>> engines;
+  {
+    std::lock_guard lock(current_mutex());
+    current_engine().reset();
+    for (const std::weak_ptr<Engine>& engine : all_engines()) engines.push_back(engine.lock());
+    all_engines().clear();
+  }
+  for (const auto& engine : engines) {
+    if (engine) engine->stop();
+  }
+}
+
+void Engine::submit(const std::vector<std::shared_ptr<JobRun>>& runs) {
+  std::lock_guard lock(mutex_);
+  if (workers_.empty())
+    throw Error("[devices] the pool has been shut down with the interpreter; nothing can run any more");
+  for (const auto& run : runs) worker(run->job.device % size()).enqueue(run);
+}
+
+void Engine::advance(int jobs) { next_device_.store((next_device_.load() + jobs) % size()); }
+
+void Engine::forget(const ModelState& model) {
+  std::lock_guard lock(mutex_);
+  for (const auto& worker : workers_) worker->forget(model);
+}
+
+}  // namespace roundpipe::runtime

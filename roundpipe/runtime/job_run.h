@@ -1,0 +1,62 @@
+#pragma once
+
+#include <map>
+#include <memory>
+#include <vector>
+
+#include <roundpipe/runtime/call.h>
+#include <roundpipe/runtime/model_state.h>
+
+namespace roundpipe::runtime {
+
+// Values of one microbatch on their way to, or on, a device.
+struct StagedValues {
+  std::vector<memory::HostValuePtr> host;
+  std::vector<at::Tensor> device;  // aligned with host; valid once `uploaded` has fired
+  std::shared_ptr<const void> structure;
+  device::EventPtr uploaded;
+};
+
+// Everything one microbatch of a job reads.
+struct StagedMicrobatch {
+  std::shared_ptr<StagedValues> inputs;
+  std::shared_ptr<StagedValues> label;      // fused jobs
+  std::shared_ptr<StagedValues> gradients;  // backward jobs; host and device entries may be null
+};
+
+// A job of a submitted call on its device: what was decided at submission, and how far it has come.
+// Thread safety: made on the caller's thread, then belongs to its worker (under the worker's mutex until it runs).
+struct JobRun {
+  CallPtr call;
+  schedule::Job job;
+  int last_layer = 0;  // of the model
+  StageLayout layout;
+
+  // Per layer of the stage; null where nothing is to be waited for or told.
+  std::vector<device::EventPtr> buffers_before;
+  std::vector<device::EventPtr> buffers_after;
+  // Per layer of the stage: which part of RangeSum this job is, and of TiedSum which layer.
+  std::vector<size_t> range_index;
+  int first_backward_layer = 0;
+
+  int slot = -1;
+  at::Tensor weights;             // the slot, once uploaded
+  device::EventPtr uploaded;      // all weights and buffers
+  device::EventPtr weights_read;  // the host's weights are not read for this job any more
+  std::map<int, StagedMicrobatch> staged;
+  // Transfer::settled of every transfer of this job: when all have fired, its slot is free and the job is over.
+  std::vector<device::EventPtr> transfers;
+  device::EventPtr new_transfer() { return transfers.emplace_back(device::make_event()); }
+
+  // A transfer that nobody in the pipeline waits for must not fail unnoticed.
+  void fails_with(const device::EventPtr& done) const {
+    done->then([call = call, event = done.get()] {
+      if (const std::exception_ptr error = event->error()) call->fail(error);
+    });
+  }
+
+  LayerState& layer(int index) const { return *call->model->layers[static_cast<size_t>(index)]; }
+  size_t place(int index) const { return static_cast<size_t>(index - job.layers.first); }
+};
+
+}  // namespace roundpipe::runtime

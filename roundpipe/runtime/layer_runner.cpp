@@ -1,0 +1,253 @@
+#include <roundpipe/runtime/layer_runner.h>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <roundpipe/core/error.h>
+
+namespace roundpipe::runtime {
+
+using device::EventPtr;
+using memory::HostValuePtr;
+using transfer::Piece;
+using transfer::Priority;
+
+Shell& LayerRunner::shell(JobRun& run, int layer) {
+  return shells_.get(*run.call->model, layer, device_.torch_device(), run.call->id);
+}
+
+void LayerRunner::bind(JobRun& run) {
+  const at::NoGradGuard no_grad;
+  for (int l = run.job.layers.first; l < run.job.layers.last; ++l) {
+    const LayerState& state = run.layer(l);
+    const StageLayout::LayerPlace& place = run.layout.layers[run.place(l)];
+    LayerShell& layer = *shell(run, l).layer;
+    bound_.push_back(&layer);
+    for (size_t i = 0; i < state.parameters.size(); ++i) {
+      const auto [block, index] = state.parameters[i];
+      size_t position = 0;
+      while (state.blocks[position] != block) ++position;
+      const memory::BlockLayout& layout = run.call->model->blocks[block].block->layout();
+      at::Tensor& leaf = layer.parameters[i];
+      leaf.set_data(layout.view(run.weights, index, place.blocks_at[position]));
+      leaf.set_requires_grad(run.call->options.requires_grad && run.call->trainable[static_cast<size_t>(l)][i] != 0);
+    }
+    for (size_t i = 0; i < state.buffers.size(); ++i) {
+      layer.buffers[i].set_data(state.buffer_layout.view(run.weights, i, place.buffers_at));
+    }
+  }
+}
+
+void LayerRunner::unbind() {
+  const at::NoGradGuard no_grad;
+  for (LayerShell* layer : bound_) {
+    for (auto* tensors : {&layer->parameters, &layer->buffers}) {
+      for (at::Tensor& tensor : *tensors) tensor.set_data(at::empty({0}, tensor.options()));
+    }
+  }
+  bound_.clear();
+}
+
+namespace {
+
+std::vector<uint32_t> versions_of(const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& buffers) {
+  std::vector<uint32_t> versions;
+  for (const auto* tensors : {&inputs, &buffers}) {
+    for (const at::Tensor& tensor : *tensors) versions.push_back(static_cast<uint32_t>(tensor._version()));
+  }
+  return versions;
+}
+
+}  // namespace
+
+Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microbatch, bool recompute) {
+  Call& call = *run.call;
+  LayerState& state = run.layer(l);
+  LayerShell& layer = *shell(run, l).layer;
+  const bool has_buffers = !state.buffers.empty();
+  const bool gradients = call.options.requires_grad;
+  // A backward needs what was there before each microbatch, a call that fails what was there before the first.
+  const bool keep_before = gradients || microbatch == run.job.microbatches.first;
+  std::vector<at::Tensor> before;
+  std::vector<uint32_t> versions;
+  if (has_buffers && recompute) restore_buffers(run, l, microbatch);
+  if (has_buffers && !recompute) {
+    const at::NoGradGuard no_grad;
+    for (const at::Tensor& buffer : layer.buffers) {
+      versions.push_back(static_cast<uint32_t>(buffer._version()));
+      if (keep_before && state.writes_buffers.load() != Learned::kNo) before.push_back(buffer.clone());
+    }
+  }
+
+  LayerContext context;
+  context.call = call.id;
+  context.layer = l;
+  context.microbatch = microbatch;
+  context.recompute = recompute;
+  context.queue = &device_.compute();
+  Values outputs;
+  const std::vector<uint32_t> untouched = versions_of(inputs.tensors, layer.buffers);
+  bool repeated = false;
+  const auto body = [&] {
+    if (repeated && versions_of(inputs.tensors, layer.buffers) != untouched) {
+      throw Error(concat("[forward] layer ", l, " (", state.layer->name(),
+                         ") drew random numbers only after it had run without doing so, and changes its inputs or "
+                         "buffers; this step is dropped, the next ones take it into account"));
+    }
+    repeated = true;
+    outputs = layer.forward(inputs, context);
+  };
+  if (call.options.preserve_rng_state) {
+    // While something is recomputed the user's own thread may be drawing: then nothing is concluded from the state.
+    const bool watch = !recompute;
+    with_seeded_generators(state.random, layer_seed(call.base_seed, call.model->name, call.index, microbatch, l),
+                           device_.torch_device(), watch, body);
+  } else {
+    body();
+  }
+
+  if (has_buffers && !recompute) {
+    bool written = false;
+    for (size_t i = 0; i < versions.size(); ++i) {
+      written |= static_cast<uint32_t>(layer.buffers[i]._version()) != versions[i];
+    }
+    if (written) {
+      const bool late = state.writes_buffers.exchange(Learned::kYes) == Learned::kNo;
+      if (late && gradients) {
+        throw Error(concat("[forward] layer ", l, " (", state.layer->name(),
+                           ") changed a buffer only after it had run without doing so; this step is dropped, "
+                           "the next ones take it into account"));
+      }
+      if (!before.empty()) save_buffers(run, l, microbatch, std::move(before));
+    } else {
+      Learned unknown = Learned::kUnknown;
+      state.writes_buffers.compare_exchange_strong(unknown, Learned::kNo);
+    }
+  }
+  return outputs;
+}
+
+void LayerRunner::save_buffers(JobRun& run, int l, int microbatch, std::vector<at::Tensor> before) {
+  Call::BufferSnapshot snapshot;
+  snapshot.produced = run.call->new_event();
+  for (size_t i = 0; i < before.size(); ++i) snapshot.tensors.push_back(std::make_shared<memory::HostValue>());
+  EventPtr computed = run.call->new_event();
+  device_.compute().signal(computed);
+  run.fails_with(snapshot.produced);
+  download_.submit({Priority::kActivation,
+                    {computed},
+                    [tensors = snapshot.tensors, before = std::move(before)] {
+                      std::vector<Piece> pieces;
+                      for (size_t i = 0; i < before.size(); ++i) {
+                        *tensors[i] = *memory::make_host_value(before[i], false, /*pinned=*/false);
+                        pieces.push_back({tensors[i]->data, before[i]});
+                      }
+                      return pieces;
+                    },
+                    snapshot.produced,
+                    run.new_transfer()});
+  run.call->save_snapshot(l, microbatch, std::move(snapshot));
+}
+
+void LayerRunner::restore_buffers(JobRun& run, int l, int microbatch) {
+  const auto snapshot = run.call->snapshot(l, microbatch);
+  if (!snapshot) return;
+  LayerShell& layer = *shell(run, l).layer;
+  EventPtr uploaded = run.call->new_event();
+  std::vector<at::Tensor> targets;
+  for (const at::Tensor& buffer : layer.buffers) targets.push_back(buffer.detach());
+  EventPtr computed = run.call->new_event();
+  device_.compute().signal(computed);
+  upload_.submit({Priority::kActivation,
+                  {snapshot->produced, computed},
+                  [targets, tensors = snapshot->tensors] {
+                    std::vector<Piece> pieces;
+                    for (size_t i = 0; i < targets.size(); ++i) pieces.push_back({targets[i], tensors[i]->data});
+                    return pieces;
+                  },
+                  uploaded,
+                  run.new_transfer()});
+  uploaded->wait();
+}
+
+Flow LayerRunner::run_detached(JobRun& run, int l, const Flow& inputs, int microbatch, bool recompute, bool protect) {
+  LayerState& state = run.layer(l);
+  const bool gradients = run.call->options.requires_grad;
+  const bool copy = protect && state.writes_inputs.load() != Learned::kNo;
+  Boundary boundary;
+  Values values;
+  values.structure = inputs.structure;
+  std::vector<uint32_t> versions;
+  {
+    const at::NoGradGuard no_grad;
+    for (size_t i = 0; i < inputs.tensors.size(); ++i) {
+      at::Tensor tensor = copy ? inputs.tensors[i].clone() : inputs.tensors[i].detach();
+      if (gradients && inputs.requires_grad[i]) boundary.attach(tensor);
+      versions.push_back(static_cast<uint32_t>(tensor._version()));
+      values.tensors.push_back(std::move(tensor));
+    }
+  }
+  Values outputs;
+  {
+    const at::AutoGradMode grad_mode(gradients);
+    outputs = execute(run, l, values, microbatch, recompute);
+  }
+
+  std::vector<char> intact(values.tensors.size());
+  bool wrote = false;
+  for (size_t i = 0; i < values.tensors.size(); ++i) {
+    intact[i] = static_cast<uint32_t>(values.tensors[i]._version()) == versions[i];
+    wrote |= !intact[i];
+  }
+  if (wrote) {
+    const bool late = state.writes_inputs.exchange(Learned::kYes) == Learned::kNo;
+    if (late && protect) {
+      throw Error(concat("[forward] layer ", l, " (", state.layer->name(),
+                         ") wrote to its input only after it had run without doing so; this step is dropped, "
+                         "the next ones take it into account"));
+    }
+  } else {
+    Learned unknown = Learned::kUnknown;
+    state.writes_inputs.compare_exchange_strong(unknown, Learned::kNo);
+  }
+
+  Flow flow;
+  flow.structure = outputs.structure;
+  for (const at::Tensor& output : outputs.tensors) {
+    size_t same = 0;
+    while (same < values.tensors.size() && !output.is_same(values.tensors[same])) ++same;
+    if (same < values.tensors.size() && intact[same]) {
+      // Handed on as it came: it need not go to the host again.
+      flow.tensors.push_back(inputs.tensors[same]);
+      flow.requires_grad.push_back(inputs.requires_grad[same]);
+      flow.host.push_back(inputs.host[same]);
+    } else {
+      // A buffer that the layer hands out and writes to must not change while its value is still on the way.
+      const bool changes = state.writes_buffers.load() == Learned::kYes && output.has_storage() &&
+                           output.storage().is_alias_of(run.weights.storage());
+      flow.tensors.push_back(changes ? output.detach().clone() : output.detach());
+      flow.requires_grad.push_back(gradients && output.requires_grad());
+      flow.host.push_back(nullptr);
+    }
+  }
+  return flow;
+}
+
+Values LayerRunner::run_graph(JobRun& run, schedule::Range layers, const Flow& inputs, int microbatch, bool recompute,
+                              Boundary& boundary, std::vector<int>& places) {
+  Values values;
+  values.structure = inputs.structure;
+  {
+    const at::NoGradGuard no_grad;
+    for (size_t i = 0; i < inputs.tensors.size(); ++i) {
+      at::Tensor tensor = inputs.tensors[i].detach();
+      places.push_back(inputs.requires_grad[i] ? static_cast<int>(boundary.attach(tensor)) : -1);
+      values.tensors.push_back(std::move(tensor));
+    }
+  }
+  const at::AutoGradMode grad_mode(true);
+  for (int l = layers.first; l < layers.last; ++l) values = execute(run, l, values, microbatch, recompute);
+  return values;
+}
+
+}  // namespace roundpipe::runtime

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <vector>
+
+#include <roundpipe/device/device.h>
+#include <roundpipe/runtime/autograd_nodes.h>
+#include <roundpipe/runtime/job_run.h>
+#include <roundpipe/runtime/shells.h>
+#include <roundpipe/transfer/link_scheduler.h>
+
+namespace roundpipe::runtime {
+
+// Values between two layers on a device, without autograd history.
+struct Flow {
+  std::vector<at::Tensor> tensors;
+  std::vector<char> requires_grad;         // whether the uncut model's tensor would
+  std::vector<memory::HostValuePtr> host;  // where the same value already lies on the host; null if nowhere
+  std::shared_ptr<const void> structure;
+};
+
+// Runs single layers on one device as they would run in the uncut model: grad mode, random state, buffers, and
+// whether a layer writes to its inputs. Used by the device's thread, inside its compute scope.
+class LayerRunner {
+ public:
+  LayerRunner(device::Device& device, transfer::LinkScheduler& upload, transfer::LinkScheduler& download,
+              Shells& shells)
+      : device_(device), upload_(upload), download_(download), shells_(shells) {}
+
+  // Points the shells of the job's layers at its slot and sets what requires gradients.
+  void bind(JobRun& run);
+  // Lets go of the slot, so that its memory can be given up while it is idle. After bind(), also one that threw.
+  void unbind();
+
+  // Runs one layer and drops the graph at once, so that only `requires_grad` of the outputs remains. Grad mode is on
+  // when the call wants gradients: the kernels are then those of the recompute. `protect`: somebody else still reads
+  // `inputs`, so a layer that writes to its inputs gets copies.
+  Flow run_detached(JobRun& run, int layer, const Flow& inputs, int microbatch, bool recompute, bool protect);
+
+  // Runs layers [first, last) with a graph that ends in `boundary`; `places[i]` is the index of input i there, -1 if
+  // it needs no gradient.
+  Values run_graph(JobRun& run, schedule::Range layers, const Flow& inputs, int microbatch, bool recompute,
+                   Boundary& boundary, std::vector<int>& places);
+
+  Shell& shell(JobRun& run, int layer);
+
+ private:
+  Values execute(JobRun& run, int layer, const Values& inputs, int microbatch, bool recompute);
+  void restore_buffers(JobRun& run, int layer, int microbatch);
+  void save_buffers(JobRun& run, int layer, int microbatch, std::vector<at::Tensor> before);
+
+  device::Device& device_;
+  transfer::LinkScheduler& upload_;
+  transfer::LinkScheduler& download_;
+  Shells& shells_;
+  std::vector<LayerShell*> bound_;
+};
+
+}  // namespace roundpipe::runtime

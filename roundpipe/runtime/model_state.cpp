@@ -1,0 +1,120 @@
+#include <roundpipe/runtime/model_state.h>
+
+#include <algorithm>
+#include <map>
+
+#include <roundpipe/core/bytes.h>
+#include <roundpipe/core/error.h>
+
+namespace roundpipe::runtime {
+
+using memory::NamedTensor;
+
+ModelState::ModelState(std::string model_name, std::vector<std::unique_ptr<Layer>> model_layers, bool pinned)
+    : name(std::move(model_name)) {
+  if (model_layers.empty()) throw std::invalid_argument("[RoundPipe] the model has no layers; give it at least one");
+  std::map<const void*, std::vector<int>> users;  // parameter -> layers, ascending
+  std::vector<std::vector<NamedTensor>> parameters;
+  for (size_t l = 0; l < model_layers.size(); ++l) {
+    parameters.push_back(model_layers[l]->parameters());
+    for (const NamedTensor& parameter : parameters.back()) {
+      std::vector<int>& layers_of = users[parameter.tensor.unsafeGetTensorImpl()];
+      if (layers_of.empty() || layers_of.back() != static_cast<int>(l)) layers_of.push_back(static_cast<int>(l));
+    }
+  }
+  std::map<const void*, LayerState::ParameterPlace> places;
+  const auto add_block = [&](std::vector<NamedTensor> members, std::vector<int> block_layers) {
+    for (size_t i = 0; i < members.size(); ++i) places[members[i].tensor.unsafeGetTensorImpl()] = {blocks.size(), i};
+    blocks.push_back({std::make_unique<memory::ParameterBlock>(std::move(members), pinned), std::move(block_layers)});
+  };
+  for (size_t l = 0; l < model_layers.size(); ++l) {
+    auto state = std::make_unique<LayerState>();
+    std::vector<NamedTensor> own;
+    for (const NamedTensor& parameter : parameters[l]) {
+      const void* key = parameter.tensor.unsafeGetTensorImpl();
+      const bool seen = places.contains(key) || std::any_of(own.begin(), own.end(), [&](const NamedTensor& other) {
+                          return other.tensor.unsafeGetTensorImpl() == key;
+                        });
+      if (!seen && users[key].size() == 1) own.push_back(parameter);
+    }
+    if (!own.empty()) {
+      state->blocks.push_back(blocks.size());
+      add_block(std::move(own), {static_cast<int>(l)});
+    }
+    for (const NamedTensor& parameter : parameters[l]) {
+      const void* key = parameter.tensor.unsafeGetTensorImpl();
+      if (!places.contains(key)) add_block({parameter}, users[key]);
+      const LayerState::ParameterPlace place = places[key];
+      state->parameters.push_back(place);
+      if (std::find(state->blocks.begin(), state->blocks.end(), place.block) == state->blocks.end()) {
+        state->blocks.push_back(place.block);
+      }
+    }
+    state->buffers = model_layers[l]->buffers();
+    for (const NamedTensor& buffer : state->buffers) {
+      if (!buffer.tensor.device().is_cpu() || buffer.tensor.layout() != c10::kStrided) {
+        throw std::invalid_argument(concat("[RoundPipe] buffer '", buffer.name, "' is a ", buffer.tensor.toString(),
+                                           " on ", buffer.tensor.device().str(),
+                                           ", expected a dense tensor on the CPU; call model.cpu() first, or "
+                                           "to_empty(device='cpu') for a model without values"));
+      }
+      state->buffer_layout.add(buffer.tensor, buffer.tensor.scalar_type());
+    }
+    state->layer = std::move(model_layers[l]);
+    state->mode_key = state->layer->mode_key();
+    layers.push_back(std::move(state));
+  }
+  gradients.resize(blocks.size());
+}
+
+std::vector<std::vector<char>> ModelState::trainable() const {
+  std::vector<std::vector<char>> flags;
+  for (const auto& layer : layers) {
+    std::vector<char>& layer_flags = flags.emplace_back();
+    for (const LayerState::ParameterPlace& place : layer->parameters) {
+      layer_flags.push_back(blocks[place.block].block->parameters()[place.index].tensor.requires_grad());
+    }
+  }
+  return flags;
+}
+
+void ModelState::refresh_modes() {
+  for (const auto& layer : layers) {
+    const uint64_t key = layer->layer->mode_key();
+    if (key == layer->mode_key) continue;
+    layer->mode_key = key;
+    layer->random.state.store(RandomUse::kUnknown);
+    layer->writes_inputs.store(Learned::kUnknown);
+    layer->writes_buffers.store(Learned::kUnknown);
+  }
+}
+
+int64_t ModelState::host_bytes() const {
+  int64_t bytes = 0;
+  for (const BlockState& block : blocks) bytes += block.block->host_bytes();
+  for (const memory::GradientBlockPtr& gradient : gradients) {
+    if (gradient && gradient->landed->complete() && !gradient->landed->error() && gradient->flat.defined())
+      bytes += gradient->flat.numel();
+  }
+  return bytes;
+}
+
+StageLayout lay_out_stage(const ModelState& model, int first_layer, int last_layer) {
+  StageLayout stage;
+  for (int l = first_layer; l < last_layer; ++l) {
+    const LayerState& layer = *model.layers[static_cast<size_t>(l)];
+    StageLayout::LayerPlace place;
+    for (const size_t block : layer.blocks) {
+      place.blocks_at.push_back(stage.size_bytes);
+      stage.size_bytes =
+          align_up(stage.size_bytes + model.blocks[block].block->layout().size_bytes, kBlockAlignment_bytes);
+      stage.gradient_bytes += model.blocks[block].block->layout().size_bytes;
+    }
+    place.buffers_at = stage.size_bytes;
+    stage.size_bytes = align_up(stage.size_bytes + layer.buffer_layout.size_bytes, kBlockAlignment_bytes);
+    stage.layers.push_back(std::move(place));
+  }
+  return stage;
+}
+
+}  // namespace roundpipe::runtime

@@ -1,0 +1,81 @@
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <roundpipe/memory/gradient_block.h>
+#include <roundpipe/memory/parameter_block.h>
+#include <roundpipe/runtime/layer.h>
+#include <roundpipe/runtime/random.h>
+
+namespace roundpipe::runtime {
+
+// Something that is found out by watching a layer run.
+enum class Learned : int { kUnknown, kNo, kYes };
+
+// One layer of a model and what the engine knows of it.
+struct LayerState {
+  std::unique_ptr<Layer> layer;
+  std::vector<size_t> blocks;  // indices into ModelState::blocks: its own first, if it has one, then shared ones
+
+  // Where parameter i of the layer lies: blocks[...] and the index in that block.
+  struct ParameterPlace {
+    size_t block;
+    size_t index;
+  };
+  std::vector<ParameterPlace> parameters;
+
+  std::vector<memory::NamedTensor> buffers;
+  memory::BlockLayout buffer_layout;
+
+  uint64_t mode_key = 0;
+  RandomUse random;
+  std::atomic<Learned> writes_inputs{Learned::kUnknown};
+  std::atomic<Learned> writes_buffers{Learned::kUnknown};
+  // When the buffers hold what the last submitted forward makes of them; caller's thread only.
+  device::EventPtr buffers_current;
+};
+
+// A parameter block and who uses it.
+struct BlockState {
+  std::unique_ptr<memory::ParameterBlock> block;
+  std::vector<int> layers;  // ascending; more than one when tied
+  bool tied() const { return layers.size() > 1; }
+};
+
+// The host side of a model: layers, parameters, and the gradients that the calls since the last step have summed.
+// Ownership: owns the layers, which keep the user's modules alive.
+// Thread safety: built and changed on the caller's thread; workers read.
+struct ModelState {
+  ModelState(std::string name, std::vector<std::unique_ptr<Layer>> layers, bool pinned);
+
+  std::string name;
+  std::vector<std::unique_ptr<LayerState>> layers;
+  std::vector<BlockState> blocks;
+  RandomUse loss_random;  // of the loss functions this model is called with
+  // One for each block; null = nothing summed. Caller's thread only.
+  std::vector<memory::GradientBlockPtr> gradients;
+
+  int layer_count() const { return static_cast<int>(layers.size()); }
+  // Trainable now, by the user's flags: [layer][parameter].
+  std::vector<std::vector<char>> trainable() const;
+  // Re-reads mode keys and forgets what was learned in another mode.
+  void refresh_modes();
+  int64_t host_bytes() const;
+};
+
+// Where the weights and buffers of consecutive layers lie in one slot.
+struct StageLayout {
+  struct LayerPlace {
+    std::vector<int64_t> blocks_at;  // byte offset of each of LayerState::blocks
+    int64_t buffers_at = 0;
+  };
+  std::vector<LayerPlace> layers;
+  int64_t size_bytes = 0;
+  int64_t gradient_bytes = 0;  // at most, of the parameters' own blocks
+};
+StageLayout lay_out_stage(const ModelState& model, int first_layer, int last_layer);
+
+}  // namespace roundpipe::runtime

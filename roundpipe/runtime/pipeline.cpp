@@ -1,0 +1,495 @@
+#include <roundpipe/runtime/pipeline.h>
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <roundpipe/core/error.h>
+#include <roundpipe/runtime/pipeline_node.h>
+
+namespace roundpipe::runtime {
+
+using device::EventPtr;
+using memory::GradientBlockPtr;
+using schedule::Plan;
+using schedule::PlanMode;
+
+StepTicket::StepTicket(std::shared_ptr<ModelState> model, std::vector<GradientBlockPtr> gradients,
+                       std::vector<std::vector<at::Tensor>> optimizer_parameters)
+    : model_(std::move(model)),
+      gradients_(std::move(gradients)),
+      optimizer_parameters_(std::move(optimizer_parameters)) {}
+
+bool StepTicket::hand_over() {
+  constexpr double kLong_ms = 1e6;
+  for (const GradientBlockPtr& block : gradients_) {
+    if (!block) continue;
+    while (!block->landed->wait_for(kLong_ms)) {
+    }
+    if (block->landed->error()) return false;
+  }
+  const at::NoGradGuard no_grad;
+  for (size_t b = 0; b < gradients_.size(); ++b) {
+    if (!gradients_[b]) continue;
+    const memory::BlockLayout& layout = model_->blocks[b].block->layout();
+    for (size_t i = 0; i < layout.tensors.size(); ++i) {
+      const at::Tensor gradient = memory::gradient(*gradients_[b], layout, i);
+      if (!gradient.defined()) continue;
+      at::Tensor& parameter = optimizer_parameters_[b][i];
+      at::Tensor& present = parameter.mutable_grad();
+      if (present.defined()) {
+        present.add_(gradient);
+      } else {
+        present = gradient.to(parameter.scalar_type());
+      }
+    }
+    gradients_[b].reset();
+  }
+  return true;
+}
+
+Pipeline::Pipeline(std::string name, std::vector<std::unique_ptr<Layer>> layers, bool pinned)
+    : model_(std::make_shared<ModelState>(std::move(name), std::move(layers), pinned)),
+      random_seed_(at::detail::getDefaultCPUGenerator().current_seed()) {
+  sweep(/*wait=*/true);
+}
+
+namespace {
+
+// Disposed of while busy. Never destroyed: at exit their Python objects are gone.
+struct Disposed {
+  std::mutex mutex;
+  std::vector<Pipeline*> pipelines;  // protected by mutex
+};
+Disposed& disposed() {
+  static auto* instance = new Disposed;
+  return *instance;
+}
+
+}  // namespace
+
+bool Pipeline::busy() const {
+  return std::any_of(active_.begin(), active_.end(), [](const CallPtr& call) { return !call->finished()->complete(); });
+}
+
+void Pipeline::dispose(Pipeline* pipeline) {
+  if (!pipeline->busy()) {
+    delete pipeline;
+    return;
+  }
+  std::lock_guard lock(disposed().mutex);
+  disposed().pipelines.push_back(pipeline);
+}
+
+void Pipeline::sweep(bool wait) {
+  std::vector<Pipeline*> idle;
+  {
+    std::lock_guard lock(disposed().mutex);
+    std::erase_if(disposed().pipelines, [&](Pipeline* pipeline) {
+      if (!wait && pipeline->busy()) return false;
+      idle.push_back(pipeline);
+      return true;
+    });
+  }
+  for (Pipeline* pipeline : idle) delete pipeline;
+}
+
+Pipeline::~Pipeline() {
+  for (const CallPtr& call : active_) {
+    constexpr double kLong_ms = 1e6;
+    while (!call->finished()->wait_for(kLong_ms)) {
+    }
+  }
+  if (engine_) engine_->forget(*model_);
+}
+
+CallPtr Pipeline::begin_call(CallOptions options, Engine& engine) {
+  static std::atomic<uint64_t> next_id{1};
+  sweep(/*wait=*/false);
+  raise_pending();
+  import_gradients();
+  model_->refresh_modes();
+  for (const BlockState& block : model_->blocks) block.block->adopt_replaced();
+  auto call = std::make_shared<Call>(model_, options, next_id++, calls_++, random_seed_);
+  call->thread_state.emplace();
+  call->autocast = AutocastState::capture(engine.device_type());
+  call->trainable = model_->trainable();
+  for (const BlockState& block : model_->blocks) call->readings.push_back(block.block->read());
+  last_call_ = call;
+  return call;
+}
+
+void Pipeline::wait_or_abort(const EventPtr& event, const CallPtr& call) {
+  try {
+    device::wait_interruptible(*event);
+  } catch (...) {
+    call->fail(std::current_exception());
+    recover();
+    throw;
+  }
+}
+
+Pipeline::Outputs Pipeline::forward(const std::vector<Values>& inputs, CallOptions options,
+                                    const schedule::Stages& stages) {
+  const std::shared_ptr<Engine> engine = Engine::current();
+  if (engine_ && engine_ != engine) {
+    drain();
+    engine_->forget(*model_);
+  }
+  engine_ = engine;
+  options.microbatches = static_cast<int>(inputs.size());
+  const CallPtr call = begin_call(options, *engine);
+  for (const Values& values : inputs) {
+    for (const at::Tensor& tensor : values.tensors)
+      call->input_gradients |= options.requires_grad && tensor.requires_grad();
+  }
+  const bool train = options.requires_grad &&
+                     (call->input_gradients ||
+                      std::any_of(call->trainable.begin(), call->trainable.end(), [](const std::vector<char>& flags) {
+                        return std::find(flags.begin(), flags.end(), 1) != flags.end();
+                      }));
+  const Plan plan = plan_call(*call, stages, train ? PlanMode::kTrain : PlanMode::kInference, *engine);
+  last_plan_ = plan;
+  open_boundaries(*call, plan);
+  for (size_t m = 0; m < inputs.size(); ++m) {
+    put_inputs(*call, static_cast<int>(m), inputs[m], /*copy=*/train, engine->wants_pinned_host_memory());
+  }
+  active_.push_back(call);
+  submit_jobs(call, plan, /*forward=*/true, /*backward=*/false, *engine);
+  Outputs outputs;
+  for (int m = 0; m < options.microbatches; ++m) {
+    wait_or_abort(call->values(plan.layers, m).produced, call);
+    outputs.microbatches.push_back(read_outputs(*call, m));
+  }
+  if (call->draws()) wait_or_abort(call->finished(), call);
+  if (train) attach_graph(*this, call, plan, inputs, outputs.microbatches);
+  return outputs;
+}
+
+Values Pipeline::read_outputs(Call& call, int microbatch) const {
+  BoundaryValues& boundary = call.values(model_->layer_count(), microbatch);
+  Values outputs;
+  outputs.structure = boundary.structure;
+  const at::NoGradGuard no_grad;
+  for (const memory::HostValuePtr& value : boundary.tensors) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const at::Tensor whole = memory::restore_broadcast(*value, value->data);
+    // What other boundaries still read must not be changed through the output.
+    outputs.tensors.push_back(value.use_count() > 1 ? whole.clone() : whole.alias());
+  }
+  return outputs;
+}
+
+Pipeline::TrainResult Pipeline::forward_backward(const std::vector<Values>& inputs, const std::vector<Values>& labels,
+                                                 std::shared_ptr<Loss> loss, bool keep_outputs, CallOptions options,
+                                                 const schedule::Stages& stages) {
+  const std::shared_ptr<Engine> engine = Engine::current();
+  if (engine_ && engine_ != engine) {
+    drain();
+    engine_->forget(*model_);
+  }
+  engine_ = engine;
+  options.microbatches = static_cast<int>(inputs.size());
+  options.requires_grad = true;
+  const CallPtr call = begin_call(options, *engine);
+  call->loss = std::move(loss);
+  call->labels = labels;
+  call->keep_outputs = keep_outputs;
+  call->losses.resize(inputs.size());
+  for (size_t m = 0; m < inputs.size(); ++m) call->loss_ready.push_back(call->new_event());
+  for (const Values& values : inputs) {
+    for (const at::Tensor& tensor : values.tensors) call->input_gradients |= tensor.requires_grad();
+  }
+  const Plan plan = plan_call(*call, stages, PlanMode::kFused, *engine);
+  last_plan_ = plan;
+  open_boundaries(*call, plan);
+  for (size_t m = 0; m < inputs.size(); ++m) {
+    put_inputs(*call, static_cast<int>(m), inputs[m], /*copy=*/true, engine->wants_pinned_host_memory());
+  }
+  open_gradients(*call, plan);
+  active_.push_back(call);
+  submit_jobs(call, plan, /*forward=*/true, /*backward=*/true, *engine);
+  TrainResult result;
+  for (int m = 0; m < options.microbatches; ++m) {
+    wait_or_abort(call->loss_ready[static_cast<size_t>(m)], call);
+    if (!keep_outputs) continue;
+    wait_or_abort(call->values(plan.layers, m).produced, call);
+    result.outputs.push_back(read_outputs(*call, m));
+  }
+  // On return the user may draw random numbers, so no layer may be drawing any more.
+  if (call->draws() || call->input_gradients) wait_or_abort(call->finished(), call);
+  if (call->input_gradients) {
+    // One backward for all microbatches: what they have in common, another model's graph for one, can be gone through
+    // only once.
+    std::vector<at::Tensor> roots;
+    std::vector<at::Tensor> gradients;
+    for (int m = 0; m < options.microbatches; ++m) {
+      const std::vector<at::Tensor>& arrived = call->gradients(0, m).tensors;
+      for (size_t i = 0; i < arrived.size(); ++i) {
+        if (!arrived[i].defined()) continue;
+        roots.push_back(inputs[static_cast<size_t>(m)].tensors[i]);
+        gradients.push_back(arrived[i]);
+      }
+    }
+    if (!roots.empty()) torch::autograd::backward(roots, gradients);
+  }
+  result.losses = call->losses;
+  call->loss.reset();
+  call->labels.clear();
+  return result;
+}
+
+std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, const Plan& plan,
+                                                        std::vector<std::vector<at::Tensor>> gradients,
+                                                        bool keep_graph) {
+  // An earlier backward of the same graph still uses what the next one sets up.
+  wait_or_abort(call->finished(), call);
+  raise_pending();
+  if (const std::exception_ptr error = call->error()) std::rethrow_exception(error);
+  import_gradients();
+  for (size_t b = 0; b < model_->blocks.size(); ++b) {
+    if (!model_->blocks[b].block->still_holds(call->readings[b])) {
+      throw std::invalid_argument(
+          "[backward] the weights have changed since this forward: a step was published in between; call backward "
+          "before the next two steps");
+    }
+  }
+  call->keep_values = keep_graph;
+  const std::shared_ptr<Engine> engine = engine_;
+  for (int m = 0; m < call->options.microbatches; ++m) {
+    for (int boundary = 0; boundary <= plan.layers; ++boundary) {
+      EventPtr& produced = call->gradients(boundary, m).produced;
+      if (produced && produced->complete()) produced = call->new_event();
+    }
+    BoundaryGradients& arrived = call->gradients(plan.layers, m);
+    const at::NoGradGuard no_grad;
+    arrived.tensors.clear();
+    for (const at::Tensor& gradient : gradients[static_cast<size_t>(m)]) {
+      arrived.tensors.push_back(gradient.defined() ? gradient.detach().to(c10::kCPU) : gradient);
+    }
+    if (arrived.produced) arrived.produced->fire();
+    if (keep_graph) {
+      for (const schedule::Job& job : plan.jobs) {
+        if (job.phase == schedule::Phase::kBackward && job.microbatches.contains(m)) {
+          ++call->values(job.layers.first, m).readers;
+        }
+      }
+    }
+  }
+  open_gradients(*call, plan);
+  if (std::find(active_.begin(), active_.end(), call) == active_.end()) active_.push_back(call);
+  submit_jobs(call, plan, /*forward=*/false, /*backward=*/true, *engine);
+  std::vector<std::vector<at::Tensor>> input_gradients;
+  if (call->input_gradients) {
+    for (int m = 0; m < call->options.microbatches; ++m) {
+      wait_or_abort(call->gradients(0, m).produced, call);
+      input_gradients.push_back(call->gradients(0, m).tensors);
+    }
+  }
+  if (call->draws()) wait_or_abort(call->finished(), call);
+  return input_gradients;
+}
+
+void Pipeline::raise_pending() {
+  std::exception_ptr error;
+  for (const CallPtr& call : active_) {
+    if (!error) error = call->error();
+  }
+  if (error) {
+    recover();
+    std::rethrow_exception(error);
+  }
+  std::erase_if(active_, [](const CallPtr& call) { return call->finished()->complete() && !call->failed(); });
+}
+
+void Pipeline::discard_last_call(const std::string& message) {
+  last_call_->fail(std::make_exception_ptr(Error(message)));
+  raise_pending();
+}
+
+void Pipeline::drain() {
+  for (const CallPtr& call : std::vector<CallPtr>(active_)) wait_or_abort(call->finished(), call);
+  raise_pending();
+}
+
+namespace {
+
+// Gives the user's buffers the values they had before the call. Nothing of the call may be running.
+void put_buffers_back(const Call& call) {
+  const at::NoGradGuard no_grad;
+  for (int l = 0; l < call.model->layer_count(); ++l) {
+    const LayerState& layer = *call.model->layers[static_cast<size_t>(l)];
+    if (layer.buffers.empty()) continue;
+    std::optional<Call::BufferSnapshot> before;
+    for (int m = 0; m < call.options.microbatches && !before; ++m) before = call.snapshot(l, m);
+    // One that did not get to the host was ahead of anything that overwrites the buffers, so they are untouched.
+    if (!before || !before->produced->complete() || before->produced->error()) continue;
+    for (size_t i = 0; i < layer.buffers.size(); ++i) {
+      const memory::HostValue& value = *before->tensors[i];
+      layer.buffers[i].tensor.detach().copy_(memory::restore_broadcast(value, value.data));
+    }
+  }
+}
+
+}  // namespace
+
+void Pipeline::recover() {
+  constexpr double kLong_ms = 1e6;
+  for (const CallPtr& call : active_) {
+    while (!call->finished()->wait_for(kLong_ms)) {
+    }
+  }
+  bool newest = true;
+  for (auto call = active_.rbegin(); call != active_.rend(); ++call) {
+    if (!(*call)->failed()) {
+      newest = false;
+      continue;
+    }
+    // As if the call had not been made: its number is free again, and so are the buffers, unless a good call went on
+    // from them.
+    --calls_;
+    if (newest) put_buffers_back(**call);
+    for (size_t b = 0; b < (*call)->results.size(); ++b) {
+      // Gradients that a step has taken already are that step's to give up.
+      if ((*call)->results[b] && model_->gradients[b] == (*call)->results[b]) {
+        model_->gradients[b] = (*call)->bases[b];
+      }
+    }
+  }
+  for (const auto& layer : model_->layers) {
+    if (layer->buffers_current && layer->buffers_current->error()) layer->buffers_current.reset();
+  }
+  active_.clear();
+}
+
+void Pipeline::set_optimizer_parameters(std::vector<std::vector<at::Tensor>> parameters) {
+  optimizer_parameters_ = std::move(parameters);
+}
+
+std::unique_ptr<StepTicket> Pipeline::begin_step() {
+  raise_pending();
+  import_gradients();
+  auto ticket = std::make_unique<StepTicket>(model_, model_->gradients, optimizer_parameters_);
+  std::fill(model_->gradients.begin(), model_->gradients.end(), nullptr);
+  return ticket;
+}
+
+namespace {
+
+bool changes(const BlockState& block, const std::vector<at::Tensor>& optimizer_parameters) {
+  for (size_t i = 0; i < optimizer_parameters.size(); ++i) {
+    if (!optimizer_parameters[i].is_same(block.block->parameters()[i].tensor)) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+void Pipeline::begin_publish(bool in_place) {
+  for (size_t b = 0; b < model_->blocks.size(); ++b) {
+    if (changes(model_->blocks[b], optimizer_parameters_[b])) model_->blocks[b].block->begin_publish(in_place);
+  }
+}
+
+void Pipeline::finish_publish() {
+  for (size_t b = 0; b < model_->blocks.size(); ++b) {
+    if (!changes(model_->blocks[b], optimizer_parameters_[b])) continue;
+    std::vector<at::Tensor> values;
+    for (const at::Tensor& parameter : optimizer_parameters_[b]) values.push_back(parameter.detach());
+    model_->blocks[b].block->finish_publish(values);
+  }
+}
+
+void Pipeline::expose() {
+  const at::NoGradGuard no_grad;
+  for (size_t b = 0; b < model_->blocks.size(); ++b) {
+    model_->blocks[b].block->repoint();
+    const auto& parameters = model_->blocks[b].block->parameters();
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      at::Tensor gradient;
+      if (model_->gradients[b])
+        gradient = memory::gradient(*model_->gradients[b], model_->blocks[b].block->layout(), i);
+      parameters[i].tensor.mutable_grad() = gradient;
+    }
+  }
+  exposed_ = true;
+}
+
+void Pipeline::import_gradients() {
+  const at::NoGradGuard no_grad;
+  for (size_t b = 0; b < model_->blocks.size(); ++b) {
+    const auto& parameters = model_->blocks[b].block->parameters();
+    const bool any = std::any_of(parameters.begin(), parameters.end(),
+                                 [](const memory::NamedTensor& p) { return p.tensor.grad().defined(); });
+    GradientBlockPtr& current = model_->gradients[b];
+    if (!any && !(exposed_ && current)) continue;
+    if (!any) {
+      current.reset();
+      continue;
+    }
+    const memory::BlockLayout& layout = model_->blocks[b].block->layout();
+    auto imported = std::make_shared<memory::GradientBlock>();
+    imported->flat = memory::allocate_host(layout.size_bytes, /*pinned=*/false);
+    imported->received.assign(parameters.size(), 0);
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      at::Tensor& gradient = parameters[i].tensor.mutable_grad();
+      at::Tensor kept = gradient;
+      if (!kept.defined() && current && !exposed_) {
+        device::wait_interruptible(*current->landed);
+        kept = memory::gradient(*current, layout, i);
+      }
+      if (!kept.defined()) continue;
+      layout.view(imported->flat, i).copy_(kept);
+      imported->received[i] = 1;
+      gradient.reset();
+    }
+    imported->landed->fire();
+    current = std::move(imported);
+  }
+  exposed_ = false;
+}
+
+schedule::Stages Pipeline::choose_stages(PlanMode mode, int min_stages, double upper_threshold,
+                                         int64_t memory_limit_bytes) const {
+  const std::shared_ptr<Engine> engine = Engine::current();
+  // Two stages' weights, the gradients of one and its activations must fit beside each other.
+  constexpr int64_t kStageShare = 6;
+  int64_t stage_bytes = memory_limit_bytes;
+  for (int i = 0; i < engine->size(); ++i) {
+    const int64_t limit_bytes = engine->worker(i).device().memory().limit_bytes / kStageShare;
+    if (limit_bytes > 0 && (stage_bytes == 0 || limit_bytes < stage_bytes)) stage_bytes = limit_bytes;
+  }
+  schedule::LayerCosts costs;
+  int64_t largest_bytes = 0;
+  for (int l = 0; l < model_->layer_count(); ++l) {
+    const StageLayout layout = lay_out_stage(*model_, l, l + 1);
+    schedule::LayerCost cost;
+    // Until times are measured, a layer is taken to cost what its weights weigh, and at least something.
+    constexpr double kBytesPerMs = 1e6;
+    constexpr double kLeast_ms = 0.01;
+    cost.forward_ms = std::max(kLeast_ms, static_cast<double>(layout.size_bytes) / kBytesPerMs);
+    cost.backward_ms = 2 * cost.forward_ms;
+    cost.weight_bytes = layout.size_bytes;
+    largest_bytes = std::max(largest_bytes, layout.size_bytes);
+    costs.push_back(cost);
+  }
+  schedule::PlannerOptions options;
+  options.mode = mode;
+  options.microbatches = 1;
+  options.min_stages = min_stages;
+  options.upper_threshold = upper_threshold;
+  // A layer over the share is tried anyway: whether it fits is the device's to say.
+  options.max_stage_bytes = stage_bytes > 0 ? std::max(stage_bytes, largest_bytes) : 0;
+  return schedule::choose_stages(costs, engine->size(), options);
+}
+
+std::vector<ExecutionRecord> Pipeline::last_records() const {
+  return last_call_ ? last_call_->records() : std::vector<ExecutionRecord>{};
+}
+
+}  // namespace roundpipe::runtime

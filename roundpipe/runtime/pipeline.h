@@ -1,0 +1,123 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <roundpipe/runtime/engine.h>
+#include <roundpipe/runtime/submission.h>
+
+namespace roundpipe::runtime {
+
+// The gradients that one step consumes, on their way to the optimizer. Made on the caller's thread, used once on the
+// optimizer's.
+class StepTicket {
+ public:
+  StepTicket(std::shared_ptr<ModelState> model, std::vector<memory::GradientBlockPtr> gradients,
+             std::vector<std::vector<at::Tensor>> optimizer_parameters);
+
+  // Waits until every gradient has landed and puts them into the optimizer parameters' .grad, added to what is there
+  // already. False, with nothing changed, when a call that they come from has failed.
+  bool hand_over();
+
+ private:
+  std::shared_ptr<ModelState> model_;
+  std::vector<memory::GradientBlockPtr> gradients_;
+  std::vector<std::vector<at::Tensor>> optimizer_parameters_;
+};
+
+// One model in the pipeline.
+//
+// Thread safety: all methods from one thread at a time, the caller's, except finish_publish (the optimizer's).
+// Errors: a job's error is thrown by the call that waits for it or by the next method that checks (every one that
+// says so); the pipeline has then drained this model's work, gone back to the last gradients that are good, and can
+// be used again.
+class Pipeline : public std::enable_shared_from_this<Pipeline> {
+ public:
+  Pipeline(std::string name, std::vector<std::unique_ptr<Layer>> layers, bool pinned);
+  ~Pipeline();
+  Pipeline(const Pipeline&) = delete;
+  Pipeline& operator=(const Pipeline&) = delete;
+
+  // Deletes a pipeline that may still have calls running, from any thread, without waiting: the interpreter's garbage
+  // collector also runs on the very threads that these calls need. One that is busy is kept until the next pipeline
+  // is made or a call finds it idle.
+  static void dispose(Pipeline* pipeline);
+
+  struct Outputs {
+    std::vector<Values> microbatches;
+  };
+
+  // Runs the batch forward. With options.requires_grad, outputs that depend on something trainable carry a graph
+  // whose backward runs through the pipeline. Checks for errors; blocks until the outputs are here.
+  Outputs forward(const std::vector<Values>& inputs, CallOptions options, const schedule::Stages& stages);
+
+  struct TrainResult {
+    std::vector<std::vector<at::Tensor>> losses;  // [microbatch][as the loss returned them]
+    std::vector<Values> outputs;                  // [microbatch] if asked for
+  };
+  // Forward, loss and backward. Checks for errors; blocks until the losses are here: the backward may still run.
+  TrainResult forward_backward(const std::vector<Values>& inputs, const std::vector<Values>& labels,
+                               std::shared_ptr<Loss> loss, bool keep_outputs, CallOptions options,
+                               const schedule::Stages& stages);
+
+  // Throws the first error of earlier calls, if any.
+  void raise_pending();
+  // Gives up the last call as if a job had failed with `message`: its gradients are dropped, and Error is thrown.
+  void discard_last_call(const std::string& message);
+  // Waits until no call is running; checks for errors.
+  void drain();
+
+  // Host tensors that the optimizer updates, per block and parameter; a frozen parameter's entry is the user's own.
+  void set_optimizer_parameters(std::vector<std::vector<at::Tensor>> parameters);
+
+  // Takes the gradients summed since the last step. Checks for errors.
+  std::unique_ptr<StepTicket> begin_step();
+  // Calls from now on read the optimizer's values of now. `in_place`: nothing is running. Each begin is followed by
+  // one finish_publish on the optimizer's thread.
+  void begin_publish(bool in_place);
+  void finish_publish();
+  // Points the user's parameters at the current version and their .grad at what has been summed. After drain().
+  void expose();
+
+  // The stages that the planner chooses now.
+  schedule::Stages choose_stages(schedule::PlanMode mode, int min_stages, double upper_threshold,
+                                 int64_t memory_limit_bytes) const;
+
+  const ModelState& model() const { return *model_; }
+  ModelState& model() { return *model_; }
+  uint64_t calls() const { return calls_; }
+  void set_calls(uint64_t calls) { calls_ = calls; }
+  // Base of layer_seed(): what the host's default generator was seeded with when the model was wrapped.
+  uint64_t random_seed() const { return random_seed_; }
+  void set_random_seed(uint64_t seed) { random_seed_ = seed; }
+  // What the last call executed, as far as it has come.
+  std::vector<ExecutionRecord> last_records() const;
+  const std::optional<schedule::Plan>& last_plan() const { return last_plan_; }
+
+  // For the autograd node of forward(): submits the backward for gradients of the outputs, per microbatch.
+  std::vector<std::vector<at::Tensor>> backward(const CallPtr& call, const schedule::Plan& plan,
+                                                std::vector<std::vector<at::Tensor>> gradients, bool keep_graph);
+
+ private:
+  CallPtr begin_call(CallOptions options, Engine& engine);
+  void import_gradients();
+  void wait_or_abort(const device::EventPtr& event, const CallPtr& call);
+  void recover();
+  bool busy() const;
+  static void sweep(bool wait);
+  Values read_outputs(Call& call, int microbatch) const;
+
+  std::shared_ptr<ModelState> model_;
+  std::vector<std::vector<at::Tensor>> optimizer_parameters_;
+  std::vector<CallPtr> active_;  // submitted, not known to be good; oldest first
+  CallPtr last_call_;
+  std::optional<schedule::Plan> last_plan_;
+  uint64_t calls_ = 0;
+  uint64_t random_seed_;
+  bool exposed_ = false;
+  std::shared_ptr<Engine> engine_;  // of the last call
+};
+
+}  // namespace roundpipe::runtime

@@ -1,0 +1,82 @@
+#include <roundpipe/runtime/pipeline_node.h>
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <roundpipe/core/error.h>
+#include <roundpipe/runtime/autograd_nodes.h>
+
+namespace roundpipe::runtime {
+namespace {
+
+struct PipelineNode final : public torch::autograd::Node {
+  using torch::autograd::Node::Node;
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    if (!call) {
+      throw Error(
+          "[backward] this graph has been through its backward already and its activations are freed; pass "
+          "retain_graph=True to the first backward");
+    }
+    if (at::GradMode::is_enabled()) {
+      throw Error(
+          "[backward] gradients of gradients do not go through the pipeline; call backward without "
+          "create_graph");
+    }
+    std::vector<std::vector<at::Tensor>> per_microbatch(output_counts.size());
+    for (size_t m = 0; m < output_counts.size(); ++m) per_microbatch[m].resize(output_counts[m]);
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      const auto [microbatch, position] = places[i];
+      per_microbatch[microbatch][position] = std::move(gradients[i]);
+    }
+    const bool keep_graph = torch::autograd::get_current_graph_task_keep_graph();
+    const auto input_gradients = pipeline->backward(call, plan, std::move(per_microbatch), keep_graph);
+    torch::autograd::variable_list result;
+    for (const std::vector<at::Tensor>& microbatch : input_gradients) {
+      result.insert(result.end(), microbatch.begin(), microbatch.end());
+    }
+    result.resize(num_outputs());
+    return result;
+  }
+
+  void release_variables() override { call.reset(); }
+
+  std::shared_ptr<Pipeline> pipeline;  // the outputs may outlive the user's model
+  CallPtr call;
+  schedule::Plan plan;
+  std::vector<size_t> output_counts;              // per microbatch
+  std::vector<std::pair<size_t, size_t>> places;  // node input -> microbatch, position
+};
+
+}  // namespace
+
+void attach_graph(Pipeline& pipeline, const CallPtr& call, const schedule::Plan& plan,
+                  const std::vector<Values>& inputs, std::vector<Values>& outputs) {
+  torch::autograd::edge_list sources;
+  for (const Values& values : inputs) {
+    for (const at::Tensor& tensor : values.tensors) {
+      sources.push_back(tensor.requires_grad() ? torch::autograd::impl::gradient_edge(tensor)
+                                               : torch::autograd::Edge());
+    }
+  }
+  NodePtr owner = make_node<PipelineNode>(std::move(sources));
+  auto& node = static_cast<PipelineNode&>(*owner);
+  node.pipeline = pipeline.weak_from_this().lock();
+  // Not owned by a shared_ptr: then its owner sees to it.
+  if (!node.pipeline) node.pipeline = std::shared_ptr<Pipeline>(std::shared_ptr<void>(), &pipeline);
+  node.call = call;
+  node.plan = plan;
+  for (size_t m = 0; m < outputs.size(); ++m) {
+    node.output_counts.push_back(outputs[m].tensors.size());
+    const BoundaryValues& boundary = call->values(plan.layers, static_cast<int>(m));
+    for (size_t i = 0; i < outputs[m].tensors.size(); ++i) {
+      if (!boundary.tensors[i]->requires_grad) continue;
+      node.places.emplace_back(m, i);
+      torch::autograd::create_gradient_edge(outputs[m].tensors[i], owner);
+    }
+  }
+}
+
+}  // namespace roundpipe::runtime

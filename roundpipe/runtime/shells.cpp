@@ -1,0 +1,65 @@
+#include <roundpipe/runtime/shells.h>
+
+#include <ATen/core/grad_mode.h>
+
+#include <roundpipe/runtime/autograd_nodes.h>
+
+namespace roundpipe::runtime {
+
+void GradientSink::consume(size_t parameter, at::Tensor gradient) {
+  const at::NoGradGuard no_grad;
+  if (gradient.layout() != c10::kStrided) gradient = gradient.to_dense();
+  if (!targets[parameter].defined()) {
+    // A layer that calls backward itself (reentrant checkpointing) may bring more than one.
+    at::Tensor& sum = tied[parameter];
+    sum = sum.defined() ? sum + gradient : gradient;
+    return;
+  }
+  if (received[parameter]) {
+    targets[parameter].add_(gradient);
+  } else {
+    targets[parameter].copy_(gradient);
+    received[parameter] = 1;
+  }
+}
+
+void GradientSink::reset(size_t parameters) {
+  targets.assign(parameters, {});
+  received.assign(parameters, 0);
+  tied.assign(parameters, {});
+}
+
+Shell& Shells::get(const ModelState& model, int layer, c10::Device device, uint64_t call) {
+  Shell* shell = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    auto& layers = shells_[&model];
+    layers.resize(model.layers.size());
+    auto& place = layers[static_cast<size_t>(layer)];
+    if (!place) place = std::make_unique<Shell>();
+    shell = place.get();
+  }
+  if (!shell->layer) {
+    shell->layer = model.layers[static_cast<size_t>(layer)]->layer->make_shell(device);
+    for (size_t i = 0; i < shell->layer->parameters.size(); ++i) {
+      consume_gradients(shell->layer->parameters[i],
+                        [shell, i](at::Tensor gradient) { shell->sink.consume(i, std::move(gradient)); });
+    }
+  }
+  if (shell->refreshed_for != call) {
+    shell->layer->refresh();
+    shell->refreshed_for = call;
+  }
+  return *shell;
+}
+
+void Shells::forget(const ModelState& model) {
+  std::vector<std::unique_ptr<Shell>> dropped;
+  std::lock_guard lock(mutex_);
+  const auto found = shells_.find(&model);
+  if (found == shells_.end()) return;
+  dropped = std::move(found->second);
+  shells_.erase(found);
+}
+
+}  // namespace roundpipe::runtime

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include <roundpipe/runtime/layer.h>
+#include <roundpipe/runtime/model_state.h>
+
+namespace roundpipe::runtime {
+
+// Where the gradients of one layer's parameters go while a backward job runs.
+struct GradientSink {
+  // Per parameter of the layer: the place in the job's flat block, or undefined (tied, frozen, no backward).
+  std::vector<at::Tensor> targets;
+  std::vector<char> received;
+  // Per parameter: what a tied one got in this microbatch.
+  std::vector<at::Tensor> tied;
+
+  void consume(size_t parameter, at::Tensor gradient);
+  void reset(size_t parameters);
+};
+
+// A layer's instance on a device, with its sink.
+struct Shell {
+  std::unique_ptr<LayerShell> layer;
+  GradientSink sink;
+  uint64_t refreshed_for = 0;  // call id
+};
+
+// The shells of one device, made when first needed.
+// Thread safety: get() from the device's thread; forget() from any, when no job of the model is left.
+class Shells {
+ public:
+  Shell& get(const ModelState& model, int layer, c10::Device device, uint64_t call);
+  void forget(const ModelState& model);
+
+ private:
+  std::mutex mutex_;
+  std::map<const ModelState*, std::vector<std::unique_ptr<Shell>>> shells_;  // protected by mutex_
+};
+
+}  // namespace roundpipe::runtime

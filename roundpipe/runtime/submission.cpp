@@ -1,0 +1,198 @@
+#include <roundpipe/runtime/submission.h>
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include <roundpipe/core/error.h>
+
+namespace roundpipe::runtime {
+
+using device::EventPtr;
+using schedule::Job;
+using schedule::Phase;
+using schedule::Plan;
+using schedule::PlanMode;
+using schedule::Range;
+
+namespace {
+
+int lowest_trainable(const Call& call) {
+  int layer = 0;
+  for (const std::vector<char>& flags : call.trainable) {
+    if (std::find(flags.begin(), flags.end(), 1) != flags.end()) break;
+    ++layer;
+  }
+  return layer;
+}
+
+bool has_trainable(const Call& call, size_t block) {
+  const BlockState& state = call.model->blocks[block];
+  for (const memory::NamedTensor& parameter : state.block->parameters()) {
+    if (parameter.tensor.requires_grad()) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+Plan plan_call(const Call& call, schedule::Stages stages, PlanMode mode, Engine& engine) {
+  schedule::PlannerOptions options;
+  options.mode = mode;
+  options.microbatches = call.options.microbatches;
+  options.first_device = engine.first_device();
+  if (mode != PlanMode::kInference) {
+    options.first_backward_layer = call.input_gradients ? 0 : lowest_trainable(call);
+    std::vector<Range> backward;
+    for (const Range& stage : stages.backward) {
+      const bool fused = mode == PlanMode::kFused && backward.empty();
+      if (!fused && stage.last <= options.first_backward_layer) continue;
+      const int first = fused ? stage.first : std::max(stage.first, options.first_backward_layer);
+      backward.push_back({first, stage.last});
+    }
+    stages.backward = std::move(backward);
+  } else {
+    stages.backward.clear();
+  }
+  Plan plan = schedule::make_plan(stages, call.model->layer_count(), engine.size(), options);
+  engine.advance(static_cast<int>(plan.jobs.size()));
+  return plan;
+}
+
+void open_boundaries(Call& call, const Plan& plan) {
+  call.saved_boundaries.assign(static_cast<size_t>(plan.layers) + 1, 0);
+  const auto open_values = [&](int boundary, Range microbatches) {
+    for (int m = microbatches.first; m < microbatches.last; ++m) {
+      EventPtr& produced = call.values(boundary, m).produced;
+      if (!produced) produced = call.new_event();
+    }
+  };
+  const auto open_gradients_at = [&](int boundary, Range microbatches) {
+    for (int m = microbatches.first; m < microbatches.last; ++m) {
+      EventPtr& produced = call.gradients(boundary, m).produced;
+      if (!produced) produced = call.new_event();
+    }
+  };
+  for (const Job& job : plan.jobs) {
+    const Range stage = job.layers;
+    open_values(stage.first, job.microbatches);
+    for (int m = job.microbatches.first; m < job.microbatches.last; ++m) ++call.values(stage.first, m).readers;
+    if (job.phase == Phase::kForward) open_values(stage.last, job.microbatches);
+    if (job.phase == Phase::kFused && call.keep_outputs) open_values(stage.last, job.microbatches);
+    if (job.phase == Phase::kBackward) {
+      call.saved_boundaries[static_cast<size_t>(stage.first)] = 1;
+      open_gradients_at(stage.last, job.microbatches);
+    }
+    const bool wanted = stage.first > plan.first_backward_layer || (stage.first == 0 && call.input_gradients);
+    if (job.phase != Phase::kForward && wanted) open_gradients_at(stage.first, job.microbatches);
+  }
+}
+
+void put_inputs(Call& call, int microbatch, const Values& inputs, bool copy, bool pinned) {
+  BoundaryValues& values = call.values(0, microbatch);
+  values.structure = inputs.structure;
+  const at::NoGradGuard no_grad;
+  for (const at::Tensor& tensor : inputs.tensors) {
+    const bool requires_grad = call.options.requires_grad && tensor.requires_grad();
+    const at::Tensor plain = tensor.detach();
+    memory::HostValuePtr value;
+    if (copy || !plain.device().is_cpu()) {
+      value = memory::make_host_value(plain, requires_grad, pinned);
+      std::vector<int64_t> unused;
+      value->data.copy_(memory::without_broadcast(plain, unused));
+    } else {
+      value = std::make_shared<memory::HostValue>();
+      value->data = memory::without_broadcast(plain, value->expanded_sizes);
+      if (!value->data.is_non_overlapping_and_dense()) value->data = value->data.clone();
+      value->requires_grad = requires_grad;
+    }
+    values.tensors.push_back(std::move(value));
+  }
+  values.produced->fire();
+}
+
+void open_gradients(Call& call, const Plan& plan) {
+  ModelState& model = *call.model;
+  call.bases.assign(model.blocks.size(), nullptr);
+  call.results.assign(model.blocks.size(), nullptr);
+  call.range_sums.clear();
+  call.range_sums.resize(model.blocks.size());
+  call.tied_sums.clear();
+  call.tied_sums.resize(model.blocks.size());
+  for (size_t block = 0; block < model.blocks.size(); ++block) {
+    if (!has_trainable(call, block)) continue;
+    const BlockState& state = model.blocks[block];
+    auto result = std::make_shared<memory::GradientBlock>();
+    result->landed = call.new_event();
+    call.bases[block] = model.gradients[block];
+    call.results[block] = result;
+    model.gradients[block] = result;
+    const memory::BlockLayout& layout = state.block->layout();
+    if (state.tied()) {
+      call.tied_sums[block] = std::make_unique<memory::TiedSum>(result, call.bases[block], layout, state.layers.size(),
+                                                                static_cast<size_t>(call.options.microbatches),
+                                                                call.options.sum_in_native_precision);
+    } else {
+      const auto ranges = std::count_if(plan.jobs.begin(), plan.jobs.end(), [&](const Job& job) {
+        return job.phase != Phase::kForward && job.layers.contains(state.layers.front());
+      });
+      call.range_sums[block] = std::make_unique<memory::RangeSum>(result, layout, static_cast<size_t>(ranges));
+    }
+  }
+}
+
+void submit_jobs(const CallPtr& call, const Plan& plan, bool forward, bool backward, Engine& engine) {
+  ModelState& model = *call->model;
+  std::vector<std::shared_ptr<JobRun>> runs;
+  for (const Job& job : plan.jobs) {
+    const bool is_backward = job.phase == Phase::kBackward;
+    if (is_backward ? !backward : !forward) continue;
+    auto run = std::make_shared<JobRun>();
+    run->call = call;
+    run->job = job;
+    run->last_layer = plan.layers;
+    run->first_backward_layer = plan.first_backward_layer;
+    run->layout = lay_out_stage(model, job.layers.first, job.layers.last);
+    run->uploaded = call->new_event();
+    run->weights_read = device::make_event();
+    run->buffers_before.resize(static_cast<size_t>(job.layers.size()));
+    run->buffers_after.resize(run->buffers_before.size());
+    run->range_index.resize(run->buffers_before.size());
+    for (int l = job.layers.first; l < job.layers.last; ++l) {
+      LayerState& layer = *model.layers[static_cast<size_t>(l)];
+      const size_t place = run->place(l);
+      for (const size_t block : layer.blocks) {
+        model.blocks[block].block->add_reader(call->readings[block], run->weights_read);
+      }
+      const Learned writes_buffers = layer.writes_buffers.load();
+      // A backward job leaves the buffers alone, but must not read them while a forward may be writing them.
+      if (!layer.buffers.empty() && (!is_backward || writes_buffers == Learned::kUnknown)) {
+        run->buffers_before[place] = layer.buffers_current;
+        if (!is_backward && writes_buffers != Learned::kNo) {
+          run->buffers_after[place] = call->new_event();
+          layer.buffers_current = run->buffers_after[place];
+        }
+      }
+      run->range_index[place] =
+          static_cast<size_t>(std::count_if(plan.jobs.begin(), plan.jobs.end(), [&](const Job& other) {
+            return other.phase != Phase::kForward && other.layers.contains(l) &&
+                   other.microbatches.first < job.microbatches.first;
+          }));
+    }
+    runs.push_back(std::move(run));
+  }
+  call->add_jobs(static_cast<int>(runs.size()));
+  try {
+    engine.submit(runs);
+  } catch (...) {
+    call->fail(std::current_exception());
+    for (const auto& run : runs) {
+      run->weights_read->fire();
+      call->job_over();
+    }
+    throw;
+  }
+}
+
+}  // namespace roundpipe::runtime

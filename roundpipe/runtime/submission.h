@@ -1,0 +1,30 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include <roundpipe/runtime/engine.h>
+#include <roundpipe/schedule/planner.h>
+
+namespace roundpipe::runtime {
+
+// Turns a call and its plan into jobs for the devices. Everything here runs on the caller's thread and never blocks.
+
+// The plan of `stages` for the call: backward stages cut off below the lowest layer that needs one, devices in turn
+// from where the last plan stopped. Throws std::invalid_argument for stages that do not fit the model.
+schedule::Plan plan_call(const Call& call, schedule::Stages stages, schedule::PlanMode mode, Engine& engine);
+
+// Makes the events of every boundary that the plan's jobs write or read, and notes which are kept for the backward.
+void open_boundaries(Call& call, const schedule::Plan& plan);
+
+// Puts one microbatch's input at the first boundary, by copy if `copy` (the user may write to it before it is read
+// again) and by reference otherwise. REQUIRES: open_boundaries.
+void put_inputs(Call& call, int microbatch, const Values& inputs, bool copy, bool pinned);
+
+// Chains the call's gradients to those that the model has summed so far. Before jobs with a backward are submitted.
+void open_gradients(Call& call, const schedule::Plan& plan);
+
+// Submits the plan's jobs of the forward part (forward and fused), of the backward part, or both.
+void submit_jobs(const CallPtr& call, const schedule::Plan& plan, bool forward, bool backward, Engine& engine);
+
+}  // namespace roundpipe::runtime

@@ -1,0 +1,178 @@
+#include <roundpipe/runtime/worker.h>
+
+#include <algorithm>
+
+#include <ATen/Parallel.h>
+#include <ATen/ThreadLocalState.h>
+#include <ATen/autocast_mode.h>
+
+#include <roundpipe/core/error.h>
+
+namespace roundpipe::runtime {
+
+using device::EventPtr;
+using transfer::Piece;
+using transfer::Priority;
+
+Worker::Worker(int index, std::unique_ptr<device::Device> device)
+    : index_(index),
+      device_(std::move(device)),
+      upload_(device_->upload()),
+      download_(device_->download()),
+      slots_(*device_),
+      runner_(index, *device_, upload_, download_, shells_),
+      thread_([this] { loop(); }) {}
+
+Worker::~Worker() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+}
+
+void Worker::enqueue(std::shared_ptr<JobRun> run) {
+  std::lock_guard lock(mutex_);
+  queue_.push_back(std::move(run));
+  prefetch();
+  changed_.notify_all();
+}
+
+void Worker::prefetch() {
+  // Of the cap, so much is left to activations beside the weights of two stages, or an idle slot is given up.
+  constexpr double kActivationShare = 0.4;
+  const int64_t limit_bytes = device_->memory().limit_bytes;
+  for (size_t i = 0; i < std::min<size_t>(2, queue_.size()); ++i) {
+    const std::shared_ptr<JobRun>& run = queue_[i];
+    if (run->slot >= 0) continue;
+    int64_t reserve_bytes = static_cast<int64_t>(static_cast<double>(limit_bytes) * kActivationShare);
+    for (size_t j = 0; j <= i; ++j) {
+      if (queue_[j]->job.phase != schedule::Phase::kForward) reserve_bytes += queue_[j]->layout.gradient_bytes;
+    }
+    run->slot = slots_.try_acquire(run->layout.size_bytes, reserve_bytes);
+    if (run->slot < 0) return;
+    upload_weights(run);
+    const schedule::Range microbatches = run->job.microbatches;
+    const int last = std::min(microbatches.first + JobRunner::kPrefetch, microbatches.last);
+    for (int microbatch = microbatches.first; microbatch < last; ++microbatch) runner_.stage(*run, microbatch);
+  }
+}
+
+void Worker::upload_weights(const std::shared_ptr<JobRun>& run) {
+  std::vector<EventPtr> after;
+  for (int l = run->job.layers.first; l < run->job.layers.last; ++l) {
+    for (const size_t block : run->layer(l).blocks) after.push_back(run->call->readings[block].published);
+    after.push_back(run->buffers_before[run->place(l)]);
+  }
+  upload_.submit({Priority::kWeight, std::move(after),
+                  [this, run] {
+                    std::vector<Piece> pieces;
+                    run->weights = slots_.buffer(run->slot, run->layout.size_bytes);
+                    for (int l = run->job.layers.first; l < run->job.layers.last; ++l) {
+                      const LayerState& state = run->layer(l);
+                      const StageLayout::LayerPlace& place = run->layout.layers[run->place(l)];
+                      for (size_t i = 0; i < state.blocks.size(); ++i) {
+                        const at::Tensor& flat = run->call->readings[state.blocks[i]].flat;
+                        pieces.push_back({run->weights.narrow(0, place.blocks_at[i], flat.numel()), flat});
+                      }
+                      // A backward job gets what such a layer had before its forward, microbatch by microbatch.
+                      const bool saved =
+                          run->job.phase == schedule::Phase::kBackward && state.writes_buffers.load() == Learned::kYes;
+                      for (size_t i = 0; i < state.buffers.size() && !saved; ++i) {
+                        pieces.push_back({state.buffer_layout.view(run->weights, i, place.buffers_at),
+                                          state.buffers[i].tensor.detach()});
+                      }
+                    }
+                    return pieces;
+                  },
+                  run->uploaded, run->weights_read});
+}
+
+namespace {
+
+// torch sets the number of threads for the calling thread and, as the default of later ones, for the process.
+void use_threads(int threads) {
+  if (threads == 0) return;
+  const int process_threads = at::get_num_threads();
+  at::set_num_threads(threads);
+  std::thread([process_threads] { at::set_num_threads(process_threads); }).join();
+}
+
+ThreadHooks& thread_hooks() {
+  static ThreadHooks hooks;
+  return hooks;
+}
+
+}  // namespace
+
+void set_thread_hooks(ThreadHooks hooks) { thread_hooks() = std::move(hooks); }
+
+void Worker::loop() {
+  const std::shared_ptr<void> attached = thread_hooks().attach ? thread_hooks().attach() : nullptr;
+  use_threads(device_->threads());
+  while (true) {
+    std::shared_ptr<JobRun> run;
+    {
+      std::unique_lock lock(mutex_);
+      running_ = false;
+      changed_.wait(lock, [this] { return queue_.empty() ? stopping_ && releasing_ == 0 : queue_.front()->slot >= 0; });
+      if (queue_.empty()) return;
+      run = queue_.front();
+      running_ = true;
+    }
+    execute(*run);
+    release(run);
+  }
+}
+
+void Worker::execute(JobRun& run) {
+  if (run.call->failed()) return;
+  try {
+    const auto scope = device_->compute().enter();
+    const at::ThreadLocalStateGuard state(*run.call->thread_state);
+    run.call->autocast.apply();
+    runner_.run(run);
+  } catch (...) {
+    if (thread_hooks().clear_error) thread_hooks().clear_error();
+    run.call->fail(std::current_exception());
+  }
+  at::autocast::set_autocast_enabled(at::kCPU, false);
+  if (!device_->is_virtual()) at::autocast::set_autocast_enabled(device_->torch_device().type(), false);
+}
+
+void Worker::release(const std::shared_ptr<JobRun>& run) {
+  EventPtr computed = device::make_event();
+  {
+    const auto scope = device_->compute().enter();
+    run->staged.clear();
+    device_->compute().signal(computed);
+  }
+  std::vector<EventPtr> pending = std::move(run->transfers);
+  run->transfers.clear();
+  pending.push_back(run->weights_read);
+  pending.push_back(computed);
+  {
+    std::lock_guard lock(mutex_);
+    ++releasing_;
+    queue_.pop_front();
+  }
+  device::when_all(pending, [this, run] {
+    for (const EventPtr& after : run->buffers_after) {
+      if (after && !after->complete()) after->fire();
+    }
+    run->weights.reset();
+    const CallPtr call = run->call;
+    {
+      std::lock_guard lock(mutex_);
+      slots_.release(run->slot);
+      --releasing_;
+      prefetch();
+      // Under the lock: once it is free, a stopping destructor may be through.
+      changed_.notify_all();
+    }
+    call->job_over();
+  });
+}
+
+}  // namespace roundpipe::runtime

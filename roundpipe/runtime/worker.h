@@ -1,0 +1,69 @@
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include <roundpipe/memory/weight_slots.h>
+#include <roundpipe/runtime/job_runner.h>
+
+namespace roundpipe::runtime {
+
+// What another language's interpreter needs on the compute threads.
+struct ThreadHooks {
+  // Called when a thread starts; what it returns is dropped when the thread ends. Errors of code that a backward
+  // calls live in the thread's interpreter state until the engine has them, so that state must not come and go.
+  std::function<std::shared_ptr<void>()> attach;
+  // Called when a job has failed, before anything else: torch leaves the error behind in that state, too.
+  std::function<void()> clear_error;
+};
+// Set once, before any worker.
+void set_thread_hooks(ThreadHooks hooks);
+
+// One device with its compute thread and its two links. Runs the jobs given to it in order, and uploads the next
+// job's weights and first inputs while one runs.
+// Thread safety: enqueue, idle and forget from any thread. The destructor runs what is queued first.
+class Worker {
+ public:
+  Worker(int index, std::unique_ptr<device::Device> device);
+  ~Worker();
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+
+  void enqueue(std::shared_ptr<JobRun> run);
+  device::Device& device() { return *device_; }
+  void forget(const ModelState& model) { shells_.forget(model); }
+  int64_t uploaded_bytes() const { return upload_.moved_bytes(); }
+  int64_t downloaded_bytes() const { return download_.moved_bytes(); }
+
+ private:
+  void loop();
+  void execute(JobRun& run);
+  // Starts what can be started for the running and the next job. REQUIRES: mutex_ is held.
+  void prefetch();
+  void upload_weights(const std::shared_ptr<JobRun>& run);
+  void release(const std::shared_ptr<JobRun>& run);
+
+  const int index_;
+  std::unique_ptr<device::Device> device_;
+  transfer::LinkScheduler upload_;
+  transfer::LinkScheduler download_;
+  memory::WeightSlots slots_;
+  Shells shells_;
+  JobRunner runner_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  // Protected by mutex_. The front of the queue is the running job.
+  std::deque<std::shared_ptr<JobRun>> queue_;
+  bool running_ = false;
+  int releasing_ = 0;  // jobs that are over but whose transfers out are not
+  bool stopping_ = false;
+
+  std::thread thread_;
+};
+
+}  // namespace roundpipe::runtime

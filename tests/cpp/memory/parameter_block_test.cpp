@@ -1,0 +1,236 @@
+#include <roundpipe/memory/parameter_block.h>
+
+#include <cstring>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <doctest/doctest.h>
+
+#include <roundpipe/core/error.h>
+
+using namespace roundpipe::memory;
+using roundpipe::device::EventPtr;
+using roundpipe::device::make_event;
+
+namespace {
+
+ParameterBlock block_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<NamedTensor> named;
+  for (size_t i = 0; i < tensors.size(); ++i) named.push_back({roundpipe::concat("p", i), tensors[i]});
+  return {named, /*pinned=*/false};
+}
+
+std::vector<at::Tensor> read_values(const ParameterBlock& block, const ParameterBlock::Reading& reading) {
+  std::vector<at::Tensor> values;
+  for (size_t i = 0; i < block.layout().tensors.size(); ++i) {
+    values.push_back(block.layout().view(reading.flat, i).clone());
+  }
+  return values;
+}
+
+}  // namespace
+
+TEST_CASE("block: keeps values, strides and identity of the parameters, which become views of it") {
+  at::Tensor weight = at::randn({4, 6}).t();
+  weight.set_requires_grad(true);
+  const at::Tensor bias = at::randn({4}, at::kDouble);
+  const at::Tensor weight_before = weight.detach().clone();
+  const at::Tensor bias_before = bias.clone();
+  const ParameterBlock block = block_of({weight, bias});
+  CHECK(at::equal(weight, weight_before));
+  CHECK(at::equal(bias, bias_before));
+  CHECK(weight.strides() == at::IntArrayRef({1, 6}));
+  CHECK(weight.requires_grad());
+  CHECK(weight.is_leaf());
+  const ParameterBlock::Reading reading = block.read();
+  CHECK(reading.published->complete());
+  CHECK(weight.storage().is_alias_of(reading.flat.storage()));
+  CHECK(bias.storage().is_alias_of(reading.flat.storage()));
+  CHECK(block.host_bytes() == block.layout().size_bytes);
+  {
+    const at::NoGradGuard no_grad;
+    weight.add_(1);
+  }
+  CHECK(at::equal(read_values(block, reading)[0], weight_before + 1));
+}
+
+TEST_CASE("block: publishing out of place leaves the old version readable until its successor's successor") {
+  const at::Tensor parameter = at::zeros({8});
+  ParameterBlock block = block_of({parameter});
+  const ParameterBlock::Reading version0 = block.read();
+  block.begin_publish(/*in_place=*/false);
+  const ParameterBlock::Reading version1 = block.read();
+  CHECK_FALSE(version1.published->complete());
+  CHECK(version1.buffer != version0.buffer);
+  CHECK(block.still_holds(version0));
+
+  block.finish_publish({at::ones({8})});
+  CHECK(version1.published->complete());
+  CHECK(at::equal(read_values(block, version0)[0], at::zeros({8})));
+  CHECK(at::equal(read_values(block, version1)[0], at::ones({8})));
+  CHECK(block.host_bytes() == 2 * block.layout().size_bytes);
+
+  CHECK(at::equal(parameter, at::zeros({8})));
+  block.repoint();
+  CHECK(at::equal(parameter, at::ones({8})));
+
+  block.begin_publish(false);
+  CHECK_FALSE(block.still_holds(version0));
+  CHECK(block.still_holds(version1));
+  block.finish_publish({at::full({8}, 2.0)});
+  CHECK(at::equal(read_values(block, version1)[0], at::ones({8})));
+  CHECK(at::equal(read_values(block, block.read())[0], at::full({8}, 2.0)));
+}
+
+TEST_CASE("block: publishing in place keeps one buffer and ends the old version") {
+  const at::Tensor parameter = at::zeros({8});
+  ParameterBlock block = block_of({parameter});
+  const ParameterBlock::Reading version0 = block.read();
+  block.begin_publish(/*in_place=*/true);
+  CHECK_FALSE(block.still_holds(version0));
+  CHECK(block.read().buffer == version0.buffer);
+  CHECK_FALSE(block.read().published->complete());
+  block.finish_publish({at::ones({8}, at::kDouble)});
+  CHECK(block.read().published->complete());
+  CHECK(block.host_bytes() == block.layout().size_bytes);
+  CHECK(at::equal(parameter, at::ones({8})));
+}
+
+TEST_CASE("block: publishing waits for the last upload from the place it overwrites, failed uploads included") {
+  for (const bool in_place : {true, false}) {
+    CAPTURE(in_place);
+    const at::Tensor parameter = at::zeros({4});
+    ParameterBlock block = block_of({parameter});
+    if (!in_place) {  // the buffer that version 2 overwrites is version 0's
+      const ParameterBlock::Reading version0 = block.read();
+      block.begin_publish(false);
+      block.finish_publish({at::ones({4})});
+      const EventPtr uploaded = make_event();
+      block.add_reader(version0, uploaded);
+      block.begin_publish(false);
+      std::thread optimizer([&] { block.finish_publish({at::full({4}, 2.0)}); });
+      CHECK_FALSE(block.read().published->wait_for(30));
+      CHECK(at::equal(read_values(block, version0)[0], at::zeros({4})));
+      uploaded->fail(std::make_exception_ptr(std::runtime_error("upload failed")));
+      optimizer.join();
+      CHECK(block.read().published->complete());
+      continue;
+    }
+    const ParameterBlock::Reading version0 = block.read();
+    const EventPtr first = make_event();
+    const EventPtr second = make_event();
+    block.add_reader(version0, first);
+    block.add_reader(version0, second);
+    block.begin_publish(true);
+    std::thread optimizer([&] { block.finish_publish({at::ones({4})}); });
+    first->fire();
+    CHECK_FALSE(block.read().published->wait_for(30));
+    CHECK(at::equal(read_values(block, version0)[0], at::zeros({4})));
+    second->fire();
+    optimizer.join();
+    CHECK(at::equal(read_values(block, block.read())[0], at::ones({4})));
+  }
+}
+
+TEST_CASE("block: uploads of the version in use do not hold up the next one") {
+  ParameterBlock block = block_of({at::zeros({4})});
+  const EventPtr never = make_event();
+  block.add_reader(block.read(), never);
+  block.begin_publish(false);
+  block.finish_publish({at::ones({4})});
+  CHECK(block.read().published->complete());
+}
+
+TEST_CASE("block: many asynchronous steps with uploads on other threads never mix versions") {
+  constexpr int kSteps = 200;
+  constexpr int64_t kCount = 512;
+  ParameterBlock block = block_of({at::zeros({kCount}), at::zeros({kCount}, at::kBFloat16)});
+  std::mt19937 random(11);
+  std::vector<std::thread> threads;
+  std::thread optimizer;
+  for (int step = 0; step < kSteps; ++step) {
+    // Uploads of this step, each on a thread of its own, read version `step`.
+    for (int upload = 0; upload < 2; ++upload) {
+      const ParameterBlock::Reading reading = block.read();
+      const EventPtr uploaded = make_event();
+      block.add_reader(reading, uploaded);
+      threads.emplace_back([&block, reading, uploaded, step] {
+        reading.published->wait();
+        for (const at::Tensor& value : read_values(block, reading)) {
+          CHECK(at::equal(value, at::full_like(value, step % 128)));
+        }
+        uploaded->fire();
+      });
+    }
+    // One publication is in the making at a time, as with an optimizer thread.
+    if (optimizer.joinable()) optimizer.join();
+    block.begin_publish(/*in_place=*/random() % 3 == 0);
+    optimizer = std::thread([&block, step] {
+      const at::Tensor value = at::full({kCount}, (step + 1) % 128);
+      block.finish_publish({value, value});
+    });
+    if (threads.size() > 8) {
+      for (std::thread& thread : threads) thread.join();
+      threads.clear();
+    }
+  }
+  optimizer.join();
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST_CASE("block: parameters whose storage the user replaced come back with the user's values") {
+  at::Tensor replaced = at::zeros({2, 3});
+  const at::Tensor kept = at::ones({4});
+  ParameterBlock block = block_of({replaced, kept});
+  replaced.set_data(at::full({3, 2}, 7.0).t());
+  CHECK_FALSE(replaced.storage().is_alias_of(block.read().flat.storage()));
+  block.adopt_replaced();
+  CHECK(replaced.storage().is_alias_of(block.read().flat.storage()));
+  CHECK(at::equal(replaced, at::full({2, 3}, 7.0)));
+  CHECK(at::equal(read_values(block, block.read())[0], at::full({2, 3}, 7.0)));
+  CHECK(at::equal(kept, at::ones({4})));
+}
+
+TEST_CASE("block: a parameter that changed shape or dtype is refused, with its name and both forms") {
+  at::Tensor parameter = at::zeros({2, 3});
+  const std::vector<at::Tensor> replacements = {at::zeros({3, 2}), at::zeros({2, 3}, at::kDouble)};
+  for (const at::Tensor& replacement : replacements) {
+    ParameterBlock block = block_of({parameter});
+    const at::Tensor original = parameter.detach().clone();
+    parameter.set_data(replacement);
+    std::string message;
+    try {
+      block.adopt_replaced();
+    } catch (const std::invalid_argument& error) {
+      message = error.what();
+    }
+    INFO("message: ", message);
+    CHECK(message.starts_with("[RoundPipe] parameter 'p0' has become "));
+    CHECK(message.find("(was Float[2, 3]") != std::string::npos);
+    parameter.set_data(original);
+  }
+}
+
+TEST_CASE("block: parameters that are not on the host are refused by name") {
+  std::string message;
+  try {
+    block_of({at::zeros({2}), at::empty({2}, at::TensorOptions().device(at::kMeta))});
+  } catch (const std::invalid_argument& error) {
+    message = error.what();
+  }
+  CHECK(message.find("'p1' is on meta") != std::string::npos);
+}
+
+TEST_CASE("block: no parameters, no bytes") {
+  ParameterBlock block = block_of({});
+  CHECK(block.host_bytes() == 0);
+  block.begin_publish(false);
+  block.finish_publish({});
+  CHECK(block.read().published->complete());
+}

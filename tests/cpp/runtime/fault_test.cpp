@@ -1,0 +1,218 @@
+#include <atomic>
+#include <string>
+
+#include <doctest/doctest.h>
+
+#include <roundpipe/core/error.h>
+
+#include "support/model.h"
+
+using namespace roundpipe::runtime;
+using namespace roundpipe::runtime::support;
+
+namespace {
+
+constexpr int64_t kWidth = 4;
+constexpr int64_t kRows = 3;
+
+LayerSpec faulty(LayerSpec layer, std::shared_ptr<Fault> fault) {
+  layer.body = [fault, body = layer.body](Tensors inputs, const Tensors& parameters, const Tensors& buffers,
+                                          const LayerContext& context) {
+    fault->pass("layer");
+    return body(std::move(inputs), parameters, buffers, context);
+  };
+  return layer;
+}
+
+struct Setup {
+  std::shared_ptr<Fault> fault = std::make_shared<Fault>();
+  std::vector<LayerSpec> layers;
+  Setup() {
+    at::manual_seed(1);
+    for (int l = 0; l < 4; ++l) layers.push_back(faulty(linear_layer("l" + std::to_string(l), kWidth), fault));
+  }
+};
+
+Pipeline::TrainResult train_in(PipedModel& piped, const Batch& batch, std::initializer_list<int> cuts) {
+  return piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, {},
+                                           fused_stages(cuts));
+}
+
+Pipeline::TrainResult train(PipedModel& piped, const Batch& batch) { return train_in(piped, batch, {0, 1, 2, 4}); }
+
+}  // namespace
+
+TEST_SUITE("faults") {
+  TEST_CASE("an error comes with its own type, once, and the gradients of before are kept") {
+    use_devices("virtual:3,debug");
+    Setup setup;
+    PlainModel plain("m", setup.layers);
+    PipedModel piped("m", setup.layers);
+    const Batch good = make_batch(2, kRows, kWidth);
+    train(piped, good);
+    plain.forward_backward(good, 0);
+    piped.pipeline().drain();
+    setup.fault->arm(3);
+    CHECK_THROWS_WITH_AS(train(piped, make_batch(3, kRows, kWidth)), "layer", InjectedFault);
+    CHECK_NOTHROW(piped.pipeline().raise_pending());
+    CHECK_NOTHROW(piped.pipeline().drain());
+    train(piped, good);
+    plain.forward_backward(good, 2);
+    piped.synchronize();
+    CHECK(same_state(piped, plain, true));
+  }
+
+  TEST_CASE("an error in the backward comes with the next call, and the step gets none of the call's gradients") {
+    for (const bool asynchronous : {false, true}) {
+      use_devices("virtual:2,debug");
+      Setup setup;
+      PlainModel plain("m", setup.layers);
+      PipedModel piped("m", setup.layers);
+      const Batch batch = make_batch(2, kRows, kWidth);
+      // 8 forwards, of which the fused stage's are over when the losses are known; the next is a recomputation.
+      setup.fault->arm(9);
+      bool raised = false;
+      try {
+        train(piped, batch);
+        piped.step(1.0, asynchronous);
+        piped.synchronize();
+      } catch (const InjectedFault&) {
+        raised = true;
+      }
+      CHECK(raised);
+      CHECK(setup.fault->disarm());
+      train(piped, batch);
+      piped.step(0.1, asynchronous);
+      plain.forward_backward(batch, 1);
+      plain.publish();
+      plain.update(0.1);
+      piped.synchronize();
+      plain.publish();
+      CHECK(same_state(piped, plain, true));
+    }
+  }
+
+  TEST_CASE("a failed call does not fail the ones after it, however often") {
+    use_devices("virtual:2");
+    Setup setup;
+    PlainModel plain("m", setup.layers);
+    PipedModel piped("m", setup.layers);
+    for (int round = 0; round < 12; ++round) {
+      piped.pipeline().drain();
+      setup.fault->arm(1 + round);
+      const Batch batch = make_batch(4, kRows, kWidth);
+      CHECK_THROWS_AS(train(piped, batch), InjectedFault);
+      const uint64_t call = piped.pipeline().calls();
+      CHECK_NOTHROW(train(piped, batch));
+      plain.forward_backward(batch, call);
+    }
+    piped.synchronize();
+    CHECK(same_state(piped, plain, true));
+  }
+
+  TEST_CASE("a device out of memory says so; with less to hold the same model runs") {
+    use_devices("virtual:2,memory=64KiB");
+    Setup setup;
+    PlainModel plain("m", setup.layers);
+    PipedModel piped("m", setup.layers);
+    CHECK_THROWS_AS(train(piped, make_batch(2, 20000, kWidth)), c10::OutOfMemoryError);
+    const Batch batch = make_batch(2, kRows, kWidth);
+    const uint64_t call = piped.pipeline().calls();
+    train(piped, batch);
+    plain.forward_backward(batch, call);
+    piped.synchronize();
+    CHECK(same_state(piped, plain, true));
+  }
+
+  TEST_CASE("a loss that depends on nothing trainable is refused") {
+    use_devices("virtual:1");
+    Setup setup;
+    PipedModel piped("m", setup.layers);
+    struct Constant final : Loss {
+      Tensors operator()(const Values&, const Values&, const LayerContext&) override { return {at::zeros({})}; }
+    };
+    const Batch batch = make_batch(1, kRows, kWidth);
+    CHECK_THROWS_AS(piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<Constant>(), false,
+                                                      {}, fused_stages({0, 4})),
+                    std::invalid_argument);
+  }
+
+  TEST_CASE("a layer that starts writing to its input, or to a buffer, late ends that step only") {
+    for (const bool writes_input : {true, false}) {
+      use_devices("virtual:1");
+      at::manual_seed(3);
+      const auto late = std::make_shared<std::atomic<bool>>(false);
+      LayerSpec layer("late");
+      layer.buffers = {{"count", at::zeros({1})}};
+      layer.body = [late, writes_input](Tensors inputs, const Tensors&, const Tensors& buffers, const LayerContext&) {
+        if (late->load()) {
+          if (writes_input) {
+            inputs[0].mul_(2);
+          } else {
+            buffers[0].add_(1);
+          }
+        }
+        return inputs;
+      };
+      const std::vector<LayerSpec> layers = {linear_layer("a", kWidth), layer, linear_layer("b", kWidth)};
+      PlainModel plain("m", layers);
+      PipedModel piped("m", layers);
+      CallOptions options;
+      options.recompute_grain = RecomputeGrain::kLayer;
+      const auto run = [&](const Batch& batch) {
+        return piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false,
+                                                 options, fused_stages({0, 1, 3}));
+      };
+      const Batch batch = make_batch(1, kRows, kWidth);
+      run(batch);
+      plain.forward_backward(batch, 0);
+      piped.synchronize();
+      late->store(true);
+      CHECK_THROWS_AS(run(batch), roundpipe::Error);
+      run(batch);
+      plain.forward_backward(batch, 2);
+      piped.synchronize();
+      CHECK(same_state(piped, plain, /*with_buffers=*/false));
+    }
+  }
+
+  TEST_CASE("a layer that starts drawing late runs again, or ends that step if that would count twice") {
+    for (const bool writes : {false, true}) {
+      use_devices("virtual:1");
+      at::manual_seed(4);
+      const auto late = std::make_shared<std::atomic<bool>>(false);
+      LayerSpec layer("late");
+      layer.body = [late, writes](Tensors inputs, const Tensors&, const Tensors&, const LayerContext&) {
+        if (writes) inputs[0].mul_(2);
+        if (late->load()) inputs[0] = at::dropout(inputs[0], 0.5, true);
+        return inputs;
+      };
+      const std::vector<LayerSpec> layers = {linear_layer("a", kWidth), layer, linear_layer("b", kWidth)};
+      PlainModel plain("m", layers);
+      PipedModel piped("m", layers);
+      const Batch batch = make_batch(2, kRows, kWidth);
+      train_in(piped, batch, {0, 2, 3});
+      plain.forward_backward(batch, 0);
+      piped.synchronize();
+      late->store(true);
+      if (writes) CHECK_THROWS_AS(train_in(piped, batch, {0, 2, 3}), roundpipe::Error);
+      const uint64_t call = piped.pipeline().calls();
+      train_in(piped, batch, {0, 2, 3});
+      plain.forward_backward(batch, call);
+      piped.synchronize();
+      CHECK(same_state(piped, plain, true));
+    }
+  }
+
+  TEST_CASE("a model can be dropped right after a failure") {
+    for (int round = 1; round <= 8; ++round) {
+      use_devices("virtual:3,debug");
+      Setup setup;
+      PipedModel piped("m", setup.layers);
+      setup.fault->arm(round);
+      CHECK_THROWS_AS(train(piped, make_batch(2, kRows, kWidth)), InjectedFault);
+      setup.fault->arm(round);
+      CHECK_THROWS_AS(train(piped, make_batch(2, kRows, kWidth)), InjectedFault);
+    }
+  }
+}

@@ -1,0 +1,336 @@
+#include <roundpipe/runtime/pipeline.h>
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include <doctest/doctest.h>
+
+#include "support/model.h"
+
+using namespace roundpipe::runtime;
+using namespace roundpipe::runtime::support;
+
+namespace {
+
+constexpr int64_t kRows = 3;
+constexpr int64_t kWidth = 4;
+
+std::vector<LayerSpec> every_kind() {
+  std::vector<LayerSpec> layers;
+  layers.push_back(linear_layer("first", kWidth));
+  layers.push_back(norm_layer("norm", kWidth));
+  layers.push_back(dropout_layer("dropout"));
+  layers.push_back(mask_layer("mask"));
+  layers.push_back(inplace_layer("inplace"));
+  layers.push_back(shift_layer("shift", kWidth));
+  layers.push_back(tied_layer("tied", layers.front().parameters[0].tensor));
+  return layers;
+}
+
+bool same_losses(const std::vector<Tensors>& a, const std::vector<Tensors>& b) {
+  if (a.size() != b.size()) return false;
+  for (size_t m = 0; m < a.size(); ++m) {
+    if (a[m].size() != b[m].size()) return false;
+    for (size_t i = 0; i < a[m].size(); ++i) {
+      if (!same_bits(a[m][i], b[m][i])) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+TEST_SUITE("pipeline") {
+  TEST_CASE("forward_backward is the plain loop, bit for bit") {
+    for (const char* devices : {"virtual:1,debug", "virtual:3,debug"}) {
+      for (const RecomputeGrain grain : {RecomputeGrain::kStage, RecomputeGrain::kLayer}) {
+        for (const bool asynchronous : {false, true}) {
+          CAPTURE(devices);
+          CAPTURE(asynchronous);
+          at::manual_seed(1);
+          use_devices(devices);
+          const auto layers = every_kind();
+          PlainModel plain("m", layers);
+          PipedModel piped("m", layers);
+          CallOptions options;
+          options.recompute_grain = grain;
+          for (int step = 0; step < 4; ++step) {
+            const Batch batch = make_batch(3, kRows, kWidth);
+            const uint64_t call = piped.pipeline().calls();
+            const auto result = piped.pipeline().forward_backward(
+                batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), true, options, fused_stages({0, 2, 4, 7}));
+            const auto expected = plain.forward_backward(batch, call);
+            CHECK(same_losses(result.losses, expected.losses));
+            for (size_t m = 0; m < batch.inputs.size(); ++m) {
+              CHECK(same_bits(result.outputs[m].tensors[0], expected.outputs[m][0]));
+              CHECK(same_bits(result.outputs[m].tensors[1], batch.inputs[m].tensors[1]));
+            }
+            piped.step(0.1, asynchronous);
+            plain.publish();
+            plain.update(0.1);
+            if (!asynchronous) plain.publish();
+          }
+          piped.synchronize();
+          plain.publish();
+          CHECK(same_state(piped, plain, /*with_buffers=*/true));
+        }
+      }
+    }
+  }
+
+  TEST_CASE("a loss outside of the pipeline goes back through the graph, twice if it is kept") {
+    at::manual_seed(2);
+    use_devices("virtual:2,debug");
+    const auto layers = every_kind();
+    PlainModel plain("m", layers);
+    PipedModel piped("m", layers);
+    for (const bool twice : {false, true, true}) {
+      const Batch batch = make_batch(2, kRows, kWidth);
+      const uint64_t call = piped.pipeline().calls();
+      auto outputs = piped.pipeline().forward(batch.inputs, {}, train_stages({0, 3, 7}));
+      at::Tensor total, plain_total;
+      for (size_t m = 0; m < batch.inputs.size(); ++m) {
+        const at::Tensor expected = plain.forward(batch.inputs[m].tensors, call, static_cast<int>(m))[0];
+        const at::Tensor got = outputs.microbatches[m].tensors[0];
+        CHECK(same_bits(got, expected));
+        total = total.defined() ? total + got.square().sum() : got.square().sum();
+        plain_total = plain_total.defined() ? plain_total + expected.square().sum() : expected.square().sum();
+      }
+      torch::autograd::backward({total}, {}, /*retain_graph=*/twice);
+      torch::autograd::backward({plain_total}, {}, /*retain_graph=*/twice);
+      if (twice) {
+        // While the first backward may still be running.
+        torch::autograd::backward({total}, {});
+        torch::autograd::backward({plain_total}, {});
+      }
+      CHECK_THROWS(torch::autograd::backward({total}, {}));
+    }
+    piped.synchronize();
+    CHECK(piped.layers()[1].buffers[2].tensor.item<int64_t>() == plain.buffers(1)[2].item<int64_t>());
+    // Several microbatches meet at one node of the plain graph, so the sums may be taken in another order there.
+    for (size_t l = 0; l < layers.size(); ++l) {
+      for (size_t i = 0; i < layers[l].parameters.size(); ++i) {
+        CHECK(at::allclose(layers[l].parameters[i].tensor.grad(), plain.parameter(l, i).grad(), 1e-4, 1e-5));
+      }
+    }
+  }
+
+  TEST_CASE("gradients of several calls add up until the step, tied ones too") {
+    at::manual_seed(3);
+    for (const char* devices : {"virtual:1", "virtual:4"}) {
+      use_devices(devices);
+      const auto layers = every_kind();
+      PlainModel plain("m", layers);
+      PipedModel piped("m", layers);
+      for (int step = 0; step < 2; ++step) {
+        for (int call = 0; call < 4; ++call) {
+          const Batch batch = make_batch(2, kRows, kWidth);
+          const uint64_t index = piped.pipeline().calls();
+          piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, {},
+                                            fused_stages({0, 1, 3, 5, 7}));
+          plain.forward_backward(batch, index);
+        }
+        piped.synchronize();
+        plain.publish();
+        CHECK(same_state(piped, plain, true));
+        piped.step(0.05, true);
+        plain.update(0.05);
+      }
+    }
+  }
+
+  TEST_CASE("inputs that require grad get it") {
+    at::manual_seed(4);
+    use_devices("virtual:2");
+    const auto layers = every_kind();
+    PlainModel plain("m", layers);
+    PipedModel piped("m", layers);
+    Batch batch = make_batch(2, kRows, kWidth);
+    Batch plain_batch = batch;
+    for (size_t m = 0; m < 2; ++m) {
+      plain_batch.inputs[m].tensors[0] = batch.inputs[m].tensors[0].clone().set_requires_grad(true);
+      batch.inputs[m].tensors[0].set_requires_grad(true);
+    }
+    piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, {},
+                                      fused_stages({0, 2, 5, 7}));
+    plain.forward_backward(plain_batch, 0);
+    for (size_t m = 0; m < 2; ++m) {
+      CHECK(same_bits(batch.inputs[m].tensors[0].grad(), plain_batch.inputs[m].tensors[0].grad()));
+    }
+  }
+
+  TEST_CASE("an asynchronous step is read exactly one call later") {
+    use_devices("virtual:2");
+    LayerSpec weight("weight");
+    weight.parameters = {{"weight", at::zeros({1}).set_requires_grad(true)}};
+    weight.body = [](Tensors inputs, const Tensors& parameters, const Tensors&, const LayerContext&) {
+      inputs[0] = inputs[0] * 0 + parameters[0];
+      return inputs;
+    };
+    PipedModel piped("m", {weight});
+    struct Sum final : Loss {
+      Tensors operator()(const Values& outputs, const Values&, const LayerContext&) override {
+        return {outputs.tensors[0].sum()};
+      }
+    };
+    const Values input{{at::ones({1})}, nullptr};
+    // The gradient is 1 and the rate -1: every update adds one, so the loss counts the updates that a call has read.
+    const double asynchronous[] = {0, 0, 1, 2, 3, 4};
+    for (const double read : asynchronous) {
+      const auto result =
+          piped.pipeline().forward_backward({input}, {{}}, std::make_shared<Sum>(), false, {}, fused_stages({0, 1}));
+      CHECK(result.losses[0][0].item<double>() == read);
+      piped.step(-1, true);
+    }
+    // A synchronous step publishes everything.
+    piped.pipeline().forward_backward({input}, {{}}, std::make_shared<Sum>(), false, {}, fused_stages({0, 1}));
+    piped.step(-1, false);
+    const auto result =
+        piped.pipeline().forward_backward({input}, {{}}, std::make_shared<Sum>(), false, {}, fused_stages({0, 1}));
+    CHECK(result.losses[0][0].item<double>() == 7);
+    piped.synchronize();
+    CHECK(weight.parameters[0].tensor.item<double>() == 7);
+  }
+
+  TEST_CASE("a version is not overwritten while slow uploads still read it") {
+    at::manual_seed(6);
+    // Weights of 64 KiB over 20 MB/s: an upload takes 3 ms, a step much less.
+    use_devices("virtual:2,link=0.02GB/s,debug");
+    std::vector<LayerSpec> layers;
+    for (int l = 0; l < 3; ++l) layers.push_back(linear_layer("l", 128));
+    PlainModel plain("m", layers);
+    PipedModel piped("m", layers);
+    for (int step = 0; step < 6; ++step) {
+      const Batch batch = make_batch(2, 1, 128);
+      const uint64_t call = piped.pipeline().calls();
+      const auto result = piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(),
+                                                            false, {}, fused_stages({0, 1, 2, 3}));
+      CHECK(same_losses(result.losses, plain.forward_backward(batch, call).losses));
+      piped.step(0.5, true);
+      plain.publish();
+      plain.update(0.5);
+    }
+    piped.synchronize();
+    plain.publish();
+    CHECK(same_state(piped, plain, true));
+  }
+
+  TEST_CASE("backward refuses weights that have changed since the forward") {
+    use_devices("virtual:1");
+    const auto layers = std::vector<LayerSpec>{linear_layer("l", kWidth)};
+    PipedModel piped("m", layers);
+    const Batch batch = make_batch(1, kRows, kWidth);
+    auto outputs = piped.pipeline().forward(batch.inputs, {}, train_stages({0, 1}));
+    piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, {},
+                                      fused_stages({0, 1}));
+    piped.step(0.1, false);
+    CHECK_THROWS_AS(torch::autograd::backward({outputs.microbatches[0].tensors[0].sum()}, {}), std::invalid_argument);
+  }
+
+  TEST_CASE("calls of several models run into each other on one engine") {
+    at::manual_seed(8);
+    use_devices("virtual:2,debug");
+    const auto first_layers = every_kind();
+    const auto second_layers = every_kind();
+    PlainModel plain_first("a", first_layers), plain_second("b", second_layers);
+    PipedModel first("a", first_layers), second("b", second_layers);
+    for (int step = 0; step < 4; ++step) {
+      const Batch batch = make_batch(2, kRows, kWidth);
+      for (auto [piped, plain] : {std::pair{&first, &plain_first}, std::pair{&second, &plain_second}}) {
+        const uint64_t call = piped->pipeline().calls();
+        const auto result = piped->pipeline().forward_backward(
+            batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, {}, fused_stages({0, 2, 5, 7}));
+        CHECK(same_losses(result.losses, plain->forward_backward(batch, call).losses));
+        piped->step(0.1, true);
+        plain->publish();
+        plain->update(0.1);
+      }
+    }
+    for (auto [piped, plain] : {std::pair{&first, &plain_first}, std::pair{&second, &plain_second}}) {
+      piped->synchronize();
+      plain->publish();
+      CHECK(same_state(*piped, *plain, true));
+    }
+  }
+
+  TEST_CASE("the engine may be replaced between calls, with work in flight") {
+    at::manual_seed(9);
+    const auto layers = every_kind();
+    PlainModel plain("m", layers);
+    PipedModel piped("m", layers);
+    for (const char* devices : {"virtual:1", "virtual:3", "virtual:2,debug", "virtual:4"}) {
+      use_devices(devices);
+      for (int call = 0; call < 2; ++call) {
+        const Batch batch = make_batch(2, kRows, kWidth);
+        const uint64_t index = piped.pipeline().calls();
+        const auto result = piped.pipeline().forward_backward(
+            batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, {}, fused_stages({0, 3, 5, 7}));
+        CHECK(same_losses(result.losses, plain.forward_backward(batch, index).losses));
+      }
+      piped.step(0.1, true);
+      plain.publish();
+      plain.update(0.1);
+    }
+    piped.synchronize();
+    plain.publish();
+    CHECK(same_state(piped, plain, true));
+  }
+
+  TEST_CASE("models and engines can be dropped with work in flight") {
+    const int alive_before = shell_counts().alive.load();
+    for (int round = 0; round < 10; ++round) {
+      auto engine = use_devices(round % 2 == 0 ? "virtual:3" : "virtual:1,debug");
+      const auto layers = every_kind();
+      PipedModel piped("m", layers);
+      const Batch batch = make_batch(3, kRows, kWidth);
+      piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, {},
+                                        fused_stages({0, 2, 5, 7}));
+      if (round % 3 == 0) piped.step(0.1, true);
+      if (round % 3 == 1) engine = use_devices("virtual:2");
+    }
+    use_devices("virtual:1");
+    CHECK(shell_counts().alive.load() == alive_before);
+  }
+
+  TEST_CASE("an interrupted wait gives the call up, and the next one is right") {
+    static std::atomic<bool> interrupted{false};
+    struct Interrupted {};
+    roundpipe::device::set_interrupt_check([] {
+      if (interrupted.exchange(false)) throw Interrupted{};
+    });
+    at::manual_seed(10);
+    use_devices("virtual:2");
+    auto layers = std::vector<LayerSpec>{linear_layer("a", kWidth), linear_layer("b", kWidth)};
+    const auto slow = std::make_shared<std::atomic<bool>>(false);
+    const Body body = layers[0].body;
+    layers[0].body = [slow, body](Tensors inputs, const Tensors& parameters, const Tensors& buffers,
+                                  const LayerContext& context) {
+      if (slow->load()) std::this_thread::sleep_for(std::chrono::milliseconds(80));
+      return body(std::move(inputs), parameters, buffers, context);
+    };
+    PlainModel plain("m", layers);
+    PipedModel piped("m", layers);
+    const auto run = [&](const Batch& batch) {
+      return piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, {},
+                                               fused_stages({0, 1, 2}));
+    };
+    for (int round = 0; round < 2; ++round) {
+      slow->store(true);
+      interrupted.store(true);
+      CHECK_THROWS_AS(run(make_batch(3, kRows, kWidth)), Interrupted);
+      CHECK_FALSE(interrupted.load());
+      slow->store(false);
+      const Batch batch = make_batch(2, kRows, kWidth);
+      const uint64_t call = piped.pipeline().calls();
+      CHECK(same_losses(run(batch).losses, plain.forward_backward(batch, call).losses));
+      piped.step(0.1, round == 0);
+      plain.publish();
+      plain.update(0.1);
+    }
+    piped.synchronize();
+    plain.publish();
+    CHECK(same_state(piped, plain, true));
+    roundpipe::device::set_interrupt_check({});
+  }
+}

@@ -1,0 +1,216 @@
+"""Training loops written out by hand, slow and obvious: what the pipeline has to equal bit for bit.
+
+A batch is cut with `torch.tensor_split`; the microbatches run one after the other through the layers of a plain
+model. Nothing here uses the pipeline, except to ask it for the documented seeds.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, devices
+
+Seeds = list[list[int]]  # [microbatch][layer, the loss last]
+Loss = Callable[[Any, Any], torch.Tensor]
+BASE_SEED = 20
+
+
+def cut(tree: Any, count: int) -> list[Any]:
+    """`count` microbatches of a pytree: tensors with dimensions along dim 0, everything else repeated."""
+
+    def parts(leaf: Any) -> list[Any]:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            # A microbatch starts an allocation of its own: matrix kernels round by the alignment of what they read.
+            return [leaf] if count == 1 else [part.clone() for part in torch.tensor_split(leaf, count)]
+        return [leaf] * count
+
+    leaves, spec = pytree.tree_flatten(tree)
+    columns = [parts(leaf) for leaf in leaves]
+    return [pytree.tree_unflatten([column[m] for column in columns], spec) for m in range(count)]
+
+
+def seeds_of(pipe: RoundPipe, call: int, microbatches: int) -> Seeds:
+    """The seeds of one pipelined call, by the documented rule."""
+    return [[pipe.layer_seed(call, m, layer) for layer in range(pipe.num_layers + 1)] for m in range(microbatches)]
+
+
+def run_layers(layers: Sequence[nn.Module], args: Any, kwargs: Any, seeds: list[int]) -> Any:
+    torch.manual_seed(seeds[0])
+    value = layers[0](*args, **kwargs)
+    for layer, seed in zip(layers[1:], seeds[1:], strict=False):
+        torch.manual_seed(seed)
+        value = layer(value)
+    return value
+
+
+def fused_loop(
+    layers: Sequence[nn.Module], args: Any, kwargs: Any, label: Any, loss_fn: Loss, seeds: Seeds
+) -> torch.Tensor:
+    """`forward_backward`: forward, loss and backward, one microbatch after the other. Returns the sum of the losses."""
+    count = len(seeds)
+    losses = []
+    with torch.random.fork_rng(devices=[]):
+        for (part, named), target, seed in zip(cut((args, kwargs), count), cut(label, count), seeds, strict=True):
+            outputs = run_layers(layers, part, named, seed)
+            torch.manual_seed(seed[len(layers)])
+            loss = loss_fn(outputs, target)
+            loss.backward()
+            losses.append(loss.detach())
+    return sum(losses[1:], losses[0])
+
+
+def split_loop(
+    layers: Sequence[nn.Module], args: Any, kwargs: Any, label: Any, loss_fn: Loss, seeds: Seeds
+) -> torch.Tensor:
+    """`loss_fn(model(batch), label).backward()`: the loss sees the merged outputs, the backward goes on microbatch by
+    microbatch."""
+    count = len(seeds)
+    parts = []
+    with torch.random.fork_rng(devices=[]):
+        for (part, named), seed in zip(cut((args, kwargs), count), seeds, strict=True):
+            parts.append(pytree.tree_flatten(run_layers(layers, part, named, seed)))
+    merged = []
+    for values in zip(*(leaves for leaves, _ in parts), strict=True):
+        if isinstance(values[0], torch.Tensor):
+            value = torch.cat([v.detach() for v in values]) if count > 1 else values[0].detach().clone()
+            merged.append(value.requires_grad_(values[0].requires_grad))
+        else:
+            merged.append(values[0])
+    loss = loss_fn(pytree.tree_unflatten(merged, parts[0][1]), label)
+    loss.backward()
+    gradients = [m.grad if isinstance(m, torch.Tensor) else None for m in merged]
+    cut_gradients = [cut_as(g, [leaves[i] for leaves, _ in parts]) for i, g in enumerate(gradients)]
+    for m, (leaves, _) in enumerate(parts):
+        roots = [(leaf, cut_gradients[i][m]) for i, leaf in enumerate(leaves) if gradients[i] is not None]
+        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+    return loss.detach()
+
+
+def cut_as(gradient: torch.Tensor | None, parts: list[Any]) -> list[Any]:
+    if gradient is None:
+        return [None] * len(parts)
+    return list(gradient.split([part.shape[0] for part in parts])) if len(parts) > 1 else [gradient]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if not a.dtype.is_floating_point:
+        return torch.equal(a, b)
+    kind = kinds[a.element_size()]
+    return torch.equal(a.detach().contiguous().view(kind), b.detach().contiguous().view(kind))
+
+
+def assert_same(a: Any, b: Any, what: str) -> None:
+    """Pytrees of the same structure and bits."""
+    leaves, spec = pytree.tree_flatten(a)
+    expected, expected_spec = pytree.tree_flatten(b)
+    assert spec == expected_spec, f"{what}: {spec} is not {expected_spec}"
+    for index, (leaf, other) in enumerate(zip(leaves, expected, strict=True)):
+        if isinstance(leaf, torch.Tensor):
+            difference = (
+                f"max difference {(leaf - other).abs().max()}"
+                if leaf.shape == other.shape and leaf.numel() and leaf.dtype != torch.bool
+                else f"{leaf.shape} {other.shape}"
+            )
+            assert same_bits(leaf, other), f"{what}[{index}]: {difference}"
+        else:
+            assert leaf == other, f"{what}[{index}]"
+
+
+def assert_same_model(ours: nn.Module, theirs: nn.Module, when: str) -> None:
+    """Parameters, gradients (None included) and buffers. The pipeline must be synchronised."""
+    for (name, mine), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert_same(mine.detach(), other.detach(), f"{when}: {name}")
+        assert (mine.grad is None) == (other.grad is None), f"{when}: {name}.grad is {mine.grad}, not {other.grad}"
+        if mine.grad is not None:
+            assert_same(mine.grad, other.grad, f"{when}: {name}.grad")
+    for (name, mine), (_, other) in zip(ours.named_buffers(), theirs.named_buffers(), strict=True):
+        assert_same(mine, other, f"{when}: buffer {name}")
+
+
+def plan_of(layers: int, forward_cuts: Sequence[int], backward_cuts: Sequence[int], fused: bool) -> ModelExecutePlan:
+    """Stages cut before the given layers; of a fused plan, the last backward stage also runs the forward."""
+
+    def stages(cuts: Sequence[int], end: int) -> list[range]:
+        edges = [0, *[c for c in cuts if 0 < c < end], end]
+        return [range(a, b) for a, b in itertools.pairwise(edges) if a < b]
+
+    plan = ModelExecutePlan()
+    plan.bwd_plan = list(reversed(stages(backward_cuts, layers)))
+    plan.fwd_plan = stages(forward_cuts, plan.bwd_plan[0].start if fused else layers)
+    return plan
+
+
+class Pair:
+    """The same model in the pipeline and as plain layers, trained side by side."""
+
+    def __init__(self, model: nn.Sequential, loss_fn: Loss, optimizer: str = "sgd", **pipe_options: Any) -> None:
+        self.plain = copy.deepcopy(model)
+        self.model = model
+        self.pipe = RoundPipe(model, name="pair", **pipe_options)
+        self.loss_fn = loss_fn
+        # Layers that are the same module stay the same module.
+        self.layers = list(self.plain)
+        make = {
+            "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
+            "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+        }[optimizer]
+        self.optimizer = make([p for p in self.pipe.optim_parameters() if p.requires_grad])
+        self.plain_optimizer = make([p for p in self.plain.parameters() if p.requires_grad])
+
+    def train(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        label: Any = None,
+        *,
+        microbatches: int = 1,
+        fused: bool = True,
+        steps: int = 2,
+        calls: int = 1,
+        config: RoundPipeRunConfig | None = None,
+        after_call: Callable[[], None] | None = None,
+    ) -> None:
+        """Trains both and compares losses, gradients, parameters and buffers."""
+        kwargs = kwargs or {}
+        options = copy.copy(config) or RoundPipeRunConfig()
+        options.num_microbatch = microbatches
+        for step in range(steps):
+            for call in range(calls):
+                seeds = seeds_of(self.pipe, self.pipe.calls, microbatches)
+                if fused:
+                    loss = self.pipe.forward_backward(args, kwargs, label, self.loss_fn, run_config=options)
+                    expected = fused_loop(self.layers, args, kwargs, label, self.loss_fn, seeds)
+                else:
+                    total = self.loss_fn(self.pipe(*args, roundpipe_run_config=options, **kwargs), label)
+                    total.backward()
+                    loss = total.detach()
+                    expected = split_loop(self.layers, args, kwargs, label, self.loss_fn, seeds)
+                assert_same(loss, expected, f"step {step} call {call}: loss")
+                if after_call:
+                    after_call()
+            self.pipe.synchronize()
+            assert_same_model(self.model, self.plain, f"step {step}")
+
+            def update() -> None:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+            self.pipe.step(update, is_async=False)
+            self.plain_optimizer.step()
+            self.plain_optimizer.zero_grad()
+            self.pipe.synchronize()
+            assert_same_model(self.model, self.plain, f"after step {step}")
+
+
+def use_devices(count: int, options: str = "debug") -> None:
+    devices(f"virtual:{count},{options}" if options else f"virtual:{count}")

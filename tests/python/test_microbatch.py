@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _Replicate
+
+from roundpipe.microbatch import PackedMicrobatches, effective_microbatches, merge_outputs, split_call, split_label
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (tuple, list)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[Any, int]:
+    """A pytree with at least one batched tensor, and a number of microbatches that fits."""
+    size = draw(st.integers(1, 9))
+    tensor = st.builds(
+        lambda tail, dtype: torch.arange(size * max(1, sum(tail))).to(dtype).reshape(size, -1)[:, None],
+        st.lists(st.integers(1, 3), max_size=2),
+        st.sampled_from([torch.float32, torch.int64, torch.float16]),
+    )
+    other = st.one_of(st.none(), st.text(max_size=3), st.integers(), st.booleans(), st.just(torch.tensor(2.0)))
+    tree = st.recursive(
+        tensor | other,
+        lambda sub: st.one_of(
+            st.lists(sub, max_size=3),
+            st.dictionaries(st.text(max_size=2), sub, max_size=3),
+            st.tuples(sub, sub),
+            st.builds(Pair, sub, sub),
+        ),
+        max_leaves=6,
+    )
+    return {"batch": draw(tensor), "rest": draw(tree)}, draw(st.integers(1, size))
+
+
+@settings(deadline=None)
+@given(batches())
+def test_split_then_merge_is_identity(batch: tuple[Any, int]) -> None:
+    tree, n = batch
+    parts = split_call((tree,), {"again": tree}, n)
+    assert len(parts) == n
+    assert same(merge_outputs([args[0] for args, _ in parts]), tree)
+    assert same(merge_outputs([kwargs["again"] for _, kwargs in parts]), tree)
+    assert same(merge_outputs(split_label(tree, n)), tree)
+
+
+def test_sizes_are_those_of_tensor_split_and_views() -> None:
+    x = torch.arange(10.0).reshape(5, 2)
+    parts = split_call((x,), {"flag": True, "scale": torch.tensor(3.0)}, 3)
+    assert [args[0].shape[0] for args, _ in parts] == [2, 2, 1]
+    assert all(args[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for args, _ in parts)
+    assert all(kwargs["flag"] is True and kwargs["scale"].dim() == 0 for _, kwargs in parts)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 8), st.data())
+def test_gradients_flow_through_split_and_merge(size: int, data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, size))
+    x = torch.randn(size, 3, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(size, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    parts = split_call((x, weight), {"y": y}, n)
+    out = merge_outputs([args[0] * kwargs["y"] * args[1] for args, kwargs in parts])
+    actual = torch.autograd.grad(out.square().sum(), (x, weight, y))
+    expected = torch.autograd.grad((x * y * weight).square().sum(), (x, weight, y))
+    torch.testing.assert_close(actual, expected)
+
+
+def test_one_microbatch_passes_everything_on() -> None:
+    x, y = torch.ones(4), torch.ones(3)
+    ((args, kwargs),) = split_call((x, "a"), {"y": y}, 1)
+    assert args[0] is x and kwargs["y"] is y and args[1] == "a"
+    output = object()
+    assert merge_outputs([output]) is output
+
+
+def test_size_one_beside_a_batch_is_replicated() -> None:
+    x, position, mask = torch.ones(4, 2), torch.ones(1, 2), torch.ones(4, 1)
+    for args, kwargs in split_call((x,), {"position": position, "mask": mask}, 2):
+        assert args[0].shape == (2, 2) and kwargs["position"] is position and kwargs["mask"].shape == (2, 1)
+
+
+def test_hugging_face_outputs() -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    whole = outputs.CausalLMOutput(logits=torch.randn(4, 3), hidden_states=(torch.randn(4, 2), torch.randn(4, 2)))
+    parts = split_label(whole, 3)
+    assert type(parts[0]) is type(whole) and parts[0].logits.shape == (2, 3) and parts[0].loss is None
+    merged = merge_outputs(parts)
+    assert type(merged) is type(whole) and torch.equal(merged.hidden_states[1], whole.hidden_states[1])
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "n", "message"),
+    [
+        (
+            (torch.ones(4),),
+            {"mask": {"m": torch.ones(3)}},
+            2,
+            r"kwargs\['mask'\]\['m'\] has 3 samples .*args\[0\] has 4",
+        ),
+        ((torch.ones(0, 2),), {}, 2, r"batch is empty: args\[0\]"),
+        ((torch.ones(0, 2),), {}, 1, "batch is empty"),
+        ((1, torch.ones(3)), {}, 4, r"args\[1\] has 3 samples, fewer than the 4 microbatches"),
+        ((torch.tensor(1.0), "x"), {}, 2, "no tensor that could be split"),
+        ((torch.ones(4), PackedMicrobatches([1, 2, 3])), {}, 2, r"args\[1\] packs 3 microbatches, expected 2"),
+        ((torch.ones(4),), {}, 0, "expected at least 1"),
+    ],
+)
+def test_split_errors(args: tuple[Any, ...], kwargs: dict[str, Any], n: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_call(args, kwargs, n)
+
+
+@pytest.mark.parametrize(
+    ("args", "n", "is_default", "expected"),
+    [
+        ((torch.ones(3),), 5, True, 3),
+        ((torch.ones(9),), 5, True, 5),
+        ((torch.ones(3),), 5, False, 5),
+        ((torch.tensor(1.0), "x"), 5, True, 1),
+        ((torch.ones(0),), 5, True, 1),
+        ((torch.ones(1, 2), torch.ones(8, 2)), 5, True, 5),
+        ((PackedMicrobatches([1, 2]),), 5, True, 2),
+        (([{"deep": PackedMicrobatches([1, 2])}], torch.ones(9)), 2, False, 2),
+    ],
+)
+def test_effective_microbatches(args: tuple[Any, ...], n: int, is_default: bool, expected: int) -> None:
+    assert effective_microbatches(args, {}, n, is_default) == expected
+
+
+def test_effective_microbatches_reads_the_spec() -> None:
+    spec = ((TensorChunkSpec(1),), None)
+    assert effective_microbatches((torch.ones(8, 2),), {}, 5, True, spec) == 2
+    assert effective_microbatches((torch.ones(8),), {}, 5, True, ((_Replicate,), None)) == 1
+    assert effective_microbatches((torch.ones(2),), {}, 5, True, lambda args, kwargs, n: ([], [])) == 5
+
+
+def test_packed_that_disagree() -> None:
+    with pytest.raises(ValueError, match="hold 2 microbatches, expected num_microbatch = 3"):
+        effective_microbatches((PackedMicrobatches([1, 2]),), {}, 3, False)
+    with pytest.raises(ValueError, match="hold 1 and 2 microbatches, expected the same"):
+        effective_microbatches((PackedMicrobatches([1, 2]), PackedMicrobatches([1])), {}, 3, True)
+
+
+def test_packed_outputs_go_in_as_they_are() -> None:
+    packed = merge_outputs([(torch.ones(2), 0), (torch.ones(1), 1)], False)
+    assert isinstance(packed, PackedMicrobatches) and isinstance(packed, list)
+    parts = split_call(({"deep": [packed]}, torch.ones(3, 2)), {"position": torch.ones(1, 5)}, 2)
+    assert [args[0]["deep"][0][1] for args, _ in parts] == [0, 1]
+    assert [len(args[1]) for args, _ in parts] == [2, 1]
+    assert all(kwargs["position"].shape == (1, 5) for _, kwargs in parts)
+
+
+def test_chunk_specs() -> None:
+    x, y, z = torch.arange(12).reshape(2, 6), torch.ones(6, 1), torch.ones(5)
+    spec = ((TensorChunkSpec(1), {"y": None, "z": _Replicate}), {"c": TensorChunkSpec(-1)})
+    parts = split_call((x, {"y": y, "z": z}), {"c": [x, "text"], "d": y}, 4, spec)
+    assert [args[0].shape for args, _ in parts] == [(2, 2), (2, 2), (2, 1), (2, 1)]
+    assert [len(args[1]["y"]) for args, _ in parts] == [2, 2, 1, 1]
+    assert all(args[1]["z"] is z for args, _ in parts)
+    assert torch.equal(torch.cat([kwargs["c"][0] for _, kwargs in parts], 1), x)
+    assert sum(len(kwargs["d"]) for _, kwargs in parts) == 6
+    assert all(args == (z,) and args[0] is z for args, _ in split_call((z,), {}, 3, ((_Replicate(),), None)))
+
+
+def test_specs_made_by_torch_helpers() -> None:
+    x = torch.ones(4, 6)
+    spec = (TensorChunkSpec.from_tuple((1,)), TensorChunkSpec.from_dict({"y": 1}))
+    parts = split_call((x,), {"y": x}, 2, spec)
+    assert [(args[0].shape, kwargs["y"].shape) for args, kwargs in parts] == [((4, 3), (4, 3))] * 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (((TensorChunkSpec(0), TensorChunkSpec(0)), None), "spec of args .*does not match a tuple of 1"),
+        ((None, {"wrong": TensorChunkSpec(0)}), "spec of kwargs .*does not match a dict of 1"),
+        ((({"a": _Replicate},), None), r"spec of args\[0\]"),
+        (((TensorChunkSpec(2),), None), r"args\[0\] has shape \(4, 2\), expected a dimension 2"),
+    ],
+)
+def test_wrong_specs(spec: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_call((torch.ones(4, 2),), {"right": 1}, 2, spec)
+
+
+def test_split_function() -> None:
+    def by_column(args: tuple[Any, ...], kwargs: dict[str, Any], n: int) -> Any:
+        return [(c,) for c in args[0].chunk(n, 1)], [kwargs] * n
+
+    parts = split_call((torch.ones(1, 4),), {"a": 1}, 2, by_column)
+    assert [(args[0].shape, kwargs) for args, kwargs in parts] == [((1, 2), {"a": 1})] * 2
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "returned None, expected a pair"),
+        (([()], [{}, {}]), "a list of 1 for the args, expected a list of 2"),
+        (([(), ()], [{}]), "a list of 1 for the kwargs, expected a list of 2"),
+        (([(), 3], [{}, {}]), "returned 3 as the args of microbatch 1, expected a tuple"),
+        (([(), ()], [{}, ()]), "as the kwargs of microbatch 1, expected a dict"),
+    ],
+)
+def test_wrong_split_functions(result: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_call((torch.ones(4),), {}, 2, lambda args, kwargs, n: result)
+
+
+def test_labels() -> None:
+    assert split_label(None, 3) == [None] * 3
+    assert split_label("same", 2) == ["same"] * 2
+    label = torch.arange(6).reshape(2, 3)
+    assert [part.tolist() for part in split_label(label, 2)] == [[[0, 1, 2]], [[3, 4, 5]]]
+    assert [part.shape for part in split_label(label, 3, TensorChunkSpec(1))] == [(2, 1)] * 3
+    assert split_label(label, 3, _Replicate)[2] is label
+    assert split_label(label, 2, lambda value, n: [n, value]) == [2, label]
+    with pytest.raises(ValueError, match="label has 2 samples, fewer than the 3"):
+        split_label(label, 3)
+    with pytest.raises(ValueError, match="expected a list of 2 labels"):
+        split_label(label, 2, lambda value, n: [value])
+
+
+def test_automatic_merge() -> None:
+    outputs: list[Any] = [
+        {"loss": torch.tensor(1.0), "f": 1.0, "n": 3, "s": "a", "x": torch.ones(2, 1), "i": torch.tensor(4)},
+        {"loss": torch.tensor(3.0), "f": 2.0, "n": 3, "s": "a", "x": torch.ones(1, 1), "i": torch.tensor(4)},
+    ]
+    merged = merge_outputs(outputs)
+    assert merged["loss"].item() == 2 and merged["f"] == 1.5 and merged["n"] == 3 and merged["s"] == "a"
+    assert merged["x"].shape == (3, 1) and merged["i"].item() == 4
+    assert same(merge_outputs(outputs, True), merged)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ([], "no outputs"),
+        ([{"a": 1}, {"a": 2}], r"output\['a'\] cannot be merged: microbatch 1 returned 2, microbatch 0 1"),
+        ([{"a": 1}, {"b": 1}], "microbatch 1 returned the structure"),
+        ([torch.ones(2, 1), torch.ones(2, 2)], "output cannot be merged"),
+        ([torch.ones(2), torch.tensor(1.0)], "output cannot be merged"),
+        ([torch.tensor(1), torch.tensor(2)], "microbatch 1 returned 2, microbatch 0 1"),
+        ([(1, torch.ones(1)), (1, None)], r"output\[1\] cannot be merged"),
+        ([1.0, 1], "cannot be merged"),
+    ],
+)
+def test_merge_errors(outputs: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        merge_outputs(outputs)
+
+
+def test_merge_by_spec_and_function() -> None:
+    outputs = [(torch.ones(2, k), torch.tensor(float(k)), k, torch.ones(1)) for k in (1, 2)]
+    total = _CustomReducer(torch.tensor(0.0), operator.add)
+    merged = merge_outputs(outputs, (TensorChunkSpec(1), total, _Replicate, None))
+    assert merged[0].shape == (2, 3) and merged[1].item() == 3 and merged[2] == 1 and merged[3].shape == (2,)
+    assert merge_outputs(outputs, len) == 2
+    with pytest.raises(ValueError, match=r"output\[2\] cannot be merged: TensorChunkSpec"):
+        merge_outputs(outputs, (TensorChunkSpec(1), None, TensorChunkSpec(0), None))

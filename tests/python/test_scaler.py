@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+import gc
+import math
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from roundpipe.scaler import GradScaler
+
+OPTIONS: dict[str, Any] = {"init_scale": 1000.0, "growth_factor": 3.0, "backoff_factor": 0.7, "growth_interval": 3}
+# 1 is an ordinary step, inf and nan are bad gradients.
+HISTORY = [1, 1, 1, 1, math.inf, 1, 1, math.nan, math.inf, 1, 1, 1, 1, 1, 1]
+
+
+class Problem:
+    """A parameter of shape (2,) with one optimizer; `factor` spoils the gradient."""
+
+    def __init__(self, optimizer: str) -> None:
+        self.weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.SGD([self.weight], lr=0.1, momentum=0.9)
+            if optimizer == "sgd"
+            else torch.optim.AdamW([self.weight], lr=0.1, fused=optimizer == "fused")
+        )
+
+    def loss(self, factor: float) -> torch.Tensor:
+        return (self.weight.square() * factor).sum()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "fused"])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_plain_use_has_torchs_bits(optimizer: str, unscale: bool) -> None:
+    runs = []
+    for scaler in (GradScaler("cpu", **OPTIONS), torch.amp.GradScaler("cpu", **OPTIONS)):
+        problem = Problem(optimizer)
+        trace: list[Any] = []
+        for factor in HISTORY:
+            problem.optimizer.zero_grad()
+            scaled = scaler.scale(problem.loss(factor))
+            scaled.backward()  # type: ignore[no-untyped-call]
+            if unscale:
+                scaler.unscale_(problem.optimizer)
+            gradient = problem.weight.grad
+            assert gradient is not None
+            trace.append((scaled.item(), gradient.tolist()))
+            scaler.step(problem.optimizer)
+            scaler.update()
+            trace.append((scaler.get_scale(), scaler.state_dict(), problem.weight.tolist()))
+        runs.append(repr(trace))
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "fused"])
+def test_synchronous_steps_have_torchs_bits(optimizer: str) -> None:
+    ours, theirs = GradScaler("cpu", **OPTIONS), torch.amp.GradScaler("cpu", **OPTIONS)
+    a, b = Problem(optimizer), Problem(optimizer)
+    for factor in HISTORY:
+        for scaler, problem in ((ours, a), (theirs, b)):
+            problem.optimizer.zero_grad()
+            scaler.scale(problem.loss(factor)).backward()  # type: ignore[no-untyped-call]
+        with GradScaler._hand_over_all().active():
+            ours.step(a.optimizer)
+            ours.update()
+        GradScaler._synchronize_all()
+        theirs.step(b.optimizer)
+        theirs.update()
+        assert torch.equal(a.weight, b.weight) and ours.get_scale() == theirs.get_scale()
+        assert ours.state_dict() == theirs.state_dict()
+
+
+class Steps:
+    """The step pipeline in small: step k runs in its own thread beside batch k + 1."""
+
+    def __init__(self, scaler: GradScaler, problem: Problem) -> None:
+        self.scaler, self.problem = scaler, problem
+        self.thread: threading.Thread | None = None
+        self.unscaled: list[list[float]] = []
+
+    def finish(self) -> None:
+        if self.thread is not None:
+            self.thread.join(10)
+            assert not self.thread.is_alive()
+
+    def step(self, gradient: torch.Tensor, until: threading.Event | None = None) -> None:
+        self.finish()
+        token = GradScaler._hand_over_all()
+
+        def run() -> None:
+            if until is not None:
+                until.wait(10)
+            with token.active():
+                self.problem.weight.grad = gradient
+                self.scaler.unscale_(self.problem.optimizer)
+                self.unscaled.append(gradient.tolist())
+                self.scaler.step(self.problem.optimizer)
+                self.scaler.update()
+
+        self.thread = threading.Thread(target=run)
+        self.thread.start()
+
+
+def test_asynchronous_steps_unscale_with_the_scale_of_their_own_losses() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=1)
+    steps = Steps(scaler, Problem("sgd"))
+    front = []
+    for _ in range(6):
+        scaled = scaler.scale(torch.tensor(1.0))
+        front.append(scaled.item())
+        steps.step(scaled.expand(2).clone())
+    steps.finish()
+    assert steps.unscaled == [[1.0, 1.0]] * 6
+    assert front == [8.0, 8.0, 16.0, 32.0, 64.0, 128.0]  # one step late, every time
+    GradScaler._synchronize_all()
+    assert scaler.get_scale() == 8.0 * 2**6
+
+
+def test_front_scale_does_not_depend_on_when_a_step_runs() -> None:
+    traces = []
+    for late in (False, True):
+        scaler = GradScaler("cpu", **OPTIONS)
+        steps = Steps(scaler, Problem("sgd"))
+        trace = []
+        for factor in HISTORY:
+            gate = threading.Event()
+            before = scaler.scale(torch.tensor(1.0)).item()
+            gradient = torch.full((2,), before * factor)
+            steps.step(gradient, until=gate)
+            if not late:
+                gate.set()
+                steps.finish()
+            trace.append((before, scaler.scale(torch.tensor(1.0)).item(), scaler.get_scale()))
+            gate.set()
+        steps.finish()
+        GradScaler._synchronize_all()
+        traces.append(trace)
+    assert traces[0] == traces[1]
+
+
+def test_an_overflow_seen_by_two_steps_backs_off_once() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=100)
+    steps = Steps(scaler, Problem("sgd"))
+    for expected in (8.0, 8.0, 4.0, 4.0):
+        scale = scaler.scale(torch.tensor(1.0)).item()
+        assert scale == expected
+        steps.step(torch.full((2,), math.inf if scale > 4 else scale))
+    steps.finish()
+    GradScaler._synchronize_all()
+    assert scaler.get_scale() == 4.0
+
+
+def test_get_scale_inside_a_step() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    problem = Problem("sgd")
+    scaler.scale(problem.loss(1)).backward()
+    with GradScaler._hand_over_all().active():
+        assert scaler.get_scale() == 8.0
+        scaler.step(problem.optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 16.0
+    assert scaler.get_scale() == 8.0 and scaler.state_dict()["scale"] == 16.0
+    GradScaler._synchronize_all()
+    assert scaler.get_scale() == 16.0
+
+
+def test_all_losses_of_a_step_share_one_scale() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    problem = Problem("sgd")
+    scaler.scale(problem.loss(1)).backward()
+    with GradScaler._hand_over_all().active():
+        scaler.step(problem.optimizer)
+        scaler.update()
+    problem.optimizer.zero_grad()
+    scaler.scale(problem.loss(1)).backward()  # accumulates with 8, although 16 is known when ...
+    GradScaler._synchronize_all()  # ... the user looks at gradients between two batches
+    assert scaler.scale(torch.tensor(1.0)).item() == 8.0
+    with GradScaler._hand_over_all().active():
+        assert scaler.get_scale() == 8.0
+
+
+def test_two_models_stepped_in_a_row_get_the_same_scale() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    problem = Problem("sgd")
+    for expected in (8.0, 8.0, 16.0):
+        problem.optimizer.zero_grad()
+        scaler.scale(problem.loss(1)).backward()
+        first, second = GradScaler._hand_over_all(), GradScaler._hand_over_all()
+        for token in (first, second):
+            with token.active():
+                assert scaler.get_scale() == expected
+        with second.active():
+            scaler.step(problem.optimizer)
+            scaler.update()
+
+
+def test_scale_of_containers_and_dtypes() -> None:
+    scaler = GradScaler("cpu", init_scale=4.0)
+    one = torch.ones(2, dtype=torch.float16)
+    tree = scaler.scale([one, (one, one)])
+    assert isinstance(tree, list) and isinstance(tree[1], tuple)
+    assert tree[0].dtype == torch.float16 and tree[1][1].tolist() == [4.0, 4.0]
+    assert [t.tolist() for t in scaler.scale(iter([one]))] == [[4.0, 4.0]]
+    with pytest.raises(ValueError, match=r"\[GradScaler.scale\] got a int"):
+        scaler.scale(3)
+
+
+def test_scale_from_many_threads_starts_once() -> None:
+    scaler = GradScaler("cpu", init_scale=4.0)
+    barrier = threading.Barrier(8)
+    results: list[float] = []
+
+    def work() -> None:
+        barrier.wait(10)
+        results.extend(scaler.scale(torch.tensor(1.0)).item() for _ in range(50))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert results == [4.0] * 400
+
+
+def test_state_dict_goes_to_torchs_and_back() -> None:
+    ours = GradScaler("cpu", **OPTIONS)
+    problem = Problem("sgd")
+    for factor in (1, math.inf, 1):
+        problem.optimizer.zero_grad()
+        ours.scale(problem.loss(factor)).backward()
+        ours.step(problem.optimizer)
+        ours.update()
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(ours.state_dict())
+    assert theirs.state_dict() == ours.state_dict() and ours.state_dict()["_growth_tracker"] == 1
+    for fresh in (GradScaler("cpu"), pickle.loads(pickle.dumps(ours))):
+        fresh.load_state_dict(theirs.state_dict())
+        assert fresh.state_dict() == ours.state_dict()
+        assert fresh.scale(torch.tensor(1.0)).item() == ours.get_scale()
+    ours.load_state_dict({**ours.state_dict(), "scale": 5.0})
+    assert ours.scale(torch.tensor(1.0)).item() == ours.get_scale() == 5.0
+
+
+def test_new_scale() -> None:
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.tensor(1.0))
+    scaler.update(16.0)
+    assert scaler.get_scale() == 16.0 == scaler.scale(torch.tensor(1.0)).item()
+    with GradScaler._hand_over_all().active():
+        scaler.update(torch.tensor(2.0))
+    assert scaler.get_scale() == 16.0
+    GradScaler._synchronize_all()
+    assert scaler.get_scale() == 2.0
+
+
+def test_disabled_and_default_device() -> None:
+    scaler = GradScaler(enabled=False)
+    problem = Problem("sgd")
+    loss = problem.loss(1)
+    assert scaler.scale(loss) is loss and not scaler.is_enabled() and scaler.get_scale() == 1.0
+    loss.backward()
+    with GradScaler._hand_over_all().active():
+        scaler.unscale_(problem.optimizer)
+        scaler.step(problem.optimizer)
+        scaler.update()
+    assert problem.weight.tolist() != [1.0, 2.0] and scaler.state_dict() == {}
+    GradScaler._synchronize_all()
+    if not torch.accelerator.is_available():
+        assert GradScaler().is_enabled()
+        with pytest.warns(UserWarning, match="CUDA is not available"):
+            assert not GradScaler("cuda").is_enabled()
+
+
+def test_misuse_is_reported_as_in_torch() -> None:
+    scaler = GradScaler("cpu")
+    problem = Problem("sgd")
+    with pytest.raises(AssertionError, match="_scale is None"):
+        scaler.unscale_(problem.optimizer)
+    scaler.scale(problem.loss(1)).backward()
+    with GradScaler._hand_over_all().active():
+        scaler.unscale_(problem.optimizer)
+        with pytest.raises(RuntimeError, match="already been called"):
+            scaler.unscale_(problem.optimizer)
+
+
+def test_scalers_are_not_kept_alive() -> None:
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.tensor(1.0))
+    token = GradScaler._hand_over_all()
+    assert scaler in token._scales
+    del scaler
+    gc.collect()
+    assert not token._scales

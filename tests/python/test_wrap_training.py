@@ -1,0 +1,184 @@
+"""Whole models from elsewhere, wrapped and trained: the steps of the plain model."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
+
+
+@pytest.fixture(autouse=True)
+def pool() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    roundpipe.devices("virtual:2,debug")
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+def train_beside_plain(
+    model: nn.Module,
+    wrapped: Any,
+    batches: list[dict[str, Any]],
+    loss_of: Callable[[Any], torch.Tensor],
+    *,
+    fused: bool = False,
+) -> None:
+    """Three synchronous steps of both; `model` is a copy of what was wrapped."""
+    reference = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(wrapped.optim_parameters(), lr=1e-3)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for batch in batches:
+        expected = loss_of(model(**batch))
+        expected.backward()
+        reference.step()
+        reference.zero_grad()
+        if fused:
+            loss = wrapped.forward_backward(input_kwargs=batch, loss_fn=lambda outputs, _: loss_of(outputs))
+        else:
+            loss = loss_of(wrapped(**batch))
+            loss.backward()
+        torch.testing.assert_close(loss.detach(), expected.detach())
+        wrapped.step(update, is_async=False)
+    wrapped.synchronize()
+    mine = {name.replace("_original_model.", ""): tensor for name, tensor in wrapped.optim_named_parameters()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(mine[name], parameter, rtol=1e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def token_batches(vocabulary: int, **more: Any) -> list[dict[str, Any]]:
+    return [{"input_ids": torch.randint(vocabulary, (4, 9)), **more} for _ in range(3)]
+
+
+def llama(**options: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        use_cache=False,
+        attn_implementation="eager",
+        **options,
+    )
+    return LlamaForCausalLM(config)
+
+
+def test_llama_part_by_part() -> None:
+    model = llama()
+    plain = copy.deepcopy(model)
+    wrapped = wrap_model_to_roundpipe(model, use_sequential_preset=False, lower_threshold=512)
+    assert isinstance(wrapped, AutoRoundPipe)
+    assert all(isinstance(layer, RoundPipe) for layer in wrapped.model.layers)
+    train_beside_plain(plain, wrapped, token_batches(50), lambda out: out.logits.square().mean(), fused=True)
+
+
+def test_llama_as_one_layer() -> None:
+    model = llama(tie_word_embeddings=True)
+    plain = copy.deepcopy(model)
+    wrapped = RoundPipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=1))
+    train_beside_plain(plain, wrapped, token_batches(50), lambda out: out.logits.square().mean(), fused=True)
+
+
+def test_tied_llama_part_by_part_warns_and_trains() -> None:
+    model = llama(tie_word_embeddings=True)
+    plain = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="are one \\(tied\\)"):
+        wrapped = wrap_model_to_roundpipe(model, use_sequential_preset=False, lower_threshold=512)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train_beside_plain(plain, wrapped, token_batches(50), lambda out: out.logits.square().mean())
+
+
+def test_bert_like_encoder() -> None:
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        vocab_size=40,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        attn_implementation="eager",
+    )
+    model = BertModel(config)
+    plain = copy.deepcopy(model)
+    wrapped = wrap_model_to_roundpipe(model, lower_threshold=512)
+    mask = torch.ones(4, 9, dtype=torch.long)
+    mask[1, 6:] = 0
+    batches = token_batches(40, attention_mask=mask)
+    train_beside_plain(
+        plain, wrapped, batches, lambda out: out.last_hidden_state.square().mean() + out.pooler_output.mean()
+    )
+
+
+class ConvNet(nn.Module):
+    """Sequentials, a list whose outputs are used by hand, so merged, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(inplace=True))
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)) for _ in range(3)]
+        )
+        self.scale = nn.Parameter(torch.ones(8, 1, 1))
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        value = self.stem(image) * self.scale
+        for block in self.blocks:
+            value = value + block(value)
+        return self.head(self.pool(value).flatten(1))
+
+
+def test_convolutional_net() -> None:
+    model = ConvNet()
+    plain = copy.deepcopy(model)
+    wrapped = wrap_model_to_roundpipe(
+        model, lower_threshold=512, override_config={"blocks": RoundPipeRunConfig(merge_output=True)}
+    )
+    batches = [{"image": torch.randn(4, 3, 8, 8)} for _ in range(3)]
+    train_beside_plain(plain, wrapped, batches, lambda out: out.square().mean())
+
+
+def test_sequential_is_one_pipeline_of_many_layers() -> None:
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+    plain = copy.deepcopy(model)
+    wrapped = wrap_model_to_roundpipe(model)
+    assert isinstance(wrapped, RoundPipe) and wrapped.num_layers == 3
+    batches = [{"input": torch.randn(4, 6)} for _ in range(3)]
+    train_beside_plain(plain, wrapped, batches, lambda out: out.square().sum(), fused=True)
+
+
+def test_a_skipped_part_stays_on_the_host_and_trains() -> None:
+    model = ConvNet()
+    plain = copy.deepcopy(model)
+    wrapped = wrap_model_to_roundpipe(
+        model,
+        lower_threshold=512,
+        skip_modules=["head"],
+        override_config={"blocks": RoundPipeRunConfig(merge_output=True)},
+    )
+    assert type(wrapped.head) is nn.Linear
+    batches = [{"image": torch.randn(4, 3, 8, 8)} for _ in range(3)]
+    train_beside_plain(plain, wrapped, batches, lambda out: out.square().mean())
