@@ -30,9 +30,11 @@ class _Running(threading.local):
 
 
 _running = _Running()
-# Re-entrant: a garbage collection inside may drop a call, which is then forgotten on this thread.
-_lock = threading.RLock()
-_saved: dict[int, dict[_Key, list[tuple[Any, ...]]]] = {}  # by call; protected by _lock
+# By call. Without a lock, since the interpreter makes each operation whole and a layer's items belong to one thread.
+# The engine drops a call's entry when nothing of it runs any more; were that a Python function, a Ctrl+C that arrives
+# inside would be lost.
+_saved: dict[int, dict[_Key, list[tuple[Any, ...]]]] = {}
+_core.set_saved_by_call(_saved)
 
 
 @contextmanager
@@ -41,21 +43,11 @@ def layer_context(context: LayerContext) -> Iterator[None]:
     previous, previous_taken = _running.context, _running.taken
     _running.context, _running.taken = context, 0
     if not context[3]:
-        with _lock:
-            if context[0] in _saved:
-                _saved[context[0]].pop((context[1], context[2]), None)
+        _saved.get(context[0], {}).pop((context[1], context[2]), None)
     try:
         yield
     finally:
         _running.context, _running.taken = previous, previous_taken
-
-
-def _forget(call: int) -> None:
-    with _lock:
-        _saved.pop(call, None)
-
-
-_core.set_call_over(_forget)
 
 
 def save_for_recompute(*data: Any) -> None:
@@ -65,8 +57,7 @@ def save_for_recompute(*data: Any) -> None:
         return
     with torch.no_grad():
         kept = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), data)
-    with _lock:
-        _saved.setdefault(context[0], {}).setdefault((context[1], context[2]), []).append(kept)
+    _saved.setdefault(context[0], {}).setdefault((context[1], context[2]), []).append(kept)
 
 
 def doing_recompute() -> bool:
@@ -85,13 +76,12 @@ def get_recompute_data() -> tuple[Any, ...]:
     context = _running.context
     if context is None or not context[3]:
         raise ValueError("[get_recompute_data] no layer is being recomputed; call it only if doing_recompute()")
-    with _lock:
-        items = _saved.get(context[0], {}).get((context[1], context[2]), [])
-        if _running.taken >= len(items):
-            raise ValueError(
-                f"[get_recompute_data] asked {_running.taken + 1} times, but the forward saved {len(items)} times; "
-                "call save_for_recompute in the forward once for each"
-            )
-        data = items[_running.taken]
+    items = _saved.get(context[0], {}).get((context[1], context[2]), [])
+    if _running.taken >= len(items):
+        raise ValueError(
+            f"[get_recompute_data] asked {_running.taken + 1} times, but the forward saved {len(items)} times; "
+            "call save_for_recompute in the forward once for each"
+        )
+    data = items[_running.taken]
     _running.taken += 1
     return data

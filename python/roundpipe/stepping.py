@@ -11,7 +11,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -19,18 +19,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from roundpipe import _core
 from roundpipe.optimizer_context import OptimizerCtx
 from roundpipe.scaler import GradScaler, StepScales, _all_live
 
 if TYPE_CHECKING:
-    from roundpipe import _core
     from roundpipe.pipe import RoundPipe
 
 _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="roundpipe-optimizer")
 _groups: weakref.WeakSet[StepGroup] = weakref.WeakSet()
-
-# A lock that never times out cannot be interrupted on every platform; this one can.
-_INTERRUPT_CHECK_S = 0.1
 
 
 @contextmanager
@@ -51,6 +48,40 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if arrived:
             handler(*arrived[0])
+
+
+class _Update:
+    """One update, on the optimizer thread. REQUIRES: made where Ctrl+C is put off.
+
+    In place of a Future, whose lock stays locked when Ctrl+C arrives at the wrong statement of a wait.
+
+    Args:
+        work: returns whether an update was made.
+    """
+
+    def __init__(self, work: Callable[[], bool]) -> None:
+        self._over = _core.Event()
+        self._made = False
+        self._error: BaseException | None = None
+        _thread.submit(self._run, work)
+
+    def _run(self, work: Callable[[], bool]) -> None:
+        try:
+            self._made = work()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._over.fire()
+
+    def wait(self) -> None:
+        """Waits until it is over."""
+        self._over.wait()
+
+    def result(self) -> bool:
+        """Whether an update was made, or raises what the update raised. REQUIRES: it is over."""
+        if self._error is not None:
+            raise self._error
+        return self._made
 
 
 class StepGroup:
@@ -78,7 +109,7 @@ class StepGroup:
         self._versions: list[int] = []  # of _sources, as last seen
         self._names: list[tuple[str, nn.Parameter]] = []  # every name of every parameter
         self._built = False
-        self._pending: Future[bool] | None = None
+        self._pending: _Update | None = None
         self._unpublished = False
         _groups.add(self)
 
@@ -168,8 +199,8 @@ class StepGroup:
                 self._publish_host_parameters()
                 for pipeline in self._pipelines:
                     pipeline.begin_publish(False)
-            self._pending = _thread.submit(
-                self._update, publish, tickets, host_gradients, scales, lambda: step_fn(*args, **kwargs)
+            self._pending = _Update(
+                lambda: self._update(publish, tickets, host_gradients, scales, lambda: step_fn(*args, **kwargs))
             )
         if not is_async:
             self.finish_update()
@@ -239,8 +270,7 @@ class StepGroup:
         pending = self._pending
         if pending is None:
             return
-        while not wait([pending], _INTERRUPT_CHECK_S).done:
-            pass
+        pending.wait()
         unpublished = self._unpublished
         # Also when step_fn raised: it may have changed some parameters.
         self._unpublished = True

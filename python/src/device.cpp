@@ -1,5 +1,6 @@
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/device/device_spec.h>
+#include <roundpipe/device/event.h>
 #include <roundpipe/runtime/engine.h>
 
 #include "bindings.h"
@@ -62,6 +63,10 @@ void bind_device(py::module_& module) {
       .def("moved_bytes", [](Engine& engine, int index) {
         return py::make_tuple(engine.worker(index).uploaded_bytes(), engine.worker(index).downloaded_bytes());
       });
+  py::class_<device::Event, device::EventPtr>(module, "Event")
+      .def(py::init(&device::make_event))
+      .def("fire", &device::Event::fire)
+      .def("wait", &device::wait_interruptible, py::call_guard<py::gil_scoped_release>());
   module.def(
       "device_names",
       [](const std::string& text) {

@@ -138,19 +138,15 @@ void bind_pipeline(py::module_& module) {
       });
 
   module.def(
-      "set_call_over",
-      [](py::object listener) {
-        runtime::set_call_over([shared = share(std::move(listener))](uint64_t call) {
+      "set_saved_by_call",
+      [](py::dict saved) {
+        runtime::set_call_over([shared = share(std::move(saved))](uint64_t call) {
           if (Py_IsInitialized() == 0) return;
           const py::gil_scoped_acquire gil;
-          try {
-            object_of(shared)(call);
-          } catch (py::error_already_set& error) {
-            error.discard_as_unraisable("roundpipe: a call is over");
-          }
+          object_of(shared).attr("pop")(call, py::none());
         });
       },
-      py::arg("listener"));
+      py::arg("saved"));
   module.def("layer_seed", &runtime::layer_seed, py::arg("base_seed"), py::arg("model_name"), py::arg("call"),
              py::arg("microbatch"), py::arg("layer"));
 }

@@ -347,7 +347,6 @@ def test_grad_scaler_skips_the_steps_that_overflow(is_async: bool) -> None:
     assert scaler.get_scale() == 4.0
     if not is_async:
         torch.testing.assert_close(state, dict(plain.state_dict()))
-    del scaler
 
 
 # --- saving ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,7 +15,6 @@ from torch import nn
 import roundpipe
 from robustness import ReferenceLoop, assert_same, pipe_of, sgd_step, squared_error, state_of
 from roundpipe import ModelExecutePlan
-import itertools
 
 WIDTH = 4
 Draw = st.DrawFn
