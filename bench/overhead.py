@@ -4,6 +4,9 @@ Both train the same MLP blocks with the same stages, microbatches, threads and S
 stage but the last (non-reentrant), as the pipeline recomputes each stage but the fused one. They take turns in one
 process, and the losses have to be the same bits. Above 1, the pipeline is faster: an asynchronous step runs beside
 the next forward. It is expected to reach 0.95 for layers of 5 ms and more; smaller layers show what a layer costs.
+
+A virtual device shares the host's memory and cores, so its copies of weights and gradients take compute time, about
+five passes over the weights a step. The second table shows how they weigh less the more rows use a weight per upload.
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 import roundpipe
 
-ROWS = 256  # of a microbatch: a weight is used this often per upload
 MICROBATCHES = 4
 RATE = 0.01
 
@@ -46,10 +48,10 @@ def build(layers: int, width: int) -> nn.Sequential:
     return nn.Sequential(*[Block(width) for _ in range(layers)])
 
 
-def forward_ms(width: int) -> float:
+def forward_ms(width: int, rows: int) -> float:
     """How long one block's forward takes, with grad mode on."""
     block = Block(width)
-    value = torch.randn(ROWS, width)
+    value = torch.randn(rows, width)
     times = []
     for _ in range(7):
         start = time.perf_counter()
@@ -58,10 +60,10 @@ def forward_ms(width: int) -> float:
     return min(times) * 1e3
 
 
-def width_for(wanted_ms: float) -> int:
+def width_for(wanted_ms: float, rows: int) -> int:
     """The width of a block whose forward takes about that long."""
     width = 32
-    while width < 4096 and forward_ms(width) < wanted_ms:
+    while width < 4096 and forward_ms(width, rows) < wanted_ms:
         width = max(width + 16, width * 5 // 4 // 16 * 16)
     return width
 
@@ -142,12 +144,12 @@ def turn(
     return (time.perf_counter() - start) * 1e3 / len(batches)
 
 
-def compare(wanted_ms: float, layers: int, rounds: int) -> list[str]:
-    width = width_for(wanted_ms)
+def compare(wanted_ms: float, rows: int, layers: int, rounds: int) -> list[str]:
+    width = width_for(wanted_ms, rows)
     stages = [range(first, first + 2) for first in range(0, layers, 2)]
     torch.manual_seed(1)
     batches = [
-        (torch.randn(MICROBATCHES * ROWS, width), torch.randn(MICROBATCHES * ROWS, width))
+        (torch.randn(MICROBATCHES * rows, width), torch.randn(MICROBATCHES * rows, width))
         for _ in range(max(2, min(20, int(300 / (wanted_ms * layers * MICROBATCHES)))))
     ]
     plain = Plain(build(layers, width), stages, stale=False)
@@ -168,9 +170,10 @@ def compare(wanted_ms: float, layers: int, rounds: int) -> list[str]:
         times["plain"].append(turn(plain.step, batches, lambda: None))
         times["asynchronous"].append(turn(asynchronous.step, batches, asynchronous.synchronize))
     medians = {name: statistics.median(values) for name, values in times.items()}
-    rows_per_s = MICROBATCHES * ROWS / medians["plain"] * 1e3
+    rows_per_s = MICROBATCHES * rows / medians["plain"] * 1e3
     return [
-        f"{forward_ms(width):.2f}",
+        f"{forward_ms(width, rows):.2f}",
+        str(rows),
         str(width),
         f"{medians['plain']:.1f}",
         f"{rows_per_s:,.0f}",
@@ -181,25 +184,33 @@ def compare(wanted_ms: float, layers: int, rounds: int) -> list[str]:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--layer-ms", type=float, nargs="+", default=[0.1, 0.5, 1, 2, 5, 10, 20])
+    arguments.add_argument("--layer-ms", type=float, nargs="+", default=[0.5, 1, 2, 5, 10, 20])
+    arguments.add_argument("--rows", type=int, default=1024, help="of a microbatch")
+    arguments.add_argument("--fewer-rows", type=int, nargs="*", default=[64, 256], help="for the second table")
     arguments.add_argument("--layers", type=int, default=8)
-    arguments.add_argument("--rounds", type=int, default=7)
+    arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--threads", type=int, help="of torch; default: its own choice")
     options = arguments.parse_args()
     if options.quick:
-        options.layer_ms, options.layers, options.rounds = [0.1], 4, 1
+        options.layer_ms, options.rows, options.fewer_rows, options.layers, options.rounds = [0.1], 64, [32], 4, 1
     if options.threads:
         torch.set_num_threads(options.threads)
     roundpipe.devices("virtual:1")
     report = Report("Overhead: the pipeline on one device against a plain PyTorch loop", options.out)
     report(
-        f"{options.layers} MLP blocks in stages of two, {MICROBATCHES} microbatches of {ROWS} rows, SGD; medians of "
+        f"{options.layers} MLP blocks in stages of two, {MICROBATCHES} microbatches, SGD; medians of "
         f"{options.rounds} turns (plain: {2 * options.rounds}). Ratios are samples/s of the pipeline over the plain "
         "loop's. All losses are the plain loop's bits."
     )
     report("")
-    header = ["layer forward ms", "width", "plain step ms", "plain rows/s", "synchronous ratio", "asynchronous ratio"]
-    report.table(header, [compare(wanted, options.layers, options.rounds) for wanted in options.layer_ms])
+    header = ["layer forward ms", "rows", "width", "plain step ms", "plain rows/s"]
+    header += ["synchronous ratio", "asynchronous ratio"]
+    report.table(header, [compare(wanted, options.rows, options.layers, options.rounds) for wanted in options.layer_ms])
+    report("")
+    report("Fewer rows per uploaded weight, layers of about the longest of these times but one:")
+    report("")
+    wanted = sorted(options.layer_ms)[-2:][0]
+    report.table(header, [compare(wanted, rows, options.layers, options.rounds) for rows in options.fewer_rows])
     report.close()
 
 
