@@ -323,6 +323,11 @@ class AutoRoundPipe(nn.Module):
             "parameters",
             "named_parameters",
             "zero_grad",
+            "train",
+            "eval",
+            "requires_grad_",
+            "state_dict",
+            "load_state_dict",
             "_original_model",
             "_step_group",
             "_order",
@@ -457,9 +462,34 @@ class AutoRoundPipe(nn.Module):
         """The original model's; inside `OptimizerCtx` the optimizer's."""
         return (parameter for _, parameter in self.named_parameters(recurse=recurse))
 
+    def train(self, mode: bool = True) -> AutoRoundPipe:
+        """Sets training mode of the original model."""
+        self._original_model.train(mode)
+        return self
+
+    def eval(self) -> AutoRoundPipe:
+        """Sets evaluation mode of the original model."""
+        return self.train(False)
+
+    def requires_grad_(self, requires_grad: bool = True) -> AutoRoundPipe:
+        """Sets `requires_grad` of the original model's parameters."""
+        self._original_model.requires_grad_(requires_grad)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The original model's, after everything that runs is done."""
+        self.synchronize()
+        return self._original_model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The original model's, after everything that runs is done; the next step goes on from the loaded values."""
+        self.synchronize()
+        return self._original_model.load_state_dict(*args, **kwargs)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of `parameters()`."""
+        """Clears the gradients of `parameters()`; outside of `step_fn` also those that no step has consumed."""
         if not in_optimizer_context():
+            self.synchronize()
             self._original_model.zero_grad(set_to_none)
             return
         for parameter in self.optim_parameters():

@@ -409,6 +409,8 @@ void Pipeline::expose() {
   const at::NoGradGuard no_grad;
   for (size_t b = 0; b < model_->blocks.size(); ++b) {
     model_->blocks[b].block->repoint();
+    // Exposed ones are the user's until the next call takes them back: cleared ones stay cleared.
+    if (exposed_) continue;
     const auto& parameters = model_->blocks[b].block->parameters();
     for (size_t i = 0; i < parameters.size(); ++i) {
       at::Tensor gradient;

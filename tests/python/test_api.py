@@ -349,6 +349,18 @@ def test_grad_scaler_skips_the_steps_that_overflow(is_async: bool) -> None:
         torch.testing.assert_close(state, dict(plain.state_dict()))
 
 
+def test_cleared_gradients_stay_cleared() -> None:
+    model = linear_model()
+    pipe = pipe_of(model, 2)
+    pipe.forward_backward((torch.randn(4, 4),), loss_fn=lambda outputs, _: outputs.sum())
+    pipe.zero_grad()
+    pipe.synchronize()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    pipe.step(sgd_step(pipe))
+    assert_same(dict(pipe.state_dict()), before)
+
+
 # --- saving ---
 
 

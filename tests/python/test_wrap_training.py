@@ -182,3 +182,45 @@ def test_a_skipped_part_stays_on_the_host_and_trains() -> None:
     assert type(wrapped.head) is nn.Linear
     batches = [{"image": torch.randn(4, 3, 8, 8)} for _ in range(3)]
     train_beside_plain(plain, wrapped, batches, lambda out: out.square().mean())
+
+
+def test_a_wrapped_root_is_set_up_saved_and_cleared_as_one_model() -> None:
+    roundpipe.devices("virtual:2")
+    torch.manual_seed(3)
+    model = wrap_model_to_roundpipe(HostRoot(), lower_threshold=1000, upper_threshold=2000)
+    assert isinstance(model, AutoRoundPipe)
+    assert model.eval() is model and not model.training
+    assert model.train() is model and model.training
+    assert model.requires_grad_() is model
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    value = torch.randn(4, 4)
+    model.forward_backward((value,), loss_fn=lambda outputs, _: outputs.sum())
+    model.zero_grad()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.step(update)  # nothing is left to step with
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    model.forward_backward((value,), loss_fn=lambda outputs, _: outputs.sum())
+    model.step(update)
+    after = model.state_dict()  # waits for the step, for the root's own parameters, too
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in after.items())
+    model.load_state_dict(before)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+class HostRoot(nn.Module):
+    """A root with a parameter of its own, around a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.body = nn.Sequential(nn.Linear(4, 64), *[nn.Linear(64, 64) for _ in range(3)])
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.body(value * self.scale)
