@@ -61,9 +61,11 @@ def measure(layers: int, layer_ms: float, devices: int, is_async: bool, steps: i
     model.synchronize()
     step_ms = statistics.mean(b - a for a, b in zip(ends[warm_up - 1 : -1], ends[warm_up:], strict=True)) * 1e3
     plan = model.last_plan()
-    predicted_ms = _core.simulate_plan(
-        plan, [layer_ms] * layers, [BACKWARD * layer_ms] * layers, steps=8, asynchronous=is_async
-    )["steady_step_ms"]
+    costs = [_core.LayerCost(forward_ms=layer_ms, backward_ms=BACKWARD * layer_ms)] * layers
+    cluster = _core.Cluster(devices=[(1.0, 0)] * devices)
+    predicted_ms = _core.simulate(
+        [plan] * 8, costs, cluster, _core.TimingRules(asynchronous=is_async)
+    ).steady_step_ms
     ideal_ms = work_ms(plan, layer_ms) / devices
     return [
         f"{layer_ms:g}",

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from roundpipe.demo.command import demo
+from roundpipe.planning.commands import plan, simulate
 
 app = typer.Typer(
     name="roundpipe",
@@ -47,6 +48,8 @@ def options(
 
 
 app.command("demo")(demo)
+app.command("simulate")(simulate)
+app.command("plan")(plan)
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-#include <roundpipe/schedule/planner.h>
+#include <roundpipe/schedule/baselines.h>
+#include <roundpipe/schedule/search.h>
 #include <roundpipe/simulate/simulator.h>
 
 #include <torch/csrc/utils/pybind.h>
@@ -18,12 +19,14 @@ void bind_schedule(py::module_& module) {
   py::class_<Range>(module, "Range")
       .def(py::init([](int first, int last) { return Range{first, last}; }), py::arg("first"), py::arg("last"))
       .def_readonly("first", &Range::first)
-      .def_readonly("last", &Range::last);
+      .def_readonly("last", &Range::last)
+      .def("__repr__", [](const Range& range) { return to_string(range); });
   py::class_<Job>(module, "Job")
       .def_property_readonly("phase", [](const Job& job) { return phase_name(job.phase); })
       .def_readonly("layers", &Job::layers)
       .def_readonly("microbatches", &Job::microbatches)
-      .def_readonly("device", &Job::device);
+      .def_readonly("device", &Job::device)
+      .def_readonly("order", &Job::order);
   py::class_<Plan>(module, "Plan")
       .def_readonly("layers", &Plan::layers)
       .def_readonly("microbatches", &Plan::microbatches)
@@ -33,31 +36,134 @@ void bind_schedule(py::module_& module) {
       .def(py::init<>())
       .def_readwrite("forward", &Stages::forward)
       .def_readwrite("backward", &Stages::backward);
+  py::class_<LayerCost>(module, "LayerCost")
+      .def(py::init([](double forward_ms, double backward_ms, std::optional<double> recompute_ms,
+                       std::int64_t weight_bytes, std::int64_t gradient_bytes, std::int64_t activation_bytes,
+                       std::int64_t saved_bytes) {
+             return LayerCost{forward_ms,       backward_ms, weight_bytes, gradient_bytes,
+                              activation_bytes, saved_bytes, recompute_ms};
+           }),
+           py::kw_only(), py::arg("forward_ms"), py::arg("backward_ms"), py::arg("recompute_ms") = py::none(),
+           py::arg("weight_bytes") = 0, py::arg("gradient_bytes") = 0, py::arg("activation_bytes") = 0,
+           py::arg("saved_bytes") = 0)
+      .def_readonly("forward_ms", &LayerCost::forward_ms)
+      .def_readonly("backward_ms", &LayerCost::backward_ms)
+      .def_readonly("recompute_ms", &LayerCost::recompute_ms)
+      .def_readonly("weight_bytes", &LayerCost::weight_bytes)
+      .def_readonly("gradient_bytes", &LayerCost::gradient_bytes)
+      .def_readonly("activation_bytes", &LayerCost::activation_bytes)
+      .def_readonly("saved_bytes", &LayerCost::saved_bytes);
+  py::class_<Cluster>(module, "Cluster")
+      .def(py::init([](const std::vector<std::pair<double, std::int64_t>>& devices, double link_up, double link_down,
+                       double host, double hop_latency_ms) {
+             Cluster cluster{{}, link_up, link_down, host, hop_latency_ms};
+             for (const auto& [speed, memory_bytes] : devices) cluster.devices.push_back({speed, memory_bytes});
+             return cluster;
+           }),
+           py::kw_only(), py::arg("devices"), py::arg("link_up_gb_per_s") = 0.0, py::arg("link_down_gb_per_s") = 0.0,
+           py::arg("host_gb_per_s") = 0.0, py::arg("hop_latency_ms") = 0.0)
+      .def("__len__", [](const Cluster& cluster) { return cluster.devices.size(); });
+  py::class_<TimingRules>(module, "TimingRules")
+      .def(py::init([](bool asynchronous, bool hop_on_same_device, bool early_fused_forward, bool late_recompute) {
+             return TimingRules{asynchronous, hop_on_same_device, early_fused_forward, late_recompute};
+           }),
+           py::kw_only(), py::arg("asynchronous") = true, py::arg("hop_on_same_device") = false,
+           py::arg("early_fused_forward") = false, py::arg("late_recompute") = false);
+  py::class_<PlanChoice>(module, "PlanChoice")
+      .def_property_readonly("cut", [](const PlanChoice& choice) { return to_string(choice.cut); })
+      .def_property_readonly("stages", [](const PlanChoice& choice) { return to_stages(choice.cut); })
+      .def_property_readonly("forward",
+                             [](const PlanChoice& choice) {
+                               std::vector<std::pair<Range, int>> stages;
+                               for (const CutStage& stage : choice.cut.forward)
+                                 stages.emplace_back(stage.layers, stage.replicas);
+                               return stages;
+                             })
+      .def_property_readonly("backward",
+                             [](const PlanChoice& choice) {
+                               std::vector<std::pair<Range, int>> stages;
+                               for (const CutStage& stage : choice.cut.backward)
+                                 stages.emplace_back(stage.layers, stage.replicas);
+                               return stages;
+                             })
+      .def_property_readonly("interleave", [](const PlanChoice& choice) { return choice.cut.interleave; })
+      .def_readonly("recipe", &PlanChoice::recipe)
+      .def_property_readonly("step_ms", [](const PlanChoice& choice) { return choice.rating.step_ms; })
+      .def_property_readonly("work_ms", [](const PlanChoice& choice) { return choice.rating.work_ms; })
+      .def_property_readonly("bubble", [](const PlanChoice& choice) { return choice.rating.bubble; })
+      .def_readonly("traffic", &PlanChoice::traffic)
+      .def_readonly("limit", &PlanChoice::limit);
   module.def(
-      "simulate_plan",
-      [](const Plan& plan, const std::vector<double>& forward_ms, const std::vector<double>& backward_ms,
-         double hop_latency_ms, int steps, bool asynchronous) {
-        LayerCosts costs(forward_ms.size());
-        for (size_t i = 0; i < costs.size(); ++i) {
-          costs[i].forward_ms = forward_ms[i];
-          costs[i].backward_ms = backward_ms.at(i);
-        }
-        Cluster cluster;
-        cluster.devices.resize(static_cast<size_t>(plan.devices));
-        cluster.hop_latency_ms = hop_latency_ms;
-        simulate::SimulateOptions options;
-        options.steps = steps;
-        options.asynchronous = asynchronous;
-        const simulate::Timeline timeline = simulate::simulate(plan, costs, cluster, options);
-        py::dict result;
-        result["makespan_ms"] = timeline.makespan_ms;
-        result["steady_step_ms"] = timeline.steady_step_ms;
-        result["bubble"] = timeline.bubble;
-        return result;
+      "search",
+      [](const LayerCosts& costs, const Cluster& cluster, int microbatches, PlanMode mode, TimingRules rules,
+         int first_backward_layer, double max_traffic, bool replicas, bool interleave, int max_fused_layers,
+         std::int64_t effort, unsigned seed) {
+        SearchOptions options;
+        options.plan.mode = mode;
+        options.plan.microbatches = microbatches;
+        options.plan.first_backward_layer = first_backward_layer;
+        options.rules = rules;
+        options.max_traffic = max_traffic;
+        options.replicas = replicas;
+        options.interleave = interleave;
+        options.max_fused_layers = max_fused_layers;
+        options.effort = effort;
+        options.seed = seed;
+        return search(costs, cluster, options);
       },
-      py::arg("plan"), py::arg("forward_ms"), py::arg("backward_ms"), py::arg("hop_latency_ms") = 0.0,
-      py::arg("steps") = 1, py::arg("asynchronous") = true,
-      "Predicted times of a plan: makespan_ms, steady_step_ms, bubble (1 - busy / (devices * makespan)).");
+      py::arg("costs"), py::arg("cluster"), py::kw_only(), py::arg("microbatches"), py::arg("mode") = PlanMode::kFused,
+      py::arg("rules") = TimingRules{}, py::arg("first_backward_layer") = 0, py::arg("max_traffic") = 0.0,
+      py::arg("replicas") = true, py::arg("interleave") = true, py::arg("max_fused_layers") = 1,
+      py::arg("effort") = SearchOptions{}.effort, py::arg("seed") = SearchOptions{}.seed,
+      py::call_guard<py::gil_scoped_release>(), "The best plans found, best first.");
+  py::class_<Placer>(module, "Placer")
+      .def(py::init<Plan, const LayerCosts&, const Cluster&, TimingRules>(), py::arg("recipe"), py::arg("costs"),
+           py::arg("cluster"), py::arg("rules"))
+      .def("next", &Placer::next);
+  module.def(
+      "traffic_ratio", [](const Plan& plan, const LayerCosts& costs) { return traffic_ratio(plan, CostSums(costs)); },
+      py::arg("plan"), py::arg("costs"));
+
+  py::enum_<Baseline>(module, "Baseline")
+      .value("ONE_DEVICE", Baseline::kOneDevice)
+      .value("GPIPE", Baseline::kGPipe)
+      .value("ONE_FORWARD_ONE_BACK", Baseline::kOneForwardOneBack)
+      .value("INTERLEAVED", Baseline::kInterleaved)
+      .value("LOOPED_BFS", Baseline::kLoopedBfs)
+      .value("PUBLISHED", Baseline::kPublished);
+  py::class_<BaselineSizes>(module, "BaselineSizes")
+      .def(py::init<>())
+      .def_readwrite("pipeline", &BaselineSizes::pipeline)
+      .def_readwrite("chunks", &BaselineSizes::chunks)
+      .def_readwrite("forward", &BaselineSizes::forward)
+      .def_readwrite("backward", &BaselineSizes::backward);
+  module.def("default_sizes", &default_sizes, py::arg("costs"), py::arg("devices"));
+  module.def("baseline_plan", &baseline_plan, py::arg("baseline"), py::arg("sizes"), py::arg("layers"),
+             py::arg("devices"), py::arg("microbatches"), py::arg("first_device") = 0);
+
+  py::class_<simulate::Timeline>(module, "Timeline")
+      .def_readonly("makespan_ms", &simulate::Timeline::makespan_ms)
+      .def_readonly("steady_step_ms", &simulate::Timeline::steady_step_ms)
+      .def_readonly("bubble", &simulate::Timeline::bubble)
+      .def_readonly("steady_bubble", &simulate::Timeline::steady_bubble)
+      .def("events", [](const simulate::Timeline& timeline) {
+        py::list events;
+        for (const simulate::TimelineEvent& event : timeline.events) {
+          events.append(py::make_tuple(event.step, event.job, event.microbatch, event.device, phase_name(event.phase),
+                                       event.start_ms, event.end_ms, event.recompute_ms));
+        }
+        return events;
+      });
+  module.def(
+      "simulate",
+      [](const std::vector<Plan>& plans, const LayerCosts& costs, const Cluster& cluster, TimingRules rules) {
+        simulate::Timeline timeline = simulate::simulate(plans, costs, cluster, rules);
+        simulate::check(timeline, plans, rules);
+        return timeline;
+      },
+      py::arg("plans"), py::arg("costs"), py::arg("cluster"), py::arg("rules") = TimingRules{},
+      py::call_guard<py::gil_scoped_release>(),
+      "Runs one plan a step, and checks the result against the rules.");
 }
 
 }  // namespace roundpipe::python

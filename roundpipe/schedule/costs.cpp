@@ -1,6 +1,7 @@
 #include <roundpipe/schedule/costs.h>
 
 #include <cmath>
+#include <cstddef>
 #include <stdexcept>
 #include <string>
 
@@ -13,12 +14,6 @@ void require_not_negative(T value, const std::string& field) {
   if (!(value >= 0) || !std::isfinite(static_cast<double>(value)))
     throw std::invalid_argument("[validate] " + field + " is " + std::to_string(value) +
                                 ", expected a finite number that is not negative");
-}
-
-double sum(const LayerCosts& costs, Range layers, double LayerCost::* field) {
-  double total = 0;
-  for (int layer = layers.first; layer < layers.last; ++layer) total += costs[static_cast<std::size_t>(layer)].*field;
-  return total;
 }
 
 }  // namespace
@@ -34,6 +29,7 @@ void validate(const LayerCosts& costs) {
     require_not_negative(cost.gradient_bytes, name + "gradient_bytes");
     require_not_negative(cost.activation_bytes, name + "activation_bytes");
     require_not_negative(cost.saved_bytes, name + "saved_bytes");
+    if (cost.recompute_ms) require_not_negative(*cost.recompute_ms, name + "recompute_ms");
   }
 }
 
@@ -54,8 +50,26 @@ void validate(const Cluster& cluster) {
   require_not_negative(cluster.hop_latency_ms, "cluster.hop_latency_ms");
 }
 
-double forward_ms(const LayerCosts& costs, Range layers) { return sum(costs, layers, &LayerCost::forward_ms); }
+CostSums::CostSums(const LayerCosts& costs, int first_backward_layer)
+    : forward_{0}, recompute_{0}, backward_{0}, weight_{0}, gradient_{0}, saved_{0} {
+  for (std::size_t layer = 0; layer < costs.size(); ++layer) {
+    const LayerCost& cost = costs[layer];
+    const bool backward = static_cast<int>(layer) >= first_backward_layer;
+    forward_.push_back(forward_.back() + cost.forward_ms);
+    recompute_.push_back(recompute_.back() + cost.recompute_ms.value_or(cost.forward_ms));
+    backward_.push_back(backward_.back() + (backward ? cost.backward_ms : 0));
+    weight_.push_back(weight_.back() + cost.weight_bytes);
+    gradient_.push_back(gradient_.back() + (backward ? cost.gradient_bytes : 0));
+    saved_.push_back(saved_.back() + cost.saved_bytes);
+    activation_.push_back(cost.activation_bytes);
+  }
+}
 
-double backward_ms(const LayerCosts& costs, Range layers) { return sum(costs, layers, &LayerCost::backward_ms); }
+std::int64_t CostSums::visit_bytes(Range layers, bool backward, bool least) const {
+  const std::int64_t weights = weight_bytes(layers) * (least ? 1 : 2);
+  const std::int64_t in = layers.first > 0 ? activation_[static_cast<std::size_t>(layers.first) - 1] : 0;
+  const std::int64_t out = activation_[static_cast<std::size_t>(layers.last) - 1];
+  return weights + (backward ? gradient_bytes(layers) + saved_bytes(layers) : 0) + 2 * (in + out);
+}
 
 }  // namespace roundpipe::schedule

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include <roundpipe/schedule/range.h>
@@ -15,6 +16,7 @@ struct LayerCost {
   std::int64_t gradient_bytes = 0;    // downloaded after a backward visit; 0 for a frozen layer
   std::int64_t activation_bytes = 0;  // the layer's output, one microbatch
   std::int64_t saved_bytes = 0;       // kept on the device from forward to backward, one microbatch
+  std::optional<double> recompute_ms = std::nullopt;  // the forward, run again before the backward; unset: forward_ms
 };
 
 using LayerCosts = std::vector<LayerCost>;
@@ -38,8 +40,33 @@ struct Cluster {
 void validate(const LayerCosts& costs);
 void validate(const Cluster& cluster);
 
-// Times of a stage for one microbatch: the sums over its layers.
-double forward_ms(const LayerCosts& costs, Range layers);
-double backward_ms(const LayerCosts& costs, Range layers);
+// Sums over consecutive layers in constant time.
+class CostSums {
+ public:
+  // Backward and gradients count from `first_backward_layer` up.
+  explicit CostSums(const LayerCosts& costs, int first_backward_layer = 0);
+
+  int layers() const { return static_cast<int>(forward_.size()) - 1; }
+  // One microbatch on a device of speed 1.
+  double forward_ms(Range layers) const { return between(forward_, layers); }
+  double recompute_ms(Range layers) const { return between(recompute_, layers); }
+  double backward_ms(Range layers) const { return between(backward_, layers); }
+  std::int64_t weight_bytes(Range layers) const { return between(weight_, layers); }
+  std::int64_t gradient_bytes(Range layers) const { return between(gradient_, layers); }
+  std::int64_t saved_bytes(Range layers) const { return between(saved_, layers); }
+
+  // Device memory of a visit: weights, those of the next visit (taken to be as large), gradients and one microbatch's
+  // saved activations if it goes backward, two boundary values in and two out. `least`: without the next visit's.
+  std::int64_t visit_bytes(Range layers, bool backward, bool least = false) const;
+
+ private:
+  template <typename T>
+  static T between(const std::vector<T>& sums, Range layers) {
+    return sums[static_cast<std::size_t>(layers.last)] - sums[static_cast<std::size_t>(layers.first)];
+  }
+
+  std::vector<double> forward_, recompute_, backward_;
+  std::vector<std::int64_t> weight_, gradient_, saved_, activation_;
+};
 
 }  // namespace roundpipe::schedule

@@ -45,6 +45,9 @@ class Walk {
     for (number_ = 0; number_ < static_cast<int>(plan_.jobs.size()); ++number_) {
       const Job& job = plan_.jobs[static_cast<std::size_t>(number_)];
       check_fields(job);
+      if (!(job.order >= 0 && job.order < 2)) fail_job("has order " + std::to_string(job.order) + ", expected [0, 2)");
+      if (number_ > 0 && job.order < plan_.jobs[static_cast<std::size_t>(number_) - 1].order)
+        fail_job("has a smaller order than the job before it; sort the jobs by their order");
       for (int m = job.microbatches.first; m < job.microbatches.last; ++m) visit(job, m);
     }
     for (int layer = 0; layer < plan_.layers; ++layer) {

@@ -30,6 +30,9 @@ struct Job {
   Range layers;
   Range microbatches;
   int device = 0;
+  // Its place in the order of several steps is step + order, and every device takes its jobs in that order. Below 1 for
+  // every job: step after step. Above, jobs of the next step with less go first.
+  double order = 0;
 
   bool operator==(const Job&) const = default;
 };
@@ -37,7 +40,7 @@ struct Job {
 // "backward, layers [2, 5), microbatches [0, 4), device 1".
 std::string to_string(const Job& job);
 
-// Every job of one step. Each device runs its own jobs in the order in which they stand in `jobs`, step after step.
+// Every job of one step, by ascending Job::order. Each device runs its own jobs in that order.
 struct Plan {
   int layers = 0;
   int microbatches = 0;
@@ -61,6 +64,7 @@ PlanMode mode_of(const Plan& plan);
 // - devices, layer and microbatch ranges exist, and every phase belongs to `mode`;
 // - each (layer, microbatch) goes forward exactly once, and backward exactly once from first_backward_layer up
 //   (never in kInference); a fused job does both, and only the fused jobs reach the last layer in kFused;
+// - orders are in [0, 2) and ascend;
 // - dispatch order is topological, so that devices which take their jobs in order cannot deadlock: a forward stands
 //   after the forward of the layer below, a backward after the backward of the layer above and the forward of its own
 //   layers; in kTrain the first backward needs the outputs of every microbatch.

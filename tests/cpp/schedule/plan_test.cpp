@@ -187,7 +187,7 @@ TEST_CASE("costs: bad fields are named") {
   CHECK_THROWS_WITH_AS(validate(cluster), doctest::Contains("cluster.devices[1].speed"), std::invalid_argument);
 
   const LayerCosts stage{{.forward_ms = 1, .backward_ms = 2}, {.forward_ms = 3, .backward_ms = 5}};
-  CHECK(forward_ms(stage, {0, 2}) == 4);
-  CHECK(backward_ms(stage, {1, 2}) == 5);
-  CHECK(backward_ms(stage, {1, 1}) == 0);
+  CHECK(CostSums(stage).forward_ms({0, 2}) == 4);
+  CHECK(CostSums(stage).backward_ms({1, 2}) == 5);
+  CHECK(CostSums(stage).backward_ms({1, 1}) == 0);
 }

@@ -121,7 +121,7 @@ std::vector<double> relaxed_ends(const Plan& plan, const LayerCosts& costs, cons
           if (job.layers.last == plan.layers)
             start = std::max(start, from.end() + cluster.hop_latency_ms - to.recompute);
         }
-        if (from.step == to.step - (options.asynchronous ? 2 : 1) && !backward && makes_gradient) {
+        if (from.step == to.step - (options.rules.asynchronous ? 2 : 1) && !backward && makes_gradient) {
           const int low = std::max({job.layers.first, other.layers.first, plan.first_backward_layer});
           if (low < std::min(job.layers.last, other.layers.last)) start = std::max(start, from.end());
         }
@@ -157,7 +157,8 @@ TEST_CASE("simulator: a hop and a slower device") {
   CHECK(timeline.bubble == doctest::Approx(1 - 4 / 7.0));
   cluster.devices[1].speed = 0.5;
   CHECK(ends_of(simulate(plan, {kLayer, kLayer}, cluster)) == std::vector<double>{1, 2, 3.5, 5.5});
-  timeline = simulate(plan, {kLayer, kLayer}, cluster, {.hop_latency_ms = 0});
+  cluster.hop_latency_ms = 0;
+  timeline = simulate(plan, {kLayer, kLayer}, cluster);
   CHECK(ends_of(timeline) == std::vector<double>{1, 2, 3, 5});
 }
 
@@ -175,19 +176,19 @@ TEST_CASE("simulator: synchronous and asynchronous steps") {
   const Timeline one = simulate(plan, {kLayer, kLayer}, cluster_of(3));
   CHECK(one.makespan_ms == 9);
 
-  const Timeline sync = simulate(plan, {kLayer, kLayer}, cluster_of(3), {.steps = 4, .asynchronous = false});
+  const Timeline sync = simulate(plan, {kLayer, kLayer}, cluster_of(3), {4, {.asynchronous = false}});
   CHECK(sync.makespan_ms == 36);
   CHECK(sync.steady_step_ms == 9);
   CHECK(sync.steady_bubble == doctest::Approx(1 - 14 / 27.0));
-  check(sync, plan, false);
+  check(sync, plan, {.asynchronous = false});
 
   const Timeline async = simulate(plan, {kLayer, kLayer}, cluster_of(3), {.steps = 3});
   // Step 1 starts at once; step 2 waits for step 0's gradient of layer 0, which lands at 9.
   const std::vector<double> expected{1, 2, 4, 7, 6, 9, 3, 4, 10, 13, 12, 15, 10, 11, 16, 19, 18, 21};
   CHECK(ends_of(async) == expected);
   CHECK(async.steady_step_ms == 6);
-  check(async, plan, true);
-  CHECK_THROWS_WITH_AS(check(async, plan, false), doctest::Contains("before its weights"), std::logic_error);
+  check(async, plan);
+  CHECK_THROWS_WITH_AS(check(async, plan, {.asynchronous = false}), doctest::Contains("before its weights"), std::logic_error);
 }
 
 TEST_CASE("simulator: a loss outside needs every output") {
@@ -200,7 +201,7 @@ TEST_CASE("simulator: frozen layers cost no backward and wait for no update") {
   Plan plan = two_layers(2);
   plan.first_backward_layer = 1;
   plan.jobs.pop_back();
-  const Timeline timeline = simulate(plan, {kLayer, kLayer}, cluster_of(2), {.steps = 2, .asynchronous = false});
+  const Timeline timeline = simulate(plan, {kLayer, kLayer}, cluster_of(2), {2, {.asynchronous = false}});
   CHECK(ends_of(timeline) == std::vector<double>{1, 2, 4, 7, 3, 4, 10, 13});
   plan.first_backward_layer = 2;
   CHECK(ends_of(simulate(plan, {kLayer, kLayer}, cluster_of(2))) == std::vector<double>{1, 2, 2, 3});
@@ -217,11 +218,11 @@ TEST_CASE("simulator: agrees with slow relaxation on random plans") {
       costs.push_back({static_cast<double>(random() % 8) / 4, static_cast<double>(random() % 16) / 4});
     Cluster cluster = cluster_of(plan.devices, static_cast<double>(random() % 4) / 2);
     for (DeviceSpec& device : cluster.devices) device.speed = random() % 3 ? 1 : 2;
-    const SimulateOptions options{.steps = 1 + static_cast<int>(random() % 4), .asynchronous = random() % 2 == 0};
+    const SimulateOptions options{1 + static_cast<int>(random() % 4), {.asynchronous = random() % 2 == 0}};
 
     const Timeline timeline = simulate(plan, costs, cluster, options);
     REQUIRE(ends_of(timeline) == relaxed_ends(plan, costs, cluster, options));
-    REQUIRE_NOTHROW(check(timeline, plan, options.asynchronous));
+    REQUIRE_NOTHROW(check(timeline, plan, options.rules));
     REQUIRE(timeline.bubble > -1e-9);
     REQUIRE(timeline.bubble <= 1);
   }
@@ -268,7 +269,6 @@ TEST_CASE("simulator: bad arguments are named") {
   CHECK_THROWS_WITH_AS(simulate(plan, costs, cluster_of(3)), Contains("cluster has 3 devices"), std::invalid_argument);
   CHECK_THROWS_WITH_AS(simulate(plan, costs, cluster_of(2), {.steps = 0}), Contains("steps is 0"),
                        std::invalid_argument);
-  CHECK_THROWS_WITH_AS(simulate(plan, costs, cluster_of(2), {.hop_latency_ms = -1}), Contains("hop_latency_ms"),
-                       std::invalid_argument);
+  CHECK_THROWS_WITH_AS(simulate(plan, costs, cluster_of(2, -1)), Contains("hop_latency_ms"), std::invalid_argument);
   CHECK_THROWS_AS(simulate(Plan{}, costs, cluster_of(2)), std::invalid_argument);
 }

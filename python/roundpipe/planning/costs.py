@@ -1,0 +1,298 @@
+"""Cost files: what the layers of a model and the machine cost.
+
+A cost file is JSON. All but `schema`, `version` and `layers` may be left out:
+
+    {
+      "schema": "roundpipe-costs", "version": 1, "name": "my model",
+      "layers": [{"count": 32, "forward_ms": 18.5, "backward_ms": 41.2, "recompute_ms": 18.5,
+                  "weight_bytes": 435000000, "gradient_bytes": 435000000,
+                  "activation_bytes": 67108864, "saved_bytes": 1140000000, "trainable": true}],
+      "head": {"forward_ms": 37.2, "backward_ms": 74.5},
+      "hop_latency_ms": 3.2,
+      "devices": [{"count": 8, "speed": 1.0, "memory_bytes": 24000000000}],
+      "link_up_gb_per_s": 25, "link_down_gb_per_s": 25, "host_gb_per_s": 200,
+      "baseline_stages": {"pipeline": [4, 4], "chunks": [1, 1], "forward": [5, 5], "backward": [2, 2]}
+    }
+
+Times are those of one microbatch on a device of speed 1; `backward_ms` is without the recomputed forward, and
+`recompute_ms` is `forward_ms` where it is left out. `gradient_bytes` is `weight_bytes`, or 0 for a layer that is not
+trainable. The head is one more layer at the end; without one, the last layer takes its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from roundpipe import _core
+
+SCHEMA = "roundpipe-costs"
+VERSION = 1
+
+_LAYER_FIELDS = ("forward_ms", "backward_ms", "recompute_ms", "weight_bytes", "gradient_bytes")
+_LAYER_FIELDS += ("activation_bytes", "saved_bytes")
+_RATES = ("link_up_gb_per_s", "link_down_gb_per_s", "host_gb_per_s")
+_SIZES = ("pipeline", "chunks", "forward", "backward")
+
+
+@dataclasses.dataclass
+class CostSet:
+    """Costs of a model and, where they are known, of its machine.
+
+    Attributes:
+        layers: one entry a layer, the head last.
+        first_backward_layer: layers below need no backward.
+        hop_latency_ms: from one device to another.
+        devices: speed and memory (bytes, 0 = unlimited) of each; empty when the file names none.
+        rates: link and host bandwidths in GB/s, by field name.
+        stages: layers in each stage of the schedules to compare with; None lets them be balanced.
+    """
+
+    name: str
+    layers: list[_core.LayerCost]
+    first_backward_layer: int = 0
+    hop_latency_ms: float = 0.0
+    devices: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+    rates: dict[str, float] = dataclasses.field(default_factory=dict)
+    stages: _core.BaselineSizes | None = None
+
+    def cluster(self, devices: int | None, memory_bytes: int | None = None) -> _core.Cluster:
+        """The machine with so many devices; None takes those of the file."""
+        specs = list(self.devices)
+        if devices is not None and devices != len(specs):
+            if len(set(specs)) > 1:
+                raise ValueError(
+                    f"[costs] {self.name} names {len(specs)} devices that are not alike, expected --devices "
+                    f"{len(specs)} or none; edit 'devices' in the file"
+                )
+            specs = (specs[:1] or [(1.0, 0)]) * devices
+        if not specs:
+            specs = [(1.0, 0)] * 8
+        if memory_bytes is not None:
+            specs = [(speed, memory_bytes) for speed, _ in specs]
+        return _core.Cluster(devices=specs, hop_latency_ms=self.hop_latency_ms)
+
+
+def load(source: str) -> CostSet:
+    """The preset of that name, or the cost file at that path.
+
+    Raises:
+        ValueError: no such preset or file, or a file that is not a cost file, with the field at fault.
+    """
+    if source in PRESETS:
+        return parse(PRESETS[source], source)
+    path = Path(source)
+    if not path.is_file():
+        raise ValueError(
+            f"[costs] there is no file '{source}' and no preset of that name; expected a JSON file or one of "
+            + ", ".join(PRESETS)
+        )
+    try:
+        document = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"[costs] {source} is not JSON: {error}; expected a cost file") from None
+    return parse(document, source)
+
+
+def parse(document: Any, source: str) -> CostSet:
+    """A cost file that has been read as JSON; `source` names it in errors."""
+    known = ("schema", "version", "name", "layers", "head", "hop_latency_ms", "devices", "baseline_stages", *_RATES)
+    fields = _object(document, "the file", known)
+    if fields.get("schema") != SCHEMA:
+        raise ValueError(f"[costs] schema is {fields.get('schema')!r}, expected '{SCHEMA}'")
+    if fields.get("version") != VERSION:
+        raise ValueError(f"[costs] version is {fields.get('version')!r}, expected {VERSION}")
+    entries = _list(fields.get("layers"), "layers")
+    if not entries:
+        raise ValueError("[costs] layers is empty, expected at least one layer")
+    layers: list[_core.LayerCost] = []
+    trainable: list[bool] = []
+    for index, entry in enumerate(entries):
+        where = f"layers[{index}]"
+        cost, trains = _layer(entry, where, ("count",))
+        count = _count(entry, where)
+        layers += [cost] * count
+        trainable += [trains] * count
+    if "head" in fields:
+        cost, trains = _layer(fields["head"], "head", ())
+        layers.append(cost)
+        trainable.append(trains)
+    devices: list[tuple[float, int]] = []
+    for index, entry in enumerate(_list(fields.get("devices", []), "devices")):
+        where = f"devices[{index}]"
+        spec = _object(entry, where, ("count", "speed", "memory_bytes"))
+        speed = _number(spec.get("speed", 1.0), f"{where}.speed")
+        if speed <= 0:
+            raise ValueError(f"[costs] {where}.speed is {speed}, expected a number above 0")
+        devices += [(speed, int(_number(spec.get("memory_bytes", 0), f"{where}.memory_bytes")))] * _count(spec, where)
+    return CostSet(
+        name=str(fields.get("name", Path(source).stem)),
+        layers=layers,
+        first_backward_layer=trainable.index(True) if True in trainable else len(layers),
+        hop_latency_ms=_number(fields.get("hop_latency_ms", 0), "hop_latency_ms"),
+        devices=devices,
+        rates={name: _number(fields[name], name) for name in _RATES if name in fields},
+        stages=_stages(fields["baseline_stages"]) if "baseline_stages" in fields else None,
+    )
+
+
+def _object(value: Any, where: str, known: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"[costs] {where} is a {type(value).__name__}, expected an object")
+    for name in value:
+        if name not in known:
+            raise ValueError(f"[costs] {where} has an unknown field '{name}', expected one of {', '.join(known)}")
+    return value
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"[costs] {where} is a {type(value).__name__}, expected a list")
+    return value
+
+
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"[costs] {where} is {value!r}, expected a finite number that is not negative")
+    return float(value)
+
+
+def _count(entry: dict[str, Any], where: str) -> int:
+    count = entry.get("count", 1)
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 10_000:
+        raise ValueError(f"[costs] {where}.count is {count!r}, expected an integer of at least 1")
+    return count
+
+
+def _layer(entry: Any, where: str, more: tuple[str, ...]) -> tuple[_core.LayerCost, bool]:
+    fields = _object(entry, where, (*_LAYER_FIELDS, "trainable", *more))
+    for name in ("forward_ms", "backward_ms"):
+        if name not in fields:
+            raise ValueError(f"[costs] {where}.{name} is missing, expected milliseconds of one microbatch")
+    trains = fields.get("trainable", True)
+    if not isinstance(trains, bool):
+        raise ValueError(f"[costs] {where}.trainable is {trains!r}, expected true or false")
+    values: dict[str, Any] = {}
+    for name in _LAYER_FIELDS:
+        if name in fields:
+            number = _number(fields[name], f"{where}.{name}")
+            values[name] = int(number) if name.endswith("_bytes") else number
+    values.setdefault("gradient_bytes", values.get("weight_bytes", 0) if trains else 0)
+    return _core.LayerCost(**values), trains
+
+
+def _stages(value: Any) -> _core.BaselineSizes:
+    fields = _object(value, "baseline_stages", _SIZES)
+    sizes = _core.BaselineSizes()
+    for name in _SIZES:
+        stages = _list(fields.get(name, []), f"baseline_stages.{name}")
+        if any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in stages):
+            raise ValueError(f"[costs] baseline_stages.{name} is {stages}, expected numbers of layers")
+        setattr(sizes, name, stages)
+    return sizes
+
+
+def _preset(
+    name: str,
+    times: tuple[int, float, float, float, float, float],
+    hidden: int,
+    layer_bytes: int,
+    vocabulary: int,
+    stages: dict[str, list[int]],
+    lora: bool = False,
+) -> dict[str, Any]:
+    count, forward_ms, backward_ms, head_forward_ms, head_backward_ms, hop_ms = times
+    tokens = 8192
+    boundary = 2 * tokens * hidden
+    # bf16 with fused attention: about 34 bytes a token and hidden unit stay for a layer's backward (arXiv:2205.05198).
+    layer = {"activation_bytes": boundary, "saved_bytes": 17 * boundary}
+    head_bytes = 2 * vocabulary * hidden
+    return {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "name": name,
+        "layers": [
+            {
+                "count": count,
+                "forward_ms": forward_ms,
+                "backward_ms": backward_ms,
+                "weight_bytes": layer_bytes,
+                "gradient_bytes": 0 if lora else layer_bytes,
+                **layer,
+            }
+        ],
+        "head": {
+            "forward_ms": head_forward_ms,
+            "backward_ms": head_backward_ms,
+            "weight_bytes": head_bytes,
+            "gradient_bytes": 0 if lora else head_bytes,
+            "activation_bytes": 0,
+            "saved_bytes": 2 * boundary,
+        },
+        "hop_latency_ms": hop_ms,
+        "devices": [{"count": 8, "memory_bytes": 24_000_000_000}],
+        "link_up_gb_per_s": 25,
+        "link_down_gb_per_s": 25,
+        "host_gb_per_s": 200,
+        "baseline_stages": stages,
+    }
+
+
+# Layer times, hops and stages as published for eight 24 GB cards and sequences of 8,192 tokens a microbatch; bytes
+# follow from the models' shapes in bf16.
+PRESETS: dict[str, dict[str, Any]] = {
+    "qwen3-1.7b": _preset(
+        "qwen3-1.7b",
+        (28, 7.429, 15.831, 22.0655, 43.707, 1.6),
+        2048,
+        100_000_000,
+        151_936,
+        {
+            "pipeline": [3, 3, 4, 4, 4, 4, 4, 2],
+            "chunks": [1] * 18 + [2] * 5 + [0],
+            "forward": [7, 7, 7, 7],
+            "backward": [3] * 8 + [2, 2],
+        },
+    ),
+    "llama3.1-8b": _preset(
+        "llama3.1-8b",
+        (32, 18.504, 41.207, 37.2255, 74.501, 3.2),
+        4096,
+        435_000_000,
+        128_256,
+        {"pipeline": [4] * 8, "chunks": [1] * 32, "forward": [5, 5, 5, 5, 6, 6], "backward": [2] * 16},
+    ),
+    "gpt-oss-20b": _preset(
+        "gpt-oss-20b",
+        (24, 21.645, 81.781, 44.2925, 86.264, 2.25),
+        2880,
+        1_645_000_000,
+        201_088,
+        {"pipeline": [3] * 8, "chunks": [1] * 24, "forward": [4, 5, 5, 5, 5], "backward": [1] * 24},
+    ),
+    "qwen3-32b": _preset(
+        "qwen3-32b",
+        (64, 40.561, 91.174, 54.928, 108.294, 4.0),
+        5120,
+        975_000_000,
+        151_936,
+        {"pipeline": [8] * 8, "chunks": [1] * 64, "forward": [2, 2] + [3] * 20, "backward": [1] * 64},
+    ),
+    "qwen3-235b-lora": _preset(
+        "qwen3-235b-lora",
+        (94, 43.016, 58.376, 42.444, 43.294, 3.2),
+        4096,
+        4_975_000_000,
+        151_936,
+        {
+            "pipeline": [11, *[12] * 6, 11],
+            "chunks": [0, *[1] * 94, 0],
+            "forward": [2] * 47,
+            "backward": [1] * 94,
+        },
+        lora=True,
+    ),
+}

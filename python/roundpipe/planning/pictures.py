@@ -1,0 +1,165 @@
+"""Timelines to look at: PNG, HTML and the trace format of Chrome and Perfetto."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from roundpipe import _core
+from roundpipe.files import write_text
+
+# Told apart by lightness, too, so that they stay apart without colours.
+COLOURS = {
+    "forward": "#4c9be8",
+    "recompute": "#b8c4d0",
+    "backward": "#1d4e89",
+    "head": "#e07b39",
+    "upload": "#7bc47f",
+    "download": "#c17bc4",
+}
+
+
+@dataclasses.dataclass
+class Span:
+    """Something that a device does from `start_ms` to `end_ms`; `kind` is a key of `COLOURS`."""
+
+    device: int
+    kind: str
+    start_ms: float
+    end_ms: float
+    label: str
+    step: int = 0
+
+
+def spans_of(timeline: _core.Timeline, plans: Sequence[_core.Plan], steps: range) -> list[Span]:
+    """What a simulated timeline shows of `steps`, the recomputation told apart from the backward."""
+    spans = []
+    for step, job, microbatch, device, phase, start_ms, end_ms, recompute_ms in timeline.events():
+        if step not in steps:
+            continue
+        layers = plans[step].jobs[job].layers
+        label = f"step {step}, layers {layers!r}, microbatch {microbatch}"
+        kind = "head" if phase == "fused" else phase
+        if phase == "backward" and recompute_ms > 0:
+            spans.append(Span(device, "recompute", start_ms, start_ms + recompute_ms, label, step))
+            start_ms += recompute_ms
+        spans.append(Span(device, kind, start_ms, end_ms, label, step))
+    return spans
+
+
+def spans_of_records(records: Iterable[tuple[str, int, int, int, int, float, float]]) -> list[Span]:
+    """What a real call did, from `RoundPipe.last_records()`."""
+    spans = []
+    for phase, first, last, microbatch, device, start_ms, end_ms in records:
+        kind = "head" if phase == "fused" else phase
+        spans.append(Span(device, kind, start_ms, end_ms, f"layers [{first}, {last}), microbatch {microbatch}"))
+    earliest = min((span.start_ms for span in spans), default=0.0)
+    for span in spans:
+        span.start_ms -= earliest
+        span.end_ms -= earliest
+    return spans
+
+
+def write_trace(path: Path, spans: Sequence[Span]) -> None:
+    """Writes a trace that chrome://tracing and ui.perfetto.dev open; a row a device."""
+    events: list[dict[str, object]] = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": device, "args": {"name": f"device {device}"}}
+        for device in sorted({span.device for span in spans})
+    ]
+    events += [
+        {
+            "name": span.kind,
+            "cat": span.kind,
+            "ph": "X",
+            "pid": 0,
+            "tid": span.device,
+            "ts": round(span.start_ms * 1000, 3),
+            "dur": round((span.end_ms - span.start_ms) * 1000, 3),
+            "args": {"what": span.label},
+        }
+        for span in spans
+    ]
+    write_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def write_png(path: Path, rows: Sequence[tuple[str, Sequence[Span]]]) -> None:
+    """Writes one panel a schedule, each with a row a device and the same scale of time."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    heights = [1 + max((span.device for span in spans), default=0) for _, spans in rows]
+    figure = Figure(figsize=(14, 0.9 + sum(0.28 * height + 0.7 for height in heights)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    used: set[str] = set()
+    for panel, (title, spans), height in zip(panels, rows, heights, strict=True):
+        for kind in COLOURS:
+            for device in range(height):
+                bars = [(s.start_ms, s.end_ms - s.start_ms) for s in spans if s.device == device and s.kind == kind]
+                if bars:
+                    used.add(kind)
+                    panel.broken_barh(
+                        bars, (device - 0.42, 0.84), facecolors=COLOURS[kind], edgecolors="white", linewidths=0.2
+                    )
+        panel.set_title(title, loc="left", fontsize=10)
+        panel.set_yticks(range(height), [f"device {device}" for device in range(height)], fontsize=8)
+        panel.set_ylim(height - 0.5, -0.5)
+    panels[-1].set_xlabel("milliseconds")
+    legend = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in used]
+    if legend:
+        figure.legend(handles=legend, loc="outside upper right", ncols=len(legend), fontsize=9, frameon=False)
+    temporary = path.with_name(path.name + ".part")
+    figure.savefig(temporary, dpi=110, format="png")
+    temporary.replace(path)
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font: 14px system-ui, sans-serif; margin: 24px; color: #1a1a1a; background: #fff; }}
+h2 {{ font-size: 15px; font-weight: 600; margin: 22px 0 6px; }}
+.legend span {{ display: inline-block; margin-right: 18px; }}
+.legend i {{ display: inline-block; width: 14px; height: 14px; margin-right: 6px; vertical-align: -2px; }}
+svg {{ display: block; width: 100%; height: auto; background: #f4f5f7; }}
+svg text {{ font: 11px system-ui, sans-serif; fill: #444; }}
+svg rect:hover {{ stroke: #000; stroke-width: 1; }}
+</style></head><body><h1 style="font-size:18px">{title}</h1>
+<p class="legend">{legend}</p>
+{panels}
+</body></html>
+"""
+
+
+def write_html(path: Path, title: str, rows: Sequence[tuple[str, Sequence[Span]]]) -> None:
+    """Writes one page without outside files; what a bar is shows when the pointer rests on it."""
+    end_ms = max((span.end_ms for _, spans in rows for span in spans), default=1.0) or 1.0
+    width, left, row_px = 1400, 70, 22
+    panels = []
+    used: set[str] = set()
+    for name, spans in rows:
+        height = 1 + max((span.device for span in spans), default=0)
+        scale = (width - left - 10) / end_ms
+        parts = [f'<svg viewBox="0 0 {width} {height * row_px + 24}" role="img" aria-label="{html.escape(name)}">']
+        for device in range(height):
+            parts.append(f'<text x="4" y="{device * row_px + 15}">device {device}</text>')
+        for span in spans:
+            used.add(span.kind)
+            parts.append(
+                f'<rect x="{left + span.start_ms * scale:.2f}" y="{span.device * row_px + 2}" '
+                f'width="{max(0.3, (span.end_ms - span.start_ms) * scale):.2f}" height="{row_px - 4}" '
+                f'fill="{COLOURS[span.kind]}"><title>{span.kind}: {html.escape(span.label)}, '
+                f"{span.start_ms:.1f} to {span.end_ms:.1f} ms</title></rect>"
+            )
+        for tick in range(11):
+            at = end_ms * tick / 10
+            parts.append(f'<text x="{left + at * scale:.1f}" y="{height * row_px + 16}">{at:,.0f} ms</text>')
+        parts.append("</svg>")
+        panels.append(f"<h2>{html.escape(name)}</h2>\n" + "\n".join(parts))
+    legend = "".join(
+        f'<span><i style="background:{colour}"></i>{kind}</span>' for kind, colour in COLOURS.items() if kind in used
+    )
+    write_text(path, _PAGE.format(title=html.escape(title), legend=legend, panels="\n".join(panels)))

@@ -1,0 +1,155 @@
+"""Predicts what a step takes: our planner's schedule and those of other systems, in one simulator."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from roundpipe import _core
+from roundpipe.planning.costs import CostSet
+
+Mode = Literal["async", "sync"]
+NAMES = ("roundpipe", "published", "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "one-device")
+
+_BASELINES = {
+    "published": _core.Baseline.PUBLISHED,
+    "gpipe": _core.Baseline.GPIPE,
+    "1f1b": _core.Baseline.ONE_FORWARD_ONE_BACK,
+    "interleaved-1f1b": _core.Baseline.INTERLEAVED,
+    "looped-bfs": _core.Baseline.LOOPED_BFS,
+    "one-device": _core.Baseline.ONE_DEVICE,
+}
+# Asynchronous steps until their pace is steady; it is taken over the second half.
+_STEPS = 193
+
+
+@dataclasses.dataclass
+class Request:
+    """What to schedule, and how.
+
+    Attributes:
+        mode: "async" repeats steps to the steady state, "sync" is one step by itself.
+        max_traffic: of weights, as a factor of one visit a direction; 0 = no limit.
+        published_rule: the published simulator's timing of its plan: a head's forward does not wait for its input.
+        keep_layers: most layers whose activations the fused stage may keep instead of recomputing; 1 = the head.
+        replicas: stages may be split over microbatch ranges.
+        effort: of the search, in microbatch visits.
+    """
+
+    costs: CostSet
+    cluster: _core.Cluster
+    microbatches: int
+    mode: Mode = "async"
+    max_traffic: float = 0.0
+    published_rule: bool = False
+    keep_layers: int = 1
+    replicas: bool = True
+    effort: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.microbatches < 1:
+            raise ValueError(f"[schedule] microbatches is {self.microbatches}, expected at least 1")
+
+    @property
+    def devices(self) -> int:
+        return len(self.cluster)
+
+    def rules(self, late_recompute: bool = False, early_head: bool = False) -> _core.TimingRules:
+        return _core.TimingRules(
+            asynchronous=self.mode == "async",
+            early_fused_forward=early_head,
+            late_recompute=late_recompute,
+        )
+
+
+@dataclasses.dataclass
+class Prediction:
+    """One schedule and what the simulator says of it.
+
+    Attributes:
+        traffic_ratio: uploads of weights over one visit a direction; 0 where stages stay on their devices.
+        plans: one a simulated step.
+        choice: of our planner.
+        runners_up: the planner's next choices.
+    """
+
+    name: str
+    step_ms: float
+    bubble_percent: float
+    traffic_ratio: float
+    plans: list[_core.Plan]
+    timeline: _core.Timeline
+    choice: _core.PlanChoice | None = None
+    runners_up: list[_core.PlanChoice] = dataclasses.field(default_factory=list)
+
+
+def choose(request: Request, mode: _core.PlanMode = _core.PlanMode.FUSED) -> list[_core.PlanChoice]:
+    """The planner's choices, best first."""
+    more = {} if request.effort is None else {"effort": request.effort}
+    return _core.search(
+        request.costs.layers,
+        request.cluster,
+        microbatches=request.microbatches,
+        mode=mode,
+        rules=request.rules(),
+        first_backward_layer=request.costs.first_backward_layer,
+        max_traffic=request.max_traffic,
+        replicas=request.replicas,
+        max_fused_layers=request.keep_layers,
+        **more,
+    )
+
+
+def _without_recompute(cost: _core.LayerCost) -> _core.LayerCost:
+    return _core.LayerCost(forward_ms=cost.forward_ms, backward_ms=cost.backward_ms, recompute_ms=0.0)
+
+
+def timeline_of(choice: _core.PlanChoice, request: Request) -> tuple[_core.Timeline, list[_core.Plan]]:
+    """Simulates a choice: one synchronous step, or asynchronous ones to the steady state."""
+    placer = _core.Placer(choice.recipe, request.costs.layers, request.cluster, request.rules())
+    plans = [placer.next() for _ in range(_STEPS if request.mode == "async" else 1)]
+    return _core.simulate(plans, request.costs.layers, request.cluster, request.rules()), plans
+
+
+def predict(name: str, request: Request) -> Prediction:
+    """Simulates the schedule of that name, one of `NAMES`."""
+    steps = _STEPS if request.mode == "async" else 1
+    layers = len(request.costs.layers)
+    choice, runners_up = None, []
+    rules, costs = request.rules(), request.costs.layers
+    if name == "roundpipe":
+        choice, *runners_up = choose(request)
+        timeline, plans = timeline_of(choice, request)
+        traffic = choice.traffic
+    elif name in _BASELINES:
+        sizes = request.costs.stages
+        if sizes is None or len(sizes.pipeline) != request.devices:
+            sizes = _core.default_sizes(request.costs.layers, request.devices)
+        # Others recompute when the gradient is there, and nobody recomputes the head.
+        rules = request.rules(
+            late_recompute=name not in ("published", "one-device"),
+            early_head=name == "published" and request.published_rule,
+        )
+        costs = [*costs[:-1], _without_recompute(costs[-1])]
+        plans, first = [], 0
+        for _ in range(steps):
+            plan = _core.baseline_plan(
+                _BASELINES[name], sizes, layers, request.devices, request.microbatches, first_device=first
+            )
+            if name == "published":
+                first = (first + len(plan.jobs)) % request.devices
+            plans.append(plan)
+        traffic = _core.traffic_ratio(plans[0], request.costs.layers) if name == "published" else 0.0
+        timeline = _core.simulate(plans, costs, request.cluster, rules)
+    else:
+        raise ValueError(f"[schedule] there is no schedule '{name}', expected one of {', '.join(NAMES)} or all")
+    return Prediction(
+        name=name,
+        step_ms=timeline.steady_step_ms,
+        bubble_percent=100 * timeline.steady_bubble,
+        traffic_ratio=traffic,
+        plans=plans,
+        timeline=timeline,
+        choice=choice,
+        runners_up=runners_up,
+    )

@@ -1,0 +1,201 @@
+#include <roundpipe/schedule/cut.h>
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+
+namespace roundpipe::schedule {
+
+Cut to_cut(const Stages& stages) {
+  Cut cut;
+  for (const Range& layers : stages.forward) cut.forward.push_back({layers, 1});
+  for (const Range& layers : stages.backward) cut.backward.push_back({layers, 1});
+  return cut;
+}
+
+Stages to_stages(const Cut& cut) {
+  Stages stages;
+  for (const CutStage& stage : cut.forward) stages.forward.push_back(stage.layers);
+  for (const CutStage& stage : cut.backward) stages.backward.push_back(stage.layers);
+  return stages;
+}
+
+namespace {
+
+// Runs of equal stages, as "5x3" for five stages of three layers, with replicas as "5x3*2".
+std::string describe(std::span<const CutStage> stages) {
+  std::string text;
+  for (std::size_t i = 0; i < stages.size();) {
+    std::size_t end = i;
+    while (end < stages.size() && stages[end].layers.size() == stages[i].layers.size() &&
+           stages[end].replicas == stages[i].replicas)
+      ++end;
+    if (!text.empty()) text += ' ';
+    text += std::to_string(end - i);
+    text += 'x';
+    text += std::to_string(stages[i].layers.size());
+    if (stages[i].replicas > 1) {
+      text += '*';
+      text += std::to_string(stages[i].replicas);
+    }
+    i = end;
+  }
+  return text.empty() ? "none" : text;
+}
+
+}  // namespace
+
+std::string to_string(const Cut& cut) {
+  std::string text = "forward ";
+  text += describe(cut.forward);
+  text += " | backward ";
+  text += describe(cut.backward);
+  if (cut.interleave != 1) {
+    text += " | interleave ";
+    std::string number = std::to_string(cut.interleave);
+    text += number.substr(0, number.find('.') + 3);
+  }
+  return text;
+}
+
+Plan to_recipe(const Cut& cut, const CostSums& sums, int devices, const PlannerOptions& options) {
+  Plan plan{sums.layers(), options.microbatches, devices, options.first_backward_layer, {}};
+  std::vector<double> start_ms;
+  double work_ms = 0;
+  const auto add = [&](Phase phase, const CutStage& stage) {
+    const int replicas = std::min(stage.replicas, options.microbatches);
+    for (int replica = 0; replica < replicas; ++replica) {
+      const Range microbatches{options.microbatches * replica / replicas,
+                               options.microbatches * (replica + 1) / replicas};
+      plan.jobs.push_back({phase, stage.layers, microbatches, 0});
+      start_ms.push_back(work_ms);
+    }
+    const double forward = phase == Phase::kBackward ? sums.recompute_ms(stage.layers) : sums.forward_ms(stage.layers);
+    const double backward = phase == Phase::kForward ? 0 : sums.backward_ms(stage.layers);
+    work_ms += (forward + backward) * options.microbatches;
+  };
+  for (const CutStage& stage : cut.forward) add(Phase::kForward, stage);
+  for (std::size_t i = 0; i < cut.backward.size(); ++i)
+    add(options.mode == PlanMode::kFused && i == 0 ? Phase::kFused : Phase::kBackward, cut.backward[i]);
+  for (std::size_t i = 0; i < plan.jobs.size() && work_ms > 0; ++i)
+    plan.jobs[i].order = cut.interleave * start_ms[i] / work_ms;
+  return plan;
+}
+
+double traffic_ratio(const Plan& plan, const CostSums& sums) {
+  const bool trains = mode_of(plan) != PlanMode::kInference;
+  const int counted = plan.layers > 1 ? plan.layers - 1 : 1;
+  double moved = 0;
+  for (const Job& job : plan.jobs)
+    moved += static_cast<double>(sums.weight_bytes({std::min(job.layers.first, counted), std::min(job.layers.last, counted)}));
+  const int trained = std::min(plan.first_backward_layer, counted);
+  double once = static_cast<double>(sums.weight_bytes({0, counted}));
+  if (trains) once += static_cast<double>(sums.weight_bytes({trained, counted}));
+  return once > 0 ? moved / once : 1;
+}
+
+PartitionTable::PartitionTable(const CostSums& sums, Range layers, bool backward, std::int64_t room_bytes)
+    : layers_(layers), width_(static_cast<std::size_t>(layers.size()) + 1), prefix_{0}, first_that_fits_{0} {
+  int first = layers.first;
+  for (int end = layers.first + 1; end <= layers.last; ++end) {
+    const Range whole{layers.first, end};
+    prefix_.push_back(backward ? sums.recompute_ms(whole) + sums.backward_ms(whole) : sums.forward_ms(whole));
+    while (room_bytes > 0 && first < end - 1 && sums.visit_bytes({first, end}, backward) > room_bytes) ++first;
+    first_that_fits_.push_back(first - layers.first);
+  }
+  least_.assign(1, std::vector<double>(width_, std::numeric_limits<double>::infinity()));
+  least_[0][0] = 0;
+  begins_.assign(1, std::vector<int>(width_, -1));
+}
+
+void PartitionTable::extend(int stages) {
+  while (static_cast<int>(least_.size()) <= stages) {
+    const std::vector<double>& before = least_.back();
+    std::vector<double> now(width_, std::numeric_limits<double>::infinity());
+    std::vector<int> begin(width_, -1);
+    const int used = static_cast<int>(least_.size()) - 1;
+    for (int end = used + 1; end < static_cast<int>(width_); ++end) {
+      const auto e = static_cast<std::size_t>(end);
+      for (int start = std::max(used, first_that_fits_[e]); start < end; ++start) {
+        const auto s = static_cast<std::size_t>(start);
+        const double cost = prefix_[e] - prefix_[s];
+        const double total = before[s] + cost * cost;
+        if (total < now[e]) {
+          now[e] = total;
+          begin[e] = start;
+        }
+      }
+    }
+    least_.push_back(std::move(now));
+    begins_.push_back(std::move(begin));
+  }
+}
+
+std::vector<Range> PartitionTable::cut(int stages) {
+  if (stages < 0 || stages > layers_.size()) return {};
+  extend(stages);
+  const std::size_t end = width_ - 1;
+  if (least_[static_cast<std::size_t>(stages)][end] == std::numeric_limits<double>::infinity()) return {};
+  std::vector<Range> result;
+  int last = layers_.size();
+  for (int stage = stages; stage > 0; --stage) {
+    const int first = begins_[static_cast<std::size_t>(stage)][static_cast<std::size_t>(last)];
+    result.push_back({first + layers_.first, last + layers_.first});
+    last = first;
+  }
+  std::ranges::reverse(result);
+  return result;
+}
+
+namespace {
+
+// Layers [from, to) in steps of -1 or 1, filled into stages up to `limit_ms`.
+template <typename CostOf>
+std::vector<Range> fill(Range layers, bool downward, double limit_ms, CostOf cost_of) {
+  std::vector<Range> stages;
+  double filled_ms = 0;
+  for (int i = 0; i < layers.size(); ++i) {
+    const int layer = downward ? layers.last - 1 - i : layers.first + i;
+    const double ms = cost_of(Range{layer, layer + 1});
+    if (stages.empty() || filled_ms + ms > limit_ms) {
+      stages.push_back({layer, layer + 1});
+      filled_ms = ms;
+    } else {
+      (downward ? stages.back().first : stages.back().last) = downward ? layer : layer + 1;
+      filled_ms += ms;
+    }
+  }
+  return stages;
+}
+
+template <typename CostOf>
+double limit_of(Range layers, int min_stages, double threshold, CostOf cost_of) {
+  double longest = 0, total = 0;
+  for (int layer = layers.first; layer < layers.last; ++layer) {
+    longest = std::max(longest, cost_of(Range{layer, layer + 1}));
+    total += cost_of(Range{layer, layer + 1});
+  }
+  return threshold * std::max(longest, total / min_stages) * (1 + 1e-9);
+}
+
+}  // namespace
+
+Stages greedy_stages(const LayerCosts& costs, int devices, const PlannerOptions& options) {
+  const CostSums sums(costs, options.first_backward_layer);
+  const int min_stages = options.min_stages > 0 ? options.min_stages : devices;
+  Stages stages;
+  Range forward{0, sums.layers()};
+  if (options.mode != PlanMode::kInference) {
+    const auto cost = [&](Range layers) { return sums.recompute_ms(layers) + sums.backward_ms(layers); };
+    const bool fused = options.mode == PlanMode::kFused;
+    const int first = fused ? std::min(options.first_backward_layer, sums.layers() - 1) : options.first_backward_layer;
+    const Range trained{first, sums.layers()};
+    stages.backward = fill(trained, true, limit_of(trained, min_stages, options.upper_threshold, cost), cost);
+    if (fused) forward.last = stages.backward.front().first;
+  }
+  const auto cost = [&](Range layers) { return sums.forward_ms(layers); };
+  stages.forward = fill(forward, false, limit_of(forward, min_stages, options.upper_threshold, cost), cost);
+  return stages;
+}
+
+}  // namespace roundpipe::schedule

@@ -1,0 +1,160 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <vector>
+
+#include <roundpipe/schedule/costs.h>
+#include <roundpipe/schedule/plan.h>
+
+namespace roundpipe::schedule {
+
+// What a run of a plan waits for, besides its devices.
+struct TimingRules {
+  // Step s reads weights with the updates of steps up to s - 2 (asynchronous) or s - 1 (synchronous).
+  bool asynchronous = true;
+  // Every value goes through the host, so that one which stays on its device hops, too.
+  bool hop_on_same_device = false;
+  // The published simulator's rule: the forward of a fused job does not wait for its input, only the backward does.
+  bool early_fused_forward = false;
+  // A backward recomputes only once its gradient is there, as in the schedules of other systems.
+  bool late_recompute = false;
+};
+
+// The clock of a pipeline: computes when each microbatch of each job runs, job by job, with compute times and a fixed
+// latency for values that change device. Transfers, bandwidths, memory and updates take no time.
+//
+// - A device runs its jobs in the order in which they are given, microbatch by microbatch; its speed divides times.
+// - A backward microbatch first recomputes its forward, for which it waits for the stage's input but not for the
+//   gradient. A fused one runs forward and backward and recomputes nothing.
+// - In a train plan the loss takes no time, and no backward job starts before the last output.
+// - A forward or fused job waits until the step it reads weights from has every gradient of its trainable layers.
+class Progress {
+ public:
+  // One microbatch of one job: busy from start_ms to end_ms, recompute_ms of it at the start.
+  struct Visit {
+    int microbatch;
+    double start_ms;
+    double end_ms;
+    double recompute_ms;
+  };
+
+  // `shape` gives the sizes and the stages of every step that will run; devices in it are not read.
+  Progress(const Plan& shape, const LayerCosts& costs, const Cluster& cluster, TimingRules rules);
+
+  // Runs `job` of `step` on `device` and calls `visit` for each microbatch; when it ends.
+  // REQUIRES: jobs come by ascending step + order, of at most two steps at a time.
+  template <typename Visitor>
+  double run(const Job& job, int device, int step, Visitor visit) {
+    return pass(job, device, step, visit, /*keep=*/true);
+  }
+
+  // When the job would end on that device.
+  double peek(const Job& job, int device, int step) {
+    return pass(job, device, step, [](const Visit&) {}, /*keep=*/false);
+  }
+
+  double free_ms(int device) const { return free_ms_[static_cast<std::size_t>(device)]; }
+  // One microbatch of the job on a device of speed 1.
+  double work_ms(const Job& job) const;
+  const CostSums& sums() const { return sums_; }
+
+ private:
+  // What one step has produced so far. Tables are [boundary][microbatch]; boundary l lies below layer l.
+  struct Step {
+    int number = -1;
+    double outputs_ms = 0;  // when the last output was there
+    std::vector<double> value_ms, gradient_ms;
+    std::vector<int> value_device, gradient_device;
+    std::vector<double> landed_ms;  // [layer]
+  };
+  static constexpr int kLive = 4;
+
+  Step& step_at(int number);
+  std::size_t at(int boundary, int microbatch) const {
+    return static_cast<std::size_t>(boundary) * microbatches_ + static_cast<std::size_t>(microbatch);
+  }
+  double hop_ms(int from, int to) const { return from == to && !rules_.hop_on_same_device ? 0 : hop_ms_; }
+
+  template <typename Visitor>
+  double pass(const Job& job, int device, int step, Visitor visit, bool keep);
+
+  const CostSums sums_;
+  const TimingRules rules_;
+  const PlanMode mode_;
+  const int layers_;
+  const std::size_t microbatches_;
+  const int first_backward_layer_;
+  const double hop_ms_;
+  std::vector<double> speed_;
+  std::vector<char> read_boundary_;  // some job starts there
+  std::vector<double> free_ms_;
+  std::array<Step, kLive> steps_;
+};
+
+template <typename Visitor>
+double Progress::pass(const Job& job, int device, int number, Visitor visit, bool keep) {
+  const double speed = speed_[static_cast<std::size_t>(device)];
+  const bool backward = job.phase == Phase::kBackward, fused = job.phase == Phase::kFused;
+  const double forward_ms = (backward ? sums_.recompute_ms(job.layers) : sums_.forward_ms(job.layers)) / speed;
+  const double backward_ms = job.phase == Phase::kForward ? 0 : sums_.backward_ms(job.layers) / speed;
+  Step& now = step_at(number);
+  double clock = free_ms_[static_cast<std::size_t>(device)];
+  const int staleness = rules_.asynchronous ? 2 : 1;
+  if (!backward && number >= staleness) {
+    const Step& before = step_at(number - staleness);
+    for (int layer = std::max(job.layers.first, first_backward_layer_); layer < job.layers.last; ++layer)
+      clock = std::max(clock, before.landed_ms[static_cast<std::size_t>(layer)]);
+  }
+  const bool outside_loss = backward && mode_ == PlanMode::kTrain;
+  if (outside_loss) clock = std::max(clock, now.outputs_ms);
+  for (int m = job.microbatches.first; m < job.microbatches.last; ++m) {
+    double input_ms = 0, gradient_ms = 0;
+    if (job.layers.first > 0) {
+      const std::size_t from = at(job.layers.first, m);
+      input_ms = now.value_ms[from] + hop_ms(now.value_device[from], device);
+    }
+    if (backward && job.layers.last < layers_) {
+      const std::size_t from = at(job.layers.last, m);
+      gradient_ms = now.gradient_ms[from] + hop_ms(now.gradient_device[from], device);
+    } else if (outside_loss) {
+      gradient_ms = now.outputs_ms + hop_ms_;
+    }
+    double start_ms;
+    // Recompute as late as the gradient allows: the visit stays in one piece and nothing ends later.
+    if (fused && rules_.early_fused_forward) {
+      start_ms = std::max(clock, input_ms - forward_ms);
+    } else {
+      start_ms = std::max({clock, input_ms, gradient_ms - (rules_.late_recompute ? 0 : forward_ms)});
+    }
+    clock = start_ms + forward_ms + backward_ms;
+    if (!keep) continue;
+    const bool early = backward || (fused && rules_.early_fused_forward);
+    visit(Visit{m, start_ms, clock, early ? forward_ms : 0});
+    if (!backward) {
+      for (int boundary = job.layers.first + 1; boundary <= job.layers.last; ++boundary) {
+        if (!read_boundary_[static_cast<std::size_t>(boundary)]) continue;
+        now.value_ms[at(boundary, m)] = clock;
+        now.value_device[at(boundary, m)] = device;
+      }
+      if (job.layers.last == layers_) now.outputs_ms = std::max(now.outputs_ms, clock);
+    }
+    if (job.phase != Phase::kForward) {
+      now.gradient_ms[at(job.layers.first, m)] = clock;
+      now.gradient_device[at(job.layers.first, m)] = device;
+    }
+  }
+  if (keep) {
+    if (job.phase != Phase::kForward) {
+      for (int layer = job.layers.first; layer < job.layers.last; ++layer) {
+        double& landed_ms = now.landed_ms[static_cast<std::size_t>(layer)];
+        landed_ms = std::max(landed_ms, clock);
+      }
+    }
+    free_ms_[static_cast<std::size_t>(device)] = clock;
+  }
+  return clock;
+}
+
+}  // namespace roundpipe::schedule

@@ -1,0 +1,523 @@
+#include <roundpipe/schedule/search.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <random>
+#include <stdexcept>
+#include <tuple>
+
+namespace roundpipe::schedule {
+
+namespace {
+
+constexpr int kRatedSteps = 15;
+constexpr int kFinalSteps = 193;
+// Annealing takes a step that is this much slower, as a part, once in e times, at first; and goes back to the best
+// cut after so many tries without a better one.
+constexpr double kTemperature = 0.001;
+constexpr int kPatience = 300;
+constexpr std::size_t kDescents = 12;
+constexpr std::size_t kRounds = 8;       // annealing starts from so many descents
+constexpr double kDescentShare = 0.15;  // of the effort
+// A synchronous search under a looser traffic limit first looks under this one, with a part of its effort: from there
+// better plans are found than from more traffic.
+constexpr double kLittleTraffic = 1.25;
+constexpr double kLittleTrafficShare = 0.2;
+constexpr std::array kInterleaves = {1.0, 1.25, 1.5, 1.6, 1.75};
+constexpr double kMostInterleave = 1.85;  // near 2, every step waits for the one before
+
+// Replicas of the first forward and the last backward stages, for eight devices.
+const std::vector<std::vector<int>> kHeads = {{},           {2},          {3, 2},       {4, 2},         {6, 3},
+                                              {6, 3, 2},    {8, 4, 2},    {7, 5, 3, 2}, {8, 6, 5, 4, 3, 2}};
+const std::vector<std::vector<int>> kTails = {{},        {2},          {8},             {4, 8},         {2, 4, 8},
+                                              {4, 8, 8}, {4, 6, 6, 7}, {2, 3, 5, 7, 8}, {2, 4, 6, 7, 7, 8}};
+
+// The numbers that describe a cut made of exact partitions.
+enum Coordinate { kFused, kFusedReplicas, kHeadOnes, kForward, kTailOnes, kBackward, kHead, kTail, kInterleave, kCount };
+using Shape = std::array<int, kCount>;
+
+class Search {
+ public:
+  Search(const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options)
+      : costs_(costs),
+        cluster_(cluster),
+        options_(options),
+        sums_(costs, options.plan.first_backward_layer),
+        layers_(sums_.layers()),
+        devices_(static_cast<int>(cluster.devices.size())),
+        random_(options.seed) {
+    for (const DeviceSpec& device : cluster.devices) {
+      if (device.memory_bytes == 0) {
+        room_bytes_ = 0;
+        break;
+      }
+      room_bytes_ = std::max(room_bytes_, device.memory_bytes);
+    }
+    check_layers();
+  }
+
+  std::vector<PlanChoice> run() {
+    consider(single_layers());
+    consider(limited(to_cut(greedy_stages(costs_, devices_, options_.plan))));
+    consider(limited(to_cut(choose_stages(costs_, devices_, balanced_options()))));
+    look_under_little_traffic();
+    descend();
+    anneal();
+    return finish();
+  }
+
+ private:
+  PlannerOptions balanced_options() const {
+    PlannerOptions options = options_.plan;
+    options.max_stage_bytes = 0;
+    return options;
+  }
+
+  // Every layer by itself: fits wherever anything does.
+  Cut single_layers() const {
+    Cut cut;
+    const int end = has_fused() ? layers_ - 1 : layers_;
+    for (int layer = 0; layer < end; ++layer) cut.forward.push_back({{layer, layer + 1}, 1});
+    if (has_fused()) cut.backward.push_back({{end, layers_}, 1});
+    for (int layer = end - 1; trains() && layer >= options_.plan.first_backward_layer; --layer)
+      cut.backward.push_back({{layer, layer + 1}, 1});
+    return cut;
+  }
+
+  // With no more layers in the fused stage than allowed; the others go forward and backward on their own.
+  Cut limited(Cut cut) const {
+    if (!has_fused()) return cut;
+    const Range fused = cut.backward.front().layers;
+    const int first = std::max(fused.first, layers_ - options_.max_fused_layers);
+    if (first == fused.first) return cut;
+    cut.backward.front().layers.first = first;
+    cut.forward.push_back({{fused.first, first}, 1});
+    const int lowest = std::max(fused.first, options_.plan.first_backward_layer);
+    if (lowest < first) cut.backward.insert(cut.backward.begin() + 1, {{lowest, first}, 1});
+    return cut;
+  }
+
+  bool trains() const { return options_.plan.mode != PlanMode::kInference; }
+  bool has_fused() const { return options_.plan.mode == PlanMode::kFused; }
+
+  bool overlaps() const { return options_.rules.asynchronous && options_.interleave && has_fused(); }
+
+  bool fits(Range layers, bool backward) const {
+    return room_bytes_ == 0 || sums_.visit_bytes(layers, backward, layers.size() == 1) <= room_bytes_;
+  }
+
+  void check_layers() const {
+    for (int layer = 0; layer < layers_; ++layer) {
+      const bool backward = trains() && layer >= options_.plan.first_backward_layer;
+      if (fits({layer, layer + 1}, backward)) continue;
+      throw std::invalid_argument("[plan] costs[" + std::to_string(layer) + "] needs " +
+                                  std::to_string(sums_.visit_bytes({layer, layer + 1}, backward, true)) +
+                                  " bytes on a device, expected at most the largest device's " +
+                                  std::to_string(room_bytes_) + "; split the layer or use fewer samples a microbatch");
+    }
+  }
+
+  void look_under_little_traffic() {
+    const bool loose = options_.max_traffic == 0 || options_.max_traffic > kLittleTraffic;
+    if (options_.rules.asynchronous || !options_.replicas || !trains() || !loose) return;
+    SearchOptions options = options_;
+    options.max_traffic = kLittleTraffic;
+    options.effort = static_cast<std::int64_t>(kLittleTrafficShare * static_cast<double>(options_.effort));
+    Search inner(costs_, cluster_, options);
+    for (const PlanChoice& choice : inner.run()) {
+      const double ms = consider(choice.cut);
+      if (std::isfinite(ms)) descended_.emplace_back(ms, choice.cut);
+    }
+    descended_.resize(std::min<std::size_t>(descended_.size(), 1));
+    spent_ += inner.spent_;
+  }
+
+  // --- rating ---
+
+  // Milliseconds a step; infinite for a cut that is not allowed. Remembers the best.
+  double consider(const Cut& cut) {
+    for (std::size_t i = 0; i < cut.forward.size() + cut.backward.size(); ++i) {
+      const bool forward = i < cut.forward.size();
+      const CutStage& stage = forward ? cut.forward[i] : cut.backward[i - cut.forward.size()];
+      if (!fits(stage.layers, !forward)) {
+        memory_binds_ = true;
+        return std::numeric_limits<double>::infinity();
+      }
+    }
+    Plan recipe = to_recipe(cut, sums_, devices_, options_.plan);
+    const double traffic = traffic_ratio(recipe, sums_);
+    if (options_.max_traffic > 0 && traffic > options_.max_traffic + 1e-9) {
+      traffic_binds_ = true;
+      return std::numeric_limits<double>::infinity();
+    }
+    const int steps = options_.rules.asynchronous ? kRatedSteps : 1;
+    for (const Job& job : recipe.jobs) spent_ += static_cast<std::int64_t>(steps + 1) * (job.microbatches.size() + 2);
+    const Rating rating = rate(recipe, costs_, cluster_, options_.rules, steps);
+    keep({cut, std::move(recipe), rating, traffic, {}});
+    return rating.step_ms;
+  }
+
+  void keep(PlanChoice choice) {
+    for (const PlanChoice& known : best_) {
+      if (known.cut == choice.cut) return;
+    }
+    const auto place = std::ranges::upper_bound(best_, choice.rating.step_ms, {},
+                                                [](const PlanChoice& known) { return known.rating.step_ms; });
+    if (place - best_.begin() >= options_.finalists) return;
+    best_.insert(place, std::move(choice));
+    if (static_cast<int>(best_.size()) > options_.finalists) best_.pop_back();
+  }
+
+  bool has_effort(double share) const {
+    return static_cast<double>(spent_) < share * static_cast<double>(options_.effort);
+  }
+
+  // --- shapes ---
+
+  PartitionTable& table(Range layers, bool backward) {
+    const auto key = std::make_tuple(layers.first, layers.last, backward);
+    const auto found = tables_.find(key);
+    if (found != tables_.end()) return found->second;
+    spent_ += layers.size() * layers.size();
+    return tables_.emplace(key, PartitionTable(sums_, layers, backward, room_bytes_)).first->second;
+  }
+
+  int scaled(int replicas) const {
+    const int most = std::min(devices_, options_.plan.microbatches);
+    return std::clamp(static_cast<int>(std::lround(replicas * devices_ / 8.0)), 1, std::max(1, most));
+  }
+
+  // Nothing for a shape that has no cut.
+  std::optional<Cut> build(const Shape& shape) {
+    const int fused = has_fused() ? shape[kFused] : 0;
+    if (has_fused() && (fused < 1 || fused > std::min(layers_, std::max(1, options_.max_fused_layers))))
+      return std::nullopt;
+    const int end = layers_ - fused;
+    Cut cut;
+    cut.interleave = kInterleaves[static_cast<std::size_t>(shape[kInterleave])];
+    if (end > 0) {
+      const int ones = shape[kHeadOnes];
+      if (ones < 0 || ones > end || (ones == end) != (shape[kForward] == 0)) return std::nullopt;
+      for (int layer = 0; layer < ones; ++layer) cut.forward.push_back({{layer, layer + 1}, 1});
+      if (ones < end) {
+        const std::vector<Range> rest = table({ones, end}, false).cut(shape[kForward]);
+        if (rest.empty()) return std::nullopt;
+        for (const Range& layers : rest) cut.forward.push_back({layers, 1});
+      }
+      const std::vector<int>& head = kHeads[static_cast<std::size_t>(shape[kHead])];
+      for (std::size_t i = 0; i < std::min(head.size(), cut.forward.size()); ++i)
+        cut.forward[i].replicas = scaled(head[i]);
+    }
+    if (!trains()) return cut;
+    if (fused > 0) cut.backward.push_back({{end, layers_}, std::max(1, shape[kFusedReplicas])});
+    const int lowest = options_.plan.first_backward_layer;
+    if (lowest < end) {
+      const int ones = shape[kTailOnes], first = lowest + ones;
+      if (ones < 0 || first > end || (first == end) != (shape[kBackward] == 0)) return std::nullopt;
+      if (first < end) {
+        const std::vector<Range> rest = table({first, end}, true).cut(shape[kBackward]);
+        if (rest.empty()) return std::nullopt;
+        for (auto layers = rest.rbegin(); layers != rest.rend(); ++layers) cut.backward.push_back({*layers, 1});
+      }
+      for (int layer = first - 1; layer >= lowest; --layer) cut.backward.push_back({{layer, layer + 1}, 1});
+      const std::vector<int>& tail = kTails[static_cast<std::size_t>(shape[kTail])];
+      const std::size_t count = std::min(tail.size(), cut.backward.size() - (fused > 0 ? 1 : 0));
+      for (std::size_t i = 0; i < count; ++i)
+        cut.backward[cut.backward.size() - count + i].replicas = scaled(tail[tail.size() - count + i]);
+    }
+    return cut;
+  }
+
+  double consider(const Shape& shape) {
+    const auto known = rated_.find(shape);
+    if (known != rated_.end()) return known->second;
+    const std::optional<Cut> cut = build(shape);
+    return rated_[shape] = cut ? consider(*cut) : std::numeric_limits<double>::infinity();
+  }
+
+  // What a coordinate may become, from where it stands.
+  std::vector<int> choices(const Shape& shape, int coordinate) const {
+    const auto window = [&](int lowest, int highest) {
+      std::vector<int> values;
+      const int at = shape[static_cast<std::size_t>(coordinate)];
+      for (int value = std::max(lowest, at - 6); value <= std::min(highest, at + 6); ++value) values.push_back(value);
+      return values;
+    };
+    const auto all = [](std::size_t count) {
+      std::vector<int> values;
+      for (std::size_t i = 0; i < count; ++i) values.push_back(static_cast<int>(i));
+      return values;
+    };
+    const int most = std::min(devices_, options_.plan.microbatches);
+    switch (coordinate) {
+      case kFused:
+        return has_fused() ? window(1, std::min(layers_, options_.max_fused_layers)) : std::vector<int>{};
+      case kFusedReplicas:
+        return has_fused() && options_.replicas ? window(1, most) : std::vector<int>{};
+      case kHeadOnes:
+      case kForward:
+        return window(0, layers_);
+      case kTailOnes:
+      case kBackward:
+        return trains() ? window(0, layers_) : std::vector<int>{};
+      case kHead:
+        return options_.replicas && most > 1 ? all(kHeads.size()) : std::vector<int>{};
+      case kTail:
+        return options_.replicas && most > 1 && trains() ? all(kTails.size()) : std::vector<int>{};
+      case kInterleave:
+        return overlaps() ? all(kInterleaves.size()) : std::vector<int>{};
+      default:
+        return {};
+    }
+  }
+
+  std::vector<Shape> starts() const {
+    const int n = devices_;
+    const int fused = has_fused() ? 1 : 0;
+    const int forward = layers_ - fused, backward = std::max(0, forward - options_.plan.first_backward_layer);
+    std::vector<Shape> shapes;
+    for (const int f : {n, 2 * n, forward, (n + 1) / 2, 3 * n}) {
+      for (const int b : {backward, 2 * n, 3 * n, n}) {
+        for (const int replicas : {1, std::max(1, n - 1)}) {
+          Shape shape{};
+          shape[kFused] = 1;
+          shape[kFusedReplicas] = options_.replicas ? std::min(replicas, options_.plan.microbatches) : 1;
+          shape[kForward] = std::min(f, forward);
+          shape[kBackward] = std::min(b, backward);
+          shapes.push_back(shape);
+        }
+      }
+    }
+    if (options_.replicas && !options_.rules.asynchronous) {
+      // What fills and drains a step by itself: one-layer stages at the ends, shared by many devices.
+      for (const int tail : {4, 7, 8}) {
+        for (const int head : {4, 5, 8}) {
+          for (const int replicas : {1, std::max(1, n / 2 + 1)}) {
+            Shape shape{};
+            shape[kFused] = 1;
+            shape[kFusedReplicas] = std::min(replicas, options_.plan.microbatches);
+            shape[kHeadOnes] = std::min(2 * n, forward);
+            shape[kForward] = (forward - shape[kHeadOnes] + 1) / 2;
+            shape[kBackward] = backward;
+            shape[kHead] = head;
+            shape[kTail] = tail;
+            shapes.push_back(shape);
+          }
+        }
+      }
+    }
+    return shapes;
+  }
+
+  void descend() {
+    std::vector<std::pair<double, Shape>> ranked;
+    const double already = static_cast<double>(spent_) / static_cast<double>(std::max<std::int64_t>(1, options_.effort));
+    for (const Shape& shape : starts()) {
+      const double ms = consider(shape);
+      if (std::isfinite(ms)) ranked.emplace_back(ms, shape);
+      if (!has_effort(0.05 + already)) break;
+    }
+    std::ranges::sort(ranked);
+    const std::size_t count = std::min<std::size_t>(kDescents, ranked.size());
+    const double first = static_cast<double>(spent_) / static_cast<double>(std::max<std::int64_t>(1, options_.effort));
+    for (std::size_t start = 0; start < count; ++start) {
+      auto [ms, shape] = ranked[start];
+      for (bool better = true; better && has_effort(first + (kDescentShare - 0.05) * static_cast<double>(start + 1) / static_cast<double>(count));) {
+        better = false;
+        for (int coordinate = 0; coordinate < kCount; ++coordinate) {
+          for (const int value : choices(shape, coordinate)) {
+            Shape other = shape;
+            other[static_cast<std::size_t>(coordinate)] = value;
+            better |= take(other, ms, shape);
+            // Stages of one layer come out of the others' number, or one too many is left.
+            const int pair = coordinate == kHeadOnes ? kForward : coordinate == kTailOnes ? kBackward : -1;
+            if (pair < 0) continue;
+            const auto p = static_cast<std::size_t>(pair), c = static_cast<std::size_t>(coordinate);
+            other[p] = std::max(0, shape[p] - (value - shape[c]));
+            better |= take(other, ms, shape);
+          }
+        }
+      }
+      if (const std::optional<Cut> cut = build(shape)) descended_.emplace_back(ms, *cut);
+    }
+  }
+
+  bool take(const Shape& other, double& ms, Shape& shape) {
+    const double other_ms = consider(other);
+    if (!(other_ms < ms * (1 - 1e-9))) return false;
+    ms = other_ms;
+    shape = other;
+    return true;
+  }
+
+  // --- annealing ---
+
+  int below(std::size_t count) { return static_cast<int>(random_() % static_cast<unsigned>(count)); }
+
+  // A cut that differs in a stage or a few; nothing if a move is not possible.
+  std::optional<Cut> neighbour(const Cut& from) {
+    std::optional<Cut> cut = from;
+    for (int moves = 1 + below(3); cut && moves > 0; --moves) cut = moved(std::move(*cut));
+    return cut;
+  }
+
+  std::optional<Cut> moved(Cut cut) {
+    if (overlaps() && below(10) == 0) {
+      cut.interleave = std::clamp(cut.interleave + 0.05 * (below(5) - 2), 1.0, kMostInterleave);
+      return cut;
+    }
+    const bool forward = trains() ? below(2) == 0 : true;
+    std::vector<CutStage>& stages = forward ? cut.forward : cut.backward;
+    // The fused stage keeps its layers.
+    const std::size_t fixed = !forward && has_fused() ? 1 : 0;
+    if (stages.size() <= fixed) return std::nullopt;
+    const std::size_t i = fixed + static_cast<std::size_t>(below(stages.size() - fixed));
+    const int move = below(options_.replicas ? 12 : 7);
+    if (move < 5) {  // a layer to the neighbour
+      if (i + 1 >= stages.size()) return std::nullopt;
+      CutStage& low = forward ? stages[i] : stages[i + 1];
+      CutStage& high = forward ? stages[i + 1] : stages[i];
+      const int by = below(2) == 0 ? 1 : -1;
+      low.layers.last += by;
+      high.layers.first += by;
+      if (low.layers.size() < 1 || high.layers.size() < 1) return std::nullopt;
+    } else if (move == 5) {  // split
+      const Range layers = stages[i].layers;
+      if (layers.size() < 2) return std::nullopt;
+      const int middle = layers.first + 1 + below(static_cast<std::size_t>(layers.size() - 1));
+      const Range lower{layers.first, middle}, upper{middle, layers.last};
+      stages[i].layers = forward ? lower : upper;
+      stages.insert(stages.begin() + static_cast<std::ptrdiff_t>(i) + 1, {forward ? upper : lower, stages[i].replicas});
+    } else if (move == 6) {  // merge
+      if (i + 1 >= stages.size()) return std::nullopt;
+      Range& layers = stages[i].layers;
+      const Range next = stages[i + 1].layers;
+      layers = {std::min(layers.first, next.first), std::max(layers.last, next.last)};
+      stages.erase(stages.begin() + static_cast<std::ptrdiff_t>(i) + 1);
+    } else {  // replicas
+      // They pay at the ends of a step: near the first forward and the last backward stage, and in the fused stage.
+      std::size_t any = static_cast<std::size_t>(below(stages.size()));
+      if (below(4) > 0) {
+        const std::size_t near = static_cast<std::size_t>(below(std::min<std::size_t>(stages.size(), 10)));
+        any = forward ? near : below(6) == 0 ? 0 : stages.size() - 1 - near;
+      }
+      const int most = std::min(devices_, options_.plan.microbatches);
+      stages[any].replicas = 1 + below(static_cast<std::size_t>(most));
+    }
+    return cut;
+  }
+
+  // From the result of each descent, best first, and in the end from the best of all.
+  void anneal() {
+    std::ranges::stable_sort(descended_, {}, [](const auto& result) { return result.first; });
+    const std::size_t rounds = std::min<std::size_t>(kRounds, descended_.size());
+    const double begin = static_cast<double>(spent_) / static_cast<double>(std::max<std::int64_t>(1, options_.effort));
+    for (std::size_t round = 0; round < rounds; ++round) {
+      const double share = begin + (1 - begin) * static_cast<double>(round + 1) / static_cast<double>(rounds + 1);
+      anneal(descended_[round].second, descended_[round].first, share);
+    }
+    if (!best_.empty()) anneal(best_.front().cut, best_.front().rating.step_ms, 1);
+  }
+
+  // Until that share of the effort is spent.
+  void anneal(const Cut& from, double from_ms, double share) {
+    Cut at = from, best = from;
+    double at_ms = from_ms, best_ms = from_ms;
+    const double begin = static_cast<double>(spent_), end = share * static_cast<double>(options_.effort);
+    int since_best = 0;
+    // A few tries without a clocked plan cost almost nothing; bounded all the same.
+    for (int tries = 0; tries < 100'000 && has_effort(share); ++tries) {
+      const double left = 1 - (static_cast<double>(spent_) - begin) / std::max(1.0, end - begin);
+      const std::optional<Cut> other = neighbour(at);
+      spent_ += 4;
+      if (!other) continue;
+      const double ms = consider(*other);
+      const double worse = (ms - at_ms) / at_ms;
+      const double temperature = kTemperature * left;
+      const double chance = static_cast<double>(random_()) / static_cast<double>(random_.max());
+      if (worse <= 0 || (std::isfinite(worse) && temperature > 0 && chance < std::exp(-worse / temperature))) {
+        at = *other;
+        at_ms = ms;
+      }
+      ++since_best;
+      if (ms < best_ms) {
+        best = *other;
+        best_ms = ms;
+        since_best = 0;
+      }
+      if (since_best > kPatience) {
+        at = best;
+        at_ms = best_ms;
+        since_best = 0;
+      }
+    }
+  }
+
+  std::vector<PlanChoice> finish() {
+    if (best_.empty()) {
+      throw std::invalid_argument(traffic_binds_
+                                      ? "[plan] max_traffic is " + std::to_string(options_.max_traffic) +
+                                            ", expected at least what one visit to each stage takes; raise it"
+                                      : std::string("[plan] no plan fits the devices' memory; use larger devices"));
+    }
+    if (options_.rules.asynchronous) {
+      for (PlanChoice& choice : best_)
+        choice.rating = rate(choice.recipe, costs_, cluster_, options_.rules, kFinalSteps);
+      std::ranges::stable_sort(best_, {}, [](const PlanChoice& choice) { return choice.rating.step_ms; });
+    }
+    for (PlanChoice& choice : best_) {
+      constexpr double kSmall = 0.005;
+      if (choice.rating.bubble < kSmall) {
+        choice.limit = "compute";
+      } else if (traffic_binds_) {
+        choice.limit = "traffic limit";
+      } else if (memory_binds_) {
+        choice.limit = "device memory";
+      } else {
+        choice.limit = options_.rules.asynchronous ? "dependencies" : "fill and drain";
+      }
+    }
+    return std::move(best_);
+  }
+
+  const LayerCosts& costs_;
+  const Cluster& cluster_;
+  const SearchOptions options_;
+  const CostSums sums_;
+  const int layers_;
+  const int devices_;
+  std::int64_t room_bytes_ = 0;  // of the largest device; 0 = no cap
+  std::mt19937 random_;
+  std::map<std::tuple<int, int, bool>, PartitionTable> tables_;
+  std::map<Shape, double> rated_;
+  std::vector<PlanChoice> best_;  // best first
+  std::vector<std::pair<double, Cut>> descended_;
+  std::int64_t spent_ = 0;
+  bool traffic_binds_ = false;
+  bool memory_binds_ = false;
+};
+
+}  // namespace
+
+std::vector<PlanChoice> search(const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options) {
+  validate(costs);
+  validate(cluster);
+  const auto require = [](bool ok, const std::string& what) {
+    if (!ok) throw std::invalid_argument("[plan] " + what);
+  };
+  require(options.plan.microbatches >= 1,
+          "microbatches is " + std::to_string(options.plan.microbatches) + ", expected at least 1");
+  require(options.max_traffic >= 0 && std::isfinite(options.max_traffic),
+          "max_traffic is " + std::to_string(options.max_traffic) + ", expected 0 (no limit) or more");
+  require(options.max_fused_layers >= 1, "max_fused_layers is less than 1, expected at least the last layer");
+  require(options.effort >= 0 && options.finalists >= 1, "effort or finalists is too small");
+  require(options.plan.first_backward_layer >= 0 &&
+              options.plan.first_backward_layer <= static_cast<int>(costs.size()),
+          "first_backward_layer is " + std::to_string(options.plan.first_backward_layer) + ", expected a layer");
+  return Search(costs, cluster, options).run();
+}
+
+}  // namespace roundpipe::schedule

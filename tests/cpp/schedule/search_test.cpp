@@ -1,0 +1,208 @@
+#include <roundpipe/schedule/search.h>
+
+#include <algorithm>
+#include <functional>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+using namespace roundpipe::schedule;
+
+namespace {
+
+Cluster cluster_of(int devices, double hop_ms = 0) {
+  Cluster cluster;
+  cluster.devices.resize(static_cast<std::size_t>(devices));
+  cluster.hop_latency_ms = hop_ms;
+  return cluster;
+}
+
+SearchOptions options_of(int microbatches, bool asynchronous, std::int64_t effort) {
+  SearchOptions options;
+  options.plan.microbatches = microbatches;
+  options.rules.asynchronous = asynchronous;
+  options.effort = effort;
+  return options;
+}
+
+LayerCosts random_costs(std::mt19937& random, int layers) {
+  LayerCosts costs;
+  for (int layer = 0; layer < layers; ++layer) {
+    const double factor = 0.6 + 0.8 * static_cast<double>(random() % 1000) / 1000;
+    costs.push_back({.forward_ms = 10 * factor, .backward_ms = 22 * factor, .weight_bytes = 1000});
+  }
+  return costs;
+}
+
+// Rates the plan by another way than the search: the simulator's rules written down once more, one device at a time.
+double makespan_ms(const Plan& plan, const LayerCosts& costs, double hop_ms) {
+  const auto at = [&](int boundary, int m) { return static_cast<std::size_t>(boundary * plan.microbatches + m); };
+  const std::size_t cells = static_cast<std::size_t>((plan.layers + 1) * plan.microbatches);
+  std::vector<double> value(cells, 0), gradient(cells, 0), free(static_cast<std::size_t>(plan.devices), 0);
+  std::vector<int> value_device(cells, -1), gradient_device(cells, -1);
+  double end = 0;
+  for (const Job& job : plan.jobs) {
+    double forward = 0, backward = 0;
+    for (int layer = job.layers.first; layer < job.layers.last; ++layer) {
+      forward += costs[static_cast<std::size_t>(layer)].forward_ms;
+      backward += costs[static_cast<std::size_t>(layer)].backward_ms;
+    }
+    double& clock = free[static_cast<std::size_t>(job.device)];
+    for (int m = job.microbatches.first; m < job.microbatches.last; ++m) {
+      double start = clock;
+      if (job.layers.first > 0) {
+        const std::size_t from = at(job.layers.first, m);
+        start = std::max(start, value[from] + (value_device[from] == job.device ? 0 : hop_ms));
+      }
+      if (job.phase == Phase::kBackward) {
+        const std::size_t from = at(job.layers.last, m);
+        start = std::max(start, gradient[from] + (gradient_device[from] == job.device ? 0 : hop_ms) - forward);
+      }
+      clock = start + forward + (job.phase == Phase::kForward ? 0 : backward);
+      for (int boundary = job.layers.first + 1; job.phase != Phase::kBackward && boundary <= job.layers.last;
+           ++boundary) {
+        value[at(boundary, m)] = clock;
+        value_device[at(boundary, m)] = job.device;
+      }
+      if (job.phase != Phase::kForward) {
+        gradient[at(job.layers.first, m)] = clock;
+        gradient_device[at(job.layers.first, m)] = job.device;
+      }
+      end = std::max(end, clock);
+    }
+  }
+  return end;
+}
+
+}  // namespace
+
+TEST_CASE("search: every plan is valid, keeps its limits and is predicted right") {
+  std::mt19937 random(11);
+  for (int round = 0; round < 150; ++round) {
+    const int layers = 1 + static_cast<int>(random() % (round % 10 == 0 ? 128 : 24));
+    const int devices = 1 + static_cast<int>(random() % 16);
+    LayerCosts costs = random_costs(random, layers);
+    Cluster cluster = cluster_of(devices, static_cast<double>(random() % 3));
+    if (random() % 3 == 0) {
+      for (DeviceSpec& device : cluster.devices) device.memory_bytes = 5000 + static_cast<std::int64_t>(random() % 9000);
+    }
+    SearchOptions options = options_of(1 + static_cast<int>(random() % 64), random() % 2 == 0, 200'000);
+    options.plan.mode = std::vector{PlanMode::kInference, PlanMode::kTrain, PlanMode::kFused}[random() % 3];
+    options.plan.first_backward_layer = static_cast<int>(random() % 4 == 0 ? random() % static_cast<unsigned>(layers) : 0);
+    options.replicas = random() % 2 == 0;
+    options.max_fused_layers = 1 + static_cast<int>(random() % 4);
+    options.max_traffic = random() % 2 == 0 ? 0 : 1.25;
+    const std::vector<PlanChoice> choices = search(costs, cluster, options);
+    REQUIRE(!choices.empty());
+    const CostSums sums(costs, options.plan.first_backward_layer);
+    for (const PlanChoice& choice : choices) {
+      REQUIRE_NOTHROW(validate(choice.recipe, options.plan.mode));
+      REQUIRE(choice.rating.step_ms >= choices.front().rating.step_ms);
+      REQUIRE(choice.traffic == doctest::Approx(traffic_ratio(choice.recipe, sums)));
+      if (options.max_traffic > 0) REQUIRE(choice.traffic <= options.max_traffic + 1e-6);
+      for (const Job& job : choice.recipe.jobs) {
+        if (!options.replicas) REQUIRE(job.microbatches.size() == options.plan.microbatches);
+        if (job.phase == Phase::kFused) REQUIRE(job.layers.size() <= options.max_fused_layers);
+      }
+    }
+    Placer placer(choices.front().recipe, costs, cluster, options.rules);
+    for (int step = 0; step < 3; ++step) REQUIRE_NOTHROW(validate(placer.next(), options.plan.mode));
+    const std::vector<PlanChoice> again = search(costs, cluster, options);
+    REQUIRE(again.front().recipe == choices.front().recipe);
+  }
+}
+
+TEST_CASE("search: the predicted synchronous step is what the plan takes") {
+  std::mt19937 random(12);
+  for (int round = 0; round < 60; ++round) {
+    const LayerCosts costs = random_costs(random, 2 + static_cast<int>(random() % 20));
+    const double hop_ms = static_cast<double>(random() % 3);
+    const Cluster cluster = cluster_of(1 + static_cast<int>(random() % 8), hop_ms);
+    const SearchOptions options = options_of(1 + static_cast<int>(random() % 16), false, 200'000);
+    const PlanChoice best = search(costs, cluster, options).front();
+    Placer placer(best.recipe, costs, cluster, options.rules);
+    REQUIRE(makespan_ms(placer.next(), costs, hop_ms) == doctest::Approx(best.rating.step_ms));
+  }
+}
+
+TEST_CASE("search: never worse than the greedy plan, on uneven layers of many sizes") {
+  std::mt19937 random(13);
+  for (int round = 0; round < 60; ++round) {
+    const LayerCosts costs = random_costs(random, 8 + static_cast<int>(random() % 40));
+    const Cluster cluster = cluster_of(2 + static_cast<int>(random() % 7), 1);
+    SearchOptions options = options_of(2 + static_cast<int>(random() % 15), random() % 2 == 0, 300'000);
+    options.max_fused_layers = static_cast<int>(costs.size());
+    const CostSums sums(costs);
+    const int devices = static_cast<int>(cluster.devices.size());
+    const Plan greedy = to_recipe(to_cut(greedy_stages(costs, devices, options.plan)), sums, devices, options.plan);
+    const double greedy_ms = rate(greedy, costs, cluster, options.rules, 97).step_ms;
+    REQUIRE(search(costs, cluster, options).front().rating.step_ms <= greedy_ms * (1 + 1e-9));
+  }
+}
+
+TEST_CASE("search: tiny cases against every plan without replicas") {
+  std::mt19937 random(14);
+  for (int round = 0; round < 40; ++round) {
+    const int layers = 2 + static_cast<int>(random() % 4), devices = 1 + static_cast<int>(random() % 3);
+    const LayerCosts costs = random_costs(random, layers);
+    const Cluster cluster = cluster_of(devices);
+    SearchOptions options = options_of(1 + static_cast<int>(random() % 4), false, 2'000'000);
+    options.replicas = false;
+    const CostSums sums(costs);
+    double least_ms = 1e300;
+    const auto stages_of = [](int first, int last, unsigned cuts) {
+      std::vector<CutStage> stages{{{first, first + 1}, 1}};
+      for (int layer = first + 1; layer < last; ++layer) {
+        if ((cuts >> (layer - first - 1)) & 1U) {
+          stages.push_back({{layer, layer + 1}, 1});
+        } else {
+          ++stages.back().layers.last;
+        }
+      }
+      return stages;
+    };
+    for (unsigned forward = 0; forward < (1U << (layers - 2)); ++forward) {
+      for (unsigned backward = 0; backward < (1U << (layers - 2)); ++backward) {
+        Cut cut;
+        cut.forward = stages_of(0, layers - 1, forward);
+        cut.backward = stages_of(0, layers - 1, backward);
+        cut.backward.push_back({{layers - 1, layers}, 1});
+        std::ranges::reverse(cut.backward);
+        const Plan recipe = to_recipe(cut, sums, devices, options.plan);
+        least_ms = std::min(least_ms, rate(recipe, costs, cluster, options.rules, 1).step_ms);
+      }
+    }
+    REQUIRE(search(costs, cluster, options).front().rating.step_ms == doctest::Approx(least_ms));
+  }
+}
+
+TEST_CASE("search: devices of unequal speed are used to the sum of their speeds") {
+  const LayerCosts costs(32, {.forward_ms = 10, .backward_ms = 20});
+  Cluster cluster = cluster_of(4, 0.5);
+  cluster.devices[2].speed = cluster.devices[3].speed = 0.5;
+  CHECK(search(costs, cluster, options_of(16, true, 10'000'000)).front().rating.bubble < 0.05);
+}
+
+TEST_CASE("search: bad input") {
+  using doctest::Contains;
+  LayerCosts costs(4, {.forward_ms = 1, .backward_ms = 2, .weight_bytes = 100});
+  Cluster cluster = cluster_of(2);
+  CHECK_THROWS_WITH_AS(search({}, cluster, options_of(4, true, 1000)), Contains("no layers"), std::invalid_argument);
+  CHECK_THROWS_WITH_AS(search(costs, cluster, options_of(0, true, 1000)), Contains("microbatches"),
+                       std::invalid_argument);
+  costs[2].forward_ms = -1;
+  CHECK_THROWS_WITH_AS(search(costs, cluster, options_of(4, true, 1000)), Contains("costs[2].forward_ms"),
+                       std::invalid_argument);
+  costs[2] = costs[0];
+  costs[3].weight_bytes = 5000;
+  cluster.devices[0].memory_bytes = 1000;
+  cluster.devices[1].memory_bytes = 2000;
+  CHECK_THROWS_WITH_AS(search(costs, cluster, options_of(4, true, 1000)), Contains("costs[3] needs 5000 bytes"),
+                       std::invalid_argument);
+  cluster = cluster_of(2);
+  SearchOptions options = options_of(4, true, 1000);
+  options.max_traffic = 0.01;
+  CHECK_THROWS_WITH_AS(search(costs, cluster, options), Contains("max_traffic"), std::invalid_argument);
+}
