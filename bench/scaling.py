@@ -63,9 +63,7 @@ def measure(layers: int, layer_ms: float, devices: int, is_async: bool, steps: i
     plan = model.last_plan()
     costs = [_core.LayerCost(forward_ms=layer_ms, backward_ms=BACKWARD * layer_ms)] * layers
     cluster = _core.Cluster(devices=[(1.0, 0)] * devices)
-    predicted_ms = _core.simulate(
-        [plan] * 8, costs, cluster, _core.TimingRules(asynchronous=is_async)
-    ).steady_step_ms
+    predicted_ms = _core.simulate([plan] * 8, costs, cluster, _core.TimingRules(asynchronous=is_async)).steady_step_ms
     ideal_ms = work_ms(plan, layer_ms) / devices
     return [
         f"{layer_ms:g}",

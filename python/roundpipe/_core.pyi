@@ -1,6 +1,5 @@
 # Types of the C++ engine, see python/src. Not a public interface.
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,6 +38,8 @@ class Range:
 
 class Job:
     @property
+    def order(self) -> float: ...
+    @property
     def phase(self) -> str: ...
     @property
     def layers(self) -> Range: ...
@@ -62,14 +63,113 @@ class Stages:
     backward: list[Range]
     def __init__(self) -> None: ...
 
-def simulate_plan(
-    plan: Plan,
-    forward_ms: list[float],
-    backward_ms: list[float],
-    hop_latency_ms: float = 0.0,
-    steps: int = 1,
-    asynchronous: bool = True,
-) -> dict[str, float]: ...
+class LayerCost:
+    forward_ms: float
+    backward_ms: float
+    recompute_ms: float | None
+    weight_bytes: int
+    gradient_bytes: int
+    activation_bytes: int
+    saved_bytes: int
+    def __init__(
+        self,
+        *,
+        forward_ms: float,
+        backward_ms: float,
+        recompute_ms: float | None = None,
+        weight_bytes: int = 0,
+        gradient_bytes: int = 0,
+        activation_bytes: int = 0,
+        saved_bytes: int = 0,
+    ) -> None: ...
+
+class Cluster:
+    def __init__(
+        self,
+        *,
+        devices: list[tuple[float, int]],
+        link_up_gb_per_s: float = 0.0,
+        link_down_gb_per_s: float = 0.0,
+        host_gb_per_s: float = 0.0,
+        hop_latency_ms: float = 0.0,
+    ) -> None: ...
+    def __len__(self) -> int: ...
+
+class TimingRules:
+    def __init__(
+        self,
+        *,
+        asynchronous: bool = True,
+        hop_on_same_device: bool = False,
+        early_fused_forward: bool = False,
+        late_recompute: bool = False,
+    ) -> None: ...
+
+class PlanChoice:
+    cut: str
+    stages: Stages
+    forward: list[tuple[Range, int]]
+    backward: list[tuple[Range, int]]
+    interleave: float
+    recipe: Plan
+    step_ms: float
+    work_ms: float
+    bubble: float
+    traffic: float
+    limit: str
+
+SEARCH_EFFORT: int
+
+def search(
+    costs: list[LayerCost],
+    cluster: Cluster,
+    *,
+    microbatches: int,
+    mode: PlanMode = ...,
+    rules: TimingRules = ...,
+    first_backward_layer: int = 0,
+    max_traffic: float = 0.0,
+    replicas: bool = True,
+    interleave: bool = True,
+    max_fused_layers: int = 1,
+    effort: int = ...,
+    seed: int = 1,
+) -> list[PlanChoice]: ...
+
+class Placer:
+    def __init__(self, recipe: Plan, costs: list[LayerCost], cluster: Cluster, rules: TimingRules) -> None: ...
+    def next(self) -> Plan: ...
+
+def traffic_ratio(plan: Plan, costs: list[LayerCost]) -> float: ...
+
+class Baseline:
+    ONE_DEVICE: Baseline
+    GPIPE: Baseline
+    ONE_FORWARD_ONE_BACK: Baseline
+    INTERLEAVED: Baseline
+    LOOPED_BFS: Baseline
+    PUBLISHED: Baseline
+
+class BaselineSizes:
+    pipeline: list[int]
+    chunks: list[int]
+    forward: list[int]
+    backward: list[int]
+    def __init__(self) -> None: ...
+
+def default_sizes(costs: list[LayerCost], devices: int) -> BaselineSizes: ...
+def baseline_plan(
+    baseline: Baseline, sizes: BaselineSizes, layers: int, devices: int, microbatches: int, first_device: int = 0
+) -> Plan: ...
+
+class Timeline:
+    makespan_ms: float
+    steady_step_ms: float
+    bubble: float
+    steady_bubble: float
+    def events(self) -> list[tuple[int, int, int, int, str, float, float, float]]: ...
+
+def simulate(plans: list[Plan], costs: list[LayerCost], cluster: Cluster, rules: TimingRules = ...) -> Timeline: ...
 
 class RecomputeGrain:
     STAGE: RecomputeGrain
@@ -90,22 +190,29 @@ class Event:
 class StepTicket:
     def hand_over(self) -> bool: ...
 
+class Submitted: ...
+
 class Pipeline:
+    asynchronous: bool
     calls: int
     random_seed: int
     def __init__(self, name: str, layers: list[Any], pinned: bool) -> None: ...
     def forward(
-        self, inputs: list[Any], options: CallOptions, stages: Stages
+        self, inputs: list[Any], options: CallOptions, route: Stages | Plan | None
     ) -> list[tuple[list[torch.Tensor], Any]]: ...
-    def forward_backward(
+    def submit(
         self,
         inputs: list[Any],
         labels: list[Any],
-        loss: Callable[..., list[torch.Tensor]],
+        loss: Any,
         keep_outputs: bool,
         options: CallOptions,
-        stages: Stages,
-    ) -> tuple[list[list[torch.Tensor]], list[tuple[list[torch.Tensor], Any]]]: ...
+        route: Stages | Plan | None,
+    ) -> Submitted: ...
+    def finish(self, submitted: Submitted) -> tuple[list[list[torch.Tensor]], list[tuple[list[torch.Tensor], Any]]]: ...
+    def planned_stages(self, mode: PlanMode, microbatches: int) -> Stages: ...
+    def costs(self) -> list[LayerCost]: ...
+    def last_waits(self) -> list[tuple[float, float]]: ...
     def raise_pending(self) -> None: ...
     def discard_last_call(self, message: str) -> None: ...
     def drain(self) -> None: ...

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, Literal, get_args, overload
 
 from torch import nn
 
+from roundpipe.files import write_text
+
 RunType = Literal["infer", "train", "fused"]
+
+# How much longer than the longest layer a stage may take.
+DEFAULT_THRESHOLD = 1.1
+
+_SCHEMA = "roundpipe-stages"
+_VERSION = 1
 
 
 class ModelExecutePlan:
@@ -31,6 +41,41 @@ class ModelExecutePlan:
         return self.fwd_plan == other.fwd_plan and self.bwd_plan == other.bwd_plan
 
     __hash__ = None  # type: ignore[assignment]  # the lists may change
+
+    def save(self, path: str | Path) -> None:
+        """Writes the stages to a JSON file, whole or not at all.
+
+        Raises:
+            ValueError: the file cannot be written.
+        """
+        document = {
+            "schema": _SCHEMA,
+            "version": _VERSION,
+            "forward": [[stage.start, stage.stop] for stage in self.fwd_plan],
+            "backward": [[stage.start, stage.stop] for stage in self.bwd_plan],
+        }
+        write_text(Path(path), json.dumps(document) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> ModelExecutePlan:
+        """Reads what `save` wrote. Whether it fits a model shows when it is used.
+
+        Raises:
+            ValueError: no such file, or one that does not hold stages.
+        """
+        where = "ModelExecutePlan.load"
+        try:
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"[{where}] cannot read {path}: {error.strerror}; expected a file of stages") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"[{where}] {path} is not JSON: {error}; expected a file of stages") from None
+        if not isinstance(document, dict) or (document.get("schema"), document.get("version")) != (_SCHEMA, _VERSION):
+            raise ValueError(f"[{where}] {path} has no schema '{_SCHEMA}' of version {_VERSION}; save the plan again")
+        plan = cls()
+        plan.fwd_plan = _ranges(document.get("forward"), "forward", where)
+        plan.bwd_plan = _ranges(document.get("backward"), "backward", where)
+        return plan
 
     def check_valid(self, run_type: RunType, num_layers: int) -> None:
         """Checks that every layer runs exactly once in each direction that `run_type` needs.
@@ -61,7 +106,7 @@ class ModelExecutePlan:
         /,
         *,
         min_stages: int | None = None,
-        upper_threshold: float = 1.1,
+        upper_threshold: float = DEFAULT_THRESHOLD,
         model_memory_limit: float | None = None,
     ) -> ModelExecutePlan: ...
 
@@ -73,7 +118,7 @@ class ModelExecutePlan:
         /,
         *models: nn.Module,
         min_stages: int | None = None,
-        upper_threshold: float = 1.1,
+        upper_threshold: float = DEFAULT_THRESHOLD,
         model_memory_limit: float | None = None,
     ) -> list[ModelExecutePlan]: ...
 
@@ -84,7 +129,7 @@ class ModelExecutePlan:
         /,
         *models: Any,
         min_stages: int | None = None,
-        upper_threshold: float = 1.1,
+        upper_threshold: float = DEFAULT_THRESHOLD,
         model_memory_limit: float | None = None,
     ) -> ModelExecutePlan | list[ModelExecutePlan]:
         """Lets the planner cut the models, from measured layer times where there are any.
@@ -92,9 +137,12 @@ class ModelExecutePlan:
         Args:
             run_type: what the plan is for, see `check_valid`.
             *models: `RoundPipe` models.
-            min_stages: fewest stages of a direction; by default the number of devices.
+            min_stages: fewest stages of a direction, at least 1; by default as many as the planner finds best.
             upper_threshold: how much longer than the longest layer a stage may take, as a factor >= 1.
             model_memory_limit: largest weights of a stage, in GB (1e9 bytes).
+
+        With one of the last three given, stages are balanced by that rule alone; without, the planner searches for
+        the shortest step.
 
         Returns:
             One plan a model: the plan itself for a single model, else a list in the models' order.
@@ -106,11 +154,7 @@ class ModelExecutePlan:
         _check_run_type(where, run_type)
         if not models:
             raise ValueError(f"[{where}] no model was given, expected at least one RoundPipe")
-        if min_stages is None:
-            from roundpipe.device_pool import devices
-
-            min_stages = max(1, len(devices()))
-        if min_stages < 1:
+        if min_stages is not None and min_stages < 1:
             raise ValueError(f"[{where}] min_stages is {min_stages}, expected at least 1")
         if not upper_threshold >= 1:
             raise ValueError(f"[{where}] upper_threshold is {upper_threshold}, expected a factor of at least 1")
@@ -119,9 +163,18 @@ class ModelExecutePlan:
         for position, model in enumerate(models):
             _check_model(where, position, model)
         plans: list[ModelExecutePlan] = [
-            model._auto_plan(run_type, min_stages, upper_threshold, model_memory_limit) for model in models
+            model._auto_plan(run_type, min_stages or 0, upper_threshold, model_memory_limit) for model in models
         ]
         return plans[0] if len(plans) == 1 else plans
+
+
+def _ranges(value: Any, field: str, where: str) -> list[range]:
+    def is_stage(entry: Any) -> bool:
+        return isinstance(entry, list) and len(entry) == 2 and all(type(number) is int for number in entry)
+
+    if not isinstance(value, list) or not all(is_stage(entry) for entry in value):
+        raise ValueError(f"[{where}] {field} is {value!r}, expected a list of [first layer, last layer + 1]")
+    return [range(first, last) for first, last in value]
 
 
 def _check_run_type(where: str, run_type: str) -> None:

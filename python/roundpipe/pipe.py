@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from roundpipe import _core
 from roundpipe.device_pool import devices
 from roundpipe.emulated import EmulatedLayer, NativeEmulatedLayer
-from roundpipe.execute_plan import ModelExecutePlan
+from roundpipe.execute_plan import DEFAULT_THRESHOLD, ModelExecutePlan
 from roundpipe.microbatch import effective_microbatches, merge_outputs, split_call, split_label
 from roundpipe.optimizer_context import in_optimizer_context
 from roundpipe.run_config import ResolvedRunConfig, RoundPipeRunConfig, resolve
@@ -29,6 +29,39 @@ _GRAINS = {"stage": _core.RecomputeGrain.STAGE, "layer": _core.RecomputeGrain.LA
 
 def _outputs_as_loss(outputs: Any, label: Any) -> Any:
     return outputs
+
+
+_NAN_LOSS = (
+    "[forward_backward] the loss{} is NaN; the batch's gradients are dropped; look for it in the data, lower the "
+    "learning rate, or pass check_loss=False to RoundPipe"
+)
+
+
+class Pending:
+    """A batch that `RoundPipe.submit` has started."""
+
+    def __init__(
+        self,
+        model: RoundPipe,
+        submitted: _core.Submitted,
+        single: list[bool],
+        return_outputs: bool,
+        config: ResolvedRunConfig,
+    ) -> None:
+        self._model = model
+        self._submitted = submitted
+        self._single = single
+        self._return_outputs = return_outputs
+        self._config = config
+
+    def loss(self) -> Any:
+        """What `forward_backward` returns; waits for it. Once.
+
+        Raises:
+            ValueError: it has been read already.
+            Exception: what `forward_backward` raises.
+        """
+        return self._model._finish(self._submitted, self._single, self._return_outputs, self._config)
 
 
 class RoundPipe(nn.Module):
@@ -75,7 +108,11 @@ class RoundPipe(nn.Module):
             "random_seed",
             "_auto_plan",
             "_split_batch",
-            "_stages",
+            "_route",
+            "_submit",
+            "_finish",
+            "submit",
+            "costs",
             "_run_loss",
             "_options",
             "_original_model",
@@ -218,13 +255,13 @@ class RoundPipe(nn.Module):
         config = resolve(roundpipe_run_config, self._run_config, devices=len(devices()))
         batch = self._split_batch(args, kwargs, config)
         requires_grad = config.requires_grad
-        stages = self._stages("train" if requires_grad else "infer", config)
+        route = self._route("train" if requires_grad else "infer", config)
         with ExitStack() as modes:
             if torch.is_inference_mode_enabled():
                 modes.enter_context(torch.inference_mode(False))
                 modes.enter_context(torch.no_grad())
             modes.enter_context(torch.set_grad_enabled(requires_grad))
-            parts = self._pipeline.forward(batch, self._options(config, requires_grad), stages)
+            parts = self._pipeline.forward(batch, self._options(config, requires_grad), route)
             for _, structure in parts:
                 structure.check_open("forward")
             outputs = [structure.join(tensors) for tensors, structure in parts]
@@ -263,28 +300,82 @@ class RoundPipe(nn.Module):
             RoundPipeError: the loss is NaN; the batch's gradients are dropped.
             Exception: whatever a layer or `loss_fn` raised, in this call or in work still running from an earlier one.
         """
+        return self._submit(
+            "forward_backward", input_args, input_kwargs, label, loss_fn, return_outputs, run_config
+        ).loss()
+
+    def submit(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: dict[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: Callable[[Any, Any], Any] = _outputs_as_loss,
+        return_outputs: bool = False,
+        run_config: RoundPipeRunConfig | None = None,
+    ) -> Pending:
+        """Starts what `forward_backward` does and returns at once.
+
+        With few microbatches the devices need the next batch before the last loss is read. A loop that gives it early:
+
+            pending = None
+            for batch in batches:
+                following = model.submit((batch,), loss_fn=loss_fn)
+                model.step(update)
+                if pending is not None:
+                    print(pending.loss())
+                pending = following
+
+        The arguments are those of `forward_backward`. A NaN loss is found on the device, before its gradients are used.
+
+        Returns:
+            The batch; read its loss once with `Pending.loss`.
+
+        Raises:
+            ValueError: a batch, label, option or plan that does not fit.
+            Exception: whatever a layer or `loss_fn` raised in work still running from an earlier call.
+        """
+        return self._submit("submit", input_args, input_kwargs, label, loss_fn, return_outputs, run_config)
+
+    def _submit(
+        self,
+        where: str,
+        input_args: tuple[Any, ...],
+        input_kwargs: dict[str, Any] | None,
+        label: Any,
+        loss_fn: Callable[[Any, Any], Any],
+        return_outputs: bool,
+        run_config: RoundPipeRunConfig | None,
+    ) -> Pending:
         if not callable(loss_fn):
-            raise ValueError(f"[forward_backward] loss_fn is a {type(loss_fn).__name__}, expected a function")
+            raise ValueError(f"[{where}] loss_fn is a {type(loss_fn).__name__}, expected a function")
         self._step_group.check_trainable()
         config = resolve(run_config, self._run_config, devices=len(devices()))
         args = tuple(input_args) if isinstance(input_args, (list, tuple)) else (input_args,)
         batch = self._split_batch(args, input_kwargs or {}, config)
-        labels = [
-            split(to_host(part, "forward_backward")) for part in split_label(label, len(batch), config.split_label)
-        ]
-        stages = self._stages("fused", config)
+        labels = [split(to_host(part, where)) for part in split_label(label, len(batch), config.split_label)]
+        route = self._route("fused", config)
         single = [True]
+        early_check = where == "submit" and self._check_loss and not _all_live()
         with torch.inference_mode(False), torch.enable_grad():
-            losses, parts = self._pipeline.forward_backward(
-                batch, labels, self._run_loss(loss_fn, single), return_outputs, self._options(config, True), stages
+            submitted = self._pipeline.submit(
+                batch,
+                labels,
+                self._run_loss(loss_fn, single, early_check),
+                return_outputs,
+                self._options(config, True),
+                route,
             )
+        return Pending(self, submitted, single, return_outputs, config)
+
+    def _finish(
+        self, submitted: _core.Submitted, single: list[bool], return_outputs: bool, config: ResolvedRunConfig
+    ) -> Any:
+        with torch.inference_mode(False), torch.enable_grad():
+            losses, parts = self._pipeline.finish(submitted)
         if self._check_loss and not _all_live():
             for index, microbatch in enumerate(losses):
                 if any(bool(loss.isnan()) for loss in microbatch):
-                    self._pipeline.discard_last_call(
-                        f"[forward_backward] the loss of microbatch {index} is NaN; the batch's gradients are dropped; "
-                        "look for it in the data, lower the learning rate, or pass check_loss=False to RoundPipe"
-                    )
+                    self._pipeline.discard_last_call(_NAN_LOSS.format(f" of microbatch {index}"))
         with torch.no_grad():
             totals = [sum(values[1:], values[0]) for values in zip(*losses, strict=True)]
         value = totals[0] if single[0] else totals
@@ -311,7 +402,9 @@ class RoundPipe(nn.Module):
         return options
 
     @staticmethod
-    def _run_loss(loss_fn: Callable[[Any, Any], Any], single: list[bool]) -> Callable[..., list[torch.Tensor]]:
+    def _run_loss(
+        loss_fn: Callable[[Any, Any], Any], single: list[bool], check: bool
+    ) -> Callable[..., list[torch.Tensor]]:
         def run(outputs: Any, label: Any, context: Any) -> list[torch.Tensor]:
             result = loss_fn(outputs[1].join(outputs[0]), label[1].join(label[0]))
             single[0] = not isinstance(result, (list, tuple))
@@ -325,14 +418,21 @@ class RoundPipe(nn.Module):
                     )
             if not losses:
                 raise ValueError("[forward_backward] loss_fn returned no loss, expected at least one")
+            if check and any(bool(loss.isnan()) for loss in losses):
+                raise _core.RoundPipeError(_NAN_LOSS.format(""))
             return losses
 
         return run
 
-    def _stages(self, run_type: Literal["infer", "train", "fused"], config: ResolvedRunConfig) -> _core.Stages:
+    def _route(
+        self, run_type: Literal["infer", "train", "fused"], config: ResolvedRunConfig
+    ) -> _core.Stages | _core.Plan | None:
+        """How a call is to run; None leaves it to the planner."""
         plan = config.execute_plan
         if plan is None:
-            return self._pipeline.choose_stages(_MODES[run_type], 0, 1.1, 0)
+            return None
+        if isinstance(plan, _core.Plan):
+            return plan
         plan.check_valid(run_type, self._layer_count)
         stages = _core.Stages()
         stages.forward = [_core.Range(stage.start, stage.stop) for stage in plan.fwd_plan]
@@ -348,7 +448,11 @@ class RoundPipe(nn.Module):
         model_memory_limit: float | None,
     ) -> ModelExecutePlan:
         limit_bytes = 0 if model_memory_limit is None else int(model_memory_limit * 1e9)
-        stages = self._pipeline.choose_stages(_MODES[run_type], min_stages, upper_threshold, limit_bytes)
+        if min_stages == 0 and upper_threshold == DEFAULT_THRESHOLD and not limit_bytes:
+            microbatches = resolve(None, self._run_config, devices=len(devices())).num_microbatch
+            stages = self._pipeline.planned_stages(_MODES[run_type], microbatches)
+        else:
+            stages = self._pipeline.choose_stages(_MODES[run_type], min_stages, upper_threshold, limit_bytes)
         plan = ModelExecutePlan()
         plan.fwd_plan = [range(stage.first, stage.last) for stage in stages.forward]
         plan.bwd_plan = [range(stage.first, stage.last) for stage in stages.backward]
@@ -455,6 +559,10 @@ class RoundPipe(nn.Module):
         numbers that the pipeline draws. The loss function counts as layer `num_layers`.
         """
         return _core.layer_seed(self.random_seed, self._name, call, microbatch, layer)
+
+    def costs(self) -> list[_core.LayerCost]:
+        """What each layer is thought to take, for one microbatch; measured once calls have run."""
+        return self._pipeline.costs()
 
     def host_bytes(self) -> int:
         """Host memory of weights and gradients, in bytes."""

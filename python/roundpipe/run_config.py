@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from roundpipe import _core
 from roundpipe.execute_plan import ModelExecutePlan
 
 RecomputeGrain = Literal["stage", "layer"]
@@ -31,7 +32,8 @@ class RoundPipeRunConfig:
         split_label: a chunk spec tree, or a function `(label, n) -> list`. Default: tensors along dim 0.
         merge_output: True merges automatically, False hands on the unmerged microbatches; or a chunk spec
             tree, or a function of the list of outputs. Default: True.
-        execute_plan: the stages. Default: the planner's.
+        execute_plan: the stages, or a whole plan with devices, of one step (`RoundPipe.last_plan()`, the planner's
+            and the simulator's). Default: the planner's.
 
     Raises:
         ValueError: a field has a value that is not listed above.
@@ -45,7 +47,7 @@ class RoundPipeRunConfig:
     split_input: SplitInput | None = None
     split_label: Any = None
     merge_output: Any = None
-    execute_plan: ModelExecutePlan | None = None
+    execute_plan: ModelExecutePlan | _core.Plan | None = None
 
     def __post_init__(self) -> None:
         check(self, "RoundPipeRunConfig")
@@ -71,7 +73,7 @@ class ResolvedRunConfig:
     split_input: SplitInput | None
     split_label: Any
     merge_output: Any
-    execute_plan: ModelExecutePlan | None
+    execute_plan: ModelExecutePlan | _core.Plan | None
 
 
 def layered(*configs: RoundPipeRunConfig | None) -> RoundPipeRunConfig:
@@ -143,5 +145,5 @@ def check(config: RoundPipeRunConfig, where: str) -> None:
     split = config.split_input
     if split is not None and not callable(split) and not (isinstance(split, (tuple, list)) and len(split) == 2):
         raise fail("split_input", "a pair (args_spec, kwargs_spec), a function (args, kwargs, n)")
-    if config.execute_plan is not None and not isinstance(config.execute_plan, ModelExecutePlan):
+    if config.execute_plan is not None and not isinstance(config.execute_plan, (ModelExecutePlan, _core.Plan)):
         raise fail("execute_plan", "a ModelExecutePlan")

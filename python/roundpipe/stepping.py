@@ -186,6 +186,8 @@ class StepGroup:
         self.check_trainable()
         self.finish_update()
         for pipeline in self._pipelines:
+            pipeline.asynchronous = is_async
+        for pipeline in self._pipelines:
             pipeline.raise_pending()
         self._refresh_copies()
         scales = self._hand_over_scales()

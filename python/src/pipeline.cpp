@@ -57,6 +57,8 @@ void bind_pipeline(py::module_& module) {
   py::class_<StepTicket>(module, "StepTicket")
       .def("hand_over", &StepTicket::hand_over, py::call_guard<py::gil_scoped_release>());
 
+  py::class_<Pipeline::Submitted, std::shared_ptr<Pipeline::Submitted>>(module, "Submitted");
+
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(module, "Pipeline")
       .def(py::init([](std::string name, const py::list& layers, bool pinned) {
              std::vector<std::unique_ptr<runtime::Layer>> made;
@@ -76,33 +78,39 @@ void bind_pipeline(py::module_& module) {
            py::arg("name"), py::arg("layers"), py::arg("pinned"))
       .def(
           "forward",
-          [](Pipeline& pipeline, const py::list& inputs, const CallOptions& options, const schedule::Stages& stages) {
+          [](Pipeline& pipeline, const py::list& inputs, const CallOptions& options, const runtime::Route& route) {
             const std::vector<Values> values = values_list(inputs);
             Pipeline::Outputs outputs;
             {
               const py::gil_scoped_release no_gil;
-              outputs = pipeline.forward(values, options, stages);
+              outputs = pipeline.forward(values, options, route);
             }
             return values_list(outputs.microbatches);
           },
-          py::arg("inputs"), py::arg("options"), py::arg("stages"))
+          py::arg("inputs"), py::arg("options"), py::arg("route"))
       .def(
-          "forward_backward",
+          "submit",
           [](Pipeline& pipeline, const py::list& inputs, const py::list& labels, py::object loss, bool keep_outputs,
-             const CallOptions& options, const schedule::Stages& stages) {
+             const CallOptions& options, const runtime::Route& route) {
             const std::vector<Values> values = values_list(inputs);
             const std::vector<Values> label_values = values_list(labels);
-            auto loss_function = make_python_loss(std::move(loss));
+            std::shared_ptr<runtime::Loss> loss_function = make_python_loss(std::move(loss));
+            const py::gil_scoped_release no_gil;
+            return pipeline.submit(values, label_values, std::move(loss_function), keep_outputs, options, route);
+          },
+          py::arg("inputs"), py::arg("labels"), py::arg("loss"), py::arg("keep_outputs"), py::arg("options"),
+          py::arg("route"))
+      .def(
+          "finish",
+          [](Pipeline& pipeline, Pipeline::Submitted& submitted) {
             Pipeline::TrainResult result;
             {
               const py::gil_scoped_release no_gil;
-              result = pipeline.forward_backward(values, label_values, std::move(loss_function), keep_outputs, options,
-                                                 stages);
+              result = pipeline.finish(submitted);
             }
             return py::make_tuple(result.losses, values_list(result.outputs));
           },
-          py::arg("inputs"), py::arg("labels"), py::arg("loss"), py::arg("keep_outputs"), py::arg("options"),
-          py::arg("stages"))
+          py::arg("submitted"))
       .def("raise_pending", &Pipeline::raise_pending, py::call_guard<py::gil_scoped_release>())
       .def("discard_last_call", &Pipeline::discard_last_call, py::arg("message"),
            py::call_guard<py::gil_scoped_release>())
@@ -114,6 +122,10 @@ void bind_pipeline(py::module_& module) {
       .def("expose", &Pipeline::expose, py::call_guard<py::gil_scoped_release>())
       .def("choose_stages", &Pipeline::choose_stages, py::arg("mode"), py::arg("min_stages"),
            py::arg("upper_threshold"), py::arg("memory_limit_bytes"), py::call_guard<py::gil_scoped_release>())
+      .def("planned_stages", &Pipeline::planned_stages, py::arg("mode"), py::arg("microbatches"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("costs", &Pipeline::costs)
+      .def_property("asynchronous", &Pipeline::asynchronous, &Pipeline::set_asynchronous)
       .def("block_parameters",
            [](const Pipeline& pipeline) {
              std::vector<std::vector<at::Tensor>> blocks;
@@ -135,6 +147,12 @@ void bind_pipeline(py::module_& module) {
                                         record.microbatch, record.device, record.start_ms, record.end_ms));
         }
         return records;
+      })
+      .def("last_waits", [](const Pipeline& pipeline) {
+        std::vector<std::pair<double, double>> waits;
+        for (const runtime::ExecutionRecord& record : pipeline.last_records())
+          waits.emplace_back(record.recomputed_ms, record.waited_ms);
+        return waits;
       });
 
   module.def(

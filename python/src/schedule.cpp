@@ -93,6 +93,7 @@ void bind_schedule(py::module_& module) {
       .def_property_readonly("bubble", [](const PlanChoice& choice) { return choice.rating.bubble; })
       .def_readonly("traffic", &PlanChoice::traffic)
       .def_readonly("limit", &PlanChoice::limit);
+  module.attr("SEARCH_EFFORT") = SearchOptions{}.effort;
   module.def(
       "search",
       [](const LayerCosts& costs, const Cluster& cluster, int microbatches, PlanMode mode, TimingRules rules,

@@ -40,6 +40,8 @@ struct ExecutionRecord {
   int device;
   double start_ms;
   double end_ms;
+  double recomputed_ms = 0;  // when a backward had its forward again; 0 for other phases
+  double waited_ms = 0;      // how long it then waited for its gradient
 };
 
 enum class RecomputeGrain { kStage, kLayer };
@@ -96,6 +98,8 @@ class Call : public std::enable_shared_from_this<Call> {
   const uint64_t id;     // unique in the process
   const uint64_t index;  // of this model's calls, keys the random state
   const uint64_t base_seed;
+
+  uint64_t position = 0;  // among the model's calls; never given twice, unlike `index`
 
   // The caller's thread-local state (autograd mode, dispatch modes, autocast).
   std::optional<at::ThreadLocalState> thread_state;

@@ -1,10 +1,17 @@
 #include <roundpipe/runtime/engine.h>
 
 #include <cstdlib>
+#include <limits>
 
 #include <roundpipe/core/error.h>
 
 namespace roundpipe::runtime {
+
+namespace {
+
+constexpr double kBehindAll = std::numeric_limits<double>::infinity();
+
+}  // namespace
 namespace {
 
 std::mutex& current_mutex() {
@@ -83,7 +90,15 @@ void Engine::submit(const std::vector<std::shared_ptr<JobRun>>& runs) {
   std::lock_guard lock(mutex_);
   if (workers_.empty())
     throw Error("[devices] the pool has been shut down with the interpreter; nothing can run any more");
-  for (const auto& run : runs) worker(run->job.device % size()).enqueue(run);
+  if (runs.empty()) return;
+  std::vector<std::unique_lock<std::mutex>> queues;
+  for (const auto& worker : workers_) queues.push_back(worker->lock());
+  // Nothing goes before what has begun, on any device, or what that may wait for.
+  double begun = -1;
+  bool alone = true;
+  for (const auto& worker : workers_) alone &= worker->look(*runs.front()->call->model, begun);
+  for (const auto& run : runs) worker(run->job.device % size()).enqueue(run, alone ? begun : kBehindAll);
+  for (const auto& worker : workers_) worker->enqueued();
 }
 
 void Engine::advance(int jobs) { next_device_.store((next_device_.load() + jobs) % size()); }

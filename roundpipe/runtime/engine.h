@@ -28,8 +28,10 @@ class Engine {
   bool wants_pinned_host_memory() { return workers_.front()->device().wants_pinned_host_memory(); }
   const std::vector<device::DeviceSpec>& specs() const { return specs_; }
 
-  // Gives each device its jobs. Jobs of one submission stand together on every device, so that submissions from
-  // several threads cannot wait for each other in a circle.
+  // Gives each device its jobs, in the order of their positions. They stand behind everything that is there, together
+  // on every device, so that submissions from several threads cannot wait for each other in a circle. But where only
+  // earlier calls of the same model wait, a job goes before those of later position: all devices agree on one order,
+  // in which what has begun anywhere, and whatever stands before that, stays in front.
   void submit(const std::vector<std::shared_ptr<JobRun>>& runs);
 
   // Where the next plan's round robin starts, when the last one used `jobs` jobs.

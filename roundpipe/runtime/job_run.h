@@ -29,6 +29,7 @@ struct StagedMicrobatch {
 struct JobRun {
   CallPtr call;
   schedule::Job job;
+  double position = 0;  // in the order of the model's calls: Call::position + Job::order
   int last_layer = 0;  // of the model
   StageLayout layout;
 

@@ -151,6 +151,7 @@ void JobRunner::run(JobRun& run) {
     if (const std::exception_ptr error = run.call->error()) std::rethrow_exception(error);
     run.staged.at(microbatch).inputs->uploaded->wait();
     const double start_ms = now_ms();
+    recomputed_ms_ = waited_ms_ = 0;
     if (run.job.phase == Phase::kForward) {
       forward(run, microbatch);
     } else {
@@ -179,8 +180,10 @@ void JobRunner::run(JobRun& run) {
 
 void JobRunner::limit_run_ahead(JobRun& run, int microbatch, double start_ms) {
   EventPtr done = run.call->new_event();
-  done->then([call = run.call, job = run.job, microbatch, start_ms, device = index_, event = done.get()] {
-    if (!event->error()) call->record({job.phase, job.layers, microbatch, device, start_ms, event->time_ms()});
+  done->then([call = run.call, job = run.job, microbatch, start_ms, device = index_, event = done.get(),
+              recomputed_ms = recomputed_ms_, waited_ms = waited_ms_] {
+    if (event->error()) return;
+    call->record({job.phase, job.layers, microbatch, device, start_ms, event->time_ms(), recomputed_ms, waited_ms});
   });
   device_.compute().signal(done);
   launched_.push_back(std::move(done));
@@ -253,7 +256,9 @@ void JobRunner::train(JobRun& run, int microbatch) {
     if (fused) {
       backpropagate_loss(run, {first, stage.last}, outputs, microbatch);
     } else {
+      recomputed_ms_ = now_ms();
       staged.gradients->uploaded->wait();
+      waited_ms_ = now_ms() - recomputed_ms_;
       std::vector<at::Tensor> roots;
       std::vector<at::Tensor> root_gradients;
       for (size_t i = 0; i < outputs.tensors.size() && i < staged.gradients->host.size(); ++i) {

@@ -54,6 +54,9 @@ class JobRunner {
   std::vector<memory::BlockLayout> sum_layouts_;  // per layer of the running job: gradients as summed on the device
   std::vector<at::Tensor> sums_;                  // per layer: flat, in sum_layouts_
   std::deque<device::EventPtr> launched_;
+  // Of the microbatch that runs, see ExecutionRecord.
+  double recomputed_ms_ = 0;
+  double waited_ms_ = 0;
 };
 
 }  // namespace roundpipe::runtime

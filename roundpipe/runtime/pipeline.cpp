@@ -55,6 +55,7 @@ bool StepTicket::hand_over() {
 
 Pipeline::Pipeline(std::string name, std::vector<std::unique_ptr<Layer>> layers, bool pinned)
     : model_(std::make_shared<ModelState>(std::move(name), std::move(layers), pinned)),
+      planner_(*model_),
       random_seed_(at::detail::getDefaultCPUGenerator().current_seed()) {
   sweep(/*wait=*/true);
 }
@@ -134,14 +135,30 @@ void Pipeline::wait_or_abort(const EventPtr& event, const CallPtr& call) {
   }
 }
 
-Pipeline::Outputs Pipeline::forward(const std::vector<Values>& inputs, CallOptions options,
-                                    const schedule::Stages& stages) {
+void Pipeline::take_engine() {
   const std::shared_ptr<Engine> engine = Engine::current();
   if (engine_ && engine_ != engine) {
     drain();
     engine_->forget(*model_);
   }
   engine_ = engine;
+}
+
+void Pipeline::note_plan(Call& call, const Plan& plan) {
+  const auto alike = [](const schedule::Job& a, const schedule::Job& b) {
+    return a.phase == b.phase && a.layers == b.layers && a.microbatches == b.microbatches && a.order == b.order;
+  };
+  // Steps may overlap in their order only with steps of the same order.
+  const bool same = last_plan_ && std::ranges::equal(last_plan_->jobs, plan.jobs, alike);
+  positions_ += same ? 1 : 2;
+  call.position = positions_;
+  last_plan_ = plan;
+}
+
+Pipeline::Outputs Pipeline::forward(const std::vector<Values>& inputs, CallOptions options,
+                                    const Route& route) {
+  take_engine();
+  const std::shared_ptr<Engine> engine = engine_;
   options.microbatches = static_cast<int>(inputs.size());
   const CallPtr call = begin_call(options, *engine);
   for (const Values& values : inputs) {
@@ -153,8 +170,9 @@ Pipeline::Outputs Pipeline::forward(const std::vector<Values>& inputs, CallOptio
                       std::any_of(call->trainable.begin(), call->trainable.end(), [](const std::vector<char>& flags) {
                         return std::find(flags.begin(), flags.end(), 1) != flags.end();
                       }));
-  const Plan plan = plan_call(*call, stages, train ? PlanMode::kTrain : PlanMode::kInference, *engine);
-  last_plan_ = plan;
+  const PlanMode mode = train ? PlanMode::kTrain : PlanMode::kInference;
+  const Plan plan = plan_call(*call, route, mode, asynchronous_, planner_, *engine);
+  note_plan(*call, plan);
   open_boundaries(*call, plan);
   for (size_t m = 0; m < inputs.size(); ++m) {
     put_inputs(*call, static_cast<int>(m), inputs[m], /*copy=*/train, engine->wants_pinned_host_memory());
@@ -185,15 +203,11 @@ Values Pipeline::read_outputs(Call& call, int microbatch) const {
   return outputs;
 }
 
-Pipeline::TrainResult Pipeline::forward_backward(const std::vector<Values>& inputs, const std::vector<Values>& labels,
-                                                 std::shared_ptr<Loss> loss, bool keep_outputs, CallOptions options,
-                                                 const schedule::Stages& stages) {
-  const std::shared_ptr<Engine> engine = Engine::current();
-  if (engine_ && engine_ != engine) {
-    drain();
-    engine_->forget(*model_);
-  }
-  engine_ = engine;
+std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>& inputs,
+                                                      const std::vector<Values>& labels, std::shared_ptr<Loss> loss,
+                                                      bool keep_outputs, CallOptions options, const Route& route) {
+  take_engine();
+  const std::shared_ptr<Engine> engine = engine_;
   options.microbatches = static_cast<int>(inputs.size());
   options.requires_grad = true;
   const CallPtr call = begin_call(options, *engine);
@@ -205,8 +219,8 @@ Pipeline::TrainResult Pipeline::forward_backward(const std::vector<Values>& inpu
   for (const Values& values : inputs) {
     for (const at::Tensor& tensor : values.tensors) call->input_gradients |= tensor.requires_grad();
   }
-  const Plan plan = plan_call(*call, stages, PlanMode::kFused, *engine);
-  last_plan_ = plan;
+  const Plan plan = plan_call(*call, route, PlanMode::kFused, asynchronous_, planner_, *engine);
+  note_plan(*call, plan);
   open_boundaries(*call, plan);
   for (size_t m = 0; m < inputs.size(); ++m) {
     put_inputs(*call, static_cast<int>(m), inputs[m], /*copy=*/true, engine->wants_pinned_host_memory());
@@ -214,11 +228,23 @@ Pipeline::TrainResult Pipeline::forward_backward(const std::vector<Values>& inpu
   open_gradients(*call, plan);
   active_.push_back(call);
   submit_jobs(call, plan, /*forward=*/true, /*backward=*/true, *engine);
+  auto submitted = std::make_shared<Submitted>();
+  submitted->call = call;
+  if (call->input_gradients) submitted->inputs = inputs;
+  return submitted;
+}
+
+Pipeline::TrainResult Pipeline::finish(Submitted& submitted) {
+  if (submitted.finished)
+    throw std::invalid_argument("[submit] the losses have been taken already, expected one call for each batch");
+  submitted.finished = true;
+  const CallPtr call = std::move(submitted.call);
+  const std::vector<Values> inputs = std::move(submitted.inputs);
   TrainResult result;
-  for (int m = 0; m < options.microbatches; ++m) {
+  for (int m = 0; m < call->options.microbatches; ++m) {
     wait_or_abort(call->loss_ready[static_cast<size_t>(m)], call);
-    if (!keep_outputs) continue;
-    wait_or_abort(call->values(plan.layers, m).produced, call);
+    if (!call->keep_outputs) continue;
+    wait_or_abort(call->values(model_->layer_count(), m).produced, call);
     result.outputs.push_back(read_outputs(*call, m));
   }
   // On return the user may draw random numbers, so no layer may be drawing any more.
@@ -228,7 +254,7 @@ Pipeline::TrainResult Pipeline::forward_backward(const std::vector<Values>& inpu
     // only once.
     std::vector<at::Tensor> roots;
     std::vector<at::Tensor> gradients;
-    for (int m = 0; m < options.microbatches; ++m) {
+    for (int m = 0; m < call->options.microbatches; ++m) {
       const std::vector<at::Tensor>& arrived = call->gradients(0, m).tensors;
       for (size_t i = 0; i < arrived.size(); ++i) {
         if (!arrived[i].defined()) continue;
@@ -283,6 +309,8 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
   }
   open_gradients(*call, plan);
   if (std::find(active_.begin(), active_.end(), call) == active_.end()) active_.push_back(call);
+  // Behind whatever has been submitted since the forward: gradients are summed in the order of submission.
+  call->position = ++positions_;
   submit_jobs(call, plan, /*forward=*/false, /*backward=*/true, *engine);
   std::vector<std::vector<at::Tensor>> input_gradients;
   if (call->input_gradients) {
@@ -304,7 +332,11 @@ void Pipeline::raise_pending() {
     recover();
     std::rethrow_exception(error);
   }
-  std::erase_if(active_, [](const CallPtr& call) { return call->finished()->complete() && !call->failed(); });
+  std::erase_if(active_, [&](const CallPtr& call) {
+    if (!call->finished()->complete() || call->failed()) return false;
+    planner_.observe(call->records());
+    return true;
+  });
 }
 
 void Pipeline::discard_last_call(const std::string& message) {
@@ -466,20 +498,9 @@ schedule::Stages Pipeline::choose_stages(PlanMode mode, int min_stages, double u
     const int64_t limit_bytes = engine->worker(i).device().memory().limit_bytes / kStageShare;
     if (limit_bytes > 0 && (stage_bytes == 0 || limit_bytes < stage_bytes)) stage_bytes = limit_bytes;
   }
-  schedule::LayerCosts costs;
+  const schedule::LayerCosts costs = planner_.costs();
   int64_t largest_bytes = 0;
-  for (int l = 0; l < model_->layer_count(); ++l) {
-    const StageLayout layout = lay_out_stage(*model_, l, l + 1);
-    schedule::LayerCost cost;
-    // Until times are measured, a layer is taken to cost what its weights weigh, and at least something.
-    constexpr double kBytesPerMs = 1e6;
-    constexpr double kLeast_ms = 0.01;
-    cost.forward_ms = std::max(kLeast_ms, static_cast<double>(layout.size_bytes) / kBytesPerMs);
-    cost.backward_ms = 2 * cost.forward_ms;
-    cost.weight_bytes = layout.size_bytes;
-    largest_bytes = std::max(largest_bytes, layout.size_bytes);
-    costs.push_back(cost);
-  }
+  for (const schedule::LayerCost& cost : costs) largest_bytes = std::max(largest_bytes, cost.weight_bytes);
   schedule::PlannerOptions options;
   options.mode = mode;
   options.microbatches = 1;
@@ -488,6 +509,10 @@ schedule::Stages Pipeline::choose_stages(PlanMode mode, int min_stages, double u
   // A layer over the share is tried anyway: whether it fits is the device's to say.
   options.max_stage_bytes = stage_bytes > 0 ? std::max(stage_bytes, largest_bytes) : 0;
   return schedule::choose_stages(costs, engine->size(), options);
+}
+
+schedule::Stages Pipeline::planned_stages(PlanMode mode, int microbatches) {
+  return planner_.stages(*Engine::current(), mode, microbatches, asynchronous_);
 }
 
 std::vector<ExecutionRecord> Pipeline::last_records() const {

@@ -51,16 +51,30 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
 
   // Runs the batch forward. With options.requires_grad, outputs that depend on something trainable carry a graph
   // whose backward runs through the pipeline. Checks for errors; blocks until the outputs are here.
-  Outputs forward(const std::vector<Values>& inputs, CallOptions options, const schedule::Stages& stages);
+  Outputs forward(const std::vector<Values>& inputs, CallOptions options, const Route& route);
 
   struct TrainResult {
     std::vector<std::vector<at::Tensor>> losses;  // [microbatch][as the loss returned them]
     std::vector<Values> outputs;                  // [microbatch] if asked for
   };
-  // Forward, loss and backward. Checks for errors; blocks until the losses are here: the backward may still run.
+  // A batch that has been submitted for forward, loss and backward.
+  struct Submitted {
+    CallPtr call;
+    std::vector<Values> inputs;  // kept only where gradients go on into them
+    bool finished = false;
+  };
+  // Starts forward, loss and backward. Checks for errors; does not block.
+  std::shared_ptr<Submitted> submit(const std::vector<Values>& inputs, const std::vector<Values>& labels,
+                                    std::shared_ptr<Loss> loss, bool keep_outputs, CallOptions options,
+                                    const Route& route);
+  // The losses of a submitted batch; blocks until they are here: the backward may still run. Throws its error. Once.
+  TrainResult finish(Submitted& submitted);
+  // Both.
   TrainResult forward_backward(const std::vector<Values>& inputs, const std::vector<Values>& labels,
                                std::shared_ptr<Loss> loss, bool keep_outputs, CallOptions options,
-                               const schedule::Stages& stages);
+                               const Route& route) {
+    return finish(*submit(inputs, labels, std::move(loss), keep_outputs, options, route));
+  }
 
   // Throws the first error of earlier calls, if any.
   void raise_pending();
@@ -81,9 +95,16 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   // Points the user's parameters at the current version and their .grad at what has been summed. After drain().
   void expose();
 
-  // The stages that the planner chooses now.
+  // The stages that simple balancing by measured (or estimated) costs gives now, see schedule::choose_stages.
   schedule::Stages choose_stages(schedule::PlanMode mode, int min_stages, double upper_threshold,
                                  int64_t memory_limit_bytes) const;
+  // Those that a plan of the planner's own would have now.
+  schedule::Stages planned_stages(schedule::PlanMode mode, int microbatches);
+  // What layers are thought to take, measured after the first calls.
+  schedule::LayerCosts costs() const { return planner_.costs(); }
+  // How steps are made: what the planner plans for.
+  bool asynchronous() const { return asynchronous_; }
+  void set_asynchronous(bool asynchronous) { asynchronous_ = asynchronous; }
 
   const ModelState& model() const { return *model_; }
   ModelState& model() { return *model_; }
@@ -102,6 +123,8 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
 
  private:
   CallPtr begin_call(CallOptions options, Engine& engine);
+  void take_engine();
+  void note_plan(Call& call, const schedule::Plan& plan);
   void import_gradients();
   void wait_or_abort(const device::EventPtr& event, const CallPtr& call);
   void recover();
@@ -114,7 +137,10 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   std::vector<CallPtr> active_;  // submitted, not known to be good; oldest first
   CallPtr last_call_;
   std::optional<schedule::Plan> last_plan_;
+  ModelPlanner planner_;
+  bool asynchronous_ = true;
   uint64_t calls_ = 0;
+  uint64_t positions_ = 0;
   uint64_t random_seed_;
   bool exposed_ = false;
   std::shared_ptr<Engine> engine_;  // of the last call

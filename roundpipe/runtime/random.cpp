@@ -56,6 +56,15 @@ class SavedState {
   at::Tensor state_;
 };
 
+// How often a layer that was not known to draw has been seen to.
+std::atomic<uint64_t>& draws_seen() {
+  static std::atomic<uint64_t> count{0};
+  return count;
+}
+
+// REQUIRES: the host's generator is held alone.
+void run_alone(RandomUse& use, uint64_t seed, const std::function<void()>& body);
+
 uint64_t mix(uint64_t value) {
   // The finaliser of splitmix64 (Steele, Lea, Flood 2014).
   value += 0x9E3779B97F4A7C15ULL;
@@ -91,15 +100,28 @@ void with_seeded_generators(RandomUse& use, uint64_t seed, c10::Device device, b
   if (use.state.load() == RandomUse::kNever) {
     std::shared_lock lock(host_generator_mutex());
     if (!watch) return body();
+    const uint64_t seen_before = draws_seen().load();
     const at::Tensor before = state_of(host);
     body();
-    if (same_state(before, state_of(host))) return;
-    // It drew after all, unseeded: what it computed is thrown away, and from now on it runs alone.
-    use.state.store(RandomUse::kDraws);
-    set_state(host, before);
+    const bool changed = !same_state(before, state_of(host));
+    if (changed) ++draws_seen();
+    if (!changed && draws_seen().load() == seen_before) return;
+    // One of those that ran beside each other drew after all, unseeded. Nobody knows which, so what each of them
+    // computed is thrown away, and they run again, alone.
+    lock.unlock();
     if (!device.is_cpu()) seed_generator(at::globalContext().defaultGenerator(device), seed);
+    std::unique_lock alone(host_generator_mutex());
+    if (changed) set_state(host, before);
+    return run_alone(use, seed, body);
   }
   std::unique_lock lock(host_generator_mutex());
+  run_alone(use, seed, body);
+}
+
+namespace {
+
+void run_alone(RandomUse& use, uint64_t seed, const std::function<void()>& body) {
+  const at::Generator& host = at::detail::getDefaultCPUGenerator();
   const SavedState saved(host);
   seed_generator(host, seed);
   const at::Tensor before = state_of(host);
@@ -109,6 +131,8 @@ void with_seeded_generators(RandomUse& use, uint64_t seed, c10::Device device, b
   int unknown = RandomUse::kUnknown;
   if (!drew) use.state.compare_exchange_strong(unknown, RandomUse::kNever);
 }
+
+}  // namespace
 
 BackwardRandomScope::BackwardRandomScope(bool draws) {
   if (draws) {

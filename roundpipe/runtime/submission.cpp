@@ -37,27 +37,55 @@ bool has_trainable(const Call& call, size_t block) {
 
 }  // namespace
 
-Plan plan_call(const Call& call, schedule::Stages stages, PlanMode mode, Engine& engine) {
+namespace {
+
+Plan plan_stages(const Call& call, schedule::Stages stages, PlanMode mode, int first_backward_layer, Engine& engine) {
   schedule::PlannerOptions options;
   options.mode = mode;
   options.microbatches = call.options.microbatches;
   options.first_device = engine.first_device();
-  if (mode != PlanMode::kInference) {
-    options.first_backward_layer = call.input_gradients ? 0 : lowest_trainable(call);
-    std::vector<Range> backward;
-    for (const Range& stage : stages.backward) {
-      const bool fused = mode == PlanMode::kFused && backward.empty();
-      if (!fused && stage.last <= options.first_backward_layer) continue;
-      const int first = fused ? stage.first : std::max(stage.first, options.first_backward_layer);
-      backward.push_back({first, stage.last});
-    }
-    stages.backward = std::move(backward);
-  } else {
-    stages.backward.clear();
+  options.first_backward_layer = first_backward_layer;
+  std::vector<Range> backward;
+  for (const Range& stage : stages.backward) {
+    if (mode == PlanMode::kInference) break;
+    const bool fused = mode == PlanMode::kFused && backward.empty();
+    if (!fused && stage.last <= first_backward_layer) continue;
+    const int first = fused ? stage.first : std::max(stage.first, first_backward_layer);
+    backward.push_back({first, stage.last});
   }
+  stages.backward = std::move(backward);
   Plan plan = schedule::make_plan(stages, call.model->layer_count(), engine.size(), options);
   engine.advance(static_cast<int>(plan.jobs.size()));
   return plan;
+}
+
+void check_fits(const Plan& plan, const Call& call, PlanMode mode, int first_backward_layer, const Engine& engine) {
+  const auto require = [](int value, int expected, const char* what) {
+    if (value != expected)
+      throw std::invalid_argument(concat("[plan] the plan has ", value, " ", what, ", expected ", expected,
+                                         "; make one for this model, batch and pool"));
+  };
+  schedule::validate(plan, mode);
+  require(plan.layers, call.model->layer_count(), "layers");
+  require(plan.microbatches, call.options.microbatches, "microbatches");
+  require(plan.devices, engine.size(), "devices");
+  if (mode != PlanMode::kInference)
+    require(plan.first_backward_layer, first_backward_layer, "as the first layer with a backward");
+}
+
+}  // namespace
+
+Plan plan_call(const Call& call, const Route& route, PlanMode mode, bool asynchronous, ModelPlanner& planner,
+               Engine& engine) {
+  const bool backward = mode != PlanMode::kInference;
+  const int first_backward_layer = !backward || call.input_gradients ? 0 : lowest_trainable(call);
+  if (const auto* stages = std::get_if<schedule::Stages>(&route))
+    return plan_stages(call, *stages, mode, first_backward_layer, engine);
+  if (const auto* plan = std::get_if<Plan>(&route)) {
+    check_fits(*plan, call, mode, first_backward_layer, engine);
+    return *plan;
+  }
+  return planner.next(engine, mode, call.options.microbatches, first_backward_layer, asynchronous);
 }
 
 void open_boundaries(Call& call, const Plan& plan) {
@@ -151,6 +179,7 @@ void submit_jobs(const CallPtr& call, const Plan& plan, bool forward, bool backw
     auto run = std::make_shared<JobRun>();
     run->call = call;
     run->job = job;
+    run->position = static_cast<double>(call->position) + job.order;
     run->last_layer = plan.layers;
     run->first_backward_layer = plan.first_backward_layer;
     run->layout = lay_out_stage(model, job.layers.first, job.layers.last);

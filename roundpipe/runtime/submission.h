@@ -1,18 +1,23 @@
 #pragma once
 
 #include <memory>
+#include <variant>
 #include <vector>
 
-#include <roundpipe/runtime/engine.h>
-#include <roundpipe/schedule/planner.h>
+#include <roundpipe/runtime/model_planner.h>
 
 namespace roundpipe::runtime {
 
 // Turns a call and its plan into jobs for the devices. Everything here runs on the caller's thread and never blocks.
 
-// The plan of `stages` for the call: backward stages cut off below the lowest layer that needs one, devices in turn
-// from where the last plan stopped. Throws std::invalid_argument for stages that do not fit the model.
-schedule::Plan plan_call(const Call& call, schedule::Stages stages, schedule::PlanMode mode, Engine& engine);
+// How a call is to run: as the planner likes; in these stages, devices in turn from where the last plan stopped; or by
+// this plan, devices included.
+using Route = std::variant<std::monostate, schedule::Stages, schedule::Plan>;
+
+// The plan of the call. Stages are cut off below the lowest layer that needs a backward.
+// Throws std::invalid_argument for stages or a plan that does not fit the model, the batch or the pool.
+schedule::Plan plan_call(const Call& call, const Route& route, schedule::PlanMode mode, bool asynchronous,
+                         ModelPlanner& planner, Engine& engine);
 
 // Makes the events of every boundary that the plan's jobs write or read, and notes which are kept for the backward.
 void open_boundaries(Call& call, const schedule::Plan& plan);

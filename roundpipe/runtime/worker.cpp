@@ -32,9 +32,29 @@ Worker::~Worker() {
   thread_.join();
 }
 
-void Worker::enqueue(std::shared_ptr<JobRun> run) {
-  std::lock_guard lock(mutex_);
-  queue_.push_back(std::move(run));
+bool Worker::look(const ModelState& model, double& begun) const {
+  bool alone = true;
+  for (const std::shared_ptr<JobRun>& run : queue_) {
+    if (run->call->model.get() != &model) {
+      alone = false;
+    } else if (run->slot >= 0) {
+      begun = std::max(begun, run->position);
+    }
+  }
+  return alone;
+}
+
+void Worker::enqueue(std::shared_ptr<JobRun> run, double begun) {
+  auto place = queue_.end();
+  while (place != queue_.begin()) {
+    const JobRun& before = **std::prev(place);
+    if (before.slot >= 0 || before.position <= begun || before.position <= run->position) break;
+    --place;
+  }
+  queue_.insert(place, std::move(run));
+}
+
+void Worker::enqueued() {
   prefetch();
   changed_.notify_all();
 }

@@ -25,7 +25,7 @@ void set_thread_hooks(ThreadHooks hooks);
 
 // One device with its compute thread and its two links. Runs the jobs given to it in order, and uploads the next
 // job's weights and first inputs while one runs.
-// Thread safety: enqueue, idle and forget from any thread. The destructor runs what is queued first.
+// Thread safety: submissions and forget from any thread. The destructor runs what is queued first.
 class Worker {
  public:
   Worker(int index, std::unique_ptr<device::Device> device);
@@ -33,7 +33,14 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  void enqueue(std::shared_ptr<JobRun> run);
+  // For a submission, which holds the locks of all workers at once (taken by ascending index): lock(), look(), enqueue()
+  // for each job, enqueued().
+  std::unique_lock<std::mutex> lock() { return std::unique_lock(mutex_); }
+  // False when a job of another model waits here. Raises `begun` to the last position that has begun.
+  bool look(const ModelState& model, double& begun) const;
+  // Puts the job before those that wait and have a later position, as long as that is after `begun`.
+  void enqueue(std::shared_ptr<JobRun> run, double begun);
+  void enqueued();
   device::Device& device() { return *device_; }
   void forget(const ModelState& model) { shells_.forget(model); }
   int64_t uploaded_bytes() const { return upload_.moved_bytes(); }

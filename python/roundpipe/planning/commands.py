@@ -298,5 +298,6 @@ def _print_choice(request: Request, report: dict[str, Any]) -> None:
         other = report["next_best"]
         slower = 100 * (other["step_ms"] / report["step_ms"] - 1)
         console.print(
-            f"  next best  {other['summary']}: {slower:+.2f} % time, {other['traffic_ratio']:.2f} x traffic", markup=False
+            f"  next best  {other['summary']}: {slower:+.2f} % time, {other['traffic_ratio']:.2f} x traffic",
+            markup=False,
         )

@@ -32,8 +32,10 @@ from roundpipe import _core
 SCHEMA = "roundpipe-costs"
 VERSION = 1
 
-_LAYER_FIELDS = ("forward_ms", "backward_ms", "recompute_ms", "weight_bytes", "gradient_bytes")
-_LAYER_FIELDS += ("activation_bytes", "saved_bytes")
+_LAYER_FIELDS = (
+    *("forward_ms", "backward_ms", "recompute_ms"),
+    *("weight_bytes", "gradient_bytes", "activation_bytes", "saved_bytes"),
+)
 _RATES = ("link_up_gb_per_s", "link_down_gb_per_s", "host_gb_per_s")
 _SIZES = ("pipeline", "chunks", "forward", "backward")
 

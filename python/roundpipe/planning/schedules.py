@@ -85,7 +85,6 @@ class Prediction:
 
 def choose(request: Request, mode: _core.PlanMode = _core.PlanMode.FUSED) -> list[_core.PlanChoice]:
     """The planner's choices, best first."""
-    more = {} if request.effort is None else {"effort": request.effort}
     return _core.search(
         request.costs.layers,
         request.cluster,
@@ -96,7 +95,7 @@ def choose(request: Request, mode: _core.PlanMode = _core.PlanMode.FUSED) -> lis
         max_traffic=request.max_traffic,
         replicas=request.replicas,
         max_fused_layers=request.keep_layers,
-        **more,
+        effort=_core.SEARCH_EFFORT if request.effort is None else request.effort,
     )
 
 

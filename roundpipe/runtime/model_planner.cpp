@@ -1,0 +1,189 @@
+#include <roundpipe/runtime/model_planner.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace roundpipe::runtime {
+
+using schedule::Phase;
+using schedule::Plan;
+using schedule::PlanMode;
+using schedule::Range;
+
+namespace {
+
+// Until times are measured, a layer is taken to cost what its weights weigh, and at least something.
+constexpr double kBytesPerMs = 1e6;
+constexpr double kLeast_ms = 0.01;
+// How much of a new measurement is taken over, once there is one.
+constexpr double kSmoothing = 0.3;
+
+constexpr int kCallsToMeasure = 2;
+constexpr int kCallsBetweenPlans = 8;
+constexpr double kDrift = 0.2;
+constexpr std::int64_t kEffort = 8'000'000;
+constexpr size_t kMostPlans = 16;
+
+double median(std::vector<double>& values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+// By how much the work of a step is somewhere else now, as a part of it.
+double drift(const schedule::LayerCosts& before, const schedule::LayerCosts& now) {
+  double moved_ms = 0, total_ms = 0;
+  for (size_t l = 0; l < now.size(); ++l) {
+    const double was_ms = before[l].forward_ms + before[l].backward_ms;
+    const double is_ms = now[l].forward_ms + now[l].backward_ms;
+    moved_ms += std::abs(is_ms - was_ms);
+    total_ms += was_ms;
+  }
+  return total_ms > 0 ? moved_ms / total_ms : 0;
+}
+
+}  // namespace
+
+CostMeter::CostMeter(const ModelState& model) {
+  for (int l = 0; l < model.layer_count(); ++l) {
+    weight_bytes_.push_back(lay_out_stage(model, l, l + 1).size_bytes);
+    const double guess_ms = std::max(kLeast_ms, static_cast<double>(weight_bytes_.back()) / kBytesPerMs);
+    layers_.push_back({guess_ms, 2 * guess_ms});
+  }
+}
+
+double CostMeter::forward_ms(Range layers) const {
+  double total = 0;
+  for (int l = layers.first; l < layers.last; ++l) total += layers_[static_cast<size_t>(l)].forward_ms;
+  return total;
+}
+
+void CostMeter::add(const std::vector<ExecutionRecord>& records) {
+  std::map<std::tuple<Phase, int, int>, std::vector<double>> times;
+  for (const ExecutionRecord& record : records) {
+    const double busy_ms = record.end_ms - record.start_ms - record.waited_ms;
+    times[{record.phase, record.layers.first, record.layers.last}].push_back(busy_ms);
+  }
+  // Forwards first: what a backward takes is known only beside the forward that it repeats.
+  for (const bool forward : {true, false}) {
+    for (auto& [stage, values] : times) {
+      const auto [phase, first, last] = stage;
+      if ((phase == Phase::kForward) != forward) continue;
+      const double measured_ms = std::max(kLeast_ms, median(values));
+      const auto scale = [&](double Layer::* field, int Layer::* calls, double thought_ms, double target_ms) {
+        const double factor = thought_ms > 0 ? target_ms / thought_ms : 1;
+        for (int l = first; l < last; ++l) {
+          Layer& layer = layers_[static_cast<size_t>(l)];
+          layer.*field *= layer.*calls == 0 ? factor : 1 + kSmoothing * (factor - 1);
+          ++(layer.*calls);
+        }
+      };
+      const double thought_ms = forward_ms({first, last});
+      if (forward) {
+        scale(&Layer::forward_ms, &Layer::forward_calls, thought_ms, measured_ms);
+        continue;
+      }
+      double backward_ms = 0;
+      bool forward_known = true;
+      for (int l = first; l < last; ++l) {
+        backward_ms += layers_[static_cast<size_t>(l)].backward_ms;
+        forward_known &= layers_[static_cast<size_t>(l)].forward_calls > 0;
+      }
+      if (phase == Phase::kFused || !forward_known) {
+        // Seen only together: the usual share.
+        scale(&Layer::forward_ms, &Layer::forward_calls, thought_ms, measured_ms / 3);
+        scale(&Layer::backward_ms, &Layer::backward_calls, backward_ms, measured_ms * 2 / 3);
+      } else {
+        scale(&Layer::backward_ms, &Layer::backward_calls, backward_ms,
+              std::max(measured_ms - thought_ms, measured_ms / 10));
+      }
+    }
+  }
+}
+
+bool CostMeter::knows(bool backward, int calls) const {
+  return std::all_of(layers_.begin(), layers_.end(), [&](const Layer& layer) {
+    return layer.forward_calls >= calls && (!backward || layer.backward_calls >= calls);
+  });
+}
+
+schedule::LayerCosts CostMeter::costs() const {
+  schedule::LayerCosts costs;
+  for (size_t l = 0; l < layers_.size(); ++l) {
+    schedule::LayerCost cost;
+    cost.forward_ms = layers_[l].forward_ms;
+    cost.backward_ms = layers_[l].backward_ms;
+    cost.weight_bytes = weight_bytes_[l];
+    costs.push_back(cost);
+  }
+  return costs;
+}
+
+Plan ModelPlanner::recipe(Engine& engine, const Key& key, bool measured) const {
+  const schedule::LayerCosts costs = meter_.costs();
+  schedule::SearchOptions options;
+  options.plan.mode = key.mode;
+  options.plan.microbatches = key.microbatches;
+  options.plan.first_backward_layer = key.first_backward_layer;
+  // Two stages' weights, the gradients of one and its activations must fit beside each other. A layer over the share
+  // is tried anyway: whether it fits is the device's to say.
+  constexpr int64_t kStageShare = 6;
+  int64_t share_bytes = 0;
+  for (int i = 0; i < engine.size(); ++i) {
+    const int64_t bytes = engine.worker(i).device().memory().limit_bytes / kStageShare;
+    if (bytes > 0 && (share_bytes == 0 || bytes < share_bytes)) share_bytes = bytes;
+  }
+  if (share_bytes > 0) {
+    for (const schedule::LayerCost& cost : costs) share_bytes = std::max(share_bytes, cost.weight_bytes);
+    options.plan.max_stage_bytes = share_bytes;
+  }
+  const schedule::CostSums sums(costs, key.first_backward_layer);
+  const schedule::Stages simple = schedule::choose_stages(costs, key.devices, options.plan);
+  if (!measured) return schedule::to_recipe(schedule::to_cut(simple), sums, key.devices, options.plan);
+  schedule::Cluster cluster;
+  for (int i = 0; i < key.devices; ++i) cluster.devices.push_back({1, 2 * share_bytes});
+  options.rules.asynchronous = key.asynchronous;
+  // Every value passes through the host.
+  options.rules.hop_on_same_device = true;
+  options.replicas = false;
+  // Steps overlap in their order only where it pays: with few microbatches.
+  options.interleave = key.microbatches < 2 * key.devices;
+  options.effort = kEffort;
+  options.max_fused_layers = static_cast<int>(costs.size());
+  if (share_bytes > 0 && key.mode == PlanMode::kFused) options.max_fused_layers = simple.backward.front().size();
+  return schedule::search(costs, cluster, options).front().recipe;
+}
+
+Plan ModelPlanner::next(Engine& engine, PlanMode mode, int microbatches, int first_backward_layer,
+                        bool asynchronous) {
+  const Key key{mode, microbatches, first_backward_layer, engine.size(), asynchronous};
+  if (current_.size() >= kMostPlans && !current_.contains(key)) current_.clear();
+  Current& current = current_[key];
+  const bool known = meter_.knows(mode != PlanMode::kInference && first_backward_layer == 0, kCallsToMeasure);
+  const bool drifted = current.measured && current.calls >= kCallsBetweenPlans &&
+                       drift(current.costs, meter_.costs()) > kDrift;
+  if (!current.placer || (known && !current.measured) || drifted) {
+    Plan made = recipe(engine, key, known);
+    current.costs = meter_.costs();
+    schedule::Cluster cluster;
+    cluster.devices.resize(static_cast<size_t>(key.devices));
+    schedule::TimingRules rules;
+    rules.asynchronous = asynchronous;
+    rules.hop_on_same_device = true;
+    current.placer.emplace(std::move(made), current.costs, cluster, rules);
+    current.measured = known;
+    current.calls = 0;
+  }
+  ++current.calls;
+  return current.placer->next();
+}
+
+schedule::Stages ModelPlanner::stages(Engine& engine, PlanMode mode, int microbatches, bool asynchronous) const {
+  const Key key{mode, microbatches, 0, engine.size(), asynchronous};
+  const Plan made = recipe(engine, key, meter_.knows(mode != PlanMode::kInference, kCallsToMeasure));
+  schedule::Stages stages{made.forward_stages(), {}};
+  if (mode != PlanMode::kInference) stages.backward = made.backward_stages();
+  return stages;
+}
+
+}  // namespace roundpipe::runtime

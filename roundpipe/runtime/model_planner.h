@@ -1,0 +1,75 @@
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include <roundpipe/runtime/call.h>
+#include <roundpipe/runtime/engine.h>
+#include <roundpipe/schedule/search.h>
+
+namespace roundpipe::runtime {
+
+// What the layers of a model take, learned from what calls executed: smoothed, one microbatch, in milliseconds.
+// A stage's time is shared out to its layers in proportion to what they were thought to take, so different cuts sharpen
+// the picture. Thread safety: one thread at a time.
+class CostMeter {
+ public:
+  explicit CostMeter(const ModelState& model);
+
+  void add(const std::vector<ExecutionRecord>& records);
+  // Whether every layer has been seen forward (and backward, if asked for) in at least so many calls.
+  bool knows(bool backward, int calls) const;
+  schedule::LayerCosts costs() const;
+
+ private:
+  struct Layer {
+    double forward_ms;
+    double backward_ms;
+    int forward_calls = 0;
+    int backward_calls = 0;
+  };
+  double forward_ms(schedule::Range layers) const;
+
+  std::vector<Layer> layers_;
+  std::vector<int64_t> weight_bytes_;
+};
+
+// Plans a model's calls: stages from estimated costs at first, from measured ones after two calls, and again when what
+// is measured has drifted by more than a fifth. Devices are placed step by step (schedule::Placer).
+// No plan has replicas, so that sums of gradients do not depend on it. Thread safety: one thread at a time.
+class ModelPlanner {
+ public:
+  explicit ModelPlanner(const ModelState& model) : meter_(model) {}
+
+  void observe(const std::vector<ExecutionRecord>& records) { meter_.add(records); }
+
+  // The plan of the next call. `asynchronous`: how the model's steps have been made so far.
+  schedule::Plan next(Engine& engine, schedule::PlanMode mode, int microbatches, int first_backward_layer,
+                      bool asynchronous);
+  // The stages that a plan of a call would have now.
+  schedule::Stages stages(Engine& engine, schedule::PlanMode mode, int microbatches, bool asynchronous) const;
+  schedule::LayerCosts costs() const { return meter_.costs(); }
+
+ private:
+  struct Key {
+    schedule::PlanMode mode;
+    int microbatches, first_backward_layer, devices;
+    bool asynchronous;
+    auto operator<=>(const Key&) const = default;
+  };
+  struct Current {
+    std::optional<schedule::Placer> placer;
+    schedule::LayerCosts costs;  // that it was planned with
+    bool measured = false;
+    int calls = 0;  // since
+  };
+  schedule::Plan recipe(Engine& engine, const Key& key, bool measured) const;
+
+  CostMeter meter_;
+  std::map<Key, Current> current_;
+};
+
+}  // namespace roundpipe::runtime
