@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from roundpipe.emulated import EmulatedLayer
     from roundpipe.execute_plan import ModelExecutePlan
     from roundpipe.optimizer_context import OptimizerCtx
-    from roundpipe.pipe import RoundPipe
+    from roundpipe.pipe import Pending, RoundPipe
     from roundpipe.recompute import doing_recompute, get_recompute_data, save_for_recompute
     from roundpipe.run_config import RoundPipeRunConfig
     from roundpipe.scaler import GradScaler
@@ -25,6 +25,7 @@ _PUBLIC = {
     "GradScaler": "scaler",
     "ModelExecutePlan": "execute_plan",
     "OptimizerCtx": "optimizer_context",
+    "Pending": "pipe",
     "RoundPipe": "pipe",
     "RoundPipeError": "_core",
     "RoundPipeRunConfig": "run_config",
@@ -42,6 +43,7 @@ __all__ = [
     "GradScaler",
     "ModelExecutePlan",
     "OptimizerCtx",
+    "Pending",
     "RoundPipe",
     "RoundPipeError",
     "RoundPipeRunConfig",

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from roundpipe.demo.command import demo
-from roundpipe.planning.commands import plan, simulate
+from roundpipe.planning.commands import emulate, plan, simulate
 
 app = typer.Typer(
     name="roundpipe",
@@ -50,6 +50,7 @@ def options(
 app.command("demo")(demo)
 app.command("simulate")(simulate)
 app.command("plan")(plan)
+app.command("emulate")(emulate)
 
 
 def main() -> None:

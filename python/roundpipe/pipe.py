@@ -63,6 +63,11 @@ class Pending:
         """
         return self._model._finish(self._submitted, self._single, self._return_outputs, self._config)
 
+    def records(self) -> list[_core.Record]:
+        """What has been executed of it so far, see `RoundPipe.last_records`, and when a backward had recomputed and
+        how long it then waited, in ms."""
+        return self._submitted.records()
+
 
 class RoundPipe(nn.Module):
     """Trains a model whose weights stay on the host, on devices that hold one stage of it at a time.
@@ -574,4 +579,4 @@ class RoundPipe(nn.Module):
 
     def last_records(self) -> list[tuple[str, int, int, int, int, float, float]]:
         """What the last call executed: (phase, first layer, last layer, microbatch, device, start ms, end ms)."""
-        return self._pipeline.last_records()
+        return [record[:7] for record in self._pipeline.last_records()]

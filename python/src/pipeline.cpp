@@ -27,6 +27,17 @@ py::list values_list(const std::vector<Values>& list) {
   return result;
 }
 
+// (phase, first layer, last layer, microbatch, device, start ms, end ms, end of the recomputation ms, waited ms)
+py::list records_list(const std::vector<runtime::ExecutionRecord>& records) {
+  py::list list;
+  for (const runtime::ExecutionRecord& record : records) {
+    list.append(py::make_tuple(schedule::phase_name(record.phase), record.layers.first, record.layers.last,
+                               record.microbatch, record.device, record.start_ms, record.end_ms, record.recomputed_ms,
+                               record.waited_ms));
+  }
+  return list;
+}
+
 // A native layer for objects that describe one, a Python layer for all others. REQUIRES: the interpreter lock.
 std::unique_ptr<runtime::Layer> make_layer(const py::handle& object) {
   if (py::hasattr(object, "emulated")) {
@@ -57,7 +68,8 @@ void bind_pipeline(py::module_& module) {
   py::class_<StepTicket>(module, "StepTicket")
       .def("hand_over", &StepTicket::hand_over, py::call_guard<py::gil_scoped_release>());
 
-  py::class_<Pipeline::Submitted, std::shared_ptr<Pipeline::Submitted>>(module, "Submitted");
+  py::class_<Pipeline::Submitted, std::shared_ptr<Pipeline::Submitted>>(module, "Submitted")
+      .def("records", [](const Pipeline::Submitted& submitted) { return records_list(submitted.call->records()); });
 
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(module, "Pipeline")
       .def(py::init([](std::string name, const py::list& layers, bool pinned) {
@@ -140,20 +152,7 @@ void bind_pipeline(py::module_& module) {
       .def_property("random_seed", &Pipeline::random_seed, &Pipeline::set_random_seed)
       .def_property("calls", &Pipeline::calls, &Pipeline::set_calls)
       .def("last_plan", &Pipeline::last_plan)
-      .def("last_records", [](const Pipeline& pipeline) {
-        py::list records;
-        for (const runtime::ExecutionRecord& record : pipeline.last_records()) {
-          records.append(py::make_tuple(schedule::phase_name(record.phase), record.layers.first, record.layers.last,
-                                        record.microbatch, record.device, record.start_ms, record.end_ms));
-        }
-        return records;
-      })
-      .def("last_waits", [](const Pipeline& pipeline) {
-        std::vector<std::pair<double, double>> waits;
-        for (const runtime::ExecutionRecord& record : pipeline.last_records())
-          waits.emplace_back(record.recomputed_ms, record.waited_ms);
-        return waits;
-      });
+      .def("last_records", [](const Pipeline& pipeline) { return records_list(pipeline.last_records()); });
 
   module.def(
       "set_saved_by_call",

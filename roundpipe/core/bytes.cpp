@@ -57,6 +57,14 @@ double parse_gb_per_s(std::string_view text, std::string_view where) {
   throw std::invalid_argument(concat("[", where, "] '", text, "' is not ", kExpected));
 }
 
+double parse_ms(std::string_view text, std::string_view where) {
+  constexpr std::string_view kExpected = "a time; write for example 0.8ms";
+  const auto [value, unit] = split_number(text, where, kExpected);
+  if (value >= 0 && (unit.empty() || unit == "ms")) return value;
+  if (value >= 0 && unit == "us") return value / 1e3;
+  throw std::invalid_argument(concat("[", where, "] '", text, "' is not ", kExpected));
+}
+
 std::string format_bytes(int64_t size_bytes) {
   constexpr std::array<const char*, 5> kNames{"B", "KiB", "MiB", "GiB", "TiB"};
   double value = static_cast<double>(size_bytes);

@@ -20,6 +20,9 @@ int64_t parse_bytes(std::string_view text, std::string_view where);
 // "8GB/s" or "8": GB/s with 1 GB = 1e9 bytes. Throws std::invalid_argument naming `where`.
 double parse_gb_per_s(std::string_view text, std::string_view where);
 
+// "0.8ms", "800us", or a plain number of milliseconds. Throws std::invalid_argument naming `where`.
+double parse_ms(std::string_view text, std::string_view where);
+
 // "1.50 GiB"; for people.
 std::string format_bytes(int64_t size_bytes);
 

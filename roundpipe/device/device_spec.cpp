@@ -78,6 +78,8 @@ void apply_option(std::string_view item, std::string_view text, std::vector<Devi
       spec.link_gb_per_s = parse_gb_per_s(value, "devices");
     } else if (key == "host" && spec.is_virtual) {
       spec.host_gb_per_s = parse_gb_per_s(value, "devices");
+    } else if (key == "latency" && spec.is_virtual) {
+      spec.latency_ms = parse_ms(value, "devices");
     } else if (key == "threads" && spec.is_virtual) {
       spec.threads = parse_int(value, text, 1);
     } else if (key == "debug" && value.empty() && spec.is_virtual) {

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <roundpipe/core/clock.h>
 #include <roundpipe/core/error.h>
 
 namespace roundpipe::runtime {
@@ -95,7 +96,9 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
                          "buffers; this step is dropped, the next ones take it into account"));
     }
     repeated = true;
+    const double start_ms = now_ms();
     outputs = layer.forward(inputs, context);
+    if (device_.is_virtual()) state.forward_ms.store(now_ms() - start_ms);
   };
   if (call.options.preserve_rng_state) {
     // While something is recomputed the user's own thread may be drawing: then nothing is concluded from the state.

@@ -44,7 +44,7 @@ double drift(const schedule::LayerCosts& before, const schedule::LayerCosts& now
 
 }  // namespace
 
-CostMeter::CostMeter(const ModelState& model) {
+CostMeter::CostMeter(const ModelState& model) : model_(model) {
   for (int l = 0; l < model.layer_count(); ++l) {
     weight_bytes_.push_back(lay_out_stage(model, l, l + 1).size_bytes);
     const double guess_ms = std::max(kLeast_ms, static_cast<double>(weight_bytes_.back()) / kBytesPerMs);
@@ -64,6 +64,16 @@ void CostMeter::add(const std::vector<ExecutionRecord>& records) {
     const double busy_ms = record.end_ms - record.start_ms - record.waited_ms;
     times[{record.phase, record.layers.first, record.layers.last}].push_back(busy_ms);
   }
+  for (size_t l = 0; l < layers_.size(); ++l) {
+    const double clocked_ms = model_.layers[l]->forward_ms.load();
+    if (clocked_ms <= 0) continue;
+    Layer& layer = layers_[l];
+    const double before_ms = layer.forward_ms;
+    layer.forward_ms = layer.forward_calls == 0 ? clocked_ms : before_ms + kSmoothing * (clocked_ms - before_ms);
+    if (layer.backward_calls == 0) layer.backward_ms = 2 * layer.forward_ms;
+    ++layer.forward_calls;
+  }
+  const bool clocked = model_.layers.front()->forward_ms.load() > 0;
   // Forwards first: what a backward takes is known only beside the forward that it repeats.
   for (const bool forward : {true, false}) {
     for (auto& [stage, values] : times) {
@@ -79,6 +89,7 @@ void CostMeter::add(const std::vector<ExecutionRecord>& records) {
         }
       };
       const double thought_ms = forward_ms({first, last});
+      if (forward && clocked) continue;
       if (forward) {
         scale(&Layer::forward_ms, &Layer::forward_calls, thought_ms, measured_ms);
         continue;
@@ -89,9 +100,9 @@ void CostMeter::add(const std::vector<ExecutionRecord>& records) {
         backward_ms += layers_[static_cast<size_t>(l)].backward_ms;
         forward_known &= layers_[static_cast<size_t>(l)].forward_calls > 0;
       }
-      if (phase == Phase::kFused || !forward_known) {
+      if (!forward_known || (phase == Phase::kFused && !clocked)) {
         // Seen only together: the usual share.
-        scale(&Layer::forward_ms, &Layer::forward_calls, thought_ms, measured_ms / 3);
+        if (!clocked) scale(&Layer::forward_ms, &Layer::forward_calls, thought_ms, measured_ms / 3);
         scale(&Layer::backward_ms, &Layer::backward_calls, backward_ms, measured_ms * 2 / 3);
       } else {
         scale(&Layer::backward_ms, &Layer::backward_calls, backward_ms,
@@ -146,8 +157,8 @@ Plan ModelPlanner::recipe(Engine& engine, const Key& key, bool measured) const {
   // Every value passes through the host.
   options.rules.hop_on_same_device = true;
   options.replicas = false;
-  // Steps overlap in their order only where it pays: with few microbatches.
-  options.interleave = key.microbatches < 2 * key.devices;
+  // A call comes when much of the one before has begun, too late for a step that counts on going before its jobs.
+  options.interleave = false;
   options.effort = kEffort;
   options.max_fused_layers = static_cast<int>(costs.size());
   if (share_bytes > 0 && key.mode == PlanMode::kFused) options.max_fused_layers = simple.backward.front().size();

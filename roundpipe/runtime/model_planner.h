@@ -13,10 +13,11 @@
 namespace roundpipe::runtime {
 
 // What the layers of a model take, learned from what calls executed: smoothed, one microbatch, in milliseconds.
-// A stage's time is shared out to its layers in proportion to what they were thought to take, so different cuts sharpen
-// the picture. Thread safety: one thread at a time.
+// Where layers have no clock of their own (LayerState::forward_ms), a stage's time is shared out to them in proportion
+// to what they were thought to take, so different cuts sharpen the picture. Thread safety: one thread at a time.
 class CostMeter {
  public:
+  // `model` outlives the meter.
   explicit CostMeter(const ModelState& model);
 
   void add(const std::vector<ExecutionRecord>& records);
@@ -33,6 +34,7 @@ class CostMeter {
   };
   double forward_ms(schedule::Range layers) const;
 
+  const ModelState& model_;
   std::vector<Layer> layers_;
   std::vector<int64_t> weight_bytes_;
 };

@@ -34,6 +34,8 @@ struct LayerState {
   RandomUse random;
   std::atomic<Learned> writes_inputs{Learned::kUnknown};
   std::atomic<Learned> writes_buffers{Learned::kUnknown};
+  // What the last forward of one microbatch took on the host's clock; 0 = unknown, as on accelerators.
+  std::atomic<double> forward_ms{0};
   // When the buffers hold what the last submitted forward makes of them; caller's thread only.
   device::EventPtr buffers_current;
 };

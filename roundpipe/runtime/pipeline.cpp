@@ -238,7 +238,7 @@ Pipeline::TrainResult Pipeline::finish(Submitted& submitted) {
   if (submitted.finished)
     throw std::invalid_argument("[submit] the losses have been taken already, expected one call for each batch");
   submitted.finished = true;
-  const CallPtr call = std::move(submitted.call);
+  const CallPtr call = submitted.call;
   const std::vector<Values> inputs = std::move(submitted.inputs);
   TrainResult result;
   for (int m = 0; m < call->options.microbatches; ++m) {

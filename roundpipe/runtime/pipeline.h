@@ -59,7 +59,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   };
   // A batch that has been submitted for forward, loss and backward.
   struct Submitted {
-    CallPtr call;
+    CallPtr call;                // its records grow until the backward is over
     std::vector<Values> inputs;  // kept only where gradients go on into them
     bool finished = false;
   };

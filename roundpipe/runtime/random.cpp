@@ -62,8 +62,8 @@ std::atomic<uint64_t>& draws_seen() {
   return count;
 }
 
-// REQUIRES: the host's generator is held alone.
-void run_alone(RandomUse& use, uint64_t seed, const std::function<void()>& body);
+// Whether the body drew. REQUIRES: the host's generator is held alone.
+bool run_alone(RandomUse& use, uint64_t seed, const std::function<void()>& body);
 
 uint64_t mix(uint64_t value) {
   // The finaliser of splitmix64 (Steele, Lea, Flood 2014).
@@ -112,7 +112,10 @@ void with_seeded_generators(RandomUse& use, uint64_t seed, c10::Device device, b
     if (!device.is_cpu()) seed_generator(at::globalContext().defaultGenerator(device), seed);
     std::unique_lock alone(host_generator_mutex());
     if (changed) set_state(host, before);
-    return run_alone(use, seed, body);
+    // If it cannot run twice, it throws, and the next time it is taken to be the one.
+    use.state.store(RandomUse::kDraws);
+    if (!run_alone(use, seed, body)) use.state.store(RandomUse::kNever);
+    return;
   }
   std::unique_lock lock(host_generator_mutex());
   run_alone(use, seed, body);
@@ -120,7 +123,7 @@ void with_seeded_generators(RandomUse& use, uint64_t seed, c10::Device device, b
 
 namespace {
 
-void run_alone(RandomUse& use, uint64_t seed, const std::function<void()>& body) {
+bool run_alone(RandomUse& use, uint64_t seed, const std::function<void()>& body) {
   const at::Generator& host = at::detail::getDefaultCPUGenerator();
   const SavedState saved(host);
   seed_generator(host, seed);
@@ -130,6 +133,7 @@ void run_alone(RandomUse& use, uint64_t seed, const std::function<void()>& body)
   if (drew) use.state.store(RandomUse::kDraws);
   int unknown = RandomUse::kUnknown;
   if (!drew) use.state.compare_exchange_strong(unknown, RandomUse::kNever);
+  return drew;
 }
 
 }  // namespace

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -191,6 +193,96 @@ def plan(
         spans = spans_of(timeline, plans, range(steps_shown))
         title = f"{request.costs.name}, {request.devices} devices, {request.microbatches} microbatches, {mode}"
         write_pictures([(best.cut, spans)], title, png, html, trace)
+
+
+def emulate(
+    costs: CostsArgument,
+    devices: DevicesOption = None,
+    microbatches: MicrobatchesOption = 16,
+    mode: ModeOption = "async",
+    schedule: Annotated[str, typer.Option(help="As for simulate; several with commas.")] = "roundpipe",
+    max_traffic: TrafficOption = 0.0,
+    memory: MemoryOption = None,
+    keep: KeepOption = 1,
+    replicas: ReplicasOption = True,
+    effort: EffortOption = None,
+    steps: Annotated[int, typer.Option(help="Steps to measure, after two left out.")] = 6,
+    time_scale: Annotated[float, typer.Option(help="Multiplies every time: 0.5 runs twice as fast.")] = 1.0,
+    as_json: JsonOption = False,
+    steps_shown: StepsShownOption = 2,
+    png: PngOption = None,
+    html: HtmlOption = None,
+    trace: TraceOption = None,
+) -> None:
+    """Run schedules through the real engine in real time, on virtual devices whose layers only take time."""
+    from roundpipe.planning import emulation
+    from roundpipe.planning.pictures import spans_of_records
+    from roundpipe.planning.schedules import NAMES, predict
+
+    if not 1 <= steps <= 10_000:
+        raise ValueError(f"[options] --steps is {steps}, expected 1 to 10000")
+    if not 0 < time_scale <= 1000:
+        raise ValueError(f"[options] --time-scale is {time_scale}, expected a factor above 0")
+    names = list(NAMES) if schedule == "all" else [name.strip() for name in schedule.split(",")]
+    request = emulation.scaled(
+        make_request(costs, devices, microbatches, mode, max_traffic, memory, keep, replicas, effort), time_scale
+    )
+    rows, results = [], []
+    for name in names:
+        prediction = predict(name, request)
+        with _progress(name, as_json) as report:
+            measured = emulation.emulate(prediction, request, steps, report)
+        ratio = measured.step_ms / prediction.step_ms
+        bubble = 100 * (1 - (1 - prediction.bubble_percent / 100) / ratio)
+        results.append(
+            {
+                "schedule": name,
+                "predicted_ms": prediction.step_ms,
+                "measured_ms": measured.step_ms,
+                "measured_over_predicted": ratio,
+                "predicted_bubble_percent": prediction.bubble_percent,
+                "measured_bubble_percent": bubble,
+            }
+        )
+        shown = [record for step in measured.records[-steps_shown:] for record in step]
+        rows.append((f"{name}, measured: {measured.step_ms:,.1f} ms a step", spans_of_records(shown)))
+    head = {"costs": request.costs.name, "devices": request.devices, "microbatches": request.microbatches}
+    head |= {"mode": mode, "time_scale": time_scale, "steps": steps}
+    if as_json:
+        typer.echo(json.dumps({**head, "schedules": results}, indent=2))
+    else:
+        _print_measured(head, results)
+    write_pictures(rows, f"{request.costs.name}, {request.devices} devices, measured", png, html, trace)
+
+
+@contextmanager
+def _progress(name: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task(name, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _print_measured(head: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = "{costs}: {devices} devices, {microbatches} microbatches, {mode}, times x {time_scale:g}".format(**head)
+    table = Table(title=title, title_justify="left")
+    table.add_column("schedule")
+    for column in ("predicted ms", "measured ms", "measured / predicted", "bubble % measured"):
+        table.add_column(column, justify="right")
+    for result in results:
+        table.add_row(
+            result["schedule"],
+            f"{result['predicted_ms']:,.1f}",
+            f"{result['measured_ms']:,.1f}",
+            f"{result['measured_over_predicted']:.4f}",
+            f"{result['measured_bubble_percent']:.2f}",
+        )
+    Console().print(table)
 
 
 def describe_choice(best: _core.PlanChoice, runners_up: list[_core.PlanChoice]) -> dict[str, Any]:

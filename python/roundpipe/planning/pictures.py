@@ -50,12 +50,16 @@ def spans_of(timeline: _core.Timeline, plans: Sequence[_core.Plan], steps: range
     return spans
 
 
-def spans_of_records(records: Iterable[tuple[str, int, int, int, int, float, float]]) -> list[Span]:
-    """What a real call did, from `RoundPipe.last_records()`."""
+def spans_of_records(records: Iterable[_core.Record]) -> list[Span]:
+    """What real calls did, from `Pending.records()`; the first start is time 0."""
     spans = []
-    for phase, first, last, microbatch, device, start_ms, end_ms in records:
+    for phase, first, last, microbatch, device, start_ms, end_ms, recomputed_ms, waited_ms in records:
         kind = "head" if phase == "fused" else phase
-        spans.append(Span(device, kind, start_ms, end_ms, f"layers [{first}, {last}), microbatch {microbatch}"))
+        label = f"layers [{first}, {last}), microbatch {microbatch}"
+        if recomputed_ms > 0:
+            spans.append(Span(device, "recompute", start_ms, recomputed_ms, label))
+            start_ms = recomputed_ms + waited_ms
+        spans.append(Span(device, kind, start_ms, end_ms, label))
     earliest = min((span.start_ms for span in spans), default=0.0)
     for span in spans:
         span.start_ms -= earliest

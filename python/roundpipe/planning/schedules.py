@@ -34,6 +34,9 @@ class Request:
         keep_layers: most layers whose activations the fused stage may keep instead of recomputing; 1 = the head.
         replicas: stages may be split over microbatch ranges.
         effort: of the search, in microbatch visits.
+        interleave: the backward of a step may fall behind the forward of the next.
+        through_engine: predict what our engine does with a schedule: values hop even on their device, since they go
+            through the host, recomputation comes early, and the head is recomputed where it is not fused.
     """
 
     costs: CostSet
@@ -45,6 +48,8 @@ class Request:
     keep_layers: int = 1
     replicas: bool = True
     effort: int | None = None
+    through_engine: bool = False
+    interleave: bool = True
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -58,7 +63,8 @@ class Request:
         return _core.TimingRules(
             asynchronous=self.mode == "async",
             early_fused_forward=early_head,
-            late_recompute=late_recompute,
+            late_recompute=late_recompute and not self.through_engine,
+            hop_on_same_device=self.through_engine,
         )
 
 
@@ -94,6 +100,7 @@ def choose(request: Request, mode: _core.PlanMode = _core.PlanMode.FUSED) -> lis
         first_backward_layer=request.costs.first_backward_layer,
         max_traffic=request.max_traffic,
         replicas=request.replicas,
+        interleave=request.interleave,
         max_fused_layers=request.keep_layers,
         effort=_core.SEARCH_EFFORT if request.effort is None else request.effort,
     )
@@ -129,7 +136,8 @@ def predict(name: str, request: Request) -> Prediction:
             late_recompute=name not in ("published", "one-device"),
             early_head=name == "published" and request.published_rule,
         )
-        costs = [*costs[:-1], _without_recompute(costs[-1])]
+        if not request.through_engine:
+            costs = [*costs[:-1], _without_recompute(costs[-1])]
         plans, first = [], 0
         for _ in range(steps):
             plan = _core.baseline_plan(

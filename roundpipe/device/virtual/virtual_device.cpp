@@ -31,20 +31,22 @@ bool same_dense_layout(const at::Tensor& a, const at::Tensor& b) {
 
 class VirtualQueue final : public Queue {
  public:
-  VirtualQueue(MemoryAccount* account, std::unique_ptr<LinkThrottle> link, std::shared_ptr<LinkThrottle> host)
-      : account_(account), link_(std::move(link)), host_(std::move(host)) {}
+  VirtualQueue(MemoryAccount* account, std::unique_ptr<LinkThrottle> link, std::shared_ptr<LinkThrottle> host,
+               double latency_ms)
+      : account_(account), link_(std::move(link)), host_(std::move(host)), latency_ms_(latency_ms) {}
 
   std::unique_ptr<QueueScope> enter() override { return std::make_unique<VirtualScope>(account_); }
 
   void copy(const at::Tensor& dst, const at::Tensor& src) override {
     const auto size_bytes = static_cast<int64_t>(src.nbytes());
+    Clock::time_point done{};
+    if (latency_ms_ > 0) done = Clock::now() + from_ms(latency_ms_);
     if (same_dense_layout(dst, src)) {
       // memcpy rather than copy_: a copy thread must not start an OpenMP team of its own.
       if (size_bytes > 0) std::memcpy(dst.data_ptr(), src.data_ptr(), static_cast<size_t>(size_bytes));
     } else {
       dst.copy_(src);
     }
-    Clock::time_point done{};
     if (link_) done = std::max(done, link_->book(size_bytes));
     if (host_) done = std::max(done, host_->book(size_bytes));
     if (done != Clock::time_point{}) std::this_thread::sleep_until(done);
@@ -67,6 +69,7 @@ class VirtualQueue final : public Queue {
   MemoryAccount* const account_;
   const std::unique_ptr<LinkThrottle> link_;
   const std::shared_ptr<LinkThrottle> host_;
+  const double latency_ms_;
   Clock::time_point emulated_until_{};  // touched by the issuing thread only
 };
 
@@ -76,10 +79,10 @@ class VirtualDevice final : public Device {
       : Device(spec.name(), c10::Device(c10::DeviceType::CPU)),
         threads_(spec.threads),
         account_(make_account(spec.name(), spec.memory_bytes, spec.debug)),
-        compute_(account_, nullptr, nullptr),
-        upload_(account_, link(spec), host),
+        compute_(account_, nullptr, nullptr, 0),
+        upload_(account_, link(spec), host, spec.latency_ms),
         // What arrives on the host is not this device's memory.
-        download_(nullptr, link(spec), host) {}
+        download_(nullptr, link(spec), host, spec.latency_ms) {}
 
   Queue& compute() override { return compute_; }
   Queue& upload() override { return upload_; }

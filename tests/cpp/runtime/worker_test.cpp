@@ -42,7 +42,8 @@ CallPtr submit_forward(const std::shared_ptr<ModelState>& model, Engine& engine,
   call->autocast = AutocastState::capture(engine.device_type());
   call->trainable = model->trainable();
   for (const BlockState& block : model->blocks) call->readings.push_back(block.block->read());
-  const Plan plan = plan_call(*call, std::move(stages), PlanMode::kInference, engine);
+  ModelPlanner planner(*call->model);
+  const Plan plan = plan_call(*call, std::move(stages), PlanMode::kInference, true, planner, engine);
   open_boundaries(*call, plan);
   for (int m = 0; m < microbatches; ++m) {
     put_inputs(*call, m, {{at::ones({1, kWidth}), at::ones({1, 1})}, nullptr}, /*copy=*/true, /*pinned=*/false);
@@ -164,7 +165,8 @@ TEST_SUITE("worker") {
     auto call = std::make_shared<Call>(model, options, 1, 0, 0);
     call->trainable = model->trainable();
     call->readings.push_back(model->blocks[0].block->read());
-    const Plan plan = plan_call(*call, stages_of({0, 1}), PlanMode::kInference, *engine);
+    ModelPlanner planner(*call->model);
+    const Plan plan = plan_call(*call, stages_of({0, 1}), PlanMode::kInference, true, planner, *engine);
     open_boundaries(*call, plan);
     Engine::shut_down();
     CHECK_THROWS_AS(submit_jobs(call, plan, true, false, *engine), roundpipe::Error);

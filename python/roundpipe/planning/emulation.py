@@ -1,0 +1,146 @@
+"""Runs a schedule through the real engine, with layers that take time instead of computing."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe import _core
+from roundpipe.planning.schedules import Prediction, Request
+
+Progress = Callable[[int, int], None]
+
+# Steps until the pipeline runs at its pace.
+_WARM_UP = 2
+
+
+@dataclasses.dataclass
+class Emulation:
+    """What the engine measured.
+
+    Attributes:
+        step_ms: of one synchronous step (median), or from step to step in the steady state.
+        records: what each step executed, see `_core.Record`.
+    """
+
+    step_ms: float
+    records: list[list[_core.Record]]
+
+
+def scaled(request: Request, factor: float) -> Request:
+    """The same with every time multiplied, and with the engine's own rules: all values hop, the head is recomputed."""
+    costs = dataclasses.replace(
+        request.costs,
+        layers=[
+            _core.LayerCost(
+                forward_ms=cost.forward_ms * factor,
+                backward_ms=cost.backward_ms * factor,
+                weight_bytes=cost.weight_bytes,
+                gradient_bytes=cost.gradient_bytes,
+                activation_bytes=cost.activation_bytes,
+                saved_bytes=cost.saved_bytes,
+            )
+            for cost in request.costs.layers
+        ],
+        hop_latency_ms=request.costs.hop_latency_ms * factor,
+    )
+    return dataclasses.replace(
+        request,
+        costs=costs,
+        cluster=costs.cluster(request.devices),
+        through_engine=True,
+        interleave=False,
+        published_rule=False,
+    )
+
+
+def emulate(prediction: Prediction, request: Request, steps: int, progress: Progress) -> Emulation:
+    """Runs `prediction`'s plans for so many steps after the warm-up, in real time.
+
+    Args:
+        request: what was predicted, see `scaled`.
+        progress: called with steps done and steps in all.
+
+    Raises:
+        ValueError: the machine asked for has devices that are not alike, which virtual devices cannot be.
+    """
+    speeds = {speed for speed, _ in request.costs.devices}
+    if len(speeds) > 1:
+        raise ValueError("[emulate] the devices differ in speed, expected equal ones: virtual devices cannot be slower")
+    latency_ms = request.costs.hop_latency_ms / 2
+    roundpipe.devices(f"virtual:{request.devices},threads=1,latency={latency_ms:.6f}ms")
+    model = roundpipe.RoundPipe(
+        nn.Sequential(*[roundpipe.EmulatedLayer(c.forward_ms, c.backward_ms) for c in request.costs.layers]),
+        name="emulated",
+    )
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.0)
+    batch = torch.ones(request.microbatches, 1)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    count = _WARM_UP + steps
+    # Until the engine knows that a layer draws no random numbers, it runs alone: let it find out beforehand.
+    single = roundpipe.RoundPipeRunConfig(num_microbatch=1)
+    model.forward_backward((batch[:1],), label=batch[:1], loss_fn=_loss, run_config=single)
+    model.step(update, is_async=False)
+    records: list[list[_core.Record]] = []
+    plans = [prediction.plans[step % len(prediction.plans)] for step in range(count)]
+    splits_head = any(job.phase == "backward" and job.layers.last == plans[0].layers for job in plans[0].jobs)
+    if splits_head and request.mode == "async":
+        raise ValueError(f"[emulate] {prediction.name} takes its loss between the phases, expected --mode sync for it")
+    try:
+        if request.mode == "async":
+            submitted: list[roundpipe.Pending] = []
+            for step, plan in enumerate(plans):
+                config = roundpipe.RoundPipeRunConfig(num_microbatch=request.microbatches, execute_plan=plan)
+                submitted.append(model.submit((batch,), label=batch, loss_fn=_loss, run_config=config))
+                model.step(update)
+                if step > 0:
+                    _check(submitted[step - 1].loss(), request)
+                    progress(step, count)
+            _check(submitted[-1].loss(), request)
+            model.synchronize()
+            records = [list(pending.records()) for pending in submitted]
+        else:
+            for step, plan in enumerate(plans):
+                config = roundpipe.RoundPipeRunConfig(num_microbatch=request.microbatches, execute_plan=plan)
+                if splits_head:
+                    loss = _loss(model(batch.clone().requires_grad_(False), roundpipe_run_config=config), batch)
+                    torch.autograd.backward(loss)
+                else:
+                    loss = model.forward_backward((batch,), label=batch, loss_fn=_loss, run_config=config)
+                _check(loss, request)
+                model.step(update, is_async=False)
+                records.append(list(model._pipeline.last_records()))
+                progress(step + 1, count)
+    finally:
+        model.synchronize()
+    progress(count, count)
+    return Emulation(step_ms=_pace(records[_WARM_UP:], request), records=records)
+
+
+def _loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (outputs * target).sum()
+
+
+def _check(loss: torch.Tensor, request: Request) -> None:
+    # Emulated layers hand their input on, so anything else means that a value was lost or came twice.
+    if loss.item() != request.microbatches:
+        raise _core.RoundPipeError(f"[emulate] the loss is {loss.item()}, expected {request.microbatches}")
+
+
+def _pace(records: Sequence[Sequence[_core.Record]], request: Request) -> float:
+    if request.mode == "sync":
+        return statistics.median(max(r[6] for r in step) - min(r[5] for r in step) for step in records)
+    ends: list[float] = []
+    for step in records:
+        ends.append(max([*ends[-1:], *(record[6] for record in step)]))
+    # All of them: the warm-up is left out already.
+    return statistics.linear_regression(range(len(ends)), ends).slope

@@ -1,0 +1,261 @@
+"""Cost files, predictions, pictures and the commands that show them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from roundpipe import ModelExecutePlan, _core
+from roundpipe.cli import app, main
+from roundpipe.planning.costs import PRESETS, load, parse
+from roundpipe.planning.schedules import Request, choose, predict
+
+PRESET_NAMES = ["qwen3-1.7b", "llama3.1-8b", "gpt-oss-20b", "qwen3-32b", "qwen3-235b-lora"]
+
+
+def run(*arguments: str) -> Any:
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "schema": "roundpipe-costs",
+        "version": 1,
+        "layers": [{"count": 6, "forward_ms": 2, "backward_ms": 4, "weight_bytes": 100}],
+        "head": {"forward_ms": 3, "backward_ms": 5},
+    }
+    return made | changes
+
+
+def request_of(name: str, **options: Any) -> Request:
+    costs = load(name)
+    return Request(costs, costs.cluster(options.pop("devices", None)), **{"microbatches": 16, **options})
+
+
+# --- what is promised ---
+
+# Bubble in percent, by preset; the last one of others was printed with a digit less.
+PUBLISHED = {
+    "published": [19.07, 14.28, 13.98, 6.67, 3.29],
+    "gpipe": [36.1, 42.1, 41.7, 34.9, 31.2],
+    "1f1b": [35.2, 42.1, 41.7, 34.9, 31.2],
+    "interleaved-1f1b": [27.8, 30.6, 30.9, 15.1, 6.0],
+    "looped-bfs": [25.0, 29.2, 30.4, 13.7, 4.4],
+}
+
+
+@pytest.mark.parametrize("schedule", list(PUBLISHED))
+def test_published_figures_are_met(schedule: str) -> None:
+    for name, expected in zip(PRESET_NAMES, PUBLISHED[schedule], strict=True):
+        prediction = predict(schedule, request_of(name, mode="sync", published_rule=True))
+        assert prediction.bubble_percent == pytest.approx(expected, abs=0.1), name
+
+
+def test_the_head_waits_for_its_input_unless_asked_otherwise() -> None:
+    honest = predict("published", request_of("gpt-oss-20b", mode="sync"))
+    assert honest.bubble_percent == pytest.approx(15.02, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "mode", "max_traffic", "limits"),
+    [
+        (16, "async", 0, [0.7, 0.1, 0.1, 0.1, 0.1]),
+        (8, "async", 0, [0.8, 0.2, 0.8, 0.1, 0.1]),
+        (16, "sync", 1.25, [7, 4.3, 6, 1.5, 0.7]),
+        (16, "sync", 2, [3, 3, 4, 1.2, 0.7]),
+    ],
+)
+def test_almost_no_bubble(microbatches: int, mode: str, max_traffic: float, limits: list[float]) -> None:
+    for name, limit in zip(PRESET_NAMES, limits, strict=True):
+        request = request_of(name, microbatches=microbatches, mode=mode, max_traffic=max_traffic)
+        prediction = predict("roundpipe", request)  # simulated anew, and checked against the rules
+        assert prediction.bubble_percent <= limit, name
+        if max_traffic:
+            assert prediction.traffic_ratio <= max_traffic + 1e-9
+
+
+def test_uneven_layers() -> None:
+    chance = random.Random(4)
+    bubbles = []
+    for _ in range(9):
+        layers = []
+        for _ in range(chance.choice([24, 28, 32])):
+            factor = chance.uniform(0.6, 1.4)
+            layers.append({"forward_ms": 18 * factor, "backward_ms": 40 * factor})
+        costs = parse(document(layers=layers, head={"forward_ms": 37, "backward_ms": 74}, hop_latency_ms=3), "uneven")
+        prediction = predict("roundpipe", Request(costs, costs.cluster(8), microbatches=16))
+        bubbles.append(prediction.bubble_percent)
+        greedy = predict("published", Request(costs, costs.cluster(8), microbatches=16))
+        assert prediction.step_ms <= greedy.step_ms * (1 + 1e-9)
+    assert sorted(bubbles)[4] <= 3
+
+
+def test_an_unequal_pool_is_used_to_the_sum_of_its_speeds() -> None:
+    devices = [{"count": 2}, {"count": 2, "speed": 0.5}]
+    costs = parse(document(layers=[{"count": 32, "forward_ms": 10, "backward_ms": 20}], devices=devices), "unequal")
+    request = Request(costs, costs.cluster(None), microbatches=16)
+    assert choose(request)[0].bubble <= 0.05
+
+
+# --- commands ---
+
+
+def test_simulate_prints_every_schedule() -> None:
+    result = run("simulate", "llama3.1-8b", "--mode", "sync", "--json")
+    report = json.loads(result.stdout)
+    assert (report["devices"], report["microbatches"], report["mode"]) == (8, 16, "sync")
+    by_name = {entry["schedule"]: entry for entry in report["schedules"]}
+    assert list(by_name) == ["roundpipe", "published", "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs"]
+    for entry in by_name.values():
+        assert entry["step_ms"] > 0 and 0 <= entry["bubble_percent"] < 50 and entry["traffic_ratio"] >= 0
+    assert by_name["published"]["traffic_ratio"] == pytest.approx(2)
+    plan = by_name["roundpipe"]["plan"]
+    assert plan["forward"][0]["layers"][0] == 0 and plan["backward"][-1]["layers"][0] == 0
+    table = run("simulate", "llama3.1-8b", "--mode", "sync", "--schedule", "gpipe,1f1b").stdout
+    assert "gpipe" in table and "1f1b" in table and "roundpipe" not in table
+
+
+def test_plan_explains_itself_and_its_stages_can_be_used(tmp_path: Path) -> None:
+    path = tmp_path / "stages.json"
+    report = json.loads(run("plan", "qwen3-1.7b", "--mode", "sync", "--json", "--save", str(path)).stdout)
+    assert report["limit"] in ("compute", "traffic limit", "device memory", "fill and drain")
+    assert report["next_best"]["step_ms"] >= report["step_ms"]
+    plan = ModelExecutePlan.load(path)
+    plan.check_valid("fused", 29)
+    text = run("plan", "qwen3-1.7b", "--mode", "inference").stdout
+    assert "limited by" in text and "next best" in text
+
+
+def test_pictures(tmp_path: Path) -> None:
+    png, page, trace = tmp_path / "t.png", tmp_path / "t.html", tmp_path / "t.json"
+    options = ["--png", str(png), "--html", str(page), "--trace", str(trace), "--devices", "2"]
+    run("simulate", "gpt-oss-20b", "--schedule", "roundpipe,1f1b", "--effort", "100000", *options)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    text = page.read_text()
+    assert text.count("<svg") == 2 and "recompute" in text and "http" not in text.replace("http://www.w3.org", "")
+    events = json.loads(trace.read_text())["traceEvents"]
+    rows = {event["tid"] for event in events if event["ph"] == "X"}
+    assert rows == {0, 1} and all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_emulate_measures_what_is_predicted(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(document(layers=[{"count": 8, "forward_ms": 6, "backward_ms": 12}])))
+    for mode in ("async", "sync"):
+        options = ["--devices", "2", "--microbatches", "4", "--mode", mode, "--steps", "3", "--effort", "1000000"]
+        report = json.loads(run("emulate", str(path), *options, "--json").stdout)
+        (entry,) = report["schedules"]
+        # Loose, since a loaded machine wakes threads late; bench/emulate.py measures it.
+        assert 0.9 < entry["measured_over_predicted"] < 1.5
+    report = json.loads(
+        run("emulate", str(path), *options, "--schedule", "gpipe,1f1b", "--trace", str(tmp_path / "t"), "--json").stdout
+    )
+    assert [entry["schedule"] for entry in report["schedules"]] == ["gpipe", "1f1b"]
+    assert json.loads((tmp_path / "t").read_text())["traceEvents"]
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schema": "other"}, "schema is 'other'"),
+        ({"version": 2}, "version is 2"),
+        ({"layers": []}, "layers is empty"),
+        ({"layers": [{"forward_ms": -1, "backward_ms": 1}]}, r"layers\[0\].forward_ms is -1"),
+        ({"layers": [{"forward_ms": 1}]}, r"layers\[0\].backward_ms is missing"),
+        ({"layers": [{"forward_ms": 1, "backward_ms": 1, "count": 0}]}, r"layers\[0\].count is 0"),
+        ({"layers": [{"forward_ms": 1, "backward_ms": 1, "size": 0}]}, "unknown field 'size'"),
+        ({"layers": 3}, "layers is a int"),
+        ({"head": {"forward_ms": "1", "backward_ms": 1}}, "head.forward_ms is '1'"),
+        ({"devices": [{"speed": 0}]}, r"devices\[0\].speed is 0"),
+        ({"hop_latency_ms": float("nan")}, "hop_latency_ms is nan"),
+        ({"baseline_stages": {"pipeline": [1.5]}}, "baseline_stages.pipeline"),
+        ({"more": 1}, "unknown field 'more'"),
+    ],
+)
+def test_a_bad_cost_file_is_refused_by_field(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r"\[costs\].*" + message):
+        parse(document(**changes), "costs.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["simulate", "nowhere.json"], "no file 'nowhere.json'"),
+        (["simulate", "qwen3-1.7b", "--devices", "0"], "--devices is 0"),
+        (["simulate", "qwen3-1.7b", "--microbatches", "0"], "--microbatches is 0"),
+        (["simulate", "qwen3-1.7b", "--mode", "fast"], "--mode is fast"),
+        (["simulate", "qwen3-1.7b", "--schedule", "best"], "no schedule 'best'"),
+        (["simulate", "qwen3-1.7b", "--schedule", "interleaved-1f1b", "--microbatches", "9"], "microbatches is 9"),
+        (["plan", "qwen3-235b-lora", "--memory", "4GB"], "needs .* bytes on a device"),
+        (["plan", "qwen3-1.7b", "--max-traffic", "0.2"], "max_traffic is 0.2"),
+        (["plan", "qwen3-1.7b", "--save", "/no/such/folder/plan.json"], "cannot write"),
+        (["emulate", "qwen3-1.7b", "--time-scale", "0"], "--time-scale is 0"),
+    ],
+)
+def test_bad_options_end_with_code_2(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import re
+
+    monkeypatch.setattr("sys.argv", ["roundpipe", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error) and "Traceback" not in error
+
+
+def test_malformed_json(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"costs.json is not JSON.*expected a cost file"):
+        load(str(path))
+
+
+def test_presets_are_cost_files() -> None:
+    assert list(PRESETS) == PRESET_NAMES
+    for name in PRESET_NAMES:
+        assert load(name).name == name
+        assert parse(json.loads(json.dumps(PRESETS[name])), name).layers
+
+
+def test_stages_are_saved_and_loaded(tmp_path: Path) -> None:
+    plan = ModelExecutePlan()
+    plan.fwd_plan, plan.bwd_plan = [range(2), range(2, 3)], [range(3, 4), range(3)]
+    plan.save(tmp_path / "plan.json")
+    assert ModelExecutePlan.load(tmp_path / "plan.json") == plan
+    with pytest.raises(ValueError, match="cannot read"):
+        ModelExecutePlan.load(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text('{"schema": "roundpipe-stages", "version": 1, "forward": [[0]], "backward": []}')
+    with pytest.raises(ValueError, match=r"forward is \[\[0\]\]"):
+        ModelExecutePlan.load(tmp_path / "bad.json")
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(ValueError, match="no schema"):
+        ModelExecutePlan.load(tmp_path / "other.json")
+
+
+def test_a_plan_of_other_sizes_is_refused() -> None:
+    import torch
+    from torch import nn
+
+    import roundpipe
+
+    roundpipe.devices("virtual:2")
+    pipe = roundpipe.RoundPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)))
+    sizes = _core.BaselineSizes()
+    sizes.pipeline = [1, 1]
+    plan = _core.baseline_plan(_core.Baseline.ONE_FORWARD_ONE_BACK, sizes, 3, 2, 4)
+    config = roundpipe.RoundPipeRunConfig(num_microbatch=2, execute_plan=plan)
+    with pytest.raises(ValueError, match="the plan has 4 microbatches, expected 2"):
+        pipe.forward_backward((torch.ones(4, 2),), loss_fn=lambda outputs, _: outputs.sum(), run_config=config)
