@@ -170,6 +170,20 @@ class Timeline:
     steady_bubble: float
     def events(self) -> list[tuple[int, int, int, int, str, float, float, float]]: ...
 
+class LinkTimeline:
+    timeline: Timeline
+    def transfers(self) -> list[tuple[int, int, int, bool, str, float, float]]: ...
+
+def simulate_links(
+    plans: list[Plan],
+    costs: list[LayerCost],
+    cluster: Cluster,
+    *,
+    rules: TimingRules = ...,
+    chunk_bytes: int = 64_000_000,
+    priorities: bool = True,
+    update_gb_per_s: float = 0.0,
+) -> LinkTimeline: ...
 def simulate(plans: list[Plan], costs: list[LayerCost], cluster: Cluster, rules: TimingRules = ...) -> Timeline: ...
 
 class RecomputeGrain:

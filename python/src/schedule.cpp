@@ -1,6 +1,8 @@
 #include <roundpipe/schedule/baselines.h>
 #include <roundpipe/schedule/search.h>
-#include <roundpipe/simulate/simulator.h>
+#include <roundpipe/simulate/link_simulator.h>
+
+#include <array>
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -121,8 +123,7 @@ void bind_schedule(py::module_& module) {
       .def(py::init<Plan, const LayerCosts&, const Cluster&, TimingRules>(), py::arg("recipe"), py::arg("costs"),
            py::arg("cluster"), py::arg("rules"))
       .def("next", &Placer::next);
-  module.def(
-      "pace_ms", [](const std::vector<double>& ends_ms) { return pace_ms(ends_ms); }, py::arg("ends_ms"));
+  module.def("pace_ms", [](const std::vector<double>& ends_ms) { return pace_ms(ends_ms); }, py::arg("ends_ms"));
   module.def(
       "traffic_ratio", [](const Plan& plan, const LayerCosts& costs) { return traffic_ratio(plan, CostSums(costs)); },
       py::arg("plan"), py::arg("costs"));
@@ -165,8 +166,35 @@ void bind_schedule(py::module_& module) {
         return timeline;
       },
       py::arg("plans"), py::arg("costs"), py::arg("cluster"), py::arg("rules") = TimingRules{},
-      py::call_guard<py::gil_scoped_release>(),
-      "Runs one plan a step, and checks the result against the rules.");
+      py::call_guard<py::gil_scoped_release>(), "Runs one plan a step, and checks the result against the rules.");
+  py::class_<simulate::LinkTimeline>(module, "LinkTimeline")
+      .def_readonly("timeline", &simulate::LinkTimeline::timeline)
+      .def("transfers", [](const simulate::LinkTimeline& links) {
+        static constexpr std::array kNames{"value", "gradient", "weights", "parameter gradients"};
+        py::list transfers;
+        for (const simulate::TransferEvent& event : links.transfers) {
+          transfers.append(py::make_tuple(event.step, event.job, event.device, event.up,
+                                          kNames[static_cast<size_t>(event.kind)], event.start_ms, event.end_ms));
+        }
+        return transfers;
+      });
+  module.def(
+      "simulate_links",
+      [](const std::vector<Plan>& plans, const LayerCosts& costs, const Cluster& cluster, TimingRules rules,
+         std::int64_t chunk_bytes, bool priorities, double update_gb_per_s) {
+        simulate::LinkRules links;
+        links.timing = rules;
+        links.chunk_bytes = chunk_bytes;
+        links.priorities = priorities;
+        links.update_gb_per_s = update_gb_per_s;
+        simulate::LinkTimeline timeline = simulate::simulate_links(plans, costs, cluster, links);
+        simulate::check(timeline.timeline, plans, rules);
+        return timeline;
+      },
+      py::arg("plans"), py::arg("costs"), py::arg("cluster"), py::kw_only(), py::arg("rules") = TimingRules{},
+      py::arg("chunk_bytes") = simulate::LinkRules{}.chunk_bytes, py::arg("priorities") = true,
+      py::arg("update_gb_per_s") = 0.0, py::call_guard<py::gil_scoped_release>(),
+      "Runs one plan a step with every byte on the links, and checks the result against the rules.");
 }
 
 }  // namespace roundpipe::python

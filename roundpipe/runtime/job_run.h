@@ -30,7 +30,7 @@ struct JobRun {
   CallPtr call;
   schedule::Job job;
   double position = 0;  // in the order of the model's calls: Call::position + Job::order
-  int last_layer = 0;  // of the model
+  int last_layer = 0;   // of the model
   StageLayout layout;
 
   // Per layer of the stage; null where nothing is to be waited for or told.

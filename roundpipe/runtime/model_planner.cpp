@@ -165,14 +165,13 @@ Plan ModelPlanner::recipe(Engine& engine, const Key& key, bool measured) const {
   return schedule::search(costs, cluster, options).front().recipe;
 }
 
-Plan ModelPlanner::next(Engine& engine, PlanMode mode, int microbatches, int first_backward_layer,
-                        bool asynchronous) {
+Plan ModelPlanner::next(Engine& engine, PlanMode mode, int microbatches, int first_backward_layer, bool asynchronous) {
   const Key key{mode, microbatches, first_backward_layer, engine.size(), asynchronous};
   if (current_.size() >= kMostPlans && !current_.contains(key)) current_.clear();
   Current& current = current_[key];
   const bool known = meter_.knows(mode != PlanMode::kInference && first_backward_layer == 0, kCallsToMeasure);
-  const bool drifted = current.measured && current.calls >= kCallsBetweenPlans &&
-                       drift(current.costs, meter_.costs()) > kDrift;
+  const bool drifted =
+      current.measured && current.calls >= kCallsBetweenPlans && drift(current.costs, meter_.costs()) > kDrift;
   if (!current.placer || (known && !current.measured) || drifted) {
     Plan made = recipe(engine, key, known);
     current.costs = meter_.costs();

@@ -155,8 +155,7 @@ void Pipeline::note_plan(Call& call, const Plan& plan) {
   last_plan_ = plan;
 }
 
-Pipeline::Outputs Pipeline::forward(const std::vector<Values>& inputs, CallOptions options,
-                                    const Route& route) {
+Pipeline::Outputs Pipeline::forward(const std::vector<Values>& inputs, CallOptions options, const Route& route) {
   take_engine();
   const std::shared_ptr<Engine> engine = engine_;
   options.microbatches = static_cast<int>(inputs.size());

@@ -71,8 +71,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   TrainResult finish(Submitted& submitted);
   // Both.
   TrainResult forward_backward(const std::vector<Values>& inputs, const std::vector<Values>& labels,
-                               std::shared_ptr<Loss> loss, bool keep_outputs, CallOptions options,
-                               const Route& route) {
+                               std::shared_ptr<Loss> loss, bool keep_outputs, CallOptions options, const Route& route) {
     return finish(*submit(inputs, labels, std::move(loss), keep_outputs, options, route));
   }
 

@@ -33,8 +33,8 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  // For a submission, which holds the locks of all workers at once (taken by ascending index): lock(), look(), enqueue()
-  // for each job, enqueued().
+  // For a submission, which holds the locks of all workers at once (taken by ascending index): lock(), look(),
+  // enqueue() for each job, enqueued().
   std::unique_lock<std::mutex> lock() { return std::unique_lock(mutex_); }
   // False when a job of another model waits here. Raises `begun` to the last position that has begun.
   bool look(const ModelState& model, double& begun) const;

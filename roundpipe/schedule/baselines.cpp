@@ -211,15 +211,15 @@ Plan baseline_plan(Baseline baseline, const BaselineSizes& sizes, int layers, in
     return pipeline.emit(one_forward_one_back(1, 1, microbatches));
   }
   const bool looped = baseline == Baseline::kInterleaved || baseline == Baseline::kLoopedBfs;
-  std::vector<Range> chunks = looped ? ranges_of(sizes.chunks, layers - 1, "chunks")
-                                     : ranges_of(sizes.pipeline, layers - 1, "pipeline");
+  std::vector<Range> chunks =
+      looped ? ranges_of(sizes.chunks, layers - 1, "chunks") : ranges_of(sizes.pipeline, layers - 1, "pipeline");
   const int count = static_cast<int>(chunks.size());
   if (count % devices != 0 || (!looped && count != devices))
     fail(std::string(looped ? "chunks" : "pipeline") + " has " + std::to_string(count) + " stages, expected " +
          (looped ? "a multiple of the " : "the ") + std::to_string(devices) + " devices");
   if (baseline == Baseline::kInterleaved && count > devices && microbatches % devices != 0)
-    fail("microbatches is " + std::to_string(microbatches) + ", expected a multiple of the " +
-         std::to_string(devices) + " devices for an interleaved schedule");
+    fail("microbatches is " + std::to_string(microbatches) + ", expected a multiple of the " + std::to_string(devices) +
+         " devices for an interleaved schedule");
   const bool breadth = baseline == Baseline::kGPipe || baseline == Baseline::kLoopedBfs;
   Pipeline pipeline(std::move(chunks), layers, devices, microbatches, breadth);
   return pipeline.emit(breadth ? breadth_first(count, devices, microbatches)

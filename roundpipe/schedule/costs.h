@@ -11,11 +11,11 @@ namespace roundpipe::schedule {
 // What one layer costs. Times are those of one microbatch on a device of speed 1.
 struct LayerCost {
   double forward_ms = 0;
-  double backward_ms = 0;             // without the recomputed forward
-  std::int64_t weight_bytes = 0;      // uploaded on each visit
-  std::int64_t gradient_bytes = 0;    // downloaded after a backward visit; 0 for a frozen layer
-  std::int64_t activation_bytes = 0;  // the layer's output, one microbatch
-  std::int64_t saved_bytes = 0;       // kept on the device from forward to backward, one microbatch
+  double backward_ms = 0;                             // without the recomputed forward
+  std::int64_t weight_bytes = 0;                      // uploaded on each visit
+  std::int64_t gradient_bytes = 0;                    // downloaded after a backward visit; 0 for a frozen layer
+  std::int64_t activation_bytes = 0;                  // the layer's output, one microbatch
+  std::int64_t saved_bytes = 0;                       // kept on the device from forward to backward, one microbatch
   std::optional<double> recompute_ms = std::nullopt;  // the forward, run again before the backward; unset: forward_ms
 };
 

@@ -87,7 +87,8 @@ double traffic_ratio(const Plan& plan, const CostSums& sums) {
   const int counted = plan.layers > 1 ? plan.layers - 1 : 1;
   double moved = 0;
   for (const Job& job : plan.jobs)
-    moved += static_cast<double>(sums.weight_bytes({std::min(job.layers.first, counted), std::min(job.layers.last, counted)}));
+    moved += static_cast<double>(
+        sums.weight_bytes({std::min(job.layers.first, counted), std::min(job.layers.last, counted)}));
   const int trained = std::min(plan.first_backward_layer, counted);
   double once = static_cast<double>(sums.weight_bytes({0, counted}));
   if (trains) once += static_cast<double>(sums.weight_bytes({trained, counted}));

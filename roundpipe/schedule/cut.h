@@ -58,8 +58,8 @@ class PartitionTable {
 
   const Range layers_;
   const std::size_t width_;
-  std::vector<double> prefix_;         // cost of the first layers
-  std::vector<int> first_that_fits_;   // [end]: the longest stage that ends there begins so
+  std::vector<double> prefix_;        // cost of the first layers
+  std::vector<int> first_that_fits_;  // [end]: the longest stage that ends there begins so
   std::vector<std::vector<double>> least_;
   std::vector<std::vector<int>> begins_;
 };

@@ -20,7 +20,7 @@ constexpr int kFinalSteps = 193;
 constexpr double kTemperature = 0.001;
 constexpr int kPatience = 300;
 constexpr std::size_t kDescents = 12;
-constexpr std::size_t kRounds = 8;       // annealing starts from so many descents
+constexpr std::size_t kRounds = 8;      // annealing starts from so many descents
 constexpr double kDescentShare = 0.15;  // of the effort
 // A synchronous search under a looser traffic limit first looks under this one, with a part of its effort: from there
 // better plans are found than from more traffic.
@@ -30,13 +30,24 @@ constexpr std::array kInterleaves = {1.0, 1.25, 1.5, 1.6, 1.75};
 constexpr double kMostInterleave = 1.85;  // near 2, every step waits for the one before
 
 // Replicas of the first forward and the last backward stages, for eight devices.
-const std::vector<std::vector<int>> kHeads = {{},           {2},          {3, 2},       {4, 2},         {6, 3},
-                                              {6, 3, 2},    {8, 4, 2},    {7, 5, 3, 2}, {8, 6, 5, 4, 3, 2}};
-const std::vector<std::vector<int>> kTails = {{},        {2},          {8},             {4, 8},         {2, 4, 8},
-                                              {4, 8, 8}, {4, 6, 6, 7}, {2, 3, 5, 7, 8}, {2, 4, 6, 7, 7, 8}};
+const std::vector<std::vector<int>> kHeads = {
+    {}, {2}, {3, 2}, {4, 2}, {6, 3}, {6, 3, 2}, {8, 4, 2}, {7, 5, 3, 2}, {8, 6, 5, 4, 3, 2}};
+const std::vector<std::vector<int>> kTails = {
+    {}, {2}, {8}, {4, 8}, {2, 4, 8}, {4, 8, 8}, {4, 6, 6, 7}, {2, 3, 5, 7, 8}, {2, 4, 6, 7, 7, 8}};
 
 // The numbers that describe a cut made of exact partitions.
-enum Coordinate { kFused, kFusedReplicas, kHeadOnes, kForward, kTailOnes, kBackward, kHead, kTail, kInterleave, kCount };
+enum Coordinate {
+  kFused,
+  kFusedReplicas,
+  kHeadOnes,
+  kForward,
+  kTailOnes,
+  kBackward,
+  kHead,
+  kTail,
+  kInterleave,
+  kCount
+};
 using Shape = std::array<int, kCount>;
 
 class Search {
@@ -314,7 +325,8 @@ class Search {
 
   void descend() {
     std::vector<std::pair<double, Shape>> ranked;
-    const double already = static_cast<double>(spent_) / static_cast<double>(std::max<std::int64_t>(1, options_.effort));
+    const double already =
+        static_cast<double>(spent_) / static_cast<double>(std::max<std::int64_t>(1, options_.effort));
     for (const Shape& shape : starts()) {
       const double ms = consider(shape);
       if (std::isfinite(ms)) ranked.emplace_back(ms, shape);
@@ -325,7 +337,8 @@ class Search {
     const double first = static_cast<double>(spent_) / static_cast<double>(std::max<std::int64_t>(1, options_.effort));
     for (std::size_t start = 0; start < count; ++start) {
       auto [ms, shape] = ranked[start];
-      for (bool better = true; better && has_effort(first + (kDescentShare - 0.05) * static_cast<double>(start + 1) / static_cast<double>(count));) {
+      for (bool better = true; better && has_effort(first + (kDescentShare - 0.05) * static_cast<double>(start + 1) /
+                                                                static_cast<double>(count));) {
         better = false;
         for (int coordinate = 0; coordinate < kCount; ++coordinate) {
           for (const int value : choices(shape, coordinate)) {
@@ -514,8 +527,7 @@ std::vector<PlanChoice> search(const LayerCosts& costs, const Cluster& cluster, 
           "max_traffic is " + std::to_string(options.max_traffic) + ", expected 0 (no limit) or more");
   require(options.max_fused_layers >= 1, "max_fused_layers is less than 1, expected at least the last layer");
   require(options.effort >= 0 && options.finalists >= 1, "effort or finalists is too small");
-  require(options.plan.first_backward_layer >= 0 &&
-              options.plan.first_backward_layer <= static_cast<int>(costs.size()),
+  require(options.plan.first_backward_layer >= 0 && options.plan.first_backward_layer <= static_cast<int>(costs.size()),
           "first_backward_layer is " + std::to_string(options.plan.first_backward_layer) + ", expected a layer");
   return Search(costs, cluster, options).run();
 }

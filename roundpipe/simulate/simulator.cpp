@@ -104,9 +104,9 @@ void check_arguments(std::span<const Plan> plans, const schedule::LayerCosts& co
   }
   schedule::validate(costs);
   schedule::validate(cluster);
-  require(static_cast<int>(costs.size()) == plans[0].layers,
-          "costs has " + std::to_string(costs.size()) + " layers, expected the plan's " +
-              std::to_string(plans[0].layers));
+  require(
+      static_cast<int>(costs.size()) == plans[0].layers,
+      "costs has " + std::to_string(costs.size()) + " layers, expected the plan's " + std::to_string(plans[0].layers));
   require(static_cast<int>(cluster.devices.size()) == plans[0].devices,
           "cluster has " + std::to_string(cluster.devices.size()) + " devices, expected the plan's " +
               std::to_string(plans[0].devices));
@@ -215,8 +215,9 @@ void check(const Timeline& timeline, std::span<const Plan> plans, schedule::Timi
               "ends before it starts");
       require(event->start_ms >= device_free - slack_ms, "starts while its device is busy");
       const bool early = job.phase == Phase::kFused && rules.early_fused_forward;
-      require(event->start_ms + (early ? event->recompute_ms : 0) >= needs[step].input_ms(job, m, ends[step]) - slack_ms,
-              "starts before its input");
+      require(
+          event->start_ms + (early ? event->recompute_ms : 0) >= needs[step].input_ms(job, m, ends[step]) - slack_ms,
+          "starts before its input");
       if (job.phase == Phase::kBackward) {
         require(event->start_ms + event->recompute_ms >= needs[step].gradient_ms(job, m, ends[step]) - slack_ms,
                 "goes backward before its gradient");

@@ -16,7 +16,8 @@ struct TimelineEvent {
   schedule::Phase phase = schedule::Phase::kForward;
   double start_ms = 0;
   double end_ms = 0;
-  double recompute_ms = 0;  // the part at the start that needs no gradient yet; 0 unless backward (or an early fused forward)
+  double recompute_ms =
+      0;  // the part at the start that needs no gradient yet; 0 unless backward (or an early fused forward)
 };
 
 struct Timeline {

@@ -122,6 +122,21 @@ def test_simulate_prints_every_schedule() -> None:
     assert "gpipe" in table and "1f1b" in table and "roundpipe" not in table
 
 
+def test_simulate_over_links(tmp_path: Path) -> None:
+    page = tmp_path / "links.html"
+    result = run("simulate", "qwen3-1.7b", "--links", "--mode", "sync", "--json", "--html", str(page))
+    entries = json.loads(result.stdout)["schedules"]
+    assert [entry["schedule"] for entry in entries] == ["roundpipe", "published"]
+    hops = json.loads(run("simulate", "qwen3-1.7b", "--mode", "sync", "--schedule", "roundpipe", "--json").stdout)
+    # The first upload and the last download show, and a link carries more than hops.
+    assert entries[0]["step_ms"] > hops["schedules"][0]["step_ms"]
+    assert entries[0]["step_ms"] < entries[1]["step_ms"]
+    assert "upload" in page.read_text()
+    slow = run("simulate", "qwen3-1.7b", "--links", "--schedule", "roundpipe", "--update-rate", "0.5", "--json")
+    # Updates of 3.4 GB of weights take 6.8 s a step: then nothing else counts.
+    assert json.loads(slow.stdout)["schedules"][0]["step_ms"] > 6000
+
+
 def test_plan_explains_itself_and_its_stages_can_be_used(tmp_path: Path) -> None:
     path = tmp_path / "stages.json"
     report = json.loads(run("plan", "qwen3-1.7b", "--mode", "sync", "--json", "--save", str(path)).stdout)
@@ -197,6 +212,8 @@ def test_a_bad_cost_file_is_refused_by_field(changes: dict[str, Any], message: s
         (["simulate", "qwen3-1.7b", "--mode", "fast"], "--mode is fast"),
         (["simulate", "qwen3-1.7b", "--schedule", "best"], "no schedule 'best'"),
         (["simulate", "qwen3-1.7b", "--schedule", "interleaved-1f1b", "--microbatches", "9"], "microbatches is 9"),
+        (["simulate", "qwen3-1.7b", "--links", "--schedule", "gpipe"], "--links does not know 'gpipe'"),
+        (["simulate", "qwen3-1.7b", "--links", "--update-rate", "-1"], "--update-rate is -1"),
         (["plan", "qwen3-235b-lora", "--memory", "4GB"], "needs .* bytes on a device"),
         (["plan", "qwen3-1.7b", "--max-traffic", "0.2"], "max_traffic is 0.2"),
         (["plan", "qwen3-1.7b", "--save", "/no/such/folder/plan.json"], "cannot write"),

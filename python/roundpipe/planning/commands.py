@@ -110,6 +110,12 @@ def simulate(
     published_rule: Annotated[
         bool, typer.Option(help="Time the head as the published simulator does: its forward waits for nothing.")
     ] = False,
+    links: Annotated[
+        bool, typer.Option("--links", help="Simulate every byte over the cost file's links, not a fixed hop latency.")
+    ] = False,
+    update_rate: Annotated[
+        float, typer.Option(help="With --links: GB of weights that the host's optimizer updates a second; 0 = at once.")
+    ] = 0.0,
     effort: EffortOption = None,
     as_json: JsonOption = False,
     steps_shown: StepsShownOption = 2,
@@ -123,8 +129,15 @@ def simulate(
     request = make_request(
         costs, devices, microbatches, mode, max_traffic, memory, keep, replicas, effort, published_rule
     )
+    if update_rate < 0:
+        raise ValueError(f"[options] --update-rate is {update_rate}, expected 0 (at once) or more")
+    if links:
+        request.links = request.costs.cluster(request.devices, with_links=True)
+        request.update_gb_per_s = update_rate
     names = [name.strip() for name in schedule.split(",")]
-    if names == ["all"]:
+    if names == ["all"] and links:
+        names = ["roundpipe", "published"]
+    elif names == ["all"]:
         names = [name for name in NAMES if name != "one-device"]
         if request.microbatches % request.devices:
             names.remove("interleaved-1f1b")  # not defined for a remainder
@@ -328,9 +341,10 @@ def _title(prediction: Prediction) -> str:
 
 
 def _spans(prediction: Prediction, steps: int) -> list[Span]:
-    from roundpipe.planning.pictures import spans_of
+    from roundpipe.planning.pictures import spans_of, spans_of_transfers
 
-    return spans_of(prediction.timeline, prediction.plans, range(steps))
+    spans = spans_of(prediction.timeline, prediction.plans, range(steps))
+    return spans if prediction.links is None else spans + spans_of_transfers(prediction.links, range(steps))
 
 
 def _report(request: Request, predictions: list[Prediction]) -> dict[str, Any]:

@@ -61,8 +61,11 @@ class CostSet:
     rates: dict[str, float] = dataclasses.field(default_factory=dict)
     stages: _core.BaselineSizes | None = None
 
-    def cluster(self, devices: int | None, memory_bytes: int | None = None) -> _core.Cluster:
-        """The machine with so many devices; None takes those of the file."""
+    def cluster(self, devices: int | None, memory_bytes: int | None = None, with_links: bool = False) -> _core.Cluster:
+        """The machine with so many devices; None takes those of the file.
+
+        `with_links`: with the bandwidths of the file in place of the hop latency, which stands for the same transfers.
+        """
         specs = list(self.devices)
         if devices is not None and devices != len(specs):
             if len(set(specs)) > 1:
@@ -75,7 +78,14 @@ class CostSet:
             specs = [(1.0, 0)] * 8
         if memory_bytes is not None:
             specs = [(speed, memory_bytes) for speed, _ in specs]
-        return _core.Cluster(devices=specs, hop_latency_ms=self.hop_latency_ms)
+        if not with_links:
+            return _core.Cluster(devices=specs, hop_latency_ms=self.hop_latency_ms)
+        if not self.rates:
+            raise ValueError(
+                f"[costs] {self.name} names no bandwidths, expected link_up_gb_per_s, link_down_gb_per_s or "
+                "host_gb_per_s for --links"
+            )
+        return _core.Cluster(devices=specs, **self.rates)
 
 
 def load(source: str) -> CostSet:

@@ -22,6 +22,11 @@ COLOURS = {
 }
 
 
+# Top and height in a device's row, as parts of it; what computes stands above the links.
+_COMPUTE = (0.0, 0.7)
+_PLACE = {"upload": (0.72, 0.13), "download": (0.87, 0.13)}
+
+
 @dataclasses.dataclass
 class Span:
     """Something that a device does from `start_ms` to `end_ms`; `kind` is a key of `COLOURS`."""
@@ -48,6 +53,15 @@ def spans_of(timeline: _core.Timeline, plans: Sequence[_core.Plan], steps: range
             start_ms += recompute_ms
         spans.append(Span(device, kind, start_ms, end_ms, label, step))
     return spans
+
+
+def spans_of_transfers(links: _core.LinkTimeline, steps: range) -> list[Span]:
+    """The chunks of `steps` on every device's links."""
+    return [
+        Span(device, "upload" if up else "download", start_ms, end_ms, f"step {step}, job {job}: {kind}", step)
+        for step, job, device, up, kind, start_ms, end_ms in links.transfers()
+        if step in steps
+    ]
 
 
 def spans_of_records(records: Iterable[_core.Record]) -> list[Span]:
@@ -102,13 +116,13 @@ def write_png(path: Path, rows: Sequence[tuple[str, Sequence[Span]]]) -> None:
     used: set[str] = set()
     for panel, (title, spans), height in zip(panels, rows, heights, strict=True):
         for kind in COLOURS:
+            top, share = _PLACE.get(kind, _COMPUTE)
             for device in range(height):
                 bars = [(s.start_ms, s.end_ms - s.start_ms) for s in spans if s.device == device and s.kind == kind]
                 if bars:
                     used.add(kind)
-                    panel.broken_barh(
-                        bars, (device - 0.42, 0.84), facecolors=COLOURS[kind], edgecolors="white", linewidths=0.2
-                    )
+                    at = (device - 0.45 + 0.9 * top, 0.9 * share)
+                    panel.broken_barh(bars, at, facecolors=COLOURS[kind], edgecolors="white", linewidths=0.2)
         panel.set_title(title, loc="left", fontsize=10)
         panel.set_yticks(range(height), [f"device {device}" for device in range(height)], fontsize=8)
         panel.set_ylim(height - 0.5, -0.5)
@@ -152,9 +166,10 @@ def write_html(path: Path, title: str, rows: Sequence[tuple[str, Sequence[Span]]
             parts.append(f'<text x="4" y="{device * row_px + 15}">device {device}</text>')
         for span in spans:
             used.add(span.kind)
+            top, share = _PLACE.get(span.kind, _COMPUTE)
             parts.append(
-                f'<rect x="{left + span.start_ms * scale:.2f}" y="{span.device * row_px + 2}" '
-                f'width="{max(0.3, (span.end_ms - span.start_ms) * scale):.2f}" height="{row_px - 4}" '
+                f'<rect x="{left + span.start_ms * scale:.2f}" y="{span.device * row_px + 1 + top * (row_px - 2):.1f}" '
+                f'width="{max(0.3, (span.end_ms - span.start_ms) * scale):.2f}" height="{share * (row_px - 2):.1f}" '
                 f'fill="{COLOURS[span.kind]}"><title>{span.kind}: {html.escape(span.label)}, '
                 f"{span.start_ms:.1f} to {span.end_ms:.1f} ms</title></rect>"
             )

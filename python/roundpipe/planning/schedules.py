@@ -19,6 +19,8 @@ _BASELINES = {
     "looped-bfs": _core.Baseline.LOOPED_BFS,
     "one-device": _core.Baseline.ONE_DEVICE,
 }
+# Finalists are compared over fewer of them where every byte is simulated, since that takes longer.
+_RANKING_STEPS = 25
 # Asynchronous steps until their pace is steady; it is taken over the second half.
 _STEPS = 193
 
@@ -34,6 +36,8 @@ class Request:
         keep_layers: most layers whose activations the fused stage may keep instead of recomputing; 1 = the head.
         replicas: stages may be split over microbatch ranges.
         effort: of the search, in microbatch visits.
+        links: the same machine with its bandwidths, to simulate every byte; None = a fixed hop latency.
+        update_gb_per_s: weight bytes that the host's optimizer updates per second, in 1e9, with `links`; 0 = at once.
         interleave: the backward of a step may fall behind the forward of the next.
         through_engine: predict what our engine does with a schedule: values hop even on their device, since they go
             through the host, recomputation comes early, and the head is recomputed where it is not fused.
@@ -50,6 +54,8 @@ class Request:
     effort: int | None = None
     through_engine: bool = False
     interleave: bool = True
+    links: _core.Cluster | None = None
+    update_gb_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -87,6 +93,7 @@ class Prediction:
     timeline: _core.Timeline
     choice: _core.PlanChoice | None = None
     runners_up: list[_core.PlanChoice] = dataclasses.field(default_factory=list)
+    links: _core.LinkTimeline | None = None
 
 
 def choose(request: Request, mode: _core.PlanMode = _core.PlanMode.FUSED) -> list[_core.PlanChoice]:
@@ -117,10 +124,78 @@ def timeline_of(choice: _core.PlanChoice, request: Request) -> tuple[_core.Timel
     return _core.simulate(plans, request.costs.layers, request.cluster, request.rules()), plans
 
 
+def _over_links(plans: list[_core.Plan], request: Request) -> _core.LinkTimeline:
+    assert request.links is not None
+    return _core.simulate_links(
+        plans,
+        request.costs.layers,
+        request.links,
+        rules=_core.TimingRules(asynchronous=request.mode == "async"),
+        update_gb_per_s=request.update_gb_per_s,
+    )
+
+
+def _predict_over_links(name: str, request: Request) -> Prediction:
+    steps = _STEPS if request.mode == "async" else 1
+    choice: _core.PlanChoice | None = None
+    runners_up: list[_core.PlanChoice] = []
+    if name == "roundpipe":
+        # The order of the finalists can change when every byte counts.
+        ranked: list[tuple[float, int, _core.PlanChoice, list[_core.Plan]]] = []
+        for candidate in choose(request):
+            placer = _core.Placer(candidate.recipe, request.costs.layers, request.cluster, request.rules())
+            plans = [placer.next() for _ in range(steps)]
+            step_ms = _over_links(plans[:_RANKING_STEPS], request).timeline.steady_step_ms
+            ranked.append((step_ms, len(ranked), candidate, plans))
+        ranked.sort(key=lambda entry: entry[:2])
+        _, _, choice, plans = ranked[0]
+        links = _over_links(plans, request)
+        runners_up = [entry[2] for entry in ranked[1:]]
+        traffic = choice.traffic
+    elif name == "published":
+        plans, first = [], 0
+        for _ in range(steps):
+            plans.append(_baseline(name, request, first))
+            first = (first + len(plans[-1].jobs)) % request.devices
+        links = _over_links(plans, request)
+        traffic = _core.traffic_ratio(plans[0], request.costs.layers)
+    else:
+        raise ValueError(
+            f"[schedule] --links does not know '{name}', expected roundpipe or published: stages of other schedules "
+            "stay on their devices"
+        )
+    return Prediction(
+        name=name,
+        step_ms=links.timeline.steady_step_ms,
+        bubble_percent=100 * links.timeline.steady_bubble,
+        traffic_ratio=traffic,
+        plans=plans,
+        timeline=links.timeline,
+        choice=choice,
+        runners_up=runners_up,
+        links=links,
+    )
+
+
+def _baseline(name: str, request: Request, first_device: int) -> _core.Plan:
+    sizes = request.costs.stages
+    if sizes is None or len(sizes.pipeline) != request.devices:
+        sizes = _core.default_sizes(request.costs.layers, request.devices)
+    return _core.baseline_plan(
+        _BASELINES[name],
+        sizes,
+        len(request.costs.layers),
+        request.devices,
+        request.microbatches,
+        first_device=first_device,
+    )
+
+
 def predict(name: str, request: Request) -> Prediction:
     """Simulates the schedule of that name, one of `NAMES`."""
+    if request.links is not None:
+        return _predict_over_links(name, request)
     steps = _STEPS if request.mode == "async" else 1
-    layers = len(request.costs.layers)
     choice, runners_up = None, []
     rules, costs = request.rules(), request.costs.layers
     if name == "roundpipe":
@@ -128,21 +203,9 @@ def predict(name: str, request: Request) -> Prediction:
         timeline, plans = timeline_of(choice, request)
         traffic = choice.traffic
     elif name in _BASELINES:
-        sizes = request.costs.stages
-        if sizes is None or len(sizes.pipeline) != request.devices:
-            sizes = _core.default_sizes(request.costs.layers, request.devices)
-        # Others recompute when the gradient is there, and nobody recomputes the head.
-        rules = request.rules(
-            late_recompute=name not in ("published", "one-device"),
-            early_head=name == "published" and request.published_rule,
-        )
-        if not request.through_engine:
-            costs = [*costs[:-1], _without_recompute(costs[-1])]
         plans, first = [], 0
         for _ in range(steps):
-            plan = _core.baseline_plan(
-                _BASELINES[name], sizes, layers, request.devices, request.microbatches, first_device=first
-            )
+            plan = _baseline(name, request, first)
             if name == "published":
                 first = (first + len(plan.jobs)) % request.devices
             plans.append(plan)

@@ -40,7 +40,8 @@ TEST_CASE("baselines: order of 1F1B on two devices") {
   const Plan plan = baseline_plan(Baseline::kOneForwardOneBack, sizes, 3, 2, 3);
   std::vector<int> first;  // microbatch, negative - 1 for a backward
   for (const Job& job : plan.jobs) {
-    if (job.device == 0) first.push_back(job.phase == Phase::kForward ? job.microbatches.first : -1 - job.microbatches.first);
+    if (job.device == 0)
+      first.push_back(job.phase == Phase::kForward ? job.microbatches.first : -1 - job.microbatches.first);
   }
   CHECK(first == std::vector<int>{0, 1, -1, 2, -2, -3});
 }

@@ -86,11 +86,13 @@ TEST_CASE("search: every plan is valid, keeps its limits and is predicted right"
     LayerCosts costs = random_costs(random, layers);
     Cluster cluster = cluster_of(devices, static_cast<double>(random() % 3));
     if (random() % 3 == 0) {
-      for (DeviceSpec& device : cluster.devices) device.memory_bytes = 5000 + static_cast<std::int64_t>(random() % 9000);
+      for (DeviceSpec& device : cluster.devices)
+        device.memory_bytes = 5000 + static_cast<std::int64_t>(random() % 9000);
     }
     SearchOptions options = options_of(1 + static_cast<int>(random() % 64), random() % 2 == 0, 200'000);
     options.plan.mode = std::vector{PlanMode::kInference, PlanMode::kTrain, PlanMode::kFused}[random() % 3];
-    options.plan.first_backward_layer = static_cast<int>(random() % 4 == 0 ? random() % static_cast<unsigned>(layers) : 0);
+    options.plan.first_backward_layer =
+        static_cast<int>(random() % 4 == 0 ? random() % static_cast<unsigned>(layers) : 0);
     options.replicas = random() % 2 == 0;
     options.max_fused_layers = 1 + static_cast<int>(random() % 4);
     options.max_traffic = random() % 2 == 0 ? 0 : 1.25;

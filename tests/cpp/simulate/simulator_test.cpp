@@ -188,7 +188,8 @@ TEST_CASE("simulator: synchronous and asynchronous steps") {
   CHECK(ends_of(async) == expected);
   CHECK(async.steady_step_ms == 6);
   check(async, plan);
-  CHECK_THROWS_WITH_AS(check(async, plan, {.asynchronous = false}), doctest::Contains("before its weights"), std::logic_error);
+  CHECK_THROWS_WITH_AS(check(async, plan, {.asynchronous = false}), doctest::Contains("before its weights"),
+                       std::logic_error);
 }
 
 TEST_CASE("simulator: a loss outside needs every output") {

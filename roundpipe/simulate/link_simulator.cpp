@@ -1,0 +1,465 @@
+#include <roundpipe/simulate/link_simulator.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include <roundpipe/schedule/placer.h>
+
+namespace roundpipe::simulate {
+
+using schedule::Job;
+using schedule::Phase;
+using schedule::Plan;
+
+namespace {
+
+constexpr double kNever = std::numeric_limits<double>::infinity();
+constexpr double kBytesPerMs = 1e6;  // of 1 GB/s
+
+struct Transfer {
+  int priority = 0;
+  std::int64_t order = 0;  // when it was asked for
+  double left_bytes = 0;
+  TransferEvent what;
+  int microbatch = -1;
+};
+
+// One direction of one device's link.
+struct Link {
+  double rate = 0;  // bytes a millisecond; 0 = infinite
+  std::vector<Transfer> waiting;
+  bool busy = false;
+  Transfer current;
+  double chunk_bytes = 0;  // left of the current chunk
+};
+
+struct JobRun {
+  int step = 0;
+  int number = 0;
+  const Job* job = nullptr;
+  double recompute_ms = 0;
+  double rest_ms = 0;
+  bool weights_asked = false, weights_here = false;
+  int next_asked = 0;  // microbatches whose values have been asked for, from the first on
+  std::vector<char> input_here, gradient_here;
+  int next = 0;  // microbatches that have ended, from the first on
+  enum { kIdle, kRecompute, kWait, kRest } state = kIdle;
+  double started_ms = 0;
+};
+
+struct DeviceRun {
+  std::vector<JobRun> jobs;
+  std::size_t at = 0;
+  double ends_ms = kNever;  // of what computes now
+};
+
+class LinkSimulator {
+ public:
+  LinkSimulator(std::span<const Plan> plans, const schedule::LayerCosts& costs, const schedule::Cluster& cluster,
+                const LinkRules& rules)
+      : plans_(plans), costs_(costs), cluster_(cluster), rules_(rules), sums_(costs, plans[0].first_backward_layer) {
+    const Plan& first = plans[0];
+    layers_ = first.layers;
+    microbatches_ = first.microbatches;
+    lowest_ = first.first_backward_layer;
+    outside_loss_ = schedule::mode_of(first) == schedule::PlanMode::kTrain;
+    staleness_ = rules.timing.asynchronous ? 2 : 1;
+    devices_.resize(cluster.devices.size());
+    links_.resize(2 * cluster.devices.size());
+    for (std::size_t i = 0; i < links_.size(); ++i)
+      links_[i].rate = (i % 2 == 0 ? cluster.link_up_gb_per_s : cluster.link_down_gb_per_s) * kBytesPerMs;
+    queue_jobs();
+    const std::size_t cells = plans.size() * static_cast<std::size_t>((layers_ + 1) * microbatches_);
+    value_on_host_.assign(cells, 0);
+    gradient_on_host_.assign(cells, 0);
+    read_.assign(static_cast<std::size_t>(layers_) + 1, 0);
+    for (const Plan& plan : plans) {
+      for (const Job& job : plan.jobs) read_[static_cast<std::size_t>(job.layers.first)] = 1;
+    }
+    outputs_left_.assign(plans.size(), microbatches_);
+    published_.assign(plans.size() * static_cast<std::size_t>(layers_), 0);
+    gradients_left_.assign(published_.size(), 0);
+    for (std::size_t step = 0; step < plans.size(); ++step) {
+      for (const Job& job : plans[step].jobs) {
+        if (job.phase == Phase::kForward) continue;
+        for (int layer = job.layers.first; layer < job.layers.last; ++layer) ++gradients_left_[at_layer(step, layer)];
+      }
+      for (int layer = 0; layer < layers_; ++layer) {
+        if (gradients_left_[at_layer(step, layer)] == 0) published_[at_layer(step, layer)] = 1;
+      }
+    }
+  }
+
+  LinkTimeline run() {
+    while (true) {
+      while (start_what_can()) {
+      }
+      const double next_ms = next_event();
+      if (next_ms == kNever) break;
+      advance(next_ms);
+    }
+    for (const DeviceRun& device : devices_) {
+      if (device.at < device.jobs.size())
+        throw std::logic_error("[simulate_links] stuck at job " + schedule::to_string(*device.jobs[device.at].job));
+    }
+    return finish();
+  }
+
+ private:
+  std::size_t at_layer(std::size_t step, int layer) const {
+    return step * static_cast<std::size_t>(layers_) + static_cast<std::size_t>(layer);
+  }
+  std::size_t at_cell(int step, int boundary, int m) const {
+    return static_cast<std::size_t>((step * (layers_ + 1) + boundary) * microbatches_ + m);
+  }
+
+  void queue_jobs() {
+    struct Turn {
+      double place;
+      int step, number;
+    };
+    std::vector<Turn> turns;
+    for (int step = 0; step < static_cast<int>(plans_.size()); ++step) {
+      const Plan& plan = plans_[static_cast<std::size_t>(step)];
+      for (int number = 0; number < static_cast<int>(plan.jobs.size()); ++number)
+        turns.push_back({step + plan.jobs[static_cast<std::size_t>(number)].order, step, number});
+    }
+    std::ranges::stable_sort(turns, {}, &Turn::place);
+    for (const Turn& turn : turns) {
+      const Job& job = plans_[static_cast<std::size_t>(turn.step)].jobs[static_cast<std::size_t>(turn.number)];
+      const double speed = cluster_.devices[static_cast<std::size_t>(job.device)].speed;
+      JobRun run;
+      run.step = turn.step;
+      run.number = turn.number;
+      run.job = &job;
+      if (job.phase == Phase::kBackward) run.recompute_ms = sums_.recompute_ms(job.layers) / speed;
+      if (job.phase != Phase::kBackward) run.rest_ms += sums_.forward_ms(job.layers) / speed;
+      if (job.phase != Phase::kForward) run.rest_ms += sums_.backward_ms(job.layers) / speed;
+      const auto count = static_cast<std::size_t>(job.microbatches.size());
+      run.input_here.assign(count, job.layers.first == 0);
+      run.gradient_here.assign(count, job.phase != Phase::kBackward);
+      devices_[static_cast<std::size_t>(job.device)].jobs.push_back(std::move(run));
+    }
+  }
+
+  bool weights_published(const JobRun& run) const {
+    if (run.job->phase == Phase::kBackward || run.step < staleness_) return true;
+    const auto read = static_cast<std::size_t>(run.step - staleness_);
+    for (int layer = run.job->layers.first; layer < run.job->layers.last; ++layer) {
+      if (!published_[at_layer(read, layer)]) return false;
+    }
+    return true;
+  }
+
+  double boundary_bytes(int boundary) const {
+    return boundary == 0 ? 0 : static_cast<double>(costs_[static_cast<std::size_t>(boundary) - 1].activation_bytes);
+  }
+
+  void ask(int device, bool up, TransferKind kind, const JobRun& run, int microbatch, double bytes) {
+    Transfer transfer;
+    transfer.priority = rules_.priorities ? static_cast<int>(kind) : 0;
+    transfer.order = asked_++;
+    transfer.left_bytes = bytes;
+    transfer.what = {device, up, kind, run.step, run.number, 0, 0};
+    transfer.microbatch = microbatch;
+    links_[static_cast<std::size_t>(2 * device + (up ? 0 : 1))].waiting.push_back(transfer);
+  }
+
+  JobRun& run_of(const Transfer& transfer) {
+    DeviceRun& device = devices_[static_cast<std::size_t>(transfer.what.device)];
+    return *std::ranges::find_if(device.jobs, [&](const JobRun& run) {
+      return run.step == transfer.what.step && run.number == transfer.what.job;
+    });
+  }
+
+  // Everything that can begin now, without time passing; whether anything did.
+  bool start_what_can() {
+    bool any = false;
+    for (std::size_t d = 0; d < devices_.size(); ++d) {
+      DeviceRun& device = devices_[d];
+      for (std::size_t i = device.at; i < std::min(device.at + 2, device.jobs.size()); ++i)
+        any |= prefetch(static_cast<int>(d), device.jobs[i]);
+      any |= compute(device);
+    }
+    for (Link& link : links_) any |= send(link);
+    return any;
+  }
+
+  bool prefetch(int device, JobRun& run) {
+    bool any = false;
+    if (!run.weights_asked && weights_published(run)) {
+      run.weights_asked = any = true;
+      ask(device, true, TransferKind::kWeights, run, -1, static_cast<double>(sums_.weight_bytes(run.job->layers)));
+    }
+    const int count = run.job->microbatches.size();
+    while (run.next_asked < std::min(count, run.next + rules_.prefetched_values)) {
+      const int m = run.job->microbatches.first + run.next_asked;
+      if (run.job->layers.first > 0 || run.job->phase == Phase::kBackward) wanted_.push_back({device, &run, m});
+      ++run.next_asked;
+      any = true;
+    }
+    // Values that have come to the host since.
+    std::erase_if(wanted_, [&](Wanted& wanted) {
+      JobRun& of = *wanted.run;
+      const Job& job = *of.job;
+      if (!wanted.input_asked && job.layers.first > 0 && value_on_host_[at_cell(of.step, job.layers.first, wanted.m)]) {
+        wanted.input_asked = any = true;
+        ask(wanted.device, true, TransferKind::kValue, of, wanted.m, boundary_bytes(job.layers.first));
+      }
+      const bool loss = outside_loss_ && job.layers.last == layers_;
+      if (!wanted.gradient_asked && job.phase == Phase::kBackward &&
+          (loss ? outputs_left_[static_cast<std::size_t>(of.step)] == 0
+                : gradient_on_host_[at_cell(of.step, job.layers.last, wanted.m)])) {
+        wanted.gradient_asked = any = true;
+        ask(wanted.device, true, TransferKind::kGradient, of, wanted.m, boundary_bytes(job.layers.last));
+      }
+      return (wanted.input_asked || job.layers.first == 0) && (wanted.gradient_asked || job.phase != Phase::kBackward);
+    });
+    return any;
+  }
+
+  bool compute(DeviceRun& device) {
+    if (device.ends_ms != kNever || device.at >= device.jobs.size()) return false;
+    JobRun& run = device.jobs[device.at];
+    if (!run.weights_here) return false;
+    // The loss of the whole batch is taken outside, and the backward is known only then.
+    if (outside_loss_ && run.job->phase == Phase::kBackward && outputs_left_[static_cast<std::size_t>(run.step)] > 0)
+      return false;
+    const auto place = static_cast<std::size_t>(run.next);
+    if (run.state == JobRun::kIdle) {
+      if (!run.input_here[place]) return false;
+      run.started_ms = now_ms_;
+      run.state = run.recompute_ms > 0 ? JobRun::kRecompute : JobRun::kWait;
+      if (run.state == JobRun::kRecompute) {
+        device.ends_ms = now_ms_ + run.recompute_ms;
+        return true;
+      }
+    }
+    if (run.state != JobRun::kWait || !run.gradient_here[place]) return false;
+    run.state = JobRun::kRest;
+    device.ends_ms = now_ms_ + run.rest_ms;
+    return true;
+  }
+
+  bool send(Link& link) {
+    if (link.busy || link.waiting.empty()) return false;
+    const auto best = std::ranges::min_element(link.waiting, {},
+                                               [](const Transfer& t) { return std::make_pair(t.priority, t.order); });
+    link.current = *best;
+    link.waiting.erase(best);
+    link.busy = true;
+    link.current.what.start_ms = now_ms_;
+    link.chunk_bytes = rules_.chunk_bytes > 0
+                           ? std::min(link.current.left_bytes, static_cast<double>(rules_.chunk_bytes))
+                           : link.current.left_bytes;
+    return true;
+  }
+
+  // Bytes a millisecond that a busy link moves now; its share of the host's bandwidth at most.
+  double rate(const Link& link) const {
+    double rate = link.rate > 0 ? link.rate : kNever;
+    if (cluster_.host_gb_per_s > 0) {
+      const auto busy = std::ranges::count_if(links_, [](const Link& other) { return other.busy; });
+      rate = std::min(rate, cluster_.host_gb_per_s * kBytesPerMs / static_cast<double>(busy));
+    }
+    return rate;
+  }
+
+  double next_event() const {
+    double next_ms = update_ends_ms_;
+    for (const DeviceRun& device : devices_) next_ms = std::min(next_ms, device.ends_ms);
+    for (const Link& link : links_) {
+      if (link.busy) next_ms = std::min(next_ms, now_ms_ + (link.chunk_bytes > 0 ? link.chunk_bytes / rate(link) : 0));
+    }
+    return next_ms;
+  }
+
+  void advance(double to_ms) {
+    std::vector<std::size_t> ended;
+    for (std::size_t i = 0; i < links_.size(); ++i) {
+      Link& link = links_[i];
+      if (!link.busy) continue;
+      const double speed = rate(link);
+      const double moved = speed == kNever ? link.chunk_bytes : std::min(link.chunk_bytes, speed * (to_ms - now_ms_));
+      link.chunk_bytes -= moved;
+      link.current.left_bytes -= moved;
+      constexpr double kByte = 0.5;
+      if (link.chunk_bytes <= kByte) ended.push_back(i);
+    }
+    now_ms_ = to_ms;
+    for (const std::size_t i : ended) chunk_over(links_[i]);
+    for (std::size_t d = 0; d < devices_.size(); ++d) {
+      if (devices_[d].ends_ms <= now_ms_) compute_over(static_cast<int>(d), devices_[d]);
+    }
+    if (update_ends_ms_ <= now_ms_) {
+      published_[updating_] = 1;
+      update_ends_ms_ = kNever;
+      update_next();
+    }
+  }
+
+  void chunk_over(Link& link) {
+    link.busy = false;
+    Transfer transfer = link.current;
+    transfer.what.end_ms = now_ms_;
+    transfers_.push_back(transfer.what);
+    constexpr double kByte = 0.5;
+    if (transfer.left_bytes > kByte) {
+      link.waiting.push_back(transfer);
+      return;
+    }
+    JobRun& run = run_of(transfer);
+    const Job& job = *run.job;
+    const auto place = static_cast<std::size_t>(transfer.microbatch - job.microbatches.first);
+    if (transfer.what.up) {
+      if (transfer.what.kind == TransferKind::kWeights) run.weights_here = true;
+      if (transfer.what.kind == TransferKind::kValue) run.input_here[place] = 1;
+      if (transfer.what.kind == TransferKind::kGradient) run.gradient_here[place] = 1;
+      return;
+    }
+    if (transfer.what.kind == TransferKind::kValue) value_on_host_[cell_of_[transfer.order]] = 1;
+    if (transfer.what.kind == TransferKind::kGradient)
+      gradient_on_host_[at_cell(run.step, job.layers.first, transfer.microbatch)] = 1;
+    if (transfer.what.kind == TransferKind::kParameterGradients) landed(run);
+  }
+
+  void compute_over(int d, DeviceRun& device) {
+    JobRun& run = device.jobs[device.at];
+    const Job& job = *run.job;
+    device.ends_ms = kNever;
+    if (run.state == JobRun::kRecompute) {
+      run.state = JobRun::kWait;
+      return;
+    }
+    const int m = job.microbatches.first + run.next;
+    TimelineEvent event{run.number, m, d, run.step, job.phase, run.started_ms, now_ms_, run.recompute_ms};
+    // Waiting between the recomputation and the rest is shown before it, as simulate() does.
+    event.start_ms = now_ms_ - run.rest_ms - run.recompute_ms;
+    events_.push_back(event);
+    busy_ms_ += run.rest_ms + run.recompute_ms;
+    if (job.phase != Phase::kBackward) {
+      for (int boundary = job.layers.first + 1; boundary <= job.layers.last; ++boundary) {
+        if (job.phase == Phase::kFused) break;
+        if (boundary == layers_) {
+          --outputs_left_[static_cast<std::size_t>(run.step)];
+          continue;
+        }
+        if (!read_[static_cast<std::size_t>(boundary)]) continue;
+        cell_of_.resize(static_cast<std::size_t>(asked_) + 1);
+        cell_of_[static_cast<std::size_t>(asked_)] = at_cell(run.step, boundary, m);
+        ask(d, false, TransferKind::kValue, run, m, boundary_bytes(boundary));
+      }
+    }
+    if (job.phase != Phase::kForward && job.layers.first > 0 && job.layers.first > lowest_)
+      ask(d, false, TransferKind::kGradient, run, m, boundary_bytes(job.layers.first));
+    run.state = JobRun::kIdle;
+    if (++run.next < job.microbatches.size()) return;
+    if (job.phase != Phase::kForward)
+      ask(d, false, TransferKind::kParameterGradients, run, -1, static_cast<double>(sums_.gradient_bytes(job.layers)));
+    ++device.at;
+  }
+
+  void landed(const JobRun& run) {
+    for (int layer = run.job->layers.first; layer < run.job->layers.last; ++layer) {
+      const std::size_t place = at_layer(static_cast<std::size_t>(run.step), layer);
+      if (--gradients_left_[place] == 0) to_update_.push_back(place);
+    }
+    update_next();
+  }
+
+  void update_next() {
+    while (update_ends_ms_ == kNever && !to_update_.empty()) {
+      const auto lowest = std::ranges::min_element(to_update_);
+      updating_ = *lowest;
+      to_update_.erase(lowest);
+      const auto layer = updating_ % static_cast<std::size_t>(layers_);
+      const double bytes = static_cast<double>(costs_[layer].gradient_bytes > 0 ? costs_[layer].weight_bytes : 0);
+      if (rules_.update_gb_per_s <= 0 || bytes == 0) {
+        published_[updating_] = 1;
+      } else {
+        update_ends_ms_ = now_ms_ + bytes / (rules_.update_gb_per_s * kBytesPerMs);
+      }
+    }
+  }
+
+  LinkTimeline finish() {
+    LinkTimeline result;
+    std::ranges::stable_sort(events_, {},
+                             [](const TimelineEvent& e) { return std::make_tuple(e.step, e.job, e.microbatch); });
+    std::vector<double> step_end(plans_.size(), 0.0);
+    for (const TimelineEvent& event : events_) {
+      double& end_ms = step_end[static_cast<std::size_t>(event.step)];
+      end_ms = std::max(end_ms, event.end_ms);
+    }
+    Timeline& timeline = result.timeline;
+    timeline.events = std::move(events_);
+    timeline.makespan_ms = std::ranges::max(step_end);
+    result.landed_ms = std::max(now_ms_, timeline.makespan_ms);
+    // A single step is over when its last gradient has landed.
+    timeline.steady_step_ms = plans_.size() == 1 ? result.landed_ms : schedule::pace_ms(step_end);
+    const auto devices = static_cast<double>(devices_.size());
+    const auto idle = [&](double busy_ms, double span_ms) {
+      return span_ms > 0 ? 1 - busy_ms / (devices * span_ms) : 0;
+    };
+    timeline.bubble = idle(busy_ms_, timeline.makespan_ms);
+    timeline.steady_bubble = idle(busy_ms_ / static_cast<double>(plans_.size()), timeline.steady_step_ms);
+    result.transfers = std::move(transfers_);
+    return result;
+  }
+
+  struct Wanted {
+    int device;
+    JobRun* run;
+    int m;
+    bool input_asked = false, gradient_asked = false;
+  };
+
+  const std::span<const Plan> plans_;
+  const schedule::LayerCosts& costs_;
+  const schedule::Cluster& cluster_;
+  const LinkRules rules_;
+  const schedule::CostSums sums_;
+  int layers_ = 0, microbatches_ = 0, lowest_ = 0, staleness_ = 2;
+  bool outside_loss_ = false;
+  double now_ms_ = 0;
+  double busy_ms_ = 0;
+  std::vector<DeviceRun> devices_;
+  std::vector<Link> links_;  // up and down of each device
+  std::int64_t asked_ = 0;
+  std::vector<std::size_t> cell_of_;  // by Transfer::order, of values on their way down
+  std::vector<Wanted> wanted_;
+  std::vector<char> value_on_host_, gradient_on_host_;
+  std::vector<char> read_;         // boundaries that some job starts at
+  std::vector<int> outputs_left_;  // [step]: of a train plan's outputs
+  std::vector<char> published_;    // [step, layer]
+  std::vector<int> gradients_left_;
+  std::vector<std::size_t> to_update_;
+  std::size_t updating_ = 0;
+  double update_ends_ms_ = kNever;
+  std::vector<TimelineEvent> events_;
+  std::vector<TransferEvent> transfers_;
+};
+
+}  // namespace
+
+LinkTimeline simulate_links(std::span<const Plan> plans, const schedule::LayerCosts& costs,
+                            const schedule::Cluster& cluster, const LinkRules& rules) {
+  // The same checks of plans, costs and cluster as there.
+  simulate(plans.subspan(0, std::min<std::size_t>(1, plans.size())), costs, cluster, rules.timing);
+  for (const Plan& plan : plans) {
+    schedule::validate(plan, schedule::mode_of(plan));
+    if (plan.layers != plans[0].layers || plan.microbatches != plans[0].microbatches ||
+        plan.devices != plans[0].devices)
+      throw std::invalid_argument("[simulate_links] the plans differ in their sizes");
+  }
+  if (rules.prefetched_values < 1 || rules.chunk_bytes < 0 || !(rules.update_gb_per_s >= 0))
+    throw std::invalid_argument("[simulate_links] prefetched_values, chunk_bytes or update_gb_per_s is out of range");
+  return LinkSimulator(plans, costs, cluster, rules).run();
+}
+
+}  // namespace roundpipe::simulate

@@ -1,0 +1,148 @@
+#include <roundpipe/simulate/link_simulator.h>
+
+#include <algorithm>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include <roundpipe/schedule/search.h>
+
+using namespace roundpipe::schedule;
+using namespace roundpipe::simulate;
+
+namespace {
+
+Cluster cluster_of(int devices, double gb_per_s = 0) {
+  Cluster cluster;
+  cluster.devices.resize(static_cast<std::size_t>(devices));
+  cluster.link_up_gb_per_s = cluster.link_down_gb_per_s = gb_per_s;
+  return cluster;
+}
+
+constexpr std::int64_t kMB = 1'000'000;
+
+// Two layers on one device: forward of the first, the second fused, backward of the first.
+Plan two_layers(int microbatches, int devices = 1) {
+  const Range all{0, microbatches};
+  return {2,
+          microbatches,
+          devices,
+          0,
+          {{Phase::kForward, {0, 1}, all, 0},
+           {Phase::kFused, {1, 2}, all, devices > 1 ? 1 : 0},
+           {Phase::kBackward, {0, 1}, all, 0}}};
+}
+
+LayerCosts costs_of(std::int64_t weight_bytes, std::int64_t activation_bytes) {
+  return LayerCosts(2, {.forward_ms = 10,
+                        .backward_ms = 20,
+                        .weight_bytes = weight_bytes,
+                        .gradient_bytes = weight_bytes,
+                        .activation_bytes = activation_bytes});
+}
+
+}  // namespace
+
+TEST_CASE("links: with infinite bandwidth every event ends as without links") {
+  std::mt19937 random(21);
+  for (int round = 0; round < 60; ++round) {
+    LayerCosts costs;
+    const int layers = 2 + static_cast<int>(random() % 12);
+    for (int layer = 0; layer < layers; ++layer) {
+      const double ms = 1 + static_cast<double>(random() % 100) / 10;
+      costs.push_back({.forward_ms = ms,
+                       .backward_ms = 2 * ms,
+                       .weight_bytes = kMB,
+                       .gradient_bytes = kMB,
+                       .activation_bytes = kMB});
+    }
+    const Cluster cluster = cluster_of(1 + static_cast<int>(random() % 5));
+    SearchOptions options;
+    options.plan.microbatches = 1 + static_cast<int>(random() % 6);
+    options.plan.mode = std::vector{PlanMode::kInference, PlanMode::kTrain, PlanMode::kFused}[random() % 3];
+    options.rules.asynchronous = random() % 2 == 0;
+    options.effort = 20'000;
+    Placer placer(search(costs, cluster, options).front().recipe, costs, cluster, options.rules);
+    std::vector<Plan> plans;
+    for (int step = 0; step < 4; ++step) plans.push_back(placer.next());
+    const Timeline expected = simulate(plans, costs, cluster, options.rules);
+    const LinkTimeline got = simulate_links(plans, costs, cluster, {.timing = options.rules});
+    REQUIRE(got.timeline.events.size() == expected.events.size());
+    for (std::size_t i = 0; i < expected.events.size(); ++i)
+      REQUIRE(got.timeline.events[i].end_ms == doctest::Approx(expected.events[i].end_ms));
+    check(got.timeline, plans, options.rules);
+  }
+}
+
+TEST_CASE("links: weights come first, the next job's while one runs, gradients go down in the end") {
+  // 5 ms a transfer of weights, values take nothing.
+  const std::vector<Plan> plans{two_layers(1)};
+  const LinkTimeline got = simulate_links(plans, costs_of(5 * kMB, 0), cluster_of(1, 1), {});
+  std::vector<double> ends;
+  for (const TimelineEvent& event : got.timeline.events) ends.push_back(event.end_ms);
+  // The value of the first job comes up behind the chunk that the third job's weights have begun at 15 ms.
+  for (std::size_t i = 0; i < 3; ++i) CHECK(ends[i] == doctest::Approx(std::vector<double>{15, 50, 80}[i]));
+  CHECK(got.landed_ms == doctest::Approx(85));
+}
+
+TEST_CASE("links: values hop through the host") {
+  // 2 ms up and 2 ms down for the value and for its gradient.
+  const std::vector<Plan> plans{two_layers(1, 2)};
+  const LinkTimeline got = simulate_links(plans, costs_of(0, 2 * kMB), cluster_of(2, 1), {});
+  std::vector<double> ends;
+  for (const TimelineEvent& event : got.timeline.events) ends.push_back(event.end_ms);
+  // The recomputation waits for nothing, the rest of the backward for the gradient.
+  for (std::size_t i = 0; i < 3; ++i) CHECK(ends[i] == doctest::Approx(std::vector<double>{10, 44, 68}[i]));
+}
+
+TEST_CASE("links: all together stay within the host's bandwidth") {
+  Cluster cluster = cluster_of(2, 10);
+  cluster.host_gb_per_s = 10;
+  Plan plan{2, 2, 2, 0, {{Phase::kForward, {0, 2}, {0, 1}, 0}, {Phase::kForward, {0, 2}, {1, 2}, 1}}};
+  const LinkTimeline got = simulate_links(std::vector<Plan>{plan}, costs_of(50 * kMB, 0), cluster, {});
+  // 100 MB for each of two devices over 10 GB/s: 20 ms, then 20 ms of work.
+  for (const TimelineEvent& event : got.timeline.events) CHECK(event.end_ms == doctest::Approx(40));
+}
+
+TEST_CASE("links: a value waits for one chunk, not for all weights; first come first served it does") {
+  // The weights of the second job are on their way up when the first job's second value is wanted.
+  LayerCosts costs = costs_of(0, 1 * kMB);
+  costs.push_back({.forward_ms = 10, .backward_ms = 20, .weight_bytes = 400 * kMB, .activation_bytes = 0});
+  Plan plan{3,
+            2,
+            2,
+            0,
+            {{Phase::kForward, {0, 1}, {0, 2}, 0},
+             {Phase::kForward, {1, 2}, {0, 2}, 1},
+             {Phase::kForward, {2, 3}, {0, 2}, 1}}};
+  const auto second_value_ms = [&](bool priorities) {
+    LinkRules rules;
+    rules.chunk_bytes = 10 * kMB;
+    rules.priorities = priorities;
+    return simulate_links(std::vector<Plan>{plan}, costs, cluster_of(2, 1), rules).timeline.events[3].end_ms;
+  };
+  CHECK(second_value_ms(true) < 60);
+  CHECK(second_value_ms(false) > 400);
+}
+
+TEST_CASE("links: a synchronous step waits for the updates of its layers") {
+  LinkRules rules;
+  rules.timing.asynchronous = false;
+  const std::vector<Plan> plans(2, two_layers(1));
+  const LayerCosts costs = costs_of(0, 0);
+  CHECK(simulate_links(plans, costs, cluster_of(1), rules).timeline.events[3].start_ms == doctest::Approx(70));
+  LayerCosts trained = costs_of(30 * kMB, 0);
+  rules.update_gb_per_s = 1;
+  // Layer 1 is updated from 40 to 70 ms, layer 0 from 70 to 100 ms: each gates its own forward.
+  const Timeline timeline = simulate_links(plans, trained, cluster_of(1), rules).timeline;
+  CHECK(timeline.events[3].start_ms == doctest::Approx(100));
+}
+
+TEST_CASE("links: bad rules") {
+  const std::vector<Plan> plans{two_layers(1)};
+  CHECK_THROWS_AS(simulate_links(plans, costs_of(0, 0), cluster_of(1), {.prefetched_values = 0}),
+                  std::invalid_argument);
+  CHECK_THROWS_AS(simulate_links(std::vector<Plan>{}, costs_of(0, 0), cluster_of(1), {}), std::invalid_argument);
+}
