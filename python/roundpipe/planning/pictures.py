@@ -10,6 +10,7 @@ from pathlib import Path
 
 from roundpipe import _core
 from roundpipe.files import write_text
+from roundpipe.pipe import Pending, RoundPipe
 
 # Told apart by lightness, too, so that they stay apart without colours.
 COLOURS = {
@@ -79,6 +80,31 @@ def spans_of_records(records: Iterable[_core.Record]) -> list[Span]:
         span.start_ms -= earliest
         span.end_ms -= earliest
     return spans
+
+
+def write_call(path: str | Path, call: RoundPipe | Pending) -> None:
+    """Draws what a real call executed: the last one of a model, or a submitted batch.
+
+    Args:
+        path: ends in .html, .png or .json (a trace), which says what is written.
+
+    Raises:
+        ValueError: another ending, nothing executed yet, or a file that cannot be written.
+    """
+    path = Path(path)
+    records = call.records() if isinstance(call, Pending) else call._pipeline.last_records()
+    if not records:
+        raise ValueError("[write_call] nothing has been executed yet, expected a call before")
+    spans = spans_of_records(records)
+    title = f"measured: {max(span.end_ms for span in spans):,.1f} ms"
+    if path.suffix == ".html":
+        write_html(path, title, [(title, spans)])
+    elif path.suffix == ".png":
+        write_png(path, [(title, spans)])
+    elif path.suffix == ".json":
+        write_trace(path, spans)
+    else:
+        raise ValueError(f"[write_call] {path} ends in '{path.suffix}', expected .html, .png or .json")
 
 
 def write_trace(path: Path, spans: Sequence[Span]) -> None:
