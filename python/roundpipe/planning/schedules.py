@@ -203,6 +203,13 @@ def predict(name: str, request: Request) -> Prediction:
         timeline, plans = timeline_of(choice, request)
         traffic = choice.traffic
     elif name in _BASELINES:
+        # Others recompute when the gradient is there, and nobody recomputes the head.
+        rules = request.rules(
+            late_recompute=name not in ("published", "one-device"),
+            early_head=name == "published" and request.published_rule,
+        )
+        if not request.through_engine:
+            costs = [*costs[:-1], _without_recompute(costs[-1])]
         plans, first = [], 0
         for _ in range(steps):
             plan = _baseline(name, request, first)
