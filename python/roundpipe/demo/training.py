@@ -15,14 +15,20 @@ from torch import Tensor, nn
 from roundpipe.demo.options import DemoOptions
 
 
+class Submitted(Protocol):
+    """What the loop needs of `roundpipe.Pending`."""
+
+    def loss(self) -> Tensor: ...
+
+
 class Pipeline(Protocol):
     """What the loop needs of `roundpipe.RoundPipe`."""
 
     def __call__(self, tokens: Tensor) -> Tensor: ...
 
-    def forward_backward(
+    def submit(
         self, *, input_args: tuple[Tensor, ...], label: Any, loss_fn: Callable[[Tensor, Any], Tensor]
-    ) -> Tensor: ...
+    ) -> Submitted: ...
 
     def step(self, step_fn: Callable[[], None]) -> None: ...
 
@@ -151,8 +157,9 @@ def train(
 ) -> None:
     """Runs `options.steps` asynchronous steps, with held-out evaluations before, during and after.
 
-    Returns early, with all steps applied but without the last evaluation, when the observer asks. `elapsed_s` and
-    `tokens_per_s` count training only, evaluations left out.
+    Each step's batch is submitted before the last step's loss is read, so the devices never wait for this loop.
+    Returns early, with all steps applied but without the last evaluation, when the observer asks; the step that has
+    been submitted by then is still made. `elapsed_s` and `tokens_per_s` count training only, evaluations left out.
     """
     # In the order of the layers, so the tables that have a row per token come first and last.
     embedding, *inner, projection = model.optim_parameters()
@@ -177,27 +184,42 @@ def train(
         optimizer.zero_grad()
 
     tokens, training_s = 0, 0.0
+    since = time.perf_counter()  # the last report, or the last evaluation
 
-    def evaluate(step: int) -> None:
-        observer.on_evaluation(EvaluationRecord(step, held_out_loss(model, held_out), tokens, training_s))
-
-    evaluation_steps = {round(options.steps * k / (options.evaluations + 1)) for k in range(1, options.evaluations + 1)}
-    evaluate(0)
-    for step in range(1, options.steps + 1):
-        start = time.perf_counter()
-        batch = next(batches)
-        count = batch.token_count
-        loss = model.forward_backward(input_args=(batch.tokens,), label=(batch.labels, count), loss_fn=next_token_loss)
-        model.step(update)
-        step_s = time.perf_counter() - start
+    def report(step: int, count: int, submitted: Submitted) -> None:
+        nonlocal tokens, training_s, since
+        loss = float(submitted.loss())
+        now = time.perf_counter()
+        step_s, since = now - since, now
         tokens += count
         training_s += step_s
         lr = options.learning_rate * learning_rate_factor(step - 1, options)
-        observer.on_step(StepRecord(step, float(loss), lr, tokens, count / step_s, training_s))
+        observer.on_step(StepRecord(step, loss, lr, tokens, count / step_s, training_s))
+
+    def evaluate(step: int) -> None:
+        nonlocal since
+        observer.on_evaluation(EvaluationRecord(step, held_out_loss(model, held_out), tokens, training_s))
+        since = time.perf_counter()
+
+    evaluation_steps = {round(options.steps * k / (options.evaluations + 1)) for k in range(1, options.evaluations + 1)}
+    evaluate(0)
+    unread: tuple[int, int, Submitted] | None = None
+    for step in range(1, options.steps + 1):
+        batch = next(batches)
+        count = batch.token_count
+        submitted = model.submit(input_args=(batch.tokens,), label=(batch.labels, count), loss_fn=next_token_loss)
+        model.step(update)
+        if unread is not None:
+            report(*unread)
+        unread = (step, count, submitted)
         if observer.stop_requested:
             break
         if step in evaluation_steps and 0 < step < options.steps:
+            report(*unread)
+            unread = None
             evaluate(step)
+    if unread is not None:
+        report(*unread)
     model.synchronize()
     if not observer.stop_requested:
         evaluate(options.steps)
