@@ -49,6 +49,15 @@ class Job:
     def device(self) -> int: ...
 
 class Plan:
+    first_backward_layer: int
+    def __init__(
+        self,
+        layers: int,
+        microbatches: int,
+        devices: int,
+        first_backward_layer: int,
+        jobs: list[tuple[str, int, int, int, int, int, float]],
+    ) -> None: ...
     @property
     def layers(self) -> int: ...
     @property

@@ -4,6 +4,7 @@
 
 #include <array>
 
+#include <pybind11/operators.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings.h"
@@ -30,6 +31,25 @@ void bind_schedule(py::module_& module) {
       .def_readonly("device", &Job::device)
       .def_readonly("order", &Job::order);
   py::class_<Plan>(module, "Plan")
+      .def(py::init([](int layers, int microbatches, int devices, int first_backward_layer,
+                       const std::vector<std::tuple<std::string, int, int, int, int, int, double>>& jobs) {
+             Plan plan{layers, microbatches, devices, first_backward_layer, {}};
+             for (const auto& [name, first, last, first_microbatch, last_microbatch, device, order] : jobs) {
+               std::optional<Phase> phase;
+               for (const Phase known : {Phase::kForward, Phase::kFused, Phase::kBackward}) {
+                 if (name == phase_name(known)) phase = known;
+               }
+               if (!phase)
+                 throw std::invalid_argument("[Plan] phase is '" + name + "', expected forward, fused or backward");
+               plan.jobs.push_back({*phase, {first, last}, {first_microbatch, last_microbatch}, device, order});
+             }
+             validate(plan, mode_of(plan));
+             return plan;
+           }),
+           py::arg("layers"), py::arg("microbatches"), py::arg("devices"), py::arg("first_backward_layer"),
+           py::arg("jobs"))
+      .def_readonly("first_backward_layer", &Plan::first_backward_layer)
+      .def(py::self == py::self)
       .def_readonly("layers", &Plan::layers)
       .def_readonly("microbatches", &Plan::microbatches)
       .def_readonly("devices", &Plan::devices)

@@ -286,6 +286,52 @@ def test_a_real_call_is_drawn(ending: str, tmp_path: Path) -> None:
         write_call(tmp_path / "call.txt", pipe)
 
 
+def test_whole_plans_are_saved_and_loaded(tmp_path: Path) -> None:
+    from roundpipe.planning.plans import load_plan, save_plan
+
+    request = request_of("qwen3-1.7b", microbatches=8, effort=1_000_000)
+    choice = choose(request)[0]
+    plan = _core.Placer(choice.recipe, request.costs.layers, request.cluster, request.rules()).next()
+    path = tmp_path / "plan.json"
+    save_plan(plan, path)
+    assert load_plan(path) == plan
+    document = json.loads(path.read_text())
+    for change, message in [
+        ({"jobs": [["forward", [0, 1]]]}, r"jobs\[0\] is"),
+        ({"jobs": document["jobs"][:-1]}, "no job runs the backward"),
+        ({"jobs": [["sideways", *document["jobs"][0][1:]]]}, "phase is 'sideways'"),
+        ({"layers": "29"}, "expected whole numbers"),
+        ({"version": 3}, "no schema"),
+    ]:
+        path.write_text(json.dumps(document | change))
+        with pytest.raises(ValueError, match=message):
+            load_plan(path)
+
+
+def test_measured_and_estimated_costs_become_cost_files(tmp_path: Path) -> None:
+    import torch
+    from torch import nn
+
+    import roundpipe
+    from roundpipe.planning.costs import estimate, save
+
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
+    model[0].weight.requires_grad_(False)
+    costs = estimate(model, tokens=1000, width=16, device_tflops=0.001)
+    assert costs[0].forward_ms == pytest.approx(2 * 128 * 1000 / 1e9 * 1e3)
+    assert (costs[0].weight_bytes, costs[0].gradient_bytes, costs[1].gradient_bytes) == (512, 0, 512)
+    with pytest.raises(ValueError, match="tokens is 0"):
+        estimate(model, 0, 1, 1.0)
+    pipe = roundpipe.RoundPipe(model)
+    for _ in range(3):
+        pipe.forward_backward((torch.ones(4, 8),), loss_fn=lambda outputs, _: outputs.sum())
+    for measured in (costs, pipe.costs()):
+        save(measured, tmp_path / "costs.json", "mine")
+        again = load(str(tmp_path / "costs.json"))
+        assert [cost.forward_ms for cost in again.layers] == [cost.forward_ms for cost in measured]
+        assert again.name == "mine"
+
+
 def test_a_plan_of_other_sizes_is_refused() -> None:
     import torch
     from torch import nn

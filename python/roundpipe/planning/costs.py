@@ -27,7 +27,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from roundpipe import _core
+from roundpipe.files import write_text
+from roundpipe.shell import layers_of
 
 SCHEMA = "roundpipe-costs"
 VERSION = 1
@@ -36,6 +40,8 @@ _LAYER_FIELDS = (
     *("forward_ms", "backward_ms", "recompute_ms"),
     *("weight_bytes", "gradient_bytes", "activation_bytes", "saved_bytes"),
 )
+# bf16 with fused attention: about 34 bytes a token and hidden unit stay for a layer's backward (arXiv:2205.05198).
+_SAVED_PER_BOUNDARY = 17
 _RATES = ("link_up_gb_per_s", "link_down_gb_per_s", "host_gb_per_s")
 _SIZES = ("pipeline", "chunks", "forward", "backward")
 
@@ -107,6 +113,61 @@ def load(source: str) -> CostSet:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"[costs] {source} is not JSON: {error}; expected a cost file") from None
     return parse(document, source)
+
+
+def save(layers: list[_core.LayerCost], path: str | Path, name: str) -> None:
+    """Writes costs, measured ones (`RoundPipe.costs()`) or estimated ones, to a cost file, the last layer as its head.
+
+    Raises:
+        ValueError: no layers, or the file cannot be written.
+    """
+    if not layers:
+        raise ValueError("[costs] there are no layers, expected at least one")
+    entries = [
+        {field: getattr(cost, field) for field in _LAYER_FIELDS if getattr(cost, field) is not None} for cost in layers
+    ]
+    document: dict[str, Any] = {"schema": SCHEMA, "version": VERSION, "name": name, "layers": entries}
+    write_text(Path(path), json.dumps(document, indent=1) + "\n")
+
+
+def estimate(model: nn.Module, tokens: int, width: int, device_tflops: float) -> list[_core.LayerCost]:
+    """Costs of a model that has not run, from its shapes.
+
+    A token takes 2 floating-point operations a parameter forward and 4 backward (arXiv:2001.08361, section 2.1);
+    attention over long sequences comes on top and is left out.
+
+    Args:
+        model: its children are the layers if it is an `nn.Sequential` or a `RoundPipe` of one, else it is one layer.
+        tokens: of one microbatch.
+        width: values a token between two layers.
+        device_tflops: what a device computes, in 1e12 operations a second, as reached and not as advertised.
+
+    Raises:
+        ValueError: a number that is not positive.
+    """
+    for field, value in (("tokens", tokens), ("width", width), ("device_tflops", device_tflops)):
+        if not value > 0:
+            raise ValueError(f"[estimate] {field} is {value}, expected a number above 0")
+    costs = []
+    for _, layer in layers_of(model):
+        parameters = list(layer.parameters())
+        weight_bytes = sum(parameter.nbytes for parameter in parameters)
+        trained_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+        item_bytes = parameters[0].element_size() if parameters else 4
+        forward_ms = 2 * sum(parameter.numel() for parameter in parameters) * tokens / (device_tflops * 1e9)
+        boundary = tokens * width * item_bytes
+        costs.append(
+            _core.LayerCost(
+                forward_ms=forward_ms,
+                backward_ms=2 * forward_ms,
+                weight_bytes=weight_bytes,
+                gradient_bytes=trained_bytes,
+                activation_bytes=boundary,
+                # As in the presets.
+                saved_bytes=_SAVED_PER_BOUNDARY * boundary,
+            )
+        )
+    return costs
 
 
 def parse(document: Any, source: str) -> CostSet:
@@ -219,8 +280,7 @@ def _preset(
     count, forward_ms, backward_ms, head_forward_ms, head_backward_ms, hop_ms = times
     tokens = 8192
     boundary = 2 * tokens * hidden
-    # bf16 with fused attention: about 34 bytes a token and hidden unit stay for a layer's backward (arXiv:2205.05198).
-    layer = {"activation_bytes": boundary, "saved_bytes": 17 * boundary}
+    layer = {"activation_bytes": boundary, "saved_bytes": _SAVED_PER_BOUNDARY * boundary}
     head_bytes = 2 * vocabulary * hidden
     return {
         "schema": SCHEMA,

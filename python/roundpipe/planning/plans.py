@@ -1,0 +1,73 @@
+"""Whole plans in files: every job of a step with its device, replicas and order included."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from roundpipe import _core
+from roundpipe.files import write_text
+
+SCHEMA = "roundpipe-plan"
+VERSION = 1
+
+_SIZES = ("layers", "microbatches", "devices", "first_backward_layer")
+
+
+def save_plan(plan: _core.Plan, path: str | Path) -> None:
+    """Writes a plan (`RoundPipe.last_plan()`, the planner's) to a JSON file, whole or not at all.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    jobs = [
+        [
+            job.phase,
+            [job.layers.first, job.layers.last],
+            [job.microbatches.first, job.microbatches.last],
+            job.device,
+            job.order,
+        ]
+        for job in plan.jobs
+    ]
+    sizes = {name: getattr(plan, name) for name in _SIZES}
+    write_text(Path(path), json.dumps({"schema": SCHEMA, "version": VERSION, **sizes, "jobs": jobs}) + "\n")
+
+
+def load_plan(path: str | Path) -> _core.Plan:
+    """Reads what `save_plan` wrote; give it to `RoundPipeRunConfig(execute_plan=...)`.
+
+    Raises:
+        ValueError: no such file, or one that does not hold a valid plan.
+    """
+    where = "load_plan"
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"[{where}] cannot read {path}: {error.strerror}; expected a plan file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"[{where}] {path} is not JSON: {error}; expected a plan file") from None
+    if not isinstance(document, dict) or (document.get("schema"), document.get("version")) != (SCHEMA, VERSION):
+        raise ValueError(f"[{where}] {path} has no schema '{SCHEMA}' of version {VERSION}; save the plan again")
+    sizes: list[Any] = [document.get(name) for name in _SIZES]
+    if any(type(size) is not int for size in sizes):
+        raise ValueError(f"[{where}] {', '.join(_SIZES)} are {sizes}, expected whole numbers")
+    jobs = document.get("jobs")
+    if not isinstance(jobs, list):
+        raise ValueError(f"[{where}] jobs is {jobs!r}, expected a list")
+    return _core.Plan(*sizes, [_job(job, index, where) for index, job in enumerate(jobs)])
+
+
+def _job(job: Any, index: int, where: str) -> tuple[str, int, int, int, int, int, float]:
+    try:
+        phase, (first, last), (first_microbatch, last_microbatch), device, order = job
+        whole = [first, last, first_microbatch, last_microbatch, device]
+        if isinstance(phase, str) and all(type(number) is int for number in whole):
+            return phase, first, last, first_microbatch, last_microbatch, device, float(order)
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(
+        f"[{where}] jobs[{index}] is {job!r}, expected [phase, [first layer, last + 1], [first microbatch, last + 1], "
+        "device, order]"
+    )
