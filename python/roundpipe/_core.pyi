@@ -142,7 +142,7 @@ def search(
     interleave: bool = True,
     max_fused_layers: int = 1,
     effort: int = ...,
-    seed: int = 1,
+    seed: int = ...,
 ) -> list[PlanChoice]: ...
 
 class Placer:

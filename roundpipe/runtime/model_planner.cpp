@@ -21,7 +21,7 @@ constexpr double kSmoothing = 0.3;
 constexpr int kCallsToMeasure = 2;
 constexpr int kCallsBetweenPlans = 8;
 constexpr double kDrift = 0.2;
-constexpr std::int64_t kEffort = 8'000'000;
+constexpr std::int64_t kEffort = 20'000'000;
 constexpr size_t kMostPlans = 16;
 
 double median(std::vector<double>& values) {

@@ -117,6 +117,7 @@ void PartitionTable::extend(int stages) {
     const int used = static_cast<int>(least_.size()) - 1;
     for (int end = used + 1; end < static_cast<int>(width_); ++end) {
       const auto e = static_cast<std::size_t>(end);
+      work_ += std::max(0, end - std::max(used, first_that_fits_[e])) / 4;  // of a visit's cost each
       for (int start = std::max(used, first_that_fits_[e]); start < end; ++start) {
         const auto s = static_cast<std::size_t>(start);
         const double cost = prefix_[e] - prefix_[s];

@@ -2,6 +2,7 @@
 
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <roundpipe/schedule/costs.h>
@@ -50,6 +51,9 @@ class PartitionTable {
   // `room_bytes`: of a device, see CostSums::visit_bytes; 0 = no cap.
   PartitionTable(const CostSums& sums, Range layers, bool backward, std::int64_t room_bytes);
 
+  // Table entries filled since the last call.
+  std::int64_t take_work() { return std::exchange(work_, 0); }
+
   // First layers first; empty when no partition into so many stages fits.
   std::vector<Range> cut(int stages);
 
@@ -62,6 +66,7 @@ class PartitionTable {
   std::vector<int> first_that_fits_;  // [end]: the longest stage that ends there begins so
   std::vector<std::vector<double>> least_;
   std::vector<std::vector<int>> begins_;
+  std::int64_t work_ = 0;
 };
 
 // Fills stages greedily up to threshold * max(longest layer, total / min_stages), as the published planner does;

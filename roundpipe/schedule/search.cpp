@@ -13,15 +13,18 @@ namespace roundpipe::schedule {
 
 namespace {
 
-constexpr int kRatedSteps = 15;
+constexpr int kRatedSteps = 17;
 constexpr int kFinalSteps = 193;
+constexpr int kFewestFinalSteps = 49;
+constexpr std::int64_t kFinalVisits = 1'000'000;  // for each finalist
 // Annealing takes a step that is this much slower, as a part, once in e times, at first; and goes back to the best
 // cut after so many tries without a better one.
 constexpr double kTemperature = 0.001;
 constexpr int kPatience = 300;
 constexpr std::size_t kDescents = 12;
-constexpr std::size_t kRounds = 8;      // annealing starts from so many descents
-constexpr double kDescentShare = 0.15;  // of the effort
+constexpr std::size_t kRounds = 8;       // annealing starts from so many descents,
+constexpr std::size_t kAsyncRounds = 3;  // fewer where each cut is clocked over many steps
+constexpr double kDescentShare = 0.15;   // of the effort
 // A synchronous search under a looser traffic limit first looks under this one, with a part of its effort: from there
 // better plans are found than from more traffic.
 constexpr double kLittleTraffic = 1.25;
@@ -165,10 +168,18 @@ class Search {
       return std::numeric_limits<double>::infinity();
     }
     const int steps = options_.rules.asynchronous ? kRatedSteps : 1;
-    for (const Job& job : recipe.jobs) spent_ += static_cast<std::int64_t>(steps + 1) * (job.microbatches.size() + 2);
+    spent_ += (steps + 1) * visits(recipe);
     const Rating rating = rate(recipe, costs_, cluster_, options_.rules, steps);
     keep({cut, std::move(recipe), rating, traffic, {}});
     return rating.step_ms;
+  }
+
+  // What clocking one step costs, in microbatch visits; a job costs some by itself, and for each device to choose from.
+  static std::int64_t visits(const Plan& recipe) {
+    constexpr std::int64_t kJob = 12;
+    std::int64_t count = 0;
+    for (const Job& job : recipe.jobs) count += job.microbatches.size() + kJob + recipe.devices;
+    return count;
   }
 
   void keep(PlanChoice choice) {
@@ -192,7 +203,6 @@ class Search {
     const auto key = std::make_tuple(layers.first, layers.last, backward);
     const auto found = tables_.find(key);
     if (found != tables_.end()) return found->second;
-    spent_ += layers.size() * layers.size();
     return tables_.emplace(key, PartitionTable(sums_, layers, backward, room_bytes_)).first->second;
   }
 
@@ -214,7 +224,9 @@ class Search {
       if (ones < 0 || ones > end || (ones == end) != (shape[kForward] == 0)) return std::nullopt;
       for (int layer = 0; layer < ones; ++layer) cut.forward.push_back({{layer, layer + 1}, 1});
       if (ones < end) {
-        const std::vector<Range> rest = table({ones, end}, false).cut(shape[kForward]);
+        PartitionTable& partitions = table({ones, end}, false);
+        const std::vector<Range> rest = partitions.cut(shape[kForward]);
+        spent_ += partitions.take_work();
         if (rest.empty()) return std::nullopt;
         for (const Range& layers : rest) cut.forward.push_back({layers, 1});
       }
@@ -229,7 +241,9 @@ class Search {
       const int ones = shape[kTailOnes], first = lowest + ones;
       if (ones < 0 || first > end || (first == end) != (shape[kBackward] == 0)) return std::nullopt;
       if (first < end) {
-        const std::vector<Range> rest = table({first, end}, true).cut(shape[kBackward]);
+        PartitionTable& partitions = table({first, end}, true);
+        const std::vector<Range> rest = partitions.cut(shape[kBackward]);
+        spent_ += partitions.take_work();
         if (rest.empty()) return std::nullopt;
         for (auto layers = rest.rbegin(); layers != rest.rend(); ++layers) cut.backward.push_back({*layers, 1});
       }
@@ -426,7 +440,7 @@ class Search {
   // From the result of each descent, best first, and in the end from the best of all.
   void anneal() {
     std::ranges::stable_sort(descended_, {}, [](const auto& result) { return result.first; });
-    const std::size_t rounds = std::min<std::size_t>(kRounds, descended_.size());
+    const std::size_t rounds = std::min(options_.rules.asynchronous ? kAsyncRounds : kRounds, descended_.size());
     const double begin = static_cast<double>(spent_) / static_cast<double>(std::max<std::int64_t>(1, options_.effort));
     for (std::size_t round = 0; round < rounds; ++round) {
       const double share = begin + (1 - begin) * static_cast<double>(round + 1) / static_cast<double>(rounds + 1);
@@ -477,8 +491,11 @@ class Search {
                                       : std::string("[plan] no plan fits the devices' memory; use larger devices"));
     }
     if (options_.rules.asynchronous) {
-      for (PlanChoice& choice : best_)
-        choice.rating = rate(choice.recipe, costs_, cluster_, options_.rules, kFinalSteps);
+      for (PlanChoice& choice : best_) {
+        const int affordable = static_cast<int>(kFinalVisits / visits(choice.recipe));
+        const int steps = std::clamp(affordable, kFewestFinalSteps, kFinalSteps);
+        choice.rating = rate(choice.recipe, costs_, cluster_, options_.rules, steps);
+      }
       std::ranges::stable_sort(best_, {}, [](const PlanChoice& choice) { return choice.rating.step_ms; });
     }
     for (PlanChoice& choice : best_) {

@@ -56,7 +56,8 @@ def load_plan(path: str | Path) -> _core.Plan:
     jobs = document.get("jobs")
     if not isinstance(jobs, list):
         raise ValueError(f"[{where}] jobs is {jobs!r}, expected a list")
-    return _core.Plan(*sizes, [_job(job, index, where) for index, job in enumerate(jobs)])
+    read = [_job(job, index, where) for index, job in enumerate(jobs)]
+    return _core.Plan(sizes[0], sizes[1], sizes[2], sizes[3], read)
 
 
 def _job(job: Any, index: int, where: str) -> tuple[str, int, int, int, int, int, float]:
