@@ -69,7 +69,7 @@ void bind_pipeline(py::module_& module) {
       .def("hand_over", &StepTicket::hand_over, py::call_guard<py::gil_scoped_release>());
 
   py::class_<Pipeline::Submitted, std::shared_ptr<Pipeline::Submitted>>(module, "Submitted")
-      .def("records", [](const Pipeline::Submitted& submitted) { return records_list(submitted.call->records()); });
+      .def("records", [](const Pipeline::Submitted& submitted) { return records_list(submitted.log->records()); });
 
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(module, "Pipeline")
       .def(py::init([](std::string name, const py::list& layers, bool pinned) {

@@ -98,16 +98,6 @@ EventPtr Call::finished() const {
   return finished_;
 }
 
-void Call::record(const ExecutionRecord& record) {
-  std::lock_guard lock(mutex_);
-  records_.push_back(record);
-}
-
-std::vector<ExecutionRecord> Call::records() const {
-  std::lock_guard lock(mutex_);
-  return records_;
-}
-
 void Call::save_snapshot(int layer, int microbatch, BufferSnapshot snapshot) {
   std::lock_guard lock(mutex_);
   snapshots_[{layer, microbatch}] = std::move(snapshot);

@@ -44,6 +44,23 @@ struct ExecutionRecord {
   double waited_ms = 0;      // how long it then waited for its gradient
 };
 
+// What one call has executed so far. Thread safety: any thread.
+class ExecutionLog {
+ public:
+  void add(const ExecutionRecord& record) {
+    std::lock_guard lock(mutex_);
+    records_.push_back(record);
+  }
+  std::vector<ExecutionRecord> records() const {
+    std::lock_guard lock(mutex_);
+    return records_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<ExecutionRecord> records_;  // protected by mutex_
+};
+
 enum class RecomputeGrain { kStage, kLayer };
 
 struct CallOptions {
@@ -90,8 +107,11 @@ class Call : public std::enable_shared_from_this<Call> {
   BoundaryValues& values(int layer, int microbatch) { return values_[at(layer, microbatch)]; }
   BoundaryGradients& gradients(int layer, int microbatch) { return gradients_[at(layer, microbatch)]; }
 
-  void record(const ExecutionRecord& record);
-  std::vector<ExecutionRecord> records() const;
+  void record(const ExecutionRecord& record) { log->add(record); }
+  std::vector<ExecutionRecord> records() const { return log->records(); }
+
+  // Outlives the call for those who only want to know what it did.
+  const std::shared_ptr<ExecutionLog> log = std::make_shared<ExecutionLog>();
 
   const std::shared_ptr<ModelState> model;
   const CallOptions options;
@@ -149,7 +169,6 @@ class Call : public std::enable_shared_from_this<Call> {
   std::exception_ptr error_;
   int jobs_left_ = 0;
   device::EventPtr finished_;
-  std::vector<ExecutionRecord> records_;
   std::map<std::pair<int, int>, BufferSnapshot> snapshots_;
 };
 using CallPtr = std::shared_ptr<Call>;

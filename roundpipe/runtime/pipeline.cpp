@@ -229,6 +229,7 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
   submit_jobs(call, plan, /*forward=*/true, /*backward=*/true, *engine);
   auto submitted = std::make_shared<Submitted>();
   submitted->call = call;
+  submitted->log = call->log;
   if (call->input_gradients) submitted->inputs = inputs;
   return submitted;
 }
@@ -237,7 +238,7 @@ Pipeline::TrainResult Pipeline::finish(Submitted& submitted) {
   if (submitted.finished)
     throw std::invalid_argument("[submit] the losses have been taken already, expected one call for each batch");
   submitted.finished = true;
-  const CallPtr call = submitted.call;
+  const CallPtr call = std::move(submitted.call);
   const std::vector<Values> inputs = std::move(submitted.inputs);
   TrainResult result;
   for (int m = 0; m < call->options.microbatches; ++m) {

@@ -59,8 +59,9 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   };
   // A batch that has been submitted for forward, loss and backward.
   struct Submitted {
-    CallPtr call;                // its records grow until the backward is over
-    std::vector<Values> inputs;  // kept only where gradients go on into them
+    CallPtr call;                       // until finish(): its error may lead back to who holds this
+    std::shared_ptr<ExecutionLog> log;  // grows until the backward is over
+    std::vector<Values> inputs;         // kept only where gradients go on into them
     bool finished = false;
   };
   // Starts forward, loss and backward. Checks for errors; does not block.
