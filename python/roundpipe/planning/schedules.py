@@ -124,6 +124,11 @@ def timeline_of(choice: _core.PlanChoice, request: Request) -> tuple[_core.Timel
     return _core.simulate(plans, request.costs.layers, request.cluster, request.rules()), plans
 
 
+def _percent(bubble: float) -> float:
+    # The pace of many steps is a fit, which may come out a hair faster than their work.
+    return max(0.0, 100 * bubble)
+
+
 def _over_links(plans: list[_core.Plan], request: Request) -> _core.LinkTimeline:
     assert request.links is not None
     return _core.simulate_links(
@@ -167,7 +172,7 @@ def _predict_over_links(name: str, request: Request) -> Prediction:
     return Prediction(
         name=name,
         step_ms=links.timeline.steady_step_ms,
-        bubble_percent=100 * links.timeline.steady_bubble,
+        bubble_percent=_percent(links.timeline.steady_bubble),
         traffic_ratio=traffic,
         plans=plans,
         timeline=links.timeline,
@@ -223,7 +228,7 @@ def predict(name: str, request: Request) -> Prediction:
     return Prediction(
         name=name,
         step_ms=timeline.steady_step_ms,
-        bubble_percent=100 * timeline.steady_bubble,
+        bubble_percent=_percent(timeline.steady_bubble),
         traffic_ratio=traffic,
         plans=plans,
         timeline=timeline,
