@@ -21,6 +21,7 @@ constexpr std::int64_t kFinalVisits = 1'000'000;  // for each finalist
 // cut after so many tries without a better one.
 constexpr double kTemperature = 0.001;
 constexpr int kPatience = 300;
+constexpr std::int64_t kNeighbour = 200;  // what making a neighbour costs, in visits, beside its stages
 constexpr std::size_t kDescents = 12;
 constexpr std::size_t kRounds = 8;       // annealing starts from so many descents,
 constexpr std::size_t kAsyncRounds = 3;  // fewer where each cut is clocked over many steps
@@ -459,7 +460,7 @@ class Search {
     for (int tries = 0; tries < 100'000 && has_effort(share); ++tries) {
       const double left = 1 - (static_cast<double>(spent_) - begin) / std::max(1.0, end - begin);
       const std::optional<Cut> other = neighbour(at);
-      spent_ += 4;
+      spent_ += kNeighbour + static_cast<std::int64_t>(at.forward.size() + at.backward.size());
       if (!other) continue;
       const double ms = consider(*other);
       const double worse = (ms - at_ms) / at_ms;
