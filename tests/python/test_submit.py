@@ -51,24 +51,27 @@ def test_submitted_batches_train_like_called_ones(devices: int, microbatches: in
     assert_same(state_of(submitted), state_of(called))
 
 
-def recipe_with(interleave: float, layers: int, microbatches: int, devices: int) -> list[_core.Plan]:
-    """Plans of steps that overlap in their order, from the planner, with an order stretched by hand."""
+def overlapping_plans(interleave: float, layers: int, microbatches: int, devices: int) -> list[_core.Plan]:
+    """Steps whose last jobs stand behind the first of the next: the planner's stages, their order stretched."""
     costs = [_core.LayerCost(forward_ms=1.0, backward_ms=2.0)] * layers
     cluster = _core.Cluster(devices=[(1.0, 0)] * devices)
-    rules = _core.TimingRules()
-    for seed in range(40):
-        choices = _core.search(
-            costs, cluster, microbatches=microbatches, rules=rules, replicas=False, effort=400_000, seed=seed
+    choice = _core.search(
+        costs, cluster, microbatches=microbatches, replicas=False, interleave=False, effort=1_000_000
+    )[0]
+    jobs = [
+        (
+            *(job.phase, job.layers.first, job.layers.last, job.microbatches.first, job.microbatches.last, 0),
+            job.order * interleave,
         )
-        for choice in choices:
-            if choice.interleave >= interleave:
-                placer = _core.Placer(choice.recipe, costs, cluster, rules)
-                return [placer.next() for _ in range(10)]
-    raise AssertionError("no plan overlaps")
+        for job in choice.recipe.jobs
+    ]
+    recipe = _core.Plan(layers, microbatches, devices, 0, jobs)
+    placer = _core.Placer(recipe, costs, cluster, _core.TimingRules())
+    return [placer.next() for _ in range(10)]
 
 
 def test_steps_that_overlap_in_their_order_give_the_same_bits() -> None:
-    plans = recipe_with(1.5, 9, 2, 4)
+    plans = overlapping_plans(1.6, 9, 2, 4)
     assert any(job.order > 1 for job in plans[0].jobs)
     roundpipe.devices("virtual:4,debug")
     plain, overlapped = pipe_of(model_of(9), 2), pipe_of(model_of(9), 2)
