@@ -15,6 +15,7 @@ from roundpipe import _core
 from roundpipe.device_pool import devices
 from roundpipe.emulated import EmulatedLayer, NativeEmulatedLayer
 from roundpipe.execute_plan import DEFAULT_THRESHOLD, ModelExecutePlan
+from roundpipe.facade import ModelFacade
 from roundpipe.microbatch import effective_microbatches, merge_outputs, split_call, split_label
 from roundpipe.optimizer_context import in_optimizer_context
 from roundpipe.run_config import ResolvedRunConfig, RoundPipeRunConfig, resolve
@@ -69,7 +70,7 @@ class Pending:
         return self._submitted.records()
 
 
-class RoundPipe(nn.Module):
+class RoundPipe(ModelFacade):
     """Trains a model whose weights stay on the host, on devices that hold one stage of it at a time.
 
     An `nn.Sequential` is split into its children, each a layer; any other module is one layer. The model's parameters
@@ -87,23 +88,15 @@ class RoundPipe(nn.Module):
         ValueError: no layers, a parameter that is not on the CPU, or an argument that is not listed above.
     """
 
-    _OWN = frozenset(
+    _OWN = ModelFacade._OWN | frozenset(
         {
             "forward",
             "forward_backward",
             "step",
-            "synchronize",
-            "optim_parameters",
             "optim_named_parameters",
             "set_original_model",
             "parameters",
             "named_parameters",
-            "state_dict",
-            "load_state_dict",
-            "train",
-            "eval",
-            "requires_grad_",
-            "zero_grad",
             "layer_seed",
             "host_bytes",
             "last_plan",
@@ -120,7 +113,6 @@ class RoundPipe(nn.Module):
             "costs",
             "_run_loss",
             "_options",
-            "_original_model",
             "_pipeline",
             "_step_group",
             "_run_config",
@@ -130,7 +122,6 @@ class RoundPipe(nn.Module):
         }
     )
 
-    _original_model: nn.Module
     _pipeline: _core.Pipeline
     _step_group: StepGroup
     _run_config: RoundPipeRunConfig
@@ -176,25 +167,11 @@ class RoundPipe(nn.Module):
 
     # -- the original model shows through ---------------------------------------------------------------------------
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in RoundPipe._OWN or (name.startswith("__") and name.endswith("__")):
-            return object.__getattribute__(self, name)
-        return getattr(object.__getattribute__(self, "__dict__")["_original_model"], name)
-
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("calls", "random_seed"):
             object.__setattr__(self, name, value)
         else:
-            setattr(self._original_model, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self._original_model, name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*dir(self._original_model), *RoundPipe._OWN})
-
-    def __repr__(self) -> str:
-        return f"RoundPipe({self._original_model!r})"
+            super().__setattr__(name, value)
 
     def __len__(self) -> int:
         return len(self._original_model)  # type: ignore[arg-type]
@@ -213,30 +190,6 @@ class RoundPipe(nn.Module):
         if not isinstance(model, nn.Module):
             raise ValueError(f"[set_original_model] got a {type(model).__name__}, expected an nn.Module")
         object.__getattribute__(self, "__dict__")["_original_model"] = model
-
-    def train(self, mode: bool = True) -> RoundPipe:
-        """Sets training mode of the original model."""
-        self._original_model.train(mode)
-        return self
-
-    def eval(self) -> RoundPipe:
-        """Sets evaluation mode of the original model."""
-        return self.train(False)
-
-    def requires_grad_(self, requires_grad: bool = True) -> RoundPipe:
-        """Sets `requires_grad` of the original model's parameters."""
-        self._original_model.requires_grad_(requires_grad)
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The original model's, after everything that runs is done."""
-        self.synchronize()
-        return self._original_model.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The original model's, after everything that runs is done; the next step goes on from the loaded values."""
-        self.synchronize()
-        return self._original_model.load_state_dict(*args, **kwargs)
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -519,18 +472,6 @@ class RoundPipe(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """See `named_parameters`."""
         return (parameter for _, parameter in self.named_parameters(recurse=recurse))
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of `parameters()`; outside of `step_fn` also those that no step has consumed."""
-        if in_optimizer_context():
-            for parameter in self.optim_parameters():
-                if set_to_none:
-                    parameter.grad = None
-                elif parameter.grad is not None:
-                    parameter.grad.detach_().zero_()
-            return
-        self.synchronize()
-        self._original_model.zero_grad(set_to_none)
 
     # -- what it did ------------------------------------------------------------------------------------------------
 

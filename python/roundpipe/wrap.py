@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from roundpipe.facade import ModelFacade
 from roundpipe.optimizer_context import in_optimizer_context
 from roundpipe.run_config import RoundPipeRunConfig, layered
 
@@ -297,7 +298,7 @@ def _outputs_as_loss(outputs: Any, label: Any) -> Any:
     return outputs
 
 
-class AutoRoundPipe(nn.Module):
+class AutoRoundPipe(ModelFacade):
     """A model whose root runs on the host, with `RoundPipe` modules inside it.
 
     Everything but what is defined here is the original model's: attributes are read, written and deleted there, and
@@ -311,30 +312,19 @@ class AutoRoundPipe(nn.Module):
         order: names of the parameters in the order in which the optimizer gets them, that of the original model.
     """
 
-    # Names that are looked up here; all others belong to the original model.
-    _OWN = frozenset(
+    _OWN = ModelFacade._OWN | frozenset(
         {
             "forward",
             "forward_backward",
             "step",
-            "synchronize",
-            "optim_parameters",
             "optim_named_parameters",
             "parameters",
             "named_parameters",
-            "zero_grad",
-            "train",
-            "eval",
-            "requires_grad_",
-            "state_dict",
-            "load_state_dict",
-            "_original_model",
             "_step_group",
             "_order",
         }
     )
 
-    _original_model: nn.Module
     _step_group: Any
     _order: dict[str, int]
 
@@ -352,23 +342,6 @@ class AutoRoundPipe(nn.Module):
         object.__setattr__(self, "_original_model", model)
         object.__setattr__(self, "_step_group", StepGroup(pipes, host_parameters, optim_dtype))
         object.__setattr__(self, "_order", {name: place for place, name in enumerate(order)})
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in AutoRoundPipe._OWN or (name.startswith("__") and name.endswith("__")):
-            return object.__getattribute__(self, name)
-        return getattr(object.__getattribute__(self, "_original_model"), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._original_model, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self._original_model, name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*dir(self._original_model), *AutoRoundPipe._OWN})
-
-    def __repr__(self) -> str:
-        return f"AutoRoundPipe({self._original_model!r})"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the original model; the parts in it run on the devices."""
@@ -461,43 +434,6 @@ class AutoRoundPipe(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The original model's; inside `OptimizerCtx` the optimizer's."""
         return (parameter for _, parameter in self.named_parameters(recurse=recurse))
-
-    def train(self, mode: bool = True) -> AutoRoundPipe:
-        """Sets training mode of the original model."""
-        self._original_model.train(mode)
-        return self
-
-    def eval(self) -> AutoRoundPipe:
-        """Sets evaluation mode of the original model."""
-        return self.train(False)
-
-    def requires_grad_(self, requires_grad: bool = True) -> AutoRoundPipe:
-        """Sets `requires_grad` of the original model's parameters."""
-        self._original_model.requires_grad_(requires_grad)
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The original model's, after everything that runs is done."""
-        self.synchronize()
-        return self._original_model.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The original model's, after everything that runs is done; the next step goes on from the loaded values."""
-        self.synchronize()
-        return self._original_model.load_state_dict(*args, **kwargs)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of `parameters()`; outside of `step_fn` also those that no step has consumed."""
-        if not in_optimizer_context():
-            self.synchronize()
-            self._original_model.zero_grad(set_to_none)
-            return
-        for parameter in self.optim_parameters():
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                with torch.no_grad():
-                    parameter.grad.zero_()
 
 
 def _join(path: str, name: str) -> str:
