@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace roundpipe::optim {
+
+// The update rules, each as torch.optim defines the one of its name. Lion: Chen et al. 2023, arXiv:2302.06675.
+enum class Algorithm {
+  kAdam,
+  kAdamW,
+  kSGD,
+  kAdagrad,
+  kAdadelta,
+  kAdamax,
+  kNAdam,
+  kRAdam,
+  kRMSprop,
+  kRprop,
+  kASGD,
+  kAdafactor,
+  kLion
+};
+
+// What a step can be told, under torch.optim's names; each algorithm reads the ones it knows.
+struct Hyperparameters {
+  double lr = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;   // Adafactor: eps[0]
+  double eps2 = 1e-3;  // Adafactor: eps[1]
+  double weight_decay = 0;
+  double momentum = 0;
+  double dampening = 0;
+  double alpha = 0.99;
+  double rho = 0.9;
+  double lr_decay = 0;
+  double momentum_decay = 4e-3;
+  double lambd = 1e-4;
+  double t0 = 1e6;
+  double eta_minus = 0.5;
+  double eta_plus = 1.2;
+  double step_size_min = 1e-6;
+  double step_size_max = 50;
+  double beta2_decay = -0.8;
+  double clip_threshold = 1;             // Adafactor: d
+  double initial_accumulator_value = 0;  // Adagrad
+  bool nesterov = false;
+  bool amsgrad = false;
+  bool maximize = false;
+  bool centered = false;
+  bool decoupled_weight_decay = false;  // AdamW's way of decaying, for Adam, NAdam and RAdam
+};
+
+// How moments are kept: in fp32, or as one byte each with an fp32 scale a block (Adam and AdamW without amsgrad only).
+enum class MomentFormat { kFloat32, kBlockwise8Bit };
+
+// What one parameter counts from step to step besides its tensors; 0 and 1 until the first step.
+struct Scalars {
+  double step = 0;
+  double mu_product = 1;  // NAdam
+  double eta = 0;         // ASGD; its first step starts from lr
+  double mu = 1;          // ASGD
+};
+
+}  // namespace roundpipe::optim
