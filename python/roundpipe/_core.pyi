@@ -258,3 +258,94 @@ class Pipeline:
 
 def set_saved_by_call(saved: dict[int, Any]) -> None: ...
 def layer_seed(base_seed: int, model_name: str, call: int, microbatch: int, layer: int) -> int: ...
+
+class Algorithm:
+    ADAM: Algorithm
+    ADAMW: Algorithm
+    SGD: Algorithm
+    ADAGRAD: Algorithm
+    ADADELTA: Algorithm
+    ADAMAX: Algorithm
+    NADAM: Algorithm
+    RADAM: Algorithm
+    RMSPROP: Algorithm
+    RPROP: Algorithm
+    ASGD: Algorithm
+    ADAFACTOR: Algorithm
+    LION: Algorithm
+
+class MomentFormat:
+    FLOAT32: MomentFormat
+    BLOCKWISE_8BIT: MomentFormat
+
+class Hyperparameters:
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    eps2: float
+    weight_decay: float
+    momentum: float
+    dampening: float
+    alpha: float
+    rho: float
+    lr_decay: float
+    momentum_decay: float
+    lambd: float
+    t0: float
+    eta_minus: float
+    eta_plus: float
+    step_size_min: float
+    step_size_max: float
+    beta2_decay: float
+    clip_threshold: float
+    initial_accumulator_value: float
+    nesterov: bool
+    amsgrad: bool
+    maximize: bool
+    centered: bool
+    decoupled_weight_decay: bool
+    def __init__(self, other: Hyperparameters = ...) -> None: ...
+
+class Scalars:
+    step: float
+    mu_product: float
+    eta: float
+    mu: float
+    def __init__(self) -> None: ...
+
+class ParameterState:
+    scalars: Scalars
+    tensors: list[torch.Tensor]
+    def __init__(self, scalars: Scalars, tensors: list[torch.Tensor]) -> None: ...
+
+def state_names(
+    algorithm: Algorithm, hyper: Hyperparameters, format: MomentFormat, sizes: tuple[int, ...]
+) -> list[str]: ...
+def make_state(
+    algorithm: Algorithm, hyper: Hyperparameters, format: MomentFormat, parameter: torch.Tensor
+) -> ParameterState: ...
+def state_bytes(
+    algorithm: Algorithm, hyper: Hyperparameters, format: MomentFormat, sizes: tuple[int, ...]
+) -> int: ...
+def update(
+    algorithm: Algorithm,
+    hyper: Hyperparameters,
+    format: MomentFormat,
+    state: ParameterState,
+    before: torch.Tensor,
+    after: torch.Tensor,
+    remainder: torch.Tensor | None,
+    master: torch.Tensor | None,
+    gradient: torch.Tensor,
+    inverse_scale: float = 1.0,
+    clip: float = 1.0,
+) -> None: ...
+def sum_of_squares(gradient: torch.Tensor, inverse_scale: float = 1.0) -> float: ...
+def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None: ...
+def join(weight: torch.Tensor, remainder: torch.Tensor, master: torch.Tensor) -> None: ...
+def set_threads(threads: int, pinned: bool = False) -> None: ...
+def threads() -> int: ...
+def instruction_sets() -> list[str]: ...
+def instruction_set() -> str: ...
+def set_instruction_set(name: str) -> None: ...

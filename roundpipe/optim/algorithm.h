@@ -1,9 +1,5 @@
 #pragma once
 
-#include <cstdint>
-#include <string>
-#include <vector>
-
 namespace roundpipe::optim {
 
 // The update rules, each as torch.optim defines the one of its name. Lion: Chen et al. 2023, arXiv:2302.06675.

@@ -23,8 +23,7 @@ struct ParameterState {
 std::vector<std::string> state_names(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat format,
                                      at::IntArrayRef sizes);
 
-// The state before the first step of a parameter like `parameter` (sizes and strides count, its values do not, except
-// where an algorithm starts from them: ASGD's ax).
+// The state before the first step of a parameter like `parameter`: sizes and strides count, its values do not.
 ParameterState make_state(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat format,
                           const at::Tensor& parameter);
 

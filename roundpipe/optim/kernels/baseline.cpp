@@ -1,0 +1,2 @@
+#define ROUNDPIPE_KERNELS baseline
+#include <roundpipe/optim/kernels/kernels.inl>

@@ -1,0 +1,221 @@
+// The algorithms: one step of `count` elements, p the weights, g the gradient, s the states. Part of kernels.inl.
+// Which operations are fused, and their order, are torch's on processors with fused multiply-add.
+
+inline float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
+inline float interpolate(Interpolation to, float start, float end) {
+  return fused(to.coefficient, end - start, to.from_end ? end : start);
+}
+
+inline float decayed_square(const Coefficients& k, float average, float value) {
+  return fused(k.second_weight * value, value, average * k.second_decay);
+}
+
+// NaN if either is.
+inline float maximum(float a, float b) { return a > b || a != a ? a : b; }
+
+inline float sign(float value) { return static_cast<float>(value > 0) - static_cast<float>(value < 0); }
+
+using Chunk = float* __restrict;
+using Values = const float* __restrict;
+
+void adam(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
+  const Chunk exp_avg = s[0];
+  const Chunk exp_avg_sq = s[1];
+  for (int64_t i = 0; i < count; ++i) {
+    const float average = interpolate(k.first, exp_avg[i], g[i]);
+    const float square = decayed_square(k, exp_avg_sq[i], g[i]);
+    exp_avg[i] = average;
+    exp_avg_sq[i] = square;
+    p[i] += k.rate * average / (__builtin_sqrtf(square) / k.second_divisor + k.eps);
+  }
+}
+
+void adam_amsgrad(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
+  const Chunk exp_avg = s[0];
+  const Chunk exp_avg_sq = s[1];
+  const Chunk max_exp_avg_sq = s[2];
+  for (int64_t i = 0; i < count; ++i) {
+    const float average = interpolate(k.first, exp_avg[i], g[i]);
+    const float square = decayed_square(k, exp_avg_sq[i], g[i]);
+    const float largest = maximum(max_exp_avg_sq[i], square);
+    exp_avg[i] = average;
+    exp_avg_sq[i] = square;
+    max_exp_avg_sq[i] = largest;
+    p[i] += k.rate * average / (__builtin_sqrtf(largest) / k.second_divisor + k.eps);
+  }
+}
+
+void sgd(const Coefficients& k, Values g, Chunk p, float* const*, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) p[i] = fused(k.rate, g[i], p[i]);
+}
+
+void sgd_momentum(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
+  const Chunk buffer = s[0];
+  if (k.first_step) {
+    for (int64_t i = 0; i < count; ++i) buffer[i] = g[i];
+  } else {
+    for (int64_t i = 0; i < count; ++i) buffer[i] = fused(k.momentum_weight, g[i], buffer[i] * k.momentum);
+  }
+  if (k.nesterov) {
+    for (int64_t i = 0; i < count; ++i) p[i] = fused(k.rate, fused(k.momentum, buffer[i], g[i]), p[i]);
+  } else {
+    for (int64_t i = 0; i < count; ++i) p[i] = fused(k.rate, buffer[i], p[i]);
+  }
+}
+
+void adagrad(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
+  const Chunk sum = s[0];
+  for (int64_t i = 0; i < count; ++i) {
+    const float total = fused(g[i], g[i], sum[i]);
+    sum[i] = total;
+    p[i] += k.rate * g[i] / (__builtin_sqrtf(total) + k.eps);
+  }
+}
+
+void adadelta(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
+  const Chunk square_avg = s[0];
+  const Chunk acc_delta = s[1];
+  for (int64_t i = 0; i < count; ++i) {
+    const float square = decayed_square(k, square_avg[i], g[i]);
+    const float delta = __builtin_sqrtf(acc_delta[i] + k.eps) / __builtin_sqrtf(square + k.eps) * g[i];
+    square_avg[i] = square;
+    acc_delta[i] = decayed_square(k, acc_delta[i], delta);
+    p[i] = fused(k.rate, delta, p[i]);
+  }
+}
+
+void adamax(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
+  const Chunk exp_avg = s[0];
+  const Chunk exp_inf = s[1];
+  for (int64_t i = 0; i < count; ++i) {
+    const float average = interpolate(k.first, exp_avg[i], g[i]);
+    const float norm = maximum(exp_inf[i] * k.second_decay, __builtin_fabsf(g[i]) + k.eps);
+    exp_avg[i] = average;
+    exp_inf[i] = norm;
+    p[i] += k.rate * average / norm;
+  }
+}
+
+void nadam(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
+  const Chunk exp_avg = s[0];
+  const Chunk exp_avg_sq = s[1];
+  for (int64_t i = 0; i < count; ++i) {
+    const float average = interpolate(k.first, exp_avg[i], g[i]);
+    const float square = decayed_square(k, exp_avg_sq[i], g[i]);
+    const float denominator = __builtin_sqrtf(square / k.second_divisor) + k.eps;
+    exp_avg[i] = average;
+    exp_avg_sq[i] = square;
+    p[i] = p[i] + k.rate * g[i] / denominator + k.second_rate * average / denominator;
+  }
+}
+
+void radam(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
+  const Chunk exp_avg = s[0];
+  const Chunk exp_avg_sq = s[1];
+  for (int64_t i = 0; i < count; ++i) {
+    exp_avg[i] = interpolate(k.first, exp_avg[i], g[i]);
+    exp_avg_sq[i] = decayed_square(k, exp_avg_sq[i], g[i]);
+  }
+  if (k.rectified) {
+    for (int64_t i = 0; i < count; ++i) {
+      const float adaptive = k.second_divisor * (1.0F / (__builtin_sqrtf(exp_avg_sq[i]) + k.eps));
+      p[i] -= exp_avg[i] / k.first_divisor * k.rate * adaptive * k.rectification;
+    }
+  } else {
+    for (int64_t i = 0; i < count; ++i) p[i] -= exp_avg[i] / k.first_divisor * k.rate;
+  }
+}
+
+void rmsprop(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
+  const Chunk square_avg = s[0];
+  alignas(64) float divisor[kChunk];
+  for (int64_t i = 0; i < count; ++i) divisor[i] = square_avg[i] = decayed_square(k, square_avg[i], g[i]);
+  if (k.centered) {
+    const Chunk grad_avg = s[k.has_momentum ? 2 : 1];
+    for (int64_t i = 0; i < count; ++i) {
+      grad_avg[i] = interpolate(k.first, grad_avg[i], g[i]);
+      divisor[i] = fused(-grad_avg[i], grad_avg[i], divisor[i]);
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) divisor[i] = __builtin_sqrtf(divisor[i]) + k.eps;
+  if (k.has_momentum) {
+    const Chunk buffer = s[1];
+    for (int64_t i = 0; i < count; ++i) {
+      buffer[i] = buffer[i] * k.momentum + g[i] / divisor[i];
+      p[i] = fused(k.rate, buffer[i], p[i]);
+    }
+  } else {
+    for (int64_t i = 0; i < count; ++i) p[i] += k.rate * g[i] / divisor[i];
+  }
+}
+
+void rprop(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
+  const Chunk previous = s[0];
+  const Chunk step_size = s[1];
+  for (int64_t i = 0; i < count; ++i) {
+    const float agreement = g[i] * previous[i];
+    float factor = agreement < 0 ? k.eta_minus : 1.0F;
+    factor = agreement > 0 ? k.eta_plus : factor;
+    float size = step_size[i] * factor;
+    size = size < k.step_size_min ? k.step_size_min : size;
+    size = size > k.step_size_max ? k.step_size_max : size;
+    const float kept = agreement < 0 ? 0.0F : g[i];
+    step_size[i] = size;
+    previous[i] = kept;
+    p[i] = fused(-sign(kept), size, p[i]);
+  }
+}
+
+void asgd(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
+  const Chunk ax = s[0];
+  for (int64_t i = 0; i < count; ++i) p[i] = fused(k.rate, g[i], p[i]);
+  if (k.averages) {
+    for (int64_t i = 0; i < count; ++i) ax[i] += (p[i] - ax[i]) * k.mu;
+  } else {
+    for (int64_t i = 0; i < count; ++i) ax[i] = p[i];
+  }
+}
+
+void lion(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
+  const Chunk exp_avg = s[0];
+  for (int64_t i = 0; i < count; ++i) {
+    const float update = fused(k.momentum_weight, g[i], exp_avg[i] * k.momentum);
+    exp_avg[i] = fused(k.second_weight, g[i], exp_avg[i] * k.second_decay);
+    p[i] = fused(k.rate, sign(update), p[i]);
+  }
+}
+
+using Rule = void (*)(const Coefficients&, Values, Chunk, float* const*, int64_t);
+
+// Null for Adafactor, which needs several passes.
+inline Rule rule_of(const Coefficients& k) {
+  switch (k.algorithm) {
+    case Algorithm::kAdam:
+    case Algorithm::kAdamW:
+      return k.amsgrad ? adam_amsgrad : adam;
+    case Algorithm::kSGD:
+      return k.has_momentum ? sgd_momentum : sgd;
+    case Algorithm::kAdagrad:
+      return adagrad;
+    case Algorithm::kAdadelta:
+      return adadelta;
+    case Algorithm::kAdamax:
+      return adamax;
+    case Algorithm::kNAdam:
+      return nadam;
+    case Algorithm::kRAdam:
+      return radam;
+    case Algorithm::kRMSprop:
+      return rmsprop;
+    case Algorithm::kRprop:
+      return rprop;
+    case Algorithm::kASGD:
+      return asgd;
+    case Algorithm::kLion:
+      return lion;
+    case Algorithm::kAdafactor:
+      break;
+  }
+  return nullptr;
+}

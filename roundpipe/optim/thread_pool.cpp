@@ -1,0 +1,210 @@
+#include <roundpipe/optim/thread_pool.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <exception>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#ifdef __linux__
+#include <pthread.h>
+#include <sched.h>
+#endif
+
+#include <roundpipe/core/error.h>
+
+namespace roundpipe::optim {
+namespace {
+
+// The cores that this process may use, in ascending order.
+std::vector<int> usable_cores() {
+  std::vector<int> cores;
+#ifdef __linux__
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) {
+    for (int core = 0; core < CPU_SETSIZE; ++core) {
+      if (CPU_ISSET(core, &set)) cores.push_back(core);
+    }
+  }
+#endif
+  if (cores.empty()) {
+    const int count = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+    for (int core = 0; core < count; ++core) cores.push_back(core);
+  }
+  return cores;
+}
+
+// Best effort: a thread that may not be pinned works as well.
+void pin(std::thread& thread, int core) {
+#ifdef __linux__
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(core, &set);
+  pthread_setaffinity_np(thread.native_handle(), sizeof(set), &set);
+#endif
+}
+
+int checked_threads(int threads) {
+  if (threads < 1 || threads > 4096) {
+    throw std::invalid_argument(
+        concat("[ThreadPool] got ", threads, " threads, expected 1 to 4096; leave it out for one a core"));
+  }
+  return threads;
+}
+
+int threads_from_environment() {
+  const char* const text = std::getenv("ROUNDPIPE_OPTIM_THREADS");
+  if (text == nullptr || *text == '\0') return static_cast<int>(usable_cores().size());
+  char* end = nullptr;
+  const long threads = std::strtol(text, &end, 10);
+  if (*end != '\0' || threads < 1 || threads > 4096) {
+    throw std::invalid_argument(concat("[ROUNDPIPE_OPTIM_THREADS] got '", text,
+                                       "', expected a number from 1 to 4096; unset it for one thread a core"));
+  }
+  return static_cast<int>(threads);
+}
+
+bool pinned_from_environment() {
+  const char* const variable = std::getenv("ROUNDPIPE_OPTIM_PIN");
+  const std::string text = variable == nullptr ? "" : variable;
+  if (text != "" && text != "0" && text != "1") {
+    throw std::invalid_argument(
+        concat("[ROUNDPIPE_OPTIM_PIN] got '", text, "', expected 0 or 1; unset it to leave threads unpinned"));
+  }
+  return text == "1";
+}
+
+// One call of for_ranges.
+struct Call {
+  Call(int64_t count, int64_t part, const std::function<void(int64_t, int64_t)>& work)
+      : count(count), part(part), work(work) {}
+
+  const int64_t count;
+  const int64_t part;
+  const std::function<void(int64_t, int64_t)>& work;
+  std::atomic<int64_t> next = 0;
+  std::mutex mutex;
+  std::exception_ptr error = nullptr;  // guarded by mutex
+
+  bool has_work() const { return next.load() < count; }
+
+  void help() {
+    for (;;) {
+      const int64_t begin = next.fetch_add(part);
+      if (begin >= count) return;
+      try {
+        work(begin, std::min(begin + part, count));
+      } catch (...) {
+        const std::lock_guard lock(mutex);
+        if (!error) error = std::current_exception();
+      }
+    }
+  }
+};
+
+}  // namespace
+
+struct ThreadPool::Team {
+  std::mutex turn;  // held by the caller whose call it is
+
+  std::mutex mutex;  // guards call, helping and stopping
+  std::condition_variable changed;
+  Call* call = nullptr;
+  int helping = 0;  // threads inside call->help()
+  bool stopping = false;
+
+  std::vector<std::thread> threads;
+
+  void run() {
+    std::unique_lock lock(mutex);
+    for (;;) {
+      changed.wait(lock, [&] { return stopping || (call != nullptr && call->has_work()); });
+      if (stopping) return;
+      Call& current = *call;
+      ++helping;
+      lock.unlock();
+      current.help();
+      lock.lock();
+      --helping;
+      if (helping == 0) changed.notify_all();
+    }
+  }
+
+  void stop() {
+    {
+      const std::lock_guard lock(mutex);
+      stopping = true;
+    }
+    changed.notify_all();
+    for (std::thread& thread : threads) thread.join();
+  }
+};
+
+ThreadPool::ThreadPool(int threads, bool pinned) : threads_(checked_threads(threads)), team_(std::make_unique<Team>()) {
+  const std::vector<int> cores = usable_cores();
+  try {
+    for (int i = 0; i < threads_ - 1; ++i) {
+      team_->threads.emplace_back([team = team_.get()] { team->run(); });
+      if (pinned) pin(team_->threads.back(), cores[cores.size() - 1 - static_cast<size_t>(i) % cores.size()]);
+    }
+  } catch (...) {
+    team_->stop();
+    throw;
+  }
+}
+
+ThreadPool::~ThreadPool() { team_->stop(); }
+
+void ThreadPool::for_ranges(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& work) {
+  if (count <= 0) return;
+  if (grain < 1) {
+    throw std::invalid_argument(concat("[ThreadPool.for_ranges] got a grain of ", grain, ", expected at least 1"));
+  }
+  if (threads_ == 1 || count <= grain) {
+    work(0, count);
+    return;
+  }
+  // A few parts a thread, so that one that is late holds up the others little.
+  const int64_t wanted = count / (int64_t{threads_} * 8);
+  Call call(count, std::max<int64_t>(1, wanted / grain) * grain, work);
+  const std::lock_guard turn(team_->turn);
+  {
+    const std::lock_guard lock(team_->mutex);
+    team_->call = &call;
+  }
+  team_->changed.notify_all();
+  call.help();
+  {
+    std::unique_lock lock(team_->mutex);
+    team_->call = nullptr;
+    team_->changed.wait(lock, [&] { return team_->helping == 0; });
+  }
+  if (call.error) std::rethrow_exception(call.error);
+}
+
+namespace {
+
+std::mutex current_mutex;
+std::shared_ptr<ThreadPool> current_pool;  // guarded by current_mutex
+
+}  // namespace
+
+std::shared_ptr<ThreadPool> ThreadPool::current() {
+  const std::lock_guard lock(current_mutex);
+  if (!current_pool) current_pool = std::make_shared<ThreadPool>(threads_from_environment(), pinned_from_environment());
+  return current_pool;
+}
+
+void ThreadPool::set_current(int threads, bool pinned) {
+  auto pool = std::make_shared<ThreadPool>(threads, pinned);
+  const std::lock_guard lock(current_mutex);
+  current_pool.swap(pool);
+}
+
+}  // namespace roundpipe::optim
