@@ -34,7 +34,7 @@ void update(const Coefficients& k, const Memory& memory, int64_t begin, int64_t 
     for (int i = 0; i < 3; ++i) {
       states[i] = memory.states[i] == nullptr ? nullptr : static_cast<float*>(memory.states[i]) + at;
     }
-    rule(k, g, p, states, count);
+    rule(k, g, p, states[0], states[1], states[2], count);
     store_weights(memory, at, count, p);
   }
 }

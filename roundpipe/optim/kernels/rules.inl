@@ -1,4 +1,5 @@
-// The algorithms: one step of `count` elements, p the weights, g the gradient, s the states. Part of kernels.inl.
+// The algorithms: one step of `count` elements, g the gradient, p the weights, then the states. Part of kernels.inl.
+// Coefficients come by value: what is stored to cannot be they, so that they stay in registers.
 // Which operations are fused, and their order, are torch's on processors with fused multiply-add.
 
 inline float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
@@ -19,9 +20,7 @@ inline float sign(float value) { return static_cast<float>(value > 0) - static_c
 using Chunk = float* __restrict;
 using Values = const float* __restrict;
 
-void adam(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
-  const Chunk exp_avg = s[0];
-  const Chunk exp_avg_sq = s[1];
+void adam(Coefficients k, Values g, Chunk p, Chunk exp_avg, Chunk exp_avg_sq, Chunk, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const float average = interpolate(k.first, exp_avg[i], g[i]);
     const float square = decayed_square(k, exp_avg_sq[i], g[i]);
@@ -31,10 +30,8 @@ void adam(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t cou
   }
 }
 
-void adam_amsgrad(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
-  const Chunk exp_avg = s[0];
-  const Chunk exp_avg_sq = s[1];
-  const Chunk max_exp_avg_sq = s[2];
+void adam_amsgrad(Coefficients k, Values g, Chunk p, Chunk exp_avg, Chunk exp_avg_sq, Chunk max_exp_avg_sq,
+                  int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const float average = interpolate(k.first, exp_avg[i], g[i]);
     const float square = decayed_square(k, exp_avg_sq[i], g[i]);
@@ -46,12 +43,11 @@ void adam_amsgrad(const Coefficients& k, Values g, Chunk p, float* const* s, int
   }
 }
 
-void sgd(const Coefficients& k, Values g, Chunk p, float* const*, int64_t count) {
+void sgd(Coefficients k, Values g, Chunk p, Chunk, Chunk, Chunk, int64_t count) {
   for (int64_t i = 0; i < count; ++i) p[i] = fused(k.rate, g[i], p[i]);
 }
 
-void sgd_momentum(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
-  const Chunk buffer = s[0];
+void sgd_momentum(Coefficients k, Values g, Chunk p, Chunk buffer, Chunk, Chunk, int64_t count) {
   if (k.first_step) {
     for (int64_t i = 0; i < count; ++i) buffer[i] = g[i];
   } else {
@@ -64,8 +60,7 @@ void sgd_momentum(const Coefficients& k, Values g, Chunk p, float* const* s, int
   }
 }
 
-void adagrad(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
-  const Chunk sum = s[0];
+void adagrad(Coefficients k, Values g, Chunk p, Chunk sum, Chunk, Chunk, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const float total = fused(g[i], g[i], sum[i]);
     sum[i] = total;
@@ -73,9 +68,7 @@ void adagrad(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t 
   }
 }
 
-void adadelta(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
-  const Chunk square_avg = s[0];
-  const Chunk acc_delta = s[1];
+void adadelta(Coefficients k, Values g, Chunk p, Chunk square_avg, Chunk acc_delta, Chunk, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const float square = decayed_square(k, square_avg[i], g[i]);
     const float delta = __builtin_sqrtf(acc_delta[i] + k.eps) / __builtin_sqrtf(square + k.eps) * g[i];
@@ -85,9 +78,7 @@ void adadelta(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t
   }
 }
 
-void adamax(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
-  const Chunk exp_avg = s[0];
-  const Chunk exp_inf = s[1];
+void adamax(Coefficients k, Values g, Chunk p, Chunk exp_avg, Chunk exp_inf, Chunk, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const float average = interpolate(k.first, exp_avg[i], g[i]);
     const float norm = maximum(exp_inf[i] * k.second_decay, __builtin_fabsf(g[i]) + k.eps);
@@ -97,9 +88,7 @@ void adamax(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t c
   }
 }
 
-void nadam(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
-  const Chunk exp_avg = s[0];
-  const Chunk exp_avg_sq = s[1];
+void nadam(Coefficients k, Values g, Chunk p, Chunk exp_avg, Chunk exp_avg_sq, Chunk, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const float average = interpolate(k.first, exp_avg[i], g[i]);
     const float square = decayed_square(k, exp_avg_sq[i], g[i]);
@@ -110,9 +99,7 @@ void nadam(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t co
   }
 }
 
-void radam(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
-  const Chunk exp_avg = s[0];
-  const Chunk exp_avg_sq = s[1];
+void radam(Coefficients k, Values g, Chunk p, Chunk exp_avg, Chunk exp_avg_sq, Chunk, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     exp_avg[i] = interpolate(k.first, exp_avg[i], g[i]);
     exp_avg_sq[i] = decayed_square(k, exp_avg_sq[i], g[i]);
@@ -127,12 +114,12 @@ void radam(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t co
   }
 }
 
-void rmsprop(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
-  const Chunk square_avg = s[0];
+// `s1` is momentum_buffer if there is momentum, and grad_avg comes after it.
+void rmsprop(Coefficients k, Values g, Chunk p, Chunk square_avg, Chunk s1, Chunk s2, int64_t count) {
   alignas(64) float divisor[kChunk];
   for (int64_t i = 0; i < count; ++i) divisor[i] = square_avg[i] = decayed_square(k, square_avg[i], g[i]);
   if (k.centered) {
-    const Chunk grad_avg = s[k.has_momentum ? 2 : 1];
+    const Chunk grad_avg = k.has_momentum ? s2 : s1;
     for (int64_t i = 0; i < count; ++i) {
       grad_avg[i] = interpolate(k.first, grad_avg[i], g[i]);
       divisor[i] = fused(-grad_avg[i], grad_avg[i], divisor[i]);
@@ -140,19 +127,16 @@ void rmsprop(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t 
   }
   for (int64_t i = 0; i < count; ++i) divisor[i] = __builtin_sqrtf(divisor[i]) + k.eps;
   if (k.has_momentum) {
-    const Chunk buffer = s[1];
     for (int64_t i = 0; i < count; ++i) {
-      buffer[i] = buffer[i] * k.momentum + g[i] / divisor[i];
-      p[i] = fused(k.rate, buffer[i], p[i]);
+      s1[i] = s1[i] * k.momentum + g[i] / divisor[i];
+      p[i] = fused(k.rate, s1[i], p[i]);
     }
   } else {
     for (int64_t i = 0; i < count; ++i) p[i] += k.rate * g[i] / divisor[i];
   }
 }
 
-void rprop(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
-  const Chunk previous = s[0];
-  const Chunk step_size = s[1];
+void rprop(Coefficients k, Values g, Chunk p, Chunk previous, Chunk step_size, Chunk, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const float agreement = g[i] * previous[i];
     float factor = agreement < 0 ? k.eta_minus : 1.0F;
@@ -167,8 +151,7 @@ void rprop(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t co
   }
 }
 
-void asgd(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
-  const Chunk ax = s[0];
+void asgd(Coefficients k, Values g, Chunk p, Chunk ax, Chunk, Chunk, int64_t count) {
   for (int64_t i = 0; i < count; ++i) p[i] = fused(k.rate, g[i], p[i]);
   if (k.averages) {
     for (int64_t i = 0; i < count; ++i) ax[i] += (p[i] - ax[i]) * k.mu;
@@ -177,8 +160,7 @@ void asgd(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t cou
   }
 }
 
-void lion(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t count) {
-  const Chunk exp_avg = s[0];
+void lion(Coefficients k, Values g, Chunk p, Chunk exp_avg, Chunk, Chunk, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const float update = fused(k.momentum_weight, g[i], exp_avg[i] * k.momentum);
     exp_avg[i] = fused(k.second_weight, g[i], exp_avg[i] * k.second_decay);
@@ -186,7 +168,7 @@ void lion(const Coefficients& k, Values g, Chunk p, float* const* s, int64_t cou
   }
 }
 
-using Rule = void (*)(const Coefficients&, Values, Chunk, float* const*, int64_t);
+using Rule = void (*)(Coefficients, Values, Chunk, Chunk, Chunk, Chunk, int64_t);
 
 // Null for Adafactor, which needs several passes.
 inline Rule rule_of(const Coefficients& k) {
