@@ -1,27 +1,22 @@
 // Adam with a byte a moment. Part of kernels.inl.
 //
 // A block's magnitudes x, relative to the largest, are coded by the upper bits of the float x + kOffset: even steps
-// close to zero, relative ones farther up. The low bits are rounded up or down by a hash of position and step, so that
-// slow averages move in the mean although one step moves them by less than a code. exp_avg: 4 mantissa bits and a
-// sign; exp_avg_sq: 5 mantissa bits of its square root, which the update needs anyway. A scale of NaN marks a block
-// that is not finite.
+// close to zero, relative ones farther up. The low bits are rounded up or down by position and step, so that slow
+// averages move in the mean although one step moves them by less than a code. exp_avg: 4 mantissa bits and a sign;
+// exp_avg_sq: 5 mantissa bits of its square root, which the update needs anyway. Both round alike, which keeps their
+// quotient close. A scale of NaN marks a block that is not finite.
 
 constexpr float kOffset = 0x1p-7F;
 constexpr float kLargest = 1 - kOffset;  // x of a block's largest magnitude: kLargest + kOffset is coded exactly
+constexpr float kLeastRoot = 0x1p-13F;   // half of the first step: what was not zero must not divide as zero
 constexpr int kFirstShift = 23 - 4;
 constexpr int kSecondShift = 23 - 5;
 
-inline uint32_t hash(uint32_t seed, uint32_t position) {
-  uint32_t h = (position ^ seed) * 0x9E3779B1U;
-  h = (h ^ (h >> 15)) * 0x85EBCA77U;
-  return h ^ (h >> 13);
+// Evenly spread over positions, and with `seed` counting steps over time. The golden ratio's multiples, modulo 2^32.
+constexpr uint32_t kGolden = 0x9E3779B1U;
+inline uint32_t dither_at(uint32_t seed, int64_t position) {
+  return static_cast<uint32_t>(position) * kGolden + seed * 0xC13FA9A9U;
 }
-
-inline uint32_t code_of(float x, int shift, uint32_t dither) {
-  return (bits_of(x + kOffset) - bits_of(kOffset) + dither) >> shift;
-}
-
-inline float value_of(uint32_t code, int shift) { return float_of(bits_of(kOffset) + (code << shift)) - kOffset; }
 
 // The largest magnitude, NaN if any is not finite.
 inline float block_scale(const float* values, int64_t count) {
@@ -37,36 +32,40 @@ inline float block_scale(const float* values, int64_t count) {
 // What magnitudes are multiplied with before coding; 0 where all are too small for it, and in a NaN block.
 inline float coding_factor(float scale) { return scale >= 0x1p-100F ? kLargest / scale : 0.0F; }
 
+// (float of the code - kOffset) * factor; exact for code 0 since kOffset is a power of two.
+inline float decoded(uint32_t shifted_code, float factor) {
+  return fused(float_of(bits_of(kOffset) + shifted_code), factor, -kOffset * factor);
+}
+
 void decode_moments(const uint8_t* first, const uint8_t* second, float first_scale, float second_scale, int64_t count,
                     float* __restrict average, float* __restrict root) {
   const float first_factor = first_scale / kLargest;
   const float second_factor = second_scale / kLargest;
+  const float least_root = kLeastRoot * second_factor;
   for (int64_t i = 0; i < count; ++i) {
-    const uint32_t code = first[i];
-    const float magnitude = value_of(code & 0x7FU, kFirstShift) * first_factor;
-    average[i] = float_of(bits_of(magnitude) ^ ((code & 0x80U) << 24));
-    root[i] = value_of(second[i], kSecondShift) * second_factor;
+    const uint32_t code = static_cast<uint32_t>(first[i]) << 24;
+    const float magnitude = decoded((code & 0x7F000000U) >> (24 - kFirstShift), first_factor);
+    average[i] = float_of(bits_of(magnitude) | (code & 0x80000000U));
+    const float value = decoded(static_cast<uint32_t>(second[i]) << kSecondShift, second_factor);
+    root[i] = value > least_root ? value : least_root;
   }
 }
 
-void encode_moments(const Coefficients& k, const float* average, const float* root, float first_scale,
-                    float second_scale, int64_t begin, int64_t count, uint8_t* __restrict first,
-                    uint8_t* __restrict second) {
+void encode_moments(uint32_t dither, const float* average, const float* root, float first_scale, float second_scale,
+                    int64_t count, uint8_t* __restrict first, uint8_t* __restrict second) {
   const float first_factor = coding_factor(first_scale);
   const float second_factor = coding_factor(second_scale);
-  const auto position = static_cast<uint32_t>(begin);
-  for (int32_t i = 0; i < static_cast<int32_t>(count); ++i) {
-    const uint32_t dither = hash(k.dither_seed, position + static_cast<uint32_t>(i));
-    const uint32_t first_dither = dither & ((1U << kFirstShift) - 1);
-    const uint32_t magnitude = code_of(__builtin_fabsf(average[i]) * first_factor, kFirstShift, first_dither);
-    first[i] = static_cast<uint8_t>(magnitude | ((bits_of(average[i]) >> 24) & 0x80U));
-    const uint32_t code = code_of(root[i] * second_factor, kSecondShift, dither >> (32 - kSecondShift));
-    // A denominator that is not zero must not become zero.
-    second[i] = static_cast<uint8_t>(code == 0 && root[i] > 0 ? 1 : code);
+  for (uint32_t i = 0; i < static_cast<uint32_t>(count); ++i) {
+    const uint32_t round = ((dither + i * kGolden) >> (32 - kFirstShift)) - bits_of(kOffset);
+    const uint32_t magnitude = bits_of(fused(__builtin_fabsf(average[i]), first_factor, kOffset)) + round;
+    first[i] = static_cast<uint8_t>((magnitude >> kFirstShift) | ((bits_of(average[i]) >> 24) & 0x80U));
+    // One mantissa bit more: half the step, and half of what is added for rounding.
+    const uint32_t root_round = ((dither + i * kGolden) >> (32 - kSecondShift)) - bits_of(kOffset);
+    second[i] = static_cast<uint8_t>((bits_of(fused(root[i], second_factor, kOffset)) + root_round) >> kSecondShift);
   }
 }
 
-void adam_8bit(const Coefficients& k, const Memory& memory, Values g, Chunk p, int64_t begin, int64_t count) {
+inline void adam_8bit(Coefficients k, const Memory& memory, Values g, Chunk p, int64_t begin, int64_t count) {
   uint8_t* const first = static_cast<uint8_t*>(memory.states[0]) + begin;
   float* const first_scale = static_cast<float*>(memory.states[1]) + begin / kChunk;
   uint8_t* const second = static_cast<uint8_t*>(memory.states[2]) + begin;
@@ -74,12 +73,13 @@ void adam_8bit(const Coefficients& k, const Memory& memory, Values g, Chunk p, i
   alignas(64) float average[kChunk];
   alignas(64) float root[kChunk];
   decode_moments(first, second, *first_scale, *second_scale, count, average, root);
+  const float correction = 1 / k.second_divisor;
   for (int64_t i = 0; i < count; ++i) {
     average[i] = interpolate(k.first, average[i], g[i]);
     root[i] = __builtin_sqrtf(decayed_square(k, root[i] * root[i], g[i]));
-    p[i] += k.rate * average[i] / (root[i] / k.second_divisor + k.eps);
+    p[i] += k.rate * average[i] / fused(root[i], correction, k.eps);
   }
   *first_scale = block_scale(average, count);
   *second_scale = block_scale(root, count);
-  encode_moments(k, average, root, *first_scale, *second_scale, begin, count, first, second);
+  encode_moments(dither_at(k.dither_seed, begin), average, root, *first_scale, *second_scale, count, first, second);
 }
