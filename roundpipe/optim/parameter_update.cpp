@@ -163,9 +163,10 @@ void update_adafactor(const Hyperparameters& hyper, ParameterState& state, const
     adafactor_step(hyper, state.scalars, memory, weights.before.sizes(), pool);
     return;
   }
-  Weights copy{weights.before.contiguous(), weights.after.contiguous(), contiguous_if_defined(weights.remainder),
+  const Weights copy{weights.before.contiguous(), weights.after.contiguous(), contiguous_if_defined(weights.remainder),
                contiguous_if_defined(weights.master)};
-  const kernels::Memory memory = memory_of(state, copy, gradient.contiguous(), scaling);
+  const at::Tensor gradient_copy = gradient.contiguous();
+  const kernels::Memory memory = memory_of(state, copy, gradient_copy, scaling);
   adafactor_step(hyper, state.scalars, memory, weights.before.sizes(), pool);
   weights.after.copy_(copy.after);
   if (weights.remainder.defined()) weights.remainder.copy_(copy.remainder);
