@@ -325,9 +325,7 @@ def state_names(
 def make_state(
     algorithm: Algorithm, hyper: Hyperparameters, format: MomentFormat, parameter: torch.Tensor
 ) -> ParameterState: ...
-def state_bytes(
-    algorithm: Algorithm, hyper: Hyperparameters, format: MomentFormat, sizes: tuple[int, ...]
-) -> int: ...
+def state_bytes(algorithm: Algorithm, hyper: Hyperparameters, format: MomentFormat, sizes: tuple[int, ...]) -> int: ...
 def update(
     algorithm: Algorithm,
     hyper: Hyperparameters,

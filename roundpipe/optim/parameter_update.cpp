@@ -164,7 +164,7 @@ void update_adafactor(const Hyperparameters& hyper, ParameterState& state, const
     return;
   }
   const Weights copy{weights.before.contiguous(), weights.after.contiguous(), contiguous_if_defined(weights.remainder),
-               contiguous_if_defined(weights.master)};
+                     contiguous_if_defined(weights.master)};
   const at::Tensor gradient_copy = gradient.contiguous();
   const kernels::Memory memory = memory_of(state, copy, gradient_copy, scaling);
   adafactor_step(hyper, state.scalars, memory, weights.before.sizes(), pool);

@@ -1,0 +1,29 @@
+"""torch.optim's optimizers, computed by RoundPipe's host kernels.
+
+Each class is the one of its name in `torch.optim`: arguments, param_groups, state, state_dict, hooks and schedulers are
+torch's. fp32 and complex64 parameters on the host are updated in one pass over memory by all cores; all others go
+through torch. `Lion` is not in torch.
+"""
+
+from roundpipe.optim.adafactor import Adafactor
+from roundpipe.optim.adagrad import Adadelta, Adagrad, RMSprop
+from roundpipe.optim.adam import Adam, Adamax, AdamW, NAdam, RAdam
+from roundpipe.optim.lion import Lion
+from roundpipe.optim.rprop import Rprop
+from roundpipe.optim.sgd import ASGD, SGD
+
+__all__ = [
+    "ASGD",
+    "SGD",
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Lion",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+]
