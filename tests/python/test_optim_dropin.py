@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 import math
 import os
 import subprocess
@@ -79,8 +78,12 @@ def some_parameters(complex_too: bool) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(value) for value in values]
 
 
-def twins(name: str) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+def twins(name: str, flags: Flags) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
     params = some_parameters(complex_too=name != "Adafactor")
+    if flags.get("fused"):  # torch's wants real parameters in the order of their gradients
+        params = [p for p in params if p.is_contiguous() and not p.is_complex()]
+    if name == "Adafactor":
+        params = [p for p in params if p.numel() > 0]  # torch's divides by the number of elements
     return params, copy.deepcopy(params)
 
 
@@ -104,7 +107,7 @@ def check_same_state(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer)
         assert set(mine["state"][key]) == set(state)
         for name, tensor in state.items():
             assert mine["state"][key][name].dtype == tensor.dtype
-            torch.testing.assert_close(mine["state"][key][name], tensor, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(mine["state"][key][name], tensor, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture(params=_core.instruction_sets())
@@ -124,7 +127,7 @@ def test_signature_is_torchs(name: str) -> None:
 @pytest.mark.parametrize(("name", "flags"), CASES, ids=CASE_IDS)
 def test_like_torch(name: str, flags: Flags, instruction_set: str) -> None:
     torch.manual_seed(1)
-    mine, other = twins(name)
+    mine, other = twins(name, flags)
     ours, theirs = make(name, mine, flags), make(name, other, flags, ours=False)
     for step in range(25):
         set_gradients(mine, other)
@@ -174,7 +177,7 @@ def test_the_bits_of_torch_but_for_roots(name: str, flags: Flags, monkeypatch: p
 @pytest.mark.parametrize(("name", "flags"), CASES[::2], ids=CASE_IDS[::2])
 def test_state_dicts_go_both_ways(name: str, flags: Flags, to_ours: bool) -> None:
     torch.manual_seed(3)
-    first, second = twins(name)
+    first, second = twins(name, flags)
     before, whole = make(name, first, flags, ours=not to_ours), make(name, second, flags, ours=False)
     for _ in range(4):
         set_gradients(first, second)
@@ -260,13 +263,14 @@ def test_what_the_kernels_do_not_do_goes_to_torch(name: str) -> None:
 def test_differentiable_goes_to_torch(name: str) -> None:
     results = []
     for module in (optim, torch.optim):
-        p = torch.nn.Parameter(torch.ones(3))
+        leaf = torch.ones(3, requires_grad=True)
+        p = leaf * 2
+        p.retain_grad()
         p.grad = torch.tensor([1.0, -2.0, 3.0])
-        optimizer = getattr(module, name)([p], differentiable=True)
-        with torch.no_grad():
-            optimizer.step()
-        results.append(p.detach())
-    assert torch.equal(*results)
+        getattr(module, name)([p], differentiable=True).step()
+        p.sum().backward()
+        results += [p.detach(), leaf.grad]
+    check_close(results[:2], results[2:])
 
 
 @pytest.mark.parametrize("name", optim.__all__)
@@ -325,7 +329,7 @@ def test_closure_and_hooks() -> None:
         seen.append("closure")
         return loss
 
-    assert float(optimizer.step(closure)) == 4.0
+    assert optimizer.step(closure).item() == 4.0
     assert seen == ["before", "closure", "after"]
     assert p.item() == pytest.approx(1.6)
 
@@ -363,7 +367,7 @@ def test_gradients_in_any_layout(layout: str) -> None:
     results = []
     for module in (optim, torch.optim):
         p = torch.nn.Parameter(torch.ones(4, 6, dtype=gradient.dtype))
-        p.grad = gradient
+        p.grad = gradient if module is optim else gradient.resolve_conj()
         module.AdamW([p], lr=0.1).step()
         results.append(p.detach())
     check_close(results[:1], results[1:])
@@ -439,10 +443,11 @@ def test_environment_variables() -> None:
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    itertools.chain(
-        (("ROUNDPIPE_OPTIM_THREADS", value) for value in ("0", "-2", "two", "1.5", "99999999999999999999")),
-        (("ROUNDPIPE_OPTIM_PIN", "yes"), ("ROUNDPIPE_OPTIM_ISA", "sse9")),
-    ),
+    [
+        *(("ROUNDPIPE_OPTIM_THREADS", value) for value in ("0", "-2", "two", "1.5", "99999999999999999999")),
+        ("ROUNDPIPE_OPTIM_PIN", "yes"),
+        ("ROUNDPIPE_OPTIM_ISA", "sse9"),
+    ],
 )
 def test_environment_variables_that_make_no_sense(variable: str, value: str) -> None:
     run = run_with({variable: value})
