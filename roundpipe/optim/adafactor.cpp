@@ -6,6 +6,7 @@
 #include <numeric>
 #include <vector>
 
+#include <roundpipe/optim/coefficients.h>
 #include <roundpipe/optim/dispatch.h>
 #include <roundpipe/optim/thread_pool.h>
 
@@ -17,9 +18,8 @@ using kernels::kChunk;
 constexpr int64_t kPartElements = 65536;
 constexpr int64_t kPartsPerMatrix = 16;  // bounds the memory of the parts' column sums
 
-// start + weight * (end - start)
-float interpolate(float start, float end, double weight) {
-  return std::fma(static_cast<float>(weight), end - start, start);
+float interpolate(Interpolation to, float start, float end) {
+  return std::fma(to.coefficient, end - start, to.from_end ? end : start);
 }
 
 // The parameter as a batch of matrices, each cut into parts of whole rows that depend on the shape only: sums are
@@ -59,14 +59,14 @@ class Step {
   }
 
   void run(double step) {
-    const double weight = std::pow(step, hyper_.beta2_decay);
+    const Interpolation weight = interpolation(std::pow(step, hyper_.beta2_decay));
     const double weight_norm = parts_.factored ? take_in_factored(weight) : take_in_vector(weight);
     const double update_norm = sum([&](int64_t part) { return update_squares(part); });
     const double root_elements = std::sqrt(static_cast<double>(parts_.elements()));
     const double alpha =
         std::max(hyper_.eps2, std::sqrt(weight_norm) / root_elements) * std::min(hyper_.lr, 1 / std::sqrt(step));
     const double denominator = std::max(1.0, std::sqrt(update_norm) / (root_elements * hyper_.clip_threshold));
-    const auto rate = static_cast<float>(-alpha / denominator);
+    const auto rate = static_cast<float>((hyper_.maximize ? alpha : -alpha) / denominator);
     for_parts([&](int64_t part) { apply(part, rate); });
   }
 
@@ -108,13 +108,11 @@ class Step {
   double weight_squares(int64_t begin, int64_t count) {
     alignas(64) float p[kChunk];
     kernels_.load_weights(memory_, begin, count, p);
-    double squares = 0;
-    for (int64_t i = 0; i < count; ++i) squares += static_cast<double>(p[i]) * static_cast<double>(p[i]);
-    return squares;
+    return kernels_.add_squares(p, count, nullptr);
   }
 
   // Brings the gradient into row_var and col_var; returns the sum of the squared weights.
-  double take_in_factored(double weight) {
+  double take_in_factored(Interpolation weight) {
     std::vector<double> row_squares(static_cast<size_t>(parts_.matrices * parts_.rows));
     std::vector<double> column_squares(static_cast<size_t>(parts_.count() * parts_.columns));
     const double weight_squares_sum = sum([&](int64_t part) {
@@ -123,20 +121,14 @@ class Step {
       for_chunks(part, [&](int64_t row, int64_t column, int64_t begin, int64_t count) {
         alignas(64) float g[kChunk];
         kernels_.load_gradient(memory_, begin, count, g);
-        double row_sum = 0;
-        for (int64_t i = 0; i < count; ++i) {
-          const double square = static_cast<double>(g[i]) * static_cast<double>(g[i]);
-          row_sum += square;
-          columns[column + i] += square;
-        }
-        row_squares[row] += row_sum;
+        row_squares[row] += kernels_.add_squares(g, count, columns + column);
         weights += weight_squares(begin, count);
       });
       return weights;
     });
     for (size_t row = 0; row < row_squares.size(); ++row) {
       const auto mean = static_cast<float>(row_squares[row] / static_cast<double>(parts_.columns));
-      variance_[0][row] = interpolate(variance_[0][row], mean, weight);
+      variance_[0][row] = interpolate(weight, variance_[0][row], mean);
     }
     row_means_.resize(static_cast<size_t>(parts_.matrices));
     for (int64_t matrix = 0; matrix < parts_.matrices; ++matrix) {
@@ -146,7 +138,7 @@ class Step {
           squares += column_squares[(matrix * parts_.parts_per_matrix + part) * parts_.columns + column];
         }
         float& variance = variance_[1][matrix * parts_.columns + column];
-        variance = interpolate(variance, static_cast<float>(squares / static_cast<double>(parts_.rows)), weight);
+        variance = interpolate(weight, variance, static_cast<float>(squares / static_cast<double>(parts_.rows)));
       }
       const float* const rows = variance_[0] + matrix * parts_.rows;
       const auto mean =
@@ -158,15 +150,13 @@ class Step {
   }
 
   // The same for a parameter with fewer than two dimensions.
-  double take_in_vector(double weight) {
+  double take_in_vector(Interpolation weight) {
     return sum([&](int64_t part) {
       double weights = 0;
       for_chunks(part, [&](int64_t, int64_t, int64_t begin, int64_t count) {
         alignas(64) float g[kChunk];
         kernels_.load_gradient(memory_, begin, count, g);
-        for (int64_t i = 0; i < count; ++i) {
-          variance_[0][begin + i] = interpolate(variance_[0][begin + i], g[i] * g[i], weight);
-        }
+        kernels_.interpolate_squares(weight, g, count, variance_[0] + begin);
         weights += weight_squares(begin, count);
       });
       return weights;
@@ -176,14 +166,12 @@ class Step {
   // The gradient over the root of its variance estimate.
   void update_of(int64_t part, int64_t row, int64_t column, int64_t begin, int64_t count, float* values) {
     kernels_.load_gradient(memory_, begin, count, values);
-    const int64_t matrix = parts_.matrix(part);
-    const float sign = hyper_.maximize ? -1.0F : 1.0F;
-    for (int64_t i = 0; i < count; ++i) {
-      float variance = parts_.factored
-                           ? variance_[0][row] * variance_[1][matrix * parts_.columns + column + i] / row_means_[matrix]
-                           : variance_[0][begin + i];
-      variance = variance < least_variance_ ? least_variance_ : variance;
-      values[i] *= sign * (1.0F / std::sqrt(variance));
+    if (parts_.factored) {
+      const int64_t matrix = parts_.matrix(part);
+      kernels_.divide_by_root({variance_[0][row], row_means_[matrix], least_variance_},
+                              variance_[1] + matrix * parts_.columns + column, count, values);
+    } else {
+      kernels_.divide_by_root({1, 1, least_variance_}, variance_[0] + begin, count, values);
     }
   }
 
@@ -192,7 +180,7 @@ class Step {
     for_chunks(part, [&](int64_t row, int64_t column, int64_t begin, int64_t count) {
       alignas(64) float update[kChunk];
       update_of(part, row, column, begin, count, update);
-      for (int64_t i = 0; i < count; ++i) squares += static_cast<double>(update[i]) * static_cast<double>(update[i]);
+      squares += kernels_.add_squares(update, count, nullptr);
     });
     return squares;
   }
@@ -204,7 +192,7 @@ class Step {
       alignas(64) float p[kChunk];
       update_of(part, row, column, begin, count, update);
       kernels_.load_weights(memory_, begin, count, p);
-      for (int64_t i = 0; i < count; ++i) p[i] = std::fma(rate, update[i], p[i] * decay);
+      kernels_.decay_and_add(decay, rate, update, count, p);
       kernels_.store_weights(memory_, begin, count, p);
     });
   }

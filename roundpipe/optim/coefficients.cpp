@@ -6,12 +6,6 @@
 namespace roundpipe::optim {
 namespace {
 
-Interpolation interpolation(double weight_fp64) {
-  const auto weight = static_cast<float>(weight_fp64);
-  if (std::abs(weight) < 0.5F) return {weight, false};
-  return {weight - 1.0F, true};
-}
-
 void set_moments(Coefficients& k, const Hyperparameters& hyper) {
   k.first = interpolation(1 - hyper.beta1);
   k.second_decay = static_cast<float>(hyper.beta2);
@@ -112,6 +106,12 @@ bool decays_decoupled(Algorithm algorithm, const Hyperparameters& hyper) {
 }
 
 }  // namespace
+
+Interpolation interpolation(double weight_fp64) {
+  const auto weight = static_cast<float>(weight_fp64);
+  if (std::abs(weight) < 0.5F) return {weight, false};
+  return {weight - 1.0F, true};
+}
 
 Coefficients advance(Algorithm algorithm, const Hyperparameters& hyper, Scalars& scalars) {
   scalars.step += 1;

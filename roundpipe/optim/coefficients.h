@@ -11,6 +11,7 @@ struct Interpolation {
   float coefficient = 0;
   bool from_end = false;
 };
+Interpolation interpolation(double weight_fp64);
 
 // What the kernels need to know about one step of one parameter: everything computed in fp64, then rounded to fp32
 // where torch.optim rounds. What an algorithm does not name keeps its default.

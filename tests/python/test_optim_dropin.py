@@ -148,6 +148,8 @@ def test_like_torch(name: str, flags: Flags, instruction_set: str) -> None:
         ("SGD", {"momentum": 0.9, "weight_decay": 0.1}),
         ("SGD", {"momentum": 0.9, "nesterov": True}),
         ("Adagrad", {"lr_decay": 0.1}),
+        ("Adadelta", {"weight_decay": 0.1}),
+        ("RMSprop", {"centered": True, "momentum": 0.5}),
         ("Adamax", {}),
         ("NAdam", {"weight_decay": 0.1}),
         ("RAdam", {"weight_decay": 0.1}),
@@ -160,6 +162,7 @@ def test_the_bits_of_torch_but_for_roots(name: str, flags: Flags, monkeypatch: p
         pytest.skip("torch fuses multiplication and addition only with these")
     root = torch.Tensor.sqrt
     monkeypatch.setattr(torch.Tensor, "sqrt", lambda self: root(self.double()).to(self.dtype))
+    monkeypatch.setattr(torch.Tensor, "sqrt_", lambda self: self.copy_(root(self.double())))
     torch.manual_seed(2)
     for size in (1, 13, 1037):
         mine, other = torch.nn.Parameter(torch.randn(size)), torch.nn.Parameter(torch.empty(size))

@@ -112,9 +112,10 @@ void store_weights(const Memory& memory, int64_t begin, int64_t count, const flo
   }
 }
 
-// In lanes, so that the order of additions is the same however wide the registers are.
+// Sums are taken in lanes, so that the order of additions is the same however wide the registers are.
+constexpr int64_t kLanes = 16;
+
 double sum_of_squares(Element type, const void* gradient, float inverse_scale, int64_t begin, int64_t end) {
-  constexpr int64_t kLanes = 16;
   alignas(64) float values[kChunk];
   alignas(64) double sums[kLanes] = {};
   const double scale = inverse_scale;

@@ -26,6 +26,13 @@ struct Memory {
   float clip = 1;
 };
 
+// Adafactor's estimate of a variance: row * column / row_mean, not below `least`.
+struct VarianceFactors {
+  float row = 1;
+  float row_mean = 1;
+  float least = 0;
+};
+
 // Ranges [begin, end) count elements; those of update* begin at a multiple of kChunk.
 struct Kernels {
   void (*update)(const Coefficients& k, const Memory& memory, int64_t begin, int64_t end);
@@ -38,6 +45,11 @@ struct Kernels {
   void (*load_gradient)(const Memory& memory, int64_t begin, int64_t count, float* values);
   void (*load_weights)(const Memory& memory, int64_t begin, int64_t count, float* values);
   void (*store_weights)(const Memory& memory, int64_t begin, int64_t count, const float* values);
+  // Adafactor, on chunks. The sum of squares in fp64, each also added to `sums` unless that is null.
+  double (*add_squares)(const float* values, int64_t count, double* sums);
+  void (*interpolate_squares)(Interpolation to, const float* values, int64_t count, float* averages);
+  void (*divide_by_root)(VarianceFactors variance, const float* column, int64_t count, float* values);
+  void (*decay_and_add)(float decay, float rate, const float* update, int64_t count, float* p);
 };
 
 namespace baseline {

@@ -12,6 +12,8 @@ namespace {
 
 #include <roundpipe/optim/kernels/adam_8bit.inl>
 
+#include <roundpipe/optim/kernels/adafactor.inl>
+
 // The gradient and the weights of a chunk, ready for the rule.
 inline void load_chunk(const Coefficients& k, const Memory& memory, int64_t begin, int64_t count, Chunk g, Chunk p) {
   load_gradient(memory, begin, count, g);
@@ -52,7 +54,7 @@ void update_8bit(const Coefficients& k, const Memory& memory, int64_t begin, int
 
 }  // namespace
 
-const Kernels table = {update,     update_8bit,   sum_of_squares, split_range,
-                       join_range, load_gradient, load_weights,   store_weights};
+const Kernels table = {update,       update_8bit,   sum_of_squares, split_range,         join_range,     load_gradient,
+                       load_weights, store_weights, add_squares,    interpolate_squares, divide_by_root, decay_and_add};
 
 }  // namespace roundpipe::optim::kernels::ROUNDPIPE_KERNELS
