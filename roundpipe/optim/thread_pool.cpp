@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 #include <condition_variable>
 #include <cstdlib>
 #include <exception>
@@ -80,6 +81,21 @@ bool pinned_from_environment() {
   return text == "1";
 }
 
+// The default floating-point environment in this thread while it exists.
+class DefaultEnvironment {
+ public:
+  DefaultEnvironment() {
+    std::fegetenv(&before_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultEnvironment() { std::fesetenv(&before_); }
+  DefaultEnvironment(const DefaultEnvironment&) = delete;
+  DefaultEnvironment& operator=(const DefaultEnvironment&) = delete;
+
+ private:
+  std::fenv_t before_;
+};
+
 // One call of for_ranges.
 struct Call {
   Call(int64_t count, int64_t part, const std::function<void(int64_t, int64_t)>& work)
@@ -95,6 +111,7 @@ struct Call {
   bool has_work() const { return next.load() < count; }
 
   void help() {
+    const DefaultEnvironment environment;
     for (;;) {
       const int64_t begin = next.fetch_add(part);
       if (begin >= count) return;
@@ -167,6 +184,7 @@ void ThreadPool::for_ranges(int64_t count, int64_t grain, const std::function<vo
     throw std::invalid_argument(concat("[ThreadPool.for_ranges] got a grain of ", grain, ", expected at least 1"));
   }
   if (threads_ == 1 || count <= grain) {
+    const DefaultEnvironment environment;
     work(0, count);
     return;
   }

@@ -21,7 +21,8 @@ class ThreadPool {
   int threads() const { return threads_; }
 
   // Calls work(begin, end) for parts of [0, count), each but the last a multiple of `grain`; returns when all are
-  // done. Rethrows the first error of `work` after that.
+  // done. Rethrows the first error of `work` after that. `work` runs in the default floating-point environment, so
+  // that a caller which flushes denormals gets what the other threads get.
   void for_ranges(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& work);
 
   // The one of this process. Before the first set_current: ROUNDPIPE_OPTIM_THREADS threads (else as many as cores

@@ -180,6 +180,25 @@ TEST_CASE("update: many threads give the bits of one") {
   }
 }
 
+TEST_CASE("update: a caller that flushes denormals gets the same bits") {
+  const at::Tensor gradient = at::full({70000}, 1e-39);
+  for (const int threads : {1, 3}) {
+    ThreadPool pool(threads);
+    std::vector<at::Tensor> results;
+    for (const bool flushes : {false, true}) {
+      Case c{"SGD", Algorithm::kSGD, {}};
+      c.hyper.lr = 1;
+      Parameter parameter(c, Form::kFloat32, at::zeros({70000}));
+      at::globalContext().setFlushDenormal(flushes);
+      update(c.algorithm, c.hyper, kFloat32, parameter.state, parameter.weights, gradient, {}, pool);
+      at::globalContext().setFlushDenormal(false);
+      results.push_back(parameter.values());
+    }
+    CHECK(results[0].count_nonzero().item<int64_t>() == 70000);
+    CHECK(different_bits(results[0], results[1]) == 0);
+  }
+}
+
 TEST_CASE("update: split weights are fp32 weights, bit for bit, for thousands of steps") {
   at::manual_seed(3);
   ThreadPool pool(1);
