@@ -18,13 +18,14 @@ inline uint32_t dither_at(uint32_t seed, int64_t position) {
   return static_cast<uint32_t>(position) * kGolden + seed * 0xC13FA9A9U;
 }
 
-// The largest magnitude, NaN if any is not finite.
-inline float block_scale(const float* values, int64_t count) {
-  int32_t largest = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const auto magnitude = static_cast<int32_t>(bits_of(values[i]) & 0x7FFFFFFFU);
-    largest = magnitude > largest ? magnitude : largest;
-  }
+// Magnitudes compare as their bits do, and NaN as the largest of all.
+inline int32_t larger_magnitude(int32_t largest, float value) {
+  const auto magnitude = static_cast<int32_t>(bits_of(value) & 0x7FFFFFFFU);
+  return magnitude > largest ? magnitude : largest;
+}
+
+// NaN if the largest is not finite.
+inline float block_scale(int32_t largest) {
   const auto bits = static_cast<uint32_t>(largest);
   return bits >= 0x7F800000U ? float_of(0x7FC00000U) : float_of(bits);
 }
@@ -74,12 +75,16 @@ inline void adam_8bit(Coefficients k, const Memory& memory, Values g, Chunk p, i
   alignas(64) float root[kChunk];
   decode_moments(first, second, *first_scale, *second_scale, count, average, root);
   const float correction = 1 / k.second_divisor;
+  int32_t largest_average = 0;
+  int32_t largest_root = 0;
   for (int64_t i = 0; i < count; ++i) {
     average[i] = interpolate(k.first, average[i], g[i]);
     root[i] = __builtin_sqrtf(decayed_square(k, root[i] * root[i], g[i]));
+    largest_average = larger_magnitude(largest_average, average[i]);
+    largest_root = larger_magnitude(largest_root, root[i]);
     p[i] += k.rate * average[i] / fused(root[i], correction, k.eps);
   }
-  *first_scale = block_scale(average, count);
-  *second_scale = block_scale(root, count);
+  *first_scale = block_scale(largest_average);
+  *second_scale = block_scale(largest_root);
   encode_moments(dither_at(k.dither_seed, begin), average, root, *first_scale, *second_scale, count, first, second);
 }
