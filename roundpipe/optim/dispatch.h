@@ -14,7 +14,8 @@ std::vector<std::string> instruction_sets();
 // The one in use: ROUNDPIPE_OPTIM_ISA, else the best. Throws std::invalid_argument if that variable names none.
 std::string instruction_set();
 
-// From now on every update uses `name`. Throws std::invalid_argument unless it is one of instruction_sets().
+// Updates that begin from now on use `name`; any thread may call it. Throws std::invalid_argument unless it is one of
+// instruction_sets().
 void set_instruction_set(const std::string& name);
 
 // The kernels of instruction_set().
