@@ -9,9 +9,7 @@ namespace roundpipe::memory {
 
 size_t BlockLayout::add(const at::Tensor& like, c10::ScalarType dtype) {
   TensorLayout tensor;
-  tensor.offset_bytes = align_up(size_bytes, kBlockAlignment_bytes);
   tensor.sizes = like.sizes().vec();
-  tensor.dtype = dtype;
   if (like.is_non_overlapping_and_dense()) {
     tensor.strides = like.strides().vec();
   } else {
@@ -22,10 +20,26 @@ size_t BlockLayout::add(const at::Tensor& like, c10::ScalarType dtype) {
       stride *= tensor.sizes[dim];
     }
   }
-  tensor.size_bytes = like.numel() * static_cast<int64_t>(c10::elementSize(dtype));
-  tensors.push_back(tensor);
-  size_bytes = align_up(tensor.offset_bytes + tensor.size_bytes, kBlockAlignment_bytes);
+  append(std::move(tensor), like.numel(), dtype);
   return tensors.size() - 1;
+}
+
+void BlockLayout::append(TensorLayout tensor, int64_t elements, c10::ScalarType dtype) {
+  tensor.dtype = dtype;
+  tensor.offset_bytes = size_bytes;
+  tensor.size_bytes = elements * static_cast<int64_t>(c10::elementSize(dtype));
+  size_bytes = align_up(tensor.offset_bytes + tensor.size_bytes, kBlockAlignment_bytes);
+  tensors.push_back(std::move(tensor));
+}
+
+BlockLayout BlockLayout::widened() const {
+  BlockLayout wide;
+  for (const TensorLayout& tensor : tensors) {
+    const int64_t elements = tensor.size_bytes / static_cast<int64_t>(c10::elementSize(tensor.dtype));
+    const bool narrow = tensor.dtype == c10::ScalarType::BFloat16 || tensor.dtype == c10::ScalarType::Half;
+    wide.append(tensor, elements, narrow ? c10::ScalarType::Float : tensor.dtype);
+  }
+  return wide;
 }
 
 at::Tensor BlockLayout::view(const at::Tensor& flat, size_t index, int64_t base_bytes) const {

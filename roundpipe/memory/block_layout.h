@@ -26,9 +26,15 @@ struct BlockLayout {
   // Appends a tensor of the shape of `like`, in `dtype`; returns its index.
   size_t add(const at::Tensor& like, c10::ScalarType dtype);
 
+  // The same tensors with fp32 in place of 16-bit floating types.
+  BlockLayout widened() const;
+
   // Tensor `index` inside `flat` (uint8, at least size_bytes + base_bytes long), which starts at `base_bytes`.
   // Shares memory with `flat`; has no autograd history.
   at::Tensor view(const at::Tensor& flat, size_t index, int64_t base_bytes = 0) const;
+
+ private:
+  void append(TensorLayout tensor, int64_t elements, c10::ScalarType dtype);
 };
 
 // Uninitialised uint8 memory [size_bytes] on the host; page-locked when asked for and possible.

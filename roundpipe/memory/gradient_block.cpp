@@ -36,11 +36,12 @@ void RangeSum::add(size_t range, at::Tensor flat, std::vector<char> received) {
   result_->landed->fire();
 }
 
-TiedSum::TiedSum(GradientBlockPtr result, GradientBlockPtr base, const BlockLayout& layout, size_t layers,
-                 size_t microbatches, bool native_precision)
+TiedSum::TiedSum(GradientBlockPtr result, GradientBlockPtr base, const BlockLayout& layout,
+                 std::shared_ptr<BufferPool> buffers, size_t layers, size_t microbatches, bool native_precision)
     : result_(std::move(result)),
       base_(std::move(base)),
       layout_(layout),
+      buffers_(std::move(buffers)),
       layers_(layers),
       native_precision_(native_precision),
       contributions_(microbatches, std::vector<std::vector<at::Tensor>>(layers)),
@@ -89,7 +90,7 @@ void TiedSum::fold_microbatch(size_t microbatch) {
 }
 
 void TiedSum::finish() {
-  result_->flat = allocate_host(layout_.size_bytes, /*pinned=*/false);
+  result_->flat = buffers_->take();
   result_->received.assign(sums_.size(), 0);
   for (size_t i = 0; i < sums_.size(); ++i) {
     if (!sums_[i].defined()) continue;

@@ -8,6 +8,7 @@
 
 #include <roundpipe/device/event.h>
 #include <roundpipe/memory/block_layout.h>
+#include <roundpipe/memory/buffer_pool.h>
 
 namespace roundpipe::memory {
 
@@ -15,7 +16,7 @@ namespace roundpipe::memory {
 // this call's microbatches in order. Written once, before `landed` fires, immutable after, so that a failed call is
 // undone by going back to the block of the call before.
 struct GradientBlock {
-  at::Tensor flat;             // uint8, the parameter block's layout; undefined when nothing was received
+  at::Tensor flat;             // uint8, in the layout of gradients; undefined when nothing was received
   std::vector<char> received;  // one per parameter: whether `flat` holds a gradient for it
   device::EventPtr landed = device::make_event();
 };
@@ -52,10 +53,10 @@ class RangeSum {
 // Thread safety: contribute from any thread.
 class TiedSum {
  public:
-  // `base` is what earlier calls had summed, or null. REQUIRES: contribute is called once for each of
+  // `base` is what earlier calls had summed, or null; the sum is put into a piece of `buffers`. REQUIRES: contribute is called once for each of
   // layers x microbatches, after `base` has landed.
-  TiedSum(GradientBlockPtr result, GradientBlockPtr base, const BlockLayout& layout, size_t layers, size_t microbatches,
-          bool native_precision = false);
+  TiedSum(GradientBlockPtr result, GradientBlockPtr base, const BlockLayout& layout,
+          std::shared_ptr<BufferPool> buffers, size_t layers, size_t microbatches, bool native_precision = false);
   // `gradients`: one host tensor per parameter, or undefined. `layer` counts the sharing layers from the first.
   void contribute(size_t layer, size_t microbatch, std::vector<at::Tensor> gradients);
 
@@ -68,6 +69,7 @@ class TiedSum {
   const GradientBlockPtr result_;
   const GradientBlockPtr base_;
   const BlockLayout& layout_;
+  const std::shared_ptr<BufferPool> buffers_;
   const size_t layers_;
   const bool native_precision_;
   std::mutex mutex_;

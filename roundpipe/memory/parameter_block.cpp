@@ -1,7 +1,11 @@
 #include <roundpipe/memory/parameter_block.h>
 
+#include <limits>
+#include <map>
+
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 
 #include <roundpipe/core/error.h>
 
@@ -9,8 +13,33 @@ namespace roundpipe::memory {
 
 using device::EventPtr;
 
+namespace {
+
+// What a parameter is pointed at while its values are being made.
+const at::Tensor& no_value(c10::ScalarType dtype) {
+  static std::mutex mutex;
+  static auto* values = new std::map<c10::ScalarType, at::Tensor>;  // protected by mutex
+  std::lock_guard lock(mutex);
+  at::Tensor& value = (*values)[dtype];
+  if (!value.defined()) {
+    const bool has_nan = c10::isFloatingType(dtype) || c10::isComplexType(dtype);
+    value = at::full({}, has_nan ? std::numeric_limits<double>::quiet_NaN() : 0.0, at::TensorOptions().dtype(dtype));
+  }
+  return value;
+}
+
+void wait_for_all(const std::vector<EventPtr>& events) {
+  constexpr double kLong_ms = 1e6;
+  for (const EventPtr& event : events) {
+    while (!event->wait_for(kLong_ms)) {
+    }
+  }
+}
+
+}  // namespace
+
 ParameterBlock::ParameterBlock(std::vector<NamedTensor> parameters, bool pinned)
-    : parameters_(std::move(parameters)), pinned_(pinned) {
+    : parameters_(std::move(parameters)), current_(std::make_shared<WeightVersion>()) {
   for (const NamedTensor& parameter : parameters_) {
     if (!parameter.tensor.device().is_cpu()) {
       throw std::invalid_argument(concat("[RoundPipe] parameter '", parameter.name, "' is on ",
@@ -21,35 +50,35 @@ ParameterBlock::ParameterBlock(std::vector<NamedTensor> parameters, bool pinned)
     layout_.add(parameter.tensor, parameter.tensor.scalar_type());
   }
   const at::NoGradGuard no_grad;
-  buffers_[0] = allocate_host(layout_.size_bytes, pinned_);
-  published_[0] = device::fired_event();
+  buffers_ = std::make_shared<BufferPool>(layout_.size_bytes, pinned);
+  current_->flat = buffers_->take();
+  current_->published->fire();
+  shown_ = current_->flat;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    const at::Tensor view = layout_.view(buffers_[0], i);
+    const at::Tensor view = layout_.view(current_->flat, i);
     view.copy_(parameters_[i].tensor.detach());
     parameters_[i].tensor.set_data(view);
   }
 }
 
-ParameterBlock::Reading ParameterBlock::read() const {
-  return {buffers_[current_], published_[current_], current_, generation_[current_]};
-}
-
-void ParameterBlock::add_reader(const Reading& reading, EventPtr uploaded) {
-  std::vector<EventPtr>& readers = readers_[reading.buffer];
-  std::erase_if(readers, [](const EventPtr& event) { return event->complete(); });
-  readers.push_back(std::move(uploaded));
+void ParameterBlock::add_reader(const WeightVersionPtr& version, EventPtr uploaded) {
+  std::erase_if(version->readers, [](const EventPtr& event) { return event->complete(); });
+  version->readers.push_back(std::move(uploaded));
 }
 
 void ParameterBlock::begin_publish(bool in_place) {
-  if (!in_place) current_ ^= 1;
-  if (!buffers_[current_].defined()) buffers_[current_] = allocate_host(layout_.size_bytes, pinned_);
-  ++generation_[current_];
-  published_[current_] = device::make_event();
-  {
-    std::lock_guard lock(mutex_);
-    publications_.push_back({current_, std::move(readers_[current_]), published_[current_]});
+  Publication publication{std::make_shared<WeightVersion>(), {}, {}};
+  const WeightVersionPtr replaced = in_place ? current_ : previous_;
+  if (replaced) {
+    replaced->given_up = true;
+    publication.readers = std::move(replaced->readers);
+    replaced->readers.clear();
+    publication.flat = replaced->flat;
   }
-  readers_[current_].clear();
+  if (!in_place) previous_ = current_;
+  current_ = publication.version;
+  std::lock_guard lock(mutex_);
+  publications_.push_back(std::move(publication));
 }
 
 void ParameterBlock::finish_publish(const std::vector<at::Tensor>& values) {
@@ -59,30 +88,54 @@ void ParameterBlock::finish_publish(const std::vector<at::Tensor>& values) {
     publication = std::move(publications_.front());
     publications_.pop_front();
   }
-  constexpr double kLong_ms = 1e6;
-  for (const EventPtr& reader : publication.readers) {
-    while (!reader->wait_for(kLong_ms)) {
-    }
-  }
+  wait_for_all(publication.readers);
   const at::NoGradGuard no_grad;
-  for (size_t i = 0; i < parameters_.size(); ++i) layout_.view(buffers_[publication.buffer], i).copy_(values[i]);
-  publication.published->fire();
+  at::Tensor& flat = publication.version->flat;
+  flat = publication.flat.defined() ? publication.flat : buffers_->take();
+  for (size_t i = 0; i < parameters_.size(); ++i) layout_.view(flat, i).copy_(values[i]);
+  publication.version->published->fire();
+}
+
+void ParameterBlock::give_up(const WeightVersionPtr& version, const WeightVersionPtr& successor) {
+  version->given_up = true;
+  std::vector<EventPtr> uses = std::move(version->readers);
+  version->readers.clear();
+  uses.push_back(successor->published);
+  device::when_all(uses, [version] { version->flat.reset(); });
+}
+
+ParameterBlock::Update ParameterBlock::begin_update(bool asynchronous) {
+  settle();
+  Update update{current_, std::make_shared<WeightVersion>()};
+  next_ = update.after;
+  if (!asynchronous) settle();
+  return update;
+}
+
+void ParameterBlock::settle() {
+  if (!next_) return;
+  give_up(current_, next_);
+  current_ = std::move(next_);
+  next_.reset();
 }
 
 void ParameterBlock::repoint() {
+  const bool complete = current_->published->complete() && !current_->published->error();
+  shown_ = complete ? current_->flat : at::Tensor();
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    parameters_[i].tensor.set_data(layout_.view(buffers_[current_], i));
+    const TensorLayout& tensor = layout_.tensors[i];
+    parameters_[i].tensor.set_data(complete ? layout_.view(shown_, i) : no_value(tensor.dtype).expand(tensor.sizes));
   }
 }
 
 void ParameterBlock::adopt_replaced() {
   const at::NoGradGuard no_grad;
+  bool adopted = false;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& tensor = parameters_[i].tensor;
     const TensorLayout& expected = layout_.tensors[i];
-    const bool same_place = tensor.storage().is_alias_of(buffers_[0].storage()) ||
-                            (buffers_[1].defined() && tensor.storage().is_alias_of(buffers_[1].storage()));
-    if (same_place) continue;
+    const at::Tensor& ours = shown_.defined() ? shown_ : no_value(expected.dtype);
+    if (tensor.storage().is_alias_of(ours.storage())) continue;
     if (tensor.scalar_type() != expected.dtype || tensor.sizes() != at::IntArrayRef(expected.sizes) ||
         !tensor.device().is_cpu()) {
       throw std::invalid_argument(concat("[RoundPipe] parameter '", parameters_[i].name, "' has become ",
@@ -90,14 +143,13 @@ void ParameterBlock::adopt_replaced() {
                                          c10::toString(expected.dtype), at::IntArrayRef(expected.sizes),
                                          " on the CPU); change the model first, then wrap it"));
     }
-    const at::Tensor view = layout_.view(buffers_[current_], i);
-    view.copy_(tensor.detach());
-    parameters_[i].tensor.set_data(view);
+    device::wait_interruptible(*current_->published);
+    layout_.view(current_->flat, i).copy_(tensor.detach());
+    adopted = true;
     // So that whoever keeps a copy sees the change.
     tensor.unsafeGetTensorImpl()->bump_version();
   }
+  if (adopted) repoint();
 }
-
-int64_t ParameterBlock::host_bytes() const { return layout_.size_bytes * (buffers_[1].defined() ? 2 : 1); }
 
 }  // namespace roundpipe::memory

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <array>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -10,6 +10,7 @@
 
 #include <roundpipe/device/event.h>
 #include <roundpipe/memory/block_layout.h>
+#include <roundpipe/memory/buffer_pool.h>
 
 namespace roundpipe::memory {
 
@@ -18,12 +19,29 @@ struct NamedTensor {
   at::Tensor tensor;
 };
 
-// Parameters that move together, flat on the host, in up to two buffers: the version that calls read and, once an
-// asynchronous step has been made, the one that is being published. Nothing is overwritten under a pending upload.
+// The weights of one block after one number of updates.
+struct WeightVersion {
+  // Fires when the weights are complete; fails when they never will be.
+  const device::EventPtr published = device::make_event();
+  // uint8, the block's layout; set before `published` fires, dropped when the version is given up and nothing that
+  // was submitted reads it any more.
+  at::Tensor flat;
+  // Caller's thread only: uploads that have been submitted, and whether others may follow.
+  std::vector<device::EventPtr> readers;
+  bool given_up = false;
+};
+using WeightVersionPtr = std::shared_ptr<WeightVersion>;
+
+// Parameters that move together, flat on the host: the version that calls read and, while an asynchronous step is
+// under way, the next one. Nothing is overwritten under a pending upload.
 //
-// Ownership: the user's parameters become views of the current buffer.
-// Thread safety: begin_publish, read, repoint from the caller's thread; finish_publish from the optimizer's thread,
-// once for each begin_publish, in order.
+// There are two ways to make the next version, and one block uses one of them. A general optimizer's values are
+// copied in (begin_publish, finish_publish). A fused one writes a version straight into memory that gradients have
+// landed in (begin_update), so that weights and gradients together take two buffers.
+//
+// Ownership: the user's parameters become views of the current version.
+// Thread safety: the caller's thread, except finish_publish (the optimizer's thread, once for each begin_publish, in
+// order).
 class ParameterBlock {
  public:
   // Copies the values of `parameters` and points them at the block, one by one, so host memory peaks at one
@@ -32,19 +50,13 @@ class ParameterBlock {
 
   const BlockLayout& layout() const { return layout_; }
   const std::vector<NamedTensor>& parameters() const { return parameters_; }
+  // Where weights, and gradients of the same layout, take their memory from.
+  const std::shared_ptr<BufferPool>& buffers() const { return buffers_; }
 
-  // What one upload reads. `generation` changes when the buffer is given to a newer version.
-  struct Reading {
-    at::Tensor flat;             // uint8 [layout().size_bytes]
-    device::EventPtr published;  // fires when the version is complete
-    int buffer = 0;
-    int64_t generation = 0;
-  };
-  Reading read() const;
-  // Whether `reading` still holds the version it was made for.
-  bool still_holds(const Reading& reading) const { return generation_[reading.buffer] == reading.generation; }
-  // An upload from `reading` that is over when `uploaded` is complete.
-  void add_reader(const Reading& reading, device::EventPtr uploaded);
+  // The version that calls submitted now read.
+  const WeightVersionPtr& current() const { return current_; }
+  // An upload of `version` that is over when `uploaded` is complete.
+  void add_reader(const WeightVersionPtr& version, device::EventPtr uploaded);
 
   // Makes room for the next version: calls submitted from now on read it. `in_place` reuses the current buffer.
   void begin_publish(bool in_place);
@@ -52,30 +64,41 @@ class ParameterBlock {
   // dtype, host) into it and fires the published event.
   void finish_publish(const std::vector<at::Tensor>& values);
 
-  // Points the user's parameters at the version that calls read. Never blocks.
+  struct Update {
+    WeightVersionPtr before;  // the newest version, complete or still being made
+    WeightVersionPtr after;   // its successor; whoever asked sets `flat` and fires or fails `published`
+  };
+  // Starts a fused update. Synchronous: calls submitted from now on read its result. Asynchronous: they read what the
+  // update before made, and those after the next begin_update or settle read this one.
+  Update begin_update(bool asynchronous);
+  // Calls submitted from now on read the newest version.
+  void settle();
+
+  // Points the user's parameters at the version that calls read; where that is not complete yet, at a single NaN
+  // (integers: 0), so that a look at them shows it and keeps no memory. Never blocks.
   void repoint();
 
   // Puts parameters whose storage the user replaced (for example with `.data =`) back into the block, with the
-  // user's values. Throws std::invalid_argument when a dtype, shape or device has changed.
+  // user's values. Throws std::invalid_argument when a dtype, shape or device has changed. Waits for the current
+  // version if there is such a parameter.
   void adopt_replaced();
-
-  int64_t host_bytes() const;
 
  private:
   struct Publication {
-    int buffer;
+    WeightVersionPtr version;
+    at::Tensor flat;  // undefined: takes a buffer
     std::vector<device::EventPtr> readers;
-    device::EventPtr published;
   };
+  // No call will read `version` any more; its buffer is free once those that do are through and `successor` is made.
+  static void give_up(const WeightVersionPtr& version, const WeightVersionPtr& successor);
 
   BlockLayout layout_;
   std::vector<NamedTensor> parameters_;
-  bool pinned_;
-  int current_ = 0;
-  std::array<at::Tensor, 2> buffers_;
-  std::array<int64_t, 2> generation_{};
-  std::array<device::EventPtr, 2> published_;
-  std::array<std::vector<device::EventPtr>, 2> readers_;
+  std::shared_ptr<BufferPool> buffers_;
+  WeightVersionPtr current_;
+  WeightVersionPtr previous_;  // with begin_publish: calls may still be given to it, its buffer is the next one's
+  WeightVersionPtr next_;      // of an asynchronous update
+  at::Tensor shown_;           // what the user's parameters are views of; undefined: nothing
   std::mutex mutex_;
   std::deque<Publication> publications_;  // protected by mutex_: begun, not finished, oldest first
 };

@@ -126,7 +126,7 @@ class Call : public std::enable_shared_from_this<Call> {
   AutocastState autocast;
 
   std::vector<std::vector<char>> trainable;               // [layer][parameter]
-  std::vector<memory::ParameterBlock::Reading> readings;  // [block]
+  std::vector<memory::WeightVersionPtr> readings;         // [block]
   std::vector<char> saved_boundaries;                     // [layer]: values before this layer are kept
   bool keep_values = false;                               // a backward may come again (retain_graph)
 

@@ -395,14 +395,9 @@ void JobRunner::begin_gradients(JobRun& run) {
     const size_t own = state.blocks.empty() ? 0 : state.blocks.front();
     const bool has_own = !state.blocks.empty() && !call.model->blocks[own].tied() && call.results[own];
     if (!has_own) continue;
-    const memory::BlockLayout& host_layout = call.model->blocks[own].block->layout();
+    const memory::BlockLayout& host_layout = call.model->blocks[own].gradient_layout;
     memory::BlockLayout& layout = sum_layouts_[run.place(l)];
-    const auto& parameters = call.model->blocks[own].block->parameters();
-    for (const memory::NamedTensor& parameter : parameters) {
-      const c10::ScalarType dtype = parameter.tensor.scalar_type();
-      const bool wide = !call.options.sum_in_native_precision && (dtype == at::kBFloat16 || dtype == at::kHalf);
-      layout.add(parameter.tensor, wide ? at::kFloat : dtype);
-    }
+    layout = call.options.sum_in_native_precision ? host_layout : host_layout.widened();
     at::Tensor& sum = sums_[run.place(l)];
     sum = at::empty({layout.size_bytes}, at::TensorOptions().dtype(at::kByte).device(device_.torch_device()));
     for (size_t i = 0; i < state.parameters.size(); ++i) {
@@ -462,7 +457,7 @@ void JobRunner::contribute_tied(JobRun& run, int microbatch, bool ran) {
         indices.push_back(state.parameters[i].index);
         sink.tied[i].reset();
       }
-      auto landed = std::make_shared<std::vector<at::Tensor>>(shared.block->layout().tensors.size());
+      auto landed = std::make_shared<std::vector<at::Tensor>>(shared.gradient_layout.tensors.size());
       EventPtr done = run.call->new_event();
       send(
           run, Priority::kParameterGradient,
@@ -504,7 +499,7 @@ void JobRunner::send_gradients(JobRun& run) {
     if (!sum.defined()) continue;
     GradientSink& sink = layers_.shell(run, l).sink;
     const size_t own = state.blocks.front();
-    const memory::BlockLayout& layout = call.model->blocks[own].block->layout();
+    const memory::BlockLayout& layout = call.model->blocks[own].gradient_layout;
     std::vector<char> received(layout.tensors.size(), 0);
     for (size_t i = 0; i < state.parameters.size(); ++i) {
       if (state.parameters[i].block == own) received[state.parameters[i].index] = sink.received[i];
@@ -521,10 +516,10 @@ void JobRunner::send_gradients(JobRun& run) {
     EventPtr done = run.call->new_event();
     send(
         run, Priority::kParameterGradient,
-        [rounded, any, landed, pinned = device_.wants_pinned_host_memory()] {
+        [rounded, any, landed, buffers = call.model->blocks[own].gradient_buffers] {
           std::vector<Piece> pieces;
           if (!any) return pieces;
-          *landed = memory::allocate_host(rounded.numel(), pinned);
+          *landed = buffers->take();
           pieces.push_back({*landed, rounded});
           return pieces;
         },

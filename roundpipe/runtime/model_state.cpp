@@ -10,6 +10,18 @@ namespace roundpipe::runtime {
 
 using memory::NamedTensor;
 
+BlockState::BlockState(std::vector<NamedTensor> parameters, std::vector<int> block_layers, bool pinned)
+    : block(std::make_unique<memory::ParameterBlock>(std::move(parameters), pinned)),
+      layers(std::move(block_layers)),
+      gradient_layout(block->layout()),
+      gradient_buffers(block->buffers()) {}
+
+void BlockState::keep_gradients_in_fp32(bool pinned) {
+  gradient_layout = block->layout().widened();
+  if (gradient_layout.size_bytes == block->layout().size_bytes) return;
+  gradient_buffers = std::make_shared<memory::BufferPool>(gradient_layout.size_bytes, pinned);
+}
+
 ModelState::ModelState(std::string model_name, std::vector<std::unique_ptr<Layer>> model_layers, bool pinned)
     : name(std::move(model_name)) {
   if (model_layers.empty()) throw std::invalid_argument("[RoundPipe] the model has no layers; give it at least one");
@@ -25,7 +37,7 @@ ModelState::ModelState(std::string model_name, std::vector<std::unique_ptr<Layer
   std::map<const void*, LayerState::ParameterPlace> places;
   const auto add_block = [&](std::vector<NamedTensor> members, std::vector<int> block_layers) {
     for (size_t i = 0; i < members.size(); ++i) places[members[i].tensor.unsafeGetTensorImpl()] = {blocks.size(), i};
-    blocks.push_back({std::make_unique<memory::ParameterBlock>(std::move(members), pinned), std::move(block_layers)});
+    blocks.emplace_back(std::move(members), std::move(block_layers), pinned);
   };
   for (size_t l = 0; l < model_layers.size(); ++l) {
     auto state = std::make_unique<LayerState>();
@@ -91,10 +103,9 @@ void ModelState::refresh_modes() {
 
 int64_t ModelState::host_bytes() const {
   int64_t bytes = 0;
-  for (const BlockState& block : blocks) bytes += block.block->host_bytes();
-  for (const memory::GradientBlockPtr& gradient : gradients) {
-    if (gradient && gradient->landed->complete() && !gradient->landed->error() && gradient->flat.defined())
-      bytes += gradient->flat.numel();
+  for (const BlockState& block : blocks) {
+    bytes += block.block->buffers()->host_bytes();
+    if (block.gradient_buffers != block.block->buffers()) bytes += block.gradient_buffers->host_bytes();
   }
   return bytes;
 }

@@ -42,9 +42,17 @@ struct LayerState {
 
 // A parameter block and who uses it.
 struct BlockState {
+  BlockState(std::vector<memory::NamedTensor> parameters, std::vector<int> layers, bool pinned);
+
   std::unique_ptr<memory::ParameterBlock> block;
   std::vector<int> layers;  // ascending; more than one when tied
+  // How gradients lie on the host, and where their memory comes from: as the weights do, unless kept in fp32.
+  memory::BlockLayout gradient_layout;
+  std::shared_ptr<memory::BufferPool> gradient_buffers;
+
   bool tied() const { return layers.size() > 1; }
+  // From now on 16-bit weights have fp32 gradients on the host. REQUIRES: no gradient has been made yet.
+  void keep_gradients_in_fp32(bool pinned);
 };
 
 // The host side of a model: layers, parameters, and the gradients that the calls since the last step have summed.

@@ -36,7 +36,7 @@ bool StepTicket::hand_over() {
   const at::NoGradGuard no_grad;
   for (size_t b = 0; b < gradients_.size(); ++b) {
     if (!gradients_[b]) continue;
-    const memory::BlockLayout& layout = model_->blocks[b].block->layout();
+    const memory::BlockLayout& layout = model_->blocks[b].gradient_layout;
     for (size_t i = 0; i < layout.tensors.size(); ++i) {
       const at::Tensor gradient = memory::gradient(*gradients_[b], layout, i);
       if (!gradient.defined()) continue;
@@ -120,7 +120,7 @@ CallPtr Pipeline::begin_call(CallOptions options, Engine& engine) {
   call->thread_state.emplace();
   call->autocast = AutocastState::capture(engine.device_type());
   call->trainable = model_->trainable();
-  for (const BlockState& block : model_->blocks) call->readings.push_back(block.block->read());
+  for (const BlockState& block : model_->blocks) call->readings.push_back(block.block->current());
   last_call_ = call;
   return call;
 }
@@ -279,7 +279,7 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
   if (const std::exception_ptr error = call->error()) std::rethrow_exception(error);
   import_gradients();
   for (size_t b = 0; b < model_->blocks.size(); ++b) {
-    if (!model_->blocks[b].block->still_holds(call->readings[b])) {
+    if (call->readings[b]->given_up) {
       throw std::invalid_argument(
           "[backward] the weights have changed since this forward: a step was published in between; call backward "
           "before the next two steps");
@@ -447,7 +447,9 @@ void Pipeline::expose() {
     for (size_t i = 0; i < parameters.size(); ++i) {
       at::Tensor gradient;
       if (model_->gradients[b])
-        gradient = memory::gradient(*model_->gradients[b], model_->blocks[b].block->layout(), i);
+        gradient = memory::gradient(*model_->gradients[b], model_->blocks[b].gradient_layout, i);
+      // As autograd leaves them: in the parameter's own type.
+      if (gradient.defined()) gradient = gradient.to(parameters[i].tensor.scalar_type());
       parameters[i].tensor.mutable_grad() = gradient;
     }
   }
@@ -466,9 +468,9 @@ void Pipeline::import_gradients() {
       current.reset();
       continue;
     }
-    const memory::BlockLayout& layout = model_->blocks[b].block->layout();
+    const memory::BlockLayout& layout = model_->blocks[b].gradient_layout;
     auto imported = std::make_shared<memory::GradientBlock>();
-    imported->flat = memory::allocate_host(layout.size_bytes, /*pinned=*/false);
+    imported->flat = model_->blocks[b].gradient_buffers->take();
     imported->received.assign(parameters.size(), 0);
     for (size_t i = 0; i < parameters.size(); ++i) {
       at::Tensor& gradient = parameters[i].tensor.mutable_grad();

@@ -156,11 +156,11 @@ void open_gradients(Call& call, const Plan& plan) {
     call.bases[block] = model.gradients[block];
     call.results[block] = result;
     model.gradients[block] = result;
-    const memory::BlockLayout& layout = state.block->layout();
+    const memory::BlockLayout& layout = state.gradient_layout;
     if (state.tied()) {
-      call.tied_sums[block] = std::make_unique<memory::TiedSum>(result, call.bases[block], layout, state.layers.size(),
-                                                                static_cast<size_t>(call.options.microbatches),
-                                                                call.options.sum_in_native_precision);
+      call.tied_sums[block] = std::make_unique<memory::TiedSum>(
+          result, call.bases[block], layout, state.gradient_buffers, state.layers.size(),
+          static_cast<size_t>(call.options.microbatches), call.options.sum_in_native_precision);
     } else {
       const auto ranges = std::count_if(plan.jobs.begin(), plan.jobs.end(), [&](const Job& job) {
         return job.phase != Phase::kForward && job.layers.contains(state.layers.front());

@@ -82,7 +82,7 @@ void Worker::prefetch() {
 void Worker::upload_weights(const std::shared_ptr<JobRun>& run) {
   std::vector<EventPtr> after;
   for (int l = run->job.layers.first; l < run->job.layers.last; ++l) {
-    for (const size_t block : run->layer(l).blocks) after.push_back(run->call->readings[block].published);
+    for (const size_t block : run->layer(l).blocks) after.push_back(run->call->readings[block]->published);
     after.push_back(run->buffers_before[run->place(l)]);
   }
   upload_.submit({Priority::kWeight, std::move(after),
@@ -93,7 +93,7 @@ void Worker::upload_weights(const std::shared_ptr<JobRun>& run) {
                       const LayerState& state = run->layer(l);
                       const StageLayout::LayerPlace& place = run->layout.layers[run->place(l)];
                       for (size_t i = 0; i < state.blocks.size(); ++i) {
-                        const at::Tensor& flat = run->call->readings[state.blocks[i]].flat;
+                        const at::Tensor& flat = run->call->readings[state.blocks[i]]->flat;
                         pieces.push_back({run->weights.narrow(0, place.blocks_at[i], flat.numel()), flat});
                       }
                       // A backward job gets what such a layer had before its forward, microbatch by microbatch.

@@ -101,6 +101,10 @@ void run_shuffled(std::vector<Task> tasks, std::mt19937& random, size_t threads)
   for (std::thread& worker : workers) worker.join();
 }
 
+std::shared_ptr<BufferPool> buffers_of(const BlockLayout& layout) {
+  return std::make_shared<BufferPool>(layout.size_bytes, /*pinned=*/false);
+}
+
 }  // namespace
 
 TEST_CASE("gradient: undefined where nothing was received") {
@@ -184,7 +188,7 @@ TEST_CASE(
     cast(expected, /*wide=*/false);
 
     const auto result = std::make_shared<GradientBlock>();
-    TiedSum sum(result, base, c.layout, layers, microbatches, native_precision);
+    TiedSum sum(result, base, c.layout, buffers_of(c.layout), layers, microbatches, native_precision);
     std::vector<std::function<void()>> tasks;
     for (size_t m = 0; m < microbatches; ++m) {
       for (size_t layer = 0; layer < layers; ++layer) {
@@ -201,7 +205,7 @@ TEST_CASE(
 TEST_CASE("tied sum: contributions are not changed, and a base that received nothing counts as none") {
   const BlockLayout layout = layout_of({at::empty({3})});
   const auto result = std::make_shared<GradientBlock>();
-  TiedSum sum(result, std::make_shared<GradientBlock>(), layout, 2, 1);
+  TiedSum sum(result, std::make_shared<GradientBlock>(), layout, buffers_of(layout), 2, 1);
   const at::Tensor first = at::full({3}, 1.0);
   const at::Tensor second = at::full({3}, 2.0);
   sum.contribute(0, 0, {first});
@@ -222,7 +226,7 @@ TEST_CASE("tied sum: 16-bit gradients of microbatches are summed in fp32 and rou
     std::tie(base->flat, base->received) = packed(layout, {bf16(256)});
     base->landed->fire();
     const auto result = std::make_shared<GradientBlock>();
-    TiedSum sum(result, base, layout, 1, 2, native);
+    TiedSum sum(result, base, layout, buffers_of(layout), 1, 2, native);
     for (size_t microbatch : {0, 1}) sum.contribute(0, microbatch, {bf16(1)});
     CHECK(at::equal(gradient(*result, layout, 0), bf16(native ? 256 : 258)));
   }
@@ -231,7 +235,7 @@ TEST_CASE("tied sum: 16-bit gradients of microbatches are summed in fp32 and rou
 TEST_CASE("tied sum: after the call has failed, contributions are ignored") {
   const BlockLayout layout = layout_of({at::empty({3})});
   const auto result = std::make_shared<GradientBlock>();
-  TiedSum sum(result, nullptr, layout, 1, 1);
+  TiedSum sum(result, nullptr, layout, buffers_of(layout), 1, 1);
   result->landed->fail(std::make_exception_ptr(std::runtime_error("call failed")));
   sum.contribute(0, 0, {at::ones({3})});
   CHECK_FALSE(result->flat.defined());

@@ -26,10 +26,10 @@ ParameterBlock block_of(const std::vector<at::Tensor>& tensors) {
   return {named, /*pinned=*/false};
 }
 
-std::vector<at::Tensor> read_values(const ParameterBlock& block, const ParameterBlock::Reading& reading) {
+std::vector<at::Tensor> read_values(const ParameterBlock& block, const WeightVersionPtr& reading) {
   std::vector<at::Tensor> values;
   for (size_t i = 0; i < block.layout().tensors.size(); ++i) {
-    values.push_back(block.layout().view(reading.flat, i).clone());
+    values.push_back(block.layout().view(reading->flat, i).clone());
   }
   return values;
 }
@@ -48,11 +48,11 @@ TEST_CASE("block: keeps values, strides and identity of the parameters, which be
   CHECK(weight.strides() == at::IntArrayRef({1, 6}));
   CHECK(weight.requires_grad());
   CHECK(weight.is_leaf());
-  const ParameterBlock::Reading reading = block.read();
-  CHECK(reading.published->complete());
-  CHECK(weight.storage().is_alias_of(reading.flat.storage()));
-  CHECK(bias.storage().is_alias_of(reading.flat.storage()));
-  CHECK(block.host_bytes() == block.layout().size_bytes);
+  const WeightVersionPtr reading = block.current();
+  CHECK(reading->published->complete());
+  CHECK(weight.storage().is_alias_of(reading->flat.storage()));
+  CHECK(bias.storage().is_alias_of(reading->flat.storage()));
+  CHECK(block.buffers()->host_bytes() == block.layout().size_bytes);
   {
     const at::NoGradGuard no_grad;
     weight.add_(1);
@@ -63,42 +63,41 @@ TEST_CASE("block: keeps values, strides and identity of the parameters, which be
 TEST_CASE("block: publishing out of place leaves the old version readable until its successor's successor") {
   const at::Tensor parameter = at::zeros({8});
   ParameterBlock block = block_of({parameter});
-  const ParameterBlock::Reading version0 = block.read();
+  const WeightVersionPtr version0 = block.current();
   block.begin_publish(/*in_place=*/false);
-  const ParameterBlock::Reading version1 = block.read();
-  CHECK_FALSE(version1.published->complete());
-  CHECK(version1.buffer != version0.buffer);
-  CHECK(block.still_holds(version0));
+  const WeightVersionPtr version1 = block.current();
+  CHECK_FALSE(version1->published->complete());
+  CHECK_FALSE(version0->given_up);
 
   block.finish_publish({at::ones({8})});
-  CHECK(version1.published->complete());
+  CHECK(version1->published->complete());
+  CHECK(version1->flat.data_ptr() != version0->flat.data_ptr());
   CHECK(at::equal(read_values(block, version0)[0], at::zeros({8})));
   CHECK(at::equal(read_values(block, version1)[0], at::ones({8})));
-  CHECK(block.host_bytes() == 2 * block.layout().size_bytes);
+  CHECK(block.buffers()->host_bytes() == 2 * block.layout().size_bytes);
 
   CHECK(at::equal(parameter, at::zeros({8})));
   block.repoint();
   CHECK(at::equal(parameter, at::ones({8})));
 
   block.begin_publish(false);
-  CHECK_FALSE(block.still_holds(version0));
-  CHECK(block.still_holds(version1));
+  CHECK(version0->given_up);
+  CHECK_FALSE(version1->given_up);
   block.finish_publish({at::full({8}, 2.0)});
   CHECK(at::equal(read_values(block, version1)[0], at::ones({8})));
-  CHECK(at::equal(read_values(block, block.read())[0], at::full({8}, 2.0)));
+  CHECK(at::equal(read_values(block, block.current())[0], at::full({8}, 2.0)));
 }
 
 TEST_CASE("block: publishing in place keeps one buffer and ends the old version") {
   const at::Tensor parameter = at::zeros({8});
   ParameterBlock block = block_of({parameter});
-  const ParameterBlock::Reading version0 = block.read();
+  const WeightVersionPtr version0 = block.current();
   block.begin_publish(/*in_place=*/true);
-  CHECK_FALSE(block.still_holds(version0));
-  CHECK(block.read().buffer == version0.buffer);
-  CHECK_FALSE(block.read().published->complete());
+  CHECK(version0->given_up);
+  CHECK_FALSE(block.current()->published->complete());
   block.finish_publish({at::ones({8}, at::kDouble)});
-  CHECK(block.read().published->complete());
-  CHECK(block.host_bytes() == block.layout().size_bytes);
+  CHECK(block.current()->published->complete());
+  CHECK(block.buffers()->host_bytes() == block.layout().size_bytes);
   CHECK(at::equal(parameter, at::ones({8})));
 }
 
@@ -108,21 +107,21 @@ TEST_CASE("block: publishing waits for the last upload from the place it overwri
     const at::Tensor parameter = at::zeros({4});
     ParameterBlock block = block_of({parameter});
     if (!in_place) {  // the buffer that version 2 overwrites is version 0's
-      const ParameterBlock::Reading version0 = block.read();
+      const WeightVersionPtr version0 = block.current();
       block.begin_publish(false);
       block.finish_publish({at::ones({4})});
       const EventPtr uploaded = make_event();
       block.add_reader(version0, uploaded);
       block.begin_publish(false);
       std::thread optimizer([&] { block.finish_publish({at::full({4}, 2.0)}); });
-      CHECK_FALSE(block.read().published->wait_for(30));
+      CHECK_FALSE(block.current()->published->wait_for(30));
       CHECK(at::equal(read_values(block, version0)[0], at::zeros({4})));
       uploaded->fail(std::make_exception_ptr(std::runtime_error("upload failed")));
       optimizer.join();
-      CHECK(block.read().published->complete());
+      CHECK(block.current()->published->complete());
       continue;
     }
-    const ParameterBlock::Reading version0 = block.read();
+    const WeightVersionPtr version0 = block.current();
     const EventPtr first = make_event();
     const EventPtr second = make_event();
     block.add_reader(version0, first);
@@ -130,21 +129,21 @@ TEST_CASE("block: publishing waits for the last upload from the place it overwri
     block.begin_publish(true);
     std::thread optimizer([&] { block.finish_publish({at::ones({4})}); });
     first->fire();
-    CHECK_FALSE(block.read().published->wait_for(30));
+    CHECK_FALSE(block.current()->published->wait_for(30));
     CHECK(at::equal(read_values(block, version0)[0], at::zeros({4})));
     second->fire();
     optimizer.join();
-    CHECK(at::equal(read_values(block, block.read())[0], at::ones({4})));
+    CHECK(at::equal(read_values(block, block.current())[0], at::ones({4})));
   }
 }
 
 TEST_CASE("block: uploads of the version in use do not hold up the next one") {
   ParameterBlock block = block_of({at::zeros({4})});
   const EventPtr never = make_event();
-  block.add_reader(block.read(), never);
+  block.add_reader(block.current(), never);
   block.begin_publish(false);
   block.finish_publish({at::ones({4})});
-  CHECK(block.read().published->complete());
+  CHECK(block.current()->published->complete());
 }
 
 TEST_CASE("block: many asynchronous steps with uploads on other threads never mix versions") {
@@ -157,11 +156,11 @@ TEST_CASE("block: many asynchronous steps with uploads on other threads never mi
   for (int step = 0; step < kSteps; ++step) {
     // Uploads of this step, each on a thread of its own, read version `step`.
     for (int upload = 0; upload < 2; ++upload) {
-      const ParameterBlock::Reading reading = block.read();
+      const WeightVersionPtr reading = block.current();
       const EventPtr uploaded = make_event();
       block.add_reader(reading, uploaded);
       threads.emplace_back([&block, reading, uploaded, step] {
-        reading.published->wait();
+        reading->published->wait();
         for (const at::Tensor& value : read_values(block, reading)) {
           CHECK(at::equal(value, at::full_like(value, step % 128)));
         }
@@ -189,11 +188,11 @@ TEST_CASE("block: parameters whose storage the user replaced come back with the 
   const at::Tensor kept = at::ones({4});
   ParameterBlock block = block_of({replaced, kept});
   replaced.set_data(at::full({3, 2}, 7.0).t());
-  CHECK_FALSE(replaced.storage().is_alias_of(block.read().flat.storage()));
+  CHECK_FALSE(replaced.storage().is_alias_of(block.current()->flat.storage()));
   block.adopt_replaced();
-  CHECK(replaced.storage().is_alias_of(block.read().flat.storage()));
+  CHECK(replaced.storage().is_alias_of(block.current()->flat.storage()));
   CHECK(at::equal(replaced, at::full({2, 3}, 7.0)));
-  CHECK(at::equal(read_values(block, block.read())[0], at::full({2, 3}, 7.0)));
+  CHECK(at::equal(read_values(block, block.current())[0], at::full({2, 3}, 7.0)));
   CHECK(at::equal(kept, at::ones({4})));
 }
 
@@ -229,8 +228,8 @@ TEST_CASE("block: parameters that are not on the host are refused by name") {
 
 TEST_CASE("block: no parameters, no bytes") {
   ParameterBlock block = block_of({});
-  CHECK(block.host_bytes() == 0);
+  CHECK(block.buffers()->host_bytes() == 0);
   block.begin_publish(false);
   block.finish_publish({});
-  CHECK(block.read().published->complete());
+  CHECK(block.current()->published->complete());
 }

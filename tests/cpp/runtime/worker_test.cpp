@@ -41,7 +41,7 @@ CallPtr submit_forward(const std::shared_ptr<ModelState>& model, Engine& engine,
   call->thread_state.emplace();
   call->autocast = AutocastState::capture(engine.device_type());
   call->trainable = model->trainable();
-  for (const BlockState& block : model->blocks) call->readings.push_back(block.block->read());
+  for (const BlockState& block : model->blocks) call->readings.push_back(block.block->current());
   ModelPlanner planner(*call->model);
   const Plan plan = plan_call(*call, std::move(stages), PlanMode::kInference, true, planner, engine);
   open_boundaries(*call, plan);
@@ -164,7 +164,7 @@ TEST_SUITE("worker") {
     CallOptions options;
     auto call = std::make_shared<Call>(model, options, 1, 0, 0);
     call->trainable = model->trainable();
-    call->readings.push_back(model->blocks[0].block->read());
+    call->readings.push_back(model->blocks[0].block->current());
     ModelPlanner planner(*call->model);
     const Plan plan = plan_call(*call, stages_of({0, 1}), PlanMode::kInference, true, planner, *engine);
     open_boundaries(*call, plan);

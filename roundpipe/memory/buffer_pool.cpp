@@ -1,0 +1,42 @@
+#include <roundpipe/memory/buffer_pool.h>
+
+#include <ATen/ops/from_blob.h>
+
+#include <roundpipe/memory/block_layout.h>
+
+namespace roundpipe::memory {
+
+BufferPool::BufferPool(int64_t size_bytes, bool pinned)
+    : size_bytes_(size_bytes), pinned_(pinned), shelf_(std::make_shared<Shelf>()) {}
+
+at::Tensor BufferPool::take() const {
+  at::Tensor piece;
+  {
+    std::lock_guard lock(shelf_->mutex);
+    piece = std::move(shelf_->spare);
+    if (!piece.defined()) shelf_->most_pieces = std::max(shelf_->most_pieces, ++shelf_->pieces);
+  }
+  if (!piece.defined()) piece = allocate_host(size_bytes_, pinned_);
+  void* data = piece.mutable_data_ptr();
+  const auto give_back = [shelf = shelf_, piece](void*) {
+    std::lock_guard lock(shelf->mutex);
+    if (shelf->spare.defined()) {
+      --shelf->pieces;
+    } else {
+      shelf->spare = piece;
+    }
+  };
+  return at::from_blob(data, {size_bytes_}, give_back, at::TensorOptions().dtype(at::kByte));
+}
+
+int64_t BufferPool::host_bytes() const {
+  std::lock_guard lock(shelf_->mutex);
+  return shelf_->pieces * size_bytes_;
+}
+
+int64_t BufferPool::peak_bytes() const {
+  std::lock_guard lock(shelf_->mutex);
+  return shelf_->most_pieces * size_bytes_;
+}
+
+}  // namespace roundpipe::memory
