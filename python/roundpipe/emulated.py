@@ -18,17 +18,21 @@ class EmulatedLayer(nn.Module):
         forward_ms: duration of the forward of one microbatch, in ms.
         backward_ms: duration of the backward without the recomputed forward, in ms.
         weight_bytes: size of the weights that travel; at least 4.
+        update_ms: duration of a `roundpipe.optim` optimizer's update of the layer, in ms; 0 = a real update.
     """
 
-    def __init__(self, forward_ms: float, backward_ms: float, weight_bytes: int = 4) -> None:
+    def __init__(
+        self, forward_ms: float, backward_ms: float, weight_bytes: int = 4, update_ms: float = 0.0
+    ) -> None:
         super().__init__()
-        if forward_ms < 0 or backward_ms < 0 or weight_bytes < 4:
+        if forward_ms < 0 or backward_ms < 0 or weight_bytes < 4 or update_ms < 0:
             raise ValueError(
-                f"[EmulatedLayer] got forward_ms={forward_ms}, backward_ms={backward_ms}, weight_bytes={weight_bytes}; "
-                "expected times of at least 0 and at least 4 bytes"
+                f"[EmulatedLayer] got forward_ms={forward_ms}, backward_ms={backward_ms}, weight_bytes={weight_bytes}, "
+                f"update_ms={update_ms}; expected times of at least 0 and at least 4 bytes"
             )
         self.forward_ms = forward_ms
         self.backward_ms = backward_ms
+        self.update_ms = update_ms
         self.weight = nn.Parameter(torch.zeros(weight_bytes // 4))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:

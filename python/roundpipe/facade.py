@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Self
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from torch import nn
 
 from roundpipe.optimizer_context import in_optimizer_context
+
+if TYPE_CHECKING:
+    from roundpipe.stepping import StepGroup
 
 
 class ModelFacade(nn.Module):
     """Stands for an original model: every attribute that is not in `_OWN` is read, written and deleted there.
 
-    A subclass sets `_original_model` without `nn.Module.__init__`, whose state is the original model's, and defines
-    `synchronize` and `optim_parameters`.
+    A subclass sets `_original_model` and `_step_group` without `nn.Module.__init__`, whose state is the original
+    model's, and defines `synchronize` and `optim_parameters`.
     """
 
     # Names that are looked up here; all others belong to the original model.
@@ -29,10 +34,12 @@ class ModelFacade(nn.Module):
             "load_state_dict",
             "zero_grad",
             "_original_model",
+            "_step_group",
         }
     )
 
     _original_model: nn.Module
+    _step_group: StepGroup
 
     def synchronize(self) -> None:
         raise NotImplementedError
@@ -43,7 +50,11 @@ class ModelFacade(nn.Module):
     def __getattribute__(self, name: str) -> Any:
         if name in type(self)._OWN or (name.startswith("__") and name.endswith("__")):
             return object.__getattribute__(self, name)
-        return getattr(object.__getattribute__(self, "_original_model"), name)
+        value = getattr(object.__getattribute__(self, "_original_model"), name)
+        if isinstance(value, (nn.Module, torch.Tensor, MethodType)):
+            # From here the user may reach parameters.
+            object.__getattribute__(self, "_step_group").show_weights()
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._original_model, name, value)
@@ -89,6 +100,9 @@ class ModelFacade(nn.Module):
                     parameter.grad = None
                 elif parameter.grad is not None:
                     parameter.grad.detach_().zero_()
+            return
+        if self._step_group.is_fused and set_to_none:
+            self._step_group.zero_fused_gradients()
             return
         self.synchronize()
         self._original_model.zero_grad(set_to_none)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
@@ -19,10 +19,14 @@ from roundpipe.facade import ModelFacade
 from roundpipe.microbatch import effective_microbatches, merge_outputs, split_call, split_label
 from roundpipe.optimizer_context import in_optimizer_context
 from roundpipe.run_config import ResolvedRunConfig, RoundPipeRunConfig, resolve
-from roundpipe.scaler import _all_live
+from roundpipe.scaler import GradScaler, _all_live
 from roundpipe.shell import PythonLayer, layers_of
 from roundpipe.stepping import StepGroup
 from roundpipe.values import split, to_host
+
+if TYPE_CHECKING:
+    from roundpipe.binding import Step
+    from roundpipe.optim.host_optimizer import HostOptimizer
 
 _MODES = {"infer": _core.PlanMode.INFERENCE, "train": _core.PlanMode.TRAIN, "fused": _core.PlanMode.FUSED}
 _GRAINS = {"stage": _core.RecomputeGrain.STAGE, "layer": _core.RecomputeGrain.LAYER}
@@ -114,7 +118,6 @@ class RoundPipe(ModelFacade):
             "_run_loss",
             "_options",
             "_pipeline",
-            "_step_group",
             "_run_config",
             "_name",
             "_check_loss",
@@ -123,7 +126,6 @@ class RoundPipe(ModelFacade):
     )
 
     _pipeline: _core.Pipeline
-    _step_group: StepGroup
     _run_config: RoundPipeRunConfig
     _name: str
     _check_loss: bool
@@ -177,9 +179,11 @@ class RoundPipe(ModelFacade):
         return len(self._original_model)  # type: ignore[arg-type]
 
     def __getitem__(self, index: Any) -> Any:
+        self._step_group.show_weights()
         return self._original_model[index]  # type: ignore[index]
 
     def __iter__(self) -> Iterator[Any]:
+        self._step_group.show_weights()
         return iter(self._original_model)  # type: ignore[call-overload, no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -418,24 +422,53 @@ class RoundPipe(ModelFacade):
 
     # -- steps and parameters ---------------------------------------------------------------------------------------
 
-    def step(self, step_fn: Callable[..., Any], is_async: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Runs `step_fn(*args, **kwargs)` on the optimizer thread once the gradients are there.
+    @overload
+    def step(
+        self,
+        step_fn: HostOptimizer,
+        is_async: bool = ...,
+        *,
+        scaler: GradScaler | None = ...,
+        max_grad_norm: float | None = ...,
+        lr_scheduler: Any = ...,
+    ) -> Step: ...
 
-        Inside it, `model.parameters()` are the optimizer's parameters, with `.grad` filled; clear them there, for
-        example with `optimizer.zero_grad()`.
+    @overload
+    def step(self, step_fn: Callable[..., Any], is_async: bool = ..., *args: Any, **kwargs: Any) -> None: ...
+
+    def step(self, step_fn: Any, is_async: bool = True, *args: Any, **kwargs: Any) -> Step | None:
+        """Updates the weights with the gradients summed since the last step. Two ways:
+
+        `step(optimizer)` with a `roundpipe.optim` optimizer that was made for this model: each layer is updated as soon
+        as its gradient has landed, and gates only itself. Returns at once, in both modes. Then, until the next call
+        or `synchronize()`, read parameters through this model only: your own references may show NaN.
+
+        `step(step_fn, is_async, *args, **kwargs)`: runs the function on the optimizer thread once all gradients are
+        there. Inside it, `model.parameters()` are the optimizer's parameters, with `.grad` filled; clear them there,
+        for example with `optimizer.zero_grad()`.
 
         Args:
-            step_fn: updates the optimizer's parameters.
-            is_async: return at once; the next call still reads the weights from before this step, the one after it
-                reads this step's (staleness exactly one). False: wait, and the next call reads the new weights.
+            step_fn: the optimizer, or a function that updates the optimizer's parameters.
+            is_async: the next call still reads the weights from before this step, the one after it reads this step's
+                (staleness exactly one). False: the next call reads the new weights; with a function, waits for them.
             *args: for `step_fn`.
-            **kwargs: for `step_fn`.
+            **kwargs: for `step_fn`. With an optimizer, any of these: `scaler`, a `roundpipe.GradScaler` that scaled the
+                losses: gradients are unscaled, a step with inf or NaN changes nothing, and the scale is updated.
+                `max_grad_norm`: gradients whose norm over the whole model is larger are scaled down to it; every update
+                then waits for all gradients. `lr_scheduler`: a torch scheduler (or several), stepped after this step.
+
+        Returns:
+            With an optimizer the step, whose `grad_norm` and `skipped` can be read; else None.
 
         Raises:
-            Exception: what the last asynchronous `step_fn` or work still running raised; this step is then not made.
-                With `is_async=False` also what this one raised.
+            ValueError: the optimizer was not made for this model, or an option that does not fit.
+            Exception: what the last step or work still running raised; this step is then not made. With a function and
+                `is_async=False` also what this one raised.
         """
+        if isinstance(step_fn, torch.optim.Optimizer):
+            return self._step_group.step_fused(step_fn, is_async, *args, **kwargs)
         self._step_group.step(step_fn, is_async, args, kwargs)
+        return None
 
     def synchronize(self) -> None:
         """Waits for everything: parameters up to date, `.grad` filled with what no step has consumed.
@@ -462,6 +495,9 @@ class RoundPipe(ModelFacade):
         """The original model's parameters, which hold the last published weights; in `step_fn` the optimizer's."""
         if in_optimizer_context():
             return self.optim_named_parameters(prefix, remove_duplicate)
+        if self._step_group.is_fused:
+            self._step_group.show_weights()
+            return self._original_model.named_parameters(prefix, recurse, remove_duplicate)
         warnings.warn(
             "[RoundPipe] parameters() outside of step_fn are the model's own, which an optimizer must not update; "
             "give optim_parameters() to the optimizer",

@@ -155,6 +155,19 @@ class GradScaler(torch.amp.GradScaler):
                     backed_off = (step_scale.double() * self._backoff_factor).float()
                     current.copy_(torch.minimum(before, backed_off))
 
+    def _scale_of(self, scales: StepScales) -> float:
+        """The scale of the step's losses; raises ValueError when none was scaled."""
+        scale = scales._scales.get(self)
+        if scale is None:
+            raise ValueError("[step] the scaler has scaled no loss yet, expected scaler.scale(loss) in loss_fn")
+        return float(scale)
+
+    def _update_after(self, overflowed: bool) -> None:
+        """`update` after a step whose gradients somebody else has looked at."""
+        state = self._per_optimizer_states[id(self)]
+        state["found_inf_per_device"] = {torch.device("cpu"): torch.tensor(float(overflowed))}
+        self.update()
+
     def _get_scale_async(self) -> torch.Tensor | None:
         return self._scale if _active.scales is not None else self._front
 

@@ -20,10 +20,12 @@ import torch
 from torch import nn
 
 from roundpipe import _core
+from roundpipe.binding import Binding, Gradients, Moments, Step, as_schedulers
 from roundpipe.optimizer_context import OptimizerCtx
 from roundpipe.scaler import GradScaler, StepScales, _all_live
 
 if TYPE_CHECKING:
+    from roundpipe.optim.host_optimizer import HostOptimizer
     from roundpipe.pipe import RoundPipe
 
 _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="roundpipe-optimizer")
@@ -108,15 +110,19 @@ class StepGroup:
         self._sources: list[nn.Parameter] = []  # the users' parameters that _copies belong to
         self._versions: list[int] = []  # of _sources, as last seen
         self._names: list[tuple[str, nn.Parameter]] = []  # every name of every parameter
+        self._trained: set[int] = set()  # ids of the parameters that a fused optimizer trains
         self._built = False
         self._pending: _Update | None = None
         self._unpublished = False
+        self._binding: Binding | None = None
+        self.host_pipeline: _core.Pipeline | None = None  # of the host parameters, for a fused optimizer
         _groups.add(self)
 
     # -- the optimizer's parameters ---------------------------------------------------------------------------------
 
     def optim_named_parameters(self, prefix: str, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:
         """The optimizer's parameters with their names; a frozen parameter is the user's own."""
+        self._check_unbound("optim_parameters")
         self._build()
         return self._iterate(prefix, remove_duplicate)
 
@@ -134,14 +140,19 @@ class StepGroup:
         with _uninterrupted():
             self._build_copies()
 
-    def _build_copies(self) -> None:
+    def _all_names(self) -> list[tuple[str, nn.Parameter]]:
+        names: list[tuple[str, nn.Parameter]] = []
         for path, reference in self._pipes.items():
             pipe = reference()
             if pipe is None:
                 raise ReferenceError("[RoundPipe] the model is gone, expected it to live as long as its optimizer")
             for name, parameter in pipe._original_model.named_parameters(remove_duplicate=False):
-                self._names.append((f"{path}.{name}" if path else name, parameter))
-        self._names.extend(self._host_parameters.items())
+                names.append((f"{path}.{name}" if path else name, parameter))
+        names.extend(self._host_parameters.items())
+        return names
+
+    def _build_copies(self) -> None:
+        self._names = self._all_names()
         for _, parameter in self._names:
             if not parameter.requires_grad or id(parameter) in self._copies:
                 continue
@@ -158,10 +169,9 @@ class StepGroup:
 
     def check_trainable(self) -> None:
         """Raises ValueError when a parameter became trainable after the optimizer's copies were made."""
-        if not self._built:
-            return
+        known = self._copies if self._binding is None else self._trained
         for name, parameter in self._names:
-            if parameter.requires_grad and id(parameter) not in self._copies:
+            if parameter.requires_grad and id(parameter) not in known:
                 raise ValueError(
                     f"[RoundPipe] parameter '{name}' was frozen when the optimizer's parameters were made and requires "
                     "grad now, so no optimizer would update it; set requires_grad before optim_parameters() or the "
@@ -180,6 +190,7 @@ class StepGroup:
 
     def step(self, step_fn: Callable[..., Any], is_async: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See `RoundPipe.step`."""
+        self._check_unbound("step with a function")
         if not callable(step_fn):
             raise ValueError(f"[step] step_fn is a {type(step_fn).__name__}, expected a function")
         self._build()
@@ -289,7 +300,7 @@ class StepGroup:
 
     def _publish_now(self) -> None:
         """Makes the latest update what calls read. Nothing may be running."""
-        if not self._unpublished:
+        if self._binding is not None or not self._unpublished:
             return
         with _uninterrupted():
             self._unpublished = False
@@ -303,6 +314,8 @@ class StepGroup:
         self.finish_update()
         for pipeline in self._pipelines:
             pipeline.drain()
+        if self._binding is not None:
+            self._binding.finish()
         if self._built:
             self._refresh_copies()
         self._publish_now()
@@ -310,3 +323,117 @@ class StepGroup:
             pipeline.expose()
         if _all_live():
             GradScaler._synchronize_all()
+
+    # -- a fused optimizer ------------------------------------------------------------------------------------------
+
+    def _check_unbound(self, what: str) -> None:
+        if self._binding is not None:
+            raise ValueError(
+                f"[RoundPipe] {what}: a roundpipe.optim optimizer was made for this model and updates it in place; "
+                "use model.step(optimizer), or wrap the model again for another way of stepping"
+            )
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a fused optimizer was made for these models."""
+        return self._binding is not None
+
+    def pipelines(self) -> list[_core.Pipeline]:
+        """All that hold parameters, those of the host last."""
+        return [*self._pipelines, *([self.host_pipeline] if self.host_pipeline is not None else [])]
+
+    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The models' own parameters that require grad, each once, by its first name."""
+        seen: set[int] = set()
+        named = []
+        for name, parameter in self._all_names():
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                named.append((name, parameter))
+        return named
+
+    def bind(
+        self, group_of: dict[int, int], algorithm: _core.Algorithm, moments: Moments, gradients: Gradients
+    ) -> Binding:
+        """Lets a fused optimizer update these models from now on. Moments of an earlier one are dropped, the fp32
+        masters stay.
+
+        Args:
+            group_of: by id of each trained parameter, its group.
+        """
+        if self._built:
+            raise ValueError(
+                "[optim] the model's optim_parameters() are in use, expected a model that is stepped in one way only; "
+                "give optim_parameters() to a torch.optim optimizer, or wrap the model again"
+            )
+        self.synchronize()
+        if self._host_parameters and self.host_pipeline is None:
+            self.host_pipeline = _core.host_parameters(
+                "host", list(self._host_parameters), list(self._host_parameters.values())
+            )
+        self._names = self._all_names()
+        self._trained = set(group_of)
+        self._binding = Binding(self, group_of, algorithm, moments, gradients)
+        return self._binding
+
+    def step_fused(
+        self,
+        optimizer: HostOptimizer,
+        is_async: bool,
+        scaler: GradScaler | None = None,
+        max_grad_norm: float | None = None,
+        lr_scheduler: Any = None,
+    ) -> Step:
+        """See `RoundPipe.step`."""
+        binding = self._binding
+        if binding is None or optimizer.binding is not binding:
+            raise ValueError(
+                f"[step] the {type(optimizer).__name__} was not made for this model (or another one was made since); "
+                "make it with roundpipe.optim.AdamW(model, ...), or give step a function that calls optimizer.step()"
+            )
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"[step] max_grad_norm is {max_grad_norm}, expected a positive number or None")
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise ValueError(f"[step] scaler is a {type(scaler).__name__}, expected a roundpipe.GradScaler")
+        schedulers = as_schedulers(lr_scheduler)
+        groups = optimizer.core_groups()
+        self.check_trainable()
+        self.finish_update()
+        for pipeline in self._pipelines:
+            pipeline.asynchronous = is_async
+            pipeline.raise_pending()
+        scaling = scaler is not None and scaler.is_enabled()
+        scales = self._hand_over_scales() if scaling else None
+        loss_scale = 0.0
+        if scaler is not None and scales is not None:
+            loss_scale = scaler._scale_of(scales)
+        with _uninterrupted():
+            run = binding.step(groups, is_async, max_grad_norm or 0.0, loss_scale)
+            if scaler is not None and scales is not None:
+                self._pending = _Update(lambda: self._update_scale(scaler, scales, run))
+        if self._pending is not None and not is_async:
+            # The scale of the next losses depends on these gradients.
+            self.finish_update()
+            GradScaler._synchronize_all()
+        optimizer.count_step()
+        for scheduler in schedulers:
+            scheduler.step()
+        return Step(run)
+
+    @staticmethod
+    def _update_scale(scaler: GradScaler, scales: StepScales, run: _core.StepRun) -> bool:
+        """On the optimizer thread. False: there is nothing to publish."""
+        run.wait_decided()
+        with scales.active():
+            scaler._update_after(run.overflowed)
+        return False
+
+    def show_weights(self) -> None:
+        """Lets the models' parameters show the weights that calls read, if a fused step has hidden them."""
+        if self._binding is not None and self._binding.hides_weights:
+            self._binding.show_weights()
+
+    def zero_fused_gradients(self) -> None:
+        """Drops the gradients that no step has taken, without waiting."""
+        for pipeline in self.pipelines():
+            pipeline.drop_gradients()

@@ -16,6 +16,7 @@ from roundpipe.optimizer_context import in_optimizer_context
 from roundpipe.run_config import RoundPipeRunConfig, layered
 
 if TYPE_CHECKING:
+    from roundpipe.binding import Step
     from roundpipe.pipe import RoundPipe
 
 Preset = Callable[[nn.Module], nn.Sequential]
@@ -320,12 +321,10 @@ class AutoRoundPipe(ModelFacade):
             "optim_named_parameters",
             "parameters",
             "named_parameters",
-            "_step_group",
             "_order",
         }
     )
 
-    _step_group: Any
     _order: dict[str, int]
 
     def __init__(
@@ -396,8 +395,10 @@ class AutoRoundPipe(ModelFacade):
             return value
         return value, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
 
-    def step(self, step_fn: Callable[..., Any], is_async: bool = True, *args: Any, **kwargs: Any) -> Any:
-        """Runs `step_fn(*args, **kwargs)` on the optimizer thread, see `RoundPipe.step`."""
+    def step(self, step_fn: Any, is_async: bool = True, *args: Any, **kwargs: Any) -> Step | None:
+        """Updates the weights, with an optimizer or a function, see `RoundPipe.step`."""
+        if isinstance(step_fn, torch.optim.Optimizer):
+            return self._step_group.step_fused(step_fn, is_async, *args, **kwargs)
         return self._step_group.step(step_fn, is_async, args, kwargs)
 
     def synchronize(self) -> None:

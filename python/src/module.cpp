@@ -7,4 +7,5 @@ PYBIND11_MODULE(_core, module) {
   roundpipe::python::bind_schedule(module);
   roundpipe::python::bind_optim(module);
   roundpipe::python::bind_pipeline(module);
+  roundpipe::python::bind_model_optimizer(module);
 }

@@ -45,6 +45,7 @@ std::unique_ptr<runtime::Layer> make_layer(const py::handle& object) {
     models::EmulatedLayerOptions options;
     options.forward_ms = spec.attr("forward_ms").cast<double>();
     options.backward_ms = spec.attr("backward_ms").cast<double>();
+    options.update_ms = spec.attr("update_ms").cast<double>();
     options.weight = spec.attr("weight").cast<at::Tensor>();
     options.structure = share(object.attr("structure"));
     return models::make_emulated_layer(object.attr("name").cast<std::string>(), std::move(options));
@@ -131,6 +132,9 @@ void bind_pipeline(py::module_& module) {
       .def("begin_step", &Pipeline::begin_step, py::call_guard<py::gil_scoped_release>())
       .def("begin_publish", &Pipeline::begin_publish, py::arg("in_place"), py::call_guard<py::gil_scoped_release>())
       .def("finish_publish", &Pipeline::finish_publish, py::call_guard<py::gil_scoped_release>())
+      .def("drop_gradients", &Pipeline::drop_gradients, py::call_guard<py::gil_scoped_release>())
+      .def("keep_gradients_in_fp32", &Pipeline::keep_gradients_in_fp32, py::call_guard<py::gil_scoped_release>())
+      .def("show_weights", &Pipeline::show_weights, py::call_guard<py::gil_scoped_release>())
       .def("expose", &Pipeline::expose, py::call_guard<py::gil_scoped_release>())
       .def("choose_stages", &Pipeline::choose_stages, py::arg("mode"), py::arg("min_stages"),
            py::arg("upper_threshold"), py::arg("memory_limit_bytes"), py::call_guard<py::gil_scoped_release>())

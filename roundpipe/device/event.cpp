@@ -7,7 +7,17 @@
 
 namespace roundpipe::device {
 
+namespace {
+std::function<void()>& completion_hook() {
+  static std::function<void()> hook;
+  return hook;
+}
+}  // namespace
+
+void set_completion_hook(std::function<void()> hook) { completion_hook() = std::move(hook); }
+
 void Event::finish(State state, std::exception_ptr error) {
+  if (completion_hook()) completion_hook()();
   std::vector<Callback> callbacks;
   {
     std::lock_guard lock(mutex_);

@@ -61,6 +61,10 @@ EventPtr fired_event();
 // Runs `callback` when every event is complete (failed ones too). Null events count as complete.
 void when_all(const std::vector<EventPtr>& events, Event::Callback callback);
 
+// `hook` runs before an event completes, on the completing thread: a test can delay any of them. Null = none. Set while
+// nothing is running.
+void set_completion_hook(std::function<void()> hook);
+
 // Blocks until complete, calling the process-wide interrupt check (see set_interrupt_check) every 50 ms;
 // rethrows what the check throws, else the event's error.
 void wait_interruptible(const Event& event);

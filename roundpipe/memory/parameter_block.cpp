@@ -112,11 +112,12 @@ ParameterBlock::Update ParameterBlock::begin_update(bool asynchronous) {
   return update;
 }
 
-void ParameterBlock::settle() {
-  if (!next_) return;
+bool ParameterBlock::settle() {
+  if (!next_) return false;
   give_up(current_, next_);
   current_ = std::move(next_);
   next_.reset();
+  return true;
 }
 
 void ParameterBlock::repoint() {

@@ -71,12 +71,16 @@ class ParameterBlock {
   // Starts a fused update. Synchronous: calls submitted from now on read its result. Asynchronous: they read what the
   // update before made, and those after the next begin_update or settle read this one.
   Update begin_update(bool asynchronous);
-  // Calls submitted from now on read the newest version.
-  void settle();
+  // Calls submitted from now on read the newest version. False when they did so already.
+  bool settle();
+  // Whether calls read the newest version, and it is complete.
+  bool settled() const { return !next_ && current_->published->complete(); }
 
   // Points the user's parameters at the version that calls read; where that is not complete yet, at a single NaN
   // (integers: 0), so that a look at them shows it and keeps no memory. Never blocks.
   void repoint();
+  // Whether the user's parameters hold values.
+  bool shows_weights() const { return shown_.defined(); }
 
   // Puts parameters whose storage the user replaced (for example with `.data =`) back into the block, with the
   // user's values. Throws std::invalid_argument when a dtype, shape or device has changed. Waits for the current

@@ -64,6 +64,7 @@ class EmulatedLayer final : public Layer {
   std::string name() const override { return name_; }
   std::vector<memory::NamedTensor> parameters() const override { return {{"weight", options_.weight}}; }
   std::vector<memory::NamedTensor> buffers() const override { return {}; }
+  double emulated_update_ms() const override { return options_.update_ms; }
   std::unique_ptr<LayerShell> make_shell(c10::Device device) override {
     return std::make_unique<EmulatedShell>(options_, device);
   }

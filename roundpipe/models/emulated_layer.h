@@ -10,6 +10,7 @@ namespace roundpipe::models {
 struct EmulatedLayerOptions {
   double forward_ms = 0;
   double backward_ms = 0;  // without the recompute
+  double update_ms = 0;    // of a fused optimizer; 0 = a real update
   at::Tensor weight;       // moves as a real layer's weights would, and gets a gradient
   // Structure of the outputs; null = that of the inputs.
   std::shared_ptr<const void> structure;

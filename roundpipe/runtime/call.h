@@ -119,16 +119,17 @@ class Call : public std::enable_shared_from_this<Call> {
   const uint64_t index;  // of this model's calls, keys the random state
   const uint64_t base_seed;
 
-  uint64_t position = 0;  // among the model's calls; never given twice, unlike `index`
+  bool committed = false;  // see Pipeline::commit_calls; caller's thread only
+  uint64_t position = 0;   // among the model's calls; never given twice, unlike `index`
 
   // The caller's thread-local state (autograd mode, dispatch modes, autocast).
   std::optional<at::ThreadLocalState> thread_state;
   AutocastState autocast;
 
-  std::vector<std::vector<char>> trainable;               // [layer][parameter]
-  std::vector<memory::WeightVersionPtr> readings;         // [block]
-  std::vector<char> saved_boundaries;                     // [layer]: values before this layer are kept
-  bool keep_values = false;                               // a backward may come again (retain_graph)
+  std::vector<std::vector<char>> trainable;        // [layer][parameter]
+  std::vector<memory::WeightVersionPtr> readings;  // [block]
+  std::vector<char> saved_boundaries;              // [layer]: values before this layer are kept
+  bool keep_values = false;                        // a backward may come again (retain_graph)
 
   std::shared_ptr<Loss> loss;
   std::vector<Values> labels;                   // [microbatch], host

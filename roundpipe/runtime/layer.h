@@ -57,6 +57,8 @@ class Layer {
   // A value that changes when the layer may start or stop drawing random numbers or writing its buffers: whatever
   // was learned about it is learned anew.
   virtual uint64_t mode_key() const { return 0; }
+  // What an update of the layer's parameters is pretended to take; 0 = they are really updated.
+  virtual double emulated_update_ms() const { return 0; }
   virtual std::unique_ptr<LayerShell> make_shell(c10::Device device) = 0;
 };
 

@@ -49,6 +49,8 @@ struct BlockState {
   // How gradients lie on the host, and where their memory comes from: as the weights do, unless kept in fp32.
   memory::BlockLayout gradient_layout;
   std::shared_ptr<memory::BufferPool> gradient_buffers;
+  // What the fp32 master of each parameter has beyond its weights, once a fused optimizer trains it.
+  std::vector<at::Tensor> master_rest;
 
   bool tied() const { return layers.size() > 1; }
   // From now on 16-bit weights have fp32 gradients on the host. REQUIRES: no gradient has been made yet.

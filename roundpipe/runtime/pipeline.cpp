@@ -56,6 +56,7 @@ bool StepTicket::hand_over() {
 Pipeline::Pipeline(std::string name, std::vector<std::unique_ptr<Layer>> layers, bool pinned)
     : model_(std::make_shared<ModelState>(std::move(name), std::move(layers), pinned)),
       planner_(*model_),
+      pinned_(pinned),
       random_seed_(at::detail::getDefaultCPUGenerator().current_seed()) {
   sweep(/*wait=*/true);
 }
@@ -129,6 +130,7 @@ void Pipeline::wait_or_abort(const EventPtr& event, const CallPtr& call) {
   try {
     device::wait_interruptible(*event);
   } catch (...) {
+    if (call->committed && !event->complete()) throw;
     call->fail(std::current_exception());
     recover();
     throw;
@@ -183,6 +185,7 @@ Pipeline::Outputs Pipeline::forward(const std::vector<Values>& inputs, CallOptio
     wait_or_abort(call->values(plan.layers, m).produced, call);
     outputs.microbatches.push_back(read_outputs(*call, m));
   }
+  show_complete_weights();
   if (call->draws()) wait_or_abort(call->finished(), call);
   if (train) attach_graph(*this, call, plan, inputs, outputs.microbatches);
   return outputs;
@@ -247,6 +250,7 @@ Pipeline::TrainResult Pipeline::finish(Submitted& submitted) {
     wait_or_abort(call->values(model_->layer_count(), m).produced, call);
     result.outputs.push_back(read_outputs(*call, m));
   }
+  show_complete_weights();
   // On return the user may draw random numbers, so no layer may be drawing any more.
   if (call->draws() || call->input_gradients) wait_or_abort(call->finished(), call);
   if (call->input_gradients) {
@@ -403,12 +407,46 @@ void Pipeline::set_optimizer_parameters(std::vector<std::vector<at::Tensor>> par
   optimizer_parameters_ = std::move(parameters);
 }
 
-std::unique_ptr<StepTicket> Pipeline::begin_step() {
+std::vector<GradientBlockPtr> Pipeline::take_gradients() {
   raise_pending();
   import_gradients();
-  auto ticket = std::make_unique<StepTicket>(model_, model_->gradients, optimizer_parameters_);
+  std::vector<GradientBlockPtr> gradients(model_->blocks.size());
+  gradients.swap(model_->gradients);
+  return gradients;
+}
+
+std::unique_ptr<StepTicket> Pipeline::begin_step() {
+  return std::make_unique<StepTicket>(model_, take_gradients(), optimizer_parameters_);
+}
+
+void Pipeline::keep_gradients_in_fp32() {
+  drain();
+  drop_gradients();
+  for (BlockState& block : model_->blocks) block.keep_gradients_in_fp32(pinned_);
+}
+
+void Pipeline::commit_calls() {
+  for (const CallPtr& call : active_) call->committed = true;
+}
+
+void Pipeline::drop_gradients() {
   std::fill(model_->gradients.begin(), model_->gradients.end(), nullptr);
-  return ticket;
+  for (const BlockState& block : model_->blocks) {
+    for (const memory::NamedTensor& parameter : block.block->parameters()) parameter.tensor.mutable_grad().reset();
+  }
+}
+
+void Pipeline::show_complete_weights() {
+  for (const BlockState& block : model_->blocks) {
+    if (!block.block->shows_weights() && block.block->current()->published->complete()) block.block->repoint();
+  }
+}
+
+void Pipeline::show_weights() {
+  for (const BlockState& block : model_->blocks) {
+    if (!block.block->shows_weights()) device::wait_interruptible(*block.block->current()->published);
+  }
+  show_complete_weights();
 }
 
 namespace {

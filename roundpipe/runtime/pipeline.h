@@ -86,14 +86,27 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   // Host tensors that the optimizer updates, per block and parameter; a frozen parameter's entry is the user's own.
   void set_optimizer_parameters(std::vector<std::vector<at::Tensor>> parameters);
 
-  // Takes the gradients summed since the last step. Checks for errors.
+  // Takes the gradients summed since the last step, one entry for each block, null where there are none. Checks for
+  // errors.
+  std::vector<memory::GradientBlockPtr> take_gradients();
+  // The same, on their way to the optimizer's parameters.
   std::unique_ptr<StepTicket> begin_step();
+  // From now on 16-bit weights have fp32 gradients on the host. Waits until no call is running; gradients that no step
+  // has taken are dropped.
+  void keep_gradients_in_fp32();
+  // The gradients that calls under way will leave have been promised to a step that may use some of them before all are
+  // there: an interrupted wait must not make these calls fail.
+  void commit_calls();
+  // Forgets the gradients summed since the last step, without waiting for those that are on their way.
+  void drop_gradients();
   // Calls from now on read the optimizer's values of now. `in_place`: nothing is running. Each begin is followed by
   // one finish_publish on the optimizer's thread.
   void begin_publish(bool in_place);
   void finish_publish();
   // Points the user's parameters at the current version and their .grad at what has been summed. After drain().
   void expose();
+  // Waits until the version that calls read is complete and points the user's parameters at it.
+  void show_weights();
 
   // The stages that simple balancing by measured (or estimated) costs gives now, see schedule::choose_stages.
   schedule::Stages choose_stages(schedule::PlanMode mode, int min_stages, double upper_threshold,
@@ -108,6 +121,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
 
   const ModelState& model() const { return *model_; }
   ModelState& model() { return *model_; }
+  std::shared_ptr<ModelState> shared_model() { return model_; }
   uint64_t calls() const { return calls_; }
   void set_calls(uint64_t calls) { calls_ = calls; }
   // Base of layer_seed(): what the host's default generator was seeded with when the model was wrapped.
@@ -138,11 +152,13 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   CallPtr last_call_;
   std::optional<schedule::Plan> last_plan_;
   ModelPlanner planner_;
+  bool pinned_;
   bool asynchronous_ = true;
   uint64_t calls_ = 0;
   uint64_t positions_ = 0;
   uint64_t random_seed_;
   bool exposed_ = false;
+  void show_complete_weights();
   std::shared_ptr<Engine> engine_;  // of the last call
 };
 

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <thread>
 
+#include <roundpipe/device/emulated_time.h>
 #include <roundpipe/device/virtual/accounting_allocator.h>
 
 namespace roundpipe::device {
@@ -56,21 +57,14 @@ class VirtualQueue final : public Queue {
 
   void uses(const at::Tensor& /*tensor*/) override {}
 
-  void emulate(double duration_ms) override {
-    // Against one running deadline, so that wake-up delays of back-to-back layers do not add up.
-    constexpr double kContinuous_ms = 1.0;
-    const Clock::time_point now = Clock::now();
-    const Clock::time_point start = now - emulated_until_ < from_ms(kContinuous_ms) ? emulated_until_ : now;
-    emulated_until_ = start + from_ms(duration_ms);
-    std::this_thread::sleep_until(emulated_until_);
-  }
+  void emulate(double duration_ms) override { emulated_.spend(duration_ms); }
 
  private:
   MemoryAccount* const account_;
   const std::unique_ptr<LinkThrottle> link_;
   const std::shared_ptr<LinkThrottle> host_;
   const double latency_ms_;
-  Clock::time_point emulated_until_{};  // touched by the issuing thread only
+  EmulatedTime emulated_;  // touched by the issuing thread only
 };
 
 class VirtualDevice final : public Device {

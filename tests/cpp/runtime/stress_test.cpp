@@ -1,5 +1,8 @@
+#include <atomic>
+#include <chrono>
 #include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -136,7 +139,7 @@ void check_losses(const std::vector<Tensors>& losses, const std::vector<Tensors>
 }
 
 // One random model, trained for a few random steps beside the plain loop.
-void run_case(unsigned seed, bool inject) {
+void run_case(unsigned seed, bool inject, bool fused) {
   CAPTURE(seed);
   Dice dice(seed);
   at::manual_seed(seed);
@@ -146,7 +149,7 @@ void run_case(unsigned seed, bool inject) {
   std::vector<LayerSpec> layers = random_layers(dice, width);
   PlainModel plain("stress", layers);
   if (inject) layers = with_faults(layers, faults);
-  PipedModel piped("stress", layers);
+  PipedModel piped("stress", layers, fused);
   use_devices(random_devices(dice));
   CallOptions options;
   options.recompute_grain = dice.one_in(2) ? RecomputeGrain::kLayer : RecomputeGrain::kStage;
@@ -216,10 +219,22 @@ void run_case(unsigned seed, bool inject) {
 
 TEST_SUITE("stress") {
   TEST_CASE("random models, plans, devices and steps: the plain loop's bits") {
-    for (unsigned seed = 0; seed < 200; ++seed) run_case(seed, /*inject=*/false);
+    for (unsigned seed = 0; seed < 200; ++seed) run_case(seed, /*inject=*/false, /*fused=*/seed % 2 == 1);
   }
 
   TEST_CASE("after an error anywhere, the next good step is the plain loop's") {
-    for (unsigned seed = 1000; seed < 1100; ++seed) run_case(seed, /*inject=*/true);
+    for (unsigned seed = 1000; seed < 1100; ++seed) run_case(seed, /*inject=*/true, /*fused=*/seed % 2 == 1);
+  }
+
+  TEST_CASE("any event may come late: the same bits") {
+    // Not a wait for anything: what is tested has to hold however long each completion takes.
+    std::atomic<unsigned> count{0};
+    roundpipe::device::set_completion_hook([&count] {
+      const unsigned draw = (count++ * 2654435761U) >> 24;
+      if (draw < 24) std::this_thread::sleep_for(std::chrono::microseconds(draw * 40));
+    });
+    for (unsigned seed = 2000; seed < 2060; ++seed) run_case(seed, /*inject=*/seed % 3 == 0, /*fused=*/seed % 2 == 1);
+    use_devices("virtual:1");
+    roundpipe::device::set_completion_hook(nullptr);
   }
 }

@@ -13,6 +13,7 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include <roundpipe/runtime/model_optimizer.h>
 #include <roundpipe/runtime/pipeline.h>
 #include <roundpipe/runtime/random.h>
 
@@ -109,10 +110,16 @@ class PlainModel {
     const at::NoGradGuard no_grad;
     for (Parameter& parameter : parameters_) {
       at::Tensor& gradient = parameter.mine.mutable_grad();
-      if (gradient.defined()) parameter.master.sub_(gradient * rate);
+      if (gradient.defined()) parameter.master.add_(gradient, -rate);
       gradient.reset();
     }
     unpublished_ = true;
+  }
+  void scale_gradients(double factor) {
+    const at::NoGradGuard no_grad;
+    for (Parameter& parameter : parameters_) {
+      if (parameter.mine.grad().defined()) parameter.mine.mutable_grad().mul_(factor);
+    }
   }
   void publish() {
     if (!unpublished_) return;
@@ -157,14 +164,26 @@ class PlainModel {
   bool unpublished_ = false;
 };
 
-// A pipeline with an optimizer, stepped as the Python package does it: the update runs on a thread of its own and is
-// published when the next step is made, or at once in a synchronous step.
+// A pipeline with an optimizer, stepped as the Python package does it. Either a fused one, or one whose update runs on
+// a thread of its own and is published when the next step is made, or at once in a synchronous step.
 class PipedModel {
  public:
-  PipedModel(std::string name, const std::vector<LayerSpec>& layers) : layers_(layers) {
+  PipedModel(std::string name, const std::vector<LayerSpec>& layers, bool fused = false) : layers_(layers) {
     std::vector<std::unique_ptr<Layer>> made;
     for (const LayerSpec& spec : layers) made.push_back(std::make_unique<NativeLayer>(spec));
-    pipeline_ = std::make_unique<Pipeline>(std::move(name), std::move(made), /*pinned=*/false);
+    pipeline_ = std::make_shared<Pipeline>(std::move(name), std::move(made), /*pinned=*/false);
+    if (fused) {
+      std::vector<std::vector<int>> groups;
+      for (const BlockState& block : pipeline_->model().blocks) {
+        std::vector<int>& members = groups.emplace_back();
+        for (const memory::NamedTensor& parameter : block.block->parameters())
+          members.push_back(parameter.tensor.requires_grad() ? 0 : -1);
+      }
+      optimizer_ = std::make_unique<ModelOptimizer>(std::vector<std::shared_ptr<Pipeline>>{pipeline_},
+                                                    std::vector<std::vector<std::vector<int>>>{groups},
+                                                    optim::Algorithm::kSGD, optim::MomentFormat::kFloat32);
+      return;
+    }
     std::vector<Tensors> optimizer_parameters;
     for (const BlockState& block : pipeline_->model().blocks) {
       Tensors& mine = optimizer_parameters.emplace_back();
@@ -183,7 +202,17 @@ class PipedModel {
   Pipeline& pipeline() { return *pipeline_; }
   const std::vector<LayerSpec>& layers() const { return layers_; }
 
+  std::shared_ptr<StepRun> fused_step(double rate, const StepOptions& options) {
+    optim::Hyperparameters hyper;
+    hyper.lr = rate;
+    return optimizer_->step({hyper}, options);
+  }
+
   void step(double rate, bool asynchronous) {
+    if (optimizer_) {
+      fused_step(rate, {asynchronous});
+      return;
+    }
     finish_update();
     pipeline_->raise_pending();
     std::shared_ptr<StepTicket> ticket = pipeline_->begin_step();
@@ -195,7 +224,7 @@ class PipedModel {
       const at::NoGradGuard no_grad;
       for (at::Tensor& master : masters_) {
         at::Tensor& gradient = master.mutable_grad();
-        if (gradient.defined()) master.sub_(gradient * rate);
+        if (gradient.defined()) master.add_(gradient, -rate);
         gradient.reset();
       }
       return true;
@@ -210,6 +239,7 @@ class PipedModel {
   void synchronize() {
     finish_update();
     pipeline_->drain();
+    if (optimizer_) optimizer_->finish();
     publish_now();
     pipeline_->expose();
   }
@@ -225,7 +255,8 @@ class PipedModel {
   }
 
   const std::vector<LayerSpec> layers_;
-  std::unique_ptr<Pipeline> pipeline_;
+  std::shared_ptr<Pipeline> pipeline_;
+  std::unique_ptr<ModelOptimizer> optimizer_;
   Tensors masters_;
   std::future<bool> update_;
   bool unpublished_ = false;

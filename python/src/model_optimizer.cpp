@@ -1,0 +1,71 @@
+#include <roundpipe/models/host_parameters.h>
+#include <roundpipe/runtime/model_optimizer.h>
+
+#include "bindings.h"
+
+namespace roundpipe::python {
+
+namespace py = pybind11;
+using runtime::ModelOptimizer;
+using runtime::StepRun;
+
+void bind_model_optimizer(py::module_& module) {
+  py::class_<StepRun, std::shared_ptr<StepRun>>(module, "StepRun")
+      .def(
+          "wait_decided", [](const StepRun& run) { device::wait_interruptible(*run.decided()); },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "wait_finished", [](const StepRun& run) { device::wait_interruptible(*run.finished()); },
+          py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("finished", [](const StepRun& run) { return run.finished()->complete(); })
+      .def_property_readonly("norm", &StepRun::norm)
+      .def_property_readonly("overflowed", &StepRun::overflowed)
+      .def_property_readonly("updated_blocks", &StepRun::updated_blocks)
+      .def_property_readonly("abandoned_blocks", &StepRun::abandoned_blocks);
+
+  py::class_<ModelOptimizer>(module, "ModelOptimizer")
+      .def(py::init<std::vector<std::shared_ptr<runtime::Pipeline>>, const std::vector<std::vector<std::vector<int>>>&,
+                    optim::Algorithm, optim::MomentFormat>(),
+           py::arg("pipelines"), py::arg("groups"), py::arg("algorithm"), py::arg("format"))
+      .def(
+          "step",
+          [](ModelOptimizer& optimizer, std::vector<optim::Hyperparameters> groups, bool asynchronous, double max_norm,
+             double loss_scale) { return optimizer.step(std::move(groups), {asynchronous, max_norm, loss_scale}); },
+          py::arg("groups"), py::arg("asynchronous"), py::arg("max_norm"), py::arg("loss_scale"),
+          py::call_guard<py::gil_scoped_release>())
+      .def("finish", &ModelOptimizer::finish, py::call_guard<py::gil_scoped_release>())
+      .def("accept_weights", &ModelOptimizer::accept_weights)
+      .def(
+          "state",
+          [](ModelOptimizer& optimizer, size_t pipeline, size_t block, size_t parameter) -> optim::ParameterState& {
+            return optimizer.block(pipeline, block).state(parameter);
+          },
+          py::arg("pipeline"), py::arg("block"), py::arg("parameter"), py::return_value_policy::reference_internal)
+      .def(
+          "rest",
+          [](ModelOptimizer& optimizer, size_t pipeline, size_t block, size_t parameter) -> std::optional<at::Tensor> {
+            const at::Tensor& rest = optimizer.block(pipeline, block).rest(parameter);
+            return rest.defined() ? std::optional(rest) : std::nullopt;
+          },
+          py::arg("pipeline"), py::arg("block"), py::arg("parameter"))
+      .def(
+          "host_bytes",
+          [](const ModelOptimizer& optimizer, const std::vector<optim::Hyperparameters>& groups) {
+            const ModelOptimizer::HostBytes bytes = optimizer.host_bytes(groups);
+            return py::make_tuple(bytes.parameters, bytes.weights_and_gradients, bytes.rests, bytes.moments);
+          },
+          py::arg("groups"));
+
+  module.def(
+      "host_parameters",
+      [](const std::string& name, const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors) {
+        std::vector<memory::NamedTensor> parameters;
+        for (size_t i = 0; i < names.size(); ++i) parameters.push_back({names[i], tensors[i]});
+        std::vector<std::unique_ptr<runtime::Layer>> layers;
+        layers.push_back(models::make_host_parameters(name, std::move(parameters)));
+        return std::make_shared<runtime::Pipeline>(name, std::move(layers), /*pinned=*/false);
+      },
+      py::arg("name"), py::arg("names"), py::arg("tensors"), py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace roundpipe::python

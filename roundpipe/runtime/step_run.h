@@ -1,0 +1,88 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include <roundpipe/memory/parameter_block.h>
+#include <roundpipe/optim/block_optimizer.h>
+#include <roundpipe/runtime/model_state.h>
+
+namespace roundpipe::runtime {
+
+struct StepOptions {
+  bool asynchronous = true;
+  // Gradients whose norm over the whole model is larger are scaled down to it; not positive: they are taken as they are.
+  double max_norm = 0;
+  // What the losses were multiplied with; a gradient that is then inf or NaN makes the whole step change nothing.
+  // 0: not scaled, not looked at.
+  double loss_scale = 0;
+};
+
+// One block in one step.
+struct BlockStep {
+  BlockState* block = nullptr;
+  optim::BlockOptimizer* optimizer = nullptr;
+  size_t layer = 0;  // the block's first, counted over all models of the step
+  memory::GradientBlockPtr gradients;
+  memory::WeightVersionPtr before;
+  memory::WeightVersionPtr after;
+  std::vector<size_t> written;  // parameters that the user has written into since the last step
+  double emulated_ms = 0;       // what the update is pretended to take; 0: it is made
+};
+
+// One step of a fused optimizer, from gradients that may still be on their way to published weights.
+//
+// Each block is updated when its gradients have landed and the update before it is done, lowest layer first when
+// several wait. With a norm to clip or a scale to check, all gradients are looked at first, each as it lands. A step
+// whose gradients never come (their call failed) leaves what it has not updated yet as it is.
+// Thread safety: start once; waiting and asking from any thread.
+class StepRun : public std::enable_shared_from_this<StepRun> {
+ public:
+  // `owner` keeps the blocks and their optimizers alive.
+  StepRun(uint64_t number, std::vector<BlockStep> blocks, std::vector<optim::Hyperparameters> groups,
+          const StepOptions& options, std::shared_ptr<void> owner);
+
+  void start();
+
+  // Fires when it is known whether the step is skipped and what the norm is.
+  const device::EventPtr& decided() const { return decided_; }
+  // Fires when every block is published; fails when an update could not be made.
+  const device::EventPtr& finished() const { return finished_; }
+
+  // The norm of all gradients, unscaled, before clipping; NaN where it was not asked for. REQUIRES: decided.
+  double norm() const { return norm_; }
+  // Whether a gradient was inf or NaN, so that nothing changes. REQUIRES: decided.
+  bool overflowed() const { return overflowed_; }
+  // How many blocks were updated, and how many were not because their gradients' call failed. REQUIRES: finished.
+  int updated_blocks() const { return updated_; }
+  int abandoned_blocks() const { return abandoned_; }
+
+ private:
+  void measure(BlockStep& step);
+  void decide();
+  void wait_to_update(BlockStep& step, const device::EventPtr& also);
+  void update(BlockStep& step);
+  void make(BlockStep& step);
+  static void pass_on(BlockStep& step);
+
+  const uint64_t number_;
+  std::vector<BlockStep> blocks_;
+  const std::vector<optim::Hyperparameters> groups_;
+  const StepOptions options_;
+  std::shared_ptr<void> owner_;
+  const device::EventPtr decided_ = device::make_event();
+  const device::EventPtr finished_ = device::make_event();
+  // The update thread's until the event that they are asked after.
+  optim::GradientScaling scaling_;
+  std::vector<double> squares_;  // [block]
+  size_t to_measure_ = 0;
+  size_t to_update_ = 0;
+  bool gradients_failed_ = false;
+  bool overflowed_ = false;
+  double norm_;
+  int updated_ = 0;
+  int abandoned_ = 0;
+  std::exception_ptr error_;
+};
+
+}  // namespace roundpipe::runtime
