@@ -125,7 +125,7 @@ void check_state(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat
     }
     const bool codes = format == MomentFormat::kBlockwise8Bit && i % 2 == 0;
     const int64_t expected = factored ? element_count(factored_sizes(weight.sizes())[i])
-                             : codes  ? weight.numel()
+                             : codes  ? kernels::kChunk * blocks(weight.numel())
                                       : blocks(weight.numel());
     check_dense(tensor, "update", names[i].c_str());
     if (tensor.scalar_type() != (codes ? at::kByte : at::kFloat) || tensor.numel() != expected ||
@@ -231,7 +231,7 @@ ParameterState make_state(Algorithm algorithm, const Hyperparameters& hyper, Mom
   ParameterState state;
   if (format == MomentFormat::kBlockwise8Bit) {
     for (size_t i = 0; i < names.size(); i += 2) {
-      state.tensors.push_back(at::zeros({parameter.numel()}, at::kByte));
+      state.tensors.push_back(at::zeros({kernels::kChunk * blocks(parameter.numel())}, at::kByte));
       state.tensors.push_back(at::zeros({blocks(parameter.numel())}, at::kFloat));
     }
   } else if (algorithm == Algorithm::kAdafactor && parameter.dim() > 1) {
@@ -247,7 +247,7 @@ ParameterState make_state(Algorithm algorithm, const Hyperparameters& hyper, Mom
 int64_t state_bytes(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat format, at::IntArrayRef sizes) {
   const auto tensors = static_cast<int64_t>(state_names(algorithm, hyper, format, sizes).size());
   const int64_t elements = element_count(sizes);
-  if (format == MomentFormat::kBlockwise8Bit) return tensors / 2 * (elements + 4 * blocks(elements));
+  if (format == MomentFormat::kBlockwise8Bit) return tensors / 2 * (kernels::kChunk + 4) * blocks(elements);
   if (algorithm == Algorithm::kAdafactor && sizes.size() > 1) {
     int64_t bytes = 0;
     for (const auto& factor : factored_sizes(sizes)) bytes += 4 * element_count(factor);

@@ -47,7 +47,8 @@ void update_8bit(const Coefficients& k, const Memory& memory, int64_t begin, int
   for (int64_t at = begin; at < end; at += kChunk) {
     const int64_t count = end - at < kChunk ? end - at : kChunk;
     load_chunk(k, memory, at, count, g, p);
-    adam_8bit(k, memory, g, p, at, count);
+    for (int64_t i = count; i < kChunk; ++i) g[i] = p[i] = 0;
+    adam_8bit(k, memory, g, p, at);
     store_weights(memory, at, count, p);
   }
 }

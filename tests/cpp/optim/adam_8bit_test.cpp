@@ -114,7 +114,7 @@ TEST_CASE("8-bit moments: what is not finite is not hidden") {
   }
 }
 
-TEST_CASE("8-bit moments: two bytes a parameter and eight a block") {
+TEST_CASE("8-bit moments: two bytes a parameter and eight a block, the last one whole") {
   CHECK(state_bytes(kAdamW, {}, kEightBit, {100, 256}) == 2 * 25600 + 8 * 100);
-  CHECK(state_bytes(kAdamW, {}, kEightBit, {257}) == 2 * 257 + 8 * 2);
+  CHECK(state_bytes(kAdamW, {}, kEightBit, {257}) == 2 * 512 + 8 * 2);
 }

@@ -1,0 +1,110 @@
+"""Which parameters of a model follow which hyperparameters."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+Named = tuple[str, nn.Parameter]
+Selector = str | re.Pattern[str] | nn.Parameter | Callable[[str, nn.Parameter], bool]
+
+
+def parameter_groups(
+    named: Sequence[Named], groups: Iterable[dict[str, Any]] | None, decay_norms_and_biases: bool
+) -> list[dict[str, Any]]:
+    """torch.optim's list of parameter groups for a model's parameters.
+
+    Args:
+        named: the model's trainable parameters with their names.
+        groups: one dict a group: "params" says which parameters it has, every other entry is an option of theirs. What
+            is in no group gets the optimizer's own options.
+        decay_norms_and_biases: False sets `weight_decay` to 0 for parameters of less than two dimensions, except in a
+            group that gives a `weight_decay` of its own.
+
+    Raises:
+        ValueError: no trainable parameter fits a "params", or one fits those of two groups.
+    """
+    owner: dict[int, int] = {}
+    names = {id(parameter): name for name, parameter in named}
+    made: list[dict[str, Any]] = []
+    members: list[list[nn.Parameter]] = []
+    for index, group in enumerate(groups or []):
+        where = f"[optim] groups[{index}]"
+        if not isinstance(group, dict) or "params" not in group:
+            raise ValueError(f"{where} is {group!r}, expected a dict with 'params' and the group's options")
+        chosen = _choose(where, group["params"], named)
+        for parameter in chosen:
+            if id(parameter) in owner:
+                raise ValueError(
+                    f"{where}: parameter '{names[id(parameter)]}' is in groups[{owner[id(parameter)]}] already; each "
+                    "parameter belongs to one group, make the patterns narrower"
+                )
+        owner.update({id(parameter): index for parameter in chosen})
+        made.append({key: value for key, value in group.items() if key != "params"})
+        members.append(chosen)
+    rest = [parameter for _, parameter in named if id(parameter) not in owner]
+    if rest:
+        made.append({})
+        members.append(rest)
+    result: list[dict[str, Any]] = []
+    for options, parameters in zip(made, members, strict=True):
+        if decay_norms_and_biases or "weight_decay" in options:
+            result.append({**options, "params": parameters})
+            continue
+        flat = [parameter for parameter in parameters if parameter.dim() < 2]
+        matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
+        if matrices:
+            result.append({**options, "params": matrices})
+        if flat:
+            result.append({**options, "weight_decay": 0.0, "params": flat})
+    return result
+
+
+def _choose(where: str, selector: Any, named: Sequence[Named]) -> list[nn.Parameter]:
+    """The parameters that one selector, or any of a list of them, fits; in the model's order."""
+    selectors = list(selector) if isinstance(selector, (list, tuple, set)) else [selector]
+    chosen: set[int] = set()
+    for single in selectors:
+        found = {id(parameter) for name, parameter in named if _fits(where, single, name, parameter)}
+        if not found:
+            raise ValueError(f"{where}: {_describe(single)} fits no trainable parameter of the model{_hint(single, named)}")
+        chosen |= found
+    return [parameter for _, parameter in named if id(parameter) in chosen]
+
+
+def _fits(where: str, selector: Any, name: str, parameter: nn.Parameter) -> bool:
+    if isinstance(selector, str):
+        return fnmatch.fnmatchcase(name, selector)
+    if isinstance(selector, re.Pattern):
+        return selector.search(name) is not None
+    if isinstance(selector, nn.Parameter):
+        return selector is parameter
+    if callable(selector):
+        return bool(selector(name, parameter))
+    raise ValueError(
+        f"{where}: 'params' has a {type(selector).__name__}, expected a name or pattern like '*.bias', a compiled regular "
+        "expression, a parameter of the model, a function (name, parameter) -> bool, or a list of these"
+    )
+
+
+def _describe(selector: Any) -> str:
+    if isinstance(selector, str):
+        return f"'{selector}'"
+    if isinstance(selector, re.Pattern):
+        return f"'{selector.pattern}'"
+    if isinstance(selector, nn.Parameter):
+        return f"a parameter of shape {tuple(selector.shape)}"
+    return f"the function {getattr(selector, '__name__', '')}".strip()
+
+
+def _hint(selector: Any, named: Sequence[Named]) -> str:
+    if not isinstance(selector, str):
+        return ""
+    close = difflib.get_close_matches(selector, [name for name, _ in named], n=3, cutoff=0.4)
+    shown = close or [name for name, _ in named[:3]]
+    return "; it has, for example, " + ", ".join(f"'{name}'" for name in shown)
