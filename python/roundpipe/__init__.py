@@ -6,7 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from roundpipe import optim
     from roundpipe._core import RoundPipeError
+    from roundpipe.binding import Step
     from roundpipe.device_pool import DevicePool, devices
     from roundpipe.emulated import EmulatedLayer
     from roundpipe.execute_plan import ModelExecutePlan
@@ -29,6 +31,7 @@ _PUBLIC = {
     "RoundPipe": "pipe",
     "RoundPipeError": "_core",
     "RoundPipeRunConfig": "run_config",
+    "Step": "binding",
     "devices": "device_pool",
     "doing_recompute": "recompute",
     "get_recompute_data": "recompute",
@@ -47,19 +50,23 @@ __all__ = [
     "RoundPipe",
     "RoundPipeError",
     "RoundPipeRunConfig",
+    "Step",
     "devices",
     "doing_recompute",
     "get_recompute_data",
+    "optim",
     "save_for_recompute",
     "wrap_model_to_roundpipe",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
+    if name not in _PUBLIC and name != "optim":
         raise AttributeError(f"module 'roundpipe' has no attribute '{name}'")
     import torch  # noqa: F401  the extension finds torch's libraries through it
 
+    if name == "optim":
+        return importlib.import_module("roundpipe.optim")
     value = getattr(importlib.import_module(f"roundpipe.{_PUBLIC[name]}"), name)
     globals()[name] = value
     return value

@@ -26,7 +26,7 @@ from roundpipe.values import split, to_host
 
 if TYPE_CHECKING:
     from roundpipe.binding import Step
-    from roundpipe.optim.host_optimizer import HostOptimizer
+    from roundpipe.optim.for_model import ForModel
 
 _MODES = {"infer": _core.PlanMode.INFERENCE, "train": _core.PlanMode.TRAIN, "fused": _core.PlanMode.FUSED}
 _GRAINS = {"stage": _core.RecomputeGrain.STAGE, "layer": _core.RecomputeGrain.LAYER}
@@ -425,7 +425,7 @@ class RoundPipe(ModelFacade):
     @overload
     def step(
         self,
-        step_fn: HostOptimizer,
+        step_fn: ForModel,
         is_async: bool = ...,
         *,
         scaler: GradScaler | None = ...,

@@ -518,7 +518,7 @@ void Pipeline::import_gradients() {
         kept = memory::gradient(*current, layout, i);
       }
       if (!kept.defined()) continue;
-      layout.view(imported->flat, i).copy_(kept);
+      layout.view(imported->flat, i).copy_(kept.layout() == c10::kStrided ? kept : kept.to_dense());
       imported->received[i] = 1;
       gradient.reset();
     }

@@ -1,8 +1,10 @@
 """torch.optim's optimizers, computed by RoundPipe's host kernels.
 
-Each class is the one of its name in `torch.optim`: arguments, param_groups, state, state_dict, hooks and schedulers are
+Given parameters, each class is the one of its name in `torch.optim`: arguments, param_groups, state, state_dict, hooks and schedulers are
 torch's. fp32 and complex64 parameters on the host are updated in one pass over memory by all cores; all others go
 through torch. `Lion` is not in torch.
+
+Given a RoundPipe model, each updates the model's layers in place while gradients arrive, see `RoundPipe.step`.
 """
 
 from roundpipe.optim.adafactor import Adafactor
@@ -11,6 +13,7 @@ from roundpipe.optim.adam import Adam, Adamax, AdamW, NAdam, RAdam
 from roundpipe.optim.lion import Lion
 from roundpipe.optim.rprop import Rprop
 from roundpipe.optim.sgd import ASGD, SGD
+from roundpipe.optim.threads import set_threads
 
 __all__ = [
     "ASGD",
@@ -26,4 +29,5 @@ __all__ = [
     "RAdam",
     "RMSprop",
     "Rprop",
+    "set_threads",
 ]

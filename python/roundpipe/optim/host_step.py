@@ -10,12 +10,13 @@ import torch
 from torch.autograd.graph import increment_version
 
 from roundpipe import _core
+from roundpipe.optim.for_model import ForModel
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FORMAT = _core.MomentFormat.FLOAT32
 
 
-class HostStep(torch.optim.Optimizer):
+class HostStep(ForModel):
     """Put before a torch optimizer among the bases: `step` then uses RoundPipe's kernels where they apply.
 
     They apply to dense fp32 and complex64 parameters on the host. The others are left to the torch optimizer's own
@@ -39,6 +40,7 @@ class HostStep(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates every parameter that has a gradient; `closure` computes the loss again and returns it."""
+        self.check_unbound(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,0 +1,236 @@
+"""Optimizers that are given a model in the pipeline instead of parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from roundpipe import _core
+from roundpipe.binding import MOMENTS, Binding, Gradients, Moments
+from roundpipe.facade import ModelFacade
+from roundpipe.optim.parameter_groups import parameter_groups
+
+if TYPE_CHECKING:
+    from roundpipe.stepping import StepGroup
+
+# What the fp32 master of a 16-bit weight has beyond it, under these names in a state_dict.
+_RESTS = {torch.int16: "master_remainder", torch.float32: "master"}
+
+
+class ForModel(torch.optim.Optimizer):
+    """Put before a torch optimizer among the bases: its first argument may then be a RoundPipe model, whose layers are
+    updated in place by `model.step(optimizer)`.
+
+    Args:
+        params: a model in the pipeline, or what the torch optimizer takes.
+        *args: the torch optimizer's arguments.
+        groups: with a model: one dict for each group of parameters that has options of its own. "params" is a name or
+            a pattern like "*.bias", a compiled regular expression, a function (name, parameter) -> bool, a parameter, or
+            a list of these; the other entries are options of the optimizer.
+        decay_norms_and_biases: with a model: False sets `weight_decay` to 0 for parameters of less than two dimensions,
+            except in groups that give their own.
+        moments: with a model: "8bit" keeps Adam's and AdamW's moments in a byte each.
+        gradients: with a model: "float32" keeps the gradients of 16-bit weights in fp32 on the host, for summing up
+            several calls before a step.
+        **kwargs: the torch optimizer's arguments.
+
+    Raises:
+        ValueError: a group that fits no parameter, a parameter in two groups, or an option that does not fit.
+    """
+
+    algorithm: ClassVar[_core.Algorithm]
+    counters: ClassVar[dict[str, float | None]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        base = next((b for b in cls.__mro__[1:] if "__init__" in vars(b) and not issubclass(b, ForModel)), None)
+        if base is None or base is torch.optim.Optimizer:
+            return
+        taken = list(inspect.signature(base).parameters.values())
+        ours = inspect.signature(ForModel.__init__).parameters.values()
+        added = [p for p in ours if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        cls.__signature__ = inspect.Signature([*taken, *added])  # type: ignore[attr-defined]
+
+    def __init__(
+        self,
+        params: Any,
+        *args: Any,
+        groups: Iterable[dict[str, Any]] | None = None,
+        decay_norms_and_biases: bool = True,
+        moments: Moments = "float32",
+        gradients: Gradients = "weights",
+        **kwargs: Any,
+    ) -> None:
+        self.binding: Binding | None = None
+        if not isinstance(params, ModelFacade):
+            if groups is not None or not decay_norms_and_biases or moments != "float32" or gradients != "weights":
+                raise ValueError(
+                    "[optim] groups, decay_norms_and_biases, moments and gradients are for a RoundPipe model as the first "
+                    f"argument, which is a {type(params).__name__}; wrap the model, or give torch's parameter groups"
+                )
+            super().__init__(params, *args, **kwargs)
+            return
+        if moments not in MOMENTS:
+            raise ValueError(f"[optim] moments is {moments!r}, expected 'float32' or '8bit'")
+        if gradients not in ("weights", "float32"):
+            raise ValueError(f"[optim] gradients is {gradients!r}, expected 'weights' or 'float32'")
+        group: StepGroup = params._step_group
+        named = group.trainable_parameters()
+        if not named:
+            raise ValueError("[optim] the model has no trainable parameter; set requires_grad of what is to be trained")
+        super().__init__(parameter_groups(named, groups, decay_norms_and_biases), *args, **kwargs)
+        self.state.clear()
+        for index, options in enumerate(self.param_groups):
+            unknown = set(options) - set(self.defaults) - {"params"}
+            if unknown:
+                raise ValueError(
+                    f"[optim] groups[{index}] has {', '.join(map(repr, sorted(unknown)))}, expected options of "
+                    f"{type(self).__name__}: {', '.join(self.defaults)}"
+                )
+            if options.get("differentiable"):
+                raise ValueError("[optim] differentiable=True is not for a RoundPipe model; give False")
+        self._format = MOMENTS[moments]
+        for hyper in self.core_groups():
+            _core.state_names(self.algorithm, hyper, self._format, (1,))
+        group_of = {id(p): index for index, options in enumerate(self.param_groups) for p in options["params"]}
+        self._group = group
+        self.binding = group.bind(group_of, self.algorithm, moments, gradients)
+
+    def hyperparameters(self, group: dict[str, Any]) -> _core.Hyperparameters:
+        raise NotImplementedError
+
+    def core_groups(self) -> list[_core.Hyperparameters]:
+        """The groups' hyperparameters of now."""
+        return [self.hyperparameters(group) for group in self.param_groups]
+
+    def count_step(self) -> None:
+        """Tells torch's schedulers that a step was made."""
+        self._opt_called = True
+
+    def check_unbound(self, closure: Any) -> None:
+        """Raises ValueError for a step of a bound optimizer by itself."""
+        if self.binding is not None:
+            why = "cannot run a closure, since batches run ahead of steps" if closure is not None else "does not step"
+            raise ValueError(
+                f"[optim] an optimizer that was made for a RoundPipe model {why} by itself; call model.step(optimizer)"
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients; of a model those that no step has taken yet, without waiting."""
+        if self.binding is None:
+            super().zero_grad(set_to_none)
+        else:
+            self._group.zero_fused_gradients()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; a model's optimizer gets its groups when it is made."""
+        if self.binding is not None:
+            raise ValueError("[optim] a model's optimizer cannot be given more parameters; make it anew with groups=...")
+        super().add_param_group(param_group)
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's layout. A model's 16-bit parameters also have what their fp32 masters have beyond the weights
+        ("master_remainder" or "master"), so that a run goes on exactly where it was. Tensors are those in use, as
+        torch's are: copy them before the next step, or save them at once.
+        """
+        if self.binding is None:
+            return super().state_dict()
+        self._group.synchronize()
+        self.state = defaultdict(dict)
+        for group, hyper in zip(self.param_groups, self.core_groups(), strict=True):
+            for parameter in group["params"]:
+                kept, rest = self.binding.state(parameter)
+                entry = self.state[parameter]
+                if kept.tensors or kept.scalars.step:
+                    for name in self.counters:
+                        entry[name] = torch.tensor(getattr(kept.scalars, name), dtype=torch.float32)
+                    entry.update(zip(self._state_names(hyper, parameter), kept.tensors, strict=True))
+                if rest is not None:
+                    entry[_RESTS[rest.dtype]] = rest
+                if not entry:
+                    del self.state[parameter]
+        packed = super().state_dict()
+        self.state = defaultdict(dict)
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's. Of a model's optimizer: load the model's weights first, then this; a state without masters (torch's
+        own) goes on from the weights.
+
+        Raises:
+            ValueError: a state that does not fit; nothing has been changed then.
+        """
+        if self.binding is None:
+            super().load_state_dict(state_dict)
+            return
+        self._group.synchronize()
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if len(saved) != len(parameters):
+            raise ValueError(
+                f"[optim] the state is of {len(saved)} parameters, expected {len(parameters)}; load one that was saved for "
+                "this model and these groups"
+            )
+        states = {parameter: state_dict["state"].get(index, {}) for index, parameter in zip(saved, parameters, strict=True)}
+        before = [dict(group) for group in self.param_groups]
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        try:
+            made = {
+                parameter: self._unpacked(parameter, states[parameter], hyper)
+                for group, hyper in zip(self.param_groups, self.core_groups(), strict=True)
+                for parameter in group["params"]
+            }
+        except ValueError:
+            self.param_groups = before
+            raise
+        with torch.no_grad():
+            for parameter, (scalars, tensors) in made.items():
+                kept, rest = self.binding.state(parameter)
+                kept.scalars, kept.tensors = scalars, tensors
+                if rest is None:
+                    continue
+                name = _RESTS[rest.dtype]
+                if name in states[parameter]:
+                    rest.copy_(states[parameter][name])
+                elif rest.dtype == torch.int16:
+                    rest.zero_()
+                else:
+                    rest.copy_(parameter)
+        self.binding.accept_weights()
+
+    def _state_names(self, hyper: _core.Hyperparameters, parameter: torch.Tensor) -> list[str]:
+        return _core.state_names(self.algorithm, hyper, self._format, tuple(parameter.shape))
+
+    def _unpacked(
+        self, parameter: torch.Tensor, state: dict[str, Any], hyper: _core.Hyperparameters
+    ) -> tuple[_core.Scalars, list[torch.Tensor]]:
+        """What a saved state says, in tensors of our own, checked."""
+        scalars = _core.Scalars()
+        names = self._state_names(hyper, parameter)
+        present = [name for name in names if state.get(name) is not None]
+        if not present and not state.get("step"):
+            return scalars, []
+        if len(present) != len(names):
+            raise ValueError(
+                f"[optim] the state of a parameter of shape {tuple(parameter.shape)} has {', '.join(state)}, expected "
+                f"{', '.join(names)}; load one that the same kind of optimizer has saved"
+            )
+        for name in self.counters:
+            setattr(scalars, name, float(state[name]))
+        if not self.counters:
+            scalars.step = 1.0  # as the presence of a momentum buffer says
+        made = _core.make_state(self.algorithm, hyper, self._format, parameter).tensors
+        for name, tensor in zip(names, made, strict=True):
+            if tensor.shape != state[name].shape:
+                raise ValueError(
+                    f"[optim] {name} of a parameter of shape {tuple(parameter.shape)} is {tuple(state[name].shape)}, "
+                    f"expected {tuple(tensor.shape)}; load the state of this model"
+                )
+            tensor.copy_(state[name])
+        return scalars, made
