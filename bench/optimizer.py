@@ -2,8 +2,7 @@
 
 Ours makes one pass over memory: it reads the bf16 gradient, the weight (bf16 and the 16 bits that make it fp32) and
 the moments, and writes the new weight over the gradient. The others are fp32 optimizers: the gradient is cast before
-the step, the weight after it, and both casts count. Zeroing the gradient afterwards is not counted, since nobody has
-to; it is given on its own.
+the step, the weight after it, the gradient is zeroed for the next sum, and all that counts.
 
 All contestants of a size take one step in turn, in rounds, each round beginning with another one; every turn finds
 caches full of something else. They get the same gradients, and after the first steps their weights are compared. Other
@@ -308,7 +307,7 @@ def print_tables(report: Report, results: Sequence[Measured]) -> None:
             for each in results
         ],
     )
-    report("The others' optimizer alone, without the casts, and zeroing the gradient; nanoseconds a parameter:")
+    report("The others' optimizer alone, without the casts, and what zeroing the gradient takes; nanoseconds a parameter:")
     report("")
     report.table(
         [*header, *(f"{peer}, alone" for peer in peers), "zeroing"],

@@ -12,6 +12,7 @@ import torch
 from roundpipe import _core
 from roundpipe.binding import MOMENTS, Binding, Gradients, Moments
 from roundpipe.facade import ModelFacade
+from roundpipe.host_memory import HostMemory
 from roundpipe.optim.parameter_groups import parameter_groups
 
 if TYPE_CHECKING:
@@ -106,6 +107,16 @@ class ForModel(torch.optim.Optimizer):
     def core_groups(self) -> list[_core.Hyperparameters]:
         """The groups' hyperparameters of now."""
         return [self.hyperparameters(group) for group in self.param_groups]
+
+    def host_memory(self) -> HostMemory:
+        """What the model and this optimizer take on the host; gradients count once the first ones have landed.
+
+        Raises:
+            ValueError: the optimizer was not made for a RoundPipe model.
+        """
+        if self.binding is None:
+            raise ValueError("[optim] host_memory() is for an optimizer that was made for a RoundPipe model")
+        return HostMemory(*self.binding.host_bytes(self.core_groups()))
 
     def count_step(self) -> None:
         """Tells torch's schedulers that a step was made."""

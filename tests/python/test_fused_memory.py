@@ -1,0 +1,35 @@
+"""Fourteen bytes a parameter, by the books and by what the process really takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WIDTH, LAYERS = 2048, 16  # 67 M parameters
+
+
+def run(moments: str, mode: str) -> dict[str, Any]:
+    program = Path(__file__).with_name("fused_memory_program.py")
+    command = [sys.executable, str(program), moments, mode, str(WIDTH), str(LAYERS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize(("moments", "bytes_each"), [("float32", 14.0), ("8bit", 8.05)])
+def test_bytes_a_parameter(moments: str, bytes_each: float, mode: str) -> None:
+    measured = run(moments, mode)
+    count = WIDTH * WIDTH * LAYERS
+    assert measured["parameters"] == count
+    assert measured["predicted"] <= bytes_each * count * 1.001
+    assert "B/parameter" in measured["table"]
+    taken = measured["peak"] - measured["base"] - measured["devices"]
+    assert taken <= measured["predicted"] * 1.03 + 200e6, measured
+    # The books leave nothing out, and claim nothing that is not there.
+    assert taken >= measured["predicted"] * 0.9, measured
