@@ -340,6 +340,7 @@ void JobRunner::backpropagate_loss(JobRun& run, schedule::Range layers, const Va
   context.microbatch = microbatch;
   context.queue = &device_.compute();
   std::vector<at::Tensor> losses;
+  at::Tensor total;
   {
     const at::AutoGradMode grad_mode(true);
     const auto body = [&] { losses = (*call.loss)(outputs, label, context); };
@@ -350,7 +351,6 @@ void JobRunner::backpropagate_loss(JobRun& run, schedule::Range layers, const Va
     } else {
       body();
     }
-    at::Tensor total;
     for (const at::Tensor& loss : losses) {
       if (loss.requires_grad()) total = total.defined() ? total + loss : loss;
     }
@@ -359,7 +359,6 @@ void JobRunner::backpropagate_loss(JobRun& run, schedule::Range layers, const Va
           "[forward_backward] the loss does not require grad: nothing that it depends on is trainable; check "
           "requires_grad of the parameters, and that loss_fn uses the outputs");
     }
-    backward(run, layers, {total}, {});
   }
   std::vector<at::Tensor>& kept = call.losses[static_cast<size_t>(microbatch)];
   std::vector<Piece> pieces;
@@ -379,6 +378,9 @@ void JobRunner::backpropagate_loss(JobRun& run, schedule::Range layers, const Va
         return pieces;
       },
       call.loss_ready[static_cast<size_t>(microbatch)]);
+  // Last, so that the caller may make the step while the gradients are still on their way.
+  const at::AutoGradMode grad_mode(true);
+  backward(run, layers, {total}, {});
 }
 
 void JobRunner::begin_gradients(JobRun& run) {

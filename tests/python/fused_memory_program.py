@@ -16,7 +16,7 @@ from roundpipe import RoundPipe, RoundPipeRunConfig
 
 def main() -> None:
     moments, mode, width, layers = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    roundpipe.devices("virtual:1")
+    roundpipe.devices("virtual:1,memory=256MiB")
     torch.set_num_threads(1)
     # What the first use of each kernel sets up is not the model's.
     roundpipe._core.set_threads(2)
