@@ -307,7 +307,7 @@ def print_tables(report: Report, results: Sequence[Measured]) -> None:
             for each in results
         ],
     )
-    report("The others' optimizer alone, without the casts, and what zeroing the gradient takes; nanoseconds a parameter:")
+    report("The others' optimizer alone, without the casts, and zeroing the gradient; nanoseconds a parameter:")
     report("")
     report.table(
         [*header, *(f"{peer}, alone" for peer in peers), "zeroing"],

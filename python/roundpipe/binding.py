@@ -128,8 +128,8 @@ def as_schedulers(schedulers: Any) -> Sequence[Any]:
     for scheduler in given:
         if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
             raise ValueError(
-                f"[step] lr_scheduler is a {type(scheduler).__name__}, expected a torch.optim.lr_scheduler or a list of "
-                "them; others, call yourself after the step"
+                f"[step] lr_scheduler is a {type(scheduler).__name__}, expected a torch.optim.lr_scheduler or a list "
+                "of them; others, call yourself after the step"
             )
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ValueError(

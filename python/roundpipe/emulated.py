@@ -21,9 +21,7 @@ class EmulatedLayer(nn.Module):
         update_ms: duration of a `roundpipe.optim` optimizer's update of the layer, in ms; 0 = a real update.
     """
 
-    def __init__(
-        self, forward_ms: float, backward_ms: float, weight_bytes: int = 4, update_ms: float = 0.0
-    ) -> None:
+    def __init__(self, forward_ms: float, backward_ms: float, weight_bytes: int = 4, update_ms: float = 0.0) -> None:
         super().__init__()
         if forward_ms < 0 or backward_ms < 0 or weight_bytes < 4 or update_ms < 0:
             raise ValueError(

@@ -51,7 +51,7 @@ class ModelFacade(nn.Module):
         if name in type(self)._OWN or (name.startswith("__") and name.endswith("__")):
             return object.__getattribute__(self, name)
         value = getattr(object.__getattribute__(self, "_original_model"), name)
-        if isinstance(value, (nn.Module, torch.Tensor, MethodType)):
+        if not name.startswith("_") and isinstance(value, (nn.Module, torch.Tensor, MethodType)):
             # From here the user may reach parameters.
             object.__getattribute__(self, "_step_group").show_weights()
         return value

@@ -35,5 +35,7 @@ class HostMemory:
         }
         count = max(self.parameters, 1)
         lines = [f"host memory of {self.parameters / 1e6:.2f} M trained parameters:"]
-        lines += [f"  {name:22} {size / 2**20:10.1f} MiB {size / count:6.2f} B/parameter" for name, size in rows.items()]
+        lines += [
+            f"  {name:22} {size / 2**20:10.1f} MiB {size / count:6.2f} B/parameter" for name, size in rows.items()
+        ]
         return "\n".join(lines)

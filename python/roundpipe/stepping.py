@@ -25,7 +25,6 @@ from roundpipe.optimizer_context import OptimizerCtx
 from roundpipe.scaler import GradScaler, StepScales, _all_live
 
 if TYPE_CHECKING:
-    from roundpipe.optim.for_model import ForModel
     from roundpipe.pipe import RoundPipe
 
 _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="roundpipe-optimizer")
@@ -378,15 +377,17 @@ class StepGroup:
 
     def step_fused(
         self,
-        optimizer: ForModel,
+        optimizer: torch.optim.Optimizer,
         is_async: bool,
         scaler: GradScaler | None = None,
         max_grad_norm: float | None = None,
         lr_scheduler: Any = None,
     ) -> Step:
         """See `RoundPipe.step`."""
+        from roundpipe.optim.for_model import ForModel  # makes its bindings here
+
         binding = self._binding
-        if binding is None or getattr(optimizer, "binding", None) is not binding:
+        if binding is None or not isinstance(optimizer, ForModel) or optimizer.binding is not binding:
             raise ValueError(
                 f"[step] the {type(optimizer).__name__} was not made for this model (or another one was made since); "
                 "make it with roundpipe.optim.AdamW(model, ...), or give step a function that calls optimizer.step()"

@@ -399,7 +399,8 @@ class AutoRoundPipe(ModelFacade):
         """Updates the weights, with an optimizer or a function, see `RoundPipe.step`."""
         if isinstance(step_fn, torch.optim.Optimizer):
             return self._step_group.step_fused(step_fn, is_async, *args, **kwargs)
-        return self._step_group.step(step_fn, is_async, args, kwargs)
+        self._step_group.step(step_fn, is_async, args, kwargs)
+        return None
 
     def synchronize(self) -> None:
         """Waits until all steps are done: parameters up to date, `.grad` filled."""

@@ -72,6 +72,9 @@ void bind_pipeline(py::module_& module) {
   py::class_<Pipeline::Submitted, std::shared_ptr<Pipeline::Submitted>>(module, "Submitted")
       .def("records", [](const Pipeline::Submitted& submitted) { return records_list(submitted.log->records()); });
 
+  py::class_<runtime::ExecutionLog, std::shared_ptr<runtime::ExecutionLog>>(module, "ExecutionLog")
+      .def("records", [](const runtime::ExecutionLog& log) { return records_list(log.records()); });
+
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(module, "Pipeline")
       .def(py::init([](std::string name, const py::list& layers, bool pinned) {
              std::vector<std::unique_ptr<runtime::Layer>> made;
@@ -156,6 +159,7 @@ void bind_pipeline(py::module_& module) {
       .def_property("random_seed", &Pipeline::random_seed, &Pipeline::set_random_seed)
       .def_property("calls", &Pipeline::calls, &Pipeline::set_calls)
       .def("last_plan", &Pipeline::last_plan)
+      .def("last_log", &Pipeline::last_log)
       .def("last_records", [](const Pipeline& pipeline) { return records_list(pipeline.last_records()); });
 
   module.def(

@@ -129,6 +129,8 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   void set_random_seed(uint64_t seed) { random_seed_ = seed; }
   // What the last call executed, as far as it has come.
   std::vector<ExecutionRecord> last_records() const;
+  // The same, which goes on growing until the call is over; null before the first call.
+  std::shared_ptr<ExecutionLog> last_log() const { return last_call_ ? last_call_->log : nullptr; }
   const std::optional<schedule::Plan>& last_plan() const { return last_plan_; }
 
   // For the autograd node of forward(): submits the backward for gradients of the outputs, per microbatch.

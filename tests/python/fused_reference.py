@@ -1,4 +1,4 @@
-"""What a model with a fused optimizer has to equal bit for bit: a loop over plain layers with fp32 masters, written out."""
+"""What a model with a fused optimizer has to equal bit for bit: a loop over plain layers and fp32 masters."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from reference_loops import assert_same, run_layers, seeds_of
 from torch import nn
 
 import roundpipe
+from reference_loops import assert_same, run_layers, seeds_of
 from roundpipe import RoundPipe, RoundPipeRunConfig
 
 
@@ -145,7 +145,7 @@ class FusedPair:
         for (name, p), master in zip(self.named, self.masters, strict=True):
             assert name in names
             assert_same(own[name].detach(), nearest(master, p.dtype).view(p.shape), f"weight {name}")
-            kept = state[index[id(own[name])]] if index[id(own[name])] in state else {}
+            kept = state.get(index[id(own[name])], {})
             if p.dtype == torch.bfloat16:
                 joined = torch.empty_like(own[name], dtype=torch.float32)
                 roundpipe._core.join(own[name].detach(), kept["master_remainder"], joined)

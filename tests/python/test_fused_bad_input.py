@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from reference_loops import use_devices
 from torch import nn
 
 import roundpipe
+from reference_loops import use_devices
 from roundpipe import RoundPipe
 
 
@@ -122,7 +122,7 @@ def test_a_parameter_that_becomes_trainable_later(pipe: RoundPipe) -> None:
     pipe[1].requires_grad_(False)
     optimizer = roundpipe.optim.AdamW(pipe)
     pipe[1].requires_grad_(True)
-    with pytest.raises(ValueError, match="parameter '1.weight' was frozen"):
+    with pytest.raises(ValueError, match=r"parameter '1\.weight' was frozen"):
         pipe.step(optimizer)
 
 

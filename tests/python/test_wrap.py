@@ -60,6 +60,11 @@ class FakeSteps:
     def synchronize(self) -> None:
         self.synchronized += 1
 
+    is_fused = False
+
+    def show_weights(self) -> None:
+        pass
+
     def optim_named_parameters(self, prefix: str, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:
         for path, pipe in self.pipes.items():
             for name, parameter in pipe.model.named_parameters():

@@ -30,8 +30,8 @@ class ForModel(torch.optim.Optimizer):
         params: a model in the pipeline, or what the torch optimizer takes.
         *args: the torch optimizer's arguments.
         groups: with a model: one dict for each group of parameters that has options of its own. "params" is a name or
-            a pattern like "*.bias", a compiled regular expression, a function (name, parameter) -> bool, a parameter, or
-            a list of these; the other entries are options of the optimizer.
+            a pattern like "*.bias", a compiled regular expression, a function (name, parameter) -> bool, a parameter,
+            or a list of these; the other entries are options of the optimizer.
         decay_norms_and_biases: with a model: False sets `weight_decay` to 0 for parameters of less than two dimensions,
             except in groups that give their own.
         moments: with a model: "8bit" keeps Adam's and AdamW's moments in a byte each.
@@ -70,8 +70,8 @@ class ForModel(torch.optim.Optimizer):
         if not isinstance(params, ModelFacade):
             if groups is not None or not decay_norms_and_biases or moments != "float32" or gradients != "weights":
                 raise ValueError(
-                    "[optim] groups, decay_norms_and_biases, moments and gradients are for a RoundPipe model as the first "
-                    f"argument, which is a {type(params).__name__}; wrap the model, or give torch's parameter groups"
+                    "[optim] groups, decay_norms_and_biases, moments and gradients are for a RoundPipe model, and the "
+                    f"first argument is a {type(params).__name__}; wrap the model, or give torch's parameter groups"
                 )
             super().__init__(params, *args, **kwargs)
             return
@@ -140,7 +140,9 @@ class ForModel(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; a model's optimizer gets its groups when it is made."""
         if self.binding is not None:
-            raise ValueError("[optim] a model's optimizer cannot be given more parameters; make it anew with groups=...")
+            raise ValueError(
+                "[optim] a model's optimizer cannot be given more parameters; make it anew with groups=..."
+            )
         super().add_param_group(param_group)
 
     # -- state ------------------------------------------------------------------------------------------------------
@@ -171,8 +173,8 @@ class ForModel(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's. Of a model's optimizer: load the model's weights first, then this; a state without masters (torch's
-        own) goes on from the weights.
+        """As torch's. Of a model's optimizer: load the model's weights first, then this; a state without masters
+        (torch's own) goes on from the weights.
 
         Raises:
             ValueError: a state that does not fit; nothing has been changed then.
@@ -185,10 +187,11 @@ class ForModel(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         if len(saved) != len(parameters):
             raise ValueError(
-                f"[optim] the state is of {len(saved)} parameters, expected {len(parameters)}; load one that was saved for "
-                "this model and these groups"
+                f"[optim] the state is of {len(saved)} parameters, expected {len(parameters)}; load one that was saved "
+                "for this model and these groups"
             )
-        states = {parameter: state_dict["state"].get(index, {}) for index, parameter in zip(saved, parameters, strict=True)}
+        entries = [state_dict["state"].get(index, {}) for index in saved]
+        states = dict(zip(parameters, entries, strict=True))
         before = [dict(group) for group in self.param_groups]
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         try:

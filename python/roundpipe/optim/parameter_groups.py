@@ -72,7 +72,9 @@ def _choose(where: str, selector: Any, named: Sequence[Named]) -> list[nn.Parame
     for single in selectors:
         found = {id(parameter) for name, parameter in named if _fits(where, single, name, parameter)}
         if not found:
-            raise ValueError(f"{where}: {_describe(single)} fits no trainable parameter of the model{_hint(single, named)}")
+            raise ValueError(
+                f"{where}: {_describe(single)} fits no trainable parameter of the model{_hint(single, named)}"
+            )
         chosen |= found
     return [parameter for _, parameter in named if id(parameter) in chosen]
 
@@ -87,8 +89,8 @@ def _fits(where: str, selector: Any, name: str, parameter: nn.Parameter) -> bool
     if callable(selector):
         return bool(selector(name, parameter))
     raise ValueError(
-        f"{where}: 'params' has a {type(selector).__name__}, expected a name or pattern like '*.bias', a compiled regular "
-        "expression, a parameter of the model, a function (name, parameter) -> bool, or a list of these"
+        f"{where}: 'params' has a {type(selector).__name__}, expected a name or pattern like '*.bias', a compiled "
+        "regular expression, a parameter of the model, a function (name, parameter) -> bool, or a list of these"
     )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import nn
@@ -14,6 +16,8 @@ from roundpipe import _core
 from roundpipe.planning.schedules import Prediction, Request
 
 Progress = Callable[[int, int], None]
+# What waits for an update in a synchronous step: the layer itself, the next step, or the update for all gradients, too.
+Gate = Literal["layer", "step", "model"]
 
 # Steps until the pipeline runs at its pace.
 _WARM_UP = 2
@@ -59,12 +63,22 @@ def scaled(request: Request, factor: float) -> Request:
     )
 
 
-def emulate(prediction: Prediction, request: Request, steps: int, progress: Progress) -> Emulation:
+def emulate(
+    prediction: Prediction,
+    request: Request,
+    steps: int,
+    progress: Progress,
+    update_ms: Sequence[float] | None = None,
+    gate: Gate = "layer",
+) -> Emulation:
     """Runs `prediction`'s plans for so many steps after the warm-up, in real time.
 
     Args:
         request: what was predicted, see `scaled`.
         progress: called with steps done and steps in all.
+        update_ms: what the host's update of each layer takes; None = nothing. Then `step_ms` of a synchronous run is
+            its pace, too, since steps overlap.
+        gate: with `update_ms`, what waits for updates.
 
     Raises:
         ValueError: the machine asked for has devices that are not alike, which virtual devices cannot be.
@@ -75,22 +89,23 @@ def emulate(prediction: Prediction, request: Request, steps: int, progress: Prog
     latency_ms = request.costs.hop_latency_ms / 2
     roundpipe.devices(f"virtual:{request.devices},threads=1,latency={latency_ms:.6f}ms")
     model = roundpipe.RoundPipe(
-        nn.Sequential(*[roundpipe.EmulatedLayer(c.forward_ms, c.backward_ms) for c in request.costs.layers]),
+        nn.Sequential(
+            *[
+                roundpipe.EmulatedLayer(c.forward_ms, c.backward_ms, update_ms=ms)
+                for c, ms in zip(request.costs.layers, update_ms or [0.0] * len(request.costs.layers), strict=True)
+            ]
+        ),
         name="emulated",
     )
-    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.0)
+    update = _updater(model, update_ms, gate)
     batch = torch.ones(request.microbatches, 1)
-
-    def update() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
     count = _WARM_UP + steps
     # Until the engine knows that a layer draws no random numbers, it runs alone: let it find out beforehand.
     single = roundpipe.RoundPipeRunConfig(num_microbatch=1)
     model.forward_backward((batch[:1],), label=batch[:1], loss_fn=_loss, run_config=single)
-    model.step(update, is_async=False)
+    update(False)
     records: list[list[_core.Record]] = []
+    pending: list[_core.ExecutionLog] = []
     plans = [prediction.plans[step % len(prediction.plans)] for step in range(count)]
     splits_head = any(job.phase == "backward" and job.layers.last == plans[0].layers for job in plans[0].jobs)
     if splits_head and request.mode == "async":
@@ -101,7 +116,7 @@ def emulate(prediction: Prediction, request: Request, steps: int, progress: Prog
             for step, plan in enumerate(plans):
                 config = roundpipe.RoundPipeRunConfig(num_microbatch=request.microbatches, execute_plan=plan)
                 submitted.append(model.submit((batch,), label=batch, loss_fn=_loss, run_config=config))
-                model.step(update)
+                update(True)
                 if step > 0:
                     _check(submitted[step - 1].loss(), request)
                     progress(step, count)
@@ -117,13 +132,40 @@ def emulate(prediction: Prediction, request: Request, steps: int, progress: Prog
                 else:
                     loss = model.forward_backward((batch,), label=batch, loss_fn=_loss, run_config=config)
                 _check(loss, request)
-                model.step(update, is_async=False)
-                records.append(list(model._pipeline.last_records()))
+                update(False)
+                if update_ms is None:
+                    records.append(list(model._pipeline.last_records()))
+                else:
+                    pending.append(model._pipeline.last_log())
                 progress(step + 1, count)
+            model.synchronize()
+            records += [list(log.records()) for log in pending]
     finally:
         model.synchronize()
     progress(count, count)
-    return Emulation(step_ms=_pace(records[_WARM_UP:], request), records=records)
+    overlap = request.mode == "async" or update_ms is not None
+    return Emulation(step_ms=_pace(records[_WARM_UP:], overlap), records=records)
+
+
+def _updater(model: roundpipe.RoundPipe, update_ms: Sequence[float] | None, gate: Gate) -> Callable[[bool], None]:
+    """Makes a step, asynchronous or not."""
+    if update_ms is not None and gate != "model":
+        fused = roundpipe.optim.SGD(model, lr=0.0)
+
+        def streamed(is_async: bool) -> None:
+            step = model.step(fused, is_async)
+            if gate == "step":
+                step.wait()
+
+        return streamed
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.0)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(sum(update_ms or [0.0]) / 1000)
+
+    return lambda is_async: model.step(update, is_async)
 
 
 def _loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -136,8 +178,8 @@ def _check(loss: torch.Tensor, request: Request) -> None:
         raise _core.RoundPipeError(f"[emulate] the loss is {loss.item()}, expected {request.microbatches}")
 
 
-def _pace(records: Sequence[Sequence[_core.Record]], request: Request) -> float:
-    if request.mode == "sync":
+def _pace(records: Sequence[Sequence[_core.Record]], overlap: bool) -> float:
+    if not overlap:
         return statistics.median(max(r[6] for r in step) - min(r[5] for r in step) for step in records)
     ends: list[float] = []
     for step in records:
