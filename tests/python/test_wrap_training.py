@@ -224,3 +224,42 @@ class HostRoot(nn.Module):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return self.body(value * self.scale)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_fused_optimizer_steps_parts_and_host_parameters_together(is_async: bool) -> None:
+    model = llama()
+    plain = copy.deepcopy(model)
+    wrapped = wrap_model_to_roundpipe(
+        model, use_sequential_preset=False, lower_threshold=1024, skip_modules=[model.lm_head]
+    )
+    assert isinstance(wrapped, AutoRoundPipe) and wrapped._step_group._host_parameters
+    options = {"lr": 1e-3, "weight_decay": 0.1}
+    optimizer = roundpipe.optim.AdamW(wrapped, **options)
+    reference = torch.optim.AdamW(plain.parameters(), **options)
+    newest = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    for batch in token_batches(50):
+        before = {name: p.detach().clone() for name, p in newest.items()}
+        expected = plain(**batch).logits.square().mean()
+        expected.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        loss = wrapped(**batch).logits.square().mean()
+        loss.backward()
+        torch.testing.assert_close(loss.detach(), expected.detach())
+        step = wrapped.step(optimizer, is_async, max_grad_norm=0.5)
+        assert float(step) == pytest.approx(float(norm), rel=1e-5)
+        # The reference's calls read the weights of one step ago in an asynchronous run.
+        with torch.no_grad():
+            for name, p in plain.named_parameters():
+                p.copy_(newest[name])
+            reference.step()
+            reference.zero_grad()
+            newest = {name: p.detach().clone() for name, p in plain.named_parameters()}
+            for name, p in plain.named_parameters():
+                p.copy_(before[name] if is_async else newest[name])
+    wrapped.synchronize()
+    mine = {name.replace("_original_model.", ""): p for name, p in wrapped.named_parameters()}
+    for name, p in newest.items():
+        torch.testing.assert_close(
+            mine[name].detach(), p, rtol=1e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}"
+        )

@@ -31,7 +31,7 @@ from roundpipe.demo.report import (
     prepare_folder,
 )
 from roundpipe.demo.tokenizer import encode_files, train_tokenizer
-from roundpipe.demo.training import check_length, held_out_batches, random_batches, train
+from roundpipe.demo.training import FusedSteps, check_length, held_out_batches, random_batches, train
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -183,7 +183,8 @@ def run_demo(options: DemoOptions, device_spec: str | None, out: Path | None) ->
     _print_memory(console, llama)
     _print_continuation(console, "continuation before training", llama, tokenizer, options)
 
-    model = roundpipe.RoundPipe(as_layers(llama), optim_dtype=torch.float32)
+    model = roundpipe.RoundPipe(as_layers(llama))
+    steps = FusedSteps(model, options)
     uniform_loss = math.log(vocabulary)
     required_loss = uniform_loss * (1 - options.required_fall)
     interrupted = False
@@ -203,6 +204,7 @@ def run_demo(options: DemoOptions, device_spec: str | None, out: Path | None) ->
             with _stop_on_interrupt(reporter, console), reporter:
                 train(
                     model,
+                    steps,
                     random_batches(training_text, options),
                     held_out_batches(held_out_text, options),
                     options,
@@ -231,6 +233,7 @@ def run_demo(options: DemoOptions, device_spec: str | None, out: Path | None) ->
 
     _print_continuation(console, "continuation after training", llama, tokenizer, options)
     _print_peaks(console)
+    _say(console, str(steps.optimizer.host_memory()))
     first, last = reporter.evaluation_records[0], reporter.evaluation_records[-1]
     code = _verdict(console, first.held_out_loss, last.held_out_loss, uniform_loss, options)
     _say(console, f"run folder: {folder} ({METRICS_FILE}, {CURVE_FILE})")

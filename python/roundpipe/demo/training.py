@@ -10,8 +10,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+import roundpipe
+from roundpipe.binding import Moments
 from roundpipe.demo.options import DemoOptions
 
 
@@ -30,11 +32,7 @@ class Pipeline(Protocol):
         self, *, input_args: tuple[Tensor, ...], label: Any, loss_fn: Callable[[Tensor, Any], Tensor]
     ) -> Submitted: ...
 
-    def step(self, step_fn: Callable[[], None]) -> None: ...
-
     def synchronize(self) -> None: ...
-
-    def optim_parameters(self) -> Iterable[nn.Parameter]: ...
 
 
 @dataclass(frozen=True)
@@ -152,37 +150,58 @@ class Observer(Protocol):
     def on_evaluation(self, record: EvaluationRecord) -> None: ...
 
 
-def train(
-    model: Pipeline, batches: Iterator[Batch], held_out: list[Batch], options: DemoOptions, observer: Observer
-) -> None:
-    """Runs `options.steps` asynchronous steps, with held-out evaluations before, during and after.
+class FusedSteps:
+    """AdamW that updates each layer as soon as its gradient has arrived; called once a step.
 
-    Each step's batch is submitted before the last step's loss is read, so the devices never wait for this loop.
-    Returns early, with all steps applied but without the last evaluation, when the observer asks; the step that has
-    been submitted by then is still made. `elapsed_s` and `tokens_per_s` count training only, evaluations left out.
+    Args:
+        model: what is trained, a chain of layers whose first and last parameters are the token tables.
+        is_async: whether the next batch may still read the weights from before the step.
+        moments: how the optimizer keeps its moments, see `roundpipe.optim.AdamW`.
     """
-    # In the order of the layers, so the tables that have a row per token come first and last.
-    embedding, *inner, projection = model.optim_parameters()
-    groups: list[dict[str, Any]] = [
-        {"params": inner},
-        {"params": [embedding, projection], "lr": options.learning_rate * options.token_table_factor},
-    ]
-    optimizer = torch.optim.AdamW(
-        groups,
-        lr=options.learning_rate,
-        betas=(0.9, 0.95),
-        weight_decay=options.weight_decay,
-    )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, options))
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    def update() -> None:
-        # Runs on the optimizer thread while the devices compute the next step.
-        torch.nn.utils.clip_grad_norm_(parameters, options.clip_norm)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+    def __init__(
+        self, model: roundpipe.RoundPipe, options: DemoOptions, is_async: bool = True, moments: Moments = "float32"
+    ) -> None:
+        self._model, self._is_async, self._clip_norm = model, is_async, options.clip_norm
+        self.optimizer = roundpipe.optim.AdamW(
+            model,
+            lr=options.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=options.weight_decay,
+            groups=[
+                {"params": token_tables(model), "lr": options.learning_rate * options.token_table_factor},
+            ],
+            moments=moments,
+        )
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: learning_rate_factor(step, options)
+        )
 
+    def __call__(self) -> None:
+        self._model.step(self.optimizer, self._is_async, max_grad_norm=self._clip_norm, lr_scheduler=self._scheduler)
+
+
+def token_tables(layers: torch.nn.Module) -> list[str]:
+    """The names of the parameters that have a row per token: in the order of the layers the first and the last."""
+    names = [name for name, _ in layers.named_parameters()]
+    return [names[0], names[-1]]
+
+
+def train(
+    model: Pipeline,
+    make_step: Callable[[], None],
+    batches: Iterator[Batch],
+    held_out: list[Batch],
+    options: DemoOptions,
+    observer: Observer,
+) -> None:
+    """Runs `options.steps` steps, with held-out evaluations before, during and after.
+
+    `make_step` starts the step of the batch that was submitted last, for example `FusedSteps`. Each step's batch is
+    submitted before the last step's loss is read, so the devices never wait for this loop. Returns early, with all
+    steps applied but without the last evaluation, when the observer asks; the step that has been submitted by then is
+    still made. `elapsed_s` and `tokens_per_s` count training only, evaluations left out.
+    """
     tokens, training_s = 0, 0.0
     since = time.perf_counter()  # the last report, or the last evaluation
 
@@ -208,7 +227,7 @@ def train(
         batch = next(batches)
         count = batch.token_count
         submitted = model.submit(input_args=(batch.tokens,), label=(batch.labels, count), loss_fn=next_token_loss)
-        model.step(update)
+        make_step()
         if unread is not None:
             report(*unread)
         unread = (step, count, submitted)

@@ -233,3 +233,45 @@ TEST_CASE("block: no parameters, no bytes") {
   block.finish_publish({});
   CHECK(block.current()->published->complete());
 }
+
+TEST_CASE("block: fused updates; a synchronous one is read at once, an asynchronous one after the next") {
+  const at::Tensor parameter = at::zeros({8});
+  ParameterBlock block = block_of({parameter});
+  const auto make = [&](const ParameterBlock::Update& update, double value) {
+    update.after->flat = block.buffers()->take();
+    block.layout().view(update.after->flat, 0).fill_(value);
+    update.after->published->fire();
+  };
+  const WeightVersionPtr version0 = block.current();
+  const ParameterBlock::Update first = block.begin_update(/*asynchronous=*/true);
+  CHECK(first.before == version0);
+  CHECK(block.current() == version0);
+  CHECK_FALSE(block.settled());
+  make(first, 1);
+  const EventPtr upload = make_event();
+  block.add_reader(version0, upload);
+
+  const ParameterBlock::Update second = block.begin_update(true);
+  CHECK(second.before == first.after);
+  CHECK(block.current() == first.after);
+  CHECK(version0->given_up);
+  CHECK(version0->flat.defined());  // an upload still reads it
+  upload->fire();
+  CHECK_FALSE(version0->flat.defined());
+  CHECK(block.settle());
+  CHECK_FALSE(block.settle());
+  block.repoint();
+  CHECK(parameter.isnan().all().item<bool>());
+  CHECK_FALSE(block.shows_weights());
+  make(second, 2);
+  block.repoint();
+  CHECK(at::equal(parameter, at::full({8}, 2.0)));
+  CHECK(block.settled());
+
+  const ParameterBlock::Update third = block.begin_update(/*asynchronous=*/false);
+  CHECK(block.current() == third.after);
+  make(third, 3);
+  block.repoint();
+  CHECK(at::equal(parameter, at::full({8}, 3.0)));
+  CHECK(block.buffers()->peak_bytes() <= 2 * block.layout().size_bytes);
+}

@@ -1,0 +1,140 @@
+"""Does the demo's model learn as well with 16-bit weights, 8-bit moments and asynchronous steps as in plain fp32?
+
+Each row trains the demo's model from the same weights on the same batches. Weights of bf16 with the 16 bits that make
+them fp32 are compared with fp32 weights; 8-bit moments and asynchronous steps with the row that differs in nothing
+else; and bf16 weights without the rest, stepped by torch's AdamW, show what would be lost. The held-out loss is that of
+the demo, after the last step. The program fails when a held-out loss is further off than stated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from support.report import Report, parser
+
+import roundpipe
+from roundpipe.demo.corpus import load_corpus
+from roundpipe.demo.model import as_layers, build_llama
+from roundpipe.demo.options import VIRTUAL_DEVICES, DemoOptions
+from roundpipe.demo.tokenizer import encode_files, train_tokenizer
+from roundpipe.demo.training import (
+    EvaluationRecord,
+    FusedSteps,
+    StepRecord,
+    held_out_batches,
+    learning_rate_factor,
+    random_batches,
+    token_tables,
+    train,
+)
+
+MakeStep = Callable[[roundpipe.RoundPipe, DemoOptions], Callable[[], None]]
+
+
+def plain_bf16(model: roundpipe.RoundPipe, options: DemoOptions) -> Callable[[], None]:
+    """torch's AdamW over bf16 parameters: weights and moments are rounded to bf16 in each step."""
+    tables = token_tables(model)
+    named = dict(model.optim_named_parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for name, p in named.items() if name not in tables]},
+            {"params": [named[name] for name in tables], "lr": options.learning_rate * options.token_table_factor},
+        ],
+        lr=options.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=options.weight_decay,
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, options))
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(list(named.values()), options.clip_norm)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+    return lambda: model.step(update)
+
+
+# Name: weights, step, and the row to compare with and how far off the held-out loss may be.
+CASES: dict[str, tuple[torch.dtype, MakeStep, tuple[str, float] | None]] = {
+    "fp32, synchronous": (torch.float32, lambda m, o: FusedSteps(m, o, is_async=False), None),
+    "fp32, asynchronous": (torch.float32, FusedSteps, ("fp32, synchronous", 0.01)),
+    "bf16 + remainder, asynchronous": (torch.bfloat16, FusedSteps, ("fp32, asynchronous", 0.005)),
+    "bf16 + remainder, synchronous": (
+        torch.bfloat16,
+        lambda m, o: FusedSteps(m, o, is_async=False),
+        ("fp32, synchronous", 0.005),
+    ),
+    "bf16 + remainder, 8-bit moments, asynchronous": (
+        torch.bfloat16,
+        lambda m, o: FusedSteps(m, o, moments="8bit"),
+        ("bf16 + remainder, asynchronous", 0.01),
+    ),
+    "plain bf16, asynchronous": (torch.bfloat16, plain_bf16, None),
+}
+
+
+class Losses:
+    """Keeps what is compared."""
+
+    stop_requested = False
+
+    def __init__(self) -> None:
+        self.held_out = math.nan
+        self.seconds = math.nan
+
+    def on_step(self, record: StepRecord) -> None:
+        if math.isnan(record.loss):
+            raise SystemExit(f"the loss of step {record.step} is NaN")
+
+    def on_evaluation(self, record: EvaluationRecord) -> None:
+        self.held_out, self.seconds = record.held_out_loss, record.elapsed_s
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--steps", type=int, default=DemoOptions().steps)
+    chosen = arguments.parse_args()
+    options = replace(DemoOptions(), steps=chosen.steps, evaluations=0)
+    limit = {}
+    if chosen.quick:
+        options = replace(options, steps=3, batch_size=2, sequence_length=16, evaluation_batches=1)
+        limit = {"limit_bytes": 1_200_000}
+    report = Report("Convergence of the demo's model", chosen.out)
+    roundpipe.devices(VIRTUAL_DEVICES)
+    corpus = load_corpus(**limit)
+    tokenizer = train_tokenizer((file.text for file in corpus.training), 512 if chosen.quick else 2048)
+    training, held_out = (encode_files(tokenizer, files) for files in (corpus.training, corpus.held_out))
+    vocabulary = tokenizer.get_vocab_size()
+    report(
+        f"{options.steps} steps of {options.batch_size} x {options.sequence_length} tokens, vocabulary {vocabulary}."
+    )
+    report("")
+    rows, losses, failed = [], {}, []
+    for name, (dtype, make, compared) in CASES.items():
+        llama = build_llama(vocabulary, options.sequence_length, options.seed, dtype)
+        model = roundpipe.RoundPipe(as_layers(llama), name="demo")
+        seen = Losses()
+        batches, kept_out = random_batches(training, options), held_out_batches(held_out, options)
+        train(model, make(model, options), batches, kept_out, options, seen)
+        losses[name] = seen.held_out
+        row = [name, f"{seen.held_out:.4f}", f"{seen.seconds:.0f}", "", "", ""]
+        if compared is not None:
+            other, bound = compared
+            off = seen.held_out / losses[other] - 1
+            row[3:] = [other, f"{100 * off:+.2f} %", f"{100 * bound:.1f} %"]
+            if abs(off) > bound and not chosen.quick:
+                failed.append(name)
+        rows.append(row)
+        print(" | ".join(row), flush=True)
+    report.table(["weights and steps", "held-out loss", "seconds", "compared with", "off by", "allowed"], rows)
+    report.close()
+    if failed:
+        raise SystemExit("further off than allowed: " + "; ".join(failed))
+
+
+if __name__ == "__main__":
+    main()

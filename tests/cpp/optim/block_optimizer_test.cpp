@@ -1,0 +1,115 @@
+#include <roundpipe/optim/block_optimizer.h>
+
+#include <stdexcept>
+#include <string>
+
+#include <ATen/ATen.h>
+#include <doctest/doctest.h>
+
+#include <roundpipe/optim/thread_pool.h>
+
+using namespace roundpipe::optim;
+using roundpipe::memory::GradientBlock;
+using roundpipe::memory::ParameterBlock;
+
+namespace {
+
+Hyperparameters hyper_of(double lr) {
+  Hyperparameters hyper;
+  hyper.lr = lr;
+  hyper.weight_decay = 0.01;
+  return hyper;
+}
+
+// A block's gradients, undefined where there is none.
+GradientBlock gradients_of(const ParameterBlock& block, const std::vector<at::Tensor>& values) {
+  GradientBlock gradients;
+  gradients.flat = block.buffers()->take();
+  for (size_t i = 0; i < values.size(); ++i) {
+    gradients.received.push_back(values[i].defined());
+    if (values[i].defined()) block.layout().view(gradients.flat, i).copy_(values[i]);
+  }
+  return gradients;
+}
+
+}  // namespace
+
+TEST_CASE("block optimizer: each parameter by its group, written over the gradients, others as they were") {
+  at::manual_seed(1);
+  ThreadPool pool(2);
+  const std::vector<at::Tensor> start = {
+      at::randn({16, 8}), at::randn({8, 16}).t(),       at::randn({5}).to(at::kBFloat16),
+      at::randn({7}),     at::randn({6}).to(at::kHalf), at::arange(4)};
+  std::vector<roundpipe::memory::NamedTensor> named;
+  for (const at::Tensor& value : start) named.push_back({"p", value.clone()});
+  ParameterBlock block(named, /*pinned=*/false);
+  std::vector<at::Tensor> rest;
+  // The fourth is frozen, the last an integer.
+  BlockOptimizer optimizer(block, {0, 1, 0, -1, 1, -1}, rest, Algorithm::kAdamW, MomentFormat::kFloat32);
+  CHECK(optimizer.trains_any());
+  const std::vector<Hyperparameters> groups = {hyper_of(0.1), hyper_of(0.01)};
+
+  std::vector<at::Tensor> expected;
+  std::vector<ParameterState> states(start.size());
+  std::vector<at::Tensor> masters;
+  for (const at::Tensor& value : start) masters.push_back(value.to(at::kFloat));
+  at::Tensor before = block.current()->flat;
+  for (int step = 0; step < 3; ++step) {
+    std::vector<at::Tensor> values;
+    for (const at::Tensor& value : start) values.push_back(at::randn(value.sizes()).to(value.scalar_type()));
+    if (step == 1) values[1].reset();  // got none in this step
+    const GradientBlock gradients = gradients_of(block, values);
+    for (size_t i : {0, 1, 2, 4}) {
+      if (!values[i].defined()) continue;
+      const Hyperparameters& hyper = groups[i == 0 || i == 2 ? 0 : 1];
+      at::Tensor like = at::empty_strided(start[i].sizes(), start[i].strides());
+      like.copy_(masters[i]);
+      at::Tensor gradient = at::empty_like(like).copy_(values[i]);
+      if (states[i].tensors.empty()) states[i] = make_state(Algorithm::kAdamW, hyper, MomentFormat::kFloat32, like);
+      update(Algorithm::kAdamW, hyper, MomentFormat::kFloat32, states[i], {like, like, {}, {}}, gradient, {0.5F, 0.25F},
+             pool);
+      masters[i] = like;
+    }
+    optimizer.update(before, gradients.flat, gradients, block.layout(), groups, {0.5F, 0.25F}, pool);
+    before = gradients.flat;
+  }
+  const auto weight = [&](size_t i) { return block.layout().view(before, i); };
+  CHECK(at::equal(weight(0), masters[0]));
+  CHECK(at::equal(weight(1), masters[1]));
+  at::Tensor joined = at::empty({5});
+  join(weight(2), rest[2], joined, pool);
+  CHECK(at::equal(joined, masters[2]));
+  CHECK(at::equal(weight(3), start[3]));
+  CHECK(at::equal(rest[4], masters[4]));
+  CHECK(at::equal(weight(4), masters[4].to(at::kHalf)));
+  CHECK(at::equal(weight(5), start[5]));
+  CHECK(optimizer.moment_bytes(groups) == 8 * (128 + 128 + 5 + 6));
+  CHECK(optimizer.rest_bytes() == 2 * 5 + 4 * 6);
+}
+
+TEST_CASE("block optimizer: the norm counts what is trained, and a new master starts from the weights") {
+  ThreadPool pool(1);
+  ParameterBlock block({{"a", at::ones({3}).to(at::kBFloat16)}, {"b", at::ones({2})}}, false);
+  std::vector<at::Tensor> rest;
+  BlockOptimizer optimizer(block, {0, -1}, rest, Algorithm::kSGD, MomentFormat::kFloat32);
+  const GradientBlock gradients = gradients_of(block, {at::full({3}, 2.0), at::full({2}, 100.0)});
+  CHECK(optimizer.sum_of_squares(gradients, block.layout(), 0.5F, pool) == doctest::Approx(3.0));
+  rest[0].fill_(9);
+  // Another optimizer takes over: the masters stay the model's.
+  BlockOptimizer second(block, {0, -1}, rest, Algorithm::kSGD, MomentFormat::kFloat32);
+  CHECK(second.rest(0)[0].item<int>() == 9);
+  second.restart_master(0, block.layout().view(block.current()->flat, 0));
+  CHECK(second.rest(0).count_nonzero().item<int64_t>() == 0);
+}
+
+TEST_CASE("block optimizer: a type that cannot be trained is refused by name") {
+  ParameterBlock block({{"wide", at::ones({3}, at::kDouble)}}, false);
+  std::vector<at::Tensor> rest;
+  std::string message;
+  try {
+    BlockOptimizer(block, {0}, rest, Algorithm::kSGD, MomentFormat::kFloat32);
+  } catch (const std::invalid_argument& error) {
+    message = error.what();
+  }
+  CHECK(message.find("'wide' is Double, expected float32, bfloat16 or float16") != std::string::npos);
+}
