@@ -12,15 +12,16 @@ TEST_CASE("buffer pool: a piece comes back when the last tensor in it is gone") 
   const BufferPool pool(64, /*pinned=*/false);
   at::Tensor first = pool.take();
   CHECK(first.numel() == 64);
-  CHECK(first.scalar_type() == at::kByte);
-  const void* const place = first.data_ptr();
+  const bool is_bytes = first.scalar_type() == at::kByte;
+  CHECK(is_bytes);
+  const uint8_t* const place = first.const_data_ptr<uint8_t>();
   at::Tensor view = first.narrow(0, 8, 4);
   first.reset();
   at::Tensor second = pool.take();
-  CHECK(second.data_ptr() != place);  // a view still holds the first
+  CHECK(second.const_data_ptr<uint8_t>() != place);  // a view still holds the first
   view.reset();
   const at::Tensor third = pool.take();
-  CHECK(third.data_ptr() == place);
+  CHECK(third.const_data_ptr<uint8_t>() == place);
   CHECK(pool.host_bytes() == 2 * 64);
 }
 
@@ -41,7 +42,8 @@ TEST_CASE("buffer pool: pieces may outlive it, and no bytes are no trouble") {
     left = pool.take();
   }
   left.fill_(7);
-  CHECK(left[(1 << 21) - 1].item<int>() == 7);
+  const int last = left[(1 << 21) - 1].item<int>();
+  CHECK(last == 7);
   const BufferPool empty(0, false);
   CHECK(empty.take().numel() == 0);
 }
