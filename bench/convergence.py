@@ -31,12 +31,11 @@ from roundpipe.demo.training import (
     train,
 )
 
-MakeStep = Callable[[roundpipe.RoundPipe, DemoOptions], Callable[[], None]]
+MakeStep = Callable[[roundpipe.RoundPipe, list[str], DemoOptions], Callable[[], None]]
 
 
-def plain_bf16(model: roundpipe.RoundPipe, options: DemoOptions) -> Callable[[], None]:
+def plain_bf16(model: roundpipe.RoundPipe, tables: list[str], options: DemoOptions) -> Callable[[], None]:
     """torch's AdamW over bf16 parameters: weights and moments are rounded to bf16 in each step."""
-    tables = token_tables(model)
     named = dict(model.optim_named_parameters())
     optimizer = torch.optim.AdamW(
         [
@@ -60,17 +59,17 @@ def plain_bf16(model: roundpipe.RoundPipe, options: DemoOptions) -> Callable[[],
 
 # Name: weights, step, and the row to compare with and how far off the held-out loss may be.
 CASES: dict[str, tuple[torch.dtype, MakeStep, tuple[str, float] | None]] = {
-    "fp32, synchronous": (torch.float32, lambda m, o: FusedSteps(m, o, is_async=False), None),
+    "fp32, synchronous": (torch.float32, lambda m, t, o: FusedSteps(m, t, o, is_async=False), None),
     "fp32, asynchronous": (torch.float32, FusedSteps, ("fp32, synchronous", 0.01)),
     "bf16 + remainder, asynchronous": (torch.bfloat16, FusedSteps, ("fp32, asynchronous", 0.005)),
     "bf16 + remainder, synchronous": (
         torch.bfloat16,
-        lambda m, o: FusedSteps(m, o, is_async=False),
+        lambda m, t, o: FusedSteps(m, t, o, is_async=False),
         ("fp32, synchronous", 0.005),
     ),
     "bf16 + remainder, 8-bit moments, asynchronous": (
         torch.bfloat16,
-        lambda m, o: FusedSteps(m, o, moments="8bit"),
+        lambda m, t, o: FusedSteps(m, t, o, moments="8bit"),
         ("bf16 + remainder, asynchronous", 0.01),
     ),
     "plain bf16, asynchronous": (torch.bfloat16, plain_bf16, None),
@@ -116,10 +115,11 @@ def main() -> None:
     rows, losses, failed = [], {}, []
     for name, (dtype, make, compared) in CASES.items():
         llama = build_llama(vocabulary, options.sequence_length, options.seed, dtype)
-        model = roundpipe.RoundPipe(as_layers(llama), name="demo")
+        layers = as_layers(llama)
+        model = roundpipe.RoundPipe(layers, name="demo")
         seen = Losses()
         batches, kept_out = random_batches(training, options), held_out_batches(held_out, options)
-        train(model, make(model, options), batches, kept_out, options, seen)
+        train(model, make(model, token_tables(layers), options), batches, kept_out, options, seen)
         losses[name] = seen.held_out
         row = [name, f"{seen.held_out:.4f}", f"{seen.seconds:.0f}", "", "", ""]
         if compared is not None:

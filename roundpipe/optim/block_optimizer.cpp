@@ -24,10 +24,10 @@ BlockOptimizer::BlockOptimizer(const memory::ParameterBlock& block, std::vector<
   for (size_t i = 0; i < groups_.size(); ++i) {
     const c10::ScalarType dtype = layout_.tensors[i].dtype;
     if (groups_[i] >= 0 && dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kHalf) {
-      throw std::invalid_argument(concat("[optim] parameter '", block.parameters()[i].name, "' is ",
-                                         c10::toString(dtype),
-                                         ", expected float32, bfloat16 or float16; convert the model, or step it with a "
-                                         "torch.optim optimizer over model.optim_parameters()"));
+      throw std::invalid_argument(
+          concat("[optim] parameter '", block.parameters()[i].name, "' is ", c10::toString(dtype),
+                 ", expected float32, bfloat16 or float16; convert the model, or step it with a "
+                 "torch.optim optimizer over model.optim_parameters()"));
     }
   }
   rest_.resize(layout_.tensors.size());

@@ -31,7 +31,7 @@ from roundpipe.demo.report import (
     prepare_folder,
 )
 from roundpipe.demo.tokenizer import encode_files, train_tokenizer
-from roundpipe.demo.training import FusedSteps, check_length, held_out_batches, random_batches, train
+from roundpipe.demo.training import FusedSteps, check_length, held_out_batches, random_batches, token_tables, train
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -183,8 +183,9 @@ def run_demo(options: DemoOptions, device_spec: str | None, out: Path | None) ->
     _print_memory(console, llama)
     _print_continuation(console, "continuation before training", llama, tokenizer, options)
 
-    model = roundpipe.RoundPipe(as_layers(llama))
-    steps = FusedSteps(model, options)
+    layers = as_layers(llama)
+    model = roundpipe.RoundPipe(layers)
+    steps = FusedSteps(model, token_tables(layers), options)
     uniform_loss = math.log(vocabulary)
     required_loss = uniform_loss * (1 - options.required_fall)
     interrupted = False

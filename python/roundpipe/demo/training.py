@@ -154,13 +154,19 @@ class FusedSteps:
     """AdamW that updates each layer as soon as its gradient has arrived; called once a step.
 
     Args:
-        model: what is trained, a chain of layers whose first and last parameters are the token tables.
+        model: what is trained.
+        tables: the names of its token tables, see `token_tables`.
         is_async: whether the next batch may still read the weights from before the step.
         moments: how the optimizer keeps its moments, see `roundpipe.optim.AdamW`.
     """
 
     def __init__(
-        self, model: roundpipe.RoundPipe, options: DemoOptions, is_async: bool = True, moments: Moments = "float32"
+        self,
+        model: roundpipe.RoundPipe,
+        tables: list[str],
+        options: DemoOptions,
+        is_async: bool = True,
+        moments: Moments = "float32",
     ) -> None:
         self._model, self._is_async, self._clip_norm = model, is_async, options.clip_norm
         self.optimizer = roundpipe.optim.AdamW(
@@ -169,7 +175,7 @@ class FusedSteps:
             betas=(0.9, 0.95),
             weight_decay=options.weight_decay,
             groups=[
-                {"params": token_tables(model), "lr": options.learning_rate * options.token_table_factor},
+                {"params": tables, "lr": options.learning_rate * options.token_table_factor},
             ],
             moments=moments,
         )
@@ -182,7 +188,7 @@ class FusedSteps:
 
 
 def token_tables(layers: torch.nn.Module) -> list[str]:
-    """The names of the parameters that have a row per token: in the order of the layers the first and the last."""
+    """The names of the parameters that have a row per token: of a chain of layers the first and the last."""
     names = [name for name, _ in layers.named_parameters()]
     return [names[0], names[-1]]
 
