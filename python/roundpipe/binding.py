@@ -28,7 +28,8 @@ class Step:
     def grad_norm(self) -> float:
         """The norm of all gradients, unscaled, before clipping. Waits until the last one has landed.
 
-        NaN unless the step was given `max_grad_norm` or a `scaler`; `max_grad_norm=math.inf` only measures.
+        NaN unless the step was given `max_grad_norm` or a `scaler` (`max_grad_norm=math.inf` only measures), and if the
+        backward failed.
         """
         self._run.wait_decided()
         return self._run.norm
@@ -42,6 +43,18 @@ class Step:
     def wait(self) -> None:
         """Waits until the update is made."""
         self._run.wait_finished()
+
+    @property
+    def updated_blocks(self) -> int:
+        """How many parameter blocks (a layer's, or a tied parameter) were updated. Waits for all."""
+        self.wait()
+        return self._run.updated_blocks
+
+    @property
+    def abandoned_blocks(self) -> int:
+        """How many were left as they are because the backward that makes their gradients failed. Waits for all."""
+        self.wait()
+        return self._run.abandoned_blocks
 
     def __float__(self) -> float:
         return self.grad_norm

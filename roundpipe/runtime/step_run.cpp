@@ -63,7 +63,7 @@ void StepRun::measure(BlockStep& step) {
 void StepRun::decide() {
   // In block order, whatever the order of arrival, so that the sum has the same bits every time.
   const auto norm = static_cast<float>(std::sqrt(std::accumulate(squares_.begin(), squares_.end(), 0.0)));
-  norm_ = norm;
+  if (!gradients_failed_) norm_ = norm;
   overflowed_ = options_.loss_scale > 0 && !std::isfinite(norm_);
   if (options_.max_norm > 0) {
     // As torch.nn.utils.clip_grad_norm_ computes it, in fp32.

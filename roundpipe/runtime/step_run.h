@@ -49,7 +49,7 @@ class StepRun : public std::enable_shared_from_this<StepRun> {
   // Fires when every block is published; fails when an update could not be made.
   const device::EventPtr& finished() const { return finished_; }
 
-  // The norm of all gradients, unscaled, before clipping; NaN where it was not asked for. REQUIRES: decided.
+  // The norm of all gradients, unscaled, before clipping; NaN where it was not asked for, or not all came. REQUIRES: decided.
   double norm() const { return norm_; }
   // Whether a gradient was inf or NaN, so that nothing changes. REQUIRES: decided.
   bool overflowed() const { return overflowed_; }

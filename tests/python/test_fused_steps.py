@@ -351,3 +351,52 @@ def test_a_second_optimizer_takes_over_with_the_masters_of_the_first() -> None:
     with pytest.raises(ValueError, match="another one was made since"):
         pipe.step(first)
     assert torch.equal(second.state_dict()["state"][0]["master_remainder"], remainder)
+
+
+class Fails(nn.Module):
+    """The identity, whose recomputed forward fails when told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed = False
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if self.armed and roundpipe.doing_recompute():
+            raise RuntimeError("told so")
+        return value + 0
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_backward_that_fails_after_the_step_leaves_the_rest_as_it_is(clip: float | None) -> None:
+    use_devices(1)
+    torch.manual_seed(5)
+    model = build(layers=4)
+    model.insert(0, nn.Sequential(nn.Linear(WIDTH, WIDTH), Fails()))
+    pipe = RoundPipe(model, name="fails")
+    optimizer = roundpipe.optim.AdamW(pipe, **OPTIONS)
+    plan = roundpipe.ModelExecutePlan()
+    plan.fwd_plan, plan.bwd_plan = [range(4)], [range(4, 5), range(2, 4), range(2)]
+    config = roundpipe.RoundPipeRunConfig(num_microbatch=1, execute_plan=plan)
+    inputs, label = batch()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def call() -> Any:
+        return pipe.submit((inputs,), label=label, loss_fn=nn.functional.mse_loss, run_config=config)
+
+    model[0][1].armed = True
+    call()
+    with pytest.raises(RuntimeError, match="told so"):
+        step = pipe.step(optimizer, max_grad_norm=clip)
+        assert step is not None
+        assert step.abandoned_blocks >= 2 and step.updated_blocks + step.abandoned_blocks == 5
+        if clip is not None:
+            assert step.updated_blocks == 0 and math.isnan(step.grad_norm)
+        pipe.synchronize()
+    pipe.synchronize()
+    assert torch.equal(model[0][0].weight, before["0.0.weight"])
+    assert all(p.isfinite().all() for p in model.parameters())
+    model[0][1].armed = False
+    call()
+    pipe.step(optimizer)
+    pipe.synchronize()
+    assert not torch.equal(model[0][0].weight, before["0.0.weight"])

@@ -24,12 +24,17 @@ class DemoOptions:
     seed: int = 0
     # Type of the weights: "float32", "bfloat16", or "auto", the one that a short measurement finds fast.
     dtype: str = "auto"
-    # Highest learning rate, reached at the end of the warmup.
-    learning_rate: float = 7e-4
+    # Highest learning rate, reached at the end of the warmup. One that synchronous steps would still bear costs
+    # asynchronous ones a tenth of their loss.
+    learning_rate: float = 1.2e-4
     # The embedding and the head learn faster by this factor: each of their rows sees few of the tokens.
-    token_table_factor: float = 4.0
+    token_table_factor: float = 30.0
     # Share of the steps over which the learning rate rises linearly from zero.
     warmup_share: float = 0.1
+    # Share of the steps, the first ones, that are synchronous: weights that are one step old cost most there.
+    synchronous_share: float = 0.4
+    # How much of AdamW's running means remains from step to step.
+    betas: tuple[float, float] = (0.8, 0.95)
     # Gradient norms above this are scaled down to it.
     clip_norm: float = 1.0
     # AdamW's decoupled weight decay.

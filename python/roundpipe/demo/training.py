@@ -156,7 +156,8 @@ class FusedSteps:
     Args:
         model: what is trained.
         tables: the names of its token tables, see `token_tables`.
-        is_async: whether the next batch may still read the weights from before the step.
+        is_async: whether, after the first `synchronous_share` of the steps, the next batch may still read the weights
+            from before the step.
         moments: how the optimizer keeps its moments, see `roundpipe.optim.AdamW`.
     """
 
@@ -168,11 +169,13 @@ class FusedSteps:
         is_async: bool = True,
         moments: Moments = "float32",
     ) -> None:
-        self._model, self._is_async, self._clip_norm = model, is_async, options.clip_norm
+        self._model, self._clip_norm = model, options.clip_norm
+        self._synchronous_steps = round(options.steps * options.synchronous_share) if is_async else options.steps
+        self._steps = 0
         self.optimizer = roundpipe.optim.AdamW(
             model,
             lr=options.learning_rate,
-            betas=(0.9, 0.95),
+            betas=options.betas,
             weight_decay=options.weight_decay,
             groups=[
                 {"params": tables, "lr": options.learning_rate * options.token_table_factor},
@@ -184,7 +187,9 @@ class FusedSteps:
         )
 
     def __call__(self) -> None:
-        self._model.step(self.optimizer, self._is_async, max_grad_norm=self._clip_norm, lr_scheduler=self._scheduler)
+        is_async = self._steps >= self._synchronous_steps
+        self._steps += 1
+        self._model.step(self.optimizer, is_async, max_grad_norm=self._clip_norm, lr_scheduler=self._scheduler)
 
 
 def token_tables(layers: torch.nn.Module) -> list[str]:
