@@ -50,6 +50,10 @@ def train():
         model.synchronize()
 """
 
+FUSED = LOOP.replace(
+    "torch.optim.SGD(model.optim_parameters(), lr=1e-3)", "roundpipe.optim.AdamW(model, lr=1e-3)"
+).replace("model.step(update", "model.step(optimizer")
+
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
@@ -72,9 +76,10 @@ def start(script: str) -> subprocess.Popen[str]:
     )
 
 
-def test_ctrl_c_ends_a_script() -> None:
+@pytest.mark.parametrize("loop", [LOOP, FUSED], ids=["function", "fused"])
+def test_ctrl_c_ends_a_script(loop: str) -> None:
     delays = random.Random(1)
-    running = [start(LOOP + "print('ready', flush=True)\ntrain()\n") for _ in range(2)]
+    running = [start(loop + "print('ready', flush=True)\ntrain()\n") for _ in range(2)]
     try:
         for process in running:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -91,8 +96,9 @@ def test_ctrl_c_ends_a_script() -> None:
             process.kill()
 
 
-def test_ctrl_c_again_and_again_in_one_script() -> None:
-    script = LOOP + textwrap.dedent(
+@pytest.mark.parametrize("loop", [LOOP, FUSED], ids=["function", "fused"])
+def test_ctrl_c_again_and_again_in_one_script(loop: str) -> None:
+    script = loop + textwrap.dedent(
         """
         import threading
         print('ready', flush=True)
