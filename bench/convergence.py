@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -131,7 +132,7 @@ def main() -> None:
             if abs(off) > bound and not chosen.quick:
                 failed.append(name)
         rows.append(row)
-        print(" | ".join(row), flush=True)
+        print(" | ".join(row), file=sys.stderr, flush=True)
     report.table(["weights and steps", "held-out loss", "seconds", "compared with", "off by", "allowed"], rows)
     report.close()
     if failed:

@@ -10,6 +10,8 @@ Every loss is checked: an emulated layer hands its input on.
 
 from __future__ import annotations
 
+import sys
+
 from support.report import Report, parser
 
 from roundpipe.planning import emulation
@@ -68,9 +70,9 @@ def main() -> None:
         _, _, expected, better = CASES[preset]
         for (gate, way), expected_ms in zip(WAYS, expected, strict=True):
             rows.append(measure(preset, "published", gate, way, expected_ms, options.steps))
-            print(" | ".join(rows[-1]), flush=True)
+            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
         rows.append(measure(preset, "roundpipe", *WAYS[-1], better, options.steps))
-        print(" | ".join(rows[-1]), flush=True)
+        print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     report.table(["costs", "scale", "schedule", "step", "the study's", "measured", "measured / the study's"], rows)
     report.close()
 
