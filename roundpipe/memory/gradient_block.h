@@ -53,8 +53,8 @@ class RangeSum {
 // Thread safety: contribute from any thread.
 class TiedSum {
  public:
-  // `base` is what earlier calls had summed, or null; the sum is put into a piece of `buffers`. REQUIRES: contribute is called once for each of
-  // layers x microbatches, after `base` has landed.
+  // `base` is what earlier calls had summed, or null; the sum is put into a piece of `buffers`. REQUIRES: contribute is
+  // called once for each of layers x microbatches, after `base` has landed.
   TiedSum(GradientBlockPtr result, GradientBlockPtr base, const BlockLayout& layout,
           std::shared_ptr<BufferPool> buffers, size_t layers, size_t microbatches, bool native_precision = false);
   // `gradients`: one host tensor per parameter, or undefined. `layer` counts the sharing layers from the first.

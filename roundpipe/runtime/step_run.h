@@ -11,7 +11,8 @@ namespace roundpipe::runtime {
 
 struct StepOptions {
   bool asynchronous = true;
-  // Gradients whose norm over the whole model is larger are scaled down to it; not positive: they are taken as they are.
+  // Gradients whose norm over the whole model is larger are scaled down to it; not positive: they are taken as they
+  // are.
   double max_norm = 0;
   // What the losses were multiplied with; a gradient that is then inf or NaN makes the whole step change nothing.
   // 0: not scaled, not looked at.
@@ -49,7 +50,8 @@ class StepRun : public std::enable_shared_from_this<StepRun> {
   // Fires when every block is published; fails when an update could not be made.
   const device::EventPtr& finished() const { return finished_; }
 
-  // The norm of all gradients, unscaled, before clipping; NaN where it was not asked for, or not all came. REQUIRES: decided.
+  // The norm of all gradients, unscaled, before clipping; NaN where it was not asked for, or not all came. REQUIRES:
+  // decided.
   double norm() const { return norm_; }
   // Whether a gradient was inf or NaN, so that nothing changes. REQUIRES: decided.
   bool overflowed() const { return overflowed_; }
