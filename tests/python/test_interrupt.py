@@ -184,8 +184,8 @@ def test_a_model_is_usable_after_an_interrupt(what: str) -> None:
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         assert_same(gradients, {name: p.grad for name, p in reference.model.named_parameters()})
         pipe.zero_grad()
-        assert threading.active_count() == threads[0]
         # Fewer, when an earlier test's pool ends meanwhile.
+        assert threading.active_count() <= threads[0]
         assert process.num_threads() <= threads[1]
 
 
