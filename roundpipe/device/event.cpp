@@ -55,6 +55,11 @@ void Event::wait() const {
   }
 }
 
+void Event::wait_complete() const {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return state_ != State::kPending; });
+}
+
 bool Event::wait_for(double timeout_ms) const {
   std::unique_lock lock(mutex_);
   return changed_.wait_for(lock, from_ms(timeout_ms), [this] { return state_ != State::kPending; });

@@ -29,6 +29,8 @@ class Event {
 
   // Blocks until complete; rethrows the error of a failed event.
   void wait() const;
+  // Blocks until complete, failed or not.
+  void wait_complete() const;
   // Blocks at most `timeout_ms`; true when complete. Never throws the event's error.
   bool wait_for(double timeout_ms) const;
 

@@ -4,7 +4,6 @@
 #include <map>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 
 #include <roundpipe/core/error.h>
@@ -26,14 +25,6 @@ const at::Tensor& no_value(c10::ScalarType dtype) {
     value = at::full({}, has_nan ? std::numeric_limits<double>::quiet_NaN() : 0.0, at::TensorOptions().dtype(dtype));
   }
   return value;
-}
-
-void wait_for_all(const std::vector<EventPtr>& events) {
-  constexpr double kLong_ms = 1e6;
-  for (const EventPtr& event : events) {
-    while (!event->wait_for(kLong_ms)) {
-    }
-  }
 }
 
 }  // namespace
@@ -88,7 +79,7 @@ void ParameterBlock::finish_publish(const std::vector<at::Tensor>& values) {
     publication = std::move(publications_.front());
     publications_.pop_front();
   }
-  wait_for_all(publication.readers);
+  for (const EventPtr& reader : publication.readers) reader->wait_complete();
   const at::NoGradGuard no_grad;
   at::Tensor& flat = publication.version->flat;
   flat = publication.flat.defined() ? publication.flat : buffers_->take();

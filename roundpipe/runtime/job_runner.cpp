@@ -188,11 +188,9 @@ void JobRunner::limit_run_ahead(JobRun& run, int microbatch, double start_ms) {
   device_.compute().signal(done);
   launched_.push_back(std::move(done));
   // On an accelerator the host would otherwise queue the whole job and take all its memory at once.
-  constexpr double kLong_ms = 1e6;
   while (launched_.size() > kPrefetch) {
     // Only a matter of pace: the error of an earlier call must not end this one.
-    while (!launched_.front()->wait_for(kLong_ms)) {
-    }
+    launched_.front()->wait_complete();
     launched_.pop_front();
   }
 }

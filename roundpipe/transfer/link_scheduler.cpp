@@ -93,10 +93,8 @@ bool LinkScheduler::issue_chunk(Entry& entry) {
 }
 
 void LinkScheduler::limit_in_flight() {
-  constexpr double kLong_ms = 1e6;
   while (!in_flight_.empty() && (in_flight_.size() >= kInFlight || in_flight_.front()->complete())) {
-    while (!in_flight_.front()->wait_for(kLong_ms)) {
-    }
+    in_flight_.front()->wait_complete();
     in_flight_.pop_front();
   }
 }

@@ -178,3 +178,20 @@ TEST_CASE("wait_interruptible: the event's error, or what the interrupt check th
   CHECK(checks == 2);
   set_interrupt_check(nullptr);
 }
+
+TEST_CASE("event: wait_complete blocks until it has fired or failed, and throws neither way") {
+  for (const bool fails : {false, true}) {
+    const EventPtr event = make_event();
+    std::thread other([&] {
+      if (fails) {
+        event->fail(std::make_exception_ptr(std::runtime_error("it failed")));
+      } else {
+        event->fire();
+      }
+    });
+    event->wait_complete();
+    CHECK(event->complete());
+    CHECK((event->error() != nullptr) == fails);
+    other.join();
+  }
+}
