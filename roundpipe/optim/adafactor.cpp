@@ -6,6 +6,8 @@
 #include <numeric>
 #include <vector>
 
+#include <c10/util/accumulate.h>
+
 #include <roundpipe/optim/coefficients.h>
 #include <roundpipe/optim/dispatch.h>
 #include <roundpipe/optim/thread_pool.h>
@@ -27,8 +29,7 @@ float interpolate(Interpolation to, float start, float end) {
 // were a matrix with one column.
 struct Parts {
   explicit Parts(at::IntArrayRef sizes) : factored(sizes.size() > 1) {
-    const int64_t elements =
-        std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, [](int64_t a, int64_t b) { return a * b; });
+    const int64_t elements = c10::multiply_integers(sizes);
     columns = factored ? sizes[sizes.size() - 1] : 1;
     rows = factored ? sizes[sizes.size() - 2] : elements;
     matrices = elements / (rows * columns);

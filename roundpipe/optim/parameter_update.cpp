@@ -6,6 +6,7 @@
 
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/accumulate.h>
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/optim/adafactor.h>
@@ -23,10 +24,6 @@ using kernels::kChunk;
 constexpr int64_t kGrain = 65536;
 
 int64_t blocks(int64_t elements) { return (elements + kChunk - 1) / kChunk; }
-
-int64_t element_count(at::IntArrayRef sizes) {
-  return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, [](int64_t a, int64_t b) { return a * b; });
-}
 
 void check_format(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat format) {
   if (format == MomentFormat::kFloat32) return;
@@ -124,7 +121,7 @@ void check_state(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat
       continue;
     }
     const bool codes = format == MomentFormat::kBlockwise8Bit && i % 2 == 0;
-    const int64_t expected = factored ? element_count(factored_sizes(weight.sizes())[i])
+    const int64_t expected = factored ? c10::multiply_integers(factored_sizes(weight.sizes())[i])
                              : codes  ? kernels::kChunk * blocks(weight.numel())
                                       : blocks(weight.numel());
     check_dense(tensor, "update", names[i].c_str());
@@ -246,11 +243,11 @@ ParameterState make_state(Algorithm algorithm, const Hyperparameters& hyper, Mom
 
 int64_t state_bytes(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat format, at::IntArrayRef sizes) {
   const auto tensors = static_cast<int64_t>(state_names(algorithm, hyper, format, sizes).size());
-  const int64_t elements = element_count(sizes);
+  const int64_t elements = c10::multiply_integers(sizes);
   if (format == MomentFormat::kBlockwise8Bit) return tensors / 2 * (kernels::kChunk + 4) * blocks(elements);
   if (algorithm == Algorithm::kAdafactor && sizes.size() > 1) {
     int64_t bytes = 0;
-    for (const auto& factor : factored_sizes(sizes)) bytes += 4 * element_count(factor);
+    for (const auto& factor : factored_sizes(sizes)) bytes += 4 * c10::multiply_integers(factor);
     return bytes;
   }
   return tensors * 4 * elements;

@@ -51,10 +51,12 @@ void pin(std::thread& thread, int core) {
 #endif
 }
 
+constexpr int kMostThreads = 4096;
+
 int checked_threads(int threads) {
-  if (threads < 1 || threads > 4096) {
-    throw std::invalid_argument(
-        concat("[ThreadPool] got ", threads, " threads, expected 1 to 4096; leave it out for one a core"));
+  if (threads < 1 || threads > kMostThreads) {
+    throw std::invalid_argument(concat("[ThreadPool] got ", threads, " threads, expected 1 to ", kMostThreads,
+                                       "; leave it out for one a core"));
   }
   return threads;
 }
@@ -64,9 +66,9 @@ int threads_from_environment() {
   if (text == nullptr || *text == '\0') return static_cast<int>(usable_cores().size());
   char* end = nullptr;
   const long threads = std::strtol(text, &end, 10);
-  if (*end != '\0' || threads < 1 || threads > 4096) {
-    throw std::invalid_argument(concat("[ROUNDPIPE_OPTIM_THREADS] got '", text,
-                                       "', expected a number from 1 to 4096; unset it for one thread a core"));
+  if (*end != '\0' || threads < 1 || threads > kMostThreads) {
+    throw std::invalid_argument(concat("[ROUNDPIPE_OPTIM_THREADS] got '", text, "', expected a number from 1 to ",
+                                       kMostThreads, "; unset it for one thread a core"));
   }
   return static_cast<int>(threads);
 }
