@@ -431,6 +431,7 @@ class AutoRoundPipe(ModelFacade):
         """The original model's; inside `OptimizerCtx` the optimizer's."""
         if in_optimizer_context():
             return self.optim_named_parameters(prefix, remove_duplicate)
+        self._step_group.show_weights()
         return self._original_model.named_parameters(prefix, recurse, remove_duplicate)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
