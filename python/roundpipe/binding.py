@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -85,18 +86,22 @@ class Binding:
     ) -> None:
         self._pipelines = group.pipelines()
         self._host = group.host_pipeline
-        self._places: dict[int, tuple[int, int, int]] = {}
-        groups: list[list[list[int]]] = []
-        for p, pipeline in enumerate(self._pipelines):
-            blocks = pipeline.block_parameters()
-            groups.append([[group_of.get(id(parameter), -1) for parameter in block] for block in blocks])
-            for b, block in enumerate(blocks):
-                self._places.update({id(parameter): (p, b, i) for i, parameter in enumerate(block)})
+        blocks = [pipeline.block_parameters() for pipeline in self._pipelines]
+        groups = [[[group_of.get(id(parameter), -1) for parameter in block] for block in of] for of in blocks]
+        self._places = {
+            id(parameter): (b, i)
+            for b, block in enumerate(itertools.chain.from_iterable(blocks))
+            for i, parameter in enumerate(block)
+        }
         if gradients == "float32":
             for pipeline in self._pipelines:
                 pipeline.keep_gradients_in_fp32()
         self._core = _core.ModelOptimizer(self._pipelines, groups, algorithm, MOMENTS[moments])
         self.hides_weights = False
+
+    def make_room(self) -> None:
+        """Waits until a step can be started without waiting for another; raises what an earlier one raised."""
+        self._core.make_room()
 
     def step(
         self, groups: list[_core.Hyperparameters], is_async: bool, max_grad_norm: float, loss_scale: float
@@ -124,6 +129,10 @@ class Binding:
         place = self._places[id(parameter)]
         return self._core.state(*place), self._core.rest(*place)
 
+    def restart_master(self, parameter: nn.Parameter) -> None:
+        """Makes the parameter's value its fp32 master. No step may be under way."""
+        self._core.restart_master(*self._places[id(parameter)], parameter)
+
     def accept_weights(self) -> None:
         """The parameters' values and masters of now belong together."""
         self._core.accept_weights()
@@ -149,6 +158,3 @@ def as_schedulers(schedulers: Any) -> Sequence[Any]:
                 "[step] lr_scheduler is a ReduceLROnPlateau, which needs a metric; call its step(metric) yourself"
             )
     return given
-
-
-Hyper = Callable[[dict[str, Any]], _core.Hyperparameters]

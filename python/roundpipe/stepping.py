@@ -408,6 +408,7 @@ class StepGroup:
         loss_scale = 0.0
         if scaler is not None and scales is not None:
             loss_scale = scaler._scale_of(scales)
+        binding.make_room()  # outside of the block, so that Ctrl+C ends the wait
         with _uninterrupted():
             run = binding.step(groups, is_async, max_grad_norm or 0.0, loss_scale)
             if scaler is not None and scales is not None:

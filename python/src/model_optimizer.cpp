@@ -33,21 +33,28 @@ void bind_model_optimizer(py::module_& module) {
              double loss_scale) { return optimizer.step(std::move(groups), {asynchronous, max_norm, loss_scale}); },
           py::arg("groups"), py::arg("asynchronous"), py::arg("max_norm"), py::arg("loss_scale"),
           py::call_guard<py::gil_scoped_release>())
+      .def("make_room", &ModelOptimizer::make_room, py::call_guard<py::gil_scoped_release>())
       .def("finish", &ModelOptimizer::finish, py::call_guard<py::gil_scoped_release>())
       .def("accept_weights", &ModelOptimizer::accept_weights)
       .def(
           "state",
-          [](ModelOptimizer& optimizer, size_t pipeline, size_t block, size_t parameter) -> optim::ParameterState& {
-            return optimizer.block(pipeline, block).state(parameter);
+          [](ModelOptimizer& optimizer, size_t block, size_t parameter) -> optim::ParameterState& {
+            return optimizer.block(block).state(parameter);
           },
-          py::arg("pipeline"), py::arg("block"), py::arg("parameter"), py::return_value_policy::reference_internal)
+          py::arg("block"), py::arg("parameter"), py::return_value_policy::reference_internal)
       .def(
           "rest",
-          [](ModelOptimizer& optimizer, size_t pipeline, size_t block, size_t parameter) -> std::optional<at::Tensor> {
-            const at::Tensor& rest = optimizer.block(pipeline, block).rest(parameter);
+          [](ModelOptimizer& optimizer, size_t block, size_t parameter) -> std::optional<at::Tensor> {
+            const at::Tensor& rest = optimizer.block(block).rest(parameter);
             return rest.defined() ? std::optional(rest) : std::nullopt;
           },
-          py::arg("pipeline"), py::arg("block"), py::arg("parameter"))
+          py::arg("block"), py::arg("parameter"))
+      .def(
+          "restart_master",
+          [](ModelOptimizer& optimizer, size_t block, size_t parameter, const at::Tensor& weights) {
+            optimizer.block(block).restart_master(parameter, weights.detach());
+          },
+          py::arg("block"), py::arg("parameter"), py::arg("weights"), py::call_guard<py::gil_scoped_release>())
       .def(
           "host_bytes",
           [](const ModelOptimizer& optimizer, const std::vector<optim::Hyperparameters>& groups) {

@@ -18,7 +18,7 @@ class BufferPool {
   // Uninitialised uint8 [size_bytes]: the piece that has come back, else new memory. Does not block.
   at::Tensor take() const;
 
-  int64_t size_bytes() const { return size_bytes_; }
+  bool pinned() const { return pinned_; }
   // Of all pieces: in use, and kept for the next one who asks.
   int64_t host_bytes() const;
   // The most that host_bytes() has been since the pool was made.

@@ -1,45 +1,57 @@
 #include <roundpipe/runtime/model_optimizer.h>
 
 #include <atomic>
+#include <map>
 
 #include <roundpipe/core/error.h>
 
 namespace roundpipe::runtime {
 
-using optim::BlockOptimizer;
 using optim::Hyperparameters;
+
+ModelOptimizer::BoundBlock::BoundBlock(std::shared_ptr<ModelState> of, size_t block, size_t layers_before,
+                                       std::vector<int> groups, optim::Algorithm algorithm, optim::MomentFormat format)
+    : model(std::move(of)),
+      state(model->blocks[block]),
+      index(block),
+      layer(layers_before + static_cast<size_t>(state.layers.front())),
+      emulated_ms(model->layers[static_cast<size_t>(state.layers.front())]->layer->emulated_update_ms()),
+      optimizer(*state.block, std::move(groups), state.master_rest, algorithm, format) {
+  see();
+}
+
+std::vector<size_t> ModelOptimizer::BoundBlock::written() const {
+  std::vector<size_t> indices;
+  const auto& parameters = state.block->parameters();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (static_cast<uint32_t>(parameters[i].tensor._version()) != seen[i]) indices.push_back(i);
+  }
+  return indices;
+}
+
+void ModelOptimizer::BoundBlock::see() {
+  seen.clear();
+  for (const memory::NamedTensor& parameter : state.block->parameters()) {
+    seen.push_back(static_cast<uint32_t>(parameter.tensor._version()));
+  }
+}
 
 ModelOptimizer::ModelOptimizer(std::vector<std::shared_ptr<Pipeline>> pipelines,
                                const std::vector<std::vector<std::vector<int>>>& groups, optim::Algorithm algorithm,
                                optim::MomentFormat format)
-    : pipelines_(std::move(pipelines)), blocks_(std::make_shared<Blocks>()), seen_(pipelines_.size()) {
+    : pipelines_(std::move(pipelines)), blocks_(std::make_shared<Blocks>()) {
+  size_t layers_before = 0;
   for (size_t p = 0; p < pipelines_.size(); ++p) {
-    blocks_->models.push_back(pipelines_[p]->shared_model());
-    auto& optimizers = blocks_->optimizers.emplace_back();
+    const std::shared_ptr<ModelState> model = pipelines_[p]->shared_model();
     for (size_t b = 0; b < groups[p].size(); ++b) {
-      BlockState& state = blocks_->models[p]->blocks[b];
-      optimizers.push_back(
-          std::make_unique<BlockOptimizer>(*state.block, groups[p][b], state.master_rest, algorithm, format));
-      seen_[p].emplace_back(state.block->parameters().size());
+      blocks_->push_back(std::make_unique<BoundBlock>(model, b, layers_before, groups[p][b], algorithm, format));
     }
+    layers_before += model->layers.size();
   }
-  accept_weights();
 }
 
 void ModelOptimizer::accept_weights() {
-  for (size_t p = 0; p < pipelines_.size(); ++p) {
-    for (size_t b = 0; b < seen_[p].size(); ++b) written(p, b);
-  }
-}
-
-std::vector<size_t> ModelOptimizer::written(size_t pipeline, size_t block) {
-  std::vector<size_t> indices;
-  const auto& parameters = blocks_->models[pipeline]->blocks[block].block->parameters();
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const auto version = static_cast<uint32_t>(parameters[i].tensor._version());
-    if (std::exchange(seen_[pipeline][block][i], version) != version) indices.push_back(i);
-  }
-  return indices;
+  for (const auto& block : *blocks_) block->see();
 }
 
 void ModelOptimizer::reap(size_t at_most) {
@@ -58,45 +70,52 @@ void ModelOptimizer::reap(size_t at_most) {
   }
 }
 
-std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> groups, const StepOptions& options) {
-  static std::atomic<uint64_t> next_number{1};
+void ModelOptimizer::make_room() {
   constexpr size_t kUnderWay = 2;
   reap(kUnderWay - 1);
+}
+
+std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> groups, const StepOptions& options) {
+  static std::atomic<uint64_t> next_number{1};
+  make_room();
+  for (const auto& block : *blocks_) {
+    const std::vector<size_t> written = block->written();
+    if (written.empty() || block->state.block->settled()) continue;
+    block->see();
+    throw std::invalid_argument(concat("[step] parameter '", block->state.block->parameters()[written.front()].name,
+                                       "' was written while a step was under way, whose weights replace it; call "
+                                       "model.synchronize() before you write, and write again"));
+  }
   for (const auto& pipeline : pipelines_) pipeline->raise_pending();
-  std::vector<std::vector<std::vector<size_t>>> changed(pipelines_.size());
-  for (size_t p = 0; p < pipelines_.size(); ++p) {
-    for (size_t b = 0; b < seen_[p].size(); ++b) {
-      changed[p].push_back(written(p, b));
-      const memory::ParameterBlock& block = *blocks_->models[p]->blocks[b].block;
-      if (changed[p][b].empty() || block.settled()) continue;
-      throw std::invalid_argument(concat("[step] parameter '", block.parameters()[changed[p][b].front()].name,
-                                         "' was written while a step was under way, whose weights replace it; call "
-                                         "model.synchronize() before you write, and write again"));
-    }
+  std::map<const ModelState*, std::vector<memory::GradientBlockPtr>> gradients;
+  for (const auto& pipeline : pipelines_) {
+    gradients[&pipeline->model()] = pipeline->take_gradients();
+    pipeline->commit_calls();
   }
   std::vector<BlockStep> steps;
-  size_t first_layer = 0;
-  for (size_t p = 0; p < pipelines_.size(); ++p) {
-    ModelState& model = *blocks_->models[p];
-    const std::vector<memory::GradientBlockPtr> gradients = pipelines_[p]->take_gradients();
-    pipelines_[p]->commit_calls();
-    for (size_t b = 0; b < model.blocks.size(); ++b) {
-      BlockState& state = model.blocks[b];
-      BlockOptimizer& optimizer = *blocks_->optimizers[p][b];
-      if (!optimizer.trains_any()) continue;
-      if (!gradients[b]) {
-        for (const size_t i : changed[p][b])
-          optimizer.restart_master(i, state.block->layout().view(state.block->current()->flat, i));
-        if (state.block->settle()) state.block->repoint();
-        continue;
-      }
-      const auto layer = static_cast<size_t>(state.layers.front());
-      const memory::ParameterBlock::Update versions = state.block->begin_update(options.asynchronous);
-      state.block->repoint();
-      steps.push_back({&state, &optimizer, first_layer + layer, gradients[b], versions.before, versions.after,
-                       std::move(changed[p][b]), model.layers[layer]->layer->emulated_update_ms()});
+  for (const auto& block : *blocks_) {
+    BlockState& state = block->state;
+    if (!block->optimizer.trains_any()) continue;
+    const std::vector<size_t> written = block->written();
+    block->see();
+    const memory::GradientBlockPtr& gradient = gradients[block->model.get()][block->index];
+    if (!gradient) {
+      for (const size_t i : written)
+        block->optimizer.restart_master(i, state.block->layout().view(state.block->current()->flat, i));
+      if (state.block->settle()) state.block->repoint();
+      continue;
     }
-    first_layer += model.layers.size();
+    const memory::ParameterBlock::Update versions = state.block->begin_update(options.asynchronous);
+    state.block->repoint();
+    BlockStep& step = steps.emplace_back();
+    step.block = &state;
+    step.optimizer = &block->optimizer;
+    step.layer = block->layer;
+    step.gradients = gradient;
+    step.before = versions.before;
+    step.after = versions.after;
+    step.written = written;
+    step.emulated_ms = block->emulated_ms;
   }
   const auto run = std::make_shared<StepRun>(next_number++, std::move(steps), std::move(groups), options, blocks_);
   runs_.push_back(run);
@@ -106,26 +125,21 @@ std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> group
 
 void ModelOptimizer::finish() {
   reap(0);
-  for (const auto& model : blocks_->models) {
-    for (const BlockState& state : model->blocks) {
-      if (state.block->settle()) state.block->repoint();
-    }
+  for (const auto& block : *blocks_) {
+    if (block->state.block->settle()) block->state.block->repoint();
   }
 }
 
 ModelOptimizer::HostBytes ModelOptimizer::host_bytes(const std::vector<Hyperparameters>& groups) const {
   HostBytes bytes;
-  for (size_t p = 0; p < blocks_->models.size(); ++p) {
-    bytes.weights_and_gradients += blocks_->models[p]->host_bytes();
-    for (size_t b = 0; b < blocks_->optimizers[p].size(); ++b) {
-      const BlockOptimizer& optimizer = *blocks_->optimizers[p][b];
-      const auto& parameters = blocks_->models[p]->blocks[b].block->parameters();
-      for (size_t i = 0; i < parameters.size(); ++i) {
-        if (optimizer.group(i) >= 0) bytes.parameters += parameters[i].tensor.numel();
-      }
-      bytes.rests += optimizer.rest_bytes();
-      bytes.moments += optimizer.moment_bytes(groups);
+  for (const auto& pipeline : pipelines_) bytes.weights_and_gradients += pipeline->model().host_bytes();
+  for (const auto& block : *blocks_) {
+    const auto& parameters = block->state.block->parameters();
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (block->optimizer.group(i) >= 0) bytes.parameters += parameters[i].tensor.numel();
     }
+    bytes.rests += block->optimizer.rest_bytes();
+    bytes.moments += block->optimizer.moment_bytes(groups);
   }
   return bytes;
 }

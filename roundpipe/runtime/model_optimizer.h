@@ -23,16 +23,19 @@ class ModelOptimizer {
                  optim::MomentFormat format);
 
   // Starts a step with the gradients summed since the last one; `groups` are the hyperparameters of each group. At most
-  // two steps are under way, so it may wait for the one before the last. Throws what made an earlier step or call fail;
-  // then no step has been started.
+  // two steps are under way, so without make_room() it may wait. Throws what made an earlier step or call fail; then no
+  // step has been started.
   std::shared_ptr<StepRun> step(std::vector<optim::Hyperparameters> groups, const StepOptions& options);
 
   // Waits for all steps and lets calls read the newest weights. Throws what made a step fail.
   void finish();
 
-  // Of parameter `index` of `block` of pipeline `pipeline`. REQUIRES: no step is under way.
-  optim::BlockOptimizer& block(size_t pipeline, size_t block) { return *blocks_->optimizers[pipeline][block]; }
-  // State was loaded, or weights with their masters: later writes by the user count from now.
+  // Waits until a step can be started without waiting for another. Throws what made an earlier step fail.
+  void make_room();
+
+  // Block `index`, counted over all pipelines. REQUIRES: no step is under way.
+  optim::BlockOptimizer& block(size_t index) { return blocks_->at(index)->optimizer; }
+  // The user has not written into the weights since the masters were made: both have been loaded, for example.
   void accept_weights();
 
   struct HostBytes {
@@ -44,18 +47,29 @@ class ModelOptimizer {
   HostBytes host_bytes(const std::vector<optim::Hyperparameters>& groups) const;
 
  private:
-  // What steps need, and keep alive.
-  struct Blocks {
-    std::vector<std::shared_ptr<ModelState>> models;
-    std::vector<std::vector<std::unique_ptr<optim::BlockOptimizer>>> optimizers;
+  // One block of one pipeline's model. Steps need it, and keep it alive.
+  struct BoundBlock {
+    BoundBlock(std::shared_ptr<ModelState> of, size_t index, size_t layers_before, std::vector<int> groups,
+               optim::Algorithm algorithm, optim::MomentFormat format);
+
+    // Parameters that the user has written into since `seen` was taken.
+    std::vector<size_t> written() const;
+    void see();
+
+    const std::shared_ptr<ModelState> model;
+    BlockState& state;
+    const size_t index;  // in the model
+    const size_t layer;  // its first, counted over all models
+    const double emulated_ms;
+    optim::BlockOptimizer optimizer;
+    std::vector<uint32_t> seen;  // versions of the user's parameters, as last looked at; caller's thread only
   };
-  std::vector<size_t> written(size_t pipeline, size_t block);
+  using Blocks = std::vector<std::unique_ptr<BoundBlock>>;
   void reap(size_t at_most);
 
   const std::vector<std::shared_ptr<Pipeline>> pipelines_;
   const std::shared_ptr<Blocks> blocks_;
-  std::vector<std::vector<std::vector<uint32_t>>> seen_;  // versions of the user's parameters, as last looked at
-  std::deque<std::shared_ptr<StepRun>> runs_;             // oldest first
+  std::deque<std::shared_ptr<StepRun>> runs_;  // oldest first
 };
 
 }  // namespace roundpipe::runtime

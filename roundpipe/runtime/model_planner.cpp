@@ -130,24 +130,26 @@ schedule::LayerCosts CostMeter::costs() const {
   return costs;
 }
 
+int64_t stage_share_bytes(Engine& engine, const schedule::LayerCosts& costs, int64_t limit_bytes) {
+  constexpr int64_t kStageShare = 6;
+  int64_t share_bytes = limit_bytes;
+  for (int i = 0; i < engine.size(); ++i) {
+    const int64_t bytes = engine.worker(i).device().memory().limit_bytes / kStageShare;
+    if (bytes > 0 && (share_bytes == 0 || bytes < share_bytes)) share_bytes = bytes;
+  }
+  if (share_bytes == 0) return 0;
+  for (const schedule::LayerCost& cost : costs) share_bytes = std::max(share_bytes, cost.weight_bytes);
+  return share_bytes;
+}
+
 Plan ModelPlanner::recipe(Engine& engine, const Key& key, bool measured) const {
   const schedule::LayerCosts costs = meter_.costs();
   schedule::SearchOptions options;
   options.plan.mode = key.mode;
   options.plan.microbatches = key.microbatches;
   options.plan.first_backward_layer = key.first_backward_layer;
-  // Two stages' weights, the gradients of one and its activations must fit beside each other. A layer over the share
-  // is tried anyway: whether it fits is the device's to say.
-  constexpr int64_t kStageShare = 6;
-  int64_t share_bytes = 0;
-  for (int i = 0; i < engine.size(); ++i) {
-    const int64_t bytes = engine.worker(i).device().memory().limit_bytes / kStageShare;
-    if (bytes > 0 && (share_bytes == 0 || bytes < share_bytes)) share_bytes = bytes;
-  }
-  if (share_bytes > 0) {
-    for (const schedule::LayerCost& cost : costs) share_bytes = std::max(share_bytes, cost.weight_bytes);
-    options.plan.max_stage_bytes = share_bytes;
-  }
+  const int64_t share_bytes = stage_share_bytes(engine, costs);
+  options.plan.max_stage_bytes = share_bytes;
   const schedule::CostSums sums(costs, key.first_backward_layer);
   const schedule::Stages simple = schedule::choose_stages(costs, key.devices, options.plan);
   if (!measured) return schedule::to_recipe(schedule::to_cut(simple), sums, key.devices, options.plan);

@@ -39,6 +39,11 @@ class CostMeter {
   std::vector<int64_t> weight_bytes_;
 };
 
+// What the weights of one stage may take on the engine's devices, in bytes: two stages' weights, the gradients of one
+// and its activations must fit beside each other. Not above `limit_bytes`, unless that is 0; never below the largest
+// layer, which is tried anyway: whether it fits is the device's to say. 0 = no limit.
+int64_t stage_share_bytes(Engine& engine, const schedule::LayerCosts& costs, int64_t limit_bytes = 0);
+
 // Plans a model's calls: stages from estimated costs at first, from measured ones after two calls, and again when what
 // is measured has drifted by more than a fifth. Devices are placed step by step (schedule::Placer).
 // No plan has replicas, so that sums of gradients do not depend on it. Thread safety: one thread at a time.

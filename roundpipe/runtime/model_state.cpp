@@ -16,10 +16,10 @@ BlockState::BlockState(std::vector<NamedTensor> parameters, std::vector<int> blo
       gradient_layout(block->layout()),
       gradient_buffers(block->buffers()) {}
 
-void BlockState::keep_gradients_in_fp32(bool pinned) {
+void BlockState::keep_gradients_in_fp32() {
   gradient_layout = block->layout().widened();
   if (gradient_layout.size_bytes == block->layout().size_bytes) return;
-  gradient_buffers = std::make_shared<memory::BufferPool>(gradient_layout.size_bytes, pinned);
+  gradient_buffers = std::make_shared<memory::BufferPool>(gradient_layout.size_bytes, block->buffers()->pinned());
 }
 
 ModelState::ModelState(std::string model_name, std::vector<std::unique_ptr<Layer>> model_layers, bool pinned)

@@ -54,7 +54,7 @@ struct BlockState {
 
   bool tied() const { return layers.size() > 1; }
   // From now on 16-bit weights have fp32 gradients on the host. REQUIRES: no gradient has been made yet.
-  void keep_gradients_in_fp32(bool pinned);
+  void keep_gradients_in_fp32();
 };
 
 // The host side of a model: layers, parameters, and the gradients that the calls since the last step have summed.

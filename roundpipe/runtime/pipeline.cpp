@@ -26,11 +26,9 @@ StepTicket::StepTicket(std::shared_ptr<ModelState> model, std::vector<GradientBl
       optimizer_parameters_(std::move(optimizer_parameters)) {}
 
 bool StepTicket::hand_over() {
-  constexpr double kLong_ms = 1e6;
   for (const GradientBlockPtr& block : gradients_) {
     if (!block) continue;
-    while (!block->landed->wait_for(kLong_ms)) {
-    }
+    block->landed->wait_complete();
     if (block->landed->error()) return false;
   }
   const at::NoGradGuard no_grad;
@@ -56,7 +54,6 @@ bool StepTicket::hand_over() {
 Pipeline::Pipeline(std::string name, std::vector<std::unique_ptr<Layer>> layers, bool pinned)
     : model_(std::make_shared<ModelState>(std::move(name), std::move(layers), pinned)),
       planner_(*model_),
-      pinned_(pinned),
       random_seed_(at::detail::getDefaultCPUGenerator().current_seed()) {
   sweep(/*wait=*/true);
 }
@@ -102,11 +99,7 @@ void Pipeline::sweep(bool wait) {
 }
 
 Pipeline::~Pipeline() {
-  for (const CallPtr& call : active_) {
-    constexpr double kLong_ms = 1e6;
-    while (!call->finished()->wait_for(kLong_ms)) {
-    }
-  }
+  for (const CallPtr& call : active_) call->finished()->wait_complete();
   if (engine_) engine_->forget(*model_);
 }
 
@@ -375,11 +368,7 @@ void put_buffers_back(const Call& call) {
 }  // namespace
 
 void Pipeline::recover() {
-  constexpr double kLong_ms = 1e6;
-  for (const CallPtr& call : active_) {
-    while (!call->finished()->wait_for(kLong_ms)) {
-    }
-  }
+  for (const CallPtr& call : active_) call->finished()->wait_complete();
   bool newest = true;
   for (auto call = active_.rbegin(); call != active_.rend(); ++call) {
     if (!(*call)->failed()) {
@@ -422,7 +411,7 @@ std::unique_ptr<StepTicket> Pipeline::begin_step() {
 void Pipeline::keep_gradients_in_fp32() {
   drain();
   drop_gradients();
-  for (BlockState& block : model_->blocks) block.keep_gradients_in_fp32(pinned_);
+  for (BlockState& block : model_->blocks) block.keep_gradients_in_fp32();
 }
 
 void Pipeline::commit_calls() {
@@ -531,23 +520,13 @@ void Pipeline::import_gradients() {
 schedule::Stages Pipeline::choose_stages(PlanMode mode, int min_stages, double upper_threshold,
                                          int64_t memory_limit_bytes) const {
   const std::shared_ptr<Engine> engine = Engine::current();
-  // Two stages' weights, the gradients of one and its activations must fit beside each other.
-  constexpr int64_t kStageShare = 6;
-  int64_t stage_bytes = memory_limit_bytes;
-  for (int i = 0; i < engine->size(); ++i) {
-    const int64_t limit_bytes = engine->worker(i).device().memory().limit_bytes / kStageShare;
-    if (limit_bytes > 0 && (stage_bytes == 0 || limit_bytes < stage_bytes)) stage_bytes = limit_bytes;
-  }
   const schedule::LayerCosts costs = planner_.costs();
-  int64_t largest_bytes = 0;
-  for (const schedule::LayerCost& cost : costs) largest_bytes = std::max(largest_bytes, cost.weight_bytes);
   schedule::PlannerOptions options;
   options.mode = mode;
   options.microbatches = 1;
   options.min_stages = min_stages;
   options.upper_threshold = upper_threshold;
-  // A layer over the share is tried anyway: whether it fits is the device's to say.
-  options.max_stage_bytes = stage_bytes > 0 ? std::max(stage_bytes, largest_bytes) : 0;
+  options.max_stage_bytes = stage_share_bytes(*engine, costs, memory_limit_bytes);
   return schedule::choose_stages(costs, engine->size(), options);
 }
 

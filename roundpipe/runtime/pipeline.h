@@ -142,6 +142,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   void take_engine();
   void note_plan(Call& call, const schedule::Plan& plan);
   void import_gradients();
+  void show_complete_weights();
   void wait_or_abort(const device::EventPtr& event, const CallPtr& call);
   void recover();
   bool busy() const;
@@ -154,13 +155,11 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   CallPtr last_call_;
   std::optional<schedule::Plan> last_plan_;
   ModelPlanner planner_;
-  bool pinned_;
   bool asynchronous_ = true;
   uint64_t calls_ = 0;
   uint64_t positions_ = 0;
   uint64_t random_seed_;
   bool exposed_ = false;
-  void show_complete_weights();
   std::shared_ptr<Engine> engine_;  // of the last call
 };
 

@@ -1,9 +1,7 @@
 #include <roundpipe/runtime/step_run.h>
 
-#include <algorithm>
 #include <cmath>
 #include <limits>
-#include <numeric>
 
 #include <ATen/core/grad_mode.h>
 
@@ -41,7 +39,6 @@ void StepRun::start() {
     return;
   }
   to_measure_ = blocks_.size();
-  squares_.resize(blocks_.size());
   for (BlockStep& step : blocks_) {
     step.gradients->landed->then([self = shared_from_this(), &step] {
       UpdateThread::instance().submit({self->number_, UpdateThread::Kind::kNorm, step.layer},
@@ -54,15 +51,17 @@ void StepRun::measure(BlockStep& step) {
   if (step.gradients->landed->error()) {
     gradients_failed_ = true;
   } else if (step.gradients->flat.defined()) {
-    squares_[static_cast<size_t>(&step - blocks_.data())] = step.optimizer->sum_of_squares(
-        *step.gradients, step.block->gradient_layout, scaling_.inverse_scale, *ThreadPool::current());
+    step.squares = step.optimizer->sum_of_squares(*step.gradients, step.block->gradient_layout, scaling_.inverse_scale,
+                                                  *ThreadPool::current());
   }
   if (--to_measure_ == 0) decide();
 }
 
 void StepRun::decide() {
   // In block order, whatever the order of arrival, so that the sum has the same bits every time.
-  const auto norm = static_cast<float>(std::sqrt(std::accumulate(squares_.begin(), squares_.end(), 0.0)));
+  double squares = 0;
+  for (const BlockStep& step : blocks_) squares += step.squares;
+  const auto norm = static_cast<float>(std::sqrt(squares));
   if (!gradients_failed_) norm_ = norm;
   overflowed_ = options_.loss_scale > 0 && !std::isfinite(norm_);
   if (options_.max_norm > 0) {

@@ -28,6 +28,7 @@ struct BlockStep {
   memory::WeightVersionPtr before;
   memory::WeightVersionPtr after;
   std::vector<size_t> written;  // parameters that the user has written into since the last step
+  double squares = 0;           // of the gradients, once they have been looked at
   double emulated_ms = 0;       // what the update is pretended to take; 0: it is made
 };
 
@@ -76,7 +77,6 @@ class StepRun : public std::enable_shared_from_this<StepRun> {
   const device::EventPtr finished_ = device::make_event();
   // The update thread's until the event that they are asked after.
   optim::GradientScaling scaling_;
-  std::vector<double> squares_;  // [block]
   size_t to_measure_ = 0;
   size_t to_update_ = 0;
   bool gradients_failed_ = false;

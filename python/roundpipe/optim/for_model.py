@@ -212,10 +212,8 @@ class ForModel(torch.optim.Optimizer):
                 name = _RESTS[rest.dtype]
                 if name in states[parameter]:
                     rest.copy_(states[parameter][name])
-                elif rest.dtype == torch.int16:
-                    rest.zero_()
                 else:
-                    rest.copy_(parameter)
+                    self.binding.restart_master(parameter)
         self.binding.accept_weights()
 
     def _state_names(self, hyper: _core.Hyperparameters, parameter: torch.Tensor) -> list[str]:
