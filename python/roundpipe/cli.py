@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from roundpipe.demo.command import demo
+from roundpipe.export.command import export
 from roundpipe.planning.commands import emulate, plan, simulate
 
 app = typer.Typer(
@@ -51,6 +52,7 @@ app.command("demo")(demo)
 app.command("simulate")(simulate)
 app.command("plan")(plan)
 app.command("emulate")(emulate)
+app.command("export")(export)
 
 
 def main() -> None:

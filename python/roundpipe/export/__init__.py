@@ -1,0 +1,1 @@
+"""Turning what training leaves behind into folders that other programs load."""

@@ -1,0 +1,51 @@
+"""The `roundpipe export` command. The work is imported when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export(
+    out: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="The folder to write: new, or empty.")],
+    merge: Annotated[
+        Path, typer.Option(metavar="ADAPTER_DIR", help="A LoRA adapter as peft saves it.", show_default=False)
+    ],
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BASE_DIR",
+            help="The base model's folder, or its id in the local Hugging Face cache. "
+            "[default: the one that the adapter names]",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Merge a LoRA adapter into its base model's weights, in the memory of one layer.
+
+    roundpipe export --merge ADAPTER_DIR --base BASE_DIR OUT_DIR
+
+    OUT_DIR gets the base's files with the merged weights in them, and loads with from_pretrained. The weights are
+    those that peft's merge_and_unload() gives, in the dtype of the base's files.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from roundpipe.export.adapter import base_named_by
+    from roundpipe.export.merge import merge_adapter
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    try:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("reading", total=None)
+
+            def show(done: int, total: int) -> None:
+                bar.update(task, description="merging", completed=done, total=total)
+
+            merge_adapter(base_named_by(merge) if base is None else base, merge, out, progress=show)
+    except KeyboardInterrupt:
+        typer.echo("\nroundpipe: interrupted, nothing was written", err=True)
+        raise typer.Exit(130) from None
+    typer.echo(f"merged into {out}", err=True)

@@ -1,0 +1,153 @@
+"""Merges a LoRA adapter into the weights of its base model, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from roundpipe.export.adapter import read_adapter
+from roundpipe.export.checkpoint import INDEX_FILE, Checkpoint
+from roundpipe.export.output import Entry, bytes_of_file, bytes_of_tensor, check_free, new_folder, write_safetensors
+from roundpipe.export.placement import Placement
+
+Progress = Callable[[int, int], None]
+
+_WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, progress: Progress | None = None) -> Path:
+    """Writes the base model with the adapter merged in, as a folder that `from_pretrained` loads.
+
+    Values are those of `PeftModel.from_pretrained(base, adapter).merge_and_unload()` in the dtype of the base's files.
+    Names, files and everything else in the folder stay as they are. In memory are the adapter and the weights of one
+    layer's module at a time. `out` appears when all of it has been written; whatever ends the call before leaves
+    nothing behind.
+
+    The tokenizer is the adapter's where its folder has one, for a training may have changed the chat template.
+
+    Args:
+        base: folder of the base model, or the id of a model in the local Hugging Face cache.
+        adapter: folder of the adapter, as peft saves it.
+        out: a folder that does not exist or is empty.
+        progress: called with the bytes written so far and in all.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: anything that makes the merge impossible or its result doubtful, before the first byte is written.
+    """
+    adapter, out = Path(adapter), Path(out)
+    check_free(out)
+    loaded = read_adapter(adapter)
+    checkpoint = Checkpoint(find_base(base))
+    placement = Placement(checkpoint, loaded)
+    copies = _other_files(checkpoint.folder, adapter)
+    entries = _entries(checkpoint, placement)
+    weights = sum(entry.size_bytes for file in entries.values() for entry in file)
+    done = 0
+
+    def counted(chunks: Iterator[memoryview]) -> Iterator[memoryview]:
+        nonlocal done
+        for chunk in chunks:
+            yield chunk
+            done += chunk.nbytes
+            if progress is not None:
+                progress(done, weights)
+
+    ready: dict[str, torch.Tensor] = {}  # merged, not yet written
+
+    def chunks(name: str) -> Iterator[memoryview]:
+        key = placement.untied.get(name, name)
+        if key not in placement.groups:
+            stored = checkpoint.tensors[name]
+            return counted(bytes_of_file(checkpoint.folder / stored.file, stored.start, stored.end))
+        if name not in ready:
+            merged, split = placement.merge(placement.groups[key])
+            ready.update(merged | split)
+        return counted(bytes_of_tensor(ready.pop(name)))
+
+    others = sum(path.stat().st_size for path in copies.values())
+    with new_folder(out, weights + others + (16 << 20)) as folder, torch.no_grad():
+        for name, path in copies.items():
+            shutil.copyfile(path, folder / name)
+        for file in checkpoint.files:
+            write_safetensors(folder / file, checkpoint.metadata[file], entries[file], chunks)
+        if checkpoint.index is not None:
+            _write_index(folder / INDEX_FILE, checkpoint.index, entries)
+        if placement.untied:
+            _untie(folder / "config.json")
+    return out
+
+
+def find_base(base: str | Path) -> Path:
+    """The folder of a base model: itself, or where the local Hugging Face cache keeps it.
+
+    Raises:
+        ValueError: there is no such folder, and no such model in the cache.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    if Path(base).is_dir():
+        return Path(base)
+    try:
+        return Path(snapshot_download(str(base), local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError, OSError):
+        raise ValueError(
+            f"[export] the base {str(base)!r} is no folder and no model in the local Hugging Face cache; give --base "
+            "with its folder, or fetch it with `hf download`"
+        ) from None
+
+
+def _entries(checkpoint: Checkpoint, placement: Placement) -> dict[str, list[Entry]]:
+    """What each file will hold. A tensor that is no longer tied follows the one it shared."""
+    entries: dict[str, list[Entry]] = {file: [] for file in checkpoint.files}
+    for name, tensor in checkpoint.tensors.items():
+        followers = [other for other, key in placement.untied.items() if key == name]
+        for each in (name, *followers):
+            entries[tensor.file].append(Entry(each, tensor.dtype, tensor.shape, tensor.end - tensor.start))
+    return entries
+
+
+def _other_files(base: Path, adapter: Path) -> dict[str, Path]:
+    """Every file of the base that holds no weights, with the adapter's tokenizer if it has one."""
+    files = {
+        path.name: path
+        for path in sorted(base.iterdir())
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHT_ENDINGS)
+    }
+    if (adapter / "tokenizer_config.json").is_file():
+        files = {name: path for name, path in files.items() if name not in _TOKENIZER_FILES}
+        files |= {name: adapter / name for name in _TOKENIZER_FILES if (adapter / name).is_file()}
+    return files
+
+
+def _write_index(path: Path, metadata: dict[str, object], entries: dict[str, list[Entry]]) -> None:
+    weight_map = {entry.name: file for file, held in entries.items() for entry in held}
+    total = sum(entry.size_bytes for held in entries.values() for entry in held)
+    index = {"metadata": {**metadata, "total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _untie(path: Path) -> None:
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["tie_word_embeddings"] = False
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

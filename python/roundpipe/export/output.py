@@ -1,0 +1,117 @@
+"""Writes a model folder that is whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_COPY_BYTES = 8 << 20
+
+
+@contextmanager
+def new_folder(out: Path, size_bytes: int) -> Iterator[Path]:
+    """A temporary folder beside `out` that takes its name at the end; after an exception nothing of it is left.
+
+    Args:
+        out: a folder that does not exist, or is empty.
+        size_bytes: what will be written.
+
+    Raises:
+        ValueError: `out` holds files or cannot be made, or its disk has less than `size_bytes` left.
+    """
+    check_free(out)
+    temporary = out.parent / f".{out.name}.{os.getpid()}.part"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(out.parent).free
+        if free < size_bytes:
+            raise ValueError(
+                f"[export] {out.parent} has {free / 1e9:.2f} GB left, expected {size_bytes / 1e9:.2f} GB for the "
+                "merged model; make room, or choose another folder"
+            )
+        temporary.mkdir()
+    except OSError as error:
+        raise ValueError(
+            f"[export] cannot create {out}: {error.strerror}; expected a folder that can be written"
+        ) from None
+    try:
+        yield temporary
+        temporary.rename(out)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def check_free(out: Path) -> None:
+    """Raises ValueError unless `out` is a folder that can be made, or an empty one."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        what = "is not empty" if out.is_dir() else "is a file"
+        raise ValueError(f"[export] {out} {what}, expected a new or empty folder; choose another, or move it away")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file to write: its name, safetensors' name of its dtype, its shape and size."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+
+
+def write_safetensors(
+    path: Path, metadata: Mapping[str, str], entries: Iterable[Entry], chunks: Callable[[str], Iterator[memoryview]]
+) -> None:
+    """Writes one file, a tensor at a time, in the order of `entries`.
+
+    Args:
+        path: the file.
+        metadata: goes into the header, with `format: pt`.
+        entries: what the file holds.
+        chunks: the bytes of the tensor of that name, in pieces.
+    """
+    header: dict[str, object] = {"__metadata__": {**metadata, "format": "pt"}}
+    offset = 0
+    entries = list(entries)
+    for entry in entries:
+        end = offset + entry.size_bytes
+        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for entry in entries:
+            for chunk in chunks(entry.name):
+                file.write(chunk)
+        if file.tell() != 8 + len(text) + offset:
+            raise RuntimeError(f"{path} has {file.tell()} bytes, expected {8 + len(text) + offset}")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def bytes_of_file(path: Path, start: int, end: int) -> Iterator[memoryview]:
+    """Part of a file, in pieces."""
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while start < end:
+            piece = file.read(min(_COPY_BYTES, end - start))
+            if not piece:
+                raise ValueError(f"[export] {path} ended at byte {start}, expected {end}; fetch it again")
+            start += len(piece)
+            yield memoryview(piece)
+
+
+def bytes_of_tensor(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor on the host, as they lie in a file."""
+    if tensor.numel():
+        array: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+        yield memoryview(array)
