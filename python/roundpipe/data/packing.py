@@ -1,0 +1,104 @@
+"""Packs short samples into rows of one length, so that no computation goes into padding."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from roundpipe.data.samples import IGNORED, Sample, tokens_and_labels
+
+
+def pack(
+    samples: Sequence[Sample],
+    length: int,
+    *,
+    pad_token_id: int | None = None,
+    too_long: Literal["error", "truncate"] = "error",
+) -> list[dict[str, torch.Tensor]]:
+    """Puts samples together into rows of at most `length` tokens, in as few rows as best fit decreasing finds.
+
+    Positions begin at 0 with each sample and the first label of each is -100, so with an attention that keeps samples
+    apart (`attn_implementation="sdpa_packed"`) a row is worth its samples one by one.
+
+    The result depends on the samples and their order only: rows stand in the order of the first sample they hold, and
+    samples within a row in the order they were given.
+
+    Args:
+        samples: each with `input_ids`, and `labels` where they are not the same.
+        length: most tokens of a row.
+        pad_token_id: fills rows up to `length` behind their samples. Padding is like one more sample with its own
+            positions, all of whose labels are -100. None leaves rows as long as they are.
+        too_long: what becomes of samples with more than `length` tokens: "error", or "truncate" to keep the first.
+
+    Returns:
+        One batch of one row for each: `input_ids`, `position_ids` and `labels`, int64 of shape [1, tokens].
+
+    Raises:
+        ValueError: a sample that is too long, empty or malformed.
+    """
+    if length < 1:
+        raise ValueError(f"[pack] length is {length}, expected at least 1")
+    if too_long not in ("error", "truncate"):
+        raise ValueError(f"[pack] too_long is {too_long!r}, expected 'error' or 'truncate'")
+    pairs = []
+    for index, sample in enumerate(samples):
+        tokens, labels = tokens_and_labels(sample, f"[pack] sample {index}")
+        if len(tokens) > length and too_long == "error":
+            raise ValueError(
+                f"[pack] sample {index} has {len(tokens)} tokens, expected at most {length}; raise length, split the "
+                'sample, or give too_long="truncate" to keep its first tokens'
+            )
+        pairs.append((tokens[:length], labels[:length]))
+    rows = assign_rows([len(tokens) for tokens, _ in pairs], length)
+    return [_row([pairs[index] for index in row], length, pad_token_id) for row in rows]
+
+
+def assign_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Which samples share a row: best fit decreasing. The longest go first, each into the fullest row it fits into.
+
+    Args:
+        lengths: of the samples, each from 0 to `capacity`.
+        capacity: of a row.
+
+    Returns:
+        The samples of each row by their numbers, ascending; rows by their first.
+
+    Raises:
+        ValueError: a length that fits into no row.
+    """
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # room and row, ascending
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        size = lengths[index]
+        if not 0 <= size <= capacity:
+            raise ValueError(f"[assign_rows] length {index} is {size}, expected 0 to {capacity}")
+        at = bisect.bisect_left(free, (size, -1))
+        if at == len(free):
+            rows.append([index])
+            room, row = capacity, len(rows) - 1
+        else:
+            room, row = free.pop(at)
+            rows[row].append(index)
+        bisect.insort(free, (room - size, row))
+    return sorted((sorted(row) for row in rows), key=lambda row: row[0])
+
+
+def _row(
+    pairs: list[tuple[torch.Tensor, torch.Tensor]], length: int, pad_token_id: int | None
+) -> dict[str, torch.Tensor]:
+    tokens = [tokens for tokens, _ in pairs]
+    labels = [labels.clone() for _, labels in pairs]
+    for each in labels:
+        each[0] = IGNORED  # or the last token of the sample before would predict it
+    room = length - sum(map(len, tokens))
+    if pad_token_id is not None and room:
+        tokens.append(torch.full((room,), pad_token_id))
+        labels.append(torch.full((room,), IGNORED))
+    return {
+        "input_ids": torch.cat(tokens)[None],
+        "position_ids": torch.cat([torch.arange(len(each)) for each in tokens])[None],
+        "labels": torch.cat(labels)[None],
+    }

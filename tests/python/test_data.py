@@ -1,0 +1,262 @@
+"""Packing, collating and balancing samples: what has to hold for all of them, and plain cases."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roundpipe.data.balance import BalancedSplit, balance, split_balanced
+from roundpipe.data.collate import collate, count_label_tokens
+from roundpipe.data.packing import assign_rows, pack
+from roundpipe.data.samples import IGNORED
+from roundpipe.microbatch import split_call, split_label
+
+LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=20)
+
+
+def numbered(lengths: list[int]) -> list[dict[str, Any]]:
+    """Samples in which every token of all is another number."""
+    ends = list(itertools.accumulate(lengths))
+    samples = [list(range(end - length, end)) for end, length in zip(ends, lengths, strict=True)]
+    return [{"input_ids": sample, "labels": [1000 + token for token in sample]} for sample in samples]
+
+
+# --- packing ---
+
+
+@given(lengths=LENGTHS, pad=st.booleans())
+def test_packing_keeps_every_sample_whole(lengths: list[int], pad: bool) -> None:
+    samples = numbered(lengths)
+    rows = pack(samples, 12, pad_token_id=777 if pad else None)
+    seen = []
+    for row in rows:
+        ids, positions, labels = (row[name][0].tolist() for name in ("input_ids", "position_ids", "labels"))
+        assert len(ids) == len(positions) == len(labels) <= 12 and (not pad or len(ids) == 12)
+        starts = [index for index, position in enumerate(positions) if position == 0]
+        for start, end in itertools.pairwise([*starts, len(ids)]):
+            assert positions[start:end] == list(range(end - start))
+            if ids[start] == 777:
+                assert end == len(ids) and set(ids[start:]) == {777} and set(labels[start:]) == {IGNORED}
+                continue
+            sample = next(sample for sample in samples if sample["input_ids"] == ids[start:end])
+            assert labels[start:end] == [IGNORED, *sample["labels"][1:]]
+            seen.append(sample["input_ids"])
+    assert sorted(seen) == [sample["input_ids"] for sample in samples]
+    predicted = sum(count_label_tokens(row["labels"]) for row in rows)
+    assert predicted == sum(length - 1 for length in lengths)
+
+
+@given(lengths=LENGTHS)
+def test_rows_are_few_and_in_order(lengths: list[int]) -> None:
+    rows = assign_rows(lengths, 12)
+    assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
+    assert all(row == sorted(row) for row in rows) and [row[0] for row in rows] == sorted(row[0] for row in rows)
+    # Decreasing fits leave no two rows that would fit into one.
+    loads = sorted(sum(lengths[index] for index in row) for row in rows)
+    assert len(loads) < 2 or loads[0] + loads[1] > 12
+
+
+def test_best_fit_takes_the_fullest_row() -> None:
+    assert assign_rows([5, 7, 3, 5], 10) == [[0, 3], [1, 2]]
+    assert assign_rows([6, 5, 4, 5], 10) == [[0, 2], [1, 3]]
+    assert assign_rows([], 4) == []
+
+
+def test_packing_of_samples_that_are_too_long() -> None:
+    samples = [{"input_ids": [1, 2, 3, 4]}, {"input_ids": torch.tensor([5])}]
+    with pytest.raises(ValueError, match=r"sample 0 has 4 tokens, expected at most 3.*truncate"):
+        pack(samples, 3)
+    rows = pack(samples, 3, too_long="truncate")
+    assert [row["input_ids"].tolist() for row in rows] == [[[1, 2, 3]], [[5]]]
+    assert rows[0]["labels"].tolist() == [[IGNORED, 2, 3]]
+    assert samples[0]["input_ids"] == [1, 2, 3, 4]
+
+
+def test_packing_leaves_the_samples_alone() -> None:
+    labels = torch.tensor([1, 2, 3])
+    pack([{"input_ids": [1, 2, 3], "labels": labels}], 4)
+    assert labels.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ({"input_ids": []}, "sample 0 has no tokens"),
+        ({"labels": [1]}, r"has the keys \['labels'\]"),
+        ({"input_ids": [1, 2], "labels": [1]}, "2 tokens and 1 labels"),
+        ({"input_ids": [0.5]}, "float32 of shape"),
+        ({"input_ids": [[1]]}, "expected whole numbers in one dimension"),
+        ({"input_ids": ["a"]}, "is no list of numbers"),
+    ],
+)
+def test_malformed_samples_are_refused(sample: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack([sample], 4)
+    with pytest.raises(ValueError, match=message):
+        collate([sample], 0)
+
+
+def test_malformed_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="length is 0"):
+        pack([], 0)
+    wrong: Any = "cut"
+    with pytest.raises(ValueError, match="too_long is 'cut'"):
+        pack([], 1, too_long=wrong)
+    with pytest.raises(ValueError, match="length 1 is 5, expected 0 to 4"):
+        assign_rows([1, 5], 4)
+
+
+# --- collating ---
+
+
+@given(lengths=LENGTHS, multiple=st.integers(1, 8))
+def test_a_batch_holds_every_sample_once(lengths: list[int], multiple: int) -> None:
+    samples = numbered(lengths)
+    batch = collate(samples, 777, multiple_of=multiple)
+    width = batch["input_ids"].shape[1]
+    assert width % multiple == 0 and max(lengths) <= width < max(lengths) + multiple
+    for row, sample in enumerate(samples):
+        length = lengths[row]
+        assert batch["input_ids"][row].tolist() == sample["input_ids"] + [777] * (width - length)
+        assert batch["labels"][row].tolist() == sample["labels"] + [IGNORED] * (width - length)
+        assert batch["attention_mask"][row].tolist() == [1] * length + [0] * (width - length)
+    assert count_label_tokens(batch["labels"]) == sum(length - 1 for length in lengths)
+
+
+def test_collating_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="there are no samples"):
+        collate([], 0)
+    with pytest.raises(ValueError, match="multiple_of is 0"):
+        collate([{"input_ids": [1]}], 0, multiple_of=0)
+
+
+def test_label_tokens_are_counted_where_they_are_predicted() -> None:
+    assert count_label_tokens(torch.tensor([[5, 6, IGNORED, 7], [5, IGNORED, IGNORED, IGNORED]])) == 2
+    assert count_label_tokens(torch.tensor([5])) == 0
+
+
+# --- balancing ---
+
+
+def cost(length: int, quadratic: float) -> float:
+    return length + quadratic * length * length
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    parts=st.integers(1, 3),
+    quadratic=st.sampled_from([0.0, 0.1, 2.0]),
+)
+def test_parts_are_as_even_as_promised(lengths: list[int], parts: int, quadratic: float) -> None:
+    def heaviest(dealt: list[list[int]]) -> float:
+        return max(sum(cost(lengths[index], quadratic) for index in part) for part in dealt)
+
+    dealt = balance(lengths, parts, quadratic=quadratic)
+    best = min(
+        heaviest([[index for index, owner in enumerate(owners) if owner == part] for part in range(parts)])
+        for owners in itertools.product(range(parts), repeat=len(lengths))
+    )
+    assert heaviest(dealt) <= best * (4 / 3 - 1 / (3 * parts)) + 1e-9
+
+
+@given(lengths=st.lists(st.integers(0, 50), max_size=40), parts=st.integers(1, 12))
+def test_every_sample_is_dealt_once_and_no_part_is_empty(lengths: list[int], parts: int) -> None:
+    dealt = balance(lengths, parts)
+    assert len(dealt) == parts and sorted(itertools.chain(*dealt)) == list(range(len(lengths)))
+    assert all(part == sorted(part) for part in dealt)
+    assert sum(not part for part in dealt) == max(0, parts - len(lengths))
+
+
+def test_ties_go_by_number() -> None:
+    assert balance([3, 3, 3, 3], 2) == [[0, 2], [1, 3]]
+    assert balance([1, 9, 2, 8], 2) == [[0, 1], [2, 3]]
+    # Three times three tokens are cheaper than nine in a row.
+    assert balance([9, 3, 3, 3], 2, quadratic=1.0) == [[0], [1, 2, 3]]
+
+
+def test_bad_balances_are_refused() -> None:
+    with pytest.raises(ValueError, match="parts is 0"):
+        balance([1], 0)
+    with pytest.raises(ValueError, match="length 0 is -1"):
+        balance([-1], 1)
+    with pytest.raises(ValueError, match="quadratic is nan"):
+        balance([1], 1, quadratic=float("nan"))
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=3, max_size=12), n=st.integers(1, 3))
+def test_a_batch_is_cut_by_rows_and_trimmed(lengths: list[int], n: int) -> None:
+    batch: dict[str, Any] = collate(numbered(lengths), 777, multiple_of=4)
+    label = batch.pop("labels")
+    scale = torch.ones(())
+    batch |= {"position_ids": torch.arange(label.shape[1])[None], "scale": scale, "name": "x"}
+    split = BalancedSplit(batch["attention_mask"])
+    calls = split_call((batch["input_ids"],), batch, n, split.inputs)
+    labels = split_label(label, n, split.labels)
+    seen = []
+    for (args, kwargs), part, rows in zip(calls, labels, split.parts(n), strict=True):
+        width = max(lengths[row] for row in rows)
+        assert torch.equal(args[0], kwargs["input_ids"]) and kwargs["scale"] is scale and kwargs["name"] == "x"
+        assert kwargs["input_ids"].shape == kwargs["attention_mask"].shape == part.shape == (len(rows), width)
+        assert kwargs["position_ids"].shape == (1, width)
+        kept = kwargs["attention_mask"].bool()
+        seen += kwargs["input_ids"][kept].tolist()
+        assert torch.equal(part[kept], kwargs["input_ids"][kept] + 1000)
+    assert sorted(seen) == list(range(sum(lengths)))
+
+
+def test_the_split_of_any_batch_with_a_mask() -> None:
+    batch = collate(numbered([4, 1, 1, 2]), 0)
+    calls = split_call((), batch, 2, split_balanced)
+    assert [kwargs["input_ids"].tolist() for _, kwargs in calls] == [[[0, 1, 2, 3]], [[4, 0], [5, 0], [6, 7]]]
+    assert [kwargs["labels"].shape for _, kwargs in calls] == [(1, 4), (3, 2)]
+
+
+def test_padding_on_the_left_stays() -> None:
+    mask = torch.tensor([[0, 0, 1, 0], [0, 1, 1, 0]])
+    (kwargs,) = BalancedSplit(mask).inputs((), {"attention_mask": mask}, 1)[1]
+    assert kwargs["attention_mask"].tolist() == [[0, 0, 1], [0, 1, 1]]
+
+
+def test_batches_that_cannot_be_cut_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\['input_ids'\], expected an attention_mask"):
+        split_balanced((), {"input_ids": torch.ones(2, 2)}, 2)
+    with pytest.raises(ValueError, match="2 rows, fewer than the 3 microbatches"):
+        split_balanced((), {"attention_mask": torch.ones(2, 2)}, 3)
+    with pytest.raises(ValueError, match=r"expected \[rows, tokens\]"):
+        BalancedSplit(torch.ones(1, 1, 2, 2))
+
+
+def test_a_model_trains_on_balanced_microbatches() -> None:
+    import roundpipe
+
+    roundpipe.devices("virtual:2")
+    torch.manual_seed(0)
+    embedding = torch.nn.Sequential(torch.nn.Embedding(64, 8), torch.nn.Linear(8, 64))
+    batch = collate([{"input_ids": [token % 64 for token in range(n)]} for n in (9, 2, 3, 4)], 0)
+    split = BalancedSplit(batch["attention_mask"])
+    tokens = count_label_tokens(batch["labels"])
+
+    def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+
+    expected = loss_of(embedding(batch["input_ids"]), batch["labels"]) / tokens
+    pipe = roundpipe.RoundPipe(embedding)
+    config = roundpipe.RoundPipeRunConfig(num_microbatch=2, split_input=split.inputs, split_label=split.labels)
+    losses: list[torch.Tensor] = []
+
+    def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(logits, labels) / tokens
+        losses.append(loss.detach().clone())
+        return loss
+
+    pipe.forward_backward((batch["input_ids"],), label=batch["labels"], loss_fn=loss_fn, run_config=config)
+    assert len(losses) == 2
+    torch.testing.assert_close(sum(losses, torch.zeros(())), expected.detach())
