@@ -135,6 +135,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         gemma2,
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
     ),
+    "adapters tied": (gemma2, {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}),
     "moe attention": (qwen3_moe, {"target_modules": ATTENTION}),
     "moe experts": (
         qwen3_moe,
@@ -196,6 +197,42 @@ def test_a_base_whose_files_leave_the_prefix_out(tmp_path: Path) -> None:
     out = merge_adapter(base, adapter, tmp_path / "out")
     assert weights(out).keys() == short.keys()
     assert_same_model(out, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_of_single_experts(tmp_path: Path) -> None:
+    """As peft made them when each expert was a module: the base's files still hold them one by one."""
+    base = save_base(tmp_path / "base", qwen3_moe())
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj"], r=4, lora_alpha=8)
+    edit_json(adapter / "adapter_config.json", target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    experts = [f"model.layers.{layer}.mlp.experts.{expert}" for layer in range(2) for expert in range(12)]
+    for expert in experts:
+        for name, columns, rows in (("gate_proj", 32, 16), ("up_proj", 32, 16), ("down_proj", 16, 32)):
+            tensors[f"base_model.model.{expert}.{name}.lora_A.weight"] = torch.randn(4, columns)
+            tensors[f"base_model.model.{expert}.{name}.lora_B.weight"] = torch.randn(rows, 4)
+    save_file(tensors, path, {"format": "pt"})
+    out = merge_adapter(base, adapter, tmp_path / "out")
+    assert_same_model(out, peft_merges(base, adapter))
+    merged, before = weights(out), weights(base)
+    for expert in experts:
+        a, b = (tensors[f"base_model.model.{expert}.up_proj.lora_{part}.weight"] for part in "AB")
+        expected = before[f"{expert}.up_proj.weight"] + 2 * b @ a
+        torch.testing.assert_close(merged[f"{expert}.up_proj.weight"], expected)
+
+
+def test_a_base_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "cache" / "models--maker--tiny"
+    base = save_base(model / "snapshots" / "0a1b", llama())
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("0a1b")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj"])
+    edit_json(adapter / "adapter_config.json", base_model_name_or_path="maker/tiny")
+    result = CliRunner().invoke(app, ["export", "--merge", str(adapter), str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert_same_model(tmp_path / "out", peft_merges(base, adapter))
 
 
 def test_the_adapters_tokenizer_wins(tmp_path: Path) -> None:
@@ -296,6 +333,19 @@ def test_the_command_refuses_with_code_2(
 def test_help_needs_no_torch() -> None:
     program = "import sys, roundpipe.export.command; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+
+
+def test_an_interrupted_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = save_base(tmp_path / "base", llama())
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj"])
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("roundpipe.export.merge.bytes_of_tensor", stop)  # in the middle of a shard
+    result = CliRunner().invoke(app, ["export", "--merge", str(adapter), str(tmp_path / "out")])
+    assert result.exit_code == 130 and "interrupted, nothing was written" in result.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, RuntimeError])
