@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from roundpipe.data.balance import BalancedSplit, balance, split_balanced
@@ -166,6 +166,7 @@ def test_parts_are_as_even_as_promised(lengths: list[int], parts: int, quadratic
 
 
 @given(lengths=st.lists(st.integers(0, 50), max_size=40), parts=st.integers(1, 12))
+@example(lengths=[0, 0, 5, 0], parts=3)
 def test_every_sample_is_dealt_once_and_no_part_is_empty(lengths: list[int], parts: int) -> None:
     dealt = balance(lengths, parts)
     assert len(dealt) == parts and sorted(itertools.chain(*dealt)) == list(range(len(lengths)))

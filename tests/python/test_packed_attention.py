@@ -207,6 +207,20 @@ def test_dropout_and_scaling_reach_attention() -> None:
         assert (dropped == 0).float().mean() > 0.9
 
 
+def test_the_mask_is_the_lengths_of_the_documents() -> None:
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+    config = CONFIGS["mistral"]()
+    config._attn_implementation = "sdpa_packed"
+    inputs: Any = {"config": config, "inputs_embeds": torch.zeros(2, 24, 32), "past_key_values": None}
+    packed = inputs | {"attention_mask": None, "position_ids": batch()["position_ids"]}
+    assert create_causal_mask(**packed).tolist() == [[0, 7, 3, 7, 1, 6], [0, 12, 12, 0, 0, 0]]
+    assert create_sliding_window_causal_mask(**packed).tolist() == [[5, 7, 3, 7, 1, 6], [5, 12, 12, 0, 0, 0]]
+    padded = torch.ones(2, 24)
+    padded[0, :2] = padded[0, 20:] = 0
+    assert create_causal_mask(**inputs, attention_mask=padded).tolist() == [[0, -2, 18, -4], [0, 24, 0, 0]]
+
+
 def test_registering_again_does_no_harm() -> None:
     packed_attention.register()
     assert build("llama", "sdpa_packed")(**batch()).logits.isfinite().all()
