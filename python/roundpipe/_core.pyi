@@ -1,5 +1,6 @@
 # Types of the C++ engine, see python/src. Not a public interface.
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -383,3 +384,57 @@ def threads() -> int: ...
 def instruction_sets() -> list[str]: ...
 def instruction_set() -> str: ...
 def set_instruction_set(name: str) -> None: ...
+
+class LogitStepKind:
+    MULTIPLY: LogitStepKind
+    DIVIDE: LogitStepKind
+    TANH: LogitStepKind
+    FLOAT32: LogitStepKind
+
+class LogitStep:
+    def __init__(self, kind: LogitStepKind, value: float = ...) -> None: ...
+    @property
+    def kind(self) -> LogitStepKind: ...
+    @property
+    def value(self) -> float: ...
+
+class LinearCrossEntropyOptions:
+    ignore_index: int
+    chunk_tokens: int
+    steps: list[LogitStep]
+    token_losses: bool
+    def __init__(self) -> None: ...
+
+CHUNK_LOGIT_BYTES: int
+
+def softcap_steps(cap: float) -> list[LogitStep]: ...
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    options: LinearCrossEntropyOptions,
+) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+
+class ChunkedMapOptions:
+    chunk_tokens: int
+    dim: int
+    preserve_rng_state: bool
+    def __init__(self) -> None: ...
+
+def chunked_map(
+    body: Callable[[torch.Tensor], torch.Tensor],
+    input: torch.Tensor,
+    parameters: list[torch.Tensor],
+    options: ChunkedMapOptions,
+) -> torch.Tensor: ...
+
+class Projection:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None: ...
+
+def gated_mlp(
+    input: torch.Tensor, gate: Projection, up: Projection, down: Projection, activation: str, chunk_tokens: int
+) -> torch.Tensor: ...
+def two_layer_mlp(
+    input: torch.Tensor, up: Projection, down: Projection, activation: str, chunk_tokens: int
+) -> torch.Tensor: ...
