@@ -128,10 +128,12 @@ struct Gradients {
 
 int64_t ceil_div(int64_t number, int64_t divisor) { return (number + divisor - 1) / divisor; }
 
-int64_t chunk_length(int64_t tokens, int64_t vocabulary, int64_t asked) {
+int64_t chunk_length(int64_t tokens, const at::Tensor& weight, int64_t asked) {
   if (asked < 0) refuse("chunk_tokens is ", asked, ", expected at least 1, or 0 to leave the choice open");
-  const int64_t fitting = kChunkLogitBytes / (vocabulary * static_cast<int64_t>(sizeof(float)));
-  const int64_t longest = asked > 0 ? asked : std::clamp<int64_t>(fitting, 128, 4096);
+  const int64_t fitting = kChunkLogitBytes / (weight.size(0) * static_cast<int64_t>(sizeof(float)));
+  // Every chunk reads and writes the whole gradient of the weight, which shows where that is large.
+  const int64_t shortest = std::clamp<int64_t>(weight.size(1) / 4, 128, 256);
+  const int64_t longest = asked > 0 ? asked : std::clamp<int64_t>(fitting, shortest, 4096);
   if (tokens <= longest) return tokens;
   return ceil_div(tokens, ceil_div(tokens, longest));
 }
@@ -419,7 +421,7 @@ LinearCrossEntropyResult linear_cross_entropy(const at::Tensor& hidden, const at
   work.options = options;
   work.dtype = projection_dtype(hidden, weight, used_bias);
   const at::Tensor rows = hidden.reshape({flat_labels.size(0), hidden.size(-1)});
-  work.chunk_tokens = chunk_length(rows.size(0), weight.size(0), options.chunk_tokens);
+  work.chunk_tokens = chunk_length(rows.size(0), weight, options.chunk_tokens);
   if (at::GradMode::is_enabled()) {
     work.hidden_gradient = rows.requires_grad();
     work.weight_gradient = weight.requires_grad();

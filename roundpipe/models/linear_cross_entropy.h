@@ -21,8 +21,8 @@ std::vector<LogitStep> softcap_steps(double cap);
 struct LinearCrossEntropyOptions {
   // Tokens with this label add nothing to the loss and to the gradients.
   int64_t ignore_index = -100;
-  // Tokens whose logits exist at the same time; 0 = as many as fit kChunkLogitBytes, from 128 to 4096. The chunks of
-  // one call are of equal length, up to one token.
+  // Tokens whose logits exist at the same time; 0 = as many as fit kChunkLogitBytes, but at most 4096, and at least
+  // width / 4 within 128 to 256. The chunks of one call are of about equal length.
   int64_t chunk_tokens = 0;
   // Applied in this order to the logits as the projection leaves them, in its dtype until kFloat32. What is still in
   // 16 bits after the last step is cast to fp32 then, so that a last kFloat32 may be left out.
@@ -50,7 +50,8 @@ struct LinearCrossEntropyResult {
 // parts are summed in fp32, like the bias's gradient, and the sum is rounded once.
 //
 // Memory beside inputs and gradients: one chunk's logits in fp32 and, in 16 bits, in that dtype too, and one more of
-// that for each tanh; in 16 bits with several chunks, the weight's gradient in fp32 until the call returns.
+// that for each tanh; in 16 bits with several chunks, the weight's gradient in fp32 until the call returns; under
+// autocast, the cast weight until then.
 //
 // On the CPU labels are checked; elsewhere a label out of range is what it is to at::gather, as checking would make
 // the host wait for the device. Nothing else here waits either.

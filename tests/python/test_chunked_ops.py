@@ -507,12 +507,11 @@ def train_on_device(layer: nn.Module, hidden: torch.Tensor) -> tuple[int, list[t
     pipe = RoundPipe(nn.Sequential(layer), model_run_config=RoundPipeRunConfig(num_microbatch=1))
     loss = pipe.forward_backward((hidden,), loss_fn=lambda outputs, _: outputs)
     pipe.synchronize()
-    gradients = [parameter.grad for parameter in layer.parameters()]
-    assert all(gradient is not None for gradient in gradients)
-    return roundpipe.devices().memory_report()[0]["peak_bytes"], [
-        loss,
-        *(each for each in gradients if each is not None),
-    ]
+    results = [loss]
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+        results.append(parameter.grad)
+    return roundpipe.devices().memory_report()[0]["peak_bytes"], results
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -48,8 +48,8 @@ def linear_cross_entropy(
 
     In 16 bits logits are rounded as `F.linear` rounds them, the softmax is in fp32, and its gradient is rounded to 16
     bits before the matrix products. The chunks' parts of the weight's gradient are rounded as the matrix product
-    leaves them, and summed in fp32. Under autocast inputs are cast as `F.linear` casts them. In 16 bits the gradient is rounded before it is multiplied by the
-    gradient of the result, so a loss scale does not help small gradients over fp16's lower end.
+    leaves them, and summed in fp32. All this comes before the factor that `backward` brings, so a loss scale does not
+    help gradients below fp16's range. Under autocast inputs are cast as `F.linear` casts them.
 
     Args:
         hidden: `[..., width]`, of dtype fp64, fp32, bf16 or fp16.
@@ -63,7 +63,8 @@ def linear_cross_entropy(
         steps: instead of `softcap` and `scale`, a model's own operations in its own order, so that in 16 bits they
             round as the model's do. All run in the dtype of `hidden` up to "float32", the rest in fp32. Gemma 2:
             `[("divide", 30.0), "tanh", ("multiply", 30.0), "float32"]`.
-        chunk_tokens: tokens in one chunk; 0 = as many as have 64 MiB of fp32 logits, from 128 to 4096.
+        chunk_tokens: tokens in one chunk; 0 = as many as have 64 MiB of fp32 logits, but at most 4096, and at least 128
+            (256 from a width of 1024).
 
     Returns:
         A scalar in fp32, or in fp64 if `hidden` is. Second derivatives (`create_graph`) are not there.
