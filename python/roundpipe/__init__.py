@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from roundpipe.execute_plan import ModelExecutePlan
     from roundpipe.optimizer_context import OptimizerCtx
     from roundpipe.pipe import Pending, RoundPipe
+    from roundpipe.pretrained import from_pretrained
     from roundpipe.recompute import doing_recompute, get_recompute_data, save_for_recompute
     from roundpipe.run_config import RoundPipeRunConfig
     from roundpipe.scaler import GradScaler
@@ -34,6 +35,7 @@ _PUBLIC = {
     "Step": "binding",
     "devices": "device_pool",
     "doing_recompute": "recompute",
+    "from_pretrained": "pretrained",
     "get_recompute_data": "recompute",
     "save_for_recompute": "recompute",
     "wrap_model_to_roundpipe": "wrap",
@@ -53,6 +55,7 @@ __all__ = [
     "Step",
     "devices",
     "doing_recompute",
+    "from_pretrained",
     "get_recompute_data",
     "optim",
     "save_for_recompute",

@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from roundpipe.stepping import StepGroup
 
 
+def facade_in(model: Any) -> ModelFacade | None:
+    """The model in the pipeline that `model` is, or that peft has put adapters into; None if there is none."""
+    inner = model.get_base_model() if hasattr(type(model), "get_base_model") else model
+    if not isinstance(inner, ModelFacade):
+        return None
+    inner._follow_changes()
+    return inner
+
+
 class ModelFacade(nn.Module):
     """Stands for an original model: every attribute that is not in `_OWN` is read, written and deleted there.
 
@@ -33,8 +42,10 @@ class ModelFacade(nn.Module):
             "state_dict",
             "load_state_dict",
             "zero_grad",
+            "save_pretrained",
             "_original_model",
             "_step_group",
+            "_follow_changes",
         }
     )
 
@@ -43,6 +54,9 @@ class ModelFacade(nn.Module):
 
     def synchronize(self) -> None:
         raise NotImplementedError
+
+    def _follow_changes(self) -> None:
+        """Takes over that modules were put in or taken out, where that is possible."""
 
     def optim_parameters(self) -> Iterable[nn.Parameter]:
         raise NotImplementedError
@@ -91,6 +105,11 @@ class ModelFacade(nn.Module):
         """The original model's, after everything that runs is done; the next step goes on from the loaded values."""
         self.synchronize()
         return self._original_model.load_state_dict(*args, **kwargs)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """The original model's, for models of transformers and peft, after everything that runs is done."""
+        self.synchronize()
+        return self._original_model.save_pretrained(*args, **kwargs)  # type: ignore[operator]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of `parameters()`; outside of `step_fn` also those that no step has consumed."""

@@ -26,6 +26,7 @@ from roundpipe.values import split, to_host
 
 if TYPE_CHECKING:
     from roundpipe.binding import Step
+    from roundpipe.following.language_model import LanguageModel
     from roundpipe.optim.for_model import ForModel
 
 _MODES = {"infer": _core.PlanMode.INFERENCE, "train": _core.PlanMode.TRAIN, "fused": _core.PlanMode.FUSED}
@@ -99,6 +100,7 @@ class RoundPipe(ModelFacade):
             "step",
             "optim_named_parameters",
             "set_original_model",
+            "_set_language_model",
             "parameters",
             "named_parameters",
             "layer_seed",
@@ -122,6 +124,10 @@ class RoundPipe(ModelFacade):
             "_name",
             "_check_loss",
             "_layer_count",
+            "_language_model",
+            "_optim_dtype",
+            "_pinned",
+            "_build",
         }
     )
 
@@ -130,6 +136,9 @@ class RoundPipe(ModelFacade):
     _name: str
     _check_loss: bool
     _layer_count: int
+    _language_model: LanguageModel | None
+    _optim_dtype: torch.dtype | None
+    _pinned: bool
 
     def __init__(
         self,
@@ -149,22 +158,28 @@ class RoundPipe(ModelFacade):
             raise ValueError(f"[RoundPipe] optim_dtype is {optim_dtype!r}, expected a floating-point dtype or None")
         if pin_model not in ("alloc", "register", "off"):
             raise ValueError(f"[RoundPipe] pin_model is {pin_model!r}, expected 'alloc', 'register' or 'off'")
-        modules = list(layers_of(model))
+        own = object.__getattribute__(self, "__dict__")
+        own["_name"] = type(model).__name__ if name is None else name
+        own["_run_config"] = RoundPipeRunConfig() if model_run_config is None else model_run_config
+        own["_original_model"] = model
+        own["_check_loss"] = check_loss
+        own["_language_model"] = None
+        own["_optim_dtype"] = optim_dtype
+        own["_pinned"] = pin_model != "off" and any(device != "cpu" for device in devices().torch_devices)
+        self._build(model)
+
+    def _build(self, chain: nn.Module) -> None:
+        """Makes the pipeline of a chain of layers."""
+        modules = list(layers_of(chain))
         layers: list[PythonLayer | NativeEmulatedLayer] = [
             NativeEmulatedLayer(module, layer_name)
             if isinstance(module, EmulatedLayer)
             else PythonLayer(module, layer_name, is_last=index == len(modules) - 1)
             for index, (layer_name, module) in enumerate(modules)
         ]
-        own_name = type(model).__name__ if name is None else name
-        pinned = pin_model != "off" and any(device != "cpu" for device in devices().torch_devices)
         own = object.__getattribute__(self, "__dict__")
-        own["_name"] = own_name
-        own["_run_config"] = RoundPipeRunConfig() if model_run_config is None else model_run_config
-        own["_original_model"] = model
-        own["_pipeline"] = _core.Pipeline(own_name, layers, pinned)
-        own["_step_group"] = StepGroup({"": self}, {}, optim_dtype)
-        own["_check_loss"] = check_loss
+        own["_pipeline"] = _core.Pipeline(self._name, layers, self._pinned)
+        own["_step_group"] = StepGroup({"": self}, {}, self._optim_dtype)
         own["_layer_count"] = len(layers)
 
     # -- the original model shows through ---------------------------------------------------------------------------
@@ -188,6 +203,27 @@ class RoundPipe(ModelFacade):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
+
+    def _set_language_model(self, followed: LanguageModel, model: nn.Module) -> None:
+        """The layers are those of `followed`, which stands for `model`."""
+        self.set_original_model(model)
+        object.__getattribute__(self, "__dict__")["_language_model"] = followed
+
+    def _follow_changes(self) -> None:
+        """Follows the model anew when adapters were put into it or parameters frozen, before it is stepped."""
+        if self._language_model is None or not self._step_group.is_untouched:
+            return
+        followed = self._language_model.followed_anew()
+        if followed is not None:
+            self._pipeline.drain()
+            object.__getattribute__(self, "__dict__")["_language_model"] = followed
+            self._build(followed.chain)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """A followed model passes for its own class, too: peft looks whether it is one of transformers'."""
+        own = object.__getattribute__(self, "__dict__")
+        return type(self) if own.get("_language_model") is None else type(own["_original_model"])
 
     def set_original_model(self, model: nn.Module) -> None:
         """Makes attributes read, written and deleted here those of `model`; what the pipeline runs stays."""
@@ -213,6 +249,7 @@ class RoundPipe(ModelFacade):
             ValueError: a batch, option or plan that does not fit.
             Exception: whatever a layer raised, in this call or in work still running from an earlier one.
         """
+        self._follow_changes()
         self._step_group.check_trainable()
         config = resolve(roundpipe_run_config, self._run_config, devices=len(devices()))
         batch = self._split_batch(args, kwargs, config)
@@ -310,10 +347,14 @@ class RoundPipe(ModelFacade):
     ) -> Pending:
         if not callable(loss_fn):
             raise ValueError(f"[{where}] loss_fn is a {type(loss_fn).__name__}, expected a function")
+        self._follow_changes()
         self._step_group.check_trainable()
         config = resolve(run_config, self._run_config, devices=len(devices()))
         args = tuple(input_args) if isinstance(input_args, (list, tuple)) else (input_args,)
-        batch = self._split_batch(args, input_kwargs or {}, config)
+        own_loss = self._language_model is not None and loss_fn is _outputs_as_loss
+        batch = self._split_batch(args, input_kwargs or {}, config, visible=return_outputs or not own_loss)
+        if self._language_model is not None and own_loss:
+            loss_fn = self._language_model.mean_loss(len(batch))
         labels = [split(to_host(part, where)) for part in split_label(label, len(batch), config.split_label)]
         route = self._route("fused", config)
         single = [True]
@@ -348,13 +389,18 @@ class RoundPipe(ModelFacade):
             outputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(config.output_device), outputs)
         return value, merge_outputs(outputs, config.merge_output)
 
-    def _split_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedRunConfig) -> list[Any]:
-        """Per microbatch: the tensors of its arguments, and their structure."""
+    def _split_batch(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedRunConfig, visible: bool = True
+    ) -> list[Any]:
+        """Per microbatch: the tensors of its arguments, and their structure. `visible`: the outputs are looked at."""
         args, kwargs = to_host((args, kwargs), self._name)
         count = effective_microbatches(
             args, kwargs, config.num_microbatch, config.num_microbatch_is_default, config.split_input
         )
-        return [split(call, is_call=True) for call in split_call(args, kwargs, count, config.split_input)]
+        calls = split_call(args, kwargs, count, config.split_input)
+        if self._language_model is not None:
+            calls = self._language_model.prepare(calls, visible)
+        return [split(call, is_call=True) for call in calls]
 
     def _options(self, config: ResolvedRunConfig, requires_grad: bool) -> _core.CallOptions:
         options = _core.CallOptions()
@@ -483,6 +529,7 @@ class RoundPipe(ModelFacade):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The optimizer's parameters in `optim_dtype`, on the host, with the model's names. Frozen ones are the
         model's own."""
+        self._follow_changes()
         return self._step_group.optim_named_parameters(prefix, remove_duplicate)
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:

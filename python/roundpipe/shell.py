@@ -7,10 +7,7 @@ weights it has uploaded.
 
 from __future__ import annotations
 
-import functools
 import operator
-import sys
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,10 +15,8 @@ import torch
 from torch import nn
 
 from roundpipe.recompute import LayerContext, layer_context
+from roundpipe.shadow import ShadowTree
 from roundpipe.values import Structure, split
-
-_STATE = ("_parameters", "_buffers", "_modules")
-_DEEPEST_ATTRIBUTE = 6
 
 
 class PythonLayer:
@@ -40,7 +35,8 @@ class PythonLayer:
         self.name = name
         self._is_last = is_last
         self._module = module
-        self._modules = list(module.modules())
+        # A layer may follow modules that are not its own: their flags and parts count, too.
+        self._modules = [*module.modules(), *getattr(module, "followed_modules", ())]
         for inner in self._modules:
             if isinstance(inner, torch.jit.ScriptModule):
                 raise ValueError(
@@ -86,11 +82,21 @@ class DeviceShell:
     """A layer on one device. `parameters` and `buffers` are empty tensors that the engine points at its memory."""
 
     def __init__(self, module: nn.Module, device: torch.device, is_last: bool) -> None:
-        self._shadow = _Shadow(module, device)
         self._is_last = is_last
+        self.parameters: list[nn.Parameter] = []
+        self.buffers: list[torch.Tensor] = []
+        tensors: dict[int, torch.Tensor] = {}
+        for parameter in module.parameters():
+            leaf = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), requires_grad=False)
+            leaf.__dict__.update(parameter.__dict__)
+            self.parameters.append(leaf)
+            tensors[id(parameter)] = leaf
+        for buffer in module.buffers():
+            mine = torch.empty(0, dtype=buffer.dtype, device=device)
+            self.buffers.append(mine)
+            tensors[id(buffer)] = mine
+        self._shadow = ShadowTree(module, tensors)
         self._module = self._shadow.root
-        self.parameters = self._shadow.parameters
-        self.buffers = self._shadow.buffers
 
     def refresh(self) -> None:
         """Takes over attributes of the user's modules that have changed."""
@@ -108,116 +114,6 @@ class DeviceShell:
         if not self._is_last:
             parts[1].check_open("forward")
         return parts
-
-
-class _Shadow:
-    """Builds a module tree over other tensors and keeps its attributes like the original's."""
-
-    def __init__(self, root: nn.Module, device: torch.device) -> None:
-        self.parameters: list[nn.Parameter] = []
-        self.buffers: list[torch.Tensor] = []
-        self._tensors: dict[int, torch.Tensor] = {}
-        self._originals = {id(module): module for module in root.modules()}
-        self._modules: dict[int, nn.Module] = {}
-        self._seen: dict[int, tuple[Any, ...]] = {}
-        for parameter in dict(root.named_parameters()).values():
-            leaf = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), requires_grad=False)
-            leaf.__dict__.update(parameter.__dict__)
-            self.parameters.append(leaf)
-            self._tensors[id(parameter)] = leaf
-        for buffer in dict(root.named_buffers()).values():
-            mine = torch.empty(0, dtype=buffer.dtype, device=device)
-            self.buffers.append(mine)
-            self._tensors[id(buffer)] = mine
-        self.root = self._module(root)
-        self._owned_buffers = [
-            (module, name, buffer)
-            for module in self._modules.values()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-
-    def _module(self, original: nn.Module) -> nn.Module:
-        """The shadow of a module of the tree, made when first asked for."""
-        existing = self._modules.get(id(original))
-        if existing is not None:
-            return existing
-        shadow: nn.Module = type(original).__new__(type(original))
-        self._modules[id(original)] = shadow
-        state = shadow.__dict__
-        state["_parameters"] = self._mapped(original._parameters)
-        state["_buffers"] = self._mapped(original._buffers)
-        state["_modules"] = {}
-        for name, child in original._modules.items():
-            state["_modules"][name] = None if child is None else self._module(child)
-        self._copy_attributes(original, shadow)
-        return shadow
-
-    def _mapped(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        return {name: None if tensor is None else self._tensors[id(tensor)] for name, tensor in tensors.items()}
-
-    def _copy_attributes(self, original: nn.Module, shadow: nn.Module) -> None:
-        attributes = {name: value for name, value in original.__dict__.items() if name not in _STATE}
-        previous = {name for name in shadow.__dict__ if name not in _STATE}
-        for name, value in attributes.items():
-            if name == "_compiled_call_impl" and value is not None:
-                # Compiled for the original; compile the same code for this tree.
-                value = torch.compile(shadow._call_impl)
-            shadow.__dict__[name] = self._remapped(value, 0)
-        for name in previous - attributes.keys():
-            if id(original) in self._seen:
-                shadow.__dict__.pop(name)
-        self._seen[id(original)] = tuple(original.__dict__.values())
-        compiled = sys.modules.get("torch._dynamo.eval_frame")  # slow to import, and nothing is compiled without it
-        if compiled is not None and isinstance(original, compiled.OptimizedModule):
-            shadow._initialize()  # type: ignore[operator]
-
-    def _remapped(self, value: Any, depth: int) -> Any:
-        """`value` with modules and tensors of the tree replaced by their shadows; the same object if it has none."""
-        if isinstance(value, nn.Module):
-            return self._module(value) if id(value) in self._originals else value
-        if isinstance(value, torch.Tensor):
-            return self._tensors.get(id(value), value)
-        if depth >= _DEEPEST_ATTRIBUTE:
-            return value
-        if isinstance(value, types.MethodType):
-            target = self._remapped(value.__self__, depth + 1)
-            return value if target is value.__self__ else types.MethodType(value.__func__, target)
-        if type(value) is functools.partial:
-            parts = [value.func, list(value.args), dict(value.keywords)]
-            mapped = self._remapped(parts, depth + 1)
-            return value if mapped is parts else functools.partial(mapped[0], *mapped[1], **mapped[2])
-        if type(value) in (list, tuple, set):
-            items = list(value)
-            new_items = [self._remapped(item, depth + 1) for item in items]
-            return value if all(map(operator.is_, items, new_items)) else type(value)(new_items)
-        if type(value) is dict:
-            new_values = {key: self._remapped(item, depth + 1) for key, item in value.items()}
-            return value if all(map(operator.is_, value.values(), new_values.values())) else new_values
-        return value
-
-    def refresh(self) -> None:
-        for key, original in self._originals.items():
-            seen = self._seen[key]
-            now = tuple(original.__dict__.values())
-            if len(now) != len(seen) or not all(map(operator.is_, now, seen)):
-                self._copy_attributes(original, self._modules[key])
-
-    def bring_back_buffers(self) -> None:
-        """Copies buffers that a forward has replaced by new tensors into the ones that the engine knows."""
-        for module, name, buffer in self._owned_buffers:
-            current = module._buffers.get(name)
-            if current is buffer:
-                continue
-            if current is None or current.shape != buffer.shape or current.dtype != buffer.dtype:
-                raise ValueError(
-                    f"[forward] buffer '{name}' of {type(module).__name__} became "
-                    f"{None if current is None else (tuple(current.shape), current.dtype)}, expected "
-                    f"{(tuple(buffer.shape), buffer.dtype)} as when the model was wrapped; keep its shape and dtype"
-                )
-            with torch.no_grad():
-                buffer.copy_(current)
-            module._buffers[name] = buffer
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -333,6 +333,11 @@ class StepGroup:
             )
 
     @property
+    def is_untouched(self) -> bool:
+        """Whether no optimizer has been given these parameters."""
+        return not self._built and self._binding is None
+
+    @property
     def is_fused(self) -> bool:
         """Whether a fused optimizer was made for these models."""
         return self._binding is not None

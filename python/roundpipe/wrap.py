@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from roundpipe.facade import ModelFacade
+from roundpipe.following.language_model import ChunkTokens, LanguageModel, language_model_in
 from roundpipe.optimizer_context import in_optimizer_context
 from roundpipe.run_config import RoundPipeRunConfig, layered
 
@@ -19,11 +20,8 @@ if TYPE_CHECKING:
     from roundpipe.binding import Step
     from roundpipe.pipe import RoundPipe
 
-Preset = Callable[[nn.Module], nn.Sequential]
-"""Turns a whole model into a chain of layers that share the model's parameters and compute the same."""
-
-PRESETS: dict[str, Preset] = {}
-"""Presets by the name of the model's class."""
+PRESETS = frozenset({"GptOssForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"})
+"""Classes of models that `use_sequential_preset=True` accepts."""
 
 
 def wrap_model_to_roundpipe(
@@ -35,9 +33,17 @@ def wrap_model_to_roundpipe(
     override_config: Mapping[nn.Module | str, RoundPipeRunConfig] | None = None,
     model_run_config: RoundPipeRunConfig | None = None,
     name: str | None = None,
+    loss_chunk_tokens: ChunkTokens = "auto",
+    mlp_chunk_tokens: ChunkTokens = "auto",
     **roundpipe_kwargs: Any,
 ) -> Any:
-    """Wraps a model: by the preset for its class if there is one, else part by part.
+    """Wraps a model: causal language models of transformers by following their own forward, others part by part.
+
+    Following: the model's own layers become the pipeline's layers, with one before them (embeddings, masks, positions)
+    and one after them (last norm, head, loss). Outputs, loss and gradients are those of the plain model, whatever its
+    forward does around its layers; a model for which that does not hold is refused. Its loss counts every token of
+    the batch the same, however the batch is cut into microbatches, and so do the losses of `forward_backward`
+    without a `loss_fn`. The model may be one that peft has wrapped.
 
     Part by part, from the root down: an `nn.Sequential` becomes a `RoundPipe` of many layers. A module whose own
     parameters hold at least `lower_threshold` bytes, or whose parameters and buffers hold at most `upper_threshold`
@@ -48,13 +54,18 @@ def wrap_model_to_roundpipe(
 
     Args:
         model: changed in place: wrapped children are replaced.
-        use_sequential_preset: True demands a preset, False does without, None takes one that fits.
+        use_sequential_preset: True demands a class of model with a preset, one whose following is tested with each
+            release; False wraps part by part; None follows every causal language model.
         lower_threshold: in bytes.
         upper_threshold: in bytes; by default the model's bytes / (devices + 1).
         skip_modules: modules (or their names) that stay on the host, with all that is in them.
         override_config: options for a module (or its name) and all below it; they win over `model_run_config`.
         model_run_config: options for all.
         name: of the model, in messages.
+        loss_chunk_tokens: of a followed model: where only the loss is asked for, the logits are held for this many
+            tokens at a time; "auto" does so when they would take more than 64 MiB, None never.
+        mlp_chunk_tokens: of a followed model: the inner activations of its MLPs are held for this many tokens at a
+            time; "auto" does so for rows of more than 16,384 tokens, None never.
         **roundpipe_kwargs: for every `RoundPipe`.
 
     Returns:
@@ -62,7 +73,8 @@ def wrap_model_to_roundpipe(
 
     Raises:
         NotImplementedError: a preset is demanded and there is none.
-        ValueError: a name or module that is not in the model, or a shared parameter that cannot be kept in one place.
+        ValueError: a causal language model that cannot be followed, a name or module that is not in the model, or a
+            shared parameter that cannot be kept in one place.
     """
     from roundpipe.pipe import RoundPipe
 
@@ -71,15 +83,18 @@ def wrap_model_to_roundpipe(
             f"[wrap_model_to_roundpipe] the model is wrapped already, as {type(model).__name__}; expected a plain one"
         )
     config = model_run_config or RoundPipeRunConfig()
-    preset = PRESETS.get(type(model).__name__)
-    if use_sequential_preset and preset is None:
+    language_model = language_model_in(model)
+    if use_sequential_preset and (language_model is None or type(language_model).__name__ not in PRESETS):
         raise NotImplementedError(
             f"[wrap_model_to_roundpipe] there is no preset for {type(model).__name__}, expected one of "
-            f"{sorted(PRESETS)}; leave use_sequential_preset out to wrap it part by part"
+            f"{sorted(PRESETS)}; leave use_sequential_preset out to wrap it in the way that fits"
         )
-    if preset is not None and (use_sequential_preset or (use_sequential_preset is None and not skip_modules)):
-        pipe = RoundPipe(preset(model), name=name, model_run_config=config, **roundpipe_kwargs)
-        pipe.set_original_model(model)
+    if language_model is not None and (use_sequential_preset or (use_sequential_preset is None and not skip_modules)):
+        followed = LanguageModel(model, loss_chunk_tokens, mlp_chunk_tokens)
+        pipe = RoundPipe(
+            followed.chain, name=name or type(language_model).__name__, model_run_config=config, **roundpipe_kwargs
+        )
+        pipe._set_language_model(followed, model)
         return pipe
     wrapper = _Wrapper(model, lower_threshold, upper_threshold, skip_modules or (), override_config or {})
     layout = wrapper.layout()

@@ -383,60 +383,65 @@ void JobRunner::backpropagate_loss(JobRun& run, schedule::Range layers, const Va
 
 void JobRunner::begin_gradients(JobRun& run) {
   const at::NoGradGuard no_grad;
-  const Call& call = *run.call;
-  sum_layouts_.assign(static_cast<size_t>(run.job.layers.size()), {});
-  sums_.assign(sum_layouts_.size(), {});
+  sums_.clear();
   std::vector<EventPtr> arrived;
   std::vector<std::function<void()>> spread;
   for (int l = run.job.layers.first; l < run.job.layers.last; ++l) {
     const LayerState& state = run.layer(l);
-    GradientSink& sink = layers_.shell(run, l).sink;
-    sink.reset(state.parameters.size());
-    const size_t own = state.blocks.empty() ? 0 : state.blocks.front();
-    const bool has_own = !state.blocks.empty() && !call.model->blocks[own].tied() && call.results[own];
-    if (!has_own) continue;
-    const memory::BlockLayout& host_layout = call.model->blocks[own].gradient_layout;
-    memory::BlockLayout& layout = sum_layouts_[run.place(l)];
-    layout = call.options.sum_in_native_precision ? host_layout : host_layout.widened();
-    at::Tensor& sum = sums_[run.place(l)];
-    sum = at::empty({layout.size_bytes}, at::TensorOptions().dtype(at::kByte).device(device_.torch_device()));
-    for (size_t i = 0; i < state.parameters.size(); ++i) {
-      if (state.parameters[i].block != own || !call.trainable[static_cast<size_t>(l)][i]) continue;
-      sink.targets[i] = layout.view(sum, state.parameters[i].index);
+    layers_.shell(run, l).sink.reset(state.parameters.size());
+    for (const size_t block : state.blocks) {
+      if (!run.call->model->blocks[block].tied() && run.call->results[block]) begin_sum(run, l, block, arrived, spread);
     }
-    // The sum goes on from what earlier calls left, so that bits are those of one loop over all microbatches.
-    const memory::GradientBlockPtr base = call.bases[own];
-    if (!base || run.range_index[run.place(l)] != 0) continue;
-    auto uploaded = std::make_shared<at::Tensor>();
-    EventPtr done = run.call->new_event();
-    upload_.submit({Priority::kBoundaryGradient,
-                    {base->landed},
-                    [base, uploaded, torch_device = device_.torch_device()] {
-                      std::vector<Piece> pieces;
-                      if (!base->flat.defined()) return pieces;
-                      *uploaded =
-                          at::empty(base->flat.sizes(), base->flat.options().device(torch_device).pinned_memory(false));
-                      pieces.push_back({*uploaded, base->flat});
-                      return pieces;
-                    },
-                    done,
-                    run.new_transfer()});
-    arrived.push_back(done);
-    spread.push_back([this, &state, &sink, &layout, &host_layout, base, uploaded, sum, own] {
-      if (!uploaded->defined()) return;
-      device_.compute().uses(*uploaded);
-      for (size_t i = 0; i < state.parameters.size(); ++i) {
-        const auto [block, index] = state.parameters[i];
-        if (block != own || !base->received[index]) continue;
-        layout.view(sum, index).copy_(host_layout.view(*uploaded, index));
-        sink.received[i] = 1;
-      }
-    });
   }
   for (size_t i = 0; i < arrived.size(); ++i) {
     arrived[i]->wait();
     spread[i]();
   }
+}
+
+void JobRunner::begin_sum(JobRun& run, int layer, size_t own, std::vector<EventPtr>& arrived,
+                          std::vector<std::function<void()>>& spread) {
+  const Call& call = *run.call;
+  const LayerState& state = run.layer(layer);
+  GradientSink& sink = layers_.shell(run, layer).sink;
+  const memory::BlockLayout& host_layout = call.model->blocks[own].gradient_layout;
+  GradientSum& sum = sums_.emplace_back();
+  sum.layer = layer;
+  sum.block = own;
+  sum.layout = call.options.sum_in_native_precision ? host_layout : host_layout.widened();
+  sum.flat = at::empty({sum.layout.size_bytes}, at::TensorOptions().dtype(at::kByte).device(device_.torch_device()));
+  for (size_t i = 0; i < state.parameters.size(); ++i) {
+    if (state.parameters[i].block != own || !call.trainable[static_cast<size_t>(layer)][i]) continue;
+    sink.targets[i] = sum.layout.view(sum.flat, state.parameters[i].index);
+  }
+  // The sum goes on from what earlier calls left, so that bits are those of one loop over all microbatches.
+  const memory::GradientBlockPtr base = call.bases[own];
+  if (!base || run.range_index[run.place(layer)] != 0) return;
+  auto uploaded = std::make_shared<at::Tensor>();
+  EventPtr done = run.call->new_event();
+  upload_.submit({Priority::kBoundaryGradient,
+                  {base->landed},
+                  [base, uploaded, torch_device = device_.torch_device()] {
+                    std::vector<Piece> pieces;
+                    if (!base->flat.defined()) return pieces;
+                    *uploaded =
+                        at::empty(base->flat.sizes(), base->flat.options().device(torch_device).pinned_memory(false));
+                    pieces.push_back({*uploaded, base->flat});
+                    return pieces;
+                  },
+                  done,
+                  run.new_transfer()});
+  arrived.push_back(done);
+  spread.push_back([this, &state, &sink, &sum, &host_layout, base, uploaded] {
+    if (!uploaded->defined()) return;
+    device_.compute().uses(*uploaded);
+    for (size_t i = 0; i < state.parameters.size(); ++i) {
+      const auto [block, index] = state.parameters[i];
+      if (block != sum.block || !base->received[index]) continue;
+      sum.layout.view(sum.flat, index).copy_(host_layout.view(*uploaded, index));
+      sink.received[i] = 1;
+    }
+  });
 }
 
 void JobRunner::contribute_tied(JobRun& run, int microbatch, bool ran) {
@@ -493,22 +498,19 @@ bool same_dtypes(const memory::BlockLayout& a, const memory::BlockLayout& b) {
 void JobRunner::send_gradients(JobRun& run) {
   const at::NoGradGuard no_grad;
   Call& call = *run.call;
-  for (int l = run.job.layers.first; l < run.job.layers.last; ++l) {
-    const LayerState& state = run.layer(l);
-    at::Tensor& sum = sums_[run.place(l)];
-    if (!sum.defined()) continue;
-    GradientSink& sink = layers_.shell(run, l).sink;
-    const size_t own = state.blocks.front();
-    const memory::BlockLayout& layout = call.model->blocks[own].gradient_layout;
+  for (GradientSum& sum : sums_) {
+    const LayerState& state = run.layer(sum.layer);
+    const GradientSink& sink = layers_.shell(run, sum.layer).sink;
+    const memory::BlockLayout& layout = call.model->blocks[sum.block].gradient_layout;
     std::vector<char> received(layout.tensors.size(), 0);
     for (size_t i = 0; i < state.parameters.size(); ++i) {
-      if (state.parameters[i].block == own) received[state.parameters[i].index] = sink.received[i];
+      if (state.parameters[i].block == sum.block) received[state.parameters[i].index] = sink.received[i];
     }
-    at::Tensor rounded = sum;
-    if (!same_dtypes(sum_layouts_[run.place(l)], layout)) {
-      rounded = at::empty({layout.size_bytes}, sum.options());
+    at::Tensor rounded = sum.flat;
+    if (!same_dtypes(sum.layout, layout)) {
+      rounded = at::empty({layout.size_bytes}, sum.flat.options());
       for (size_t index = 0; index < received.size(); ++index) {
-        if (received[index]) layout.view(rounded, index).copy_(sum_layouts_[run.place(l)].view(sum, index));
+        if (received[index]) layout.view(rounded, index).copy_(sum.layout.view(sum.flat, index));
       }
     }
     const bool any = std::find(received.begin(), received.end(), 1) != received.end();
@@ -516,7 +518,7 @@ void JobRunner::send_gradients(JobRun& run) {
     EventPtr done = run.call->new_event();
     send(
         run, Priority::kParameterGradient,
-        [rounded, any, landed, buffers = call.model->blocks[own].gradient_buffers] {
+        [rounded, any, landed, buffers = call.model->blocks[sum.block].gradient_buffers] {
           std::vector<Piece> pieces;
           if (!any) return pieces;
           *landed = buffers->take();
@@ -524,12 +526,15 @@ void JobRunner::send_gradients(JobRun& run) {
           return pieces;
         },
         done);
-    done->then([call_ptr = run.call, own, range = run.range_index[run.place(l)], landed, received, event = done.get()] {
+    done->then([call_ptr = run.call, block = sum.block, range = run.range_index[run.place(sum.layer)], landed, received,
+                event = done.get()] {
       if (event->error()) return;
-      call_ptr->range_sums[own]->add(range, std::move(*landed), received);
+      call_ptr->range_sums[block]->add(range, std::move(*landed), received);
     });
-    sum.reset();
-    sink.reset(state.parameters.size());
+  }
+  sums_.clear();
+  for (int l = run.job.layers.first; l < run.job.layers.last; ++l) {
+    layers_.shell(run, l).sink.reset(run.layer(l).parameters.size());
   }
 }
 

@@ -51,8 +51,17 @@ class JobRunner {
   transfer::LinkScheduler& download_;
   LayerRunner layers_;
 
-  std::vector<memory::BlockLayout> sum_layouts_;  // per layer of the running job: gradients as summed on the device
-  std::vector<at::Tensor> sums_;                  // per layer: flat, in sum_layouts_
+  // The gradients of one block, summed on the device over the running job's microbatches.
+  struct GradientSum {
+    int layer;
+    size_t block;
+    memory::BlockLayout layout;
+    at::Tensor flat;
+  };
+  void begin_sum(JobRun& run, int layer, size_t block, std::vector<device::EventPtr>& arrived,
+                 std::vector<std::function<void()>>& spread);
+
+  std::deque<GradientSum> sums_;
   std::deque<device::EventPtr> launched_;
   // Of the microbatch that runs, see ExecutionRecord.
   double recomputed_ms_ = 0;

@@ -22,6 +22,11 @@ void BlockState::keep_gradients_in_fp32() {
   gradient_buffers = std::make_shared<memory::BufferPool>(gradient_layout.size_bytes, block->buffers()->pinned());
 }
 
+bool BlockState::trainable() const {
+  const auto& parameters = block->parameters();
+  return std::any_of(parameters.begin(), parameters.end(), [](const auto& p) { return p.tensor.requires_grad(); });
+}
+
 ModelState::ModelState(std::string model_name, std::vector<std::unique_ptr<Layer>> model_layers, bool pinned)
     : name(std::move(model_name)) {
   if (model_layers.empty()) throw std::invalid_argument("[RoundPipe] the model has no layers; give it at least one");
@@ -41,15 +46,17 @@ ModelState::ModelState(std::string model_name, std::vector<std::unique_ptr<Layer
   };
   for (size_t l = 0; l < model_layers.size(); ++l) {
     auto state = std::make_unique<LayerState>();
-    std::vector<NamedTensor> own;
-    for (const NamedTensor& parameter : parameters[l]) {
-      const void* key = parameter.tensor.unsafeGetTensorImpl();
-      const bool seen = places.contains(key) || std::any_of(own.begin(), own.end(), [&](const NamedTensor& other) {
-                          return other.tensor.unsafeGetTensorImpl() == key;
-                        });
-      if (!seen && users[key].size() == 1) own.push_back(parameter);
-    }
-    if (!own.empty()) {
+    // Frozen parameters apart: their block has no gradients, and an update leaves it alone.
+    for (const bool trainable : {true, false}) {
+      std::vector<NamedTensor> own;
+      for (const NamedTensor& parameter : parameters[l]) {
+        const void* key = parameter.tensor.unsafeGetTensorImpl();
+        const bool seen = places.contains(key) || std::any_of(own.begin(), own.end(), [&](const NamedTensor& other) {
+                            return other.tensor.unsafeGetTensorImpl() == key;
+                          });
+        if (!seen && users[key].size() == 1 && parameter.tensor.requires_grad() == trainable) own.push_back(parameter);
+      }
+      if (own.empty()) continue;
       state->blocks.push_back(blocks.size());
       add_block(std::move(own), {static_cast<int>(l)});
     }
@@ -119,7 +126,7 @@ StageLayout lay_out_stage(const ModelState& model, int first_layer, int last_lay
       place.blocks_at.push_back(stage.size_bytes);
       stage.size_bytes =
           align_up(stage.size_bytes + model.blocks[block].block->layout().size_bytes, kBlockAlignment_bytes);
-      stage.gradient_bytes += model.blocks[block].block->layout().size_bytes;
+      if (model.blocks[block].trainable()) stage.gradient_bytes += model.blocks[block].block->layout().size_bytes;
     }
     place.buffers_at = stage.size_bytes;
     stage.size_bytes = align_up(stage.size_bytes + layer.buffer_layout.size_bytes, kBlockAlignment_bytes);

@@ -18,7 +18,8 @@ enum class Learned : int { kUnknown, kNo, kYes };
 // One layer of a model and what the engine knows of it.
 struct LayerState {
   std::unique_ptr<Layer> layer;
-  std::vector<size_t> blocks;  // indices into ModelState::blocks: its own first, if it has one, then shared ones
+  std::vector<size_t>
+      blocks;  // indices into ModelState::blocks: its own first, trainable then frozen, then shared ones
 
   // Where parameter i of the layer lies: blocks[...] and the index in that block.
   struct ParameterPlace {
@@ -53,6 +54,8 @@ struct BlockState {
   std::vector<at::Tensor> master_rest;
 
   bool tied() const { return layers.size() > 1; }
+  // Whether any parameter is, by the user's flags of now.
+  bool trainable() const;
   // From now on 16-bit weights have fp32 gradients on the host. REQUIRES: no gradient has been made yet.
   void keep_gradients_in_fp32();
 };
@@ -86,7 +89,7 @@ struct StageLayout {
   };
   std::vector<LayerPlace> layers;
   int64_t size_bytes = 0;
-  int64_t gradient_bytes = 0;  // at most, of the parameters' own blocks
+  int64_t gradient_bytes = 0;  // at most, of the blocks that are trainable now
 };
 StageLayout lay_out_stage(const ModelState& model, int first_layer, int last_layer);
 

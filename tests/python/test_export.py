@@ -470,7 +470,7 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(case: str, 
     break_it, message = REFUSED[case]
     break_it(base, adapter)
     before = {path.name for path in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match=re.compile(r"\[export\].*" + message, re.DOTALL)):
+    with pytest.raises(ValueError, match=re.compile(r"\[(export|checkpoint)\].*" + message, re.DOTALL)):
         merge_adapter(base, adapter, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == before
 

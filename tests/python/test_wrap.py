@@ -15,7 +15,7 @@ from roundpipe.execute_plan import ModelExecutePlan
 from roundpipe.microbatch import effective_microbatches, merge_outputs, split_call
 from roundpipe.optimizer_context import OptimizerCtx, in_optimizer_context
 from roundpipe.run_config import RoundPipeRunConfig
-from roundpipe.wrap import PRESETS, AutoRoundPipe, wrap_model_to_roundpipe
+from roundpipe.wrap import AutoRoundPipe, wrap_model_to_roundpipe
 
 DEVICES = 3
 
@@ -317,17 +317,9 @@ def test_modules_wrapped_already_are_kept() -> None:
         wrap(model)
 
 
-def test_presets() -> None:
-    plain = Decoder()
-    with pytest.raises(NotImplementedError, match="no preset for Decoder"):
-        wrap(plain, use_sequential_preset=True)
-    PRESETS["Decoder"] = lambda model: nn.Sequential(model.embed, *model.layers, model.norm, model.head)
-    try:
-        pipe = wrap(plain)
-        assert isinstance(pipe, FakePipe) and len(pipe.model) == 6 and pipe.__dict__["original"] is plain
-        assert isinstance(wrap(plain, use_sequential_preset=False), AutoRoundPipe)
-    finally:
-        del PRESETS["Decoder"]
+def test_no_preset_for_any_model() -> None:
+    with pytest.raises(NotImplementedError, match=r"no preset for Decoder, expected one of .'GptOssForCausalLM'"):
+        wrap(Decoder(), use_sequential_preset=True)
 
 
 class Named(Decoder):
@@ -422,7 +414,7 @@ def test_hugging_face_model(batch: int) -> None:
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
     expected = plain(input_ids=ids, attention_mask=mask, labels=ids)
-    model = wrap(plain, lower_threshold=500)
+    model = wrap(plain, lower_threshold=500, use_sequential_preset=False)
     assert [path for path in model._step_group.pipes if "layers" in path] == [f"model.layers.{i}" for i in range(3)]
     outputs = model(input_ids=ids, attention_mask=mask, labels=ids)
     torch.testing.assert_close(outputs.logits, expected.logits)

@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from roundpipe.export.checkpoint import Checkpoint
+from roundpipe.checkpoint_files import Checkpoint
 
 Read = Callable[[str], torch.Tensor]
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from roundpipe.checkpoint_files import Checkpoint
 from roundpipe.export.adapter import Adapter
-from roundpipe.export.checkpoint import Checkpoint
 from roundpipe.export.names import Names, Read, Source
 
 _PREFIX = "base_model.model."  # between a PeftModel and the model it wraps

@@ -11,7 +11,7 @@ import torch
 
 from roundpipe import _core
 from roundpipe.binding import MOMENTS, Binding, Gradients, Moments
-from roundpipe.facade import ModelFacade
+from roundpipe.facade import facade_in
 from roundpipe.host_memory import HostMemory
 from roundpipe.optim.parameter_groups import parameter_groups
 
@@ -67,7 +67,8 @@ class ForModel(torch.optim.Optimizer):
         **kwargs: Any,
     ) -> None:
         self.binding: Binding | None = None
-        if not isinstance(params, ModelFacade):
+        model = facade_in(params)
+        if model is None:
             if groups is not None or not decay_norms_and_biases or moments != "float32" or gradients != "weights":
                 raise ValueError(
                     "[optim] groups, decay_norms_and_biases, moments and gradients are for a RoundPipe model, and the "
@@ -79,7 +80,7 @@ class ForModel(torch.optim.Optimizer):
             raise ValueError(f"[optim] moments is {moments!r}, expected 'float32' or '8bit'")
         if gradients not in ("weights", "float32"):
             raise ValueError(f"[optim] gradients is {gradients!r}, expected 'weights' or 'float32'")
-        group: StepGroup = params._step_group
+        group: StepGroup = model._step_group
         named = group.trainable_parameters()
         if not named:
             raise ValueError("[optim] the model has no trainable parameter; set requires_grad of what is to be trained")

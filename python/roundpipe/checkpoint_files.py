@@ -76,7 +76,7 @@ class Checkpoint:
         for name, file in weight_map.items():
             if name not in self.tensors or self.tensors[name].file != file:
                 raise ValueError(
-                    f"[export] {folder / INDEX_FILE} says that {name} lies in {file}, which does not hold it; "
+                    f"[checkpoint] {folder / INDEX_FILE} says that {name} lies in {file}, which does not hold it; "
                     "expected an index and shards of one model; fetch the folder again"
                 )
 
@@ -90,7 +90,7 @@ class Checkpoint:
             while view:
                 count = file.readinto(view)
                 if not count:
-                    raise ValueError(f"[export] {self.folder / stored.file} ended inside {name}; fetch it again")
+                    raise ValueError(f"[checkpoint] {self.folder / stored.file} ended inside {name}; fetch it again")
                 view = view[count:]
         if not data:
             return torch.empty(stored.shape, dtype=stored.torch_dtype)
@@ -101,7 +101,7 @@ class Checkpoint:
         stored = self.tensors[name]
         if stored.dtype not in _DTYPES:
             raise ValueError(
-                f"[export] {name} in {self.folder / stored.file} has the dtype {stored.dtype}, expected one of "
+                f"[checkpoint] {name} in {self.folder / stored.file} has the dtype {stored.dtype}, expected one of "
                 f"{', '.join(_DTYPES)}; give a base whose weights are not quantised"
             )
         return torch.empty(stored.shape, dtype=stored.torch_dtype, device="meta")
@@ -112,7 +112,7 @@ class Checkpoint:
             others = sorted(file.name for file in self.folder.glob("*.bin"))
             found = f"only {', '.join(others)}" if others else "no weights"
             raise ValueError(
-                f"[export] {self.folder} holds {found}, expected {SINGLE_FILE} or {INDEX_FILE} with its shards; "
+                f"[checkpoint] {self.folder} holds {found}, expected {SINGLE_FILE} or {INDEX_FILE} with its shards; "
                 "save the model with save_pretrained, which writes safetensors"
             )
         refuse_pointer(path)
@@ -121,12 +121,12 @@ class Checkpoint:
             weight_map = dict(index["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"[export] {path} cannot be read ({error}), expected JSON with a weight_map; fetch it again"
+                f"[checkpoint] {path} cannot be read ({error}), expected JSON with a weight_map; fetch it again"
             ) from None
         for name, file in weight_map.items():
             if not isinstance(file, str) or Path(file).name != file or not (self.folder / file).exists():
                 raise ValueError(
-                    f"[export] {path} puts {name} into {file!r}, which is not in {self.folder}; "
+                    f"[checkpoint] {path} puts {name} into {file!r}, which is not in {self.folder}; "
                     "expected every shard beside its index; fetch the missing shard"
                 )
         self.index = dict(index.get("metadata") or {})
@@ -168,9 +168,10 @@ def refuse_pointer(path: Path) -> None:
     with path.open("rb") as file:
         if file.read(len(_LFS_START)) == _LFS_START:
             raise ValueError(
-                f"[export] {path} is a pointer of Git LFS, expected the file itself; run `git lfs pull` in its folder"
+                f"[checkpoint] {path} is a pointer of Git LFS, expected the file itself; run `git lfs pull` "
+                "in its folder"
             )
 
 
 def _damaged(path: Path, what: str) -> ValueError:
-    return ValueError(f"[export] {path} is damaged: {what}; expected a whole safetensors file; fetch it again")
+    return ValueError(f"[checkpoint] {path} is damaged: {what}; expected a whole safetensors file; fetch it again")

@@ -1,0 +1,423 @@
+"""The layers that a followed model becomes: what comes before its own layers, each of these, and what comes after."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from roundpipe.following import collector
+from roundpipe.following.lazy_logits import LazyLogits
+from roundpipe.following.placeholder import CannotFollow, Placeholder, Recorder, Source, recording
+from roundpipe.following.program import Compiler, LayerCall, Program, Recorded, Values
+from roundpipe.following.token_loss import TokenLoss
+from roundpipe.following.token_wise import TokenWise, chunk_of, in_chunks
+from roundpipe.shadow import ShadowTree
+
+# "auto" computes the loss in chunks where float32 logits of a microbatch would take more than this.
+LEAST_LOGITS_BYTES = 64 << 20
+
+Collected = tuple[dict[str, tuple[Any, ...]], ...]
+"""What the model collected inside each layer call so far, by key."""
+Flow = tuple[Program, Values, Collected]
+
+
+class Over(BaseException):
+    """The last layer has been called."""
+
+
+@dataclass(frozen=True)
+class LeafShape:
+    """A tensor that a layer call returns.
+
+    Attributes:
+        sizes: of each dimension; ROWS, TOKENS and BOTH stand for the batch's rows, a row's tokens and their product.
+        dtype: None for that of the hidden states.
+    """
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
+ROWS, TOKENS, BOTH = -1, -2, -3
+
+
+@dataclass(frozen=True)
+class OutputShape:
+    """What a layer call returns: a pytree whose leaves are tensors of known shapes, or plain values."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+
+    def placeholders(self, call: int, like: torch.Tensor, kind: str = "output") -> list[Any]:
+        """The leaves of a call's output, tensors as placeholders.
+
+        Args:
+            call: its number.
+            like: hidden states [rows, tokens, ...] of the microbatch.
+            kind: of source.
+        """
+        rows, tokens = like.shape[:2]
+        known = {ROWS: rows, TOKENS: tokens, BOTH: rows * tokens}
+        made: list[Any] = []
+        for index, leaf in enumerate(self.leaves):
+            if not isinstance(leaf, LeafShape):
+                made.append(leaf)
+                continue
+            meta = torch.empty([known.get(n, n) for n in leaf.sizes], dtype=leaf.dtype or like.dtype, device="meta")
+            made.append(Placeholder.make(meta, like.device, frozenset({(kind, (call, index))})))
+        return made
+
+
+def hidden_states(arguments: Any) -> torch.Tensor:
+    """The tensor [rows, tokens, ...] that a layer is called with.
+
+    Raises:
+        CannotFollow: there is none.
+    """
+    for leaf in pytree.tree_leaves(arguments):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() >= 3:
+            return leaf
+    raise CannotFollow("a layer is called without hidden states of [batch, tokens, ...]")
+
+
+@dataclass
+class Structure:
+    """How a model is followed; shared by all its parts.
+
+    Attributes:
+        model: the original.
+        language_model: the same, or the model of transformers inside it.
+        layers: its own layers, in the order of the module list.
+        order: which layer each call is of.
+        outputs: what each call returns.
+        collected: what transformers collected inside each call in the plain run, by key.
+        names: of every parameter and buffer, by id.
+        loss_chunk_tokens: see `LanguageModel`, as `mlp_chunk_tokens`.
+        blocks: the token-wise parts of each call's layer.
+        forced: arguments that the forward is always called with.
+        carried: by how the forward is called, which earlier calls' outputs (call, leaf) its end reads. Written by the
+            devices' threads; a race costs a second look.
+    """
+
+    model: nn.Module
+    language_model: Any
+    layers: list[nn.Module]
+    names: dict[int, str]
+    forced: dict[str, Any]
+    order: list[int] = field(default_factory=list)
+    outputs: list[OutputShape] = field(default_factory=list)
+    collected: list[OutputShape] = field(default_factory=list)
+    blocks: list[tuple[TokenWise, ...]] = field(default_factory=list)
+    loss_chunk_tokens: Literal["auto"] | int | None = None
+    mlp_chunk_tokens: Literal["auto"] | int | None = None
+    carried: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+
+
+class Run:
+    """One run of a skeleton's forward; `called` answers for the layers."""
+
+    def called(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class Skeleton:
+    """The model's tree in which calls of its layers go to a `Run`.
+
+    Args:
+        structure: of the model.
+        present: parameters and buffers by name; all others are placeholders.
+        owner: whose these are.
+    """
+
+    def __init__(self, structure: Structure, present: dict[str, torch.Tensor], owner: object = None) -> None:
+        self.owner = owner
+        self._run: Run | None = None
+        tensors: dict[int, torch.Tensor] = {}
+        for tensor in [*structure.model.parameters(), *structure.model.buffers()]:
+            name = structure.names[id(tensor)]
+            tensors[id(tensor)] = present[name] if name in present else Placeholder.of_parameter(name, tensor)
+        self._structure = structure
+        self._tree = ShadowTree(structure.model, tensors)
+        self._answer()
+
+    def _answer(self) -> None:
+        for index, layer in enumerate(self._structure.layers):
+            state = self._tree.of(layer).__dict__
+            state["forward"] = functools.partial(self._called, index)
+            for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+                state[hooks] = type(state[hooks])()
+
+    def _called(self, layer: int, *args: Any, **kwargs: Any) -> Any:
+        assert self._run is not None
+        return self._run.called(layer, args, kwargs)
+
+    def of(self, original: nn.Module) -> nn.Module:
+        """What stands for a module of the model."""
+        return self._tree.of(original)
+
+    def run(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the forward."""
+        if self._tree.refresh():
+            self._answer()
+        self._run = run
+        try:
+            return self._tree.root(*args, **kwargs)
+        finally:
+            self._run = None
+
+
+class RecordingRun(Run):
+    """Notes how layers are called, and answers with placeholders."""
+
+    def __init__(self, structure: Structure, stops: bool) -> None:
+        self.recorder = Recorder()
+        self.calls: list[Recorded] = []
+        self._structure = structure
+        self._stops = stops
+
+    def called(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        index = len(self.calls)
+        order = self._structure.order
+        if index >= len(order) or order[index] != layer:
+            raise CannotFollow(
+                f"its forward called layer {layer} as call {index}, expected the order seen when it was wrapped, "
+                f"{order[:8]}..."
+            )
+        shape = self._structure.outputs[index]
+        outputs = shape.placeholders(index, hidden_states((args, kwargs)))
+        self.calls.append(Recorded(layer, (args, kwargs), outputs, shape.spec, collector.keys()))
+        self.recorder.segment = index + 1
+        if self._stops and index == len(order) - 1:
+            raise Over
+        if not self._stops:
+            inside = self._structure.collected[index]
+            if pytree.tree_unflatten(inside.leaves, inside.spec).keys() <= set(collector.keys()):
+                found = inside.placeholders(index, hidden_states((args, kwargs)), "collected")
+                collector.add(pytree.tree_unflatten(found, inside.spec))
+        return pytree.tree_unflatten(outputs, shape.spec)
+
+
+class ReplayingRun(Run):
+    """Answers with what the layers have returned, as far as it is needed; placeholders elsewhere."""
+
+    def __init__(self, structure: Structure, flow: Flow) -> None:
+        self._structure = structure
+        self._program, self._values, self._collected = flow
+        self._index = 0
+
+    def called(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        index = self._index
+        self._index += 1
+        call = self._program.calls[index]
+        if index < len(self._collected):
+            collector.add(self._collected[index])
+        leaves: list[Any] = []
+        shown: list[Any] | None = None
+        last = index == len(self._program.calls) - 1
+        for position, number in enumerate(call.outputs):
+            if number is not None and (last or (index, position) in self._program.carried):
+                leaves.append(self._values[number])
+                continue
+            if shown is None:
+                like = self._values[next(n for n in self._program.calls[-1].outputs if n is not None)]
+                shown = self._structure.outputs[index].placeholders(index, like)
+            leaves.append(shown[position])
+        return pytree.tree_unflatten(leaves, call.output_spec)
+
+
+class Part(nn.Module):
+    """A piece of the model's forward as a layer: it holds the parameters and buffers that it needs, by their names."""
+
+    structure: Structure
+
+    def __init__(self, structure: Structure, names: set[str], buffers: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.structure = structure
+        for name, parameter in structure.model.named_parameters():
+            if name in names:
+                self._parameters[name] = parameter
+        self._buffers.update(buffers)
+        inner = {id(module) for layer in structure.layers for module in layer.modules()}
+        self.followed_modules = [module for module in structure.model.modules() if id(module) not in inner]
+
+    def present(self, only_buffers: bool = False) -> dict[str, torch.Tensor]:
+        """What is here, by name."""
+        own: dict[str, Any] = {**({} if only_buffers else self._parameters), **self._buffers}
+        return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+    def skeleton(self) -> Skeleton:
+        """The model's tree over this part's tensors, made when first asked for."""
+        made: Skeleton | None = self.__dict__.get("_skeleton")
+        if made is None or made.owner is not self:
+            # A device's shell of this part is given its attributes, but has tensors of its own.
+            made = self.__dict__["_skeleton"] = Skeleton(self.structure, self.present(), self)
+        return made
+
+
+class Before(Part):
+    """Everything until the first of the model's layers is called: embeddings, masks, positions."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Flow:
+        share = kwargs.pop(SHARE, None)
+        chunked = kwargs.pop(CHUNKED, False)
+        structure = self.structure
+        kwargs.update(structure.forced)
+        run = RecordingRun(structure, stops=True)
+        with recording(run.recorder):
+            try:
+                self.skeleton().run(run, args, kwargs)
+            except Over:
+                pass
+            else:
+                raise CannotFollow(
+                    f"its forward called {len(run.calls)} layers, expected "
+                    f"{len(structure.order)} as when it was wrapped"
+                )
+        compiler = Compiler(run.recorder.ops, run.calls, (args, kwargs))
+        program = compiler.compile(self._carried(args, kwargs))
+        program.share, program.chunked = share, chunked
+        return program, compiler.values, ()
+
+    def _carried(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:
+        """Which earlier calls' outputs the end of the forward reads, when it is called like this."""
+        flags = {name: repr(value) for name, value in kwargs.items() if not isinstance(value, torch.Tensor)}
+        key = repr((len(args), sorted(kwargs), sorted(flags.items())))
+        known = self.structure.carried.get(key)
+        if known is None:
+            run = RecordingRun(self.structure, stops=False)
+            try:
+                with torch.no_grad(), recording(run.recorder):
+                    output = Skeleton(self.structure, self.present(only_buffers=True)).run(run, args, kwargs)
+            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+                # It wants values, or what layers collect; should it need more than is carried, the last part says so.
+                output = None
+            last = len(self.structure.order) - 1
+            known = sorted(what for kind, what in sources_of(output) if kind == "output" and what[0] != last)
+            self.structure.carried[key] = known
+        return known
+
+
+SHARE = "roundpipe_share"
+CHUNKED = "roundpipe_chunked"
+
+
+class OwnLayer(nn.Module):
+    """One call of one of the model's layers, and what follows until the next."""
+
+    def __init__(self, structure: Structure, index: int, parameters: dict[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.layer = structure.layers[structure.order[index]]
+        self.index = index
+        self.blocks = structure.blocks[index]
+        self.structure = structure
+        self._parameters.update(parameters)
+
+    def forward(self, flow: Flow) -> Flow:
+        program, values, collected = flow
+        call: LayerCall = program.calls[self.index]
+        own: dict[str, Any] = {**self._parameters}
+        args, kwargs = call.arguments.join(values, own)
+        # What is collected inside would not be differentiated through a part that is computed in chunks.
+        chunk = (
+            None
+            if call.collected
+            else chunk_of(self.structure.mlp_chunk_tokens, hidden_states((args, kwargs)).shape[1])
+        )
+        with collector.collecting(call.collected, first=self.index == 0) as found:
+            if chunk is None:
+                output = self.layer(*args, **kwargs)
+            else:
+                with in_chunks(self.layer, self.blocks, chunk):
+                    output = self.layer(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten(output)
+        if spec != call.output_spec or any(
+            isinstance(leaf, torch.Tensor) != (number is not None)
+            for leaf, number in zip(leaves, call.outputs, strict=True)
+        ):
+            raise CannotFollow(
+                f"layer {self.index} returned {spec}, expected {call.output_spec} as when it was wrapped"
+            )
+        values = dict(values)
+        for number, leaf in zip(call.outputs, leaves, strict=True):
+            if number is not None:
+                values[number] = leaf
+        for glue in call.glue:
+            glue.run(values, own)
+        if call.collected:
+            collected = (*collected, found())
+        return program, {number: values[number] for number in call.kept}, collected
+
+
+class After(Part):
+    """Everything after the model's last layer has returned: the last norm, the head, the loss."""
+
+    def forward(self, flow: Flow) -> Any:
+        program, values, _ = flow
+        args, kwargs = program.inputs.join(values, {})
+        skeleton = self.skeleton()
+        lazy = program.chunked and self._postpones(skeleton, values, program)
+        outputs = skeleton.run(ReplayingRun(self.structure, flow), args, kwargs)
+        if lazy:
+            skeleton.of(self.structure.language_model.get_output_embeddings()).__dict__.pop("forward", None)
+        outputs = pytree.tree_map_only(LazyLogits, lambda _: None, outputs)
+        check_real(outputs)
+        return outputs if program.share is None else _weighed(outputs, program.share)
+
+    def _postpones(self, skeleton: Skeleton, values: Values, program: Program) -> bool:
+        """Lets the head return logits that are not computed, if that saves much memory and is possible."""
+        model, chunk = self.structure.language_model, self.structure.loss_chunk_tokens
+        head = model.get_output_embeddings()
+        if chunk is None or type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
+            return False
+        hidden = next(values[number] for number in program.calls[-1].outputs if number is not None)
+        tokens = hidden.shape[:-1].numel()
+        if tokens * head.out_features * 4 <= LEAST_LOGITS_BYTES if chunk == "auto" else tokens <= chunk:
+            return False
+        mine = skeleton.of(head)
+        mine.__dict__["forward"] = lambda states: LazyLogits.make(states, mine.weight, mine.bias)  # type: ignore[arg-type]
+        loss = TokenLoss(model.loss_function, 0 if chunk == "auto" else chunk)
+        skeleton.of(model).__dict__["_loss_function"] = loss
+        return True
+
+
+def _weighed(outputs: Any, share: float) -> Any:
+    """The model's outputs with its loss times `share`; without a token that counts the loss is 0, not 0 / 0."""
+    loss = outputs[0] if isinstance(outputs, tuple) else outputs.get("loss")
+    if loss is None:
+        return outputs
+    if share == 0:
+        others = [leaf for leaf in pytree.tree_leaves(outputs) if leaf is not loss and leaf is not None]
+        logits = next((leaf for leaf in others if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
+        weighed = loss * 0 if logits is None else (logits * 0).sum().to(loss.dtype)
+    else:
+        weighed = loss * share
+    if isinstance(outputs, tuple):
+        return (weighed, *outputs[1:])
+    outputs["loss"] = weighed
+    return outputs
+
+
+def buffers_around(structure: Structure) -> dict[str, torch.Tensor]:
+    """The buffers outside of the model's own layers."""
+    inside = {id(buffer) for layer in structure.layers for buffer in layer.buffers()}
+    return {name: buffer for name, buffer in structure.model.named_buffers() if id(buffer) not in inside}
+
+
+def sources_of(outputs: Any) -> set[Source]:
+    """What the placeholders in a pytree go back to."""
+    return {source for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Placeholder) for source in leaf.sources}
+
+
+def check_real(outputs: Any) -> None:
+    """Raises CannotFollow if a tensor of the model's output has no values."""
+    for path, leaf in pytree.tree_flatten_with_path(outputs)[0]:
+        if isinstance(leaf, Placeholder):
+            raise CannotFollow(
+                f"its output{pytree.keystr(path)} depends on more than what its last layer returned: "
+                f"{sorted(map(str, leaf.sources))[:4]}"
+            )

@@ -1,0 +1,240 @@
+"""What a pipeline's layers are called with: the calls of one run of a model's forward, and what lies between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from roundpipe.following.placeholder import CannotFollow, Op, Placeholder
+
+Values = dict[int, torch.Tensor]
+"""Tensors on their way, by number."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Stands for a tensor on its way."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class ParameterRef:
+    """Stands for a parameter, by its name in the model."""
+
+    name: str
+
+
+@dataclass
+class Tree:
+    """A pytree with references in place of its tensors."""
+
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+
+    def join(self, values: Values, parameters: Mapping[str, torch.Tensor]) -> Any:
+        """The pytree with the tensors back in their places."""
+        leaves = [
+            values[leaf.number]
+            if isinstance(leaf, Ref)
+            else parameters[leaf.name]
+            if isinstance(leaf, ParameterRef)
+            else leaf
+            for leaf in self.leaves
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def numbers(self) -> set[int]:
+        return {leaf.number for leaf in self.leaves if isinstance(leaf, Ref)}
+
+    def parameters(self) -> set[str]:
+        return {leaf.name for leaf in self.leaves if isinstance(leaf, ParameterRef)}
+
+
+@dataclass
+class Glue:
+    """An operation between two layer calls, to be done again on the real values."""
+
+    function: Callable[..., Any]
+    arguments: Tree
+    results: list[int | None]
+    grad: bool
+    in_place: bool
+
+    def run(self, values: Values, parameters: Mapping[str, torch.Tensor]) -> None:
+        args, kwargs = self.arguments.join(values, parameters)
+        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
+            result = self.function(*args, **kwargs)
+        for number, leaf in zip(self.results, pytree.tree_leaves(result), strict=True):
+            if number is not None:
+                values[number] = leaf
+
+
+@dataclass
+class LayerCall:
+    """One call of a layer.
+
+    Attributes:
+        layer: which of the model's layers.
+        arguments: `(args, kwargs)`.
+        outputs: numbers of its output's leaves, None where a leaf is no tensor.
+        output_spec: of its output.
+        glue: what is done between this call and the next.
+        kept: numbers of the values that something after the next call's beginning still needs.
+        collected: keys under which the model collects what is inside its layers.
+    """
+
+    layer: int
+    arguments: Tree
+    outputs: list[int | None]
+    output_spec: pytree.TreeSpec
+    glue: list[Glue] = field(default_factory=list)
+    kept: tuple[int, ...] = ()
+    collected: tuple[str, ...] = ()
+
+
+@dataclass
+class Program:
+    """One microbatch's way through the model.
+
+    Attributes:
+        calls: in order.
+        inputs: `(args, kwargs)` of the model's forward.
+        carried: numbers of the call outputs that the end of the forward reads, by (call, leaf).
+        share: what the microbatch's loss is multiplied by; None: it is not.
+        chunked: the loss may be computed without the logits: nobody sees them.
+    """
+
+    calls: list[LayerCall]
+    inputs: Tree
+    carried: dict[tuple[int, int], int]
+    share: float | None = None
+    chunked: bool = False
+
+
+@dataclass
+class Recorded:
+    """One call of a layer as the recording run saw it."""
+
+    layer: int
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    outputs: list[Any]
+    output_spec: pytree.TreeSpec
+    collected: tuple[str, ...]
+
+
+class Compiler:
+    """Numbers the tensors of a recording run and keeps of its operations what the calls need."""
+
+    def __init__(self, ops: list[Op], calls: list[Recorded], inputs: tuple[Any, Any]) -> None:
+        self._ops = ops
+        self._calls = calls
+        self._inputs = inputs
+        self._numbers: dict[int, int] = {}
+        self._held: list[torch.Tensor] = []
+        self.values: Values = {}
+
+    def compile(self, carried_leaves: Iterable[tuple[int, int]]) -> Program:
+        """The program; the values that the run has already are left in `values`.
+
+        Raises:
+            CannotFollow: an argument holds tensors where they cannot be seen.
+        """
+        inputs = self._tree(self._inputs, "the model")
+        calls = [
+            LayerCall(
+                call.layer,
+                self._tree(call.arguments, f"layer {call.layer}"),
+                [self._number(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in call.outputs],
+                call.output_spec,
+                collected=call.collected,
+            )
+            for call in self._calls
+        ]
+        carried = {}
+        for index, leaf in carried_leaves:
+            number = calls[index].outputs[leaf]
+            if number is not None:
+                carried[(index, leaf)] = number
+        self._place_glue(calls)
+        self._find_kept(calls, inputs, set(carried.values()))
+        first = calls[0].arguments.numbers().union(*[{*calls[0].kept}])
+        needed = first | self._needed_by_glue(calls[0])
+        self.values = {number: value for number, value in self.values.items() if number in needed}
+        return Program(calls, inputs, carried)
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        number = self._numbers.setdefault(id(tensor), len(self._numbers))
+        if number == len(self._held):
+            self._held.append(tensor)
+            if not isinstance(tensor, Placeholder):
+                self.values[number] = tensor
+        return number
+
+    def _tree(self, tree: Any, whose: str) -> Tree:
+        leaves, spec = pytree.tree_flatten(tree)
+        marked: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Placeholder) and leaf.label is not None:
+                marked.append(ParameterRef(leaf.label))
+            elif isinstance(leaf, torch.Tensor):
+                marked.append(Ref(self._number(leaf)))
+            else:
+                check_plain(leaf, whose)
+                marked.append(leaf)
+        return Tree(marked, spec)
+
+    def _place_glue(self, calls: list[LayerCall]) -> None:
+        """Backwards: an operation stays if something later needs a result of it, or if it writes in place."""
+        needed: set[int] = set()
+        segment = len(calls)
+        for op in reversed(self._ops):
+            while segment > op.segment:
+                segment -= 1
+                if segment < len(calls):
+                    needed |= calls[segment].arguments.numbers()
+            results = [None if result is None else self._number(result) for result in op.results]
+            if not op.in_place and not any(number in needed for number in results):
+                continue
+            if op.segment == 0:
+                raise CannotFollow(
+                    f"what its first layer is called with depends on parameters of the layers ({op.function.__name__})"
+                )
+            arguments = self._tree(op.arguments, f"the operation {op.function.__name__}")
+            needed |= arguments.numbers()
+            calls[op.segment - 1].glue.insert(0, Glue(op.function, arguments, results, op.grad, op.in_place))
+
+    @staticmethod
+    def _needed_by_glue(call: LayerCall) -> set[int]:
+        made = {number for number in call.outputs if number is not None}
+        needed: set[int] = set()
+        for glue in call.glue:
+            needed |= glue.arguments.numbers() - made
+            made |= {number for number in glue.results if number is not None}
+        return needed
+
+    def _find_kept(self, calls: list[LayerCall], inputs: Tree, carried: set[int]) -> None:
+        after = inputs.numbers() | carried | {n for n in calls[-1].outputs if n is not None}
+        for index in range(len(calls) - 1, -1, -1):
+            call = calls[index]
+            call.kept = tuple(sorted(after))
+            made = {n for n in call.outputs if n is not None}
+            made |= {n for glue in call.glue for n in glue.results if n is not None}
+            after = (after - made) | call.arguments.numbers() | self._needed_by_glue(call)
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def check_plain(leaf: Any, whose: str) -> None:
+    """Raises CannotFollow if an object that torch cannot take apart has tensors inside."""
+    if isinstance(leaf, _PLAIN) or not hasattr(leaf, "__dict__") or isinstance(leaf, type):
+        return
+    if any(isinstance(inner, torch.Tensor) for inner in pytree.tree_leaves(dict(vars(leaf)))):
+        raise CannotFollow(
+            f"{whose} is called with a {type(leaf).__name__}, which holds tensors and cannot be moved to another device"
+        )

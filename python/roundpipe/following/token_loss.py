@@ -1,0 +1,86 @@
+"""The loss of a causal language model over microbatches: every token of the batch counts the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from roundpipe.following.lazy_logits import LazyLogits
+
+IGNORED = -100
+
+
+def count_tokens(kwargs: dict[str, Any]) -> int | None:
+    """How many tokens of a batch are predicted: labels that are not ignored, without the first of each row, which
+    nothing predicts. None if there are no labels."""
+    shifted, labels = kwargs.get("shift_labels"), kwargs.get("labels")
+    if isinstance(shifted, torch.Tensor):
+        return int((shifted != IGNORED).sum())
+    if isinstance(labels, torch.Tensor):
+        return int((labels[..., 1:] != IGNORED).sum())
+    return None
+
+
+def shares(batch: list[dict[str, Any]]) -> list[float] | None:
+    """What each microbatch's mean loss counts for, so that the mean of the products is the mean over all tokens.
+
+    A loss that is a sum over `num_items_in_batch` counts once for each microbatch. None: no labels, or one microbatch.
+
+    Args:
+        batch: keyword arguments of each microbatch.
+    """
+    n = len(batch)
+    if n == 1:
+        return None
+    if batch[0].get("num_items_in_batch") is not None:
+        return [float(n)] * n
+    counts = [count_tokens(kwargs) for kwargs in batch]
+    total = sum(count for count in counts if count is not None)
+    if any(count is None for count in counts) or total == 0:
+        return None
+    return [n * count / total for count in counts if count is not None]
+
+
+class TokenLoss:
+    """In place of a model's loss function: may take logits that have not been computed, and knows rows without labels.
+
+    Args:
+        original: the model's own.
+        chunk_tokens: tokens whose logits are there at a time; 0 chooses.
+    """
+
+    def __init__(self, original: Callable[..., Any], chunk_tokens: int) -> None:
+        self._original = original
+        self._chunk_tokens = chunk_tokens
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        names = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        logits = given.get("logits")
+        if not isinstance(logits, LazyLogits):
+            return self._original(*args, **kwargs)
+        if self._original.__name__ != "ForCausalLMLoss" or given.get("vocab_size") != logits.shape[-1]:
+            return self._original(**{**given, "logits": logits.compute()})
+        return self._chunked(logits, given)
+
+    def _chunked(self, logits: LazyLogits, given: dict[str, Any]) -> torch.Tensor:
+        from roundpipe.models.functional import linear_cross_entropy
+
+        ignored = given.get("ignore_index", IGNORED)
+        labels = given.get("shift_labels")
+        if labels is None:
+            labels = torch.nn.functional.pad(given["labels"], (0, 1), value=ignored)[..., 1:]
+        items = given.get("num_items_in_batch")
+        loss: torch.Tensor = linear_cross_entropy(
+            logits.hidden.reshape(-1, logits.hidden.shape[-1]),
+            logits.weight,
+            labels.reshape(-1).to(logits.hidden.device),
+            logits.bias,
+            ignore_index=ignored,
+            steps=logits.steps,
+            reduction="mean" if items is None else "sum",
+            chunk_tokens=self._chunk_tokens,
+        )
+        return loss if items is None else loss / items

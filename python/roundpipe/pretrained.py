@@ -1,0 +1,121 @@
+"""A causal language model from a folder or the Hub, in the pipeline."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roundpipe.checkpoint_files import Checkpoint
+from roundpipe.pipe import RoundPipe
+from roundpipe.wrap import wrap_model_to_roundpipe
+
+if TYPE_CHECKING:
+    import os
+
+    from peft import PeftConfig
+    from transformers import PreTrainedModel
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def from_pretrained(
+    name_or_path: str | os.PathLike[str], *, peft_config: PeftConfig | None = None, **options: Any
+) -> RoundPipe:
+    """Loads a causal language model on the host and wraps it.
+
+    Args:
+        name_or_path: a folder that `save_pretrained` wrote or a model of the Hub. A folder with a PEFT adapter is
+            loaded with its base, and the adapter goes on being trained.
+        peft_config: adapters to put into the model, such as a `peft.LoraConfig`; all else is frozen.
+        **options: those of `wrap_model_to_roundpipe` and `RoundPipe`; all others go to
+            `AutoModelForCausalLM.from_pretrained`. Its `dtype` is "auto" here: what the files hold.
+
+    Returns:
+        The model. `save_pretrained` writes what transformers and PEFT load.
+
+    Raises:
+        ValueError: no such model, a kind of model that transformers does not know, a file that is missing or damaged,
+            weights that are missing or of another shape, or a model that cannot be followed.
+    """
+    folder = Path(name_or_path)
+    adapter = folder if (folder / ADAPTER_CONFIG).exists() else None
+    if adapter is not None and peft_config is not None:
+        raise ValueError(
+            f"[from_pretrained] {adapter} is a PEFT adapter and peft_config was given too, expected one of them; leave "
+            "peft_config out to go on with the adapter"
+        )
+    wrapping = _wrap_options()
+    mine = {name: options.pop(name) for name in list(options) if name in wrapping}
+    base = name_or_path if adapter is None else _base_of(adapter)
+    model: Any = _load(base, {"dtype": "auto", **options})
+    if adapter is not None:
+        model = _peft().PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
+    elif peft_config is not None:
+        model = _peft().get_peft_model(model, peft_config)
+    wrapped: RoundPipe = wrap_model_to_roundpipe(model, **mine)
+    return wrapped
+
+
+def _wrap_options() -> set[str]:
+    taken = {*inspect.signature(wrap_model_to_roundpipe).parameters, *inspect.signature(RoundPipe).parameters}
+    return taken - {"model", "roundpipe_kwargs"}
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ValueError(
+            "[from_pretrained] adapters need the peft package, which is not there; pip install 'roundpipe[lora]'"
+        ) from None
+    return peft
+
+
+def _base_of(adapter: Path) -> str:
+    base = _peft().PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path
+    if not base:
+        raise ValueError(
+            f"[from_pretrained] {adapter / ADAPTER_CONFIG} names no base model, expected its folder or name"
+        )
+    return str(base)
+
+
+def _load(base: str | os.PathLike[str], options: dict[str, Any]) -> PreTrainedModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = Path(base)
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise ValueError(
+                f"[from_pretrained] {folder} has no config.json, expected a folder that save_pretrained wrote"
+            )
+        Checkpoint(folder)
+    try:
+        config = options.pop("config", None) or AutoConfig.from_pretrained(base)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(base, config=config, output_loading_info=True, **options)
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(f"[from_pretrained] {base} cannot be loaded: {_first_lines(error)}") from error
+    model: PreTrainedModel = loaded[0]
+    info: dict[str, Any] = loaded[1]
+    for kind, what in (("missing_keys", "are not in its files"), ("mismatched_keys", "have another shape there")):
+        names = sorted(str(key if isinstance(key, str) else key[0]) for key in info.get(kind) or ())
+        if names:
+            raise ValueError(
+                f"[from_pretrained] of the weights of {type(model).__name__} {len(names)} {what}: "
+                f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}; expected every weight in {base}, since "
+                "others would begin at random"
+            )
+    if unexpected := sorted(info.get("unexpected_keys") or ()):
+        warnings.warn(
+            f"[from_pretrained] {base} holds {len(unexpected)} tensors that {type(model).__name__} has no place for: "
+            f"{', '.join(unexpected[:5])}",
+            stacklevel=3,
+        )
+    return model
+
+
+def _first_lines(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or type(error).__name__

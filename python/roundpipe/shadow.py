@@ -1,0 +1,130 @@
+"""A second tree of modules over other tensors."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_STATE = ("_parameters", "_buffers", "_modules")
+_DEEPEST_ATTRIBUTE = 6
+
+
+class ShadowTree:
+    """Shares code and plain attributes with a tree of modules, but has parameters and buffers of its own.
+
+    Args:
+        root: of the original tree.
+        tensors: by id of an original parameter or buffer, what stands in its place; others are shared.
+    """
+
+    def __init__(self, root: nn.Module, tensors: Mapping[int, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._originals = {id(module): module for module in root.modules()}
+        self._modules: dict[int, nn.Module] = {}
+        self._seen: dict[int, tuple[Any, ...]] = {}
+        self.root = self._module(root)
+        self._owned_buffers = [
+            (module, name, buffer)
+            for module in self._modules.values()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def of(self, original: nn.Module) -> nn.Module:
+        """The shadow of a module of the tree."""
+        return self._modules[id(original)]
+
+    def _module(self, original: nn.Module) -> nn.Module:
+        """The shadow of a module of the tree, made when first asked for."""
+        existing = self._modules.get(id(original))
+        if existing is not None:
+            return existing
+        shadow: nn.Module = type(original).__new__(type(original))
+        self._modules[id(original)] = shadow
+        state = shadow.__dict__
+        state["_parameters"] = self._mapped(original._parameters)
+        state["_buffers"] = self._mapped(original._buffers)
+        state["_modules"] = {}
+        for name, child in original._modules.items():
+            state["_modules"][name] = None if child is None else self._module(child)
+        self._copy_attributes(original, shadow)
+        return shadow
+
+    def _mapped(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: None if tensor is None else self._tensors.get(id(tensor), tensor) for name, tensor in tensors.items()
+        }
+
+    def _copy_attributes(self, original: nn.Module, shadow: nn.Module) -> None:
+        attributes = {name: value for name, value in original.__dict__.items() if name not in _STATE}
+        previous = {name for name in shadow.__dict__ if name not in _STATE}
+        for name, value in attributes.items():
+            if name == "_compiled_call_impl" and value is not None:
+                # Compiled for the original; compile the same code for this tree.
+                value = torch.compile(shadow._call_impl)
+            shadow.__dict__[name] = self._remapped(value, 0)
+        for name in previous - attributes.keys():
+            if id(original) in self._seen:
+                shadow.__dict__.pop(name)
+        self._seen[id(original)] = tuple(original.__dict__.values())
+        compiled = sys.modules.get("torch._dynamo.eval_frame")  # slow to import, and nothing is compiled without it
+        if compiled is not None and isinstance(original, compiled.OptimizedModule):
+            shadow._initialize()  # type: ignore[operator]
+
+    def _remapped(self, value: Any, depth: int) -> Any:
+        """`value` with modules and tensors of the tree replaced by their shadows; the same object if it has none."""
+        if isinstance(value, nn.Module):
+            return self._module(value) if id(value) in self._originals else value
+        if isinstance(value, torch.Tensor):
+            return self._tensors.get(id(value), value)
+        if depth >= _DEEPEST_ATTRIBUTE:
+            return value
+        if isinstance(value, types.MethodType):
+            target = self._remapped(value.__self__, depth + 1)
+            return value if target is value.__self__ else types.MethodType(value.__func__, target)
+        if type(value) is functools.partial:
+            parts = [value.func, list(value.args), dict(value.keywords)]
+            mapped = self._remapped(parts, depth + 1)
+            return value if mapped is parts else functools.partial(mapped[0], *mapped[1], **mapped[2])
+        if type(value) in (list, tuple, set):
+            items = list(value)
+            new_items = [self._remapped(item, depth + 1) for item in items]
+            return value if all(map(operator.is_, items, new_items)) else type(value)(new_items)
+        if type(value) is dict:
+            new_values = {key: self._remapped(item, depth + 1) for key, item in value.items()}
+            return value if all(map(operator.is_, value.values(), new_values.values())) else new_values
+        return value
+
+    def refresh(self) -> bool:
+        """Takes over attributes of the original modules that have changed; whether there were any."""
+        changed = False
+        for key, original in self._originals.items():
+            seen = self._seen[key]
+            now = tuple(original.__dict__.values())
+            if len(now) != len(seen) or not all(map(operator.is_, now, seen)):
+                self._copy_attributes(original, self._modules[key])
+                changed = True
+        return changed
+
+    def bring_back_buffers(self) -> None:
+        """Copies buffers that a forward has replaced by new tensors into those that the tree was made with."""
+        for module, name, buffer in self._owned_buffers:
+            current = module._buffers.get(name)
+            if current is buffer:
+                continue
+            if current is None or current.shape != buffer.shape or current.dtype != buffer.dtype:
+                raise ValueError(
+                    f"[forward] buffer '{name}' of {type(module).__name__} became "
+                    f"{None if current is None else (tuple(current.shape), current.dtype)}, expected "
+                    f"{(tuple(buffer.shape), buffer.dtype)} as when the model was wrapped; keep its shape and dtype"
+                )
+            with torch.no_grad():
+                buffer.copy_(current)
+            module._buffers[name] = buffer
