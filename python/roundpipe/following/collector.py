@@ -6,10 +6,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 _active: Any = output_capturing._active_collector
 _SELECTION = "_hidden_states_layers"
+
+
+def install(model: nn.Module) -> None:
+    """Lets transformers put its hooks into a model now. Put in later, into a tree that shares hooks with the model's,
+    they would be there twice."""
+    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    # Those inside are marked, too: once is enough.
+    if not any(getattr(module, "_output_capturing_hooks_installed", False) for module in inner):
+        output_capturing.maybe_install_capturing_hooks(inner[0])
 
 
 def keys() -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from roundpipe.following import collector
 from roundpipe.following.parts import CHUNKED, SHARE, Structure
 from roundpipe.following.placeholder import CannotFollow
 from roundpipe.following.survey import Uses, evaluating, find_layers, forced_arguments, parts_of, sample_batch, watch
@@ -92,6 +93,7 @@ class LanguageModel:
             names.setdefault(id(tensor), name)
         structure = Structure(self._model, language_model, list(layers), names, forced_arguments(self._model))
         batch |= structure.forced
+        collector.install(self._model)
         expected = watch(structure, batch)
         if not structure.order:
             raise CannotFollow("its forward calls none of the layers in its largest nn.ModuleList")
