@@ -72,7 +72,7 @@ WITHOUT_PRESET: dict[str, Callable[[], PreTrainedModel]] = {
     # sliding and full masks mixed, soft-capped logits, tied embeddings
     "gemma2": _from("Gemma2", **_LLAMA, head_dim=8, sliding_window=4, final_logit_softcapping=3.0),
     "gemma3": _from("Gemma3Text", **_LLAMA, head_dim=8, sliding_window=4, layer_types=_SLIDING),
-    # an input of its own for each layer
+    # an input of its own for each layer, keys and values that layers share
     "gemma3n": _from(
         "Gemma3nText",
         **_LLAMA,
@@ -81,11 +81,13 @@ WITHOUT_PRESET: dict[str, Callable[[], PreTrainedModel]] = {
         layer_types=["sliding_attention", "full_attention", "full_attention"],
         hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=VOCABULARY,
-        num_kv_shared_layers=0,
+        num_kv_shared_layers=1,
         laurel_rank=4,
         altup_num_inputs=2,
         activation_sparsity_pattern=[0.0, 0.0, 0.0],
     ),
+    # labels that are not shifted
+    "bart": _from("Bart", **_OPT, decoder_layers=3, decoder_attention_heads=4, decoder_ffn_dim=48, is_decoder=True),
     "mistral": _from("Mistral", **_LLAMA, sliding_window=4),
     "olmo2": _from("Olmo2", **_LLAMA),
     "granite": _from("Granite", **_LLAMA, logits_scaling=3.0, residual_multiplier=0.5),

@@ -14,7 +14,8 @@ from roundpipe.following import collector
 from roundpipe.following.parts import CHUNKED, SHARE, Structure
 from roundpipe.following.placeholder import CannotFollow
 from roundpipe.following.survey import Uses, evaluating, find_layers, forced_arguments, parts_of, sample_batch, watch
-from roundpipe.following.token_loss import count_tokens, shares
+from roundpipe.following.token_loss import IGNORED, count_tokens, shares
+from roundpipe.shadow import ShadowTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,7 +100,8 @@ class LanguageModel:
             raise CannotFollow("its forward calls none of the layers in its largest nn.ModuleList")
         for name, part in parts_of(structure, Uses(structure, batch)):
             self.chain.add_module(name, part)
-        _verify(self._model, self.chain, batch, expected)
+        _verify(structure, self.chain, batch, expected)
+        self._shifts_labels = structure.shifts_labels
         # From here on: what is computed in chunks has the same values, not the same bits.
         structure.loss_chunk_tokens, structure.mlp_chunk_tokens = loss_chunk_tokens, mlp_chunk_tokens
 
@@ -122,13 +124,14 @@ class LanguageModel:
         named = [self._named(args, kwargs) for args, kwargs in batch]
         for arguments in named:
             self._check_positions(arguments)
-        counts = [count for count in map(count_tokens, named) if count is not None]
-        if counts and not any(counts):
+        counts = [count_tokens(arguments, self._shifts_labels) for arguments in named]
+        if any(count is not None for count in counts) and not any(counts):
             raise ValueError(
-                "[forward] every label of the batch is ignored (-100; a row's first label never counts), so there is "
-                "no loss; expected at least one label that is a token"
+                "[forward] every label of the batch is ignored (-100), so there is no loss; expected at least one "
+                "label that is a token and is not the first of its row"
             )
-        weights: list[float] | list[None] = shares(named) or [None] * len(batch)
+        summed = named[0].get("num_items_in_batch") is not None
+        weights: list[float] | list[None] = shares(counts, summed) or [None] * len(batch)
         return [
             (args, {**kwargs, SHARE: weight, CHUNKED: not visible})
             for (args, kwargs), weight in zip(batch, weights, strict=True)
@@ -184,15 +187,25 @@ def _check_chunk(name: str, value: ChunkTokens) -> None:
     raise ValueError(f"[wrap_model_to_roundpipe] {name} is {value!r}, expected 'auto', None or a number of tokens")
 
 
-def _verify(model: nn.Module, chain: nn.Sequential, batch: dict[str, Any], expected: Any) -> None:
-    """Runs the chain on the host and compares every output with the plain model's, bit for bit."""
-    with evaluating(model):
-        flow: Any = chain[0](**batch)
-        for part in list(chain)[1:]:
+def _verify(structure: Structure, chain: nn.Sequential, batch: dict[str, Any], expected: Any) -> None:
+    """Runs the chain on the host, as a device would, and compares every output with the plain model's, bit for bit.
+
+    Also finds out whether the loss counts the first label of a row.
+    """
+    with evaluating(structure.model):
+        # Trees of their own, as devices have: nothing reaches another part but what is handed on.
+        parts = [ShadowTree(part, {}).root for part in chain]
+        flow: Any = parts[0](**batch)
+        for part in parts[1:-1]:
             flow = part(flow)
-    mine, theirs = pytree.tree_leaves(flow), pytree.tree_leaves(expected)
-    same = len(mine) == len(theirs) and all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(mine, theirs, strict=True)
-    )
-    if not same:
-        raise CannotFollow("part by part it does not compute what it computes whole; its layers share something unseen")
+        outputs = parts[-1](flow)
+        mine, theirs = pytree.tree_leaves(outputs), pytree.tree_leaves(expected)
+        same = len(mine) == len(theirs) and all(
+            torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(mine, theirs, strict=True)
+        )
+        if not same:
+            raise CannotFollow("part by part it does not compute what it computes whole; its layers share something")
+        program, values, *_ = flow
+        labels = program.inputs.join(values, {})[1]["labels"]
+        labels[:, 0] = IGNORED
+        structure.shifts_labels = torch.equal(parts[-1](flow).loss, expected.loss)

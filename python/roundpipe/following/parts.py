@@ -23,7 +23,9 @@ LEAST_LOGITS_BYTES = 64 << 20
 
 Collected = tuple[dict[str, tuple[Any, ...]], ...]
 """What the model collected inside each layer call so far, by key."""
-Flow = tuple[Program, Values, Collected]
+Shared = dict[int, dict[Any, Any]]
+"""What is in the mappings that layers share, by number."""
+Flow = tuple[Program, Values, Shared, Collected]
 
 
 class Over(BaseException):
@@ -99,6 +101,7 @@ class Structure:
         names: of every parameter and buffer, by id.
         loss_chunk_tokens: see `LanguageModel`, as `mlp_chunk_tokens`.
         blocks: the token-wise parts of each call's layer.
+        shifts_labels: the loss does not count the first label of a row.
         forced: arguments that the forward is always called with.
         carried: by how the forward is called, which earlier calls' outputs (call, leaf) its end reads. Written by the
             devices' threads; a race costs a second look.
@@ -113,6 +116,7 @@ class Structure:
     outputs: list[OutputShape] = field(default_factory=list)
     collected: list[OutputShape] = field(default_factory=list)
     blocks: list[tuple[TokenWise, ...]] = field(default_factory=list)
+    shifts_labels: bool = True
     loss_chunk_tokens: Literal["auto"] | int | None = None
     mlp_chunk_tokens: Literal["auto"] | int | None = None
     carried: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
@@ -207,7 +211,7 @@ class ReplayingRun(Run):
 
     def __init__(self, structure: Structure, flow: Flow) -> None:
         self._structure = structure
-        self._program, self._values, self._collected = flow
+        self._program, self._values, _, self._collected = flow
         self._index = 0
 
     def called(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -281,7 +285,7 @@ class Before(Part):
         compiler = Compiler(run.recorder.ops, run.calls, (args, kwargs))
         program = compiler.compile(self._carried(args, kwargs))
         program.share, program.chunked = share, chunked
-        return program, compiler.values, ()
+        return program, compiler.values, {}, ()
 
     def _carried(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:
         """Which earlier calls' outputs the end of the forward reads, when it is called like this."""
@@ -318,10 +322,13 @@ class OwnLayer(nn.Module):
         self._parameters.update(parameters)
 
     def forward(self, flow: Flow) -> Flow:
-        program, values, collected = flow
+        program, values, contents, collected = flow
         call: LayerCall = program.calls[self.index]
         own: dict[str, Any] = {**self._parameters}
-        args, kwargs = call.arguments.join(values, own)
+        shared = {n: kind() for n, kind in call.arguments.shared().items()}
+        for n, mapping in shared.items():
+            mapping.update(contents.get(n, {}))
+        args, kwargs = call.arguments.join(values, own, shared)
         # What is collected inside would not be differentiated through a part that is computed in chunks.
         chunk = (
             None
@@ -350,14 +357,16 @@ class OwnLayer(nn.Module):
             glue.run(values, own)
         if call.collected:
             collected = (*collected, found())
-        return program, {number: values[number] for number in call.kept}, collected
+        contents = {**contents, **{n: dict(mapping) for n, mapping in shared.items()}}
+        kept = {n: contents[n] for n in call.kept_shared if n in contents}
+        return program, {number: values[number] for number in call.kept}, kept, collected
 
 
 class After(Part):
     """Everything after the model's last layer has returned: the last norm, the head, the loss."""
 
     def forward(self, flow: Flow) -> Any:
-        program, values, _ = flow
+        program, values, _, _ = flow
         args, kwargs = program.inputs.join(values, {})
         skeleton = self.skeleton()
         lazy = program.chunked and self._postpones(skeleton, values, program)

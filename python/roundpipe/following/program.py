@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from roundpipe.following.placeholder import CannotFollow, Op, Placeholder
@@ -29,6 +30,14 @@ class ParameterRef:
     name: str
 
 
+@dataclass(frozen=True)
+class SharedRef:
+    """Stands for a mapping that layers write to and others read, such as keys and values that layers share."""
+
+    number: int
+    kind: Callable[[], MutableMapping[Any, Any]]
+
+
 @dataclass
 class Tree:
     """A pytree with references in place of its tensors."""
@@ -36,23 +45,30 @@ class Tree:
     leaves: list[Any]
     spec: pytree.TreeSpec
 
-    def join(self, values: Values, parameters: Mapping[str, torch.Tensor]) -> Any:
-        """The pytree with the tensors back in their places."""
-        leaves = [
-            values[leaf.number]
-            if isinstance(leaf, Ref)
-            else parameters[leaf.name]
-            if isinstance(leaf, ParameterRef)
-            else leaf
-            for leaf in self.leaves
-        ]
-        return pytree.tree_unflatten(leaves, self.spec)
+    def join(
+        self,
+        values: Values,
+        parameters: Mapping[str, torch.Tensor],
+        shared: Mapping[int, MutableMapping[Any, Any]] | None = None,
+    ) -> Any:
+        """The pytree with tensors and shared mappings back in their places."""
+
+        def place(leaf: Any) -> Any:
+            if isinstance(leaf, Ref):
+                return values[leaf.number]
+            if isinstance(leaf, ParameterRef):
+                return parameters[leaf.name]
+            if isinstance(leaf, SharedRef):
+                return (shared or {})[leaf.number]
+            return leaf
+
+        return pytree.tree_unflatten([place(leaf) for leaf in self.leaves], self.spec)
 
     def numbers(self) -> set[int]:
         return {leaf.number for leaf in self.leaves if isinstance(leaf, Ref)}
 
-    def parameters(self) -> set[str]:
-        return {leaf.name for leaf in self.leaves if isinstance(leaf, ParameterRef)}
+    def shared(self) -> dict[int, Callable[[], MutableMapping[Any, Any]]]:
+        return {leaf.number: leaf.kind for leaf in self.leaves if isinstance(leaf, SharedRef)}
 
 
 @dataclass
@@ -85,6 +101,7 @@ class LayerCall:
         output_spec: of its output.
         glue: what is done between this call and the next.
         kept: numbers of the values that something after the next call's beginning still needs.
+        kept_shared: numbers of the shared mappings that later calls get.
         collected: keys under which the model collects what is inside its layers.
     """
 
@@ -94,6 +111,7 @@ class LayerCall:
     output_spec: pytree.TreeSpec
     glue: list[Glue] = field(default_factory=list)
     kept: tuple[int, ...] = ()
+    kept_shared: tuple[int, ...] = ()
     collected: tuple[str, ...] = ()
 
 
@@ -136,6 +154,7 @@ class Compiler:
         self._inputs = inputs
         self._numbers: dict[int, int] = {}
         self._held: list[torch.Tensor] = []
+        self._shared: dict[int, int] = {}
         self.values: Values = {}
 
     def compile(self, carried_leaves: Iterable[tuple[int, int]]) -> Program:
@@ -183,8 +202,16 @@ class Compiler:
                 marked.append(ParameterRef(leaf.label))
             elif isinstance(leaf, torch.Tensor):
                 marked.append(Ref(self._number(leaf)))
+            elif isinstance(leaf, MutableMapping):
+                if len(leaf):
+                    raise CannotFollow(f"{whose} is called with a {type(leaf).__name__} that is not empty before it")
+                marked.append(SharedRef(self._shared.setdefault(id(leaf), len(self._shared)), type(leaf)))
+            elif holds_tensors(leaf):
+                raise CannotFollow(
+                    f"{whose} is called with a {type(leaf).__name__}, which holds tensors and cannot be moved to "
+                    "another device"
+                )
             else:
-                check_plain(leaf, whose)
                 marked.append(leaf)
         return Tree(marked, spec)
 
@@ -222,19 +249,26 @@ class Compiler:
         for index in range(len(calls) - 1, -1, -1):
             call = calls[index]
             call.kept = tuple(sorted(after))
+            call.kept_shared = tuple({n for later in calls[index + 1 :] for n in later.arguments.shared()})
             made = {n for n in call.outputs if n is not None}
             made |= {n for glue in call.glue for n in glue.results if n is not None}
             after = (after - made) | call.arguments.numbers() | self._needed_by_glue(call)
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_DEEPEST = 4
 
 
-def check_plain(leaf: Any, whose: str) -> None:
-    """Raises CannotFollow if an object that torch cannot take apart has tensors inside."""
-    if isinstance(leaf, _PLAIN) or not hasattr(leaf, "__dict__") or isinstance(leaf, type):
-        return
-    if any(isinstance(inner, torch.Tensor) for inner in pytree.tree_leaves(dict(vars(leaf)))):
-        raise CannotFollow(
-            f"{whose} is called with a {type(leaf).__name__}, which holds tensors and cannot be moved to another device"
-        )
+def holds_tensors(value: Any, depth: int = 0) -> bool:
+    """Whether an object that torch cannot take apart has tensors inside."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, (*_PLAIN, type, nn.Module)) or depth > _DEEPEST:
+        return False
+    if isinstance(value, Mapping):
+        inner: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple, set)):
+        inner = value
+    else:
+        inner = vars(value).values() if hasattr(value, "__dict__") else ()
+    return any(holds_tensors(part, depth + 1) for part in list(inner))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ from roundpipe.following.parts import (
     sources_of,
 )
 from roundpipe.following.placeholder import CannotFollow, Op, Placeholder, recording
+from roundpipe.following.program import holds_tensors
 from roundpipe.following.token_wise import Candidates
 
 _ROW_CHOICES = (3, 2, 5, 7)
@@ -67,13 +68,14 @@ class _Watch:
             self._handles.append(layer.register_forward_hook(self._noter(index)))
 
     def _before(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self._inputs.append(((args, kwargs), collector.counts()))
+        self._inputs.append(((args, kwargs), pytree.tree_structure((args, kwargs)), collector.counts()))
 
     def _noter(self, index: int) -> Any:
         def note(_: nn.Module, __: Any, output: Any) -> None:
-            arguments, before = self._inputs.pop()
+            arguments, structure, before = self._inputs.pop()
             if self._inputs:
                 raise CannotFollow(f"layer {index} is called inside another layer")
+            _check_shared(arguments, structure, index)
             self.order.append(index)
             self.returned.append((hidden_states(arguments), output))
             self.collected.append(collector.since(before))
@@ -83,6 +85,16 @@ class _Watch:
     def end(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _check_shared(arguments: Any, structure: pytree.TreeSpec, layer: int) -> None:
+    """Raises CannotFollow if a layer has left something in what it was called with, where it would not be seen."""
+    leaves, now = pytree.tree_flatten(arguments)
+    if now != structure:
+        raise CannotFollow(f"layer {layer} changes a container that it is called with")
+    for leaf in leaves:
+        if not isinstance(leaf, (torch.Tensor, MutableMapping)) and holds_tensors(leaf):
+            raise CannotFollow(f"layer {layer} is called with a {type(leaf).__name__} in which tensors stay")
 
 
 @contextmanager

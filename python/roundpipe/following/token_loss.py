@@ -12,31 +12,35 @@ from roundpipe.following.lazy_logits import LazyLogits
 IGNORED = -100
 
 
-def count_tokens(kwargs: dict[str, Any]) -> int | None:
-    """How many tokens of a batch are predicted: labels that are not ignored, without the first of each row, which
-    nothing predicts. None if there are no labels."""
+def count_tokens(kwargs: dict[str, Any], shifts: bool) -> int | None:
+    """How many labels of a batch count: those that are not ignored. None if there are none.
+
+    Args:
+        kwargs: the model's arguments.
+        shifts: labels are shifted by the model, so that nothing predicts the first of a row.
+    """
     shifted, labels = kwargs.get("shift_labels"), kwargs.get("labels")
     if isinstance(shifted, torch.Tensor):
         return int((shifted != IGNORED).sum())
     if isinstance(labels, torch.Tensor):
-        return int((labels[..., 1:] != IGNORED).sum())
+        return int(((labels[..., 1:] if shifts else labels) != IGNORED).sum())
     return None
 
 
-def shares(batch: list[dict[str, Any]]) -> list[float] | None:
+def shares(counts: list[int | None], summed: bool) -> list[float] | None:
     """What each microbatch's mean loss counts for, so that the mean of the products is the mean over all tokens.
 
-    A loss that is a sum over `num_items_in_batch` counts once for each microbatch. None: no labels, or one microbatch.
+    None: no labels, or one microbatch.
 
     Args:
-        batch: keyword arguments of each microbatch.
+        counts: of each microbatch's labels.
+        summed: the losses are sums divided by a number for the whole step: each counts once.
     """
-    n = len(batch)
+    n = len(counts)
     if n == 1:
         return None
-    if batch[0].get("num_items_in_batch") is not None:
+    if summed:
         return [float(n)] * n
-    counts = [count_tokens(kwargs) for kwargs in batch]
     total = sum(count for count in counts if count is not None)
     if any(count is None for count in counts) or total == 0:
         return None
