@@ -8,7 +8,9 @@ weights it has uploaded.
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +19,14 @@ from torch import nn
 from roundpipe.recompute import LayerContext, layer_context
 from roundpipe.shadow import ShadowTree
 from roundpipe.values import Structure, split
+
+# torch.nn.utils.parametrize.cached() has one cache for all threads, which nobody clears while any of them is inside.
+_one_at_a_time = threading.Lock()
+
+
+def _uses_parametrize_cache(module: nn.Module) -> bool:
+    # peft parametrizes the weights of experts anew in each forward.
+    return hasattr(module, "parametrizations") or type(module).__name__ == "ParamWrapper"
 
 
 class PythonLayer:
@@ -95,6 +105,8 @@ class DeviceShell:
             mine = torch.empty(0, dtype=buffer.dtype, device=device)
             self.buffers.append(mine)
             tensors[id(buffer)] = mine
+        cached = any(map(_uses_parametrize_cache, module.modules()))
+        self._guard: AbstractContextManager[Any] = _one_at_a_time if cached else nullcontext()
         self._shadow = ShadowTree(module, tensors)
         self._module = self._shadow.root
 
@@ -107,7 +119,7 @@ class DeviceShell:
     ) -> tuple[list[torch.Tensor], Structure]:
         """Calls the module and takes its result apart."""
         value = structure.join(tensors)
-        with layer_context(context):
+        with layer_context(context), self._guard:
             output = self._module(*value[0], **value[1]) if structure.is_call else self._module(value)
         self._shadow.bring_back_buffers()
         parts = split(output)

@@ -100,7 +100,10 @@ class LanguageModel:
             raise CannotFollow("its forward calls none of the layers in its largest nn.ModuleList")
         for name, part in parts_of(structure, Uses(structure, batch)):
             self.chain.add_module(name, part)
-        _verify(structure, self.chain, batch, expected)
+        try:
+            _verify(structure, self.chain, batch, expected)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+            raise CannotFollow(f"part by part it fails ({type(error).__name__}: {error})") from error
         self._shifts_labels = structure.shifts_labels
         # From here on: what is computed in chunks has the same values, not the same bits.
         structure.loss_chunk_tokens, structure.mlp_chunk_tokens = loss_chunk_tokens, mlp_chunk_tokens
@@ -201,11 +204,13 @@ def _verify(structure: Structure, chain: nn.Sequential, batch: dict[str, Any], e
         outputs = parts[-1](flow)
         mine, theirs = pytree.tree_leaves(outputs), pytree.tree_leaves(expected)
         same = len(mine) == len(theirs) and all(
-            torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(mine, theirs, strict=True)
+            torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) if isinstance(a, torch.Tensor) else a == b
+            for a, b in zip(mine, theirs, strict=True)
         )
         if not same:
             raise CannotFollow("part by part it does not compute what it computes whole; its layers share something")
         program, values, *_ = flow
         labels = program.inputs.join(values, {})[1]["labels"]
         labels[:, 0] = IGNORED
-        structure.shifts_labels = torch.equal(parts[-1](flow).loss, expected.loss)
+        again, loss = parts[-1](flow).loss, expected.loss
+        structure.shifts_labels = torch.allclose(again, loss, rtol=0, atol=0, equal_nan=True)

@@ -53,6 +53,7 @@ class Op:
         arguments: `(args, kwargs)`; tensors and placeholders as they were given.
         results: the placeholders it made, None where it made something else.
         result_spec: of its result.
+        glue: what layers returned is among its arguments.
         segment: number of layer calls before it.
         grad: whether gradients were enabled.
     """
@@ -61,8 +62,9 @@ class Op:
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     results: list[Placeholder | None]
     result_spec: pytree.TreeSpec
-    segment: int
+    glue: bool
     grad: bool
+    segment: int = 0
 
     @property
     def in_place(self) -> bool:
@@ -172,7 +174,8 @@ class Placeholder(torch.Tensor):
             result = func(*meta_args, **meta_kwargs)
         result_leaves, result_spec = pytree.tree_flatten(result)
         shown = asked or device or torch.device("cpu")
-        op = Op(func, (args, kwargs), [], result_spec, 0, torch.is_grad_enabled())
+        glue = any(kind != "parameter" for kind, _ in sources)
+        op = Op(func, (args, kwargs), [], result_spec, glue, torch.is_grad_enabled())
         by_meta = {id(meta): leaf for leaf in leaves if (meta := known.get(id(leaf))) is not None}
         if op.in_place and not (args and isinstance(args[0], Placeholder)):
             raise CannotFollow(f"its forward writes what layers returned into another tensor ({func.__name__})")

@@ -99,15 +99,17 @@ def _check_shared(arguments: Any, structure: pytree.TreeSpec, layer: int) -> Non
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients within the block."""
-    modes = [(module, module.training) for module in model.modules()]
+    """Evaluation mode and no gradients within the block; what it leaves on the modules is taken away after it."""
+    before = [(module, dict(module.__dict__)) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, attributes in before:
+            for name in module.__dict__.keys() - attributes.keys():
+                del module.__dict__[name]
+            module.__dict__.update(attributes)
 
 
 def sample_batch(model: nn.Module) -> dict[str, Any]:
@@ -194,9 +196,8 @@ class Uses:
         op: Op | None = leaf.op
         if op is None:
             return
-        glue = any(kind == "output" for kind, _ in leaf.sources)
         for argument in pytree.tree_leaves(op.arguments):
-            self._visit(argument, seen, self.between[op.segment - 1] if glue else self.before)
+            self._visit(argument, seen, self.between[op.segment - 1] if op.glue else self.before)
 
 
 def parts_of(structure: Structure, uses: Uses) -> list[tuple[str, nn.Module]]:
