@@ -373,9 +373,11 @@ class After(Part):
         outputs = skeleton.run(ReplayingRun(self.structure, flow), args, kwargs)
         if lazy:
             skeleton.of(self.structure.language_model.get_output_embeddings()).__dict__.pop("forward", None)
+        if program.share is not None:
+            outputs = _weighed(outputs, program.share)
         outputs = pytree.tree_map_only(LazyLogits, lambda _: None, outputs)
         check_real(outputs)
-        return outputs if program.share is None else _weighed(outputs, program.share)
+        return outputs
 
     def _postpones(self, skeleton: Skeleton, values: Values, program: Program) -> bool:
         """Lets the head return logits that are not computed, if that saves much memory and is possible."""
@@ -400,9 +402,12 @@ def _weighed(outputs: Any, share: float) -> Any:
     if loss is None:
         return outputs
     if share == 0:
-        others = [leaf for leaf in pytree.tree_leaves(outputs) if leaf is not loss and leaf is not None]
-        logits = next((leaf for leaf in others if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
-        weighed = loss * 0 if logits is None else (logits * 0).sum().to(loss.dtype)
+        others = [leaf for leaf in pytree.tree_leaves(outputs) if leaf is not loss and isinstance(leaf, torch.Tensor)]
+        # Of each only an element: all that matters is what it depends on.
+        ends = [leaf.hidden if isinstance(leaf, LazyLogits) else leaf for leaf in others]
+        ends += [leaf.weight for leaf in others if isinstance(leaf, LazyLogits)]
+        parts = [end.flatten()[:1].sum() * 0 for end in ends if end.requires_grad]
+        weighed = torch.stack([part.to(loss.dtype) for part in parts]).sum() if parts else torch.zeros_like(loss)
     else:
         weighed = loss * share
     if isinstance(outputs, tuple):

@@ -1,0 +1,152 @@
+"""The loss of a followed model: every token counts the same, however the batch is cut; and without all logits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import roundpipe
+from causal_models import VOCABULARY, build, padded_batch, tokens
+from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
+from roundpipe.following.lazy_logits import LazyLogits
+from test_following import check_gradients, gradients
+
+CHUNKED = {"loss_chunk_tokens": 4, "mlp_chunk_tokens": 3}
+
+
+@pytest.fixture(autouse=True)
+def two_devices() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    roundpipe.devices("virtual:2,debug")
+    yield
+    torch.set_num_threads(threads)
+
+
+def check_batch(name: str, batch: dict[str, Any], microbatches: int, **options: Any) -> None:
+    model = build(name)
+    plain = copy.deepcopy(model)
+    expected = plain(**batch, use_cache=False).loss
+    expected.backward()
+    config = RoundPipeRunConfig(num_microbatch=microbatches)
+    wrapped = wrap_model_to_roundpipe(model, model_run_config=config, **options)
+    loss = wrapped.forward_backward(input_kwargs=batch)
+    wrapped.synchronize()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
+    check_gradients(gradients(model), gradients(plain), exact=False)
+
+
+uneven = st.lists(st.integers(0, 8), min_size=2, max_size=6).filter(any)
+
+
+@pytest.mark.parametrize("name", ["llama", "bart"])
+@pytest.mark.parametrize("options", [{}, CHUNKED], ids=["plain", "chunked"])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(counts=uneven, data=st.data())
+def test_rows_with_very_uneven_label_counts(name: str, options: Any, counts: list[int], data: Any) -> None:
+    batch = {"input_ids": tokens(len(counts))}
+    labels = batch["input_ids"].clone()
+    for row, count in enumerate(counts):
+        labels[row, 1 + count :] = -100
+    batch["labels"] = labels
+    if name == "bart":  # its first labels count: let nobody have some
+        labels[:, 0] = -100
+    check_batch(name, batch, data.draw(st.integers(1, len(counts))), **options)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "cohere2", "granite", "qwen2_moe", "phi", "opt"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_in_chunks(name: str, microbatches: int) -> None:
+    check_batch(name, padded_batch(rows=5), microbatches, **CHUNKED)
+
+
+def test_merged_loss_of_the_outputs() -> None:
+    model = build("llama")
+    batch = padded_batch(rows=5)
+    expected = copy.deepcopy(model)(**batch)
+    wrapped = wrap_model_to_roundpipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=3))
+    outputs = wrapped(**batch)
+    torch.testing.assert_close(outputs.loss, expected.loss)
+    torch.testing.assert_close(outputs.logits, expected.logits)
+
+
+@pytest.mark.parametrize("options", [{}, CHUNKED], ids=["plain", "chunked"])
+def test_a_step_of_several_batches(options: Any) -> None:
+    """`num_items_in_batch`, as transformers' Trainer gives it."""
+    batches = [padded_batch(rows=3), padded_batch(rows=2, length=7)]
+    total = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    model = build("llama")
+    plain = copy.deepcopy(model)
+    wrapped = wrap_model_to_roundpipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=2), **options)
+    for batch in batches:
+        expected = plain(**batch, num_items_in_batch=total).loss
+        expected.backward()
+        loss = wrapped.forward_backward(input_kwargs={**batch, "num_items_in_batch": total})
+        torch.testing.assert_close(loss, expected.detach())
+    wrapped.synchronize()
+    check_gradients(gradients(model), gradients(plain), exact=False)
+
+
+def test_logits_are_computed_for_whoever_looks_at_them() -> None:
+    model = build("llama")
+    wrapped = wrap_model_to_roundpipe(model, **CHUNKED)
+    batch = padded_batch()
+    expected = copy.deepcopy(model)(**batch)
+    loss, outputs = wrapped.forward_backward(input_kwargs=batch, return_outputs=True)
+    torch.testing.assert_close(outputs.logits, expected.logits)
+    seen: list[torch.Size] = []
+
+    def my_loss(outputs: Any, _: Any) -> torch.Tensor:
+        seen.append(outputs.logits.shape)
+        return outputs.loss
+
+    wrapped.forward_backward(input_kwargs=batch, loss_fn=my_loss)
+    wrapped.synchronize()
+    assert seen and all(shape[-1] == VOCABULARY for shape in seen)
+    assert wrapped(**batch).logits is not None and loss > 0
+
+
+def test_automatic_chunks_save_memory_where_logits_are_large() -> None:
+    peaks = {}
+    for chunk in (None, "auto"):
+        torch.manual_seed(0)
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=32000,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=2048,
+        )
+        pool = roundpipe.devices("virtual:1")
+        wrapped = wrap_model_to_roundpipe(LlamaForCausalLM(config), loss_chunk_tokens=chunk)
+        ids = torch.randint(0, 32000, (1, 1024))
+        wrapped.forward_backward(
+            input_kwargs={"input_ids": ids, "labels": ids}, run_config=RoundPipeRunConfig(num_microbatch=1)
+        )
+        wrapped.synchronize()
+        peaks[chunk] = pool.memory_report()[0]["peak_bytes"]
+    assert peaks["auto"] < peaks[None] / 2, peaks
+
+
+def test_lazy_logits_remember_what_a_model_does_with_them() -> None:
+    hidden, weight = torch.randn(2, 3, 8), torch.randn(11, 8)
+    lazy = LazyLogits.make(hidden, weight, None)
+    real = hidden @ weight.T
+    capped = torch.tanh(lazy[:, slice(0, None), :] / 3.0) * 3
+    assert isinstance(capped, LazyLogits)
+    assert capped.steps == (("divide", 3.0), "tanh", ("multiply", 3.0))
+    assert (0.5 * lazy).float().steps == (("multiply", 0.5), "float32")
+    assert lazy.shape == (2, 3, 11) and lazy.device == hidden.device and lazy.dtype == torch.float32
+    torch.testing.assert_close(capped.compute(), torch.tanh(real / 3) * 3)
+    for other in (lazy + 1, lazy.argmax(-1), lazy[:, -1], torch.softmax(lazy, -1), lazy * torch.ones(11)):
+        assert type(other) is torch.Tensor
+    torch.testing.assert_close(lazy + 1, real + 1)
