@@ -131,6 +131,51 @@ def test_bert_like_encoder() -> None:
     )
 
 
+def test_vision_transformer() -> None:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        image_size=8,
+        patch_size=4,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=3,
+        attn_implementation="eager",
+    )
+    model = ViTForImageClassification(config)
+    plain = copy.deepcopy(model)
+    wrapped = wrap_model_to_roundpipe(model, lower_threshold=512)
+    assert isinstance(wrapped, AutoRoundPipe)
+    batches = [{"pixel_values": torch.randn(4, 3, 8, 8), "labels": torch.randint(3, (4,))} for _ in range(3)]
+    train_beside_plain(plain, wrapped, batches, lambda out: out.loss, fused=True)
+
+
+def test_encoder_with_a_language_models_head() -> None:
+    """Not causal, so it is wrapped part by part."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=40,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        attn_implementation="eager",
+        tie_word_embeddings=False,
+    )
+    model = BertForMaskedLM(config)
+    plain = copy.deepcopy(model)
+    wrapped = wrap_model_to_roundpipe(model, lower_threshold=512)
+    assert isinstance(wrapped, AutoRoundPipe)
+    train_beside_plain(plain, wrapped, token_batches(40), lambda out: out.logits.square().mean())
+
+
 class ConvNet(nn.Module):
     """Sequentials, a list whose outputs are used by hand, so merged, and a head."""
 
