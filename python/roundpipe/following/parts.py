@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -65,23 +66,25 @@ class OutputShape:
         """
         rows, tokens = like.shape[:2]
         known = {ROWS: rows, TOKENS: tokens, BOTH: rows * tokens}
+        device = like.shown_device if isinstance(like, Placeholder) else like.device
         made: list[Any] = []
         for index, leaf in enumerate(self.leaves):
             if not isinstance(leaf, LeafShape):
                 made.append(leaf)
                 continue
             meta = torch.empty([known.get(n, n) for n in leaf.sizes], dtype=leaf.dtype or like.dtype, device="meta")
-            made.append(Placeholder.make(meta, like.device, frozenset({(kind, (call, index))})))
+            made.append(Placeholder.make(meta, device, frozenset({(kind, (call, index))})))
         return made
 
 
-def hidden_states(arguments: Any) -> torch.Tensor:
-    """The tensor [rows, tokens, ...] that a layer is called with.
+def hidden_states(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> torch.Tensor:
+    """The tensor [rows, tokens, ...] that a layer is called with, from `(args, kwargs)`.
 
     Raises:
         CannotFollow: there is none.
     """
-    for leaf in pytree.tree_leaves(arguments):
+    args, kwargs = arguments
+    for leaf in itertools.chain(args, kwargs.values(), pytree.tree_leaves(arguments)):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() >= 3:
             return leaf
     raise CannotFollow("a layer is called without hidden states of [batch, tokens, ...]")
@@ -193,7 +196,9 @@ class RecordingRun(Run):
                 f"{order[:8]}..."
             )
         shape = self._structure.outputs[index]
-        outputs = shape.placeholders(index, hidden_states((args, kwargs)))
+        with torch._C.DisableTorchFunctionSubclass():  # only looks at shapes
+            like = hidden_states((args, kwargs))
+            outputs = shape.placeholders(index, like)
         self.calls.append(Recorded(layer, (args, kwargs), outputs, shape.spec, collector.keys()))
         self.recorder.segment = index + 1
         if self._stops and index == len(order) - 1:
@@ -201,7 +206,7 @@ class RecordingRun(Run):
         if not self._stops:
             inside = self._structure.collected[index]
             if pytree.tree_unflatten(inside.leaves, inside.spec).keys() <= set(collector.keys()):
-                found = inside.placeholders(index, hidden_states((args, kwargs)), "collected")
+                found = inside.placeholders(index, like, "collected")
                 collector.add(pytree.tree_unflatten(found, inside.spec))
         return pytree.tree_unflatten(outputs, shape.spec)
 
