@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and what is said about those that are missing."""
 
 from __future__ import annotations
 
@@ -21,3 +21,19 @@ def write_text(path: Path, text: str) -> None:
         raise ValueError(
             f"[files] cannot write {path}: {error.strerror}; expected a folder that exists and can be written"
         ) from None
+
+
+def refuse_missing_folder(name_or_path: str | os.PathLike[str], where: str) -> None:
+    """Raises ValueError, tagged with `where`, for a path that is no folder; names of the Hub (`owner/model`) pass."""
+    text = os.fspath(name_or_path)
+    written_as_path = isinstance(name_or_path, os.PathLike) or text.startswith((".", "/", "~")) or text.count("/") > 1
+    if written_as_path and not Path(text).is_dir():
+        raise ValueError(
+            f"[{where}] {text} is no folder, expected one that save_pretrained wrote, or the name of a model on the Hub"
+        )
+
+
+def first_lines(error: Exception) -> str:
+    """The beginning of a message that may be long."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or type(error).__name__

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.checkpoint_files import Checkpoint
+from roundpipe.files import first_lines, refuse_missing_folder
 from roundpipe.pipe import RoundPipe
 from roundpipe.wrap import wrap_model_to_roundpipe
 
@@ -85,6 +86,7 @@ def _base_of(adapter: Path) -> str:
 def _load(base: str | os.PathLike[str], options: dict[str, Any]) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    refuse_missing_folder(base, "from_pretrained")
     folder = Path(base)
     if folder.is_dir():
         if not (folder / "config.json").exists():
@@ -94,9 +96,11 @@ def _load(base: str | os.PathLike[str], options: dict[str, Any]) -> PreTrainedMo
         Checkpoint(folder)
     try:
         config = options.pop("config", None) or AutoConfig.from_pretrained(base)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(base, config=config, output_loading_info=True, **options)
+        # With mismatched sizes ignored they are told, by name.
+        options |= {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(base, **options)
     except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"[from_pretrained] {base} cannot be loaded: {_first_lines(error)}") from error
+        raise ValueError(f"[from_pretrained] {base} cannot be loaded: {first_lines(error)}") from error
     model: PreTrainedModel = loaded[0]
     info: dict[str, Any] = loaded[1]
     for kind, what in (("missing_keys", "are not in its files"), ("mismatched_keys", "have another shape there")):
@@ -114,8 +118,3 @@ def _load(base: str | os.PathLike[str], options: dict[str, Any]) -> PreTrainedMo
             stacklevel=3,
         )
     return model
-
-
-def _first_lines(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2]) or type(error).__name__

@@ -10,7 +10,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from roundpipe.data.balance import BalancedSplit, balance, split_balanced
+from roundpipe.data.balance import BalancedSplit, balance, balanced_config, split_balanced
+from roundpipe.data.batches import Batches
 from roundpipe.data.collate import collate, count_label_tokens
 from roundpipe.data.packing import assign_rows, pack
 from roundpipe.data.samples import IGNORED
@@ -261,3 +262,79 @@ def test_a_model_trains_on_balanced_microbatches() -> None:
     pipe.forward_backward((batch["input_ids"],), label=batch["labels"], loss_fn=loss_fn, run_config=config)
     assert len(losses) == 2
     torch.testing.assert_close(sum(losses, torch.zeros(())), expected.detach())
+
+
+# --- batches ---
+
+
+@given(lengths=st.lists(st.integers(2, 12), min_size=1, max_size=20), packed=st.booleans(), seed=st.integers(0, 3))
+def test_batches_hold_every_sample_once_an_epoch(lengths: list[int], packed: bool, seed: int) -> None:
+    samples = numbered([length + 1 for length in lengths])
+    sizes: dict[str, Any] = {"batch_tokens": 26, "max_length": 13, "pad_token_id": 777, "packed": packed}
+    batches = Batches(samples, epochs=2, seed=seed, **sizes)
+    seen: list[list[int]] = []
+    made = list(batches)
+    assert len(made) == len(batches)
+    for batch in made:
+        assert len({tensor.shape for tensor in batch.values()}) == 1 and batch["input_ids"].shape[1] <= 13
+        assert int((batch["input_ids"] != 777).sum()) <= 26
+        assert ("position_ids" in batch) is packed and ("attention_mask" in batch) is not packed
+        for row in batch["input_ids"].tolist():
+            seen += [sample["input_ids"] for sample in samples if str(sample["input_ids"])[1:-1] in str(row)]
+    assert sorted(seen) == sorted([sample["input_ids"] for sample in samples] * 2)
+    again = Batches(samples, epochs=2, seed=seed, **sizes)
+    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(made, again, strict=True))
+
+
+def test_batches_shuffle_each_epoch_differently_and_keep_the_order_without_a_seed() -> None:
+    samples = numbered([3] * 12)
+    sizes: dict[str, Any] = {"batch_tokens": 3, "max_length": 3, "pad_token_id": 0}
+    first = [int(batch["input_ids"][0, 0]) for batch in Batches(samples, **sizes)]
+    assert first == [3 * index for index in range(12)]
+    shuffled = [int(batch["input_ids"][0, 0]) for batch in Batches(samples, epochs=2, seed=1, **sizes)]
+    assert sorted(shuffled[:12]) == sorted(shuffled[12:]) == first
+    assert shuffled[:12] != first and shuffled[12:] != shuffled[:12]
+
+
+def test_batches_cut_long_samples_and_leave_out_those_without_labels() -> None:
+    long = {"input_ids": list(range(1, 9))}
+    late = {"input_ids": list(range(1, 9)), "labels": [IGNORED] * 6 + [7, 8]}
+    first_only = {"input_ids": [1, 2, 3], "labels": [1, IGNORED, IGNORED]}
+    batches = Batches([long, late, first_only], batch_tokens=8, max_length=4, pad_token_id=0)
+    assert (batches.truncated, batches.left_out) == (1, 2)
+    (batch,) = batches
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4]] and batch["labels"].tolist() == [[IGNORED, 2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("samples", "sizes", "message"),
+    [
+        ([], {}, "there are no samples"),
+        ([{"input_ids": [1, 2], "labels": [IGNORED, IGNORED]}], {}, "none of 1 samples has a label that counts"),
+        ([{"input_ids": [1, 2]}], {"batch_tokens": 3}, "batch_tokens is 3, expected at least max_length = 4"),
+        ([{"input_ids": [1, 2]}], {"max_length": 1}, "max_length is 1, expected at least 2"),
+        ([{"input_ids": [1, 2]}], {"epochs": 0}, "epochs is 0, expected at least 1"),
+        ([{"ids": [1, 2]}], {}, "sample 0 has the keys"),
+    ],
+)
+def test_batches_refuse(samples: list[Any], sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^\[Batches\] {message}"):
+        Batches(samples, **{"batch_tokens": 8, "max_length": 4, "pad_token_id": 0, **sizes})
+
+
+def test_rows_without_a_mask_end_at_their_last_label() -> None:
+    labels = torch.full((3, 6), IGNORED)
+    labels[0, 5] = labels[1, 1] = labels[2, 3] = 9
+    kwargs = {"input_ids": torch.arange(18).reshape(3, 6), "labels": labels}
+    args, parts = split_balanced((), kwargs, 2)
+    assert args == [(), ()]
+    assert [part["input_ids"].tolist() for part in parts] == [[[0, 1, 2, 3, 4, 5]], [[6, 7, 8, 9], [12, 13, 14, 15]]]
+    assert [part["labels"].shape for part in parts] == [(1, 6), (2, 4)]
+
+
+def test_balanced_config_has_no_more_microbatches_than_rows() -> None:
+    batch = {"input_ids": torch.ones(2, 3), "labels": torch.ones(2, 3, dtype=torch.int64)}
+    assert balanced_config(batch, 5).num_microbatch == 2
+    assert balanced_config(batch, 1).num_microbatch == 1
+    with pytest.raises(ValueError, match=r"^\[balanced_config\] the keyword arguments are \['input_ids'\]"):
+        balanced_config({"input_ids": batch["input_ids"]})

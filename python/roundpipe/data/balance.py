@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+from roundpipe.data.samples import IGNORED
+
+if TYPE_CHECKING:
+    from roundpipe.run_config import RoundPipeRunConfig
 
 
 def balance(lengths: Sequence[int], parts: int, *, quadratic: float = 0.0) -> list[list[int]]:
@@ -116,18 +121,46 @@ class BalancedSplit:
 def split_balanced(
     args: tuple[Any, ...], kwargs: dict[str, Any], n: int
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """A `RoundPipeRunConfig.split_input` for every batch that comes with its `attention_mask`. See `BalancedSplit`.
+    """A `RoundPipeRunConfig.split_input` for every batch that comes with its `attention_mask`, or, as packed rows do,
+    with its `labels` alone. See `BalancedSplit`.
 
-    Labels have to be among the keyword arguments too, or they would be cut otherwise; for labels of their own use a
+    Without a mask a row ends at its last label: in a causal model nothing is learnt from what stands behind it.
+    Labels have to be among the keyword arguments, or they would be cut otherwise; for labels of their own use a
     `BalancedSplit` for each batch.
 
     Raises:
-        ValueError: there is no attention_mask, or too few rows.
+        ValueError: there are neither attention_mask nor labels, or too few rows.
     """
-    mask = kwargs.get("attention_mask")
-    if not isinstance(mask, torch.Tensor):
-        raise ValueError(
-            f"[split_balanced] the keyword arguments are {sorted(kwargs)}, expected an attention_mask among them; it "
-            "says how long each row is"
-        )
-    return BalancedSplit(mask).inputs(args, kwargs, n)
+    return BalancedSplit(_kept(kwargs, "split_balanced")).inputs(args, kwargs, n)
+
+
+def balanced_config(batch: Mapping[str, Any], num_microbatch: int | None = None) -> RoundPipeRunConfig:
+    """The options of a call that cuts this batch into microbatches of even token counts, by `split_balanced`.
+
+    Args:
+        batch: the call's keyword arguments.
+        num_microbatch: how many microbatches, or as many as the batch has rows if these are fewer. None: one more than
+            there are devices.
+
+    Raises:
+        ValueError: there are neither attention_mask nor labels.
+    """
+    from roundpipe.device_pool import devices
+    from roundpipe.run_config import RoundPipeRunConfig
+
+    rows = _kept(batch, "balanced_config").shape[0]
+    wanted = len(devices()) + 1 if num_microbatch is None else num_microbatch
+    return RoundPipeRunConfig(num_microbatch=min(wanted, rows), split_input=split_balanced)
+
+
+def _kept(batch: Mapping[str, Any], where: str) -> torch.Tensor:
+    """[rows, tokens], True for what has to be computed."""
+    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    if isinstance(mask, torch.Tensor):
+        return mask
+    if isinstance(labels, torch.Tensor) and labels.dim() == 2:
+        return (labels != IGNORED).flip(1).cummax(dim=1).values.flip(1)
+    raise ValueError(
+        f"[{where}] the keyword arguments are {sorted(batch)}, expected an attention_mask or labels of [rows, tokens] "
+        "among them; they say how long each row is"
+    )

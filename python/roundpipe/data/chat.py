@@ -13,6 +13,7 @@ colon, a space and its content; a line of the assistant ends with the end-of-tex
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.data.samples import IGNORED
+from roundpipe.files import first_lines, refuse_missing_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -139,6 +141,25 @@ def encode_chat(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) 
     if isinstance(template, str) and "{% generation" in template.replace("{%-", "{%"):
         return _encode_by_marks(conversation, tokenizer)
     return _encode_by_prefixes(conversation, tokenizer)
+
+
+def load_tokenizer(name_or_path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer that lies beside a model's weights, or that of a model of the Hub.
+
+    Raises:
+        ValueError: there is no such folder, or no tokenizer in it that can be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    refuse_missing_folder(name_or_path, "load_tokenizer")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name_or_path)
+    except (OSError, KeyError, ValueError, ImportError) as error:
+        raise ValueError(
+            f"[load_tokenizer] {name_or_path} has no tokenizer that can be loaded, expected its files beside the "
+            f"model's, as tokenizer.save_pretrained writes them; transformers says: {first_lines(error)}"
+        ) from error
+    return tokenizer
 
 
 def padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -190,6 +190,41 @@ def packed_attention(
     return torch.cat(joined).transpose(1, 2).contiguous(), None
 
 
+def check_packing(model: Any) -> None:
+    """Makes sure that samples that share a row do not change each other, by running two small rows.
+
+    The rows end in the same sample and begin with different ones. Models that carry more along a row than attention
+    does (state space models, short convolutions) fail, and so do those that were loaded with another attention.
+
+    Args:
+        model: a causal language model, in the pipeline or plain. It is put into evaluation mode for the check.
+
+    Raises:
+        ValueError: they do change each other.
+    """
+    text_config = model.config.get_text_config()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, int(text_config.vocab_size), (2, 8), generator=generator)
+    tokens[1] = tokens[0].roll(1)
+    tokens[:, 5:] = tokens[0, 5:]
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]]).repeat(2, 1)
+    training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, 5:].float()
+    finally:
+        for module, mode in training:
+            module.training = mode
+    difference = float((logits[0] - logits[1]).abs().max())
+    if not difference <= 1e-2 * float(logits.abs().max()):
+        raise ValueError(
+            f"[check_packing] two samples in one row of {text_config.model_type} change each other (logits by "
+            f"{difference:.2g}), expected none to see another; load the model with "
+            f'attn_implementation="{OTHER_NAME}", or do not pack: give it a row a sample with an attention_mask'
+        )
+
+
 _OTHERWISE = 'use attn_implementation="sdpa" for this model'
 
 

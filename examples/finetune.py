@@ -1,0 +1,78 @@
+"""Fine-tunes a causal language model on conversations: all its weights, or with --lora an adapter."""
+
+import argparse
+import itertools
+import math
+import sys
+import time
+
+import transformers
+
+import roundpipe
+from roundpipe.data.balance import balanced_config
+from roundpipe.data.batches import Batches
+from roundpipe.data.chat import load_chat, load_tokenizer, padding_token_id
+from roundpipe.evaluation import held_out_loss
+from roundpipe.models.packed_attention import check_packing
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="folder of the model and its tokenizer, or its name on the Hub")
+    parser.add_argument("chat", help='JSONL file, a line {"messages": [...]} or {"prompt": ..., "completion": ...}')
+    parser.add_argument("out", help="folder to write")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train a LoRA adapter of this rank, not all weights")
+    parser.add_argument("--lr", type=float, default=2e-5, help="highest learning rate; LoRA takes about ten times more")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="stop after this many steps")
+    parser.add_argument("--batch-tokens", type=int, default=16384, help="tokens of a step")
+    parser.add_argument("--max-length", type=int, default=2048, help="tokens of a row; longer conversations are cut")
+    parser.add_argument(
+        "--held-out", type=float, default=0.1, help="share of the conversations that is not learnt from"
+    )
+    parser.add_argument("--no-packing", dest="packed", action="store_false", help="a row for each conversation")
+    return parser.parse_args()
+
+
+def finetune(options: argparse.Namespace) -> None:
+    tokenizer = load_tokenizer(options.model)
+    data = load_chat(options.chat, tokenizer, held_out=options.held_out)
+    sizes = {"batch_tokens": options.batch_tokens, "max_length": options.max_length, "packed": options.packed}
+    sizes["pad_token_id"] = padding_token_id(tokenizer)
+    train = Batches(data.train, epochs=options.epochs, seed=0, **sizes)
+    held_out = Batches(data.held_out, **sizes)
+    steps = min(len(train), options.steps or len(train))
+
+    adapters = None
+    if options.lora:
+        from peft import LoraConfig
+
+        adapters = LoraConfig("CAUSAL_LM", r=options.lora, lora_alpha=2 * options.lora, target_modules="all-linear")
+    attention = {"attn_implementation": "packed"} if options.packed else {}
+    model = roundpipe.from_pretrained(options.model, peft_config=adapters, **attention)
+    if options.packed:
+        check_packing(model)
+    optimizer = roundpipe.optim.AdamW(model, lr=options.lr, decay_norms_and_biases=False)
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, math.ceil(steps / 20), steps)
+
+    print(f"held-out loss before {held_out_loss(model, held_out):.4f}", flush=True)
+    model.train()
+    try:
+        for step, batch in enumerate(itertools.islice(train, steps), start=1):
+            start = time.perf_counter()
+            loss = model.forward_backward(input_kwargs=batch, run_config=balanced_config(batch))
+            model.step(optimizer, max_grad_norm=1.0, lr_scheduler=schedule)  # runs beside the next batch
+            speed = batch["input_ids"].numel() / (time.perf_counter() - start)
+            print(f"step {step}/{steps}  loss {float(loss):.4f}  {speed:.0f} tokens/s", flush=True)
+    except KeyboardInterrupt:
+        print("interrupted, saving what has been learnt")
+    print(f"held-out loss after {held_out_loss(model, held_out):.4f}")
+    model.save_pretrained(options.out)
+    tokenizer.save_pretrained(options.out)
+
+
+if __name__ == "__main__":
+    try:
+        finetune(arguments())
+    except (ImportError, ValueError) as error:
+        sys.exit(f"finetune: {error}")

@@ -1,0 +1,113 @@
+"""Batches of about as many tokens each, epoch by epoch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from roundpipe.data.collate import collate
+from roundpipe.data.packing import pack
+from roundpipe.data.samples import IGNORED, Sample, tokens_and_labels
+
+
+class Batches:
+    """Cuts samples into batches of at most `batch_tokens` tokens.
+
+    They are made when iterated over, so nothing but the samples is held, and the same arguments give the same ones.
+
+        for batch in Batches(samples, batch_tokens=16384, max_length=2048, pad_token_id=0, epochs=3, seed=0):
+            model.forward_backward(input_kwargs=batch, run_config=balanced_config(batch))
+
+    Args:
+        samples: each with `input_ids`, and `labels` where they are not the same. Those without a label that counts
+            among their first `max_length` tokens are left out.
+        batch_tokens: most tokens of a batch, padding aside.
+        max_length: most tokens of a row. Longer samples lose their end.
+        pad_token_id: fills shorter rows.
+        packed: several samples share a row, see `pack`: batches have `input_ids`, `position_ids` and `labels`, and the
+            model's attention has to keep samples apart, see `check_packing`. False: a row a sample, with an
+            `attention_mask`.
+        epochs: how often each sample comes.
+        seed: shuffles each epoch in its own way; None keeps the samples' order.
+
+    Attributes:
+        truncated: how many samples lost their end.
+        left_out: how many samples had no label that counts.
+
+    Raises:
+        ValueError: sizes that do not fit, samples that are malformed, or none that could be learnt from.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        *,
+        batch_tokens: int,
+        max_length: int,
+        pad_token_id: int,
+        packed: bool = True,
+        epochs: int = 1,
+        seed: int | None = None,
+    ) -> None:
+        if max_length < 2:
+            raise ValueError(f"[Batches] max_length is {max_length}, expected at least 2: one token predicts the next")
+        if batch_tokens < max_length:
+            raise ValueError(
+                f"[Batches] batch_tokens is {batch_tokens}, expected at least max_length = {max_length}, so that every "
+                "sample fits into a batch; raise it, or lower max_length"
+            )
+        if epochs < 1:
+            raise ValueError(f"[Batches] epochs is {epochs}, expected at least 1")
+        if not samples:
+            raise ValueError("[Batches] there are no samples, expected at least one")
+        self.truncated = self.left_out = 0
+        self._samples: list[dict[str, torch.Tensor]] = []
+        for index, sample in enumerate(samples):
+            tokens, labels = tokens_and_labels(sample, f"[Batches] sample {index}")
+            if not bool((labels[1:max_length] != IGNORED).any()):
+                self.left_out += 1
+                continue
+            self.truncated += len(tokens) > max_length
+            self._samples.append({"input_ids": tokens[:max_length], "labels": labels[:max_length]})
+        if not self._samples:
+            raise ValueError(
+                f"[Batches] none of {len(samples)} samples has a label that counts (not -100, and not of the first "
+                f"token) among its first {max_length} tokens, expected at least one; raise max_length, or look at how "
+                "the labels are made"
+            )
+        self._batch_tokens, self._max_length, self._packed = batch_tokens, max_length, packed
+        self._pad_token_id, self._epochs, self._seed = pad_token_id, epochs, seed
+
+    def __len__(self) -> int:
+        """How many batches all epochs have together."""
+        return sum(1 for _ in self._groups())
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for group in self._groups():
+            samples = [self._samples[index] for index in group]
+            yield self._pack(samples) if self._packed else collate(samples, self._pad_token_id)
+
+    def _groups(self) -> Iterator[list[int]]:
+        """The samples of each batch, by number."""
+        for epoch in range(self._epochs):
+            order = list(range(len(self._samples)))
+            if self._seed is not None:
+                random.Random(f"{self._seed} {epoch}").shuffle(order)
+            group: list[int] = []
+            tokens = 0
+            for index in order:
+                length = len(self._samples[index]["input_ids"])
+                if tokens + length > self._batch_tokens:
+                    yield group
+                    group, tokens = [], 0
+                group.append(index)
+                tokens += length
+            yield group
+
+    def _pack(self, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        rows = pack(samples, self._max_length)
+        longest = max(row["input_ids"].shape[1] for row in rows)
+        rows = pack(samples, longest, pad_token_id=self._pad_token_id)  # the same rows, now of one length
+        return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}

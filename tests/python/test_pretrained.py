@@ -1,0 +1,204 @@
+"""`from_pretrained`: what it loads, what it refuses, and that what is saved is what plain transformers loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import roundpipe
+from roundpipe import optim
+from tiny_chat import tiny_llama
+
+IDS = torch.randint(1, 260, (4, 12), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "whole"
+    tiny_llama(num_hidden_layers=2).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """One of its own, to be damaged."""
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    tiny_llama(num_hidden_layers=2).save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
+    return tmp_path / "sharded"
+
+
+def lora(**options: Any) -> Any:
+    return pytest.importorskip("peft").LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **options)
+
+
+def step(model: Any) -> None:
+    optimizer = optim.AdamW(model, lr=1e-2)
+    model.forward_backward(input_kwargs={"input_ids": IDS, "labels": IDS})
+    model.step(optimizer, is_async=False)
+    model.synchronize()
+
+
+def logits(model: Any) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        return torch.Tensor(model(input_ids=IDS).logits)
+
+
+def test_a_folder_is_loaded_trained_and_saved(saved: Path, tmp_path: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(saved)
+    model = roundpipe.from_pretrained(saved, name="mine")
+    assert torch.equal(logits(model), logits(plain))
+    step(model)
+    model.save_pretrained(tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert not torch.equal(logits(again), logits(plain))
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_shards_and_stored_dtype(tmp_path: Path) -> None:
+    tiny_llama(num_hidden_layers=2, dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert roundpipe.from_pretrained(tmp_path).dtype == torch.bfloat16
+    assert roundpipe.from_pretrained(str(tmp_path), dtype=torch.float32).dtype == torch.float32
+
+
+def test_adapters_are_put_in_saved_and_trained_further(saved: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = roundpipe.from_pretrained(saved, peft_config=lora(r=4, init_lora_weights=False))
+    frozen = {name: value.clone() for name, value in model.state_dict().items() if "lora" not in name}
+    step(model)
+    model.save_pretrained(tmp_path / "adapter")
+    assert {file.name for file in (tmp_path / "adapter").glob("*.safetensors")} == {"adapter_model.safetensors"}
+
+    plain = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(saved), tmp_path / "adapter")
+    assert torch.equal(logits(plain), logits(model))
+    again = roundpipe.from_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(again), logits(model))
+    adapters = sum(p.numel() for name, p in plain.named_parameters() if "lora" in name)
+    assert again.get_nb_trainable_parameters()[0] == adapters
+    step(again)
+    assert not torch.equal(logits(again), logits(plain))
+    for name, value in again.state_dict().items():
+        assert name not in frozen or torch.equal(value, frozen[name])
+
+
+def test_an_adapter_and_peft_config_together_are_refused(saved: Path, tmp_path: Path) -> None:
+    roundpipe.from_pretrained(saved, peft_config=lora(r=4)).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"^\[from_pretrained\] .*adapter is a PEFT adapter and peft_config was given"):
+        roundpipe.from_pretrained(tmp_path / "adapter", peft_config=lora(r=4))
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": None}))
+    with pytest.raises(ValueError, match=r"^\[from_pretrained\] .*adapter_config.json names no base model, expected"):
+        roundpipe.from_pretrained(tmp_path / "adapter")
+
+
+def test_adapters_without_peft(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = lora(r=4)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match=r"^\[from_pretrained\] adapters need the peft package.*roundpipe\[lora\]"):
+        roundpipe.from_pretrained(saved, peft_config=config)
+
+
+# --- what is refused ---
+
+
+def rewrite_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def refused(folder: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        roundpipe.from_pretrained(folder)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    refused(tmp_path / "none", r"^\[from_pretrained\] .*none is no folder, expected one that save_pretrained wrote")
+
+
+def test_no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    refused(folder, r"^\[from_pretrained\] .*model has no config.json, expected")
+
+
+def test_broken_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    refused(folder, r"^\[from_pretrained\] .*model cannot be loaded: ")
+
+
+def test_no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    refused(folder, r"^\[checkpoint\] .*model holds no weights, expected model.safetensors")
+
+
+def test_missing_shard(sharded: Path) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[1]
+    shard.unlink()
+    refused(sharded, rf"^\[checkpoint\] .* into '{shard.name}', which is not in .*fetch the missing shard")
+
+
+def test_pointer_of_git_lfs(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    refused(folder, r"^\[checkpoint\] .*model.safetensors is a pointer of Git LFS, .*git lfs pull")
+
+
+def test_file_that_was_cut_off(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-100])
+    refused(folder, r"^\[checkpoint\] .*model.safetensors is damaged: it has \d+ bytes where its header")
+
+
+def test_unknown_kind_of_model(folder: Path) -> None:
+    rewrite_config(folder, model_type="nosuch")
+    refused(folder, r"^\[from_pretrained\] .*model cannot be loaded: .*nosuch")
+
+
+def test_kind_of_model_that_is_no_causal_language_model(folder: Path) -> None:
+    rewrite_config(folder, model_type="vit", architectures=["ViTModel"])
+    refused(folder, r"^\[from_pretrained\] .*model cannot be loaded: ")
+
+
+def test_missing_weights_are_named(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"], weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    refused(
+        folder,
+        r"^\[from_pretrained\] of the weights of LlamaForCausalLM 2 are not in its files: "
+        r"model.layers.1.mlp.up_proj.weight, model.norm.weight; expected every weight in .*begin at random",
+    )
+
+
+def test_weights_of_another_shape_are_named(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(32)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    refused(folder, r"^\[from_pretrained\] of the weights of \w+ 1 have another shape there: model.norm.weight;")
+
+
+def test_weights_without_a_place_are_warned_of(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"more.weight": torch.ones(2)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.warns(UserWarning, match=r"^\[from_pretrained\] .* holds 1 tensors that .* no place for: more.weight"):
+        roundpipe.from_pretrained(folder)
+
+
+def test_options_go_where_they_belong(saved: Path) -> None:
+    model = roundpipe.from_pretrained(saved, check_loss=False, loss_chunk_tokens=7, attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match=r"^\[wrap_model_to_roundpipe\] loss_chunk_tokens is 0, expected"):
+        roundpipe.from_pretrained(saved, loss_chunk_tokens=0)
+    with pytest.raises((TypeError, ValueError), match="no_such_option"):
+        roundpipe.from_pretrained(saved, no_such_option=1)
