@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from roundpipe.data.chat import Conversation, encode_chat, load_chat, padding_token_id, read_chat
+from roundpipe.data.chat import (
+    Conversation,
+    encode_chat,
+    load_chat,
+    load_tokenizer,
+    padding_token_id,
+    read_chat,
+)
 from roundpipe.data.samples import IGNORED
 
 TURNS = (
@@ -210,3 +217,21 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         load_chat(path, TOKENIZER, held_out=0.5)
     with pytest.raises(ValueError, match="held_out is 1"):
         load_chat(path, TOKENIZER, held_out=1)
+
+
+# --- loading a tokenizer ---
+
+
+def test_a_saved_tokenizer_is_loaded(tmp_path: Path) -> None:
+    tokenizer(TURNS).save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.chat_template == TURNS
+    assert loaded("é a")["input_ids"] == tokenizer()("é a")["input_ids"]
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^\[load_tokenizer\] .*none is no folder, expected one that save_pretrained"):
+        load_tokenizer(str(tmp_path / "none"))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match=r"^\[load_tokenizer\] .* has no tokenizer that can be loaded, expected its"):
+        load_tokenizer(tmp_path)
