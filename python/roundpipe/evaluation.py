@@ -20,8 +20,7 @@ def held_out_loss(model: RoundPipe, batches: Iterable[Mapping[str, Any]]) -> flo
 
     Args:
         model: from `from_pretrained` or `wrap_model_to_roundpipe`.
-        batches: keyword arguments of the model, with `labels`. A batch's logits are held on the host, so batches of a
-            large vocabulary should not have many more tokens than those that are trained on.
+        batches: keyword arguments of the model, with `labels`.
 
     Raises:
         ValueError: a model that returns no loss, or no token that counts.
@@ -37,7 +36,7 @@ def held_out_loss(model: RoundPipe, batches: Iterable[Mapping[str, Any]]) -> flo
                 continue
             config = replace(balanced_config(batch), merge_output=_mean_loss)
             with torch.no_grad():
-                total += count * float(model(**batch, roundpipe_run_config=config))
+                total += count * float(model(**batch, roundpipe_run_config=config, roundpipe_loss_only=True))
             tokens += count
     finally:
         for module, mode in training:

@@ -233,12 +233,20 @@ class RoundPipe(ModelFacade):
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
-    def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        *args: Any,
+        roundpipe_run_config: RoundPipeRunConfig | None = None,
+        roundpipe_loss_only: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         """Runs the model over the devices, microbatch by microbatch.
 
         Args:
             *args: arguments of the model; tensors are split along dim 0, see `RoundPipeRunConfig.split_input`.
             roundpipe_run_config: options of this call.
+            roundpipe_loss_only: of a language model that is given labels: the outputs hold the loss alone, for which
+                the logits of all tokens need not be there at once.
             **kwargs: keyword arguments of the model.
 
         Returns:
@@ -252,7 +260,7 @@ class RoundPipe(ModelFacade):
         self._follow_changes()
         self._step_group.check_trainable()
         config = resolve(roundpipe_run_config, self._run_config, devices=len(devices()))
-        batch = self._split_batch(args, kwargs, config)
+        batch = self._split_batch(args, kwargs, config, roundpipe_loss_only)
         requires_grad = config.requires_grad
         route = self._route("train" if requires_grad else "infer", config)
         with ExitStack() as modes:
@@ -352,7 +360,7 @@ class RoundPipe(ModelFacade):
         config = resolve(run_config, self._run_config, devices=len(devices()))
         args = tuple(input_args) if isinstance(input_args, (list, tuple)) else (input_args,)
         own_loss = self._language_model is not None and loss_fn is _outputs_as_loss
-        batch = self._split_batch(args, input_kwargs or {}, config, visible=return_outputs or not own_loss)
+        batch = self._split_batch(args, input_kwargs or {}, config, loss_only=own_loss and not return_outputs)
         if self._language_model is not None and own_loss:
             loss_fn = self._language_model.mean_loss(len(batch))
         labels = [split(to_host(part, where)) for part in split_label(label, len(batch), config.split_label)]
@@ -390,16 +398,16 @@ class RoundPipe(ModelFacade):
         return value, merge_outputs(outputs, config.merge_output)
 
     def _split_batch(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedRunConfig, visible: bool = True
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedRunConfig, loss_only: bool = False
     ) -> list[Any]:
-        """Per microbatch: the tensors of its arguments, and their structure. `visible`: the outputs are looked at."""
+        """Per microbatch: the tensors of its arguments, and their structure."""
         args, kwargs = to_host((args, kwargs), self._name)
         count = effective_microbatches(
             args, kwargs, config.num_microbatch, config.num_microbatch_is_default, config.split_input
         )
         calls = split_call(args, kwargs, count, config.split_input)
         if self._language_model is not None:
-            calls = self._language_model.prepare(calls, visible)
+            calls = self._language_model.prepare(calls, loss_only)
         return [split(call, is_call=True) for call in calls]
 
     def _options(self, config: ResolvedRunConfig, requires_grad: bool) -> _core.CallOptions:

@@ -166,3 +166,14 @@ def test_adapters_after_an_optimizer_was_made_are_refused() -> None:
     model = peft.get_peft_model(wrapped, adapters())
     with pytest.raises(ValueError, match=r"added, removed or replaced after the model was wrapped|was frozen when"):
         model.forward_backward(input_kwargs=padded_batch())
+
+
+def test_adapters_of_the_embedding_and_the_head() -> None:
+    model, plain = make("llama", "peft first", adapters(target_modules=["embed_tokens", "q_proj", "lm_head"]))
+    batch = padded_batch()
+    expected = plain(**batch, use_cache=False).loss
+    expected.backward()
+    loss = model.forward_backward(input_kwargs=batch)
+    model.synchronize()
+    assert torch.equal(loss, expected.detach())
+    check_gradients(gradients(model), gradients(plain), exact=True)

@@ -150,3 +150,17 @@ def test_lazy_logits_remember_what_a_model_does_with_them() -> None:
     for other in (lazy + 1, lazy.argmax(-1), lazy[:, -1], torch.softmax(lazy, -1), lazy * torch.ones(11)):
         assert type(other) is torch.Tensor
     torch.testing.assert_close(lazy + 1, real + 1)
+
+
+@pytest.mark.parametrize("options", [{}, CHUNKED], ids=["plain", "chunked"])
+def test_a_forward_for_the_loss_alone(options: Any) -> None:
+    model = build("llama").eval()
+    batch = padded_batch(rows=5)
+    expected = copy.deepcopy(model)(**batch).loss
+    wrapped = wrap_model_to_roundpipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=3), **options)
+    with torch.no_grad():
+        outputs = wrapped(**batch, roundpipe_loss_only=True)
+    torch.testing.assert_close(outputs.loss, expected.detach())
+    assert outputs.logits is None
+    # Without labels there is no loss, so the outputs stay.
+    assert wrapped(input_ids=batch["input_ids"], roundpipe_loss_only=True).logits is not None

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from roundpipe.following import collector
-from roundpipe.following.parts import CHUNKED, SHARE, Structure
+from roundpipe.following.parts import LOSS_ONLY, SHARE, Structure
 from roundpipe.following.placeholder import CannotFollow
 from roundpipe.following.survey import Uses, evaluating, find_layers, forced_arguments, parts_of, sample_batch, watch
 from roundpipe.following.token_loss import IGNORED, count_tokens, shares
@@ -113,13 +113,13 @@ class LanguageModel:
         return LanguageModel(self._model, *self._chunks) if _contents(self._model) != self._contents else None
 
     def prepare(
-        self, batch: list[tuple[tuple[Any, ...], dict[str, Any]]], visible: bool
+        self, batch: list[tuple[tuple[Any, ...], dict[str, Any]]], loss_only: bool
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Adds to each microbatch's arguments what its loss counts for.
 
         Args:
             batch: `(args, kwargs)` of each microbatch.
-            visible: somebody looks at more of the outputs than the loss.
+            loss_only: nobody looks at more of the outputs than the loss.
 
         Raises:
             ValueError: more tokens than the model has positions, or no label that counts.
@@ -133,10 +133,11 @@ class LanguageModel:
                 "[forward] every label of the batch is ignored (-100), so there is no loss; expected at least one "
                 "label that is a token and is not the first of its row"
             )
+        has_labels = None not in counts
         summed = named[0].get("num_items_in_batch") is not None
         weights: list[float] | list[None] = shares(counts, summed) or [None] * len(batch)
         return [
-            (args, {**kwargs, SHARE: weight, CHUNKED: not visible})
+            (args, {**kwargs, SHARE: weight, LOSS_ONLY: loss_only and has_labels})
             for (args, kwargs), weight in zip(batch, weights, strict=True)
         ]
 

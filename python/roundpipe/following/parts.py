@@ -273,7 +273,7 @@ class Before(Part):
 
     def forward(self, *args: Any, **kwargs: Any) -> Flow:
         share = kwargs.pop(SHARE, None)
-        chunked = kwargs.pop(CHUNKED, False)
+        loss_only = kwargs.pop(LOSS_ONLY, False)
         structure = self.structure
         kwargs.update(structure.forced)
         run = RecordingRun(structure, stops=True)
@@ -289,7 +289,7 @@ class Before(Part):
                 )
         compiler = Compiler(run.recorder.ops, run.calls, (args, kwargs))
         program = compiler.compile(self._carried(args, kwargs))
-        program.share, program.chunked = share, chunked
+        program.share, program.loss_only = share, loss_only
         return program, compiler.values, {}, ()
 
     def _carried(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:
@@ -312,7 +312,7 @@ class Before(Part):
 
 
 SHARE = "roundpipe_share"
-CHUNKED = "roundpipe_chunked"
+LOSS_ONLY = "roundpipe_loss_only"
 
 
 class OwnLayer(nn.Module):
@@ -374,13 +374,14 @@ class After(Part):
         program, values, _, _ = flow
         args, kwargs = program.inputs.join(values, {})
         skeleton = self.skeleton()
-        lazy = program.chunked and self._postpones(skeleton, values, program)
+        lazy = program.loss_only and self._postpones(skeleton, values, program)
         outputs = skeleton.run(ReplayingRun(self.structure, flow), args, kwargs)
         if lazy:
             skeleton.of(self.structure.language_model.get_output_embeddings()).__dict__.pop("forward", None)
         if program.share is not None:
             outputs = _weighed(outputs, program.share)
-        outputs = pytree.tree_map_only(LazyLogits, lambda _: None, outputs)
+        if program.loss_only:
+            outputs = _only_the_loss(outputs)
         check_real(outputs)
         return outputs
 
@@ -399,6 +400,15 @@ class After(Part):
         loss = TokenLoss(model.loss_function, 0 if chunk == "auto" else chunk)
         skeleton.of(model).__dict__["_loss_function"] = loss
         return True
+
+
+def _only_the_loss(outputs: Any) -> Any:
+    if isinstance(outputs, tuple):
+        return outputs[:1]
+    for name in outputs:
+        if name != "loss":
+            outputs[name] = None
+    return outputs
 
 
 def _weighed(outputs: Any, share: float) -> Any:

@@ -124,14 +124,14 @@ class Program:
         inputs: `(args, kwargs)` of the model's forward.
         carried: numbers of the call outputs that the end of the forward reads, by (call, leaf).
         share: what the microbatch's loss is multiplied by; None: it is not.
-        chunked: the loss may be computed without the logits: nobody sees them.
+        loss_only: nobody sees anything but the loss, which may then be computed without the logits.
     """
 
     calls: list[LayerCall]
     inputs: Tree
     carried: dict[tuple[int, int], int]
     share: float | None = None
-    chunked: bool = False
+    loss_only: bool = False
 
 
 @dataclass

@@ -120,7 +120,7 @@ def sample_batch(model: nn.Module) -> dict[str, Any]:
     )
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     generator = torch.Generator().manual_seed(0)
-    vocabulary = int(embedding.num_embeddings)
+    vocabulary = int(embedding.weight.shape[0])  # peft's embeddings have no num_embeddings
     ids = torch.randint(min(1, vocabulary - 1), vocabulary, (rows, tokens), generator=generator)
     return {"input_ids": ids, "labels": ids.clone()}
 
