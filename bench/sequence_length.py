@@ -32,7 +32,7 @@ BOUND = 1e-5
 MIB = 1 << 20
 SHORT = 64  # tokens of the row that is trained before and after one that does not fit
 # The search ends when the longest row that trains and the shortest that does not are this close, of the former.
-RESOLUTION = 1 / 32
+RESOLUTION = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ FULL = Shape(
     loss_chunk="auto",
     mlp_chunk=2048,
     compared=2560,
-    timed=[528, 3072],
+    timed=[528, 2560],
     lengths=[256, 512, 1024, 2048, 4096, 8192],
-    packed_lengths=[512, 2048, 8192],
+    packed_lengths=[512, 4096, 8192],
     document=512,
     step=8,
     limit=1 << 17,
@@ -122,10 +122,11 @@ class Variant:
         self.model.step(take, is_async=False)
         return loss, gradients
 
-    def fits(self, tokens: int, device: roundpipe.DevicePool) -> bool:
+    def fits(self, tokens: int, spec: str) -> bool:
         """Whether a row of that length trains; notes the peak of the memory."""
         if tokens not in self.peak_bytes:
-            self.peak_bytes[tokens] = self._peak_bytes(tokens, device)
+            # A new device for each length: what an earlier one left behind would count.
+            self.peak_bytes[tokens] = self._peak_bytes(tokens, roundpipe.devices(spec))
             peak = self.peak_bytes[tokens]
             progress(f"{self.name}, {tokens} tokens: {f'{peak / MIB:.1f} MiB' if peak else 'out of memory'}")
         return self.peak_bytes[tokens] > 0
@@ -145,9 +146,9 @@ class Variant:
             )
         return 0
 
-    def search(self, lengths: list[int], step: int, limit: int, device: roundpipe.DevicePool) -> None:
+    def search(self, lengths: list[int], step: int, limit: int, memory_mib: int) -> None:
         """Finds the longest row that trains: between those of `lengths` or beyond, where the peaks point."""
-        cap = device.memory_report()[0]["limit_bytes"]
+        cap, device = memory_mib * MIB, f"virtual:1,memory={memory_mib}MiB"
         low = high = 0
         for tokens in lengths:
             if high or not self.fits(tokens, device):
@@ -305,7 +306,9 @@ def main() -> None:
     ]
     report(
         f"A Llama of {shape.layers} layers, hidden size {shape.width}, MLPs of {shape.inner}, {shape.vocabulary:,} "
-        "tokens in its vocabulary, fp32, SDPA. One row per microbatch, one microbatch."
+        "tokens in its vocabulary, fp32, SDPA. One row per microbatch, one microbatch. loss_chunk_tokens is "
+        f"{shape.loss_chunk!r}; mlp_chunk_tokens is {chunk} where said, "
+        "since 'auto' leaves rows of up to 16,384 tokens whole."
     )
     report("")
     compare(variants, shape.compared)
@@ -318,8 +321,7 @@ def main() -> None:
     )
     report("")
     for variant in variants:
-        pool = roundpipe.devices(f"virtual:1,memory={options.memory_mib}MiB")
-        variant.search(shape.lengths, shape.step, shape.limit, pool)
+        variant.search(shape.lengths, shape.step, shape.limit, options.memory_mib)
     header = [f"{tokens:,}" for tokens in shape.lengths]
     ends = ["longest", "does not fit", "/ by stage", "/ by layer"]
     report.table(["variant", *header, *ends], length_rows(variants, shape.lengths, variants[:2]))
@@ -334,8 +336,7 @@ def main() -> None:
     report(f"The same for packed rows, with documents of {shape.document} tokens, by layer:")
     report("")
     for variant in packed:
-        pool = roundpipe.devices(f"virtual:1,memory={options.memory_mib}MiB")
-        variant.search(shape.packed_lengths, shape.step, shape.limit, pool)
+        variant.search(shape.packed_lengths, shape.step, shape.limit, options.memory_mib)
     header = [f"{tokens:,}" for tokens in shape.packed_lengths]
     columns = ["variant", *header, "longest", "does not fit", "/ plain, sdpa", "distance"]
     rows = length_rows(packed, shape.packed_lengths, packed[:1])
