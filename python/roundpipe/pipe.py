@@ -20,7 +20,7 @@ from roundpipe.microbatch import effective_microbatches, merge_outputs, split_ca
 from roundpipe.optimizer_context import in_optimizer_context
 from roundpipe.run_config import ResolvedRunConfig, RoundPipeRunConfig, resolve
 from roundpipe.scaler import GradScaler, _all_live
-from roundpipe.shell import PythonLayer, layers_of
+from roundpipe.shell import PythonLayer, holding_nothing, layers_of
 from roundpipe.stepping import StepGroup
 from roundpipe.values import split, to_host
 
@@ -422,7 +422,8 @@ class RoundPipe(ModelFacade):
         loss_fn: Callable[[Any, Any], Any], single: list[bool], check: bool
     ) -> Callable[..., list[torch.Tensor]]:
         def run(outputs: Any, label: Any, context: Any) -> list[torch.Tensor]:
-            result = loss_fn(outputs[1].join(outputs[0]), label[1].join(label[0]))
+            with holding_nothing():
+                result = loss_fn(outputs[1].join(outputs[0]), label[1].join(label[0]))
             single[0] = not isinstance(result, (list, tuple))
             losses = [result] if single[0] else list(result)
             for loss in losses:

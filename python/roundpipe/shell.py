@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import operator
 import threading
+import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +28,19 @@ _one_at_a_time = threading.Lock()
 def _uses_parametrize_cache(module: nn.Module) -> bool:
     # peft parametrizes the weights of experts anew in each forward.
     return hasattr(module, "parametrizations") or type(module).__name__ == "ParamWrapper"
+
+
+@contextmanager
+def holding_nothing() -> Iterator[None]:
+    """Lets an error of a device that is full go without the tensors that its traceback's frames hold.
+
+    The error is kept until the caller has seen it, and so would they be.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
 
 
 class PythonLayer:
@@ -119,7 +133,7 @@ class DeviceShell:
     ) -> tuple[list[torch.Tensor], Structure]:
         """Calls the module and takes its result apart."""
         value = structure.join(tensors)
-        with layer_context(context), self._guard:
+        with layer_context(context), self._guard, holding_nothing():
             output = self._module(*value[0], **value[1]) if structure.is_call else self._module(value)
         self._shadow.bring_back_buffers()
         parts = split(output)

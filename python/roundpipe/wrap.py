@@ -63,7 +63,7 @@ def wrap_model_to_roundpipe(
         model_run_config: options for all.
         name: of the model, in messages.
         loss_chunk_tokens: of a followed model: where only the loss is asked for, the logits are held for this many
-            tokens at a time; "auto" does so when they would take more than 64 MiB, None never.
+            tokens at a time; "auto" does so when they would take more than 16 MiB, None never.
         mlp_chunk_tokens: of a followed model: the inner activations of its MLPs are held for this many tokens at a
             time; "auto" does so for rows of more than 16,384 tokens, None never.
         **roundpipe_kwargs: for every `RoundPipe`.

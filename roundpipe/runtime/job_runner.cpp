@@ -138,9 +138,13 @@ Flow JobRunner::take(JobRun& run, int microbatch) {
 void JobRunner::run(JobRun& run) {
   run.uploaded->wait();
   struct Binding {
-    LayerRunner& layers;
-    ~Binding() { layers.unbind(); }
-  } const binding{layers_};
+    JobRunner& runner;
+    JobRun& run;
+    ~Binding() {
+      runner.drop_sums(run);
+      runner.layers_.unbind();
+    }
+  } const binding{*this, run};
   layers_.bind(run);
   if (run.job.phase != Phase::kForward) begin_gradients(run);
   const schedule::Range microbatches = run.job.microbatches;
@@ -532,10 +536,14 @@ void JobRunner::send_gradients(JobRun& run) {
       call_ptr->range_sums[block]->add(range, std::move(*landed), received);
     });
   }
-  sums_.clear();
-  for (int l = run.job.layers.first; l < run.job.layers.last; ++l) {
-    layers_.shell(run, l).sink.reset(run.layer(l).parameters.size());
+  drop_sums(run);
+}
+
+void JobRunner::drop_sums(JobRun& run) {
+  for (const GradientSum& sum : sums_) {
+    layers_.shell(run, sum.layer).sink.reset(run.layer(sum.layer).parameters.size());
   }
+  sums_.clear();
 }
 
 void JobRunner::send(JobRun& run, Priority priority, std::function<std::vector<Piece>()> begin, EventPtr done) {

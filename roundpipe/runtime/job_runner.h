@@ -58,6 +58,8 @@ class JobRunner {
     memory::BlockLayout layout;
     at::Tensor flat;
   };
+  // Also after an error: nothing of the job stays on the device.
+  void drop_sums(JobRun& run);
   void begin_sum(JobRun& run, int layer, size_t block, std::vector<device::EventPtr>& arrived,
                  std::vector<std::function<void()>>& spread);
 

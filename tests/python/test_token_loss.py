@@ -164,3 +164,32 @@ def test_a_forward_for_the_loss_alone(options: Any) -> None:
     assert outputs.logits is None
     # Without labels there is no loss, so the outputs stay.
     assert wrapped(input_ids=batch["input_ids"], roundpipe_loss_only=True).logits is not None
+
+
+def test_a_row_that_is_too_long_leaves_nothing_on_the_device() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4000, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4
+    )
+    pool = roundpipe.devices("virtual:1,memory=64MiB")
+    wrapped = wrap_model_to_roundpipe(
+        LlamaForCausalLM(config), loss_chunk_tokens=None, model_run_config=RoundPipeRunConfig(num_microbatch=1)
+    )
+
+    def train(length: int) -> torch.Tensor:
+        ids = torch.arange(length).remainder(4000).unsqueeze(0)
+        loss: torch.Tensor = wrapped.forward_backward(input_kwargs={"input_ids": ids, "labels": ids})
+        wrapped.synchronize()
+        return loss
+
+    first = train(64)
+    wrapped.zero_grad()
+    used = pool.memory_report()[0]["current_bytes"]
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            train(2000)
+    assert torch.equal(train(64), first)
+    wrapped.zero_grad()
+    assert pool.memory_report()[0]["current_bytes"] < used + 2**18

@@ -20,7 +20,7 @@ from roundpipe.following.token_wise import TokenWise, chunk_of, in_chunks
 from roundpipe.shadow import ShadowTree
 
 # "auto" computes the loss in chunks where float32 logits of a microbatch would take more than this.
-LEAST_LOGITS_BYTES = 64 << 20
+LEAST_LOGITS_BYTES = 16 << 20
 
 Collected = tuple[dict[str, tuple[Any, ...]], ...]
 """What the model collected inside each layer call so far, by key."""
