@@ -360,7 +360,7 @@ class RoundPipe(ModelFacade):
         config = resolve(run_config, self._run_config, devices=len(devices()))
         args = tuple(input_args) if isinstance(input_args, (list, tuple)) else (input_args,)
         own_loss = self._language_model is not None and loss_fn is _outputs_as_loss
-        batch = self._split_batch(args, input_kwargs or {}, config, loss_only=own_loss and not return_outputs)
+        batch = self._split_batch(args, dict(input_kwargs or {}), config, loss_only=own_loss and not return_outputs)
         if self._language_model is not None and own_loss:
             loss_fn = self._language_model.mean_loss(len(batch))
         labels = [split(to_host(part, where)) for part in split_label(label, len(batch), config.split_label)]

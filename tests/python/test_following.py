@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 import roundpipe
@@ -236,3 +237,29 @@ def test_generation_uses_the_trained_weights() -> None:
     again = build("llama").eval()
     again.load_state_dict(wrapped.state_dict())
     assert torch.equal(mine, again.generate(tokens(1, 4), max_new_tokens=5, do_sample=False))
+
+
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+def test_checkpointing_of_the_models_own(grain: Any) -> None:
+    model = build("llama")
+    model.gradient_checkpointing_enable()
+    batch = padded_batch()
+    plain, theirs = run_plain(copy.deepcopy(model), batch)
+    wrapped = wrap(model, RoundPipeRunConfig(num_microbatch=1, recompute_grain=grain))
+    loss = wrapped.forward_backward(input_kwargs=transformers.BatchEncoding(batch))
+    wrapped.synchronize()
+    assert torch.equal(loss, plain.loss.detach())
+    check_gradients(gradients(model), theirs, exact=True)
+
+
+def test_a_vocabulary_that_grows_after_wrapping() -> None:
+    wrapped = wrap(build("llama"))
+    before = wrapped(input_ids=tokens()).logits
+    wrapped.resize_token_embeddings(before.shape[-1] + 5, mean_resizing=False)
+    after = wrapped(input_ids=tokens()).logits
+    assert after.shape[-1] == before.shape[-1] + 5
+    torch.testing.assert_close(after[..., : before.shape[-1]], before)
+    optimizer = roundpipe.optim.AdamW(wrapped, lr=1e-2)
+    wrapped.forward_backward(input_kwargs=padded_batch())
+    wrapped.step(optimizer)
+    wrapped.synchronize()

@@ -177,11 +177,12 @@ class LanguageModel:
 
 
 def _contents(model: nn.Module) -> list[int]:
-    """Changes when a parameter, a submodule or what is trainable changes."""
+    """Changes when a parameter, its shape, a submodule or what is trainable changes."""
     found: list[int] = []
     for module in model.modules():
         found.extend(map(id, module._modules.values()))
         found.extend(id(p) if p is None or p.requires_grad else ~id(p) for p in module._parameters.values())
+        found.extend(size for p in module._parameters.values() if p is not None for size in p.shape)
     return found
 
 
