@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import math
 import sys
 import time
 
@@ -53,7 +52,7 @@ def finetune(options: argparse.Namespace) -> None:
     if options.packed:
         check_packing(model)
     optimizer = roundpipe.optim.AdamW(model, lr=options.lr, decay_norms_and_biases=False)
-    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, math.ceil(steps / 20), steps)
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
 
     print(f"held-out loss before {held_out_loss(model, held_out):.4f}", flush=True)
     model.train()
