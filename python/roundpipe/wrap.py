@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,12 +13,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from roundpipe.facade import ModelFacade
-from roundpipe.following.language_model import ChunkTokens, LanguageModel, language_model_in
 from roundpipe.optimizer_context import in_optimizer_context
 from roundpipe.run_config import RoundPipeRunConfig, layered
 
 if TYPE_CHECKING:
     from roundpipe.binding import Step
+    from roundpipe.following.token_wise import ChunkTokens
     from roundpipe.pipe import RoundPipe
 
 PRESETS = frozenset({"GptOssForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"})
@@ -83,13 +84,15 @@ def wrap_model_to_roundpipe(
             f"[wrap_model_to_roundpipe] the model is wrapped already, as {type(model).__name__}; expected a plain one"
         )
     config = model_run_config or RoundPipeRunConfig()
-    language_model = language_model_in(model)
+    language_model = _language_model_in(model)
     if use_sequential_preset and (language_model is None or type(language_model).__name__ not in PRESETS):
         raise NotImplementedError(
             f"[wrap_model_to_roundpipe] there is no preset for {type(model).__name__}, expected one of "
             f"{sorted(PRESETS)}; leave use_sequential_preset out to wrap it in the way that fits"
         )
     if language_model is not None and (use_sequential_preset or (use_sequential_preset is None and not skip_modules)):
+        from roundpipe.following.language_model import LanguageModel
+
         followed = LanguageModel(model, loss_chunk_tokens, mlp_chunk_tokens)
         pipe = RoundPipe(
             followed.chain, name=name or type(language_model).__name__, model_run_config=config, **roundpipe_kwargs
@@ -123,6 +126,15 @@ def wrap_model_to_roundpipe(
         roundpipe_kwargs.get("optim_dtype"),
         order,
     )
+
+
+def _language_model_in(model: nn.Module) -> nn.Module | None:
+    """See `language_model_in`; a model of transformers has loaded it, and for others it would take seconds."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return None
+    from roundpipe.following.language_model import language_model_in
+
+    return language_model_in(model)
 
 
 @dataclass
