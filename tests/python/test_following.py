@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,12 +19,8 @@ ONE = RoundPipeRunConfig(num_microbatch=1)
 
 
 @pytest.fixture(autouse=True)
-def one_device() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def one_device(one_torch_thread: None) -> None:
     roundpipe.devices("virtual:1,debug")
-    yield
-    torch.set_num_threads(threads)
 
 
 def wrap(model: torch.nn.Module, config: RoundPipeRunConfig = ONE, **options: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,8 @@ ARCHITECTURES = ["llama", "gpt2", "gemma2", "gemma3n", "phi", "qwen3_moe", "deep
 
 
 @pytest.fixture(autouse=True)
-def one_device() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def one_device(one_torch_thread: None) -> None:
     roundpipe.devices("virtual:1,debug")
-    yield
-    torch.set_num_threads(threads)
 
 
 def adapters(**options: Any) -> peft.LoraConfig:
@@ -57,11 +52,7 @@ def make(name: str, order: str, config: peft.LoraConfig, microbatches: int = 1, 
     return model, plain
 
 
-@pytest.mark.parametrize("order", ["peft first", "wrapped first"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_bits_of_peft_alone(kind: str, order: str) -> None:
-    model, plain = make("llama", order, adapters(**KINDS[kind]))
-    batch = padded_batch()
+def check_bits(model: Any, plain: Any, batch: dict[str, Any]) -> None:
     expected = plain(**batch, use_cache=False).loss
     expected.backward()
     loss = model.forward_backward(input_kwargs=batch)
@@ -70,6 +61,13 @@ def test_bits_of_peft_alone(kind: str, order: str) -> None:
     mine = gradients(model)
     assert mine.keys() == gradients(plain).keys()
     check_gradients(mine, gradients(plain), exact=True)
+
+
+@pytest.mark.parametrize("order", ["peft first", "wrapped first"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_of_peft_alone(kind: str, order: str) -> None:
+    model, plain = make("llama", order, adapters(**KINDS[kind]))
+    check_bits(model, plain, padded_batch())
 
 
 @pytest.mark.parametrize("batch", [padded_batch(), packed_batch()], ids=["padded", "packed"])
@@ -170,10 +168,4 @@ def test_adapters_after_an_optimizer_was_made_are_refused() -> None:
 
 def test_adapters_of_the_embedding_and_the_head() -> None:
     model, plain = make("llama", "peft first", adapters(target_modules=["embed_tokens", "q_proj", "lm_head"]))
-    batch = padded_batch()
-    expected = plain(**batch, use_cache=False).loss
-    expected.backward()
-    loss = model.forward_backward(input_kwargs=batch)
-    model.synchronize()
-    assert torch.equal(loss, expected.detach())
-    check_gradients(gradients(model), gradients(plain), exact=True)
+    check_bits(model, plain, padded_batch())

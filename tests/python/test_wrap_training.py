@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,13 +16,9 @@ from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, wrap_model_t
 
 
 @pytest.fixture(autouse=True)
-def pool() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def pool(one_torch_thread: None) -> None:
     roundpipe.devices("virtual:2,debug")
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def train_beside_plain(
@@ -107,20 +103,21 @@ def test_tied_llama_part_by_part_warns_and_trains() -> None:
         train_beside_plain(plain, wrapped, token_batches(50), lambda out: out.logits.square().mean())
 
 
+ENCODER: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "attn_implementation": "eager",
+}
+
+
 def test_bert_like_encoder() -> None:
     from transformers import BertConfig, BertModel
 
-    config = BertConfig(
-        vocab_size=40,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        attn_implementation="eager",
-    )
-    model = BertModel(config)
+    model = BertModel(BertConfig(vocab_size=40, **ENCODER))
     plain = copy.deepcopy(model)
     wrapped = wrap_model_to_roundpipe(model, lower_threshold=512)
     mask = torch.ones(4, 9, dtype=torch.long)
@@ -134,19 +131,7 @@ def test_bert_like_encoder() -> None:
 def test_vision_transformer() -> None:
     from transformers import ViTConfig, ViTForImageClassification
 
-    config = ViTConfig(
-        image_size=8,
-        patch_size=4,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=3,
-        attn_implementation="eager",
-    )
-    model = ViTForImageClassification(config)
+    model = ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_labels=3, **ENCODER))
     plain = copy.deepcopy(model)
     wrapped = wrap_model_to_roundpipe(model, lower_threshold=512)
     assert isinstance(wrapped, AutoRoundPipe)
@@ -158,18 +143,7 @@ def test_encoder_with_a_language_models_head() -> None:
     """Not causal, so it is wrapped part by part."""
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(
-        vocab_size=40,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        attn_implementation="eager",
-        tie_word_embeddings=False,
-    )
-    model = BertForMaskedLM(config)
+    model = BertForMaskedLM(BertConfig(vocab_size=40, tie_word_embeddings=False, **ENCODER))
     plain = copy.deepcopy(model)
     wrapped = wrap_model_to_roundpipe(model, lower_threshold=512)
     assert isinstance(wrapped, AutoRoundPipe)
