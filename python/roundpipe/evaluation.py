@@ -10,6 +10,7 @@ import torch
 
 from roundpipe.data.balance import balanced_config
 from roundpipe.data.collate import count_label_tokens
+from roundpipe.following.token_loss import loss_in
 from roundpipe.pipe import RoundPipe
 
 
@@ -53,7 +54,7 @@ def _mean_loss(outputs: list[Any]) -> torch.Tensor:
     """Of the microbatches, whose losses are weighted such that their mean is the batch's."""
     losses = []
     for output in outputs:
-        loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
+        loss = loss_in(output)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ValueError("[held_out_loss] the model returned no loss, expected one; give batches with labels")
         losses.append(loss.float())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +20,8 @@ CHUNKED = {"loss_chunk_tokens": 4, "mlp_chunk_tokens": 3}
 
 
 @pytest.fixture(autouse=True)
-def two_devices() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def two_devices(one_torch_thread: None) -> None:
     roundpipe.devices("virtual:2,debug")
-    yield
-    torch.set_num_threads(threads)
 
 
 def check_batch(name: str, batch: dict[str, Any], microbatches: int, **options: Any) -> None:
@@ -197,3 +192,19 @@ def test_a_row_that_is_too_long_leaves_nothing_on_the_device() -> None:
     assert torch.equal(train(64), first)
     wrapped.zero_grad()
     assert pool.memory_report()[0]["current_bytes"] < used + 2**18
+
+
+def test_logits_are_there_again_after_a_loss_in_chunks_has_failed() -> None:
+    roundpipe.devices("virtual:1,debug")
+    model = build("llama")
+    wrapped = wrap_model_to_roundpipe(model, loss_chunk_tokens=4)
+    batch = padded_batch()
+    expected = copy.deepcopy(model)(**batch)
+    wrong = batch["labels"].clone()
+    wrong[1, 2] = VOCABULARY + 3
+    with pytest.raises(ValueError, match="labels"):
+        wrapped.forward_backward(input_kwargs={**batch, "labels": wrong})
+    outputs = wrapped(**batch)
+    assert type(outputs.logits) is torch.Tensor
+    torch.testing.assert_close(outputs.logits, expected.logits)
+    torch.testing.assert_close(outputs.loss, expected.loss)

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from roundpipe.data.samples import IGNORED
 from roundpipe.following import collector
 from roundpipe.following.parts import LOSS_ONLY, SHARE, Structure
 from roundpipe.following.placeholder import CannotFollow
 from roundpipe.following.survey import Uses, evaluating, find_layers, forced_arguments, parts_of, sample_batch, watch
-from roundpipe.following.token_loss import IGNORED, count_tokens, shares
+from roundpipe.following.token_loss import count_tokens, loss_in, shares
+from roundpipe.following.token_wise import ChunkTokens
 from roundpipe.shadow import ShadowTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-ChunkTokens = Literal["auto"] | int | None
-"""How many tokens at a time: "auto" where it saves much memory, None never."""
 
 
 def language_model_in(model: nn.Module) -> PreTrainedModel | None:
@@ -85,14 +84,15 @@ class LanguageModel:
     def _follow(
         self, language_model: PreTrainedModel, loss_chunk_tokens: ChunkTokens, mlp_chunk_tokens: ChunkTokens
     ) -> None:
-        _, layers = find_layers(language_model)
         batch = sample_batch(language_model)
         names: dict[int, str] = {}
         for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
             if tensor.device.type == "meta":
                 raise CannotFollow(f"'{name}' is on the meta device, expected a model with values")
             names.setdefault(id(tensor), name)
-        structure = Structure(self._model, language_model, list(layers), names, forced_arguments(self._model))
+        structure = Structure(
+            self._model, language_model, list(find_layers(language_model)), names, forced_arguments(self._model)
+        )
         batch |= structure.forced
         collector.install(self._model)
         expected = watch(structure, batch)
@@ -101,10 +101,9 @@ class LanguageModel:
         for name, part in parts_of(structure, Uses(structure, batch)):
             self.chain.add_module(name, part)
         try:
-            _verify(structure, self.chain, batch, expected)
+            self._shifts_labels = _verify(structure, self.chain, batch, expected)
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
             raise CannotFollow(f"part by part it fails ({type(error).__name__}: {error})") from error
-        self._shifts_labels = structure.shifts_labels
         # From here on: what is computed in chunks has the same values, not the same bits.
         structure.loss_chunk_tokens, structure.mlp_chunk_tokens = loss_chunk_tokens, mlp_chunk_tokens
 
@@ -165,7 +164,7 @@ class LanguageModel:
         """A loss_fn: the model's own loss, such that the sum over the microbatches is that of the whole batch."""
 
         def loss(outputs: Any, _: Any) -> torch.Tensor:
-            value = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "loss", None)
+            value = loss_in(outputs)
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
                 raise ValueError(
                     "[forward_backward] the model returned no loss, expected one; give labels in input_kwargs, or a "
@@ -192,10 +191,11 @@ def _check_chunk(name: str, value: ChunkTokens) -> None:
     raise ValueError(f"[wrap_model_to_roundpipe] {name} is {value!r}, expected 'auto', None or a number of tokens")
 
 
-def _verify(structure: Structure, chain: nn.Sequential, batch: dict[str, Any], expected: Any) -> None:
+def _verify(structure: Structure, chain: nn.Sequential, batch: dict[str, Any], expected: Any) -> bool:
     """Runs the chain on the host, as a device would, and compares every output with the plain model's, bit for bit.
 
-    Also finds out whether the loss counts the first label of a row.
+    Returns:
+        Whether the model shifts its labels, so that the first of a row does not count.
     """
     with evaluating(structure.model):
         # Trees of their own, as devices have: nothing reaches another part but what is handed on.
@@ -215,4 +215,4 @@ def _verify(structure: Structure, chain: nn.Sequential, batch: dict[str, Any], e
         labels = program.inputs.join(values, {})[1]["labels"]
         labels[:, 0] = IGNORED
         again, loss = parts[-1](flow).loss, expected.loss
-        structure.shifts_labels = torch.allclose(again, loss, rtol=0, atol=0, equal_nan=True)
+        return torch.allclose(again, loss, rtol=0, atol=0, equal_nan=True)

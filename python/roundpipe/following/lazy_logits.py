@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
+from roundpipe.following.placeholder import device_of
+
 if TYPE_CHECKING:
     from roundpipe.models.functional import LogitStep
 
-_device_of = torch.Tensor.device.__get__
 _NAMES: dict[Any, str] = {
     **dict.fromkeys((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__), "multiply"),
     **dict.fromkeys((torch.div, torch.Tensor.div, torch.Tensor.__truediv__), "divide"),
@@ -74,7 +75,7 @@ class LazyLogits(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func == _device_of:
+        if func == device_of:
             return args[0].hidden.device
         first = next((value for value in args if isinstance(value, LazyLogits)), None)
         if first is not None:

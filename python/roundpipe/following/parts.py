@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -15,8 +17,8 @@ from roundpipe.following import collector
 from roundpipe.following.lazy_logits import LazyLogits
 from roundpipe.following.placeholder import CannotFollow, Placeholder, Recorder, Source, recording
 from roundpipe.following.program import Compiler, LayerCall, Program, Recorded, Values
-from roundpipe.following.token_loss import TokenLoss
-from roundpipe.following.token_wise import TokenWise, chunk_of, in_chunks
+from roundpipe.following.token_loss import TokenLoss, loss_in
+from roundpipe.following.token_wise import ChunkTokens, TokenWise, chunk_of, in_chunks
 from roundpipe.shadow import ShadowTree
 
 # "auto" computes the loss in chunks where float32 logits of a microbatch would take more than this.
@@ -77,6 +79,10 @@ class OutputShape:
         return made
 
 
+def _is_hidden(leaf: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() >= 3
+
+
 def hidden_states(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> torch.Tensor:
     """The tensor [rows, tokens, ...] that a layer is called with, from `(args, kwargs)`.
 
@@ -84,8 +90,11 @@ def hidden_states(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> torch.Te
         CannotFollow: there is none.
     """
     args, kwargs = arguments
-    for leaf in itertools.chain(args, kwargs.values(), pytree.tree_leaves(arguments)):
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() >= 3:
+    for leaf in itertools.chain(args, kwargs.values()):
+        if _is_hidden(leaf):
+            return leaf
+    for leaf in pytree.tree_leaves(arguments):
+        if _is_hidden(leaf):
             return leaf
     raise CannotFollow("a layer is called without hidden states of [batch, tokens, ...]")
 
@@ -104,7 +113,6 @@ class Structure:
         names: of every parameter and buffer, by id.
         loss_chunk_tokens: see `LanguageModel`, as `mlp_chunk_tokens`.
         blocks: the token-wise parts of each call's layer.
-        shifts_labels: the loss does not count the first label of a row.
         forced: arguments that the forward is always called with.
         carried: by how the forward is called, which earlier calls' outputs (call, leaf) its end reads. Written by the
             devices' threads; a race costs a second look.
@@ -119,9 +127,8 @@ class Structure:
     outputs: list[OutputShape] = field(default_factory=list)
     collected: list[OutputShape] = field(default_factory=list)
     blocks: list[tuple[TokenWise, ...]] = field(default_factory=list)
-    shifts_labels: bool = True
-    loss_chunk_tokens: Literal["auto"] | int | None = None
-    mlp_chunk_tokens: Literal["auto"] | int | None = None
+    loss_chunk_tokens: ChunkTokens = None
+    mlp_chunk_tokens: ChunkTokens = None
     carried: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
 
@@ -141,7 +148,7 @@ class Skeleton:
         owner: whose these are.
     """
 
-    def __init__(self, structure: Structure, present: dict[str, torch.Tensor], owner: object = None) -> None:
+    def __init__(self, structure: Structure, present: Mapping[str, Any], owner: object = None) -> None:
         self.owner = owner
         self._run: Run | None = None
         tensors: dict[int, torch.Tensor] = {}
@@ -254,17 +261,12 @@ class Part(nn.Module):
         inner = {id(module) for layer in structure.layers for module in layer.modules()}
         self.followed_modules = [module for module in structure.model.modules() if id(module) not in inner]
 
-    def present(self, only_buffers: bool = False) -> dict[str, torch.Tensor]:
-        """What is here, by name."""
-        own: dict[str, Any] = {**({} if only_buffers else self._parameters), **self._buffers}
-        return {name: tensor for name, tensor in own.items() if tensor is not None}
-
     def skeleton(self) -> Skeleton:
         """The model's tree over this part's tensors, made when first asked for."""
         made: Skeleton | None = self.__dict__.get("_skeleton")
         if made is None or made.owner is not self:
             # A device's shell of this part is given its attributes, but has tensors of its own.
-            made = self.__dict__["_skeleton"] = Skeleton(self.structure, self.present(), self)
+            made = self.__dict__["_skeleton"] = Skeleton(self.structure, {**self._parameters, **self._buffers}, self)
         return made
 
 
@@ -302,7 +304,7 @@ class Before(Part):
             run = RecordingRun(self.structure, stops=False)
             try:
                 with torch.no_grad(), recording(run.recorder):
-                    output = Skeleton(self.structure, self.present(only_buffers=True)).run(run, args, kwargs)
+                    output = Skeleton(self.structure, self._buffers).run(run, args, kwargs)
             except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
                 # It wants values, or what layers collect; should it need more than is carried, the last part says so.
                 output = None
@@ -335,18 +337,13 @@ class OwnLayer(nn.Module):
         for n, mapping in shared.items():
             mapping.update(contents.get(n, {}))
         args, kwargs = call.arguments.join(values, own, shared)
+        chunk = None
         # What is collected inside would not be differentiated through a part that is computed in chunks.
-        chunk = (
-            None
-            if call.collected
-            else chunk_of(self.structure.mlp_chunk_tokens, hidden_states((args, kwargs)).shape[1])
-        )
-        with collector.collecting(call.collected, first=self.index == 0) as found:
-            if chunk is None:
-                output = self.layer(*args, **kwargs)
-            else:
-                with in_chunks(self.layer, self.blocks, chunk):
-                    output = self.layer(*args, **kwargs)
+        if self.blocks and not call.collected:
+            chunk = chunk_of(self.structure.mlp_chunk_tokens, hidden_states((args, kwargs)).shape[1])
+        chunks = in_chunks(self.layer, self.blocks, chunk) if chunk else nullcontext()
+        with collector.collecting(call.collected, first=self.index == 0) as found, chunks:
+            output = self.layer(*args, **kwargs)
         leaves, spec = pytree.tree_flatten(output)
         if spec != call.output_spec or any(
             isinstance(leaf, torch.Tensor) != (number is not None)
@@ -375,10 +372,8 @@ class After(Part):
         program, values, _, _ = flow
         args, kwargs = program.inputs.join(values, {})
         skeleton = self.skeleton()
-        lazy = program.loss_only and self._postpones(skeleton, values, program)
-        outputs = skeleton.run(ReplayingRun(self.structure, flow), args, kwargs)
-        if lazy:
-            skeleton.of(self.structure.language_model.get_output_embeddings()).__dict__.pop("forward", None)
+        with self._postponing(skeleton) if self._postpones(values, program) else nullcontext():
+            outputs = skeleton.run(ReplayingRun(self.structure, flow), args, kwargs)
         if program.share is not None:
             outputs = _weighed(outputs, program.share)
         if program.loss_only:
@@ -386,21 +381,35 @@ class After(Part):
         check_real(outputs)
         return outputs
 
-    def _postpones(self, skeleton: Skeleton, values: Values, program: Program) -> bool:
-        """Lets the head return logits that are not computed, if that saves much memory and is possible."""
-        model, chunk = self.structure.language_model, self.structure.loss_chunk_tokens
-        head = model.get_output_embeddings()
-        if chunk is None or type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
+    def _postpones(self, values: Values, program: Program) -> bool:
+        """Whether not computing the logits at once is asked for, possible, and saves much memory."""
+        chunk = self.structure.loss_chunk_tokens
+        if not program.loss_only or chunk is None:
+            return False
+        head = self.structure.language_model.get_output_embeddings()
+        if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
             return False
         hidden = next(values[number] for number in program.calls[-1].outputs if number is not None)
         tokens = hidden.shape[:-1].numel()
-        if tokens * head.out_features * 4 <= LEAST_LOGITS_BYTES if chunk == "auto" else tokens <= chunk:
-            return False
-        mine = skeleton.of(head)
-        mine.__dict__["forward"] = lambda states: LazyLogits.make(states, mine.weight, mine.bias)  # type: ignore[arg-type]
-        loss = TokenLoss(model.loss_function, 0 if chunk == "auto" else chunk)
-        skeleton.of(model).__dict__["_loss_function"] = loss
-        return True
+        return tokens * head.out_features * 4 > LEAST_LOGITS_BYTES if chunk == "auto" else tokens > chunk
+
+    @contextmanager
+    def _postponing(self, skeleton: Skeleton) -> Iterator[None]:
+        """Within the block the head returns logits that are not computed, and the loss takes them."""
+        model, chunk = self.structure.language_model, self.structure.loss_chunk_tokens
+        head: Any = skeleton.of(model.get_output_embeddings())
+        whole = skeleton.of(model)
+        before = whole.__dict__.get("_loss_function")
+        head.__dict__["forward"] = lambda states: LazyLogits.make(states, head.weight, head.bias)
+        whole.__dict__["_loss_function"] = TokenLoss(model.loss_function, chunk if isinstance(chunk, int) else 0)
+        try:
+            yield
+        finally:
+            del head.__dict__["forward"]
+            if before is None:
+                del whole.__dict__["_loss_function"]
+            else:
+                whole.__dict__["_loss_function"] = before
 
 
 def _only_the_loss(outputs: Any) -> Any:
@@ -414,7 +423,7 @@ def _only_the_loss(outputs: Any) -> Any:
 
 def _weighed(outputs: Any, share: float) -> Any:
     """The model's outputs with its loss times `share`; without a token that counts the loss is 0, not 0 / 0."""
-    loss = outputs[0] if isinstance(outputs, tuple) else outputs.get("loss")
+    loss = loss_in(outputs)
     if loss is None:
         return outputs
     if share == 0:

@@ -36,7 +36,8 @@ _MAKES_NEW = {
     torch.ones_like,
     torch.zeros_like,
 }
-_device_of = torch.Tensor.device.__get__
+device_of = torch.Tensor.device.__get__
+"""What torch calls for `tensor.device`; compare with ==, as each look makes another object."""
 _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ipow__"}
 
 
@@ -52,7 +53,6 @@ class Op:
         function: what was called.
         arguments: `(args, kwargs)`; tensors and placeholders as they were given.
         results: the placeholders it made, None where it made something else.
-        result_spec: of its result.
         glue: what layers returned is among its arguments.
         segment: number of layer calls before it.
         grad: whether gradients were enabled.
@@ -61,7 +61,6 @@ class Op:
     function: Callable[..., Any]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     results: list[Placeholder | None]
-    result_spec: pytree.TreeSpec
     glue: bool
     grad: bool
     segment: int = 0
@@ -140,7 +139,7 @@ class Placeholder(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func == _device_of:
+        if func == device_of:
             return args[0].shown_device
         if func in _READS_VALUES:
             raise CannotFollow(
@@ -175,7 +174,7 @@ class Placeholder(torch.Tensor):
         result_leaves, result_spec = pytree.tree_flatten(result)
         shown = asked or device or torch.device("cpu")
         glue = any(kind != "parameter" for kind, _ in sources)
-        op = Op(func, (args, kwargs), [], result_spec, glue, torch.is_grad_enabled())
+        op = Op(func, (args, kwargs), [], glue, torch.is_grad_enabled())
         by_meta = {id(meta): leaf for leaf in leaves if (meta := known.get(id(leaf))) is not None}
         if op.in_place and not (args and isinstance(args[0], Placeholder)):
             raise CannotFollow(f"its forward writes what layers returned into another tensor ({func.__name__})")

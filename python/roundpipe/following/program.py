@@ -79,7 +79,6 @@ class Glue:
     arguments: Tree
     results: list[int | None]
     grad: bool
-    in_place: bool
 
     def run(self, values: Values, parameters: Mapping[str, torch.Tensor]) -> None:
         args, kwargs = self.arguments.join(values, parameters)
@@ -95,7 +94,6 @@ class LayerCall:
     """One call of a layer.
 
     Attributes:
-        layer: which of the model's layers.
         arguments: `(args, kwargs)`.
         outputs: numbers of its output's leaves, None where a leaf is no tensor.
         output_spec: of its output.
@@ -105,7 +103,6 @@ class LayerCall:
         collected: keys under which the model collects what is inside its layers.
     """
 
-    layer: int
     arguments: Tree
     outputs: list[int | None]
     output_spec: pytree.TreeSpec
@@ -166,7 +163,6 @@ class Compiler:
         inputs = self._tree(self._inputs, "the model")
         calls = [
             LayerCall(
-                call.layer,
                 self._tree(call.arguments, f"layer {call.layer}"),
                 [self._number(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in call.outputs],
                 call.output_spec,
@@ -181,8 +177,7 @@ class Compiler:
                 carried[(index, leaf)] = number
         self._place_glue(calls)
         self._find_kept(calls, inputs, set(carried.values()))
-        first = calls[0].arguments.numbers().union(*[{*calls[0].kept}])
-        needed = first | self._needed_by_glue(calls[0])
+        needed = calls[0].arguments.numbers() | set(calls[0].kept) | self._needed_by_glue(calls[0])
         self.values = {number: value for number, value in self.values.items() if number in needed}
         return Program(calls, inputs, carried)
 
@@ -233,7 +228,7 @@ class Compiler:
                 )
             arguments = self._tree(op.arguments, f"the operation {op.function.__name__}")
             needed |= arguments.numbers()
-            calls[op.segment - 1].glue.insert(0, Glue(op.function, arguments, results, op.grad, op.in_place))
+            calls[op.segment - 1].glue.insert(0, Glue(op.function, arguments, results, op.grad))
 
     @staticmethod
     def _needed_by_glue(call: LayerCall) -> set[int]:

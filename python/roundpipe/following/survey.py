@@ -36,22 +36,21 @@ _ROW_CHOICES = (3, 2, 5, 7)
 _TOKEN_CHOICES = (7, 11, 5, 13, 17, 19, 23)
 
 
-def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+def find_layers(model: nn.Module) -> nn.ModuleList:
     """The module list that holds most of the model's parameters.
 
     Raises:
         CannotFollow: there is no module list.
     """
-    best: tuple[int, str, nn.ModuleList] | None = None
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) == 0:
-            continue
-        size = sum(parameter.numel() for parameter in module.parameters())
-        if best is None or size > best[0]:
-            best = (size, name, module)
-    if best is None or best[0] == 0:
+    sizes = [
+        (sum(parameter.numel() for parameter in module.parameters()), module)
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList)
+    ]
+    size, layers = max(sizes, key=lambda entry: entry[0], default=(0, nn.ModuleList()))
+    if size == 0:
         raise CannotFollow("it has no nn.ModuleList of layers")
-    return best[1], best[2]
+    return layers
 
 
 class _Watch:

@@ -7,9 +7,15 @@ from typing import Any
 
 import torch
 
+from roundpipe.data.collate import count_label_tokens
+from roundpipe.data.samples import IGNORED
 from roundpipe.following.lazy_logits import LazyLogits
+from roundpipe.models.functional import linear_cross_entropy
 
-IGNORED = -100
+
+def loss_in(outputs: Any) -> Any:
+    """The loss among a model's outputs, a ModelOutput or a tuple that begins with it; None if there is none."""
+    return outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "loss", None)
 
 
 def count_tokens(kwargs: dict[str, Any], shifts: bool) -> int | None:
@@ -23,7 +29,7 @@ def count_tokens(kwargs: dict[str, Any], shifts: bool) -> int | None:
     if isinstance(shifted, torch.Tensor):
         return int((shifted != IGNORED).sum())
     if isinstance(labels, torch.Tensor):
-        return int(((labels[..., 1:] if shifts else labels) != IGNORED).sum())
+        return count_label_tokens(labels) if shifts else int((labels != IGNORED).sum())
     return None
 
 
@@ -70,8 +76,6 @@ class TokenLoss:
         return self._chunked(logits, given)
 
     def _chunked(self, logits: LazyLogits, given: dict[str, Any]) -> torch.Tensor:
-        from roundpipe.models.functional import linear_cross_entropy
-
         ignored = given.get("ignore_index", IGNORED)
         labels = given.get("shift_labels")
         if labels is None:

@@ -11,10 +11,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from roundpipe.models.functional import Activation, chunked_mlp, gated_mlp
+
 # "auto": rows of more tokens than this are computed in chunks of half as many.
 LONG_ROW_TOKENS = 16384
 
-_ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh", "relu"]] = {
+ChunkTokens = Literal["auto"] | int | None
+"""How many tokens at a time: "auto" where it saves much memory, None never."""
+
+_ACTIVATIONS: dict[str, Activation] = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
     "GELU": "gelu",
@@ -34,7 +39,7 @@ class TokenWise:
     """
 
     path: str
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] | None
+    activation: Activation | None
 
 
 class Candidates:
@@ -87,9 +92,7 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=1e-3, atol=1e-5)
 
 
-def _native_activation(
-    module: nn.Module, states: torch.Tensor, output: torch.Tensor
-) -> Literal["silu", "gelu", "gelu_tanh", "relu"] | None:
+def _native_activation(module: nn.Module, states: torch.Tensor, output: torch.Tensor) -> Activation | None:
     activation = _ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
     if activation is None or not _is_plain(module):
         return None
@@ -103,9 +106,7 @@ def _is_plain(module: nn.Module) -> bool:
     )
 
 
-def _gated(module: Any, activation: Any, chunk_tokens: int, states: torch.Tensor) -> torch.Tensor:
-    from roundpipe.models.functional import gated_mlp
-
+def _gated(module: Any, activation: Activation, chunk_tokens: int, states: torch.Tensor) -> torch.Tensor:
     gate, up, down = module.gate_proj, module.up_proj, module.down_proj
     return gated_mlp(
         states,
@@ -125,7 +126,7 @@ def _on_whole_rows(forward: Callable[[torch.Tensor], torch.Tensor], tokens: torc
     return forward(tokens.contiguous())
 
 
-def chunk_of(option: Literal["auto"] | int | None, tokens: int) -> int | None:
+def chunk_of(option: ChunkTokens, tokens: int) -> int | None:
     """How many tokens of a row are computed at a time; None: all."""
     if option == "auto":
         return LONG_ROW_TOKENS // 2 if tokens > LONG_ROW_TOKENS else None
@@ -138,8 +139,6 @@ def in_chunks(layer: nn.Module, blocks: tuple[TokenWise, ...], chunk_tokens: int
 
     Between forward and backward they hold their input alone; the backward computes each chunk again.
     """
-    from roundpipe.models.functional import chunked_mlp
-
     changed: list[nn.Module] = []
     try:
         for block in blocks:
