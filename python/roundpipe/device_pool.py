@@ -60,11 +60,25 @@ class DevicePool:
         self._engine.reset_peak_memory()
 
     def transfer_report(self) -> list[dict[str, Any]]:
-        """Per device: `name`, `uploaded_bytes` and `downloaded_bytes` since the pool was made."""
+        """Per device since the pool was made: `name`, `uploaded_bytes`, `downloaded_bytes`, and `classes`.
+
+        `classes` has an entry for each direction ("up", "down") and class of transfers that arrived, most urgent first:
+        `direction`, `kind`, `transfers`, `bytes`, `queued_ms` (from when all was there until the first byte moved) and
+        `moving_ms` (from then until the last had arrived), summed over them.
+        """
         report = []
         for index, name in enumerate(self):
             uploaded_bytes, downloaded_bytes = self._engine.moved_bytes(index)
-            report.append({"name": name, "uploaded_bytes": uploaded_bytes, "downloaded_bytes": downloaded_bytes})
+            fields = ("direction", "kind", "transfers", "bytes", "queued_ms", "moving_ms")
+            classes = [dict(zip(fields, row, strict=True)) for row in self._engine.link_use(index)]
+            report.append(
+                {
+                    "name": name,
+                    "uploaded_bytes": uploaded_bytes,
+                    "downloaded_bytes": downloaded_bytes,
+                    "classes": classes,
+                }
+            )
         return report
 
 
@@ -76,8 +90,10 @@ def devices(spec: str | Sequence[str] | None = None) -> DevicePool:
             share one card), or a list of such parts. None returns the current pool; if there is none yet, it is made
             from the environment variable ROUNDPIPE_DEVICES, else from all accelerators that torch sees, else from as
             many virtual devices as the host has cores. Options, each for the devices before it: `memory=` cap a
-            device; virtual only: `link=` GB/s each way, `host=` GB/s of all links together, `threads=` CPU threads of
-            a device's layers (as many as the process uses by default, which gives a plain loop's bits), `debug`
+            device, `chunk=64MB` the most that moves at once before something more urgent may (0: whole layers),
+            `fifo` transfers in the order in which they are asked for; virtual only: `link=` GB/s each way, `host=`
+            GB/s of all links together, `threads=` CPU threads of a device's layers (as many as the process uses by
+            default, which gives a plain loop's bits), `debug`
             (freed device memory is filled with NaN).
 
     Raises:

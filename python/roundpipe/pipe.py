@@ -43,6 +43,12 @@ _NAN_LOSS = (
 )
 
 
+def _tell(pipeline: _core.Pipeline) -> None:
+    """Warns of what the engine has noted."""
+    if notice := pipeline.take_notice():
+        warnings.warn(notice, RuntimeWarning, stacklevel=4)
+
+
 class Pending:
     """A batch that `RoundPipe.submit` has started."""
 
@@ -269,6 +275,7 @@ class RoundPipe(ModelFacade):
                 modes.enter_context(torch.no_grad())
             modes.enter_context(torch.set_grad_enabled(requires_grad))
             parts = self._pipeline.forward(batch, self._options(config, requires_grad), route)
+            _tell(self._pipeline)
             for _, structure in parts:
                 structure.check_open("forward")
             outputs = [structure.join(tensors) for tensors, structure in parts]
@@ -383,6 +390,7 @@ class RoundPipe(ModelFacade):
     ) -> Any:
         with torch.inference_mode(False), torch.enable_grad():
             losses, parts = self._pipeline.finish(submitted)
+        _tell(self._pipeline)
         if self._check_loss and not _all_live():
             for index, microbatch in enumerate(losses):
                 if any(bool(loss.isnan()) for loss in microbatch):

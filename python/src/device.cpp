@@ -60,8 +60,22 @@ void bind_device(py::module_& module) {
            [](Engine& engine) {
              for (int i = 0; i < engine.size(); ++i) engine.worker(i).device().reset_peak_memory();
            })
-      .def("moved_bytes", [](Engine& engine, int index) {
-        return py::make_tuple(engine.worker(index).uploaded_bytes(), engine.worker(index).downloaded_bytes());
+      .def("moved_bytes",
+           [](Engine& engine, int index) {
+             return py::make_tuple(engine.worker(index).upload().moved_bytes(),
+                                   engine.worker(index).download().moved_bytes());
+           })
+      .def("link_use", [](Engine& engine, int index) {
+        py::list rows;
+        for (const auto& [link, way] :
+             {std::pair{&engine.worker(index).upload(), "up"}, std::pair{&engine.worker(index).download(), "down"}}) {
+          for (size_t i = 0; i < transfer::kPriorities; ++i) {
+            const transfer::LinkUse use = link->use(static_cast<transfer::Priority>(i));
+            rows.append(py::make_tuple(way, transfer::name_of(static_cast<transfer::Priority>(i)), use.transfers,
+                                       use.bytes, use.queued_ms, use.moving_ms));
+          }
+        }
+        return rows;
       });
   py::class_<device::Event, device::EventPtr>(module, "Event")
       .def(py::init(&device::make_event))

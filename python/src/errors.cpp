@@ -2,6 +2,7 @@
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/device/event.h>
+#include <roundpipe/runtime/out_of_memory.h>
 #include <roundpipe/runtime/worker.h>
 
 #include "bindings.h"
@@ -34,13 +35,24 @@ void bind_errors(py::module_& module) {
       raised.restore();
     }
   });
-  runtime::ThreadHooks hooks;
-  hooks.attach = []() -> std::shared_ptr<void> { return std::make_shared<InterpreterState>(); };
-  hooks.clear_error = [] {
+  runtime::set_thread_attach([]() -> std::shared_ptr<void> { return std::make_shared<InterpreterState>(); });
+  runtime::ErrorHooks hooks;
+  hooks.is_out_of_memory = [](const std::exception_ptr& error) {
+    try {
+      std::rethrow_exception(error);
+    } catch (python_error& raised) {
+      const py::gil_scoped_acquire gil;
+      const py::object expected = py::module_::import("torch").attr("OutOfMemoryError");
+      return PyErr_GivenExceptionMatches(raised.type, expected.ptr()) != 0;
+    } catch (...) {
+      return false;
+    }
+  };
+  hooks.clear = [] {
     const py::gil_scoped_acquire gil;
     PyErr_Clear();
   };
-  runtime::set_thread_hooks(std::move(hooks));
+  runtime::set_error_hooks(std::move(hooks));
   device::set_interrupt_check([] {
     if (Py_IsInitialized() == 0) return;
     const py::gil_scoped_acquire gil;

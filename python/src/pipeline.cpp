@@ -127,6 +127,7 @@ void bind_pipeline(py::module_& module) {
             return py::make_tuple(result.losses, values_list(result.outputs));
           },
           py::arg("submitted"))
+      .def("take_notice", [](Pipeline& pipeline) { return pipeline.model().take_notice(); })
       .def("raise_pending", &Pipeline::raise_pending, py::call_guard<py::gil_scoped_release>())
       .def("discard_last_call", &Pipeline::discard_last_call, py::arg("message"),
            py::call_guard<py::gil_scoped_release>())

@@ -35,6 +35,12 @@ struct Piece {
   at::Tensor src;
 };
 
+// How a device's links are used.
+struct LinkOptions {
+  int64_t chunk_bytes = 64'000'000;  // transfers are cut into pieces of at most so much; 0 = moved whole
+  bool first_come = false;           // in the order in which they are asked for, whatever their class
+};
+
 // An in-order stream of work of one device. One thread issues to a queue; the three queues of a device run side by
 // side. A virtual queue does its work on the issuing thread.
 class Queue {
@@ -62,6 +68,7 @@ class Device {
  public:
   virtual ~Device() = default;
   const std::string& name() const { return name_; }
+  const LinkOptions& link_options() const { return link_options_; }
   // Where tensors of this device live for torch: "cpu" for virtual devices.
   c10::Device torch_device() const { return torch_device_; }
   bool is_virtual() const { return torch_device_.is_cpu(); }
@@ -84,10 +91,12 @@ class Device {
   virtual void poison(const at::Tensor& tensor) = 0;
 
  protected:
-  Device(std::string name, c10::Device torch_device) : name_(std::move(name)), torch_device_(torch_device) {}
+  Device(const DeviceSpec& spec, c10::Device torch_device)
+      : name_(spec.name()), link_options_{spec.chunk_bytes, spec.first_come}, torch_device_(torch_device) {}
 
  private:
   std::string name_;
+  LinkOptions link_options_;
   c10::Device torch_device_;
 };
 

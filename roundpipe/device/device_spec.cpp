@@ -74,6 +74,10 @@ void apply_option(std::string_view item, std::string_view text, std::vector<Devi
     if (key == "memory") {
       spec.memory_bytes = parse_bytes(value, "devices");
       if (spec.memory_bytes == 0) refuse(text, "a memory cap of 0 holds nothing");
+    } else if (key == "chunk") {
+      spec.chunk_bytes = parse_bytes(value, "devices");
+    } else if (key == "fifo" && value.empty()) {
+      spec.first_come = true;
     } else if (key == "link" && spec.is_virtual) {
       spec.link_gb_per_s = parse_gb_per_s(value, "devices");
     } else if (key == "host" && spec.is_virtual) {
@@ -105,7 +109,7 @@ std::vector<DeviceSpec> parse_devices(std::string_view text) {
     const size_t comma = rest.find(',');
     const std::string_view item = trimmed(rest.substr(0, comma));
     if (item.empty()) refuse(text, "an empty entry");
-    if (item.find('=') != std::string_view::npos || item == "debug") {
+    if (item.find('=') != std::string_view::npos || item == "debug" || item == "fifo") {
       apply_option(item, text, specs, group_first);
     } else {
       std::vector<DeviceSpec> group = parse_group(item, text, virtual_count);

@@ -57,9 +57,20 @@ void WeightSlots::release(int slot) {
   held_[slot] = false;
 }
 
-void WeightSlots::clear() {
+void WeightSlots::drop(int slot) {
   std::lock_guard lock(mutex_);
-  for (at::Tensor& buffer : buffers_) buffer.reset();
+  buffers_[slot].reset();
+}
+
+bool WeightSlots::drop_idle() {
+  std::lock_guard lock(mutex_);
+  bool dropped = false;
+  for (int slot = 0; slot < kSlots; ++slot) {
+    if (held_[slot] || !buffers_[slot].defined()) continue;
+    buffers_[slot].reset();
+    dropped = true;
+  }
+  return dropped;
 }
 
 }  // namespace roundpipe::memory

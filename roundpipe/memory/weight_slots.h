@@ -29,8 +29,10 @@ class WeightSlots {
 
   void release(int slot);
 
-  // Gives the buffers' memory back. REQUIRES: no slot is held.
-  void clear();
+  // Gives the memory of a held slot back, which stays held: the next buffer() takes new memory.
+  void drop(int slot);
+  // Gives the memory of slots back that nobody holds; false when there was none.
+  bool drop_idle();
 
  private:
   device::Device& device_;

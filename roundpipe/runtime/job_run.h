@@ -9,10 +9,11 @@
 
 namespace roundpipe::runtime {
 
-// Values of one microbatch on their way to, or on, a device.
+// Values of one microbatch on their way to, or on, a device. The link's until `uploaded` fires, then the worker's.
 struct StagedValues {
-  std::vector<memory::HostValuePtr> host;
-  std::vector<at::Tensor> device;  // aligned with host; valid once `uploaded` has fired
+  std::vector<memory::HostValuePtr> host;  // kept until the microbatch is through: it may be asked for once more
+  bool filled = false;                     // whether `host` and `structure` are known
+  std::vector<at::Tensor> device;          // aligned with host
   std::shared_ptr<const void> structure;
   device::EventPtr uploaded;
 };
@@ -44,10 +45,15 @@ struct JobRun {
   at::Tensor weights;             // the slot, once uploaded
   device::EventPtr uploaded;      // all weights and buffers
   device::EventPtr weights_read;  // the host's weights are not read for this job any more
+  at::Tensor parked;              // the weights on the host, while the running job needs their place on the device
+  // Of transfers that have taken device memory before the job runs; under the worker's mutex.
+  std::vector<device::EventPtr> begun;
   std::map<int, StagedMicrobatch> staged;
   // Transfer::settled of every transfer of this job: when all have fired, its slot is free and the job is over.
   std::vector<device::EventPtr> transfers;
   device::EventPtr new_transfer() { return transfers.emplace_back(device::make_event()); }
+  // Those among them that lead to the host.
+  std::vector<device::EventPtr> outgoing;
 
   // A transfer that nobody in the pipeline waits for must not fail unnoticed.
   void fails_with(const device::EventPtr& done) const {

@@ -67,7 +67,8 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
   LayerShell& layer = *shell(run, l).layer;
   const bool has_buffers = !state.buffers.empty();
   const bool gradients = call.options.requires_grad;
-  // A backward needs what was there before each microbatch, a call that fails what was there before the first.
+  // A backward needs what was there before each microbatch, a call that fails what was there before the first, and a
+  // layer that runs out of memory what was there before it.
   const bool keep_before = gradients || microbatch == run.job.microbatches.first;
   std::vector<at::Tensor> before;
   std::vector<uint32_t> versions;
@@ -76,7 +77,7 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
     const at::NoGradGuard no_grad;
     for (const at::Tensor& buffer : layer.buffers) {
       versions.push_back(static_cast<uint32_t>(buffer._version()));
-      if (keep_before && state.writes_buffers.load() != Learned::kNo) before.push_back(buffer.clone());
+      if (state.writes_buffers.load() != Learned::kNo) before.push_back(buffer.clone());
     }
   }
 
@@ -100,13 +101,22 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
     outputs = layer.forward(inputs, context);
     if (device_.is_virtual()) state.forward_ms.store(now_ms() - start_ms);
   };
-  if (call.options.preserve_rng_state) {
-    // While something is recomputed the user's own thread may be drawing: then nothing is concluded from the state.
-    const bool watch = !recompute;
-    with_seeded_generators(state.random, layer_seed(call.base_seed, call.model->name, call.index, microbatch, l),
-                           device_.torch_device(), watch, body);
-  } else {
-    body();
+  const auto put_back = [&] {
+    const at::NoGradGuard no_grad;
+    for (size_t i = 0; i < before.size(); ++i) layer.buffers[i].copy_(before[i]);
+  };
+  try {
+    if (call.options.preserve_rng_state) {
+      // While something is recomputed the user's own thread may be drawing: then nothing is concluded from the state.
+      const bool watch = !recompute;
+      with_seeded_generators(state.random, layer_seed(call.base_seed, call.model->name, call.index, microbatch, l),
+                             device_.torch_device(), watch, body);
+    } else {
+      body();
+    }
+  } catch (...) {
+    put_back();
+    throw;
   }
 
   if (has_buffers && !recompute) {
@@ -121,7 +131,7 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
                            ") changed a buffer only after it had run without doing so; this step is dropped, "
                            "the next ones take it into account"));
       }
-      if (!before.empty()) save_buffers(run, l, microbatch, std::move(before));
+      if (keep_before && !before.empty()) save_buffers(run, l, microbatch, std::move(before));
     } else {
       Learned unknown = Learned::kUnknown;
       state.writes_buffers.compare_exchange_strong(unknown, Learned::kNo);

@@ -4,19 +4,12 @@
 
 #include <roundpipe/device/device.h>
 #include <roundpipe/runtime/autograd_nodes.h>
+#include <roundpipe/runtime/flow.h>
 #include <roundpipe/runtime/job_run.h>
 #include <roundpipe/runtime/shells.h>
 #include <roundpipe/transfer/link_scheduler.h>
 
 namespace roundpipe::runtime {
-
-// Values between two layers on a device, without autograd history.
-struct Flow {
-  std::vector<at::Tensor> tensors;
-  std::vector<char> requires_grad;         // whether the uncut model's tensor would
-  std::vector<memory::HostValuePtr> host;  // where the same value already lies on the host; null if nowhere
-  std::shared_ptr<const void> structure;
-};
 
 // Runs single layers on one device as they would run in the uncut model: grad mode, random state, buffers, and
 // whether a layer writes to its inputs. Used by the device's thread, inside its compute scope.
@@ -43,9 +36,11 @@ class LayerRunner {
 
   Shell& shell(JobRun& run, int layer);
 
+  // Gives the buffers of a layer that writes them what they held before this microbatch, if that is known.
+  void restore_buffers(JobRun& run, int layer, int microbatch);
+
  private:
   Values execute(JobRun& run, int layer, const Values& inputs, int microbatch, bool recompute);
-  void restore_buffers(JobRun& run, int layer, int microbatch);
   void save_buffers(JobRun& run, int layer, int microbatch, std::vector<at::Tensor> before);
 
   device::Device& device_;

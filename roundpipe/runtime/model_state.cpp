@@ -105,7 +105,19 @@ void ModelState::refresh_modes() {
     layer->random.state.store(RandomUse::kUnknown);
     layer->writes_inputs.store(Learned::kUnknown);
     layer->writes_buffers.store(Learned::kUnknown);
+    layer->rows_apart.store(Learned::kUnknown);
   }
+}
+
+void ModelState::ran_out_of_memory(std::string notice) {
+  const std::lock_guard lock(notice_mutex_);
+  if (!noticed_) notice_ = std::move(notice);
+  noticed_ = true;
+}
+
+std::string ModelState::take_notice() {
+  const std::lock_guard lock(notice_mutex_);
+  return std::exchange(notice_, {});
 }
 
 int64_t ModelState::host_bytes() const {

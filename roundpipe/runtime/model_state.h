@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -35,6 +36,11 @@ struct LayerState {
   RandomUse random;
   std::atomic<Learned> writes_inputs{Learned::kUnknown};
   std::atomic<Learned> writes_buffers{Learned::kUnknown};
+  // Whether it does to each row of a microbatch what it would do without the others.
+  std::atomic<Learned> rows_apart{Learned::kUnknown};
+  // How it has to run for want of memory (runtime::Frugality), and how many rows then fit at once; 0 = all.
+  std::atomic<int> frugality{0};
+  std::atomic<int64_t> rows_at_once{0};
   // What the last forward of one microbatch took on the host's clock; 0 = unknown, as on accelerators.
   std::atomic<double> forward_ms{0};
   // When the buffers hold what the last submitted forward makes of them; caller's thread only.
@@ -76,9 +82,19 @@ struct ModelState {
   int layer_count() const { return static_cast<int>(layers.size()); }
   // Trainable now, by the user's flags: [layer][parameter].
   std::vector<std::vector<char>> trainable() const;
+  // Notes, once for a model, what the user is to be told. Any thread.
+  void ran_out_of_memory(std::string notice);
+  // What has been noted since the last call; empty = nothing.
+  std::string take_notice();
   // Re-reads mode keys and forgets what was learned in another mode.
   void refresh_modes();
   int64_t host_bytes() const;
+
+ private:
+  std::mutex notice_mutex_;
+  // Protected by notice_mutex_.
+  std::string notice_;
+  bool noticed_ = false;
 };
 
 // Where the weights and buffers of consecutive layers lie in one slot.

@@ -7,26 +7,55 @@
 namespace roundpipe::runtime {
 
 void GradientSink::consume(size_t parameter, at::Tensor gradient) {
+  if (taken_[parameter]) return;
   const at::NoGradGuard no_grad;
   if (gradient.layout() != c10::kStrided) gradient = gradient.to_dense();
   if (!targets[parameter].defined()) {
     // A layer that calls backward itself (reentrant checkpointing) may bring more than one.
     at::Tensor& sum = tied[parameter];
     sum = sum.defined() ? sum + gradient : gradient;
-    return;
-  }
-  if (received[parameter]) {
+  } else if (received[parameter]) {
     targets[parameter].add_(gradient);
   } else {
     targets[parameter].copy_(gradient);
     received[parameter] = 1;
   }
+  in_parts_ |= came_[parameter] != 0;
+  came_[parameter] = 1;
+}
+
+void GradientSink::begin_microbatch() {
+  taken_.assign(taken_.size(), 0);
+  came_.assign(came_.size(), 0);
+  in_parts_ = false;
+}
+
+void GradientSink::retry() {
+  for (size_t i = 0; i < taken_.size(); ++i) taken_[i] |= came_[i];
+  came_.assign(came_.size(), 0);
+}
+
+GradientSink::Outer GradientSink::begin_rows() {
+  Outer outer{taken_, came_};
+  came_.assign(came_.size(), 0);
+  return outer;
+}
+
+void GradientSink::end_rows(const Outer& outer) {
+  for (size_t i = 0; i < taken_.size(); ++i) {
+    const bool taken_here = taken_[i] && !outer.taken[i];
+    came_[i] = came_[i] || taken_here || outer.came[i];
+  }
+  taken_ = outer.taken;
 }
 
 void GradientSink::reset(size_t parameters) {
   targets.assign(parameters, {});
   received.assign(parameters, 0);
   tied.assign(parameters, {});
+  taken_.assign(parameters, 0);
+  came_.assign(parameters, 0);
+  in_parts_ = false;
 }
 
 Shell& Shells::get(const ModelState& model, int layer, c10::Device device, uint64_t call) {

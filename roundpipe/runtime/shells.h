@@ -20,6 +20,27 @@ struct GradientSink {
 
   void consume(size_t parameter, at::Tensor gradient);
   void reset(size_t parameters);
+
+  // Gradients that come from now on are those of a new microbatch.
+  void begin_microbatch();
+  // The microbatch, or the rows of one, runs anew after it has run out of memory: what has come is not taken again.
+  // REQUIRES: can_retry().
+  void retry();
+  // False when a parameter's gradient came in several parts.
+  bool can_retry() const { return !in_parts_; }
+
+  // What comes between begin and end is that of some rows of the microbatch.
+  struct Outer {
+    std::vector<char> taken;
+    std::vector<char> came;
+  };
+  Outer begin_rows();
+  void end_rows(const Outer& outer);
+
+ private:
+  std::vector<char> taken_;  // per parameter: what is here already
+  std::vector<char> came_;   // per parameter: has come since
+  bool in_parts_ = false;    // a backward brought a parameter's gradient in several parts
 };
 
 // A layer's instance on a device, with its sink.

@@ -5,8 +5,11 @@
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/util/Exception.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/runtime/out_of_memory.h>
 
 namespace roundpipe::runtime {
 
@@ -17,10 +20,12 @@ using transfer::Priority;
 Worker::Worker(int index, std::unique_ptr<device::Device> device)
     : index_(index),
       device_(std::move(device)),
-      upload_(device_->upload()),
-      download_(device_->download()),
+      upload_(device_->upload(), device_->link_options()),
+      download_(device_->download(), device_->link_options()),
       slots_(*device_),
-      runner_(index, *device_, upload_, download_, shells_),
+      runner_(
+          index, *device_, upload_, download_, shells_,
+          [this](const JobRun& run, const EventPtr& done) { admit(run, done); }, [this] { return make_room(); }),
       thread_([this] { loop(); }) {}
 
 Worker::~Worker() {
@@ -75,7 +80,8 @@ void Worker::prefetch() {
     upload_weights(run);
     const schedule::Range microbatches = run->job.microbatches;
     const int last = std::min(microbatches.first + JobRunner::kPrefetch, microbatches.last);
-    for (int microbatch = microbatches.first; microbatch < last; ++microbatch) runner_.stage(*run, microbatch);
+    for (int microbatch = microbatches.first; microbatch < last; ++microbatch)
+      runner_.staging().stage(*run, microbatch);
   }
 }
 
@@ -87,6 +93,7 @@ void Worker::upload_weights(const std::shared_ptr<JobRun>& run) {
   }
   upload_.submit({Priority::kWeight, std::move(after),
                   [this, run] {
+                    admit(*run, run->uploaded);
                     std::vector<Piece> pieces;
                     run->weights = slots_.buffer(run->slot, run->layout.size_bytes);
                     for (int l = run->job.layers.first; l < run->job.layers.last; ++l) {
@@ -119,17 +126,17 @@ void use_threads(int threads) {
   std::thread([process_threads] { at::set_num_threads(process_threads); }).join();
 }
 
-ThreadHooks& thread_hooks() {
-  static ThreadHooks hooks;
-  return hooks;
+std::function<std::shared_ptr<void>()>& thread_attach() {
+  static std::function<std::shared_ptr<void>()> attach;
+  return attach;
 }
 
 }  // namespace
 
-void set_thread_hooks(ThreadHooks hooks) { thread_hooks() = std::move(hooks); }
+void set_thread_attach(std::function<std::shared_ptr<void>()> attach) { thread_attach() = std::move(attach); }
 
 void Worker::loop() {
-  const std::shared_ptr<void> attached = thread_hooks().attach ? thread_hooks().attach() : nullptr;
+  const std::shared_ptr<void> attached = thread_attach() ? thread_attach()() : nullptr;
   use_threads(device_->threads());
   while (true) {
     std::shared_ptr<JobRun> run;
@@ -154,11 +161,76 @@ void Worker::execute(JobRun& run) {
     run.call->autocast.apply();
     runner_.run(run);
   } catch (...) {
-    if (thread_hooks().clear_error) thread_hooks().clear_error();
+    clear_error();
     run.call->fail(std::current_exception());
   }
   at::autocast::set_autocast_enabled(at::kCPU, false);
   if (!device_->is_virtual()) at::autocast::set_autocast_enabled(device_->torch_device().type(), false);
+}
+
+void Worker::admit(const JobRun& run, const EventPtr& done) {
+  const std::lock_guard lock(mutex_);
+  const bool runs = !queue_.empty() && queue_.front().get() == &run;
+  if (runs) return;
+  TORCH_CHECK_WITH(OutOfMemoryError, !alone_, "[", device_->name(), "] the running job needs all memory for now");
+  for (const std::shared_ptr<JobRun>& waiting : queue_) {
+    if (waiting.get() == &run) waiting->begun.push_back(done);
+  }
+}
+
+bool Worker::make_room() {
+  bool waited = false;
+  std::unique_lock lock(mutex_);
+  const std::shared_ptr<JobRun> running = queue_.front();
+  for (const EventPtr& sent : running->outgoing) {
+    if (sent->complete()) continue;
+    lock.unlock();
+    sent->wait_complete();
+    lock.lock();
+    waited = true;
+  }
+  running->outgoing.clear();
+  if (releasing_ > 0) {
+    changed_.wait(lock, [this] { return releasing_ == 0; });
+    waited = true;
+  }
+  lock.unlock();
+  return park_next() || waited;
+}
+
+bool Worker::park_next() {
+  std::unique_lock lock(mutex_);
+  alone_ = true;
+  if (queue_.size() < 2 || queue_[1]->begun.empty()) return slots_.drop_idle();
+  const std::shared_ptr<JobRun> next = queue_[1];
+  const std::vector<EventPtr> begun = std::exchange(next->begun, {});
+  lock.unlock();
+  // They only copy, so they end, unless they found no memory and stand aside.
+  for (const EventPtr& done : begun) upload_.wait(done);
+  lock.lock();
+  if (next->uploaded->complete() && !next->uploaded->error()) {
+    const EventPtr arrived = next->uploaded;
+    {
+      const auto scope = device_->download().enter();
+      next->parked = at::empty_like(next->weights, next->weights.options().device(c10::kCPU));
+      next->parked.copy_(next->weights);
+    }
+    next->weights.reset();
+    slots_.drop(next->slot);
+    next->uploaded = next->call->new_event();
+    upload_.submit({Priority::kWeight,
+                    {},
+                    [this, next] {
+                      admit(*next, next->uploaded);
+                      next->weights = slots_.buffer(next->slot, next->layout.size_bytes);
+                      const at::Tensor parked = std::exchange(next->parked, {});
+                      return std::vector<Piece>{{next->weights.narrow(0, 0, parked.numel()), parked}};
+                    },
+                    next->uploaded,
+                    next->new_transfer()});
+  }
+  for (const auto& [microbatch, staged] : next->staged) runner_.staging().stage_again(*next, microbatch);
+  return true;
 }
 
 void Worker::release(const std::shared_ptr<JobRun>& run) {
@@ -176,7 +248,9 @@ void Worker::release(const std::shared_ptr<JobRun>& run) {
     std::lock_guard lock(mutex_);
     ++releasing_;
     queue_.pop_front();
+    alone_ = false;
   }
+  upload_.resume();
   device::when_all(pending, [this, run] {
     for (const EventPtr& after : run->buffers_after) {
       if (after && !after->complete()) after->fire();
@@ -188,6 +262,7 @@ void Worker::release(const std::shared_ptr<JobRun>& run) {
       slots_.release(run->slot);
       --releasing_;
       prefetch();
+      upload_.resume();
       // Under the lock: once it is free, a stopping destructor may be through.
       changed_.notify_all();
     }

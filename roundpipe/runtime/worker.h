@@ -12,16 +12,10 @@
 
 namespace roundpipe::runtime {
 
-// What another language's interpreter needs on the compute threads.
-struct ThreadHooks {
-  // Called when a thread starts; what it returns is dropped when the thread ends. Errors of code that a backward
-  // calls live in the thread's interpreter state until the engine has them, so that state must not come and go.
-  std::function<std::shared_ptr<void>()> attach;
-  // Called when a job has failed, before anything else: torch leaves the error behind in that state, too.
-  std::function<void()> clear_error;
-};
-// Set once, before any worker.
-void set_thread_hooks(ThreadHooks hooks);
+// What another language's interpreter needs on the compute threads: called when one starts, and what it returns is
+// dropped when the thread ends. Errors of code that a backward calls live in the thread's interpreter state until the
+// engine has them, so that state must not come and go. Set once, before any worker.
+void set_thread_attach(std::function<std::shared_ptr<void>()> attach);
 
 // One device with its compute thread and its two links. Runs the jobs given to it in order, and uploads the next
 // job's weights and first inputs while one runs.
@@ -43,8 +37,8 @@ class Worker {
   void enqueued();
   device::Device& device() { return *device_; }
   void forget(const ModelState& model) { shells_.forget(model); }
-  int64_t uploaded_bytes() const { return upload_.moved_bytes(); }
-  int64_t downloaded_bytes() const { return download_.moved_bytes(); }
+  const transfer::LinkScheduler& upload() const { return upload_; }
+  const transfer::LinkScheduler& download() const { return download_; }
 
  private:
   void loop();
@@ -52,6 +46,12 @@ class Worker {
   // Starts what can be started for the running and the next job. REQUIRES: mutex_ is held.
   void prefetch();
   void upload_weights(const std::shared_ptr<JobRun>& run);
+  // Before a transfer of `run` takes device memory: throws c10::OutOfMemoryError while the running job needs it all.
+  void admit(const JobRun& run, const device::EventPtr& done);
+  // Gives up device memory for the running job: waits for what is on its way out, then puts what has been uploaded for
+  // the next job back. False when there was neither.
+  bool make_room();
+  bool park_next();
   void release(const std::shared_ptr<JobRun>& run);
 
   const int index_;
@@ -67,7 +67,8 @@ class Worker {
   // Protected by mutex_. The front of the queue is the running job.
   std::deque<std::shared_ptr<JobRun>> queue_;
   bool running_ = false;
-  int releasing_ = 0;  // jobs that are over but whose transfers out are not
+  int releasing_ = 0;   // jobs that are over but whose transfers out are not
+  bool alone_ = false;  // the running job has run out of memory: the next ones wait for it to be over
   bool stopping_ = false;
 
   std::thread thread_;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -20,7 +21,10 @@ namespace roundpipe::transfer {
 
 // Urgency of a transfer; lower goes first, submission order decides within a class.
 enum class Priority { kActivation, kBoundaryGradient, kWeight, kParameterGradient };
+inline constexpr size_t kPriorities = 4;
+const char* name_of(Priority priority);
 
+using device::LinkOptions;
 using device::Piece;
 
 struct Transfer {
@@ -28,7 +32,8 @@ struct Transfer {
   // Not begun until all are complete; the first failed one fails this transfer. Null events count as fired.
   std::vector<device::EventPtr> after;
   // Runs on the link's thread inside the queue's scope when the transfer is picked, and may allocate: so device
-  // memory is taken when bytes are about to move, not when the transfer is asked for. What it throws fails `done`.
+  // memory is taken when bytes are about to move, not when the transfer is asked for. c10::OutOfMemoryError puts the
+  // transfer aside until resume(); anything else that it throws fails `done`. May run again after running out.
   std::function<std::vector<Piece>()> begin;
   // Fires when every byte has arrived. Never null.
   device::EventPtr done;
@@ -37,34 +42,60 @@ struct Transfer {
   device::EventPtr settled;
 };
 
+// What one class of transfers has taken so far, over transfers that arrived.
+struct LinkUse {
+  int64_t transfers = 0;
+  int64_t bytes = 0;
+  double queued_ms = 0;  // from when all it waits for was there until its first byte moved
+  double moving_ms = 0;  // from then until the last byte had arrived
+};
+
 // Everything that moves in one direction of one device's link.
 //
-// One thread issues chunks of at most kChunk_bytes, the most urgent ready transfer first, and keeps at most
-// kInFlight chunks unfinished, so an urgent transfer waits for chunks, never for a layer.
-// Thread safety: submit() from any thread, never blocks. The destructor finishes everything that was
-// submitted: REQUIRES that every `after` event completes.
+// One thread issues chunks of at most LinkOptions::chunk_bytes, the most urgent ready transfer first, and keeps at most
+// kInFlight chunks unfinished, so an urgent transfer waits for chunks, never for a layer. Small pieces share a chunk.
+// A transfer for which the device has no memory stands aside, and others go on, until resume().
+// Thread safety: submit(), resume(), give_up() and use() from any thread, never block; wait() blocks. The destructor
+// finishes everything that was submitted: REQUIRES that every `after` event completes.
 class LinkScheduler {
  public:
-  static constexpr int64_t kChunk_bytes = 64 * 1000 * 1000;
   static constexpr size_t kInFlight = 2;
 
-  explicit LinkScheduler(device::Queue& queue);
+  explicit LinkScheduler(device::Queue& queue, LinkOptions options = {});
   ~LinkScheduler();
   LinkScheduler(const LinkScheduler&) = delete;
   LinkScheduler& operator=(const LinkScheduler&) = delete;
 
   void submit(Transfer transfer);
 
+  // Blocks until `done`, of a transfer submitted here, is complete, or until that transfer stands aside for want of
+  // memory: then false.
+  bool wait(const device::EventPtr& done);
+  // Memory has become free: those that stand aside are tried again.
+  void resume();
+  // Fails those that stand aside and wait for `done`, with the error that they had.
+  void give_up(const device::EventPtr& done);
+
   // Bytes moved since construction.
   int64_t moved_bytes() const { return moved_bytes_.load(); }
+  LinkUse use(Priority priority) const;
 
  private:
   struct Entry;
   struct MoreUrgent {
+    bool by_class = true;
     bool operator()(const std::shared_ptr<Entry>& a, const std::shared_ptr<Entry>& b) const;
+  };
+  // Those for which there was no memory. Callbacks of their events may outlive the scheduler, so this does, too.
+  struct Aside {
+    std::mutex mutex;  // taken alone
+    std::condition_variable changed;
+    std::vector<std::shared_ptr<Entry>> entries;  // protected by mutex
   };
 
   void run();
+  void issue(const std::shared_ptr<Entry>& entry);
+  void stand_aside(const std::shared_ptr<Entry>& entry, std::exception_ptr error);
   void ready(const std::shared_ptr<Entry>& entry);
   // Issues the next chunk; true when the entry has nothing left to issue.
   bool issue_chunk(Entry& entry);
@@ -73,9 +104,17 @@ class LinkScheduler {
   void let_go(Entry& entry);
 
   device::Queue& queue_;
+  const LinkOptions options_;
   std::atomic<int64_t> moved_bytes_{0};
+  const std::shared_ptr<Aside> aside_ = std::make_shared<Aside>();
 
-  std::mutex mutex_;
+  struct Uses {
+    mutable std::mutex mutex;
+    std::array<LinkUse, kPriorities> of;  // protected by mutex
+  };
+  const std::shared_ptr<Uses> uses_ = std::make_shared<Uses>();
+
+  mutable std::mutex mutex_;
   std::condition_variable changed_;
   // Protected by mutex_.
   std::set<std::shared_ptr<Entry>, MoreUrgent> ready_;

@@ -109,7 +109,7 @@ class AcceleratorQueue final : public Queue {
 class AcceleratorDevice final : public Device {
  public:
   AcceleratorDevice(const DeviceSpec& spec, c10::Device device, int64_t limit_bytes)
-      : Device(spec.name(), device), compute_(device), upload_(device), download_(device), limit_bytes_(limit_bytes) {}
+      : Device(spec, device), compute_(device), upload_(device), download_(device), limit_bytes_(limit_bytes) {}
 
   Queue& compute() override { return compute_; }
   Queue& upload() override { return upload_; }

@@ -70,7 +70,7 @@ class VirtualQueue final : public Queue {
 class VirtualDevice final : public Device {
  public:
   VirtualDevice(const DeviceSpec& spec, std::shared_ptr<LinkThrottle> host)
-      : Device(spec.name(), c10::Device(c10::DeviceType::CPU)),
+      : Device(spec, c10::Device(c10::DeviceType::CPU)),
         threads_(spec.threads),
         account_(make_account(spec.name(), spec.memory_bytes, spec.debug)),
         compute_(account_, nullptr, nullptr, 0),

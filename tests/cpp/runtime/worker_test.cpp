@@ -130,11 +130,11 @@ TEST_SUITE("worker") {
     stage_bytes = model->blocks[0].block->layout().size_bytes;
     const int64_t input_bytes = (kWidth + 1) * 4;
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-    while (engine.worker(0).uploaded_bytes() < 2 * stage_bytes + input_bytes &&
+    while (engine.worker(0).upload().moved_bytes() < 2 * stage_bytes + input_bytes &&
            std::chrono::steady_clock::now() < deadline) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    CHECK(engine.worker(0).uploaded_bytes() == 2 * stage_bytes + input_bytes);
+    CHECK(engine.worker(0).upload().moved_bytes() == 2 * stage_bytes + input_bytes);
     gate->open(4);
     CHECK(call->finished()->wait_for(kPatience_ms));
     CHECK(call->records().size() == 4);

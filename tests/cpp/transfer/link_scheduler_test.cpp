@@ -13,6 +13,7 @@
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <c10/util/Exception.h>
 #include <doctest/doctest.h>
 
 using namespace roundpipe::transfer;
@@ -27,6 +28,8 @@ using roundpipe::device::Queue;
 using roundpipe::device::QueueScope;
 
 namespace {
+
+constexpr int64_t kChunk_bytes = LinkOptions{}.chunk_bytes;
 
 std::exception_ptr error_named(const char* what) { return std::make_exception_ptr(std::runtime_error(what)); }
 
@@ -277,7 +280,7 @@ TEST_CASE("link: large transfers go in chunks, few of them in flight, and an urg
   HeldQueue queue(true);
   LinkScheduler link(queue);
   // Never touched, so no memory is used.
-  const at::Tensor layer = at::empty({kChunks * LinkScheduler::kChunk_bytes - 5}, at::kByte);
+  const at::Tensor layer = at::empty({kChunks * kChunk_bytes - 5}, at::kByte);
   const at::Tensor activation = at::empty({100}, at::kByte);
   const EventPtr layer_done = make_event();
   const EventPtr activation_done = make_event();
@@ -300,7 +303,7 @@ TEST_CASE("link: large transfers go in chunks, few of them in flight, and an urg
   layer_done->wait();
   int64_t layer_bytes = 0;
   for (const HeldQueue::Copy& copy : queue.copies()) {
-    CHECK(copy.size_bytes <= LinkScheduler::kChunk_bytes);
+    CHECK(copy.size_bytes <= kChunk_bytes);
     if (copy.source == layer.storage().data()) layer_bytes += copy.size_bytes;
   }
   CHECK(layer_bytes == layer.numel());
@@ -310,7 +313,7 @@ TEST_CASE("link: large transfers go in chunks, few of them in flight, and an urg
 TEST_CASE("link: chunks of one transfer arrive complete, at every offset") {
   const auto devices = make_devices(parse_devices("virtual:1"));
   LinkScheduler link(devices[0]->upload());
-  const at::Tensor source = at::arange(2 * LinkScheduler::kChunk_bytes / 8 + 3, at::kLong);
+  const at::Tensor source = at::arange(2 * kChunk_bytes / 8 + 3, at::kLong);
   const at::Tensor target = at::zeros_like(source);
   const EventPtr done = make_event();
   link.submit(transfer_of(Priority::kWeight, [&] { return piece_of(target, source); }, done));
@@ -346,9 +349,89 @@ TEST_CASE("link: begin runs inside the queue's scope, so what it allocates is th
       done));
   done->wait();
   CHECK(devices[0]->memory().current_bytes == 1024);
-  const EventPtr too_much = make_event();
-  link.submit(transfer_of(Priority::kWeight, [&] { return piece_of(at::empty({1024}, at::kByte), source); }, too_much));
-  CHECK_THROWS_AS(too_much->wait(), c10::OutOfMemoryError);
+}
+
+TEST_CASE("link: a transfer that finds no memory stands aside until there is some, and others go on") {
+  const auto devices = make_devices(parse_devices("virtual:1,memory=1KiB"));
+  LinkScheduler link(devices[0]->upload());
+  const at::Tensor source = at::arange(128, at::kLong);
+  at::Tensor holder, target;
+  const auto into_target = [&] {
+    target = at::empty({128}, at::kLong);
+    return piece_of(target, source);
+  };
+  {
+    const auto scope = devices[0]->compute().enter();
+    holder = at::empty({1024}, at::kByte);
+  }
+  const EventPtr late = make_event(), other = make_event();
+  link.submit(transfer_of(Priority::kActivation, into_target, late));
+  CHECK_FALSE(link.wait(late));
+  link.submit(transfer_of(Priority::kWeight, [] { return std::vector<Piece>{}; }, other));
+  CHECK(link.wait(other));
+  link.resume();
+  CHECK_FALSE(link.wait(late));
+  holder.reset();
+  CHECK_FALSE(late->complete());
+  link.resume();
+  CHECK(link.wait(late));
+  CHECK(at::equal(target, source));
+
+  const EventPtr never = make_event();
+  link.submit(
+      transfer_of(Priority::kActivation, [&] { return piece_of(at::empty({1024}, at::kByte), source); }, never));
+  CHECK_FALSE(link.wait(never));
+  link.give_up(never);
+  CHECK_THROWS_AS(never->wait(), c10::OutOfMemoryError);
+
+  const EventPtr left = make_event();
+  {
+    LinkScheduler ending(devices[0]->download());
+    ending.submit(transfer_of(
+        Priority::kActivation, []() -> std::vector<Piece> { TORCH_CHECK_WITH(OutOfMemoryError, false, "no memory"); },
+        left));
+  }
+  CHECK_THROWS_AS(left->wait(), c10::OutOfMemoryError);
+}
+
+TEST_CASE("link: small pieces share a chunk, and use() tells what went by") {
+  HeldQueue queue(true);
+  LinkScheduler link(queue, {.chunk_bytes = 1000});
+  std::vector<Piece> pieces;
+  for (int i = 0; i < 10; ++i) pieces.push_back({at::empty({300}, at::kByte), at::empty({300}, at::kByte)});
+  const EventPtr done = make_event();
+  link.submit(transfer_of(Priority::kWeight, [&] { return pieces; }, done));
+  int chunks = 0;
+  while (!done->complete()) {
+    queue.complete_one();
+    ++chunks;
+  }
+  CHECK(chunks == 3);
+  for (const HeldQueue::Copy& copy : queue.copies()) CHECK(copy.size_bytes <= 300);
+  const LinkUse use = link.use(Priority::kWeight);
+  CHECK(use.transfers == 1);
+  CHECK(use.bytes == 3000);
+  CHECK(use.queued_ms >= 0);
+  CHECK(use.moving_ms >= 0);
+  CHECK(link.use(Priority::kActivation).transfers == 0);
+}
+
+TEST_CASE("link: first come first served, and moved whole, when asked to") {
+  HeldQueue queue(true);
+  LinkScheduler link(queue, {.chunk_bytes = 0, .first_come = true});
+  const at::Tensor layer = at::empty({3 * kChunk_bytes}, at::kByte);
+  const at::Tensor value = at::empty({10}, at::kByte);
+  const EventPtr first = make_event(), second = make_event(), third = make_event();
+  link.submit(transfer_of(Priority::kWeight, [&] { return piece_of(layer, layer); }, first));
+  link.submit(transfer_of(Priority::kParameterGradient, [&] { return piece_of(layer, layer); }, second));
+  link.submit(transfer_of(Priority::kActivation, [&] { return piece_of(value, value); }, third));
+  queue.let_go();
+  third->wait();
+  const std::vector<HeldQueue::Copy> copies = queue.copies();
+  REQUIRE(copies.size() == 3);
+  CHECK(copies[0].size_bytes == layer.numel());
+  CHECK(copies[1].size_bytes == layer.numel());
+  CHECK(copies[2].size_bytes == value.numel());
 }
 
 TEST_CASE("link: tensors of a transfer live until their bytes are there, and not longer") {

@@ -1,0 +1,72 @@
+#pragma once
+
+#include <vector>
+
+#include <roundpipe/runtime/gradient_sums.h>
+
+namespace roundpipe::runtime {
+
+// In how little memory a microbatch runs. Each does what the one before does, in more passes.
+enum class Frugality : int {
+  kStage,  // the graph of a whole stage at once
+  kLayer,  // the graph of one layer at a time
+  kRows,   // and where that does not fit, of some rows of the microbatch: halves, quarters, ...
+};
+
+// Runs single microbatches of jobs on one device: forward, fused or backward. A microbatch that has run out of memory
+// may be run anew, see Outbox and GradientSums. Used by the device's thread, inside its compute scope.
+class MicrobatchRunner {
+ public:
+  MicrobatchRunner(device::Device& device, Staging& staging, Outbox& outbox, GradientSums& sums, LayerRunner& layers)
+      : device_(device), staging_(staging), outbox_(outbox), sums_(sums), layers_(layers) {}
+
+  // REQUIRES: the microbatch is staged, the job's weights are bound.
+  void run(JobRun& run, int microbatch, Frugality frugality);
+
+  // Of the microbatch that ran last: when its recomputation was over (0 = there was none) and what it then waited for
+  // gradients.
+  double recomputed_ms() const { return recomputed_ms_; }
+  double waited_ms() const { return waited_ms_; }
+
+ private:
+  using Tensors = std::vector<at::Tensor>;
+  void forward(JobRun& run, int microbatch);
+  void train(JobRun& run, int microbatch);
+  bool nothing_to_do(const JobRun& run, int microbatch) const;
+  std::vector<schedule::Range> segments(const JobRun& run) const;
+
+  // The outputs of one layer, without a graph.
+  Flow run_layer(JobRun& run, int layer, const Flow& inputs, int microbatch, bool recompute, bool protect);
+  Flow run_layer_in_rows(JobRun& run, int layer, const Flow& inputs, int microbatch, bool recompute, int64_t rows,
+                         int64_t at_once);
+  // The gradients of a segment's inputs, for those of its outputs. Parameter gradients go to the sums.
+  Tensors backpropagate(JobRun& run, schedule::Range segment, const Flow& inputs, const Tensors& gradients,
+                        int microbatch);
+  Tensors backpropagate_whole(JobRun& run, schedule::Range segment, const Flow& inputs, const Tensors& gradients,
+                              int microbatch);
+  struct RowGradients {
+    schedule::Range rows;
+    Tensors gradients;
+  };
+  void backpropagate_rows(JobRun& run, int layer, const Flow& inputs, const Tensors& gradients, int microbatch,
+                          int64_t rows, schedule::Range part, std::vector<RowGradients>& parts);
+  Tensors backpropagate_loss(JobRun& run, schedule::Range segment, Flow inputs, int microbatch);
+  Tensors backpropagate_last(JobRun& run, schedule::Range segment, Flow inputs, int microbatch);
+  void backward(JobRun& run, schedule::Range layers, const Tensors& roots, const Tensors& gradients);
+  at::Tensor total_loss(JobRun& run, const Values& outputs, int microbatch);
+
+  // Whether the layer does to each row what it would do without the others. Found out by running it on two.
+  bool rows_are_apart(JobRun& run, int layer, const Flow& inputs, int microbatch);
+
+  device::Device& device_;
+  Staging& staging_;
+  Outbox& outbox_;
+  GradientSums& sums_;
+  LayerRunner& layers_;
+
+  Frugality frugality_ = Frugality::kStage;
+  double recomputed_ms_ = 0;
+  double waited_ms_ = 0;
+};
+
+}  // namespace roundpipe::runtime

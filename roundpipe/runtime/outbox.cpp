@@ -1,0 +1,124 @@
+#include <roundpipe/runtime/outbox.h>
+
+#include <algorithm>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+namespace roundpipe::runtime {
+
+using device::EventPtr;
+using memory::HostValue;
+using memory::HostValuePtr;
+using transfer::Piece;
+using transfer::Priority;
+
+namespace {
+
+// Beside numbers of boundaries.
+constexpr int kLosses = -1;
+
+}  // namespace
+
+void Outbox::begin_microbatch(bool again) {
+  if (!again) sent_.clear();
+}
+
+bool Outbox::sent_before(int what) {
+  if (std::find(sent_.begin(), sent_.end(), what) != sent_.end()) return true;
+  sent_.push_back(what);
+  return false;
+}
+
+void Outbox::send(JobRun& run, Priority priority, std::function<std::vector<Piece>()> begin, EventPtr done) {
+  EventPtr computed = run.call->new_event();
+  device_.compute().signal(computed);
+  run.fails_with(done);
+  run.outgoing.push_back(run.new_transfer());
+  download_.submit({priority, {computed}, std::move(begin), std::move(done), run.outgoing.back()});
+}
+
+void Outbox::send_values(JobRun& run, const Flow& flow, int boundary, int microbatch) {
+  if (sent_before(boundary)) return;
+  BoundaryValues& values = run.call->values(boundary, microbatch);
+  values.structure = flow.structure;
+  struct Outgoing {
+    HostValuePtr value;
+    at::Tensor tensor;
+  };
+  std::vector<Outgoing> outgoing;
+  for (size_t i = 0; i < flow.tensors.size(); ++i) {
+    HostValuePtr value = flow.host[i];
+    for (const Outgoing& earlier : outgoing) {
+      if (!value && earlier.tensor.is_same(flow.tensors[i])) value = earlier.value;
+    }
+    if (!value) {
+      value = std::make_shared<HostValue>();
+      value->requires_grad = flow.requires_grad[i] != 0;
+      outgoing.push_back({value, flow.tensors[i]});
+    }
+    values.tensors.push_back(std::move(value));
+  }
+  send(
+      run, Priority::kActivation,
+      [outgoing, pinned = device_.wants_pinned_host_memory()] {
+        std::vector<Piece> pieces;
+        for (const Outgoing& item : outgoing) {
+          *item.value = *memory::make_host_value(item.tensor, item.value->requires_grad, pinned);
+          std::vector<int64_t> unused;
+          pieces.push_back({item.value->data, memory::without_broadcast(item.tensor, unused)});
+        }
+        return pieces;
+      },
+      values.produced);
+}
+
+void Outbox::send_losses(JobRun& run, const std::vector<at::Tensor>& losses, int microbatch) {
+  if (sent_before(kLosses)) return;
+  const auto place = static_cast<size_t>(microbatch);
+  std::vector<Piece> pieces;
+  {
+    const at::NoGradGuard no_grad;
+    run.call->losses[place].resize(losses.size());
+    for (const at::Tensor& loss : losses) pieces.push_back({at::Tensor(), loss.detach()});
+  }
+  send(
+      run, Priority::kActivation,
+      [call = run.call, place, pieces]() mutable {
+        std::vector<at::Tensor>& targets = call->losses[place];
+        for (size_t i = 0; i < pieces.size(); ++i) {
+          targets[i] = at::empty(pieces[i].src.sizes(), pieces[i].src.options().device(c10::kCPU));
+          pieces[i].dst = targets[i];
+        }
+        return pieces;
+      },
+      run.call->loss_ready[place]);
+}
+
+void Outbox::send_input_gradients(JobRun& run, int microbatch, std::vector<at::Tensor> gradients) {
+  const int boundary = run.job.layers.first;
+  const EventPtr produced = run.call->gradients(boundary, microbatch).produced;
+  if (!produced) return;
+  send(
+      run, Priority::kBoundaryGradient,
+      [call = run.call, boundary, microbatch, gradients = std::move(gradients),
+       pinned = device_.wants_pinned_host_memory()] {
+        std::vector<Piece> pieces;
+        std::vector<at::Tensor>& targets = call->gradients(boundary, microbatch).tensors;
+        targets.clear();
+        for (const at::Tensor& gradient : gradients) {
+          if (!gradient.defined()) {
+            targets.emplace_back();
+            continue;
+          }
+          const HostValuePtr value = memory::make_host_value(gradient, false, pinned);
+          std::vector<int64_t> expanded;
+          pieces.push_back({value->data, memory::without_broadcast(gradient, expanded)});
+          targets.push_back(expanded.empty() ? value->data : value->data.expand(expanded));
+        }
+        return pieces;
+      },
+      produced);
+}
+
+}  // namespace roundpipe::runtime
