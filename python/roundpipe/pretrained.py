@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import warnings
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from roundpipe.checkpoint_files import Checkpoint
 from roundpipe.files import first_lines, refuse_missing_folder
 from roundpipe.pipe import RoundPipe
+from roundpipe.safetensors_header import refuse_pointer
 from roundpipe.wrap import wrap_model_to_roundpipe
 
 if TYPE_CHECKING:
@@ -22,7 +23,11 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def from_pretrained(
-    name_or_path: str | os.PathLike[str], *, peft_config: PeftConfig | None = None, **options: Any
+    name_or_path: str | os.PathLike[str],
+    *,
+    peft_config: PeftConfig | None = None,
+    extra_tensors: Literal["refuse", "ignore"] = "refuse",
+    **options: Any,
 ) -> RoundPipe:
     """Loads a causal language model on the host and wraps it.
 
@@ -30,6 +35,7 @@ def from_pretrained(
         name_or_path: a folder that `save_pretrained` wrote or a model of the Hub. A folder with a PEFT adapter is
             loaded with its base, and the adapter goes on being trained.
         peft_config: adapters to put into the model, such as a `peft.LoraConfig`; all else is frozen.
+        extra_tensors: what to do when the files hold tensors that the model has no place for.
         **options: those of `wrap_model_to_roundpipe` and `RoundPipe`; all others go to
             `AutoModelForCausalLM.from_pretrained`. Its `dtype` is "auto" here: what the files hold.
 
@@ -38,7 +44,7 @@ def from_pretrained(
 
     Raises:
         ValueError: no such model, a kind of model that transformers does not know, a file that is missing or damaged,
-            weights that are missing or of another shape, or a model that cannot be followed.
+            weights that are missing, of another shape or left over, or a model that cannot be followed.
     """
     folder = Path(name_or_path)
     adapter = folder if (folder / ADAPTER_CONFIG).exists() else None
@@ -47,10 +53,12 @@ def from_pretrained(
             f"[from_pretrained] {adapter} is a PEFT adapter and peft_config was given too, expected one of them; leave "
             "peft_config out to go on with the adapter"
         )
+    if extra_tensors not in ("refuse", "ignore"):
+        raise ValueError(f"[from_pretrained] extra_tensors is {extra_tensors!r}, expected 'refuse' or 'ignore'")
     wrapping = _wrap_options()
     mine = {name: options.pop(name) for name in list(options) if name in wrapping}
     base = name_or_path if adapter is None else _base_of(adapter)
-    model: Any = _load(base, {"dtype": "auto", **options})
+    model: Any = _load(base, {"dtype": "auto", **options}, extra_tensors)
     if adapter is not None:
         model = _peft().PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
     elif peft_config is not None:
@@ -83,7 +91,7 @@ def _base_of(adapter: Path) -> str:
     return str(base)
 
 
-def _load(base: str | os.PathLike[str], options: dict[str, Any]) -> PreTrainedModel:
+def _load(base: str | os.PathLike[str], options: dict[str, Any], extra_tensors: str) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     refuse_missing_folder(base, "from_pretrained")
@@ -93,6 +101,7 @@ def _load(base: str | os.PathLike[str], options: dict[str, Any]) -> PreTrainedMo
             raise ValueError(
                 f"[from_pretrained] {folder} has no config.json, expected a folder that save_pretrained wrote"
             )
+        refuse_pointer(folder / "config.json")
         Checkpoint(folder)
     try:
         config = options.pop("config", None) or AutoConfig.from_pretrained(base)
@@ -102,19 +111,26 @@ def _load(base: str | os.PathLike[str], options: dict[str, Any]) -> PreTrainedMo
     except (OSError, KeyError, ValueError) as error:
         raise ValueError(f"[from_pretrained] {base} cannot be loaded: {first_lines(error)}") from error
     model: PreTrainedModel = loaded[0]
-    info: dict[str, Any] = loaded[1]
-    for kind, what in (("missing_keys", "are not in its files"), ("mismatched_keys", "have another shape there")):
-        names = sorted(str(key if isinstance(key, str) else key[0]) for key in info.get(kind) or ())
-        if names:
-            raise ValueError(
-                f"[from_pretrained] of the weights of {type(model).__name__} {len(names)} {what}: "
-                f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}; expected every weight in {base}, since "
-                "others would begin at random"
-            )
-    if unexpected := sorted(info.get("unexpected_keys") or ()):
-        warnings.warn(
-            f"[from_pretrained] {base} holds {len(unexpected)} tensors that {type(model).__name__} has no place for: "
-            f"{', '.join(unexpected[:5])}",
-            stacklevel=3,
-        )
+    _refuse_unfit(loaded[1], type(model).__name__, base, extra_tensors)
     return model
+
+
+def _refuse_unfit(info: dict[str, Any], kind: str, base: str | os.PathLike[str], extra_tensors: str) -> None:
+    """Raises ValueError if the files' tensors and the model's weights are not the same set."""
+    for found, what in (("missing_keys", "are not in its files"), ("mismatched_keys", "have another shape there")):
+        if names := info.get(found):
+            raise ValueError(
+                f"[from_pretrained] of the weights of {kind} {len(names)} {what}: {_listed(names)}; expected every "
+                f"weight in {base}, since others would begin at random"
+            )
+    if (names := info.get("unexpected_keys")) and extra_tensors == "refuse":
+        raise ValueError(
+            f"[from_pretrained] {base} holds {len(names)} tensors that {kind} has no place for: {_listed(names)}; "
+            "expected a model of this kind and nothing else, since what they did would be lost; "
+            "extra_tensors='ignore' loads it without them"
+        )
+
+
+def _listed(names: Iterable[Any]) -> str:
+    texts = sorted(name if isinstance(name, str) else str(name[0]) for name in names)
+    return ", ".join(texts[:5]) + (", ..." if len(texts) > 5 else "")
