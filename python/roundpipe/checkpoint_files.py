@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from roundpipe.safetensors_header import StoredTensor, parse_table, read_header, refuse_pointer
+from roundpipe.safetensors_header import CheckpointError, StoredTensor, parse_table, read_header, refuse_pointer
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+# Read at a time where values are cast, and between two looks at whether to go on.
+CHUNK_BYTES = 16 << 20
+_OWN_MAPPING_BYTES = 1 << 20
 
 
 class Checkpoint:
     """The weights of a model folder: one `model.safetensors`, or shards and their index.
 
     Opening it reads headers only, and checks that every file is there and whole.
+
+    Args:
+        folder: where the files lie.
+        files: their names, where they are known already.
 
     Attributes:
         folder: where the files lie.
@@ -26,18 +37,21 @@ class Checkpoint:
         index: the index's own metadata, or None for a single file.
 
     Raises:
-        ValueError: no safetensors, a file that is missing, damaged, or a pointer of Git LFS, a wrong index, a tensor
-            that two files hold.
+        CheckpointError: no safetensors, a file that is missing, damaged, or a pointer of Git LFS, a wrong index, a
+            tensor that two files hold.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: Sequence[str] | None = None) -> None:
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
         self.metadata: dict[str, dict[str, str]] = {}
         self.index: dict[str, Any] | None = None
-        if (folder / SINGLE_FILE).exists():
-            self.files = [SINGLE_FILE]
-            self._add(SINGLE_FILE)
+        if files is None and (folder / SINGLE_FILE).exists():
+            files = [SINGLE_FILE]
+        if files is not None:
+            self.files = sorted(files)
+            for file in self.files:
+                self._add(file)
             return
         weight_map = self._read_index()
         self.files = sorted(set(weight_map.values()))
@@ -45,7 +59,7 @@ class Checkpoint:
             self._add(file)
         for name, file in weight_map.items():
             if name not in self.tensors or self.tensors[name].file != file:
-                raise ValueError(
+                raise CheckpointError(
                     f"[checkpoint] {folder / INDEX_FILE} says that {name} lies in {file}, which does not hold it; "
                     "expected an index and shards of one model; fetch the folder again"
                 )
@@ -53,18 +67,43 @@ class Checkpoint:
     def read(self, name: str) -> torch.Tensor:
         """The tensor, in memory of its own."""
         stored = self.tensors[name]
-        data = bytearray(stored.end - stored.start)
+        tensor = empty_on_host(stored.shape, stored.torch_dtype)
+        for _ in self.read_into(name, tensor):
+            pass
+        return tensor
+
+    def read_into(self, name: str, out: torch.Tensor) -> Iterator[int]:
+        """Reads the tensor into `out`, which is contiguous and of its shape, piece by piece.
+
+        Where `out` has another dtype values are cast; then there are `CHUNK_BYTES` more in memory. May be called from
+        several threads.
+
+        Yields:
+            The bytes of each piece, once it is read.
+
+        Raises:
+            CheckpointError: the file has become shorter since it was opened.
+        """
+        stored = self.tensors[name]
+        same = out.dtype == stored.torch_dtype
+        elements = CHUNK_BYTES // stored.torch_dtype.itemsize
         with (self.folder / stored.file).open("rb", buffering=0) as file:
-            file.seek(stored.start)
-            view = memoryview(data)
-            while view:
-                count = file.readinto(view)
-                if not count:
-                    raise ValueError(f"[checkpoint] {self.folder / stored.file} ended inside {name}; fetch it again")
-                view = view[count:]
-        if not data:
-            return torch.empty(stored.shape, dtype=stored.torch_dtype)
-        return torch.frombuffer(data, dtype=stored.torch_dtype).reshape(stored.shape)
+            start = stored.start
+            for begin in range(0, out.numel(), elements):
+                piece = out.view(-1)[begin : begin + elements]
+                target = piece if same else torch.empty(piece.shape, dtype=stored.torch_dtype)
+                view = memoryview(target.view(torch.uint8).numpy())  # type: ignore[arg-type]
+                while view:
+                    count = os.preadv(file.fileno(), [view], start)
+                    if not count:
+                        raise CheckpointError(
+                            f"[checkpoint] {self.folder / stored.file} ended inside {name}, expected the file that "
+                            "was opened; fetch it again"
+                        )
+                    view, start = view[count:], start + count
+                if not same:
+                    piece.copy_(target)
+                yield piece.numel() * stored.torch_dtype.itemsize
 
     def empty(self, name: str) -> torch.Tensor:
         """A tensor of the same shape and dtype on the meta device."""
@@ -76,7 +115,7 @@ class Checkpoint:
         if not path.exists():
             others = sorted(file.name for file in self.folder.glob("*.bin"))
             found = f"only {', '.join(others)}" if others else "no weights"
-            raise ValueError(
+            raise CheckpointError(
                 f"[checkpoint] {self.folder} holds {found}, expected {SINGLE_FILE} or {INDEX_FILE} with its shards; "
                 "save the model with save_pretrained, which writes safetensors"
             )
@@ -84,12 +123,12 @@ class Checkpoint:
         index = parse_table(path.read_bytes(), path, "the index", "a JSON table of tensors and their files")
         weight_map, metadata = index.get("weight_map"), index.get("metadata") or {}
         if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
-            raise ValueError(
+            raise CheckpointError(
                 f"[checkpoint] {path} has no weight_map, expected a table of tensors and their files; fetch it again"
             )
         for name, file in weight_map.items():
             if not isinstance(file, str) or Path(file).name != file or not (self.folder / file).is_file():
-                raise ValueError(
+                raise CheckpointError(
                     f"[checkpoint] {path} puts {name} into {file!r}, which is not in {self.folder}; "
                     "expected every shard beside its index; fetch the missing shard"
                 )
@@ -100,8 +139,17 @@ class Checkpoint:
         self.metadata[file], tensors = read_header(self.folder / file)
         for name in tensors:
             if name in self.tensors:
-                raise ValueError(
+                raise CheckpointError(
                     f"[checkpoint] {name} lies in {self.folder / file} and in {self.tensors[name].file}, expected it "
                     "in one of them; fetch the folder again"
                 )
         self.tensors |= tensors
+
+
+def empty_on_host(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor whose memory the system has back as soon as the tensor is gone, if it is large."""
+    like = torch.empty(shape, dtype=dtype, device="meta")
+    if like.nbytes < _OWN_MAPPING_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    mapping = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapping, dtype=dtype).view(like.shape)

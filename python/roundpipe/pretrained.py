@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from roundpipe.checkpoint_files import Checkpoint
 from roundpipe.files import first_lines, refuse_missing_folder
 from roundpipe.pipe import RoundPipe
-from roundpipe.safetensors_header import refuse_pointer
+from roundpipe.safetensors_header import CheckpointError, refuse_pointer
 from roundpipe.wrap import wrap_model_to_roundpipe
 
 if TYPE_CHECKING:
@@ -92,7 +91,9 @@ def _base_of(adapter: Path) -> str:
 
 
 def _load(base: str | os.PathLike[str], options: dict[str, Any], extra_tensors: str) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from roundpipe.direct_loading import load_causal_model
 
     refuse_missing_folder(base, "from_pretrained")
     folder = Path(base)
@@ -105,32 +106,8 @@ def _load(base: str | os.PathLike[str], options: dict[str, Any], extra_tensors: 
         Checkpoint(folder)
     try:
         config = options.pop("config", None) or AutoConfig.from_pretrained(base)
-        # With mismatched sizes ignored they are told, by name.
-        options |= {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(base, **options)
+        return load_causal_model(base, extra_tensors, {"config": config, **options})
+    except CheckpointError:
+        raise
     except (OSError, KeyError, ValueError) as error:
         raise ValueError(f"[from_pretrained] {base} cannot be loaded: {first_lines(error)}") from error
-    model: PreTrainedModel = loaded[0]
-    _refuse_unfit(loaded[1], type(model).__name__, base, extra_tensors)
-    return model
-
-
-def _refuse_unfit(info: dict[str, Any], kind: str, base: str | os.PathLike[str], extra_tensors: str) -> None:
-    """Raises ValueError if the files' tensors and the model's weights are not the same set."""
-    for found, what in (("missing_keys", "are not in its files"), ("mismatched_keys", "have another shape there")):
-        if names := info.get(found):
-            raise ValueError(
-                f"[from_pretrained] of the weights of {kind} {len(names)} {what}: {_listed(names)}; expected every "
-                f"weight in {base}, since others would begin at random"
-            )
-    if (names := info.get("unexpected_keys")) and extra_tensors == "refuse":
-        raise ValueError(
-            f"[from_pretrained] {base} holds {len(names)} tensors that {kind} has no place for: {_listed(names)}; "
-            "expected a model of this kind and nothing else, since what they did would be lost; "
-            "extra_tensors='ignore' loads it without them"
-        )
-
-
-def _listed(names: Iterable[Any]) -> str:
-    texts = sorted(name if isinstance(name, str) else str(name[0]) for name in names)
-    return ", ".join(texts[:5]) + (", ..." if len(texts) > 5 else "")

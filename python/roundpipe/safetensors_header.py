@@ -39,6 +39,10 @@ _LFS_START = b"version https://git-lfs"
 _WHOLE_FILE = "a whole safetensors file"
 
 
+class CheckpointError(ValueError):
+    """Files of a model that are not there, damaged, or not of this model."""
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """Where a tensor lies. `start` and `end` are byte offsets in its file, `dtype` is safetensors' name."""
@@ -58,8 +62,9 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
     """A file's `__metadata__`, and its tensors in the order of their bytes.
 
     Raises:
-        ValueError: it cannot be read, is a pointer of Git LFS, or is not exactly the file that its header describes:
-            every byte of the data belongs to one tensor, and every tensor has the bytes of its dtype and shape.
+        CheckpointError: it cannot be read, is a pointer of Git LFS, or is not exactly the file that its header
+            describes, where every byte of the data belongs to one tensor, and every tensor has the bytes of its dtype
+            and shape.
     """
     refuse_pointer(path)
     try:
@@ -95,7 +100,7 @@ def parse_table(text: bytes, path: Path, what: str, expected: str) -> dict[str, 
         expected: of the file, for messages.
 
     Raises:
-        ValueError: it is none.
+        CheckpointError: it is none.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -116,14 +121,14 @@ def parse_table(text: bytes, path: Path, what: str, expected: str) -> dict[str, 
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raises ValueError when `path` is what Git leaves in place of a large file that was not fetched."""
+    """Raises CheckpointError when `path` is what Git leaves in place of a large file that was not fetched."""
     try:
         with path.open("rb") as file:
             start = file.read(len(_LFS_START))
     except OSError as error:
         raise _unreadable(path, error) from None
     if start == _LFS_START:
-        raise ValueError(
+        raise CheckpointError(
             f"[checkpoint] {path} is a pointer of Git LFS, expected the file itself; run `git lfs pull` in its folder"
         )
 
@@ -137,7 +142,7 @@ def _stored(path: Path, name: str, entry: Any, begin: int) -> StoredTensor:
         raise _damaged(path, f"{name!r} has no dtype, shape and data_offsets in its header")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(
+        raise CheckpointError(
             f"[checkpoint] {name} in {path} has the dtype {dtype!r}, expected one of {', '.join(DTYPES)}; give a model "
             "whose weights are not quantised"
         )
@@ -161,7 +166,7 @@ def _stored(path: Path, name: str, entry: Any, begin: int) -> StoredTensor:
 
 
 def _check_cover(path: Path, found: dict[str, StoredTensor], begin: int, size: int) -> None:
-    """Raises ValueError unless the tensors lie one behind the other, from `begin` to the file's end."""
+    """Raises CheckpointError unless the tensors lie one behind the other, from `begin` to the file's end."""
     end, before = begin, "its header"
     for name, tensor in found.items():
         if tensor.start < end:
@@ -180,9 +185,11 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _unreadable(path: Path, error: OSError) -> ValueError:
-    return ValueError(f"[checkpoint] {path} cannot be read: {error.strerror}; expected a file that this user may read")
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"[checkpoint] {path} cannot be read: {error.strerror}; expected a file that this user may read"
+    )
 
 
-def _damaged(path: Path, what: str, expected: str = _WHOLE_FILE) -> ValueError:
-    return ValueError(f"[checkpoint] {path} is damaged: {what}; expected {expected}; fetch it again")
+def _damaged(path: Path, what: str, expected: str = _WHOLE_FILE) -> CheckpointError:
+    return CheckpointError(f"[checkpoint] {path} is damaged: {what}; expected {expected}; fetch it again")
