@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from roundpipe import _core
 from roundpipe.safetensors_header import CheckpointError, StoredTensor, parse_table, read_header, refuse_pointer
 
 SINGLE_FILE = "model.safetensors"
@@ -46,6 +47,7 @@ class Checkpoint:
         self.tensors: dict[str, StoredTensor] = {}
         self.metadata: dict[str, dict[str, str]] = {}
         self.index: dict[str, Any] | None = None
+        self._maps: dict[str, torch.Tensor] = {}
         if files is None and (folder / SINGLE_FILE).exists():
             files = [SINGLE_FILE]
         if files is not None:
@@ -96,19 +98,34 @@ class Checkpoint:
                 while view:
                     count = os.preadv(file.fileno(), [view], start)
                     if not count:
-                        raise CheckpointError(
-                            f"[checkpoint] {self.folder / stored.file} ended inside {name}, expected the file that "
-                            "was opened; fetch it again"
-                        )
+                        raise self._shrunk(name)
                     view, start = view[count:], start + count
                 if not same:
                     piece.copy_(target)
                 yield piece.numel() * stored.torch_dtype.itemsize
 
+    def mapped(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """The tensor in its mapped file, see `_core.map_file`; None where that is not how `dtype` lies in memory."""
+        stored = self.tensors[name]
+        if dtype != stored.torch_dtype or stored.start % dtype.itemsize or stored.start == stored.end:
+            return None
+        if stored.file not in self._maps:
+            self._maps[stored.file] = _core.map_file(str(self.folder / stored.file))
+        whole = self._maps[stored.file]
+        if len(whole) < stored.end:
+            raise self._shrunk(name)
+        return whole[stored.start : stored.end].view(dtype).view(stored.shape)
+
     def empty(self, name: str) -> torch.Tensor:
         """A tensor of the same shape and dtype on the meta device."""
         stored = self.tensors[name]
         return torch.empty(stored.shape, dtype=stored.torch_dtype, device="meta")
+
+    def _shrunk(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"[checkpoint] {self.folder / self.tensors[name].file} ended inside {name}, expected the file that was "
+            "opened; fetch it again"
+        )
 
     def _read_index(self) -> dict[str, str]:
         path = self.folder / INDEX_FILE

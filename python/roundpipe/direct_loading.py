@@ -33,7 +33,9 @@ _SHOWN_BYTES = 1_000_000_000  # from here on a bar shows how far it is
 _PLAIN_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def load_causal_model(base: str | os.PathLike[str], extra_tensors: str, options: dict[str, Any]) -> PreTrainedModel:
+def load_causal_model(
+    base: str | os.PathLike[str], extra_tensors: str, mapped: bool, options: dict[str, Any]
+) -> PreTrainedModel:
     """What `AutoModelForCausalLM.from_pretrained(base, **options)` returns.
 
     Memory peaks at the model's weights and the tensors that one of its parameters is made of.
@@ -41,6 +43,7 @@ def load_causal_model(base: str | os.PathLike[str], extra_tensors: str, options:
     Args:
         base: a folder, or a model of the Hub.
         extra_tensors: "refuse" or "ignore".
+        mapped: leave parameters that are a tensor of the files in the mapped files.
         options: of transformers, `dtype` among them.
 
     Raises:
@@ -48,7 +51,7 @@ def load_causal_model(base: str | os.PathLike[str], extra_tensors: str, options:
             before any weight is read.
         Exception: what transformers raises.
     """
-    fill = _Fill(base, extra_tensors)
+    fill = _Fill(base, extra_tensors, mapped)
     # A class of its own for the one call, so that no other is affected.
     factory: Any = type(
         AutoModelForCausalLM.__name__,
@@ -94,9 +97,10 @@ class _Mapping:
 class _Fill:
     """Reads the weights of one model."""
 
-    def __init__(self, base: str | os.PathLike[str], extra_tensors: str) -> None:
+    def __init__(self, base: str | os.PathLike[str], extra_tensors: str, mapped: bool) -> None:
         self._base = base
         self._extra_tensors = extra_tensors
+        self._mapped = mapped
 
     def run(self, model: Any, files: Iterable[str], config: Any) -> LoadStateDictInfo | None:
         """Fills an empty model; None, with nothing done, if that takes more than reading.
@@ -121,7 +125,8 @@ class _Fill:
         dtypes = _dtypes(model, config)
         info = self._compare(model, checkpoint, names, dtypes)
         quantizer: Any = None
-        with _Reader(checkpoint, dtypes) as reader:
+        mappable = {name for name, _ in model.named_parameters()} if self._mapped else set()
+        with _Reader(checkpoint, dtypes, mappable) as reader:
             for name, value in reader.values(names):
                 set_param_for_module(model, name, value, info, quantizer)
         model._weight_conversions = [entry for entry in config.weight_mapping or () if entry.was_used()]
@@ -173,11 +178,18 @@ class _Fill:
 
 
 class _Reader:
-    """Reads tensors with a few threads; leaving the block by an error, Ctrl+C included, stops them."""
+    """Reads or maps tensors, with a few threads; leaving the block by an error, Ctrl+C included, stops them.
 
-    def __init__(self, checkpoint: Checkpoint, dtypes: dict[str, torch.dtype]) -> None:
+    Args:
+        checkpoint: where they lie.
+        dtypes: what each parameter is to be.
+        mappable: names of the parameters that may stay in mapped files.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtypes: dict[str, torch.dtype], mappable: set[str]) -> None:
         self._checkpoint = checkpoint
         self._dtypes = dtypes
+        self._mappable = mappable
         total = sum(tensor.end - tensor.start for tensor in checkpoint.tensors.values())
         self._bar: Any = logging.tqdm(
             total=total, unit="B", unit_scale=True, desc="Loading weights", disable=total < _SHOWN_BYTES
@@ -198,7 +210,15 @@ class _Reader:
         sources = list(dict.fromkeys(names.sources.values()))
         order = {key: index for index, key in enumerate(self._checkpoint.tensors)}
         single = sorted((s for s in sources if s.converter is None), key=lambda s: order[s.keys[0][0]])
-        started = [(source.parameters[0], *self._start(source, source.keys[0][0])) for source in single]
+        started = []
+        for source in single:
+            name, key = source.parameters[0], source.keys[0][0]
+            mapped = self._checkpoint.mapped(key, self._dtypes[name]) if name in self._mappable else None
+            if mapped is None:
+                started.append((name, *self._start(source, key)))
+            else:
+                self._bar.update(mapped.nbytes)
+                yield name, mapped
         for name, value, done in started:
             done.result()
             yield name, value

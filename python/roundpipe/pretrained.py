@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER_CONFIG = "adapter_config.json"
+_REPLACES_FILES = (0, 8)
 
 
 def from_pretrained(
@@ -26,6 +29,7 @@ def from_pretrained(
     *,
     peft_config: PeftConfig | None = None,
     extra_tensors: Literal["refuse", "ignore"] = "refuse",
+    frozen_weights: Literal["memory", "mmap"] = "memory",
     **options: Any,
 ) -> RoundPipe:
     """Loads a causal language model on the host and wraps it.
@@ -35,6 +39,10 @@ def from_pretrained(
             loaded with its base, and the adapter goes on being trained.
         peft_config: adapters to put into the model, such as a `peft.LoraConfig`; all else is frozen.
         extra_tensors: what to do when the files hold tensors that the model has no place for.
+        frozen_weights: where weights lie that do not train, which are those of the base under adapters. "mmap" leaves
+            them in their files, mapped, so that the system's file cache holds as many as there is room for. They are
+            then uploaded from there, which is slower than from page-locked memory. What is stored in another dtype, or
+            made of several tensors, is in memory all the same.
         **options: those of `wrap_model_to_roundpipe` and `RoundPipe`; all others go to
             `AutoModelForCausalLM.from_pretrained`. Its `dtype` is "auto" here: what the files hold.
 
@@ -54,10 +62,14 @@ def from_pretrained(
         )
     if extra_tensors not in ("refuse", "ignore"):
         raise ValueError(f"[from_pretrained] extra_tensors is {extra_tensors!r}, expected 'refuse' or 'ignore'")
+    if frozen_weights not in ("memory", "mmap"):
+        raise ValueError(f"[from_pretrained] frozen_weights is {frozen_weights!r}, expected 'memory' or 'mmap'")
+    if frozen_weights == "mmap":
+        _refuse_overwriting()
     wrapping = _wrap_options()
     mine = {name: options.pop(name) for name in list(options) if name in wrapping}
     base = name_or_path if adapter is None else _base_of(adapter)
-    model: Any = _load(base, {"dtype": "auto", **options}, extra_tensors)
+    model: Any = _load(base, {"dtype": "auto", **options}, extra_tensors, frozen_weights == "mmap")
     if adapter is not None:
         model = _peft().PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
     elif peft_config is not None:
@@ -69,6 +81,17 @@ def from_pretrained(
 def _wrap_options() -> set[str]:
     taken = {*inspect.signature(wrap_model_to_roundpipe).parameters, *inspect.signature(RoundPipe).parameters}
     return taken - {"model", "roundpipe_kwargs"}
+
+
+def _refuse_overwriting() -> None:
+    """Raises ValueError if saving writes into a file that exists, which would change what is mapped from it."""
+    installed = metadata.version("safetensors")
+    if tuple(map(int, re.findall(r"\d+", installed)[:2])) < _REPLACES_FILES:
+        raise ValueError(
+            f"[from_pretrained] frozen_weights='mmap' with safetensors {installed}, expected "
+            f"{'.'.join(map(str, _REPLACES_FILES))} or newer, as older ones write into files that may be mapped; "
+            "pip install --upgrade safetensors, or leave frozen_weights out"
+        )
 
 
 def _peft() -> Any:
@@ -90,7 +113,7 @@ def _base_of(adapter: Path) -> str:
     return str(base)
 
 
-def _load(base: str | os.PathLike[str], options: dict[str, Any], extra_tensors: str) -> PreTrainedModel:
+def _load(base: str | os.PathLike[str], options: dict[str, Any], extra_tensors: str, mapped: bool) -> PreTrainedModel:
     from transformers import AutoConfig
 
     from roundpipe.direct_loading import load_causal_model
@@ -106,7 +129,7 @@ def _load(base: str | os.PathLike[str], options: dict[str, Any], extra_tensors: 
         Checkpoint(folder)
     try:
         config = options.pop("config", None) or AutoConfig.from_pretrained(base)
-        return load_causal_model(base, extra_tensors, {"config": config, **options})
+        return load_causal_model(base, extra_tensors, mapped, {"config": config, **options})
     except CheckpointError:
         raise
     except (OSError, KeyError, ValueError) as error:

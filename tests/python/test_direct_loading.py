@@ -44,8 +44,8 @@ def check_same(mine: Any, theirs: Any) -> None:
     assert [module.training for module in mine.modules()] == [module.training for module in theirs.modules()]
 
 
-def load(folder: Path, extra_tensors: str = "refuse", **options: Any) -> Any:
-    return load_causal_model(folder, extra_tensors, {"config": AutoConfig.from_pretrained(folder), **options})
+def load(folder: Path, **options: Any) -> Any:
+    return load_causal_model(folder, "refuse", False, {"config": AutoConfig.from_pretrained(folder), **options})
 
 
 def saved_files(model: Any, folder: Path) -> dict[str, tuple[Any, ...]]:
@@ -210,7 +210,7 @@ def test_a_model_of_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (repo / "refs" / "main").write_text(commit)
     options: dict[str, Any] = {"cache_dir": tmp_path, "local_files_only": True}
     config = AutoConfig.from_pretrained("owner/tiny", **options)
-    mine = load_causal_model("owner/tiny", "refuse", {"config": config, **options})
+    mine = load_causal_model("owner/tiny", "refuse", False, {"config": config, **options})
     check_same(mine, AutoModelForCausalLM.from_pretrained("owner/tiny", **options))
 
 
