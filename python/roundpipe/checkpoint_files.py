@@ -18,7 +18,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 # Read at a time where values are cast, and between two looks at whether to go on.
 CHUNK_BYTES = 16 << 20
-_OWN_MAPPING_BYTES = 1 << 20
+_OWN_MAPPING_BYTES = 1 << 17
 
 
 class Checkpoint:

@@ -8,6 +8,7 @@ the way it was found.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from transformers.core_model_loading import (
 )
 
 from roundpipe.checkpoint_files import Checkpoint
+from roundpipe.safetensors_header import CheckpointError
 
 Read = Callable[[str], torch.Tensor]
 
@@ -53,6 +55,9 @@ class Names:
     Attributes:
         sources: by the name of each parameter that the files hold.
         unplaced: by the name that transformers gives it, each tensor of the files that becomes nothing.
+
+    Raises:
+        CheckpointError: tensors that are stacked have several shapes.
     """
 
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, conversions: Iterable[Any]) -> None:
@@ -74,6 +79,7 @@ class Names:
             else:
                 self.sources[name] = Source(((key, key),), None, (name,))
         for name, keys in gathered.items():
+            _refuse_unlike(checkpoint, keys, name)
             converter = by_pattern[keys[0][1]]
             made = self._convert(Source(tuple(keys), converter, (name,)), checkpoint.empty)
             source = Source(tuple(keys), converter, tuple(made))
@@ -118,6 +124,19 @@ class Names:
             converter.add_tensor(first, key, pattern, read(key))
         made = converter.convert(first, model=self._model, config=self._model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _refuse_unlike(checkpoint: Checkpoint, keys: list[tuple[str, str]], name: str) -> None:
+    """Raises CheckpointError for a tensor that has another shape than those that it is stacked with."""
+    for pattern in {pattern for _, pattern in keys}:
+        shapes = {key: checkpoint.tensors[key].shape for key, found in keys if found == pattern}
+        [(usual, _)] = Counter(shapes.values()).most_common(1)
+        for key, shape in shapes.items():
+            if shape != usual:
+                raise CheckpointError(
+                    f"[checkpoint] {key} in {checkpoint.folder / checkpoint.tensors[key].file} has the shape {shape}, "
+                    f"expected {usual} like the others that become {name}; fetch the model again"
+                )
 
 
 def _few(names: list[str]) -> str:

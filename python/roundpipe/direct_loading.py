@@ -10,12 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.core_model_loading import build_glob_alternation, set_param_for_module
+from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import logging
 from transformers.utils.loading_report import LoadStateDictInfo
 
@@ -120,15 +121,18 @@ class _Fill:
         checkpoint = Checkpoint(paths[0].parent, [path.name for path in paths])
         try:
             names = Names(model, checkpoint, config.weight_mapping or ())
+            dtypes = _dtypes(model, config)
+            info = self._compare(model, checkpoint, names, dtypes)
+        except CheckpointError:
+            raise
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-            return None  # a conversion that needs values, or does not understand these shapes; transformers says why
-        dtypes = _dtypes(model, config)
-        info = self._compare(model, checkpoint, names, dtypes)
-        quantizer: Any = None
+            # A conversion that needs values or cannot take these shapes, which transformers then says, or another
+            # version of transformers.
+            return None
         mappable = {name for name, _ in model.named_parameters()} if self._mapped else set()
         with _Reader(checkpoint, dtypes, mappable) as reader:
             for name, value in reader.values(names):
-                set_param_for_module(model, name, value, info, quantizer)
+                _put(model, name, value)
         model._weight_conversions = [entry for entry in config.weight_mapping or () if entry.was_used()]
         return info
 
@@ -137,14 +141,13 @@ class _Fill:
     ) -> LoadStateDictInfo:
         """Raises CheckpointError unless the files hold the model; what is tied may be missing."""
         known = model.state_dict()
-        info: Any = LoadStateDictInfo(
-            missing_keys=set(known) - set(names.sources),
-            unexpected_keys=set(names.unplaced),
-            mismatched_keys=set(),
-            error_msgs=[],
-            conversion_errors={},
-            skipped_pp_keys=set(),
-        )
+        found: dict[str, Any] = {
+            "missing_keys": set(known) - set(names.sources),
+            "unexpected_keys": set(names.unplaced),
+            "error_msgs": [],
+            "conversion_errors": {},
+        }
+        info: Any = LoadStateDictInfo(**{part.name: found.get(part.name, set()) for part in fields(LoadStateDictInfo)})
         for source in dict.fromkeys(names.sources.values()):
             for key, _ in source.keys:
                 _refuse_other_kind(checkpoint, key, dtypes[source.parameters[0]])
@@ -234,7 +237,9 @@ class _Reader:
             done.result()
             return value
 
-        yield from names.load(source, take).items()
+        for name, made in names.load(source, take).items():
+            # Large memory from malloc would not go back to the system when blocks take the values over.
+            yield name, empty_on_host(made.shape, made.dtype).copy_(made) if made.is_contiguous() else made
 
     def _start(self, source: Source, key: str) -> tuple[torch.Tensor, Future[None]]:
         stored = self._checkpoint.tensors[key]
@@ -246,6 +251,16 @@ class _Reader:
             if self._stopped.is_set():
                 return
             self._bar.update(count)
+
+
+def _put(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+    """Makes `value` the parameter or buffer of that name, as transformers does."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._parameters:
+        value = torch.nn.Parameter(value, requires_grad=value.is_floating_point())
+    value._is_hf_initialized = True  # type: ignore[attr-defined]
+    setattr(module, leaf, value)
 
 
 def _dtypes(model: Any, config: Any) -> dict[str, torch.dtype]:

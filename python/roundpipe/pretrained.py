@@ -132,5 +132,5 @@ def _load(base: str | os.PathLike[str], options: dict[str, Any], extra_tensors: 
         return load_causal_model(base, extra_tensors, mapped, {"config": config, **options})
     except CheckpointError:
         raise
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, RuntimeError, ValueError) as error:
         raise ValueError(f"[from_pretrained] {base} cannot be loaded: {first_lines(error)}") from error

@@ -84,6 +84,21 @@ def test_experts_in_files_of_their_own(name: str, tmp_path: Path) -> None:
     assert load_file(tmp_path / "again" / "model.safetensors").keys() == keys
 
 
+def test_experts_that_are_not_all_there_or_not_alike(tmp_path: Path) -> None:
+    build("qwen3_moe").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    key = "model.layers.1.mlp.experts.2.down_proj.weight"
+    save_file({n: value for n, value in weights.items() if n != key}, tmp_path / "model.safetensors", {"format": "pt"})
+    message = r"1 have another shape there: model.layers.1.mlp.experts.down_proj \(3, 32, 16\) instead of \(4, 32, 16\)"
+    with pytest.raises(ValueError, match=message):
+        roundpipe.from_pretrained(tmp_path)
+    save_file(weights | {key: torch.ones(3, 3)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ValueError, match=rf"^\[checkpoint\] {key} in .* has the shape \(3, 3\), expected \(32, 16\) like"
+    ):
+        roundpipe.from_pretrained(tmp_path)
+
+
 def test_the_model_that_is_wrapped_is_the_one_that_was_loaded(tmp_path: Path) -> None:
     build("gemma2").save_pretrained(tmp_path / "model")
     model = roundpipe.from_pretrained(tmp_path / "model")
@@ -195,7 +210,7 @@ def test_an_interrupt_stops_the_threads_that_read(tmp_path: Path, monkeypatch: p
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Checkpoint, "read_into", endless)
-    monkeypatch.setattr("roundpipe.direct_loading.set_param_for_module", interrupted)
+    monkeypatch.setattr("roundpipe.direct_loading._put", interrupted)
     with pytest.raises(KeyboardInterrupt):
         load(tmp_path)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("roundpipe-read")]
