@@ -7,6 +7,7 @@ more than reading safetensors (quantised weights, several devices, other formats
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -240,6 +241,8 @@ class _Reader:
         for name, made in names.load(source, take).items():
             # Large memory from malloc would not go back to the system when blocks take the values over.
             yield name, empty_on_host(made.shape, made.dtype).copy_(made) if made.is_contiguous() else made
+            del made
+        _trim_heap()
 
     def _start(self, source: Source, key: str) -> tuple[torch.Tensor, Future[None]]:
         stored = self._checkpoint.tensors[key]
@@ -251,6 +254,13 @@ class _Reader:
             if self._stopped.is_set():
                 return
             self._bar.update(count)
+
+
+def _trim_heap() -> None:
+    """Gives back to the system what has been freed between things that are still in use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(0)
 
 
 def _put(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:

@@ -250,7 +250,7 @@ def test_two_gigabytes_in_their_own_size_and_a_tenth(tmp_path: Path) -> None:
         [sys.executable, str(Path(__file__).with_name("loading_memory_program.py")), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     shutil.rmtree(tmp_path, ignore_errors=True)
