@@ -2,52 +2,33 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+import mmap
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from roundpipe import _core
+from roundpipe.safetensors_header import CheckpointError, StoredTensor, parse_table, read_header, refuse_pointer
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_LFS_START = b"version https://git-lfs"
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Where a tensor lies. `start` and `end` are byte offsets in its file, `dtype` is safetensors' name."""
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return _DTYPES[self.dtype]
+# Read at a time where values are cast, and between two looks at whether to go on.
+CHUNK_BYTES = 16 << 20
+_OWN_MAPPING_BYTES = 1 << 17
 
 
 class Checkpoint:
     """The weights of a model folder: one `model.safetensors`, or shards and their index.
 
     Opening it reads headers only, and checks that every file is there and whole.
+
+    Args:
+        folder: where the files lie.
+        files: their names, where they are known already.
 
     Attributes:
         folder: where the files lie.
@@ -57,25 +38,30 @@ class Checkpoint:
         index: the index's own metadata, or None for a single file.
 
     Raises:
-        ValueError: no safetensors, a file that is missing, cut off, or a pointer of Git LFS, a wrong index.
+        CheckpointError: no safetensors, a file that is missing, damaged, or a pointer of Git LFS, a wrong index, a
+            tensor that two files hold.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: Sequence[str] | None = None) -> None:
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
         self.metadata: dict[str, dict[str, str]] = {}
         self.index: dict[str, Any] | None = None
-        if (folder / SINGLE_FILE).exists():
-            self.files = [SINGLE_FILE]
-            self._read_header(SINGLE_FILE)
+        self._maps: dict[str, torch.Tensor] = {}
+        if files is None and (folder / SINGLE_FILE).exists():
+            files = [SINGLE_FILE]
+        if files is not None:
+            self.files = sorted(files)
+            for file in self.files:
+                self._add(file)
             return
         weight_map = self._read_index()
         self.files = sorted(set(weight_map.values()))
         for file in self.files:
-            self._read_header(file)
+            self._add(file)
         for name, file in weight_map.items():
             if name not in self.tensors or self.tensors[name].file != file:
-                raise ValueError(
+                raise CheckpointError(
                     f"[checkpoint] {folder / INDEX_FILE} says that {name} lies in {file}, which does not hold it; "
                     "expected an index and shards of one model; fetch the folder again"
                 )
@@ -83,95 +69,104 @@ class Checkpoint:
     def read(self, name: str) -> torch.Tensor:
         """The tensor, in memory of its own."""
         stored = self.tensors[name]
-        data = bytearray(stored.end - stored.start)
+        tensor = empty_on_host(stored.shape, stored.torch_dtype)
+        for _ in self.read_into(name, tensor):
+            pass
+        return tensor
+
+    def read_into(self, name: str, out: torch.Tensor) -> Iterator[int]:
+        """Reads the tensor into `out`, which is contiguous and of its shape, piece by piece.
+
+        Where `out` has another dtype values are cast; then there are `CHUNK_BYTES` more in memory. May be called from
+        several threads.
+
+        Yields:
+            The bytes of each piece, once it is read.
+
+        Raises:
+            CheckpointError: the file has become shorter since it was opened.
+        """
+        stored = self.tensors[name]
+        same = out.dtype == stored.torch_dtype
+        elements = CHUNK_BYTES // stored.torch_dtype.itemsize
         with (self.folder / stored.file).open("rb", buffering=0) as file:
-            file.seek(stored.start)
-            view = memoryview(data)
-            while view:
-                count = file.readinto(view)
-                if not count:
-                    raise ValueError(f"[checkpoint] {self.folder / stored.file} ended inside {name}; fetch it again")
-                view = view[count:]
-        if not data:
-            return torch.empty(stored.shape, dtype=stored.torch_dtype)
-        return torch.frombuffer(data, dtype=stored.torch_dtype).reshape(stored.shape)
+            start = stored.start
+            for begin in range(0, out.numel(), elements):
+                piece = out.view(-1)[begin : begin + elements]
+                target = piece if same else torch.empty(piece.shape, dtype=stored.torch_dtype)
+                view = memoryview(target.view(torch.uint8).numpy())  # type: ignore[arg-type]
+                while view:
+                    count = os.preadv(file.fileno(), [view], start)
+                    if not count:
+                        raise self._shrunk(name)
+                    view, start = view[count:], start + count
+                if not same:
+                    piece.copy_(target)
+                yield piece.numel() * stored.torch_dtype.itemsize
+
+    def mapped(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """The tensor in its mapped file, see `_core.map_file`; None where that is not how `dtype` lies in memory."""
+        stored = self.tensors[name]
+        if dtype != stored.torch_dtype or stored.start % dtype.itemsize or stored.start == stored.end:
+            return None
+        if stored.file not in self._maps:
+            self._maps[stored.file] = _core.map_file(str(self.folder / stored.file))
+        whole = self._maps[stored.file]
+        if len(whole) < stored.end:
+            raise self._shrunk(name)
+        return whole[stored.start : stored.end].view(dtype).view(stored.shape)
 
     def empty(self, name: str) -> torch.Tensor:
         """A tensor of the same shape and dtype on the meta device."""
         stored = self.tensors[name]
-        if stored.dtype not in _DTYPES:
-            raise ValueError(
-                f"[checkpoint] {name} in {self.folder / stored.file} has the dtype {stored.dtype}, expected one of "
-                f"{', '.join(_DTYPES)}; give a base whose weights are not quantised"
-            )
         return torch.empty(stored.shape, dtype=stored.torch_dtype, device="meta")
+
+    def _shrunk(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"[checkpoint] {self.folder / self.tensors[name].file} ended inside {name}, expected the file that was "
+            "opened; fetch it again"
+        )
 
     def _read_index(self) -> dict[str, str]:
         path = self.folder / INDEX_FILE
         if not path.exists():
             others = sorted(file.name for file in self.folder.glob("*.bin"))
             found = f"only {', '.join(others)}" if others else "no weights"
-            raise ValueError(
+            raise CheckpointError(
                 f"[checkpoint] {self.folder} holds {found}, expected {SINGLE_FILE} or {INDEX_FILE} with its shards; "
                 "save the model with save_pretrained, which writes safetensors"
             )
         refuse_pointer(path)
-        try:
-            index = json.loads(path.read_text(encoding="utf-8"))
-            weight_map = dict(index["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"[checkpoint] {path} cannot be read ({error}), expected JSON with a weight_map; fetch it again"
-            ) from None
+        index = parse_table(path.read_bytes(), path, "the index", "a JSON table of tensors and their files")
+        weight_map, metadata = index.get("weight_map"), index.get("metadata") or {}
+        if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
+            raise CheckpointError(
+                f"[checkpoint] {path} has no weight_map, expected a table of tensors and their files; fetch it again"
+            )
         for name, file in weight_map.items():
-            if not isinstance(file, str) or Path(file).name != file or not (self.folder / file).exists():
-                raise ValueError(
+            if not isinstance(file, str) or Path(file).name != file or not (self.folder / file).is_file():
+                raise CheckpointError(
                     f"[checkpoint] {path} puts {name} into {file!r}, which is not in {self.folder}; "
                     "expected every shard beside its index; fetch the missing shard"
                 )
-        self.index = dict(index.get("metadata") or {})
+        self.index = metadata
         return weight_map
 
-    def _read_header(self, file: str) -> None:
-        path = self.folder / file
-        refuse_pointer(path)
-        size = path.stat().st_size
-        with path.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or not 0 < length <= size - 8:
-                raise _damaged(path, f"its header would end at byte {8 + length} of {size}")
-            try:
-                header = json.loads(stream.read(length))
-                metadata = header.pop("__metadata__", None) or {}
-                begin = 8 + length
-                found = {
-                    name: StoredTensor(
-                        file,
-                        str(entry["dtype"]),
-                        tuple(int(n) for n in entry["shape"]),
-                        begin + int(entry["data_offsets"][0]),
-                        begin + int(entry["data_offsets"][1]),
-                    )
-                    for name, entry in header.items()
-                }
-            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-                raise _damaged(path, f"its header is no JSON table of tensors ({error})") from None
-        end = max((tensor.end for tensor in found.values()), default=begin)
-        if end != size:
-            raise _damaged(path, f"it has {size} bytes where its header describes {end}")
-        self.metadata[file] = dict(metadata)
-        self.tensors |= dict(sorted(found.items(), key=lambda item: (item[1].start, item[1].end)))
+    def _add(self, file: str) -> None:
+        self.metadata[file], tensors = read_header(self.folder / file)
+        for name in tensors:
+            if name in self.tensors:
+                raise CheckpointError(
+                    f"[checkpoint] {name} lies in {self.folder / file} and in {self.tensors[name].file}, expected it "
+                    "in one of them; fetch the folder again"
+                )
+        self.tensors |= tensors
 
 
-def refuse_pointer(path: Path) -> None:
-    """Raises ValueError when `path` is what Git leaves in place of a large file that was not fetched."""
-    with path.open("rb") as file:
-        if file.read(len(_LFS_START)) == _LFS_START:
-            raise ValueError(
-                f"[checkpoint] {path} is a pointer of Git LFS, expected the file itself; run `git lfs pull` "
-                "in its folder"
-            )
-
-
-def _damaged(path: Path, what: str) -> ValueError:
-    return ValueError(f"[checkpoint] {path} is damaged: {what}; expected a whole safetensors file; fetch it again")
+def empty_on_host(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor whose memory the system has back as soon as the tensor is gone, if it is large."""
+    like = torch.empty(shape, dtype=dtype, device="meta")
+    if like.nbytes < _OWN_MAPPING_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    mapping = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapping, dtype=dtype).view(like.shape)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import warnings
+import re
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from roundpipe.checkpoint_files import Checkpoint
 from roundpipe.files import first_lines, refuse_missing_folder
 from roundpipe.pipe import RoundPipe
+from roundpipe.safetensors_header import CheckpointError, refuse_pointer
 from roundpipe.wrap import wrap_model_to_roundpipe
 
 if TYPE_CHECKING:
@@ -19,10 +21,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER_CONFIG = "adapter_config.json"
+_REPLACES_FILES = (0, 8)
 
 
 def from_pretrained(
-    name_or_path: str | os.PathLike[str], *, peft_config: PeftConfig | None = None, **options: Any
+    name_or_path: str | os.PathLike[str],
+    *,
+    peft_config: PeftConfig | None = None,
+    extra_tensors: Literal["refuse", "ignore"] = "refuse",
+    frozen_weights: Literal["memory", "mmap"] = "memory",
+    **options: Any,
 ) -> RoundPipe:
     """Loads a causal language model on the host and wraps it.
 
@@ -30,6 +38,11 @@ def from_pretrained(
         name_or_path: a folder that `save_pretrained` wrote or a model of the Hub. A folder with a PEFT adapter is
             loaded with its base, and the adapter goes on being trained.
         peft_config: adapters to put into the model, such as a `peft.LoraConfig`; all else is frozen.
+        extra_tensors: what to do when the files hold tensors that the model has no place for.
+        frozen_weights: where weights lie that do not train, which are those of the base under adapters. "mmap" leaves
+            them in their files, mapped, so that the system's file cache holds as many as there is room for. They are
+            then uploaded from there, which is slower than from page-locked memory. What is stored in another dtype, or
+            made of several tensors, is in memory all the same.
         **options: those of `wrap_model_to_roundpipe` and `RoundPipe`; all others go to
             `AutoModelForCausalLM.from_pretrained`. Its `dtype` is "auto" here: what the files hold.
 
@@ -38,7 +51,7 @@ def from_pretrained(
 
     Raises:
         ValueError: no such model, a kind of model that transformers does not know, a file that is missing or damaged,
-            weights that are missing or of another shape, or a model that cannot be followed.
+            weights that are missing, of another shape or left over, or a model that cannot be followed.
     """
     folder = Path(name_or_path)
     adapter = folder if (folder / ADAPTER_CONFIG).exists() else None
@@ -47,10 +60,16 @@ def from_pretrained(
             f"[from_pretrained] {adapter} is a PEFT adapter and peft_config was given too, expected one of them; leave "
             "peft_config out to go on with the adapter"
         )
+    if extra_tensors not in ("refuse", "ignore"):
+        raise ValueError(f"[from_pretrained] extra_tensors is {extra_tensors!r}, expected 'refuse' or 'ignore'")
+    if frozen_weights not in ("memory", "mmap"):
+        raise ValueError(f"[from_pretrained] frozen_weights is {frozen_weights!r}, expected 'memory' or 'mmap'")
+    if frozen_weights == "mmap":
+        _refuse_overwriting()
     wrapping = _wrap_options()
     mine = {name: options.pop(name) for name in list(options) if name in wrapping}
     base = name_or_path if adapter is None else _base_of(adapter)
-    model: Any = _load(base, {"dtype": "auto", **options})
+    model: Any = _load(base, {"dtype": "auto", **options}, extra_tensors, frozen_weights == "mmap")
     if adapter is not None:
         model = _peft().PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
     elif peft_config is not None:
@@ -62,6 +81,17 @@ def from_pretrained(
 def _wrap_options() -> set[str]:
     taken = {*inspect.signature(wrap_model_to_roundpipe).parameters, *inspect.signature(RoundPipe).parameters}
     return taken - {"model", "roundpipe_kwargs"}
+
+
+def _refuse_overwriting() -> None:
+    """Raises ValueError if saving writes into a file that exists, which would change what is mapped from it."""
+    installed = metadata.version("safetensors")
+    if tuple(map(int, re.findall(r"\d+", installed)[:2])) < _REPLACES_FILES:
+        raise ValueError(
+            f"[from_pretrained] frozen_weights='mmap' with safetensors {installed}, expected "
+            f"{'.'.join(map(str, _REPLACES_FILES))} or newer, as older ones write into files that may be mapped; "
+            "pip install --upgrade safetensors, or leave frozen_weights out"
+        )
 
 
 def _peft() -> Any:
@@ -83,8 +113,10 @@ def _base_of(adapter: Path) -> str:
     return str(base)
 
 
-def _load(base: str | os.PathLike[str], options: dict[str, Any]) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _load(base: str | os.PathLike[str], options: dict[str, Any], extra_tensors: str, mapped: bool) -> PreTrainedModel:
+    from transformers import AutoConfig
+
+    from roundpipe.direct_loading import load_causal_model
 
     refuse_missing_folder(base, "from_pretrained")
     folder = Path(base)
@@ -93,28 +125,12 @@ def _load(base: str | os.PathLike[str], options: dict[str, Any]) -> PreTrainedMo
             raise ValueError(
                 f"[from_pretrained] {folder} has no config.json, expected a folder that save_pretrained wrote"
             )
+        refuse_pointer(folder / "config.json")
         Checkpoint(folder)
     try:
         config = options.pop("config", None) or AutoConfig.from_pretrained(base)
-        # With mismatched sizes ignored they are told, by name.
-        options |= {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(base, **options)
-    except (OSError, KeyError, ValueError) as error:
+        return load_causal_model(base, extra_tensors, mapped, {"config": config, **options})
+    except CheckpointError:
+        raise
+    except (OSError, KeyError, RuntimeError, ValueError) as error:
         raise ValueError(f"[from_pretrained] {base} cannot be loaded: {first_lines(error)}") from error
-    model: PreTrainedModel = loaded[0]
-    info: dict[str, Any] = loaded[1]
-    for kind, what in (("missing_keys", "are not in its files"), ("mismatched_keys", "have another shape there")):
-        names = sorted(str(key if isinstance(key, str) else key[0]) for key in info.get(kind) or ())
-        if names:
-            raise ValueError(
-                f"[from_pretrained] of the weights of {type(model).__name__} {len(names)} {what}: "
-                f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}; expected every weight in {base}, since "
-                "others would begin at random"
-            )
-    if unexpected := sorted(info.get("unexpected_keys") or ()):
-        warnings.warn(
-            f"[from_pretrained] {base} holds {len(unexpected)} tensors that {type(model).__name__} has no place for: "
-            f"{', '.join(unexpected[:5])}",
-            stacklevel=3,
-        )
-    return model

@@ -1,5 +1,6 @@
 #include <roundpipe/memory/parameter_block.h>
 
+#include <algorithm>
 #include <limits>
 #include <map>
 
@@ -7,6 +8,7 @@
 #include <ATen/ops/full.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/memory/mapped_file.h>
 
 namespace roundpipe::memory {
 
@@ -42,6 +44,15 @@ ParameterBlock::ParameterBlock(std::vector<NamedTensor> parameters, bool pinned)
   }
   const at::NoGradGuard no_grad;
   buffers_ = std::make_shared<BufferPool>(layout_.size_bytes, pinned);
+  const bool mapped = std::all_of(parameters_.begin(), parameters_.end(), [](const NamedTensor& parameter) {
+    return !parameter.tensor.requires_grad() && is_mapped(parameter.tensor);
+  });
+  if (mapped && !parameters_.empty()) {
+    for (const NamedTensor& parameter : parameters_) current_->parts.push_back(parameter.tensor.detach());
+    current_->published->fire();
+    shown_ = current_->parts.front();
+    return;
+  }
   current_->flat = buffers_->take();
   current_->published->fire();
   shown_ = current_->flat;
@@ -113,6 +124,10 @@ bool ParameterBlock::settle() {
 
 void ParameterBlock::repoint() {
   const bool complete = current_->published->complete() && !current_->published->error();
+  if (!current_->parts.empty()) {
+    for (size_t i = 0; i < parameters_.size(); ++i) parameters_[i].tensor.set_data(current_->parts[i]);
+    return;
+  }
   shown_ = complete ? current_->flat : at::Tensor();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const TensorLayout& tensor = layout_.tensors[i];
@@ -122,11 +137,13 @@ void ParameterBlock::repoint() {
 
 void ParameterBlock::adopt_replaced() {
   const at::NoGradGuard no_grad;
+  own_trainable();
+  const bool mapped = !current_->parts.empty();
   bool adopted = false;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& tensor = parameters_[i].tensor;
     const TensorLayout& expected = layout_.tensors[i];
-    const at::Tensor& ours = shown_.defined() ? shown_ : no_value(expected.dtype);
+    const at::Tensor& ours = mapped ? current_->parts[i] : shown_.defined() ? shown_ : no_value(expected.dtype);
     if (tensor.storage().is_alias_of(ours.storage())) continue;
     if (tensor.scalar_type() != expected.dtype || tensor.sizes() != at::IntArrayRef(expected.sizes) ||
         !tensor.device().is_cpu()) {
@@ -136,12 +153,25 @@ void ParameterBlock::adopt_replaced() {
                                          " on the CPU); change the model first, then wrap it"));
     }
     device::wait_interruptible(*current_->published);
-    layout_.view(current_->flat, i).copy_(tensor.detach());
+    (mapped ? current_->parts[i] : layout_.view(current_->flat, i)).copy_(tensor.detach());
     adopted = true;
     // So that whoever keeps a copy sees the change.
     tensor.unsafeGetTensorImpl()->bump_version();
   }
   if (adopted) repoint();
+}
+
+void ParameterBlock::own_trainable() {
+  const auto trainable = [](const NamedTensor& parameter) { return parameter.tensor.requires_grad(); };
+  if (current_->parts.empty() || std::none_of(parameters_.begin(), parameters_.end(), trainable)) return;
+  const at::NoGradGuard no_grad;
+  // A version of its own: uploads of the parts may be pending.
+  const auto owned = std::make_shared<WeightVersion>();
+  owned->flat = buffers_->take();
+  for (size_t i = 0; i < parameters_.size(); ++i) layout_.view(owned->flat, i).copy_(current_->parts[i]);
+  owned->published->fire();
+  current_ = owned;
+  repoint();
 }
 
 }  // namespace roundpipe::memory

@@ -26,6 +26,8 @@ struct WeightVersion {
   // uint8, the block's layout; set before `published` fires, dropped when the version is given up and nothing that
   // was submitted reads it any more.
   at::Tensor flat;
+  // In place of `flat`, set as that is: the parameters one by one, where they lie in mapped files.
+  std::vector<at::Tensor> parts;
   // Caller's thread only: uploads that have been submitted, and whether others may follow.
   std::vector<device::EventPtr> readers;
   bool given_up = false;
@@ -38,6 +40,9 @@ using WeightVersionPtr = std::shared_ptr<WeightVersion>;
 // There are two ways to make the next version, and one block uses one of them. A general optimizer's values are
 // copied in (begin_publish, finish_publish). A fused one writes a version straight into memory that gradients have
 // landed in (begin_update), so that weights and gradients together take two buffers.
+//
+// Parameters that are frozen and all lie in mapped files (see map_file) stay there: the block then takes no memory, and
+// is read tensor by tensor.
 //
 // Ownership: the user's parameters become views of the current version.
 // Thread safety: the caller's thread, except finish_publish (the optimizer's thread, once for each begin_publish, in
@@ -86,6 +91,9 @@ class ParameterBlock {
   // user's values. Throws std::invalid_argument when a dtype, shape or device has changed. Waits for the current
   // version if there is such a parameter.
   void adopt_replaced();
+
+  // Copies parameters out of mapped files as soon as one of them is trainable. Caller's thread; waits for nothing.
+  void own_trainable();
 
  private:
   struct Publication {

@@ -44,6 +44,7 @@ ModelOptimizer::ModelOptimizer(std::vector<std::shared_ptr<Pipeline>> pipelines,
   for (size_t p = 0; p < pipelines_.size(); ++p) {
     const std::shared_ptr<ModelState> model = pipelines_[p]->shared_model();
     for (size_t b = 0; b < groups[p].size(); ++b) {
+      model->blocks[b].block->own_trainable();
       blocks_->push_back(std::make_unique<BoundBlock>(model, b, layers_before, groups[p][b], algorithm, format));
     }
     layers_before += model->layers.size();

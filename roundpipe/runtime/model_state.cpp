@@ -5,10 +5,24 @@
 
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/memory/mapped_file.h>
 
 namespace roundpipe::runtime {
 
 using memory::NamedTensor;
+
+namespace {
+
+// Parameters of a layer that have a block of their own: only the first have gradients, and an update leaves the others
+// alone; only the last take no memory of ours.
+enum class Kind { kTrainable, kFrozen, kMapped };
+
+Kind kind_of(const at::Tensor& parameter) {
+  if (parameter.requires_grad()) return Kind::kTrainable;
+  return memory::is_mapped(parameter) ? Kind::kMapped : Kind::kFrozen;
+}
+
+}  // namespace
 
 BlockState::BlockState(std::vector<NamedTensor> parameters, std::vector<int> block_layers, bool pinned)
     : block(std::make_unique<memory::ParameterBlock>(std::move(parameters), pinned)),
@@ -46,15 +60,14 @@ ModelState::ModelState(std::string model_name, std::vector<std::unique_ptr<Layer
   };
   for (size_t l = 0; l < model_layers.size(); ++l) {
     auto state = std::make_unique<LayerState>();
-    // Frozen parameters apart: their block has no gradients, and an update leaves it alone.
-    for (const bool trainable : {true, false}) {
+    for (const Kind kind : {Kind::kTrainable, Kind::kFrozen, Kind::kMapped}) {
       std::vector<NamedTensor> own;
       for (const NamedTensor& parameter : parameters[l]) {
         const void* key = parameter.tensor.unsafeGetTensorImpl();
         const bool seen = places.contains(key) || std::any_of(own.begin(), own.end(), [&](const NamedTensor& other) {
                             return other.tensor.unsafeGetTensorImpl() == key;
                           });
-        if (!seen && users[key].size() == 1 && parameter.tensor.requires_grad() == trainable) own.push_back(parameter);
+        if (!seen && users[key].size() == 1 && kind_of(parameter.tensor) == kind) own.push_back(parameter);
       }
       if (own.empty()) continue;
       state->blocks.push_back(blocks.size());

@@ -20,7 +20,7 @@ enum class Learned : int { kUnknown, kNo, kYes };
 struct LayerState {
   std::unique_ptr<Layer> layer;
   std::vector<size_t>
-      blocks;  // indices into ModelState::blocks: its own first, trainable then frozen, then shared ones
+      blocks;  // indices into ModelState::blocks: its own first, trainable then frozen then mapped, then shared ones
 
   // Where parameter i of the layer lies: blocks[...] and the index in that block.
   struct ParameterPlace {

@@ -100,8 +100,15 @@ void Worker::upload_weights(const std::shared_ptr<JobRun>& run) {
                       const LayerState& state = run->layer(l);
                       const StageLayout::LayerPlace& place = run->layout.layers[run->place(l)];
                       for (size_t i = 0; i < state.blocks.size(); ++i) {
-                        const at::Tensor& flat = run->call->readings[state.blocks[i]]->flat;
-                        pieces.push_back({run->weights.narrow(0, place.blocks_at[i], flat.numel()), flat});
+                        const memory::WeightVersion& version = *run->call->readings[state.blocks[i]];
+                        const at::Tensor& flat = version.flat;
+                        if (flat.defined()) {
+                          pieces.push_back({run->weights.narrow(0, place.blocks_at[i], flat.numel()), flat});
+                        }
+                        const auto& layout = run->call->model->blocks[state.blocks[i]].block->layout();
+                        for (size_t p = 0; p < version.parts.size(); ++p) {
+                          pieces.push_back({layout.view(run->weights, p, place.blocks_at[i]), version.parts[p]});
+                        }
                       }
                       // A backward job gets what such a layer had before its forward, microbatch by microbatch.
                       const bool saved =

@@ -433,7 +433,10 @@ REFUSED: dict[str, tuple[Break, str]] = {
     "no weights": (lambda b, a: [f.unlink() for f in b.glob("*.safetensors*")], "holds no weights, expected model"),
     "shard missing": (lambda b, a: first_shard(b).unlink(), "which is not in .*fetch the missing shard"),
     "index wrong": (an_index_that_lies, "says that model.norm.weight lies in .*which does not hold it"),
-    "index damaged": (lambda b, a: (b / "model.safetensors.index.json").write_text("{"), "index.json cannot be read"),
+    "index damaged": (
+        lambda b, a: (b / "model.safetensors.index.json").write_text("{"),
+        "index.json is damaged: the index is no",
+    ),
     "tensor missing": (a_tensor_less, "no tensor in .* becomes model.norm.weight"),
     "pointer": (lambda b, a: first_shard(b).write_text(POINTER), "is a pointer of Git LFS.*git lfs pull"),
     "cut off": (lambda b, a: first_shard(b).write_bytes(first_shard(b).read_bytes()[:-7]), "is damaged: it has"),

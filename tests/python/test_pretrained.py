@@ -185,14 +185,47 @@ def test_weights_of_another_shape_are_named(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] = torch.ones(32)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    refused(folder, r"^\[from_pretrained\] of the weights of \w+ 1 have another shape there: model.norm.weight;")
+    refused(
+        folder,
+        r"^\[from_pretrained\] of the weights of \w+ 1 have another shape there: "
+        r"model.norm.weight \(32,\) instead of \(64,\);",
+    )
 
 
-def test_weights_without_a_place_are_warned_of(folder: Path) -> None:
+def add_tensors(folder: Path, **more: torch.Tensor) -> None:
     weights = load_file(folder / "model.safetensors")
-    save_file(weights | {"more.weight": torch.ones(2)}, folder / "model.safetensors", {"format": "pt"})
-    with pytest.warns(UserWarning, match=r"^\[from_pretrained\] .* holds 1 tensors that .* no place for: more.weight"):
-        roundpipe.from_pretrained(folder)
+    save_file(weights | more, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_weights_without_a_place_are_named(folder: Path) -> None:
+    add_tensors(folder, **{"more.weight": torch.ones(2), "model.layers.2.mlp.up_proj.weight": torch.ones(2)})
+    refused(
+        folder,
+        r"^\[from_pretrained\] .* holds 2 tensors that LlamaForCausalLM has no place for: "
+        r"model.layers.2.mlp.up_proj.weight, more.weight; expected .*extra_tensors='ignore' loads it without them",
+    )
+    model = roundpipe.from_pretrained(folder, extra_tensors="ignore")
+    assert torch.equal(logits(model), logits(AutoModelForCausalLM.from_pretrained(folder)))
+    with pytest.raises(ValueError, match=r"^\[from_pretrained\] extra_tensors is 'keep', expected"):
+        roundpipe.from_pretrained(folder, extra_tensors="keep")  # type: ignore[arg-type]
+
+
+def test_left_overs_that_the_model_declares_are_no_extra_tensors(folder: Path) -> None:
+    add_tensors(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    roundpipe.from_pretrained(folder)
+
+
+def test_both_of_two_tied_weights_in_the_files(tmp_path: Path) -> None:
+    tiny_llama(num_hidden_layers=2, tie_word_embeddings=True).save_pretrained(tmp_path)
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    add_tensors(tmp_path, **{"lm_head.weight": embedding.clone()})
+    model = roundpipe.from_pretrained(tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_config_that_is_a_pointer(folder: Path) -> None:
+    (folder / "config.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    refused(folder, r"^\[checkpoint\] .*config.json is a pointer of Git LFS, .*git lfs pull")
 
 
 def test_options_go_where_they_belong(saved: Path) -> None:

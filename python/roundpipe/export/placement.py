@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from roundpipe.checkpoint_files import Checkpoint
+from roundpipe.checkpoint_names import Names, Read, Source
 from roundpipe.export.adapter import Adapter
-from roundpipe.export.names import Names, Read, Source
 
 _PREFIX = "base_model.model."  # between a PeftModel and the model it wraps
 _ADAPTER_NAME = "default"
@@ -65,7 +66,10 @@ class Placement:
     def __init__(self, checkpoint: Checkpoint, adapter: Adapter) -> None:
         self._checkpoint = checkpoint
         model = _build(checkpoint.folder)
-        self._names = Names(model, checkpoint)
+        # What a loaded model keeps for being saved again. Names of long ago are read but not written.
+        saved: Any = get_model_conversion_mapping(model, add_legacy=False)
+        model._weight_conversions = saved
+        self._names = Names(model, checkpoint, get_model_conversion_mapping(model))
         self._label = f"the adapter in {adapter.folder}"
         # A parameter is known by its identity: it stays the same object when peft wraps its module, and tied modules
         # have one between them.

@@ -1,6 +1,10 @@
 #include <roundpipe/memory/parameter_block.h>
 
+#include <unistd.h>
+
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 #include <random>
 #include <stdexcept>
@@ -13,6 +17,7 @@
 #include <doctest/doctest.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/memory/mapped_file.h>
 
 using namespace roundpipe::memory;
 using roundpipe::device::EventPtr;
@@ -274,4 +279,61 @@ TEST_CASE("block: fused updates; a synchronous one is read at once, an asynchron
   block.repoint();
   CHECK(at::equal(parameter, at::full({8}, 3.0)));
   CHECK(block.buffers()->peak_bytes() <= 2 * block.layout().size_bytes);
+}
+
+namespace {
+
+// Two float32 tensors [2] and [3, 1] in one mapped file: 0, 1 and 2, 3, 4.
+std::vector<at::Tensor> mapped_tensors() {
+  std::string path = (std::filesystem::temp_directory_path() / "roundpipe_block_XXXXXX").string();
+  const int descriptor = mkstemp(path.data());
+  const std::vector<float> values{0, 1, 2, 3, 4};
+  REQUIRE(write(descriptor, values.data(), 20) == 20);
+  close(descriptor);
+  const at::Tensor numbers = map_file(path).view(at::kFloat);
+  std::filesystem::remove(path);
+  return {numbers.narrow(0, 0, 2), numbers.narrow(0, 2, 3).view({3, 1})};
+}
+
+}  // namespace
+
+TEST_CASE("block: frozen parameters in mapped files stay there and take no memory") {
+  const std::vector<at::Tensor> tensors = mapped_tensors();
+  ParameterBlock block = block_of(tensors);
+  const WeightVersionPtr reading = block.current();
+  CHECK(reading->published->complete());
+  CHECK_FALSE(reading->flat.defined());
+  REQUIRE(reading->parts.size() == 2);
+  CHECK(reading->parts[1].data_ptr() == tensors[1].data_ptr());
+  CHECK(block.buffers()->host_bytes() == 0);
+  CHECK(block.shows_weights());
+  CHECK(block.layout().size_bytes > 0);
+
+  tensors[0].fill_(7);
+  block.repoint();
+  CHECK(is_mapped(tensors[0]));
+  CHECK(at::equal(block.current()->parts[0], at::full({2}, 7.0F)));
+
+  at::Tensor(tensors[1]).set_data(at::ones({3, 1}));
+  block.adopt_replaced();
+  CHECK(is_mapped(tensors[1]));
+  CHECK(at::equal(block.current()->parts[1], at::ones({3, 1})));
+}
+
+TEST_CASE("block: one parameter that is trained has all of a mapped block copied") {
+  const std::vector<at::Tensor> tensors = mapped_tensors();
+  ParameterBlock block = block_of(tensors);
+  const WeightVersionPtr pending = block.current();
+  at::Tensor(tensors[1]).set_requires_grad(true);
+  block.own_trainable();
+  CHECK_FALSE(is_mapped(tensors[0]));
+  CHECK(at::equal(read_values(block, block.current())[1], at::tensor({2.0F, 3.0F, 4.0F}).view({3, 1})));
+  CHECK(block.buffers()->host_bytes() == block.layout().size_bytes);
+  CHECK(pending->parts.size() == 2);
+  CHECK(at::equal(pending->parts[0], at::tensor({0.0F, 1.0F})));
+
+  ParameterBlock trained = block_of({mapped_tensors()[0].set_requires_grad(true)});
+  CHECK(trained.current()->flat.defined());
+  const ParameterBlock mixed = block_of({mapped_tensors()[0], at::ones({2})});
+  CHECK(mixed.current()->flat.defined());
 }

@@ -1,19 +1,20 @@
 """How the tensors in a model's files become the parameters of the model, and back.
 
 transformers renames some tensors when it loads a folder, and builds other parameters out of several tensors (the
-experts of a layer, for one). Its own rules are asked here, so a folder is written the way it was found.
+experts of a layer, for one). Its own rules are asked here, so a folder is read as transformers reads it, and written
+the way it was found.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -23,6 +24,7 @@ from transformers.core_model_loading import (
 )
 
 from roundpipe.checkpoint_files import Checkpoint
+from roundpipe.safetensors_header import CheckpointError
 
 Read = Callable[[str], torch.Tensor]
 
@@ -43,27 +45,41 @@ class Source:
 
 
 class Names:
-    """The parameters of `model`, a model on the meta device, and where the folder's files hold them."""
+    """The parameters and persistent buffers of a model, and where the files hold them.
 
-    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    Args:
+        model: on the meta device.
+        checkpoint: its files.
+        conversions: transformers' rules for this model, in their order.
+
+    Attributes:
+        sources: by the name of each parameter that the files hold.
+        unplaced: by the name that transformers gives it, each tensor of the files that becomes nothing.
+
+    Raises:
+        CheckpointError: tensors that are stacked have several shapes.
+    """
+
+    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, conversions: Iterable[Any]) -> None:
         self._model = model
-        conversions = get_model_conversion_mapping(model)
-        # What a loaded model keeps for being saved again. Names of long ago are read but not written.
-        saved: Any = get_model_conversion_mapping(model, add_legacy=False)
-        model._weight_conversions = saved
+        conversions = list(conversions)
         self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
         self._known = model.state_dict()
         by_pattern = {pattern: entry for entry in self._converters for pattern in entry.source_patterns}
         gathered: dict[str, list[tuple[str, str]]] = {}
         self.sources: dict[str, Source] = {}
+        self.unplaced: dict[str, str] = {}
         for key in sorted(checkpoint.tensors, key=dot_natural_key):
             name, pattern = self.parameter_of(key)
-            if pattern is not None:
+            if name not in self._known:
+                self.unplaced[name] = key
+            elif pattern is not None:
                 gathered.setdefault(name, []).append((key, pattern))
-            elif name in self._known:
+            else:
                 self.sources[name] = Source(((key, key),), None, (name,))
         for name, keys in gathered.items():
+            _refuse_unlike(checkpoint, keys, name)
             converter = by_pattern[keys[0][1]]
             made = self._convert(Source(tuple(keys), converter, (name,)), checkpoint.empty)
             source = Source(tuple(keys), converter, tuple(made))
@@ -108,6 +124,19 @@ class Names:
             converter.add_tensor(first, key, pattern, read(key))
         made = converter.convert(first, model=self._model, config=self._model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _refuse_unlike(checkpoint: Checkpoint, keys: list[tuple[str, str]], name: str) -> None:
+    """Raises CheckpointError for a tensor that has another shape than those that it is stacked with."""
+    for pattern in {pattern for _, pattern in keys}:
+        shapes = {key: checkpoint.tensors[key].shape for key, found in keys if found == pattern}
+        [(usual, _)] = Counter(shapes.values()).most_common(1)
+        for key, shape in shapes.items():
+            if shape != usual:
+                raise CheckpointError(
+                    f"[checkpoint] {key} in {checkpoint.folder / checkpoint.tensors[key].file} has the shape {shape}, "
+                    f"expected {usual} like the others that become {name}; fetch the model again"
+                )
 
 
 def _few(names: list[str]) -> str:
