@@ -1,6 +1,9 @@
+#include <optional>
+
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/device/device_spec.h>
 #include <roundpipe/device/event.h>
+#include <roundpipe/device/virtual/accounting_allocator.h>
 #include <roundpipe/runtime/engine.h>
 
 #include "bindings.h"
@@ -11,6 +14,24 @@ namespace py = pybind11;
 using runtime::Engine;
 
 namespace {
+
+// Counts what this thread allocates on the CPU and nobody has freed yet, as a virtual device would.
+class MemoryMeter {
+ public:
+  MemoryMeter() { device::install_accounting_allocator(); }
+  void enter() {
+    if (scope_) throw std::invalid_argument("[MemoryMeter] entered twice, expected one entry at a time");
+    scope_.emplace(account_);
+  }
+  void exit() { scope_.reset(); }
+  int64_t current_bytes() const { return account_->current_bytes.load(); }
+  int64_t peak_bytes() const { return account_->peak_bytes.load(); }
+  void reset_peak() { account_->peak_bytes.store(account_->current_bytes.load()); }
+
+ private:
+  device::MemoryAccount* const account_ = device::make_account("meter", 0, false);
+  std::optional<device::AccountScope> scope_;
+};
 
 // The interpreter lock is not held while the last owner of an engine waits for its threads, which may need it.
 std::shared_ptr<Engine> dropped_without_lock(std::shared_ptr<Engine> engine) {
@@ -60,6 +81,10 @@ void bind_device(py::module_& module) {
            [](Engine& engine) {
              for (int i = 0; i < engine.size(); ++i) engine.worker(i).device().reset_peak_memory();
            })
+      .def("limit_memory",
+           [](Engine& engine, int64_t limit_bytes) {
+             for (int i = 0; i < engine.size(); ++i) engine.worker(i).device().limit_memory(limit_bytes);
+           })
       .def("moved_bytes",
            [](Engine& engine, int index) {
              return py::make_tuple(engine.worker(index).upload().moved_bytes(),
@@ -77,6 +102,18 @@ void bind_device(py::module_& module) {
         }
         return rows;
       });
+  py::class_<MemoryMeter>(module, "MemoryMeter")
+      .def(py::init<>())
+      .def("__enter__",
+           [](MemoryMeter& meter) -> MemoryMeter& {
+             meter.enter();
+             return meter;
+           },
+           py::return_value_policy::reference)
+      .def("__exit__", [](MemoryMeter& meter, const py::args& /*error*/) { meter.exit(); })
+      .def_property_readonly("current_bytes", &MemoryMeter::current_bytes)
+      .def_property_readonly("peak_bytes", &MemoryMeter::peak_bytes)
+      .def("reset_peak", &MemoryMeter::reset_peak);
   py::class_<device::Event, device::EventPtr>(module, "Event")
       .def(py::init(&device::make_event))
       .def("fire", &device::Event::fire)

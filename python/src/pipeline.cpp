@@ -145,6 +145,17 @@ void bind_pipeline(py::module_& module) {
       .def("planned_stages", &Pipeline::planned_stages, py::arg("mode"), py::arg("microbatches"),
            py::call_guard<py::gil_scoped_release>())
       .def("costs", &Pipeline::costs)
+      .def("set_bytes", &Pipeline::set_bytes, py::arg("saved_bytes"), py::arg("activation_bytes"),
+           py::arg("beside_bytes"), py::arg("work_bytes"))
+      .def("layer_bytes",
+           [](const Pipeline& pipeline) {
+             std::vector<std::tuple<int64_t, int64_t, int64_t>> layers;
+             for (int l = 0; l < pipeline.model().layer_count(); ++l) {
+               const runtime::StageLayout layout = runtime::lay_out_stage(pipeline.model(), l, l + 1);
+               layers.emplace_back(layout.size_bytes, layout.gradient_bytes, layout.sum_bytes);
+             }
+             return layers;
+           })
       .def_property("asynchronous", &Pipeline::asynchronous, &Pipeline::set_asynchronous)
       .def("block_parameters",
            [](const Pipeline& pipeline) {

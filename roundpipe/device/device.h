@@ -79,6 +79,8 @@ class Device {
 
   virtual MemoryStats memory() const = 0;
   virtual void reset_peak_memory() = 0;
+  // From now on at most `limit_bytes` (> 0), where the cap is not lower already.
+  virtual void limit_memory(int64_t limit_bytes) = 0;
 
   // Whether host buffers of copies should be page-locked for this device.
   virtual bool wants_pinned_host_memory() const = 0;

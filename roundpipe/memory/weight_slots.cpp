@@ -4,47 +4,55 @@
 
 namespace roundpipe::memory {
 
+namespace {
+
+// Whether a buffer is kept for a stage of `size_bytes`: one that is much larger would hold memory for nothing.
+bool fits(const at::Tensor& buffer, int64_t size_bytes) {
+  constexpr int64_t kSlack = 16;
+  return buffer.defined() && buffer.numel() >= size_bytes && buffer.numel() <= size_bytes + size_bytes / kSlack;
+}
+
+}  // namespace
+
 int WeightSlots::try_acquire(int64_t size_bytes, int64_t reserve_bytes) {
   std::lock_guard lock(mutex_);
   int held = 0;
-  int largest_free = -1;
+  int chosen = -1;
   for (int slot = 0; slot < kSlots; ++slot) {
     if (held_[slot]) {
       ++held;
-    } else if (largest_free < 0 ||
-               (buffers_[slot].defined() &&
-                (!buffers_[largest_free].defined() || buffers_[slot].numel() > buffers_[largest_free].numel()))) {
-      largest_free = slot;
+    } else if (chosen < 0 || (!fits(buffers_[chosen], size_bytes) && fits(buffers_[slot], size_bytes))) {
+      chosen = slot;
     }
   }
-  if (largest_free < 0) return -1;
+  if (chosen < 0) return -1;
   if (held > 0) {
     const int64_t limit_bytes = device_.memory().limit_bytes;
-    const int64_t now_bytes = buffers_[largest_free].defined() ? buffers_[largest_free].numel() : 0;
+    const int64_t own_bytes = fits(buffers_[chosen], size_bytes) ? buffers_[chosen].numel() : size_bytes;
     int64_t others_bytes = 0;
     for (int slot = 0; slot < kSlots; ++slot) {
-      if (slot != largest_free && buffers_[slot].defined()) others_bytes += buffers_[slot].numel();
+      if (slot != chosen && buffers_[slot].defined()) others_bytes += buffers_[slot].numel();
     }
-    const int64_t weights_bytes = others_bytes + std::max(size_bytes, now_bytes);
+    const int64_t weights_bytes = others_bytes + own_bytes;
     if (limit_bytes > 0 && weights_bytes + reserve_bytes > limit_bytes) return -1;
   } else if (size_bytes > 0) {
     // Alone: the other slot's idle buffer must not be what stands in this job's way.
     for (int slot = 0; slot < kSlots; ++slot) {
       const int64_t limit_bytes = device_.memory().limit_bytes;
-      if (slot != largest_free && buffers_[slot].defined() && limit_bytes > 0 &&
+      if (slot != chosen && buffers_[slot].defined() && limit_bytes > 0 &&
           buffers_[slot].numel() + size_bytes + reserve_bytes > limit_bytes) {
         buffers_[slot].reset();
       }
     }
   }
-  held_[largest_free] = true;
-  return largest_free;
+  held_[chosen] = true;
+  return chosen;
 }
 
 at::Tensor WeightSlots::buffer(int slot, int64_t size_bytes) {
   std::lock_guard lock(mutex_);
   at::Tensor& buffer = buffers_[slot];
-  if (!buffer.defined() || buffer.numel() < size_bytes) {
+  if (!fits(buffer, size_bytes)) {
     buffer.reset();
     buffer = at::empty({size_bytes}, at::TensorOptions().dtype(at::kByte).device(device_.torch_device()));
   }

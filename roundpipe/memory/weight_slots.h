@@ -12,8 +12,8 @@ namespace roundpipe::memory {
 
 // The two places of a device that hold weights: one for the job that runs, one for the job that is next.
 //
-// A slot is one flat buffer that grows to the largest stage it has held and is then reused. It is free again when
-// the job's compute and every transfer out of it are done; in debug mode it is then filled with NaN.
+// A slot is one flat buffer, reused by stages of about its size; for others it is made anew. It is free again when the
+// job's compute and every transfer out of it are done; in debug mode it is then filled with NaN.
 // Thread safety: acquire and release from any thread; buffer() by the holder.
 class WeightSlots {
  public:

@@ -118,6 +118,11 @@ bool CostMeter::knows(bool backward, int calls) const {
   });
 }
 
+void CostMeter::set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes) {
+  saved_bytes_ = std::move(saved_bytes);
+  activation_bytes_ = std::move(activation_bytes);
+}
+
 schedule::LayerCosts CostMeter::costs() const {
   schedule::LayerCosts costs;
   for (size_t l = 0; l < layers_.size(); ++l) {
@@ -125,6 +130,13 @@ schedule::LayerCosts CostMeter::costs() const {
     cost.forward_ms = layers_[l].forward_ms;
     cost.backward_ms = layers_[l].backward_ms;
     cost.weight_bytes = weight_bytes_[l];
+    if (!saved_bytes_.empty()) {
+      cost.saved_bytes = saved_bytes_[l];
+      cost.activation_bytes = activation_bytes_[l];
+      for (const size_t block : model_.layers[l]->blocks) {
+        if (model_.blocks[block].trainable()) cost.gradient_bytes += model_.blocks[block].block->layout().size_bytes;
+      }
+    }
     costs.push_back(cost);
   }
   return costs;
@@ -142,19 +154,46 @@ int64_t stage_share_bytes(Engine& engine, const schedule::LayerCosts& costs, int
   return share_bytes;
 }
 
+void ModelPlanner::set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes,
+                             int64_t beside_bytes) {
+  meter_.set_bytes(std::move(saved_bytes), std::move(activation_bytes));
+  beside_bytes_ = beside_bytes;
+  current_.clear();
+}
+
+int64_t ModelPlanner::stage_bytes(Engine& engine, const schedule::LayerCosts& costs) const {
+  if (beside_bytes_ < 0) return stage_share_bytes(engine, costs);
+  int64_t room_bytes = 0;
+  for (int i = 0; i < engine.size(); ++i) {
+    const int64_t limit_bytes = engine.worker(i).device().memory().limit_bytes;
+    if (limit_bytes > 0 && (room_bytes == 0 || limit_bytes < room_bytes)) room_bytes = limit_bytes;
+  }
+  if (room_bytes == 0) return 0;
+  room_bytes = std::max<int64_t>(1, room_bytes - beside_bytes_);
+  // The largest layer by itself is tried anyway: whether it fits is the device's to say.
+  for (const schedule::LayerCost& cost : costs) {
+    room_bytes = std::max(room_bytes, cost.weight_bytes + cost.gradient_bytes + cost.saved_bytes);
+  }
+  return room_bytes;
+}
+
 Plan ModelPlanner::recipe(Engine& engine, const Key& key, bool measured) const {
   const schedule::LayerCosts costs = meter_.costs();
   schedule::SearchOptions options;
   options.plan.mode = key.mode;
   options.plan.microbatches = key.microbatches;
   options.plan.first_backward_layer = key.first_backward_layer;
-  const int64_t share_bytes = stage_share_bytes(engine, costs);
+  const int64_t share_bytes = stage_bytes(engine, costs);
   options.plan.max_stage_bytes = share_bytes;
   const schedule::CostSums sums(costs, key.first_backward_layer);
   const schedule::Stages simple = schedule::choose_stages(costs, key.devices, options.plan);
   if (!measured) return schedule::to_recipe(schedule::to_cut(simple), sums, key.devices, options.plan);
   schedule::Cluster cluster;
-  for (int i = 0; i < key.devices; ++i) cluster.devices.push_back({1, 2 * share_bytes});
+  int64_t values_bytes = 0;
+  for (const schedule::LayerCost& cost : costs) values_bytes = std::max(values_bytes, 4 * cost.activation_bytes);
+  for (int i = 0; i < key.devices; ++i) {
+    cluster.devices.push_back({1, share_bytes > 0 ? 2 * share_bytes + values_bytes : 0});
+  }
   options.rules.asynchronous = key.asynchronous;
   // Every value passes through the host.
   options.rules.hop_on_same_device = true;

@@ -20,6 +20,9 @@ class CostMeter {
   // `model` outlives the meter.
   explicit CostMeter(const ModelState& model);
 
+  // What each layer holds of a microbatch from its forward to its backward, and what it hands on.
+  void set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes);
+
   void add(const std::vector<ExecutionRecord>& records);
   // Whether every layer has been seen forward (and backward, if asked for) in at least so many calls.
   bool knows(bool backward, int calls) const;
@@ -37,6 +40,9 @@ class CostMeter {
   const ModelState& model_;
   std::vector<Layer> layers_;
   std::vector<int64_t> weight_bytes_;
+  // Per layer; empty = not known.
+  std::vector<int64_t> saved_bytes_;
+  std::vector<int64_t> activation_bytes_;
 };
 
 // What the weights of one stage may take on the engine's devices, in bytes: two stages' weights, the gradients of one
@@ -60,7 +66,12 @@ class ModelPlanner {
   schedule::Stages stages(Engine& engine, schedule::PlanMode mode, int microbatches, bool asynchronous) const;
   schedule::LayerCosts costs() const { return meter_.costs(); }
 
+  // Plans from now on keep stages within the devices' memory: beside the weights, gradients and saved activations of a
+  // stage, a device needs `beside_bytes`. See CostMeter::set_bytes.
+  void set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes, int64_t beside_bytes);
+
  private:
+  int64_t stage_bytes(Engine& engine, const schedule::LayerCosts& costs) const;
   struct Key {
     schedule::PlanMode mode;
     int microbatches, first_backward_layer, devices;
@@ -76,6 +87,7 @@ class ModelPlanner {
   schedule::Plan recipe(Engine& engine, const Key& key, bool measured) const;
 
   CostMeter meter_;
+  int64_t beside_bytes_ = -1;  // not known
   std::map<Key, Current> current_;
 };
 

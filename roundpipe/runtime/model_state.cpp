@@ -151,7 +151,9 @@ StageLayout lay_out_stage(const ModelState& model, int first_layer, int last_lay
       place.blocks_at.push_back(stage.size_bytes);
       stage.size_bytes =
           align_up(stage.size_bytes + model.blocks[block].block->layout().size_bytes, kBlockAlignment_bytes);
-      if (model.blocks[block].trainable()) stage.gradient_bytes += model.blocks[block].block->layout().size_bytes;
+      if (!model.blocks[block].trainable()) continue;
+      stage.gradient_bytes += model.blocks[block].block->layout().size_bytes;
+      if (!model.blocks[block].tied()) stage.sum_bytes += model.blocks[block].gradient_layout.widened().size_bytes;
     }
     place.buffers_at = stage.size_bytes;
     stage.size_bytes = align_up(stage.size_bytes + layer.buffer_layout.size_bytes, kBlockAlignment_bytes);

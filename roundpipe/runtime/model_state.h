@@ -76,6 +76,8 @@ struct ModelState {
   std::vector<std::unique_ptr<LayerState>> layers;
   std::vector<BlockState> blocks;
   RandomUse loss_random;  // of the loss functions this model is called with
+  // What a device needs for a job beside weights, at most; 0 = not known.
+  std::atomic<int64_t> work_bytes{0};
   // One for each block; null = nothing summed. Caller's thread only.
   std::vector<memory::GradientBlockPtr> gradients;
 
@@ -106,6 +108,7 @@ struct StageLayout {
   std::vector<LayerPlace> layers;
   int64_t size_bytes = 0;
   int64_t gradient_bytes = 0;  // at most, of the blocks that are trainable now
+  int64_t sum_bytes = 0;       // of their sums on the device: 16-bit ones are summed in fp32; tied ones are not
 };
 StageLayout lay_out_stage(const ModelState& model, int first_layer, int last_layer);
 

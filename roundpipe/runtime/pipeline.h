@@ -113,6 +113,12 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
                                  int64_t memory_limit_bytes) const;
   // Those that a plan of the planner's own would have now.
   schedule::Stages planned_stages(schedule::PlanMode mode, int microbatches);
+  // What a microbatch holds on a device, see ModelPlanner::set_bytes; `work_bytes`: all beside weights, at most.
+  void set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes, int64_t beside_bytes,
+                 int64_t work_bytes) {
+    planner_.set_bytes(std::move(saved_bytes), std::move(activation_bytes), beside_bytes);
+    model_->work_bytes.store(work_bytes);
+  }
   // What layers are thought to take, measured after the first calls.
   schedule::LayerCosts costs() const { return planner_.costs(); }
   // How steps are made: what the planner plans for.

@@ -71,9 +71,12 @@ void Worker::prefetch() {
   for (size_t i = 0; i < std::min<size_t>(2, queue_.size()); ++i) {
     const std::shared_ptr<JobRun>& run = queue_[i];
     if (run->slot >= 0) continue;
-    int64_t reserve_bytes = static_cast<int64_t>(static_cast<double>(limit_bytes) * kActivationShare);
-    for (size_t j = 0; j <= i; ++j) {
+    int64_t reserve_bytes = run->call->model->work_bytes.load();
+    for (size_t j = 0; j <= i && reserve_bytes == 0; ++j) {
       if (queue_[j]->job.phase != schedule::Phase::kForward) reserve_bytes += queue_[j]->layout.gradient_bytes;
+    }
+    if (run->call->model->work_bytes.load() == 0) {
+      reserve_bytes += static_cast<int64_t>(static_cast<double>(limit_bytes) * kActivationShare);
     }
     run->slot = slots_.try_acquire(run->layout.size_bytes, reserve_bytes);
     if (run->slot < 0) return;

@@ -1,5 +1,6 @@
 #include <roundpipe/device/accelerator/accelerator_device.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -118,13 +119,16 @@ class AcceleratorDevice final : public Device {
   MemoryStats memory() const override {
     const auto stats = at::getDeviceAllocator(torch_device().type())->getDeviceStats(torch_device().index());
     const auto& bytes = stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
-    return {bytes.current, bytes.peak, limit_bytes_};
+    return {bytes.current, bytes.peak, limit_bytes_.load()};
   }
 
   void reset_peak_memory() override {
     at::getDeviceAllocator(torch_device().type())->resetPeakStats(torch_device().index());
   }
 
+  void limit_memory(int64_t limit_bytes) override {
+    if (limit_bytes < limit_bytes_.load()) limit_bytes_.store(limit_bytes);
+  }
   bool wants_pinned_host_memory() const override { return true; }
   void poison(const at::Tensor& /*tensor*/) override {}
 
@@ -132,7 +136,7 @@ class AcceleratorDevice final : public Device {
   AcceleratorQueue compute_;
   AcceleratorQueue upload_;
   AcceleratorQueue download_;
-  const int64_t limit_bytes_;
+  std::atomic<int64_t> limit_bytes_;
 };
 
 }  // namespace

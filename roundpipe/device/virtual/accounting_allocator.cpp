@@ -61,12 +61,13 @@ class AccountingAllocator final : public c10::Allocator {
 
 void MemoryAccount::add(int64_t size_bytes) {
   const int64_t now = current_bytes.fetch_add(size_bytes) + size_bytes;
-  if (limit_bytes > 0 && now > limit_bytes) {
+  const int64_t limit = limit_bytes.load();
+  if (limit > 0 && now > limit) {
     current_bytes.fetch_sub(size_bytes);
     throw c10::OutOfMemoryError(
         {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
         concat("[", device_name, "] out of memory: ", format_bytes(size_bytes), " were asked for, ",
-               format_bytes(now - size_bytes), " of ", format_bytes(limit_bytes),
+               format_bytes(now - size_bytes), " of ", format_bytes(limit),
                " are in use; raise memory= of the device, use more microbatches, or recompute_grain='layer'"));
   }
   int64_t peak = peak_bytes.load();

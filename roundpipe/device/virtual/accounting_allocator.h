@@ -11,7 +11,7 @@ namespace roundpipe::device {
 // Thread safety: everything from any thread. Must outlive its allocations, so accounts are never destroyed.
 struct MemoryAccount {
   std::string device_name;
-  int64_t limit_bytes = 0;  // 0 = no cap
+  std::atomic<int64_t> limit_bytes{0};  // 0 = no cap
   bool poison = false;      // fill freed memory with 0xFF: NaN in every floating type
   std::atomic<int64_t> current_bytes{0};
   std::atomic<int64_t> peak_bytes{0};

@@ -83,9 +83,13 @@ class VirtualDevice final : public Device {
   Queue& download() override { return download_; }
 
   MemoryStats memory() const override {
-    return {account_->current_bytes.load(), account_->peak_bytes.load(), account_->limit_bytes};
+    return {account_->current_bytes.load(), account_->peak_bytes.load(), account_->limit_bytes.load()};
   }
   void reset_peak_memory() override { account_->peak_bytes.store(account_->current_bytes.load()); }
+  void limit_memory(int64_t limit_bytes) override {
+    const int64_t now = account_->limit_bytes.load();
+    if (now == 0 || limit_bytes < now) account_->limit_bytes.store(limit_bytes);
+  }
   bool wants_pinned_host_memory() const override { return false; }
   int threads() const override { return threads_; }
 
