@@ -125,6 +125,7 @@ def main() -> None:
     def forward() -> Sequence[tuple]:
         with torch.no_grad():
             model(inputs)
+        model.synchronize()
         return model._pipeline.last_records()
 
     def training(rows: int) -> Callable[[], Sequence[tuple]]:
