@@ -126,7 +126,9 @@ format: $(VENV)/.package
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_FILES)
 
-bench: build
+bench: build build/release/.with_tests
+	$(NINJA) -C build/release bench_transfer
+	@echo "== bench/transfer.cpp"; build/release/bench/bench_transfer
 	@for program in $(wildcard bench/*.py); do echo "== $$program"; $(BIN)/python $$program || exit 1; done
 
 clean:

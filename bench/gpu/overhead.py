@@ -4,21 +4,23 @@ The plain loop holds all weights on the card and checkpoints every layer, so it 
 The pipeline's weights stay on the host and travel twice a step. Both run in one process, in turn, over the same
 batches; the losses are compared. No optimizer runs: this is about the devices.
 
-    python bench/gpu/overhead.py [--device cuda:0] [--width 4096] [--layers 16] [--rows 8192] [--rounds 5] [--out FILE]
+    python bench/gpu/overhead.py [--device cuda:0] [--width 4096] [--layers 16] [--rows 2048 8192 32768]
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import os
-import platform
 import statistics
+import sys
 import time
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
+from support.accelerator import default_device, describe, synchronize
+from support.report import Report, parser
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -49,30 +51,30 @@ def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default=None, help="default: the first accelerator, else virtual:1")
-    parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--rows", type=int, nargs="+", default=[2048, 8192, 32768], help="rows a microbatch")
-    parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", default=None, help="append the table to this file")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--device", help="default: the first accelerator, else virtual:1")
+    arguments.add_argument("--width", type=int, default=4096)
+    arguments.add_argument("--layers", type=int, default=16)
+    arguments.add_argument("--rows", type=int, nargs="+", default=[2048, 8192, 32768], help="rows a microbatch")
+    arguments.add_argument("--microbatches", type=int, default=4)
+    arguments.add_argument("--rounds", type=int, default=5)
+    options = arguments.parse_args()
+    if options.quick:
+        options.width, options.layers, options.rows, options.microbatches, options.rounds = 64, 4, [16], 2, 1
 
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    spec = options.device or (f"{accelerator.type}:0" if accelerator.type != "cpu" else "virtual:1")
+    spec = options.device or default_device("virtual:1")
     pool = roundpipe.devices(spec)
     device = torch.device(pool.torch_devices[0])
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or device.type
-    lines = [
-        f"{datetime.date.today()}, {name}, torch {torch.__version__}, Python {platform.python_version()}, {spec}, "
-        f"{options.layers} layers of width {options.width}, {dtype}, {options.microbatches} microbatches",
-        "",
-        "| rows a microbatch | layer ms | plain rows/s | pipeline rows/s | ratio | peak plain GB | peak pipeline GB |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
+    report = Report("Overhead: the pipeline on one card against a plain loop with the weights on the card", options.out)
+    report(f"- {describe(spec)}")
+    report("")
+    report(
+        f"{options.layers} layers of width {options.width}, {dtype}, {options.microbatches} microbatches, medians of "
+        f"{options.rounds} rounds in which both take turns."
+    )
+    report("")
+    lines = []
 
     plain = build(options.layers, options.width, dtype).to(device)
     model = RoundPipe(
@@ -123,7 +125,8 @@ def main() -> None:
                     times[side].append(time.perf_counter() - start)
                 if device.type != "cpu":
                     peaks[side] = torch.accelerator.max_memory_allocated() / 1e9
-        assert abs(losses["plain"] - losses["pipeline"]) <= 1e-2 * abs(losses["plain"]), losses
+        if abs(losses["plain"] - losses["pipeline"]) > 1e-2 * abs(losses["plain"]):
+            raise SystemExit(f"the losses differ: {losses}")
         with torch.no_grad():
             value = inputs.chunk(options.microbatches)[0].to(device)
             plain[0](value)
@@ -136,14 +139,19 @@ def main() -> None:
         total_rows = rows * options.microbatches
         rates = {side: total_rows / statistics.median(values) for side, values in times.items()}
         lines.append(
-            f"| {rows} | {layer_ms:.2f} | {rates['plain']:.0f} | {rates['pipeline']:.0f} | "
-            f"{rates['pipeline'] / rates['plain']:.3f} | {peaks.get('plain', 0):.2f} | {peaks.get('pipeline', 0):.2f} |"
+            [
+                f"{rows:,}",
+                f"{layer_ms:.2f}",
+                f"{rates['plain']:,.0f}",
+                f"{rates['pipeline']:,.0f}",
+                f"{rates['pipeline'] / rates['plain']:.3f}",
+                f"{peaks.get('plain', 0):.2f}",
+                f"{peaks.get('pipeline', 0):.2f}",
+            ]
         )
-        print("\n".join(lines[-1:]), flush=True)
-    print("\n".join(lines))
-    if options.out:
-        with open(options.out, "a", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
+    header = ["rows a microbatch", "layer ms", "plain rows/s", "pipeline rows/s", "ratio"]
+    report.table([*header, "peak plain GB", "peak pipeline GB"], lines)
+    report.close()
 
 
 if __name__ == "__main__":

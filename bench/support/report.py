@@ -50,8 +50,8 @@ class Report:
 def machine() -> list[str]:
     """Date, hardware, versions and command."""
     cores = len(os.sched_getaffinity(0))
-    program = Path(sys.argv[0])
-    command = shlex.join(["python", f"{program.parent.name}/{program.name}", *sys.argv[1:]])
+    program = Path(sys.argv[0]).resolve().relative_to(Path(__file__).parents[2])
+    command = shlex.join(["python", str(program), *sys.argv[1:]])
     return [
         f"date: {datetime.date.today().isoformat()}",
         f"CPU: {cpu_model()}, {cores} cores, {torch.get_num_threads()} torch threads",

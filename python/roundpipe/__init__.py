@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from roundpipe.device_pool import DevicePool, devices
     from roundpipe.emulated import EmulatedLayer
     from roundpipe.execute_plan import ModelExecutePlan
+    from roundpipe.host_memory import HostArena, host_arena
     from roundpipe.optimizer_context import OptimizerCtx
     from roundpipe.pipe import Pending, RoundPipe
     from roundpipe.pretrained import from_pretrained
@@ -26,6 +27,7 @@ _PUBLIC = {
     "DevicePool": "device_pool",
     "EmulatedLayer": "emulated",
     "GradScaler": "scaler",
+    "HostArena": "host_memory",
     "ModelExecutePlan": "execute_plan",
     "OptimizerCtx": "optimizer_context",
     "Pending": "pipe",
@@ -37,6 +39,7 @@ _PUBLIC = {
     "doing_recompute": "recompute",
     "from_pretrained": "pretrained",
     "get_recompute_data": "recompute",
+    "host_arena": "host_memory",
     "save_for_recompute": "recompute",
     "wrap_model_to_roundpipe": "wrap",
 }
@@ -46,6 +49,7 @@ __all__ = [
     "DevicePool",
     "EmulatedLayer",
     "GradScaler",
+    "HostArena",
     "ModelExecutePlan",
     "OptimizerCtx",
     "Pending",
@@ -57,6 +61,7 @@ __all__ = [
     "doing_recompute",
     "from_pretrained",
     "get_recompute_data",
+    "host_arena",
     "optim",
     "save_for_recompute",
     "wrap_model_to_roundpipe",

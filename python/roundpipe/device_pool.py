@@ -7,8 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from roundpipe import _core
+from roundpipe.card_memory import cap_cards
 
 atexit.register(_core.Engine.shut_down)
+
+_has_caps = False  # whether the cards are capped for the current pool; asked for at every call of a model
 
 
 class DevicePool:
@@ -90,16 +93,22 @@ def devices(spec: str | Sequence[str] | None = None) -> DevicePool:
             share one card), or a list of such parts. None returns the current pool; if there is none yet, it is made
             from the environment variable ROUNDPIPE_DEVICES, else from all accelerators that torch sees, else from as
             many virtual devices as the host has cores. Options, each for the devices before it: `memory=` cap a
-            device, `chunk=64MB` the most that moves at once before something more urgent may (0: whole layers),
-            `fifo` transfers in the order in which they are asked for; virtual only: `link=` GB/s each way, `host=`
-            GB/s of all links together, `threads=` CPU threads of a device's layers (as many as the process uses by
-            default, which gives a plain loop's bits), `debug`
+            device (of a card, torch's allocator is capped to the sum of its workers' caps, where it can be),
+            `chunk=64MB` the most that moves at once before something more urgent may (0: whole layers), `fifo`
+            transfers in the order in which they are asked for; virtual only: `link=` GB/s each way, `host=` GB/s of
+            all links together, `threads=` CPU threads of a device's layers (as many as the process uses by default,
+            which gives a plain loop's bits), `debug`
             (freed device memory is filled with NaN).
 
     Raises:
         ValueError: the spec cannot be read, or an accelerator in it is not there.
     """
+    global _has_caps
     if spec is None:
-        return DevicePool(_core.Engine.current())
-    text = spec if isinstance(spec, str) else ",".join(spec)
-    return DevicePool(_core.Engine.set_current(text))
+        engine = _core.Engine.current()
+    else:
+        engine = _core.Engine.set_current(spec if isinstance(spec, str) else ",".join(spec))
+    if spec is not None or not _has_caps:
+        cap_cards((name, engine.memory(index)[2]) for index, name in enumerate(engine.torch_devices()))
+        _has_caps = True
+    return DevicePool(engine)

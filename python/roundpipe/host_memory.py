@@ -1,8 +1,10 @@
-"""What a model and its fused optimizer take on the host."""
+"""What models and their fused optimizers take on the host."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from roundpipe import _core
 
 
 @dataclass(frozen=True)
@@ -39,3 +41,38 @@ class HostMemory:
             f"  {name:22} {size / 2**20:10.1f} MiB {size / count:6.2f} B/parameter" for name, size in rows.items()
         ]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class HostArena:
+    """What the weights and gradients of all models in this process take from the system; `print` shows it.
+
+    Attributes:
+        asked_bytes: what the models use, buffers that wait for their next use included.
+        reserved_bytes: what was taken from the system for that.
+        locked_bytes: the page-locked part of it; 0 when all devices are virtual.
+        pieces: how many buffers there are.
+    """
+
+    asked_bytes: int
+    reserved_bytes: int
+    locked_bytes: int
+    pieces: int
+
+    @property
+    def waste(self) -> float:
+        """The part of the reserved bytes that nobody asked for, from 0 to 1."""
+        return 1 - self.asked_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"host arena: {self.pieces} pieces of {self.asked_bytes / 2**20:.1f} MiB together, "
+            f"{self.reserved_bytes / 2**20:.1f} MiB reserved ({self.waste:.2%} waste), "
+            f"{self.locked_bytes / 2**20:.1f} MiB page-locked"
+        )
+
+
+def host_arena() -> HostArena:
+    """What the weights and gradients of all models in this process take from the system now. Memory goes back to it
+    when nothing uses it any more."""
+    return HostArena(*_core.host_arena())

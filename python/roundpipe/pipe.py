@@ -92,7 +92,10 @@ class RoundPipe(ModelFacade):
         optim_dtype: dtype of the optimizer's parameters; None keeps each parameter's.
         name: keys the random state, see `layer_seed`, and appears in messages; None takes the class name.
         model_run_config: defaults of this model's calls.
-        pin_model: "alloc" and "register" page-lock the host weights where accelerators read them, "off" does not.
+        pin_model: "alloc" page-locks the host's weights and gradients where accelerators read them; where the system
+            forbids it, they stay pageable, with a warning. "register" does the same: parameters move into blocks
+            of ours in any case, and the pages of these are registered in place where the accelerator's runtime can
+            (CUDA, ROCm). "off" leaves them pageable. See `roundpipe.host_arena`.
         check_loss: raise when a loss is NaN (not while a GradScaler exists, which handles that).
 
     Raises:

@@ -1,10 +1,6 @@
 #include <roundpipe/memory/block_layout.h>
 
-#include <sys/mman.h>
-
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <c10/util/Exception.h>
 
 #include <roundpipe/core/bytes.h>
 
@@ -51,35 +47,6 @@ at::Tensor BlockLayout::view(const at::Tensor& flat, size_t index, int64_t base_
   at::Tensor view = at::empty({0}, flat.options().dtype(tensor.dtype).pinned_memory(false));
   return view.set_(flat.storage(), (flat.storage_offset() + base_bytes + tensor.offset_bytes) / element_bytes,
                    tensor.sizes, tensor.strides);
-}
-
-namespace {
-
-// A mapping of its own, so that the system has the memory back as soon as the last tensor in it is gone.
-at::Tensor map_host(int64_t size_bytes) {
-  const auto length = static_cast<size_t>(size_bytes);
-  void* const data = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (data == MAP_FAILED) return {};
-  return at::from_blob(
-      data, {size_bytes}, [length](void* memory) { munmap(memory, length); }, at::TensorOptions().dtype(at::kByte));
-}
-
-}  // namespace
-
-at::Tensor allocate_host(int64_t size_bytes, bool pinned) {
-  const auto options = at::TensorOptions().dtype(at::kByte);
-  if (!pinned) {
-    constexpr int64_t kMapped_bytes = 1 << 20;
-    const at::Tensor mapped = size_bytes >= kMapped_bytes ? map_host(size_bytes) : at::Tensor();
-    return mapped.defined() ? mapped : at::empty({size_bytes}, options);
-  }
-  try {
-    return at::empty({size_bytes}, options.pinned_memory(true));
-  } catch (const c10::Error& error) {
-    TORCH_WARN_ONCE("[memory] could not page-lock ", format_bytes(size_bytes), " (", error.what_without_backtrace(),
-                    "); going on with pageable memory, transfers will be slower");
-    return at::empty({size_bytes}, options);
-  }
 }
 
 }  // namespace roundpipe::memory

@@ -37,7 +37,4 @@ struct BlockLayout {
   void append(TensorLayout tensor, int64_t elements, c10::ScalarType dtype);
 };
 
-// Uninitialised uint8 memory [size_bytes] on the host; page-locked when asked for and possible.
-at::Tensor allocate_host(int64_t size_bytes, bool pinned);
-
 }  // namespace roundpipe::memory

@@ -2,7 +2,7 @@
 
 #include <ATen/ops/from_blob.h>
 
-#include <roundpipe/memory/block_layout.h>
+#include <roundpipe/memory/host_arena.h>
 
 namespace roundpipe::memory {
 
@@ -16,7 +16,15 @@ at::Tensor BufferPool::take() const {
     piece = std::move(shelf_->spare);
     if (!piece.defined()) shelf_->most_pieces = std::max(shelf_->most_pieces, ++shelf_->pieces);
   }
-  if (!piece.defined()) piece = allocate_host(size_bytes_, pinned_);
+  if (!piece.defined()) {
+    try {
+      piece = (pinned_ ? HostArena::page_locked() : HostArena::pageable()).allocate(size_bytes_);
+    } catch (...) {
+      std::lock_guard lock(shelf_->mutex);
+      --shelf_->pieces;
+      throw;
+    }
+  }
   void* data = piece.mutable_data_ptr();
   const auto give_back = [shelf = shelf_, piece](void*) {
     std::lock_guard lock(shelf->mutex);

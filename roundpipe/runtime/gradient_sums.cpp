@@ -127,10 +127,11 @@ void GradientSums::contribute_tied(JobRun& run, int microbatch, bool ran) {
       EventPtr done = run.call->new_event();
       outbox_.send(
           run, Priority::kParameterGradient,
-          [pieces, indices, landed]() mutable {
+          [pieces, indices, landed, pinned = device_.wants_pinned_host_memory()]() mutable {
             for (size_t i = 0; i < pieces.size(); ++i) {
               at::Tensor& target = (*landed)[indices[i]];
-              target = at::empty_like(pieces[i].src, pieces[i].src.options().device(c10::kCPU));
+              const auto options = pieces[i].src.options().device(c10::kCPU).pinned_memory(pinned);
+              target = at::empty_like(pieces[i].src, options);
               pieces[i].dst = target;
             }
             return pieces;

@@ -165,6 +165,9 @@ void Worker::loop() {
 
 void Worker::execute(JobRun& run) {
   if (run.call->failed()) return;
+  // A thread learns of torch's number of threads by its first parallel loop; a matrix product before it would use all
+  // cores, and sum in another order.
+  if (device_->threads() == 0) at::init_num_threads();
   try {
     const auto scope = device_->compute().enter();
     const at::ThreadLocalStateGuard state(*run.call->thread_state);

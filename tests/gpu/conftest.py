@@ -1,8 +1,13 @@
-"""Cases for a real accelerator: skipped where torch sees none, failing instead with ROUNDPIPE_REQUIRE_GPU=1."""
+"""Cases for a real accelerator, each of which runs on virtual devices as well.
+
+The cases for a card are skipped where torch sees none, and fail instead with ROUNDPIPE_REQUIRE_GPU=1.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 # cuBLAS gives the same bits on every stream only with fixed workspaces; read when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -10,24 +15,75 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 
+import roundpipe
+
 REQUIRED = os.environ.get("ROUNDPIPE_REQUIRE_GPU") == "1"
 
 
-@pytest.fixture(autouse=True)
-def accelerator() -> str:
-    """torch's name of the accelerator, for example "cuda"."""
+@dataclass(frozen=True)
+class Target:
+    """Where a case runs: on virtual devices, or on the first card.
+
+    Attributes:
+        device: torch's name of the plain model's device, for example "cuda"; "cpu" beside virtual devices.
+    """
+
+    device: str
+
+    @property
+    def is_card(self) -> bool:
+        return self.device != "cpu"
+
+    def spec(self, workers: int, memory_bytes: int = 0) -> str:
+        """That many workers, each with that cap."""
+        devices = f"{self.device}:0x{workers}" if self.is_card else f"virtual:{workers}"
+        return f"{devices},memory={memory_bytes}" if memory_bytes else devices
+
+    def pool(self, workers: int, memory_bytes: int = 0) -> roundpipe.DevicePool:
+        return roundpipe.devices(self.spec(workers, memory_bytes))
+
+    def synchronize(self) -> None:
+        if self.is_card:
+            torch.accelerator.synchronize()
+
+
+def make_target(kind: str) -> Target:
+    if kind == "virtual":
+        return Target("cpu")
     if not torch.accelerator.is_available():
         if REQUIRED:
             pytest.fail("ROUNDPIPE_REQUIRE_GPU=1, but torch sees no accelerator")
         pytest.skip("torch sees no accelerator")
-    return torch.accelerator.current_accelerator().type
+    return Target(torch.accelerator.current_accelerator().type)
 
 
-@pytest.fixture(params=["0", "0x2", "0x4"])
-def pool(request: pytest.FixtureRequest, accelerator: str):
-    """One worker on the first card, then several that share it."""
-    import roundpipe
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
-    pool = roundpipe.devices(f"{accelerator}:{request.param}")
-    yield pool
-    torch.accelerator.synchronize()
+
+@pytest.fixture(params=["virtual", "card"])
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    """For cases that make pools of their own."""
+    target = make_target(request.param)
+    yield target
+    target.synchronize()
+    roundpipe.devices("virtual:1")  # takes caps back
+
+
+@pytest.fixture(params=["virtual-2", "card-1", "card-2", "card-4"])
+def pool(request: pytest.FixtureRequest) -> Iterator[roundpipe.DevicePool]:
+    """Two virtual devices; one worker on the first card, and several that share it."""
+    kind, _, workers = request.param.partition("-")
+    target = make_target(kind)
+    yield target.pool(int(workers))
+    target.synchronize()
+
+
+@pytest.fixture
+def accelerator(pool: roundpipe.DevicePool) -> str:
+    """torch's name of the pool's kind of device, for example "cuda"."""
+    return torch.device(pool.torch_devices[0]).type

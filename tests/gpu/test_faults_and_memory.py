@@ -1,4 +1,4 @@
-"""Faults and memory on a real card."""
+"""Faults, and the memory of the devices."""
 
 from __future__ import annotations
 
@@ -67,24 +67,41 @@ def test_a_fault_reaches_the_caller_and_the_next_step_is_right(pool, where, erro
         assert torch.equal(ours.grad, theirs.grad)
 
 
-def test_out_of_memory_reaches_the_caller(pool, accelerator):
+def test_out_of_memory_reaches_the_caller(target):
+    pool = target.pool(2, 1 << 30)
+
     class Greedy(nn.Module):
         greedy = True
 
         def forward(self, value: torch.Tensor) -> torch.Tensor:
             if self.greedy:
-                torch.empty(1 << 50, dtype=torch.uint8, device=value.device)
+                torch.empty(self.bytes, dtype=torch.uint8, device=value.device)
             return value
 
     model = RoundPipe(nn.Sequential(nn.Linear(8, 8), Greedy(), nn.Linear(8, 8)))
     inputs = torch.randn(4, 8)
+    # More than there is; and more than both workers may take, which a card has.
+    for size_bytes in (1 << 50, 5 << 29):
+        model[1].greedy, model[1].bytes = True, size_bytes
+        with pytest.raises(torch.OutOfMemoryError):
+            model(inputs)
+        model[1].greedy = False
+        assert model(inputs).shape == (4, 8)
+    assert all(entry["limit_bytes"] == 1 << 30 for entry in pool.memory_report())
+
+
+def test_a_cap_is_taken_back_with_its_pool(target):
+    size_bytes = 1 << 26
+    model = RoundPipe(nn.Sequential(nn.Linear(4, 4)))
+    batch = torch.zeros(size_bytes // 16, 4)
+    target.pool(2, size_bytes // 4)
     with pytest.raises(torch.OutOfMemoryError):
-        model(inputs)
-    model[1].greedy = False
-    assert model(inputs).shape == (4, 8)
+        model(batch)
+    target.pool(2)
+    assert model(batch).shape == batch.shape
 
 
-def test_memory_does_not_grow(pool, accelerator):
+def test_memory_does_not_grow(pool):
     torch.manual_seed(2)
     inputs, target = torch.randn(8, 32), torch.randn(8, 8)
     model = RoundPipe(build(), model_run_config=RoundPipeRunConfig(num_microbatch=2))
@@ -95,18 +112,17 @@ def test_memory_does_not_grow(pool, accelerator):
             model.forward_backward((inputs,), label=target, loss_fn=squared_error)
             model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
         model.synchronize()
-        torch.accelerator.synchronize()
         gc.collect()
-        return torch.accelerator.memory_allocated()
+        return max(entry["current_bytes"] for entry in pool.memory_report())
 
-    after_some = run(50)
-    assert run(300) <= after_some
+    after_some = run(20)
+    assert run(100) <= after_some + (1 << 15)  # other stages take slots of other sizes; a leak is 1 KiB a step and more
 
 
-def test_a_model_larger_than_what_the_card_holds_of_it_trains(accelerator):
-    roundpipe.devices(f"{accelerator}:0")
+def test_a_model_larger_than_what_the_device_holds_of_it_trains(target):
+    pool = target.pool(1)
     torch.manual_seed(1)
-    layers, width = 24, 1024
+    layers, width = 24, 1024 if target.is_card else 256  # a card also holds the workspaces of its libraries
     model = RoundPipe(
         nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)]),
         model_run_config=RoundPipeRunConfig(
@@ -115,14 +131,13 @@ def test_a_model_larger_than_what_the_card_holds_of_it_trains(accelerator):
         ),
     )
     weights_bytes = layers * width * width * 4
-    torch.accelerator.synchronize()
     gc.collect()
-    before = torch.accelerator.memory_allocated()
-    torch.accelerator.reset_peak_memory_stats()
+    before = pool.memory_report()[0]["current_bytes"]
+    pool.reset_peak_memory()
     inputs = torch.randn(8, width)
     model.forward_backward((inputs,), label=torch.zeros(8, width), loss_fn=squared_error)
     model.synchronize()
-    peak = torch.accelerator.max_memory_allocated() - before
+    peak = pool.memory_report()[0]["peak_bytes"] - before
     assert peak < weights_bytes / 2, (peak, weights_bytes)
 
 

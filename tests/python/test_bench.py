@@ -12,7 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("program", sorted((ROOT / "bench").glob("*.py")), ids=lambda path: path.stem)
+PROGRAMS = sorted((ROOT / "bench").glob("*.py")) + sorted((ROOT / "bench" / "gpu").glob("*.py"))
+
+
+@pytest.mark.parametrize(
+    "program", PROGRAMS, ids=lambda path: path.relative_to(ROOT / "bench").with_suffix("").as_posix()
+)
 def test_quick(program: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.md"
     environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}

@@ -290,3 +290,34 @@ def test_changing_devices_between_calls_changes_nothing() -> None:
     roundpipe.devices("virtual:1")
     pipe(torch.randn(4, 8))
     assert psutil.Process().num_threads() <= threads + 1
+
+
+# --- the host's memory ---
+
+
+@pytest.mark.parametrize(("layers", "width"), [(6, 512), (400, 24)])
+def test_the_host_arena_holds_little_more_than_the_models(layers: int, width: int) -> None:
+    roundpipe.devices("virtual:2")
+    gc.collect()
+    before = roundpipe.host_arena()  # what earlier tests have left goes now or later
+    pipe = pipe_of(nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)]), 1)
+    pipe.forward_backward((torch.randn(4, width),), label=torch.randn(4, width), loss_fn=squared_error)
+    pipe.step(sgd_step(pipe), is_async=False)
+    pipe.synchronize()
+    now = roundpipe.host_arena()
+    assert pipe.host_bytes() <= now.asked_bytes <= pipe.host_bytes() + before.asked_bytes
+    assert now.pieces >= 2 * layers
+    assert now.reserved_bytes < 1.03 * pipe.host_bytes() + before.reserved_bytes + 2**18
+    assert now.locked_bytes == 0
+    assert f"{now.pieces} pieces" in str(now) and f"{now.waste:.2%} waste" in str(now)
+    held = pipe.host_bytes()
+    del pipe
+    gc.collect()
+    assert roundpipe.host_arena().asked_bytes <= now.asked_bytes - held
+
+
+def test_no_memory_left_on_the_host_is_said_in_words() -> None:
+    model = nn.Linear(8, 8)
+    model.weight = nn.Parameter(torch.zeros(1).expand(2**24, 2**32))  # takes no memory until it moves into a block
+    with pytest.raises(MemoryError, match=r"\[memory\] the system has no .* of host memory left; expected"):
+        RoundPipe(model)

@@ -1,5 +1,10 @@
 #include <roundpipe/device/accelerator/accelerator_device.h>
 
+#ifdef __linux__
+#include <sys/prctl.h>
+#endif
+
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -7,6 +12,7 @@
 #include <mutex>
 #include <thread>
 
+#include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Event.h>
@@ -14,6 +20,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <roundpipe/core/clock.h>
 #include <roundpipe/core/error.h>
 
 namespace roundpipe::device {
@@ -22,7 +29,7 @@ namespace {
 // Waits for recorded stream events in order, one thread a queue, and fires the host events.
 class CompletionThread {
  public:
-  CompletionThread() : thread_([this] { run(); }) {}
+  explicit CompletionThread(c10::Device device) : device_(device), thread_([this] { run(); }) {}
 
   ~CompletionThread() {
     {
@@ -47,7 +54,23 @@ class CompletionThread {
     EventPtr event;
   };
 
+  // Not the event's own wait: that one spins, and would keep a core from the host's optimizers for every queue.
+  static void wait(const c10::Event& recorded) {
+    constexpr Clock::duration kShortest = std::chrono::microseconds(10);
+    constexpr Clock::duration kLongest = std::chrono::microseconds(100);
+    const Clock::time_point start = Clock::now();
+    while (!recorded.query()) {
+      std::this_thread::sleep_for(std::clamp((Clock::now() - start) / 16, kShortest, kLongest));
+    }
+  }
+
   void run() {
+    // An event is destroyed on its device, and the thread goes back to the one before: not to make a context on the
+    // first card, that is the same one.
+    c10::impl::VirtualGuardImpl(device_.type()).uncheckedSetDevice(device_);
+#ifdef PR_SET_TIMERSLACK
+    prctl(PR_SET_TIMERSLACK, 1000UL);  // ns; sleeps would else be 50 us longer than they are asked for
+#endif
     while (true) {
       std::unique_lock lock(mutex_);
       changed_.wait(lock, [this] { return stopping_ || !pending_.empty(); });
@@ -56,7 +79,7 @@ class CompletionThread {
       pending_.pop_front();
       lock.unlock();
       try {
-        next.recorded->synchronize();
+        wait(*next.recorded);
         next.event->fire();
       } catch (...) {
         next.event->fail(std::current_exception());
@@ -64,6 +87,7 @@ class CompletionThread {
     }
   }
 
+  const c10::Device device_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Pending> pending_;  // protected by mutex_
@@ -82,16 +106,21 @@ class AcceleratorScope final : public QueueScope {
 class AcceleratorQueue final : public Queue {
  public:
   explicit AcceleratorQueue(c10::Device device)
-      : stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {}
+      : stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)), completion_(device) {}
 
   std::unique_ptr<QueueScope> enter() override { return std::make_unique<AcceleratorScope>(stream_); }
 
   void copy(const at::Tensor& dst, const at::Tensor& src) override { dst.copy_(src, /*non_blocking=*/true); }
 
   void signal(EventPtr event) override {
-    auto recorded = std::make_unique<c10::Event>(stream_.device_type());
-    recorded->record(stream_);
-    completion_.watch(std::move(recorded), std::move(event));
+    // After a fault on the device nothing can be recorded any more. Whoever waits hears of it by the event.
+    try {
+      auto recorded = std::make_unique<c10::Event>(stream_.device_type());
+      recorded->record(stream_);
+      completion_.watch(std::move(recorded), event);
+    } catch (...) {
+      event->fail(std::current_exception());
+    }
   }
 
   void uses(const at::Tensor& tensor) override {
@@ -149,6 +178,7 @@ std::unique_ptr<Device> make_accelerator_device(const DeviceSpec& spec, int shar
     throw std::invalid_argument(concat("[devices] '", spec.name(), "' is not here: torch sees ", count,
                                        " accelerators of type ", found, "; name one of those or use 'virtual:N'"));
   }
+  at::globalContext().lazyInitDevice(*type);  // streams and statistics need it, and nobody may have used it yet
   const c10::Device device(*type, static_cast<c10::DeviceIndex>(spec.index));
   int64_t limit_bytes = spec.memory_bytes;
   if (limit_bytes == 0) {

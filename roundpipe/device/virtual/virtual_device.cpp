@@ -6,6 +6,7 @@
 
 #include <roundpipe/device/emulated_time.h>
 #include <roundpipe/device/virtual/accounting_allocator.h>
+#include <roundpipe/device/virtual/streaming_copy.h>
 
 namespace roundpipe::device {
 
@@ -43,8 +44,8 @@ class VirtualQueue final : public Queue {
     Clock::time_point done{};
     if (latency_ms_ > 0) done = Clock::now() + from_ms(latency_ms_);
     if (same_dense_layout(dst, src)) {
-      // memcpy rather than copy_: a copy thread must not start an OpenMP team of its own.
-      if (size_bytes > 0) std::memcpy(dst.data_ptr(), src.data_ptr(), static_cast<size_t>(size_bytes));
+      // Not copy_: a copy thread must not start an OpenMP team of its own.
+      streaming_copy(dst.data_ptr(), src.data_ptr(), size_bytes);
     } else {
       dst.copy_(src);
     }

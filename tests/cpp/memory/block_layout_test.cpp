@@ -41,7 +41,7 @@ TEST_CASE("layout: views have the shape, dense strides and dtype of what was add
   };
   BlockLayout layout;
   for (const at::Tensor& tensor : tensors) layout.add(tensor, tensor.scalar_type());
-  const at::Tensor flat = allocate_host(layout.size_bytes, /*pinned=*/false);
+  const at::Tensor flat = at::empty({layout.size_bytes}, at::kByte);
   for (size_t i = 0; i < tensors.size(); ++i) layout.view(flat, i).copy_(tensors[i]);
   for (size_t i = 0; i < tensors.size(); ++i) {
     CAPTURE(i);
@@ -66,7 +66,7 @@ TEST_CASE("layout: what is not dense becomes contiguous") {
   const at::Tensor expanded = at::ones({3, 1}).expand({3, 4});
   layout.add(sliced, at::kFloat);
   layout.add(expanded, at::kFloat);
-  const at::Tensor flat = allocate_host(layout.size_bytes, false);
+  const at::Tensor flat = at::empty({layout.size_bytes}, at::kByte);
   CHECK(layout.view(flat, 0).is_contiguous());
   CHECK(layout.view(flat, 1).is_contiguous());
   layout.view(flat, 1).copy_(expanded);
@@ -80,7 +80,7 @@ TEST_CASE("layout: a tensor may be kept in another dtype") {
   const at::Tensor weight = at::randn({10, 10});
   layout.add(weight, at::kBFloat16);
   CHECK(layout.tensors[0].size_bytes == 200);
-  const at::Tensor flat = allocate_host(layout.size_bytes, false);
+  const at::Tensor flat = at::empty({layout.size_bytes}, at::kByte);
   layout.view(flat, 0).copy_(weight);
   CHECK(at::equal(layout.view(flat, 0), weight.to(at::kBFloat16)));
 }
@@ -96,12 +96,4 @@ TEST_CASE("layout: a block may start anywhere aligned inside a larger one") {
   CHECK(at::equal(layout.view(flat, 0, layout.size_bytes), at::full({5}, 2.0)));
   CHECK(flat.narrow(0, 0, layout.size_bytes).count_nonzero().item<int64_t>() == 0);
   CHECK(flat.narrow(0, 2 * layout.size_bytes, layout.size_bytes).count_nonzero().item<int64_t>() == 0);
-}
-
-TEST_CASE("allocate_host: bytes, also when page-locking is asked for and there is nothing to lock for") {
-  CHECK(allocate_host(0, false).numel() == 0);
-  const at::Tensor plain = allocate_host(1000, false);
-  CHECK((plain.scalar_type() == at::kByte));
-  CHECK(plain.numel() == 1000);
-  CHECK(allocate_host(1000, true).numel() == 1000);
 }

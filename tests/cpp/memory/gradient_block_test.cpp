@@ -40,7 +40,7 @@ bool same_bits(const at::Tensor& a, const at::Tensor& b) {
 using Gradients = std::vector<at::Tensor>;
 
 std::pair<at::Tensor, std::vector<char>> packed(const BlockLayout& layout, const Gradients& gradients) {
-  const at::Tensor flat = allocate_host(layout.size_bytes, false).fill_(0xFF);
+  const at::Tensor flat = at::empty({layout.size_bytes}, at::kByte).fill_(0xFF);
   std::vector<char> received;
   for (size_t i = 0; i < gradients.size(); ++i) {
     received.push_back(gradients[i].defined() ? 1 : 0);

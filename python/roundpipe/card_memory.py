@@ -1,0 +1,36 @@
+"""Keeps the process within what its workers may take of each card: the allocator's own cap, where torch offers one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+
+# Cards that have a cap of ours; a user's own, on another card or before any of ours, stays.
+_capped: set[torch.device] = set()
+
+
+def cap_cards(workers: Iterable[tuple[str, int]]) -> None:
+    """Caps the process on each card to the sum of its workers' caps, and takes back caps of earlier pools.
+
+    Args:
+        workers: torch's name of each worker's device, and how many bytes it may take; on a card of its own, all of it.
+    """
+    caps: dict[torch.device, int] = defaultdict(int)
+    for name, limit_bytes in workers:
+        device = torch.device(name)
+        if device.type != "cpu":
+            caps[device] += limit_bytes
+    for card in sorted(_capped | set(caps), key=str):
+        module = torch.get_device_module(card)
+        if not hasattr(module, "set_per_process_memory_fraction"):
+            continue
+        total_bytes = module.mem_get_info(card)[1]
+        cap_bytes = caps.get(card, total_bytes)
+        # Shares of a card do not always add up to its last byte.
+        is_whole = cap_bytes > 0.999 * total_bytes
+        if is_whole and card not in _capped:
+            continue
+        module.set_per_process_memory_fraction(1.0 if is_whole else cap_bytes / total_bytes, card)
+        (_capped.discard if is_whole else _capped.add)(card)

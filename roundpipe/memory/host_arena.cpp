@@ -1,0 +1,184 @@
+#include <roundpipe/memory/host_arena.h>
+
+#include <pthread.h>
+
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <roundpipe/core/bytes.h>
+#include <roundpipe/device/accelerator/page_lock.h>
+
+namespace roundpipe::memory {
+
+HostArena::HostArena(std::unique_ptr<SegmentSource> source) : source_(std::move(source)) {}
+
+at::Tensor HostArena::allocate(int64_t size_bytes) {
+  const auto options = at::TensorOptions().dtype(at::kByte);
+  if (size_bytes == 0) return at::empty({0}, options);
+  const int64_t taken_bytes = align_up(size_bytes, kAlignment_bytes);
+  std::byte* piece = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    piece = take_free(taken_bytes);
+    if (piece != nullptr) stats_.asked_bytes += size_bytes;
+  }
+  if (piece == nullptr) {
+    std::lock_guard growing(growing_);
+    int64_t reserved_bytes = 0;
+    {
+      // Whoever made a segment meanwhile may have left room in it.
+      std::lock_guard lock(mutex_);
+      piece = take_free(taken_bytes);
+      if (piece != nullptr) stats_.asked_bytes += size_bytes;
+      reserved_bytes = stats_.reserved_bytes;
+    }
+    if (piece == nullptr) {
+      Segment segment = source_->acquire(taken_bytes, reserved_bytes);
+      std::lock_guard lock(mutex_);
+      piece = take_new(std::move(segment), taken_bytes);
+      stats_.asked_bytes += size_bytes;
+    }
+  }
+  return at::from_blob(
+      piece, {size_bytes}, [this, size_bytes](void* data) { give_back(static_cast<std::byte*>(data), size_bytes); },
+      options);
+}
+
+HostArenaStats HostArena::stats() const {
+  std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+std::map<std::byte*, HostArena::Held>::iterator HostArena::holder_of(std::byte* data) {
+  return std::prev(segments_.upper_bound(data));
+}
+
+void HostArena::remove_free(std::map<std::byte*, int64_t>::iterator range) {
+  free_by_size_.erase({range->second, range->first});
+  free_by_place_.erase(range);
+}
+
+std::byte* HostArena::take_free(int64_t size_bytes) {
+  const auto best = free_by_size_.lower_bound({size_bytes, nullptr});
+  if (best == free_by_size_.end()) return nullptr;
+  const auto [range_bytes, data] = *best;
+  remove_free(free_by_place_.find(data));
+  holder_of(data)->second.used_bytes += size_bytes;
+  ++stats_.pieces;
+  if (range_bytes > size_bytes) add_free(data + size_bytes, range_bytes - size_bytes);
+  return data;
+}
+
+std::byte* HostArena::take_new(Segment segment, int64_t size_bytes) {
+  stats_.reserved_bytes += segment.size_bytes;
+  if (segment.locked) stats_.locked_bytes += segment.size_bytes;
+  ++stats_.pieces;
+  std::byte* const data = segment.data;
+  const int64_t rest_bytes = segment.shared ? segment.size_bytes - size_bytes : 0;
+  segments_.emplace(data, Held{std::move(segment), size_bytes});
+  if (rest_bytes > 0) add_free(data + size_bytes, rest_bytes);
+  return data;
+}
+
+void HostArena::add_free(std::byte* data, int64_t size_bytes) {
+  // Segments may lie side by side; ranges of two of them are not one.
+  const Segment& segment = holder_of(data)->second.segment;
+  auto next = free_by_place_.lower_bound(data);
+  if (next != free_by_place_.end() && next->first == data + size_bytes &&
+      next->first < segment.data + segment.size_bytes) {
+    size_bytes += next->second;
+    remove_free(next++);
+  }
+  if (next != free_by_place_.begin()) {
+    const auto before = std::prev(next);
+    if (before->first + before->second == data && before->first >= segment.data) {
+      data = before->first;
+      size_bytes += before->second;
+      remove_free(before);
+    }
+  }
+  free_by_place_.emplace(data, size_bytes);
+  free_by_size_.emplace(size_bytes, data);
+}
+
+void HostArena::give_back(std::byte* data, int64_t asked_bytes) noexcept {
+  const int64_t taken_bytes = align_up(asked_bytes, kAlignment_bytes);
+  Segment unused;
+  {
+    std::lock_guard lock(mutex_);
+    stats_.asked_bytes -= asked_bytes;
+    --stats_.pieces;
+    const auto holder = holder_of(data);
+    Held& held = holder->second;
+    held.used_bytes -= taken_bytes;
+    if (held.segment.shared) add_free(data, taken_bytes);
+    if (held.used_bytes > 0) return;
+    if (held.segment.shared) remove_free(free_by_place_.find(held.segment.data));
+    unused = std::move(held.segment);
+    segments_.erase(holder);
+    stats_.reserved_bytes -= unused.size_bytes;
+    if (unused.locked) stats_.locked_bytes -= unused.size_bytes;
+  }
+  source_->release(std::move(unused));
+}
+
+namespace {
+
+std::unique_ptr<SegmentSource> locking_source() {
+  if (device::PageLocker* const locker = device::runtime_page_locker()) return make_mapped_source(locker);
+  const auto type = at::accelerator::getAccelerator(false);
+  if (type && at::accelerator::deviceCount() > 0) return make_pinned_source(at::getHostAllocator(*type));
+  return make_unlockable_source();
+}
+
+}  // namespace
+
+// Leaked on purpose: the last tensor may be freed after everything else is gone. A fork waits until no thread is in
+// the middle of the bookkeeping, so that the child finds it whole.
+HostArena* HostArena::made_fork_safe(std::unique_ptr<SegmentSource> source) {
+  static std::mutex mutex;
+  static auto* const arenas = new std::vector<HostArena*>;  // protected by mutex
+  constexpr auto lock_all = [] {
+    mutex.lock();
+    for (HostArena* arena : *arenas) {
+      arena->growing_.lock();
+      arena->mutex_.lock();
+    }
+  };
+  constexpr auto unlock_all = [] {
+    for (HostArena* arena : *arenas) {
+      arena->mutex_.unlock();
+      arena->growing_.unlock();
+    }
+    mutex.unlock();
+  };
+  std::lock_guard lock(mutex);
+  if (arenas->empty()) pthread_atfork(lock_all, unlock_all, unlock_all);
+  arenas->push_back(new HostArena(std::move(source)));
+  return arenas->back();
+}
+
+HostArena& HostArena::pageable() {
+  static HostArena* const arena = made_fork_safe(make_mapped_source(nullptr));
+  return *arena;
+}
+
+HostArena& HostArena::page_locked() {
+  static HostArena* const arena = made_fork_safe(locking_source());
+  return *arena;
+}
+
+HostArenaStats host_arena_stats() {
+  HostArenaStats sum;
+  for (const HostArena* arena : {&HostArena::pageable(), &HostArena::page_locked()}) {
+    const HostArenaStats stats = arena->stats();
+    sum.asked_bytes += stats.asked_bytes;
+    sum.reserved_bytes += stats.reserved_bytes;
+    sum.locked_bytes += stats.locked_bytes;
+    sum.pieces += stats.pieces;
+  }
+  return sum;
+}
+
+}  // namespace roundpipe::memory
