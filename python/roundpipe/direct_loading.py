@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import logging
@@ -36,7 +37,11 @@ _PLAIN_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def load_causal_model(
-    base: str | os.PathLike[str], extra_tensors: str, mapped: bool, options: dict[str, Any]
+    base: str | os.PathLike[str],
+    extra_tensors: str,
+    mapped: bool,
+    options: dict[str, Any],
+    admit: Callable[[nn.Module], None] | None = None,
 ) -> PreTrainedModel:
     """What `AutoModelForCausalLM.from_pretrained(base, **options)` returns.
 
@@ -47,13 +52,14 @@ def load_causal_model(
         extra_tensors: "refuse" or "ignore".
         mapped: leave parameters that are a tensor of the files in the mapped files.
         options: of transformers, `dtype` among them.
+        admit: is given the empty model before any weight is read, and may refuse it with a BudgetError.
 
     Raises:
         CheckpointError: a file that is damaged; weights that are missing, of another shape or kind, or left over. All
             before any weight is read.
         Exception: what transformers raises.
     """
-    fill = _Fill(base, extra_tensors, mapped)
+    fill = _Fill(base, extra_tensors, mapped, admit)
     # A class of its own for the one call, so that no other is affected.
     factory: Any = type(
         AutoModelForCausalLM.__name__,
@@ -99,8 +105,15 @@ class _Mapping:
 class _Fill:
     """Reads the weights of one model."""
 
-    def __init__(self, base: str | os.PathLike[str], extra_tensors: str, mapped: bool) -> None:
+    def __init__(
+        self,
+        base: str | os.PathLike[str],
+        extra_tensors: str,
+        mapped: bool,
+        admit: Callable[[nn.Module], None] | None,
+    ) -> None:
         self._base = base
+        self._admit = admit
         self._extra_tensors = extra_tensors
         self._mapped = mapped
 
@@ -130,6 +143,8 @@ class _Fill:
             # A conversion that needs values or cannot take these shapes, which transformers then says, or another
             # version of transformers.
             return None
+        if self._admit is not None:
+            self._admit(model)
         mappable = {name for name, _ in model.named_parameters()} if self._mapped else set()
         with _Reader(checkpoint, dtypes, mappable) as reader:
             for name, value in reader.values(names):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from roundpipe import _core
+from roundpipe.budget import DEVICE_VARIABLE, HOST_VARIABLE, budget_of, predict_host, refuse_host
 from roundpipe.device_pool import devices
 from roundpipe.emulated import EmulatedLayer, NativeEmulatedLayer
 from roundpipe.execute_plan import DEFAULT_THRESHOLD, ModelExecutePlan
@@ -21,6 +22,7 @@ from roundpipe.optimizer_context import in_optimizer_context
 from roundpipe.run_config import ResolvedRunConfig, RoundPipeRunConfig, resolve
 from roundpipe.scaler import GradScaler, _all_live
 from roundpipe.shell import PythonLayer, holding_nothing, layers_of
+from roundpipe.step_memory import MemoryPrediction, StepMemory, StepShape
 from roundpipe.stepping import StepGroup
 from roundpipe.values import split, to_host
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from roundpipe.optim.for_model import ForModel
 
 _MODES = {"infer": _core.PlanMode.INFERENCE, "train": _core.PlanMode.TRAIN, "fused": _core.PlanMode.FUSED}
+_FUSED, _TRAIN, _INFERENCE = _core.PlanMode.FUSED, _core.PlanMode.TRAIN, _core.PlanMode.INFERENCE
 _GRAINS = {"stage": _core.RecomputeGrain.STAGE, "layer": _core.RecomputeGrain.LAYER}
 
 
@@ -97,9 +100,14 @@ class RoundPipe(ModelFacade):
             of ours in any case, and the pages of these are registered in place where the accelerator's runtime can
             (CUDA, ROCm). "off" leaves them pageable. See `roundpipe.host_arena`.
         check_loss: raise when a loss is NaN (not while a GradScaler exists, which handles that).
+        host_memory: what the model, its gradients and a fused optimizer may take on the host, such as "64GB"; the
+            environment variable ROUNDPIPE_HOST_MEMORY stands in for None. Checked before anything is taken.
+        device_memory: what a step may take on each device; stands in for None: ROUNDPIPE_DEVICE_MEMORY. Steps are
+            planned within it, and one of a new shape is checked before it runs.
 
     Raises:
-        ValueError: no layers, a parameter that is not on the CPU, or an argument that is not listed above.
+        ValueError: no layers, a model that does not fit its budget, a parameter that is not on the CPU, or an argument
+            that is not listed above.
     """
 
     _OWN = ModelFacade._OWN | frozenset(
@@ -137,6 +145,13 @@ class RoundPipe(ModelFacade):
             "_optim_dtype",
             "_pinned",
             "_build",
+            "_host_budget",
+            "_device_budget",
+            "_memory",
+            "_step_shape",
+            "_prepare_step",
+            "predict_memory",
+            "memory_prediction",
         }
     )
 
@@ -148,6 +163,9 @@ class RoundPipe(ModelFacade):
     _language_model: LanguageModel | None
     _optim_dtype: torch.dtype | None
     _pinned: bool
+    _host_budget: int | None
+    _device_budget: int | None
+    _memory: StepMemory
 
     def __init__(
         self,
@@ -157,6 +175,8 @@ class RoundPipe(ModelFacade):
         model_run_config: RoundPipeRunConfig | None = None,
         pin_model: Literal["alloc", "register", "off"] = "alloc",
         check_loss: bool = True,
+        host_memory: str | int | None = None,
+        device_memory: str | int | None = None,
     ) -> None:
         # nn.Module.__init__ is left out on purpose: that state is the original model's.
         if not isinstance(model, nn.Module):
@@ -175,10 +195,15 @@ class RoundPipe(ModelFacade):
         own["_language_model"] = None
         own["_optim_dtype"] = optim_dtype
         own["_pinned"] = pin_model != "off" and any(device != "cpu" for device in devices().torch_devices)
+        own["_host_budget"] = budget_of(host_memory, "host_memory", HOST_VARIABLE)
+        own["_device_budget"] = budget_of(device_memory, "device_memory", DEVICE_VARIABLE)
         self._build(model)
 
     def _build(self, chain: nn.Module) -> None:
         """Makes the pipeline of a chain of layers."""
+        if self._host_budget is not None:
+            tensors = [*chain.parameters(), *chain.buffers()]
+            refuse_host("RoundPipe", self._name, self._host_budget, lambda moments: predict_host(tensors, moments))
         modules = list(layers_of(chain))
         layers: list[PythonLayer | NativeEmulatedLayer] = [
             NativeEmulatedLayer(module, layer_name)
@@ -190,6 +215,10 @@ class RoundPipe(ModelFacade):
         own["_pipeline"] = _core.Pipeline(self._name, layers, self._pinned)
         own["_step_group"] = StepGroup({"": self}, {}, self._optim_dtype)
         own["_layer_count"] = len(layers)
+        real = [layer for layer in layers if isinstance(layer, PythonLayer)]
+        # Emulated layers take time, not memory.
+        budget = self._device_budget if len(real) == len(layers) else None
+        own["_memory"] = StepMemory(self._name, real, self._host_budget, budget)
 
     # -- the original model shows through ---------------------------------------------------------------------------
 
@@ -277,7 +306,11 @@ class RoundPipe(ModelFacade):
                 modes.enter_context(torch.inference_mode(False))
                 modes.enter_context(torch.no_grad())
             modes.enter_context(torch.set_grad_enabled(requires_grad))
-            parts = self._pipeline.forward(batch, self._options(config, requires_grad), route)
+            options = self._options(config, requires_grad)
+            if self._device_budget is not None:
+                shape = self._step_shape(batch, [], None, route, _TRAIN if requires_grad else _INFERENCE)
+                options.recompute_grain = _GRAINS[self._memory.admit(self._pipeline, shape, config.recompute_grain)]
+            parts = self._pipeline.forward(batch, options, route)
             _tell(self._pipeline)
             for _, structure in parts:
                 structure.check_open("forward")
@@ -353,16 +386,17 @@ class RoundPipe(ModelFacade):
         """
         return self._submit("submit", input_args, input_kwargs, label, loss_fn, return_outputs, run_config)
 
-    def _submit(
+    def _prepare_step(
         self,
-        where: str,
         input_args: tuple[Any, ...],
         input_kwargs: dict[str, Any] | None,
         label: Any,
         loss_fn: Callable[[Any, Any], Any],
-        return_outputs: bool,
         run_config: RoundPipeRunConfig | None,
-    ) -> Pending:
+        where: str,
+        return_outputs: bool,
+    ) -> tuple[ResolvedRunConfig, list[Any], list[Any], Callable[[Any, Any], Any], Any]:
+        """The options, microbatches, labels, loss and route of one call of `forward_backward`."""
         if not callable(loss_fn):
             raise ValueError(f"[{where}] loss_fn is a {type(loss_fn).__name__}, expected a function")
         self._follow_changes()
@@ -375,17 +409,30 @@ class RoundPipe(ModelFacade):
             loss_fn = self._language_model.mean_loss(len(batch))
         labels = [split(to_host(part, where)) for part in split_label(label, len(batch), config.split_label)]
         route = self._route("fused", config)
+        return config, batch, labels, loss_fn, route
+
+    def _submit(
+        self,
+        where: str,
+        input_args: tuple[Any, ...],
+        input_kwargs: dict[str, Any] | None,
+        label: Any,
+        loss_fn: Callable[[Any, Any], Any],
+        return_outputs: bool,
+        run_config: RoundPipeRunConfig | None,
+    ) -> Pending:
+        config, batch, labels, loss_fn, route = self._prepare_step(
+            input_args, input_kwargs, label, loss_fn, run_config, where, return_outputs
+        )
         single = [True]
         early_check = where == "submit" and self._check_loss and not _all_live()
         with torch.inference_mode(False), torch.enable_grad():
-            submitted = self._pipeline.submit(
-                batch,
-                labels,
-                self._run_loss(loss_fn, single, early_check),
-                return_outputs,
-                self._options(config, True),
-                route,
-            )
+            options = self._options(config, True)
+            if self._device_budget is not None:
+                shape = self._step_shape(batch, labels, loss_fn, route, _FUSED)
+                options.recompute_grain = _GRAINS[self._memory.admit(self._pipeline, shape, config.recompute_grain)]
+            run_loss = self._run_loss(loss_fn, single, early_check)
+            submitted = self._pipeline.submit(batch, labels, run_loss, return_outputs, options, route)
         return Pending(self, submitted, single, return_outputs, config)
 
     def _finish(
@@ -420,6 +467,56 @@ class RoundPipe(ModelFacade):
         if self._language_model is not None:
             calls = self._language_model.prepare(calls, loss_only)
         return [split(call, is_call=True) for call in calls]
+
+    @staticmethod
+    def _step_shape(
+        batch: list[Any], labels: list[Any], loss_fn: Callable[[Any, Any], Any] | None, route: Any, mode: _core.PlanMode
+    ) -> StepShape:
+        sizes = [sum(tensor.nbytes for tensor in tensors) for tensors, _ in batch]
+        largest = sizes.index(max(sizes))
+        label = labels[largest] if labels else ([], None)
+
+        def loss(outputs: Any) -> list[torch.Tensor]:
+            assert loss_fn is not None
+            value = loss_fn(outputs, label[1].join(label[0]))
+            return list(value) if isinstance(value, (list, tuple)) else [value]
+
+        return StepShape(
+            batch=batch[largest],
+            label_bytes=sum(tensor.nbytes for tensor in label[0]),
+            loss=None if loss_fn is None else loss,
+            count=len(batch),
+            route=route,
+            mode=mode,
+        )
+
+    def predict_memory(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: dict[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: Callable[[Any, Any], Any] = _outputs_as_loss,
+        run_config: RoundPipeRunConfig | None = None,
+    ) -> MemoryPrediction:
+        """What `forward_backward` with these arguments would take, without a step being made.
+
+        Each kind of layer runs once, on the device's thread of nobody: beside the pipeline, with one microbatch. Only
+        shapes count, so the values may be anything that the model takes.
+
+        Raises:
+            ValueError: what `forward_backward` refuses.
+        """
+        config, batch, labels, loss_fn, route = self._prepare_step(
+            input_args, input_kwargs, label, loss_fn, run_config, "predict_memory", return_outputs=False
+        )
+        shape = self._step_shape(batch, labels, loss_fn, route, _FUSED)
+        with torch.inference_mode(False), torch.enable_grad():
+            return self._memory.predict(self._pipeline, shape, config.recompute_grain)
+
+    def memory_prediction(self) -> MemoryPrediction | None:
+        """The prediction that the last kind of step was planned with, and the peak measured since; None before one, or
+        without `device_memory`."""
+        return self._memory.last()
 
     def _options(self, config: ResolvedRunConfig, requires_grad: bool) -> _core.CallOptions:
         options = _core.CallOptions()

@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from roundpipe.budget import HOST_VARIABLE, BudgetError, budget_of, predict_host, refuse_host
 from roundpipe.checkpoint_files import Checkpoint
 from roundpipe.files import first_lines, refuse_missing_folder
 from roundpipe.pipe import RoundPipe
@@ -16,8 +17,11 @@ from roundpipe.wrap import wrap_model_to_roundpipe
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
 
+    import torch
     from peft import PeftConfig
+    from torch import nn
     from transformers import PreTrainedModel
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -69,7 +73,8 @@ def from_pretrained(
     wrapping = _wrap_options()
     mine = {name: options.pop(name) for name in list(options) if name in wrapping}
     base = name_or_path if adapter is None else _base_of(adapter)
-    model: Any = _load(base, {"dtype": "auto", **options}, extra_tensors, frozen_weights == "mmap")
+    admit = _host_check(base, mine.get("host_memory"), trains=adapter is None and peft_config is None)
+    model: Any = _load(base, {"dtype": "auto", **options}, extra_tensors, frozen_weights == "mmap", admit)
     if adapter is not None:
         model = _peft().PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
     elif peft_config is not None:
@@ -113,7 +118,30 @@ def _base_of(adapter: Path) -> str:
     return str(base)
 
 
-def _load(base: str | os.PathLike[str], options: dict[str, Any], extra_tensors: str, mapped: bool) -> PreTrainedModel:
+def _host_check(
+    base: str | os.PathLike[str], host_memory: str | int | None, trains: bool
+) -> Callable[[nn.Module], None] | None:
+    """Refuses a model that will not fit the host budget, from its shapes alone; None without a budget."""
+    budget = budget_of(host_memory, "host_memory", HOST_VARIABLE)
+    if budget is None:
+        return None
+
+    def check(model: nn.Module) -> None:
+        tied = getattr(model, "all_tied_weights_keys", {})
+        parameters = [parameter for name, parameter in model.named_parameters() if name not in tied]
+        tensors: list[torch.Tensor] = [*parameters, *model.buffers()]
+        refuse_host("from_pretrained", str(base), budget, lambda moments: predict_host(tensors, moments, trains=trains))
+
+    return check
+
+
+def _load(
+    base: str | os.PathLike[str],
+    options: dict[str, Any],
+    extra_tensors: str,
+    mapped: bool,
+    admit: Callable[[nn.Module], None] | None,
+) -> PreTrainedModel:
     from transformers import AutoConfig
 
     from roundpipe.direct_loading import load_causal_model
@@ -129,8 +157,8 @@ def _load(base: str | os.PathLike[str], options: dict[str, Any], extra_tensors: 
         Checkpoint(folder)
     try:
         config = options.pop("config", None) or AutoConfig.from_pretrained(base)
-        return load_causal_model(base, extra_tensors, mapped, {"config": config, **options})
-    except CheckpointError:
+        return load_causal_model(base, extra_tensors, mapped, {"config": config, **options}, admit)
+    except (BudgetError, CheckpointError):
         raise
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         raise ValueError(f"[from_pretrained] {base} cannot be loaded: {first_lines(error)}") from error

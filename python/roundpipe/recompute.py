@@ -60,6 +60,11 @@ def save_for_recompute(*data: Any) -> None:
     _saved.setdefault(context[0], {}).setdefault((context[1], context[2]), []).append(kept)
 
 
+def forget_saved(call: int) -> None:
+    """Drops what layers have saved in a call that is not the engine's."""
+    _saved.pop(call, None)
+
+
 def doing_recompute() -> bool:
     """Whether the layer that runs in this thread is being recomputed."""
     return _running.context is not None and _running.context[3]

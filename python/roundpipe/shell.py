@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -23,6 +23,11 @@ from roundpipe.values import Structure, split
 
 # torch.nn.utils.parametrize.cached() has one cache for all threads, which nobody clears while any of them is inside.
 _one_at_a_time = threading.Lock()
+
+
+def _describes(key: str, value: object) -> bool:
+    # Layers know their place in the model, which does not change what they do.
+    return key != "layer_idx" and type(value) in (bool, int, float, str, type(None))
 
 
 def _uses_parametrize_cache(module: nn.Module) -> bool:
@@ -80,6 +85,15 @@ class PythonLayer:
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Distinct buffers by name."""
         return list(self._module.named_buffers())
+
+    def kind(self) -> Hashable:
+        """The same for layers that do the same with other weights: their classes, shapes and plain attributes."""
+        shapes = [(name, p.shape, p.dtype, p.requires_grad) for name, p in (*self.parameters(), *self.buffers())]
+        parts = [
+            (type(module), *((key, value) for key, value in vars(module).items() if _describes(key, value)))
+            for module in self._modules
+        ]
+        return (*shapes, *parts)
 
     def mode_key(self) -> int:
         """Changes with the training flags of the modules inside.

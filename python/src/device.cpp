@@ -81,6 +81,8 @@ void bind_device(py::module_& module) {
            [](Engine& engine) {
              for (int i = 0; i < engine.size(); ++i) engine.worker(i).device().reset_peak_memory();
            })
+      .def("copies_on_compute_cores",
+           [](Engine& engine) { return engine.worker(0).device().copies_on_compute_cores(); })
       .def("limit_memory",
            [](Engine& engine, int64_t limit_bytes) {
              for (int i = 0; i < engine.size(); ++i) engine.worker(i).device().limit_memory(limit_bytes);

@@ -145,8 +145,10 @@ void bind_pipeline(py::module_& module) {
       .def("planned_stages", &Pipeline::planned_stages, py::arg("mode"), py::arg("microbatches"),
            py::call_guard<py::gil_scoped_release>())
       .def("costs", &Pipeline::costs)
+      .def("preview_plans", &Pipeline::preview_plans, py::arg("route"), py::arg("mode"), py::arg("microbatches"),
+           py::arg("steps"), py::call_guard<py::gil_scoped_release>())
       .def("set_bytes", &Pipeline::set_bytes, py::arg("saved_bytes"), py::arg("activation_bytes"),
-           py::arg("beside_bytes"), py::arg("work_bytes"))
+           py::arg("most_stage_bytes"), py::arg("work_bytes"))
       .def("layer_bytes",
            [](const Pipeline& pipeline) {
              std::vector<std::tuple<int64_t, int64_t, int64_t>> layers;

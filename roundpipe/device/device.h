@@ -83,6 +83,9 @@ class Device {
   // From now on at most `limit_bytes` (> 0), where the cap is not lower already.
   virtual void limit_memory(int64_t limit_bytes) = 0;
 
+  // Whether copies are work of the very cores that compute, so that to wait for them costs nothing.
+  virtual bool copies_on_compute_cores() const { return false; }
+
   // Whether host buffers of copies should be page-locked for this device.
   virtual bool wants_pinned_host_memory() const = 0;
 

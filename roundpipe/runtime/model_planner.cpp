@@ -155,45 +155,46 @@ int64_t stage_share_bytes(Engine& engine, const schedule::LayerCosts& costs, int
 }
 
 void ModelPlanner::set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes,
-                             int64_t beside_bytes) {
+                             int64_t most_stage_bytes) {
   meter_.set_bytes(std::move(saved_bytes), std::move(activation_bytes));
-  beside_bytes_ = beside_bytes;
+  most_stage_bytes_ = most_stage_bytes;
   current_.clear();
 }
 
 int64_t ModelPlanner::stage_bytes(Engine& engine, const schedule::LayerCosts& costs) const {
-  if (beside_bytes_ < 0) return stage_share_bytes(engine, costs);
-  int64_t room_bytes = 0;
-  for (int i = 0; i < engine.size(); ++i) {
-    const int64_t limit_bytes = engine.worker(i).device().memory().limit_bytes;
-    if (limit_bytes > 0 && (room_bytes == 0 || limit_bytes < room_bytes)) room_bytes = limit_bytes;
-  }
-  if (room_bytes == 0) return 0;
-  room_bytes = std::max<int64_t>(1, room_bytes - beside_bytes_);
+  if (most_stage_bytes_ < 0) return stage_share_bytes(engine, costs);
+  int64_t most_bytes = most_stage_bytes_;
   // The largest layer by itself is tried anyway: whether it fits is the device's to say.
   for (const schedule::LayerCost& cost : costs) {
-    room_bytes = std::max(room_bytes, cost.weight_bytes + cost.gradient_bytes + cost.saved_bytes);
+    if (most_bytes > 0) most_bytes = std::max(most_bytes, cost.weight_bytes + cost.gradient_bytes + cost.saved_bytes);
   }
-  return room_bytes;
+  return most_bytes;
 }
 
 Plan ModelPlanner::recipe(Engine& engine, const Key& key, bool measured) const {
-  const schedule::LayerCosts costs = meter_.costs();
+  schedule::LayerCosts costs = meter_.costs();
   schedule::SearchOptions options;
   options.plan.mode = key.mode;
   options.plan.microbatches = key.microbatches;
   options.plan.first_backward_layer = key.first_backward_layer;
   const int64_t share_bytes = stage_bytes(engine, costs);
+  for (schedule::LayerCost& cost : costs) {
+    if (most_stage_bytes_ < 0) break;
+    // Forward stages keep to the same cap, since the weights of one lie beside what a backward holds.
+    cost.weight_bytes += cost.gradient_bytes + cost.saved_bytes;
+    cost.gradient_bytes = cost.saved_bytes = 0;
+  }
   options.plan.max_stage_bytes = share_bytes;
   const schedule::CostSums sums(costs, key.first_backward_layer);
   const schedule::Stages simple = schedule::choose_stages(costs, key.devices, options.plan);
   if (!measured) return schedule::to_recipe(schedule::to_cut(simple), sums, key.devices, options.plan);
   schedule::Cluster cluster;
-  int64_t values_bytes = 0;
-  for (const schedule::LayerCost& cost : costs) values_bytes = std::max(values_bytes, 4 * cost.activation_bytes);
-  for (int i = 0; i < key.devices; ++i) {
-    cluster.devices.push_back({1, share_bytes > 0 ? 2 * share_bytes + values_bytes : 0});
+  // What a visit takes in the search's own reckoning; each layer by itself must be possible.
+  int64_t room_bytes = 2 * share_bytes;
+  for (int l = 0; share_bytes > 0 && l < static_cast<int>(costs.size()); ++l) {
+    room_bytes = std::max(room_bytes, sums.visit_bytes({l, l + 1}, key.mode != PlanMode::kInference, /*least=*/false));
   }
+  for (int i = 0; i < key.devices; ++i) cluster.devices.push_back({1, room_bytes});
   options.rules.asynchronous = key.asynchronous;
   // Every value passes through the host.
   options.rules.hop_on_same_device = true;
@@ -206,6 +207,27 @@ Plan ModelPlanner::recipe(Engine& engine, const Key& key, bool measured) const {
   return schedule::search(costs, cluster, options).front().recipe;
 }
 
+schedule::Placer ModelPlanner::placer(Engine& engine, const Key& key, bool measured) const {
+  schedule::Cluster cluster;
+  cluster.devices.resize(static_cast<size_t>(key.devices));
+  schedule::TimingRules rules;
+  rules.asynchronous = key.asynchronous;
+  rules.hop_on_same_device = true;
+  return schedule::Placer(recipe(engine, key, measured), meter_.costs(), cluster, rules);
+}
+
+std::vector<Plan> ModelPlanner::preview(Engine& engine, PlanMode mode, int microbatches, int first_backward_layer,
+                                        bool asynchronous, int steps) const {
+  const Key key{mode, microbatches, first_backward_layer, engine.size(), asynchronous};
+  const auto found = current_.find(key);
+  const bool known = meter_.knows(mode != PlanMode::kInference && first_backward_layer == 0, kCallsToMeasure);
+  schedule::Placer next =
+      found != current_.end() && found->second.placer ? *found->second.placer : placer(engine, key, known);
+  std::vector<Plan> plans;
+  for (int step = 0; step < steps; ++step) plans.push_back(next.next());
+  return plans;
+}
+
 Plan ModelPlanner::next(Engine& engine, PlanMode mode, int microbatches, int first_backward_layer, bool asynchronous) {
   const Key key{mode, microbatches, first_backward_layer, engine.size(), asynchronous};
   if (current_.size() >= kMostPlans && !current_.contains(key)) current_.clear();
@@ -214,14 +236,8 @@ Plan ModelPlanner::next(Engine& engine, PlanMode mode, int microbatches, int fir
   const bool drifted =
       current.measured && current.calls >= kCallsBetweenPlans && drift(current.costs, meter_.costs()) > kDrift;
   if (!current.placer || (known && !current.measured) || drifted) {
-    Plan made = recipe(engine, key, known);
+    current.placer.emplace(placer(engine, key, known));
     current.costs = meter_.costs();
-    schedule::Cluster cluster;
-    cluster.devices.resize(static_cast<size_t>(key.devices));
-    schedule::TimingRules rules;
-    rules.asynchronous = asynchronous;
-    rules.hop_on_same_device = true;
-    current.placer.emplace(std::move(made), current.costs, cluster, rules);
     current.measured = known;
     current.calls = 0;
   }

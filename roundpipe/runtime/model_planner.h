@@ -62,13 +62,16 @@ class ModelPlanner {
   // The plan of the next call. `asynchronous`: how the model's steps have been made so far.
   schedule::Plan next(Engine& engine, schedule::PlanMode mode, int microbatches, int first_backward_layer,
                       bool asynchronous);
+  // The plans of the next `steps` calls, as things stand.
+  std::vector<schedule::Plan> preview(Engine& engine, schedule::PlanMode mode, int microbatches,
+                                      int first_backward_layer, bool asynchronous, int steps) const;
   // The stages that a plan of a call would have now.
   schedule::Stages stages(Engine& engine, schedule::PlanMode mode, int microbatches, bool asynchronous) const;
   schedule::LayerCosts costs() const { return meter_.costs(); }
 
-  // Plans from now on keep stages within the devices' memory: beside the weights, gradients and saved activations of a
-  // stage, a device needs `beside_bytes`. See CostMeter::set_bytes.
-  void set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes, int64_t beside_bytes);
+  // In plans from now on no stage takes more than `most_stage_bytes` for its weights, gradients and saved activations,
+  // unless it is one layer; 0 = no cap. See CostMeter::set_bytes.
+  void set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes, int64_t most_stage_bytes);
 
  private:
   int64_t stage_bytes(Engine& engine, const schedule::LayerCosts& costs) const;
@@ -85,9 +88,10 @@ class ModelPlanner {
     int calls = 0;  // since
   };
   schedule::Plan recipe(Engine& engine, const Key& key, bool measured) const;
+  schedule::Placer placer(Engine& engine, const Key& key, bool measured) const;
 
   CostMeter meter_;
-  int64_t beside_bytes_ = -1;  // not known
+  int64_t most_stage_bytes_ = -1;  // not known
   std::map<Key, Current> current_;
 };
 

@@ -114,10 +114,16 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   // Those that a plan of the planner's own would have now.
   schedule::Stages planned_stages(schedule::PlanMode mode, int microbatches);
   // What a microbatch holds on a device, see ModelPlanner::set_bytes; `work_bytes`: all beside weights, at most.
-  void set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes, int64_t beside_bytes,
+  void set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes, int64_t most_stage_bytes,
                  int64_t work_bytes) {
-    planner_.set_bytes(std::move(saved_bytes), std::move(activation_bytes), beside_bytes);
+    planner_.set_bytes(std::move(saved_bytes), std::move(activation_bytes), most_stage_bytes);
     model_->work_bytes.store(work_bytes);
+  }
+  // The plans that the next calls would have.
+  std::vector<schedule::Plan> preview_plans(const Route& route, schedule::PlanMode mode, int microbatches,
+                                            int steps) const {
+    return runtime::preview_plans(*model_, route, mode, microbatches, asynchronous_, planner_, *Engine::current(),
+                                  steps);
   }
   // What layers are thought to take, measured after the first calls.
   schedule::LayerCosts costs() const { return planner_.costs(); }

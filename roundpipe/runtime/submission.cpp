@@ -18,9 +18,9 @@ using schedule::Range;
 
 namespace {
 
-int lowest_trainable(const Call& call) {
+int lowest_trainable(const std::vector<std::vector<char>>& trainable) {
   int layer = 0;
-  for (const std::vector<char>& flags : call.trainable) {
+  for (const std::vector<char>& flags : trainable) {
     if (std::find(flags.begin(), flags.end(), 1) != flags.end()) break;
     ++layer;
   }
@@ -39,12 +39,9 @@ bool has_trainable(const Call& call, size_t block) {
 
 namespace {
 
-Plan plan_stages(const Call& call, schedule::Stages stages, PlanMode mode, int first_backward_layer, Engine& engine) {
-  schedule::PlannerOptions options;
-  options.mode = mode;
-  options.microbatches = call.options.microbatches;
-  options.first_device = engine.first_device();
-  options.first_backward_layer = first_backward_layer;
+Plan plan_stages(schedule::Stages stages, int layers, const schedule::PlannerOptions& options, int devices) {
+  const PlanMode mode = options.mode;
+  const int first_backward_layer = options.first_backward_layer;
   std::vector<Range> backward;
   for (const Range& stage : stages.backward) {
     if (mode == PlanMode::kInference) break;
@@ -54,9 +51,7 @@ Plan plan_stages(const Call& call, schedule::Stages stages, PlanMode mode, int f
     backward.push_back({first, stage.last});
   }
   stages.backward = std::move(backward);
-  Plan plan = schedule::make_plan(stages, call.model->layer_count(), engine.size(), options);
-  engine.advance(static_cast<int>(plan.jobs.size()));
-  return plan;
+  return schedule::make_plan(stages, layers, devices, options);
 }
 
 void check_fits(const Plan& plan, const Call& call, PlanMode mode, int first_backward_layer, const Engine& engine) {
@@ -78,14 +73,42 @@ void check_fits(const Plan& plan, const Call& call, PlanMode mode, int first_bac
 Plan plan_call(const Call& call, const Route& route, PlanMode mode, bool asynchronous, ModelPlanner& planner,
                Engine& engine) {
   const bool backward = mode != PlanMode::kInference;
-  const int first_backward_layer = !backward || call.input_gradients ? 0 : lowest_trainable(call);
-  if (const auto* stages = std::get_if<schedule::Stages>(&route))
-    return plan_stages(call, *stages, mode, first_backward_layer, engine);
+  const int first_backward_layer = !backward || call.input_gradients ? 0 : lowest_trainable(call.trainable);
+  if (const auto* stages = std::get_if<schedule::Stages>(&route)) {
+    schedule::PlannerOptions options;
+    options.mode = mode;
+    options.microbatches = call.options.microbatches;
+    options.first_device = engine.first_device();
+    options.first_backward_layer = first_backward_layer;
+    Plan plan = plan_stages(*stages, call.model->layer_count(), options, engine.size());
+    engine.advance(static_cast<int>(plan.jobs.size()));
+    return plan;
+  }
   if (const auto* plan = std::get_if<Plan>(&route)) {
     check_fits(*plan, call, mode, first_backward_layer, engine);
     return *plan;
   }
   return planner.next(engine, mode, call.options.microbatches, first_backward_layer, asynchronous);
+}
+
+std::vector<Plan> preview_plans(const ModelState& model, const Route& route, PlanMode mode, int microbatches,
+                                bool asynchronous, const ModelPlanner& planner, Engine& engine, int steps) {
+  if (const auto* plan = std::get_if<Plan>(&route)) return std::vector<Plan>(static_cast<size_t>(steps), *plan);
+  const int first_backward_layer = mode == PlanMode::kInference ? 0 : lowest_trainable(model.trainable());
+  const auto* stages = std::get_if<schedule::Stages>(&route);
+  if (stages == nullptr)
+    return planner.preview(engine, mode, microbatches, first_backward_layer, asynchronous, steps);
+  schedule::PlannerOptions options;
+  options.mode = mode;
+  options.microbatches = microbatches;
+  options.first_device = engine.first_device();
+  options.first_backward_layer = first_backward_layer;
+  std::vector<Plan> plans;
+  for (int step = 0; step < steps; ++step) {
+    plans.push_back(plan_stages(*stages, model.layer_count(), options, engine.size()));
+    options.first_device = (options.first_device + static_cast<int>(plans.back().jobs.size())) % engine.size();
+  }
+  return plans;
 }
 
 void open_boundaries(Call& call, const Plan& plan) {

@@ -158,6 +158,8 @@ void Worker::loop() {
       run = queue_.front();
       running_ = true;
     }
+    // What the job before sends is gone before this one takes memory, so that peaks do not depend on timing.
+    if (device_->copies_on_compute_cores()) wait_released();
     execute(*run);
     release(run);
   }
@@ -203,12 +205,16 @@ bool Worker::make_room() {
     waited = true;
   }
   running->outgoing.clear();
-  if (releasing_ > 0) {
-    changed_.wait(lock, [this] { return releasing_ == 0; });
-    waited = true;
-  }
   lock.unlock();
+  waited |= wait_released();
   return park_next() || waited;
+}
+
+bool Worker::wait_released() {
+  std::unique_lock lock(mutex_);
+  if (releasing_ == 0) return false;
+  changed_.wait(lock, [this] { return releasing_ == 0; });
+  return true;
 }
 
 bool Worker::park_next() {

@@ -52,6 +52,8 @@ class Worker {
   // the next job back. False when there was neither.
   bool make_room();
   bool park_next();
+  // Blocks until what earlier jobs have sent is on the host; false when it was.
+  bool wait_released();
   void release(const std::shared_ptr<JobRun>& run);
 
   const int index_;

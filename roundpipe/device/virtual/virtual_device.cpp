@@ -73,6 +73,7 @@ class VirtualDevice final : public Device {
   VirtualDevice(const DeviceSpec& spec, std::shared_ptr<LinkThrottle> host)
       : Device(spec, c10::Device(c10::DeviceType::CPU)),
         threads_(spec.threads),
+        unthrottled_(spec.link_gb_per_s == 0 && spec.host_gb_per_s == 0 && spec.latency_ms == 0),
         account_(make_account(spec.name(), spec.memory_bytes, spec.debug)),
         compute_(account_, nullptr, nullptr, 0),
         upload_(account_, link(spec), host, spec.latency_ms),
@@ -93,6 +94,7 @@ class VirtualDevice final : public Device {
   }
   bool wants_pinned_host_memory() const override { return false; }
   int threads() const override { return threads_; }
+  bool copies_on_compute_cores() const override { return unthrottled_; }
 
   void poison(const at::Tensor& tensor) override {
     if (account_->poison && tensor.defined() && tensor.nbytes() > 0) {
@@ -106,6 +108,7 @@ class VirtualDevice final : public Device {
   }
 
   const int threads_;
+  const bool unthrottled_;
   MemoryAccount* const account_;
   VirtualQueue compute_;
   VirtualQueue upload_;

@@ -1,0 +1,147 @@
+"""Memory budgets: what a model may take on the host and on each device, checked before anything is taken."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from roundpipe import _core
+
+if TYPE_CHECKING:
+    from roundpipe.memory_prediction import DeviceMemory
+
+HOST_VARIABLE = "ROUNDPIPE_HOST_MEMORY"
+DEVICE_VARIABLE = "ROUNDPIPE_DEVICE_MEMORY"
+
+
+class BudgetError(ValueError):
+    """A model or a step that does not fit its budget."""
+
+
+def budget_of(given: str | int | None, option: str, variable: str) -> int | None:
+    """A budget in bytes: the argument's, else the environment variable's, else None.
+
+    Raises:
+        ValueError: neither a number of bytes above 0 nor a size such as "24GB".
+    """
+    value: Any = os.environ.get(variable) or None if given is None else given
+    source = variable if given is None else option
+    if value is None:
+        return None
+    size = value if isinstance(value, int) and not isinstance(value, bool) else None
+    if isinstance(value, str):
+        try:
+            size = _core.parse_bytes(value)
+        except ValueError:
+            size = None
+    if size is None or size <= 0:
+        raise ValueError(f"[RoundPipe] {source} is {value!r}, expected a size above 0 such as '24GB' or bytes")
+    return size
+
+
+@dataclass(frozen=True)
+class HostPrediction:
+    """Bytes that a model and its optimizer take on the host.
+
+    Attributes:
+        weights: of every parameter, and buffers.
+        gradients: of those that train.
+        masters: what fp32 masters of 16-bit weights have beyond them.
+        moments: Adam's two, in fp32 or, with `moments="8bit"`, in a byte each.
+        values: what the microbatches of a step keep on the host until their backward; 0 before a batch is known.
+    """
+
+    weights: int
+    gradients: int
+    masters: int
+    moments: int
+    values: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them, in bytes."""
+        return self.weights + self.gradients + self.masters + self.moments + self.values
+
+    def rows(self) -> dict[str, int]:
+        """The entries by name."""
+        return {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "fp32 masters": self.masters,
+            "moments": self.moments,
+            "values between stages": self.values,
+        }
+
+
+def predict_host(
+    tensors: Iterable[torch.Tensor], moments: str = "float32", values: int = 0, trains: bool = True
+) -> HostPrediction:
+    """What distinct parameters and buffers take with a fused Adam; they may be on the meta device.
+
+    Args:
+        moments: "float32" or "8bit".
+        trains: False: nothing is trained, whatever `requires_grad` says.
+    """
+    weights = gradients = masters = moment_bytes = 0
+    seen: set[int] = set()
+    for tensor in tensors:
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        size = tensor.numel() * tensor.element_size()
+        weights += size
+        if not (trains and isinstance(tensor, nn.Parameter) and tensor.requires_grad):
+            continue
+        gradients += size
+        # The master of a bf16 weight is 16 bits more, of an fp16 one all of it again.
+        masters += {torch.bfloat16: 2, torch.float16: 4}.get(tensor.dtype, 0) * tensor.numel()
+        moment_bytes += (8 if moments == "float32" else 2) * tensor.numel()
+    return HostPrediction(weights, gradients, masters, moment_bytes, values)
+
+
+def table(title: str, rows: dict[str, int], budget: int, budget_name: str) -> str:
+    """Sizes one below the other, their sum and the budget."""
+    entries = {name: size for name, size in rows.items() if size} | {
+        "together": sum(rows.values()),
+        budget_name: budget,
+    }
+    width = max(map(len, entries))
+    return "\n".join([title, *(f"  {name:{width}} {_core.format_bytes(size):>12}" for name, size in entries.items())])
+
+
+def refuse_host(where: str, name: str, budget: int, predict: Callable[[str], HostPrediction]) -> None:
+    """Raises BudgetError when the model does not fit `budget` with fp32 moments, with what would fit.
+
+    Args:
+        predict: from the moments' format to the prediction.
+    """
+    wanted = predict("float32")
+    if wanted.total <= budget:
+        return
+    small = predict("8bit")
+    raise BudgetError(
+        table(f"[{where}] {name} does not fit on the host:", wanted.rows(), budget, "host_memory")
+        + f"\nsmallest change that would fit: {_host_change(wanted, small, budget)}"
+    )
+
+
+def _host_change(wanted: HostPrediction, small: HostPrediction, budget: int) -> str:
+    if small.total <= budget:
+        return f'moments="8bit" in the optimizer and host_memory={_core.format_bytes(wanted.total)!r} for it'
+    raised = f"host_memory={_core.format_bytes(wanted.total)!r}"
+    if small.weights + small.values <= budget and small.gradients:
+        return f"train adapters only (the frozen weights take {_core.format_bytes(small.weights)}), or {raised}"
+    return raised
+
+
+def refuse_device(where: str, name: str, budget: int, wanted: DeviceMemory, change: str) -> NoReturn:
+    """Raises BudgetError: a step needs more than `budget` on a device."""
+    raise BudgetError(
+        table(f"[{where}] a step of {name} does not fit on a device:", wanted.rows(), budget, "device_memory")
+        + f"\nsmallest change that would fit: {change}"
+    )

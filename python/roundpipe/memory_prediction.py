@@ -1,0 +1,158 @@
+"""What a training step will hold on each device and on the host, worked out before it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from roundpipe import _core
+from roundpipe.footprint import LayerFootprint
+from roundpipe.run_config import RecomputeGrain
+
+PREFETCHED = 2
+"""Microbatches of a job whose values are on the device at a time: one runs, one comes next."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes on the device that holds most, at the moment when it does.
+
+    Attributes:
+        weights: of the stage that runs and of the next one.
+        gradients: parameter gradients, summed on the device.
+        values: what microbatches hand from stage to stage.
+        work: what the layers hold while they run: saved activations and temporaries.
+        measured: the most that a device has held since; None until a step has run.
+    """
+
+    weights: int
+    gradients: int
+    values: int
+    work: int
+    measured: int | None = None
+
+    @property
+    def total(self) -> int:
+        """All of them, in bytes."""
+        return self.weights + self.gradients + self.values + self.work
+
+    def rows(self) -> dict[str, int]:
+        """The entries by name."""
+        return {"weights": self.weights, "gradients": self.gradients, "values": self.values, "work": self.work}
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerBytes:
+    """One layer's own bytes: in a weight slot, its gradients as they travel, and their sums on the device."""
+
+    weights: int
+    gradients: int
+    sums: int
+
+
+def predict_device(
+    plans: Sequence[_core.Plan],
+    layers: Sequence[LayerBytes],
+    footprints: Sequence[LayerFootprint],
+    grain: RecomputeGrain,
+    label_bytes: int,
+    limit_bytes: int = 0,
+    waits: bool = False,
+) -> DeviceMemory:
+    """The most that any device holds while it runs the jobs of `plans`, one plan a step.
+
+    Follows a device's jobs in their order: the weights and first values of the next job are uploaded while one runs,
+    and gradients go down while the next one begins.
+
+    Args:
+        label_bytes: of one microbatch.
+        limit_bytes: of a device; where the next job's weights do not fit beside the running one they come later.
+        waits: a job begins when what the one before it sends has gone.
+    """
+    visits = [_Visit(job, layers, footprints, grain, label_bytes) for plan in plans for job in plan.jobs]
+    most = DeviceMemory(0, 0, 0, 0)
+    for device in range(plans[0].devices):
+        mine = [index for index, visit in enumerate(visits) if visit.device == device]
+        for place, index in enumerate(mine):
+            before = visits[mine[place - 1]] if place > 0 else None
+            after = visits[mine[place + 1]] if place + 1 < len(mine) else None
+            distance = mine[place + 1] - index if after is not None else 0
+            for moment in visits[index].moments(before, after, distance, limit_bytes, waits):
+                if moment.total > most.total:
+                    most = moment
+    return most
+
+
+class _Visit:
+    """One job on its device."""
+
+    def __init__(
+        self,
+        job: _core.Job,
+        layers: Sequence[LayerBytes],
+        footprints: Sequence[LayerFootprint],
+        grain: RecomputeGrain,
+        label_bytes: int,
+    ) -> None:
+        first, last = job.layers.first, job.layers.last
+        self.device = job.device
+        self._takes_batch = first == 0 and job.phase != "backward"
+        self.count = job.microbatches.last - job.microbatches.first
+        stage = footprints[first:last]
+        trains = job.phase != "forward"
+        self.weights = sum(layer.weights for layer in layers[first:last])
+        self.sums = sum(layer.sums for layer in layers[first:last]) if trains else 0
+        gradients = sum(layer.gradients for layer in layers[first:last]) if trains else 0
+        self.leaving = gradients
+        # Sums of 16-bit gradients are rounded into memory of their own before they go.
+        self.rounded = gradients if self.sums > gradients else 0
+        # What has been on the host for long, and what the job before makes.
+        known, made = 0, stage[0].inputs
+        if job.phase == "fused":
+            known = label_bytes
+        elif trains:
+            known, made = made, stage[-1].output_gradients
+        self._known, self._made = known, made
+        self.values = min(PREFETCHED, self.count) * (known + made)
+        self.work = _work(stage, trains, grain)
+
+    def _coming(self, running: _Visit, distance: int) -> int:
+        """Bytes of this job's values that are uploaded while `running` is, so many jobs before this one."""
+        arrived = min(PREFETCHED, self.count)
+        # Each job in between keeps the microbatches back, though it may be faster; a batch waits for nobody.
+        made = arrived if self._takes_batch else min(arrived, max(0, running.count - distance + 1))
+        return arrived * self._known + made * self._made
+
+    def moments(
+        self, before: _Visit | None, after: _Visit | None, distance: int, limit_bytes: int, waits: bool
+    ) -> list[DeviceMemory]:
+        """What is held while the job begins, runs and ends."""
+        # The slot that does not run holds what ran before until it is needed for what comes.
+        other = before.weights if before is not None else 0
+        coming = 0
+        alone = self.weights + self.sums + self.values + self.work
+        if after is not None and (limit_bytes == 0 or alone + after.weights <= limit_bytes):
+            other = max(other, after.weights)
+            coming = after._coming(self, distance)
+        if limit_bytes and alone + other > limit_bytes:
+            other = 0
+        weights = self.weights + other
+        leaving = before.leaving if before is not None and not waits else 0
+        return [
+            DeviceMemory(weights, self.sums + leaving, self.values + coming, 0),
+            DeviceMemory(weights, self.sums, self.values + coming, self.work),
+            DeviceMemory(weights, self.sums + self.rounded, coming, 0),
+        ]
+
+
+def _work(stage: Sequence[LayerFootprint], trains: bool, grain: RecomputeGrain) -> int:
+    most = 0
+    if not trains:
+        for index, layer in enumerate(stage):
+            most = max(most, (stage[index - 1].outputs if index > 0 else 0) + layer.forward)
+        return most
+    below = 0  # held of the layers below
+    for layer in stage:
+        most = max(most, below + layer.forward, below + layer.backward)
+        below += layer.saved if grain == "stage" else layer.outputs
+    return most

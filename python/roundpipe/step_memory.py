@@ -1,0 +1,250 @@
+"""Predicts what a model's steps take, holds them to their budgets, and compares afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from roundpipe import _core
+from roundpipe.budget import HostPrediction, refuse_device, refuse_host, table
+from roundpipe.footprint import LayerFootprint, Loss, measure
+from roundpipe.memory_prediction import PREFETCHED, DeviceMemory, LayerBytes, predict_device
+from roundpipe.run_config import RecomputeGrain
+from roundpipe.shell import PythonLayer
+from roundpipe.values import Structure
+
+Microbatch = tuple[list[torch.Tensor], Structure]
+# Steps that a prediction follows: devices are given out anew in each.
+_STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPrediction:
+    """What a step of a model is predicted to take; `print` shows it as a table.
+
+    Attributes:
+        device: on the device that holds most.
+        host: of the model and a fused Adam with fp32 moments.
+        recompute_grain: with which the step runs.
+    """
+
+    device: DeviceMemory
+    host: HostPrediction
+    recompute_grain: RecomputeGrain
+
+    def __str__(self) -> str:
+        measured = self.device.measured
+        lines = [
+            table("on the fullest device:", self.device.rows(), measured or 0, "measured so far")
+            if measured is not None
+            else table("on the fullest device:", self.device.rows(), 0, "measured so far (not run)"),
+            table("on the host:", self.host.rows(), self.host.total, "predicted"),
+        ]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepShape:
+    """One step as it will be asked for.
+
+    Attributes:
+        batch: the largest microbatch, on the host.
+        label_bytes: of its label.
+        loss: from the model's output to the losses; None: the step is a forward only.
+        count: microbatches.
+        route: as the engine takes it.
+        mode: the plan's mode.
+    """
+
+    batch: Microbatch
+    label_bytes: int
+    loss: Loss | None
+    count: int
+    route: Any
+    mode: _core.PlanMode
+
+
+class StepMemory:
+    """The memory of one model's steps.
+
+    Args:
+        name: of the model, in messages.
+        layers: as the engine runs them.
+        host_budget: in bytes; None = none.
+        device_budget: in bytes, of each device; None = none.
+    """
+
+    def __init__(
+        self, name: str, layers: Sequence[PythonLayer], host_budget: int | None, device_budget: int | None
+    ) -> None:
+        self._name = name
+        self._layers = list(layers)
+        self._host_budget = host_budget
+        self.device_budget = device_budget
+        self._measured_for: dict[Any, list[LayerFootprint]] = {}
+        self._admitted: dict[Any, RecomputeGrain] = {}
+        self._last: MemoryPrediction | None = None
+        self._correction = 1.0
+
+    def admit(self, pipeline: _core.Pipeline, step: StepShape, grain: RecomputeGrain) -> RecomputeGrain:
+        """Plans the step within the device budget, if there is one.
+
+        Returns:
+            The grain to recompute with: "layer" where a stage's graph would not fit.
+
+        Raises:
+            ValueError: the step fits in no way that keeps its microbatches as they are.
+        """
+        if self.device_budget is None:
+            return grain
+        engine = _core.Engine.current()
+        engine.limit_memory(self.device_budget)
+        key = (self._key(step), step.count, step.mode, grain, len(engine))
+        if key not in self._admitted:
+            self._compare()
+            self._admitted[key] = self._fit(pipeline, step, grain, self.device_budget)
+        return self._admitted[key]
+
+    def predict(self, pipeline: _core.Pipeline, step: StepShape, grain: RecomputeGrain) -> MemoryPrediction:
+        """What the step would take. Plans from now on keep to it."""
+        self._tell_planner(pipeline, step, self._footprints(step), grain)
+        limit = self.device_budget or self._cap()
+        return MemoryPrediction(
+            self._device(pipeline, step, grain, self._footprints(step), limit), self._host(pipeline, step), grain
+        )
+
+    def last(self) -> MemoryPrediction | None:
+        """The last prediction that a step was planned with, and what has been measured since."""
+        if self._last is None:
+            return None
+        return dataclasses.replace(self._last, device=dataclasses.replace(self._last.device, measured=_peak()))
+
+    def _fit(self, pipeline: _core.Pipeline, step: StepShape, grain: RecomputeGrain, budget: int) -> RecomputeGrain:
+        footprints = self._footprints(step)
+        tried: RecomputeGrain = grain
+        while True:
+            self._tell_planner(pipeline, step, footprints, tried)
+            wanted = self._device(pipeline, step, tried, footprints, budget)
+            if wanted.total <= budget or tried == "layer":
+                break
+            tried = "layer"
+        host = self._host(pipeline, step)
+        self._last = MemoryPrediction(wanted, host, tried)
+        if self._host_budget is not None:
+            refuse_host("RoundPipe", self._name, self._host_budget, lambda moments: _with(host, moments))
+        if wanted.total > budget:
+            refuse_device("RoundPipe", self._name, budget, wanted, self._change(pipeline, step, footprints, budget))
+        return tried
+
+    def _change(
+        self, pipeline: _core.Pipeline, step: StepShape, footprints: Sequence[LayerFootprint], budget: int
+    ) -> str:
+        wanted = self._device(pipeline, step, "layer", footprints, budget)
+        rows = max((t.shape[0] for t in step.batch[0] if t.dim()), default=1)
+        tried = rows
+        for parts in range(2, rows + 1):
+            left = -(-rows // parts)
+            if left == tried:
+                continue
+            tried = left
+            # Nearly all that a layer takes grows with its rows.
+            smaller = [LayerFootprint(*(-(-n * left // rows) for n in dataclasses.astuple(f))) for f in footprints]
+            cut = dataclasses.replace(step, count=step.count * parts)
+            self._tell_planner(pipeline, cut, smaller, "layer")
+            if self._device(pipeline, cut, "layer", smaller, budget).total <= budget:
+                return f"num_microbatch={cut.count} and recompute_grain='layer'"
+        return f"device_memory={_core.format_bytes(wanted.total)!r}"
+
+    def _tell_planner(
+        self, pipeline: _core.Pipeline, step: StepShape, footprints: Sequence[LayerFootprint], grain: RecomputeGrain
+    ) -> None:
+        """Lets plans keep within the budget from now on, and never take more than the next one does."""
+        layers = _layer_bytes(pipeline)
+        saved = [f.saved if grain == "stage" else f.outputs for f in footprints]
+        outputs = [f.outputs for f in footprints]
+        most = 0
+        if self.device_budget is not None:
+            values = 2 * PREFETCHED * max(f.inputs + f.output_gradients for f in footprints) + step.label_bytes
+            beyond = max(max(f.backward, f.forward) - kept for f, kept in zip(footprints, saved, strict=True))
+            most = max(1, self.device_budget - max(layer.weights for layer in layers) - values - beyond)
+        pipeline.set_bytes(saved, outputs, most, 0)
+        largest = 0
+        for plan in pipeline.preview_plans(step.route, step.mode, step.count, _STEPS):
+            for job in plan.jobs:
+                stage = slice(job.layers.first, job.layers.last)
+                if job.phase != "forward":
+                    own = sum(layer.weights + layer.gradients for layer in layers[stage])
+                    largest = max(largest, own + sum(saved[stage]))
+        wanted = self._device(pipeline, step, grain, footprints, self.device_budget or 0)
+        pipeline.set_bytes(saved, outputs, largest, max(1, wanted.total - wanted.weights))
+
+    def _device(
+        self,
+        pipeline: _core.Pipeline,
+        step: StepShape,
+        grain: RecomputeGrain,
+        footprints: Sequence[LayerFootprint],
+        limit: int,
+    ) -> DeviceMemory:
+        plans = pipeline.preview_plans(step.route, step.mode, step.count, _STEPS)
+        waits = _core.Engine.current().copies_on_compute_cores()
+        found = predict_device(plans, _layer_bytes(pipeline), footprints, grain, step.label_bytes, limit, waits)
+        return dataclasses.replace(found, work=int(found.work * self._correction))
+
+    def _host(self, pipeline: _core.Pipeline, step: StepShape) -> HostPrediction:
+        weights = gradients = masters = moments = 0
+        for block in pipeline.block_parameters():
+            size = sum(p.nbytes for p in block)
+            trained = [p for p in block if p.requires_grad]
+            weights += size
+            if trained:
+                gradients += size
+            masters += sum({torch.bfloat16: 2, torch.float16: 4}.get(p.dtype, 0) * p.numel() for p in trained)
+            moments += sum(8 * p.numel() for p in trained)
+        footprints = self._footprints(step)
+        plan = pipeline.preview_plans(step.route, step.mode, step.count, 1)[0]
+        kept = {job.layers.first for job in plan.jobs if job.phase != "forward"} | {0}
+        values = step.count * sum(footprints[layer].inputs for layer in kept)
+        return HostPrediction(weights, gradients, masters, moments, values)
+
+    def _footprints(self, step: StepShape) -> list[LayerFootprint]:
+        key = self._key(step)
+        if key not in self._measured_for:
+            device = torch.device(_core.Engine.current().torch_devices()[0])
+            self._measured_for[key] = measure(self._layers, step.batch, step.loss, device)
+        return self._measured_for[key]
+
+    def _key(self, step: StepShape) -> Any:
+        modes = tuple(layer.mode_key() for layer in self._layers)
+        return (tuple((t.shape, t.dtype, t.requires_grad) for t in step.batch[0]), modes, step.loss is None)
+
+    def _compare(self) -> None:
+        """Takes over how far the last prediction was off, where it was too small."""
+        if self._last is None:
+            return
+        predicted = self._last.device
+        missing = _peak() - predicted.total
+        if missing > 0 and predicted.work > 0:
+            self._correction *= 1 + missing / predicted.work
+
+    @staticmethod
+    def _cap() -> int:
+        engine = _core.Engine.current()
+        caps = [engine.memory(index)[2] for index in range(len(engine))]
+        return min((cap for cap in caps if cap), default=0)
+
+
+def _peak() -> int:
+    engine = _core.Engine.current()
+    return max(engine.memory(index)[1] for index in range(len(engine)))
+
+
+def _layer_bytes(pipeline: _core.Pipeline) -> list[LayerBytes]:
+    return [LayerBytes(*sizes) for sizes in pipeline.layer_bytes()]
+
+
+def _with(host: HostPrediction, moments: str) -> HostPrediction:
+    return host if moments == "float32" else dataclasses.replace(host, moments=host.moments // 4)

@@ -1,0 +1,238 @@
+"""What a step is predicted to take on a device, against what it takes; and budgets that are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
+
+MIB = 2**20
+
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+class Case:
+    """A model with a batch that goes with it."""
+
+    def __init__(self, model: nn.Module, kwargs: dict[str, Any], label: Any = None, loss: Any = None) -> None:
+        self.model = model
+        self.kwargs = kwargs
+        self.label = label
+        self.loss = loss
+
+    def wrap(self, microbatches: int, **options: Any) -> RoundPipe:
+        config = RoundPipeRunConfig(num_microbatch=microbatches)
+        if self.loss is None:
+            return wrap_model_to_roundpipe(self.model, model_run_config=config, **options)
+        return RoundPipe(self.model, model_run_config=config, **options)
+
+    def step(self, pipe: RoundPipe) -> Any:
+        if self.loss is None:
+            return pipe.forward_backward((), self.kwargs)
+        return pipe.forward_backward((self.kwargs["x"],), label=self.label, loss_fn=self.loss)
+
+    def predict(self, pipe: RoundPipe) -> Any:
+        if self.loss is None:
+            return pipe.predict_memory((), self.kwargs)
+        return pipe.predict_memory((self.kwargs["x"],), label=self.label, loss_fn=self.loss)
+
+
+def llama(width: int, layers: int, vocabulary: int, rows: int, tokens: int, dtype: torch.dtype = torch.float32) -> Case:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=11 * width // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=vocabulary,
+        tie_word_embeddings=False,
+    )
+    ids = torch.randint(0, vocabulary, (rows, tokens))
+    return Case(LlamaForCausalLM(config).to(dtype), {"input_ids": ids, "labels": ids})
+
+
+def mixture(width: int, experts: int, layers: int, rows: int, tokens: int) -> Case:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=1000,
+        num_local_experts=experts,
+    )
+    ids = torch.randint(0, 1000, (rows, tokens))
+    return Case(MixtralForCausalLM(config), {"input_ids": ids, "labels": ids})
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch norm, and the input added."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        parts: list[nn.Module] = []
+        for _ in range(2):
+            parts += [nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU()]
+        self.parts = nn.Sequential(*parts)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value + self.parts(value)
+
+
+def convolutions(channels: int, side: int, blocks: int, rows: int) -> Case:
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
+    first = nn.Conv2d(3, channels, 3, padding=1)
+    model = nn.Sequential(first, *[Residual(channels) for _ in range(blocks)], head)
+    label = torch.randint(0, 10, (rows,))
+    return Case(model, {"x": torch.randn(rows, 3, side, side)}, label, nn.functional.cross_entropy)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "llama 64": lambda: llama(64, 4, 500, 8, 64),
+    "llama 128": lambda: llama(128, 4, 1000, 6, 128),
+    "llama 256": lambda: llama(256, 3, 2000, 6, 128),
+    "llama with a large vocabulary": lambda: llama(128, 4, 8000, 6, 128),
+    "llama in bf16": lambda: llama(256, 4, 1000, 6, 128, torch.bfloat16),
+    "mixture 64": lambda: mixture(64, 4, 3, 6, 64),
+    "mixture 128": lambda: mixture(128, 4, 4, 6, 128),
+    "mixture of eight": lambda: mixture(128, 8, 3, 6, 64),
+    "mixture of two": lambda: mixture(256, 2, 3, 6, 64),
+    "mixture of 16": lambda: mixture(64, 16, 3, 6, 128),
+    "conv 8": lambda: convolutions(8, 32, 4, 12),
+    "conv 16": lambda: convolutions(16, 32, 4, 12),
+    "conv 32": lambda: convolutions(32, 16, 6, 12),
+    "conv 64": lambda: convolutions(64, 16, 4, 12),
+    "conv 32, larger pictures": lambda: convolutions(32, 32, 6, 12),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_is_as_predicted(name: str) -> None:
+    pool = roundpipe.devices("virtual:2")
+    case = CASES[name]()
+    pipe = case.wrap(3)
+    optimizer = roundpipe.optim.SGD(pipe, lr=1e-4)
+    predicted = case.predict(pipe).device.total
+    for _ in range(4):
+        case.step(pipe)
+        pipe.step(optimizer)
+    pipe.synchronize()
+    measured = max(entry["peak_bytes"] for entry in pool.memory_report())
+    assert 0.97 * measured <= predicted <= 1.1 * measured
+
+
+def test_predicting_changes_nothing() -> None:
+    roundpipe.devices("virtual:2")
+    case = convolutions(8, 16, 2, 12)
+    before = {name: value.clone() for name, value in case.model.state_dict().items()}
+    pipe = case.wrap(3)
+    state = torch.random.get_rng_state()
+    case.predict(pipe)
+    assert torch.equal(state, torch.random.get_rng_state())
+    for name, value in case.model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert all(parameter.grad is None for parameter in case.model.parameters())
+
+
+def losses_of(pool: str, steps: int = 4, **options: Any) -> tuple[list[float], RoundPipe, int]:
+    pool_of = roundpipe.devices(pool)
+    case = llama(128, 6, 500, 8, 128)
+    pipe = case.wrap(2, **options)
+    optimizer = roundpipe.optim.AdamW(pipe, lr=1e-3)
+    losses = []
+    for _ in range(steps):
+        losses.append(case.step(pipe).item())
+        pipe.step(optimizer)
+    pipe.synchronize()
+    return losses, pipe, max(entry["peak_bytes"] for entry in pool_of.memory_report())
+
+
+def test_a_device_budget_is_planned_for_and_kept_with_the_same_bits() -> None:
+    ample, _, peak = losses_of("virtual:2")
+    budget = peak // 2
+    tight, pipe, held = losses_of("virtual:2", device_memory=budget)
+    assert tight == ample
+    assert held <= budget
+    prediction = pipe.memory_prediction()
+    assert prediction is not None and prediction.device.measured == held
+    assert 0.97 * held <= prediction.device.total <= budget
+    assert "measured so far" in str(prediction)
+
+
+def test_a_step_over_its_budget_is_refused_with_numbers_before_it_runs() -> None:
+    roundpipe.devices("virtual:2")
+    case = llama(128, 4, 500, 16, 128)
+    pipe = case.wrap(1, device_memory="12MiB")
+    with pytest.raises(ValueError, match=r"(?s)does not fit on a device:.*work.*together.*device_memory") as refused:
+        case.step(pipe)
+    change = str(refused.value).splitlines()[-1]
+    assert change.startswith("smallest change that would fit: num_microbatch=")
+    count = int(change.split("num_microbatch=")[1].split()[0])
+    config = RoundPipeRunConfig(num_microbatch=count, recompute_grain="layer")
+    assert pipe.forward_backward((), case.kwargs, run_config=config).isfinite()
+    assert max(entry["peak_bytes"] for entry in roundpipe.devices().memory_report()) <= 12 * MIB
+
+
+@pytest.mark.parametrize("bad", ["much", 0, -5, 1.5, True])
+def test_a_budget_that_is_none_is_refused(bad: Any) -> None:
+    with pytest.raises(ValueError, match=r"\[RoundPipe\] device_memory is .*expected a size"):
+        RoundPipe(nn.Linear(2, 2), device_memory=bad)
+
+
+def test_the_environment_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROUNDPIPE_HOST_MEMORY", "1KiB")
+    with pytest.raises(ValueError, match=r"(?s)does not fit on the host.*weights.*moments.*host_memory"):
+        RoundPipe(nn.Linear(64, 64))
+    RoundPipe(nn.Linear(64, 64), host_memory="1GB")
+
+
+def test_a_host_budget_is_checked_before_anything_is_taken() -> None:
+    model = nn.Linear(256, 256, bias=False)
+    size = 256 * 256 * 4
+    storage = model.weight.data_ptr()
+    with pytest.raises(ValueError, match=r'moments="8bit"'):
+        RoundPipe(model, host_memory=3 * size)
+    with pytest.raises(ValueError, match=r"adapters only"):
+        RoundPipe(model, host_memory=2 * size)
+    with pytest.raises(ValueError, match=r"fit: host_memory='1\.00 MiB'"):
+        RoundPipe(model, host_memory=size // 2)
+    assert model.weight.data_ptr() == storage
+    pipe = RoundPipe(model, host_memory=4 * size)
+    roundpipe.optim.AdamW(pipe, lr=1e-3)
+
+
+def test_the_host_takes_what_was_predicted() -> None:
+    roundpipe.devices("virtual:2")
+    case = llama(128, 4, 1000, 6, 64, torch.bfloat16)
+    pipe = case.wrap(2)
+    predicted = case.predict(pipe).host
+    optimizer = roundpipe.optim.AdamW(pipe, lr=1e-3)
+    for _ in range(3):
+        case.step(pipe)
+        pipe.step(optimizer)
+    pipe.synchronize()
+    measured = optimizer.host_memory().total
+    assert 0.95 * measured <= predicted.total - predicted.values <= 1.05 * measured
+
+
+def test_a_checkpoint_over_the_host_budget_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    case = llama(64, 2, 500, 2, 8)
+    case.model.save_pretrained(tmp_path)  # type: ignore[operator]
+    with pytest.raises(ValueError, match=r"(?s)\[from_pretrained\] .*does not fit on the host"):
+        roundpipe.from_pretrained(tmp_path, host_memory="100KB")
+    assert roundpipe.from_pretrained(tmp_path, host_memory="100MB") is not None
