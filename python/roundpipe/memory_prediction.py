@@ -9,8 +9,8 @@ from roundpipe import _core
 from roundpipe.footprint import LayerFootprint
 from roundpipe.run_config import RecomputeGrain
 
-PREFETCHED = 2
-"""Microbatches of a job whose values are on the device at a time: one runs, one comes next."""
+STAGED = 3
+"""Microbatches whose values are on a device at a time, across the end of a job: one runs, two come next."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +76,7 @@ def predict_device(
         for place, index in enumerate(mine):
             before = visits[mine[place - 1]] if place > 0 else None
             after = visits[mine[place + 1]] if place + 1 < len(mine) else None
-            distance = mine[place + 1] - index if after is not None else 0
-            for moment in visits[index].moments(before, after, distance, limit_bytes, waits):
+            for moment in visits[index].moments(before, after, limit_bytes, waits):
                 if moment.total > most.total:
                     most = moment
     return most
@@ -96,7 +95,6 @@ class _Visit:
     ) -> None:
         first, last = job.layers.first, job.layers.last
         self.device = job.device
-        self._takes_batch = first == 0 and job.phase != "backward"
         self.count = job.microbatches.last - job.microbatches.first
         stage = footprints[first:last]
         trains = job.phase != "forward"
@@ -106,42 +104,38 @@ class _Visit:
         self.leaving = gradients
         # Sums of 16-bit gradients are rounded into memory of their own before they go.
         self.rounded = gradients if self.sums > gradients else 0
-        # What has been on the host for long, and what the job before makes.
-        known, made = 0, stage[0].inputs
+        self.values = stage[0].inputs
         if job.phase == "fused":
-            known = label_bytes
+            self.values += label_bytes
         elif trains:
-            known, made = made, stage[-1].output_gradients
-        self._known, self._made = known, made
-        self.values = min(PREFETCHED, self.count) * (known + made)
+            self.values += stage[-1].output_gradients
         self.work = _work(stage, trains, grain)
 
-    def _coming(self, running: _Visit, distance: int) -> int:
-        """Bytes of this job's values that are uploaded while `running` is, so many jobs before this one."""
-        arrived = min(PREFETCHED, self.count)
-        # Each job in between keeps the microbatches back, though it may be faster; a batch waits for nobody.
-        made = arrived if self._takes_batch else min(arrived, max(0, running.count - distance + 1))
-        return arrived * self._known + made * self._made
+    def _staged(self, after: _Visit | None) -> int:
+        """The most that is staged of this job's microbatches and, towards its end, of the next one's."""
+        coming = after.count if after is not None else 0
+        return max(
+            own * self.values + (min(STAGED - own, coming) * after.values if after is not None else 0)
+            for own in range(1, min(STAGED, self.count) + 1)
+        )
 
-    def moments(
-        self, before: _Visit | None, after: _Visit | None, distance: int, limit_bytes: int, waits: bool
-    ) -> list[DeviceMemory]:
+    def moments(self, before: _Visit | None, after: _Visit | None, limit_bytes: int, waits: bool) -> list[DeviceMemory]:
         """What is held while the job begins, runs and ends."""
         # The slot that does not run holds what ran before until it is needed for what comes.
         other = before.weights if before is not None else 0
-        coming = 0
-        alone = self.weights + self.sums + self.values + self.work
+        values = self._staged(None)
+        alone = self.weights + self.sums + values + self.work
         if after is not None and (limit_bytes == 0 or alone + after.weights <= limit_bytes):
             other = max(other, after.weights)
-            coming = after._coming(self, distance)
+            values = self._staged(after)
         if limit_bytes and alone + other > limit_bytes:
             other = 0
         weights = self.weights + other
         leaving = before.leaving if before is not None and not waits else 0
         return [
-            DeviceMemory(weights, self.sums + leaving, self.values + coming, 0),
-            DeviceMemory(weights, self.sums, self.values + coming, self.work),
-            DeviceMemory(weights, self.sums + self.rounded, coming, 0),
+            DeviceMemory(weights, self.sums + leaving, values, 0),
+            DeviceMemory(weights, self.sums, values, self.work),
+            DeviceMemory(weights, self.sums + self.rounded, values, 0),
         ]
 
 

@@ -11,7 +11,7 @@ import torch
 from roundpipe import _core
 from roundpipe.budget import HostPrediction, refuse_device, refuse_host, table
 from roundpipe.footprint import LayerFootprint, Loss, measure
-from roundpipe.memory_prediction import PREFETCHED, DeviceMemory, LayerBytes, predict_device
+from roundpipe.memory_prediction import STAGED, DeviceMemory, LayerBytes, predict_device
 from roundpipe.run_config import RecomputeGrain
 from roundpipe.shell import PythonLayer
 from roundpipe.values import Structure
@@ -167,7 +167,7 @@ class StepMemory:
         outputs = [f.outputs for f in footprints]
         most = 0
         if self.device_budget is not None:
-            values = 2 * PREFETCHED * max(f.inputs + f.output_gradients for f in footprints) + step.label_bytes
+            values = STAGED * max(f.inputs + f.output_gradients for f in footprints) + step.label_bytes
             beyond = max(max(f.backward, f.forward) - kept for f, kept in zip(footprints, saved, strict=True))
             most = max(1, self.device_budget - max(layer.weights for layer in layers) - values - beyond)
         pipeline.set_bytes(saved, outputs, most, 0)

@@ -16,14 +16,15 @@ using transfer::Priority;
 
 JobRunner::JobRunner(int index, device::Device& device, transfer::LinkScheduler& upload,
                      transfer::LinkScheduler& download, Shells& shells, Staging::Admit admit,
-                     Staging::MakeRoom make_room)
+                     Staging::MakeRoom make_room, std::function<void(int)> stage_next)
     : index_(index),
       device_(device),
       outbox_(device, download),
       staging_(device, upload, std::move(admit), std::move(make_room)),
       layers_(device, upload, download, shells),
       sums_(device, upload, staging_, outbox_, layers_),
-      microbatches_(device, staging_, outbox_, sums_, layers_) {}
+      microbatches_(device, staging_, outbox_, sums_, layers_),
+      stage_next_(std::move(stage_next)) {}
 
 void JobRunner::run(JobRun& run) {
   staging_.arrive(run.uploaded);
@@ -39,9 +40,10 @@ void JobRunner::run(JobRun& run) {
   if (run.job.phase != Phase::kForward) sums_.begin(run);
   const Range microbatches = run.job.microbatches;
   for (int microbatch = microbatches.first; microbatch < microbatches.last; ++microbatch) {
-    for (int ahead = microbatch; ahead < std::min(microbatch + kPrefetch, microbatches.last); ++ahead) {
+    for (int ahead = microbatch; ahead < std::min(microbatch + kStaged, microbatches.last); ++ahead) {
       staging_.stage(run, ahead);
     }
+    if (const int left = microbatch + kStaged - microbatches.last; left > 0) stage_next_(left);
     if (const std::exception_ptr error = run.call->error()) std::rethrow_exception(error);
     staging_.arrive(run.staged.at(microbatch).inputs->uploaded);
     const double start_ms = now_ms();
@@ -122,7 +124,8 @@ void JobRunner::limit_run_ahead(JobRun& run, int microbatch, double start_ms) {
   device_.compute().signal(done);
   launched_.push_back(std::move(done));
   // On an accelerator the host would otherwise queue the whole job and take all its memory at once.
-  while (launched_.size() > kPrefetch) {
+  constexpr size_t kLaunched = 2;
+  while (launched_.size() > kLaunched) {
     // Only a matter of pace: the error of an earlier call must not end this one.
     launched_.front()->wait_complete();
     launched_.pop_front();

@@ -15,16 +15,17 @@ namespace roundpipe::runtime {
 class JobRunner {
  public:
   JobRunner(int index, device::Device& device, transfer::LinkScheduler& upload, transfer::LinkScheduler& download,
-            Shells& shells, Staging::Admit admit, Staging::MakeRoom make_room);
+            Shells& shells, Staging::Admit admit, Staging::MakeRoom make_room, std::function<void(int)> stage_next);
 
   // See Staging: for jobs that run, and for those that are next.
   Staging& staging() { return staging_; }
 
-  // REQUIRES: run.weights have been asked for, stage() for the first kPrefetch microbatches.
+  // REQUIRES: run.weights have been asked for. Calls `stage_next` with how many microbatches of the next job may be
+  // staged by now.
   void run(JobRun& run);
 
-  // How many microbatches are staged ahead of the one that runs.
-  static constexpr int kPrefetch = 2;
+  // How many microbatches are staged at a time, across the end of a job: the one that runs and two ahead.
+  static constexpr int kStaged = 3;
 
  private:
   void run_microbatch(JobRun& run, int microbatch);
@@ -40,6 +41,7 @@ class JobRunner {
   LayerRunner layers_;
   GradientSums sums_;
   MicrobatchRunner microbatches_;
+  const std::function<void(int)> stage_next_;
 
   std::deque<device::EventPtr> launched_;
 };

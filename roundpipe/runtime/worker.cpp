@@ -25,7 +25,8 @@ Worker::Worker(int index, std::unique_ptr<device::Device> device)
       slots_(*device_),
       runner_(
           index, *device_, upload_, download_, shells_,
-          [this](const JobRun& run, const EventPtr& done) { admit(run, done); }, [this] { return make_room(); }),
+          [this](const JobRun& run, const EventPtr& done) { admit(run, done); }, [this] { return make_room(); },
+          [this](int count) { stage_next(count); }),
       thread_([this] { loop(); }) {}
 
 Worker::~Worker() {
@@ -70,22 +71,34 @@ void Worker::prefetch() {
   const int64_t limit_bytes = device_->memory().limit_bytes;
   for (size_t i = 0; i < std::min<size_t>(2, queue_.size()); ++i) {
     const std::shared_ptr<JobRun>& run = queue_[i];
-    if (run->slot >= 0) continue;
-    int64_t reserve_bytes = run->call->model->work_bytes.load();
-    for (size_t j = 0; j <= i && reserve_bytes == 0; ++j) {
-      if (queue_[j]->job.phase != schedule::Phase::kForward) reserve_bytes += queue_[j]->layout.gradient_bytes;
+    if (run->slot >= 0) {
+      if (i == 0 && !running_) stage(*run, JobRunner::kStaged);
+      continue;
     }
-    if (run->call->model->work_bytes.load() == 0) {
-      reserve_bytes += static_cast<int64_t>(static_cast<double>(limit_bytes) * kActivationShare);
+    int64_t reserve_bytes = run->call->model->work_bytes.load();
+    if (reserve_bytes == 0) {
+      reserve_bytes = static_cast<int64_t>(static_cast<double>(limit_bytes) * kActivationShare);
+      for (size_t j = 0; j <= i; ++j) {
+        if (queue_[j]->job.phase != schedule::Phase::kForward) reserve_bytes += queue_[j]->layout.gradient_bytes;
+      }
     }
     run->slot = slots_.try_acquire(run->layout.size_bytes, reserve_bytes);
     if (run->slot < 0) return;
     upload_weights(run);
-    const schedule::Range microbatches = run->job.microbatches;
-    const int last = std::min(microbatches.first + JobRunner::kPrefetch, microbatches.last);
-    for (int microbatch = microbatches.first; microbatch < last; ++microbatch)
-      runner_.staging().stage(*run, microbatch);
+    stage(*run, i == 0 ? JobRunner::kStaged : next_staged_);
   }
+}
+
+void Worker::stage(JobRun& run, int count) {
+  const schedule::Range microbatches = run.job.microbatches;
+  const int last = std::min(microbatches.first + count, microbatches.last);
+  for (int microbatch = microbatches.first; microbatch < last; ++microbatch) runner_.staging().stage(run, microbatch);
+}
+
+void Worker::stage_next(int count) {
+  const std::lock_guard lock(mutex_);
+  next_staged_ = count;
+  if (queue_.size() > 1 && queue_[1]->slot >= 0) stage(*queue_[1], count);
 }
 
 void Worker::upload_weights(const std::shared_ptr<JobRun>& run) {
@@ -268,6 +281,9 @@ void Worker::release(const std::shared_ptr<JobRun>& run) {
     ++releasing_;
     queue_.pop_front();
     alone_ = false;
+    next_staged_ = 0;
+    running_ = false;
+    prefetch();
   }
   upload_.resume();
   device::when_all(pending, [this, run] {

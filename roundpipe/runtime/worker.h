@@ -52,6 +52,9 @@ class Worker {
   // the next job back. False when there was neither.
   bool make_room();
   bool park_next();
+  // The running job has come so far that `count` microbatches of the next one may be staged.
+  void stage_next(int count);
+  void stage(JobRun& run, int count);
   // Blocks until what earlier jobs have sent is on the host; false when it was.
   bool wait_released();
   void release(const std::shared_ptr<JobRun>& run);
@@ -70,6 +73,7 @@ class Worker {
   std::deque<std::shared_ptr<JobRun>> queue_;
   bool running_ = false;
   int releasing_ = 0;   // jobs that are over but whose transfers out are not
+  int next_staged_ = 0;  // how many microbatches of the next job may be staged
   bool alone_ = false;  // the running job has run out of memory: the next ones wait for it to be over
   bool stopping_ = false;
 

@@ -80,12 +80,12 @@ def mixture(width: int, experts: int, layers: int, rows: int, tokens: int) -> Ca
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch norm, and the input added."""
+    """Three convolutions with batch norm, and the input added."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         parts: list[nn.Module] = []
-        for _ in range(2):
+        for _ in range(3):
             parts += [nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU()]
         self.parts = nn.Sequential(*parts)
 
