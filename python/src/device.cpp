@@ -106,12 +106,13 @@ void bind_device(py::module_& module) {
       });
   py::class_<MemoryMeter>(module, "MemoryMeter")
       .def(py::init<>())
-      .def("__enter__",
-           [](MemoryMeter& meter) -> MemoryMeter& {
-             meter.enter();
-             return meter;
-           },
-           py::return_value_policy::reference)
+      .def(
+          "__enter__",
+          [](MemoryMeter& meter) -> MemoryMeter& {
+            meter.enter();
+            return meter;
+          },
+          py::return_value_policy::reference)
       .def("__exit__", [](MemoryMeter& meter, const py::args& /*error*/) { meter.exit(); })
       .def_property_readonly("current_bytes", &MemoryMeter::current_bytes)
       .def_property_readonly("peak_bytes", &MemoryMeter::peak_bytes)

@@ -1,5 +1,5 @@
-#include <roundpipe/memory/mapped_file.h>
 #include <roundpipe/memory/host_arena.h>
+#include <roundpipe/memory/mapped_file.h>
 
 #include "bindings.h"
 

@@ -96,8 +96,7 @@ std::vector<Plan> preview_plans(const ModelState& model, const Route& route, Pla
   if (const auto* plan = std::get_if<Plan>(&route)) return std::vector<Plan>(static_cast<size_t>(steps), *plan);
   const int first_backward_layer = mode == PlanMode::kInference ? 0 : lowest_trainable(model.trainable());
   const auto* stages = std::get_if<schedule::Stages>(&route);
-  if (stages == nullptr)
-    return planner.preview(engine, mode, microbatches, first_backward_layer, asynchronous, steps);
+  if (stages == nullptr) return planner.preview(engine, mode, microbatches, first_backward_layer, asynchronous, steps);
   schedule::PlannerOptions options;
   options.mode = mode;
   options.microbatches = microbatches;

@@ -72,9 +72,9 @@ class Worker {
   // Protected by mutex_. The front of the queue is the running job.
   std::deque<std::shared_ptr<JobRun>> queue_;
   bool running_ = false;
-  int releasing_ = 0;   // jobs that are over but whose transfers out are not
+  int releasing_ = 0;    // jobs that are over but whose transfers out are not
   int next_staged_ = 0;  // how many microbatches of the next job may be staged
-  bool alone_ = false;  // the running job has run out of memory: the next ones wait for it to be over
+  bool alone_ = false;   // the running job has run out of memory: the next ones wait for it to be over
   bool stopping_ = false;
 
   std::thread thread_;

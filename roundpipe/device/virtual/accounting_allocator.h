@@ -12,7 +12,7 @@ namespace roundpipe::device {
 struct MemoryAccount {
   std::string device_name;
   std::atomic<int64_t> limit_bytes{0};  // 0 = no cap
-  bool poison = false;      // fill freed memory with 0xFF: NaN in every floating type
+  bool poison = false;                  // fill freed memory with 0xFF: NaN in every floating type
   std::atomic<int64_t> current_bytes{0};
   std::atomic<int64_t> peak_bytes{0};
 

@@ -47,10 +47,11 @@ TEST_CASE("slots: buffers are reused by stages of about their size, and count ag
   slots.release(slot);
 
   REQUIRE(slots.try_acquire(950, 0) == slot);
-  const at::Tensor smaller = slots.buffer(slot, 950);
+  at::Tensor smaller = slots.buffer(slot, 950);
   CHECK(smaller.data_ptr() == memory);
   CHECK(smaller.numel() >= 950);
   CHECK((smaller.scalar_type() == at::kByte));
+  smaller.reset();
   slots.release(slot);
 
   for (const int64_t size_bytes : {2000, 500}) {
