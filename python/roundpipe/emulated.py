@@ -19,19 +19,31 @@ class EmulatedLayer(nn.Module):
         backward_ms: duration of the backward without the recomputed forward, in ms.
         weight_bytes: size of the weights that travel; at least 4.
         update_ms: duration of a `roundpipe.optim` optimizer's update of the layer, in ms; 0 = a real update.
+        gradient_bytes: size of those of the weights that are trained, at least 4; None = all, the others are frozen.
     """
 
-    def __init__(self, forward_ms: float, backward_ms: float, weight_bytes: int = 4, update_ms: float = 0.0) -> None:
+    def __init__(
+        self,
+        forward_ms: float,
+        backward_ms: float,
+        weight_bytes: int = 4,
+        update_ms: float = 0.0,
+        gradient_bytes: int | None = None,
+    ) -> None:
         super().__init__()
-        if forward_ms < 0 or backward_ms < 0 or weight_bytes < 4 or update_ms < 0:
+        trained_bytes = weight_bytes if gradient_bytes is None else gradient_bytes
+        if forward_ms < 0 or backward_ms < 0 or update_ms < 0 or not 4 <= trained_bytes <= weight_bytes:
             raise ValueError(
                 f"[EmulatedLayer] got forward_ms={forward_ms}, backward_ms={backward_ms}, weight_bytes={weight_bytes}, "
-                f"update_ms={update_ms}; expected times of at least 0 and at least 4 bytes"
+                f"update_ms={update_ms}, gradient_bytes={gradient_bytes}; expected times of at least 0, at least 4 "
+                "bytes, and no more gradients than weights"
             )
         self.forward_ms = forward_ms
         self.backward_ms = backward_ms
         self.update_ms = update_ms
-        self.weight = nn.Parameter(torch.zeros(weight_bytes // 4))
+        self.weight = nn.Parameter(torch.zeros(trained_bytes // 4))
+        frozen = (weight_bytes - trained_bytes) // 4
+        self.frozen = nn.Parameter(torch.zeros(frozen), requires_grad=False) if frozen else None
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """The identity, `value` of any shape."""

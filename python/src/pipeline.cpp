@@ -47,6 +47,7 @@ std::unique_ptr<runtime::Layer> make_layer(const py::handle& object) {
     options.backward_ms = spec.attr("backward_ms").cast<double>();
     options.update_ms = spec.attr("update_ms").cast<double>();
     options.weight = spec.attr("weight").cast<at::Tensor>();
+    if (!spec.attr("frozen").is_none()) options.frozen = spec.attr("frozen").cast<at::Tensor>();
     options.structure = share(object.attr("structure"));
     return models::make_emulated_layer(object.attr("name").cast<std::string>(), std::move(options));
   }

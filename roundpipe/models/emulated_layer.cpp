@@ -2,7 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <roundpipe/core/error.h>
@@ -31,15 +31,17 @@ struct EmulatedFunction : public torch::autograd::Function<EmulatedFunction> {
     reinterpret_cast<device::Queue*>(context->saved_data["queue"].toInt())
         ->emulate(context->saved_data["backward_ms"].toDouble());
     const at::Tensor weight = context->get_saved_variables()[0];
-    return {gradients[0], at::zeros_like(weight), at::Tensor(), at::Tensor(), at::Tensor()};
+    // Broadcast, so that gradients take next to no time on the host's own cores.
+    return {gradients[0], at::zeros({1}, weight.options()).expand_as(weight), at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 
 class EmulatedShell final : public LayerShell {
  public:
   EmulatedShell(const EmulatedLayerOptions& options, c10::Device device) : options_(options) {
-    at::Tensor leaf = at::empty({0}, options.weight.options().device(device));
-    parameters.push_back(leaf);
+    for (const at::Tensor& tensor : {options.weight, options.frozen}) {
+      if (tensor.defined()) parameters.push_back(at::empty({0}, tensor.options().device(device)));
+    }
   }
 
   Values forward(const Values& inputs, const LayerContext& context) override {
@@ -62,7 +64,11 @@ class EmulatedLayer final : public Layer {
       : name_(std::move(name)), options_(std::move(options)) {}
 
   std::string name() const override { return name_; }
-  std::vector<memory::NamedTensor> parameters() const override { return {{"weight", options_.weight}}; }
+  std::vector<memory::NamedTensor> parameters() const override {
+    std::vector<memory::NamedTensor> parameters = {{"weight", options_.weight}};
+    if (options_.frozen.defined()) parameters.push_back({"frozen", options_.frozen});
+    return parameters;
+  }
   std::vector<memory::NamedTensor> buffers() const override { return {}; }
   double emulated_update_ms() const override { return options_.update_ms; }
   std::unique_ptr<LayerShell> make_shell(c10::Device device) override {

@@ -12,6 +12,7 @@ struct EmulatedLayerOptions {
   double backward_ms = 0;  // without the recompute
   double update_ms = 0;    // of a fused optimizer; 0 = a real update
   at::Tensor weight;       // moves as a real layer's weights would, and gets a gradient
+  at::Tensor frozen;       // moves, too, without a gradient; undefined = none
   // Structure of the outputs; null = that of the inputs.
   std::shared_ptr<const void> structure;
 };

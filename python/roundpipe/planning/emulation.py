@@ -19,9 +19,6 @@ Progress = Callable[[int, int], None]
 # What waits for an update in a synchronous step: the layer itself, the next step, or the update for all gradients, too.
 Gate = Literal["layer", "step", "model"]
 
-# Steps until the pipeline runs at its pace.
-_WARM_UP = 2
-
 
 @dataclasses.dataclass
 class Emulation:
@@ -36,18 +33,53 @@ class Emulation:
     records: list[list[_core.Record]]
 
 
-def scaled(request: Request, factor: float) -> Request:
-    """The same with every time multiplied, and with the engine's own rules: all values hop, the head is recomputed."""
+@dataclasses.dataclass
+class Links:
+    """Real bytes over throttled links, in place of the hop latency.
+
+    Attributes:
+        gb_per_s: each way, of each device.
+        host_gb_per_s: of all links together.
+        priorities: the most urgent transfer goes first, else the one asked for first.
+        chunk_bytes: the most that moves before something more urgent may; 0 = transfers are moved whole.
+    """
+
+    gb_per_s: float
+    host_gb_per_s: float
+    priorities: bool = True
+    chunk_bytes: int = 64_000_000
+
+    def scaled(self, time_factor: float, size_factor: float) -> Links:
+        """For costs that are `scaled` so: everything takes the same share of a step."""
+        return dataclasses.replace(
+            self,
+            gb_per_s=self.gb_per_s * size_factor / time_factor,
+            host_gb_per_s=self.host_gb_per_s * size_factor / time_factor,
+            chunk_bytes=round(self.chunk_bytes * size_factor),
+        )
+
+    @property
+    def options(self) -> str:
+        """Of a virtual device."""
+        options = f"link={self.gb_per_s:.9f}GB/s,host={self.host_gb_per_s:.9f}GB/s,chunk={self.chunk_bytes}"
+        return options if self.priorities else options + ",fifo"
+
+
+def scaled(request: Request, factor: float, size_factor: float = 1.0) -> Request:
+    """The same with every time multiplied, and with the engine's own rules: all values hop, the head is recomputed.
+
+    `size_factor`: of all bytes.
+    """
     costs = dataclasses.replace(
         request.costs,
         layers=[
             _core.LayerCost(
                 forward_ms=cost.forward_ms * factor,
                 backward_ms=cost.backward_ms * factor,
-                weight_bytes=cost.weight_bytes,
-                gradient_bytes=cost.gradient_bytes,
-                activation_bytes=cost.activation_bytes,
-                saved_bytes=cost.saved_bytes,
+                weight_bytes=round(cost.weight_bytes * size_factor),
+                gradient_bytes=round(cost.gradient_bytes * size_factor),
+                activation_bytes=round(cost.activation_bytes * size_factor),
+                saved_bytes=round(cost.saved_bytes * size_factor),
             )
             for cost in request.costs.layers
         ],
@@ -70,6 +102,8 @@ def emulate(
     progress: Progress,
     update_ms: Sequence[float] | None = None,
     gate: Gate = "layer",
+    links: Links | None = None,
+    warm_up: int = 2,
 ) -> Emulation:
     """Runs `prediction`'s plans for so many steps after the warm-up, in real time.
 
@@ -79,6 +113,8 @@ def emulate(
         update_ms: what the host's update of each layer takes; None = nothing. Then `step_ms` of a synchronous run is
             its pace, too, since steps overlap.
         gate: with `update_ms`, what waits for updates.
+        links: moves weights, gradients and values of the sizes that the costs name; None = only the hop latency.
+        warm_up: steps until the pipeline runs at its pace, left out.
 
     Raises:
         ValueError: the machine asked for has devices that are not alike, which virtual devices cannot be.
@@ -86,23 +122,25 @@ def emulate(
     speeds = {speed for speed, _ in request.costs.devices}
     if len(speeds) > 1:
         raise ValueError("[emulate] the devices differ in speed, expected equal ones: virtual devices cannot be slower")
-    latency_ms = request.costs.hop_latency_ms / 2
-    roundpipe.devices(f"virtual:{request.devices},threads=1,latency={latency_ms:.6f}ms")
+    way = links.options if links is not None else f"latency={request.costs.hop_latency_ms / 2:.6f}ms"
+    roundpipe.devices(f"virtual:{request.devices},threads=1,{way}")
     model = roundpipe.RoundPipe(
         nn.Sequential(
             *[
-                roundpipe.EmulatedLayer(c.forward_ms, c.backward_ms, update_ms=ms)
-                for c, ms in zip(request.costs.layers, update_ms or [0.0] * len(request.costs.layers), strict=True)
+                _layer(cost, ms, links is not None)
+                for cost, ms in zip(request.costs.layers, update_ms or [0.0] * len(request.costs.layers), strict=True)
             ]
         ),
         name="emulated",
     )
     update = _updater(model, update_ms, gate)
-    batch = torch.ones(request.microbatches, 1)
-    count = _WARM_UP + steps
+    value_bytes = max(cost.activation_bytes for cost in request.costs.layers) if links is not None else 0
+    batch = torch.ones(request.microbatches, max(1, value_bytes // 4))
+    target = torch.ones(request.microbatches, 1)
+    count = warm_up + steps
     # Until the engine knows that a layer draws no random numbers, it runs alone: let it find out beforehand.
     single = roundpipe.RoundPipeRunConfig(num_microbatch=1)
-    model.forward_backward((batch[:1],), label=batch[:1], loss_fn=_loss, run_config=single)
+    model.forward_backward((batch[:1],), label=target[:1], loss_fn=_loss, run_config=single)
     update(False)
     records: list[list[_core.Record]] = []
     pending: list[_core.ExecutionLog] = []
@@ -115,23 +153,23 @@ def emulate(
             submitted: list[roundpipe.Pending] = []
             for step, plan in enumerate(plans):
                 config = roundpipe.RoundPipeRunConfig(num_microbatch=request.microbatches, execute_plan=plan)
-                submitted.append(model.submit((batch,), label=batch, loss_fn=_loss, run_config=config))
+                submitted.append(model.submit((batch,), label=target, loss_fn=_loss, run_config=config))
                 update(True)
                 if step > 0:
-                    _check(submitted[step - 1].loss(), request)
+                    _check(submitted[step - 1].loss(), batch)
                     progress(step, count)
-            _check(submitted[-1].loss(), request)
+            _check(submitted[-1].loss(), batch)
             model.synchronize()
             records = [list(pending.records()) for pending in submitted]
         else:
             for step, plan in enumerate(plans):
                 config = roundpipe.RoundPipeRunConfig(num_microbatch=request.microbatches, execute_plan=plan)
                 if splits_head:
-                    loss = _loss(model(batch.clone().requires_grad_(False), roundpipe_run_config=config), batch)
+                    loss = _loss(model(batch.clone().requires_grad_(False), roundpipe_run_config=config), target)
                     torch.autograd.backward(loss)
                 else:
-                    loss = model.forward_backward((batch,), label=batch, loss_fn=_loss, run_config=config)
-                _check(loss, request)
+                    loss = model.forward_backward((batch,), label=target, loss_fn=_loss, run_config=config)
+                _check(loss, batch)
                 update(False)
                 if update_ms is None:
                     records.append(list(model._pipeline.last_records()))
@@ -144,7 +182,7 @@ def emulate(
         model.synchronize()
     progress(count, count)
     overlap = request.mode == "async" or update_ms is not None
-    return Emulation(step_ms=_pace(records[_WARM_UP:], overlap), records=records)
+    return Emulation(step_ms=_pace(records[warm_up:], overlap), records=records)
 
 
 def _updater(model: roundpipe.RoundPipe, update_ms: Sequence[float] | None, gate: Gate) -> Callable[[bool], None]:
@@ -172,10 +210,19 @@ def _loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (outputs * target).sum()
 
 
-def _check(loss: torch.Tensor, request: Request) -> None:
+def _layer(cost: _core.LayerCost, update_ms: float, moves: bool) -> roundpipe.EmulatedLayer:
+    if not moves:
+        return roundpipe.EmulatedLayer(cost.forward_ms, cost.backward_ms, update_ms=update_ms)
+    # A layer that is all frozen still has something to train, or nothing would go backward.
+    trained_bytes = max(4, cost.gradient_bytes)
+    weight_bytes = max(trained_bytes, cost.weight_bytes)
+    return roundpipe.EmulatedLayer(cost.forward_ms, cost.backward_ms, weight_bytes, update_ms, trained_bytes)
+
+
+def _check(loss: torch.Tensor, batch: torch.Tensor) -> None:
     # Emulated layers hand their input on, so anything else means that a value was lost or came twice.
-    if loss.item() != request.microbatches:
-        raise _core.RoundPipeError(f"[emulate] the loss is {loss.item()}, expected {request.microbatches}")
+    if loss.item() != batch.numel():
+        raise _core.RoundPipeError(f"[emulate] the loss is {loss.item()}, expected {batch.numel()}")
 
 
 def _pace(records: Sequence[Sequence[_core.Record]], overlap: bool) -> float:

@@ -1,6 +1,7 @@
 #include <roundpipe/device/virtual/virtual_device.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <thread>
 
@@ -10,9 +11,9 @@
 
 namespace roundpipe::device {
 
-Clock::time_point LinkThrottle::book(int64_t size_bytes) {
+Clock::time_point LinkThrottle::book(int64_t size_bytes, Clock::time_point from) {
   std::lock_guard lock(mutex_);
-  free_at_ = std::max(free_at_, Clock::now()) + from_ms(static_cast<double>(size_bytes) / bytes_per_ms_);
+  free_at_ = std::max(free_at_, from) + from_ms(static_cast<double>(size_bytes) / bytes_per_ms_);
   return free_at_;
 }
 
@@ -41,17 +42,15 @@ class VirtualQueue final : public Queue {
 
   void copy(const at::Tensor& dst, const at::Tensor& src) override {
     const auto size_bytes = static_cast<int64_t>(src.nbytes());
-    Clock::time_point done{};
-    if (latency_ms_ > 0) done = Clock::now() + from_ms(latency_ms_);
+    const Clock::time_point asked_at = Clock::now();
     if (same_dense_layout(dst, src)) {
       // Not copy_: a copy thread must not start an OpenMP team of its own.
       streaming_copy(dst.data_ptr(), src.data_ptr(), size_bytes);
     } else {
       dst.copy_(src);
     }
-    if (link_) done = std::max(done, link_->book(size_bytes));
-    if (host_) done = std::max(done, host_->book(size_bytes));
-    if (done != Clock::time_point{}) std::this_thread::sleep_until(done);
+    if (link_ || host_) pass(size_bytes, asked_at);
+    if (latency_ms_ > 0) std::this_thread::sleep_until(asked_at + from_ms(latency_ms_));
   }
 
   void signal(EventPtr event) override { event->fire(); }
@@ -61,11 +60,34 @@ class VirtualQueue final : public Queue {
   void emulate(double duration_ms) override { emulated_.spend(duration_ms); }
 
  private:
+  // Blocks until the links have passed so much.
+  void pass(int64_t size_bytes, Clock::time_point asked_at) {
+    // A chunk that follows at once begins when the one before was through: late wake-ups must not add up.
+    constexpr double kAtOnce_ms = 0.5;
+    Clock::time_point through = asked_at - awake_at_ < from_ms(kAtOnce_ms) ? through_at_ : asked_at;
+    // Links take turns at the host, in such slices of its time: a layer of one must not hold up all others.
+    constexpr double kSlice_ms = 0.125;
+    const auto most_bytes = host_ ? std::max<int64_t>(1, std::llround(host_->bytes_per_ms() * kSlice_ms)) : size_bytes;
+    while (size_bytes > 0) {
+      const int64_t slice_bytes = std::min(size_bytes, most_bytes);
+      const Clock::time_point from = through;
+      if (link_) through = std::max(through, link_->book(slice_bytes, from));
+      if (host_) through = std::max(through, host_->book(slice_bytes, from));
+      std::this_thread::sleep_until(through);
+      size_bytes -= slice_bytes;
+    }
+    through_at_ = through;
+    awake_at_ = Clock::now();
+  }
+
   MemoryAccount* const account_;
   const std::unique_ptr<LinkThrottle> link_;
   const std::shared_ptr<LinkThrottle> host_;
   const double latency_ms_;
-  EmulatedTime emulated_;  // touched by the issuing thread only
+  // Touched by the issuing thread only.
+  EmulatedTime emulated_;
+  Clock::time_point through_at_{};  // when the links had passed the last copy
+  Clock::time_point awake_at_{};    // when that was noticed
 };
 
 class VirtualDevice final : public Device {

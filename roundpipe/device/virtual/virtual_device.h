@@ -14,8 +14,10 @@ class LinkThrottle {
  public:
   explicit LinkThrottle(double gb_per_s) : bytes_per_ms_(gb_per_s * 1e6) {}
 
-  // Books `size_bytes` on the link and returns when the last of them is through.
-  Clock::time_point book(int64_t size_bytes);
+  // Books `size_bytes`, which are there at `from`, on the link and returns when the last of them is through.
+  Clock::time_point book(int64_t size_bytes, Clock::time_point from = Clock::now());
+
+  double bytes_per_ms() const { return bytes_per_ms_; }
 
  private:
   const double bytes_per_ms_;

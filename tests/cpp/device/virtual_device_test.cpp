@@ -1,6 +1,9 @@
 #include <roundpipe/device/virtual/virtual_device.h>
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <memory>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -143,6 +146,36 @@ TEST_CASE("throttle: bookings queue up behind each other at the link's bandwidth
   CHECK(ms_between(first, link.book(1'000'000)) == doctest::Approx(0.5));
   CHECK(ms_between(first, link.book(3'000'000)) == doctest::Approx(2.0));
   CHECK(ms_between(first, link.book(0)) == doctest::Approx(2.0));
+}
+
+TEST_CASE("throttle: what was there before it is booked begins when it was there, or when the link is free") {
+  LinkThrottle link(1.0);
+  const Clock::time_point past = Clock::now() - from_ms(10);
+  const Clock::time_point first = link.book(2'000'000, past);
+  CHECK(ms_between(past, first) == doctest::Approx(2.0));
+  CHECK(ms_between(past, link.book(1'000'000, past)) == doctest::Approx(3.0));
+  CHECK(ms_between(past, link.book(1'000'000, past + from_ms(5))) == doctest::Approx(6.0));
+}
+
+TEST_CASE("throttle: a large copy books the host little by little, so that others have their turns") {
+  const auto host = std::make_shared<LinkThrottle>(0.02);
+  const std::unique_ptr<Device> device = make_virtual_device(parse_devices("virtual:1").front(), host);
+  // 100 ms of the host's time.
+  const at::Tensor large = at::zeros({2'000'000}, at::kByte);
+  std::atomic<bool> done = false;
+  std::thread copying([&] {
+    const auto scope = device->upload().enter();
+    device->upload().copy(at::empty_like(large), large);
+    done = true;
+  });
+  double most_ms = 0;
+  while (!done) {
+    const Clock::time_point booked = host->book(0, {});
+    most_ms = std::max(most_ms, ms_between(Clock::now(), booked));
+    std::this_thread::yield();
+  }
+  copying.join();
+  CHECK(most_ms <= 1.0);
 }
 
 TEST_CASE("throttle: an idle link does not save up its bandwidth") {
