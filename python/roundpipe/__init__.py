@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from roundpipe.execute_plan import ModelExecutePlan
     from roundpipe.host_memory import HostArena, host_arena
     from roundpipe.optimizer_context import OptimizerCtx
-    from roundpipe.pipe import Pending, RoundPipe
+    from roundpipe.pending import Pending
+    from roundpipe.pipe import RoundPipe
     from roundpipe.pretrained import from_pretrained
     from roundpipe.recompute import doing_recompute, get_recompute_data, save_for_recompute
     from roundpipe.run_config import RoundPipeRunConfig
     from roundpipe.scaler import GradScaler
+    from roundpipe.step_memory import MemoryPrediction
     from roundpipe.wrap import AutoRoundPipe, wrap_model_to_roundpipe
 
 # Where each public name lives; imported when first used, so that `roundpipe --help` does not wait for torch.
@@ -28,9 +30,10 @@ _PUBLIC = {
     "EmulatedLayer": "emulated",
     "GradScaler": "scaler",
     "HostArena": "host_memory",
+    "MemoryPrediction": "step_memory",
     "ModelExecutePlan": "execute_plan",
     "OptimizerCtx": "optimizer_context",
-    "Pending": "pipe",
+    "Pending": "pending",
     "RoundPipe": "pipe",
     "RoundPipeError": "_core",
     "RoundPipeRunConfig": "run_config",
@@ -50,6 +53,7 @@ __all__ = [
     "EmulatedLayer",
     "GradScaler",
     "HostArena",
+    "MemoryPrediction",
     "ModelExecutePlan",
     "OptimizerCtx",
     "Pending",

@@ -17,12 +17,14 @@ from roundpipe.device_pool import devices
 from roundpipe.emulated import EmulatedLayer, NativeEmulatedLayer
 from roundpipe.execute_plan import DEFAULT_THRESHOLD, ModelExecutePlan
 from roundpipe.facade import ModelFacade
+from roundpipe.loss_function import NAN_LOSS, run_loss
 from roundpipe.microbatch import effective_microbatches, merge_outputs, split_call, split_label
 from roundpipe.optimizer_context import in_optimizer_context
+from roundpipe.pending import Pending
 from roundpipe.run_config import ResolvedRunConfig, RoundPipeRunConfig, resolve
 from roundpipe.scaler import GradScaler, _all_live
-from roundpipe.shell import PythonLayer, holding_nothing, layers_of
-from roundpipe.step_memory import MemoryPrediction, StepMemory, StepShape
+from roundpipe.shell import PythonLayer, layers_of
+from roundpipe.step_memory import MemoryPrediction, StepMemory, step_shape
 from roundpipe.stepping import StepGroup
 from roundpipe.values import split, to_host
 
@@ -40,48 +42,10 @@ def _outputs_as_loss(outputs: Any, label: Any) -> Any:
     return outputs
 
 
-_NAN_LOSS = (
-    "[forward_backward] the loss{} is NaN; the batch's gradients are dropped; look for it in the data, lower the "
-    "learning rate, or pass check_loss=False to RoundPipe"
-)
-
-
 def _tell(pipeline: _core.Pipeline) -> None:
     """Warns of what the engine has noted."""
     if notice := pipeline.take_notice():
         warnings.warn(notice, RuntimeWarning, stacklevel=4)
-
-
-class Pending:
-    """A batch that `RoundPipe.submit` has started."""
-
-    def __init__(
-        self,
-        model: RoundPipe,
-        submitted: _core.Submitted,
-        single: list[bool],
-        return_outputs: bool,
-        config: ResolvedRunConfig,
-    ) -> None:
-        self._model = model
-        self._submitted = submitted
-        self._single = single
-        self._return_outputs = return_outputs
-        self._config = config
-
-    def loss(self) -> Any:
-        """What `forward_backward` returns; waits for it. Once.
-
-        Raises:
-            ValueError: it has been read already.
-            Exception: what `forward_backward` raises.
-        """
-        return self._model._finish(self._submitted, self._single, self._return_outputs, self._config)
-
-    def records(self) -> list[_core.Record]:
-        """What has been executed of it so far, see `RoundPipe.last_records`, and when a backward had recomputed and
-        how long it then waited, in ms."""
-        return self._submitted.records()
 
 
 class RoundPipe(ModelFacade):
@@ -134,7 +98,6 @@ class RoundPipe(ModelFacade):
             "_finish",
             "submit",
             "costs",
-            "_run_loss",
             "_options",
             "_pipeline",
             "_run_config",
@@ -148,7 +111,6 @@ class RoundPipe(ModelFacade):
             "_host_budget",
             "_device_budget",
             "_memory",
-            "_step_shape",
             "_prepare_step",
             "predict_memory",
             "memory_prediction",
@@ -308,7 +270,7 @@ class RoundPipe(ModelFacade):
             modes.enter_context(torch.set_grad_enabled(requires_grad))
             options = self._options(config, requires_grad)
             if self._device_budget is not None:
-                shape = self._step_shape(batch, [], None, route, _TRAIN if requires_grad else _INFERENCE)
+                shape = step_shape(batch, [], None, route, _TRAIN if requires_grad else _INFERENCE)
                 options.recompute_grain = _GRAINS[self._memory.admit(self._pipeline, shape, config.recompute_grain)]
             parts = self._pipeline.forward(batch, options, route)
             _tell(self._pipeline)
@@ -429,10 +391,10 @@ class RoundPipe(ModelFacade):
         with torch.inference_mode(False), torch.enable_grad():
             options = self._options(config, True)
             if self._device_budget is not None:
-                shape = self._step_shape(batch, labels, loss_fn, route, _FUSED)
+                shape = step_shape(batch, labels, loss_fn, route, _FUSED)
                 options.recompute_grain = _GRAINS[self._memory.admit(self._pipeline, shape, config.recompute_grain)]
-            run_loss = self._run_loss(loss_fn, single, early_check)
-            submitted = self._pipeline.submit(batch, labels, run_loss, return_outputs, options, route)
+            losses = run_loss(loss_fn, single, early_check)
+            submitted = self._pipeline.submit(batch, labels, losses, return_outputs, options, route)
         return Pending(self, submitted, single, return_outputs, config)
 
     def _finish(
@@ -444,7 +406,7 @@ class RoundPipe(ModelFacade):
         if self._check_loss and not _all_live():
             for index, microbatch in enumerate(losses):
                 if any(bool(loss.isnan()) for loss in microbatch):
-                    self._pipeline.discard_last_call(_NAN_LOSS.format(f" of microbatch {index}"))
+                    self._pipeline.discard_last_call(NAN_LOSS.format(f" of microbatch {index}"))
         with torch.no_grad():
             totals = [sum(values[1:], values[0]) for values in zip(*losses, strict=True)]
         value = totals[0] if single[0] else totals
@@ -468,28 +430,6 @@ class RoundPipe(ModelFacade):
             calls = self._language_model.prepare(calls, loss_only)
         return [split(call, is_call=True) for call in calls]
 
-    @staticmethod
-    def _step_shape(
-        batch: list[Any], labels: list[Any], loss_fn: Callable[[Any, Any], Any] | None, route: Any, mode: _core.PlanMode
-    ) -> StepShape:
-        sizes = [sum(tensor.nbytes for tensor in tensors) for tensors, _ in batch]
-        largest = sizes.index(max(sizes))
-        label = labels[largest] if labels else ([], None)
-
-        def loss(outputs: Any) -> list[torch.Tensor]:
-            assert loss_fn is not None
-            value = loss_fn(outputs, label[1].join(label[0]))
-            return list(value) if isinstance(value, (list, tuple)) else [value]
-
-        return StepShape(
-            batch=batch[largest],
-            label_bytes=sum(tensor.nbytes for tensor in label[0]),
-            loss=None if loss_fn is None else loss,
-            count=len(batch),
-            route=route,
-            mode=mode,
-        )
-
     def predict_memory(
         self,
         input_args: tuple[Any, ...] = (),
@@ -509,7 +449,7 @@ class RoundPipe(ModelFacade):
         config, batch, labels, loss_fn, route = self._prepare_step(
             input_args, input_kwargs, label, loss_fn, run_config, "predict_memory", return_outputs=False
         )
-        shape = self._step_shape(batch, labels, loss_fn, route, _FUSED)
+        shape = step_shape(batch, labels, loss_fn, route, _FUSED)
         with torch.inference_mode(False), torch.enable_grad():
             return self._memory.predict(self._pipeline, shape, config.recompute_grain)
 
@@ -524,30 +464,6 @@ class RoundPipe(ModelFacade):
         options.preserve_rng_state = config.preserve_rng_state
         options.recompute_grain = _GRAINS[config.recompute_grain]
         return options
-
-    @staticmethod
-    def _run_loss(
-        loss_fn: Callable[[Any, Any], Any], single: list[bool], check: bool
-    ) -> Callable[..., list[torch.Tensor]]:
-        def run(outputs: Any, label: Any, context: Any) -> list[torch.Tensor]:
-            with holding_nothing():
-                result = loss_fn(outputs[1].join(outputs[0]), label[1].join(label[0]))
-            single[0] = not isinstance(result, (list, tuple))
-            losses = [result] if single[0] else list(result)
-            for loss in losses:
-                if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                    shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-                    raise ValueError(
-                        f"[forward_backward] loss_fn returned {shape}, expected a scalar tensor or a list of them; "
-                        "reduce the loss, for example with .mean()"
-                    )
-            if not losses:
-                raise ValueError("[forward_backward] loss_fn returned no loss, expected at least one")
-            if check and any(bool(loss.isnan()) for loss in losses):
-                raise _core.RoundPipeError(_NAN_LOSS.format(""))
-            return losses
-
-        return run
 
     def _route(
         self, run_type: Literal["infer", "train", "fused"], config: ResolvedRunConfig

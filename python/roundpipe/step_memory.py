@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,29 @@ class StepShape:
     count: int
     route: Any
     mode: _core.PlanMode
+
+
+def step_shape(
+    batch: list[Any], labels: list[Any], loss_fn: Callable[[Any, Any], Any] | None, route: Any, mode: _core.PlanMode
+) -> StepShape:
+    """The step that a call will make of these microbatches."""
+    sizes = [sum(tensor.nbytes for tensor in tensors) for tensors, _ in batch]
+    largest = sizes.index(max(sizes))
+    label = labels[largest] if labels else ([], None)
+
+    def loss(outputs: Any) -> list[torch.Tensor]:
+        assert loss_fn is not None
+        value = loss_fn(outputs, label[1].join(label[0]))
+        return list(value) if isinstance(value, (list, tuple)) else [value]
+
+    return StepShape(
+        batch=batch[largest],
+        label_bytes=sum(tensor.nbytes for tensor in label[0]),
+        loss=None if loss_fn is None else loss,
+        count=len(batch),
+        route=route,
+        mode=mode,
+    )
 
 
 class StepMemory:
