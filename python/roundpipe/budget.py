@@ -104,12 +104,9 @@ def predict_host(
     return HostPrediction(weights, gradients, masters, moment_bytes, values)
 
 
-def table(title: str, rows: dict[str, int], budget: int, budget_name: str) -> str:
-    """Sizes one below the other, their sum and the budget."""
-    entries = {name: size for name, size in rows.items() if size} | {
-        "together": sum(rows.values()),
-        budget_name: budget,
-    }
+def table(title: str, rows: dict[str, int], beside: dict[str, int]) -> str:
+    """Sizes one below the other, their sum, and what they are compared with."""
+    entries = {name: size for name, size in rows.items() if size} | {"together": sum(rows.values())} | beside
     width = max(map(len, entries))
     return "\n".join([title, *(f"  {name:{width}} {_core.format_bytes(size):>12}" for name, size in entries.items())])
 
@@ -125,7 +122,7 @@ def refuse_host(where: str, name: str, budget: int, predict: Callable[[str], Hos
         return
     small = predict("8bit")
     raise BudgetError(
-        table(f"[{where}] {name} does not fit on the host:", wanted.rows(), budget, "host_memory")
+        table(f"[{where}] {name} does not fit on the host:", wanted.rows(), {"host_memory": budget})
         + f"\nsmallest change that would fit: {_host_change(wanted, small, budget)}"
     )
 
@@ -142,6 +139,6 @@ def _host_change(wanted: HostPrediction, small: HostPrediction, budget: int) -> 
 def refuse_device(where: str, name: str, budget: int, wanted: DeviceMemory, change: str) -> NoReturn:
     """Raises BudgetError: a step needs more than `budget` on a device."""
     raise BudgetError(
-        table(f"[{where}] a step of {name} does not fit on a device:", wanted.rows(), budget, "device_memory")
+        table(f"[{where}] a step of {name} does not fit on a device:", wanted.rows(), {"device_memory": budget})
         + f"\nsmallest change that would fit: {change}"
     )

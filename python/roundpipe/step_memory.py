@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +16,12 @@ from roundpipe.run_config import RecomputeGrain
 from roundpipe.shell import PythonLayer
 from roundpipe.values import Structure
 
+Activations = Literal["device", "host", "recompute"]
+_PLACES: dict[Activations, str] = {
+    "device": "layers keep them",
+    "host": "are recomputed from inputs on the host",
+    "recompute": "from a layer below",
+}
 Microbatch = tuple[list[torch.Tensor], Structure]
 # Steps that a prediction follows: devices are given out anew in each.
 _STEPS = 3
@@ -29,19 +35,21 @@ class MemoryPrediction:
         device: on the device that holds most.
         host: of the model and a fused Adam with fp32 moments.
         recompute_grain: with which the step runs.
+        activations: for each layer where its activations are between forward and backward: "device" (kept there),
+            "host" (its inputs wait on the host, it is recomputed from them) or "recompute" (from a layer below).
     """
 
     device: DeviceMemory
     host: HostPrediction
     recompute_grain: RecomputeGrain
+    activations: tuple[Activations, ...]
 
     def __str__(self) -> str:
-        measured = self.device.measured
+        counts = [f"{self.activations.count(place)} {text}" for place, text in _PLACES.items()]
         lines = [
-            table("on the fullest device:", self.device.rows(), measured or 0, "measured so far")
-            if measured is not None
-            else table("on the fullest device:", self.device.rows(), 0, "measured so far (not run)"),
-            table("on the host:", self.host.rows(), self.host.total, "predicted"),
+            table("on the fullest device:", self.device.rows(), {"measured so far": self.device.measured or 0}),
+            table("on the host:", self.host.rows(), {}),
+            f"activations: {', '.join(counts)}",
         ]
         return "\n".join(lines)
 
@@ -135,9 +143,8 @@ class StepMemory:
         """What the step would take. Plans from now on keep to it."""
         self._tell_planner(pipeline, step, self._footprints(step), grain)
         limit = self.device_budget or self._cap()
-        return MemoryPrediction(
-            self._device(pipeline, step, grain, self._footprints(step), limit), self._host(pipeline, step), grain
-        )
+        found = self._device(pipeline, step, grain, self._footprints(step), limit)
+        return MemoryPrediction(found, self._host(pipeline, step), grain, _activations(pipeline, step))
 
     def last(self) -> MemoryPrediction | None:
         """The last prediction that a step was planned with, and what has been measured since."""
@@ -155,7 +162,7 @@ class StepMemory:
                 break
             tried = "layer"
         host = self._host(pipeline, step)
-        self._last = MemoryPrediction(wanted, host, tried)
+        self._last = MemoryPrediction(wanted, host, tried, _activations(pipeline, step))
         if self._host_budget is not None:
             refuse_host("RoundPipe", self._name, self._host_budget, lambda moments: _with(host, moments))
         if wanted.total > budget:
@@ -258,6 +265,17 @@ class StepMemory:
         engine = _core.Engine.current()
         caps = [engine.memory(index)[2] for index in range(len(engine))]
         return min((cap for cap in caps if cap), default=0)
+
+
+def _activations(pipeline: _core.Pipeline, step: StepShape) -> tuple[Activations, ...]:
+    plan = pipeline.preview_plans(step.route, step.mode, step.count, 1)[0]
+    places: list[Activations] = ["recompute"] * plan.layers
+    for job in plan.jobs:
+        if job.phase == "fused":
+            places[job.layers.first : job.layers.last] = ["device"] * (job.layers.last - job.layers.first)
+        elif job.phase == "backward":
+            places[job.layers.first] = "host"
+    return tuple(places)
 
 
 def _peak() -> int:

@@ -174,6 +174,26 @@ def test_a_device_budget_is_planned_for_and_kept_with_the_same_bits() -> None:
     assert "measured so far" in str(prediction)
 
 
+def test_the_plan_says_where_activations_are_and_that_is_carried_out() -> None:
+    roundpipe.devices("virtual:2")
+    case = llama(64, 6, 500, 8, 64)
+    ran: list[int] = []
+    for index, layer in enumerate(case.model.model.layers):  # type: ignore[union-attr, arg-type]
+        layer.mlp.register_forward_hook(lambda *_, index=index: ran.append(index))
+    pipe = case.wrap(1)
+    places = case.predict(pipe).activations
+    ran.clear()
+    case.step(pipe)
+    pipe.synchronize()
+    # The first layer is the embedding, the last one the head.
+    assert len(places) == 8 and places[0] == "host" and places[-1] == "device"
+    assert {"host", "device", "recompute"} == set(places)
+    for index, place in enumerate(places[1:-1]):
+        assert ran.count(index) == (1 if place == "device" else 2)
+    stages = {(job.layers.first, job.layers.last) for job in pipe.last_plan().jobs if job.phase != "forward"}
+    assert {first for first, _ in stages} == {i for i, p in enumerate(places) if p == "host"} | {places.index("device")}
+
+
 def test_a_step_over_its_budget_is_refused_with_numbers_before_it_runs() -> None:
     roundpipe.devices("virtual:2")
     case = llama(128, 4, 500, 16, 128)
@@ -214,6 +234,24 @@ def test_a_host_budget_is_checked_before_anything_is_taken() -> None:
     assert model.weight.data_ptr() == storage
     pipe = RoundPipe(model, host_memory=4 * size)
     roundpipe.optim.AdamW(pipe, lr=1e-3)
+
+
+def test_parts_of_a_model_share_its_host_budget() -> None:
+    size = 64 * 64 * 4
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(4)])
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            for part in self.parts:
+                value = part(value)
+            return value
+
+    with pytest.raises(ValueError, match=r"(?s)wrap_model_to_roundpipe.*Parts does not fit on the host"):
+        wrap_model_to_roundpipe(Parts(), host_memory=8 * size)
+    wrap_model_to_roundpipe(Parts(), host_memory=16 * size)
 
 
 def test_the_host_takes_what_was_predicted() -> None:

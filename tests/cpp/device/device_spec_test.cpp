@@ -108,3 +108,19 @@ TEST_CASE("parse_devices: everything else is refused, with the text, the reason 
   CHECK(refusal("virtual:2,memory=lots").find("'lots' is not a size") != std::string::npos);
   CHECK(refusal("virtual:2,link=0").find("'0' is not a bandwidth") != std::string::npos);
 }
+
+TEST_CASE("devices: how links are used") {
+  const auto specs = parse_devices("virtual:2,chunk=3MB,fifo,virtual:1");
+  REQUIRE(specs.size() == 3);
+  for (int i : {0, 1}) {
+    CHECK(specs[static_cast<size_t>(i)].chunk_bytes == 3'000'000);
+    CHECK(specs[static_cast<size_t>(i)].first_come);
+  }
+  CHECK(specs[2].chunk_bytes == 64'000'000);
+  CHECK_FALSE(specs[2].first_come);
+  CHECK(parse_devices("virtual:1,chunk=0").front().chunk_bytes == 0);
+  CHECK(parse_devices("cuda:0,fifo").front().first_come);
+  CHECK_THROWS_AS(parse_devices("virtual:1,chunk=some"), std::invalid_argument);
+  CHECK_THROWS_AS(parse_devices("virtual:1,fifo=yes"), std::invalid_argument);
+  CHECK_THROWS_AS(parse_devices("fifo"), std::invalid_argument);
+}
