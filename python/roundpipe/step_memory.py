@@ -141,9 +141,9 @@ class StepMemory:
 
     def predict(self, pipeline: _core.Pipeline, step: StepShape, grain: RecomputeGrain) -> MemoryPrediction:
         """What the step would take. Plans from now on keep to it."""
-        self._tell_planner(pipeline, step, self._footprints(step), grain)
+        self._tell_planner(pipeline, step, self._footprints(pipeline, step), grain)
         limit = self.device_budget or self._cap()
-        found = self._device(pipeline, step, grain, self._footprints(step), limit)
+        found = self._device(pipeline, step, grain, self._footprints(pipeline, step), limit)
         return MemoryPrediction(found, self._host(pipeline, step), grain, _activations(pipeline, step))
 
     def last(self) -> MemoryPrediction | None:
@@ -153,7 +153,7 @@ class StepMemory:
         return dataclasses.replace(self._last, device=dataclasses.replace(self._last.device, measured=_peak()))
 
     def _fit(self, pipeline: _core.Pipeline, step: StepShape, grain: RecomputeGrain, budget: int) -> RecomputeGrain:
-        footprints = self._footprints(step)
+        footprints = self._footprints(pipeline, step)
         tried: RecomputeGrain = grain
         while True:
             self._tell_planner(pipeline, step, footprints, tried)
@@ -234,15 +234,18 @@ class StepMemory:
                 gradients += size
             masters += sum({torch.bfloat16: 2, torch.float16: 4}.get(p.dtype, 0) * p.numel() for p in trained)
             moments += sum(8 * p.numel() for p in trained)
-        footprints = self._footprints(step)
+        footprints = self._footprints(pipeline, step)
         plan = pipeline.preview_plans(step.route, step.mode, step.count, 1)[0]
         kept = {job.layers.first for job in plan.jobs if job.phase != "forward"} | {0}
         values = step.count * sum(footprints[layer].inputs for layer in kept)
         return HostPrediction(weights, gradients, masters, moments, values)
 
-    def _footprints(self, step: StepShape) -> list[LayerFootprint]:
+    def _footprints(self, pipeline: _core.Pipeline, step: StepShape) -> list[LayerFootprint]:
         key = self._key(step)
         if key not in self._measured_for:
+            # Layers that run would draw from the same generator, and count in the same statistics.
+            pipeline.drain()
+            pipeline.show_weights()
             device = torch.device(_core.Engine.current().torch_devices()[0])
             self._measured_for[key] = measure(self._layers, step.batch, step.loss, device)
         return self._measured_for[key]
