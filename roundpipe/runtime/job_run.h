@@ -32,6 +32,8 @@ struct JobRun {
   schedule::Job job;
   double position = 0;  // in the order of the model's calls: Call::position + Job::order
   int last_layer = 0;   // of the model
+  // Of a fused job. The call gives its own up once the caller has the losses, and a microbatch may still run anew.
+  std::shared_ptr<Loss> loss;
   StageLayout layout;
 
   // Per layer of the stage; null where nothing is to be waited for or told.

@@ -332,7 +332,7 @@ at::Tensor MicrobatchRunner::total_loss(JobRun& run, const Values& outputs, int 
   std::vector<at::Tensor> losses;
   at::Tensor total;
   const at::AutoGradMode grad_mode(true);
-  const auto body = [&] { losses = (*call.loss)(outputs, label, context); };
+  const auto body = [&] { losses = (*run.loss)(outputs, label, context); };
   if (call.options.preserve_rng_state) {
     with_seeded_generators(call.model->loss_random,
                            layer_seed(call.base_seed, call.model->name, call.index, microbatch, run.last_layer),

@@ -23,6 +23,7 @@ class Outbox {
             device::EventPtr done);
   // The values before layer `boundary`.
   void send_values(JobRun& run, const Flow& flow, int boundary, int microbatch);
+  // Throws Error when they are sent again and are others: the caller may have gone on, and changed what they depend on.
   void send_losses(JobRun& run, const std::vector<at::Tensor>& losses, int microbatch);
   // The gradients of the job's inputs, if anybody waits for them.
   void send_input_gradients(JobRun& run, int microbatch, std::vector<at::Tensor> gradients);
@@ -32,7 +33,9 @@ class Outbox {
 
   device::Device& device_;
   transfer::LinkScheduler& download_;
-  std::vector<int> sent_;  // of the running microbatch
+  // Of the running microbatch.
+  std::vector<int> sent_;
+  std::vector<at::Tensor> losses_;
 };
 
 }  // namespace roundpipe::runtime

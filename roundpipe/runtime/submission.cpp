@@ -201,6 +201,7 @@ void submit_jobs(const CallPtr& call, const Plan& plan, bool forward, bool backw
     auto run = std::make_shared<JobRun>();
     run->call = call;
     run->job = job;
+    if (job.phase == Phase::kFused) run->loss = call->loss;
     run->position = static_cast<double>(call->position) + job.order;
     run->last_layer = plan.layers;
     run->first_backward_layer = plan.first_backward_layer;

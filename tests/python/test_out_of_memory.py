@@ -148,3 +148,49 @@ def test_inference_runs_in_rows() -> None:
         with pytest.warns(RuntimeWarning, match="some rows"):
             outputs = RoundPipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=1))(batch)
     torch.testing.assert_close(outputs, expected)
+
+
+class Hungry(torch.autograd.Function):
+    """Needs more in its backward than in its forward."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return (gradient.repeat(24, 1) * 2).view(24, *gradient.shape)[0] / 2
+
+
+class HungryBlock(Block):
+    """Runs out of memory when the loss is known already."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return Hungry.apply(super().forward(value))  # type: ignore[no-any-return]
+
+
+def test_memory_that_runs_out_after_the_loss_gives_the_same_bits() -> None:
+    ample = train("virtual:2", HungryBlock)
+    tight, notices = notices_of(lambda: train(f"virtual:2,memory={max(ample.peaks) * 5 // 6},debug", HungryBlock))
+    assert len(notices) == 1
+    assert tight.same_bits(ample)
+
+
+def test_a_loss_that_changes_when_it_is_taken_again_is_refused() -> None:
+    peak = max(train("virtual:1", HungryBlock).peaks)
+    roundpipe.devices(f"virtual:1,memory={peak * 5 // 6}")
+    torch.manual_seed(0)
+    plan = ModelExecutePlan()
+    plan.bwd_plan = [range(LAYERS)]
+    config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan)
+    pipe = RoundPipe(nn.Sequential(*[HungryBlock() for _ in range(LAYERS)]), model_run_config=config)
+    taken: list[int] = []
+
+    def loss_fn(outputs: torch.Tensor, _: object) -> torch.Tensor:
+        taken.append(1)
+        return outputs.square().mean() * len(taken)
+
+    with pytest.raises(roundpipe.RoundPipeError, match="another one when it is taken again"):
+        pipe.forward_backward((torch.randn(ROWS, WIDTH),), loss_fn=loss_fn)
+        pipe.synchronize()
+    assert len(taken) > 1
