@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -78,30 +78,37 @@ class HostPrediction:
         }
 
 
+_MASTER_BYTES = {torch.bfloat16: 2, torch.float16: 4}
+_MOMENT_BYTES = {"float32": 8, "8bit": 2}
+
+
 def predict_host(
-    tensors: Iterable[torch.Tensor], moments: str = "float32", values: int = 0, trains: bool = True
+    blocks: Iterable[Sequence[torch.Tensor]], moments: str, values: int = 0, trains: bool = True
 ) -> HostPrediction:
-    """What distinct parameters and buffers take with a fused Adam; they may be on the meta device.
+    """What parameters and buffers take with a fused Adam; they may be on the meta device.
 
     Args:
+        blocks: those that have their memory in one piece: if any of them trains, there are gradients for all.
         moments: "float32" or "8bit".
+        values: see `HostPrediction`.
         trains: False: nothing is trained, whatever `requires_grad` says.
     """
     weights = gradients = masters = moment_bytes = 0
-    seen: set[int] = set()
-    for tensor in tensors:
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        size = tensor.numel() * tensor.element_size()
+    for block in blocks:
+        size = sum(tensor.nbytes for tensor in block)
+        trained = [tensor for tensor in block if trains and tensor.requires_grad]
         weights += size
-        if not (trains and isinstance(tensor, nn.Parameter) and tensor.requires_grad):
-            continue
-        gradients += size
-        # The master of a bf16 weight is 16 bits more, of an fp16 one all of it again.
-        masters += {torch.bfloat16: 2, torch.float16: 4}.get(tensor.dtype, 0) * tensor.numel()
-        moment_bytes += (8 if moments == "float32" else 2) * tensor.numel()
+        if trained:
+            gradients += size
+        masters += sum(_MASTER_BYTES.get(tensor.dtype, 0) * tensor.numel() for tensor in trained)
+        moment_bytes += sum(_MOMENT_BYTES[moments] * tensor.numel() for tensor in trained)
     return HostPrediction(weights, gradients, masters, moment_bytes, values)
+
+
+def predict_model(model: nn.Module, moments: str, without: Container[str] = (), trains: bool = True) -> HostPrediction:
+    """The same for a model that has no blocks yet, without the parameters of these names."""
+    parameters = [(parameter,) for name, parameter in model.named_parameters() if name not in without]
+    return predict_host([*parameters, *((buffer,) for buffer in model.buffers())], moments, trains=trains)
 
 
 def table(title: str, rows: dict[str, int], beside: dict[str, int]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -44,20 +44,9 @@ class LayerFootprint:
     backward: int
 
 
-class Meter(Protocol):
-    """Counts the bytes that a device holds."""
-
-    def __enter__(self) -> Any: ...
-    def __exit__(self, *error: object) -> None: ...
-    @property
-    def current_bytes(self) -> int: ...
-    @property
-    def peak_bytes(self) -> int: ...
-    def reset_peak(self) -> None: ...
-
-
 class _AcceleratorMeter:
-    """torch's own statistics of one accelerator. Nothing else may run there meanwhile."""
+    """What `_core.MemoryMeter` is for the CPU, from torch's own statistics of one accelerator. Nothing else may run there
+    meanwhile."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -79,6 +68,9 @@ class _AcceleratorMeter:
 
     def reset_peak(self) -> None:
         torch.accelerator.reset_peak_memory_stats(self._device)
+
+
+Meter = _core.MemoryMeter | _AcceleratorMeter
 
 
 def measure(
@@ -133,18 +125,16 @@ def _measure_layer(
         else:
             roots = [output for output in outputs if output.requires_grad]
         forward, saved = meter.peak_bytes - base, meter.current_bytes - base
-        given = meter.current_bytes
         gradients = [torch.ones_like(root) for root in roots]
-        given = meter.current_bytes - given
+        given = sum(gradient.nbytes for gradient in gradients)
         handed_on = [o.detach().to("cpu", copy=True).requires_grad_(o.requires_grad) for o in outputs]
-        before = meter.current_bytes
         size = sum(o.nbytes for o in outputs if not any(o is i for i in inputs))
-        extra = before - base - saved - given
+        held = meter.current_bytes
         outputs = []
         meter.reset_peak()
         if roots and trains:
             torch.autograd.backward(roots, gradients)
-        backward = meter.peak_bytes - base - given - extra
+        backward = saved + meter.peak_bytes - held
         del roots, gradients
     footprint = LayerFootprint(sum(t.nbytes for t in tensors), size, given, forward, saved, max(backward, saved))
     return footprint, handed_on, output_structure
@@ -171,8 +161,3 @@ def _forgetting() -> Iterator[None]:
         yield
     finally:
         forget_saved(_TRIAL)
-
-
-def as_losses(value: Any) -> list[torch.Tensor]:
-    """What a loss function returned, as the engine takes it."""
-    return list(value) if isinstance(value, (list, tuple)) else [value]

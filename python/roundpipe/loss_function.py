@@ -16,6 +16,11 @@ NAN_LOSS = (
 )
 
 
+def as_losses(value: Any) -> list[Any]:
+    """What a loss function returned, one loss or several, as a list."""
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
 def run_loss(loss_fn: Callable[[Any, Any], Any], single: list[bool], check: bool) -> Callable[..., list[torch.Tensor]]:
     """What the engine calls with `(tensors, structure)` pairs: the losses of one microbatch.
 
@@ -28,7 +33,7 @@ def run_loss(loss_fn: Callable[[Any, Any], Any], single: list[bool], check: bool
         with holding_nothing():
             result = loss_fn(outputs[1].join(outputs[0]), label[1].join(label[0]))
         single[0] = not isinstance(result, (list, tuple))
-        losses = [result] if single[0] else list(result)
+        losses = as_losses(result)
         for loss in losses:
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__

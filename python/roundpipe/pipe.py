@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from roundpipe import _core
-from roundpipe.budget import DEVICE_VARIABLE, HOST_VARIABLE, budget_of, predict_host, refuse_host
+from roundpipe.budget import DEVICE_VARIABLE, HOST_VARIABLE, budget_of, predict_model, refuse_host
 from roundpipe.device_pool import devices
 from roundpipe.emulated import EmulatedLayer, NativeEmulatedLayer
 from roundpipe.execute_plan import DEFAULT_THRESHOLD, ModelExecutePlan
@@ -24,7 +24,7 @@ from roundpipe.pending import Pending
 from roundpipe.run_config import ResolvedRunConfig, RoundPipeRunConfig, resolve
 from roundpipe.scaler import GradScaler, _all_live
 from roundpipe.shell import PythonLayer, layers_of
-from roundpipe.step_memory import MemoryPrediction, StepMemory, step_shape
+from roundpipe.step_memory import MemoryPrediction, StepMemory, StepShape, step_shape
 from roundpipe.stepping import StepGroup
 from roundpipe.values import split, to_host
 
@@ -40,6 +40,14 @@ _GRAINS = {"stage": _core.RecomputeGrain.STAGE, "layer": _core.RecomputeGrain.LA
 
 def _outputs_as_loss(outputs: Any, label: Any) -> Any:
     return outputs
+
+
+def _merged(parts: list[Any], config: ResolvedRunConfig) -> Any:
+    """The outputs of all microbatches as one, where they are wanted."""
+    outputs = [structure.join(tensors) for tensors, structure in parts]
+    if config.output_device.type != "cpu":
+        outputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(config.output_device), outputs)
+    return merge_outputs(outputs, config.merge_output)
 
 
 def _tell(pipeline: _core.Pipeline) -> None:
@@ -164,8 +172,7 @@ class RoundPipe(ModelFacade):
     def _build(self, chain: nn.Module) -> None:
         """Makes the pipeline of a chain of layers."""
         if self._host_budget is not None:
-            tensors = [*chain.parameters(), *chain.buffers()]
-            refuse_host("RoundPipe", self._name, self._host_budget, lambda moments: predict_host(tensors, moments))
+            refuse_host("RoundPipe", self._name, self._host_budget, lambda moments: predict_model(chain, moments))
         modules = list(layers_of(chain))
         layers: list[PythonLayer | NativeEmulatedLayer] = [
             NativeEmulatedLayer(module, layer_name)
@@ -268,18 +275,13 @@ class RoundPipe(ModelFacade):
                 modes.enter_context(torch.inference_mode(False))
                 modes.enter_context(torch.no_grad())
             modes.enter_context(torch.set_grad_enabled(requires_grad))
-            options = self._options(config, requires_grad)
-            if self._device_budget is not None:
-                shape = step_shape(batch, [], None, route, _TRAIN if requires_grad else _INFERENCE)
-                options.recompute_grain = _GRAINS[self._memory.admit(self._pipeline, shape, config.recompute_grain)]
+            mode = _TRAIN if requires_grad else _INFERENCE
+            options = self._options(config, requires_grad, lambda: step_shape(batch, [], None, route, mode))
             parts = self._pipeline.forward(batch, options, route)
             _tell(self._pipeline)
             for _, structure in parts:
                 structure.check_open("forward")
-            outputs = [structure.join(tensors) for tensors, structure in parts]
-            if config.output_device.type != "cpu":
-                outputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(config.output_device), outputs)
-            return merge_outputs(outputs, config.merge_output)
+            return _merged(parts, config)
 
     def forward_backward(
         self,
@@ -389,10 +391,7 @@ class RoundPipe(ModelFacade):
         single = [True]
         early_check = where == "submit" and self._check_loss and not _all_live()
         with torch.inference_mode(False), torch.enable_grad():
-            options = self._options(config, True)
-            if self._device_budget is not None:
-                shape = step_shape(batch, labels, loss_fn, route, _FUSED)
-                options.recompute_grain = _GRAINS[self._memory.admit(self._pipeline, shape, config.recompute_grain)]
+            options = self._options(config, True, lambda: step_shape(batch, labels, loss_fn, route, _FUSED))
             losses = run_loss(loss_fn, single, early_check)
             submitted = self._pipeline.submit(batch, labels, losses, return_outputs, options, route)
         return Pending(self, submitted, single, return_outputs, config)
@@ -412,10 +411,7 @@ class RoundPipe(ModelFacade):
         value = totals[0] if single[0] else totals
         if not return_outputs:
             return value
-        outputs = [structure.join(tensors) for tensors, structure in parts]
-        if config.output_device.type != "cpu":
-            outputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(config.output_device), outputs)
-        return value, merge_outputs(outputs, config.merge_output)
+        return value, _merged(parts, config)
 
     def _split_batch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedRunConfig, loss_only: bool = False
@@ -458,11 +454,17 @@ class RoundPipe(ModelFacade):
         without `device_memory`."""
         return self._memory.last()
 
-    def _options(self, config: ResolvedRunConfig, requires_grad: bool) -> _core.CallOptions:
+    def _options(
+        self, config: ResolvedRunConfig, requires_grad: bool, step: Callable[[], StepShape]
+    ) -> _core.CallOptions:
+        """How the engine runs a call; `step` is what the call is, asked for where there is a budget for it."""
+        grain = config.recompute_grain
+        if self._memory.device_budget is not None:
+            grain = self._memory.admit(self._pipeline, step(), grain)
         options = _core.CallOptions()
         options.requires_grad = requires_grad
         options.preserve_rng_state = config.preserve_rng_state
-        options.recompute_grain = _GRAINS[config.recompute_grain]
+        options.recompute_grain = _GRAINS[grain]
         return options
 
     def _route(

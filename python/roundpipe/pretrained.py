@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from roundpipe.budget import HOST_VARIABLE, BudgetError, budget_of, predict_host, refuse_host
+from roundpipe.budget import HOST_VARIABLE, BudgetError, budget_of, predict_model, refuse_host
 from roundpipe.checkpoint_files import Checkpoint
 from roundpipe.files import first_lines, refuse_missing_folder
 from roundpipe.pipe import RoundPipe
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
-    import torch
     from peft import PeftConfig
     from torch import nn
     from transformers import PreTrainedModel
@@ -128,9 +127,7 @@ def _host_check(
 
     def check(model: nn.Module) -> None:
         tied = getattr(model, "all_tied_weights_keys", {})
-        parameters = [parameter for name, parameter in model.named_parameters() if name not in tied]
-        tensors: list[torch.Tensor] = [*parameters, *model.buffers()]
-        refuse_host("from_pretrained", str(base), budget, lambda moments: predict_host(tensors, moments, trains=trains))
+        refuse_host("from_pretrained", str(base), budget, lambda moments: predict_model(model, moments, tied, trains))
 
     return check
 

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 
 from roundpipe import _core
-from roundpipe.budget import HostPrediction, refuse_device, refuse_host, table
+from roundpipe.budget import HostPrediction, predict_host, refuse_device, refuse_host, table
 from roundpipe.footprint import LayerFootprint, Loss, measure
+from roundpipe.loss_function import as_losses
 from roundpipe.memory_prediction import STAGED, DeviceMemory, LayerBytes, predict_device
 from roundpipe.run_config import RecomputeGrain
 from roundpipe.shell import PythonLayer
@@ -85,8 +86,7 @@ def step_shape(
 
     def loss(outputs: Any) -> list[torch.Tensor]:
         assert loss_fn is not None
-        value = loss_fn(outputs, label[1].join(label[0]))
-        return list(value) if isinstance(value, (list, tuple)) else [value]
+        return as_losses(loss_fn(outputs, label[1].join(label[0])))
 
     return StepShape(
         batch=batch[largest],
@@ -121,7 +121,7 @@ class StepMemory:
         self._correction = 1.0
 
     def admit(self, pipeline: _core.Pipeline, step: StepShape, grain: RecomputeGrain) -> RecomputeGrain:
-        """Plans the step within the device budget, if there is one.
+        """Plans the step within the device budget. REQUIRES: there is one.
 
         Returns:
             The grain to recompute with: "layer" where a stage's graph would not fit.
@@ -129,8 +129,7 @@ class StepMemory:
         Raises:
             ValueError: the step fits in no way that keeps its microbatches as they are.
         """
-        if self.device_budget is None:
-            return grain
+        assert self.device_budget is not None
         engine = _core.Engine.current()
         engine.limit_memory(self.device_budget)
         key = (self._key(step), step.count, step.mode, grain, len(engine))
@@ -141,9 +140,9 @@ class StepMemory:
 
     def predict(self, pipeline: _core.Pipeline, step: StepShape, grain: RecomputeGrain) -> MemoryPrediction:
         """What the step would take. Plans from now on keep to it."""
-        self._tell_planner(pipeline, step, self._footprints(pipeline, step), grain)
-        limit = self.device_budget or self._cap()
-        found = self._device(pipeline, step, grain, self._footprints(pipeline, step), limit)
+        footprints = self._footprints(pipeline, step)
+        self._tell_planner(pipeline, step, footprints, grain)
+        found = self._device(pipeline, step, grain, footprints, self.device_budget or self._cap())
         return MemoryPrediction(found, self._host(pipeline, step), grain, _activations(pipeline, step))
 
     def last(self) -> MemoryPrediction | None:
@@ -161,10 +160,9 @@ class StepMemory:
             if wanted.total <= budget or tried == "layer":
                 break
             tried = "layer"
-        host = self._host(pipeline, step)
-        self._last = MemoryPrediction(wanted, host, tried, _activations(pipeline, step))
+        self._last = MemoryPrediction(wanted, self._host(pipeline, step), tried, _activations(pipeline, step))
         if self._host_budget is not None:
-            refuse_host("RoundPipe", self._name, self._host_budget, lambda moments: _with(host, moments))
+            refuse_host("RoundPipe", self._name, self._host_budget, lambda moments: self._host(pipeline, step, moments))
         if wanted.total > budget:
             refuse_device("RoundPipe", self._name, budget, wanted, self._change(pipeline, step, footprints, budget))
         return tried
@@ -224,21 +222,12 @@ class StepMemory:
         found = predict_device(plans, _layer_bytes(pipeline), footprints, grain, step.label_bytes, limit, waits)
         return dataclasses.replace(found, work=int(found.work * self._correction))
 
-    def _host(self, pipeline: _core.Pipeline, step: StepShape) -> HostPrediction:
-        weights = gradients = masters = moments = 0
-        for block in pipeline.block_parameters():
-            size = sum(p.nbytes for p in block)
-            trained = [p for p in block if p.requires_grad]
-            weights += size
-            if trained:
-                gradients += size
-            masters += sum({torch.bfloat16: 2, torch.float16: 4}.get(p.dtype, 0) * p.numel() for p in trained)
-            moments += sum(8 * p.numel() for p in trained)
+    def _host(self, pipeline: _core.Pipeline, step: StepShape, moments: str = "float32") -> HostPrediction:
         footprints = self._footprints(pipeline, step)
         plan = pipeline.preview_plans(step.route, step.mode, step.count, 1)[0]
         kept = {job.layers.first for job in plan.jobs if job.phase != "forward"} | {0}
         values = step.count * sum(footprints[layer].inputs for layer in kept)
-        return HostPrediction(weights, gradients, masters, moments, values)
+        return predict_host(pipeline.block_parameters(), moments, values)
 
     def _footprints(self, pipeline: _core.Pipeline, step: StepShape) -> list[LayerFootprint]:
         key = self._key(step)
@@ -288,7 +277,3 @@ def _peak() -> int:
 
 def _layer_bytes(pipeline: _core.Pipeline) -> list[LayerBytes]:
     return [LayerBytes(*sizes) for sizes in pipeline.layer_bytes()]
-
-
-def _with(host: HostPrediction, moments: str) -> HostPrediction:
-    return host if moments == "float32" else dataclasses.replace(host, moments=host.moments // 4)

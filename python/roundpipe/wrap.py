@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from roundpipe.budget import HOST_VARIABLE, budget_of, predict_host, refuse_host
+from roundpipe.budget import HOST_VARIABLE, budget_of, predict_model, refuse_host
 from roundpipe.facade import ModelFacade
 from roundpipe.optimizer_context import in_optimizer_context
 from roundpipe.run_config import RoundPipeRunConfig, layered
@@ -103,8 +103,8 @@ def wrap_model_to_roundpipe(
     # Each part checks its own; together they must fit, too.
     host_budget = budget_of(roundpipe_kwargs.get("host_memory"), "host_memory", HOST_VARIABLE)
     if host_budget is not None:
-        tensors = [*model.parameters(), *model.buffers()]
-        refuse_host("wrap_model_to_roundpipe", type(model).__name__, host_budget, lambda m: predict_host(tensors, m))
+        name_of_kind = type(model).__name__
+        refuse_host("wrap_model_to_roundpipe", name_of_kind, host_budget, lambda moments: predict_model(model, moments))
     wrapper = _Wrapper(model, lower_threshold, upper_threshold, skip_modules or (), override_config or {})
     layout = wrapper.layout()
     wrapper.warn_unused_overrides(layout)

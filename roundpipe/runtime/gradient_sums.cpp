@@ -5,7 +5,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <c10/util/Exception.h>
+
+#include <roundpipe/runtime/out_of_memory.h>
 
 namespace roundpipe::runtime {
 
@@ -15,13 +16,11 @@ using transfer::Priority;
 
 at::Tensor GradientSums::allocate(int64_t size_bytes) {
   const auto options = at::TensorOptions().dtype(at::kByte).device(device_.torch_device());
-  while (true) {
-    try {
-      return at::empty({size_bytes}, options);
-    } catch (const c10::OutOfMemoryError&) {
-      if (!staging_.make_room()) throw;
-    }
+  at::Tensor flat;
+  while (const std::exception_ptr error = out_of_memory_in([&] { flat = at::empty({size_bytes}, options); })) {
+    if (!staging_.make_room()) std::rethrow_exception(error);
   }
+  return flat;
 }
 
 void GradientSums::begin_microbatch(JobRun& run, bool again) {

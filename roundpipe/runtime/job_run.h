@@ -54,7 +54,7 @@ struct JobRun {
   // Transfer::settled of every transfer of this job: when all have fired, its slot is free and the job is over.
   std::vector<device::EventPtr> transfers;
   device::EventPtr new_transfer() { return transfers.emplace_back(device::make_event()); }
-  // Those among them that lead to the host.
+  // Those among them that lead to the host; the device's thread only.
   std::vector<device::EventPtr> outgoing;
 
   // A transfer that nobody in the pipeline waits for must not fail unnoticed.

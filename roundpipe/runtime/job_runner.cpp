@@ -21,7 +21,7 @@ JobRunner::JobRunner(int index, device::Device& device, transfer::LinkScheduler&
       device_(device),
       outbox_(device, download),
       staging_(device, upload, std::move(admit), std::move(make_room)),
-      layers_(device, upload, download, shells),
+      layers_(device, upload, outbox_, shells),
       sums_(device, upload, staging_, outbox_, layers_),
       microbatches_(device, staging_, outbox_, sums_, layers_),
       stage_next_(std::move(stage_next)) {}
@@ -59,7 +59,7 @@ void JobRunner::run_microbatch(JobRun& run, int microbatch) {
   Frugality frugality =
       run.call->options.recompute_grain == RecomputeGrain::kLayer ? Frugality::kLayer : Frugality::kStage;
   for (int l = run.job.layers.first; l < run.job.layers.last; ++l) {
-    frugality = std::max(frugality, static_cast<Frugality>(run.layer(l).frugality.load()));
+    frugality = std::max(frugality, run.layer(l).frugality.load());
   }
   for (bool again = false;; again = true) {
     outbox_.begin_microbatch(again);
@@ -85,7 +85,7 @@ bool JobRunner::prepare_again(JobRun& run, int microbatch, Frugality& frugality)
     if (frugality == Frugality::kRows) return false;
     const bool by_layer = trains && frugality == Frugality::kStage && stage.size() > 1;
     frugality = by_layer ? Frugality::kLayer : Frugality::kRows;
-    for (int l = stage.first; l < stage.last; ++l) run.layer(l).frugality.store(static_cast<int>(frugality));
+    for (int l = stage.first; l < stage.last; ++l) run.layer(l).frugality.store(frugality);
     run.call->model->ran_out_of_memory(
         concat("[", device_.name(), "] there was not enough memory for the ", schedule::phase_name(run.job.phase),
                " of layers ", stage.first, " to ", stage.last - 1, "; going on ",

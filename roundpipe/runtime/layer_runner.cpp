@@ -144,21 +144,17 @@ void LayerRunner::save_buffers(JobRun& run, int l, int microbatch, std::vector<a
   Call::BufferSnapshot snapshot;
   snapshot.produced = run.call->new_event();
   for (size_t i = 0; i < before.size(); ++i) snapshot.tensors.push_back(std::make_shared<memory::HostValue>());
-  EventPtr computed = run.call->new_event();
-  device_.compute().signal(computed);
-  run.fails_with(snapshot.produced);
-  download_.submit({Priority::kActivation,
-                    {computed},
-                    [tensors = snapshot.tensors, before = std::move(before)] {
-                      std::vector<Piece> pieces;
-                      for (size_t i = 0; i < before.size(); ++i) {
-                        *tensors[i] = *memory::make_host_value(before[i], false, /*pinned=*/false);
-                        pieces.push_back({tensors[i]->data, before[i]});
-                      }
-                      return pieces;
-                    },
-                    snapshot.produced,
-                    run.new_transfer()});
+  outbox_.send(
+      run, Priority::kActivation,
+      [tensors = snapshot.tensors, before = std::move(before)] {
+        std::vector<Piece> pieces;
+        for (size_t i = 0; i < before.size(); ++i) {
+          *tensors[i] = *memory::make_host_value(before[i], false, /*pinned=*/false);
+          pieces.push_back({tensors[i]->data, before[i]});
+        }
+        return pieces;
+      },
+      snapshot.produced);
   run.call->save_snapshot(l, microbatch, std::move(snapshot));
 }
 

@@ -6,6 +6,7 @@
 #include <roundpipe/runtime/autograd_nodes.h>
 #include <roundpipe/runtime/flow.h>
 #include <roundpipe/runtime/job_run.h>
+#include <roundpipe/runtime/outbox.h>
 #include <roundpipe/runtime/shells.h>
 #include <roundpipe/transfer/link_scheduler.h>
 
@@ -15,9 +16,8 @@ namespace roundpipe::runtime {
 // whether a layer writes to its inputs. Used by the device's thread, inside its compute scope.
 class LayerRunner {
  public:
-  LayerRunner(device::Device& device, transfer::LinkScheduler& upload, transfer::LinkScheduler& download,
-              Shells& shells)
-      : device_(device), upload_(upload), download_(download), shells_(shells) {}
+  LayerRunner(device::Device& device, transfer::LinkScheduler& upload, Outbox& outbox, Shells& shells)
+      : device_(device), upload_(upload), outbox_(outbox), shells_(shells) {}
 
   // Points the shells of the job's layers at its slot and sets what requires gradients.
   void bind(JobRun& run);
@@ -45,7 +45,7 @@ class LayerRunner {
 
   device::Device& device_;
   transfer::LinkScheduler& upload_;
-  transfer::LinkScheduler& download_;
+  Outbox& outbox_;
   Shells& shells_;
   std::vector<LayerShell*> bound_;
 };

@@ -219,7 +219,7 @@ void MicrobatchRunner::backpropagate_rows(JobRun& run, int l, const Flow& inputs
 
 namespace {
 
-// `inputs` is given up where a graph does not need it.
+// A segment's graph, which ends at the segment's inputs.
 struct Graph {
   Boundary boundary;
   std::vector<int> places;
@@ -233,6 +233,19 @@ struct Graph {
   }
 };
 
+// What a backward begins from.
+struct Roots {
+  Roots(const Values& outputs, const std::vector<at::Tensor>& output_gradients) {
+    for (size_t i = 0; i < outputs.tensors.size() && i < output_gradients.size(); ++i) {
+      if (!output_gradients[i].defined() || !outputs.tensors[i].requires_grad()) continue;
+      tensors.push_back(outputs.tensors[i]);
+      gradients.push_back(output_gradients[i]);
+    }
+  }
+  std::vector<at::Tensor> tensors;
+  std::vector<at::Tensor> gradients;
+};
+
 }  // namespace
 
 MicrobatchRunner::Tensors MicrobatchRunner::backpropagate_whole(JobRun& run, Range segment, const Flow& inputs,
@@ -240,13 +253,8 @@ MicrobatchRunner::Tensors MicrobatchRunner::backpropagate_whole(JobRun& run, Ran
   Graph graph;
   const Values outputs =
       layers_.run_graph(run, segment, inputs, microbatch, /*recompute=*/true, graph.boundary, graph.places);
-  Tensors roots, root_gradients;
-  for (size_t i = 0; i < outputs.tensors.size() && i < gradients.size(); ++i) {
-    if (!gradients[i].defined() || !outputs.tensors[i].requires_grad()) continue;
-    roots.push_back(outputs.tensors[i]);
-    root_gradients.push_back(gradients[i]);
-  }
-  backward(run, segment, roots, root_gradients);
+  const Roots roots(outputs, gradients);
+  backward(run, segment, roots.tensors, roots.gradients);
   return graph.input_gradients();
 }
 
@@ -257,7 +265,7 @@ MicrobatchRunner::Tensors MicrobatchRunner::backpropagate_last(JobRun& run, Rang
     return backpropagate(run, segment, inputs, staging_.take(arriving), microbatch);
   }
   Graph graph;
-  Tensors roots, root_gradients;
+  std::optional<Roots> roots;
   {
     const Values outputs =
         layers_.run_graph(run, segment, inputs, microbatch, /*recompute=*/true, graph.boundary, graph.places);
@@ -265,13 +273,9 @@ MicrobatchRunner::Tensors MicrobatchRunner::backpropagate_last(JobRun& run, Rang
     recomputed_ms_ = now_ms();
     const Tensors gradients = staging_.take(arriving);
     waited_ms_ = now_ms() - recomputed_ms_;
-    for (size_t i = 0; i < outputs.tensors.size() && i < gradients.size(); ++i) {
-      if (!gradients[i].defined() || !outputs.tensors[i].requires_grad()) continue;
-      roots.push_back(outputs.tensors[i]);
-      root_gradients.push_back(gradients[i]);
-    }
+    roots.emplace(outputs, gradients);
   }
-  backward(run, segment, roots, root_gradients);
+  backward(run, segment, roots->tensors, roots->gradients);
   return graph.input_gradients();
 }
 

@@ -6,13 +6,6 @@
 
 namespace roundpipe::runtime {
 
-// In how little memory a microbatch runs. Each does what the one before does, in more passes.
-enum class Frugality : int {
-  kStage,  // the graph of a whole stage at once
-  kLayer,  // the graph of one layer at a time
-  kRows,   // and where that does not fit, of some rows of the microbatch: halves, quarters, ...
-};
-
 // Runs single microbatches of jobs on one device: forward, fused or backward. A microbatch that has run out of memory
 // may be run anew, see Outbox and GradientSums. Used by the device's thread, inside its compute scope.
 class MicrobatchRunner {

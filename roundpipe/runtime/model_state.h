@@ -16,6 +16,13 @@ namespace roundpipe::runtime {
 // Something that is found out by watching a layer run.
 enum class Learned : int { kUnknown, kNo, kYes };
 
+// In how little memory a microbatch runs. Each does what the one before does, in more passes.
+enum class Frugality : int {
+  kStage,  // the graph of a whole stage at once
+  kLayer,  // the graph of one layer at a time
+  kRows,   // and where that does not fit, of some rows of the microbatch: halves, quarters, ...
+};
+
 // One layer of a model and what the engine knows of it.
 struct LayerState {
   std::unique_ptr<Layer> layer;
@@ -38,8 +45,8 @@ struct LayerState {
   std::atomic<Learned> writes_buffers{Learned::kUnknown};
   // Whether it does to each row of a microbatch what it would do without the others.
   std::atomic<Learned> rows_apart{Learned::kUnknown};
-  // How it has to run for want of memory (runtime::Frugality), and how many rows then fit at once; 0 = all.
-  std::atomic<int> frugality{0};
+  // How it has to run for want of memory, and how many rows then fit at once; 0 = all.
+  std::atomic<Frugality> frugality{Frugality::kStage};
   std::atomic<int64_t> rows_at_once{0};
   // What the last forward of one microbatch took on the host's clock; 0 = unknown, as on accelerators.
   std::atomic<double> forward_ms{0};

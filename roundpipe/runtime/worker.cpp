@@ -207,18 +207,17 @@ void Worker::admit(const JobRun& run, const EventPtr& done) {
 }
 
 bool Worker::make_room() {
+  std::shared_ptr<JobRun> running;
+  {
+    std::lock_guard lock(mutex_);
+    running = queue_.front();
+  }
   bool waited = false;
-  std::unique_lock lock(mutex_);
-  const std::shared_ptr<JobRun> running = queue_.front();
   for (const EventPtr& sent : running->outgoing) {
-    if (sent->complete()) continue;
-    lock.unlock();
+    waited |= !sent->complete();
     sent->wait_complete();
-    lock.lock();
-    waited = true;
   }
   running->outgoing.clear();
-  lock.unlock();
   waited |= wait_released();
   return park_next() || waited;
 }
@@ -241,7 +240,6 @@ bool Worker::park_next() {
   for (const EventPtr& done : begun) upload_.wait(done);
   lock.lock();
   if (next->uploaded->complete() && !next->uploaded->error()) {
-    const EventPtr arrived = next->uploaded;
     {
       const auto scope = device_->download().enter();
       next->parked = at::empty_like(next->weights, next->weights.options().device(c10::kCPU));
