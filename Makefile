@@ -6,27 +6,41 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV_FLAGS ?=
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+# More arguments for CMake, when a build folder is made: make build CMAKE_FLAGS=-DROUNDPIPE_UNITY=OFF
+CMAKE_FLAGS ?=
 # More arguments for pytest and ctest: make test PYTEST_FLAGS="-k scaler"
 PYTEST_FLAGS ?=
 CTEST_FLAGS ?=
 DEMO_FLAGS ?=
+BUILD ?= build/release
 
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 CPP_FILES = $(shell find roundpipe python/src tests bench examples -name '*.cpp' -o -name '*.h' 2>/dev/null)
-CONFIGURE = $(BIN)/cmake -G Ninja -S . -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
-  -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" $(if $(CI),-DROUNDPIPE_WARNINGS_AS_ERRORS=ON)
-NINJA = $(BIN)/ninja -j $(JOBS)
+CONFIGURE = $(BIN)/cmake --log-level=WARNING -G Ninja -S . -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
+  -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" $(if $(CI),-DROUNDPIPE_WARNINGS_AS_ERRORS=ON) $(CMAKE_FLAGS)
+NINJA = $(BIN)/ninja --quiet -j $(JOBS)
 CTEST = $(BIN)/ctest --output-on-failure --no-tests=error $(CTEST_FLAGS)
+PYTEST = $(BIN)/python -m pytest
+# $(1): the name of an extra in pyproject.toml; prints what it asks for
+extra = $(shell $(PYTHON) tools/extra.py $(1))
+# $(1): number of the step, $(2): what it does
+say = @echo "$(if $(STEPS),step $(1) of $(STEPS): )$(2)"
+
+demo: STEPS := 3
+test: STEPS := 4
 
 # Two targets must not run ninja in one folder at the same time; ninja itself uses every core.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test setup build test-cpp test-python test-asan test-tsan test-no-torch lint format bench clean
+.PHONY: help demo test test-all setup build test-cpp test-python test-asan test-tsan test-no-torch lint format bench \
+  wheel test-wheel clean
 
 help:
-	@echo 'make demo           train a small language model on your text, no GPU needed'
+	@echo 'make demo           proves what it claims, then trains a small language model; no GPU needed'
 	@echo 'make test           every test: C++, then Python'
+	@echo 'make test-all       the long forms of the tests, other processors, and a wheel in an empty environment'
 	@echo 'make setup          the virtual environment in .venv, nothing compiled'
 	@echo 'make build          the package, importable in .venv; again after a change to the C++'
 	@echo 'make test-cpp       C++ tests only'
@@ -34,34 +48,46 @@ help:
 	@echo 'make test-asan      C++ tests under AddressSanitizer'
 	@echo 'make test-tsan      C++ tests under ThreadSanitizer'
 	@echo 'make test-no-torch  C++ tests of the levels that need no torch, built without it'
+	@echo 'make wheel          a wheel for this Python and this torch, and a source distribution, in dist/'
+	@echo 'make test-wheel     installs that wheel into an empty environment and runs the demo there'
 	@echo 'make lint           ruff, mypy, clang-format'
 	@echo 'make format         let ruff and clang-format rewrite the sources'
 	@echo 'make bench          every benchmark in bench/'
 	@echo 'make clean          remove what was built; .venv stays'
 
 demo: build
-	$(BIN)/roundpipe demo $(DEMO_FLAGS)
+	$(call say,3,the demo: proofs then training. About 3 minutes)
+	@$(BIN)/roundpipe demo $(DEMO_FLAGS)
 
-test: build test-cpp
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+test: build test-cpp test-python
 
 # --- Set-up ------------------------------------------------------------------------------------------------------
 
-# Each step leaves a stamp in .venv, so that it runs again only when what it depends on has changed.
+# Each step leaves a stamp in .venv, so that it runs again only when what it depends on has changed. Modules are not
+# compiled beforehand: few of torch's are ever imported.
 $(VENV)/.made:
-	tools/need.sh python $(PYTHON)
-	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	$(call say,1,Python packages into .venv. About a minute)
+	@tools/need.sh python $(PYTHON)
+	@$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	@touch $@
 
-# torch before the package: `pip install roundpipe` takes any torch that fits, and the newest one is huge.
+# torch before the package: `pip install roundpipe-engine` takes any torch that fits, and the newest one is huge.
 $(VENV)/.torch: $(VENV)/.made
-	$(if $(filter skip,$(TORCH)),$(BIN)/python -c "import torch",$(BIN)/python -m pip install --quiet $(TORCH))
+	$(if $(filter skip,$(TORCH)),@$(BIN)/python -c "import torch",@$(PIP) $(TORCH))
 	@touch $@
 
 # The package is its source folder, python/, on the path; the extension is built into it by `make build`.
 $(VENV)/.package: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install --quiet 'scikit-build-core>=0.11,<2'
-	$(BIN)/python -m pip install --quiet --no-build-isolation -C editable.mode=inplace -C wheel.cmake=false -e '.[dev]'
+	@$(PIP) $(call extra,build)
+	@$(PIP) --no-build-isolation -C editable.mode=inplace -C wheel.cmake=false -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.package
+	@$(PIP) $(call extra,test)
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.package
+	@$(PIP) $(call extra,lint)
 	@touch $@
 
 setup: $(VENV)/.package
@@ -69,26 +95,30 @@ setup: $(VENV)/.package
 # --- Build -------------------------------------------------------------------------------------------------------
 
 # One build folder serves the extension and the C++ tests. Ninja itself configures again when a CMake file changes.
-build/release/.configured: $(VENV)/.package
-	$(CONFIGURE) -B build/release -DCMAKE_BUILD_TYPE=Release -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$(CURDIR)/python/roundpipe"
+$(BUILD)/.configured: $(VENV)/.package
+	@$(CONFIGURE) -B $(BUILD) -DCMAKE_BUILD_TYPE=Release -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$(CURDIR)/python/roundpipe"
 	@touch $@
 
-build: build/release/.configured
-	$(NINJA) -C build/release _core
+build: $(BUILD)/.configured
+	@$(BIN)/ninja -C $(BUILD) -n _core | grep -q 'no work to do' || \
+	  echo "$(if $(STEPS),step 2 of $(STEPS): )compiling the engine. About 2 minutes on two cores"
+	@$(NINJA) -C $(BUILD) _core
 
-build/release/.with_tests: build/release/.configured
-	tools/need.sh doctest
-	$(BIN)/cmake -B build/release -DROUNDPIPE_BUILD_TESTS=ON
+$(BUILD)/.with_tests: $(BUILD)/.configured
+	@tools/need.sh doctest
+	@$(BIN)/cmake --log-level=WARNING -B $(BUILD) -DROUNDPIPE_BUILD_TESTS=ON
 	@touch $@
 
 # --- Tests -------------------------------------------------------------------------------------------------------
 
-test-cpp: build/release/.with_tests
-	$(NINJA) -C build/release
-	$(CTEST) --test-dir build/release
+test-cpp: $(BUILD)/.with_tests
+	$(call say,3,compiling and running the C++ tests. About 3 minutes on two cores)
+	@$(NINJA) -C $(BUILD)
+	@$(CTEST) --test-dir $(BUILD)
 
-test-python: build
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+test-python: build $(VENV)/.test
+	$(call say,4,the Python tests. About 5 minutes on two cores)
+	@$(PYTEST) $(PYTEST_FLAGS)
 
 # $(1): build folder, $(2): CMake options
 define test_build
@@ -113,24 +143,34 @@ test-no-torch: $(VENV)/.package
 	$(call test_build,build/no-torch,-DROUNDPIPE_WITH_TORCH=OFF)
 	$(CTEST) --test-dir build/no-torch
 
+# --- Packages ----------------------------------------------------------------------------------------------------
+
+# The wheel is built from the source distribution, so both are known to be complete.
+wheel: $(VENV)/.package
+	@$(PIP) $(call extra,wheel)
+	@$(BIN)/python tools/make_wheel.py --out dist
+
+test-wheel: wheel
+	@tools/test_wheel.sh $(PYTHON) dist build/wheel-environment
+
 # --- Everything else ---------------------------------------------------------------------------------------------
 
-lint: $(VENV)/.package
+lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p roundpipe
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 
-format: $(VENV)/.package
+format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_FILES)
 
-bench: build build/release/.with_tests
-	$(NINJA) -C build/release bench_transfer
-	@echo "== bench/transfer.cpp"; build/release/bench/bench_transfer
+bench: build $(BUILD)/.with_tests
+	$(NINJA) -C $(BUILD) bench_transfer
+	@echo "== bench/transfer.cpp"; $(BUILD)/bench/bench_transfer
 	@for program in $(wildcard bench/*.py); do echo "== $$program"; $(BIN)/python $$program || exit 1; done
 
 clean:
-	rm -rf build python/roundpipe/_core*.so
+	rm -rf build dist python/roundpipe/_core*.so python/roundpipe/_built_with.py
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

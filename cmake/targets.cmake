@@ -1,6 +1,7 @@
-# roundpipe_level(NAME DEPENDS target...): one static library for one level (folder), from every .cpp below it.
+# roundpipe_level(NAME [USES_TORCH] [UNITY n] DEPENDS target...): one static library for one level (folder), from every
+# .cpp below it, see roundpipe_unity for UNITY.
 function(roundpipe_level name)
-  cmake_parse_arguments(arg "USES_TORCH" "" "DEPENDS" ${ARGN})
+  cmake_parse_arguments(arg "USES_TORCH" "UNITY" "DEPENDS" ${ARGN})
   file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/*.cpp)
   set(target roundpipe_${name})
   if(sources)
@@ -9,7 +10,10 @@ function(roundpipe_level name)
     target_link_libraries(${target} PUBLIC ${arg_DEPENDS} Threads::Threads)
     roundpipe_warnings(${target})
     if(arg_USES_TORCH)
-      roundpipe_precompiled_torch(${target} roundpipe_device)
+      roundpipe_precompiled_torch(${target})
+    endif()
+    if(arg_UNITY)
+      roundpipe_unity(${target} ${arg_UNITY})
     endif()
   else()
     add_library(${target} INTERFACE)
@@ -18,9 +22,10 @@ function(roundpipe_level name)
   add_library(roundpipe::${name} ALIAS ${target})
 endfunction()
 
-# roundpipe_test(LEVEL): the executable LEVEL_test from tests/cpp/LEVEL/*.cpp; nothing where there is no test.
+# roundpipe_test(LEVEL [USES_TORCH] [UNITY n]): the executable LEVEL_test from tests/cpp/LEVEL/*.cpp; nothing where there
+# is no test.
 function(roundpipe_test level)
-  cmake_parse_arguments(arg "USES_TORCH" "" "" ${ARGN})
+  cmake_parse_arguments(arg "USES_TORCH" "UNITY" "" ${ARGN})
   file(GLOB sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/${level}/*.cpp)
   if(NOT sources)
     return()
@@ -30,9 +35,13 @@ function(roundpipe_test level)
   target_link_libraries(${target} PRIVATE roundpipe_doctest_main roundpipe::${level})
   roundpipe_warnings(${target})
   target_compile_options(${target} PRIVATE -Wno-missing-field-initializers)  # tests set what they are about
+  target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)  # what is tested is compiled in its library
   if(arg_USES_TORCH)
-    roundpipe_precompiled_torch(${target} device_test)
+    roundpipe_precompiled_torch(${target})
     set_target_properties(${target} PROPERTIES BUILD_RPATH ${TORCH_DIR}/lib)
+  endif()
+  if(arg_UNITY)
+    roundpipe_unity(${target} ${arg_UNITY})
   endif()
   add_test(NAME ${level} COMMAND ${target})
   set_tests_properties(${level} PROPERTIES TIMEOUT 600)
@@ -58,12 +67,23 @@ function(roundpipe_warnings target)
   endif()
 endfunction()
 
-# torch's headers dominate the build time: `owner` compiles them once, the other targets of its kind use the result.
-# (Libraries and executables are compiled differently, so each kind has its own.)
-function(roundpipe_precompiled_torch target owner)
-  if(target STREQUAL owner)
-    target_precompile_headers(${target} PRIVATE <ATen/ATen.h> <memory> <mutex> <string> <vector>)
+# torch's headers cost more than our code: the lowest level that uses torch compiles them once, and every library, test
+# and benchmark above it uses the result.
+function(roundpipe_precompiled_torch target)
+  # One precompiled header serves only sources that are compiled alike, so executables are compiled like libraries.
+  set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
+  target_compile_options(${target} PRIVATE -fPIC)
+  if(target STREQUAL roundpipe_device)
+    target_precompile_headers(${target} PRIVATE <ATen/ATen.h> <torch/csrc/autograd/custom_function.h>
+                              <torch/csrc/autograd/engine.h> <memory> <mutex> <string> <vector>)
   else()
-    target_precompile_headers(${target} REUSE_FROM ${owner})
+    target_precompile_headers(${target} REUSE_FROM roundpipe_device)
+  endif()
+endfunction()
+
+# Compiles `batch` sources of a target as one: each batch reads the headers, and makes the templates in them, once.
+function(roundpipe_unity target batch)
+  if(ROUNDPIPE_UNITY)
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${batch})
   endif()
 endfunction()

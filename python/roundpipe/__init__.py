@@ -5,6 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from roundpipe.compatibility import require_fitting_build
+
+require_fitting_build()
+
 if TYPE_CHECKING:
     from roundpipe import optim
     from roundpipe._core import RoundPipeError

@@ -27,7 +27,7 @@ app = typer.Typer(
 
 def _version() -> str:
     try:
-        return metadata.version("roundpipe")
+        return metadata.version("roundpipe-engine")
     except metadata.PackageNotFoundError:
         return "unknown (not installed)"
 

@@ -16,7 +16,7 @@ namespace roundpipe::models {
 namespace {
 
 template <typename... Parts>
-[[noreturn]] void refuse(const Parts&... parts) {
+[[noreturn]] void refuse_mlp(const Parts&... parts) {
   throw std::invalid_argument(concat("[chunked_mlp] ", parts...));
 }
 
@@ -160,8 +160,9 @@ at::Tensor map_chunks(MapState& state, const at::Tensor& input) {
     const int64_t count = state.count_from(input, begin);
     const at::Tensor part = state.body(input.narrow(state.dim, begin, count));
     if (!part.defined() || part.dim() < -state.dim || part.size(state.dim) != count) {
-      refuse("the body made a tensor of shape ", part.defined() ? part.sizes() : at::IntArrayRef(), " of ", count,
-             " tokens in dimension ", state.dim, ", expected as many tokens there; it has to map each token by itself");
+      refuse_mlp("the body made a tensor of shape ", part.defined() ? part.sizes() : at::IntArrayRef(), " of ", count,
+                 " tokens in dimension ", state.dim,
+                 ", expected as many tokens there; it has to map each token by itself");
     }
     if (!output.defined()) {
       std::vector<int64_t> shape = part.sizes().vec();
@@ -218,7 +219,7 @@ struct ChunkedMapFunction : public torch::autograd::Function<ChunkedMapFunction>
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list output_gradients) {
     if (at::GradMode::is_enabled()) {
-      refuse(
+      refuse_mlp(
           "the backward pass was asked for a graph of its own, which it has none of; leave create_graph out, or call "
           "the body directly for second derivatives");
     }
@@ -319,12 +320,12 @@ at::Tensor map_if_asked(const TokenwiseBody& body, const at::Tensor& input,
 at::Tensor chunked_map(const TokenwiseBody& body, const at::Tensor& input, const std::vector<at::Tensor>& parameters,
                        const ChunkedMapOptions& options) {
   if (options.chunk_tokens < 1) {
-    refuse("chunk_tokens is ", options.chunk_tokens, ", expected at least 1; a few hundred keep a device busy");
+    refuse_mlp("chunk_tokens is ", options.chunk_tokens, ", expected at least 1; a few hundred keep a device busy");
   }
   const int64_t dimensions = input.dim();
   if (options.dim < -dimensions || options.dim >= dimensions) {
-    refuse("dimension ", options.dim, " holds the tokens, but the input has shape ", input.sizes(),
-           "; pass a tensor [..., tokens, width] or another dimension");
+    refuse_mlp("dimension ", options.dim, " holds the tokens, but the input has shape ", input.sizes(),
+               "; pass a tensor [..., tokens, width] or another dimension");
   }
   const int64_t dim = options.dim < 0 ? options.dim : options.dim - dimensions;
   if (input.size(dim) <= options.chunk_tokens) return body(input);
@@ -343,7 +344,7 @@ Activation parse_activation(std::string_view name) {
   if (name == "gelu") return Activation::kGelu;
   if (name == "gelu_tanh") return Activation::kGeluTanh;
   if (name == "relu") return Activation::kRelu;
-  refuse("the activation is '", name, "', expected one of silu, gelu, gelu_tanh and relu");
+  refuse_mlp("the activation is '", name, "', expected one of silu, gelu, gelu_tanh and relu");
 }
 
 at::Tensor gated_mlp(const at::Tensor& input, const Projection& gate, const Projection& up, const Projection& down,

@@ -18,7 +18,7 @@ namespace {
 using Kind = LogitStep::Kind;
 
 template <typename... Parts>
-[[noreturn]] void refuse(const Parts&... parts) {
+[[noreturn]] void refuse_loss(const Parts&... parts) {
   throw std::invalid_argument(concat("[linear_cross_entropy] ", parts...));
 }
 
@@ -32,43 +32,44 @@ void check_steps(const std::vector<LogitStep>& steps) {
   for (const LogitStep& step : steps) {
     if (step.kind != Kind::kMultiply && step.kind != Kind::kDivide) continue;
     if (!std::isfinite(step.value)) {
-      refuse("a step has the factor ", step.value, ", expected a finite number; leave the step out or correct it");
+      refuse_loss("a step has the factor ", step.value, ", expected a finite number; leave the step out or correct it");
     }
     if (step.kind == Kind::kDivide && step.value == 0) {
-      refuse("a step divides the logits by 0, expected another number; leave the step out or correct it");
+      refuse_loss("a step divides the logits by 0, expected another number; leave the step out or correct it");
     }
   }
 }
 
 void check_shapes(const at::Tensor& hidden, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                   const at::Tensor& labels) {
-  if (hidden.dim() < 1) refuse("hidden has no dimensions, expected [..., width]; pass one row for each token");
+  if (hidden.dim() < 1) refuse_loss("hidden has no dimensions, expected [..., width]; pass one row for each token");
   if (weight.dim() != 2 || weight.size(0) == 0) {
-    refuse("weight has shape ", weight.sizes(), ", expected [vocabulary, width] with at least one row");
+    refuse_loss("weight has shape ", weight.sizes(), ", expected [vocabulary, width] with at least one row");
   }
   if (hidden.size(-1) != weight.size(1)) {
-    refuse("hidden has shape ", hidden.sizes(), " and weight ", weight.sizes(),
-           ", expected the same width at the end of both");
+    refuse_loss("hidden has shape ", hidden.sizes(), " and weight ", weight.sizes(),
+                ", expected the same width at the end of both");
   }
   if (bias && (bias->dim() != 1 || bias->size(0) != weight.size(0))) {
-    refuse("bias has shape ", bias->sizes(), ", expected [", weight.size(0), "], one number for each row of weight");
+    refuse_loss("bias has shape ", bias->sizes(), ", expected [", weight.size(0),
+                "], one number for each row of weight");
   }
   if (labels.sizes() != hidden.sizes().slice(0, static_cast<size_t>(hidden.dim() - 1))) {
-    refuse("labels have shape ", labels.sizes(), " and hidden ", hidden.sizes(),
-           ", expected one label for each token; labels need hidden's shape without its last dimension");
+    refuse_loss("labels have shape ", labels.sizes(), " and hidden ", hidden.sizes(),
+                ", expected one label for each token; labels need hidden's shape without its last dimension");
   }
 }
 
 void check_labels(const at::Tensor& labels, int64_t vocabulary, int64_t ignore_index) {
   if (labels.scalar_type() != at::kLong) {
-    refuse("labels have dtype ", labels.scalar_type(), ", expected Long (int64); cast them");
+    refuse_loss("labels have dtype ", labels.scalar_type(), ", expected Long (int64); cast them");
   }
   if (!labels.is_cpu()) return;
   const at::Tensor in_range = at::logical_and(labels.ge(0), labels.lt(vocabulary));
   const at::Tensor wrong = labels.masked_select(at::logical_or(in_range, labels.eq(ignore_index)).logical_not());
   if (wrong.numel() > 0) {
-    refuse("a label is ", wrong[0].item<int64_t>(), ", expected 0 to ", vocabulary - 1, " or ignore_index, which is ",
-           ignore_index, "; correct the labels or pass another ignore_index");
+    refuse_loss("a label is ", wrong[0].item<int64_t>(), ", expected 0 to ", vocabulary - 1,
+                " or ignore_index, which is ", ignore_index, "; correct the labels or pass another ignore_index");
   }
 }
 
@@ -76,8 +77,8 @@ void check_devices(const at::Tensor& hidden, const at::Tensor& weight, const std
                    const at::Tensor& labels) {
   const auto check = [&](const char* name, const at::Tensor& tensor) {
     if (tensor.device() != hidden.device()) {
-      refuse(name, " is on ", tensor.device(), " and hidden on ", hidden.device(),
-             ", expected one device for all; move one of them");
+      refuse_loss(name, " is on ", tensor.device(), " and hidden on ", hidden.device(),
+                  ", expected one device for all; move one of them");
     }
   };
   check("weight", weight);
@@ -89,7 +90,7 @@ void check_devices(const at::Tensor& hidden, const at::Tensor& weight, const std
 at::ScalarType projection_dtype(const at::Tensor& hidden, const at::Tensor& weight,
                                 const std::optional<at::Tensor>& bias) {
   const auto check = [&](const char* name, at::ScalarType dtype) {
-    if (!is_supported(dtype)) refuse(name, " has dtype ", dtype, ", expected fp64, fp32, bf16 or fp16; cast it");
+    if (!is_supported(dtype)) refuse_loss(name, " has dtype ", dtype, ", expected fp64, fp32, bf16 or fp16; cast it");
   };
   check("hidden", hidden.scalar_type());
   check("weight", weight.scalar_type());
@@ -101,8 +102,8 @@ at::ScalarType projection_dtype(const at::Tensor& hidden, const at::Tensor& weig
     return at::autocast::get_autocast_dtype(device);
   }
   if (weight.scalar_type() != hidden.scalar_type() || (bias && bias->scalar_type() != hidden.scalar_type())) {
-    refuse("hidden has dtype ", hidden.scalar_type(), ", weight ", weight.scalar_type(), " and bias ",
-           bias ? c10::toString(bias->scalar_type()) : "none", ", expected the same; cast them or use autocast");
+    refuse_loss("hidden has dtype ", hidden.scalar_type(), ", weight ", weight.scalar_type(), " and bias ",
+                bias ? c10::toString(bias->scalar_type()) : "none", ", expected the same; cast them or use autocast");
   }
   return hidden.scalar_type();
 }
@@ -129,7 +130,7 @@ struct Gradients {
 int64_t ceil_div(int64_t number, int64_t divisor) { return (number + divisor - 1) / divisor; }
 
 int64_t chunk_length(int64_t tokens, const at::Tensor& weight, int64_t asked) {
-  if (asked < 0) refuse("chunk_tokens is ", asked, ", expected at least 1, or 0 to leave the choice open");
+  if (asked < 0) refuse_loss("chunk_tokens is ", asked, ", expected at least 1, or 0 to leave the choice open");
   const int64_t fitting = kChunkLogitBytes / (weight.size(0) * static_cast<int64_t>(sizeof(float)));
   // Every chunk reads and writes the whole gradient of the weight, which shows where that is large.
   const int64_t shortest = std::clamp<int64_t>(weight.size(1) / 4, 128, 256);
@@ -370,13 +371,13 @@ struct LinearCrossEntropyFunction : public torch::autograd::Function<LinearCross
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list output_gradients) {
     if (at::GradMode::is_enabled()) {
-      refuse(
+      refuse_loss(
           "the backward pass was asked for a graph of its own, which it has none of; leave create_graph out, or use "
           "linear and cross_entropy for second derivatives");
     }
     const auto unused = context->saved_data.find(kUnused);
     if (unused == context->saved_data.end()) {
-      refuse(
+      refuse_loss(
           "the backward pass ran a second time, but gave its gradients away the first time; pass retain_graph the "
           "first time, or compute the loss again");
     }
@@ -402,7 +403,7 @@ struct LinearCrossEntropyFunction : public torch::autograd::Function<LinearCross
 
 std::vector<LogitStep> softcap_steps(double cap) {
   if (!(cap > 0) || !std::isfinite(cap)) {
-    refuse("softcap is ", cap, ", expected a positive number; leave it out for logits without a limit");
+    refuse_loss("softcap is ", cap, ", expected a positive number; leave it out for logits without a limit");
   }
   return {{Kind::kDivide, cap}, {Kind::kTanh}, {Kind::kMultiply, cap}};
 }

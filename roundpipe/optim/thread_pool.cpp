@@ -98,8 +98,10 @@ class DefaultEnvironment {
   std::fenv_t before_;
 };
 
+}  // namespace
+
 // One call of for_ranges.
-struct Call {
+struct ThreadPool::Call {
   Call(int64_t count, int64_t part, const std::function<void(int64_t, int64_t)>& work)
       : count(count), part(part), work(work) {}
 
@@ -126,8 +128,6 @@ struct Call {
     }
   }
 };
-
-}  // namespace
 
 struct ThreadPool::Team {
   std::mutex turn;  // held by the caller whose call it is

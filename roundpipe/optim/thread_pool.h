@@ -31,6 +31,7 @@ class ThreadPool {
   static void set_current(int threads, bool pinned);
 
  private:
+  struct Call;
   struct Team;
   const int threads_;
   std::unique_ptr<Team> team_;

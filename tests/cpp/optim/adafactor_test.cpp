@@ -19,7 +19,6 @@ using namespace roundpipe::optim;
 namespace {
 
 constexpr auto kAdafactor = Algorithm::kAdafactor;
-constexpr auto kFloat32 = MomentFormat::kFloat32;
 
 Hyperparameters some_hyper() {
   Hyperparameters hyper;
@@ -66,13 +65,13 @@ TEST_CASE("Adafactor: follows the formula for vectors, matrices, batches and oth
   for (const at::Tensor& initial : parameters) {
     CAPTURE(initial.sizes());
     const at::Tensor weight = initial.clone();
-    ParameterState state = make_state(kAdafactor, hyper, kFloat32, weight);
+    ParameterState state = make_state(kAdafactor, hyper, MomentFormat::kFloat32, weight);
     Reference reference{initial.to(at::kDouble), state.tensors[0].to(at::kDouble),
                         state.tensors.back().to(at::kDouble)};
     for (int step = 1; step <= 10; ++step) {
       hyper.maximize = step > 5;
       const at::Tensor gradient = at::randn_like(weight);
-      update(kAdafactor, hyper, kFloat32, state, {weight, weight, {}, {}}, gradient, {}, pool);
+      update(kAdafactor, hyper, MomentFormat::kFloat32, state, {weight, weight, {}, {}}, gradient, {}, pool);
       if (weight.numel() > 0) reference.step(hyper, gradient.to(at::kDouble), step);
     }
     CHECK(state.scalars.step == 10);
@@ -94,11 +93,13 @@ TEST_CASE("Adafactor: the same bits for every instruction set, number of threads
       const at::Tensor upper = at::empty({700, 300}, at::kBFloat16);
       const at::Tensor remainder = at::empty({700, 300}, at::kShort);
       split(initial, upper, remainder, pool);
-      ParameterState state = make_state(kAdafactor, hyper, kFloat32, weight);
-      ParameterState split_state = make_state(kAdafactor, hyper, kFloat32, weight);
+      ParameterState state = make_state(kAdafactor, hyper, MomentFormat::kFloat32, weight);
+      ParameterState split_state = make_state(kAdafactor, hyper, MomentFormat::kFloat32, weight);
       for (int step = 0; step < 3; ++step) {
-        update(kAdafactor, hyper, kFloat32, state, {weight, weight, {}, {}}, gradient, {0.5F, 0.7F}, pool);
-        update(kAdafactor, hyper, kFloat32, split_state, {upper, upper, remainder, {}}, gradient, {0.5F, 0.7F}, pool);
+        update(kAdafactor, hyper, MomentFormat::kFloat32, state, {weight, weight, {}, {}}, gradient, {0.5F, 0.7F},
+               pool);
+        update(kAdafactor, hyper, MomentFormat::kFloat32, split_state, {upper, upper, remainder, {}}, gradient,
+               {0.5F, 0.7F}, pool);
       }
       const at::Tensor joined = at::empty({700, 300});
       join(upper, remainder, joined, pool);

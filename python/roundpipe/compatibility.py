@@ -1,0 +1,50 @@
+"""Whether the extension fits the Python and the torch that are there. Imports neither.
+
+A C++ extension of torch works with the minor version of torch that it was built with, and with one minor version of
+Python. With another one the loader's own message is an undefined symbol, or that `roundpipe._core` does not exist.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib import metadata
+
+_INSTALL = (
+    "install the wheel that was made for this Python and this torch, or build the package here: "
+    "`make build` in its source folder, or `pip install --no-build-isolation --force-reinstall --no-deps` of its source"
+)
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def _installed_torch() -> str | None:
+    """None where torch has no metadata, as in some builds from source: then the loader judges."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def require_fitting_build() -> None:
+    """Raises ImportError, with what was found and what was expected, when the extension cannot work here."""
+    running = f"{sys.version_info.major}.{sys.version_info.minor}"
+    try:
+        from roundpipe import _built_with
+    except ImportError:
+        raise ImportError(
+            f"[roundpipe] the engine has not been built in {__file__.rpartition('/')[0]}, expected "
+            f"roundpipe._core for Python {running}; {_INSTALL}"
+        ) from None
+    if running != _built_with.PYTHON or importlib.util.find_spec("roundpipe._core") is None:
+        raise ImportError(
+            f"[roundpipe] the engine was built for Python {_built_with.PYTHON}, and this is Python {running}; {_INSTALL}"
+        )
+    torch = _installed_torch()
+    if torch is not None and _minor(torch) != _minor(_built_with.TORCH):
+        raise ImportError(
+            f"[roundpipe] the engine was built with torch {_built_with.TORCH}, and torch {torch} is installed, expected "
+            f"{_minor(_built_with.TORCH)}.*; {_INSTALL}"
+        )

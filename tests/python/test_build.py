@@ -1,0 +1,96 @@
+"""The build: what `make demo` has compiled stays compiled, and an extension that does not fit is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import roundpipe
+from roundpipe import _built_with, compatibility
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def configure(folder: Path, path: str, *options: str) -> dict[str, str]:
+    """Configures as the Makefile does; returns the command that compiles each source."""
+    command = ["cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(folder), f"-DPython_EXECUTABLE={sys.executable}"]
+    command += [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={folder / 'out'}", "-DCMAKE_BUILD_TYPE=Release", *options]
+    done = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    commands = json.loads((folder / "compile_commands.json").read_text())
+    return {entry["file"]: entry["command"] for entry in commands}
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> str:
+    """A PATH without ccache, whatever the machine has: one folder of links to all else."""
+    folder = tmp_path / "tools"
+    folder.mkdir()
+    for place in [str(Path(sys.executable).parent), *os.environ["PATH"].split(os.pathsep)]:
+        for program in Path(place).glob("*"):
+            link = folder / program.name
+            if "ccache" not in str(program) and os.access(program, os.X_OK) and not link.exists():
+                link.symlink_to(program.absolute())
+    return str(folder)
+
+
+@pytest.mark.skipif(shutil.which("cmake", path=str(Path(sys.executable).parent)) is None, reason="cmake is not here")
+def test_a_build_folder_keeps_its_commands_when_tests_and_ccache_come(tmp_path: Path, tools: str) -> None:
+    pytest.importorskip("cmake")
+    build = tmp_path / "build"
+    first = configure(build, tools)
+    library = {file for file in first if "/tests/" not in file}
+    assert len(library) > 20 and not any("ccache" in command for command in first.values())
+    ccache = Path(tools, "ccache")
+    ccache.write_text('#!/bin/sh\nexec "$@"\n')
+    ccache.chmod(0o755)
+    second = configure(build, tools, "-DROUNDPIPE_BUILD_TESTS=ON")
+    assert len(second) > len(first)
+    assert {file: second[file] for file in library} == {file: first[file] for file in library}
+
+    # A folder that is new keeps to what it found as well.
+    third = configure(tmp_path / "other", tools)
+    assert all("ccache" in command for file, command in third.items() if file in library)
+    ccache.unlink()
+    assert configure(tmp_path / "other", tools) == third
+
+
+def test_another_torch_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    compatibility.require_fitting_build()
+    monkeypatch.setattr(_built_with, "TORCH", "2.7.1+cpu")
+    with pytest.raises(ImportError, match=r"built with torch 2\.7\.1\+cpu, and torch .* expected 2\.7\.\*") as refused:
+        compatibility.require_fitting_build()
+    assert "install the wheel" in str(refused.value)
+
+
+def test_a_patch_release_of_torch_is_the_same_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    major, minor, *_ = _built_with.TORCH.split("+")[0].split(".")
+    monkeypatch.setattr(_built_with, "TORCH", f"{major}.{minor}.99+cu130")
+    compatibility.require_fitting_build()
+
+
+def test_another_python_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_built_with, "PYTHON", "3.9")
+    with pytest.raises(ImportError, match=r"built for Python 3\.9, and this is Python 3\."):
+        compatibility.require_fitting_build()
+
+
+def test_a_package_without_its_engine_says_how_to_build_it(tmp_path: Path) -> None:
+    package = Path(roundpipe.__file__).parent
+    shutil.copytree(
+        package, tmp_path / "roundpipe", ignore=shutil.ignore_patterns("_core*.so", "_built_with.py", "__pycache__")
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.meta_path = "
+         "[f for f in sys.meta_path if 'Inplace' not in type(f).__name__]; import roundpipe"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1 and "the engine has not been built" in done.stderr and "make build" in done.stderr
