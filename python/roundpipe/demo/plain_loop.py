@@ -7,6 +7,7 @@ gives the same bits.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -75,18 +76,19 @@ def plain_steps(
         # The only one of torch's loops over the elements whose square roots are exact.
         fused=True,
     )
-    sums: dict[nn.Parameter, Tensor] = {}
+    sums: dict[str, Tensor] = {}
 
-    def add_up(parameter: nn.Parameter) -> None:
+    def add_up(name: str, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        if parameter in sums:
-            sums[parameter] += gradient
+        if name in sums:
+            sums[name] += gradient
         else:
-            sums[parameter] = gradient.float()
+            sums[name] = gradient.float()
 
-    for parameter in named.values():
-        parameter.register_post_accumulate_grad_hook(add_up)  # type: ignore[no-untyped-call]
+    for name, parameter in named.items():
+        hook = functools.partial(add_up, name)
+        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     losses = []
     for batch in batches:
         on_stage(GRADIENTS)
@@ -100,7 +102,7 @@ def plain_steps(
         losses.append(loss)
         on_stage(OPTIMIZER)
         for name, parameter in named.items():
-            masters[name].grad = sums.pop(parameter).to(parameter.dtype).to(state_device).float()
+            masters[name].grad = sums.pop(name).to(parameter.dtype).to(state_device).float()
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():

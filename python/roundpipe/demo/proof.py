@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -202,7 +203,7 @@ def compare(ours: Outcome, expected: Outcome, devices: str) -> Comparison:
         if differing:
             difference = float((mine.double() - theirs.double()).abs().max())
             # NaN counts as larger than any number.
-            if not where or not difference <= largest:
+            if not where or math.isnan(difference) or difference > largest:
                 largest, where = difference, name
         found = Comparison(devices, found.numbers + mine.numel(), found.differing + differing, largest, where)
     return found

@@ -25,13 +25,13 @@ def mebibytes(size_bytes: int) -> str:
 
 def fits(room: Room, peak_bytes: int) -> Verdict:
     """What the plain loop took, and what the pipeline took of its fullest device while it trained."""
-    ours = f"RoundPipe trained in {mebibytes(peak_bytes)} at most"
+    ours = f"RoundPipe trained in {mebibytes(peak_bytes)} a device at most"
     if not room.limit_bytes:
-        return Verdict(f"FITS    not shown, as these devices have no limit of their own; {ours} on a device")
-    limit = f"a device may hold {mebibytes(room.limit_bytes)}"
+        return Verdict(f"FITS    not shown, as these devices have no limit of their own; {ours}")
+    limit = f"{mebibytes(room.limit_bytes)} a device"
     if not room.is_refused:
-        return Verdict(f"FITS    {limit}, where the plain loop fits as well; {ours}")
-    return Verdict(f"FITS    {limit}; the plain loop needs {mebibytes(room.needed_bytes)} and was refused; {ours}")
+        return Verdict(f"FITS    the plain loop fits as well, in {limit}; {ours}")
+    return Verdict(f"FITS    the plain loop needs {mebibytes(room.needed_bytes)} and was refused at {limit}; {ours}")
 
 
 def exact(comparisons: Sequence[Comparison]) -> Verdict:
