@@ -21,6 +21,7 @@ import torch
 import roundpipe
 from roundpipe.demo import corpus as corpus_module
 from roundpipe.demo import proof, session
+from roundpipe.demo.command import _imports_interrupted
 from roundpipe.demo.corpus import Corpus, load_corpus
 from roundpipe.demo.guessing import Guessing, guess
 from roundpipe.demo.model import as_layers, build_llama, parameter_count, training_bytes
@@ -43,6 +44,8 @@ from roundpipe.demo.training import (
 )
 from roundpipe.demo.verdict import exact, fits, learns
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 PACKAGE_PARENT = Path(corpus_module.__file__).parents[2]
 
 
@@ -52,7 +55,8 @@ def small_corpus() -> Corpus:
 
 
 def command_environment() -> dict[str, str]:
-    environment = dict(os.environ)
+    # One thread: on a busy machine small operations wait longer for a second one than they take.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(
         part for part in (environment.get("PYTHONPATH"), str(PACKAGE_PARENT)) if part
     )
@@ -580,6 +584,22 @@ def test_interrupt_during_the_proof_is_clean(tmp_path: Path) -> None:
         out, error = process.communicate(timeout=300)
     assert process.returncode == 130, out + error
     assert error.strip() == "roundpipe: interrupted"
+
+
+def test_interrupt_that_a_package_turns_into_an_error_is_one() -> None:
+    before = signal.getsignal(signal.SIGINT)
+
+    def raise_as_a_package_does() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except BaseException as error:
+            raise ModuleNotFoundError("cannot import") from error
+
+    with pytest.raises(KeyboardInterrupt), _imports_interrupted():
+        raise_as_a_package_does()
+    with pytest.raises(ModuleNotFoundError, match="really not there"), _imports_interrupted():
+        raise ModuleNotFoundError("really not there")
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_command_for_a_model_of_ones_own_is_there(tmp_path: Path) -> None:

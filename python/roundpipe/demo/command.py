@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -11,6 +15,28 @@ import typer
 from roundpipe.demo.options import DTYPES, FULL, VIRTUAL_DEVICES, DemoOptions
 
 _DEFAULT = DemoOptions()
+
+
+@contextlib.contextmanager
+def _imports_interrupted() -> Iterator[None]:
+    """Ctrl+C while packages load ends as KeyboardInterrupt, even where a package makes an error of its own from it."""
+    interrupted = False
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield
+    except Exception:
+        if not interrupted:
+            raise
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def demo(
@@ -57,8 +83,8 @@ def demo(
             "RoundPipe demo: a proof of some 20 seconds, then training; Ctrl+C stops it at any time\n"
             "loading PyTorch and transformers"
         )
-        from roundpipe.demo.session import run_demo
-
+        with _imports_interrupted():
+            from roundpipe.demo.session import run_demo
         code = run_demo(options, devices, out)
     except KeyboardInterrupt:
         typer.echo("\nroundpipe: interrupted", err=True)
