@@ -21,7 +21,7 @@ from support.report import Report, parser
 import roundpipe
 from roundpipe.demo.corpus import load_corpus
 from roundpipe.demo.model import as_layers, build_llama
-from roundpipe.demo.options import VIRTUAL_DEVICES, DemoOptions
+from roundpipe.demo.options import FULL, VIRTUAL_DEVICES, DemoOptions
 from roundpipe.demo.tokenizer import encode_files, train_tokenizer
 from roundpipe.demo.training import (
     EvaluationRecord,
@@ -98,9 +98,9 @@ class Losses:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--steps", type=int, default=DemoOptions().steps)
+    arguments.add_argument("--steps", type=int, default=FULL.steps)
     chosen = arguments.parse_args()
-    options = replace(DemoOptions(), steps=chosen.steps, evaluations=0)
+    options = replace(FULL, steps=chosen.steps, evaluations=0)
     limit = {}
     if chosen.quick:
         options = replace(options, steps=3, batch_size=2, sequence_length=16, evaluation_batches=1)

@@ -1,1 +1,1 @@
-"""`roundpipe demo`: trains a small Llama on Python's own sources, through the whole pipeline."""
+"""`roundpipe demo`: proves what RoundPipe claims, then trains a small Llama on Python's own sources."""

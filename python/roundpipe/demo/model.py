@@ -93,21 +93,3 @@ def training_bytes(model: nn.Module) -> dict[str, int]:
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     state = sum(parameter.numel() * (8 if parameter.dtype == torch.float32 else 12) for parameter in model.parameters())
     return {"weights": weights, "gradients": weights, "optimizer state": state}
-
-
-@torch.no_grad()
-def continue_text(
-    llama: LlamaForCausalLM, prompt: Tensor, new_tokens: int, seed: int, temperature: float = 0.7
-) -> Tensor:
-    """Samples `new_tokens` tokens after `prompt` [tokens] on the host; returns the new ones, int64 [new_tokens]."""
-    generator = torch.Generator().manual_seed(seed)
-    produced: list[Tensor] = []
-    cache = None
-    tokens = prompt.unsqueeze(0)
-    for _ in range(new_tokens):
-        output = llama(tokens, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        probabilities = torch.softmax(output.logits[0, -1].float() / temperature, dim=-1)
-        tokens = torch.multinomial(probabilities, 1, generator=generator).unsqueeze(0)
-        produced.append(tokens[0])
-    return torch.cat(produced)

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from roundpipe.demo.guessing import Guessing
 from roundpipe.demo.training import EvaluationRecord, StepRecord
 
 METRICS_FILE = "metrics.jsonl"
@@ -37,7 +38,7 @@ def prepare_folder(folder: Path) -> Path:
 
 
 class MetricsWriter:
-    """One JSON object a line, each flushed as it is written. `kind` is "run" (first line), "step" or "evaluation"."""
+    """One JSON object a line, each flushed as it is written; `kind` says what it is. docs/demo.md lists the kinds."""
 
     def __init__(self, path: Path) -> None:
         # "x": two runs that start in the same folder at once must not mix their lines.
@@ -105,7 +106,8 @@ class RunReporter:
         self._metrics.write("evaluation", asdict(record))
         self._progress.update(self._task, held_out=f"{record.held_out_loss:.3f}")
         self._console.print(
-            f"held-out loss after {record.step} steps: {record.held_out_loss:.3f} nats per token",
+            f"after {record.step} steps: held-out loss {record.held_out_loss:.3f} nats per token, "
+            f"next token right {record.held_out_accuracy:.1%}",
             soft_wrap=True,
         )
 
@@ -123,10 +125,10 @@ def draw_curve(
     path: Path,
     steps: Sequence[StepRecord],
     evaluations: Sequence[EvaluationRecord],
-    uniform_loss: float,
+    guessing: Guessing,
     required_loss: float,
 ) -> None:
-    """Draws training and held-out loss over tokens as a PNG; the loss of guessing and the required one are lines."""
+    """Draws training and held-out loss over tokens as a PNG; the losses of guessing and the required one are lines."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -147,7 +149,8 @@ def draw_curve(
         marker="o",
         label="held-out files",
     )
-    axes.axhline(uniform_loss, color="#888888", linestyle=":", label="guessing: ln(vocabulary)")
+    axes.axhline(guessing.uniform_loss, color="#888888", linestyle=":", label="guessing: ln(vocabulary)")
+    axes.axhline(guessing.frequency_loss, color="#888888", linestyle="-.", label="guessing by frequency")
     axes.axhline(required_loss, color="#3a7d44", linestyle="--", label="required at the end")
     axes.set_xlabel("tokens seen")
     axes.set_ylabel("loss (nats per token)")

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+import os
 import signal
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
-from rich.panel import Panel
-from rich.text import Text
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import roundpipe
+from roundpipe.demo import proof
 from roundpipe.demo.corpus import load_corpus
-from roundpipe.demo.model import as_layers, build_llama, continue_text, parameter_count, training_bytes
+from roundpipe.demo.guessing import guess
+from roundpipe.demo.model import as_layers, build_llama, parameter_count, training_bytes
+from roundpipe.demo.next_steps import own_model
 from roundpipe.demo.options import VIRTUAL_DEVICES, DemoOptions
 from roundpipe.demo.precision import choose_precision
 from roundpipe.demo.report import (
@@ -32,15 +36,9 @@ from roundpipe.demo.report import (
 )
 from roundpipe.demo.tokenizer import encode_files, train_tokenizer
 from roundpipe.demo.training import FusedSteps, check_length, held_out_batches, random_batches, token_tables, train
+from roundpipe.demo.verdict import exact, fits, learns, mebibytes, required_loss
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-    from transformers import LlamaForCausalLM
-
-EXIT_OK, EXIT_NOT_LEARNED, EXIT_OUT_OF_MEMORY, EXIT_INTERRUPTED = 0, 1, 1, 130
-
-PROMPT = "def read_lines(path):\n"
-PROMPT_NEW_TOKENS = 64
+EXIT_OK, EXIT_NOT_TRUE, EXIT_OUT_OF_MEMORY, EXIT_INTERRUPTED = 0, 1, 1, 130
 
 
 def _say(console: Console, line: str) -> None:
@@ -52,67 +50,130 @@ def _complain(error: str) -> None:
     Console(stderr=True, highlight=False).print(f"roundpipe: {error}", style="bold red", markup=False, soft_wrap=True)
 
 
-def _mebibytes(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.1f} MiB"
-
-
 def _default_folder() -> Path:
     return Path("runs") / datetime.now().strftime("demo-%Y%m%d-%H%M%S")
 
 
-def _open_devices(spec: str | None) -> torch.device:
-    """Sets the device pool; returns the kind of device that will compute."""
-    if spec is None and torch.accelerator.is_available():
-        return torch.device(torch.accelerator.current_accelerator() or "cpu")
-    chosen = VIRTUAL_DEVICES if spec is None else spec
-    roundpipe.devices(chosen)
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.device("cpu") if accelerator is None or chosen.startswith("virtual") else accelerator
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _print_memory(console: Console, llama: LlamaForCausalLM) -> None:
-    """Says how the model's training state compares with what one device may hold."""
-    parts = training_bytes(llama)
-    needed = sum(parts.values())
-    dtype = str(llama.dtype).removeprefix("torch.")
+def _device_spec(requested: str | None) -> str:
+    """What was asked for, else ROUNDPIPE_DEVICES, else all accelerators, else the virtual devices of the demo."""
+    given = requested if requested is not None else os.environ.get("ROUNDPIPE_DEVICES") or None
+    if given is not None:
+        return given
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None:
+        return VIRTUAL_DEVICES
+    return ",".join(f"{kind.type}:{index}" for index in range(torch.accelerator.device_count()))
+
+
+@dataclass(frozen=True)
+class _Text:
+    """Tokens to train on and held out, int64 [tokens], and how many kinds of tokens there are."""
+
+    training: Tensor
+    held_out: Tensor
+    vocabulary: int
+
+
+def _prepare_text(console: Console, options: DemoOptions) -> _Text:
+    _say(console, "text: reading Python's standard library, and learning a vocabulary from it")
+    corpus = load_corpus(limit_bytes=options.corpus_bytes)
+    tokenizer = train_tokenizer(file.text for file in corpus.training)
+    text = _Text(
+        encode_files(tokenizer, corpus.training), encode_files(tokenizer, corpus.held_out), tokenizer.get_vocab_size()
+    )
+    check_length(text.training, options.sequence_length, "training")
+    check_length(text.held_out, options.sequence_length, "held-out")
     _say(
         console,
-        f"model: Llama, {parameter_count(llama) / 1e6:.2f} M parameters in {dtype}; "
-        + " + ".join(f"{name} {_mebibytes(size)}" for name, size in parts.items())
-        + f" = {_mebibytes(needed)}",
+        f"text: {len(corpus.training)} files to train on ({len(text.training):,} tokens), "
+        f"{len(corpus.held_out)} held out ({len(text.held_out):,} tokens), vocabulary {text.vocabulary}",
     )
-    limits = [device["limit_bytes"] for device in roundpipe.devices().memory_report()]
-    capped = [limit for limit in limits if limit > 0]
-    if not capped:
-        _say(console, "memory: the devices have no limit of their own")
-    elif max(capped) < needed:
+    return text
+
+
+def _prepare_layers(console: Console, options: DemoOptions, vocabulary: int, device: torch.device) -> nn.Sequential:
+    precision = choose_precision(options.dtype, device)
+    if not math.isnan(precision.float32_gflops):
         _say(
             console,
-            f"memory: each device may hold {_mebibytes(max(capped))}, {max(capped) / needed:.0%} of that; "
-            "the weights stay in host memory and the layers visit the devices",
+            f"precision: {_name(precision.dtype)} (matmul GFLOP/s on {device.type}: "
+            f"float32 {precision.float32_gflops:,.0f}, bfloat16 {precision.bfloat16_gflops:,.0f})",
         )
+    llama = build_llama(vocabulary, options.sequence_length, options.seed, precision.dtype)
+    parts = training_bytes(llama)
+    _say(
+        console,
+        f"model: Llama, {parameter_count(llama) / 1e6:.2f} M parameters in {_name(llama.dtype)}; "
+        + " + ".join(f"{name} {mebibytes(size)}" for name, size in parts.items())
+        + f" = {mebibytes(sum(parts.values()))}",
+    )
+    return as_layers(llama)
+
+
+def _prove(
+    console: Console, metrics: MetricsWriter, layers: nn.Sequential, text: _Text, options: DemoOptions, device_spec: str
+) -> tuple[proof.Room, list[proof.Comparison]]:
+    """Both proofs, said and recorded. The device pool is another one afterwards."""
+    pool = roundpipe.devices(device_spec)
+    device = torch.device(pool.torch_devices[0])
+    batches = proof.proof_batches(list(itertools.islice(random_batches(text.training, options), proof.STEPS)))
+    _say(console, "proof: three steps of a plain PyTorch loop, written by hand")
+    expected, needed_bytes = proof.measured_plain_steps(layers, batches, options, device)
+    losses = " ".join(f"{float(loss):.4f}" for loss in expected.losses)
+    if device.type == "cpu":
+        _say(console, f"  on the host, without a limit: losses {losses}; it held {mebibytes(needed_bytes)} at its peak")
     else:
-        _say(console, f"memory: each device may hold {_mebibytes(max(capped))}, enough for all of it")
+        _say(console, f"  on {device}: losses {losses}; weights, gradients and AdamW: {mebibytes(needed_bytes)}")
+    room = proof.try_on_one_device(layers, batches, options, pool, needed_bytes)
+    limit = f"on one device that may hold {mebibytes(room.limit_bytes)}"
+    if not room.limit_bytes:
+        _say(console, "  these devices have no limit of their own, so there is none to show")
+    elif room.is_refused:
+        _say(console, f"  {limit}: refused in {room.stage}\n    {room.message}")
+    else:
+        _say(console, f"  {limit}: it fits, so this device is no limit for it")
+    metrics.write("room", {**asdict(room), "refused": room.is_refused})
+
+    comparisons = []
+    masters = ", their fp32 masters" if expected.masters else ""
+    _say(console, "proof: the same steps with RoundPipe, compared bit for bit")
+    for count in proof.DEVICE_COUNTS:
+        found = proof.compare_with_ours(layers, batches, options, pool, count, expected)
+        if found.is_exact:
+            _say(
+                console, f"  on {found.devices}: equal, all {parameter_count(layers):,} weights{masters} and the losses"
+            )
+        else:
+            _say(
+                console,
+                f"  on {found.devices}: NOT equal: {found.differing:,} of {found.numbers:,} numbers differ, by "
+                f"{found.largest:.3g} at most, in {found.where}",
+            )
+        metrics.write("comparison", {**asdict(found), "exact": found.is_exact})
+        comparisons.append(found)
+    return room, comparisons
+
+
+@contextlib.contextmanager
+def _repeatable(device: torch.device) -> Iterator[None]:
+    """Without attention kernels whose backward adds up in an order that changes from run to run."""
+    with contextlib.nullcontext() if device.type == "cpu" else sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 def _print_peaks(console: Console) -> None:
-    for device in roundpipe.devices().memory_report():
-        limit = f" of {_mebibytes(device['limit_bytes'])}" if device["limit_bytes"] > 0 else ""
-        _say(console, f"  {device['name']}: most memory in use {_mebibytes(device['peak_bytes'])}{limit}")
-
-
-def _print_continuation(
-    console: Console, title: str, llama: LlamaForCausalLM, tokenizer: Tokenizer, options: DemoOptions
-) -> None:
-    prompt = torch.tensor(tokenizer.encode(PROMPT).ids)
-    produced = continue_text(llama, prompt, PROMPT_NEW_TOKENS, options.seed)
-    text = Text(PROMPT, style="bold") + Text(tokenizer.decode(produced.tolist()))
-    console.print(Panel(text, title=title, title_align="left"))
+    report = roundpipe.devices().memory_report()
+    peaks = ", ".join(f"{device['name']} {mebibytes(device['peak_bytes'])}" for device in report)
+    _say(console, f"most memory in use: {peaks}")
 
 
 @contextlib.contextmanager
 def _stop_on_interrupt(reporter: RunReporter, console: Console) -> Iterator[None]:
-    """The first Ctrl+C lets the current step finish; the second one interrupts at once."""
+    """The first Ctrl+C asks the loop to stop after its step; the second one interrupts at once."""
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if reporter.stop_requested:
@@ -131,111 +192,95 @@ def _stop_on_interrupt(reporter: RunReporter, console: Console) -> Iterator[None
         signal.signal(signal.SIGINT, previous)
 
 
-def _verdict(console: Console, before: float, after: float, uniform_loss: float, options: DemoOptions) -> int:
-    required = uniform_loss * (1 - options.required_fall)
-    _say(
-        console,
-        f"held-out loss: {before:.3f} before, {after:.3f} after; "
-        f"{1 - after / uniform_loss:.0%} below ln(vocabulary) = {uniform_loss:.3f}",
-    )
-    if after <= required:
-        return EXIT_OK
-    if not options.is_default_length:
-        _say(console, f"(a run of the default length is required to reach {required:.3f})")
-        return EXIT_OK
-    _complain(
-        f"[demo] the held-out loss ended at {after:.3f}; expected at most {required:.3f}; "
-        "the pipeline or the settings are at fault, please report this run"
-    )
-    return EXIT_NOT_LEARNED
-
-
-def run_demo(options: DemoOptions, device_spec: str | None, out: Path | None) -> int:
+def run_demo(options: DemoOptions, devices: str | None, out: Path | None) -> int:
     """Runs the demo and returns the exit code. Raises ValueError for a caller's mistake, before any training."""
     console = Console(highlight=False)
+    # cuBLAS gives the same bits on every stream only with fixed workspaces; read when CUDA starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     folder = prepare_folder(out if out is not None else _default_folder())
-    compute_device = _open_devices(device_spec)
-    pool = roundpipe.devices()
+    device_spec = _device_spec(devices)
+    pool = roundpipe.devices(device_spec)
     _say(console, f"devices: {pool.description} ({len(pool)})")
-
-    corpus = load_corpus()
-    tokenizer = train_tokenizer(file.text for file in corpus.training)
-    training_text = encode_files(tokenizer, corpus.training)
-    held_out_text = encode_files(tokenizer, corpus.held_out)
-    check_length(training_text, options.sequence_length, "training")
-    check_length(held_out_text, options.sequence_length, "held-out")
-    vocabulary = tokenizer.get_vocab_size()
-    _say(
-        console,
-        f"text: Python's standard library, {len(corpus.training)} files to train on ({len(training_text):,} tokens), "
-        f"{len(corpus.held_out)} held out ({len(held_out_text):,} tokens), vocabulary {vocabulary}",
-    )
-
-    precision = choose_precision(options.dtype, compute_device)
-    if not math.isnan(precision.float32_gflops):
-        _say(
-            console,
-            f"precision: {str(precision.dtype).removeprefix('torch.')} (matmul GFLOP/s on {compute_device.type}: "
-            f"float32 {precision.float32_gflops:,.0f}, bfloat16 {precision.bfloat16_gflops:,.0f})",
-        )
-    longest = max(options.sequence_length, len(tokenizer.encode(PROMPT).ids) + PROMPT_NEW_TOKENS)
-    llama = build_llama(vocabulary, longest, options.seed, precision.dtype)
-    _print_memory(console, llama)
-    _print_continuation(console, "continuation before training", llama, tokenizer, options)
-
-    layers = as_layers(llama)
-    model = roundpipe.RoundPipe(layers)
-    steps = FusedSteps(model, token_tables(layers), options)
-    uniform_loss = math.log(vocabulary)
-    required_loss = uniform_loss * (1 - options.required_fall)
-    interrupted = False
+    text = _prepare_text(console, options)
+    layers = _prepare_layers(console, options, text.vocabulary, torch.device(pool.torch_devices[0]))
     with MetricsWriter(folder / METRICS_FILE) as metrics:
         metrics.write(
             "run",
             {
                 **asdict(options),
-                "dtype": str(precision.dtype).removeprefix("torch."),
+                "dtype": _name(next(layers.parameters()).dtype),
                 "devices": pool.description,
-                "vocabulary": vocabulary,
-                "parameters": parameter_count(llama),
+                "vocabulary": text.vocabulary,
+                "parameters": parameter_count(layers),
             },
         )
-        reporter = RunReporter(metrics, console, options.steps)
         try:
-            with _stop_on_interrupt(reporter, console), reporter:
-                train(
-                    model,
-                    steps,
-                    random_batches(training_text, options),
-                    held_out_batches(held_out_text, options),
-                    options,
-                    reporter,
-                )
-            interrupted = reporter.stop_requested
-        except KeyboardInterrupt:
-            interrupted = True
+            return _prove_and_train(console, metrics, folder, layers, text, options, device_spec)
         except torch.OutOfMemoryError as error:
             _complain(
                 f"[demo] a device ran out of memory: {error}; expected the layers to fit one by one; "
                 "give the devices more memory, or lower --batch-size or --sequence-length"
             )
             return EXIT_OUT_OF_MEMORY
-        finally:
-            draw_curve(
-                folder / CURVE_FILE,
-                reporter.step_records,
-                reporter.evaluation_records,
-                uniform_loss,
-                required_loss,
-            )
+
+
+def _prove_and_train(
+    console: Console,
+    metrics: MetricsWriter,
+    folder: Path,
+    layers: nn.Sequential,
+    text: _Text,
+    options: DemoOptions,
+    device_spec: str,
+) -> int:
+    with _repeatable(torch.device(roundpipe.devices().torch_devices[0])):
+        room, comparisons = _prove(console, metrics, layers, text, options, device_spec)
+
+    # A new pool: its peaks are those of the training alone.
+    roundpipe.devices(device_spec)
+    held_out = held_out_batches(text.held_out, options)
+    guessing = guess(text.training, held_out, text.vocabulary)
+    metrics.write("guessing", asdict(guessing))
+    _say(
+        console,
+        f"training: {options.steps} steps of {options.batch_size} x {options.sequence_length} tokens; guessing has a "
+        f"held-out loss of {guessing.uniform_loss:.3f}, or {guessing.frequency_loss:.3f} by frequency, and "
+        f"{guessing.most_frequent_accuracy:.1%} right with the most frequent token",
+    )
+    model = roundpipe.RoundPipe(layers)
+    steps = FusedSteps(model, token_tables(layers), options)
+    reporter = RunReporter(metrics, console, options.steps)
+    interrupted = False
+    try:
+        with _stop_on_interrupt(reporter, console), reporter:
+            train(model, steps, random_batches(text.training, options), held_out, options, reporter)
+        interrupted = reporter.stop_requested
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        draw_curve(
+            folder / CURVE_FILE,
+            reporter.step_records,
+            reporter.evaluation_records,
+            guessing,
+            required_loss(guessing, options),
+        )
     if interrupted:
         _say(console, f"stopped after {len(reporter.step_records)} steps; what is there: {folder}")
         return EXIT_INTERRUPTED
 
-    _print_continuation(console, "continuation after training", llama, tokenizer, options)
     _print_peaks(console)
     _say(console, str(steps.optimizer.host_memory()))
+    peak_bytes = max(int(device["peak_bytes"]) for device in roundpipe.devices().memory_report())
     first, last = reporter.evaluation_records[0], reporter.evaluation_records[-1]
-    code = _verdict(console, first.held_out_loss, last.held_out_loss, uniform_loss, options)
+    verdicts = (fits(room, peak_bytes), exact(comparisons), learns(first, last, guessing, options))
+    _say(console, "")
+    for verdict in verdicts:
+        _say(console, verdict.line)
+    _say(console, "")
+    _say(console, own_model(Path.cwd()))
     _say(console, f"run folder: {folder} ({METRICS_FILE}, {CURVE_FILE})")
-    return code
+    complaints = [verdict.complaint for verdict in verdicts if verdict.complaint]
+    for complaint in complaints:
+        _complain(complaint)
+    return EXIT_NOT_TRUE if complaints else EXIT_OK

@@ -97,16 +97,20 @@ def next_token_loss(logits: Tensor, label: tuple[Tensor, int]) -> Tensor:
     return total / token_count
 
 
-def held_out_loss(model: Pipeline, batches: Iterable[Batch]) -> float:
-    """Mean loss per token in nats, computed through the pipeline with the weights of the last finished step."""
+def held_out_scores(model: Pipeline, batches: Iterable[Batch]) -> tuple[float, float]:
+    """Mean loss per token in nats, and the share of tokens to which the model gives the highest probability.
+
+    Computed through the pipeline with the weights of the last finished step.
+    """
     model.synchronize()
-    total, tokens = 0.0, 0
+    total, right, tokens = 0.0, 0, 0
     with torch.no_grad():
         for batch in batches:
-            count = batch.token_count
-            total += float(next_token_loss(model(batch.tokens).cpu(), (batch.labels, count))) * count
+            logits, count = model(batch.tokens).cpu(), batch.token_count
+            total += float(next_token_loss(logits, (batch.labels, count))) * count
+            right += int((logits.argmax(-1) == batch.labels).sum())  # never IGNORED, which is negative
             tokens += count
-    return total / tokens
+    return total / tokens, right / tokens
 
 
 def learning_rate_factor(step: int, options: DemoOptions) -> float:
@@ -132,10 +136,11 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """Held-out loss in nats per token after `step` steps."""
+    """After `step` steps: held-out loss in nats per token, and the share of held-out tokens predicted right."""
 
     step: int
     held_out_loss: float
+    held_out_accuracy: float
     tokens: int
     elapsed_s: float
 
@@ -228,7 +233,7 @@ def train(
 
     def evaluate(step: int) -> None:
         nonlocal since
-        observer.on_evaluation(EvaluationRecord(step, held_out_loss(model, held_out), tokens, training_s))
+        observer.on_evaluation(EvaluationRecord(step, *held_out_scores(model, held_out), tokens, training_s))
         since = time.perf_counter()
 
     evaluation_steps = {round(options.steps * k / (options.evaluations + 1)) for k in range(1, options.evaluations + 1)}

@@ -1,0 +1,123 @@
+"""The training loop that one writes by hand without a pipeline, slow and obvious: everything on one device.
+
+The demo holds the pipeline against it: it does not fit a device that the pipeline trains on, and where it fits, it
+gives the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from roundpipe.demo.options import DemoOptions
+from roundpipe.demo.training import Batch, next_token_loss
+
+# What the loop is doing when a device runs out of memory.
+WEIGHTS, GRADIENTS, OPTIMIZER = "moving the weights", "the forward and backward pass", "making AdamW's state"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a few steps leave, on the host.
+
+    `losses`: one a step, fp32 [steps]. `weights`: by name, in the model's type. `masters`: by name, fp32: what 16-bit
+    weights are rounded from; float32 weights have none.
+    """
+
+    losses: Tensor
+    weights: dict[str, Tensor]
+    masters: dict[str, Tensor]
+
+
+def nearest(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights of fp32 masters: in bfloat16 the nearest ones, ties away from zero."""
+    if dtype == torch.float32:
+        return master
+    bits = master.contiguous().view(torch.int32) + 0x8000
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def plain_steps(
+    layers: nn.Sequential,
+    batches: Sequence[Batch],
+    options: DemoOptions,
+    device: torch.device,
+    state_device: torch.device | None = None,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> Outcome:
+    """One AdamW step for each of `batches`, each row of a batch being a microbatch; `layers` stay as they are.
+
+    Weights in float32 are updated as they are. Weights in bfloat16 are rounded from fp32 masters; the gradients of a
+    step are summed in fp32 and then rounded once to bfloat16, as they are on their way to an optimizer on the host.
+
+    Args:
+        device: holds weights and gradients, and computes.
+        state_device: holds the optimizer's state and computes its step; None = `device`.
+        on_stage: hears what begins: WEIGHTS, GRADIENTS or OPTIMIZER.
+
+    Raises:
+        torch.OutOfMemoryError: all of it does not fit `device`.
+    """
+    on_stage(WEIGHTS)
+    state_device = device if state_device is None else state_device
+    model = copy.deepcopy(layers).to(device)
+    named = dict(model.named_parameters())
+    masters = {name: _master(parameter, state_device) for name, parameter in named.items()}
+    optimizer = torch.optim.AdamW(
+        masters.values(),
+        lr=options.learning_rate,
+        betas=options.betas,
+        weight_decay=options.weight_decay,
+        # The only one of torch's loops over the elements whose square roots are exact.
+        fused=True,
+    )
+    sums: dict[str, Tensor] = {}
+
+    def add_up(name: str, parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if name in sums:
+            sums[name] += gradient
+        else:
+            sums[name] = gradient.float()
+
+    for name, parameter in named.items():
+        hook = functools.partial(add_up, name)
+        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    losses = []
+    for batch in batches:
+        on_stage(GRADIENTS)
+        count, loss = batch.token_count, torch.zeros(())
+        for tokens, labels in zip(torch.split(batch.tokens, 1), torch.split(batch.labels, 1), strict=True):
+            # Clones, as matrix kernels round by the alignment of what they read.
+            label = (labels.clone().to(device), count)
+            part = next_token_loss(model(tokens.clone().to(device)), label)
+            part.backward()  # type: ignore[no-untyped-call]
+            loss = loss + part.detach().cpu()
+        losses.append(loss)
+        on_stage(OPTIMIZER)
+        for name, parameter in named.items():
+            masters[name].grad = sums.pop(name).to(parameter.dtype).to(state_device).float()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for name, parameter in named.items():
+                if parameter is not masters[name]:
+                    parameter.copy_(nearest(masters[name], parameter.dtype))
+    kept = {name: master for name, master in masters.items() if named[name].dtype != torch.float32}
+    return Outcome(torch.stack(losses), _on_host(named), _on_host(kept))
+
+
+def _master(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    if parameter.dtype == torch.float32 and parameter.device == device:
+        return parameter
+    return nn.Parameter(parameter.detach().to(device, torch.float32, copy=True))
+
+
+def _on_host(named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: value.detach().cpu() for name, value in named.items()}

@@ -1,0 +1,238 @@
+"""What the demo proves first: a plain loop is refused where the pipeline trains, and both give equal bits."""
+
+from __future__ import annotations
+
+import copy
+import math
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import roundpipe
+from roundpipe import RoundPipeRunConfig, _core
+from roundpipe.demo.model import training_bytes
+from roundpipe.demo.options import DemoOptions
+from roundpipe.demo.plain_loop import Outcome, plain_steps
+from roundpipe.demo.training import Batch, next_token_loss
+
+STEPS = 3
+# Rows of a batch, each a microbatch of its own: the smallest cut, which leaves a plain loop the most room.
+ROWS = 5
+# The two numbers of devices that have to give the bits of the hand-written loop.
+DEVICE_COUNTS = (1, 4)
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much a plain loop takes, and what one device said to it.
+
+    Attributes:
+        needed_bytes: the most that the loop held at once on the host, where there is room; on accelerators, whose
+            loops hold their own temporaries, weights, gradients and optimizer state alone.
+        limit_bytes: what one device may hold; 0 = it has no cap, and nothing was tried.
+        stage: what the loop was doing when the device refused; empty where it was not refused.
+        message: the allocator's words; empty where it did not refuse.
+    """
+
+    needed_bytes: int
+    limit_bytes: int
+    stage: str = ""
+    message: str = ""
+
+    @property
+    def is_refused(self) -> bool:
+        return bool(self.message)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Our steps against those of the hand-written loop.
+
+    Attributes:
+        devices: how many of which, in words.
+        numbers: how many numbers were compared: losses, weights and, of 16-bit weights, their fp32 masters.
+        differing: how many of them differ in any bit.
+        largest: the largest absolute difference; nan where a number is missing or not finite.
+        where: the name of what it was found in.
+    """
+
+    devices: str
+    numbers: int
+    differing: int = 0
+    largest: float = 0.0
+    where: str = ""
+
+    @property
+    def is_exact(self) -> bool:
+        return self.differing == 0
+
+
+class _OnDevice(nn.Module):
+    """Runs the whole plain loop where a layer runs: on the thread of a device, and so under its cap."""
+
+    def __init__(self, layers: nn.Sequential, batches: Sequence[Batch], options: DemoOptions) -> None:
+        super().__init__()
+        # In a tuple: as a submodule the layers would be moved by the pipeline, and not by the loop.
+        self._loop = (layers, batches, options)
+        self._said: list[tuple[str, str]] = []
+        self._stage: list[str] = []
+
+    def forward(self, value: Tensor) -> Tensor:
+        # Not raised further: the pipeline would try again in less memory.
+        try:
+            with torch.enable_grad():
+                plain_steps(*self._loop, value.device, on_stage=self._stage.append)
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)
+            self._said.append((self._stage[-1], str(error).splitlines()[0].split("; ")[0]))
+        return value
+
+    @property
+    def refusal(self) -> tuple[str, str] | None:
+        """The stage and the allocator's words, once it ran; None where all of it fitted."""
+        if not self._stage:
+            raise RuntimeError("[demo] the plain loop did not run on the device; expected one run; report this")
+        return self._said[0] if self._said else None
+
+
+def proof_batches(batches: Sequence[Batch]) -> list[Batch]:
+    """The first ROWS rows of each of the first STEPS of `batches`."""
+    return [Batch(batch.tokens[:ROWS].clone(), batch.labels[:ROWS].clone()) for batch in batches[:STEPS]]
+
+
+def measured_plain_steps(
+    layers: nn.Sequential, batches: Sequence[Batch], options: DemoOptions, device: torch.device
+) -> tuple[Outcome, int]:
+    """The hand-written loop, without a cap, and the most bytes that it held on a device that is the host.
+
+    On an accelerator the optimizer's state is on the host, as ours is, and weights, gradients and state are counted.
+    """
+    if device.type == "cpu":
+        with _core.MemoryMeter() as meter:
+            meter.reset_peak()
+            before = meter.current_bytes
+            outcome = plain_steps(layers, batches, options, device)
+            return outcome, meter.peak_bytes - before
+    # Without a cap of an earlier pool.
+    roundpipe.devices(_specs(roundpipe.devices(), 1, is_capped=False)[0])
+    return plain_steps(layers, batches, options, device, torch.device("cpu")), sum(training_bytes(layers).values())
+
+
+def try_on_one_device(
+    layers: nn.Sequential, batches: Sequence[Batch], options: DemoOptions, pool: roundpipe.DevicePool, needed_bytes: int
+) -> Room:
+    """Runs one step of the plain loop on one device with the largest cap in `pool`, on that device's thread."""
+    limit_bytes = _limit_bytes(pool)
+    if not limit_bytes:
+        return Room(needed_bytes, 0)
+    roundpipe.devices(_specs(pool, 1)[0])
+    runner = _OnDevice(layers, batches[:1], options)
+    model = roundpipe.RoundPipe(
+        nn.Sequential(runner), name="plain", model_run_config=RoundPipeRunConfig(num_microbatch=1)
+    )
+    with torch.no_grad():
+        model(torch.zeros(1))
+    model.synchronize()
+    if runner.refusal is None:
+        return Room(needed_bytes, limit_bytes)
+    return Room(needed_bytes, limit_bytes, *runner.refusal)
+
+
+def compare_with_ours(
+    layers: nn.Sequential,
+    batches: Sequence[Batch],
+    options: DemoOptions,
+    pool: roundpipe.DevicePool,
+    device_count: int,
+    expected: Outcome,
+) -> Comparison:
+    """Runs the same steps through the pipeline on `device_count` devices as those of `pool`, and compares every bit."""
+    spec, devices = _specs(pool, device_count)
+    roundpipe.devices(spec)
+    return compare(our_steps(layers, batches, options), expected, devices)
+
+
+def our_steps(layers: nn.Sequential, batches: Sequence[Batch], options: DemoOptions) -> Outcome:
+    """What `plain_steps` does, through the pipeline, with synchronous steps; `layers` stay as they are."""
+    mine = copy.deepcopy(layers)
+    rows = len(batches[0].tokens)
+    model = roundpipe.RoundPipe(mine, name="proof", model_run_config=RoundPipeRunConfig(num_microbatch=rows))
+    optimizer = roundpipe.optim.AdamW(
+        model, lr=options.learning_rate, betas=options.betas, weight_decay=options.weight_decay
+    )
+    losses = []
+    for batch in batches:
+        label = (batch.labels, batch.token_count)
+        losses.append(model.forward_backward((batch.tokens,), label=label, loss_fn=next_token_loss))
+        model.step(optimizer, is_async=False)
+    model.synchronize()
+    named = dict(mine.named_parameters())
+    state = optimizer.state_dict()["state"]
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    kept = {id(parameter): state[index] for index, parameter in enumerate(order)}
+    masters = {
+        name: _master(parameter, kept[id(parameter)])
+        for name, parameter in named.items()
+        if parameter.dtype != torch.float32
+    }
+    weights = {name: parameter.detach().clone() for name, parameter in named.items()}
+    return Outcome(torch.stack(losses), weights, masters)
+
+
+def _master(weight: nn.Parameter, state: dict[str, Tensor]) -> Tensor:
+    master = torch.empty_like(weight, dtype=torch.float32, requires_grad=False)
+    _core.join(weight.detach(), state["master_remainder"], master)
+    return master
+
+
+def compare(ours: Outcome, expected: Outcome, devices: str) -> Comparison:
+    """Every bit of the two. Raises ValueError when they do not have the same tensors."""
+    found = Comparison(devices, 0)
+    for name, mine, theirs in _pairs(ours, expected):
+        if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+            raise ValueError(
+                f"[demo] {name} is {mine.dtype} {tuple(mine.shape)}; expected {theirs.dtype} of "
+                f"{tuple(theirs.shape)}; compare the same model"
+            )
+        kind = torch.int32 if mine.dtype == torch.float32 else torch.int16
+        differing = int((mine.contiguous().view(kind) != theirs.contiguous().view(kind)).sum())
+        largest, where = found.largest, found.where
+        if differing:
+            difference = float((mine.double() - theirs.double()).abs().max())
+            # NaN counts as larger than any number.
+            if not where or math.isnan(difference) or difference > largest:
+                largest, where = difference, name
+        found = Comparison(devices, found.numbers + mine.numel(), found.differing + differing, largest, where)
+    return found
+
+
+def _pairs(ours: Outcome, expected: Outcome) -> list[tuple[str, Tensor, Tensor]]:
+    pairs = [("the losses", ours.losses, expected.losses)]
+    for what, mine, theirs in (("", ours.weights, expected.weights), ("master of ", ours.masters, expected.masters)):
+        if mine.keys() != theirs.keys():
+            raise ValueError("[demo] the two have other parameters; expected the same names; compare the same model")
+        pairs += [(what + name, mine[name], theirs[name]) for name in theirs]
+    return pairs
+
+
+def _limit_bytes(pool: roundpipe.DevicePool) -> int:
+    """What one device may hold; of unequal devices the one that may hold most, and 0 = as much as there is."""
+    limits = [int(device["limit_bytes"]) for device in pool.memory_report()]
+    return 0 if 0 in limits else max(limits)
+
+
+def _specs(pool: roundpipe.DevicePool, count: int, is_capped: bool = True) -> tuple[str, str]:
+    """`count` devices like those of `pool` for `roundpipe.devices`, and in words."""
+    cards = list(dict.fromkeys(pool.torch_devices))
+    limit_bytes = _limit_bytes(pool) if is_capped else 0
+    cap = f",memory={limit_bytes}" if limit_bytes else ""
+    if torch.device(cards[0]).type == "cpu":
+        return f"virtual:{count}{cap}", "1 device" if count == 1 else f"{count} devices"
+    if count == 1:
+        return cards[0] + cap, "1 device"
+    if len(cards) >= count:
+        return ",".join(card + cap for card in cards[:count]), f"{count} devices"
+    return f"{cards[0]}x{count}", f"{count} workers that share {cards[0]}"
