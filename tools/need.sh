@@ -3,7 +3,7 @@
 # missing; else it says what to install.
 #
 #   tools/need.sh python PYTHON   a Python of at least 3.11 that can make virtual environments and build extensions
-#   tools/need.sh doctest         doctest's header, for the C++ tests; and ccache, where that costs nothing
+#   tools/need.sh doctest         doctest's header, for the C++ tests
 set -euo pipefail
 
 can_install() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }
@@ -41,11 +41,7 @@ has_doctest() { echo '#include <doctest/doctest.h>' | "${CXX:-c++}" -E -x c++ - 
 
 need_doctest() {
   has_doctest && return
-  if can_install; then
-    local packages=(doctest-dev)
-    command -v ccache >/dev/null || packages+=(ccache)
-    install "${packages[@]}" || true
-  fi
+  can_install && install doctest-dev || true
   has_doctest || give_up "the C++ tests need doctest" \
     "install it (Debian and Ubuntu: apt-get install doctest-dev; macOS: brew install doctest), then run make again"
 }
