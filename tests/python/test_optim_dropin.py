@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roundpipe import _core, optim
@@ -397,7 +397,6 @@ def test_a_scaler_works_with_ours() -> None:
         assert torch.allclose(p, torch.full((3,), 0.899), atol=1e-4)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     shape=st.lists(st.integers(0, 9), max_size=4),
     order=st.randoms(use_true_random=False),
