@@ -19,6 +19,17 @@ ENDINGS = {
     "with a graph half-way": "outputs = model(value); outputs.sum().backward(retain_graph=True)",
     "without any call": "pass",
     "with the model deleted": "call(); model.step(update); del model",
+    "with a model that the running call alone holds": """
+def train():
+    own = roundpipe.RoundPipe(nn.Sequential(layer, *[nn.Linear(8, 8) for _ in range(5)]))
+    def loss(outputs, label): return outputs.square().sum() * len(own)
+    own.forward_backward((value,), loss_fn=loss)
+    # Now it is known that nothing is drawn, so that the call returns before its backward.
+    layer.may_end = threading.Event()
+    own.forward_backward((value,), loss_fn=loss)
+train()
+atexit.register(layer.may_end.set)
+""",
     "with the model in a cycle": "call(); model.me = model",
     "with an error not looked at": "layer.fail = True\ntry: call()\nexcept ValueError: pass",
     "with an error in a variable": "layer.fail = True\ntry: call()\nexcept ValueError as error: kept = error",
@@ -28,8 +39,8 @@ ENDINGS = {
     "with a pool that replaces one at work": "call(); roundpipe.devices('virtual:3')",
     "by sys.exit": "call(); model.step(update); sys.exit(0)",
     "after an interrupt": """
-threading.Timer(0.01, _thread.interrupt_main).start()
 try:
+    threading.Timer(0.01, _thread.interrupt_main).start()
     while True: call(); model.step(update)
 except KeyboardInterrupt: pass
 """,
@@ -43,6 +54,7 @@ SETUP = """
 roundpipe.devices("virtual:2")
 class Layer(nn.Linear):
     fail = fail_backward = False
+    may_end = None
     def forward(self, value):
         if self.fail:
             raise ValueError("failing")
@@ -52,6 +64,8 @@ class Layer(nn.Linear):
                 time.sleep(0.02)
                 raise ValueError("failing")
             value.register_hook(hook)
+        if self.may_end is not None:
+            value.register_hook(lambda gradient: self.may_end.wait() and time.sleep(0.02))
         return value
 torch.manual_seed(0)
 layer = Layer(8, 8)
@@ -67,7 +81,7 @@ def update():
 
 # Imports once, then forks a process for each ending, which goes all the way through its interpreter's finalization.
 FORKING = """
-import _thread, json, os, sys, tempfile, threading, time, torch, roundpipe
+import _thread, atexit, json, os, sys, tempfile, threading, time, torch, roundpipe
 from torch import nn
 roundpipe.RoundPipe, roundpipe.devices
 torch.set_num_threads(1)
@@ -79,7 +93,7 @@ for name, ending in endings.items():
         os.dup2(output.fileno(), 2)
         exec(setup + ending)
         break
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
         time.sleep(0.005)
     if not ended[0]:
@@ -100,7 +114,6 @@ def results() -> dict[str, list[object]]:
         env=script_environment(),
         capture_output=True,
         text=True,
-        timeout=240,
         check=True,
     )
     return dict(json.loads(process.stdout))
