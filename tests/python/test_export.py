@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from roundpipe.cli import app, main
 from roundpipe.export.merge import merge_adapter
 from roundpipe.export.output import new_folder
+from sweeps import sweep
 
 COMMON: dict[str, Any] = {"vocab_size": 96, "max_position_embeddings": 64}
 
@@ -144,8 +145,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("case", CASES)
+@sweep("case, dtype", CASES, [torch.float32, torch.bfloat16], ids=str, together=1)
 @pytest.mark.filterwarnings("ignore")
 def test_the_merged_folder_is_what_peft_merges(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     config, settings = CASES[case]
@@ -298,7 +298,7 @@ def test_memory_is_that_of_a_layer(tmp_path: Path) -> None:
     for phase in ("base", "merge"):
         result = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program), str(tmp_path), phase],
-            capture_output=True, text=True, timeout=280, check=False,
+            capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert result.returncode == 0, result.stderr
         numbers.append(int(result.stdout.split()[-1]))
@@ -332,7 +332,7 @@ def test_the_command_refuses_with_code_2(
 
 def test_help_needs_no_torch() -> None:
     program = "import sys, roundpipe.export.command; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_an_interrupted_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
