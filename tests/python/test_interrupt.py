@@ -78,22 +78,17 @@ def start(script: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("loop", [LOOP, FUSED], ids=["function", "fused"])
 def test_ctrl_c_ends_a_script(loop: str) -> None:
-    delays = random.Random(1)
-    running = [start(loop + "print('ready', flush=True)\ntrain()\n") for _ in range(2)]
+    process = start(loop + "print('ready', flush=True)\ntrain()\n")
     try:
-        for process in running:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        for process in running:
-            time.sleep(delays.uniform(0, 0.3))
-            process.send_signal(signal.SIGINT)
-        for process in running:
-            _, errors = process.communicate()
-            assert process.returncode == -signal.SIGINT, errors
-            assert errors.rstrip().endswith("KeyboardInterrupt"), errors
-            assert errors.count("Traceback") == 1 and "Exception ignored" not in errors, errors
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(random.Random(1).uniform(0, 0.3))
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+        assert process.returncode == -signal.SIGINT, errors
+        assert errors.rstrip().endswith("KeyboardInterrupt"), errors
+        assert errors.count("Traceback") == 1 and "Exception ignored" not in errors, errors
     finally:
-        for process in running:
-            process.kill()
+        process.kill()
 
 
 @pytest.mark.parametrize("loop", [LOOP, FUSED], ids=["function", "fused"])
