@@ -49,8 +49,10 @@ Engine::Engine(const std::vector<device::DeviceSpec>& specs) : specs_(specs) {
 }
 
 void Engine::stop() {
+  // Joined after the lock: what a worker does last may drop a model, which the engine is then told to forget.
+  std::vector<std::unique_ptr<Worker>> ending;
   std::lock_guard lock(mutex_);
-  workers_.clear();
+  ending.swap(workers_);
 }
 
 std::shared_ptr<Engine> Engine::current() {

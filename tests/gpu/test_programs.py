@@ -13,14 +13,12 @@ PROGRAM = Path(__file__).parent / "short_training.py"
 PACKAGE = Path(roundpipe.__file__).parents[1]
 
 
-def run_program(
-    *arguments: str, under: tuple[str, ...] = (), timeout_s: float = 120
-) -> subprocess.CompletedProcess[str]:
+def run_program(*arguments: str, under: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Runs short_training.py with `arguments`, under the programs in `under`."""
     path = os.pathsep.join([str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [*under, sys.executable, str(PROGRAM), *arguments]
     environment = os.environ | {"PYTHONPATH": path}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 def test_it_may_end_at_once_and_workers_do_not_matter(target):

@@ -1,8 +1,8 @@
-"""Writes a sharded model of two gigabytes into a folder, loads it, and prints what memory that took, as JSON.
+"""Writes a sharded model of so many layers, 0.14 GB each, loads it, and prints what memory that took, as JSON.
 
-Run by test_direct_loading.py in a process of its own. Half of the tensors are experts, which are stacked. Beyond
-what is there before, the process may map little more writable memory than the model takes (a quarter, as malloc's heap
-has holes that take no memory), or an allocation fails.
+Run by test_direct_loading.py in a process of its own, with a folder and the number of layers. Half of the tensors are
+experts, which are stacked. Beyond what is there before, the process may map little more writable memory than the model
+takes (a quarter, as malloc's heap has holes that take no memory), or an allocation fails.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def tensors_of_files(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{experts}.{index}.up_proj.weight", up
 
 
-def write_model(folder: Path) -> dict[str, int]:
+def write_model(folder: Path, layers: int) -> dict[str, int]:
     """Random weights from one page of memory, each tensor from another place in it; returns checksums."""
-    model_config = config(layers=15, hidden=2048, inner=384)
+    model_config = config(layers, hidden=2048, inner=384)
     model_config.architectures = ["Qwen3MoeForCausalLM"]
     model_config.save_pretrained(folder)
     with torch.device("meta"):
@@ -95,12 +95,12 @@ def status(field: str) -> int:
     raise RuntimeError(f"no {field}")
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, layers: int) -> None:
     torch.set_num_threads(2)
     roundpipe.devices("virtual:1")
     Qwen3MoeForCausalLM(config(layers=2, hidden=64, inner=64)).save_pretrained(folder / "small")
     roundpipe.from_pretrained(folder / "small")  # what is imported and started once is none of the model's memory
-    sums = write_model(folder)
+    sums = write_model(folder, layers)
     final = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     limit = status("VmData") + final + final // 4 + SLACK_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -114,4 +114,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -103,7 +103,6 @@ def test_a_template_that_writes_the_last_answer_differently() -> None:
     assert learnt(sample, using) == ["first<|im_end|>\n", "<think></think>last<|im_end|>\n"]
 
 
-@settings(deadline=None, max_examples=40)
 @given(contents=st.lists(st.text("ab <>|\n:é🌍", max_size=8), min_size=1, max_size=6))
 def test_what_is_learnt_is_what_the_assistant_says(contents: list[str]) -> None:
     using = TOKENIZER

@@ -194,7 +194,7 @@ def files(draw: st.DrawFn) -> bytes:
     return bytes(data[:end]) + b"\0" * max(0, end - len(data))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=files())
 def test_any_file_is_read_rightly_or_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / NAME).write_bytes(data)

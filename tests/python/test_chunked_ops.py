@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,7 +84,6 @@ def distance(some: torch.Tensor, others: torch.Tensor) -> float:
 # --- linear_cross_entropy: values ---
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     tokens=st.integers(0, 40),
     width=st.integers(1, 9),

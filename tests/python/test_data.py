@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from roundpipe.data.balance import BalancedSplit, balance, balanced_config, split_balanced
@@ -148,7 +148,6 @@ def cost(length: int, quadratic: float) -> float:
     return length + quadratic * length * length
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6),
     parts=st.integers(1, 3),

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from programs import ProgramRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -42,14 +43,17 @@ def test_flags_are_known(flag: str) -> None:
     assert flag in ("", "no-run")
 
 
+@pytest.fixture(scope="module")
+def runner() -> Iterator[ProgramRunner]:
+    with ProgramRunner({**os.environ, "ROUNDPIPE_DEVICES": "virtual:2,debug"}) as runner:
+        yield runner
+
+
 @pytest.mark.parametrize("code", [pytest.param(code, id=name) for name, flag, code in EXAMPLES if flag == ""])
-def test_example_runs(code: str, tmp_path: Path) -> None:
+def test_example_runs(code: str, runner: ProgramRunner, tmp_path: Path) -> None:
     program = tmp_path / "example.py"
     program.write_text(code)
-    environment = {**os.environ, "ROUNDPIPE_DEVICES": "virtual:2,debug"}
-    result = subprocess.run(
-        [sys.executable, program.name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
-    )
+    result = runner.run(program, cwd=tmp_path)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
 
 

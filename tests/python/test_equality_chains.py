@@ -23,8 +23,6 @@ from reference_loops import (
 )
 from roundpipe import RoundPipe, RoundPipeRunConfig, devices
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture(autouse=True, params=[1, 3])
 def _devices(request: pytest.FixtureRequest) -> None:

@@ -18,8 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from reference_loops import BASE_SEED, Pair, plan_of, use_devices
 from roundpipe import RoundPipeRunConfig
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @dataclass
 class Case:
@@ -687,11 +685,14 @@ def plan_for(cuts: str, layers: int, fused: bool) -> Any:
 
 
 def pairs() -> Iterator[Any]:
-    for name, case in CASES.items():
-        for setting in SETTINGS:
+    for row, (name, case) in enumerate(CASES.items()):
+        for column, setting in enumerate(SETTINGS):
             # Outside of the pipeline a loss draws from the caller's own generator.
             if setting.fused or case.mergeable:
-                yield pytest.param(name, setting, id=f"{name}-{setting}")
+                # These three have both grains, fused and split, several devices and several microbatches, in any row.
+                quick = (column - row) % len(SETTINGS) in (0, 2, 4)
+                marks = () if quick else pytest.mark.long
+                yield pytest.param(name, setting, id=f"{name}-{setting}", marks=marks)
 
 
 @pytest.mark.parametrize(("name", "setting"), list(pairs()))

@@ -25,8 +25,6 @@ from reference_loops import (
 )
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Adds(nn.Module):
     """Adds to its input in place, and hands the input's mean on beside it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 
 from reference_loops import BASE_SEED, assert_same, assert_same_model, cut, fused_loop, seeds_of, use_devices
 from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig, devices, wrap_model_to_roundpipe
-
-pytestmark = pytest.mark.timeout(60)
+from sweeps import sweep
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -136,8 +134,7 @@ def test_asynchronous_is_one_step_old(name: str) -> None:
     run.synchronize()
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("microbatches", [1, 4])
+@sweep("count, microbatches", [1, 2, 3, 4, 8], [1, 4], together=1)
 def test_asynchronous_on_any_number_of_devices(count: int, microbatches: int) -> None:
     use_devices(count)
     run = Run(build(), OPTIMIZERS["adamw"], microbatches)
@@ -147,10 +144,10 @@ def test_asynchronous_on_any_number_of_devices(count: int, microbatches: int) ->
     run.synchronize()
 
 
-@pytest.mark.parametrize("pattern", list(itertools.product("as", repeat=4)), ids="".join)
-def test_mixed_steps(pattern: tuple[str, ...]) -> None:
+@sweep("first, second, third, fourth", *["as"] * 4)
+def test_mixed_steps(first: str, second: str, third: str, fourth: str) -> None:
     run = Run(build(), OPTIMIZERS["momentum"])
-    for step, kind in enumerate(pattern):
+    for step, kind in enumerate((first, second, third, fourth)):
         run.call(step)
         run.step(plain_update, is_async=kind == "a")
     run.call(9)
@@ -298,10 +295,14 @@ def summed_in_float(layers: nn.Sequential, x: Tensor, y: Tensor, microbatches: i
     return sum(losses[1:], losses[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("optim_dtype", [torch.float32, torch.float64, None], ids=str)
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("is_async", [True, False])
+@sweep(
+    "optim_dtype, microbatches, is_async, dtype",
+    [torch.float32, torch.float64, None],
+    [1, 3],
+    [True, False],
+    [torch.bfloat16, torch.float16],
+    ids=str,
+)
 def test_weights_of_16_bits(
     optim_dtype: torch.dtype | None, microbatches: int, is_async: bool, dtype: torch.dtype
 ) -> None:

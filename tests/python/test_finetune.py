@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import nbclient
 import nbformat
@@ -18,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import roundpipe
+from programs import ProgramRunner
 from roundpipe.data.chat import load_chat
 from roundpipe.data.samples import IGNORED
 from tiny_chat import byte_tokenizer, chat_file, model_folder
@@ -34,9 +37,16 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "ROUNDPIPE_DEVICES": "virtual:2"}
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(PROGRAM), *map(str, arguments)]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+class Run(Protocol):
+    """Runs the example with these arguments."""
+
+    def __call__(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]: ...
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with ProgramRunner(environment()) as runner:
+        yield functools.partial(runner.run, PROGRAM)
 
 
 def losses(output: str) -> dict[str, float]:
@@ -66,7 +76,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(chat: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def trained(run: Run, chat: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A folder with all weights trained, and what the run printed."""
     folder = tmp_path_factory.mktemp("trained") / "new"
     result = run(base, chat, folder, "--lr", "1e-2", "--epochs", "10", *SIZES)
@@ -91,7 +101,7 @@ def test_all_weights(trained: tuple[Path, str], base: Path, chat: Path) -> None:
     )
 
 
-def test_lora(trained: tuple[Path, str], tmp_path: Path) -> None:
+def test_lora(run: Run, trained: tuple[Path, str], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     base, _ = trained
     chat = chat_file(tmp_path / "chat.jsonl", capitals=True)
@@ -105,7 +115,7 @@ def test_lora(trained: tuple[Path, str], tmp_path: Path) -> None:
     assert printed["after"] == pytest.approx(plain_loss(plain.eval(), tokenizer, chat), abs=1e-3)
 
 
-def test_rows_of_one_conversation(base: Path, chat: Path, tmp_path: Path) -> None:
+def test_rows_of_one_conversation(run: Run, base: Path, chat: Path, tmp_path: Path) -> None:
     result = run(base, chat, tmp_path / "out", "--no-packing", "--steps", "3", *SIZES)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "step 3/3" in result.stdout
@@ -131,8 +141,7 @@ def test_interrupted_run_saves(base: Path, chat: Path, tmp_path: Path) -> None:
     assert losses("".join(lines))["after"] == pytest.approx(loss, abs=1e-3)
 
 
-def test_mistakes_end_with_a_message(base: Path, chat: Path, tmp_path: Path) -> None:
-    """Each in a process would take long; what raises is the package, and the example prints it."""
+def test_mistakes_end_with_a_message(run: Run, base: Path, tmp_path: Path) -> None:
     long = tmp_path / "long.jsonl"
     long.write_text("".join(json.dumps({"prompt": "a", "completion": "b" * 400}) + "\n" for _ in range(4)))
     for arguments, message in (
@@ -152,12 +161,12 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(not cell.outputs and cell.execution_count is None for cell in cells)
     # A kernel of this Python, whichever others the machine has.
     install = [sys.executable, "-m", "ipykernel", "install", "--prefix", str(tmp_path), "--name", "of-this-test"]
-    subprocess.run(install, check=True, capture_output=True, timeout=60)
+    subprocess.run(install, check=True, capture_output=True)
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     resources = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=120, kernel_name="of-this-test", resources=resources).execute()
+    nbclient.NotebookClient(notebook, timeout=None, kernel_name="of-this-test", resources=resources).execute()
     text = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
     printed = losses(text)
     assert printed["after"] < 0.6 * printed["before"]

@@ -14,6 +14,7 @@ import roundpipe
 from causal_models import ALL, WITH_PRESET, build, packed_batch, padded_batch, tokens
 from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.following.parts import After, Before, OwnLayer
+from sweeps import sweep
 
 ONE = RoundPipeRunConfig(num_microbatch=1)
 
@@ -48,14 +49,16 @@ def check_gradients(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tenso
             torch.testing.assert_close(mine[name] / scale, theirs[name] / scale, rtol=0, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("batch", [padded_batch(), packed_batch()], ids=["padded", "packed"])
-@pytest.mark.parametrize("grain", ["stage", "layer"])
-@pytest.mark.parametrize("name", ALL)
-def test_bits_of_the_plain_model(name: str, grain: Any, batch: dict[str, Any]) -> None:
+BATCHES = {"padded": padded_batch, "packed": packed_batch}
+
+
+@sweep("name, grain, batch", ALL, ["stage", "layer"], BATCHES)
+def test_bits_of_the_plain_model(name: str, grain: Any, batch: str) -> None:
     model = build(name)
-    plain, theirs = run_plain(copy.deepcopy(model), batch)
+    inputs = BATCHES[batch]()
+    plain, theirs = run_plain(copy.deepcopy(model), inputs)
     wrapped = wrap(model, RoundPipeRunConfig(num_microbatch=1, recompute_grain=grain))
-    loss = wrapped.forward_backward(input_kwargs=batch)
+    loss = wrapped.forward_backward(input_kwargs=inputs)
     wrapped.synchronize()
     assert torch.equal(loss, plain.loss.detach())
     check_gradients(gradients(model), theirs, exact=True)

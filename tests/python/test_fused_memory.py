@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
+from sweeps import sweep
 
 WIDTH, LAYERS = 2048, 16  # 67 M parameters
 
@@ -19,14 +19,17 @@ def run(moments: str, mode: str) -> dict[str, Any]:
     command = [sys.executable, str(program), moments, mode, str(WIDTH), str(LAYERS)]
     # glibc would keep what the virtual device has freed, which is not the host's memory to be measured.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-@pytest.mark.parametrize(("moments", "bytes_each"), [("float32", 14.0), ("8bit", 8.05)])
-def test_bytes_a_parameter(moments: str, bytes_each: float, mode: str) -> None:
+BYTES_EACH = {"float32": 14.0, "8bit": 8.05}  # of a parameter, by the kind of moments
+
+
+@sweep("moments, mode", BYTES_EACH, ["async", "sync"], together=1)
+def test_bytes_a_parameter(moments: str, mode: str) -> None:
+    bytes_each = BYTES_EACH[moments]
     measured = run(moments, mode)
     count = WIDTH * WIDTH * LAYERS
     assert measured["parameters"] == count

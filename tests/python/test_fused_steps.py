@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import roundpipe
-from fused_reference import FusedPair, squared_error
+from fused_reference import FusedPair, fused_adamw, squared_error
 from reference_loops import assert_same, use_devices
 from roundpipe import GradScaler, RoundPipe
 
@@ -24,7 +24,7 @@ def build(dtype: torch.dtype = torch.float32, layers: int = 5) -> nn.Sequential:
 
 
 def adamw(masters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([m for _, m in masters], **OPTIONS, fused=True)
+    return fused_adamw([m for _, m in masters], **OPTIONS)
 
 
 def pair(model: nn.Sequential, **options: Any) -> FusedPair:
@@ -101,7 +101,7 @@ def test_schedulers_and_groups(is_async: bool) -> None:
             if master.dim() < 2:
                 options["weight_decay"] = 0.0
             groups.append(options)
-        return torch.optim.AdamW(groups, **OPTIONS, fused=True)
+        return fused_adamw(groups, **OPTIONS)
 
     run = FusedPair(build(torch.bfloat16), ours, theirs)
     make = torch.optim.lr_scheduler.LambdaLR

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 import roundpipe
-from causal_models import build, packed_batch, padded_batch
+from causal_models import build, padded_batch
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
-from test_following import check_gradients, gradients
+from sweeps import sweep
+from test_following import BATCHES, check_gradients, gradients
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -70,15 +71,14 @@ def test_bits_of_peft_alone(kind: str, order: str) -> None:
     check_bits(model, plain, padded_batch())
 
 
-@pytest.mark.parametrize("batch", [padded_batch(), packed_batch()], ids=["padded", "packed"])
-@pytest.mark.parametrize("grain", ["stage", "layer"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_architectures(name: str, grain: Any, batch: dict[str, Any]) -> None:
+@sweep("name, grain, batch", ARCHITECTURES, ["stage", "layer"], BATCHES)
+def test_architectures(name: str, grain: Any, batch: str) -> None:
     roundpipe.devices("virtual:4,debug")
+    inputs = BATCHES[batch]()
     model, plain = make(name, "peft first", adapters(), microbatches=4, grain=grain)
-    expected = plain(**batch, use_cache=False).loss
+    expected = plain(**inputs, use_cache=False).loss
     expected.backward()
-    loss = model.forward_backward(input_kwargs=batch)
+    loss = model.forward_backward(input_kwargs=inputs)
     model.synchronize()
     torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-5)
     check_gradients(gradients(model), gradients(plain), exact=False)

@@ -121,7 +121,12 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+IN_EVERY_RUN = {"llama 64", "llama with a large vocabulary", "llama in bf16", "mixture 64", "mixture of 16", "conv 8"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.long) for name in CASES]
+)
 def test_the_peak_is_as_predicted(name: str) -> None:
     pool = roundpipe.devices("virtual:2")
     case = CASES[name]()

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _Replicate
 
@@ -50,7 +50,6 @@ def batches(draw: st.DrawFn) -> tuple[Any, int]:
     return {"batch": draw(tensor), "rest": draw(tree)}, draw(st.integers(1, size))
 
 
-@settings(deadline=None)
 @given(batches())
 def test_split_then_merge_is_identity(batch: tuple[Any, int]) -> None:
     tree, n = batch
@@ -69,7 +68,6 @@ def test_sizes_are_those_of_tensor_split_and_views() -> None:
     assert all(kwargs["flag"] is True and kwargs["scale"].dim() == 0 for _, kwargs in parts)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8), st.data())
 def test_gradients_flow_through_split_and_merge(size: int, data: st.DataObject) -> None:
     n = data.draw(st.integers(1, size))

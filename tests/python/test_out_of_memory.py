@@ -11,6 +11,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from sweeps import sweep
 
 WIDTH = 128
 LAYERS = 6
@@ -78,15 +79,16 @@ def notices_of(train_it: Callable[[], Outcome]) -> tuple[Outcome, list[str]]:
     return outcome, [str(entry.message) for entry in caught if entry.category is RuntimeWarning]
 
 
-@pytest.mark.parametrize(
-    "block",
-    [Block, lambda: Block(batch_norm=True), lambda: Block(dropout=0.2)],
-    ids=["layer norm", "buffers", "random numbers"],
-)
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_stage_that_does_not_fit_runs_by_layer_with_the_same_bits(
-    block: Callable[[], nn.Module], devices: int
-) -> None:
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "layer norm": Block,
+    "buffers": lambda: Block(batch_norm=True),
+    "random numbers": lambda: Block(dropout=0.2),
+}
+
+
+@sweep("kind, devices", BLOCKS, [1, 2], together=1)
+def test_a_stage_that_does_not_fit_runs_by_layer_with_the_same_bits(kind: str, devices: int) -> None:
+    block = BLOCKS[kind]
     ample = train(f"virtual:{devices}", block)
     cap_bytes = max(ample.peaks) * 3 // 4
     tight, notices = notices_of(lambda: train(f"virtual:{devices},memory={cap_bytes},debug", block))

@@ -194,13 +194,7 @@ def cases(draw: Draw) -> Case:
     )
 
 
-@settings(
-    max_examples=200,
-    derandomize=True,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(case=cases())
 def test_same_bits_as_the_slow_loop(case: Case) -> None:
     roundpipe.devices(f"virtual:{case.devices}{case.cap},debug")

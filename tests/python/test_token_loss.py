@@ -42,7 +42,7 @@ uneven = st.lists(st.integers(0, 8), min_size=2, max_size=6).filter(any)
 
 @pytest.mark.parametrize("name", ["llama", "bart"])
 @pytest.mark.parametrize("options", [{}, CHUNKED], ids=["plain", "chunked"])
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=settings.default.max_examples // 5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(counts=uneven, data=st.data())
 def test_rows_with_very_uneven_label_counts(name: str, options: Any, counts: list[int], data: Any) -> None:
     batch = {"input_ids": tokens(len(counts))}

@@ -1,0 +1,49 @@
+"""Sweeps over several axes of which `make test` takes a few cases, and `make test-all` every one."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+
+def sweep(
+    names: str, *axes: Iterable[Any], ids: Callable[[Any], str] | None = None, together: int = 2
+) -> pytest.MarkDecorator:
+    """Parametrizes a test over the product of `axes`; the cases beyond a covering few are marked `long`.
+
+    Args:
+        names: of the arguments, separated by commas, in the order of `axes`.
+        ids: as pytest's.
+        together: every combination of values of so many axes is among the few; 2: each pair, 1: each value.
+    """
+    values = [list(axis) for axis in axes]
+    few = covering([len(axis) for axis in values], together)
+    cases = []
+    for case in itertools.product(*(range(len(axis)) for axis in values)):
+        chosen = [axis[index] for axis, index in zip(values, case, strict=True)]
+        cases.append(pytest.param(*chosen, marks=() if case in few else pytest.mark.long))
+    return pytest.mark.parametrize(names, cases, ids=ids)
+
+
+def covering(sizes: list[int], together: int) -> set[tuple[int, ...]]:
+    """A few cases, one index for each axis, in which any `together` axes have every combination of their values."""
+    groups = list(itertools.combinations(range(len(sizes)), min(together, len(sizes))))
+
+    def covers(case: tuple[int, ...]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+        return {(group, tuple(case[axis] for axis in group)) for group in groups}
+
+    every = list(itertools.product(*map(range, sizes)))
+    missing = set().union(*map(covers, every))
+    few: set[tuple[int, ...]] = set()
+    uses: Counter[tuple[int, int]] = Counter()
+    while missing:
+        # Of equals the one whose values were used least, so that they take turns.
+        best = max(every, key=lambda case: (len(covers(case) & missing), -sum(uses[use] for use in enumerate(case))))
+        few.add(best)
+        uses.update(enumerate(best))
+        missing -= covers(best)
+    return few
