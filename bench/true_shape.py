@@ -44,6 +44,8 @@ RANK = 16
 MICROBATCHES = 2
 # Of the loss, against plain transformers in the same bf16: microbatches and chunks round in another order.
 LOSS_TOLERANCE = 2e-3
+# gpt-oss has no fused attention in transformers: what it holds cannot be told from shapes.
+SUPPORTED = [name for name in MODELS if name != "gpt-oss-20b"]
 # How far the peak may lie above the prediction, and below it.
 ABOVE, BELOW = 0.03, 0.25
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -118,7 +120,7 @@ def run_layers(name: str, model: PublishedModel, layers: int, tokens: int, quick
     like = layers_of_shapes(shapes)
     waits = _core.Engine.current().copies_on_compute_cores()
     from_shapes = predict_device(
-        [wrapped.last_plan()], like.sizes, like.footprints, "stage", 0, limit_bytes=MEMORY_BYTES, waits=waits
+        [wrapped.last_plan()] * 3, like.sizes, like.footprints, "stage", 0, limit_bytes=MEMORY_BYTES, waits=waits
     )
     return {
         "name": name,
@@ -222,12 +224,12 @@ def run_case(case: str, tokens: int, quick: bool) -> dict[str, Any]:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--tokens", type=int, default=256, help="of a microbatch of the layers that run")
-    arguments.add_argument("--models", nargs="+", default=["Qwen3-32B", "Qwen3-235B-A22B"], choices=list(MODELS))
+    arguments.add_argument("--models", nargs="+", default=[*SUPPORTED], choices=SUPPORTED)
     arguments.add_argument("--at", type=int, default=8192, help="tokens of a microbatch of the whole models")
     arguments.add_argument("--case", choices=["layers-32b", "layers-235b", "head-32b"], help=argparse.SUPPRESS)
     options = arguments.parse_args()
     if options.quick:
-        options.tokens, options.at = 64, 1024
+        options.tokens, options.at, options.models = 64, 1024, SUPPORTED[-2:]
     if options.case:
         import json
 
