@@ -57,7 +57,9 @@ def main() -> None:
     report = Report("Host memory of the published models, predicted from their configurations", options.out)
     report("Sources: " + ", ".join(f"huggingface.co/{MODELS[name].source}" for name in names) + " (config.json).")
     report("")
-    report("**Predicted**, GB (parameters in billions; LoRA: rank 16 on the attention's projections, adapters in fp32):")
+    report(
+        "**Predicted**, GB (parameters in billions; LoRA: rank 16 on the attention's projections, adapters in fp32):"
+    )
     report("")
     header = ["model", "parameters", "trained", "weights", "gradients", "fp32 masters", "moments", "ours"]
     header += ["ours, 8-bit moments", "published layout", "ours / published"]

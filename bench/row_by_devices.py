@@ -66,8 +66,8 @@ def main() -> None:
     report = Report("The longest row by the number of devices, under the same cap for each", options.out)
     report(
         f"A Llama of {LAYERS} layers, hidden size 64, MLPs of 192, fp32, {ROWS} microbatches of one row, one layer a "
-        f"stage, recomputed by layer. Each virtual device has {options.memory_mib} MiB. Lengths are multiples of {STEP}; "
-        "closer to the edge it depends on what is on its way when memory runs out:"
+        f"stage, recomputed by layer. Each virtual device has {options.memory_mib} MiB. Lengths are multiples of "
+        f"{STEP}; closer to the edge it depends on what is on its way when memory runs out:"
     )
     report("")
     losses: dict[int, set[float]] = {}
@@ -89,7 +89,9 @@ def main() -> None:
         rows.append([str(count), f"{low:,}", f"{high:,}", f"{peak / 2**20:.2f}"])
     report.table(["devices", "longest row that trained", "does not fit", "peak of the fullest device, MiB"], rows)
     several = {tokens: found for tokens, found in losses.items() if len(found) > 1}
-    report(f"Losses at {len(losses)} lengths, the same bits on every number of devices that trained them: {not several}.")
+    report(
+        f"Losses at {len(losses)} lengths, the same bits on every number of devices that trained them: {not several}."
+    )
     report("")
     report.close()
     if several:

@@ -32,7 +32,7 @@ from torch import nn
 import roundpipe
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig, _core, wrap_model_to_roundpipe
 from roundpipe.footprint import measure as measure_layers
-from roundpipe.memory_prediction import LayerBytes, predict_device
+from roundpipe.memory_prediction import predict_device
 from roundpipe.planning.fit import Fit, costs_of_shapes, fit, layers_of_shapes, longest_row
 from roundpipe.planning.schedules import Request
 from roundpipe.planning.shapes import make_model, measure
@@ -150,7 +150,9 @@ class _Head(nn.Module):
 
         hidden, labels = value
         shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
-        return linear_cross_entropy(self.norm(hidden).flatten(0, 1), self.head.weight, shifted.flatten(), reduction="mean")
+        return linear_cross_entropy(
+            self.norm(hidden).flatten(0, 1), self.head.weight, shifted.flatten(), reduction="mean"
+        )
 
 
 def run_head(name: str, model: PublishedModel, tokens: int, quick: bool) -> dict[str, Any]:
@@ -257,9 +259,11 @@ def measured_part(report: Report, options: argparse.Namespace) -> list[str]:
         ratio = run["measured"] / run["shapes"]
         off = abs(run["loss"] / run["expected"] - 1)
         rows.append(
-            [run["name"], str(run["layers"]), gigabytes(run["layer_bytes"]), gigabytes(run["measured"])]
-            + [gigabytes(run["predicted"]), gigabytes(run["shapes"]), f"{ratio:.3f}"]
-            + [f"{run['loss']:.5f}", f"{run['expected']:.5f}", f"{run['second']:.5f}", gigabytes(run["rss"])]
+            [
+                *(run["name"], str(run["layers"]), gigabytes(run["layer_bytes"]), gigabytes(run["measured"])),
+                *(gigabytes(run["predicted"]), gigabytes(run["shapes"]), f"{ratio:.3f}"),
+                *(f"{run['loss']:.5f}", f"{run['expected']:.5f}", f"{run['second']:.5f}", gigabytes(run["rss"])),
+            ]
         )
         if not options.quick and not 1 - BELOW < ratio < 1 + ABOVE:
             wrong.append(f"{run['name']}: {ratio:.3f} of what was predicted from shapes")
@@ -270,10 +274,10 @@ def measured_part(report: Report, options: argparse.Namespace) -> list[str]:
     report.table(header, rows)
     head = in_process(options, "head-32b")
     report(
-        f"**Measured**: the last norm, head and loss of {head['name']} with its real vocabulary, {head['tokens']} tokens, "
-        f"forward and backward on the host: {gigabytes(head['measured'])} GB at the most beyond the weights "
-        f"({gigabytes(head['layer_bytes'])} GB). Predicted from shapes: {gigabytes(head['shapes'])} GB, which counts one "
-        "more chunk of logits, since not every device computes a softmax in place."
+        f"**Measured**: the last norm, head and loss of {head['name']} with its real vocabulary, {head['tokens']} "
+        f"tokens, forward and backward on the host: {gigabytes(head['measured'])} GB at the most beyond the weights "
+        f"({gigabytes(head['layer_bytes'])} GB). Predicted from shapes: {gigabytes(head['shapes'])} GB, which counts "
+        "one more chunk of logits, since not every device computes a softmax in place."
     )
     report("")
     return wrong
@@ -282,8 +286,8 @@ def measured_part(report: Report, options: argparse.Namespace) -> list[str]:
 def predicted_part(report: Report, options: argparse.Namespace) -> None:
     found = {name: whole_model(MODELS[name], options.at, options.quick) for name in options.models}
     report(
-        f"**Predicted** for the whole models, 8 devices of {gigabytes(MEMORY_BYTES)} GB, 16 microbatches of one row. The "
-        f"fullest device at {options.at:,} tokens, GB:"
+        f"**Predicted** for the whole models, 8 devices of {gigabytes(MEMORY_BYTES)} GB, 16 microbatches of one row. "
+        f"The fullest device at {options.at:,} tokens, GB:"
     )
     report("")
     header = ["model", "parameters", "weights", "gradients", "values", "work", "together", "fits", "recomputes by"]

@@ -1,4 +1,4 @@
-"""Whether a model fits a machine, predicted before anything is loaded: a plan within the devices' memory, and the host."""
+"""Whether a model fits a machine, predicted before anything is loaded: a plan within the devices' memory."""
 
 from __future__ import annotations
 

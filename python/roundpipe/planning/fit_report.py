@@ -22,6 +22,7 @@ class FitReport:
         host_memory: what there is; None: not said.
         unknown: what the prediction leaves out; empty: nothing.
         predict: from tokens of a row to a prediction; None where costs do not say how they grow.
+        adapters: the host's, were adapters alone trained; None: they are, or costs do not say.
     """
 
     fit: Fit
@@ -30,6 +31,7 @@ class FitReport:
     host_memory: int | None
     unknown: str = ""
     predict: Callable[[int], Fit] | None = None
+    adapters: Callable[[], HostPrediction] | None = None
 
     @property
     def host_fits(self) -> bool:
@@ -85,7 +87,7 @@ class FitReport:
     def _host_change(self, there: int) -> str:
         if self.host_8bit.total <= there:
             return 'moments="8bit" in the optimizer'
-        if self.host.gradients > self.host.weights // 2 and self.host.weights + self.host.values <= there:
+        if self.adapters is not None and self.adapters().total <= there:
             return f"--train lora (the weights take {_gb(self.host.weights)} GB)"
         return f"--host-memory {_enough(self.host.total)}"
 

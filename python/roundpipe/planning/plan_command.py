@@ -28,7 +28,7 @@ from roundpipe.planning.commands import (
 )
 
 if TYPE_CHECKING:
-    from roundpipe import _core
+    from roundpipe.budget import HostPrediction
     from roundpipe.planning.fit import Fit, Layers
     from roundpipe.planning.fit_report import FitReport
     from roundpipe.planning.schedules import Request
@@ -154,9 +154,7 @@ def _shapes(model: str, tokens: int | None, train: str | None, inference: bool) 
     return measure_folder(model, int(_positive("tokens", tokens, _TOKENS)), "lora" if train == "lora" else "full")
 
 
-def _memory(
-    found: Fit, layers: Layers, shapes: ModelShapes | None, host_memory: int | None, source: str
-) -> FitReport:
+def _memory(found: Fit, layers: Layers, shapes: ModelShapes | None, host_memory: int | None, source: str) -> FitReport:
     from roundpipe.planning.fit_report import FitReport, host_of_costs
 
     if shapes is None:
@@ -178,12 +176,20 @@ def _memory(
         request: Request = dataclasses.replace(found.request, costs=costs, effort=_QUICK_EFFORT)
         return fitting.fit(request, fitting.layers_of_shapes(longer), found.memory)
 
+    def adapters() -> HostPrediction:
+        from roundpipe.planning.model_folder import LORA_RANK
+        from roundpipe.planning.shapes import make_model, measure
+
+        config: Any = meta.config
+        return measure(make_model(config, LORA_RANK), 1, shapes.name).host(values=found.values)
+
     return FitReport(
         found,
         shapes.host("float32", found.values),
         shapes.host("8bit", found.values),
         host_memory,
         predict=predict,
+        adapters=adapters if shapes.trained == shapes.parameters else None,
     )
 
 

@@ -41,7 +41,7 @@ _OWN: dict[Any, Callable[..., int]] = {
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
 
 
-class ShapeMeter(TorchDispatchMode):
+class ShapeMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within its block: the bytes of all tensors made there that still live, the most at a time, and operations.
 
     What a kernel takes for itself while it runs (workspaces, copies in another layout) is not seen.
@@ -56,7 +56,7 @@ class ShapeMeter(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.current_bytes = 0
         self.peak_bytes = 0
         self.flops = 0

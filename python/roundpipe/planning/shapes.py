@@ -7,6 +7,7 @@ taken to be fused, feed-forward blocks to treat each token by itself; a run chec
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -80,7 +81,9 @@ class ModelShapes:
         return dataclasses.replace(predict_model(self.model, moments, tied), values=values)
 
 
-def make_model(config: PretrainedConfig, lora_rank: int | None = None, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def make_model(
+    config: PretrainedConfig, lora_rank: int | None = None, dtype: torch.dtype = torch.bfloat16
+) -> nn.Module:
     """The model on the meta device.
 
     Args:
@@ -93,9 +96,12 @@ def make_model(config: PretrainedConfig, lora_rank: int | None = None, dtype: to
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(_ATTENTION, _fused_attention)
+    config = copy.deepcopy(config)
+    config._attn_implementation = None  # transformers chooses, as it does for a run
+    maker: Any = AutoModelForCausalLM
     try:
         with _META:
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: Any = maker.from_config(config, dtype=dtype)
     except (KeyError, ValueError) as error:
         raise ValueError(f"[shapes] transformers makes no causal language model of it: {error}") from None
     if model.config._attn_implementation != "sdpa":
@@ -112,8 +118,8 @@ def make_model(config: PretrainedConfig, lora_rank: int | None = None, dtype: to
         adapters = LoraConfig(r=lora_rank, target_modules=sorted(linear), task_type="CAUSAL_LM")
         with _META:
             model = get_peft_model(model, adapters, low_cpu_mem_usage=True)
-    model.train()
-    return model
+    made: nn.Module = model.train()
+    return made
 
 
 def measure(model: nn.Module, tokens: int, name: str = "model") -> ModelShapes:
@@ -191,20 +197,18 @@ def _size(modules: list[nn.Module], tied: set[int]) -> LayerBytes:
 class _Walk:
     """One forward of the model, with its layers run apart."""
 
-    def __init__(self, model: nn.Module, inner: nn.Module, tokens: int) -> None:
+    def __init__(self, model: nn.Module, inner: Any, tokens: int) -> None:
         self._model = model
-        self._inner: Any = inner
+        self._inner = inner
         self._layers = list(find_layers(inner))
         self._ids = torch.empty((1, tokens), dtype=torch.int64, device=_META)
         ends = self._inner.get_input_embeddings(), self._inner.get_output_embeddings()
         self._tied = {id(p) for p in ends[0].parameters()} & {id(p) for p in ends[1].parameters()}
         self._meter = ShapeMeter([*model.parameters(), *model.buffers(), self._ids])
-        self._calls: list[tuple[int, Any]] = []
         self._known: dict[Any, tuple[LayerFootprint, int, int, Any]] = {}
         self._shapes: list[LayerShape] = []
         self._flops = self._base = 0
-        # Of the first and the last call of a layer: freed meanwhile, it would be taken for room that what comes after has
-        # made.
+        # Of the first and the last call of a layer: freed meanwhile, it would count as room made by what comes after.
         self._held: list[Any] = []
 
     def run(self) -> list[LayerShape]:
