@@ -14,7 +14,8 @@ import typer
 
 from roundpipe.demo.command import demo
 from roundpipe.export.command import export
-from roundpipe.planning.commands import emulate, plan, simulate
+from roundpipe.planning.commands import emulate, simulate
+from roundpipe.planning.plan_command import plan
 
 app = typer.Typer(
     name="roundpipe",

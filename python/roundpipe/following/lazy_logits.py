@@ -42,11 +42,12 @@ class LazyLogits(torch.Tensor):
     ) -> LazyLogits:
         """Without computing them."""
         dtype = hidden.dtype
-        if torch.is_autocast_enabled(hidden.device.type):
+        if not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
         if "float32" in steps:
             dtype = torch.float32
-        meta = torch.empty((*hidden.shape[:-1], weight.shape[0]), dtype=dtype, device="meta")
+        # Of one element: what counts bytes of tensors without data must not count these.
+        meta = torch.empty((), dtype=dtype, device="meta").expand(*hidden.shape[:-1], weight.shape[0])
         made: LazyLogits = torch.Tensor._make_subclass(LazyLogits, meta, False)
         made.hidden, made.weight, made.bias, made.steps = hidden, weight, bias, steps
         return made

@@ -1,4 +1,4 @@
-"""The `roundpipe simulate` and `roundpipe plan` commands. The work is imported when one runs."""
+"""The `roundpipe simulate` and `roundpipe emulate` commands. The work is imported when one runs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 
 if TYPE_CHECKING:
     from roundpipe import _core
+    from roundpipe.planning.costs import CostSet
     from roundpipe.planning.pictures import Span
     from roundpipe.planning.schedules import Prediction, Request
 
@@ -51,7 +52,7 @@ TraceOption = Annotated[
 
 
 def make_request(
-    costs: str,
+    costs: str | CostSet,
     devices: int | None,
     microbatches: int,
     mode: str,
@@ -77,7 +78,7 @@ def make_request(
     require(max_traffic >= 0, "max-traffic", max_traffic, "0 (no limit) or more")
     require(keep >= 1, "keep", keep, "at least 1")
     require(effort is None or effort >= 0, "effort", effort, "0 or more")
-    cost_set = load(costs)
+    cost_set = load(costs) if isinstance(costs, str) else costs
     return Request(
         costs=cost_set,
         cluster=cost_set.cluster(devices, None if memory is None else _core.parse_bytes(memory)),
@@ -155,59 +156,6 @@ def simulate(
     )
 
 
-def plan(
-    costs: CostsArgument,
-    devices: DevicesOption = None,
-    microbatches: MicrobatchesOption = 16,
-    mode: Annotated[str, typer.Option(help="async, sync or inference.")] = "async",
-    max_traffic: TrafficOption = 0.0,
-    memory: MemoryOption = None,
-    keep: KeepOption = 1,
-    replicas: ReplicasOption = True,
-    effort: EffortOption = None,
-    as_json: JsonOption = False,
-    save: Annotated[Path | None, typer.Option(help="Write the stages to this file, for ModelExecutePlan.load.")] = None,
-    steps_shown: StepsShownOption = 2,
-    png: PngOption = None,
-    html: HtmlOption = None,
-    trace: TraceOption = None,
-) -> None:
-    """Choose stages, replicas and order for a model and a machine, and say why."""
-    from roundpipe import _core
-    from roundpipe.execute_plan import ModelExecutePlan
-    from roundpipe.planning.schedules import choose, timeline_of
-
-    inference = mode == "inference"
-    request = make_request(
-        costs, devices, microbatches, "async" if inference else mode, max_traffic, memory, keep, replicas, effort
-    )
-    choices = choose(request, _core.PlanMode.INFERENCE if inference else _core.PlanMode.FUSED)
-    best = choices[0]
-    report = {
-        "costs": request.costs.name,
-        "devices": request.devices,
-        "microbatches": request.microbatches,
-        "mode": mode,
-        **describe_choice(best, choices[1:]),
-    }
-    if as_json:
-        typer.echo(json.dumps(report, indent=2))
-    else:
-        _print_choice(request, report)
-    if save is not None:
-        stages = ModelExecutePlan()
-        stages.fwd_plan = [range(stage.first, stage.last) for stage in best.stages.forward]
-        stages.bwd_plan = [range(stage.first, stage.last) for stage in best.stages.backward]
-        stages.save(save)
-    if png or html or trace:
-        timeline, plans = timeline_of(best, request)
-        from roundpipe.planning.pictures import spans_of
-
-        spans = spans_of(timeline, plans, range(steps_shown))
-        title = f"{request.costs.name}, {request.devices} devices, {request.microbatches} microbatches, {mode}"
-        write_pictures([(best.cut, spans)], title, png, html, trace)
-
-
 def emulate(
     costs: CostsArgument,
     devices: DevicesOption = None,
@@ -258,7 +206,8 @@ def emulate(
             }
         )
         shown = [record for step in measured.records[-steps_shown:] for record in step]
-        rows.append((f"{name}, measured: {measured.step_ms:,.1f} ms a step", spans_of_records(shown)))
+        title = f"{name}, measured: bubble {bubble:.1f} %, {measured.step_ms:,.0f} ms a step"
+        rows.append((title, spans_of_records(shown)))
     head = {"costs": request.costs.name, "devices": request.devices, "microbatches": request.microbatches}
     head |= {"mode": mode, "time_scale": time_scale, "steps": steps}
     if as_json:
@@ -387,23 +336,3 @@ def _print_table(request: Request, predictions: list[Prediction]) -> None:
     for prediction in predictions:
         if prediction.choice is not None:
             console.print(f"{prediction.name}: {prediction.choice.cut}", highlight=False, soft_wrap=True)
-
-
-def _print_choice(request: Request, report: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(
-        f"{report['costs']}: {report['devices']} devices, {report['microbatches']} microbatches, {report['mode']}"
-    )
-    console.print(f"  stages     {report['summary']}", markup=False)
-    console.print(f"  step       {report['step_ms']:,.1f} ms, bubble {report['bubble_percent']:.2f} %")
-    console.print(f"  traffic    {report['traffic_ratio']:.2f} x one visit to each layer in each direction")
-    console.print(f"  limited by {report['limit']}")
-    if "next_best" in report:
-        other = report["next_best"]
-        slower = 100 * (other["step_ms"] / report["step_ms"] - 1)
-        console.print(
-            f"  next best  {other['summary']}: {slower:+.2f} % time, {other['traffic_ratio']:.2f} x traffic",
-            markup=False,
-        )

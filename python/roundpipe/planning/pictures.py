@@ -137,28 +137,36 @@ def write_png(path: Path, rows: Sequence[tuple[str, Sequence[Span]]]) -> None:
     from matplotlib.patches import Patch
 
     heights = [1 + max((span.device for span in spans), default=0) for _, spans in rows]
-    figure = Figure(figsize=(14, 0.9 + sum(0.28 * height + 0.7 for height in heights)), layout="constrained")
+    # As wide as a page of text, so that the letters are as large as those around the picture.
+    figure = Figure(figsize=(9.2, 0.8 + sum(0.2 * height + 0.42 for height in heights)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     used: set[str] = set()
+    links = any(span.kind in _PLACE for _, spans in rows for span in spans)
     for panel, (title, spans), height in zip(panels, rows, heights, strict=True):
         for kind in COLOURS:
-            top, share = _PLACE.get(kind, _COMPUTE)
+            top, share = _PLACE.get(kind, _COMPUTE if links else (0.0, 1.0))
             for device in range(height):
                 bars = [(s.start_ms, s.end_ms - s.start_ms) for s in spans if s.device == device and s.kind == kind]
                 if bars:
                     used.add(kind)
                     at = (device - 0.45 + 0.9 * top, 0.9 * share)
-                    panel.broken_barh(bars, at, facecolors=COLOURS[kind], edgecolors="white", linewidths=0.2)
-        panel.set_title(title, loc="left", fontsize=10)
+                    panel.broken_barh(bars, at, facecolors=COLOURS[kind], edgecolors="white", linewidths=0.15)
+        panel.set_title(title, loc="left", fontsize=11, fontweight="bold")
         panel.set_yticks(range(height), [f"device {device}" for device in range(height)], fontsize=8)
         panel.set_ylim(height - 0.5, -0.5)
-    panels[-1].set_xlabel("milliseconds")
+        panel.set_facecolor("#f1f2f4")
+        panel.tick_params(length=0)
+        panel.spines[["top", "right", "left"]].set_visible(False)
+    panels[-1].set_xlim(left=0)
+    panels[-1].margins(x=0.005)
+    panels[-1].xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    panels[-1].set_xlabel("milliseconds", fontsize=9)
     legend = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in used]
     if legend:
-        figure.legend(handles=legend, loc="outside upper right", ncols=len(legend), fontsize=9, frameon=False)
+        figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), fontsize=9, frameon=False)
     temporary = path.with_name(path.name + ".part")
-    figure.savefig(temporary, dpi=110, format="png")
+    figure.savefig(temporary, dpi=200, format="png")
     temporary.replace(path)
 
 

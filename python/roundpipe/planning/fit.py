@@ -1,0 +1,174 @@
+"""Whether a model fits a machine, predicted before anything is loaded: a plan within the devices' memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from roundpipe import _core
+from roundpipe.footprint import LayerFootprint
+from roundpipe.memory_prediction import DeviceMemory, LayerBytes, predict_device
+from roundpipe.planning.costs import CostSet
+from roundpipe.planning.schedules import Request, choose
+from roundpipe.planning.shapes import ModelShapes
+from roundpipe.run_config import RecomputeGrain
+
+# Steps that a prediction follows: devices are given out anew in each.
+_STEPS = 3
+_ATTEMPTS = 5
+# Lengths of rows that are tried are multiples of this.
+ROW_STEP = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """What a plan is made for: the layers of a model, with one microbatch of their values."""
+
+    sizes: Sequence[LayerBytes]
+    footprints: Sequence[LayerFootprint]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """A plan and what it takes.
+
+    Attributes:
+        request: with the costs and the device memory that the plan was made with.
+        choices: the planner's, best first; the first one is what the rest is about.
+        device: on the device that holds most.
+        grain: of the recomputation.
+        values: bytes that wait on the host between stages.
+        memory: of each device; 0 = not limited.
+    """
+
+    request: Request
+    choices: list[_core.PlanChoice]
+    device: DeviceMemory
+    grain: RecomputeGrain
+    values: int
+    memory: int
+
+    @property
+    def fits(self) -> bool:
+        """On the devices."""
+        return not self.memory or self.device.total <= self.memory
+
+
+def layers_of_shapes(shapes: ModelShapes) -> Layers:
+    """Of a model without weights."""
+    return Layers([layer.size for layer in shapes.layers], [layer.footprint for layer in shapes.layers])
+
+
+def layers_of_costs(costs: CostSet) -> Layers:
+    """Of a cost file, as far as it goes: what a layer holds for a moment only is not known. Weights are 16-bit ones."""
+    sizes, footprints, given = [], [], 0
+    for cost in costs.layers:
+        sizes.append(LayerBytes(cost.weight_bytes, cost.gradient_bytes, 2 * cost.gradient_bytes))
+        out = cost.activation_bytes
+        footprints.append(LayerFootprint(given, out, out, cost.saved_bytes, cost.saved_bytes, cost.saved_bytes))
+        given = out
+    return Layers(sizes, footprints)
+
+
+def costs_of_shapes(shapes: ModelShapes, device_tflops: float) -> CostSet:
+    """Costs in time from operations.
+
+    Args:
+        device_tflops: what a device computes, in 1e12 operations a second, as reached and not as advertised.
+    """
+    per_ms = device_tflops * 1e9
+    layers = [
+        _core.LayerCost(
+            forward_ms=layer.forward_flops / per_ms,
+            backward_ms=layer.backward_flops / per_ms,
+            weight_bytes=layer.size.weights,
+            gradient_bytes=layer.size.gradients,
+            activation_bytes=layer.footprint.outputs,
+            saved_bytes=layer.footprint.saved,
+        )
+        for layer in shapes.layers
+    ]
+    return CostSet(shapes.name, layers, first_backward_layer=shapes.first_trained)
+
+
+def fit(request: Request, layers: Layers, memory: int, mode: _core.PlanMode = _core.PlanMode.FUSED) -> Fit:
+    """The best plan within `memory` bytes of each device, or, if there is none, the one that needs least.
+
+    Recomputes by stage where that fits, else by layer.
+    """
+    best: Fit | None = None
+    grains: tuple[RecomputeGrain, ...] = ("stage", "layer")
+    for grain in grains:
+        # The planner counts weights, gradients and saved activations. A plan that leaves room for all else is among
+        # those with less of them.
+        room = memory
+        for _ in range(_ATTEMPTS):
+            found = _with_room(request, layers, grain, room, memory, mode)
+            if found is None:
+                break
+            if best is None or found.device.total < best.device.total:
+                best = found
+            if best.fits:
+                return best
+            room = int(room * min(0.97, memory / found.device.total))
+    room = memory
+    while best is None:
+        # Not even one layer has room: more than there is, so as to say how much it takes.
+        room += room // 4
+        best = _with_room(request, layers, "layer", room, memory, mode)
+    return best
+
+
+def _with_room(
+    request: Request, layers: Layers, grain: RecomputeGrain, room: int, memory: int, mode: _core.PlanMode
+) -> Fit | None:
+    """The planner's plan within `room`; None if a layer is larger."""
+    kept = [
+        _core.LayerCost(
+            forward_ms=cost.forward_ms,
+            backward_ms=cost.backward_ms,
+            recompute_ms=cost.recompute_ms,
+            weight_bytes=cost.weight_bytes,
+            gradient_bytes=cost.gradient_bytes,
+            activation_bytes=cost.activation_bytes,
+            saved_bytes=footprint.saved if grain == "stage" else footprint.outputs,
+        )
+        for cost, footprint in zip(request.costs.layers, layers.footprints, strict=True)
+    ]
+    costs = dataclasses.replace(request.costs, layers=kept)
+    asked = dataclasses.replace(request, costs=costs, cluster=costs.cluster(request.devices, room))
+    try:
+        choices = choose(asked, mode)
+    except ValueError as error:
+        if "bytes on a device" not in str(error):
+            raise
+        return None
+    placer = _core.Placer(choices[0].recipe, kept, asked.cluster, asked.rules())
+    plans = [placer.next() for _ in range(_STEPS)]
+    # The labels are counted with the last layer's inputs.
+    device = predict_device(plans, layers.sizes, layers.footprints, grain, label_bytes=0, limit_bytes=memory)
+    first = {job.layers.first for job in plans[0].jobs if job.phase != "forward"} | {0}
+    values = request.microbatches * sum(layers.footprints[layer].inputs for layer in first)
+    return Fit(asked, choices, device, grain, values, memory)
+
+
+def longest_row(predict: Callable[[int], Fit], limit: int = 1 << 20) -> tuple[int, Fit | None]:
+    """The longest row that is predicted to fit, within 1/32 of it and a multiple of `ROW_STEP`, and its prediction.
+
+    0 and None if not even `ROW_STEP` tokens do.
+
+    Args:
+        predict: from tokens to a prediction.
+        limit: longer rows are not tried.
+    """
+    low, high, best = 0, 0, None
+    guess = min(8 * ROW_STEP, limit)
+    while True:
+        found = predict(guess)
+        if found.fits:
+            low, best = guess, found
+        else:
+            high = guess
+        if low >= limit or (high and high - low <= max(ROW_STEP, low // 32)):
+            return low, best
+        guess = min(2 * low, limit) if not high else (low + high) // 2 // ROW_STEP * ROW_STEP

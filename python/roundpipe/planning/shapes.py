@@ -1,0 +1,367 @@
+"""What the layers of a causal language model take, worked out from its configuration alone, without weights.
+
+The model is made on torch's meta device, so that nothing is allocated, and its own forward runs there once: up to its
+first layer, one layer of each kind, and from the last layer to the loss. `ShapeMeter` counts the tensors. Attention is
+taken to be fused, feed-forward blocks to treat each token by itself; a run checks both, with values.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from roundpipe.budget import HostPrediction, predict_model
+from roundpipe.following.language_model import language_model_in
+from roundpipe.following.lazy_logits import LazyLogits
+from roundpipe.following.parts import LEAST_LOGITS_BYTES
+from roundpipe.following.survey import find_layers
+from roundpipe.following.token_loss import TokenLoss
+from roundpipe.following.token_wise import Candidates, chunk_of, in_chunks
+from roundpipe.footprint import LayerFootprint
+from roundpipe.memory_prediction import LayerBytes
+from roundpipe.planning.shape_meter import ShapeMeter
+from roundpipe.shell import PythonLayer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_META = torch.device("meta")
+_ATTENTION = "roundpipe_shapes"
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerShape:
+    """One layer of the pipeline.
+
+    Attributes:
+        name: as the pipeline names it.
+        footprint: of one microbatch.
+        size: of weights and gradients.
+        forward_flops: floating-point operations of one microbatch.
+        backward_flops: without the recomputed forward.
+    """
+
+    name: str
+    footprint: LayerFootprint
+    size: LayerBytes
+    forward_flops: int
+    backward_flops: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShapes:
+    """A model, one microbatch of so many tokens in one row.
+
+    Attributes:
+        layers: before the model's own layers, those, and after them.
+        first_trained: layers below need no backward.
+        parameters: all of them, and those that train.
+    """
+
+    name: str
+    tokens: int
+    layers: list[LayerShape]
+    first_trained: int
+    parameters: int
+    trained: int
+    model: nn.Module
+
+    def host(self, moments: str = "float32", values: int = 0) -> HostPrediction:
+        """What the host holds; see `predict_model`."""
+        tied = getattr(self.model, "all_tied_weights_keys", {})
+        return dataclasses.replace(predict_model(self.model, moments, tied), values=values)
+
+
+def make_model(
+    config: PretrainedConfig, lora_rank: int | None = None, dtype: torch.dtype = torch.bfloat16
+) -> nn.Module:
+    """The model on the meta device.
+
+    Args:
+        lora_rank: None trains everything; else only PEFT's adapters of that rank on every `nn.Linear` of the layers,
+            which experts that are one tensor are not.
+
+    Raises:
+        ValueError: transformers has no causal language model, or no fused attention, for the configuration.
+    """
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(_ATTENTION, _fused_attention)
+    config = copy.deepcopy(config)
+    config._attn_implementation = None  # transformers chooses, as it does for a run
+    maker: Any = AutoModelForCausalLM
+    try:
+        with _META:
+            model: Any = maker.from_config(config, dtype=dtype)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"[shapes] transformers makes no causal language model of it: {error}") from None
+    if model.config._attn_implementation != "sdpa":
+        raise ValueError(
+            f"[shapes] {type(model).__name__} runs with attention '{model.config._attn_implementation}', expected "
+            "'sdpa'; what other kinds hold cannot be told from shapes"
+        )
+    model.set_attn_implementation(_ATTENTION)
+    if lora_rank is not None:
+        from peft import LoraConfig, get_peft_model
+
+        modules = find_layers(model).named_modules()
+        linear = {name.rpartition(".")[2] for name, module in modules if type(module) is nn.Linear}
+        adapters = LoraConfig(r=lora_rank, target_modules=sorted(linear), task_type="CAUSAL_LM")
+        with _META:
+            model = get_peft_model(model, adapters, low_cpu_mem_usage=True)
+    made: nn.Module = model.train()
+    return made
+
+
+def measure(model: nn.Module, tokens: int, name: str = "model") -> ModelShapes:
+    """Works out what each layer takes for a microbatch of one row.
+
+    Args:
+        model: from `make_model`.
+
+    Raises:
+        ValueError: its forward needs values, or it is no causal language model.
+    """
+    inner = language_model_in(model)
+    if inner is None:
+        raise ValueError(f"[shapes] {type(model).__name__} is no causal language model of transformers")
+    walk = _Walk(model, inner, tokens)
+    try:
+        layers = walk.run()
+    except NotImplementedError as error:
+        raise ValueError(f"[shapes] {type(inner).__name__} cannot run without values: {error}") from error
+    except RuntimeError as error:
+        if "meta" not in str(error):
+            raise
+        raise ValueError(f"[shapes] {type(inner).__name__} cannot run without values: {error}") from error
+    trained = [index for index, layer in enumerate(layers) if layer.size.gradients]
+    parameters = list(model.parameters())
+    return ModelShapes(
+        name=name,
+        tokens=tokens,
+        layers=layers,
+        first_trained=trained[0] if trained else len(layers),
+        parameters=sum(p.numel() for p in parameters),
+        trained=sum(p.numel() for p in parameters if p.requires_grad),
+        model=model,
+    )
+
+
+class _FusedAttention(TorchFunctionMode):
+    """On the meta device torch takes attention apart, which no accelerator does."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        dropout, causal = kwargs.get("dropout_p", 0.0), kwargs.get("is_causal", False)
+        return fused(*args[:3], dropout, causal, scale=kwargs.get("scale"))[0]
+
+
+def _fused_attention(*args: Any, **kwargs: Any) -> Any:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    with _FusedAttention():
+        return sdpa_attention_forward(*args, **kwargs)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    distinct = {id(leaf): leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)}
+    return list(distinct.values())
+
+
+def _size(modules: list[nn.Module], tied: set[int]) -> LayerBytes:
+    parameters = {id(p): p for module in modules for p in module.parameters()}.values()
+    buffers = {id(b): b for module in modules for b in module.buffers()}.values()
+    trained = [p for p in parameters if p.requires_grad]
+    return LayerBytes(
+        weights=sum(tensor.nbytes for tensor in (*parameters, *buffers)),
+        gradients=sum(p.nbytes for p in trained),
+        # 16-bit gradients are summed in fp32, those of tied weights on the host.
+        sums=sum(p.numel() * max(4, p.element_size()) for p in trained if id(p) not in tied),
+    )
+
+
+class _Walk:
+    """One forward of the model, with its layers run apart."""
+
+    def __init__(self, model: nn.Module, inner: Any, tokens: int) -> None:
+        self._model = model
+        self._inner = inner
+        self._layers = list(find_layers(inner))
+        self._ids = torch.empty((1, tokens), dtype=torch.int64, device=_META)
+        ends = self._inner.get_input_embeddings(), self._inner.get_output_embeddings()
+        self._tied = {id(p) for p in ends[0].parameters()} & {id(p) for p in ends[1].parameters()}
+        self._meter = ShapeMeter([*model.parameters(), *model.buffers(), self._ids])
+        self._known: dict[Any, tuple[LayerFootprint, int, int, Any]] = {}
+        self._shapes: list[LayerShape] = []
+        self._flops = self._base = 0
+        # Of the first and the last call of a layer: freed meanwhile, it would count as room made by what comes after.
+        self._held: list[Any] = []
+
+    def run(self) -> list[LayerShape]:
+        replaced = [(layer, layer.forward) for layer in self._layers]
+        meter = self._meter
+        try:
+            for index, (layer, forward) in enumerate(replaced):
+                layer.__dict__["forward"] = self._stand_in(index, layer, forward)
+            with torch.enable_grad(), meter, self._postponed_logits():
+                output = self._model(input_ids=self._ids, labels=self._ids, use_cache=False)
+                loss = output[0] if isinstance(output, tuple) else output.loss
+                del output
+                self._after(loss)
+        finally:
+            for layer, _ in replaced:
+                layer.__dict__.pop("forward", None)
+            for parameter in self._model.parameters():
+                parameter.grad = None
+        return self._shapes
+
+    def _stand_in(self, index: int, layer: nn.Module, forward: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if index == 0:
+                self._before(args, kwargs)
+            given = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in _tensors((args, kwargs))]
+            kind = (PythonLayer(layer, str(index)).kind(), *given)
+            if kind not in self._known:
+                self._known[kind] = self._layer(layer, forward, args, kwargs)
+            footprint, forward_flops, backward_flops, output = self._known[kind]
+            size = _size([layer], self._tied)
+            self._shapes.append(LayerShape(f"layer{index}", footprint, size, forward_flops, backward_flops))
+            self._held = [*self._held[:1], (args, kwargs, output)]
+            self._meter.reset_peak()
+            self._flops, self._base = self._meter.flops, self._meter.current_bytes
+            return output
+
+        return run
+
+    def _travelling(self, args: Any, kwargs: Any) -> int:
+        """What goes from layer to layer: a layer's tensors, and the labels, which the last one needs."""
+        return sum(tensor.nbytes for tensor in _tensors((args, kwargs))) + self._ids.nbytes
+
+    def _before(self, args: Any, kwargs: Any) -> None:
+        meter = self._meter
+        forward, saved, flops = meter.peak_bytes, meter.current_bytes, meter.flops
+        roots = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
+        given = [torch.ones_like(root) for root in roots]
+        backward = saved + self._backward(roots, given)
+        outputs = self._travelling(args, kwargs)
+        # Ids and labels come in.
+        footprint = LayerFootprint(
+            2 * self._ids.nbytes, outputs, sum(g.nbytes for g in given), forward, saved, max(saved, backward)
+        )
+        self._shapes.append(LayerShape("before", footprint, self._outside(first=True), flops, meter.flops - flops))
+
+    def _layer(self, layer: nn.Module, forward: Any, args: Any, kwargs: Any) -> tuple[LayerFootprint, int, int, Any]:
+        meter = self._meter
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._leaf, (args, kwargs))
+        layer.__dict__.pop("forward", None)
+        chunk = chunk_of("auto", self._ids.shape[1])
+        blocks = self._blocks(layer, args, kwargs) if chunk else ()
+        base, flops = meter.current_bytes, meter.flops
+        meter.reset_peak()
+        with in_chunks(layer, blocks, chunk) if chunk else nullcontext():
+            output = layer(*args, **kwargs)
+        peak, saved = meter.peak_bytes - base, meter.current_bytes - base
+        forward_flops = meter.flops - flops
+        roots = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        given = [torch.ones_like(root) for root in roots]
+        # A layer hands on what it was given, with its hidden states in place of the others'.
+        footprint = LayerFootprint(
+            inputs=self._travelling(args, kwargs),
+            outputs=sum(tensor.nbytes for tensor in _tensors(output)),
+            output_gradients=sum(gradient.nbytes for gradient in given),
+            forward=peak,
+            saved=saved,
+            backward=max(saved, saved + self._backward(roots, given)),
+        )
+        detached = pytree.tree_map_only(torch.Tensor, self._leaf, output)
+        return footprint, forward_flops, meter.flops - flops - forward_flops, detached
+
+    def _after(self, loss: torch.Tensor) -> None:
+        meter = self._meter
+        forward, saved = meter.peak_bytes - self._base, meter.current_bytes - self._base
+        forward_flops = meter.flops - self._flops
+        given = [torch.ones_like(loss)]
+        backward = saved + self._backward([loss], given)
+        inputs = self._shapes[-1].footprint.outputs + self._ids.nbytes
+        footprint = LayerFootprint(inputs, loss.nbytes, given[0].nbytes, forward, saved, max(saved, backward))
+        backward_flops = meter.flops - self._flops - forward_flops
+        self._shapes.append(LayerShape("after", footprint, self._outside(first=False), forward_flops, backward_flops))
+
+    def _backward(self, roots: list[torch.Tensor], given: list[torch.Tensor]) -> int:
+        """Runs it; the most it holds beyond what is held now."""
+        held = self._meter.current_bytes
+        self._meter.reset_peak()
+        handles = [
+            parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
+            for parameter in self._model.parameters()
+            if parameter.requires_grad
+        ]
+        if roots:
+            torch.autograd.backward(roots, given)
+        for handle in handles:
+            handle.remove()
+        return self._meter.peak_bytes - held
+
+    @staticmethod
+    def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().requires_grad_(tensor.is_floating_point() and tensor.requires_grad)
+
+    @staticmethod
+    def _blocks(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        candidates = Candidates(layer)
+        with torch.no_grad():
+            layer(*args, **kwargs)
+        candidates.end()
+        with torch.no_grad():
+            return tuple(candidates.blocks())
+
+    def _outside(self, first: bool) -> LayerBytes:
+        """Of what is not in the layers: the embedding comes first, all else last."""
+        embedding = self._inner.get_input_embeddings()
+        head = self._inner.get_output_embeddings()
+        if first:
+            return _size([embedding], self._tied)
+        inside = {id(module) for layer in self._layers for module in layer.modules()}
+        inside |= {id(module) for module in embedding.modules()}
+        others = [
+            module
+            for module in self._inner.modules()
+            if id(module) not in inside and not any(True for _ in module.children())
+        ]
+        return _size([*(module for module in others if module is not head), head], self._tied)
+
+    @contextmanager
+    def _postponed_logits(self) -> Iterator[None]:
+        """As in a run that asks for the loss alone: the logits are computed in chunks where they would take much."""
+        head = self._inner.get_output_embeddings()
+        if type(head) is not nn.Linear or self._ids.numel() * head.out_features * 4 <= LEAST_LOGITS_BYTES:
+            yield
+            return
+        before = self._inner.__dict__.get("_loss_function")
+        head.__dict__["forward"] = lambda states: LazyLogits.make(states, head.weight, head.bias)
+        self._inner.__dict__["_loss_function"] = TokenLoss(self._inner.loss_function, 0)
+        try:
+            yield
+        finally:
+            del head.__dict__["forward"]
+            self._inner.__dict__.pop("_loss_function")
+            if before is not None:
+                self._inner.__dict__["_loss_function"] = before
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None  # the engine sums it up elsewhere the moment it is complete
