@@ -31,7 +31,9 @@ def pin_torch(unpacked: Path, torch: str) -> None:
     text, versions = re.subn(r"(?m)^Version: .*$", f"Version: {version}", text, count=1)
     text, pins = re.subn(r"(?m)^Requires-Dist: torch[<>=!~ ].*$", f"Requires-Dist: torch=={torch}", text)
     if (versions, pins) != (1, 1):
-        raise SystemExit(f"error: [wheel] {old.name}/METADATA has {versions} versions and {pins} torch, expected 1 and 1")
+        raise SystemExit(
+            f"error: [wheel] {old.name}/METADATA has {versions} versions and {pins} torch, expected 1 and 1"
+        )
     (old / "METADATA").write_text(text, encoding="utf-8")
     old.rename(old.with_name(f"{old.name.split('-')[0]}-{version}.dist-info"))
 
