@@ -7,6 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import roundpipe
+
+
+@pytest.fixture(autouse=True, scope="module")
+def pool_of_a_file() -> None:
+    """A file's tests begin with this pool, not with what the file before it has left: a cap on memory, for example."""
+    roundpipe.devices("virtual:2")
+
 
 @pytest.fixture
 def one_torch_thread() -> Iterator[None]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import gc
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +17,13 @@ import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig
 
 PACKAGE_PARENT = Path(roundpipe.__file__).resolve().parents[1]
+
+
+def give_free_memory_back() -> None:
+    """From malloc to the system, so that the process's memory is what is in use, whatever ran before."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
 
 Loss = Callable[[Any, Any], Any]
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import roundpipe
 from causal_models import build, padded_batch
+from robustness import give_free_memory_back
 from roundpipe import RoundPipeRunConfig, _core, optim
 from tiny_chat import tiny_llama
 
@@ -93,7 +94,7 @@ def test_mapped_weights_are_no_host_memory(folder: Path) -> None:
 
 def anonymous_bytes() -> int:
     """Memory that is this process's own: no pages of files."""
-    gc.collect()
+    give_free_memory_back()
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Anonymous:"):
             return int(line.split()[1]) * 1024

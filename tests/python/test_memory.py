@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import roundpipe
-from robustness import ReferenceLoop, assert_same, pipe_of, sgd_step, squared_error, state_of
+from robustness import ReferenceLoop, assert_same, give_free_memory_back, pipe_of, sgd_step, squared_error, state_of
 from roundpipe import ModelExecutePlan, RoundPipe
 
 KIB = 1024
@@ -135,11 +135,17 @@ def census() -> dict[str, Any]:
     }
 
 
+def resident_bytes() -> int:
+    give_free_memory_back()
+    return int(psutil.Process().memory_info().rss)
+
+
 def assert_no_growth(after: dict[str, Any], before: dict[str, Any], slot_bytes: int) -> None:
     assert abs(after.pop("objects") - before.pop("objects")) < 200
     # A slot takes on the size of a larger stage when one first happens to come to it.
     assert after.pop("device") - before.pop("device") <= 2 * slot_bytes
-    assert after == before
+    # Fewer, when an earlier test's pool ends meanwhile.
+    assert all(after[what] <= before[what] for what in before), (after, before)
 
 
 @pytest.mark.parametrize("steps", [200, pytest.param(1000, marks=pytest.mark.long)])
@@ -170,10 +176,10 @@ def test_nothing_grows_with_the_steps(style: str, steps: int) -> None:
         pipe.synchronize()
 
     train(100)
-    before, memory = census(), psutil.Process().memory_info().rss
+    before, memory = census(), resident_bytes()
     train(steps)
     after = census()
-    grown = psutil.Process().memory_info().rss - memory
+    grown = resident_bytes() - memory
     assert_no_growth(after, before, slot_bytes=1024)
     assert grown < 4 << 20
 
