@@ -76,12 +76,12 @@ TEST_CASE("crossing: a copy lies alike, in every dtype and at every offset") {
       for (const at::Tensor& tensor :
            {flat, flat.slice(0, 0, 80, 2), flat.view({8, 10}).t().slice(1, 1, 7), flat.unfold(0, 5, 2),
             flat.slice(0, 0, 80, 2).unsqueeze(1).expand({40, 3}), flat[5], flat.narrow(0, 3, 0)}) {
-        CAPTURE(type);
+        CAPTURE(static_cast<int>(type));
         CAPTURE(offset);
         CAPTURE(tensor.strides());
         const at::Tensor copy = copy_alike(tensor);
         CHECK(at::equal(copy, tensor));
-        CHECK(copy.scalar_type() == tensor.scalar_type());
+        CHECK((copy.scalar_type() == tensor.scalar_type()));
         CHECK(copy.strides() == tensor.strides());
         CHECK(place_of(copy) == place_of(tensor));
         CHECK_FALSE(spans_overlap(copy, tensor));
