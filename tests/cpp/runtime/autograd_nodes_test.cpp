@@ -28,6 +28,16 @@ struct Looks : torch::autograd::Function<Looks> {
   }
 };
 
+// Makes gradients in the middle of a cache line, in memory of their own.
+struct Shifts : torch::autograd::Function<Shifts> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input) { return input * 1; }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    const at::Tensor rows = at::ones({10, 3});
+    return {roundpipe::memory::copy_alike(rows.narrow(0, 5, 5))};
+  }
+};
+
 at::Tensor look(const at::Tensor& input, at::Tensor& seen) {
   return Looks::apply(input, reinterpret_cast<int64_t>(&seen));
 }
@@ -83,20 +93,24 @@ TEST_CASE("crossing a boundary: gradients arrive as they would from another stag
 }
 
 TEST_CASE("crossing a boundary: what a layer adds does not go into the memory of the gradient from above") {
-  // The gradient of the first output begins in the middle of a cache line; the second output is made from the first.
+  // The first output's gradient begins in the middle of a cache line; the second output is made from the first.
   for (const bool cut : {false, true}) {
+    CAPTURE(cut);
     at::Tensor seen;
     const at::Tensor leaf = at::randn({5, 3}).requires_grad_();
     const at::Tensor first = look(leaf, seen);
-    const at::Tensor second = first.sin();
-    const at::Tensor extra = at::randn({5, 3});
+    const std::vector<at::Tensor> outputs = {first, first.sin()};
+    const at::Tensor ones = at::ones({5, 3});
     if (cut) {
-      const at::Tensor rows = at::ones({10, 3});
-      torch::autograd::backward({first, second}, {roundpipe::memory::copy_alike(rows.narrow(0, 5, 5)), extra});
+      at::Tensor input = outputs[0].detach();
+      Boundary boundary;
+      boundary.attach(input);
+      torch::autograd::backward({Shifts::apply(input)}, {ones});
+      CHECK(place_of(boundary.gradient(0)) == 60);
+      torch::autograd::backward(outputs, {boundary.gradient(0), ones});
     } else {
-      const std::vector<at::Tensor> values = cross_boundary({first, second});
-      const at::Tensor joined = at::cat({at::zeros({5, 3}), values[0]});
-      torch::autograd::backward({joined * 2, values[1]}, {at::ones({10, 3}), extra});
+      const std::vector<at::Tensor> values = cross_boundary(outputs);
+      torch::autograd::backward({Shifts::apply(values[0]), values[1]}, {ones, ones});
     }
     REQUIRE(seen.defined());
     CHECK(place_of(seen) == 0);
