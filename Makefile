@@ -12,6 +12,8 @@ CMAKE_FLAGS ?=
 PYTEST_FLAGS ?=
 CTEST_FLAGS ?=
 DEMO_FLAGS ?=
+# Processes of Python tests. Two use two cores well, since many tests wait; each takes up to 2 GB.
+TEST_JOBS ?= 2
 BUILD ?= build/release
 
 VENV := .venv
@@ -22,7 +24,7 @@ CONFIGURE = $(BIN)/cmake --log-level=WARNING -G Ninja -S . -DPython_EXECUTABLE="
   -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" $(if $(CI),-DROUNDPIPE_WARNINGS_AS_ERRORS=ON) $(CMAKE_FLAGS)
 NINJA = $(BIN)/ninja --quiet -j $(JOBS)
 CTEST = $(BIN)/ctest --output-on-failure --no-tests=error $(CTEST_FLAGS)
-PYTEST = $(BIN)/python -m pytest
+PYTEST = $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 # $(1): the name of an extra in pyproject.toml; prints what it asks for
 extra = $(shell $(PYTHON) tools/extra.py $(1))
 # $(1): number of the step, $(2): what it does
@@ -119,6 +121,28 @@ test-cpp: $(BUILD)/.with_tests
 test-python: build $(VENV)/.test
 	$(call say,4,the Python tests. About 5 minutes on two cores)
 	@$(PYTEST) $(PYTEST_FLAGS)
+
+# Tests whose bits come from kernels, which processors and settings choose.
+NUMERIC := $(patsubst %,tests/python/test_%.py,equality_models equality_layouts equality_steps equality_chains \
+  equality_plans fused_steps optim_dropin following following_experts lora chunked_ops packed_attention token_loss \
+  wrap_training stress scaler submit) \
+  $(patsubst %,tests/gpu/test_%.py,equality training language_models)
+# $(1): settings of the environment, as another processor or another user has them
+define in_setting
+	@echo "== $(1)"
+	@env $(1) $(PYTEST) $(NUMERIC)
+endef
+
+test-all: build test-cpp $(VENV)/.test
+	@echo "== sweeps that make test leaves out"
+	@$(PYTEST) -m "long or hypothesis" --hypothesis-profile=long
+	$(call in_setting,ATEN_CPU_CAPABILITY=default)
+	$(call in_setting,ATEN_CPU_CAPABILITY=avx2 ROUNDPIPE_OPTIM_ISA=avx2 OMP_NUM_THREADS=2)
+	$(call in_setting,ONEDNN_MAX_CPU_ISA=AVX2 ROUNDPIPE_OPTIM_ISA=baseline OMP_NUM_THREADS=4)
+	@echo "== the C++ tests, with other kernels"
+	@ATEN_CPU_CAPABILITY=default ROUNDPIPE_OPTIM_ISA=baseline $(CTEST) --test-dir $(BUILD)
+	@echo "== a wheel in an empty environment"
+	@$(MAKE) test-wheel
 
 # $(1): build folder, $(2): CMake options
 define test_build

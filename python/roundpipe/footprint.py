@@ -45,8 +45,10 @@ class LayerFootprint:
 
 
 class _AcceleratorMeter:
-    """What `_core.MemoryMeter` is for the CPU, from torch's own statistics of one accelerator. Nothing else may run there
-    meanwhile."""
+    """What `_core.MemoryMeter` is for the CPU, from torch's own statistics of one accelerator.
+
+    Nothing else may run there meanwhile.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -114,12 +116,14 @@ def _measure_layer(
     with meter:
         shell = layer.make_shell(str(device))
         _fill(shell, layer, device, trains)
-        leaves = [t.detach().to(device, copy=True).requires_grad_(t.requires_grad) for t in tensors]
+        leaves = [_core.crossed_copy(t, str(device)).requires_grad_(t.requires_grad) for t in tensors]
         # A layer may write to what it is given, and must not be given leaves then.
-        inputs = [leaf.clone() if leaf.requires_grad else leaf for leaf in leaves]
+        inputs = _core.cross_boundary(leaves)
         base = meter.current_bytes
         meter.reset_peak()
         outputs, output_structure = shell.run(inputs, structure, (_TRIAL, index, 0, False))
+        handed_through = [any(o is i for i in inputs) for o in outputs]
+        outputs = _core.cross_boundary(outputs)
         if loss is not None:
             roots = [value for value in loss(output_structure.join(outputs)) if value.requires_grad]
         else:
@@ -127,8 +131,8 @@ def _measure_layer(
         forward, saved = meter.peak_bytes - base, meter.current_bytes - base
         gradients = [torch.ones_like(root) for root in roots]
         given = sum(gradient.nbytes for gradient in gradients)
-        handed_on = [o.detach().to("cpu", copy=True).requires_grad_(o.requires_grad) for o in outputs]
-        size = sum(o.nbytes for o in outputs if not any(o is i for i in inputs))
+        handed_on = [_core.crossed_copy(o, "cpu").requires_grad_(o.requires_grad) for o in outputs]
+        size = sum(_core.settled_bytes(o) for o, through in zip(outputs, handed_through, strict=True) if not through)
         held = meter.current_bytes
         outputs = []
         meter.reset_peak()
@@ -136,7 +140,8 @@ def _measure_layer(
             torch.autograd.backward(roots, gradients)
         backward = saved + meter.peak_bytes - held
         del roots, gradients
-    footprint = LayerFootprint(sum(t.nbytes for t in tensors), size, given, forward, saved, max(backward, saved))
+    taken = sum(map(_core.settled_bytes, tensors))
+    footprint = LayerFootprint(taken, size, given, forward, saved, max(backward, saved))
     return footprint, handed_on, output_structure
 
 

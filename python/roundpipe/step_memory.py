@@ -80,7 +80,7 @@ def step_shape(
     batch: list[Any], labels: list[Any], loss_fn: Callable[[Any, Any], Any] | None, route: Any, mode: _core.PlanMode
 ) -> StepShape:
     """The step that a call will make of these microbatches."""
-    sizes = [sum(tensor.nbytes for tensor in tensors) for tensors, _ in batch]
+    sizes = [sum(map(_core.settled_bytes, tensors)) for tensors, _ in batch]
     largest = sizes.index(max(sizes))
     label = labels[largest] if labels else ([], None)
 
@@ -90,7 +90,7 @@ def step_shape(
 
     return StepShape(
         batch=batch[largest],
-        label_bytes=sum(tensor.nbytes for tensor in label[0]),
+        label_bytes=sum(map(_core.settled_bytes, label[0])),
         loss=None if loss_fn is None else loss,
         count=len(batch),
         route=route,

@@ -1,5 +1,7 @@
+#include <roundpipe/memory/crossing.h>
 #include <roundpipe/memory/host_arena.h>
 #include <roundpipe/memory/mapped_file.h>
+#include <roundpipe/runtime/autograd_nodes.h>
 
 #include "bindings.h"
 
@@ -9,6 +11,17 @@ namespace py = pybind11;
 
 void bind_memory(py::module_& module) {
   module.def("map_file", &memory::map_file, py::arg("path"), py::call_guard<py::gil_scoped_release>());
+  module.def("settled_bytes", &memory::settled_bytes, py::arg("tensor"));
+  module.def(
+      "crossed_copy",
+      [](const at::Tensor& tensor, const std::string& device) {
+        const at::NoGradGuard no_grad;
+        return memory::copy_alike(memory::settled(tensor.detach()), c10::Device(device));
+      },
+      py::arg("tensor"), py::arg("device"), py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "cross_boundary", [](const std::vector<at::Tensor>& outputs) { return runtime::cross_boundary(outputs); },
+      py::arg("outputs"), py::call_guard<py::gil_scoped_release>());
   module.def("is_mapped", &memory::is_mapped, py::arg("tensor"));
   module.def("host_arena", [] {
     const memory::HostArenaStats stats = memory::host_arena_stats();

@@ -1,35 +1,46 @@
 #include <roundpipe/memory/host_value.h>
 
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/empty_strided.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 
 namespace roundpipe::memory {
+namespace {
 
-at::Tensor without_broadcast(const at::Tensor& tensor, std::vector<int64_t>& expanded_sizes) {
-  at::Tensor narrow = tensor;
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    if (tensor.stride(dim) == 0 && tensor.size(dim) > 1) {
-      expanded_sizes = tensor.sizes().vec();
-      narrow = narrow.narrow(dim, 0, 1);
-    }
-  }
-  return narrow;
-}
+at::TensorOptions host_options(bool pinned) { return at::TensorOptions().device(c10::kCPU).pinned_memory(pinned); }
 
-HostValuePtr make_host_value(const at::Tensor& tensor, bool requires_grad, bool pinned) {
+}  // namespace
+
+HostValuePtr stage_download(const at::Tensor& tensor, bool requires_grad, bool pinned,
+                            std::vector<device::Piece>& pieces) {
   auto value = std::make_shared<HostValue>();
   const at::Tensor narrow = without_broadcast(tensor, value->expanded_sizes);
-  auto options = at::TensorOptions().dtype(narrow.scalar_type()).device(c10::kCPU).pinned_memory(pinned);
-  // Kernels choose their way, and so their rounding, by the strides: gaps go, the order of the dimensions stays.
-  value->data = at::empty_like(narrow, options, at::MemoryFormat::Preserve);
+  value->data = empty_alike(narrow, host_options(pinned));
   value->requires_grad = requires_grad;
+  pieces.push_back({flat_span(value->data), flat_span(narrow)});
+  return value;
+}
+
+HostValuePtr copy_to_host(const at::Tensor& tensor, bool requires_grad, bool pinned) {
+  auto value = std::make_shared<HostValue>();
+  const at::Tensor narrow = without_broadcast(settled(tensor), value->expanded_sizes);
+  value->data = empty_alike(narrow, host_options(pinned));
+  value->requires_grad = requires_grad;
+  const at::Tensor all = flat_span(value->data);
+  if (all.numel() > narrow.numel()) all.zero_();
+  value->data.copy_(narrow);
+  return value;
+}
+
+HostValuePtr refer_to_host(const at::Tensor& tensor, bool requires_grad) {
+  auto value = std::make_shared<HostValue>();
+  value->data = without_broadcast(settled(tensor), value->expanded_sizes);
+  value->requires_grad = requires_grad;
+  if (flat_span(value->data).numel() > value->data.numel()) return copy_to_host(tensor, requires_grad, false);
   return value;
 }
 
 at::Tensor stage_upload(const HostValue& value, c10::Device device, std::vector<device::Piece>& pieces) {
-  const auto options = at::TensorOptions().dtype(value.data.scalar_type()).device(device);
-  at::Tensor target = at::empty_strided(value.data.sizes(), value.data.strides(), options);
-  pieces.push_back({target, value.data});
+  at::Tensor target = empty_alike(value.data, at::TensorOptions().device(device));
+  pieces.push_back({flat_span(target), flat_span(value.data)});
   return target;
 }
 

@@ -7,11 +7,13 @@
 #include <ATen/core/Tensor.h>
 
 #include <roundpipe/device/device.h>
+#include <roundpipe/memory/crossing.h>
 
 namespace roundpipe::memory {
 
-// One tensor that travels between stages, in its host form: dense, with broadcast dimensions stored once.
-// Immutable after its transfer is done; shared by every boundary that passes it on unchanged.
+// One tensor that travels between stages, in its host form: settled (see crossing.h), broadcast dimensions stored once.
+// It moves as one run of bytes, its span. Immutable after its transfer is done; shared by every boundary that passes it
+// on unchanged.
 struct HostValue {
   at::Tensor data;                      // host memory; broadcast dimensions have size 1
   std::vector<int64_t> expanded_sizes;  // sizes to expand to; empty when nothing was broadcast
@@ -19,11 +21,16 @@ struct HostValue {
 };
 using HostValuePtr = std::shared_ptr<HostValue>;
 
-// `tensor` with every broadcast dimension (stride 0, size > 1) cut to size 1; sets `expanded_sizes` if there was one.
-at::Tensor without_broadcast(const at::Tensor& tensor, std::vector<int64_t>& expanded_sizes);
+// An empty host value to receive `tensor`; appends the copy to `pieces`. REQUIRES: `tensor` is settled.
+HostValuePtr stage_download(const at::Tensor& tensor, bool requires_grad, bool pinned,
+                            std::vector<device::Piece>& pieces);
 
-// An empty host value to receive `tensor`: same dtype and order of dimensions, dense.
-HostValuePtr make_host_value(const at::Tensor& tensor, bool requires_grad, bool pinned);
+// A copy of a tensor of the user's, from wherever it is; blocks until it is there. Zeros lie in its gaps: only what the
+// user has handed in is read.
+HostValuePtr copy_to_host(const at::Tensor& tensor, bool requires_grad, bool pinned);
+
+// `tensor`, on the host, without a copy where it is settled and has no gaps; else as copy_to_host.
+HostValuePtr refer_to_host(const at::Tensor& tensor, bool requires_grad);
 
 // The device-side tensor of `value`: allocates on `device` (in the calling scope) and appends the copy to `pieces`.
 // The result is valid once the pieces have arrived.

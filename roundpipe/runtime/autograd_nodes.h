@@ -41,13 +41,20 @@ class Boundary {
   Boundary();
   // `tensor` (no history, own memory) gets this boundary as its source. Returns its place in gradients().
   size_t attach(at::Tensor& tensor);
-  // After the backward. REQUIRES: index < number of attached tensors.
+  // After the backward, settled (see memory/crossing.h). REQUIRES: index < number of attached tensors.
   at::Tensor gradient(size_t index) const;
 
  private:
   BoundaryNode* node_;
   NodePtr owner_;
 };
+
+// What the next layer of the same graph is given for the outputs of a layer: values that share their memory where they
+// may stay as they are (see memory/crossing.h), and copies where not or where `copied` says so (by place; empty: none).
+// The same tensor twice stays the same tensor. Each has a history of its own, so a layer may change it in place, and
+// hands its gradient down settled. As at the end of a stage, gradients of other uses of the output are never added into
+// the memory of the one that has come from above.
+std::vector<at::Tensor> cross_boundary(const std::vector<at::Tensor>& outputs, const std::vector<char>& copied = {});
 
 // Takes each parameter's gradient out of `.grad` the moment a backward pass has completed it, so a stage never holds
 // two copies of its gradients. Runs on the autograd thread of the device.

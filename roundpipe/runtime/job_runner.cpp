@@ -46,6 +46,8 @@ void JobRunner::run(JobRun& run) {
     if (const int left = microbatch + kStaged - microbatches.last; left > 0) stage_next_(left);
     if (const std::exception_ptr error = run.call->error()) std::rethrow_exception(error);
     staging_.arrive(run.staged.at(microbatch).inputs->uploaded);
+    // As between jobs: what the microbatch before sends is gone before this one takes memory.
+    if (device_.copies_on_compute_cores()) wait_sent(run);
     const double start_ms = now_ms();
     run_microbatch(run, microbatch);
     run.staged.erase(microbatch);
@@ -53,6 +55,11 @@ void JobRunner::run(JobRun& run) {
   }
   if (run.job.phase != Phase::kForward) sums_.send(run);
   hand_on_buffers(run);
+}
+
+void JobRunner::wait_sent(JobRun& run) {
+  for (const EventPtr& sent : run.outgoing) sent->wait_complete();
+  run.outgoing.clear();
 }
 
 void JobRunner::run_microbatch(JobRun& run, int microbatch) {

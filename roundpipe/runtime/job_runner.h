@@ -29,6 +29,8 @@ class JobRunner {
 
  private:
   void run_microbatch(JobRun& run, int microbatch);
+  // Blocks until the device holds nothing any more that the job sends to the host.
+  static void wait_sent(JobRun& run);
   // Prepares for running the microbatch anew; false when nothing is left to try.
   bool prepare_again(JobRun& run, int microbatch, Frugality& frugality);
   void hand_on_buffers(JobRun& run);

@@ -1,5 +1,7 @@
 #include <roundpipe/runtime/layer_runner.h>
 
+#include <algorithm>
+
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
@@ -149,8 +151,7 @@ void LayerRunner::save_buffers(JobRun& run, int l, int microbatch, std::vector<a
       [tensors = snapshot.tensors, before = std::move(before)] {
         std::vector<Piece> pieces;
         for (size_t i = 0; i < before.size(); ++i) {
-          *tensors[i] = *memory::make_host_value(before[i], false, /*pinned=*/false);
-          pieces.push_back({tensors[i]->data, before[i]});
+          *tensors[i] = *memory::stage_download(before[i], false, /*pinned=*/false, pieces);
         }
         return pieces;
       },
@@ -179,38 +180,55 @@ void LayerRunner::restore_buffers(JobRun& run, int l, int microbatch) {
   uploaded->wait();
 }
 
-Flow LayerRunner::run_detached(JobRun& run, int l, const Flow& inputs, int microbatch, bool recompute, bool protect) {
-  LayerState& state = run.layer(l);
-  const bool gradients = run.call->options.requires_grad;
-  const bool copy = protect && state.writes_inputs.load() != Learned::kNo;
-  Boundary boundary;
-  Values values;
-  values.structure = inputs.structure;
-  std::vector<uint32_t> versions;
-  {
-    const at::NoGradGuard no_grad;
-    for (size_t i = 0; i < inputs.tensors.size(); ++i) {
-      at::Tensor tensor = copy ? inputs.tensors[i].clone() : inputs.tensors[i].detach();
-      if (gradients && inputs.requires_grad[i]) boundary.attach(tensor);
-      versions.push_back(static_cast<uint32_t>(tensor._version()));
-      values.tensors.push_back(std::move(tensor));
-    }
-  }
-  Values outputs;
-  {
-    const at::AutoGradMode grad_mode(gradients);
-    outputs = execute(run, l, values, microbatch, recompute);
-  }
+namespace {
 
-  std::vector<char> intact(values.tensors.size());
-  bool wrote = false;
-  for (size_t i = 0; i < values.tensors.size(); ++i) {
-    intact[i] = static_cast<uint32_t>(values.tensors[i]._version()) == versions[i];
-    wrote |= !intact[i];
+// The places of values whose memory a write to another value, or to the weights, would change.
+std::vector<char> shared_places(const std::vector<at::Tensor>& values, const at::Tensor& weights) {
+  std::vector<char> shared(values.size(), 0);
+  for (size_t i = 0; i < values.size(); ++i) {
+    shared[i] = memory::spans_overlap(values[i], weights);
+    for (size_t j = 0; j < i; ++j)
+      shared[i] |= !values[j].is_same(values[i]) && memory::spans_overlap(values[j], values[i]);
   }
-  if (wrote) {
+  return shared;
+}
+
+bool any(const std::vector<char>& places) { return std::find(places.begin(), places.end(), 1) != places.end(); }
+
+// What a layer is given, cut off from what lies below: the same tensor twice stays one. `attached[i]`: its place in
+// `boundary`, -1 for one that needs no gradient or is an earlier one again.
+std::vector<at::Tensor> cut_off(const Flow& inputs, const std::vector<char>& copied, bool gradients, Boundary& boundary,
+                                std::vector<int>& attached) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> tensors;
+  for (size_t i = 0; i < inputs.tensors.size(); ++i) {
+    size_t same = 0;
+    while (!inputs.tensors[same].is_same(inputs.tensors[i])) ++same;
+    attached.push_back(-1);
+    if (same < i) {
+      tensors.push_back(tensors[same]);
+      continue;
+    }
+    at::Tensor tensor = copied[i] ? memory::copy_alike(inputs.tensors[i]) : inputs.tensors[i].detach();
+    if (gradients && inputs.requires_grad[i]) attached.back() = static_cast<int>(boundary.attach(tensor));
+    tensors.push_back(std::move(tensor));
+  }
+  return tensors;
+}
+
+}  // namespace
+
+Values LayerRunner::execute_watched(JobRun& run, int l, const Values& inputs, int microbatch, bool recompute,
+                                    bool needs_copies, std::vector<char>& intact) {
+  LayerState& state = run.layer(l);
+  const std::vector<uint32_t> versions = versions_of(inputs.tensors, {});
+  Values outputs = execute(run, l, inputs, microbatch, recompute);
+  const std::vector<uint32_t> now = versions_of(inputs.tensors, {});
+  intact.resize(now.size());
+  for (size_t i = 0; i < now.size(); ++i) intact[i] = now[i] == versions[i];
+  if (now != versions) {
     const bool late = state.writes_inputs.exchange(Learned::kYes) == Learned::kNo;
-    if (late && protect) {
+    if (late && needs_copies) {
       throw Error(concat("[forward] layer ", l, " (", state.layer->name(),
                          ") wrote to its input only after it had run without doing so; this step is dropped, "
                          "the next ones take it into account"));
@@ -219,22 +237,54 @@ Flow LayerRunner::run_detached(JobRun& run, int l, const Flow& inputs, int micro
     Learned unknown = Learned::kUnknown;
     state.writes_inputs.compare_exchange_strong(unknown, Learned::kNo);
   }
+  return outputs;
+}
 
+std::vector<char> LayerRunner::copies_for(const JobRun& run, int l, const std::vector<char>& wanted) {
+  const bool may_write = run.layer(l).writes_inputs.load() != Learned::kNo;
+  return may_write ? wanted : std::vector<char>(wanted.size(), 0);
+}
+
+Flow LayerRunner::run_detached(JobRun& run, int l, const Flow& inputs, int microbatch, bool recompute, bool protect) {
+  LayerState& state = run.layer(l);
+  const bool gradients = run.call->options.requires_grad;
+  const std::vector<char> to_copy =
+      protect ? std::vector<char>(inputs.tensors.size(), 1) : shared_places(inputs.tensors, run.weights);
+  Boundary boundary;
+  std::vector<int> unused;
+  Values values;
+  values.structure = inputs.structure;
+  values.tensors = cut_off(inputs, copies_for(run, l, to_copy), gradients, boundary, unused);
+  std::vector<char> intact;
+  Values outputs;
+  {
+    const at::AutoGradMode grad_mode(gradients);
+    outputs = execute_watched(run, l, values, microbatch, recompute, any(to_copy), intact);
+  }
+
+  const at::NoGradGuard no_grad;
   Flow flow;
   flow.structure = outputs.structure;
-  for (const at::Tensor& output : outputs.tensors) {
+  for (size_t i = 0; i < outputs.tensors.size(); ++i) {
+    const at::Tensor& output = outputs.tensors[i];
     size_t same = 0;
     while (same < values.tensors.size() && !output.is_same(values.tensors[same])) ++same;
+    size_t earlier = 0;
+    while (!output.is_same(outputs.tensors[earlier])) ++earlier;
     if (same < values.tensors.size() && intact[same]) {
       // Handed on as it came: it need not go to the host again.
       flow.tensors.push_back(inputs.tensors[same]);
       flow.requires_grad.push_back(inputs.requires_grad[same]);
       flow.host.push_back(inputs.host[same]);
+    } else if (earlier < i) {
+      flow.tensors.push_back(flow.tensors[earlier]);
+      flow.requires_grad.push_back(flow.requires_grad[earlier]);
+      flow.host.push_back(flow.host[earlier]);
     } else {
       // A buffer that the layer hands out and writes to must not change while its value is still on the way.
-      const bool changes = state.writes_buffers.load() == Learned::kYes && output.has_storage() &&
-                           output.storage().is_alias_of(run.weights.storage());
-      flow.tensors.push_back(changes ? output.detach().clone() : output.detach());
+      const bool changes = state.writes_buffers.load() == Learned::kYes && memory::spans_overlap(output, run.weights);
+      const at::Tensor value = memory::settled(output).detach();
+      flow.tensors.push_back(changes ? memory::copy_alike(value) : value);
       flow.requires_grad.push_back(gradients && output.requires_grad());
       flow.host.push_back(nullptr);
     }
@@ -243,19 +293,23 @@ Flow LayerRunner::run_detached(JobRun& run, int l, const Flow& inputs, int micro
 }
 
 Values LayerRunner::run_graph(JobRun& run, schedule::Range layers, const Flow& inputs, int microbatch, bool recompute,
-                              Boundary& boundary, std::vector<int>& places) {
+                              bool for_loss, Boundary& boundary, std::vector<int>& places) {
+  // The loss, which comes behind the last layer, may write to what it is given.
+  const auto copies = [&](int l, const std::vector<char>& shared) {
+    return l < layers.last ? copies_for(run, l, shared) : shared;
+  };
   Values values;
   values.structure = inputs.structure;
-  {
-    const at::NoGradGuard no_grad;
-    for (size_t i = 0; i < inputs.tensors.size(); ++i) {
-      at::Tensor tensor = inputs.tensors[i].detach();
-      places.push_back(inputs.requires_grad[i] ? static_cast<int>(boundary.attach(tensor)) : -1);
-      values.tensors.push_back(std::move(tensor));
-    }
-  }
+  std::vector<char> shared = shared_places(inputs.tensors, run.weights);
+  values.tensors = cut_off(inputs, copies(layers.first, shared), /*gradients=*/true, boundary, places);
   const at::AutoGradMode grad_mode(true);
-  for (int l = layers.first; l < layers.last; ++l) values = execute(run, l, values, microbatch, recompute);
+  for (int l = layers.first; l < layers.last; ++l) {
+    std::vector<char> unused;
+    values = execute_watched(run, l, values, microbatch, recompute, any(shared), unused);
+    if (l + 1 == layers.last && !for_loss) break;
+    shared = shared_places(values.tensors, run.weights);
+    values.tensors = cross_boundary(values.tensors, copies(l + 1, shared));
+  }
   return values;
 }
 

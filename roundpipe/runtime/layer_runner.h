@@ -30,9 +30,9 @@ class LayerRunner {
   Flow run_detached(JobRun& run, int layer, const Flow& inputs, int microbatch, bool recompute, bool protect);
 
   // Runs layers [first, last) with a graph that ends in `boundary`; `places[i]` is the index of input i there, -1 if
-  // it needs no gradient.
+  // it needs no gradient, or is the same tensor as an input before it. `for_loss`: the loss takes the result.
   Values run_graph(JobRun& run, schedule::Range layers, const Flow& inputs, int microbatch, bool recompute,
-                   Boundary& boundary, std::vector<int>& places);
+                   bool for_loss, Boundary& boundary, std::vector<int>& places);
 
   Shell& shell(JobRun& run, int layer);
 
@@ -41,6 +41,12 @@ class LayerRunner {
 
  private:
   Values execute(JobRun& run, int layer, const Values& inputs, int microbatch, bool recompute);
+  // The same, and finds out whether the layer writes to its inputs; `intact`: which of them it did not write to.
+  // `needs_copies`: a layer that writes would have been given some as copies. Throws Error when it had never written.
+  Values execute_watched(JobRun& run, int layer, const Values& inputs, int microbatch, bool recompute,
+                         bool needs_copies, std::vector<char>& intact);
+  // Of the places `wanted`, those that the layer is given as copies: none when it is known not to write.
+  static std::vector<char> copies_for(const JobRun& run, int layer, const std::vector<char>& wanted);
   void save_buffers(JobRun& run, int layer, int microbatch, std::vector<at::Tensor> before);
 
   device::Device& device_;

@@ -251,8 +251,8 @@ struct Roots {
 MicrobatchRunner::Tensors MicrobatchRunner::backpropagate_whole(JobRun& run, Range segment, const Flow& inputs,
                                                                 const Tensors& gradients, int microbatch) {
   Graph graph;
-  const Values outputs =
-      layers_.run_graph(run, segment, inputs, microbatch, /*recompute=*/true, graph.boundary, graph.places);
+  const Values outputs = layers_.run_graph(run, segment, inputs, microbatch, /*recompute=*/true, /*for_loss=*/false,
+                                           graph.boundary, graph.places);
   const Roots roots(outputs, gradients);
   backward(run, segment, roots.tensors, roots.gradients);
   return graph.input_gradients();
@@ -267,8 +267,8 @@ MicrobatchRunner::Tensors MicrobatchRunner::backpropagate_last(JobRun& run, Rang
   Graph graph;
   std::optional<Roots> roots;
   {
-    const Values outputs =
-        layers_.run_graph(run, segment, inputs, microbatch, /*recompute=*/true, graph.boundary, graph.places);
+    const Values outputs = layers_.run_graph(run, segment, inputs, microbatch, /*recompute=*/true, /*for_loss=*/false,
+                                             graph.boundary, graph.places);
     inputs = {};
     recomputed_ms_ = now_ms();
     const Tensors gradients = staging_.take(arriving);
@@ -285,8 +285,8 @@ MicrobatchRunner::Tensors MicrobatchRunner::backpropagate_loss(JobRun& run, Rang
   at::Tensor total;
   {
     const bool alone = segment.size() == 0;
-    const Values outputs =
-        layers_.run_graph(run, segment, inputs, microbatch, /*recompute=*/false, graph.boundary, graph.places);
+    const Values outputs = layers_.run_graph(run, segment, inputs, microbatch, /*recompute=*/false, /*for_loss=*/true,
+                                             graph.boundary, graph.places);
     inputs = {};
     total = total_loss(run, outputs, microbatch);
     if (alone) segment = run.job.layers;
@@ -321,7 +321,7 @@ at::Tensor MicrobatchRunner::total_loss(JobRun& run, const Values& outputs, int 
     for (const at::Tensor& tensor : outputs.tensors) {
       const at::NoGradGuard no_grad;
       // The loss may write to what it is given.
-      flow.tensors.push_back(tensor.detach().clone());
+      flow.tensors.push_back(memory::copy_alike(tensor.detach()));
       flow.requires_grad.push_back(0);
       flow.host.push_back(nullptr);
     }

@@ -69,9 +69,7 @@ void Outbox::send_values(JobRun& run, const Flow& flow, int boundary, int microb
       [outgoing, pinned = device_.wants_pinned_host_memory()] {
         std::vector<Piece> pieces;
         for (const Outgoing& item : outgoing) {
-          *item.value = *memory::make_host_value(item.tensor, item.value->requires_grad, pinned);
-          std::vector<int64_t> unused;
-          pieces.push_back({item.value->data, memory::without_broadcast(item.tensor, unused)});
+          *item.value = *memory::stage_download(item.tensor, item.value->requires_grad, pinned, pieces);
         }
         return pieces;
       },
@@ -125,10 +123,8 @@ void Outbox::send_input_gradients(JobRun& run, int microbatch, std::vector<at::T
             targets.emplace_back();
             continue;
           }
-          const HostValuePtr value = memory::make_host_value(gradient, false, pinned);
-          std::vector<int64_t> expanded;
-          pieces.push_back({value->data, memory::without_broadcast(gradient, expanded)});
-          targets.push_back(expanded.empty() ? value->data : value->data.expand(expanded));
+          const HostValuePtr value = memory::stage_download(gradient, false, pinned, pieces);
+          targets.push_back(memory::restore_broadcast(*value, value->data));
         }
         return pieces;
       },

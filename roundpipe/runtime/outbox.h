@@ -21,11 +21,11 @@ class Outbox {
   // Moves what `begin` returns once all work issued so far is done. A failure fails the call.
   void send(JobRun& run, transfer::Priority priority, std::function<std::vector<transfer::Piece>()> begin,
             device::EventPtr done);
-  // The values before layer `boundary`.
+  // The values before layer `boundary`, settled.
   void send_values(JobRun& run, const Flow& flow, int boundary, int microbatch);
   // Throws Error when they are sent again and are others: the caller may have gone on, and changed what they depend on.
   void send_losses(JobRun& run, const std::vector<at::Tensor>& losses, int microbatch);
-  // The gradients of the job's inputs, if anybody waits for them.
+  // The gradients of the job's inputs, settled, if anybody waits for them.
   void send_input_gradients(JobRun& run, int microbatch, std::vector<at::Tensor> gradients);
 
  private:

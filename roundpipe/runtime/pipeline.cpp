@@ -191,12 +191,23 @@ Values Pipeline::read_outputs(Call& call, int microbatch) const {
   const at::NoGradGuard no_grad;
   for (const memory::HostValuePtr& value : boundary.tensors) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    const at::Tensor whole = memory::restore_broadcast(*value, value->data);
     // What other boundaries still read must not be changed through the output.
-    outputs.tensors.push_back(value.use_count() > 1 ? whole.clone() : whole.alias());
+    const at::Tensor own = value.use_count() > 1 ? memory::copy_alike(value->data) : value->data.alias();
+    outputs.tensors.push_back(memory::restore_broadcast(*value, own));
   }
   return outputs;
 }
+
+namespace {
+
+// A host tensor of the caller's as devices will see it, by reference where they may read all that they copy.
+at::Tensor as_given(const at::Tensor& tensor) {
+  const at::NoGradGuard no_grad;
+  const memory::HostValuePtr value = memory::refer_to_host(tensor.detach(), /*requires_grad=*/false);
+  return memory::restore_broadcast(*value, value->data);
+}
+
+}  // namespace
 
 std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>& inputs,
                                                       const std::vector<Values>& labels, std::shared_ptr<Loss> loss,
@@ -208,6 +219,9 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
   const CallPtr call = begin_call(options, *engine);
   call->loss = std::move(loss);
   call->labels = labels;
+  for (Values& values : call->labels) {
+    for (at::Tensor& tensor : values.tensors) tensor = as_given(tensor);
+  }
   call->keep_outputs = keep_outputs;
   call->losses.resize(inputs.size());
   for (size_t m = 0; m < inputs.size(); ++m) call->loss_ready.push_back(call->new_event());
@@ -293,7 +307,8 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
     const at::NoGradGuard no_grad;
     arrived.tensors.clear();
     for (const at::Tensor& gradient : gradients[static_cast<size_t>(m)]) {
-      arrived.tensors.push_back(gradient.defined() ? gradient.detach().to(c10::kCPU) : gradient);
+      arrived.tensors.push_back(gradient.defined() ? as_given(memory::settled_gradient(gradient.detach().to(c10::kCPU)))
+                                                   : gradient);
     }
     if (arrived.produced) arrived.produced->fire();
     if (keep_graph) {

@@ -126,7 +126,13 @@ std::vector<at::Tensor> Staging::take(StagedValues& staged) {
   arrive(staged.uploaded);
   std::vector<at::Tensor> tensors;
   for (size_t i = 0; i < staged.host.size(); ++i) {
-    tensors.push_back(staged.host[i] ? usable(*staged.host[i], staged.device[i]) : at::Tensor());
+    const auto earlier = static_cast<size_t>(
+        std::find(staged.host.begin(), staged.host.begin() + static_cast<std::ptrdiff_t>(i), staged.host[i]) -
+        staged.host.begin());
+    // What was one tensor before is one again.
+    tensors.push_back(earlier < i      ? tensors[earlier]
+                      : staged.host[i] ? usable(*staged.host[i], staged.device[i])
+                                       : at::Tensor());
   }
   staged.device.clear();
   return tensors;

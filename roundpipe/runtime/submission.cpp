@@ -143,21 +143,18 @@ void put_inputs(Call& call, int microbatch, const Values& inputs, bool copy, boo
   BoundaryValues& values = call.values(0, microbatch);
   values.structure = inputs.structure;
   const at::NoGradGuard no_grad;
-  for (const at::Tensor& tensor : inputs.tensors) {
+  for (size_t i = 0; i < inputs.tensors.size(); ++i) {
+    const at::Tensor& tensor = inputs.tensors[i];
+    size_t same = 0;
+    while (!inputs.tensors[same].is_same(tensor)) ++same;
+    if (same < i) {
+      values.tensors.push_back(values.tensors[same]);
+      continue;
+    }
     const bool requires_grad = call.options.requires_grad && tensor.requires_grad();
     const at::Tensor plain = tensor.detach();
-    memory::HostValuePtr value;
-    if (copy || !plain.device().is_cpu()) {
-      value = memory::make_host_value(plain, requires_grad, pinned);
-      std::vector<int64_t> unused;
-      value->data.copy_(memory::without_broadcast(plain, unused));
-    } else {
-      value = std::make_shared<memory::HostValue>();
-      value->data = memory::without_broadcast(plain, value->expanded_sizes);
-      if (!value->data.is_non_overlapping_and_dense()) value->data = value->data.clone();
-      value->requires_grad = requires_grad;
-    }
-    values.tensors.push_back(std::move(value));
+    values.tensors.push_back(copy || !plain.device().is_cpu() ? memory::copy_to_host(plain, requires_grad, pinned)
+                                                              : memory::refer_to_host(plain, requires_grad));
   }
   values.produced->fire();
 }

@@ -88,7 +88,7 @@ class FusedPair:
         for part, target, seed in parts:
             self.plain.zero_grad()
             with torch.random.fork_rng(devices=[]):
-                outputs = run_layers(list(self.plain), (part.clone(),), {}, seed)
+                outputs = run_layers(list(self.plain), (part,), {}, seed)
                 torch.manual_seed(seed[-1])
                 part_loss = squared_error(outputs, target) * factor * scale
                 part_loss.backward()

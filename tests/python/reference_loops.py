@@ -1,12 +1,14 @@
 """Training loops written out by hand, slow and obvious: what the pipeline has to equal bit for bit.
 
 A batch is cut with `torch.tensor_split`; the microbatches run one after the other through the layers of a plain
-model. Nothing here uses the pipeline, except to ask it for the documented seeds.
+model. Before each layer and before the loss, values and gradients are laid out by the documented rule. Nothing here
+uses the pipeline, except to ask it for the documented seeds.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,8 +29,7 @@ def cut(tree: Any, count: int) -> list[Any]:
 
     def parts(leaf: Any) -> list[Any]:
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            # A microbatch starts an allocation of its own: matrix kernels round by the alignment of what they read.
-            return [leaf] if count == 1 else [part.clone() for part in torch.tensor_split(leaf, count)]
+            return [leaf] if count == 1 else list(torch.tensor_split(leaf, count))
         return [leaf] * count
 
     leaves, spec = pytree.tree_flatten(tree)
@@ -41,12 +42,57 @@ def seeds_of(pipe: RoundPipe, call: int, microbatches: int) -> Seeds:
     return [[pipe.layer_seed(call, m, layer) for layer in range(pipe.num_layers + 1)] for m in range(microbatches)]
 
 
+def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that lies in memory as the tensor does beyond a layer boundary, by the rule of docs/exactness.md."""
+    core = tensor.detach()
+    for dim in range(core.dim()):
+        if core.stride(dim) == 0 and core.size(dim) > 1:
+            core = core.narrow(dim, 0, 1)
+    span = 1 + sum((n - 1) * stride for n, stride in zip(core.shape, core.stride(), strict=True)) if core.numel() else 0
+    if span > 2 * core.numel():
+        copy = torch.empty_like(core)
+    else:
+        lead = core.data_ptr() % 64 // core.element_size()
+        memory = torch.empty(lead + span, dtype=core.dtype)
+        # Not a view, which a layer could not write to.
+        copy = memory.new_empty(0).set_(memory.untyped_storage(), lead, core.shape, core.stride())
+    copy.copy_(core)
+    return copy if core.shape == tensor.shape else copy.expand_as(tensor)
+
+
+class Crossing(torch.autograd.Function):
+    """A layer boundary: value and gradient are laid out anew."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return laid_out(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        # Kept, so that autograd does not add other gradients into its memory.
+        ctx.handed_down = laid_out(gradient)
+        return ctx.handed_down
+
+
+def crossed(tree: Any) -> Any:
+    """The pytree beyond a layer boundary. A tensor that is in it twice is still one tensor."""
+    done: dict[int, Any] = {}
+
+    def cross(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in done:
+            done[id(leaf)] = Crossing.apply(leaf) if leaf.requires_grad else laid_out(leaf)
+        return done.get(id(leaf), leaf)
+
+    return pytree.tree_map(cross, tree)
+
+
 def run_layers(layers: Sequence[nn.Module], args: Any, kwargs: Any, seeds: list[int]) -> Any:
+    args, kwargs = crossed((tuple(args), kwargs))
     torch.manual_seed(seeds[0])
-    value = layers[0](*args, **kwargs)
+    value = crossed(layers[0](*args, **kwargs))
     for layer, seed in zip(layers[1:], seeds[1:], strict=False):
         torch.manual_seed(seed)
-        value = layer(value)
+        value = crossed(layer(value))
     return value
 
 
@@ -60,7 +106,7 @@ def fused_loop(
         for (part, named), target, seed in zip(cut((args, kwargs), count), cut(label, count), seeds, strict=True):
             outputs = run_layers(layers, part, named, seed)
             torch.manual_seed(seed[len(layers)])
-            loss = loss_fn(outputs, target)
+            loss = loss_fn(outputs, crossed(target))
             loss.backward()
             losses.append(loss.detach())
     return sum(losses[1:], losses[0])
@@ -79,13 +125,17 @@ def split_loop(
     merged = []
     for values in zip(*(leaves for leaves, _ in parts), strict=True):
         if isinstance(values[0], torch.Tensor):
-            value = torch.cat([v.detach() for v in values]) if count > 1 else values[0].detach().clone()
+            value = torch.cat([v.detach() for v in values]) if count > 1 else laid_out(values[0])
             merged.append(value.requires_grad_(values[0].requires_grad))
         else:
             merged.append(values[0])
+    gradients: list[Any] = [None] * len(merged)
+    for index, value in enumerate(merged):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            # Not .grad, which is laid out as the value is.
+            value.register_hook(functools.partial(gradients.__setitem__, index))
     loss = loss_fn(pytree.tree_unflatten(merged, parts[0][1]), label)
     loss.backward()
-    gradients = [m.grad if isinstance(m, torch.Tensor) else None for m in merged]
     cut_gradients = [cut_as(g, [leaves[i] for leaves, _ in parts]) for i, g in enumerate(gradients)]
     for m, (leaves, _) in enumerate(parts):
         roots = [(leaf, cut_gradients[i][m]) for i, leaf in enumerate(leaves) if gradients[i] is not None]

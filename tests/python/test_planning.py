@@ -66,10 +66,10 @@ def test_the_head_waits_for_its_input_unless_asked_otherwise() -> None:
 @pytest.mark.parametrize(
     ("microbatches", "mode", "max_traffic", "limits"),
     [
-        (16, "async", 0, [0.7, 0.1, 0.1, 0.1, 0.1]),
-        (8, "async", 0, [0.8, 0.2, 0.8, 0.1, 0.1]),
+        pytest.param(16, "async", 0, [0.7, 0.1, 0.1, 0.1, 0.1], marks=pytest.mark.long),
+        pytest.param(8, "async", 0, [0.8, 0.2, 0.8, 0.1, 0.1], marks=pytest.mark.long),
         (16, "sync", 1.25, [7, 4.3, 6, 1.5, 0.7]),
-        (16, "sync", 2, [3, 3, 4, 1.2, 0.7]),
+        pytest.param(16, "sync", 2, [3, 3, 4, 1.2, 0.7], marks=pytest.mark.long),
     ],
 )
 def test_almost_no_bubble(microbatches: int, mode: str, max_traffic: float, limits: list[float]) -> None:
@@ -81,6 +81,7 @@ def test_almost_no_bubble(microbatches: int, mode: str, max_traffic: float, limi
             assert prediction.traffic_ratio <= max_traffic + 1e-9
 
 
+@pytest.mark.long
 def test_uneven_layers() -> None:
     chance = random.Random(4)
     bubbles = []
@@ -122,6 +123,7 @@ def test_simulate_prints_every_schedule() -> None:
     assert "gpipe" in table and "1f1b" in table and "roundpipe" not in table
 
 
+@pytest.mark.long
 def test_simulate_over_links(tmp_path: Path) -> None:
     page = tmp_path / "links.html"
     result = run("simulate", "qwen3-1.7b", "--links", "--mode", "sync", "--json", "--html", str(page))

@@ -75,7 +75,7 @@ class Gate {
   }
   bool arrived(int count) {
     std::unique_lock lock(mutex_);
-    return changed_.wait_for(lock, std::chrono::seconds(20), [&] { return arrived_ >= count; });
+    return changed_.wait_for(lock, std::chrono::seconds(300), [&] { return arrived_ >= count; });
   }
 
  private:
@@ -129,7 +129,7 @@ TEST_SUITE("worker") {
     // The input is two tensors; everything else that has gone up is weights.
     stage_bytes = model->blocks[0].block->layout().size_bytes;
     const int64_t input_bytes = (kWidth + 1) * 4;
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(300);
     while (engine.worker(0).upload().moved_bytes() < 2 * stage_bytes + input_bytes &&
            std::chrono::steady_clock::now() < deadline) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
