@@ -103,7 +103,7 @@ def run_layers(name: str, model: PublishedModel, layers: int, tokens: int, quick
         plan.bwd_plan = [range(layers + 1, layers + 2), *(range(n, n + 1) for n in reversed(range(layers + 1)))]
     run_config = RoundPipeRunConfig(num_microbatch=MICROBATCHES, execute_plan=plan)
     wrapped = wrap_model_to_roundpipe(plain, model_run_config=run_config)
-    optimizer = roundpipe.optim.AdamW(wrapped, lr=1e-4, moments="8bit")
+    optimizer = roundpipe.optim.AdamW(wrapped, lr=1e-6, moments="8bit")
     batch = {"input_ids": ids, "labels": ids}
     predicted = wrapped.predict_memory(input_kwargs=batch)
     gc.collect()

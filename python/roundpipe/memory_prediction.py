@@ -125,9 +125,12 @@ class _Visit:
         other = before.weights if before is not None else 0
         values = self._staged(None)
         alone = self.weights + self.sums + values + self.work
-        if after is not None and (limit_bytes == 0 or alone + after.weights <= limit_bytes):
-            other = max(other, after.weights)
-            values = self._staged(after)
+        if after is not None:
+            # With its weights come its first values.
+            staged = self._staged(after)
+            if limit_bytes == 0 or alone - values + staged + after.weights <= limit_bytes:
+                other = max(other, after.weights)
+                values = staged
         if limit_bytes and alone + other > limit_bytes:
             other = 0
         weights = self.weights + other
