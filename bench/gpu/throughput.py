@@ -1,4 +1,4 @@
-"""How many tokens a second does one card train, against the published package on the same card?
+"""How many tokens a second do cards train, against the published package on the same cards?
 
 Full fine-tuning of a Qwen3 with random weights in bf16: the same batch, sequence length, microbatches and recompute
 grain, in processes of their own that run one after the other. "ours" is the model as transformers has it, followed,
@@ -10,9 +10,10 @@ The losses are compared step by step. They start from the same weights, but kern
 the bound is that of bf16. Host bytes a parameter: what the machine's free memory sank by, page-locked memory included;
 the peak of resident memory; and what our own account says.
 
-    python bench/gpu/throughput.py --peer DIR [--model 1.7B|4B|8B]
+    python bench/gpu/throughput.py --peer DIR [--model 1.7B|4B|8B|32B] [--devices cuda:0,cuda:1]
 
-DIR holds the published package: pip install --target DIR --no-deps roundpipe==0.1.1
+DIR holds the published package: pip install --target DIR --no-deps roundpipe==0.1.1. It takes every card that it sees:
+hide the others from it with CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def cells(name: str, cap: str, result: Result) -> list[str]:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--peer", type=Path, help="folder of the published package; without it, ours alone")
-    arguments.add_argument("--model", choices=["1.7B", "4B", "8B"], default="1.7B")
+    arguments.add_argument("--model", choices=["1.7B", "4B", "8B", "32B"], default="1.7B")
+    arguments.add_argument("--devices", help="such as cuda:0,cuda:1. [default: the first accelerator]")
     arguments.add_argument("--tokens", type=int, default=4096, help="of a row")
     arguments.add_argument("--rows", type=int, default=8)
     arguments.add_argument("--microbatches", type=int, default=4)
@@ -59,7 +61,7 @@ def main() -> None:
     arguments.add_argument("--same-script", action="store_true", help="ours also by the script of the peer")
     options = arguments.parse_args()
 
-    device = default_device("virtual:2")
+    device = options.devices or default_device("virtual:2")
     request = Request(
         way="followed",
         peer=False,
@@ -83,12 +85,12 @@ def main() -> None:
         peer_note = "The published package was not run: no --peer was given."
     elif not has_cuda():
         peer_note = "The published package was not run: it needs CUDA."
-    elif options.model == "8B":
+    elif options.model in ("8B", "32B"):
         peer_note = "The published package was not run with this model, which is for host bytes a parameter."
     else:
         runs["published"] = (replace(chain, peer=True), options.peer)
 
-    report = Report("Throughput: tokens a second on one card, against the published package", options.out)
+    report = Report("Throughput: tokens a second, against the published package", options.out)
     report(f"- {describe(device)}")
     report("")
     report(

@@ -9,17 +9,12 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from support.published_models import MODELS
+
 # As their published configs have them.
 _QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6}
 SHAPES: dict[str, dict[str, Any]] = {
-    "1.7B": _QWEN3
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
+    "1.7B": MODELS["Qwen3-1.7B"].sizes,
     "4B": _QWEN3
     | {
         "hidden_size": 2560,
@@ -36,6 +31,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
     },
+    "32B": MODELS["Qwen3-32B"].sizes,
     "tiny": {
         "vocab_size": 512,
         "hidden_size": 64,
@@ -51,7 +47,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def qwen3(shape: str, longest: int, dtype: torch.dtype, device: torch.device) -> Qwen3ForCausalLM:
     """A model on the host, the same weights for the same `device`, which draws them: it is quicker than the host."""
-    config = Qwen3Config(**SHAPES[shape], max_position_embeddings=longest, attn_implementation="sdpa")
+    config = Qwen3Config(**SHAPES[shape] | {"max_position_embeddings": longest}, attn_implementation="sdpa")
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config).to(dtype)
     model.to_empty(device="cpu")

@@ -1,6 +1,7 @@
 """Runs the Python examples of the README and of every page in docs/.
 
-A block that starts with "```python" is a program of its own; one that starts with "```python no-run" is only shown.
+A block that starts with "```python" is a program of its own; one that starts with "```python no-run" is only shown. Where
+a block starts with "```python with-model", the test makes a model in `path/to/model` and some `batches` first.
 """
 
 from __future__ import annotations
@@ -35,12 +36,21 @@ EXAMPLES = examples()
 
 
 def test_the_readme_has_an_example_that_runs() -> None:
-    assert any(name.startswith("README.md") and flag == "" for name, flag, _ in EXAMPLES)
+    assert any(name.startswith("README.md") and flag != "no-run" for name, flag, _ in EXAMPLES)
 
 
 @pytest.mark.parametrize("flag", sorted({flag for _, flag, _ in EXAMPLES}))
 def test_flags_are_known(flag: str) -> None:
-    assert flag in ("", "no-run")
+    assert flag in ("", "no-run", "with-model")
+
+
+# What a page with the flag "with-model" takes as given. On one line, so that tracebacks keep their lines.
+GIVEN = (
+    "import torch, transformers; "
+    "sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2); "
+    "transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained('path/to/model'); "
+    "tokens = torch.randint(64, (4, 16)); batches = [{'input_ids': tokens, 'labels': tokens}] * 2; "
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +59,12 @@ def runner() -> Iterator[ProgramRunner]:
         yield runner
 
 
-@pytest.mark.parametrize("code", [pytest.param(code, id=name) for name, flag, code in EXAMPLES if flag == ""])
-def test_example_runs(code: str, runner: ProgramRunner, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flag", "code"), [pytest.param(flag, code, id=name) for name, flag, code in EXAMPLES if flag != "no-run"]
+)
+def test_example_runs(flag: str, code: str, runner: ProgramRunner, tmp_path: Path) -> None:
     program = tmp_path / "example.py"
-    program.write_text(code)
+    program.write_text((GIVEN if flag == "with-model" else "") + code)
     result = runner.run(program, cwd=tmp_path)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
 
@@ -64,8 +76,8 @@ def test_links_between_files_lead_somewhere(page: Path) -> None:
             assert (page.parent / link["target"]).exists(), link["target"]
 
 
-def test_headers_named_in_the_readme_exist() -> None:
-    named = re.findall(r"`((?:python/)?roundpipe/[\w/]+\.(?:h|py))`", (ROOT / "README.md").read_text())
+def test_files_named_for_new_contributors_exist() -> None:
+    named = re.findall(r"`((?:python/)?roundpipe/[\w/]+\.(?:h|py))`", (ROOT / "CONTRIBUTING.md").read_text())
     assert named
     for path in named:
         assert (ROOT / path).exists(), path
