@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from support.published_models import MODELS
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
-
-from support.published_models import MODELS
 
 # As their published configs have them.
 _QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6}

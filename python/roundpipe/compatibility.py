@@ -40,11 +40,12 @@ def require_fitting_build() -> None:
         ) from None
     if running != _built_with.PYTHON or importlib.util.find_spec("roundpipe._core") is None:
         raise ImportError(
-            f"[roundpipe] the engine was built for Python {_built_with.PYTHON}, and this is Python {running}; {_INSTALL}"
+            f"[roundpipe] the engine was built for Python {_built_with.PYTHON}, and this is Python {running}; "
+            f"{_INSTALL}"
         )
     torch = _installed_torch()
     if torch is not None and _minor(torch) != _minor(_built_with.TORCH):
         raise ImportError(
-            f"[roundpipe] the engine was built with torch {_built_with.TORCH}, and torch {torch} is installed, expected "
-            f"{_minor(_built_with.TORCH)}.*; {_INSTALL}"
+            f"[roundpipe] the engine was built with torch {_built_with.TORCH}, and torch {torch} is installed, "
+            f"expected {_minor(_built_with.TORCH)}.*; {_INSTALL}"
         )
