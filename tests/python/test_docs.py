@@ -1,7 +1,7 @@
 """Runs the Python examples of the README and of every page in docs/.
 
-A block that starts with "```python" is a program of its own; one that starts with "```python no-run" is only shown. Where
-a block starts with "```python with-model", the test makes a model in `path/to/model` and some `batches` first.
+A block that starts with "```python" is a program of its own; one that starts with "```python no-run" is only shown.
+Where a block starts with "```python with-model", the test makes a model in `path/to/model` and some `batches` first.
 """
 
 from __future__ import annotations
