@@ -18,13 +18,13 @@ import dataclasses
 import gc
 import math
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from support.process_memory import peak_resident_bytes
 from support.published_models import MODELS, PublishedModel
 from support.report import Report, parser
 from torch import nn
@@ -220,7 +220,7 @@ def run_case(case: str, tokens: int, quick: bool) -> dict[str, Any]:
         result = run_layers("Qwen3-235B-A22B, LoRA", MODELS["Qwen3-235B-A22B"], 1, tokens, quick)
     else:
         result = run_head("Qwen3-32B", MODELS["Qwen3-32B"], tokens, quick)
-    return result | {"rss": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+    return result | {"rss": peak_resident_bytes()}
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ The process imports the `roundpipe` that is first on its path: ours, or another 
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 import torch
 from support.language_models import as_chain, qwen3
+from support.process_memory import peak_resident_bytes
 from support.training_request import Request, Result
 from torch import nn
 
@@ -89,7 +89,7 @@ def run(request: Request) -> Result:
         seconds = time.perf_counter() - start
         result.tokens_per_s[mode] = request.steps * request.rows * request.tokens / seconds
     result.machine_bytes = available_bytes - psutil.virtual_memory().available
-    result.resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    result.resident_bytes = peak_resident_bytes()
     if trainer.followed:
         result.host_memory_bytes = trainer.optimizer.host_memory().total
     if torch.accelerator.is_available():

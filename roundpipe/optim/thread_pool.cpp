@@ -210,21 +210,29 @@ void ThreadPool::for_ranges(int64_t count, int64_t grain, const std::function<vo
 
 namespace {
 
-std::mutex current_mutex;
-std::shared_ptr<ThreadPool> current_pool;  // guarded by current_mutex
+// Never destroyed: threads may ask for the pool, or work in it, when the process ends.
+struct Current {
+  std::mutex mutex;
+  std::shared_ptr<ThreadPool> pool;  // guarded by mutex
+};
+Current& current_pool() {
+  static auto* current = new Current;
+  return *current;
+}
 
 }  // namespace
 
 std::shared_ptr<ThreadPool> ThreadPool::current() {
-  const std::lock_guard lock(current_mutex);
-  if (!current_pool) current_pool = std::make_shared<ThreadPool>(threads_from_environment(), pinned_from_environment());
-  return current_pool;
+  const std::lock_guard lock(current_pool().mutex);
+  std::shared_ptr<ThreadPool>& pool = current_pool().pool;
+  if (!pool) pool = std::make_shared<ThreadPool>(threads_from_environment(), pinned_from_environment());
+  return pool;
 }
 
 void ThreadPool::set_current(int threads, bool pinned) {
   auto pool = std::make_shared<ThreadPool>(threads, pinned);
-  const std::lock_guard lock(current_mutex);
-  current_pool.swap(pool);
+  const std::lock_guard lock(current_pool().mutex);
+  current_pool().pool.swap(pool);
 }
 
 }  // namespace roundpipe::optim

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/runtime/update_thread.h>
 
 namespace roundpipe::runtime {
 
@@ -86,6 +87,8 @@ void Engine::shut_down() {
   for (const auto& engine : engines) {
     if (engine) engine->stop();
   }
+  // All gradients have landed. What is still to be updated must not meet the end of the process.
+  UpdateThread::instance().drain();
 }
 
 void Engine::submit(const std::vector<std::shared_ptr<JobRun>>& runs) {

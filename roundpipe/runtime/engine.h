@@ -19,7 +19,8 @@ class Engine {
   static std::shared_ptr<Engine> current();
   // Replaces the pool by one of `specs` and returns it; the old one ends when the last call that uses it does.
   static std::shared_ptr<Engine> set_current(const std::vector<device::DeviceSpec>& specs);
-  // Ends every pool of the process: finishes what they were given and joins their threads. They cannot be used again.
+  // Ends every pool of the process: finishes what they were given, steps included, and joins their threads. They cannot
+  // be used again. Not from a thread of the engine.
   static void shut_down();
 
   int size() const { return static_cast<int>(specs_.size()); }

@@ -5,7 +5,7 @@
 namespace roundpipe::runtime {
 
 UpdateThread& UpdateThread::instance() {
-  // Never destroyed: at exit a step may still be under way.
+  // Never destroyed: a process may end without drain().
   static auto* instance = new UpdateThread;
   return *instance;
 }
@@ -19,18 +19,26 @@ void UpdateThread::submit(const Order& order, std::function<void()> work) {
     std::lock_guard lock(mutex_);
     ready_.emplace(order, std::move(work));
   }
-  changed_.notify_one();
+  changed_.notify_all();
+}
+
+void UpdateThread::drain() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return ready_.empty() && !working_; });
 }
 
 void UpdateThread::run() {
+  std::unique_lock lock(mutex_);
   while (true) {
-    std::function<void()> work;
-    {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [this] { return !ready_.empty(); });
-      work = std::move(ready_.extract(ready_.begin()).mapped());
-    }
+    changed_.wait(lock, [this] { return !ready_.empty(); });
+    std::function<void()> work = std::move(ready_.extract(ready_.begin()).mapped());
+    working_ = true;
+    lock.unlock();
     work();
+    work = nullptr;  // it may be the last to hold a model
+    lock.lock();
+    working_ = false;
+    if (ready_.empty()) changed_.notify_all();
   }
 }
 

@@ -27,12 +27,16 @@ class UpdateThread {
   // `work` must not throw.
   void submit(const Order& order, std::function<void()> work);
 
+  // Blocks until all that was submitted is done, and what was submitted meanwhile. Not from the thread itself.
+  void drain();
+
  private:
   UpdateThread();
   void run();
 
   std::mutex mutex_;
   std::condition_variable changed_;
+  bool working_ = false;                               // protected by mutex_
   std::multimap<Order, std::function<void()>> ready_;  // protected by mutex_
 };
 

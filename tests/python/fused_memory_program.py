@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 
-import psutil
 import torch
 from torch import nn
 
 import roundpipe
+from process_memory import status
 from roundpipe import RoundPipe, RoundPipeRunConfig
 
 
@@ -26,7 +25,7 @@ def main() -> None:
     warm.forward_backward((torch.ones(2, 64, dtype=torch.bfloat16),), loss_fn=lambda o, _: o.float().square().mean())
     warm.step(warm_optimizer)
     warm.synchronize()
-    base = psutil.Process().memory_info().rss
+    base = status("VmRSS")
 
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(layers)])
@@ -46,7 +45,7 @@ def main() -> None:
                 "table": str(memory),
                 "devices": sum(device["peak_bytes"] for device in roundpipe.devices().memory_report()),
                 "base": base,
-                "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "peak": status("VmHWM"),
             }
         )
     )

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import roundpipe
+from process_memory import status
 
 PAGE_BYTES = 64 << 20
 SHARDS = 4
@@ -85,14 +86,6 @@ def write_model(folder: Path, layers: int) -> dict[str, int]:
             stream.writelines([len(text).to_bytes(8, "little"), text, *chunks])
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return sums
-
-
-def status(field: str) -> int:
-    """A line of /proc/self/status, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {field}")
 
 
 def main(folder: Path, layers: int) -> None:

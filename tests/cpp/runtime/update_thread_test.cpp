@@ -1,5 +1,7 @@
 #include <roundpipe/runtime/update_thread.h>
 
+#include <atomic>
+#include <thread>
 #include <vector>
 
 #include <doctest/doctest.h>
@@ -33,4 +35,27 @@ TEST_CASE("update thread: of what is ready, older steps, then norms, then the lo
   go_on->fire();
   done->wait();
   CHECK(order == std::vector<int>({1, 2, 3, 4, 5, 6}));
+}
+
+TEST_CASE("update thread: draining waits for what is under way, and for what that leads to") {
+  UpdateThread& thread = UpdateThread::instance();
+  const auto begun = make_event();
+  const auto go_on = make_event();
+  std::atomic<int> done = 0;
+  thread.submit({1, Kind::kUpdate, 0}, [&] {
+    begun->fire();
+    go_on->wait();
+    thread.submit({1, Kind::kUpdate, 1}, [&] { ++done; });
+    ++done;
+  });
+  begun->wait();
+  std::thread drains([&] {
+    thread.drain();
+    CHECK(done == 2);
+    done = 3;
+  });
+  go_on->fire();
+  drains.join();
+  CHECK(done == 3);
+  thread.drain();  // nothing to do
 }
