@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cmath>
 #include <cstring>
 #include <future>
 #include <memory>
@@ -56,6 +57,16 @@ inline Batch make_batch(int microbatches, int64_t rows, int64_t width) {
   return batch;
 }
 
+// One step of SGD on fp32 values. One rounding, as the fused kernels have it: torch's own add_ has two where its
+// kernels were compiled without fused multiply-add.
+inline void descend(at::Tensor& values, const at::Tensor& gradient, double rate) {
+  const at::Tensor dense = values.contiguous(), slope = gradient.to(at::kFloat).contiguous();
+  float* value = dense.mutable_data_ptr<float>();
+  const float* each = slope.const_data_ptr<float>();
+  for (int64_t i = 0; i < dense.numel(); ++i) value[i] = std::fma(each[i], static_cast<float>(-rate), value[i]);
+  if (!dense.is_same(values)) values.copy_(dense);
+}
+
 // The slow, plain way: the same layers in one loop on the caller's thread, one microbatch after the other, no
 // recomputation, gradients summed by autograd, and a step protocol that is spelt out.
 class PlainModel {
@@ -110,7 +121,7 @@ class PlainModel {
     const at::NoGradGuard no_grad;
     for (Parameter& parameter : parameters_) {
       at::Tensor& gradient = parameter.mine.mutable_grad();
-      if (gradient.defined()) parameter.master.add_(gradient, -rate);
+      if (gradient.defined()) descend(parameter.master, gradient, rate);
       gradient.reset();
     }
     unpublished_ = true;
@@ -224,7 +235,7 @@ class PipedModel {
       const at::NoGradGuard no_grad;
       for (at::Tensor& master : masters_) {
         at::Tensor& gradient = master.mutable_grad();
-        if (gradient.defined()) master.add_(gradient, -rate);
+        if (gradient.defined()) descend(master, gradient, rate);
         gradient.reset();
       }
       return true;
