@@ -32,20 +32,19 @@ def require_fitting_build() -> None:
     """Raises ImportError, with what was found and what was expected, when the extension cannot work here."""
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     try:
-        from roundpipe import _built_with
+        import roundpipe._built_with as built_with
     except ImportError:
         raise ImportError(
             f"[roundpipe] the engine has not been built in {__file__.rpartition('/')[0]}, expected "
             f"roundpipe._core for Python {running}; {_INSTALL}"
         ) from None
-    if running != _built_with.PYTHON or importlib.util.find_spec("roundpipe._core") is None:
+    if running != built_with.PYTHON or importlib.util.find_spec("roundpipe._core") is None:
         raise ImportError(
-            f"[roundpipe] the engine was built for Python {_built_with.PYTHON}, and this is Python {running}; "
-            f"{_INSTALL}"
+            f"[roundpipe] the engine was built for Python {built_with.PYTHON}, and this is Python {running}; {_INSTALL}"
         )
     torch = _installed_torch()
-    if torch is not None and _minor(torch) != _minor(_built_with.TORCH):
+    if torch is not None and _minor(torch) != _minor(built_with.TORCH):
         raise ImportError(
-            f"[roundpipe] the engine was built with torch {_built_with.TORCH}, and torch {torch} is installed, "
-            f"expected {_minor(_built_with.TORCH)}.*; {_INSTALL}"
+            f"[roundpipe] the engine was built with torch {built_with.TORCH}, and torch {torch} is installed, "
+            f"expected {_minor(built_with.TORCH)}.*; {_INSTALL}"
         )
