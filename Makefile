@@ -36,8 +36,8 @@ test: STEPS := 4
 # Two targets must not run ninja in one folder at the same time; ninja itself uses every core.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all setup build test-cpp test-python test-asan test-tsan test-no-torch lint format bench \
-  wheel test-wheel clean
+.PHONY: help demo test test-all setup build build-tests test-cpp test-python test-asan test-tsan test-no-torch lint \
+  format bench wheel test-wheel clean
 
 help:
 	@echo 'make demo           proves what it claims, then trains a small language model; no GPU needed'
@@ -113,9 +113,11 @@ $(BUILD)/.with_tests: $(BUILD)/.configured
 
 # --- Tests -------------------------------------------------------------------------------------------------------
 
-test-cpp: $(BUILD)/.with_tests
+build-tests: $(BUILD)/.with_tests
 	$(call say,3,compiling and running the C++ tests. About 3 minutes on two cores)
 	@$(NINJA) -C $(BUILD)
+
+test-cpp: build-tests
 	@$(CTEST) --test-dir $(BUILD)
 
 test-python: build $(VENV)/.test
@@ -133,7 +135,7 @@ define in_setting
 	@env $(1) $(PYTEST) $(NUMERIC)
 endef
 
-test-all: build test-cpp $(VENV)/.test
+test-all: build-tests $(VENV)/.test
 	@echo "== sweeps that make test leaves out"
 	@$(PYTEST) -m "long or hypothesis" --hypothesis-profile=long
 	$(call in_setting,ATEN_CPU_CAPABILITY=default)
@@ -190,8 +192,7 @@ format: $(VENV)/.lint
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_FILES)
 
-bench: build $(BUILD)/.with_tests
-	$(NINJA) -C $(BUILD) bench_transfer
+bench: build-tests
 	@echo "== bench/transfer.cpp"; $(BUILD)/bench/bench_transfer
 	@for program in $(wildcard bench/*.py); do echo "== $$program"; $(BIN)/python $$program || exit 1; done
 

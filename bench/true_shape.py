@@ -93,7 +93,7 @@ def run_layers(name: str, model: PublishedModel, layers: int, tokens: int, quick
         rows = [plain(input_ids=row[None], labels=row[None], use_cache=False).loss for row in ids]
     expected = float(torch.stack(rows).mean())
 
-    device = roundpipe.devices(f"virtual:1,memory={MEMORY_BYTES}")
+    device = roundpipe.devices(f"virtual:1,memory={MEMORY_BYTES}B")
     plan = ModelExecutePlan()
     if model.lora:
         # One visit, so that no second copy of the layer's weights is on what is host memory here.
@@ -172,7 +172,7 @@ def run_head(name: str, model: PublishedModel, tokens: int, quick: bool) -> dict
     batch = split((hidden, labels))
     layer = PythonLayer(head, "head", is_last=True)
     roundpipe.devices("virtual:1")
-    (real,) = measure_layers([layer], batch, lambda outputs: [outputs], torch.device("cpu"))
+    (real,) = measure_layers([layer], batch, lambda outputs: [outputs], torch.device("cpu"), trains=True)
     shapes = measure(make_model(config), tokens).layers[-1]
     return {
         "name": name,

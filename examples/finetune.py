@@ -9,7 +9,7 @@ import transformers
 
 import roundpipe
 from roundpipe.data.balance import balanced_config
-from roundpipe.data.batches import Batches
+from roundpipe.data.batches import Batches, check_positions
 from roundpipe.data.chat import load_chat, load_tokenizer, padding_token_id
 from roundpipe.evaluation import held_out_loss
 from roundpipe.models.packed_attention import check_packing
@@ -23,14 +23,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lora", type=int, metavar="RANK", help="train a LoRA adapter of this rank, not all weights")
     parser.add_argument("--lr", type=float, default=2e-5, help="highest learning rate; LoRA takes about ten times more")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="stop after this many steps")
+    parser.add_argument("--steps", type=int, help="stop after this many steps; 0 only measures and saves")
     parser.add_argument("--batch-tokens", type=int, default=16384, help="tokens of a step")
     parser.add_argument("--max-length", type=int, default=2048, help="tokens of a row; longer conversations are cut")
-    parser.add_argument(
-        "--held-out", type=float, default=0.1, help="share of the conversations that is not learnt from"
-    )
+    parser.add_argument("--held-out", type=float, default=0.1, help="share of the conversations not learnt from, or 0")
     parser.add_argument("--no-packing", dest="packed", action="store_false", help="a row for each conversation")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.lora is not None and options.lora < 1:
+        parser.error(f"--lora is {options.lora}, expected a rank of at least 1; leave it out to train all weights")
+    return options
 
 
 def finetune(options: argparse.Namespace) -> None:
@@ -39,22 +40,22 @@ def finetune(options: argparse.Namespace) -> None:
     sizes = {"batch_tokens": options.batch_tokens, "max_length": options.max_length, "packed": options.packed}
     sizes["pad_token_id"] = padding_token_id(tokenizer)
     train = Batches(data.train, epochs=options.epochs, seed=0, **sizes)
-    held_out = Batches(data.held_out, **sizes)
-    steps = min(len(train), options.steps or len(train))
-
+    held_out = Batches(data.held_out, **sizes) if data.held_out else []
+    steps = len(train) if options.steps is None else min(len(train), options.steps)
     adapters = None
-    if options.lora:
+    if options.lora is not None:
         from peft import LoraConfig
 
         adapters = LoraConfig("CAUSAL_LM", r=options.lora, lora_alpha=2 * options.lora, target_modules="all-linear")
     attention = {"attn_implementation": "packed"} if options.packed else {}
     model = roundpipe.from_pretrained(options.model, peft_config=adapters, **attention)
+    check_positions(model, train, held_out)
     if options.packed:
         check_packing(model)
     optimizer = roundpipe.optim.AdamW(model, lr=options.lr, decay_norms_and_biases=False)
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
-
-    print(f"held-out loss before {held_out_loss(model, held_out):.4f}", flush=True)
+    if held_out:
+        print(f"held-out loss before {held_out_loss(model, held_out):.4f}", flush=True)
     model.train()
     try:
         for step, batch in enumerate(itertools.islice(train, steps), start=1):
@@ -65,7 +66,8 @@ def finetune(options: argparse.Namespace) -> None:
             print(f"step {step}/{steps}  loss {float(loss):.4f}  {speed:.0f} tokens/s", flush=True)
     except KeyboardInterrupt:
         print("interrupted, saving what has been learnt")
-    print(f"held-out loss after {held_out_loss(model, held_out):.4f}")
+    if held_out:
+        print(f"held-out loss after {held_out_loss(model, held_out):.4f}")
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
 

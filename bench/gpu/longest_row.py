@@ -79,7 +79,7 @@ def main() -> None:
         way="followed",
         peer=False,
         shape=shape,
-        device=f"{device},memory={memory_bytes}",
+        device=f"{device},memory={memory_bytes}B",
         tokens=0,
         rows=1,
         microbatches=1,

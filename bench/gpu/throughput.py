@@ -106,7 +106,7 @@ def main() -> None:
             print(f"{name}, cap {cap}", file=sys.stderr, flush=True)
             capped = replace(wanted, memory_bytes=cap_bytes)
             if cap_bytes and not wanted.peer:
-                capped = replace(capped, device=f"{device},memory={cap_bytes}")
+                capped = replace(capped, device=f"{device},memory={cap_bytes}B")
             try:
                 results[name] = train(capped, package)
             except RunError as error:

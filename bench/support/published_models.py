@@ -18,7 +18,6 @@ class PublishedModel:
         source: where its config.json is: https://huggingface.co/SOURCE/blob/main/config.json.
         lora: only adapters were trained.
         longest_row: tokens that the published system trains on 24 GB cards (arXiv:2604.27085).
-        tokens_per_s: of the published system on eight such cards, asynchronous and synchronous.
     """
 
     source: str
@@ -27,7 +26,6 @@ class PublishedModel:
     preset: str
     lora: bool
     longest_row: str
-    tokens_per_s: tuple[int, int]
 
     def config(self, **changes: Any) -> PretrainedConfig:
         """Of transformers, with other sizes where `changes` has them."""
@@ -44,7 +42,6 @@ MODELS = {
         "qwen3-1.7b",
         False,
         "73K",
-        (65_417, 56_489),
     ),
     "Llama-3.1-8B": PublishedModel(
         "meta-llama/Llama-3.1-8B",
@@ -55,7 +52,6 @@ MODELS = {
         "llama3.1-8b",
         False,
         "49K",
-        (24_275, 18_888),
     ),
     "gpt-oss-20b": PublishedModel(
         "openai/gpt-oss-20b",
@@ -66,7 +62,6 @@ MODELS = {
         "gpt-oss-20b",
         False,
         "39K",
-        (18_122, 12_549),
     ),
     "Qwen3-32B": PublishedModel(
         "Qwen/Qwen3-32B",
@@ -77,7 +72,6 @@ MODELS = {
         "qwen3-32b",
         False,
         "28K",
-        (5_516, 4_164),
     ),
     "Qwen3-235B-A22B": PublishedModel(
         "Qwen/Qwen3-235B-A22B",
@@ -89,6 +83,5 @@ MODELS = {
         "qwen3-235b-lora",
         True,
         "31K",
-        (1_820, 1_592),
     ),
 }

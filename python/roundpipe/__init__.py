@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from roundpipe.compatibility import require_fitting_build
+from roundpipe.compatibility import package_version, require_fitting_build
 
 require_fitting_build()
 
 if TYPE_CHECKING:
+    __version__: str
+
     from roundpipe import optim
     from roundpipe._core import RoundPipeError
     from roundpipe.binding import Step
@@ -77,6 +79,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return package_version()
     if name not in _PUBLIC and name != "optim":
         raise AttributeError(f"module 'roundpipe' has no attribute '{name}'")
     import torch  # noqa: F401  the extension finds torch's libraries through it

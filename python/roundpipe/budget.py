@@ -40,7 +40,9 @@ def budget_of(given: str | int | None, option: str, variable: str) -> int | None
         except ValueError:
             size = None
     if size is None or size <= 0:
-        raise ValueError(f"[RoundPipe] {source} is {value!r}, expected a size above 0 such as '24GB' or bytes")
+        raise ValueError(
+            f"[RoundPipe] {source} is {value!r}, expected a size above 0 with a unit such as '24GB', or an int of bytes"
+        )
     return size
 
 

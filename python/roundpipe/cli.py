@@ -7,11 +7,11 @@ command runs, so `roundpipe --help` answers at once. A new command is one `app.c
 from __future__ import annotations
 
 import sys
-from importlib import metadata
 from typing import Annotated
 
 import typer
 
+import roundpipe
 from roundpipe.demo.command import demo
 from roundpipe.export.command import export
 from roundpipe.planning.commands import emulate, simulate
@@ -26,16 +26,9 @@ app = typer.Typer(
 )
 
 
-def _version() -> str:
-    try:
-        return metadata.version("roundpipe-engine")
-    except metadata.PackageNotFoundError:
-        return "unknown (not installed)"
-
-
 def _print_version(requested: bool) -> None:
     if requested:
-        typer.echo(f"roundpipe {_version()}")
+        typer.echo(f"roundpipe {roundpipe.__version__}")
         raise typer.Exit
 
 

@@ -28,6 +28,14 @@ def _installed_torch() -> str | None:
         return None
 
 
+def package_version() -> str:
+    """The version of this package."""
+    try:
+        return metadata.version("roundpipe-engine")
+    except metadata.PackageNotFoundError:
+        return "unknown (not installed)"
+
+
 def require_fitting_build() -> None:
     """Raises ImportError, with what was found and what was expected, when the extension cannot work here."""
     running = f"{sys.version_info.major}.{sys.version_info.minor}"

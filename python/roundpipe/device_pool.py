@@ -8,6 +8,7 @@ from typing import Any
 
 from roundpipe import _core
 from roundpipe.card_memory import cap_cards
+from roundpipe.default_generators import stand_in
 
 atexit.register(_core.Engine.shut_down)
 
@@ -110,5 +111,6 @@ def devices(spec: str | Sequence[str] | None = None) -> DevicePool:
         engine = _core.Engine.set_current(spec if isinstance(spec, str) else ",".join(spec))
     if spec is not None or not _has_caps:
         cap_cards((name, engine.memory(index)[2]) for index, name in enumerate(engine.torch_devices()))
+        stand_in(engine.torch_devices())
         _has_caps = True
     return DevicePool(engine)

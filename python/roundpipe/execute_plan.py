@@ -42,6 +42,12 @@ class ModelExecutePlan:
 
     __hash__ = None  # type: ignore[assignment]  # the lists may change
 
+    def copied(self) -> ModelExecutePlan:
+        """The same stages in lists of their own."""
+        plan = ModelExecutePlan()
+        plan.fwd_plan, plan.bwd_plan = list(self.fwd_plan), list(self.bwd_plan)
+        return plan
+
     def save(self, path: str | Path) -> None:
         """Writes the stages to a JSON file, whole or not at all.
 
@@ -77,19 +83,22 @@ class ModelExecutePlan:
         plan.bwd_plan = _ranges(document.get("backward"), "backward", where)
         return plan
 
-    def check_valid(self, run_type: RunType, num_layers: int) -> None:
+    def check_valid(self, num_layers: int, run_type: RunType) -> None:
         """Checks that every layer runs exactly once in each direction that `run_type` needs.
 
         Args:
+            num_layers: how many layers the model has.
             run_type: "infer" reads only `fwd_plan`; "train" is a forward and a later backward over all layers;
                 "fused" is `forward_backward`.
-            num_layers: how many layers the model has.
 
         Raises:
-            ValueError: an unknown run type, or a stage that is empty, has a step other than 1, leaves a gap,
-                overlaps its neighbour, or stands in the wrong place.
+            ValueError: an unknown run type, a number of layers that is none, or a stage that is empty, has a step other
+                than 1, leaves a gap, overlaps its neighbour, or stands in the wrong place.
         """
-        _check_run_type("ModelExecutePlan.check_valid", run_type)
+        where = "ModelExecutePlan.check_valid"
+        if not isinstance(num_layers, int):
+            raise ValueError(f"[{where}] num_layers is {num_layers!r}, expected a number: check_valid(4, 'fused')")
+        _check_run_type(where, run_type)
         forward_layers = num_layers
         if run_type != "infer":
             _check_stages("bwd_plan", list(reversed(self.bwd_plan)), num_layers, "from the last layers to the first")
@@ -134,6 +143,10 @@ class ModelExecutePlan:
     ) -> ModelExecutePlan | list[ModelExecutePlan]:
         """Lets the planner cut the models, from measured layer times where there are any.
 
+        Several models are cut together, for a step that runs them one after the other: no stage of any takes longer
+        than `upper_threshold` times the longest layer of all. For "fused" the last one is run by `forward_backward`,
+        and its plan is for that; those before it are run by calling them, and their plans are for "train".
+
         Args:
             run_type: what the plan is for, see `check_valid`.
             *models: `RoundPipe` models.
@@ -141,19 +154,17 @@ class ModelExecutePlan:
             upper_threshold: how much longer than the longest layer a stage may take, as a factor >= 1.
             model_memory_limit: largest weights of a stage, in GB (1e9 bytes).
 
-        With one of the last three given, stages are balanced by that rule alone; without, the planner searches for
-        the shortest step.
+        For a single model with one of the last three given, stages are balanced by that rule alone; without, the
+        planner searches for the shortest step.
 
         Returns:
             One plan a model: the plan itself for a single model, else a list in the models' order.
 
         Raises:
-            ValueError: no model, a model that is not a `RoundPipe`, or an argument out of range.
+            ValueError: a model that is not a `RoundPipe`, or an argument out of range.
         """
         where = "ModelExecutePlan.auto"
         _check_run_type(where, run_type)
-        if not models:
-            raise ValueError(f"[{where}] no model was given, expected at least one RoundPipe")
         if min_stages is not None and min_stages < 1:
             raise ValueError(f"[{where}] min_stages is {min_stages}, expected at least 1")
         if not upper_threshold >= 1:
@@ -162,10 +173,18 @@ class ModelExecutePlan:
             raise ValueError(f"[{where}] model_memory_limit is {model_memory_limit}, expected a number of GB above 0")
         for position, model in enumerate(models):
             _check_model(where, position, model)
-        plans: list[ModelExecutePlan] = [
-            model._auto_plan(run_type, min_stages or 0, upper_threshold, model_memory_limit) for model in models
-        ]
-        return plans[0] if len(plans) == 1 else plans
+        if len(models) == 1:
+            plan: ModelExecutePlan = models[0]._auto_plan(
+                run_type, min_stages or 0, upper_threshold, model_memory_limit
+            )
+            return plan
+        if not models:
+            return []
+        from roundpipe.joint_plan import plan_together
+
+        limit_bytes = 0 if model_memory_limit is None else int(model_memory_limit * 1e9)
+        costs = [model.costs() for model in models]
+        return plan_together(run_type, costs, min_stages or 1, upper_threshold, limit_bytes)
 
 
 def _ranges(value: Any, field: str, where: str) -> list[range]:

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
+from roundpipe import host_resident, model_forward
+from roundpipe.host_resident import HostResident
 from roundpipe.optimizer_context import in_optimizer_context
+from roundpipe.published_attributes import COMMON, standing_for
+from roundpipe.replacing import REPLACING, guarded, refuse_compiling
 
 if TYPE_CHECKING:
     from roundpipe.stepping import StepGroup
@@ -24,11 +28,11 @@ def facade_in(model: Any) -> ModelFacade | None:
     return inner
 
 
-class ModelFacade(nn.Module):
+class ModelFacade(HostResident):
     """Stands for an original model: every attribute that is not in `_OWN` is read, written and deleted there.
 
-    A subclass sets `_original_model` and `_step_group` without `nn.Module.__init__`, whose state is the original
-    model's, and defines `synchronize` and `optim_parameters`.
+    A subclass sets the attributes below without `nn.Module.__init__`, whose state is the original model's, and defines
+    `synchronize` and `optim_parameters`.
     """
 
     # Names that are looked up here; all others belong to the original model.
@@ -43,17 +47,42 @@ class ModelFacade(nn.Module):
             "load_state_dict",
             "zero_grad",
             "save_pretrained",
+            "set_original_model",
             "_original_model",
+            "_wrapped",
+            "_name",
+            "_optim_dtype",
             "_step_group",
             "_follow_changes",
+            "_check_dtype",
+            "_stay",
+            "_may_replace",
         }
+        | host_resident.NAMES
+        | model_forward.NAMES
     )
 
+    # Names that are looked up in the original model first, and made here where it has none of them.
+    _FALLBACK = COMMON
+
     _original_model: nn.Module
+    _wrapped: nn.Module
+    _name: str
+    _optim_dtype: torch.dtype | None
     _step_group: StepGroup
+
+    def set_original_model(self, original_model: nn.Module) -> None:
+        """Makes attributes read, written and deleted here those of `original_model`; what runs stays the same."""
+        if not isinstance(original_model, nn.Module):
+            raise ValueError(f"[set_original_model] got a {type(original_model).__name__}, expected an nn.Module")
+        object.__getattribute__(self, "__dict__")["_original_model"] = original_model
 
     def synchronize(self) -> None:
         raise NotImplementedError
+
+    def _may_replace(self) -> bool:
+        """Whether parameters that are replaced now are taken over."""
+        return False
 
     def _follow_changes(self) -> None:
         """Takes over that modules were put in or taken out, where that is possible."""
@@ -62,19 +91,39 @@ class ModelFacade(nn.Module):
         raise NotImplementedError
 
     def __getattribute__(self, name: str) -> Any:
+        if name == "forward":
+            own = object.__getattribute__(self, "__dict__")
+            return own[name] if name in own else model_forward.ModelForward(self, object.__getattribute__(self, name))
         if name in type(self)._OWN or (name.startswith("__") and name.endswith("__")):
             return object.__getattribute__(self, name)
-        value = getattr(object.__getattribute__(self, "_original_model"), name)
-        if not name.startswith("_") and isinstance(value, (nn.Module, torch.Tensor, MethodType)):
+        try:
+            value = getattr(object.__getattribute__(self, "_original_model"), name)
+        except AttributeError:
+            if name not in type(self)._FALLBACK:
+                raise
+            value = type(self)._FALLBACK[name](self)
+        if name in REPLACING:
+            value = guarded(name, value, self._may_replace)
+        elif name == "compile":
+            return refuse_compiling
+        if not name.startswith("_") and isinstance(value, (nn.Module, torch.Tensor, MethodType, list)):
             # From here the user may reach parameters.
-            object.__getattribute__(self, "_step_group").show_weights()
+            group = object.__getattribute__(self, "_step_group")
+            group.show_weights()
+            group.note_reach()
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._original_model, name, value)
+        if name in model_forward.NAMES:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._original_model, name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self._original_model, name)
+        if name in model_forward.NAMES:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._original_model, name)
 
     def __dir__(self) -> list[str]:
         return sorted({*dir(self._original_model), *type(self)._OWN})
@@ -84,7 +133,8 @@ class ModelFacade(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         """Sets training mode of the original model."""
-        self._original_model.train(mode)
+        for model in standing_for(self):
+            model.train(mode)
         return self
 
     def eval(self) -> Self:
@@ -93,22 +143,23 @@ class ModelFacade(nn.Module):
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Sets `requires_grad` of the original model's parameters."""
-        self._original_model.requires_grad_(requires_grad)
+        for model in standing_for(self):
+            model.requires_grad_(requires_grad)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The original model's, after everything that runs is done."""
-        self.synchronize()
+        self._step_group.synchronize()
         return self._original_model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The original model's, after everything that runs is done; the next step goes on from the loaded values."""
-        self.synchronize()
+        self._step_group.synchronize()
         return self._original_model.load_state_dict(*args, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """The original model's, for models of transformers and peft, after everything that runs is done."""
-        self.synchronize()
+        self._step_group.synchronize()
         return self._original_model.save_pretrained(*args, **kwargs)  # type: ignore[operator]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -123,5 +174,5 @@ class ModelFacade(nn.Module):
         if self._step_group.is_fused and set_to_none:
             self._step_group.zero_fused_gradients()
             return
-        self.synchronize()
+        self._step_group.zero_gradients(set_to_none)
         self._original_model.zero_grad(set_to_none)

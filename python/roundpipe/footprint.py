@@ -76,13 +76,17 @@ Meter = _core.MemoryMeter | _AcceleratorMeter
 
 
 def measure(
-    layers: Sequence[PythonLayer], batch: tuple[list[torch.Tensor], Structure], loss: Loss | None, device: torch.device
+    layers: Sequence[PythonLayer],
+    batch: tuple[list[torch.Tensor], Structure],
+    loss: Loss | None,
+    device: torch.device,
+    trains: bool,
 ) -> list[LayerFootprint]:
-    """Runs one microbatch forward and backward through the layers, each kind of layer once.
+    """Runs one microbatch forward and, where it `trains`, backward through the layers, each kind of layer once.
 
     Args:
         batch: the first layer's inputs, on the host.
-        loss: takes the last layer's output; None = no backward.
+        loss: takes the last layer's output; None = gradients of the outputs come from elsewhere, if at all.
         device: where to run; the CPU stands for a virtual device.
 
     Raises:
@@ -92,12 +96,12 @@ def measure(
     known: dict[Any, tuple[LayerFootprint, list[torch.Tensor], Structure]] = {}
     footprints = []
     tensors, structure = batch
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), _forgetting():
+    with _core.OwnGenerators(seed=0), torch.enable_grad(), _forgetting():
         for index, layer in enumerate(layers):
             ending = loss if index == len(layers) - 1 else None
             kind = (layer.kind(), ending is None, *((t.shape, t.dtype, t.requires_grad) for t in tensors))
             if kind not in known:
-                known[kind] = _measure_layer(layer, index, tensors, structure, loss is not None, ending, device, meter)
+                known[kind] = _measure_layer(layer, index, tensors, structure, trains, ending, device, meter)
             footprint, tensors, structure = known[kind]
             footprints.append(footprint)
     return footprints

@@ -50,6 +50,12 @@ class LayerBytes:
     sums: int
 
 
+def waiting_on_host(plan: _core.Plan, footprints: Sequence[LayerFootprint], microbatches: int) -> int:
+    """Bytes that wait on the host between stages: every microbatch's inputs of each backward stage, and of the step."""
+    kept = {job.layers.first for job in plan.jobs if job.phase != "forward"} | {0}
+    return microbatches * sum(footprints[layer].inputs for layer in kept)
+
+
 def predict_device(
     plans: Sequence[_core.Plan],
     layers: Sequence[LayerBytes],

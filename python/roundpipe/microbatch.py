@@ -1,14 +1,16 @@
 """Cuts a call's arguments into microbatches and puts the microbatches' outputs together.
 
 Arguments, labels and outputs are pytrees (`torch.utils._pytree`, which knows Hugging Face's `ModelOutput`).
-Left to itself a tensor of shape (batch, ...) is cut along dim 0 into views, larger slices first, so gradients flow
-through; everything else is replicated. So is a tensor of shape (1, ...) beside larger ones, as broadcasting would.
+Left to itself a tensor whose first dimension is the batch's is cut along it into views, larger slices first, so
+gradients flow through; everything else is replicated.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,48 +18,47 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from roundpipe.packed import RoundPipePackedData
+
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-class PackedMicrobatches(list[Any]):
-    """The unmerged outputs of a model, element i from microbatch i.
-
-    The next RoundPipe model takes it anywhere among its arguments: its microbatch i gets element i.
-    """
-
-    def __repr__(self) -> str:
-        return f"PackedMicrobatches({super().__repr__()})"
-
-
 def effective_microbatches(args: Args, kwargs: Kwargs, n: int, is_default: bool, split_input: Any = None) -> int:
-    """How many microbatches the call really runs.
+    """How many microbatches a call is cut into, unless a function cuts it.
 
-    Packed arguments decide the number. Otherwise a default `n` is lowered to the batch size, and to 1 where nothing
-    can be split; a number that somebody asked for stays.
-
-    Raises:
-        ValueError: packed arguments disagree with each other or with a number that was asked for.
+    Packed arguments decide the number, with a warning where another one was asked for. Otherwise there are at most as
+    many as the batch has rows. Where nothing can be split a default `n` becomes 1; a number that somebody asked for
+    stays, and every microbatch gets the same.
     """
     if _is_function(split_input):
         return n
     tree = _Tree((args, kwargs), "", _call_specs(args, kwargs, split_input))
-    lengths = {len(leaf) for leaf in tree.leaves if isinstance(leaf, PackedMicrobatches)}
+    lengths = {len(leaf) for leaf in tree.leaves if isinstance(leaf, RoundPipePackedData)}
     if lengths:
-        if len(lengths) > 1 or not (is_default or lengths == {n}):
-            expected = "the same number in all of them" if is_default else f"num_microbatch = {n}"
-            raise ValueError(
-                f"[split_call] packed arguments hold {' and '.join(map(str, sorted(lengths)))} microbatches, expected "
-                f"{expected}; give the models in a row the same num_microbatch, or leave it out"
+        fewest = min(lengths)
+        if len(lengths) > 1:
+            warnings.warn(
+                f"[RoundPipe] Batch index {fewest} out of range for RoundPipePackedData input, downsizing batch size "
+                f"to {fewest}. The packed arguments hold {' and '.join(map(str, sorted(lengths)))} microbatches; what "
+                "is beyond is not used",
+                stacklevel=3,
             )
-        return lengths.pop()
-    if not is_default:
-        return n
-    return max(1, min(n, max(tree.sizes.values(), default=1)))
+        elif not is_default and lengths != {n}:
+            warnings.warn(
+                f"[RoundPipe] the packed arguments hold {fewest} microbatches, and num_microbatch is {n}; there are "
+                f"{fewest}. Give the models in a row the same num_microbatch, or leave it out",
+                stacklevel=3,
+            )
+        return fewest
+    if not tree.sizes:
+        return 1 if is_default else n
+    rows: int = min(tree.sizes.values())
+    return max(1, min(n, rows))
 
 
 def split_call(args: Args, kwargs: Kwargs, n: int, split_input: Any = None) -> list[tuple[Args, Kwargs]]:
-    """Cuts the arguments of a call into `n` microbatches.
+    """Cuts the arguments of a call into microbatches.
 
     Args:
         args: positional arguments.
@@ -65,29 +66,26 @@ def split_call(args: Args, kwargs: Kwargs, n: int, split_input: Any = None) -> l
         n: number of microbatches, from `effective_microbatches`. With 1 the tensors are passed on as they are.
         split_input: `None` for automatic splitting; `(args_spec | None, kwargs_spec | None)`, each a tree of
             `TensorChunkSpec(dim)` and `_Replicate` in which an entry stands for all below it and a missing keyword or
-            `None` is automatic; or a function `(args, kwargs, n) -> (list of args, list of kwargs)`.
+            `None` is automatic; or a function `(args, kwargs, n) -> (list of args, list of kwargs)`, which may return
+            another number of them than `n`.
 
     Returns:
-        `n` pairs (args, kwargs).
+        `n` pairs (args, kwargs), or as many as the function has made.
 
     Raises:
-        ValueError: sizes that disagree, an empty batch, fewer samples than microbatches, nothing to split, a spec that
-            does not match the arguments, or a function that returns something else than described.
+        ValueError: an empty batch, fewer rows than microbatches, a spec that does not match the arguments, or a
+            function that returns something else than described.
     """
     if _is_function(split_input):
         return _split_by_function(split_input, args, kwargs, n)
     tree = _Tree((args, kwargs), "", _call_specs(args, kwargs, split_input))
-    has_packed = any(isinstance(leaf, PackedMicrobatches) for leaf in tree.leaves)
-    if n > 1 and not (tree.sizes or has_packed or split_input is not None):
-        raise ValueError(
-            f"[split_call] the arguments hold no tensor that could be split into {n} microbatches; "
-            "set num_microbatch=1, or give split_input"
-        )
+    if n > 1:
+        tree.warn_of_doubts()
     return tree.split(n, "split_call")
 
 
 def split_label(label: Any, n: int, spec: Any = None) -> list[Any]:
-    """Cuts a label into `n` microbatches like `split_call`; a label without tensors, as `None`, is replicated.
+    """Cuts a label into `n` microbatches; every tensor with dimensions is cut, anything else replicated.
 
     Args:
         label: a pytree.
@@ -95,14 +93,14 @@ def split_label(label: Any, n: int, spec: Any = None) -> list[Any]:
         spec: `None` for automatic splitting, a tree of chunk specs, or a function `(label, n) -> list`.
 
     Raises:
-        ValueError: as in `split_call`.
+        ValueError: tensors whose sizes disagree, or as in `split_call`.
     """
     if _is_function(spec):
         parts = spec(label, n)
         if not isinstance(parts, (list, tuple)) or len(parts) != n:
             raise ValueError(f"[split_label] the function returned {_describe(parts)}, expected a list of {n} labels")
         return list(parts)
-    return _Tree(label, "label", _spread(spec, label, "split_label", "label")).split(n, "split_label")
+    return _Tree(label, "label", _spread(spec, label, "split_label", "label"), is_label=True).split(n, "split_label")
 
 
 def merge_outputs(outputs: list[Any], merge_output: Any = None) -> Any:
@@ -111,9 +109,10 @@ def merge_outputs(outputs: list[Any], merge_output: Any = None) -> Any:
     Args:
         outputs: one pytree a microbatch, all of the same structure.
         merge_output: `None` or True for automatic merging: tensors of shape (batch, ...) are concatenated along dim 0,
-            floating scalars (0-dim tensors and Python floats) averaged, and anything else must be the same in all.
-            False packs the list. A tree of `TensorChunkSpec(dim)` (concatenate), `_Replicate` (take the first)
-            and reducers says it leaf by leaf; a function gets the list and returns the result.
+            scalars (0-dim tensors of numbers, and Python floats) averaged, and anything else must be the same in all.
+            False packs them: the outputs' structure with a `RoundPipePackedData` at every leaf. A tree of
+            `TensorChunkSpec(dim)` (concatenate), `_Replicate` (take the first) and reducers says it leaf by leaf; a
+            function gets the list and returns the result.
 
     Raises:
         ValueError: no outputs, different structures, or leaves that cannot be merged.
@@ -121,7 +120,7 @@ def merge_outputs(outputs: list[Any], merge_output: Any = None) -> Any:
     if not outputs:
         raise ValueError("[merge_outputs] there are no outputs, expected those of at least one microbatch")
     if merge_output is False:
-        return PackedMicrobatches(outputs)
+        return _packed(outputs)
     if _is_function(merge_output):
         return merge_output(outputs)
     automatic = merge_output is None or merge_output is True
@@ -147,6 +146,38 @@ def merge_outputs(outputs: list[Any], merge_output: Any = None) -> Any:
     return pytree.tree_unflatten(merged, structures[0])
 
 
+def merge_what_fits(outputs: list[Any]) -> Any:
+    """Puts outputs together for code that takes them for those of a plain module, leaf by leaf.
+
+    As `merge_outputs`, but what has one row in every microbatch, beside a batch of more rows, is the same for all rows
+    and taken once, and leaves that cannot be merged are packed: they can still be handed on.
+    """
+    columns, structures = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
+    if len(outputs) == 1 or any(structure != structures[0] for structure in structures):
+        return outputs[0] if len(outputs) == 1 else RoundPipePackedData(outputs)
+    leaves = [RoundPipePackedData(values) for values in zip(*columns, strict=True)]
+    several = any(max(leaf.rows() or [1]) > 1 for leaf in leaves)
+    return pytree.tree_unflatten([_merged_or_packed(leaf, several) for leaf in leaves], structures[0])
+
+
+def _merged_or_packed(values: RoundPipePackedData, several: bool) -> Any:
+    """`several`: the microbatches have more than one row."""
+    if several and set(values.rows() or ()) == {1} and all(_same(value, values[0]) for value in values):
+        return values[0]
+    try:
+        return _merge_leaf(list(values), None)
+    except (ValueError, RuntimeError):
+        return values
+
+
+def _packed(outputs: list[Any]) -> Any:
+    """Every leaf packed; outputs of different structures are packed as they are."""
+    columns, structures = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
+    if any(structure != structures[0] for structure in structures):
+        return RoundPipePackedData(outputs)
+    return pytree.tree_unflatten([RoundPipePackedData(leaf) for leaf in zip(*columns, strict=True)], structures[0])
+
+
 def _merge_leaf(values: list[Any], spec: Any) -> Any:
     first = values[0]
     tensors = all(isinstance(value, torch.Tensor) for value in values)
@@ -161,9 +192,12 @@ def _merge_leaf(values: list[Any], spec: Any) -> Any:
         return torch.cat(values, dim=spec.split_dim)
     if tensors and first.dim() > 0:
         return torch.cat(values)
-    if tensors and all(value.dim() == 0 for value in values) and (first.is_floating_point() or first.is_complex()):
-        return torch.stack(values).mean(0)
+    if tensors and all(value.dim() == 0 and value.dtype != torch.bool for value in values):
+        stacked = torch.stack(values)
+        return stacked.mean(0) if stacked.is_floating_point() or stacked.is_complex() else stacked.sum(0) / len(values)
     if all(type(value) is float for value in values):
+        if all(value == first for value in values):
+            return first
         return math.fsum(values) / len(values)
     for i, value in enumerate(values):
         if not _same(value, first):
@@ -191,17 +225,23 @@ class _Tree:
     tree: Any
     root: str
     specs: list[Any]
+    is_label: bool = False  # every tensor is split, whatever the size of its first dimension
 
     def __post_init__(self) -> None:
         self.leaves, self.structure = pytree.tree_flatten(self.tree)
         # The dimension along which a leaf is split; a leaf that is not in here is replicated, or packed.
         self.dims: dict[int, int] = {}
+        self.doubtful: list[int] = []  # replicated, although nothing says which of the tensors hold the batch
+        # Of packed tensors the rows of their microbatches; first by leaf, then those that make up the batch.
+        packed = {i: leaf.rows() for i, leaf in enumerate(self.leaves) if isinstance(leaf, RoundPipePackedData)}
+        self.packed_rows: list[int] | None = None
+        automatic = []
         for i, (leaf, spec) in enumerate(zip(self.leaves, self.specs, strict=True)):
             if not isinstance(leaf, torch.Tensor):
                 continue
             if spec is None:
                 if leaf.dim() > 0:
-                    self.dims[i] = 0
+                    automatic.append(i)
             elif isinstance(spec, _spec_types()[0]):
                 if not -leaf.dim() <= spec.split_dim < leaf.dim():
                     raise ValueError(
@@ -209,10 +249,60 @@ class _Tree:
                         f"{spec.split_dim} to split as its chunk spec says; use _Replicate for it"
                     )
                 self.dims[i] = spec.split_dim
-        beside = max((self.leaves[i].size(d) for i, d in self.dims.items()), default=0)
-        if beside > 1 or any(isinstance(leaf, PackedMicrobatches) for leaf in self.leaves):
-            self.dims = {i: d for i, d in self.dims.items() if self.specs[i] is not None or self.leaves[i].size(d) != 1}
-        self.sizes = {i: self.leaves[i].size(d) for i, d in self.dims.items()}
+        self.choose(automatic, {i: rows for i, rows in packed.items() if rows is not None}, bool(packed))
+        self.sizes = {i: self.leaves[i].size(d) for i, d in sorted(self.dims.items())}
+
+    def choose(self, automatic: list[int], packed: dict[int, list[int]], is_packed: bool) -> None:
+        """Which of the tensors without a spec are split: those that have as many rows as the batch.
+
+        That is what chunk specs say, else what most of the positional tensors have, else most of all; the first of them
+        where several are equally common. Packed tensors have the rows of their microbatches together.
+
+        Args:
+            automatic: the tensors without a spec that have dimensions.
+            packed: of packed tensors, the rows of their microbatches.
+            is_packed: there are packed values, of tensors or others.
+        """
+        sizes = {i: self.leaves[i].size(0) for i in automatic}
+        if is_packed or (self.is_label and max(sizes.values(), default=1) > 1):
+            # A single row beside a batch stands for all, as broadcasting has it.
+            sizes = {i: size for i, size in sizes.items() if size != 1}
+        if self.is_label:
+            self.dims.update(dict.fromkeys(sizes, 0))
+            return
+        rows = dict(sorted((sizes | {i: sum(each) for i, each in packed.items()}).items()))
+        decisive = {i: size for i, size in rows.items() if i < self.positional} or rows
+        if self.dims:
+            first = min(self.dims)
+            batch, doubted = self.leaves[first].size(self.dims[first]), sizes
+        elif decisive:
+            batch, doubted = Counter(decisive.values()).most_common(1)[0][0], decisive
+        else:
+            return
+        self.packed_rows = next((each for each in packed.values() if sum(each) == batch), None)
+        for i, size in sizes.items():
+            if size == batch:
+                self.dims[i] = 0
+            elif size != 1 and i in doubted:
+                self.doubtful.append(i)
+
+    @property
+    def positional(self) -> int:
+        """How many leaves of a call belong to positional arguments."""
+        return len(pytree.tree_leaves(self.tree[0]))
+
+    def warn_of_doubts(self) -> None:
+        """Warns of tensors that every microbatch gets whole, although they might have been meant to be cut."""
+        if not self.doubtful:
+            return
+        first = min(self.sizes, default=None)
+        batch = "" if first is None else f" of {self.sizes[first]} rows, as {self.path(first)}"
+        others = ", ".join(f"{self.path(i)} {tuple(self.leaves[i].shape)}" for i in self.doubtful)
+        warnings.warn(
+            f"[RoundPipe] not all tensors have the rows of the batch{batch}, so every microbatch gets these whole: "
+            f"{others}; a chunk spec in split_input says how to cut them, _Replicate that this is meant",
+            stacklevel=3,
+        )
 
     def path(self, index: int) -> str:
         return _path(self.tree, index, self.root)
@@ -223,7 +313,7 @@ class _Tree:
         if self.sizes and max(self.sizes.values()) == 0:
             raise ValueError(f"[{where}] the batch is empty: {self.path(min(self.sizes))} has no samples")
         for i, leaf in enumerate(self.leaves):
-            if isinstance(leaf, PackedMicrobatches) and len(leaf) != n:
+            if isinstance(leaf, RoundPipePackedData) and len(leaf) < n:
                 raise ValueError(f"[{where}] {self.path(i)} packs {len(leaf)} microbatches, expected {n}")
         if n > 1 and self.sizes:
             self.check_sizes(n, where)
@@ -231,15 +321,19 @@ class _Tree:
         return [pytree.tree_unflatten([column[k] for column in columns], self.structure) for k in range(n)]
 
     def check_sizes(self, n: int, where: str) -> None:
-        first = min(self.sizes)
+        """Those without a spec have one size, and all have a row for each microbatch."""
+        automatic = {i: size for i, size in self.sizes.items() if self.specs[i] is None}
+        first = min(automatic or self.sizes)
         size = self.sizes[first]
-        for i, other in self.sizes.items():
+        for i, other in automatic.items():
             if other != size:
                 raise ValueError(
                     f"[{where}] {self.path(i)} has {other} samples (shape {tuple(self.leaves[i].shape)}, split along "
                     f"dim {self.dims[i]}) and {self.path(first)} has {size}, expected the same batch size; say with a "
                     "chunk spec or a function how to split them, _Replicate for what is no batch"
                 )
+        first = min(self.sizes, key=self.sizes.__getitem__)
+        size = self.sizes[first]
         if size < n:
             raise ValueError(
                 f"[{where}] {self.path(first)} has {size} samples, fewer than the {n} microbatches; "
@@ -249,10 +343,12 @@ class _Tree:
     def column(self, index: int, n: int) -> list[Any]:
         """What each of the `n` microbatches gets of a leaf."""
         leaf = self.leaves[index]
-        if isinstance(leaf, PackedMicrobatches):
-            return list(leaf)
+        if isinstance(leaf, RoundPipePackedData):
+            return leaf[:n]
         if n == 1 or index not in self.dims:
             return [leaf] * n
+        if self.packed_rows is not None and leaf.size(self.dims[index]) == sum(self.packed_rows):
+            return list(torch.split(leaf, self.packed_rows, dim=self.dims[index]))[:n]
         return list(torch.tensor_split(leaf, n, dim=self.dims[index]))
 
 
@@ -264,10 +360,10 @@ def _split_by_function(split: Callable[..., Any], args: Args, kwargs: Kwargs, n:
             "(list of args, list of kwargs)"
         )
     for name, part, types in (("args", result[0], (tuple, list)), ("kwargs", result[1], (dict,))):
-        if not isinstance(part, (tuple, list)) or len(part) != n:
+        if not isinstance(part, (tuple, list)) or not part or len(part) != len(result[0]):
             raise ValueError(
                 f"[split_call] the split_input function returned {_describe(part)} for the {name}, "
-                f"expected a list of {n}, one entry a microbatch"
+                f"expected a list with one entry a microbatch, {n} or another number, as many as for the args"
             )
         for i, entry in enumerate(part):
             if not isinstance(entry, types):

@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from roundpipe import _core
+from roundpipe import _core, call_hooks, run_records
 from roundpipe.budget import DEVICE_VARIABLE, HOST_VARIABLE, budget_of, predict_model, refuse_host
+from roundpipe.call_hooks import HasCallHooks, refuse_hooks_of
 from roundpipe.device_pool import devices
 from roundpipe.emulated import EmulatedLayer, NativeEmulatedLayer
 from roundpipe.execute_plan import DEFAULT_THRESHOLD, ModelExecutePlan
-from roundpipe.facade import ModelFacade
+from roundpipe.following.loss_arguments import adding_losses
+from roundpipe.following.refusals import refuse_weights, warn_batch_norm, warn_single_layer
 from roundpipe.loss_function import NAN_LOSS, run_loss
 from roundpipe.microbatch import effective_microbatches, merge_outputs, split_call, split_label
-from roundpipe.optimizer_context import in_optimizer_context
+from roundpipe.out_of_memory import StepNote
 from roundpipe.pending import Pending
-from roundpipe.run_config import ResolvedRunConfig, RoundPipeRunConfig, resolve
-from roundpipe.scaler import GradScaler, _all_live
+from roundpipe.published_attributes import OF_A_PIPE
+from roundpipe.run_config import ResolvedRunConfig, RoundPipeRunConfig, copied, resolve
+from roundpipe.run_records import RunRecords
+from roundpipe.scaler import _all_live
 from roundpipe.shell import PythonLayer, layers_of
+from roundpipe.step_call import check_gradients, check_step_call
 from roundpipe.step_memory import MemoryPrediction, StepMemory, StepShape, step_shape
+from roundpipe.stepped_model import SteppedModel
 from roundpipe.stepping import StepGroup
-from roundpipe.values import split, to_host
+from roundpipe.timer import print_times
+from roundpipe.values import owned, split, to_host
 
 if TYPE_CHECKING:
-    from roundpipe.binding import Step
     from roundpipe.following.language_model import LanguageModel
-    from roundpipe.optim.for_model import ForModel
 
 _MODES = {"infer": _core.PlanMode.INFERENCE, "train": _core.PlanMode.TRAIN, "fused": _core.PlanMode.FUSED}
 _FUSED, _TRAIN, _INFERENCE = _core.PlanMode.FUSED, _core.PlanMode.TRAIN, _core.PlanMode.INFERENCE
@@ -50,13 +55,7 @@ def _merged(parts: list[Any], config: ResolvedRunConfig) -> Any:
     return merge_outputs(outputs, config.merge_output)
 
 
-def _tell(pipeline: _core.Pipeline) -> None:
-    """Warns of what the engine has noted."""
-    if notice := pipeline.take_notice():
-        warnings.warn(notice, RuntimeWarning, stacklevel=4)
-
-
-class RoundPipe(ModelFacade):
+class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
     """Trains a model whose weights stay on the host, on devices that hold one stage of it at a time.
 
     An `nn.Sequential` is split into its children, each a layer; any other module is one layer. The model's parameters
@@ -82,56 +81,53 @@ class RoundPipe(ModelFacade):
             that is not listed above.
     """
 
-    _OWN = ModelFacade._OWN | frozenset(
+    _OWN = SteppedModel._OWN | frozenset(
         {
+            *call_hooks.NAMES,
+            *run_records.NAMES,
+            "call_with_hooks",
+            "_pre_hooks",
+            "_modules_in_order",
+            "_take_over_layers",
+            "_after_hooks",
             "forward",
             "forward_backward",
-            "step",
-            "optim_named_parameters",
-            "set_original_model",
             "_set_language_model",
-            "parameters",
-            "named_parameters",
-            "layer_seed",
-            "host_bytes",
-            "last_plan",
-            "last_records",
-            "num_layers",
-            "calls",
-            "random_seed",
             "_auto_plan",
             "_split_batch",
             "_route",
             "_submit",
             "_finish",
             "submit",
-            "costs",
             "_options",
             "_pipeline",
             "_run_config",
-            "_name",
             "_check_loss",
             "_layer_count",
             "_language_model",
-            "_optim_dtype",
             "_pinned",
             "_build",
             "_host_budget",
             "_device_budget",
             "_memory",
             "_prepare_step",
+            "_step_shape",
+            "_memory_savers",
+            "_explain_lack",
+            "_describe_layers",
             "predict_memory",
             "memory_prediction",
         }
     )
 
+    _FALLBACK = OF_A_PIPE
+
     _pipeline: _core.Pipeline
+    _modules_in_order: list[tuple[str, nn.Module]]
     _run_config: RoundPipeRunConfig
-    _name: str
     _check_loss: bool
     _layer_count: int
     _language_model: LanguageModel | None
-    _optim_dtype: torch.dtype | None
     _pinned: bool
     _host_budget: int | None
     _device_budget: int | None
@@ -153,27 +149,35 @@ class RoundPipe(ModelFacade):
             raise ValueError(f"[RoundPipe] model is a {type(model).__name__}, expected an nn.Module")
         if isinstance(model, RoundPipe):
             raise ValueError("[RoundPipe] the model is wrapped already; use it as it is")
+        refuse_weights(model)
         if optim_dtype is not None and not (isinstance(optim_dtype, torch.dtype) and optim_dtype.is_floating_point):
             raise ValueError(f"[RoundPipe] optim_dtype is {optim_dtype!r}, expected a floating-point dtype or None")
         if pin_model not in ("alloc", "register", "off"):
             raise ValueError(f"[RoundPipe] pin_model is {pin_model!r}, expected 'alloc', 'register' or 'off'")
         own = object.__getattribute__(self, "__dict__")
         own["_name"] = type(model).__name__ if name is None else name
-        own["_run_config"] = RoundPipeRunConfig() if model_run_config is None else model_run_config
-        own["_original_model"] = model
+        own["_run_config"] = copied(model_run_config)
+        own["_original_model"] = own["_wrapped"] = model
         own["_check_loss"] = check_loss
+        own["_pre_hooks"], own["_after_hooks"] = OrderedDict(), OrderedDict()
         own["_language_model"] = None
         own["_optim_dtype"] = optim_dtype
         own["_pinned"] = pin_model != "off" and any(device != "cpu" for device in devices().torch_devices)
         own["_host_budget"] = budget_of(host_memory, "host_memory", HOST_VARIABLE)
         own["_device_budget"] = budget_of(device_memory, "device_memory", DEVICE_VARIABLE)
         self._build(model)
+        if own["_run_config"].num_microbatch != 1 and "." not in self._name:  # parts: see wrap_model_to_roundpipe
+            warn_batch_norm(self._name, [model])
 
     def _build(self, chain: nn.Module) -> None:
         """Makes the pipeline of a chain of layers."""
         if self._host_budget is not None:
             refuse_host("RoundPipe", self._name, self._host_budget, lambda moments: predict_model(chain, moments))
         modules = list(layers_of(chain))
+        if all(module is not chain for _, module in modules):
+            refuse_hooks_of(chain, f"the {type(chain).__name__}")
+        if len(modules) == 1 and "." not in self._name:  # a part of another model is named by its path
+            warn_single_layer(modules[0][1])
         layers: list[PythonLayer | NativeEmulatedLayer] = [
             NativeEmulatedLayer(module, layer_name)
             if isinstance(module, EmulatedLayer)
@@ -184,6 +188,7 @@ class RoundPipe(ModelFacade):
         own["_pipeline"] = _core.Pipeline(self._name, layers, self._pinned)
         own["_step_group"] = StepGroup({"": self}, {}, self._optim_dtype)
         own["_layer_count"] = len(layers)
+        own["_modules_in_order"] = modules
         real = [layer for layer in layers if isinstance(layer, PythonLayer)]
         # Emulated layers take time, not memory.
         budget = self._device_budget if len(real) == len(layers) else None
@@ -197,6 +202,9 @@ class RoundPipe(ModelFacade):
         else:
             super().__setattr__(name, value)
 
+    def __bool__(self) -> bool:
+        return bool(self._original_model)
+
     def __len__(self) -> int:
         return len(self._original_model)  # type: ignore[arg-type]
 
@@ -204,12 +212,20 @@ class RoundPipe(ModelFacade):
         self._step_group.show_weights()
         return self._original_model[index]  # type: ignore[index]
 
+    def __setitem__(self, index: Any, module: nn.Module) -> None:
+        layers: Any = self._original_model
+        layers[index] = module
+
+    def __delitem__(self, index: Any) -> None:
+        layers: Any = self._original_model
+        del layers[index]
+
     def __iter__(self) -> Iterator[Any]:
         self._step_group.show_weights()
         return iter(self._original_model)  # type: ignore[call-overload, no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)
+        return self.call_with_hooks(args, kwargs)
 
     def _set_language_model(self, followed: LanguageModel, model: nn.Module) -> None:
         """The layers are those of `followed`, which stands for `model`."""
@@ -218,7 +234,10 @@ class RoundPipe(ModelFacade):
 
     def _follow_changes(self) -> None:
         """Follows the model anew when adapters were put into it or parameters frozen, before it is stepped."""
-        if self._language_model is None or not self._step_group.is_untouched:
+        if self._language_model is None:
+            self._take_over_layers()
+            return
+        if not self._step_group.is_untouched:
             return
         followed = self._language_model.followed_anew()
         if followed is not None:
@@ -226,17 +245,32 @@ class RoundPipe(ModelFacade):
             object.__getattribute__(self, "__dict__")["_language_model"] = followed
             self._build(followed.chain)
 
+    def _take_over_layers(self) -> None:
+        """Takes over that layers of an `nn.Sequential` were put in, taken out or replaced.
+
+        Raises:
+            ValueError: an optimizer has been made for those that were there.
+        """
+        chain = object.__getattribute__(self, "__dict__")["_wrapped"]
+        before, now = self._modules_in_order, list(layers_of(chain))
+        if len(now) == len(before) and all(a[1] is b[1] for a, b in zip(now, before, strict=True)):
+            return
+        if not self._step_group.is_untouched:
+            raise ValueError(
+                f"[RoundPipe] layers of {self._name} were added, removed or replaced after an optimizer was made for "
+                "it; change the model first, then make the optimizer, or wrap the model again"
+            )
+        self._pipeline.drain()
+        self._build(chain)
+
+    def _may_replace(self) -> bool:
+        return self._language_model is not None and self._step_group.is_untouched
+
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """A followed model passes for its own class, too: peft looks whether it is one of transformers'."""
         own = object.__getattribute__(self, "__dict__")
         return type(self) if own.get("_language_model") is None else type(own["_original_model"])
-
-    def set_original_model(self, model: nn.Module) -> None:
-        """Makes attributes read, written and deleted here those of `model`; what the pipeline runs stays."""
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"[set_original_model] got a {type(model).__name__}, expected an nn.Module")
-        object.__getattribute__(self, "__dict__")["_original_model"] = model
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -262,12 +296,15 @@ class RoundPipe(ModelFacade):
 
         Raises:
             ValueError: a batch, option or plan that does not fit.
+            torch.OutOfMemoryError: not even layer by layer does it fit a device; with the numbers and what would fit.
             Exception: whatever a layer raised, in this call or in work still running from an earlier one.
         """
         self._follow_changes()
-        self._step_group.check_trainable()
+        self._step_group.before_call()
         config = resolve(roundpipe_run_config, self._run_config, devices=len(devices()))
-        batch = self._split_batch(args, kwargs, config, roundpipe_loss_only)
+        batch, changeable = self._split_batch(args, kwargs, config, roundpipe_loss_only)
+        if self._language_model is not None and self._language_model.adds_losses(args, kwargs):
+            config = adding_losses(config)
         requires_grad = config.requires_grad
         route = self._route("train" if requires_grad else "infer", config)
         with ExitStack() as modes:
@@ -276,11 +313,13 @@ class RoundPipe(ModelFacade):
                 modes.enter_context(torch.no_grad())
             modes.enter_context(torch.set_grad_enabled(requires_grad))
             mode = _TRAIN if requires_grad else _INFERENCE
-            options = self._options(config, requires_grad, lambda: step_shape(batch, [], None, route, mode))
-            parts = self._pipeline.forward(batch, options, route)
-            _tell(self._pipeline)
+            options = self._options(
+                config, requires_grad, changeable, lambda: self._step_shape(batch, [], None, route, mode)
+            )
+            parts = self._pipeline.forward(batch, options, route, StepNote(self, batch, [], None, route, mode))
             for _, structure in parts:
                 structure.check_open("forward")
+            print_times(self)
             return _merged(parts, config)
 
     def forward_backward(
@@ -291,6 +330,7 @@ class RoundPipe(ModelFacade):
         loss_fn: Callable[[Any, Any], Any] = _outputs_as_loss,
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig | None = None,
+        **unknown: Any,
     ) -> Any:
         """Forward, loss and backward of one batch.
 
@@ -310,10 +350,12 @@ class RoundPipe(ModelFacade):
             `(loss, outputs)`.
 
         Raises:
-            ValueError: a batch, label, option, plan or loss that does not fit.
+            ValueError: a batch, label, option, plan or loss that does not fit, or gradients are off.
             RoundPipeError: the loss is NaN; the batch's gradients are dropped.
+            torch.OutOfMemoryError: as `forward`.
             Exception: whatever a layer or `loss_fn` raised, in this call or in work still running from an earlier one.
         """
+        check_step_call(self, "forward_backward", input_args, unknown)
         return self._submit(
             "forward_backward", input_args, input_kwargs, label, loss_fn, return_outputs, run_config
         ).loss()
@@ -326,6 +368,7 @@ class RoundPipe(ModelFacade):
         loss_fn: Callable[[Any, Any], Any] = _outputs_as_loss,
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig | None = None,
+        **unknown: Any,
     ) -> Pending:
         """Starts what `forward_backward` does and returns at once.
 
@@ -348,6 +391,7 @@ class RoundPipe(ModelFacade):
             ValueError: a batch, label, option or plan that does not fit.
             Exception: whatever a layer or `loss_fn` raised in work still running from an earlier call.
         """
+        check_step_call(self, "submit", input_args, unknown)
         return self._submit("submit", input_args, input_kwargs, label, loss_fn, return_outputs, run_config)
 
     def _prepare_step(
@@ -359,21 +403,30 @@ class RoundPipe(ModelFacade):
         run_config: RoundPipeRunConfig | None,
         where: str,
         return_outputs: bool,
-    ) -> tuple[ResolvedRunConfig, list[Any], list[Any], Callable[[Any, Any], Any], Any]:
-        """The options, microbatches, labels, loss and route of one call of `forward_backward`."""
+    ) -> tuple[ResolvedRunConfig, list[Any], list[Any], Callable[[Any, Any], Any], Any, bool]:
+        """The options, microbatches, labels, loss and route of one call of `forward_backward`, and whether it is given
+        objects that the caller may change."""
         if not callable(loss_fn):
             raise ValueError(f"[{where}] loss_fn is a {type(loss_fn).__name__}, expected a function")
         self._follow_changes()
-        self._step_group.check_trainable()
+        self._step_group.before_call()
         config = resolve(run_config, self._run_config, devices=len(devices()))
+        check_gradients(config, where)
         args = tuple(input_args) if isinstance(input_args, (list, tuple)) else (input_args,)
         own_loss = self._language_model is not None and loss_fn is _outputs_as_loss
-        batch = self._split_batch(args, dict(input_kwargs or {}), config, loss_only=own_loss and not return_outputs)
-        if self._language_model is not None and own_loss:
-            loss_fn = self._language_model.mean_loss(len(batch))
-        labels = [split(to_host(part, where)) for part in split_label(label, len(batch), config.split_label)]
+        batch, changeable = self._split_batch(
+            args, dict(input_kwargs or {}), config, loss_only=own_loss and not return_outputs
+        )
+        if self._language_model is not None:
+            followed = self._language_model
+            adds = followed.adds_losses(args, dict(input_kwargs or {}))
+            config = adding_losses(config) if adds else config
+            parts = 1 if adds else len(batch)
+            loss_fn = followed.mean_loss(parts) if own_loss else followed.seen_by(loss_fn, parts)
+        label_parts, changeable_label = owned(split_label(label, len(batch), config.split_label))
+        labels = [split(to_host(part, where)) for part in label_parts]
         route = self._route("fused", config)
-        return config, batch, labels, loss_fn, route
+        return config, batch, labels, loss_fn, route, changeable or changeable_label
 
     def _submit(
         self,
@@ -385,15 +438,18 @@ class RoundPipe(ModelFacade):
         return_outputs: bool,
         run_config: RoundPipeRunConfig | None,
     ) -> Pending:
-        config, batch, labels, loss_fn, route = self._prepare_step(
+        config, batch, labels, loss_fn, route, changeable = self._prepare_step(
             input_args, input_kwargs, label, loss_fn, run_config, where, return_outputs
         )
         single = [True]
         early_check = where == "submit" and self._check_loss and not _all_live()
         with torch.inference_mode(False), torch.enable_grad():
-            options = self._options(config, True, lambda: step_shape(batch, labels, loss_fn, route, _FUSED))
+            options = self._options(
+                config, True, changeable, lambda: self._step_shape(batch, labels, loss_fn, route, _FUSED)
+            )
             losses = run_loss(loss_fn, single, early_check)
-            submitted = self._pipeline.submit(batch, labels, losses, return_outputs, options, route)
+            note = StepNote(self, batch, labels, loss_fn, route, _FUSED)
+            submitted = self._pipeline.submit(batch, labels, losses, return_outputs, options, route, note)
         return Pending(self, submitted, single, return_outputs, config)
 
     def _finish(
@@ -401,13 +457,16 @@ class RoundPipe(ModelFacade):
     ) -> Any:
         with torch.inference_mode(False), torch.enable_grad():
             losses, parts = self._pipeline.finish(submitted)
-        _tell(self._pipeline)
+        print_times(self)
         if self._check_loss and not _all_live():
             for index, microbatch in enumerate(losses):
                 if any(bool(loss.isnan()) for loss in microbatch):
                     self._pipeline.discard_last_call(NAN_LOSS.format(f" of microbatch {index}"))
         with torch.no_grad():
             totals = [sum(values[1:], values[0]) for values in zip(*losses, strict=True)]
+        if self._pipeline.exposes_gradients:
+            self._pipeline.drain()
+            self._pipeline.expose()
         value = totals[0] if single[0] else totals
         if not return_outputs:
             return value
@@ -415,16 +474,20 @@ class RoundPipe(ModelFacade):
 
     def _split_batch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedRunConfig, loss_only: bool = False
-    ) -> list[Any]:
-        """Per microbatch: the tensors of its arguments, and their structure."""
+    ) -> tuple[list[Any], bool]:
+        """Per microbatch: the tensors of its arguments, and their structure; and whether they hold objects that the
+        caller may change."""
         args, kwargs = to_host((args, kwargs), self._name)
-        count = effective_microbatches(
-            args, kwargs, config.num_microbatch, config.num_microbatch_is_default, config.split_input
-        )
-        calls = split_call(args, kwargs, count, config.split_input)
+        followed, how = self._language_model, config.split_input
+        if followed is not None:
+            how = followed.splitting(how, kwargs)
+        count = effective_microbatches(args, kwargs, config.num_microbatch, config.num_microbatch_is_default, how)
+        if followed is not None:
+            count = followed.microbatches(count, config.num_microbatch_is_default, args, kwargs)
+        calls, changeable = owned(split_call(args, kwargs, count, how))
         if self._language_model is not None:
             calls = self._language_model.prepare(calls, loss_only)
-        return [split(call, is_call=True) for call in calls]
+        return [split(call, is_call=True) for call in calls], changeable
 
     def predict_memory(
         self,
@@ -442,10 +505,10 @@ class RoundPipe(ModelFacade):
         Raises:
             ValueError: what `forward_backward` refuses.
         """
-        config, batch, labels, loss_fn, route = self._prepare_step(
+        config, batch, labels, loss_fn, route, _ = self._prepare_step(
             input_args, input_kwargs, label, loss_fn, run_config, "predict_memory", return_outputs=False
         )
-        shape = step_shape(batch, labels, loss_fn, route, _FUSED)
+        shape = self._step_shape(batch, labels, loss_fn, route, _FUSED)
         with torch.inference_mode(False), torch.enable_grad():
             return self._memory.predict(self._pipeline, shape, config.recompute_grain)
 
@@ -454,16 +517,40 @@ class RoundPipe(ModelFacade):
         without `device_memory`."""
         return self._memory.last()
 
+    def _memory_savers(self) -> tuple[str, ...]:
+        return () if self._language_model is None else self._language_model.memory_savers()
+
+    def _step_shape(
+        self,
+        batch: list[Any],
+        labels: list[Any],
+        loss_fn: Callable[[Any, Any], Any] | None,
+        route: Any,
+        mode: _core.PlanMode,
+    ) -> StepShape:
+        return step_shape(batch, labels, loss_fn, route, mode, savers=self._memory_savers())
+
+    def _explain_lack(self, shape: Callable[[RoundPipe, int], StepShape], rows: int, cap: int) -> str:
+        """What a call takes that a device of `cap` bytes had no memory for; see `StepMemory.explain`."""
+        if not self._memory.knows(self._layer_count):
+            raise ValueError("emulated layers take time, not memory")
+        return self._memory.explain(self._pipeline, lambda some: shape(self, some), rows, cap)
+
+    def _describe_layers(self) -> str:
+        return self._memory.describe_layers(self._pipeline)
+
     def _options(
-        self, config: ResolvedRunConfig, requires_grad: bool, step: Callable[[], StepShape]
+        self, config: ResolvedRunConfig, requires_grad: bool, changeable: bool, step: Callable[[], StepShape]
     ) -> _core.CallOptions:
-        """How the engine runs a call; `step` is what the call is, asked for where there is a budget for it."""
+        """How the engine runs a call; `changeable`: it is given objects that the caller may change; `step` is what the
+        call is, asked for where there is a budget for it."""
         grain = config.recompute_grain
         if self._memory.device_budget is not None:
             grain = self._memory.admit(self._pipeline, step(), grain)
         options = _core.CallOptions()
         options.requires_grad = requires_grad
         options.preserve_rng_state = config.preserve_rng_state
+        options.keeps_caller = changeable
         options.recompute_grain = _GRAINS[grain]
         return options
 
@@ -476,7 +563,7 @@ class RoundPipe(ModelFacade):
             return None
         if isinstance(plan, _core.Plan):
             return plan
-        plan.check_valid(run_type, self._layer_count)
+        plan.check_valid(self._layer_count, run_type)
         stages = _core.Stages()
         stages.forward = [_core.Range(stage.start, stage.stop) for stage in plan.fwd_plan]
         if run_type != "infer":
@@ -500,142 +587,3 @@ class RoundPipe(ModelFacade):
         plan.fwd_plan = [range(stage.first, stage.last) for stage in stages.forward]
         plan.bwd_plan = [range(stage.first, stage.last) for stage in stages.backward]
         return plan
-
-    # -- steps and parameters ---------------------------------------------------------------------------------------
-
-    @overload
-    def step(
-        self,
-        step_fn: ForModel,
-        is_async: bool = ...,
-        *,
-        scaler: GradScaler | None = ...,
-        max_grad_norm: float | None = ...,
-        lr_scheduler: Any = ...,
-    ) -> Step: ...
-
-    @overload
-    def step(self, step_fn: Callable[..., Any], is_async: bool = ..., *args: Any, **kwargs: Any) -> None: ...
-
-    def step(self, step_fn: Any, is_async: bool = True, *args: Any, **kwargs: Any) -> Step | None:
-        """Updates the weights with the gradients summed since the last step. Two ways:
-
-        `step(optimizer)` with a `roundpipe.optim` optimizer that was made for this model: each layer is updated as soon
-        as its gradient has landed, and gates only itself. Returns at once, in both modes. Then, until the next call
-        or `synchronize()`, read parameters through this model only: your own references may show NaN.
-
-        `step(step_fn, is_async, *args, **kwargs)`: runs the function on the optimizer thread once all gradients are
-        there. Inside it, `model.parameters()` are the optimizer's parameters, with `.grad` filled; clear them there,
-        for example with `optimizer.zero_grad()`.
-
-        Args:
-            step_fn: the optimizer, or a function that updates the optimizer's parameters.
-            is_async: the next call still reads the weights from before this step, the one after it reads this step's
-                (staleness exactly one). False: the next call reads the new weights; with a function, waits for them.
-            *args: for `step_fn`.
-            **kwargs: for `step_fn`. With an optimizer, any of these: `scaler`, a `roundpipe.GradScaler` that scaled the
-                losses: gradients are unscaled, a step with inf or NaN changes nothing, and the scale is updated.
-                `max_grad_norm`: gradients whose norm over the whole model is larger are scaled down to it; every update
-                then waits for all gradients. `lr_scheduler`: a torch scheduler (or several), stepped after this step.
-
-        Returns:
-            With an optimizer the step, whose `grad_norm` and `skipped` can be read; else None.
-
-        Raises:
-            ValueError: the optimizer was not made for this model, or an option that does not fit.
-            Exception: what the last step or work still running raised; this step is then not made. With a function and
-                `is_async=False` also what this one raised.
-        """
-        if isinstance(step_fn, torch.optim.Optimizer):
-            return self._step_group.step_fused(step_fn, is_async, *args, **kwargs)
-        self._step_group.step(step_fn, is_async, args, kwargs)
-        return None
-
-    def synchronize(self) -> None:
-        """Waits for everything: parameters up to date, `.grad` filled with what no step has consumed.
-
-        Raises:
-            Exception: what work still running raised.
-        """
-        self._step_group.synchronize()
-
-    def optim_named_parameters(
-        self, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The optimizer's parameters in `optim_dtype`, on the host, with the model's names. Frozen ones are the
-        model's own."""
-        self._follow_changes()
-        return self._step_group.optim_named_parameters(prefix, remove_duplicate)
-
-    def optim_parameters(self) -> Iterator[nn.Parameter]:
-        """The optimizer's parameters in `optim_dtype`, on the host."""
-        return (parameter for _, parameter in self.optim_named_parameters())
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The original model's parameters, which hold the last published weights; in `step_fn` the optimizer's."""
-        if in_optimizer_context():
-            return self.optim_named_parameters(prefix, remove_duplicate)
-        if self._step_group.is_fused:
-            self._step_group.show_weights()
-            return self._original_model.named_parameters(prefix, recurse, remove_duplicate)
-        warnings.warn(
-            "[RoundPipe] parameters() outside of step_fn are the model's own, which an optimizer must not update; "
-            "give optim_parameters() to the optimizer",
-            stacklevel=3,
-        )
-        return self._original_model.named_parameters(prefix, recurse, remove_duplicate)
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """See `named_parameters`."""
-        return (parameter for _, parameter in self.named_parameters(recurse=recurse))
-
-    # -- what it did ------------------------------------------------------------------------------------------------
-
-    @property
-    def num_layers(self) -> int:
-        """How many layers the pipeline sees."""
-        return self._layer_count
-
-    @property
-    def calls(self) -> int:
-        """Pipelined calls so far; keys the random state of the next one. Set it when resuming a run."""
-        return self._pipeline.calls
-
-    @calls.setter
-    def calls(self, calls: int) -> None:
-        self._pipeline.calls = calls
-
-    @property
-    def random_seed(self) -> int:
-        """`torch.initial_seed()` when the model was wrapped; the base of `layer_seed`. Set it when resuming a run."""
-        return self._pipeline.random_seed
-
-    @random_seed.setter
-    def random_seed(self, seed: int) -> None:
-        self._pipeline.random_seed = seed
-
-    def layer_seed(self, call: int, microbatch: int, layer: int) -> int:
-        """The seed with which `layer` runs `microbatch` of pipelined call number `call` (0, 1, ...).
-
-        A loop that calls `torch.manual_seed(model.layer_seed(call, microbatch, layer))` before each layer draws the
-        numbers that the pipeline draws. The loss function counts as layer `num_layers`.
-        """
-        return _core.layer_seed(self.random_seed, self._name, call, microbatch, layer)
-
-    def costs(self) -> list[_core.LayerCost]:
-        """What each layer is thought to take, for one microbatch; measured once calls have run."""
-        return self._pipeline.costs()
-
-    def host_bytes(self) -> int:
-        """Host memory of weights and gradients, in bytes."""
-        return self._pipeline.host_bytes()
-
-    def last_plan(self) -> _core.Plan | None:
-        """The jobs of the last call."""
-        return self._pipeline.last_plan()
-
-    def last_records(self) -> list[tuple[str, int, int, int, int, float, float]]:
-        """What the last call executed: (phase, first layer, last layer, microbatch, device, start ms, end ms)."""
-        return [record[:7] for record in self._pipeline.last_records()]

@@ -50,7 +50,8 @@ def from_pretrained(
             `AutoModelForCausalLM.from_pretrained`. Its `dtype` is "auto" here: what the files hold.
 
     Returns:
-        The model. `save_pretrained` writes what transformers and PEFT load.
+        The model, in eval mode as from transformers: call `train()` before training. `save_pretrained` writes what
+        transformers and PEFT load.
 
     Raises:
         ValueError: no such model, a kind of model that transformers does not know, a file that is missing or damaged,
@@ -78,6 +79,7 @@ def from_pretrained(
         model = _peft().PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
     elif peft_config is not None:
         model = _peft().get_peft_model(model, peft_config)
+    model.eval()  # PEFT's own modules begin in training mode
     wrapped: RoundPipe = wrap_model_to_roundpipe(model, **mine)
     return wrapped
 
@@ -132,6 +134,20 @@ def _host_check(
     return check
 
 
+def _refuse_other_kinds(base: str | os.PathLike[str], config: Any) -> None:
+    """Raises CheckpointError if files say that they hold another kind of model of transformers than a causal one."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = next(iter(getattr(config, "architectures", None) or ()), "")
+    causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or kind.endswith(("ForCausalLM", "Model"))
+    if kind and not causal and hasattr(transformers, kind):
+        raise CheckpointError(
+            f"[from_pretrained] {base} holds a {kind}, expected a causal language model; load it with "
+            f"transformers.{kind}.from_pretrained(...) and give it to roundpipe.wrap_model_to_roundpipe"
+        )
+
+
 def _load(
     base: str | os.PathLike[str],
     options: dict[str, Any],
@@ -154,6 +170,8 @@ def _load(
         Checkpoint(folder)
     try:
         config = options.pop("config", None) or AutoConfig.from_pretrained(base)
+        if extra_tensors == "refuse":
+            _refuse_other_kinds(base, config)
         return load_causal_model(base, extra_tensors, mapped, {"config": config, **options}, admit)
     except (BudgetError, CheckpointError):
         raise

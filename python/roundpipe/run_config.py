@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
+from torch.utils import _pytree as pytree
 
 from roundpipe import _core
 from roundpipe.execute_plan import ModelExecutePlan
@@ -19,6 +20,9 @@ SplitInput = tuple[Any, Any] | SplitInputFn
 @dataclass
 class RoundPipeRunConfig:
     """How one call runs. A field left `None` is inherited from the model's config, then from the default.
+
+    Stages that are given are copied, and so is a whole configuration by the model that it is given to: changing them
+    later changes nothing.
 
     Attributes:
         requires_grad: whether the outputs carry gradients. Default: the grad mode at the call.
@@ -51,6 +55,8 @@ class RoundPipeRunConfig:
 
     def __post_init__(self) -> None:
         check(self, "RoundPipeRunConfig")
+        if isinstance(self.execute_plan, ModelExecutePlan):
+            self.execute_plan = self.execute_plan.copied()
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,18 @@ class ResolvedRunConfig:
     split_label: Any
     merge_output: Any
     execute_plan: ModelExecutePlan | _core.Plan | None
+
+
+def copied(config: RoundPipeRunConfig | None) -> RoundPipeRunConfig:
+    """A copy, whose stages and trees of chunk specs are its own; of None one that inherits everything."""
+    if not isinstance(config, RoundPipeRunConfig):
+        check(config or RoundPipeRunConfig(), "RoundPipe")
+        return RoundPipeRunConfig()
+    specs = {
+        name: pytree.tree_map(lambda leaf: leaf, getattr(config, name))
+        for name in ("split_input", "split_label", "merge_output")
+    }
+    return replace(config, **specs)
 
 
 def layered(*configs: RoundPipeRunConfig | None) -> RoundPipeRunConfig:
@@ -147,3 +165,12 @@ def check(config: RoundPipeRunConfig, where: str) -> None:
         raise fail("split_input", "a pair (args_spec, kwargs_spec), a function (args, kwargs, n)")
     if config.execute_plan is not None and not isinstance(config.execute_plan, (ModelExecutePlan, _core.Plan)):
         raise fail("execute_plan", "a ModelExecutePlan")
+
+
+def FullRoundPipeRunConfig(  # noqa: N802  the published package's name
+    function_run_config: RoundPipeRunConfig, model_run_config: RoundPipeRunConfig
+) -> ResolvedRunConfig:
+    """The options of a call: `resolve` with the devices of the pool."""
+    from roundpipe.device_pool import devices
+
+    return resolve(function_run_config, model_run_config, devices=len(devices()))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import operator
 import sys
+import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,64 @@ from torch import nn
 
 _STATE = ("_parameters", "_buffers", "_modules")
 _DEEPEST_ATTRIBUTE = 6
+
+# By id of a module: its `__dict__` as it was at one moment. Never changed, so shared by threads.
+Attributes = Mapping[int, Mapping[str, Any]]
+
+
+def _same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    return (
+        len(now) == len(before) and list(now) == list(before) and all(map(operator.is_, now.values(), before.values()))
+    )
+
+
+def attributes_of(modules: Iterable[nn.Module], before: Attributes) -> Attributes:
+    """The attributes of modules now: the very same as `before`, one by one and all together, where nothing changed."""
+    now: dict[int, Mapping[str, Any]] = {}
+    changed = False
+    for module in modules:
+        kept = before.get(id(module))
+        if kept is None or not _same(module.__dict__, kept):
+            kept, changed = dict(module.__dict__), True
+        now[id(module)] = kept
+    return now if changed else before
+
+
+class _Seen(threading.local):
+    """The attributes that shadows take over in this thread; modules that are missing are looked at as they are."""
+
+    attributes: Attributes = types.MappingProxyType({})
+
+
+_seen = _Seen()
+
+
+@contextmanager
+def seeing(attributes: Attributes) -> Iterator[None]:
+    """Trees that are made or refreshed in this thread see modules as they were when `attributes` were taken."""
+    previous = _seen.attributes
+    _seen.attributes = attributes
+    try:
+        yield
+    finally:
+        _seen.attributes = previous
+
+
+def _attributes_seen(module: nn.Module) -> Mapping[str, Any]:
+    seen = _seen.attributes.get(id(module))
+    # A copy, since another thread may be adding attributes.
+    return dict(module.__dict__) if seen is None else seen
+
+
+def _compiled_again(compiled: types.FunctionType, code: Any) -> Any:
+    """`code` compiled with the options of what `nn.Module.compile` has made of the original's."""
+    cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True))
+    if "self" not in cells:  # torch's compiling context, which holds the options
+        raise ValueError(
+            "[RoundPipe] a layer was compiled in a way that this version does not know, so that its options would be "
+            "lost; use torch.compile(layer, ...) in the layer's place instead of layer.compile(...)"
+        )
+    return cells["self"].cell_contents(code)
 
 
 class ShadowTree:
@@ -28,7 +88,7 @@ class ShadowTree:
         self._tensors = tensors
         self._originals = {id(module): module for module in root.modules()}
         self._modules: dict[int, nn.Module] = {}
-        self._seen: dict[int, tuple[Any, ...]] = {}
+        self._taken_over: dict[int, Mapping[str, Any]] = {}
         self.root = self._module(root)
         self._owned_buffers = [
             (module, name, buffer)
@@ -54,7 +114,7 @@ class ShadowTree:
         state["_modules"] = {}
         for name, child in original._modules.items():
             state["_modules"][name] = None if child is None else self._module(child)
-        self._copy_attributes(original, shadow)
+        self._copy_attributes(original, shadow, _attributes_seen(original))
         return shadow
 
     def _mapped(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,18 +122,17 @@ class ShadowTree:
             name: None if tensor is None else self._tensors.get(id(tensor), tensor) for name, tensor in tensors.items()
         }
 
-    def _copy_attributes(self, original: nn.Module, shadow: nn.Module) -> None:
-        attributes = {name: value for name, value in original.__dict__.items() if name not in _STATE}
+    def _copy_attributes(self, original: nn.Module, shadow: nn.Module, seen: Mapping[str, Any]) -> None:
+        attributes = {name: value for name, value in seen.items() if name not in _STATE}
         previous = {name for name in shadow.__dict__ if name not in _STATE}
         for name, value in attributes.items():
-            if name == "_compiled_call_impl" and value is not None:
-                # Compiled for the original; compile the same code for this tree.
-                value = torch.compile(shadow._call_impl)
+            if name == "_compiled_call_impl" and isinstance(value, types.FunctionType):
+                value = _compiled_again(value, shadow._call_impl)
             shadow.__dict__[name] = self._remapped(value, 0)
         for name in previous - attributes.keys():
-            if id(original) in self._seen:
+            if id(original) in self._taken_over:
                 shadow.__dict__.pop(name)
-        self._seen[id(original)] = tuple(original.__dict__.values())
+        self._taken_over[id(original)] = seen
         compiled = sys.modules.get("torch._dynamo.eval_frame")  # slow to import, and nothing is compiled without it
         if compiled is not None and isinstance(original, compiled.OptimizedModule):
             shadow._initialize()  # type: ignore[operator]
@@ -106,10 +165,10 @@ class ShadowTree:
         """Takes over attributes of the original modules that have changed; whether there were any."""
         changed = False
         for key, original in self._originals.items():
-            seen = self._seen[key]
-            now = tuple(original.__dict__.values())
-            if len(now) != len(seen) or not all(map(operator.is_, now, seen)):
-                self._copy_attributes(original, self._modules[key])
+            taken_over = self._taken_over[key]
+            now = _attributes_seen(original)
+            if now is not taken_over and not _same(now, taken_over):
+                self._copy_attributes(original, self._modules[key], now)
                 changed = True
         return changed
 

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.recompute import LayerContext, layer_context
-from roundpipe.shadow import ShadowTree
+from roundpipe.recompute import LayerContext, layer_context, may_save
+from roundpipe.shadow import Attributes, ShadowTree, attributes_of, seeing
 from roundpipe.values import Structure, split
 
 # torch.nn.utils.parametrize.cached() has one cache for all threads, which nobody clears while any of them is inside.
+# torch.compile traces with flags of the whole process, which code of other threads must not see meanwhile.
 _one_at_a_time = threading.Lock()
 
 
@@ -33,6 +34,16 @@ def _describes(key: str, value: object) -> bool:
 def _uses_parametrize_cache(module: nn.Module) -> bool:
     # peft parametrizes the weights of experts anew in each forward.
     return hasattr(module, "parametrizations") or type(module).__name__ == "ParamWrapper"
+
+
+class _Compiling:
+    """Whether any layer of this process is compiled: from then on layers run one at a time."""
+
+    met = False
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
 @contextmanager
@@ -72,7 +83,10 @@ class PythonLayer:
                     f"[RoundPipe] layer {name} holds a TorchScript module ({type(inner).__name__}), expected Python "
                     "modules; wrap the module it was scripted from"
                 )
+        # The engine recomputes a layer with buffers once its forward is over, not as soon as its inputs are there.
+        self._order = [("recomputed after its forward", torch.zeros(1))] if may_save(module) else []
         self._contents = [self._content(inner) for inner in self._modules]
+        self._attributes: Attributes = {}
 
     @staticmethod
     def _content(module: nn.Module) -> tuple[Any, ...]:
@@ -84,7 +98,7 @@ class PythonLayer:
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Distinct buffers by name."""
-        return list(self._module.named_buffers())
+        return [*self._module.named_buffers(), *self._order]
 
     def kind(self) -> Hashable:
         """The same for layers that do the same with other weights: their classes, shapes and plain attributes."""
@@ -111,16 +125,29 @@ class PythonLayer:
                 )
         return hash(tuple([module.training for module in self._modules])) & 0x7FFF_FFFF_FFFF_FFFF
 
+    def attributes(self) -> Attributes:
+        """What shells take over for a call that is made now."""
+        before, self._attributes = self._attributes, attributes_of(self._modules, self._attributes)
+        if self._attributes is not before:
+            _Compiling.met |= any(map(_is_compiled, self._modules))
+        return self._attributes
+
     def make_shell(self, device: str) -> DeviceShell:
         """A shell for the device that calls this."""
-        return DeviceShell(self._module, torch.device(device), self._is_last)
+        with seeing(self._attributes):
+            return DeviceShell(self._module, torch.device(device), self._is_last, len(self._order))
 
 
 class DeviceShell:
-    """A layer on one device. `parameters` and `buffers` are empty tensors that the engine points at its memory."""
+    """A layer on one device. `parameters` and `buffers` are empty tensors that the engine points at its memory.
 
-    def __init__(self, module: nn.Module, device: torch.device, is_last: bool) -> None:
+    Args:
+        further_buffers: how many the layer has beside those of the module.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, is_last: bool, further_buffers: int = 0) -> None:
         self._is_last = is_last
+        self._device = device
         self.parameters: list[nn.Parameter] = []
         self.buffers: list[torch.Tensor] = []
         tensors: dict[int, torch.Tensor] = {}
@@ -133,21 +160,25 @@ class DeviceShell:
             mine = torch.empty(0, dtype=buffer.dtype, device=device)
             self.buffers.append(mine)
             tensors[id(buffer)] = mine
-        cached = any(map(_uses_parametrize_cache, module.modules()))
-        self._guard: AbstractContextManager[Any] = _one_at_a_time if cached else nullcontext()
+        self.buffers.extend(torch.empty(0, device=device) for _ in range(further_buffers))
+        self._alone = any(map(_uses_parametrize_cache, module.modules()))
         self._shadow = ShadowTree(module, tensors)
         self._module = self._shadow.root
+        self._attributes: Attributes = {}
 
-    def refresh(self) -> None:
-        """Takes over attributes of the user's modules that have changed."""
-        self._shadow.refresh()
+    def refresh(self, attributes: Attributes) -> None:
+        """Takes over those attributes of the user's modules that are other ones now."""
+        self._attributes = attributes
+        with seeing(attributes):
+            self._shadow.refresh()
 
     def run(
         self, tensors: list[torch.Tensor], structure: Structure, context: LayerContext
     ) -> tuple[list[torch.Tensor], Structure]:
         """Calls the module and takes its result apart."""
         value = structure.join(tensors)
-        with layer_context(context), self._guard, holding_nothing():
+        alone: AbstractContextManager[Any] = _one_at_a_time if self._alone or _Compiling.met else nullcontext()
+        with seeing(self._attributes), layer_context(context, self._device), alone, holding_nothing():
             output = self._module(*value[0], **value[1]) if structure.is_call else self._module(value)
         self._shadow.bring_back_buffers()
         parts = split(output)

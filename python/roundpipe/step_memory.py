@@ -12,7 +12,7 @@ from roundpipe import _core
 from roundpipe.budget import HostPrediction, predict_host, refuse_device, refuse_host, table
 from roundpipe.footprint import LayerFootprint, Loss, measure
 from roundpipe.loss_function import as_losses
-from roundpipe.memory_prediction import STAGED, DeviceMemory, LayerBytes, predict_device
+from roundpipe.memory_prediction import STAGED, DeviceMemory, LayerBytes, predict_device, waiting_on_host
 from roundpipe.run_config import RecomputeGrain
 from roundpipe.shell import PythonLayer
 from roundpipe.values import Structure
@@ -62,10 +62,12 @@ class StepShape:
     Attributes:
         batch: the largest microbatch, on the host.
         label_bytes: of its label.
-        loss: from the model's output to the losses; None: the step is a forward only.
+        loss: from the model's output to the losses; None: the pipeline takes none.
         count: microbatches.
         route: as the engine takes it.
         mode: the plan's mode.
+        total_rows: of all microbatches.
+        savers: options that would make a row take less, as a user reads them.
     """
 
     batch: Microbatch
@@ -74,15 +76,45 @@ class StepShape:
     count: int
     route: Any
     mode: _core.PlanMode
+    total_rows: int
+    savers: tuple[str, ...] = ()
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward."""
+        return self.mode != _core.PlanMode.INFERENCE
+
+    @property
+    def rows(self) -> int:
+        """Of the largest microbatch."""
+        return rows_of(self.batch)
+
+
+def rows_of(microbatch: Microbatch) -> int:
+    """What it can be cut by: the size of dim 0."""
+    return max((tensor.shape[0] for tensor in microbatch[0] if tensor.dim()), default=1)
+
+
+def largest_of(batch: Sequence[Microbatch]) -> int:
+    """The index of the microbatch that takes most."""
+    sizes = [sum(map(_core.settled_bytes, tensors)) for tensors, _ in batch]
+    return sizes.index(max(sizes))
 
 
 def step_shape(
-    batch: list[Any], labels: list[Any], loss_fn: Callable[[Any, Any], Any] | None, route: Any, mode: _core.PlanMode
+    batch: list[Microbatch],
+    labels: list[Microbatch],
+    loss_fn: Callable[[Any, Any], Any] | None,
+    route: Any,
+    mode: _core.PlanMode,
+    *,
+    count: int | None = None,
+    total_rows: int | None = None,
+    savers: tuple[str, ...] = (),
 ) -> StepShape:
-    """The step that a call will make of these microbatches."""
-    sizes = [sum(map(_core.settled_bytes, tensors)) for tensors, _ in batch]
-    largest = sizes.index(max(sizes))
-    label = labels[largest] if labels else ([], None)
+    """The step that a call will make of these microbatches; `count` and `total_rows`, where they are but some of it."""
+    largest = largest_of(batch)
+    label: Any = labels[largest] if labels else ([], None)
 
     def loss(outputs: Any) -> list[torch.Tensor]:
         assert loss_fn is not None
@@ -92,9 +124,11 @@ def step_shape(
         batch=batch[largest],
         label_bytes=sum(map(_core.settled_bytes, label[0])),
         loss=None if loss_fn is None else loss,
-        count=len(batch),
+        count=len(batch) if count is None else count,
         route=route,
         mode=mode,
+        total_rows=sum(map(rows_of, batch)) if total_rows is None else total_rows,
+        savers=savers,
     )
 
 
@@ -164,27 +198,123 @@ class StepMemory:
         if self._host_budget is not None:
             refuse_host("RoundPipe", self._name, self._host_budget, lambda moments: self._host(pipeline, step, moments))
         if wanted.total > budget:
-            refuse_device("RoundPipe", self._name, budget, wanted, self._change(pipeline, step, footprints, budget))
+            change = self._change(pipeline, step, footprints, budget, "device_memory=")
+            refuse_device("RoundPipe", self._name, budget, wanted, change)
         return tried
 
+    def explain(self, pipeline: _core.Pipeline, shape: Callable[[int], StepShape], rows: int, cap: int) -> str:
+        """What a step takes that a device had no memory for, and the smallest change that would fit.
+
+        Args:
+            shape: the step, with so many rows in its largest microbatch.
+            rows: that it had.
+            cap: of the device, in bytes; 0: none is known.
+
+        Raises:
+            Exception: nothing can be predicted.
+        """
+        step = shape(rows)
+        footprints, measured = self._footprints_of_some(pipeline, shape, rows)
+        wanted = self._device(pipeline, step, "layer", footprints, cap)
+        title = f"layer by layer, a step of {self._name} is predicted to take on the fullest device"
+        if measured < rows:
+            title += f" (worked out from {measured} of {rows} rows, as more did not fit)"
+        text = table(f"{title}:", wanted.rows(), {"the device's cap": cap} if cap else {})
+        if not cap:
+            return text
+        correction = self._correction
+        try:
+            if wanted.total <= cap:
+                # It did not fit, so what was not foreseen takes at least the rest.
+                self._correction *= 1 + (cap - wanted.total + 1) / max(1, wanted.work)
+                text += (
+                    "\nthat would have fitted: something else is on the device, or a layer takes more than when it was "
+                    "measured. If it takes as much as did not fit:"
+                )
+            change = self._change(
+                pipeline, step, footprints, cap, "a cap of ", lambda some: self._footprints(pipeline, shape(some))
+            )
+        finally:
+            self._correction = correction
+            if self.device_budget is not None:
+                self._tell_planner(pipeline, step, footprints, self._last.recompute_grain if self._last else "stage")
+        return f"{text}\nsmallest change that would fit: {change}"
+
+    def knows(self, layers: int) -> bool:
+        """Whether all of a model's layers can be measured."""
+        return len(self._layers) == layers
+
+    def describe_layers(self, pipeline: _core.Pipeline) -> str:
+        """What is known of the layers without running any."""
+        most = max(_layer_bytes(pipeline), key=lambda layer: layer.weights + layer.sums)
+        weights, sums = _core.format_bytes(most.weights), _core.format_bytes(most.sums)
+        return f"the largest layer takes {weights} for its weights and, in a backward, {sums} for gradients"
+
+    def _footprints_of_some(
+        self, pipeline: _core.Pipeline, shape: Callable[[int], StepShape], rows: int
+    ) -> tuple[list[LayerFootprint], int]:
+        """Footprints of a microbatch of `rows`, from as many of them as can be measured on a device, and how many."""
+        measured = rows
+        while True:
+            try:
+                footprints = self._footprints(pipeline, shape(measured))
+                return [_scaled(footprint, rows, measured) for footprint in footprints], measured
+            except torch.OutOfMemoryError:
+                if measured == 1:
+                    raise
+            measured = -(-measured // 2)
+
     def _change(
-        self, pipeline: _core.Pipeline, step: StepShape, footprints: Sequence[LayerFootprint], budget: int
+        self,
+        pipeline: _core.Pipeline,
+        step: StepShape,
+        footprints: Sequence[LayerFootprint],
+        budget: int,
+        memory: str,
+        measured: Callable[[int], Sequence[LayerFootprint]] | None = None,
     ) -> str:
+        """The smallest change to the step that would fit.
+
+        Args:
+            memory: what a larger device is asked for with.
+            measured: footprints of so many rows; None: in proportion to those of the step.
+        """
+        rows = step.rows
+
+        def count_with(left: int) -> int:
+            return -(-step.total_rows // left)
+
+        def taken(left: int, smaller: Sequence[LayerFootprint] | None = None) -> DeviceMemory:
+            """By as many microbatches as have at most so many rows."""
+            cut = dataclasses.replace(step, count=count_with(left))
+            smaller = smaller or [_scaled(footprint, left, rows) for footprint in footprints]
+            if self.device_budget is not None:
+                self._tell_planner(pipeline, cut, smaller, "layer")
+            return self._device(pipeline, cut, "layer", smaller, budget)
+
+        # The most rows that fit, found by halves: fewer rows take less.
+        fits, too_many = 0, rows
+        while too_many - fits > 1:
+            left = (fits + too_many) // 2
+            if taken(left).total <= budget:
+                fits = left
+            else:
+                too_many = left
+        while fits and measured is not None and taken(fits, measured(fits)).total > budget:
+            fits -= max(1, fits // 16)
+        if fits:
+            return f"num_microbatch={count_with(fits)} and recompute_grain='layer'"
+        one = taken(1)
         wanted = self._device(pipeline, step, "layer", footprints, budget)
-        rows = max((t.shape[0] for t in step.batch[0] if t.dim()), default=1)
-        tried = rows
-        for parts in range(2, rows + 1):
-            left = -(-rows // parts)
-            if left == tried:
-                continue
-            tried = left
-            # Nearly all that a layer takes grows with its rows.
-            smaller = [LayerFootprint(*(-(-n * left // rows) for n in dataclasses.astuple(f))) for f in footprints]
-            cut = dataclasses.replace(step, count=step.count * parts)
-            self._tell_planner(pipeline, cut, smaller, "layer")
-            if self._device(pipeline, cut, "layer", smaller, budget).total <= budget:
-                return f"num_microbatch={cut.count} and recompute_grain='layer'"
-        return f"device_memory={_core.format_bytes(wanted.total)!r}"
+        larger = f"{memory}{_core.format_bytes(max(wanted.total, budget + 1))!r}"
+        fixed = one.weights + one.gradients
+        if fixed > budget:
+            return (
+                f"{larger}. No number of microbatches helps, and no shorter rows: weights and gradients alone take "
+                f"{_core.format_bytes(fixed)}. Layers split into smaller ones, or adapters, would"
+            )
+        savers = ", ".join(["shorter rows", *step.savers])
+        return f"{larger}. No number of microbatches helps: one row takes {_core.format_bytes(one.total)}. Or {savers}"
 
     def _tell_planner(
         self, pipeline: _core.Pipeline, step: StepShape, footprints: Sequence[LayerFootprint], grain: RecomputeGrain
@@ -225,8 +355,7 @@ class StepMemory:
     def _host(self, pipeline: _core.Pipeline, step: StepShape, moments: str = "float32") -> HostPrediction:
         footprints = self._footprints(pipeline, step)
         plan = pipeline.preview_plans(step.route, step.mode, step.count, 1)[0]
-        kept = {job.layers.first for job in plan.jobs if job.phase != "forward"} | {0}
-        values = step.count * sum(footprints[layer].inputs for layer in kept)
+        values = waiting_on_host(plan, footprints, step.count)
         return predict_host(pipeline.block_parameters(), moments, values)
 
     def _footprints(self, pipeline: _core.Pipeline, step: StepShape) -> list[LayerFootprint]:
@@ -236,12 +365,17 @@ class StepMemory:
             pipeline.drain()
             pipeline.show_weights()
             device = torch.device(_core.Engine.current().torch_devices()[0])
-            self._measured_for[key] = measure(self._layers, step.batch, step.loss, device)
+            self._measured_for[key] = measure(self._layers, step.batch, step.loss, device, step.trains)
         return self._measured_for[key]
 
     def _key(self, step: StepShape) -> Any:
         modes = tuple(layer.mode_key() for layer in self._layers)
-        return (tuple((t.shape, t.dtype, t.requires_grad) for t in step.batch[0]), modes, step.loss is None)
+        return (
+            tuple((t.shape, t.dtype, t.requires_grad) for t in step.batch[0]),
+            modes,
+            step.loss is None,
+            step.trains,
+        )
 
     def _compare(self) -> None:
         """Takes over how far the last prediction was off, where it was too small."""
@@ -268,6 +402,13 @@ def _activations(pipeline: _core.Pipeline, step: StepShape) -> tuple[Activations
         elif job.phase == "backward":
             places[job.layers.first] = "host"
     return tuple(places)
+
+
+def _scaled(footprint: LayerFootprint, rows: int, measured: int) -> LayerFootprint:
+    """That of `rows`, from the one of `measured` rows: nearly all that a layer takes grows with them."""
+    if rows == measured:
+        return footprint
+    return LayerFootprint(*(-(-size * rows // measured) for size in dataclasses.astuple(footprint)))
 
 
 def _peak() -> int:

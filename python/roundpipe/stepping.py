@@ -7,13 +7,8 @@ a call reads does not depend on timing.
 
 from __future__ import annotations
 
-import signal
-import threading
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,67 +17,40 @@ from torch import nn
 from roundpipe import _core
 from roundpipe.binding import Binding, Gradients, Moments, Step, as_schedulers
 from roundpipe.optimizer_context import OptimizerCtx
+from roundpipe.optimizer_parameter import OptimizerParameter
+from roundpipe.plain_steps import stepped_groups, watch_optimizers
+from roundpipe.published_attributes import source_of_names
 from roundpipe.scaler import GradScaler, StepScales, _all_live
+from roundpipe.update import Update, is_updating, uninterrupted
 
 if TYPE_CHECKING:
     from roundpipe.pipe import RoundPipe
 
-_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="roundpipe-optimizer")
 _groups: weakref.WeakSet[StepGroup] = weakref.WeakSet()
+watch_optimizers(_groups)
 
 
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Puts off Ctrl+C until the block is over. For short blocks that must not stop half-way."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler):
-        yield
-        return
-    arrived: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: arrived.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if arrived:
-            handler(*arrived[0])
+def _steps_copies(optimizer: torch.optim.Optimizer) -> bool:
+    return any(isinstance(p, OptimizerParameter) for options in optimizer.param_groups for p in options["params"])
 
 
-class _Update:
-    """One update, on the optimizer thread. REQUIRES: made where Ctrl+C is put off.
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]
 
-    In place of a Future, whose lock stays locked when Ctrl+C arrives at the wrong statement of a wait.
 
-    Args:
-        work: returns whether an update was made.
-    """
+def show_gradients_of(optimizer: torch.optim.Optimizer) -> None:
+    """Fills the `.grad` of the parameters of models in the pipeline that `optimizer` steps, once they are there."""
+    for group in stepped_groups(optimizer, _groups):
+        group.show_gradients()
 
-    def __init__(self, work: Callable[[], bool]) -> None:
-        self._over = _core.Event()
-        self._made = False
-        self._error: BaseException | None = None
-        _thread.submit(self._run, work)
 
-    def _run(self, work: Callable[[], bool]) -> None:
-        try:
-            self._made = work()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._over.fire()
-
-    def wait(self) -> None:
-        """Waits until it is over."""
-        self._over.wait()
-
-    def result(self) -> bool:
-        """Whether an update was made, or raises what the update raised. REQUIRES: it is over."""
-        if self._error is not None:
-            raise self._error
-        return self._made
+def changed_from_outside(optimizer: torch.optim.Optimizer) -> None:
+    """Says that `optimizer` has changed parameters after the step function that had them, so that calls see it."""
+    changed = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for group in list(_groups):
+        if not changed.isdisjoint(map(id, group._copies.values())):
+            group.finish_update()
+            group._unpublished = True
 
 
 class StepGroup:
@@ -104,14 +72,18 @@ class StepGroup:
         self._pipes = {path: weakref.ref(pipe) for path, pipe in pipes.items()}
         self._pipelines = [pipe._pipeline for pipe in pipes.values()]
         self._host_parameters = host_parameters
+        blocks = [block for pipeline in self._pipelines for block in pipeline.block_parameters()]
+        self._piped_parameters = [parameter for block in blocks for parameter in block]
+        self._ids = {id(parameter) for parameter in (*self._piped_parameters, *host_parameters.values())}
         self._optim_dtype = optim_dtype
-        self._copies: dict[int, nn.Parameter] = {}  # by id of the user's parameter; trainable ones only
-        self._sources: list[nn.Parameter] = []  # the users' parameters that _copies belong to
+        self._copies: dict[int, OptimizerParameter] = {}  # by id of the user's parameter; trainable ones only
+        self._sources: list[nn.Parameter] = []  # the users' parameters that _copies belong to, in their order
         self._versions: list[int] = []  # of _sources, as last seen
+        self._copy_versions: list[int] = []  # of _copies, as last seen
         self._names: list[tuple[str, nn.Parameter]] = []  # every name of every parameter
         self._trained: set[int] = set()  # ids of the parameters that a fused optimizer trains
         self._built = False
-        self._pending: _Update | None = None
+        self._pending: Update | None = None
         self._unpublished = False
         self._binding: Binding | None = None
         self.host_pipeline: _core.Pipeline | None = None  # of the host parameters, for a fused optimizer
@@ -120,7 +92,7 @@ class StepGroup:
     # -- the optimizer's parameters ---------------------------------------------------------------------------------
 
     def optim_named_parameters(self, prefix: str, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:
-        """The optimizer's parameters with their names; a frozen parameter is the user's own."""
+        """The optimizer's parameters with their names; frozen ones have none."""
         self._check_unbound("optim_parameters")
         self._build()
         return self._iterate(prefix, remove_duplicate)
@@ -128,15 +100,16 @@ class StepGroup:
     def _iterate(self, prefix: str, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:
         seen: set[int] = set()
         for name, parameter in self._names:
-            if remove_duplicate and id(parameter) in seen:
+            copy = self._copies.get(id(parameter))
+            if copy is None or (remove_duplicate and id(parameter) in seen):
                 continue
             seen.add(id(parameter))
-            yield f"{prefix}.{name}" if prefix else name, self._copies.get(id(parameter), parameter)
+            yield f"{prefix}.{name}" if prefix else name, copy
 
     def _build(self) -> None:
         if self._built:
             return
-        with _uninterrupted():
+        with uninterrupted():
             self._build_copies()
 
     def _all_names(self) -> list[tuple[str, nn.Parameter]]:
@@ -145,7 +118,7 @@ class StepGroup:
             pipe = reference()
             if pipe is None:
                 raise ReferenceError("[RoundPipe] the model is gone, expected it to live as long as its optimizer")
-            for name, parameter in pipe._original_model.named_parameters(remove_duplicate=False):
+            for name, parameter in source_of_names(pipe).named_parameters(remove_duplicate=False):
                 names.append((f"{path}.{name}" if path else name, parameter))
         names.extend(self._host_parameters.items())
         return names
@@ -156,12 +129,15 @@ class StepGroup:
             if not parameter.requires_grad or id(parameter) in self._copies:
                 continue
             dtype = self._optim_dtype if self._optim_dtype and parameter.is_floating_point() else parameter.dtype
-            copy = nn.Parameter(parameter.detach().to(device="cpu", dtype=dtype, copy=True))
+            copy = OptimizerParameter(parameter.detach().to(device="cpu", dtype=dtype, copy=True))
             copy.__dict__.update(parameter.__dict__)
+            copy.attach(self)
             self._copies[id(parameter)] = copy
             self._sources.append(parameter)
-        self._versions = [source._version for source in self._sources]
+        self._versions = _versions(self._sources)
+        self._note_copies()
         for pipeline in self._pipelines:
+            pipeline.exposes_gradients = False
             blocks = pipeline.block_parameters()
             pipeline.set_optimizer_parameters([[self._copies.get(id(p), p) for p in block] for block in blocks])
         self._built = True
@@ -182,13 +158,51 @@ class StepGroup:
         with torch.no_grad():
             for index, source in enumerate(self._sources):
                 if source._version != self._versions[index]:
-                    self._copies[id(source)].copy_(source)
+                    copy = self._copies[id(source)]
+                    written = copy._version != self._copy_versions[index]
+                    copy.copy_(source)
                     self._versions[index] = source._version
+                    if not written:
+                        self._copy_versions[index] = copy._version
+
+    def _note_copies(self) -> None:
+        self._copy_versions = _versions(list(self._copies.values()))
+
+    def _copies_written(self) -> bool:
+        """Whether somebody but `step` has updated the optimizer's parameters."""
+        return self._built and self._pending is None and _versions(list(self._copies.values())) != self._copy_versions
+
+    def before_call(self) -> None:
+        """What has to be so before a call reads the weights.
+
+        Raises:
+            ValueError: see `check_trainable`.
+            RoundPipeError: a layer makes the call.
+        """
+        _core.require_callers_thread()
+        if torch._C._get_tracing_state() is not None:
+            raise ValueError(
+                "[RoundPipe] tracing sees nothing of what runs on the devices, expected a call; trace the plain model"
+            )
+        self.check_trainable()
+        self._refuse_hooks()
+        if self._copies_written():
+            self._publish_copies()
+
+    def _refuse_hooks(self) -> None:
+        for parameter in (*self._piped_parameters, *self._copies.values()):
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise ValueError(
+                    f"[RoundPipe] a parameter of shape {tuple(parameter.shape)} has hooks on its gradient, which "
+                    "nothing would call, as the engine sums gradients; expected none; change .grad after the backward "
+                    "instead, before the optimizer's step"
+                )
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def step(self, step_fn: Callable[..., Any], is_async: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See `RoundPipe.step`."""
+        _core.require_engine()
         self._check_unbound("step with a function")
         if not callable(step_fn):
             raise ValueError(f"[step] step_fn is a {type(step_fn).__name__}, expected a function")
@@ -201,7 +215,7 @@ class StepGroup:
             pipeline.raise_pending()
         self._refresh_copies()
         scales = self._hand_over_scales()
-        with _uninterrupted():
+        with uninterrupted():
             # May raise, so before anything is promised: a version that is begun has to be finished.
             tickets = [pipeline.begin_step() for pipeline in self._pipelines]
             host_gradients = self._take_host_gradients()
@@ -211,16 +225,18 @@ class StepGroup:
                 self._publish_host_parameters()
                 for pipeline in self._pipelines:
                     pipeline.begin_publish(False)
-            self._pending = _Update(
+            self._pending = Update(
                 lambda: self._update(publish, tickets, host_gradients, scales, lambda: step_fn(*args, **kwargs))
             )
+            if scales is not None:
+                GradScaler._queue_all(scales)
         if not is_async:
             self.finish_update()
             for pipeline in self._pipelines:
                 pipeline.drain()
             self._publish_now()
             if scales is not None:
-                GradScaler._synchronize_all()
+                GradScaler._synchronize_all(after_step=True)
 
     def _update(
         self,
@@ -238,13 +254,7 @@ class StepGroup:
         if not all(landed):
             self._drop_gradients()
             return False
-        with torch.no_grad():
-            for parameter, gradient in zip(self._host_parameters.values(), host_gradients, strict=True):
-                if gradient is None:
-                    continue
-                copy = self._copies[id(parameter)]
-                gradient = gradient.to(device="cpu", dtype=copy.dtype)
-                copy.grad = gradient if copy.grad is None else copy.grad + gradient
+        self._add_host_gradients(host_gradients)
         try:
             with OptimizerCtx():
                 if scales is None:
@@ -258,9 +268,18 @@ class StepGroup:
             raise
         return True
 
+    def _add_host_gradients(self, gradients: list[torch.Tensor | None]) -> None:
+        with torch.no_grad():
+            for parameter, gradient in zip(self._host_parameters.values(), gradients, strict=True):
+                if gradient is None:
+                    continue
+                copy = self._copies[id(parameter)]
+                gradient = gradient.to(device="cpu", dtype=copy.dtype)
+                copy.landed_grad = gradient if copy.landed_grad is None else copy.landed_grad + gradient
+
     def _drop_gradients(self) -> None:
         for copy in self._copies.values():
-            copy.grad = None
+            copy.landed_grad = None
 
     @staticmethod
     def _hand_over_scales() -> StepScales | None:
@@ -278,7 +297,17 @@ class StepGroup:
         return gradients
 
     def finish_update(self) -> None:
-        """Waits for the update that runs, and raises what it raised."""
+        """Waits for the update that runs, and raises what it raised.
+
+        Raises:
+            RoundPipeError: a layer or a step function waits, which would be for itself.
+        """
+        _core.require_callers_thread()
+        if is_updating():
+            raise _core.RoundPipeError(
+                "[step] the step function calls something that waits for step functions, such as synchronize() or "
+                "state_dict(), and would wait for itself; call it after model.step"
+            )
         pending = self._pending
         if pending is None:
             return
@@ -287,6 +316,7 @@ class StepGroup:
         # Also when step_fn raised: it may have changed some parameters.
         self._unpublished = True
         self._pending = None
+        self._note_copies()
         self._unpublished = pending.result() or unpublished
 
     def _publish_host_parameters(self) -> None:
@@ -295,18 +325,27 @@ class StepGroup:
                 copy = self._copies.get(id(parameter))
                 if copy is not None:
                     parameter.copy_(copy)
-        self._versions = [source._version for source in self._sources]
+        self._versions = _versions(self._sources)
+
+    def _publish_copies(self) -> None:
+        """Makes what somebody has written into the optimizer's parameters what calls read."""
+        for pipeline in self._pipelines:
+            pipeline.asynchronous = False
+            pipeline.drain()
+        self._unpublished = True
+        self._publish_now()
 
     def _publish_now(self) -> None:
         """Makes the latest update what calls read. Nothing may be running."""
         if self._binding is not None or not self._unpublished:
             return
-        with _uninterrupted():
+        with uninterrupted():
             self._unpublished = False
             self._publish_host_parameters()
             for pipeline in self._pipelines:
                 pipeline.begin_publish(True)
                 pipeline.finish_publish()
+            self._note_copies()
 
     def synchronize(self) -> None:
         """Waits for everything; parameters up to date, `.grad` filled with what no step has consumed yet."""
@@ -317,11 +356,97 @@ class StepGroup:
             self._binding.finish()
         if self._built:
             self._refresh_copies()
+            self._unpublished |= self._copies_written()
         self._publish_now()
         for pipeline in self._pipelines:
             pipeline.expose()
         if _all_live():
             GradScaler._synchronize_all()
+
+    # -- steps outside of `step` ------------------------------------------------------------------------------------
+
+    def owns_any(self, ids: set[int]) -> bool:
+        """Whether one of the models' own parameters has one of these ids."""
+        return not self._ids.isdisjoint(ids)
+
+    def owns_trained(self, ids: set[int]) -> bool:
+        """Whether one of the models' own parameters that have a copy has one of these ids."""
+        return not ids.isdisjoint(self._copies)
+
+    def note_reach(self) -> None:
+        """The user may hold the models' own parameters now. Until an optimizer is made in one of our ways, their
+        `.grad` is filled when a backward returns."""
+        if self.is_untouched:
+            for pipeline in self._pipelines:
+                pipeline.exposes_gradients = True
+
+    def _has_gradients(self) -> bool:
+        return any(pipeline.has_gradients for pipeline in self._pipelines)
+
+    def show_gradients(self) -> None:
+        """Fills the `.grad` of the models' own parameters, if there are gradients that no step has taken."""
+        self.note_reach()
+        if not self._has_gradients():
+            return
+        for pipeline in self._pipelines:
+            pipeline.drain()
+        self.show_weights()
+        for pipeline in self._pipelines:
+            pipeline.expose()
+
+    def hand_over(self) -> None:
+        """Waits for gradients that no step has taken, and adds them to those of the optimizer's parameters.
+
+        A step function that is still at work has the gradients there are: it is waited for first.
+        """
+        self.finish_update()
+        if not self._has_gradients() and all(p.grad is None for p in self._host_parameters.values()):
+            return
+        for pipeline in self._pipelines:
+            pipeline.drain()
+        with uninterrupted():
+            tickets = [pipeline.begin_step() for pipeline in self._pipelines]
+            host_gradients = self._take_host_gradients()
+            for ticket in tickets:
+                ticket.hand_over()
+            self._add_host_gradients(host_gradients)
+
+    def begin_plain_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A torch optimizer is about to step parameters of these models, outside of `step`.
+
+        Raises:
+            ValueError: a fused optimizer updates the models.
+        """
+        from roundpipe.optim.for_model import ForModel
+
+        if self._binding is not None:
+            if isinstance(optimizer, ForModel) and optimizer.binding is self._binding:
+                return
+            self._check_unbound(f"{type(optimizer).__name__}.step()")
+        _core.require_engine()
+        self.finish_update()
+        self.check_trainable()
+        if _steps_copies(optimizer):
+            self._refresh_copies()
+            self.hand_over()
+        else:
+            self.synchronize()
+            self.note_reach()
+
+    def finish_plain_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """That step was made: the next call reads its weights."""
+        # Not asked of the copies: torch's fused kernels do not count what they write.
+        if _steps_copies(optimizer):
+            self._publish_copies()
+
+    def zero_gradients(self, set_to_none: bool) -> None:
+        """Clears all gradients that no step has taken, once they are there."""
+        self.synchronize()
+        for copy in self._copies.values():
+            if set_to_none:
+                copy.landed_grad = None
+            elif copy.landed_grad is not None:
+                copy.landed_grad.detach_().zero_()
 
     # -- a fused optimizer ------------------------------------------------------------------------------------------
 
@@ -370,6 +495,10 @@ class StepGroup:
                 "[optim] the model's optim_parameters() are in use, expected a model that is stepped in one way only; "
                 "give optim_parameters() to a torch.optim optimizer, or wrap the model again"
             )
+        # What they cannot be made with is refused before anything is changed.
+        _core.require_engine()
+        _core.threads()
+        _core.instruction_set()
         self.synchronize()
         if self._host_parameters and self.host_pipeline is None:
             self.host_pipeline = _core.host_parameters(
@@ -377,6 +506,8 @@ class StepGroup:
             )
         self._names = self._all_names()
         self._trained = set(group_of)
+        for pipeline in self._pipelines:
+            pipeline.exposes_gradients = False
         self._binding = Binding(self, group_of, algorithm, moments, gradients)
         return self._binding
 
@@ -391,6 +522,7 @@ class StepGroup:
         """See `RoundPipe.step`."""
         from roundpipe.optim.for_model import ForModel  # makes its bindings here
 
+        _core.require_engine()
         binding = self._binding
         if binding is None or not isinstance(optimizer, ForModel) or optimizer.binding is not binding:
             raise ValueError(
@@ -414,10 +546,10 @@ class StepGroup:
         if scaler is not None and scales is not None:
             loss_scale = scaler._scale_of(scales)
         binding.make_room()  # outside of the block, so that Ctrl+C ends the wait
-        with _uninterrupted():
+        with uninterrupted():
             run = binding.step(groups, is_async, max_grad_norm or 0.0, loss_scale)
             if scaler is not None and scales is not None:
-                self._pending = _Update(lambda: self._update_scale(scaler, scales, run))
+                self._pending = Update(lambda: self._update_scale(scaler, scales, run))
         if self._pending is not None and not is_async:
             # The scale of the next losses depends on these gradients.
             self.finish_update()
@@ -439,6 +571,8 @@ class StepGroup:
         """Lets the models' parameters show the weights that calls read, if a fused step has hidden them."""
         if self._binding is not None and self._binding.hides_weights:
             self._binding.show_weights()
+        if self._copies_written():
+            self._publish_copies()
 
     def zero_fused_gradients(self) -> None:
         """Drops the gradients that no step has taken, without waiting."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import array
+import copy
+import enum
+import types
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -71,6 +76,30 @@ def split(value: Any, is_call: bool = False) -> tuple[list[torch.Tensor], Struct
 _LEAF_SPEC = pytree.tree_flatten(0)[1]
 _SINGLE = Structure([_SLOT], _LEAF_SPEC, is_call=False)
 _SINGLE_CALL = Structure([_SLOT], _LEAF_SPEC, is_call=True)
+
+
+# What nobody can change, and what is copied so that nobody can.
+_CONSTANT = (
+    *_PLAIN,
+    *(range, slice, type, types.FunctionType, types.BuiltinFunctionType, enum.Enum, frozenset, np.generic, np.dtype),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Tensor),
+)
+_COPIED = (np.ndarray, bytearray, array.array, set)
+
+
+def owned(value: Any) -> tuple[Any, bool]:
+    """Takes over what a pytree holds beside tensors, which the engine copies.
+
+    Returns:
+        The pytree with arrays copied, and whether it holds other objects that its owner may change: a call that reads
+        such must be over before its caller goes on.
+    """
+    leaves, spec = pytree.tree_flatten(value)
+    if all(isinstance(leaf, _CONSTANT) for leaf in leaves):
+        return value, False
+    leaves = [copy.copy(leaf) if isinstance(leaf, _COPIED) else leaf for leaf in leaves]
+    changeable = any(not isinstance(leaf, (*_CONSTANT, *_COPIED)) for leaf in leaves)
+    return pytree.tree_unflatten(leaves, spec), changeable
 
 
 def to_host(value: Any, where: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,13 +13,18 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from roundpipe import _core
 from roundpipe.budget import HOST_VARIABLE, budget_of, predict_model, refuse_host
 from roundpipe.facade import ModelFacade
-from roundpipe.optimizer_context import in_optimizer_context
+from roundpipe.following.refusals import refuse_compiled, refuse_weights, warn_batch_norm
+from roundpipe.host_contents import contents_of
+from roundpipe.microbatch import merge_what_fits
 from roundpipe.run_config import RoundPipeRunConfig, layered
+from roundpipe.step_call import check_step_call
+from roundpipe.stepped_model import SteppedModel
 
 if TYPE_CHECKING:
-    from roundpipe.binding import Step
+    from roundpipe.following.language_model import LanguageModel
     from roundpipe.following.token_wise import ChunkTokens
     from roundpipe.pipe import RoundPipe
 
@@ -39,25 +45,27 @@ def wrap_model_to_roundpipe(
     mlp_chunk_tokens: ChunkTokens = "auto",
     **roundpipe_kwargs: Any,
 ) -> Any:
-    """Wraps a model: causal language models of transformers by following their own forward, others part by part.
+    """Wraps a model: those of transformers by following their own forward, others part by part.
 
     Following: the model's own layers become the pipeline's layers, with one before them (embeddings, masks, positions)
     and one after them (last norm, head, loss). Outputs, loss and gradients are those of the plain model, whatever its
-    forward does around its layers; a model for which that does not hold is refused. Its loss counts every token of
-    the batch the same, however the batch is cut into microbatches, and so do the losses of `forward_backward`
-    without a `loss_fn`. The model may be one that peft has wrapped.
+    forward does around its layers. A causal language model for which that does not hold is refused, any other is
+    wrapped part by part, with a warning. Its loss is that of the whole batch, however the batch is cut into
+    microbatches, and so are the losses of `forward_backward` without a `loss_fn`; what cannot be cut runs as one
+    microbatch. The model may be one that peft has wrapped.
 
     Part by part, from the root down: an `nn.Sequential` becomes a `RoundPipe` of many layers. A module whose own
     parameters hold at least `lower_threshold` bytes, or whose parameters and buffers hold at most `upper_threshold`
     bytes, becomes one of a single layer; below `lower_threshold` bytes it runs as one microbatch. Each element of
-    an `nn.ModuleList` becomes one, and hands unmerged microbatches to the next element. Anything else stays on the
-    host and its children are looked at; modules without parameters and buffers stay there too. A module used in
-    several places is wrapped once. Modules that share a parameter are wrapped together, as one layer.
+    an `nn.ModuleList` becomes one, whose outputs are merged where they can be; the rest is handed to the next one in
+    microbatches. Anything else stays on the host and its children are looked at; modules without parameters and
+    buffers stay there too. A module used in several places is wrapped once. Modules that share a parameter are wrapped
+    together, as one layer.
 
     Args:
         model: changed in place: wrapped children are replaced.
         use_sequential_preset: True demands a class of model with a preset, one whose following is tested with each
-            release; False wraps part by part; None follows every causal language model.
+            release; False wraps part by part; None follows every model of transformers that can be followed.
         lower_threshold: in bytes.
         upper_threshold: in bytes; by default the model's bytes / (devices + 1).
         skip_modules: modules (or their names) that stay on the host, with all that is in them.
@@ -75,8 +83,9 @@ def wrap_model_to_roundpipe(
 
     Raises:
         NotImplementedError: a preset is demanded and there is none.
-        ValueError: a causal language model that cannot be followed, a name or module that is not in the model, or a
-            shared parameter that cannot be kept in one place.
+        ValueError: a causal language model that cannot be followed, a model that is compiled as a whole or has weights
+            that are no plain tensors, more microbatches than mean the same, a name or module that is not in the model,
+            or a shared parameter that cannot be kept in one place.
     """
     from roundpipe.pipe import RoundPipe
 
@@ -91,15 +100,16 @@ def wrap_model_to_roundpipe(
             f"[wrap_model_to_roundpipe] there is no preset for {type(model).__name__}, expected one of "
             f"{sorted(PRESETS)}; leave use_sequential_preset out to wrap it in the way that fits"
         )
-    if language_model is not None and (use_sequential_preset or (use_sequential_preset is None and not skip_modules)):
-        from roundpipe.following.language_model import LanguageModel
-
-        followed = LanguageModel(model, loss_chunk_tokens, mlp_chunk_tokens)
-        pipe = RoundPipe(
-            followed.chain, name=name or type(language_model).__name__, model_run_config=config, **roundpipe_kwargs
-        )
-        pipe._set_language_model(followed, model)
-        return pipe
+    refuse_weights(model)
+    refuse_compiled(model)
+    by_parts = use_sequential_preset is False or bool(skip_modules) or bool(override_config and language_model is None)
+    if use_sequential_preset or (not by_parts and (language_model is not None or upper_threshold is None)):
+        followed = _followed(model, language_model is not None, loss_chunk_tokens, mlp_chunk_tokens)
+        if followed is not None:
+            followed.check_microbatches(config.num_microbatch)
+            pipe = RoundPipe(followed.chain, name=name or followed.name, model_run_config=config, **roundpipe_kwargs)
+            pipe._set_language_model(followed, model)
+            return pipe
     # Each part checks its own; together they must fit, too.
     host_budget = budget_of(roundpipe_kwargs.get("host_memory"), "host_memory", HOST_VARIABLE)
     if host_budget is not None:
@@ -110,28 +120,23 @@ def wrap_model_to_roundpipe(
     wrapper.warn_unused_overrides(layout)
 
     pipes: dict[int, RoundPipe] = {}
+    cut: list[nn.Module] = []  # what several microbatches go through
     for unit in layout.units.values():
         if isinstance(unit.module, RoundPipe):
             pipes[id(unit.module)] = unit.module
             continue
         label = name if unit.module is model else f"{name or type(model).__name__}.{unit.path}"
         unit_config = layered(unit.override, unit.structure(lower_threshold), config)
+        cut += [unit.module] * (unit_config.num_microbatch != 1)
         pipes[id(unit.module)] = RoundPipe(unit.module, name=label, model_run_config=unit_config, **roundpipe_kwargs)
     if id(model) in pipes:
         return pipes[id(model)]
-    host_parameters = layout.host_parameters()
-    order = [parameter_name for parameter_name, _ in model.named_parameters(remove_duplicate=False)]
+    warn_batch_norm(name or type(model).__name__, cut)
     for host in layout.hosts.values():
         for child_name, child in list(host.module._modules.items()):
             if child is not None and id(child) in pipes:
                 setattr(host.module, child_name, pipes[id(child)])
-    return AutoRoundPipe(
-        model,
-        {unit.path: pipes[id(unit.module)] for unit in layout.units.values()},
-        host_parameters,
-        roundpipe_kwargs.get("optim_dtype"),
-        order,
-    )
+    return AutoRoundPipe(model, name, roundpipe_kwargs.get("optim_dtype"))
 
 
 def _language_model_in(model: nn.Module) -> nn.Module | None:
@@ -141,6 +146,30 @@ def _language_model_in(model: nn.Module) -> nn.Module | None:
     from roundpipe.following.language_model import language_model_in
 
     return language_model_in(model)
+
+
+def _followed(
+    model: nn.Module, is_causal: bool, loss_chunk_tokens: ChunkTokens, mlp_chunk_tokens: ChunkTokens
+) -> LanguageModel | None:
+    """A model of transformers as a chain of layers; None for others, and with a warning for those that cannot be."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return None
+    from roundpipe.following.language_model import LanguageModel, transformers_model_in
+    from roundpipe.following.placeholder import CannotFollow
+
+    if transformers_model_in(model) is None:
+        return None
+    try:
+        return LanguageModel(model, loss_chunk_tokens, mlp_chunk_tokens)
+    except CannotFollow as reason:
+        if is_causal:
+            raise
+        warnings.warn(
+            f"{str(reason).rpartition(';')[0]}; it is wrapped part by part, and what lies around "
+            "its parts runs on the host",
+            stacklevel=3,
+        )
+        return None
 
 
 @dataclass
@@ -153,13 +182,12 @@ class _Place:
     override: RoundPipeRunConfig
     whole: bool = False  # a host module with all that is in it: a skipped one
     listed: bool = False  # element of a ModuleList
-    packed: bool = True  # everyone who gets its outputs takes unmerged microbatches
 
     def structure(self, lower_threshold: int) -> RoundPipeRunConfig:
         """The options that follow from where the unit stands."""
         tiny = not self.listed and not _is_sequential(self.module) and _total_bytes(self.module) < lower_threshold
         return RoundPipeRunConfig(
-            num_microbatch=1 if tiny and self.path else None, merge_output=False if self.packed else None
+            num_microbatch=1 if tiny and self.path else None, merge_output=merge_what_fits if self.listed else None
         )
 
 
@@ -175,14 +203,6 @@ class _Layout:
         recurse = place.unit or place.whole
         for name, parameter in place.module.named_parameters(recurse=recurse):
             yield _join(place.path, name), parameter
-
-    def host_parameters(self) -> dict[str, nn.Parameter]:
-        """All outside the units, each by its first name."""
-        by_id: dict[int, tuple[str, nn.Parameter]] = {}
-        for host in self.hosts.values():
-            for name, parameter in self.parameters_of(host):
-                by_id.setdefault(id(parameter), (name, parameter))
-        return dict(by_id.values())
 
     def torn_parameter(self) -> tuple[str, str, list[_Place]] | None:
         """A parameter that lives in two places (its two names and the places), or None. The host is one place."""
@@ -236,8 +256,7 @@ class _Wrapper:
     def layout(self) -> _Layout:
         while True:
             layout = _Layout()
-            root = self.place(layout, "", self.model, RoundPipeRunConfig(), listed=False)
-            root.packed = False
+            self.place(layout, "", self.model, RoundPipeRunConfig(), listed=False)
             torn = layout.torn_parameter()
             if torn is None:
                 return layout
@@ -258,13 +277,9 @@ class _Wrapper:
         if unit or place.whole:
             return place
         in_list = isinstance(module, nn.ModuleList)
-        children = [
-            self.place(layout, _join(path, name), child, override, in_list)
-            for name, child in module._modules.items()
-            if child is not None
-        ]
-        for child, following in zip(children, [*children, None][1:], strict=True):
-            child.packed &= in_list and following is not None and following.unit
+        for name, child in module._modules.items():
+            if child is not None:
+                self.place(layout, _join(path, name), child, override, in_list)
         return place
 
     def is_unit(self, module: nn.Module, listed: bool) -> bool:
@@ -332,51 +347,93 @@ def _outputs_as_loss(outputs: Any, label: Any) -> Any:
     return outputs
 
 
-class AutoRoundPipe(ModelFacade):
+class AutoRoundPipe(SteppedModel):
     """A model whose root runs on the host, with `RoundPipe` modules inside it.
 
     Everything but what is defined here is the original model's: attributes are read, written and deleted there, and
-    calling this calls it. Made by `wrap_model_to_roundpipe`.
+    calling this calls it. Made by `wrap_model_to_roundpipe`, or by hand of a model that holds `RoundPipe` modules.
 
     Args:
         model: the original model, its wrapped parts already in place.
-        pipes: those parts, by their names in the model.
-        host_parameters: the parameters outside of them, by their names in the model.
+        name: for messages; None takes the class name.
         optim_dtype: what the optimizer's parameters are in; None for the parameters' own.
-        order: names of the parameters in the order in which the optimizer gets them, that of the original model.
+        **roundpipe_kwargs: other options of `RoundPipe`, which have no effect here.
+
+    Raises:
+        ValueError: a model that is wrapped already, or a parameter that is used inside a `RoundPipe` and outside of it.
+        TypeError: an option that `RoundPipe` does not have.
     """
 
-    _OWN = ModelFacade._OWN | frozenset(
+    _OWN = SteppedModel._OWN | frozenset(
         {
             "forward",
             "forward_backward",
-            "step",
-            "optim_named_parameters",
-            "parameters",
-            "named_parameters",
             "_order",
+            "_contents",
+            "_take_parts",
         }
     )
 
     _order: dict[str, int]
+    _contents: list[int]
 
     def __init__(
         self,
         model: nn.Module,
-        pipes: dict[str, RoundPipe],
-        host_parameters: dict[str, nn.Parameter],
+        name: str | None = None,
         optim_dtype: torch.dtype | None = None,
-        order: Iterable[str] = (),
+        **roundpipe_kwargs: Any,
     ) -> None:
+        from roundpipe.pipe import RoundPipe
+
+        if not isinstance(model, nn.Module) or isinstance(model, ModelFacade):
+            raise ValueError(f"[AutoRoundPipe] model is a {type(model).__name__}, expected a plain nn.Module")
+        unknown = roundpipe_kwargs.keys() - inspect.signature(RoundPipe.__init__).parameters.keys()
+        if unknown:
+            raise TypeError(f"AutoRoundPipe() got unexpected options: {', '.join(sorted(unknown))}")
+        # nn.Module.__init__ is left out on purpose: its state is the original model's.
+        own = object.__getattribute__(self, "__dict__")
+        own["_original_model"] = own["_wrapped"] = model
+        own["_name"] = type(model).__name__ if name is None else name
+        own["_optim_dtype"] = optim_dtype
+        self._take_parts()
+
+    def _take_parts(self) -> None:
+        """Takes what is in the pipeline and what is on the host as it is now."""
         from roundpipe.stepping import StepGroup
 
-        # nn.Module.__init__ is left out on purpose: its state is the original model's.
-        object.__setattr__(self, "_original_model", model)
-        object.__setattr__(self, "_step_group", StepGroup(pipes, host_parameters, optim_dtype))
-        object.__setattr__(self, "_order", {name: place for place, name in enumerate(order)})
+        own = object.__getattribute__(self, "__dict__")
+        model = own["_wrapped"]
+        pipes, host_parameters = _parts_of(model)
+        order = [parameter_name for parameter_name, _ in model.named_parameters(remove_duplicate=False)]
+        own["_step_group"] = StepGroup(pipes, host_parameters, own["_optim_dtype"])
+        own["_order"] = {parameter_name: place for place, parameter_name in enumerate(order)}
+        own["_contents"] = contents_of(model)
+
+    def _follow_changes(self) -> None:
+        """Takes over that modules or parameters on the host were put in, taken out or replaced.
+
+        Raises:
+            ValueError: an optimizer has been made for those that were there.
+        """
+        if contents_of(self._wrapped) == self._contents:
+            return
+        if not self._step_group.is_untouched:
+            raise ValueError(
+                f"[AutoRoundPipe] parameters or modules of {self._name} were added, removed or replaced after an "
+                "optimizer was made for it; change the model first, then make the optimizer, or wrap the model again"
+            )
+        self._step_group.synchronize()
+        self._take_parts()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the original model; the parts in it run on the devices."""
+        _core.require_engine()
+        self._follow_changes()
+        self._step_group.before_call()
         return self._original_model(*args, **kwargs)
 
     def forward_backward(
@@ -387,6 +444,7 @@ class AutoRoundPipe(ModelFacade):
         loss_fn: Callable[[Any, Any], Any] = _outputs_as_loss,
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig | None = None,
+        **unknown: Any,
     ) -> Any:
         """Forward, loss and backward of one batch, which the root sees whole.
 
@@ -402,6 +460,10 @@ class AutoRoundPipe(ModelFacade):
         Returns:
             The detached loss (a list if there are several), or `(loss, detached outputs)`.
         """
+        check_step_call(self, "forward_backward", input_args, unknown)
+        _core.require_engine()
+        self._follow_changes()
+        self._step_group.before_call()
         if run_config is not None and run_config != RoundPipeRunConfig():
             warnings.warn(
                 "[AutoRoundPipe.forward_backward] run_config has no effect: the root runs on the host; give "
@@ -409,7 +471,8 @@ class AutoRoundPipe(ModelFacade):
                 stacklevel=2,
             )
         with torch.enable_grad():
-            outputs = self._original_model(*input_args, **(input_kwargs or {}))
+            args = tuple(input_args) if isinstance(input_args, (list, tuple)) else (input_args,)
+            outputs = self._original_model(*args, **(input_kwargs or {}))
             result = loss_fn(outputs, label)
             losses = list(result) if isinstance(result, (list, tuple)) else [result]
             for loss in losses:
@@ -428,21 +491,11 @@ class AutoRoundPipe(ModelFacade):
             return value
         return value, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
 
-    def step(self, step_fn: Any, is_async: bool = True, *args: Any, **kwargs: Any) -> Step | None:
-        """Updates the weights, with an optimizer or a function, see `RoundPipe.step`."""
-        if isinstance(step_fn, torch.optim.Optimizer):
-            return self._step_group.step_fused(step_fn, is_async, *args, **kwargs)
-        self._step_group.step(step_fn, is_async, args, kwargs)
-        return None
-
-    def synchronize(self) -> None:
-        """Waits until all steps are done: parameters up to date, `.grad` filled."""
-        self._step_group.synchronize()
-
     def optim_named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The optimizer's parameters, on the host, with their names and in their order in the original model."""
+        self._follow_changes()
         named = list(self._step_group.optim_named_parameters("", False))
         named.sort(key=lambda entry: self._order.get(entry[0], len(self._order)))
         first = {id(parameter): name for name, parameter in reversed(named)}
@@ -454,22 +507,41 @@ class AutoRoundPipe(ModelFacade):
             ]
         )
 
-    def optim_parameters(self) -> Iterator[nn.Parameter]:
-        """The optimizer's parameters, on the host."""
-        return (parameter for _, parameter in self.optim_named_parameters())
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The original model's; inside `OptimizerCtx` the optimizer's."""
-        if in_optimizer_context():
-            return self.optim_named_parameters(prefix, remove_duplicate)
-        self._step_group.show_weights()
-        return self._original_model.named_parameters(prefix, recurse, remove_duplicate)
+def _parts_of(model: nn.Module) -> tuple[dict[str, RoundPipe], dict[str, nn.Parameter]]:
+    """The `RoundPipe`s inside a model, each by its first name, and the parameters outside of them."""
+    from roundpipe.pipe import RoundPipe
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The original model's; inside `OptimizerCtx` the optimizer's."""
-        return (parameter for _, parameter in self.named_parameters(recurse=recurse))
+    pipes: dict[str, RoundPipe] = {}
+    outside: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+
+    def look(path: str, module: nn.Module) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        if isinstance(module, RoundPipe):
+            pipes[path] = module
+            return
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                outside.setdefault(_join(path, name), parameter)
+        for name, child in module._modules.items():
+            if child is not None:
+                look(_join(path, name), child)
+
+    look("", model)
+    host: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in outside.items():
+        host.setdefault(id(parameter), (name, parameter))
+    for path, pipe in pipes.items():
+        for inner, parameter in pipe._wrapped.named_parameters():
+            if id(parameter) in host:
+                raise ValueError(
+                    f"[AutoRoundPipe] parameter {host[id(parameter)][0]} is also {_join(path, inner)}, inside of a "
+                    "RoundPipe and outside of it, expected one place; wrap the modules that share it together"
+                )
+    return pipes, dict(host.values())
 
 
 def _join(path: str, name: str) -> str:

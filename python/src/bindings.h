@@ -11,6 +11,7 @@ void bind_model_optimizer(pybind11::module_& module);
 void bind_models(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);
 void bind_pipeline(pybind11::module_& module);
+void bind_random(pybind11::module_& module);
 void bind_schedule(pybind11::module_& module);
 
 }  // namespace roundpipe::python

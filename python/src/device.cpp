@@ -1,6 +1,7 @@
 #include <optional>
 
 #include <roundpipe/core/bytes.h>
+#include <roundpipe/core/engine_life.h>
 #include <roundpipe/device/device_spec.h>
 #include <roundpipe/device/event.h>
 #include <roundpipe/device/virtual/accounting_allocator.h>
@@ -59,7 +60,11 @@ void bind_device(py::module_& module) {
           },
           py::arg("devices"), py::call_guard<py::gil_scoped_release>())
       .def_static("shut_down", &Engine::shut_down, py::call_guard<py::gil_scoped_release>())
-      .def("__len__", &Engine::size)
+      .def("__len__",
+           [](Engine& engine) {
+             require_engine();
+             return engine.size();
+           })
       .def("device_names",
            [](Engine& engine) {
              std::vector<std::string> names;
@@ -104,6 +109,8 @@ void bind_device(py::module_& module) {
         }
         return rows;
       });
+  module.def("require_engine", &require_engine);
+  module.def("require_callers_thread", &require_callers_thread);
   py::class_<MemoryMeter>(module, "MemoryMeter")
       .def(py::init<>())
       .def(

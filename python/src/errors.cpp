@@ -4,6 +4,7 @@
 #include <roundpipe/device/event.h>
 #include <roundpipe/runtime/out_of_memory.h>
 #include <roundpipe/runtime/worker.h>
+#include <roundpipe/schedule/search.h>
 
 #include "bindings.h"
 #include "python_values.h"
@@ -20,11 +21,45 @@ struct InterpreterState {
   const py::gil_scoped_release unlocked;
 };
 
+// The exception object that a Python program sees for `error`. REQUIRES: the interpreter lock.
+py::object exception_object(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (python_error& raised) {
+    raised.restore();
+  } catch (...) {
+    torch::translate_exception_to_python(error);
+  }
+  const py::error_already_set fetched;
+  py::object value = fetched.value();
+  if (fetched.trace()) PyException_SetTraceback(value.ptr(), fetched.trace().ptr());
+  return value;
+}
+
+// See ErrorHooks::explain: the step is a function of the exception, the description and the cap, that returns another.
+std::exception_ptr explain(const std::exception_ptr& error, const runtime::FullDevice& full,
+                           const std::shared_ptr<const void>& step) {
+  const py::gil_scoped_acquire gil;
+  try {
+    const py::object raised = exception_object(error);
+    const py::object told =
+        step ? object_of(step)(raised, runtime::describe(full), full.limit_bytes)
+             : py::module_::import("roundpipe.out_of_memory").attr("said")(raised, runtime::describe(full));
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(told.ptr())), told.ptr());
+    python_error thrown;
+    thrown.persist();
+    return std::make_exception_ptr(thrown);
+  } catch (py::error_already_set& raised) {
+    throw_python_error(raised);
+  }
+}
+
 }  // namespace
 
 void bind_errors(py::module_& module) {
   py::register_exception<Error>(module, "RoundPipeError", PyExc_RuntimeError).doc() =
       "Something failed that is not the caller's mistake (those are ValueError).";
+  py::register_exception<schedule::LayerTooLarge>(module, "LayerTooLargeError", PyExc_ValueError);
   // torch's exceptions keep their Python types (OutOfMemoryError, IndexError, ...).
   py::register_exception_translator([](std::exception_ptr error) {
     try {
@@ -51,6 +86,21 @@ void bind_errors(py::module_& module) {
   hooks.clear = [] {
     const py::gil_scoped_acquire gil;
     PyErr_Clear();
+  };
+  hooks.explain = explain;
+  hooks.warn = [](const std::string& notice) {
+    const py::gil_scoped_acquire gil;
+    try {
+      py::module_::import("roundpipe.out_of_memory").attr("warn")(notice);
+    } catch (py::error_already_set& raised) {
+      throw_python_error(raised);
+    }
+  };
+  hooks.raise = [](const Error& error) {
+    const py::gil_scoped_acquire gil;
+    PyErr_SetString(py::module_::import("roundpipe._core").attr("RoundPipeError").ptr(), error.what());
+    py::error_already_set raised;
+    throw_python_error(raised);
   };
   runtime::set_error_hooks(std::move(hooks));
   device::set_interrupt_check([] {

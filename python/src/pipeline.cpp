@@ -64,6 +64,7 @@ void bind_pipeline(py::module_& module) {
       .def(py::init<>())
       .def_readwrite("requires_grad", &CallOptions::requires_grad)
       .def_readwrite("preserve_rng_state", &CallOptions::preserve_rng_state)
+      .def_readwrite("keeps_caller", &CallOptions::keeps_caller)
       .def_readwrite("recompute_grain", &CallOptions::recompute_grain)
       .def_readwrite("sum_in_native_precision", &CallOptions::sum_in_native_precision);
 
@@ -95,28 +96,32 @@ void bind_pipeline(py::module_& module) {
            py::arg("name"), py::arg("layers"), py::arg("pinned"))
       .def(
           "forward",
-          [](Pipeline& pipeline, const py::list& inputs, const CallOptions& options, const runtime::Route& route) {
+          [](Pipeline& pipeline, const py::list& inputs, const CallOptions& options, const runtime::Route& route,
+             py::object explain) {
             const std::vector<Values> values = values_list(inputs);
+            SharedObject step = share(std::move(explain));
             Pipeline::Outputs outputs;
             {
               const py::gil_scoped_release no_gil;
-              outputs = pipeline.forward(values, options, route);
+              outputs = pipeline.forward(values, options, route, std::move(step));
             }
             return values_list(outputs.microbatches);
           },
-          py::arg("inputs"), py::arg("options"), py::arg("route"))
+          py::arg("inputs"), py::arg("options"), py::arg("route"), py::arg("explain"))
       .def(
           "submit",
           [](Pipeline& pipeline, const py::list& inputs, const py::list& labels, py::object loss, bool keep_outputs,
-             const CallOptions& options, const runtime::Route& route) {
+             const CallOptions& options, const runtime::Route& route, py::object explain) {
             const std::vector<Values> values = values_list(inputs);
             const std::vector<Values> label_values = values_list(labels);
             std::shared_ptr<runtime::Loss> loss_function = make_python_loss(std::move(loss));
+            SharedObject step = share(std::move(explain));
             const py::gil_scoped_release no_gil;
-            return pipeline.submit(values, label_values, std::move(loss_function), keep_outputs, options, route);
+            return pipeline.submit(values, label_values, std::move(loss_function), keep_outputs, options, route,
+                                   std::move(step));
           },
           py::arg("inputs"), py::arg("labels"), py::arg("loss"), py::arg("keep_outputs"), py::arg("options"),
-          py::arg("route"))
+          py::arg("route"), py::arg("explain"))
       .def(
           "finish",
           [](Pipeline& pipeline, Pipeline::Submitted& submitted) {
@@ -128,7 +133,6 @@ void bind_pipeline(py::module_& module) {
             return py::make_tuple(result.losses, values_list(result.outputs));
           },
           py::arg("submitted"))
-      .def("take_notice", [](Pipeline& pipeline) { return pipeline.model().take_notice(); })
       .def("raise_pending", &Pipeline::raise_pending, py::call_guard<py::gil_scoped_release>())
       .def("discard_last_call", &Pipeline::discard_last_call, py::arg("message"),
            py::call_guard<py::gil_scoped_release>())
@@ -141,6 +145,8 @@ void bind_pipeline(py::module_& module) {
       .def("keep_gradients_in_fp32", &Pipeline::keep_gradients_in_fp32, py::call_guard<py::gil_scoped_release>())
       .def("show_weights", &Pipeline::show_weights, py::call_guard<py::gil_scoped_release>())
       .def("expose", &Pipeline::expose, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("has_gradients", &Pipeline::has_gradients)
+      .def_property("exposes_gradients", &Pipeline::exposes_gradients, &Pipeline::set_exposes_gradients)
       .def("choose_stages", &Pipeline::choose_stages, py::arg("mode"), py::arg("min_stages"),
            py::arg("upper_threshold"), py::arg("memory_limit_bytes"), py::call_guard<py::gil_scoped_release>())
       .def("planned_stages", &Pipeline::planned_stages, py::arg("mode"), py::arg("microbatches"),
@@ -187,8 +193,6 @@ void bind_pipeline(py::module_& module) {
         });
       },
       py::arg("saved"));
-  module.def("layer_seed", &runtime::layer_seed, py::arg("base_seed"), py::arg("model_name"), py::arg("call"),
-             py::arg("microbatch"), py::arg("layer"));
 }
 
 }  // namespace roundpipe::python

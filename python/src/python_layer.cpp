@@ -1,5 +1,7 @@
 #include "python_layer.h"
 
+#include <roundpipe/core/engine_life.h>
+
 #include "python_values.h"
 
 namespace roundpipe::python {
@@ -36,16 +38,19 @@ class PythonShell final : public runtime::LayerShell {
   Values forward(const Values& inputs, const LayerContext& context) override {
     const py::gil_scoped_acquire gil;
     try {
-      return values_from(object_of(run_)(inputs.tensors, object_of(inputs.structure), context_tuple(context)));
+      Values outputs =
+          values_from(object_of(run_)(inputs.tensors, object_of(inputs.structure), context_tuple(context)));
+      require_own_process();  // its code may have forked
+      return outputs;
     } catch (py::error_already_set& raised) {
       throw_python_error(raised);
     }
   }
 
-  void refresh() override {
+  void refresh(const std::shared_ptr<const void>& attributes) override {
     const py::gil_scoped_acquire gil;
     try {
-      object_of(refresh_)();
+      object_of(refresh_)(object_of(attributes));
     } catch (py::error_already_set& raised) {
       throw_python_error(raised);
     }
@@ -79,6 +84,11 @@ class PythonLayer final : public runtime::Layer {
     return object_of(object_).attr("mode_key")().cast<uint64_t>();
   }
 
+  std::shared_ptr<const void> attributes() const override {
+    const py::gil_scoped_acquire gil;
+    return share(object_of(object_).attr("attributes")());
+  }
+
   std::unique_ptr<runtime::LayerShell> make_shell(c10::Device device) override {
     const py::gil_scoped_acquire gil;
     try {
@@ -100,8 +110,10 @@ class PythonLoss final : public runtime::Loss {
   std::vector<at::Tensor> operator()(const Values& outputs, const Values& label, const LayerContext& context) override {
     const py::gil_scoped_acquire gil;
     try {
-      return object_of(object_)(values_to(outputs), values_to(label), context_tuple(context))
-          .cast<std::vector<at::Tensor>>();
+      auto losses = object_of(object_)(values_to(outputs), values_to(label), context_tuple(context))
+                        .cast<std::vector<at::Tensor>>();
+      require_own_process();
+      return losses;
     } catch (py::error_already_set& raised) {
       throw_python_error(raised);
     }

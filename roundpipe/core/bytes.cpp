@@ -27,22 +27,22 @@ Number split_number(std::string_view text, std::string_view where, std::string_v
   return {value, unit};
 }
 
-constexpr std::array<std::pair<std::string_view, double>, 10> kUnits{{{"", 1.0},
-                                                                      {"B", 1.0},
-                                                                      {"KiB", 1024.0},
-                                                                      {"MiB", 1048576.0},
-                                                                      {"GiB", 1073741824.0},
-                                                                      {"TiB", 1099511627776.0},
-                                                                      {"KB", 1e3},
-                                                                      {"MB", 1e6},
-                                                                      {"GB", 1e9},
-                                                                      {"TB", 1e12}}};
+constexpr std::array<std::pair<std::string_view, double>, 9> kUnits{{{"B", 1.0},
+                                                                     {"KiB", 1024.0},
+                                                                     {"MiB", 1048576.0},
+                                                                     {"GiB", 1073741824.0},
+                                                                     {"TiB", 1099511627776.0},
+                                                                     {"KB", 1e3},
+                                                                     {"MB", 1e6},
+                                                                     {"GB", 1e9},
+                                                                     {"TB", 1e12}}};
 
 }  // namespace
 
 int64_t parse_bytes(std::string_view text, std::string_view where) {
-  constexpr std::string_view kExpected = "a size; write for example 2GiB, 512MiB or 1000000";
+  constexpr std::string_view kExpected = "a size with its unit; write for example 2GiB, 512MiB or 1000000B";
   const auto [value, unit] = split_number(text, where, kExpected);
+  if (value == 0 && unit.empty()) return 0;
   for (const auto& [name, factor] : kUnits) {
     if (unit == name && value * factor < 9e18) return static_cast<int64_t>(std::llround(value * factor));
   }

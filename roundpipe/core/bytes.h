@@ -13,7 +13,7 @@ inline constexpr int64_t align_up(int64_t size_bytes, int64_t alignment_bytes) {
   return (size_bytes + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
 }
 
-// "512", "64KiB", "1.5 GiB", "8GB": KiB/MiB/GiB/TiB are powers of 1024, KB/MB/GB/TB of 1000.
+// "512B", "64KiB", "1.5 GiB", "8GB": KiB/MiB/GiB/TiB are powers of 1024, KB/MB/GB/TB of 1000. Only 0 needs no unit.
 // Throws std::invalid_argument naming `where`.
 int64_t parse_bytes(std::string_view text, std::string_view where);
 

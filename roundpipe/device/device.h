@@ -52,8 +52,8 @@ class Queue {
   // alive until an event signalled later has fired. REQUIRES: inside enter().
   virtual void copy(const at::Tensor& dst, const at::Tensor& src) = 0;
 
-  // Fires `event` when all work issued to this queue so far is done; fails it when that cannot be known. Never blocks
-  // or throws.
+  // Fires `event` when all work issued to this queue so far is done; fails it when that cannot be known, and nothing
+  // runs any more. Never throws; blocks only to see to that.
   virtual void signal(EventPtr event) = 0;
 
   // Tells the allocator that `tensor`, made in another queue's scope, is read or written by this queue's work.

@@ -4,81 +4,131 @@
 #include <utility>
 
 #include <roundpipe/core/clock.h>
+#include <roundpipe/core/engine_life.h>
 
 namespace roundpipe::device {
 
 namespace {
+
 std::function<void()>& completion_hook() {
   static std::function<void()> hook;
   return hook;
 }
+
+// Never destroyed: threads may complete events while the process ends.
+struct Escaped {
+  std::atomic<bool> any{false};
+  std::mutex mutex;
+  std::exception_ptr first;  // protected by mutex
+};
+Escaped& escaped() {
+  static auto* instance = new Escaped;
+  return *instance;
+}
+
+void keep(std::exception_ptr error) {
+  const std::lock_guard lock(escaped().mutex);
+  if (!escaped().first) escaped().first = std::move(error);
+  escaped().any.store(true);
+}
+
 }  // namespace
+
+void run_callback(const Event::Callback& callback, const Event::Failed& failed) noexcept {
+  try {
+    try {
+      callback();
+    } catch (...) {
+      if (!failed) throw;
+      failed(std::current_exception());
+    }
+  } catch (...) {
+    keep(std::current_exception());
+  }
+}
+
+std::exception_ptr escaped_error() {
+  if (!escaped().any.load()) return nullptr;
+  const std::lock_guard lock(escaped().mutex);
+  return escaped().first;
+}
+
+std::exception_ptr take_escaped_error() {
+  const std::lock_guard lock(escaped().mutex);
+  escaped().any.store(false);
+  return std::exchange(escaped().first, nullptr);
+}
 
 void set_completion_hook(std::function<void()> hook) { completion_hook() = std::move(hook); }
 
-void Event::finish(State state, std::exception_ptr error) {
+void Event::finish(State state, std::exception_ptr error) noexcept {
+  if (is_left_behind()) return;
   if (completion_hook()) completion_hook()();
-  std::vector<Callback> callbacks;
+  std::vector<Follower> followers;
   {
     std::lock_guard lock(mutex_);
     if (state_ != State::kPending) return;
     state_ = state;
     error_ = std::move(error);
     time_ms_ = now_ms();
-    callbacks.swap(callbacks_);
+    followers.swap(followers_);
     changed_.notify_all();
   }
-  for (Callback& callback : callbacks) callback();
+  for (const Follower& follower : followers) run_callback(follower.callback, follower.failed);
 }
 
-void Event::fire() { finish(State::kFired, nullptr); }
+void Event::fire() noexcept { finish(State::kFired, nullptr); }
 
-void Event::fail(std::exception_ptr error) { finish(State::kFailed, std::move(error)); }
+void Event::fail(std::exception_ptr error) noexcept { finish(State::kFailed, std::move(error)); }
+
+std::unique_lock<std::mutex> Event::locked() const {
+  return is_left_behind() ? std::unique_lock<std::mutex>() : std::unique_lock(mutex_);
+}
 
 bool Event::complete() const {
-  std::lock_guard lock(mutex_);
+  const auto lock = locked();
   return state_ != State::kPending;
 }
 
 std::exception_ptr Event::error() const {
-  std::lock_guard lock(mutex_);
+  const auto lock = locked();
   return error_;
 }
 
+double Event::time_ms() const {
+  const auto lock = locked();
+  return time_ms_;
+}
+
 void Event::wait() const {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return state_ != State::kPending; });
-  if (error_) {
-    const std::exception_ptr error = error_;
-    lock.unlock();
-    std::rethrow_exception(error);
-  }
+  wait_complete();
+  if (const std::exception_ptr failure = error()) std::rethrow_exception(failure);
 }
 
 void Event::wait_complete() const {
+  if (complete()) return;
+  require_own_process();
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return state_ != State::kPending; });
 }
 
 bool Event::wait_for(double timeout_ms) const {
+  if (complete()) return true;
+  require_own_process();
   std::unique_lock lock(mutex_);
   return changed_.wait_for(lock, from_ms(timeout_ms), [this] { return state_ != State::kPending; });
 }
 
-void Event::then(Callback callback) {
-  {
+void Event::then(Callback callback, Failed failed) {
+  if (!complete()) {
+    require_own_process();
     std::lock_guard lock(mutex_);
     if (state_ == State::kPending) {
-      callbacks_.push_back(std::move(callback));
+      followers_.push_back({std::move(callback), std::move(failed)});
       return;
     }
   }
-  callback();
-}
-
-double Event::time_ms() const {
-  std::lock_guard lock(mutex_);
-  return time_ms_;
+  run_callback(callback, failed);
 }
 
 EventPtr fired_event() {
@@ -87,37 +137,50 @@ EventPtr fired_event() {
   return event;
 }
 
-void when_all(const std::vector<EventPtr>& events, Event::Callback callback) {
-  auto remaining = std::make_shared<std::atomic<size_t>>(events.size() + 1);
-  auto shared = std::make_shared<Event::Callback>(std::move(callback));
-  const auto arrive = [remaining, shared] {
-    if (remaining->fetch_sub(1) == 1) (*shared)();
+void when_all(const std::vector<EventPtr>& events, Event::Callback callback, Event::Failed failed) {
+  struct Join {
+    std::atomic<size_t> remaining;
+    Event::Callback callback;
+    Event::Failed failed;
+    void arrive() {
+      if (remaining.fetch_sub(1) == 1) run_callback(callback, failed);
+    }
   };
+  const auto join = std::make_shared<Join>(events.size() + 1, std::move(callback), std::move(failed));
   for (const EventPtr& event : events) {
     if (event) {
-      event->then(arrive);
+      event->then([join] { join->arrive(); });
     } else {
-      arrive();
+      join->arrive();
     }
   }
-  arrive();
+  join->arrive();
 }
 
 namespace {
+
 std::function<void()>& interrupt_check() {
   static std::function<void()> check;
   return check;
 }
+
+void wait_checking(const Event& event, const std::function<void()>& check) {
+  constexpr double kCheckEvery_ms = 50;
+  while (!event.wait_for(kCheckEvery_ms)) {
+    if (const std::exception_ptr error = escaped_error()) std::rethrow_exception(error);
+    if (check) check();
+  }
+}
+
 }  // namespace
 
 void set_interrupt_check(std::function<void()> check) { interrupt_check() = std::move(check); }
 
 void wait_interruptible(const Event& event) {
-  constexpr double kCheckEvery_ms = 50;
-  while (!event.wait_for(kCheckEvery_ms)) {
-    if (interrupt_check()) interrupt_check()();
-  }
+  wait_checking(event, interrupt_check());
   event.wait();
 }
+
+void wait_unless_lost(const Event& event) { wait_checking(event, nullptr); }
 
 }  // namespace roundpipe::device

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/from_blob.h>
 
+#include <roundpipe/core/engine_life.h>
 #include <roundpipe/memory/host_arena.h>
 
 namespace roundpipe::memory {
@@ -27,6 +28,7 @@ at::Tensor BufferPool::take() const {
   }
   void* data = piece.mutable_data_ptr();
   const auto give_back = [shelf = shelf_, piece](void*) {
+    if (is_left_behind()) return;
     std::lock_guard lock(shelf->mutex);
     if (shelf->spare.defined()) {
       --shelf->pieces;

@@ -64,8 +64,7 @@ ParameterBlock::ParameterBlock(std::vector<NamedTensor> parameters, bool pinned)
 }
 
 void ParameterBlock::add_reader(const WeightVersionPtr& version, EventPtr uploaded) {
-  std::erase_if(version->readers, [](const EventPtr& event) { return event->complete(); });
-  version->readers.push_back(std::move(uploaded));
+  version->readers.add(std::move(uploaded));
 }
 
 void ParameterBlock::begin_publish(bool in_place) {
@@ -73,8 +72,7 @@ void ParameterBlock::begin_publish(bool in_place) {
   const WeightVersionPtr replaced = in_place ? current_ : previous_;
   if (replaced) {
     replaced->given_up = true;
-    publication.readers = std::move(replaced->readers);
-    replaced->readers.clear();
+    publication.readers = replaced->readers.take();
     publication.flat = replaced->flat;
   }
   if (!in_place) previous_ = current_;
@@ -100,8 +98,7 @@ void ParameterBlock::finish_publish(const std::vector<at::Tensor>& values) {
 
 void ParameterBlock::give_up(const WeightVersionPtr& version, const WeightVersionPtr& successor) {
   version->given_up = true;
-  std::vector<EventPtr> uses = std::move(version->readers);
-  version->readers.clear();
+  std::vector<EventPtr> uses = version->readers.take();
   uses.push_back(successor->published);
   device::when_all(uses, [version] { version->flat.reset(); });
 }

@@ -8,7 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <roundpipe/device/event.h>
+#include <roundpipe/device/event_list.h>
 #include <roundpipe/memory/block_layout.h>
 #include <roundpipe/memory/buffer_pool.h>
 
@@ -29,7 +29,7 @@ struct WeightVersion {
   // In place of `flat`, set as that is: the parameters one by one, where they lie in mapped files.
   std::vector<at::Tensor> parts;
   // Caller's thread only: uploads that have been submitted, and whether others may follow.
-  std::vector<device::EventPtr> readers;
+  device::EventList readers;
   bool given_up = false;
 };
 using WeightVersionPtr = std::shared_ptr<WeightVersion>;

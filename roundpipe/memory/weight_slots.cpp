@@ -1,5 +1,8 @@
 #include <roundpipe/memory/weight_slots.h>
 
+#include <algorithm>
+#include <utility>
+
 #include <ATen/ops/empty.h>
 
 namespace roundpipe::memory {
@@ -15,6 +18,7 @@ bool fits(const at::Tensor& buffer, int64_t size_bytes) {
 }  // namespace
 
 int WeightSlots::try_acquire(int64_t size_bytes, int64_t reserve_bytes) {
+  std::array<at::Tensor, kSlots> dropped;
   std::lock_guard lock(mutex_);
   int held = 0;
   int chosen = -1;
@@ -41,7 +45,7 @@ int WeightSlots::try_acquire(int64_t size_bytes, int64_t reserve_bytes) {
       const int64_t limit_bytes = device_.memory().limit_bytes;
       if (slot != chosen && buffers_[slot].defined() && limit_bytes > 0 &&
           buffers_[slot].numel() + size_bytes + reserve_bytes > limit_bytes) {
-        buffers_[slot].reset();
+        dropped[slot] = std::exchange(buffers_[slot], {});
       }
     }
   }
@@ -50,35 +54,41 @@ int WeightSlots::try_acquire(int64_t size_bytes, int64_t reserve_bytes) {
 }
 
 at::Tensor WeightSlots::buffer(int slot, int64_t size_bytes) {
-  std::lock_guard lock(mutex_);
-  at::Tensor& buffer = buffers_[slot];
-  if (!fits(buffer, size_bytes)) {
-    buffer.reset();
-    buffer = at::empty({size_bytes}, at::TensorOptions().dtype(at::kByte).device(device_.torch_device()));
+  {
+    std::lock_guard lock(mutex_);
+    if (fits(buffers_[slot], size_bytes)) return buffers_[slot];
   }
+  exchange(slot, {});
+  at::Tensor buffer = at::empty({size_bytes}, at::TensorOptions().dtype(at::kByte).device(device_.torch_device()));
+  exchange(slot, buffer);
   return buffer;
 }
 
 void WeightSlots::release(int slot) {
+  at::Tensor buffer;
+  {
+    std::lock_guard lock(mutex_);
+    buffer = buffers_[slot];
+  }
+  device_.poison(buffer);
   std::lock_guard lock(mutex_);
-  device_.poison(buffers_[slot]);
   held_[slot] = false;
 }
 
-void WeightSlots::drop(int slot) {
-  std::lock_guard lock(mutex_);
-  buffers_[slot].reset();
-}
+bool WeightSlots::drop(int slot) { return exchange(slot, {}).defined(); }
 
 bool WeightSlots::drop_idle() {
+  std::array<at::Tensor, kSlots> dropped;
   std::lock_guard lock(mutex_);
-  bool dropped = false;
   for (int slot = 0; slot < kSlots; ++slot) {
-    if (held_[slot] || !buffers_[slot].defined()) continue;
-    buffers_[slot].reset();
-    dropped = true;
+    if (!held_[slot]) dropped[slot] = std::exchange(buffers_[slot], {});
   }
-  return dropped;
+  return std::any_of(dropped.begin(), dropped.end(), [](const at::Tensor& buffer) { return buffer.defined(); });
+}
+
+at::Tensor WeightSlots::exchange(int slot, at::Tensor buffer) {
+  std::lock_guard lock(mutex_);
+  return std::exchange(buffers_[slot], std::move(buffer));
 }
 
 }  // namespace roundpipe::memory

@@ -14,7 +14,8 @@ namespace roundpipe::memory {
 //
 // A slot is one flat buffer, reused by stages of about its size; for others it is made anew. It is free again when the
 // job's compute and every transfer out of it are done; in debug mode it is then filled with NaN.
-// Thread safety: acquire and release from any thread; buffer() by the holder.
+// Thread safety: acquire and release from any thread; buffer() and drop() by the holder. No device memory is asked for
+// or written to under the lock, so nobody waits for that.
 class WeightSlots {
  public:
   static constexpr int kSlots = 2;
@@ -29,12 +30,16 @@ class WeightSlots {
 
   void release(int slot);
 
-  // Gives the memory of a held slot back, which stays held: the next buffer() takes new memory.
-  void drop(int slot);
+  // Gives the memory of a held slot back, which stays held: the next buffer() takes new memory. False when there
+  // was none.
+  bool drop(int slot);
   // Gives the memory of slots back that nobody holds; false when there was none.
   bool drop_idle();
 
  private:
+  // Puts `buffer` into the slot and returns what was there.
+  at::Tensor exchange(int slot, at::Tensor buffer);
+
   device::Device& device_;
   std::mutex mutex_;
   std::array<bool, kSlots> held_{};         // protected by mutex_

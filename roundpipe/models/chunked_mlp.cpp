@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/device/own_generators.h>
 
 namespace roundpipe::models {
 
@@ -73,8 +74,8 @@ class AutocastScope {
 
 // The generators that a body on `device` may draw from.
 std::vector<at::Generator> generators_of(c10::Device device) {
-  std::vector<at::Generator> generators{at::globalContext().defaultGenerator(c10::Device(c10::kCPU))};
-  if (!device.is_cpu() && !device.is_meta()) generators.push_back(at::globalContext().defaultGenerator(device));
+  std::vector<at::Generator> generators{device::OwnGenerators::drawn_from(c10::kCPU)};
+  if (!device.is_cpu() && !device.is_meta()) generators.push_back(device::OwnGenerators::drawn_from(device));
   return generators;
 }
 

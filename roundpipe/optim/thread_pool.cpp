@@ -12,8 +12,9 @@
 #include <thread>
 #include <vector>
 
-#ifdef __linux__
 #include <pthread.h>
+#include <unistd.h>
+#ifdef __linux__
 #include <sched.h>
 #endif
 
@@ -165,7 +166,8 @@ struct ThreadPool::Team {
   }
 };
 
-ThreadPool::ThreadPool(int threads, bool pinned) : threads_(checked_threads(threads)), team_(std::make_unique<Team>()) {
+ThreadPool::ThreadPool(int threads, bool pinned)
+    : threads_(checked_threads(threads)), process_(getpid()), team_(std::make_unique<Team>()) {
   const std::vector<int> cores = usable_cores();
   try {
     for (int i = 0; i < threads_ - 1; ++i) {
@@ -178,14 +180,22 @@ ThreadPool::ThreadPool(int threads, bool pinned) : threads_(checked_threads(thre
   }
 }
 
-ThreadPool::~ThreadPool() { team_->stop(); }
+ThreadPool::~ThreadPool() {
+  if (here()) {
+    team_->stop();
+  } else {
+    static_cast<void>(team_.release());  // its threads cannot be joined
+  }
+}
+
+bool ThreadPool::here() const { return getpid() == process_; }
 
 void ThreadPool::for_ranges(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& work) {
   if (count <= 0) return;
   if (grain < 1) {
     throw std::invalid_argument(concat("[ThreadPool.for_ranges] got a grain of ", grain, ", expected at least 1"));
   }
-  if (threads_ == 1 || count <= grain) {
+  if (threads_ == 1 || count <= grain || !here()) {
     const DefaultEnvironment environment;
     work(0, count);
     return;
@@ -212,26 +222,41 @@ namespace {
 
 // Never destroyed: threads may ask for the pool, or work in it, when the process ends.
 struct Current {
+  std::atomic<int> threads{0};  // 0: as the environment says
+  std::atomic<bool> pinned{false};
   std::mutex mutex;
   std::shared_ptr<ThreadPool> pool;  // guarded by mutex
 };
-Current& current_pool() {
-  static auto* current = new Current;
-  return *current;
+std::atomic<Current*> current = new Current;
+
+// The pool's threads stay in the parent, and so may locks that they hold: a child made by fork() begins anew.
+void begin_anew() {
+  auto* const own = new Current;
+  own->threads = current.load()->threads.load();
+  own->pinned = current.load()->pinned.load();
+  current.store(own);
 }
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, &begin_anew);
+
+Current& current_pool() { return *current.load(); }
 
 }  // namespace
 
 std::shared_ptr<ThreadPool> ThreadPool::current() {
   const std::lock_guard lock(current_pool().mutex);
   std::shared_ptr<ThreadPool>& pool = current_pool().pool;
-  if (!pool) pool = std::make_shared<ThreadPool>(threads_from_environment(), pinned_from_environment());
+  if (pool) return pool;
+  const int threads = current_pool().threads.load();
+  pool = threads > 0 ? std::make_shared<ThreadPool>(threads, current_pool().pinned.load())
+                     : std::make_shared<ThreadPool>(threads_from_environment(), pinned_from_environment());
   return pool;
 }
 
 void ThreadPool::set_current(int threads, bool pinned) {
   auto pool = std::make_shared<ThreadPool>(threads, pinned);
   const std::lock_guard lock(current_pool().mutex);
+  current_pool().threads = threads;
+  current_pool().pinned = pinned;
   current_pool().pool.swap(pool);
 }
 

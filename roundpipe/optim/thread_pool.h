@@ -25,15 +25,19 @@ class ThreadPool {
   // that a caller which flushes denormals gets what the other threads get.
   void for_ranges(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& work);
 
-  // The one of this process. Before the first set_current: ROUNDPIPE_OPTIM_THREADS threads (else as many as cores
-  // that this process may use), pinned when ROUNDPIPE_OPTIM_PIN is 1.
+  // The one of this process; a child made by fork() has one of its own. Before the first set_current:
+  // ROUNDPIPE_OPTIM_THREADS threads (else as many as cores that this process may use), pinned when ROUNDPIPE_OPTIM_PIN
+  // is 1.
   static std::shared_ptr<ThreadPool> current();
   static void set_current(int threads, bool pinned);
 
  private:
   struct Call;
   struct Team;
+  // False in a child made by fork(), where the caller works alone.
+  bool here() const;
   const int threads_;
+  const int process_;
   std::unique_ptr<Team> team_;
 };
 

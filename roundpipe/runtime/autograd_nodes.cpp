@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <roundpipe/memory/crossing.h>
+#include <roundpipe/runtime/layer.h>
 
 namespace roundpipe::runtime {
 namespace {
@@ -26,6 +27,7 @@ struct CrossingNode final : public torch::autograd::Node {
   using torch::autograd::Node::Node;
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    if (on_arrival) on_arrival();
     at::Tensor gradient = memory::settled_gradient(grads[0]);
     if (holds && !at::GradMode::is_enabled()) *handed_down = gradient;
     return {std::move(gradient)};
@@ -35,6 +37,7 @@ struct CrossingNode final : public torch::autograd::Node {
   // the sum would then lie otherwise than where this gradient came from another stage.
   const std::shared_ptr<at::Tensor> handed_down = std::make_shared<at::Tensor>();
   bool holds = true;
+  std::function<void()> on_arrival;
 };
 
 // On what made the output, once its gradient is complete.
@@ -50,9 +53,10 @@ struct LetGoHook final : public torch::autograd::FunctionPreHook {
   const std::shared_ptr<at::Tensor> held_;
 };
 
-void link(at::Tensor& value, const at::Tensor& output) {
+void link(at::Tensor& value, const at::Tensor& output, const std::function<void()>& on_arrival) {
   const torch::autograd::Edge edge = torch::autograd::impl::gradient_edge(output);
   NodePtr owner = make_node<CrossingNode>(torch::autograd::edge_list{edge});
+  static_cast<CrossingNode&>(*owner).on_arrival = on_arrival;
   // A leaf's gradient is copied elsewhere, so it does not matter how it lies.
   if (output.grad_fn()) {
     edge.function->add_pre_hook(std::make_unique<LetGoHook>(static_cast<CrossingNode&>(*owner).handed_down));
@@ -80,20 +84,20 @@ at::Tensor Boundary::gradient(size_t index) const {
   return index < node_->gradients.size() ? memory::settled_gradient(node_->gradients[index]) : at::Tensor();
 }
 
-std::vector<at::Tensor> cross_boundary(const std::vector<at::Tensor>& outputs, const std::vector<char>& copied) {
+std::vector<at::Tensor> cross_boundary(const std::vector<at::Tensor>& outputs, const std::vector<char>& copied,
+                                       const std::function<void()>& on_arrival) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> values;
   for (size_t i = 0; i < outputs.size(); ++i) {
     const at::Tensor& output = outputs[i];
-    size_t same = 0;
-    while (!outputs[same].is_same(output)) ++same;
+    const size_t same = place_of(output, outputs);
     if (same < i || !memory::has_span(output)) {
       values.push_back(same < i ? values[same] : output);
       continue;
     }
     at::Tensor value = memory::settled(output).detach();
     if (!copied.empty() && copied[i] && value.is_alias_of(output)) value = memory::copy_alike(value);
-    if (output.requires_grad()) link(value, output);
+    if (output.requires_grad()) link(value, output, on_arrival);
     values.push_back(std::move(value));
   }
   return values;

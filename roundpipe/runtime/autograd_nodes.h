@@ -53,8 +53,10 @@ class Boundary {
 // may stay as they are (see memory/crossing.h), and copies where not or where `copied` says so (by place; empty: none).
 // The same tensor twice stays the same tensor. Each has a history of its own, so a layer may change it in place, and
 // hands its gradient down settled. As at the end of a stage, gradients of other uses of the output are never added into
-// the memory of the one that has come from above.
-std::vector<at::Tensor> cross_boundary(const std::vector<at::Tensor>& outputs, const std::vector<char>& copied = {});
+// the memory of the one that has come from above. `on_arrival`, if any, runs for each gradient that comes down, before
+// any of the backward of what made the outputs.
+std::vector<at::Tensor> cross_boundary(const std::vector<at::Tensor>& outputs, const std::vector<char>& copied = {},
+                                       const std::function<void()>& on_arrival = nullptr);
 
 // Takes each parameter's gradient out of `.grad` the moment a backward pass has completed it, so a stage never holds
 // two copies of its gradients. Runs on the autograd thread of the device.

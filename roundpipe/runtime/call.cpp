@@ -33,7 +33,9 @@ Call::Call(std::shared_ptr<ModelState> call_model, CallOptions call_options, uin
       base_seed(seed),
       values_(static_cast<size_t>(model->layer_count() + 1) * static_cast<size_t>(options.microbatches)),
       gradients_(values_.size()),
-      finished_(device::make_event()) {}
+      finished_(device::fired_event()) {
+  for (const auto& layer : model->layers) attributes.push_back(layer->layer->attributes());
+}
 
 namespace {
 std::function<void(uint64_t)>& call_over() {
@@ -54,8 +56,7 @@ EventPtr Call::new_event() {
   if (error_) {
     event->fail(error_);
   } else {
-    if (events_.size() >= 1024) std::erase_if(events_, [](const EventPtr& old) { return old->complete(); });
-    events_.push_back(event);
+    events_.add(event);
   }
   return event;
 }
@@ -67,9 +68,31 @@ void Call::fail(std::exception_ptr error) {
     if (error_) return;
     error_ = error;
     failed_.store(true);
-    events.swap(events_);
+    events = events_.take();
   }
   for (const EventPtr& event : events) event->fail(error);
+}
+
+void Call::then(const std::vector<EventPtr>& events, device::Event::Callback callback) {
+  device::when_all(
+      events,
+      [call = shared_from_this(), events, callback = std::move(callback)] {
+        for (const EventPtr& event : events) {
+          if (const std::exception_ptr error = event ? event->error() : nullptr) return call->fail(error);
+        }
+        callback();
+      },
+      [call = shared_from_this()](const std::exception_ptr& error) { call->fail(error); });
+}
+
+bool Call::attempt(const std::function<void()>& work) noexcept {
+  try {
+    work();
+    return true;
+  } catch (...) {
+    fail(std::current_exception());
+    return false;
+  }
 }
 
 std::exception_ptr Call::error() const {
@@ -86,16 +109,41 @@ void Call::add_jobs(int count) {
 
 void Call::job_over() {
   EventPtr finished;
+  std::shared_ptr<const void> step;  // dropped after the lock: it is the interpreter's
   {
     std::lock_guard lock(mutex_);
-    if (--jobs_left_ == 0) finished = finished_;
+    if (--jobs_left_ == 0) {
+      finished = finished_;
+      if (step_until_over_ && !full_) step.swap(step_);
+    }
   }
+  step.reset();
   if (finished) finished->fire();
 }
 
 EventPtr Call::finished() const {
   std::lock_guard lock(mutex_);
   return finished_;
+}
+
+void Call::keep_step(std::shared_ptr<const void> step, bool until_over) {
+  std::lock_guard lock(mutex_);
+  step_.swap(step);
+  step_until_over_ = until_over;
+}
+
+void Call::ran_out(FullDevice full) {
+  std::lock_guard lock(mutex_);
+  if (!error_ && !full_) full_ = std::move(full);
+}
+
+std::optional<Call::Lack> Call::take_lack() {
+  std::lock_guard lock(mutex_);
+  if (!full_) return std::nullopt;
+  Lack lack{std::move(*full_), step_};
+  full_.reset();
+  step_.reset();
+  return lack;
 }
 
 void Call::save_snapshot(int layer, int microbatch, BufferSnapshot snapshot) {
@@ -107,14 +155,6 @@ std::optional<Call::BufferSnapshot> Call::snapshot(int layer, int microbatch) co
   std::lock_guard lock(mutex_);
   const auto found = snapshots_.find({layer, microbatch});
   return found == snapshots_.end() ? std::nullopt : std::optional(found->second);
-}
-
-bool Call::draws() const {
-  if (model->loss_random.state.load() == RandomUse::kDraws) return true;
-  for (const auto& layer : model->layers) {
-    if (layer->random.state.load() == RandomUse::kDraws) return true;
-  }
-  return false;
 }
 
 }  // namespace roundpipe::runtime

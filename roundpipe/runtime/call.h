@@ -11,9 +11,13 @@
 
 #include <ATen/ThreadLocalState.h>
 
+#include <roundpipe/core/engine_life.h>
+#include <roundpipe/device/event_list.h>
 #include <roundpipe/memory/host_value.h>
 #include <roundpipe/runtime/layer.h>
 #include <roundpipe/runtime/model_state.h>
+#include <roundpipe/runtime/out_of_memory.h>
+#include <roundpipe/runtime/random.h>
 #include <roundpipe/schedule/plan.h>
 
 namespace roundpipe::runtime {
@@ -52,6 +56,7 @@ class ExecutionLog {
     records_.push_back(record);
   }
   std::vector<ExecutionRecord> records() const {
+    require_own_process();
     std::lock_guard lock(mutex_);
     return records_;
   }
@@ -69,6 +74,8 @@ struct CallOptions {
   bool preserve_rng_state = true;
   RecomputeGrain recompute_grain = RecomputeGrain::kStage;
   bool sum_in_native_precision = false;  // 16-bit gradients of microbatches summed in 16 bits
+  // The call reads something that the caller may change, and returns only when it has done so for the last time.
+  bool keeps_caller = false;
 };
 
 // The caller's autocast settings, for the workers.
@@ -99,6 +106,13 @@ class Call : public std::enable_shared_from_this<Call> {
   std::exception_ptr error() const;
   bool failed() const { return failed_.load(); }
 
+  // Runs `callback` once all of `events` have fired. The error of the first that has not, and what the callback throws,
+  // fail the call instead: whatever somebody waits for is done by the callback or fails with the call. Null events
+  // count as fired. The way to hang work of a call behind an event.
+  void then(const std::vector<device::EventPtr>& events, device::Event::Callback callback);
+  // Runs `work` now; what it throws fails the call. Whether it went through.
+  bool attempt(const std::function<void()>& work) noexcept;
+
   // Jobs submitted and not yet over, their transfers included; `finished` fires at 0.
   void add_jobs(int count);
   void job_over();
@@ -126,16 +140,21 @@ class Call : public std::enable_shared_from_this<Call> {
   std::optional<at::ThreadLocalState> thread_state;
   AutocastState autocast;
 
-  std::vector<std::vector<char>> trainable;        // [layer][parameter]
-  std::vector<memory::WeightVersionPtr> readings;  // [block]
-  std::vector<char> saved_boundaries;              // [layer]: values before this layer are kept
-  bool keep_values = false;                        // a backward may come again (retain_graph)
+  std::vector<LayerHabitsPtr> habits;                   // [layer]
+  std::vector<std::vector<char>> trainable;             // [layer][parameter]
+  std::vector<std::shared_ptr<const void>> attributes;  // [layer], see Layer::attributes
+  std::vector<memory::WeightVersionPtr> readings;       // [block]
+  std::vector<uint32_t> parameter_writes;               // [parameter of all blocks]: how often it had been written
+  std::vector<char> saved_boundaries;                   // [layer]: values before this layer are kept
+  bool keep_values = false;                             // a backward may come again (retain_graph)
 
   std::shared_ptr<Loss> loss;
   std::vector<Values> labels;                   // [microbatch], host
   std::vector<std::vector<at::Tensor>> losses;  // [microbatch], host; set by fused jobs
   std::vector<device::EventPtr> loss_ready;     // [microbatch]
   bool keep_outputs = false;
+  // The caller gets control back only when nothing of the call runs any more.
+  bool keeps_caller = false;
 
   // Set when a backward is submitted. [block]; null where the block gets nothing.
   std::vector<memory::GradientBlockPtr> bases;
@@ -152,8 +171,22 @@ class Call : public std::enable_shared_from_this<Call> {
   void save_snapshot(int layer, int microbatch, BufferSnapshot snapshot);
   std::optional<BufferSnapshot> snapshot(int layer, int microbatch) const;
 
-  // Whether any layer (or the loss) is known to draw random numbers.
-  bool draws() const;
+  // What layer `layer` draws from is seeded with for a microbatch; the loss counts as the layer behind the last.
+  uint64_t seed(int layer, int microbatch) const {
+    return layer_seed(base_seed, model->name, index, microbatch, layer);
+  }
+
+  // `step`: what ErrorHooks::explain is given should a device have no memory. It may lead back to who holds this, so
+  // one that is kept `until_over` goes with the last job unless it is needed then.
+  void keep_step(std::shared_ptr<const void> step, bool until_over);
+  // A device had no memory; before fail(). The first one counts.
+  void ran_out(FullDevice full);
+  // What ran_out() was told, and the step. Empty after the first call.
+  struct Lack {
+    FullDevice full;
+    std::shared_ptr<const void> step;
+  };
+  std::optional<Lack> take_lack();
 
  private:
   size_t at(int layer, int microbatch) const {
@@ -166,11 +199,14 @@ class Call : public std::enable_shared_from_this<Call> {
 
   mutable std::mutex mutex_;
   // Protected by mutex_.
-  std::vector<device::EventPtr> events_;
+  device::EventList events_;
   std::exception_ptr error_;
   int jobs_left_ = 0;
   device::EventPtr finished_;
   std::map<std::pair<int, int>, BufferSnapshot> snapshots_;
+  std::shared_ptr<const void> step_;
+  bool step_until_over_ = false;
+  std::optional<FullDevice> full_;
 };
 using CallPtr = std::shared_ptr<Call>;
 

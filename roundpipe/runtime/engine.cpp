@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <limits>
+#include <utility>
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/runtime/update_thread.h>
@@ -12,89 +13,105 @@ namespace {
 
 constexpr double kBehindAll = std::numeric_limits<double>::infinity();
 
-}  // namespace
-namespace {
+// Never destroyed: threads of the user's may ask for the pool while the process ends.
+struct Pools {
+  std::mutex mutex;
+  // Protected by mutex.
+  std::shared_ptr<Engine> current;
+  std::vector<std::weak_ptr<Engine>> all;
+  bool ends_at_exit = false;
 
-std::mutex& current_mutex() {
-  static std::mutex mutex;
-  return mutex;
-}
-
-// Protected by current_mutex().
-std::shared_ptr<Engine>& current_engine() {
-  static std::shared_ptr<Engine> engine;
-  return engine;
-}
-
-// Protected by current_mutex().
-std::vector<std::weak_ptr<Engine>>& all_engines() {
-  static std::vector<std::weak_ptr<Engine>> engines;
-  return engines;
-}
-
-// REQUIRES: current_mutex() is held.
-std::shared_ptr<Engine> make(const std::vector<device::DeviceSpec>& specs) {
-  auto engine = std::make_shared<Engine>(specs);
-  std::erase_if(all_engines(), [](const std::weak_ptr<Engine>& old) { return old.expired(); });
-  all_engines().push_back(engine);
-  return engine;
+  // REQUIRES: mutex is held.
+  std::shared_ptr<Engine> make(const std::vector<device::DeviceSpec>& specs) {
+    require_engine();
+    // Before what libraries and the user's own statics do when the process ends: most of them have been made by now.
+    if (!std::exchange(ends_at_exit, true)) std::atexit([] { Engine::shut_down(); });
+    auto engine = std::make_shared<Engine>(specs);
+    std::erase_if(all, [](const std::weak_ptr<Engine>& old) { return old.expired(); });
+    all.push_back(engine);
+    return engine;
+  }
+};
+Pools& pools() {
+  static auto* instance = new Pools;
+  return *instance;
 }
 
 }  // namespace
 
-Engine::Engine(const std::vector<device::DeviceSpec>& specs) : specs_(specs) {
+// In this order: devices have threads.
+Engine::Engine(const std::vector<device::DeviceSpec>& specs)
+    : Engine(specs, (engine_begins(), device::make_devices(specs))) {}
+
+Engine::Engine(const std::vector<device::DeviceSpec>& specs, std::vector<std::unique_ptr<device::Device>> devices)
+    : specs_(specs) {
+  engine_begins();
   int index = 0;
-  for (auto& device : device::make_devices(specs)) {
+  for (auto& device : devices) {
     workers_.push_back(std::make_unique<Worker>(index++, std::move(device)));
   }
 }
 
+Engine::~Engine() {
+  // Their threads are in another process.
+  if (!is_left_behind()) return;
+  for (std::unique_ptr<Worker>& worker : workers_) static_cast<void>(worker.release());
+}
+
 void Engine::stop() {
-  // Joined after the lock: what a worker does last may drop a model, which the engine is then told to forget.
-  std::vector<std::unique_ptr<Worker>> ending;
-  std::lock_guard lock(mutex_);
-  ending.swap(workers_);
+  // Whoever comes after this is refused. Not held on: what a worker does last may drop a model, which the engine is
+  // then told to forget.
+  {
+    const std::lock_guard lock(mutex_);
+  }
+  for (const auto& worker : workers_) worker->stop();
 }
 
 std::shared_ptr<Engine> Engine::current() {
-  std::lock_guard lock(current_mutex());
-  if (!current_engine()) {
+  require_engine();
+  std::lock_guard lock(pools().mutex);
+  if (!pools().current) {
+    engine_begins();
     const char* wanted = std::getenv("ROUNDPIPE_DEVICES");
     const bool given = wanted != nullptr && *wanted != '\0';
-    current_engine() = make(given ? device::parse_devices(wanted) : device::default_devices());
+    pools().current = pools().make(given ? device::parse_devices(wanted) : device::default_devices());
   }
-  return current_engine();
+  return pools().current;
 }
 
 std::shared_ptr<Engine> Engine::set_current(const std::vector<device::DeviceSpec>& specs) {
+  require_engine();
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Engine> old;  // may join threads when dropped, so after the lock
-  std::lock_guard lock(current_mutex());
-  engine = make(specs);
-  old = std::move(current_engine());
-  current_engine() = engine;
+  std::lock_guard lock(pools().mutex);
+  engine = pools().make(specs);
+  old = std::move(pools().current);
+  pools().current = engine;
   return engine;
 }
 
 void Engine::shut_down() {
+  if (is_left_behind()) return;
+  static std::mutex one_at_a_time;
+  const std::lock_guard alone(one_at_a_time);
   std::vector<std::shared_ptr<Engine>> engines;
   {
-    std::lock_guard lock(current_mutex());
-    current_engine().reset();
-    for (const std::weak_ptr<Engine>& engine : all_engines()) engines.push_back(engine.lock());
-    all_engines().clear();
+    std::lock_guard lock(pools().mutex);
+    engine_ends();
+    pools().current.reset();
+    for (const std::weak_ptr<Engine>& engine : pools().all) engines.push_back(engine.lock());
+    pools().all.clear();
   }
   for (const auto& engine : engines) {
     if (engine) engine->stop();
   }
   // All gradients have landed. What is still to be updated must not meet the end of the process.
-  UpdateThread::instance().drain();
+  UpdateThread::instance().stop();
 }
 
 void Engine::submit(const std::vector<std::shared_ptr<JobRun>>& runs) {
   std::lock_guard lock(mutex_);
-  if (workers_.empty())
-    throw Error("[devices] the pool has been shut down with the interpreter; nothing can run any more");
+  require_engine();
   if (runs.empty()) return;
   std::vector<std::unique_lock<std::mutex>> queues;
   for (const auto& worker : workers_) queues.push_back(worker->lock());

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include <roundpipe/core/engine_life.h>
 #include <roundpipe/runtime/worker.h>
 
 namespace roundpipe::runtime {
@@ -14,19 +15,31 @@ namespace roundpipe::runtime {
 class Engine {
  public:
   explicit Engine(const std::vector<device::DeviceSpec>& specs);
+  // Over devices that were made elsewhere, one for each of `specs`.
+  Engine(const std::vector<device::DeviceSpec>& specs, std::vector<std::unique_ptr<device::Device>> devices);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
 
-  // The current pool; made from default_devices() when none was set.
+  // The current pool; made from default_devices() when none was set. Throws Error where the engine cannot run, see
+  // core/engine_life.h.
   static std::shared_ptr<Engine> current();
   // Replaces the pool by one of `specs` and returns it; the old one ends when the last call that uses it does.
   static std::shared_ptr<Engine> set_current(const std::vector<device::DeviceSpec>& specs);
-  // Ends every pool of the process: finishes what they were given, steps included, and joins their threads. They cannot
-  // be used again. Not from a thread of the engine.
+  // Ends the engine for good: finishes what every pool was given, steps included, and ends their threads. Calls that
+  // come meanwhile complete or throw Error; all after it throw. Runs when the process exits (std::atexit), if nobody,
+  // such as an interpreter that ends before, has called it. Not from a thread of the engine. In a process that is left
+  // behind: does nothing.
   static void shut_down();
 
   int size() const { return static_cast<int>(specs_.size()); }
-  Worker& worker(int index) { return *workers_[static_cast<size_t>(index)]; }
-  c10::DeviceType device_type() { return workers_.front()->device().torch_device().type(); }
-  bool wants_pinned_host_memory() { return workers_.front()->device().wants_pinned_host_memory(); }
+  // Throws Error once the engine has ended.
+  Worker& worker(int index) {
+    require_engine();
+    return *workers_[static_cast<size_t>(index)];
+  }
+  c10::DeviceType device_type() { return worker(0).device().torch_device().type(); }
+  bool wants_pinned_host_memory() { return worker(0).device().wants_pinned_host_memory(); }
   const std::vector<device::DeviceSpec>& specs() const { return specs_; }
 
   // Gives each device its jobs, in the order of their positions. They stand behind everything that is there, together
@@ -42,12 +55,13 @@ class Engine {
   void forget(const ModelState& model);
 
  private:
+  // REQUIRES: engine_ends() has been called.
   void stop();
 
   const std::vector<device::DeviceSpec> specs_;
+  std::vector<std::unique_ptr<Worker>> workers_;  // as many for as long as this lives, with or without threads
   std::mutex mutex_;
   std::atomic<int> next_device_{0};
-  std::vector<std::unique_ptr<Worker>> workers_;
 };
 
 }  // namespace roundpipe::runtime

@@ -138,9 +138,7 @@ void GradientSums::contribute_tied(JobRun& run, int microbatch, bool ran) {
           done);
       // The sum starts from what the call before leaves, which may still be on its way.
       const EventPtr base = call.bases[block] ? call.bases[block]->landed : nullptr;
-      device::when_all({done, base}, [call_ptr = run.call, block, sharer, microbatch, landed, done, base] {
-        if (done->error()) return;
-        if (base && base->error()) return call_ptr->fail(base->error());
+      run.call->then({done, base}, [call_ptr = run.call, block, sharer, microbatch, landed] {
         call_ptr->tied_sums[block]->contribute(sharer, static_cast<size_t>(microbatch), std::move(*landed));
       });
     }
@@ -187,11 +185,8 @@ void GradientSums::send(JobRun& run) {
           return pieces;
         },
         done);
-    done->then([call_ptr = run.call, block = sum.block, range = run.range_index[run.place(sum.layer)], landed, received,
-                event = done.get()] {
-      if (event->error()) return;
-      call_ptr->range_sums[block]->add(range, std::move(*landed), received);
-    });
+    call.then({done}, [call_ptr = run.call, block = sum.block, range = run.range_index[run.place(sum.layer)], landed,
+                       received] { call_ptr->range_sums[block]->add(range, std::move(*landed), received); });
   }
   drop(run);
 }

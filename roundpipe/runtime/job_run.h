@@ -56,15 +56,24 @@ struct JobRun {
   device::EventPtr new_transfer() { return transfers.emplace_back(device::make_event()); }
   // Those among them that lead to the host; the device's thread only.
   std::vector<device::EventPtr> outgoing;
+  // Blocks until the device holds nothing any more that the job has sent; whether it had to wait.
+  bool wait_sent() {
+    bool waited = false;
+    for (const device::EventPtr& sent : outgoing) {
+      waited |= !sent->complete();
+      sent->wait_complete();
+    }
+    outgoing.clear();
+    return waited;
+  }
 
   // A transfer that nobody in the pipeline waits for must not fail unnoticed.
   void fails_with(const device::EventPtr& done) const {
-    done->then([call = call, event = done.get()] {
-      if (const std::exception_ptr error = event->error()) call->fail(error);
-    });
+    call->then({done}, [] {});
   }
 
   LayerState& layer(int index) const { return *call->model->layers[static_cast<size_t>(index)]; }
+  LayerHabits& habits(int index) const { return *call->habits[static_cast<size_t>(index)]; }
   size_t place(int index) const { return static_cast<size_t>(index - job.layers.first); }
 };
 

@@ -27,6 +27,32 @@ JobRunner::JobRunner(int index, device::Device& device, transfer::LinkScheduler&
       stage_next_(std::move(stage_next)) {}
 
 void JobRunner::run(JobRun& run) {
+  const std::exception_ptr error = out_of_memory_in([&] { run_job(run); });
+  if (!error) return;
+  run.call->ran_out(full_device(run));
+  std::rethrow_exception(error);
+}
+
+FullDevice JobRunner::full_device(const JobRun& run) const {
+  FullDevice full;
+  full.device = device_.name();
+  full.limit_bytes = device_.memory().limit_bytes;
+  full.model = run.call->model->name;
+  full.call = run.call->index;
+  const Range layers = doing_.layers;
+  full.doing = layers.size() == 1
+                   ? concat(doing_.what, " of layer ", layers.first, " (", run.layer(layers.first).layer->name(), ")")
+                   : concat(doing_.what, " of layers ", layers.first, " to ", layers.last - 1);
+  full.microbatch = microbatch_;
+  full.microbatches = run.call->options.microbatches;
+  full.tried = tried_;
+  return full;
+}
+
+void JobRunner::run_job(JobRun& run) {
+  tried_ = "other jobs had made room";
+  microbatch_ = -1;
+  doing_ = {"the weights", run.job.layers};
   staging_.arrive(run.uploaded);
   struct Binding {
     JobRunner& runner;
@@ -37,6 +63,7 @@ void JobRunner::run(JobRun& run) {
     }
   } const binding{*this, run};
   layers_.bind(run);
+  doing_.what = "the gradient sums";
   if (run.job.phase != Phase::kForward) sums_.begin(run);
   const Range microbatches = run.job.microbatches;
   for (int microbatch = microbatches.first; microbatch < microbatches.last; ++microbatch) {
@@ -45,21 +72,20 @@ void JobRunner::run(JobRun& run) {
     }
     if (const int left = microbatch + kStaged - microbatches.last; left > 0) stage_next_(left);
     if (const std::exception_ptr error = run.call->error()) std::rethrow_exception(error);
+    microbatch_ = microbatch;
+    doing_ = {"the inputs", run.job.layers};
     staging_.arrive(run.staged.at(microbatch).inputs->uploaded);
     // As between jobs: what the microbatch before sends is gone before this one takes memory.
-    if (device_.copies_on_compute_cores()) wait_sent(run);
+    if (device_.copies_on_compute_cores()) run.wait_sent();
     const double start_ms = now_ms();
     run_microbatch(run, microbatch);
     run.staged.erase(microbatch);
     limit_run_ahead(run, microbatch, start_ms);
   }
+  microbatch_ = -1;
+  doing_ = {"the gradients on their way out", run.job.layers};
   if (run.job.phase != Phase::kForward) sums_.send(run);
   hand_on_buffers(run);
-}
-
-void JobRunner::wait_sent(JobRun& run) {
-  for (const EventPtr& sent : run.outgoing) sent->wait_complete();
-  run.outgoing.clear();
 }
 
 void JobRunner::run_microbatch(JobRun& run, int microbatch) {
@@ -73,31 +99,40 @@ void JobRunner::run_microbatch(JobRun& run, int microbatch) {
     sums_.begin_microbatch(run, again);
     const std::exception_ptr error = out_of_memory_in([&] { microbatches_.run(run, microbatch, frugality); });
     if (!error) return;
+    doing_ = microbatches_.doing();
     if (!prepare_again(run, microbatch, frugality)) std::rethrow_exception(error);
   }
 }
 
 bool JobRunner::prepare_again(JobRun& run, int microbatch, Frugality& frugality) {
   const Range stage = run.job.layers;
-  const bool trains = run.job.phase != Phase::kForward;
-  if (!sums_.can_run_again(run)) return false;
+  if (!sums_.can_run_again(run)) {
+    tried_ = "it could not run again in less memory, since a layer runs backward passes of its own";
+    return false;
+  }
   for (int l = stage.first; l < stage.last; ++l) {
     const LayerState& layer = run.layer(l);
-    if (layer.buffers.empty() || layer.writes_buffers.load() != Learned::kYes) continue;
+    if (layer.buffers.empty() || run.habits(l).writes_buffers.load() != Learned::kYes) continue;
     // Nobody keeps what a later microbatch of an inference found there.
-    if (!run.call->options.requires_grad && microbatch != run.job.microbatches.first) return false;
+    if (!run.call->options.requires_grad && microbatch != run.job.microbatches.first) {
+      tried_ = "it could not run again in less memory, since it had changed buffers of which nobody keeps a copy";
+      return false;
+    }
     if (run.job.phase != Phase::kBackward) layers_.restore_buffers(run, l, microbatch);
   }
   if (!staging_.make_room()) {
-    if (frugality == Frugality::kRows) return false;
-    const bool by_layer = trains && frugality == Frugality::kStage && stage.size() > 1;
-    frugality = by_layer ? Frugality::kLayer : Frugality::kRows;
+    const bool can_split = run.job.phase != Phase::kForward && stage.size() > 1;
+    if (!can_split || frugality == Frugality::kLayer) {
+      tried_ = "other jobs had made room, and it ran one layer at a time";
+      return false;
+    }
+    frugality = Frugality::kLayer;
     for (int l = stage.first; l < stage.last; ++l) run.layer(l).frugality.store(frugality);
-    run.call->model->ran_out_of_memory(
-        concat("[", device_.name(), "] there was not enough memory for the ", schedule::phase_name(run.job.phase),
-               " of layers ", stage.first, " to ", stage.last - 1, "; going on ",
-               by_layer ? "layer by layer" : "with some rows of a microbatch at a time",
-               ", which takes longer; use more microbatches or shorter rows, or raise the memory cap"));
+    run.call->model->ran_out_of_memory(concat(
+        "[", device_.name(), "] there was not enough memory for the ", schedule::phase_name(run.job.phase),
+        " of layers ", stage.first, " to ", stage.last - 1, " of ", run.call->model->name, " in call ", run.call->index,
+        "; going on layer by layer, which takes longer; use more microbatches or shorter rows, "
+        "or raise the memory cap"));
   }
   staging_.stage_again(run, microbatch);
   return true;
@@ -107,12 +142,13 @@ void JobRunner::hand_on_buffers(JobRun& run) {
   for (size_t i = 0; i < run.buffers_after.size(); ++i) {
     const EventPtr after = run.buffers_after[i];
     if (!after) continue;
-    LayerState& state = run.layer(run.job.layers.first + static_cast<int>(i));
-    if (state.writes_buffers.load() != Learned::kYes) {
+    const int l = run.job.layers.first + static_cast<int>(i);
+    LayerState& state = run.layer(l);
+    if (run.habits(l).writes_buffers.load() != Learned::kYes) {
       after->fire();
       continue;
     }
-    const LayerShell& layer = *layers_.shell(run, run.job.layers.first + static_cast<int>(i)).layer;
+    const LayerShell& layer = *layers_.shell(run, l).layer;
     std::vector<Piece> pieces;
     for (size_t b = 0; b < layer.buffers.size(); ++b) {
       pieces.push_back({state.buffers[b].tensor.detach(), layer.buffers[b].detach()});
@@ -123,9 +159,8 @@ void JobRunner::hand_on_buffers(JobRun& run) {
 
 void JobRunner::limit_run_ahead(JobRun& run, int microbatch, double start_ms) {
   EventPtr done = run.call->new_event();
-  done->then([call = run.call, job = run.job, microbatch, start_ms, device = index_, event = done.get(),
-              recomputed_ms = microbatches_.recomputed_ms(), waited_ms = microbatches_.waited_ms()] {
-    if (event->error()) return;
+  run.call->then({done}, [call = run.call, job = run.job, microbatch, start_ms, device = index_, event = done.get(),
+                          recomputed_ms = microbatches_.recomputed_ms(), waited_ms = microbatches_.waited_ms()] {
     call->record({job.phase, job.layers, microbatch, device, start_ms, event->time_ms(), recomputed_ms, waited_ms});
   });
   device_.compute().signal(done);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <deque>
+#include <string>
 
 #include <roundpipe/runtime/microbatch_runner.h>
 
@@ -9,9 +10,10 @@ namespace roundpipe::runtime {
 // Executes jobs on one device: takes staged values, runs forward, fused or backward, and hands results to the
 // download link. Used by the device's thread, inside its compute scope and the call's thread-local state.
 //
-// A microbatch that runs out of memory runs anew: first after room has been made, then layer by layer, then in rows;
-// the layers remember how far that had to go. What a layer, the loss or a transfer throws otherwise, and what is left
-// when nothing helps, leaves run(); the caller fails the call with it.
+// A microbatch that runs out of memory runs anew: first after room has been made, then layer by layer; the layers
+// remember how far that had to go. What a layer, the loss or a transfer throws otherwise, and what is left when nothing
+// helps, leaves run(); the caller fails the call with it. A call that a device had no memory for knows where, see
+// Call::ran_out.
 class JobRunner {
  public:
   JobRunner(int index, device::Device& device, transfer::LinkScheduler& upload, transfer::LinkScheduler& download,
@@ -28,11 +30,11 @@ class JobRunner {
   static constexpr int kStaged = 3;
 
  private:
+  void run_job(JobRun& run);
   void run_microbatch(JobRun& run, int microbatch);
-  // Blocks until the device holds nothing any more that the job sends to the host.
-  static void wait_sent(JobRun& run);
-  // Prepares for running the microbatch anew; false when nothing is left to try.
+  // Prepares for running the microbatch anew; false, and `tried_` says why, when nothing is left to try.
   bool prepare_again(JobRun& run, int microbatch, Frugality& frugality);
+  FullDevice full_device(const JobRun& run) const;
   void hand_on_buffers(JobRun& run);
   void limit_run_ahead(JobRun& run, int microbatch, double start_ms);
 
@@ -44,6 +46,11 @@ class JobRunner {
   GradientSums sums_;
   MicrobatchRunner microbatches_;
   const std::function<void(int)> stage_next_;
+
+  // Of the running job, for full_device().
+  MicrobatchRunner::Doing doing_;
+  int microbatch_ = -1;
+  std::string tried_;
 
   std::deque<device::EventPtr> launched_;
 };

@@ -19,6 +19,13 @@ struct Values {
   std::shared_ptr<const void> structure;
 };
 
+// The place of the first of `tensors` that is the very tensor `tensor`; their number where none is.
+inline size_t place_of(const at::Tensor& tensor, const std::vector<at::Tensor>& tensors) {
+  size_t place = 0;
+  while (place < tensors.size() && !tensors[place].is_same(tensor)) ++place;
+  return place;
+}
+
 // Which execution of a layer this is.
 struct LayerContext {
   uint64_t call = 0;  // unique in the process
@@ -37,8 +44,8 @@ class LayerShell {
   // Runs the layer on this device. Grad mode, autocast and random state are set by the caller.
   virtual Values forward(const Values& inputs, const LayerContext& context) = 0;
 
-  // Takes over what has changed on the user's module since the last call (training mode, attributes).
-  virtual void refresh() {}
+  // Takes over what Layer::attributes() returned for the call that runs now.
+  virtual void refresh(const std::shared_ptr<const void>& /*attributes*/) {}
 
   // Leaves, in the order of Layer::parameters(); the engine sets their data and requires_grad.
   std::vector<at::Tensor> parameters;
@@ -57,6 +64,9 @@ class Layer {
   // A value that changes when the layer may start or stop drawing random numbers or writing its buffers: whatever
   // was learned about it is learned anew.
   virtual uint64_t mode_key() const { return 0; }
+  // What else the layer is at this moment (training flags, plain attributes), for its shells. Asked on the caller's
+  // thread when a call is made: the caller may change the layer while the call runs.
+  virtual std::shared_ptr<const void> attributes() const { return nullptr; }
   // What an update of the layer's parameters is pretended to take; 0 = they are really updated.
   virtual double emulated_update_ms() const { return 0; }
   virtual std::unique_ptr<LayerShell> make_shell(c10::Device device) = 0;

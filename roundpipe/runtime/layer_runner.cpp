@@ -15,9 +15,7 @@ using memory::HostValuePtr;
 using transfer::Piece;
 using transfer::Priority;
 
-Shell& LayerRunner::shell(JobRun& run, int layer) {
-  return shells_.get(*run.call->model, layer, device_.torch_device(), run.call->id);
-}
+Shell& LayerRunner::shell(JobRun& run, int layer) { return shells_.get(*run.call, layer, device_.torch_device()); }
 
 void LayerRunner::bind(JobRun& run) {
   const at::NoGradGuard no_grad;
@@ -79,7 +77,7 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
     const at::NoGradGuard no_grad;
     for (const at::Tensor& buffer : layer.buffers) {
       versions.push_back(static_cast<uint32_t>(buffer._version()));
-      if (state.writes_buffers.load() != Learned::kNo) before.push_back(buffer.clone());
+      if (run.habits(l).writes_buffers.load() != Learned::kNo) before.push_back(buffer.clone());
     }
   }
 
@@ -95,8 +93,9 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
   const auto body = [&] {
     if (repeated && versions_of(inputs.tensors, layer.buffers) != untouched) {
       throw Error(concat("[forward] layer ", l, " (", state.layer->name(),
-                         ") drew random numbers only after it had run without doing so, and changes its inputs or "
-                         "buffers; this step is dropped, the next ones take it into account"));
+                         ") turned out to draw from the default generator of ", device_.name(),
+                         ", and changes its inputs or buffers, so it could not run again; this step is dropped, the "
+                         "next ones take it into account"));
     }
     repeated = true;
     const double start_ms = now_ms();
@@ -109,10 +108,8 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
   };
   try {
     if (call.options.preserve_rng_state) {
-      // While something is recomputed the user's own thread may be drawing: then nothing is concluded from the state.
-      const bool watch = !recompute;
-      with_seeded_generators(state.random, layer_seed(call.base_seed, call.model->name, call.index, microbatch, l),
-                             device_.torch_device(), watch, body);
+      run_seeded(*device::OwnGenerators::current(), run.habits(l).shared_draws, call.seed(l, microbatch),
+                 device_.torch_device(), body);
     } else {
       body();
     }
@@ -127,7 +124,7 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
       written |= static_cast<uint32_t>(layer.buffers[i]._version()) != versions[i];
     }
     if (written) {
-      const bool late = state.writes_buffers.exchange(Learned::kYes) == Learned::kNo;
+      const bool late = run.habits(l).writes_buffers.exchange(Learned::kYes) == Learned::kNo;
       if (late && gradients) {
         throw Error(concat("[forward] layer ", l, " (", state.layer->name(),
                            ") changed a buffer only after it had run without doing so; this step is dropped, "
@@ -136,7 +133,7 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
       if (keep_before && !before.empty()) save_buffers(run, l, microbatch, std::move(before));
     } else {
       Learned unknown = Learned::kUnknown;
-      state.writes_buffers.compare_exchange_strong(unknown, Learned::kNo);
+      run.habits(l).writes_buffers.compare_exchange_strong(unknown, Learned::kNo);
     }
   }
   return outputs;
@@ -202,8 +199,7 @@ std::vector<at::Tensor> cut_off(const Flow& inputs, const std::vector<char>& cop
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> tensors;
   for (size_t i = 0; i < inputs.tensors.size(); ++i) {
-    size_t same = 0;
-    while (!inputs.tensors[same].is_same(inputs.tensors[i])) ++same;
+    const size_t same = place_of(inputs.tensors[i], inputs.tensors);
     attached.push_back(-1);
     if (same < i) {
       tensors.push_back(tensors[same]);
@@ -227,7 +223,7 @@ Values LayerRunner::execute_watched(JobRun& run, int l, const Values& inputs, in
   intact.resize(now.size());
   for (size_t i = 0; i < now.size(); ++i) intact[i] = now[i] == versions[i];
   if (now != versions) {
-    const bool late = state.writes_inputs.exchange(Learned::kYes) == Learned::kNo;
+    const bool late = run.habits(l).writes_inputs.exchange(Learned::kYes) == Learned::kNo;
     if (late && needs_copies) {
       throw Error(concat("[forward] layer ", l, " (", state.layer->name(),
                          ") wrote to its input only after it had run without doing so; this step is dropped, "
@@ -235,18 +231,17 @@ Values LayerRunner::execute_watched(JobRun& run, int l, const Values& inputs, in
     }
   } else {
     Learned unknown = Learned::kUnknown;
-    state.writes_inputs.compare_exchange_strong(unknown, Learned::kNo);
+    run.habits(l).writes_inputs.compare_exchange_strong(unknown, Learned::kNo);
   }
   return outputs;
 }
 
 std::vector<char> LayerRunner::copies_for(const JobRun& run, int l, const std::vector<char>& wanted) {
-  const bool may_write = run.layer(l).writes_inputs.load() != Learned::kNo;
+  const bool may_write = run.habits(l).writes_inputs.load() != Learned::kNo;
   return may_write ? wanted : std::vector<char>(wanted.size(), 0);
 }
 
 Flow LayerRunner::run_detached(JobRun& run, int l, const Flow& inputs, int microbatch, bool recompute, bool protect) {
-  LayerState& state = run.layer(l);
   const bool gradients = run.call->options.requires_grad;
   const std::vector<char> to_copy =
       protect ? std::vector<char>(inputs.tensors.size(), 1) : shared_places(inputs.tensors, run.weights);
@@ -267,10 +262,8 @@ Flow LayerRunner::run_detached(JobRun& run, int l, const Flow& inputs, int micro
   flow.structure = outputs.structure;
   for (size_t i = 0; i < outputs.tensors.size(); ++i) {
     const at::Tensor& output = outputs.tensors[i];
-    size_t same = 0;
-    while (same < values.tensors.size() && !output.is_same(values.tensors[same])) ++same;
-    size_t earlier = 0;
-    while (!output.is_same(outputs.tensors[earlier])) ++earlier;
+    const size_t same = place_of(output, values.tensors);
+    const size_t earlier = place_of(output, outputs.tensors);
     if (same < values.tensors.size() && intact[same]) {
       // Handed on as it came: it need not go to the host again.
       flow.tensors.push_back(inputs.tensors[same]);
@@ -282,7 +275,8 @@ Flow LayerRunner::run_detached(JobRun& run, int l, const Flow& inputs, int micro
       flow.host.push_back(flow.host[earlier]);
     } else {
       // A buffer that the layer hands out and writes to must not change while its value is still on the way.
-      const bool changes = state.writes_buffers.load() == Learned::kYes && memory::spans_overlap(output, run.weights);
+      const bool changes =
+          run.habits(l).writes_buffers.load() == Learned::kYes && memory::spans_overlap(output, run.weights);
       const at::Tensor value = memory::settled(output).detach();
       flow.tensors.push_back(changes ? memory::copy_alike(value) : value);
       flow.requires_grad.push_back(gradients && output.requires_grad());
@@ -291,6 +285,18 @@ Flow LayerRunner::run_detached(JobRun& run, int l, const Flow& inputs, int micro
   }
   return flow;
 }
+
+namespace {
+
+// What a backward pass does when a gradient arrives at layer `l`, so that what is drawn there does not depend on which
+// layers the pass went through before.
+std::function<void()> seed_on_arrival(const JobRun& run, int l, int microbatch) {
+  if (!run.call->options.preserve_rng_state) return nullptr;
+  const uint64_t seed = backward_seed(run.call->seed(l, microbatch));
+  return [seed] { device::OwnGenerators::current()->seed(seed); };
+}
+
+}  // namespace
 
 Values LayerRunner::run_graph(JobRun& run, schedule::Range layers, const Flow& inputs, int microbatch, bool recompute,
                               bool for_loss, Boundary& boundary, std::vector<int>& places) {
@@ -308,7 +314,7 @@ Values LayerRunner::run_graph(JobRun& run, schedule::Range layers, const Flow& i
     values = execute_watched(run, l, values, microbatch, recompute, any(shared), unused);
     if (l + 1 == layers.last && !for_loss) break;
     shared = shared_places(values.tensors, run.weights);
-    values.tensors = cross_boundary(values.tensors, copies(l + 1, shared));
+    values.tensors = cross_boundary(values.tensors, copies(l + 1, shared), seed_on_arrival(run, l, microbatch));
   }
   return values;
 }

@@ -4,16 +4,10 @@
 #include <optional>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/allclose.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/equal.h>
-#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <roundpipe/core/clock.h>
 #include <roundpipe/core/error.h>
-#include <roundpipe/runtime/out_of_memory.h>
-#include <roundpipe/runtime/row_slices.h>
 
 namespace roundpipe::runtime {
 
@@ -23,7 +17,12 @@ using schedule::Range;
 
 void MicrobatchRunner::run(JobRun& run, int microbatch, Frugality frugality) {
   frugality_ = frugality;
+  doing_ = {"the inputs", run.job.layers};
   recomputed_ms_ = waited_ms_ = 0;
+  if (!run.call->options.preserve_rng_state) {
+    const uint64_t seed = run.call->seed(run.job.layers.first, microbatch);
+    device::OwnGenerators::current()->seed(run.job.phase == Phase::kForward ? seed : backward_seed(seed));
+  }
   if (run.job.phase == Phase::kForward) {
     forward(run, microbatch);
   } else {
@@ -57,9 +56,12 @@ std::vector<Range> MicrobatchRunner::segments(const JobRun& run) const {
   if (frugality_ == Frugality::kStage) return {stage};
   std::vector<Range> single;
   for (int l = stage.first; l < stage.last; ++l) single.push_back({l, l + 1});
-  // The loss by itself, so that the last layer can be cut.
-  if (frugality_ == Frugality::kRows && run.job.phase == Phase::kFused) single.push_back({stage.last, stage.last});
   return single;
+}
+
+Flow MicrobatchRunner::run_layer(JobRun& run, int l, const Flow& inputs, int microbatch, bool recompute, bool protect) {
+  doing_ = {recompute ? "the recomputation" : "the forward", {l, l + 1}};
+  return layers_.run_detached(run, l, inputs, microbatch, recompute, protect);
 }
 
 void MicrobatchRunner::train(JobRun& run, int microbatch) {
@@ -99,124 +101,6 @@ void MicrobatchRunner::train(JobRun& run, int microbatch) {
   outbox_.send_input_gradients(run, microbatch, std::move(gradients));
 }
 
-Flow MicrobatchRunner::run_layer(JobRun& run, int l, const Flow& inputs, int microbatch, bool recompute, bool protect) {
-  LayerState& state = run.layer(l);
-  const int64_t rows = frugality_ == Frugality::kRows ? rows_of(inputs) : 0;
-  if (rows == 0) return layers_.run_detached(run, l, inputs, microbatch, recompute, protect);
-  const int64_t known = state.rows_at_once.load();
-  int64_t at_once = known > 0 ? std::min(known, rows) : rows;
-  Flow outputs;
-  while (true) {
-    const auto body = [&] {
-      outputs = at_once >= rows ? layers_.run_detached(run, l, inputs, microbatch, recompute, protect)
-                                : run_layer_in_rows(run, l, inputs, microbatch, recompute, rows, at_once);
-    };
-    const std::exception_ptr error = out_of_memory_in(body);
-    if (!error) return outputs;
-    outputs = {};
-    if (at_once == 1 || !rows_are_apart(run, l, inputs, microbatch)) std::rethrow_exception(error);
-    at_once = (at_once + 1) / 2;
-    state.rows_at_once.store(at_once);
-  }
-}
-
-Flow MicrobatchRunner::run_layer_in_rows(JobRun& run, int l, const Flow& inputs, int microbatch, bool recompute,
-                                         int64_t rows, int64_t at_once) {
-  std::vector<Flow> input_parts, output_parts;
-  for (int64_t first = 0; first < rows; first += at_once) {
-    input_parts.push_back(slice_rows(inputs, rows, first, std::min(rows, first + at_once)));
-    output_parts.push_back(layers_.run_detached(run, l, input_parts.back(), microbatch, recompute, /*protect=*/false));
-  }
-  return join_rows(inputs, rows, input_parts, output_parts);
-}
-
-bool MicrobatchRunner::rows_are_apart(JobRun& run, int l, const Flow& inputs, int microbatch) {
-  LayerState& state = run.layer(l);
-  if (!state.buffers.empty() && state.writes_buffers.load() != Learned::kNo) return false;
-  if (state.rows_apart.load() == Learned::kUnknown) {
-    constexpr int64_t kTried = 2;
-    const int64_t rows = rows_of(inputs);
-    Learned learned = Learned::kNo;
-    try {
-      std::vector<Flow> outputs;
-      for (const int64_t count : {kTried, kTried - 1}) {
-        const Flow part = slice_rows(inputs, rows, 0, count);
-        outputs.push_back(layers_.run_detached(run, l, part, microbatch, /*recompute=*/false, /*protect=*/true));
-      }
-      const Flow first = slice_rows(outputs[0], kTried, 0, kTried - 1);
-      bool same = outputs[0].tensors.size() == outputs[1].tensors.size();
-      for (size_t i = 0; same && i < first.tensors.size(); ++i) {
-        const at::Tensor& alone = outputs[1].tensors[i];
-        const at::Tensor& beside = first.tensors[i];
-        // Kernels may round differently for another number of rows.
-        const double tolerance = alone.element_size() < 4 ? 5e-2 : 1e-4;
-        same = alone.dim() > 0 && alone.sizes() == beside.sizes() &&
-               (alone.is_floating_point() ? at::allclose(alone, beside, tolerance, tolerance, /*equal_nan=*/true)
-                                          : at::equal(alone, beside));
-      }
-      if (same) learned = Learned::kYes;
-    } catch (...) {
-      // Not a layer whose inputs can be cut.
-      if (is_out_of_memory(std::current_exception())) throw;
-    }
-    clear_error();
-    state.rows_apart.store(learned);
-  }
-  return state.rows_apart.load() == Learned::kYes && state.writes_inputs.load() != Learned::kYes &&
-         state.random.state.load() != RandomUse::kDraws;
-}
-
-MicrobatchRunner::Tensors MicrobatchRunner::backpropagate(JobRun& run, Range segment, const Flow& inputs,
-                                                          const Tensors& gradients, int microbatch) {
-  const int64_t rows = frugality_ == Frugality::kRows ? rows_of(inputs) : 0;
-  if (rows == 0) return backpropagate_whole(run, segment, inputs, gradients, microbatch);
-  const int64_t known = run.layer(segment.first).rows_at_once.load();
-  const int64_t at_once = known > 0 ? std::min(known, rows) : rows;
-  std::vector<RowGradients> parts;
-  for (int64_t first = 0; first < rows; first += at_once) {
-    const Range part{static_cast<int>(first), static_cast<int>(std::min(rows, first + at_once))};
-    backpropagate_rows(run, segment.first, inputs, gradients, microbatch, rows, part, parts);
-  }
-  if (parts.size() == 1) return std::move(parts.front().gradients);
-  const at::NoGradGuard no_grad;
-  Tensors joined(inputs.tensors.size());
-  for (size_t i = 0; i < joined.size(); ++i) {
-    const auto came = [i](const RowGradients& part) { return part.gradients[i].defined(); };
-    if (std::none_of(parts.begin(), parts.end(), came)) continue;
-    Tensors pieces;
-    for (RowGradients& part : parts) {
-      pieces.push_back(came(part)
-                           ? std::move(part.gradients[i])
-                           : at::zeros_like(slice_rows(inputs.tensors[i], rows, part.rows.first, part.rows.last)));
-    }
-    joined[i] = at::cat(pieces, 0);
-  }
-  return joined;
-}
-
-void MicrobatchRunner::backpropagate_rows(JobRun& run, int l, const Flow& inputs, const Tensors& gradients,
-                                          int microbatch, int64_t rows, Range part, std::vector<RowGradients>& parts) {
-  GradientSink& sink = layers_.shell(run, l).sink;
-  const GradientSink::Outer outer = sink.begin_rows();
-  const std::exception_ptr error = out_of_memory_in([&] {
-    const Flow some = slice_rows(inputs, rows, part.first, part.last);
-    Tensors arrived;
-    for (const at::Tensor& gradient : gradients) arrived.push_back(slice_rows(gradient, rows, part.first, part.last));
-    parts.push_back({part, backpropagate_whole(run, {l, l + 1}, some, arrived, microbatch)});
-  });
-  if (error) {
-    if (part.size() == 1 || !sink.can_retry() || !rows_are_apart(run, l, inputs, microbatch)) {
-      std::rethrow_exception(error);
-    }
-    sink.retry();
-    const int middle = part.first + (part.size() + 1) / 2;
-    run.layer(l).rows_at_once.store(middle - part.first);
-    backpropagate_rows(run, l, inputs, gradients, microbatch, rows, {part.first, middle}, parts);
-    backpropagate_rows(run, l, inputs, gradients, microbatch, rows, {middle, part.last}, parts);
-  }
-  sink.end_rows(outer);
-}
-
 namespace {
 
 // A segment's graph, which ends at the segment's inputs.
@@ -248,22 +132,21 @@ struct Roots {
 
 }  // namespace
 
-MicrobatchRunner::Tensors MicrobatchRunner::backpropagate_whole(JobRun& run, Range segment, const Flow& inputs,
-                                                                const Tensors& gradients, int microbatch) {
+MicrobatchRunner::Tensors MicrobatchRunner::backpropagate(JobRun& run, Range segment, const Flow& inputs,
+                                                          const Tensors& gradients, int microbatch) {
+  doing_ = {"the recomputation", segment};
   Graph graph;
   const Values outputs = layers_.run_graph(run, segment, inputs, microbatch, /*recompute=*/true, /*for_loss=*/false,
                                            graph.boundary, graph.places);
   const Roots roots(outputs, gradients);
-  backward(run, segment, roots.tensors, roots.gradients);
+  backward(run, segment, microbatch, /*from_loss=*/false, roots.tensors, roots.gradients);
   return graph.input_gradients();
 }
 
 MicrobatchRunner::Tensors MicrobatchRunner::backpropagate_last(JobRun& run, Range segment, Flow inputs,
                                                                int microbatch) {
   StagedValues& arriving = *run.staged.at(microbatch).gradients;
-  if (frugality_ == Frugality::kRows) {
-    return backpropagate(run, segment, inputs, staging_.take(arriving), microbatch);
-  }
+  doing_ = {"the recomputation", segment};
   Graph graph;
   std::optional<Roots> roots;
   {
@@ -275,37 +158,40 @@ MicrobatchRunner::Tensors MicrobatchRunner::backpropagate_last(JobRun& run, Rang
     waited_ms_ = now_ms() - recomputed_ms_;
     roots.emplace(outputs, gradients);
   }
-  backward(run, segment, roots->tensors, roots->gradients);
+  backward(run, segment, microbatch, /*from_loss=*/false, roots->tensors, roots->gradients);
   return graph.input_gradients();
 }
 
 MicrobatchRunner::Tensors MicrobatchRunner::backpropagate_loss(JobRun& run, Range segment, Flow inputs,
                                                                int microbatch) {
+  doing_ = {"the forward", segment};
   Graph graph;
   at::Tensor total;
   {
-    const bool alone = segment.size() == 0;
     const Values outputs = layers_.run_graph(run, segment, inputs, microbatch, /*recompute=*/false, /*for_loss=*/true,
                                              graph.boundary, graph.places);
     inputs = {};
+    doing_ = {"the loss", segment};
     total = total_loss(run, outputs, microbatch);
-    if (alone) segment = run.job.layers;
   }
   // Last, so that the caller may make the step while the gradients are still on their way.
   const at::AutoGradMode grad_mode(true);
-  backward(run, segment, {total}, {});
+  backward(run, segment, microbatch, /*from_loss=*/true, {total}, {});
   return graph.input_gradients();
 }
 
-void MicrobatchRunner::backward(JobRun& run, Range layers, const Tensors& roots, const Tensors& gradients) {
+void MicrobatchRunner::backward(JobRun& run, Range layers, int microbatch, bool from_loss, const Tensors& roots,
+                                const Tensors& gradients) {
   if (roots.empty()) return;
-  std::optional<BackwardRandomScope> scope;
-  if (run.call->options.preserve_rng_state) {
-    bool draws = run.job.phase == Phase::kFused && run.call->model->loss_random.state.load() == RandomUse::kDraws;
-    for (int l = layers.first; l < layers.last; ++l) draws |= run.layer(l).random.state.load() == RandomUse::kDraws;
-    scope.emplace(draws);
-  }
-  torch::autograd::backward(roots, gradients);
+  doing_ = {"the backward", layers};
+  const auto body = [&] { torch::autograd::backward(roots, gradients); };
+  if (!run.call->options.preserve_rng_state) return body();
+  std::vector<SharedDraws*> draws;
+  for (int l = layers.first; l < layers.last; ++l) draws.push_back(&run.habits(l).shared_draws);
+  if (from_loss) draws.push_back(&run.call->model->loss_shared_draws);
+  const int top = from_loss ? run.last_layer : layers.last - 1;
+  run_backward(*device::OwnGenerators::current(), draws, backward_seed(run.call->seed(top, microbatch)),
+               device_.torch_device(), body);
 }
 
 at::Tensor MicrobatchRunner::total_loss(JobRun& run, const Values& outputs, int microbatch) {
@@ -338,9 +224,8 @@ at::Tensor MicrobatchRunner::total_loss(JobRun& run, const Values& outputs, int 
   const at::AutoGradMode grad_mode(true);
   const auto body = [&] { losses = (*run.loss)(outputs, label, context); };
   if (call.options.preserve_rng_state) {
-    with_seeded_generators(call.model->loss_random,
-                           layer_seed(call.base_seed, call.model->name, call.index, microbatch, run.last_layer),
-                           device_.torch_device(), /*watch=*/true, body);
+    run_seeded(*device::OwnGenerators::current(), call.model->loss_shared_draws, call.seed(run.last_layer, microbatch),
+               device_.torch_device(), body);
   } else {
     body();
   }

@@ -21,6 +21,13 @@ class MicrobatchRunner {
   double recomputed_ms() const { return recomputed_ms_; }
   double waited_ms() const { return waited_ms_; }
 
+  // What run() was at when it last ended or threw: "the backward", and of which layers.
+  struct Doing {
+    const char* what = "";
+    schedule::Range layers;
+  };
+  const Doing& doing() const { return doing_; }
+
  private:
   using Tensors = std::vector<at::Tensor>;
   void forward(JobRun& run, int microbatch);
@@ -30,26 +37,14 @@ class MicrobatchRunner {
 
   // The outputs of one layer, without a graph.
   Flow run_layer(JobRun& run, int layer, const Flow& inputs, int microbatch, bool recompute, bool protect);
-  Flow run_layer_in_rows(JobRun& run, int layer, const Flow& inputs, int microbatch, bool recompute, int64_t rows,
-                         int64_t at_once);
   // The gradients of a segment's inputs, for those of its outputs. Parameter gradients go to the sums.
   Tensors backpropagate(JobRun& run, schedule::Range segment, const Flow& inputs, const Tensors& gradients,
                         int microbatch);
-  Tensors backpropagate_whole(JobRun& run, schedule::Range segment, const Flow& inputs, const Tensors& gradients,
-                              int microbatch);
-  struct RowGradients {
-    schedule::Range rows;
-    Tensors gradients;
-  };
-  void backpropagate_rows(JobRun& run, int layer, const Flow& inputs, const Tensors& gradients, int microbatch,
-                          int64_t rows, schedule::Range part, std::vector<RowGradients>& parts);
   Tensors backpropagate_loss(JobRun& run, schedule::Range segment, Flow inputs, int microbatch);
   Tensors backpropagate_last(JobRun& run, schedule::Range segment, Flow inputs, int microbatch);
-  void backward(JobRun& run, schedule::Range layers, const Tensors& roots, const Tensors& gradients);
+  void backward(JobRun& run, schedule::Range layers, int microbatch, bool from_loss, const Tensors& roots,
+                const Tensors& gradients);
   at::Tensor total_loss(JobRun& run, const Values& outputs, int microbatch);
-
-  // Whether the layer does to each row what it would do without the others. Found out by running it on two.
-  bool rows_are_apart(JobRun& run, int layer, const Flow& inputs, int microbatch);
 
   device::Device& device_;
   Staging& staging_;
@@ -58,6 +53,7 @@ class MicrobatchRunner {
   LayerRunner& layers_;
 
   Frugality frugality_ = Frugality::kStage;
+  Doing doing_;
   double recomputed_ms_ = 0;
   double waited_ms_ = 0;
 };

@@ -3,7 +3,10 @@
 #include <atomic>
 #include <map>
 
+#include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/optim/dispatch.h>
+#include <roundpipe/optim/thread_pool.h>
 
 namespace roundpipe::runtime {
 
@@ -40,6 +43,9 @@ ModelOptimizer::ModelOptimizer(std::vector<std::shared_ptr<Pipeline>> pipelines,
                                const std::vector<std::vector<std::vector<int>>>& groups, optim::Algorithm algorithm,
                                optim::MomentFormat format)
     : pipelines_(std::move(pipelines)), blocks_(std::make_shared<Blocks>()) {
+  // What the environment asks for is read now: on the update thread it would come too late.
+  optim::ThreadPool::current();
+  optim::instruction_set();
   size_t layers_before = 0;
   for (size_t p = 0; p < pipelines_.size(); ++p) {
     const std::shared_ptr<ModelState> model = pipelines_[p]->shared_model();
@@ -78,6 +84,7 @@ void ModelOptimizer::make_room() {
 
 std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> groups, const StepOptions& options) {
   static std::atomic<uint64_t> next_number{1};
+  require_engine();
   make_room();
   for (const auto& block : *blocks_) {
     const std::vector<size_t> written = block->written();
@@ -94,6 +101,7 @@ std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> group
     pipeline->commit_calls();
   }
   std::vector<BlockStep> steps;
+  steps.reserve(blocks_->size());
   for (const auto& block : *blocks_) {
     BlockState& state = block->state;
     if (!block->optimizer.trains_any()) continue;
@@ -125,6 +133,7 @@ std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> group
 }
 
 void ModelOptimizer::finish() {
+  require_own_process();
   reap(0);
   for (const auto& block : *blocks_) {
     if (block->state.block->settle()) block->state.block->repoint();
@@ -132,6 +141,7 @@ void ModelOptimizer::finish() {
 }
 
 ModelOptimizer::HostBytes ModelOptimizer::host_bytes(const std::vector<Hyperparameters>& groups) const {
+  require_own_process();
   HostBytes bytes;
   for (const auto& pipeline : pipelines_) bytes.weights_and_gradients += pipeline->model().host_bytes();
   for (const auto& block : *blocks_) {

@@ -17,7 +17,8 @@ namespace roundpipe::runtime {
 class ModelOptimizer {
  public:
   // `groups`: for each pipeline, block and parameter the group that it belongs to, -1 where it is not trained.
-  // Throws std::invalid_argument for a parameter that cannot be trained so.
+  // Throws std::invalid_argument for a parameter that cannot be trained so, and for settings of the environment that
+  // updates cannot be made with; nothing has been changed then.
   ModelOptimizer(std::vector<std::shared_ptr<Pipeline>> pipelines,
                  const std::vector<std::vector<std::vector<int>>>& groups, optim::Algorithm algorithm,
                  optim::MomentFormat format);

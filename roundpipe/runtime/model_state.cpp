@@ -4,6 +4,7 @@
 #include <map>
 
 #include <roundpipe/core/bytes.h>
+#include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/memory/mapped_file.h>
 
@@ -93,7 +94,6 @@ ModelState::ModelState(std::string model_name, std::vector<std::unique_ptr<Layer
       state->buffer_layout.add(buffer.tensor, buffer.tensor.scalar_type());
     }
     state->layer = std::move(model_layers[l]);
-    state->mode_key = state->layer->mode_key();
     layers.push_back(std::move(state));
   }
   gradients.resize(blocks.size());
@@ -110,16 +110,14 @@ std::vector<std::vector<char>> ModelState::trainable() const {
   return flags;
 }
 
-void ModelState::refresh_modes() {
+std::vector<LayerHabitsPtr> ModelState::habits_of_now() {
+  std::vector<LayerHabitsPtr> found;
   for (const auto& layer : layers) {
-    const uint64_t key = layer->layer->mode_key();
-    if (key == layer->mode_key) continue;
-    layer->mode_key = key;
-    layer->random.state.store(RandomUse::kUnknown);
-    layer->writes_inputs.store(Learned::kUnknown);
-    layer->writes_buffers.store(Learned::kUnknown);
-    layer->rows_apart.store(Learned::kUnknown);
+    LayerHabitsPtr& habits = layer->habits[layer->layer->mode_key()];
+    if (!habits) habits = std::make_shared<LayerHabits>();
+    found.push_back(habits);
   }
+  return found;
 }
 
 void ModelState::ran_out_of_memory(std::string notice) {
@@ -134,6 +132,7 @@ std::string ModelState::take_notice() {
 }
 
 int64_t ModelState::host_bytes() const {
+  require_own_process();
   int64_t bytes = 0;
   for (const BlockState& block : blocks) {
     bytes += block.block->buffers()->host_bytes();

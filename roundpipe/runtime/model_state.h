@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -16,12 +17,20 @@ namespace roundpipe::runtime {
 // Something that is found out by watching a layer run.
 enum class Learned : int { kUnknown, kNo, kYes };
 
-// In how little memory a microbatch runs. Each does what the one before does, in more passes.
+// In how little memory a microbatch runs. Both leave the same bits.
 enum class Frugality : int {
   kStage,  // the graph of a whole stage at once
   kLayer,  // the graph of one layer at a time
-  kRows,   // and where that does not fit, of some rows of the microbatch: halves, quarters, ...
 };
+
+// What a layer does in one mode (of training or evaluation flags), found out while it runs. Each call keeps those of
+// the mode it was made in: another mode may have begun while it runs. Thread safety: any thread.
+struct LayerHabits {
+  SharedDraws shared_draws;
+  std::atomic<Learned> writes_inputs{Learned::kUnknown};
+  std::atomic<Learned> writes_buffers{Learned::kUnknown};
+};
+using LayerHabitsPtr = std::shared_ptr<LayerHabits>;
 
 // One layer of a model and what the engine knows of it.
 struct LayerState {
@@ -39,15 +48,9 @@ struct LayerState {
   std::vector<memory::NamedTensor> buffers;
   memory::BlockLayout buffer_layout;
 
-  uint64_t mode_key = 0;
-  RandomUse random;
-  std::atomic<Learned> writes_inputs{Learned::kUnknown};
-  std::atomic<Learned> writes_buffers{Learned::kUnknown};
-  // Whether it does to each row of a microbatch what it would do without the others.
-  std::atomic<Learned> rows_apart{Learned::kUnknown};
-  // How it has to run for want of memory, and how many rows then fit at once; 0 = all.
+  std::map<uint64_t, LayerHabitsPtr> habits;  // by Layer::mode_key(); caller's thread only
+  // How it has to run for want of memory.
   std::atomic<Frugality> frugality{Frugality::kStage};
-  std::atomic<int64_t> rows_at_once{0};
   // What the last forward of one microbatch took on the host's clock; 0 = unknown, as on accelerators.
   std::atomic<double> forward_ms{0};
   // When the buffers hold what the last submitted forward makes of them; caller's thread only.
@@ -82,7 +85,7 @@ struct ModelState {
   std::string name;
   std::vector<std::unique_ptr<LayerState>> layers;
   std::vector<BlockState> blocks;
-  RandomUse loss_random;  // of the loss functions this model is called with
+  SharedDraws loss_shared_draws;  // of the loss functions this model is called with
   // What a device needs for a job beside weights, at most; 0 = not known.
   std::atomic<int64_t> work_bytes{0};
   // One for each block; null = nothing summed. Caller's thread only.
@@ -95,8 +98,9 @@ struct ModelState {
   void ran_out_of_memory(std::string notice);
   // What has been noted since the last call; empty = nothing.
   std::string take_notice();
-  // Re-reads mode keys and forgets what was learned in another mode.
-  void refresh_modes();
+  // What each layer does in the mode it is in now; reads the layers' mode keys. Caller's thread.
+  std::vector<LayerHabitsPtr> habits_of_now();
+  // Throws Error in a process that is left behind.
   int64_t host_bytes() const;
 
  private:

@@ -39,8 +39,16 @@ void Outbox::send(JobRun& run, Priority priority, std::function<std::vector<Piec
   EventPtr computed = run.call->new_event();
   device_.compute().signal(computed);
   run.fails_with(done);
-  run.outgoing.push_back(run.new_transfer());
-  download_.submit({priority, {computed}, std::move(begin), std::move(done), run.outgoing.back()});
+  transfer::Transfer transfer{priority, {computed}, std::move(begin), std::move(done), nullptr};
+  // From here on the job waits for it.
+  transfer.settled = run.new_transfer();
+  try {
+    run.outgoing.push_back(transfer.settled);
+  } catch (...) {
+    transfer.settled->fire();
+    throw;
+  }
+  download_.submit(std::move(transfer));
 }
 
 void Outbox::send_values(JobRun& run, const Flow& flow, int boundary, int microbatch) {

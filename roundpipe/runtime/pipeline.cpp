@@ -9,7 +9,10 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/runtime/handed_in.h>
+#include <roundpipe/runtime/out_of_memory.h>
 #include <roundpipe/runtime/pipeline_node.h>
 
 namespace roundpipe::runtime {
@@ -19,42 +22,11 @@ using memory::GradientBlockPtr;
 using schedule::Plan;
 using schedule::PlanMode;
 
-StepTicket::StepTicket(std::shared_ptr<ModelState> model, std::vector<GradientBlockPtr> gradients,
-                       std::vector<std::vector<at::Tensor>> optimizer_parameters)
-    : model_(std::move(model)),
-      gradients_(std::move(gradients)),
-      optimizer_parameters_(std::move(optimizer_parameters)) {}
-
-bool StepTicket::hand_over() {
-  for (const GradientBlockPtr& block : gradients_) {
-    if (!block) continue;
-    block->landed->wait_complete();
-    if (block->landed->error()) return false;
-  }
-  const at::NoGradGuard no_grad;
-  for (size_t b = 0; b < gradients_.size(); ++b) {
-    if (!gradients_[b]) continue;
-    const memory::BlockLayout& layout = model_->blocks[b].gradient_layout;
-    for (size_t i = 0; i < layout.tensors.size(); ++i) {
-      const at::Tensor gradient = memory::gradient(*gradients_[b], layout, i);
-      if (!gradient.defined()) continue;
-      at::Tensor& parameter = optimizer_parameters_[b][i];
-      at::Tensor& present = parameter.mutable_grad();
-      if (present.defined()) {
-        present.add_(gradient);
-      } else {
-        present = gradient.to(parameter.scalar_type());
-      }
-    }
-    gradients_[b].reset();
-  }
-  return true;
-}
-
 Pipeline::Pipeline(std::string name, std::vector<std::unique_ptr<Layer>> layers, bool pinned)
     : model_(std::make_shared<ModelState>(std::move(name), std::move(layers), pinned)),
       planner_(*model_),
       random_seed_(at::detail::getDefaultCPUGenerator().current_seed()) {
+  require_own_process();
   sweep(/*wait=*/true);
 }
 
@@ -77,6 +49,7 @@ bool Pipeline::busy() const {
 }
 
 void Pipeline::dispose(Pipeline* pipeline) {
+  if (is_left_behind()) return;
   if (!pipeline->busy()) {
     delete pipeline;
     return;
@@ -99,31 +72,96 @@ void Pipeline::sweep(bool wait) {
 }
 
 Pipeline::~Pipeline() {
+  if (is_left_behind()) return;
   for (const CallPtr& call : active_) call->finished()->wait_complete();
   if (engine_) engine_->forget(*model_);
 }
+
+namespace {
+
+// Whether a layer may draw from a generator that the caller's thread may draw from, too.
+bool may_draw_on_cards(const Call& call, Engine& engine) {
+  if (engine.device_type() == c10::kCPU || !call.options.preserve_rng_state) return false;
+  if (call.loss && call.model->loss_shared_draws.possible(/*with_backward=*/true)) return true;
+  bool backward = call.options.requires_grad && call.input_gradients;
+  for (size_t l = 0; l < call.model->layers.size(); ++l) {
+    const std::vector<char>& trainable = call.trainable[l];
+    backward |= call.options.requires_grad && std::find(trainable.begin(), trainable.end(), 1) != trainable.end();
+    if (call.habits[l]->shared_draws.possible(backward)) return true;
+  }
+  return false;
+}
+
+}  // namespace
 
 CallPtr Pipeline::begin_call(CallOptions options, Engine& engine) {
   static std::atomic<uint64_t> next_id{1};
   sweep(/*wait=*/false);
   raise_pending();
-  import_gradients();
-  model_->refresh_modes();
+  std::vector<LayerHabitsPtr> habits = model_->habits_of_now();
   for (const BlockState& block : model_->blocks) block.block->adopt_replaced();
-  auto call = std::make_shared<Call>(model_, options, next_id++, calls_++, random_seed_);
+  auto call = std::make_shared<Call>(model_, options, next_id++, calls_, random_seed_);
+  call->habits = std::move(habits);
   call->thread_state.emplace();
   call->autocast = AutocastState::capture(engine.device_type());
   call->trainable = model_->trainable();
   for (const BlockState& block : model_->blocks) call->readings.push_back(block.block->current());
+  call->parameter_writes = parameter_writes();
   last_call_ = call;
+  ++calls_;
   return call;
 }
 
+std::vector<uint32_t> Pipeline::parameter_writes() const {
+  std::vector<uint32_t> writes;
+  for (const BlockState& block : model_->blocks) {
+    for (const memory::NamedTensor& parameter : block.block->parameters()) {
+      writes.push_back(parameter.tensor.is_inference() ? 0 : parameter.tensor._version());
+    }
+  }
+  return writes;
+}
+
 void Pipeline::wait_or_abort(const EventPtr& event, const CallPtr& call) {
+  require_own_process();
   try {
     device::wait_interruptible(*event);
   } catch (...) {
     if (call->committed && !event->complete()) throw;
+    call->fail(std::current_exception());
+    recover_from(std::current_exception());
+  }
+}
+
+void Pipeline::tell() {
+  if (const std::string notice = model_->take_notice(); !notice.empty()) warn_user(notice);
+}
+
+void Pipeline::recover_from(std::exception_ptr error) {
+  // Once nothing runs any more, each call has said what there is to say.
+  const std::vector<CallPtr> calls = active_;
+  recover();
+  std::optional<Call::Lack> lack;
+  for (const CallPtr& call : calls) {
+    std::optional<Call::Lack> own = call->take_lack();
+    if (!lack) lack = std::move(own);
+  }
+  try {
+    tell();
+  } catch (...) {
+    // Where warnings are errors, the first error still is the one that counts.
+    clear_error();
+  }
+  if (lack && is_out_of_memory(error)) error = explained(error, lack->full, lack->step);
+  std::rethrow_exception(error);
+}
+
+template <typename Submission>
+void Pipeline::submit_or_undo(const CallPtr& call, Submission submission) {
+  if (std::find(active_.begin(), active_.end(), call) == active_.end()) active_.push_back(call);
+  try {
+    submission();
+  } catch (...) {
     call->fail(std::current_exception());
     recover();
     throw;
@@ -131,6 +169,7 @@ void Pipeline::wait_or_abort(const EventPtr& event, const CallPtr& call) {
 }
 
 void Pipeline::take_engine() {
+  require_callers_thread();
   const std::shared_ptr<Engine> engine = Engine::current();
   if (engine_ && engine_ != engine) {
     drain();
@@ -150,7 +189,8 @@ void Pipeline::note_plan(Call& call, const Plan& plan) {
   last_plan_ = plan;
 }
 
-Pipeline::Outputs Pipeline::forward(const std::vector<Values>& inputs, CallOptions options, const Route& route) {
+Pipeline::Outputs Pipeline::forward(const std::vector<Values>& inputs, CallOptions options, const Route& route,
+                                    std::shared_ptr<const void> step) {
   take_engine();
   const std::shared_ptr<Engine> engine = engine_;
   options.microbatches = static_cast<int>(inputs.size());
@@ -164,22 +204,27 @@ Pipeline::Outputs Pipeline::forward(const std::vector<Values>& inputs, CallOptio
                       std::any_of(call->trainable.begin(), call->trainable.end(), [](const std::vector<char>& flags) {
                         return std::find(flags.begin(), flags.end(), 1) != flags.end();
                       }));
+  call->keeps_caller = options.keeps_caller || may_draw_on_cards(*call, *engine);
+  call->keep_step(std::move(step), /*until_over=*/!train);
   const PlanMode mode = train ? PlanMode::kTrain : PlanMode::kInference;
-  const Plan plan = plan_call(*call, route, mode, asynchronous_, planner_, *engine);
-  note_plan(*call, plan);
-  open_boundaries(*call, plan);
-  for (size_t m = 0; m < inputs.size(); ++m) {
-    put_inputs(*call, static_cast<int>(m), inputs[m], /*copy=*/train, engine->wants_pinned_host_memory());
-  }
-  active_.push_back(call);
-  submit_jobs(call, plan, /*forward=*/true, /*backward=*/false, *engine);
+  Plan plan;
+  submit_or_undo(call, [&] {
+    plan = plan_call(*call, route, mode, asynchronous_, planner_, *engine);
+    note_plan(*call, plan);
+    open_boundaries(*call, plan);
+    for (size_t m = 0; m < inputs.size(); ++m) {
+      put_inputs(*call, static_cast<int>(m), inputs[m], /*copy=*/train, engine->wants_pinned_host_memory());
+    }
+    submit_jobs(call, plan, /*forward=*/true, /*backward=*/false, *engine);
+  });
   Outputs outputs;
   for (int m = 0; m < options.microbatches; ++m) {
     wait_or_abort(call->values(plan.layers, m).produced, call);
     outputs.microbatches.push_back(read_outputs(*call, m));
   }
   show_complete_weights();
-  if (call->draws()) wait_or_abort(call->finished(), call);
+  if (call->keeps_caller) wait_or_abort(call->finished(), call);
+  tell();
   if (train) attach_graph(*this, call, plan, inputs, outputs.microbatches);
   return outputs;
 }
@@ -198,53 +243,48 @@ Values Pipeline::read_outputs(Call& call, int microbatch) const {
   return outputs;
 }
 
-namespace {
-
-// A host tensor of the caller's as devices will see it, by reference where they may read all that they copy.
-at::Tensor as_given(const at::Tensor& tensor) {
-  const at::NoGradGuard no_grad;
-  const memory::HostValuePtr value = memory::refer_to_host(tensor.detach(), /*requires_grad=*/false);
-  return memory::restore_broadcast(*value, value->data);
-}
-
-}  // namespace
-
 std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>& inputs,
                                                       const std::vector<Values>& labels, std::shared_ptr<Loss> loss,
-                                                      bool keep_outputs, CallOptions options, const Route& route) {
+                                                      bool keep_outputs, CallOptions options, const Route& route,
+                                                      std::shared_ptr<const void> step) {
   take_engine();
   const std::shared_ptr<Engine> engine = engine_;
   options.microbatches = static_cast<int>(inputs.size());
   options.requires_grad = true;
   const CallPtr call = begin_call(options, *engine);
+  import_gradients();
   call->loss = std::move(loss);
-  call->labels = labels;
-  for (Values& values : call->labels) {
-    for (at::Tensor& tensor : values.tensors) tensor = as_given(tensor);
-  }
+  call->keep_step(std::move(step), /*until_over=*/true);
   call->keep_outputs = keep_outputs;
   call->losses.resize(inputs.size());
   for (size_t m = 0; m < inputs.size(); ++m) call->loss_ready.push_back(call->new_event());
   for (const Values& values : inputs) {
     for (const at::Tensor& tensor : values.tensors) call->input_gradients |= tensor.requires_grad();
   }
-  const Plan plan = plan_call(*call, route, PlanMode::kFused, asynchronous_, planner_, *engine);
-  note_plan(*call, plan);
-  open_boundaries(*call, plan);
-  for (size_t m = 0; m < inputs.size(); ++m) {
-    put_inputs(*call, static_cast<int>(m), inputs[m], /*copy=*/true, engine->wants_pinned_host_memory());
-  }
-  open_gradients(*call, plan);
-  active_.push_back(call);
-  submit_jobs(call, plan, /*forward=*/true, /*backward=*/true, *engine);
+  call->keeps_caller = options.keeps_caller || may_draw_on_cards(*call, *engine);
+  submit_or_undo(call, [&] {
+    const bool pinned = engine->wants_pinned_host_memory();
+    call->labels = taken_over(labels, pinned);
+    const Plan plan = plan_call(*call, route, PlanMode::kFused, asynchronous_, planner_, *engine);
+    note_plan(*call, plan);
+    open_boundaries(*call, plan);
+    for (size_t m = 0; m < inputs.size(); ++m) {
+      put_inputs(*call, static_cast<int>(m), inputs[m], /*copy=*/true, pinned);
+    }
+    open_gradients(*call, plan);
+    submit_jobs(call, plan, /*forward=*/true, /*backward=*/true, *engine);
+  });
   auto submitted = std::make_shared<Submitted>();
   submitted->call = call;
   submitted->log = call->log;
   if (call->input_gradients) submitted->inputs = inputs;
+  if (call->keeps_caller) wait_or_abort(call->finished(), call);
   return submitted;
 }
 
 Pipeline::TrainResult Pipeline::finish(Submitted& submitted) {
+  require_engine();
+  require_callers_thread();
   if (submitted.finished)
     throw std::invalid_argument("[submit] the losses have been taken already, expected one call for each batch");
   submitted.finished = true;
@@ -258,9 +298,8 @@ Pipeline::TrainResult Pipeline::finish(Submitted& submitted) {
     result.outputs.push_back(read_outputs(*call, m));
   }
   show_complete_weights();
-  // On return the user may draw random numbers, so no layer may be drawing any more.
-  if (call->draws() || call->input_gradients) wait_or_abort(call->finished(), call);
   if (call->input_gradients) {
+    wait_or_abort(call->finished(), call);
     // One backward for all microbatches: what they have in common, another model's graph for one, can be gone through
     // only once.
     std::vector<at::Tensor> roots;
@@ -278,12 +317,15 @@ Pipeline::TrainResult Pipeline::finish(Submitted& submitted) {
   result.losses = call->losses;
   call->loss.reset();
   call->labels.clear();
+  tell();
   return result;
 }
 
 std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, const Plan& plan,
                                                         std::vector<std::vector<at::Tensor>> gradients,
                                                         bool keep_graph) {
+  require_engine();
+  require_callers_thread();
   // An earlier backward of the same graph still uses what the next one sets up.
   wait_or_abort(call->finished(), call);
   raise_pending();
@@ -296,6 +338,12 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
           "before the next two steps");
     }
   }
+  if (call->parameter_writes != parameter_writes()) {
+    throw std::invalid_argument(
+        "[backward] parameters have been changed in place since this forward, so the recomputation would not repeat "
+        "it; "
+        "call backward before the optimizer's step, or make the forward again");
+  }
   call->keep_values = keep_graph;
   const std::shared_ptr<Engine> engine = engine_;
   for (int m = 0; m < call->options.microbatches; ++m) {
@@ -307,7 +355,7 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
     const at::NoGradGuard no_grad;
     arrived.tensors.clear();
     for (const at::Tensor& gradient : gradients[static_cast<size_t>(m)]) {
-      arrived.tensors.push_back(gradient.defined() ? as_given(memory::settled_gradient(gradient.detach().to(c10::kCPU)))
+      arrived.tensors.push_back(gradient.defined() ? taken_over_gradient(gradient, engine->wants_pinned_host_memory())
                                                    : gradient);
     }
     if (arrived.produced) arrived.produced->fire();
@@ -319,11 +367,12 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
       }
     }
   }
-  open_gradients(*call, plan);
-  if (std::find(active_.begin(), active_.end(), call) == active_.end()) active_.push_back(call);
-  // Behind whatever has been submitted since the forward: gradients are summed in the order of submission.
-  call->position = ++positions_;
-  submit_jobs(call, plan, /*forward=*/false, /*backward=*/true, *engine);
+  submit_or_undo(call, [&] {
+    open_gradients(*call, plan);
+    // Behind whatever has been submitted since the forward: gradients are summed in the order of submission.
+    call->position = ++positions_;
+    submit_jobs(call, plan, /*forward=*/false, /*backward=*/true, *engine);
+  });
   std::vector<std::vector<at::Tensor>> input_gradients;
   if (call->input_gradients) {
     for (int m = 0; m < call->options.microbatches; ++m) {
@@ -331,24 +380,30 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
       input_gradients.push_back(call->gradients(0, m).tensors);
     }
   }
-  if (call->draws()) wait_or_abort(call->finished(), call);
+  if (call->keeps_caller) wait_or_abort(call->finished(), call);
+  tell();
   return input_gradients;
 }
 
+void Pipeline::finish_backward(const CallPtr& call) {
+  wait_or_abort(call->finished(), call);
+  raise_pending();
+  if (exposes_gradients_) expose();
+}
+
 void Pipeline::raise_pending() {
+  require_own_process();
   std::exception_ptr error;
   for (const CallPtr& call : active_) {
     if (!error) error = call->error();
   }
-  if (error) {
-    recover();
-    std::rethrow_exception(error);
-  }
+  if (error) recover_from(error);
   std::erase_if(active_, [&](const CallPtr& call) {
     if (!call->finished()->complete() || call->failed()) return false;
     planner_.observe(call->records());
     return true;
   });
+  tell();
 }
 
 void Pipeline::discard_last_call(const std::string& message) {
@@ -357,6 +412,8 @@ void Pipeline::discard_last_call(const std::string& message) {
 }
 
 void Pipeline::drain() {
+  require_own_process();
+  require_callers_thread();
   for (const CallPtr& call : std::vector<CallPtr>(active_)) wait_or_abort(call->finished(), call);
   raise_pending();
 }
@@ -383,7 +440,7 @@ void put_buffers_back(const Call& call) {
 }  // namespace
 
 void Pipeline::recover() {
-  for (const CallPtr& call : active_) call->finished()->wait_complete();
+  for (const CallPtr& call : active_) device::wait_unless_lost(*call->finished());
   bool newest = true;
   for (auto call = active_.rbegin(); call != active_.rend(); ++call) {
     if (!(*call)->failed()) {
@@ -393,6 +450,7 @@ void Pipeline::recover() {
     // As if the call had not been made: its number is free again, and so are the buffers, unless a good call went on
     // from them.
     --calls_;
+    (*call)->loss.reset();  // it may lead back to who holds this
     if (newest) put_buffers_back(**call);
     for (size_t b = 0; b < (*call)->results.size(); ++b) {
       // Gradients that a step has taken already are that step's to give up.
@@ -411,33 +469,8 @@ void Pipeline::set_optimizer_parameters(std::vector<std::vector<at::Tensor>> par
   optimizer_parameters_ = std::move(parameters);
 }
 
-std::vector<GradientBlockPtr> Pipeline::take_gradients() {
-  raise_pending();
-  import_gradients();
-  std::vector<GradientBlockPtr> gradients(model_->blocks.size());
-  gradients.swap(model_->gradients);
-  return gradients;
-}
-
-std::unique_ptr<StepTicket> Pipeline::begin_step() {
-  return std::make_unique<StepTicket>(model_, take_gradients(), optimizer_parameters_);
-}
-
-void Pipeline::keep_gradients_in_fp32() {
-  drain();
-  drop_gradients();
-  for (BlockState& block : model_->blocks) block.keep_gradients_in_fp32();
-}
-
 void Pipeline::commit_calls() {
   for (const CallPtr& call : active_) call->committed = true;
-}
-
-void Pipeline::drop_gradients() {
-  std::fill(model_->gradients.begin(), model_->gradients.end(), nullptr);
-  for (const BlockState& block : model_->blocks) {
-    for (const memory::NamedTensor& parameter : block.block->parameters()) parameter.tensor.mutable_grad().reset();
-  }
 }
 
 void Pipeline::show_complete_weights() {
@@ -447,6 +480,7 @@ void Pipeline::show_complete_weights() {
 }
 
 void Pipeline::show_weights() {
+  require_own_process();
   for (const BlockState& block : model_->blocks) {
     if (!block.block->shows_weights()) device::wait_interruptible(*block.block->current()->published);
   }
@@ -477,59 +511,6 @@ void Pipeline::finish_publish() {
     for (const at::Tensor& parameter : optimizer_parameters_[b]) values.push_back(parameter.detach());
     model_->blocks[b].block->finish_publish(values);
   }
-}
-
-void Pipeline::expose() {
-  const at::NoGradGuard no_grad;
-  for (size_t b = 0; b < model_->blocks.size(); ++b) {
-    model_->blocks[b].block->repoint();
-    // Exposed ones are the user's until the next call takes them back: cleared ones stay cleared.
-    if (exposed_) continue;
-    const auto& parameters = model_->blocks[b].block->parameters();
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      at::Tensor gradient;
-      if (model_->gradients[b])
-        gradient = memory::gradient(*model_->gradients[b], model_->blocks[b].gradient_layout, i);
-      // As autograd leaves them: in the parameter's own type.
-      if (gradient.defined()) gradient = gradient.to(parameters[i].tensor.scalar_type());
-      parameters[i].tensor.mutable_grad() = gradient;
-    }
-  }
-  exposed_ = true;
-}
-
-void Pipeline::import_gradients() {
-  const at::NoGradGuard no_grad;
-  for (size_t b = 0; b < model_->blocks.size(); ++b) {
-    const auto& parameters = model_->blocks[b].block->parameters();
-    const bool any = std::any_of(parameters.begin(), parameters.end(),
-                                 [](const memory::NamedTensor& p) { return p.tensor.grad().defined(); });
-    GradientBlockPtr& current = model_->gradients[b];
-    if (!any && !(exposed_ && current)) continue;
-    if (!any) {
-      current.reset();
-      continue;
-    }
-    const memory::BlockLayout& layout = model_->blocks[b].gradient_layout;
-    auto imported = std::make_shared<memory::GradientBlock>();
-    imported->flat = model_->blocks[b].gradient_buffers->take();
-    imported->received.assign(parameters.size(), 0);
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      at::Tensor& gradient = parameters[i].tensor.mutable_grad();
-      at::Tensor kept = gradient;
-      if (!kept.defined() && current && !exposed_) {
-        device::wait_interruptible(*current->landed);
-        kept = memory::gradient(*current, layout, i);
-      }
-      if (!kept.defined()) continue;
-      layout.view(imported->flat, i).copy_(kept.layout() == c10::kStrided ? kept : kept.to_dense());
-      imported->received[i] = 1;
-      gradient.reset();
-    }
-    imported->landed->fire();
-    current = std::move(imported);
-  }
-  exposed_ = false;
 }
 
 schedule::Stages Pipeline::choose_stages(PlanMode mode, int min_stages, double upper_threshold,

@@ -32,7 +32,8 @@ class StepTicket {
 // Thread safety: all methods from one thread at a time, the caller's, except finish_publish (the optimizer's).
 // Errors: a job's error is thrown by the call that waits for it or by the next method that checks (every one that
 // says so); the pipeline has then drained this model's work, gone back to the last gradients that are good, and can
-// be used again.
+// be used again. The same methods warn of what the engine has noted of calls so far (see ErrorHooks::warn): a call's
+// notice comes with the first of them that waits for it, before an error that it ends with.
 class Pipeline : public std::enable_shared_from_this<Pipeline> {
  public:
   Pipeline(std::string name, std::vector<std::unique_ptr<Layer>> layers, bool pinned);
@@ -51,7 +52,9 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
 
   // Runs the batch forward. With options.requires_grad, outputs that depend on something trainable carry a graph
   // whose backward runs through the pipeline. Checks for errors; blocks until the outputs are here.
-  Outputs forward(const std::vector<Values>& inputs, CallOptions options, const Route& route);
+  // `step`: see Call::keep_step; may be null, here and in submit().
+  Outputs forward(const std::vector<Values>& inputs, CallOptions options, const Route& route,
+                  std::shared_ptr<const void> step = nullptr);
 
   struct TrainResult {
     std::vector<std::vector<at::Tensor>> losses;  // [microbatch][as the loss returned them]
@@ -67,7 +70,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   // Starts forward, loss and backward. Checks for errors; does not block.
   std::shared_ptr<Submitted> submit(const std::vector<Values>& inputs, const std::vector<Values>& labels,
                                     std::shared_ptr<Loss> loss, bool keep_outputs, CallOptions options,
-                                    const Route& route);
+                                    const Route& route, std::shared_ptr<const void> step = nullptr);
   // The losses of a submitted batch; blocks until they are here: the backward may still run. Throws its error. Once.
   TrainResult finish(Submitted& submitted);
   // Both.
@@ -105,6 +108,11 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   void finish_publish();
   // Points the user's parameters at the current version and their .grad at what has been summed. After drain().
   void expose();
+  // Whether calls have left gradients, or will, that no step has taken.
+  bool has_gradients() const;
+  // Whether .grad is to show gradients as soon as a backward is over, as it does in a plain PyTorch loop.
+  bool exposes_gradients() const { return exposes_gradients_; }
+  void set_exposes_gradients(bool exposes) { exposes_gradients_ = exposes; }
   // Waits until the version that calls read is complete and points the user's parameters at it.
   void show_weights();
 
@@ -148,15 +156,29 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   // For the autograd node of forward(): submits the backward for gradients of the outputs, per microbatch.
   std::vector<std::vector<at::Tensor>> backward(const CallPtr& call, const schedule::Plan& plan,
                                                 std::vector<std::vector<at::Tensor>> gradients, bool keep_graph);
+  // Waits until the backward of `call` is over, and throws what it has raised.
+  void finish_backward(const CallPtr& call);
 
  private:
   CallPtr begin_call(CallOptions options, Engine& engine);
   void take_engine();
+  // Makes `call` active and runs `submission`, which plans and submits it. When that throws, nothing has been
+  // submitted.
+  template <typename Submission>
+  void submit_or_undo(const CallPtr& call, Submission submission);
+  // How often each of the user's parameters has been written.
+  std::vector<uint32_t> parameter_writes() const;
   void note_plan(Call& call, const schedule::Plan& plan);
   void import_gradients();
+  // Whether the .grads of a block's parameters, whose first is number `first` of all, are untouched since expose().
+  bool are_as_shown(size_t first, const std::vector<memory::NamedTensor>& parameters) const;
   void show_complete_weights();
   void wait_or_abort(const device::EventPtr& event, const CallPtr& call);
   void recover();
+  // Recovers and throws `error`, which a wait or an active call has ended with, explained where memory ran out.
+  [[noreturn]] void recover_from(std::exception_ptr error);
+  // Warns of what the engine has noted, if anything.
+  void tell();
   bool busy() const;
   static void sweep(bool wait);
   Values read_outputs(Call& call, int microbatch) const;
@@ -172,6 +194,8 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   uint64_t positions_ = 0;
   uint64_t random_seed_;
   bool exposed_ = false;
+  std::vector<std::pair<at::Tensor, uint32_t>> shown_gradients_;  // by expose(), with their versions
+  bool exposes_gradients_ = false;
   std::shared_ptr<Engine> engine_;  // of the last call
 };
 

@@ -7,6 +7,7 @@
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/runtime/autograd_nodes.h>
+#include <roundpipe/runtime/out_of_memory.h>
 
 namespace roundpipe::runtime {
 namespace {
@@ -31,8 +32,14 @@ struct PipelineNode final : public torch::autograd::Node {
       const auto [microbatch, position] = places[i];
       per_microbatch[microbatch][position] = std::move(gradients[i]);
     }
+    // Once every model of the graph has been given its backward: like in PyTorch, it is over when backward() returns,
+    // and what a recomputation raises is raised there.
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [pipeline = pipeline, call = call] { with_raised_errors([&] { pipeline->finish_backward(call); }); });
     const bool keep_graph = torch::autograd::get_current_graph_task_keep_graph();
-    const auto input_gradients = pipeline->backward(call, plan, std::move(per_microbatch), keep_graph);
+    std::vector<std::vector<at::Tensor>> input_gradients;
+    with_raised_errors(
+        [&] { input_gradients = pipeline->backward(call, plan, std::move(per_microbatch), keep_graph); });
     torch::autograd::variable_list result;
     for (const std::vector<at::Tensor>& microbatch : input_gradients) {
       result.insert(result.end(), microbatch.begin(), microbatch.end());

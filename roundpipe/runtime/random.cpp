@@ -1,69 +1,60 @@
 #include <roundpipe/runtime/random.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <mutex>
-#include <optional>
-#include <shared_mutex>
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/core/Generator.h>
 
-namespace roundpipe::runtime {
-namespace {
+#include <roundpipe/core/error.h>
 
-// Held shared by layers that do not draw from the host's generator, alone by those that may.
-std::shared_mutex& host_generator_mutex() {
-  static std::shared_mutex mutex;
-  return mutex;
-}
+namespace roundpipe::runtime {
+
+using device::OwnGenerators;
+
+namespace {
 
 std::mutex& device_generator_mutex(c10::Device device) {
   static std::array<std::mutex, 128> mutexes;
   return mutexes[static_cast<size_t>(device.index()) % mutexes.size()];
 }
 
-at::Tensor state_of(at::Generator generator) {
-  std::lock_guard lock(generator.mutex());
-  return generator.get_state();
-}
-
-bool same_state(const at::Tensor& a, const at::Tensor& b) {
-  return a.nbytes() == b.nbytes() && std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) == 0;
-}
-
-void seed_generator(at::Generator generator, uint64_t seed) {
-  std::lock_guard lock(generator.mutex());
-  generator.set_current_seed(seed);
-}
-
-void set_state(at::Generator generator, const at::Tensor& state) {
-  std::lock_guard lock(generator.mutex());
-  generator.set_state(state);
-}
-
-// Puts a generator's state back on destruction.
-class SavedState {
+// A device's default generator while nobody else draws from it: its state is put back on destruction.
+class BorrowedGenerator {
  public:
-  explicit SavedState(at::Generator generator) : generator_(std::move(generator)), state_(state_of(generator_)) {}
-  ~SavedState() { set_state(generator_, state_); }
-  SavedState(const SavedState&) = delete;
-  SavedState& operator=(const SavedState&) = delete;
+  explicit BorrowedGenerator(c10::Device device)
+      : lock_(device_generator_mutex(device)),
+        generator_(at::globalContext().defaultGenerator(device)),
+        before_(state()) {}
+  ~BorrowedGenerator() {
+    const std::lock_guard lock(generator_.mutex());
+    generator_.set_state(before_);
+  }
+  BorrowedGenerator(const BorrowedGenerator&) = delete;
+  BorrowedGenerator& operator=(const BorrowedGenerator&) = delete;
+
+  bool moved() const {
+    const at::Tensor now = state();
+    return now.nbytes() != before_.nbytes() || std::memcmp(now.data_ptr(), before_.data_ptr(), now.nbytes()) != 0;
+  }
+  void seed(uint64_t seed) {
+    const std::lock_guard lock(generator_.mutex());
+    generator_.set_current_seed(seed);
+  }
 
  private:
+  at::Tensor state() const {
+    at::Generator generator = generator_;
+    const std::lock_guard lock(generator.mutex());
+    return generator.get_state();
+  }
+
+  const std::lock_guard<std::mutex> lock_;
   at::Generator generator_;
-  at::Tensor state_;
+  const at::Tensor before_;
 };
-
-// How often a layer that was not known to draw has been seen to.
-std::atomic<uint64_t>& draws_seen() {
-  static std::atomic<uint64_t> count{0};
-  return count;
-}
-
-// Whether the body drew. REQUIRES: the host's generator is held alone.
-bool run_alone(RandomUse& use, uint64_t seed, const std::function<void()>& body);
 
 uint64_t mix(uint64_t value) {
   // The finaliser of splitmix64 (Steele, Lea, Flood 2014).
@@ -86,63 +77,57 @@ uint64_t layer_seed(uint64_t base_seed, std::string_view model_name, uint64_t ca
   return seed >> 1;  // fits torch.manual_seed's signed 64 bits
 }
 
-void with_seeded_generators(RandomUse& use, uint64_t seed, c10::Device device, bool watch,
-                            const std::function<void()>& body) {
-  std::optional<std::unique_lock<std::mutex>> device_lock;
-  std::optional<SavedState> device_state;
-  if (!device.is_cpu()) {
-    device_lock.emplace(device_generator_mutex(device));
-    const at::Generator& generator = at::globalContext().defaultGenerator(device);
-    device_state.emplace(generator);
-    seed_generator(generator, seed);
-  }
-  const at::Generator& host = at::detail::getDefaultCPUGenerator();
-  if (use.state.load() == RandomUse::kNever) {
-    std::shared_lock lock(host_generator_mutex());
-    if (!watch) return body();
-    const uint64_t seen_before = draws_seen().load();
-    const at::Tensor before = state_of(host);
+uint64_t backward_seed(uint64_t forward_seed) { return mix(forward_seed) >> 1; }
+
+void run_seeded(OwnGenerators& own, SharedDraws& draws, uint64_t seed, c10::Device device,
+                const std::function<void()>& body) {
+  own.seed(seed);
+  const int known = draws.state.load();
+  if (device.is_cpu() || known == SharedDraws::kNever || known == SharedDraws::kNotInForward) return body();
+  BorrowedGenerator borrowed(device);
+  if (known == SharedDraws::kUnknown) {
     body();
-    const bool changed = !same_state(before, state_of(host));
-    if (changed) ++draws_seen();
-    if (!changed && draws_seen().load() == seen_before) return;
-    // One of those that ran beside each other drew after all, unseeded. Nobody knows which, so what each of them
-    // computed is thrown away, and they run again, alone.
-    lock.unlock();
-    if (!device.is_cpu()) seed_generator(at::globalContext().defaultGenerator(device), seed);
-    std::unique_lock alone(host_generator_mutex());
-    if (changed) set_state(host, before);
-    // If it cannot run twice, it throws, and the next time it is taken to be the one.
-    use.state.store(RandomUse::kDraws);
-    if (!run_alone(use, seed, body)) use.state.store(RandomUse::kNever);
-    return;
+    if (!borrowed.moved()) {
+      int unknown = SharedDraws::kUnknown;
+      draws.state.compare_exchange_strong(unknown, SharedDraws::kNotInForward);
+      return;
+    }
+    // What it computed is thrown away. If it cannot run twice, it throws, and is known the next time.
+    draws.state.store(SharedDraws::kSome);
+    own.seed(seed);
   }
-  std::unique_lock lock(host_generator_mutex());
-  run_alone(use, seed, body);
-}
-
-namespace {
-
-bool run_alone(RandomUse& use, uint64_t seed, const std::function<void()>& body) {
-  const at::Generator& host = at::detail::getDefaultCPUGenerator();
-  const SavedState saved(host);
-  seed_generator(host, seed);
-  const at::Tensor before = state_of(host);
+  const OwnGenerators::Shared shared(own);
+  borrowed.seed(seed);
   body();
-  const bool drew = !same_state(before, state_of(host));
-  if (drew) use.state.store(RandomUse::kDraws);
-  int unknown = RandomUse::kUnknown;
-  if (!drew) use.state.compare_exchange_strong(unknown, RandomUse::kNever);
-  return drew;
 }
 
-}  // namespace
-
-BackwardRandomScope::BackwardRandomScope(bool draws) {
-  if (draws) {
-    alone_ = std::unique_lock(host_generator_mutex());
+void run_backward(OwnGenerators& own, const std::vector<SharedDraws*>& draws, uint64_t seed, c10::Device device,
+                  const std::function<void()>& body) {
+  own.seed(seed);
+  const auto any = [&](int state) {
+    return std::any_of(draws.begin(), draws.end(),
+                       [state](const SharedDraws* of) { return of->state.load() == state; });
+  };
+  const bool some = any(SharedDraws::kSome);
+  if (device.is_cpu() || (!some && !any(SharedDraws::kNotInForward) && !any(SharedDraws::kUnknown))) return body();
+  BorrowedGenerator borrowed(device);
+  if (some) {
+    const OwnGenerators::Shared shared(own);
+    borrowed.seed(seed);
+    body();
   } else {
-    beside_ = std::shared_lock(host_generator_mutex());
+    body();
+    if (borrowed.moved()) {
+      for (SharedDraws* of : draws) of->state.store(SharedDraws::kSome);
+      throw Error(concat(
+          "[backward] something in this backward pass drew random numbers from the default generator of ", device.str(),
+          ", which nothing in the forward did, so it could not be seeded; this step is "
+          "dropped, the next ones take it into account"));
+    }
+  }
+  for (SharedDraws* of : draws) {
+    int forward_only = SharedDraws::kNotInForward;
+    of->state.compare_exchange_strong(forward_only, SharedDraws::kNever);
   }
 }
 

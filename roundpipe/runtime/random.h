@@ -3,44 +3,47 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <mutex>
-#include <shared_mutex>
 #include <string_view>
+#include <vector>
 
 #include <c10/core/Device.h>
+
+#include <roundpipe/device/own_generators.h>
 
 namespace roundpipe::runtime {
 
 // The rule that makes random layers independent of timing, devices and plans: before layer `layer` runs on
-// `microbatch` of pipelined call number `call` (0, 1, ... for each model), the default generators are seeded with
-// this value, on recompute too, and put back afterwards. `base_seed` is torch.initial_seed() when the model was
-// wrapped.
+// `microbatch` of pipelined call number `call` (0, 1, ... for each model), what it draws from is seeded with this
+// value, on recompute too. `base_seed` is torch.initial_seed() when the model was wrapped.
 uint64_t layer_seed(uint64_t base_seed, std::string_view model_name, uint64_t call, int microbatch, int layer);
 
-// What is known of a layer's use of random numbers. Thread safety: any thread.
-struct RandomUse {
-  enum : int { kUnknown, kNever, kDraws };
+// What the layer's backward draws from is seeded with, when its gradient arrives: layer_seed() mixed once more.
+uint64_t backward_seed(uint64_t forward_seed);
+
+// What is known of a layer's draws from the default generator of a card, which only operators without a generator
+// argument make (see device::OwnGenerators). On virtual devices there are none. Thread safety: any thread.
+struct SharedDraws {
+  enum : int { kUnknown, kNotInForward, kNever, kSome };
   std::atomic<int> state{kUnknown};
+
+  // Whether the caller has to be kept from drawing while such a layer may run.
+  bool possible(bool with_backward) const {
+    const int known = state.load();
+    return known != kNever && (known != kNotInForward || with_backward);
+  }
 };
 
-// Runs `body` with the default generators seeded by `seed`.
+// Runs `body`, the forward of a layer on `device`, with `own`, the generators of this thread, seeded by `seed`.
 //
-// The host's default generator belongs to the whole process: a layer that draws from it runs alone among the layers
-// of all devices, one known not to draw runs beside others and is watched. A device's own generator is seeded under
-// a lock of that device. `watch` = false skips the watching (while the user's thread may be drawing).
-// Blocks until the generators are free. `body` may run twice when a layer draws unexpectedly.
-void with_seeded_generators(RandomUse& use, uint64_t seed, c10::Device device, bool watch,
-                            const std::function<void()>& body);
+// On a card whose default generator the layer draws from, or is not known not to, it runs under a lock of that card,
+// and what that generator held before is put back: REQUIRES that the user's threads do not draw there meanwhile.
+// Blocks until the lock is free. `body` may run twice, when a layer turns out to draw from it.
+void run_seeded(device::OwnGenerators& own, SharedDraws& draws, uint64_t seed, c10::Device device,
+                const std::function<void()>& body);
 
-// Held around a backward pass, which may use the host's generator too: torch.utils.checkpoint seeds it, runs its
-// forward again and puts it back. `draws`: a layer of the pass is known to draw, so the pass runs alone.
-class BackwardRandomScope {
- public:
-  explicit BackwardRandomScope(bool draws);
-
- private:
-  std::shared_lock<std::shared_mutex> beside_;
-  std::unique_lock<std::shared_mutex> alone_;
-};
+// Runs `body`, a backward pass through layers with these `draws`, by the same rule. Throws Error when something there
+// drew from the card's default generator that does so in no forward.
+void run_backward(device::OwnGenerators& own, const std::vector<SharedDraws*>& draws, uint64_t seed, c10::Device device,
+                  const std::function<void()>& body);
 
 }  // namespace roundpipe::runtime

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <roundpipe/runtime/autograd_nodes.h>
+#include <roundpipe/runtime/call.h>
 
 namespace roundpipe::runtime {
 
@@ -35,20 +36,6 @@ void GradientSink::retry() {
   came_.assign(came_.size(), 0);
 }
 
-GradientSink::Outer GradientSink::begin_rows() {
-  Outer outer{taken_, came_};
-  came_.assign(came_.size(), 0);
-  return outer;
-}
-
-void GradientSink::end_rows(const Outer& outer) {
-  for (size_t i = 0; i < taken_.size(); ++i) {
-    const bool taken_here = taken_[i] && !outer.taken[i];
-    came_[i] = came_[i] || taken_here || outer.came[i];
-  }
-  taken_ = outer.taken;
-}
-
 void GradientSink::reset(size_t parameters) {
   targets.assign(parameters, {});
   received.assign(parameters, 0);
@@ -58,7 +45,8 @@ void GradientSink::reset(size_t parameters) {
   in_parts_ = false;
 }
 
-Shell& Shells::get(const ModelState& model, int layer, c10::Device device, uint64_t call) {
+Shell& Shells::get(const Call& call, int layer, c10::Device device) {
+  const ModelState& model = *call.model;
   Shell* shell = nullptr;
   {
     std::lock_guard lock(mutex_);
@@ -75,9 +63,9 @@ Shell& Shells::get(const ModelState& model, int layer, c10::Device device, uint6
                         [shell, i](at::Tensor gradient) { shell->sink.consume(i, std::move(gradient)); });
     }
   }
-  if (shell->refreshed_for != call) {
-    shell->layer->refresh();
-    shell->refreshed_for = call;
+  if (shell->refreshed_for != call.id) {
+    shell->layer->refresh(call.attributes[static_cast<size_t>(layer)]);
+    shell->refreshed_for = call.id;
   }
   return *shell;
 }
@@ -89,6 +77,12 @@ void Shells::forget(const ModelState& model) {
   if (found == shells_.end()) return;
   dropped = std::move(found->second);
   shells_.erase(found);
+}
+
+void Shells::clear() {
+  std::map<const ModelState*, std::vector<std::unique_ptr<Shell>>> dropped;
+  std::lock_guard lock(mutex_);
+  dropped.swap(shells_);
 }
 
 }  // namespace roundpipe::runtime

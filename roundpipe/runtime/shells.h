@@ -23,19 +23,11 @@ struct GradientSink {
 
   // Gradients that come from now on are those of a new microbatch.
   void begin_microbatch();
-  // The microbatch, or the rows of one, runs anew after it has run out of memory: what has come is not taken again.
+  // The microbatch runs anew after it has run out of memory: what has come is not taken again.
   // REQUIRES: can_retry().
   void retry();
   // False when a parameter's gradient came in several parts.
   bool can_retry() const { return !in_parts_; }
-
-  // What comes between begin and end is that of some rows of the microbatch.
-  struct Outer {
-    std::vector<char> taken;
-    std::vector<char> came;
-  };
-  Outer begin_rows();
-  void end_rows(const Outer& outer);
 
  private:
   std::vector<char> taken_;  // per parameter: what is here already
@@ -50,12 +42,16 @@ struct Shell {
   uint64_t refreshed_for = 0;  // call id
 };
 
+class Call;
+
 // The shells of one device, made when first needed.
 // Thread safety: get() from the device's thread; forget() from any, when no job of the model is left.
 class Shells {
  public:
-  Shell& get(const ModelState& model, int layer, c10::Device device, uint64_t call);
+  Shell& get(const Call& call, int layer, c10::Device device);
   void forget(const ModelState& model);
+  // All of them. When no job is left.
+  void clear();
 
  private:
   std::mutex mutex_;

@@ -15,16 +15,19 @@ using transfer::Priority;
 
 namespace {
 
+// The place of the first of `values` that is the one at `place`.
+size_t first_place(const std::vector<HostValuePtr>& values, size_t place) {
+  return static_cast<size_t>(std::find(values.begin(), values.end(), values[place]) - values.begin());
+}
+
 // Uploads each distinct host value once.
 std::vector<Piece> allocate(StagedValues& staged, c10::Device device) {
   std::vector<Piece> pieces;
   std::vector<at::Tensor> targets(staged.host.size());
   for (size_t i = 0; i < staged.host.size(); ++i) {
     if (!staged.host[i]) continue;
-    const auto earlier =
-        std::find(staged.host.begin(), staged.host.begin() + static_cast<std::ptrdiff_t>(i), staged.host[i]);
-    const auto position = static_cast<size_t>(earlier - staged.host.begin());
-    targets[i] = position < i ? targets[position] : memory::stage_upload(*staged.host[i], device, pieces);
+    const size_t first = first_place(staged.host, i);
+    targets[i] = first < i ? targets[first] : memory::stage_upload(*staged.host[i], device, pieces);
   }
   staged.device = std::move(targets);
   return pieces;
@@ -126,11 +129,9 @@ std::vector<at::Tensor> Staging::take(StagedValues& staged) {
   arrive(staged.uploaded);
   std::vector<at::Tensor> tensors;
   for (size_t i = 0; i < staged.host.size(); ++i) {
-    const auto earlier = static_cast<size_t>(
-        std::find(staged.host.begin(), staged.host.begin() + static_cast<std::ptrdiff_t>(i), staged.host[i]) -
-        staged.host.begin());
     // What was one tensor before is one again.
-    tensors.push_back(earlier < i      ? tensors[earlier]
+    const size_t first = first_place(staged.host, i);
+    tensors.push_back(first < i        ? tensors[first]
                       : staged.host[i] ? usable(*staged.host[i], staged.device[i])
                                        : at::Tensor());
   }

@@ -5,9 +5,9 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <roundpipe/core/engine_life.h>
 #include <roundpipe/device/emulated_time.h>
 #include <roundpipe/optim/thread_pool.h>
-#include <roundpipe/runtime/update_thread.h>
 
 namespace roundpipe::runtime {
 
@@ -25,39 +25,94 @@ StepRun::StepRun(uint64_t number, std::vector<BlockStep> blocks, std::vector<opt
   if (options_.loss_scale > 0) scaling_.inverse_scale = static_cast<float>(1.0 / options_.loss_scale);
 }
 
-void StepRun::start() {
-  to_update_ = blocks_.size();
+void StepRun::start() noexcept {
+  to_update_ = to_measure_ = blocks_.size();
+  const bool look_first = options_.max_norm > 0 || options_.loss_scale > 0;
+  try {
+    prepare(look_first);
+  } catch (...) {
+    return give_up(std::current_exception());
+  }
   if (blocks_.empty()) {
     decided_->fire();
     finished_->fire();
     return;
   }
-  const bool look_first = options_.max_norm > 0 || options_.loss_scale > 0;
-  if (!look_first) {
-    decided_->fire();
-    for (BlockStep& step : blocks_) wait_to_update(step, step.gradients->landed);
-    return;
-  }
-  to_measure_ = blocks_.size();
+  if (!look_first) decided_->fire();
   for (BlockStep& step : blocks_) {
-    step.gradients->landed->then([self = shared_from_this(), &step] {
-      UpdateThread::instance().submit({self->number_, UpdateThread::Kind::kNorm, step.layer},
-                                      [self, &step] { self->measure(step); });
-    });
+    try {
+      wait_to_run(step, look_first);
+    } catch (...) {
+      step.error = std::current_exception();
+      hand_in(step.update_work, &StepRun::update, step);
+      if (look_first) hand_in(step.measure_work, &StepRun::measure, step);
+    }
   }
 }
 
+void StepRun::prepare(bool look_first) {
+  const auto work = [this](UpdateThread::Kind kind, Part part, BlockStep& step) {
+    return UpdateThread::prepare({number_, kind, step.layer},
+                                 [self = shared_from_this(), part, &step] { (self.get()->*part)(step); });
+  };
+  for (BlockStep& step : blocks_) {
+    // All that is prepared is handed in: it holds the step, which holds it.
+    if (look_first) step.measure_work = work(UpdateThread::Kind::kNorm, &StepRun::measure, step);
+    step.update_work = work(UpdateThread::Kind::kUpdate, &StepRun::update, step);
+  }
+}
+
+void StepRun::wait_to_run(BlockStep& step, bool look_first) {
+  const auto self = shared_from_this();
+  const EventPtr landed = step.gradients->landed;
+  // The update first: what is to be measured may be so at once, and nothing throws after that.
+  device::when_all({landed, decided_, step.before->published},
+                   [self, &step] { self->hand_in(step.update_work, &StepRun::update, step); });
+  if (look_first) landed->then([self, &step] { self->hand_in(step.measure_work, &StepRun::measure, step); });
+}
+
+void StepRun::hand_in(UpdateThread::Work& work, Part part, BlockStep& step) noexcept {
+  if (UpdateThread::instance().submit(work)) return;
+  try {
+    require_engine();
+  } catch (...) {
+    step.error = std::current_exception();
+  }
+  (this->*part)(step);
+  work = {};
+}
+
+void StepRun::give_up(const std::exception_ptr& error) {
+  for (BlockStep& step : blocks_) {
+    step.measure_work = {};
+    step.update_work = {};
+    step.after->published->fail(error);
+  }
+  decided_->fail(error);
+  finished_->fail(error);
+}
+
+void StepRun::note(const std::exception_ptr& error) {
+  if (!error_) error_ = error;
+}
+
 void StepRun::measure(BlockStep& step) {
-  if (step.gradients->landed->error()) {
-    gradients_failed_ = true;
-  } else if (step.gradients->flat.defined()) {
-    step.squares = step.optimizer->sum_of_squares(*step.gradients, step.block->gradient_layout, scaling_.inverse_scale,
-                                                  *ThreadPool::current());
+  try {
+    if (step.error) std::rethrow_exception(step.error);
+    if (step.gradients->landed->error()) {
+      gradients_failed_ = true;
+    } else if (step.gradients->flat.defined()) {
+      step.squares = step.optimizer->sum_of_squares(*step.gradients, step.block->gradient_layout,
+                                                    scaling_.inverse_scale, *ThreadPool::current());
+    }
+  } catch (...) {
+    note(std::current_exception());
   }
   if (--to_measure_ == 0) decide();
 }
 
 void StepRun::decide() {
+  if (error_) return decided_->fail(error_);
   // In block order, whatever the order of arrival, so that the sum has the same bits every time.
   double squares = 0;
   for (const BlockStep& step : blocks_) squares += step.squares;
@@ -70,14 +125,6 @@ void StepRun::decide() {
     scaling_.clip = factor > 1.0F ? 1.0F : factor;
   }
   decided_->fire();
-  for (BlockStep& step : blocks_) wait_to_update(step, nullptr);
-}
-
-void StepRun::wait_to_update(BlockStep& step, const EventPtr& also) {
-  device::when_all({step.before->published, also}, [self = shared_from_this(), &step] {
-    UpdateThread::instance().submit({self->number_, UpdateThread::Kind::kUpdate, step.layer},
-                                    [self, &step] { self->update(step); });
-  });
 }
 
 void StepRun::pass_on(BlockStep& step) {
@@ -100,29 +147,32 @@ void StepRun::make(BlockStep& step) {
   step.after->published->fire();
 }
 
-void StepRun::update(BlockStep& step) {
-  const at::NoGradGuard no_grad;
+void StepRun::publish(BlockStep& step) {
+  if (step.error) std::rethrow_exception(step.error);
+  if (const std::exception_ptr error = step.before->published->error()) std::rethrow_exception(error);
   gradients_failed_ |= step.gradients->landed->error() != nullptr;
   for (const size_t index : step.written) {
-    if (step.before->published->error()) break;
     step.optimizer->restart_master(index, step.block->block->layout().view(step.before->flat, index));
   }
-  if (const std::exception_ptr error = step.before->published->error()) {
-    step.after->published->fail(error);
-  } else if (gradients_failed_ || overflowed_) {
+  if (gradients_failed_ || overflowed_ || decided_->error()) {
     abandoned_ += gradients_failed_ ? 1 : 0;
     pass_on(step);
   } else {
-    try {
-      make(step);
-      ++updated_;
-    } catch (...) {
-      error_ = std::current_exception();
-      step.after->published->fail(error_);
-    }
+    make(step);
+    ++updated_;
   }
-  // What the call still holds of them is not needed any more.
-  if (!step.gradients->landed->error()) step.gradients->flat.reset();
+}
+
+void StepRun::update(BlockStep& step) {
+  const at::NoGradGuard no_grad;
+  try {
+    publish(step);
+    // What the call still holds of them is not needed any more.
+    if (!step.gradients->landed->error()) step.gradients->flat.reset();
+  } catch (...) {
+    note(std::current_exception());
+    step.after->published->fail(std::current_exception());
+  }
   step.before.reset();
   step.after.reset();
   if (--to_update_ > 0) return;

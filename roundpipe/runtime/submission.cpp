@@ -145,8 +145,7 @@ void put_inputs(Call& call, int microbatch, const Values& inputs, bool copy, boo
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < inputs.tensors.size(); ++i) {
     const at::Tensor& tensor = inputs.tensors[i];
-    size_t same = 0;
-    while (!inputs.tensors[same].is_same(tensor)) ++same;
+    const size_t same = place_of(tensor, inputs.tensors);
     if (same < i) {
       values.tensors.push_back(values.tensors[same]);
       continue;
@@ -159,8 +158,26 @@ void put_inputs(Call& call, int microbatch, const Values& inputs, bool copy, boo
   values.produced->fire();
 }
 
+namespace {
+
+// Per layer: where the microbatches of its backward jobs begin, ascending.
+std::vector<std::vector<int>> backward_ranges(const Plan& plan) {
+  std::vector<std::vector<int>> begins(static_cast<size_t>(plan.layers));
+  for (const Job& job : plan.jobs) {
+    if (job.phase == Phase::kForward) continue;
+    for (int l = job.layers.first; l < job.layers.last; ++l) {
+      begins[static_cast<size_t>(l)].push_back(job.microbatches.first);
+    }
+  }
+  for (std::vector<int>& layer : begins) std::ranges::sort(layer);
+  return begins;
+}
+
+}  // namespace
+
 void open_gradients(Call& call, const Plan& plan) {
   ModelState& model = *call.model;
+  const std::vector<std::vector<int>> ranges = backward_ranges(plan);
   call.bases.assign(model.blocks.size(), nullptr);
   call.results.assign(model.blocks.size(), nullptr);
   call.range_sums.clear();
@@ -181,16 +198,15 @@ void open_gradients(Call& call, const Plan& plan) {
           result, call.bases[block], layout, state.gradient_buffers, state.layers.size(),
           static_cast<size_t>(call.options.microbatches), call.options.sum_in_native_precision);
     } else {
-      const auto ranges = std::count_if(plan.jobs.begin(), plan.jobs.end(), [&](const Job& job) {
-        return job.phase != Phase::kForward && job.layers.contains(state.layers.front());
-      });
-      call.range_sums[block] = std::make_unique<memory::RangeSum>(result, layout, static_cast<size_t>(ranges));
+      const size_t parts = ranges[static_cast<size_t>(state.layers.front())].size();
+      call.range_sums[block] = std::make_unique<memory::RangeSum>(result, layout, parts);
     }
   }
 }
 
 void submit_jobs(const CallPtr& call, const Plan& plan, bool forward, bool backward, Engine& engine) {
   ModelState& model = *call->model;
+  const std::vector<std::vector<int>> ranges = backward_ranges(plan);
   std::vector<std::shared_ptr<JobRun>> runs;
   for (const Job& job : plan.jobs) {
     const bool is_backward = job.phase == Phase::kBackward;
@@ -214,7 +230,7 @@ void submit_jobs(const CallPtr& call, const Plan& plan, bool forward, bool backw
       for (const size_t block : layer.blocks) {
         model.blocks[block].block->add_reader(call->readings[block], run->weights_read);
       }
-      const Learned writes_buffers = layer.writes_buffers.load();
+      const Learned writes_buffers = call->habits[static_cast<size_t>(l)]->writes_buffers.load();
       // A backward job leaves the buffers alone, but must not read them while a forward may be writing them.
       if (!layer.buffers.empty() && (!is_backward || writes_buffers == Learned::kUnknown)) {
         run->buffers_before[place] = layer.buffers_current;
@@ -223,11 +239,9 @@ void submit_jobs(const CallPtr& call, const Plan& plan, bool forward, bool backw
           layer.buffers_current = run->buffers_after[place];
         }
       }
+      const std::vector<int>& begins = ranges[static_cast<size_t>(l)];
       run->range_index[place] =
-          static_cast<size_t>(std::count_if(plan.jobs.begin(), plan.jobs.end(), [&](const Job& other) {
-            return other.phase != Phase::kForward && other.layers.contains(l) &&
-                   other.microbatches.first < job.microbatches.first;
-          }));
+          static_cast<size_t>(std::ranges::lower_bound(begins, job.microbatches.first) - begins.begin());
     }
     runs.push_back(std::move(run));
   }

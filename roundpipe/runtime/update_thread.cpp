@@ -2,10 +2,12 @@
 
 #include <thread>
 
+#include <roundpipe/device/event.h>
+
 namespace roundpipe::runtime {
 
 UpdateThread& UpdateThread::instance() {
-  // Never destroyed: a process may end without drain().
+  // Never destroyed: a process may end without stop().
   static auto* instance = new UpdateThread;
   return *instance;
 }
@@ -14,17 +16,30 @@ UpdateThread::UpdateThread() {
   std::thread([this] { run(); }).detach();
 }
 
-void UpdateThread::submit(const Order& order, std::function<void()> work) {
+UpdateThread::Work UpdateThread::prepare(const Order& order, std::function<void()> work) {
+  std::multimap<Order, std::function<void()>> one;
+  return one.extract(one.emplace(order, std::move(work)));
+}
+
+bool UpdateThread::submit(Work& work) noexcept {
   {
     std::lock_guard lock(mutex_);
-    ready_.emplace(order, std::move(work));
+    if (stopped_) return false;
+    ready_.insert(std::move(work));
   }
   changed_.notify_all();
+  return true;
 }
 
 void UpdateThread::drain() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return ready_.empty() && !working_; });
+}
+
+void UpdateThread::stop() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return ready_.empty() && !working_; });
+  stopped_ = true;
 }
 
 void UpdateThread::run() {
@@ -34,7 +49,7 @@ void UpdateThread::run() {
     std::function<void()> work = std::move(ready_.extract(ready_.begin()).mapped());
     working_ = true;
     lock.unlock();
-    work();
+    device::run_callback(work, nullptr);
     work = nullptr;  // it may be the last to hold a model
     lock.lock();
     working_ = false;

@@ -11,7 +11,7 @@ namespace roundpipe::runtime {
 
 // The thread of this process that computes updates, one piece of work at a time. What is ready first by its order goes
 // first: older steps, then norms before updates, then the lowest layer, which the next forward needs first.
-// Thread safety: submit from any thread; does not block. Lives as long as the process.
+// Thread safety: submit from any thread; does not block. The object lives as long as the process.
 class UpdateThread {
  public:
   enum class Kind { kNorm, kUpdate };
@@ -21,14 +21,21 @@ class UpdateThread {
     size_t layer = 0;
     auto operator<=>(const Order&) const = default;
   };
+  // Work that is ready to be submitted, once, so that this needs no memory.
+  using Work = std::multimap<Order, std::function<void()>>::node_type;
 
   static UpdateThread& instance();
 
-  // `work` must not throw.
-  void submit(const Order& order, std::function<void()> work);
+  // What `work` throws is kept by the process, see device::escaped_error(): it is to see to its own errors.
+  static Work prepare(const Order& order, std::function<void()> work);
+
+  // False, and `work` is as before, when the thread has been stopped.
+  bool submit(Work& work) noexcept;
 
   // Blocks until all that was submitted is done, and what was submitted meanwhile. Not from the thread itself.
   void drain();
+  // The same, and nothing is taken any more.
+  void stop();
 
  private:
   UpdateThread();
@@ -36,8 +43,10 @@ class UpdateThread {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool working_ = false;                               // protected by mutex_
-  std::multimap<Order, std::function<void()>> ready_;  // protected by mutex_
+  // Protected by mutex_.
+  bool working_ = false;
+  bool stopped_ = false;
+  std::multimap<Order, std::function<void()>> ready_;
 };
 
 }  // namespace roundpipe::runtime

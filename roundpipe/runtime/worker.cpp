@@ -5,10 +5,11 @@
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/ops/empty_like.h>
 #include <c10/util/Exception.h>
 
+#include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/memory/host_arena.h>
 #include <roundpipe/runtime/out_of_memory.h>
 
 namespace roundpipe::runtime {
@@ -29,13 +30,18 @@ Worker::Worker(int index, std::unique_ptr<device::Device> device)
           [this](int count) { stage_next(count); }),
       thread_([this] { loop(); }) {}
 
-Worker::~Worker() {
+void Worker::stop() {
+  if (!thread_.joinable()) return;
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
   }
   changed_.notify_all();
   thread_.join();
+  upload_.stop();
+  download_.stop();
+  shells_.clear();
+  slots_.drop_idle();
 }
 
 bool Worker::look(const ModelState& model, double& begun) const {
@@ -75,6 +81,7 @@ void Worker::prefetch() {
       if (i == 0 && !running_) stage(*run, JobRunner::kStaged);
       continue;
     }
+    if (i > 0 && alone_) return;
     int64_t reserve_bytes = run->call->model->work_bytes.load();
     if (reserve_bytes == 0) {
       reserve_bytes = static_cast<int64_t>(static_cast<double>(limit_bytes) * kActivationShare);
@@ -84,8 +91,10 @@ void Worker::prefetch() {
     }
     run->slot = slots_.try_acquire(run->layout.size_bytes, reserve_bytes);
     if (run->slot < 0) return;
-    upload_weights(run);
-    stage(*run, i == 0 ? JobRunner::kStaged : next_staged_);
+    // Whoever is here may have nothing to do with this job's call, so what goes wrong is that call's.
+    const bool asked = run->call->attempt([&] { upload_weights(run); });
+    if (!asked) run->weights_read->fire();
+    run->call->attempt([&] { stage(*run, i == 0 ? JobRunner::kStaged : next_staged_); });
   }
 }
 
@@ -127,8 +136,8 @@ void Worker::upload_weights(const std::shared_ptr<JobRun>& run) {
                         }
                       }
                       // A backward job gets what such a layer had before its forward, microbatch by microbatch.
-                      const bool saved =
-                          run->job.phase == schedule::Phase::kBackward && state.writes_buffers.load() == Learned::kYes;
+                      const bool saved = run->job.phase == schedule::Phase::kBackward &&
+                                         run->habits(l).writes_buffers.load() == Learned::kYes;
                       for (size_t i = 0; i < state.buffers.size() && !saved; ++i) {
                         pieces.push_back({state.buffer_layout.view(run->weights, i, place.buffers_at),
                                           state.buffers[i].tensor.detach()});
@@ -161,6 +170,7 @@ void set_thread_attach(std::function<std::shared_ptr<void>()> attach) { thread_a
 void Worker::loop() {
   const std::shared_ptr<void> attached = thread_attach() ? thread_attach()() : nullptr;
   use_threads(device_->threads());
+  become_device_thread();
   while (true) {
     std::shared_ptr<JobRun> run;
     {
@@ -174,6 +184,12 @@ void Worker::loop() {
     // What the job before sends is gone before this one takes memory, so that peaks do not depend on timing.
     if (device_->copies_on_compute_cores()) wait_released();
     execute(*run);
+    if (is_left_behind()) {
+      // The user's code has forked, and this thread is all of the child. It ends, and with it the process; what belongs
+      // to the interpreter stays.
+      static_cast<void>(new std::shared_ptr<void>(attached));
+      return;
+    }
     release(run);
   }
 }
@@ -187,10 +203,11 @@ void Worker::execute(JobRun& run) {
     const auto scope = device_->compute().enter();
     const at::ThreadLocalStateGuard state(*run.call->thread_state);
     run.call->autocast.apply();
+    const device::OwnGenerators::Scope generators(generators_);
     runner_.run(run);
   } catch (...) {
     clear_error();
-    run.call->fail(std::current_exception());
+    if (!is_left_behind()) run.call->fail(std::current_exception());
   }
   at::autocast::set_autocast_enabled(at::kCPU, false);
   if (!device_->is_virtual()) at::autocast::set_autocast_enabled(device_->torch_device().type(), false);
@@ -212,12 +229,7 @@ bool Worker::make_room() {
     std::lock_guard lock(mutex_);
     running = queue_.front();
   }
-  bool waited = false;
-  for (const EventPtr& sent : running->outgoing) {
-    waited |= !sent->complete();
-    sent->wait_complete();
-  }
-  running->outgoing.clear();
+  bool waited = running->wait_sent();
   waited |= wait_released();
   return park_next() || waited;
 }
@@ -230,37 +242,65 @@ bool Worker::wait_released() {
 }
 
 bool Worker::park_next() {
-  std::unique_lock lock(mutex_);
-  alone_ = true;
-  if (queue_.size() < 2 || queue_[1]->begun.empty()) return slots_.drop_idle();
-  const std::shared_ptr<JobRun> next = queue_[1];
-  const std::vector<EventPtr> begun = std::exchange(next->begun, {});
-  lock.unlock();
-  // They only copy, so they end, unless they found no memory and stand aside.
-  for (const EventPtr& done : begun) upload_.wait(done);
-  lock.lock();
-  if (next->uploaded->complete() && !next->uploaded->error()) {
-    {
-      const auto scope = device_->download().enter();
-      next->parked = at::empty_like(next->weights, next->weights.options().device(c10::kCPU));
-      next->parked.copy_(next->weights);
+  std::shared_ptr<JobRun> next;
+  std::vector<EventPtr> begun;
+  {
+    const std::lock_guard lock(mutex_);
+    alone_ = true;
+    if (queue_.size() >= 2 && queue_[1]->slot >= 0) {
+      next = queue_[1];
+      begun = std::exchange(next->begun, {});
     }
-    next->weights.reset();
-    slots_.drop(next->slot);
-    next->uploaded = next->call->new_event();
-    upload_.submit({Priority::kWeight,
-                    {},
-                    [this, next] {
-                      admit(*next, next->uploaded);
-                      next->weights = slots_.buffer(next->slot, next->layout.size_bytes);
-                      const at::Tensor parked = std::exchange(next->parked, {});
-                      return std::vector<Piece>{{next->weights.narrow(0, 0, parked.numel()), parked}};
-                    },
-                    next->uploaded,
-                    next->new_transfer()});
+  }
+  const bool had_idle = slots_.drop_idle();
+  if (!next) return had_idle;
+  // It has a slot, so it stays the next one, and nobody else looks at it until the running job is over: from here on
+  // it is this thread's, without the lock. Its transfers only copy, so they end, or found no memory and stand aside.
+  for (const EventPtr& done : begun) upload_.wait(done);
+  bool had_leftover = false;
+  if (!next->weights.defined()) {
+    // What the job before it has left in the slot.
+    had_leftover = slots_.drop(next->slot);
+  } else if (next->uploaded->complete() && !next->uploaded->error() && next->weights.numel() > 0) {
+    park_weights(next);
   }
   for (const auto& [microbatch, staged] : next->staged) runner_.staging().stage_again(*next, microbatch);
-  return true;
+  return had_idle || had_leftover || !begun.empty();
+}
+
+void Worker::park_weights(const std::shared_ptr<JobRun>& next) {
+  EventPtr parked = next->call->new_event();
+  const EventPtr settled = next->new_transfer();
+  download_.submit({Priority::kWeight,
+                    {},
+                    [next, pinned = device_->wants_pinned_host_memory()] {
+                      memory::HostArena& arena =
+                          pinned ? memory::HostArena::page_locked() : memory::HostArena::pageable();
+                      next->parked = arena.allocate(next->weights.numel());
+                      return std::vector<Piece>{{next->parked, next->weights}};
+                    },
+                    parked,
+                    settled});
+  // Not for `parked`: when the call fails it does so at once, and the link may still be reading.
+  settled->wait_complete();
+  if (parked->error()) {
+    next->parked.reset();
+    // The host had no memory for them, so they stay where they are. The weights of a call that failed nobody needs.
+    if (!next->call->failed()) return;
+  }
+  next->weights.reset();
+  slots_.drop(next->slot);
+  next->uploaded = next->call->new_event();
+  upload_.submit({Priority::kWeight,
+                  {},
+                  [this, next] {
+                    admit(*next, next->uploaded);
+                    next->weights = slots_.buffer(next->slot, next->layout.size_bytes);
+                    const at::Tensor from = std::exchange(next->parked, {});
+                    return std::vector<Piece>{{next->weights.narrow(0, 0, from.numel()), from}};
+                  },
+                  next->uploaded,
+                  next->new_transfer()});
 }
 
 void Worker::release(const std::shared_ptr<JobRun>& run) {
@@ -290,9 +330,10 @@ void Worker::release(const std::shared_ptr<JobRun>& run) {
     }
     run->weights.reset();
     const CallPtr call = run->call;
+    // Before the lock: it may write all over the slot.
+    slots_.release(run->slot);
     {
       std::lock_guard lock(mutex_);
-      slots_.release(run->slot);
       --releasing_;
       prefetch();
       upload_.resume();

@@ -19,13 +19,17 @@ void set_thread_attach(std::function<std::shared_ptr<void>()> attach);
 
 // One device with its compute thread and its two links. Runs the jobs given to it in order, and uploads the next
 // job's weights and first inputs while one runs.
-// Thread safety: submissions and forget from any thread. The destructor runs what is queued first.
+// Thread safety: submissions and forget from any thread.
 class Worker {
  public:
   Worker(int index, std::unique_ptr<device::Device> device);
-  ~Worker();
+  ~Worker() { stop(); }
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
+
+  // Runs what is queued, ends the worker's threads and gives up what it keeps on the device. Nothing may be submitted
+  // from now on; the rest can still be asked. Not from a thread of the engine. Again: does nothing.
+  void stop();
 
   // For a submission, which holds the locks of all workers at once (taken by ascending index): lock(), look(),
   // enqueue() for each job, enqueued().
@@ -52,6 +56,9 @@ class Worker {
   // the next job back. False when there was neither.
   bool make_room();
   bool park_next();
+  // Takes the weights of the next job off the device, to be uploaded again once it may have memory.
+  // REQUIRES: they are there.
+  void park_weights(const std::shared_ptr<JobRun>& next);
   // The running job has come so far that `count` microbatches of the next one may be staged.
   void stage_next(int count);
   void stage(JobRun& run, int count);
@@ -65,6 +72,8 @@ class Worker {
   transfer::LinkScheduler download_;
   memory::WeightSlots slots_;
   Shells shells_;
+  // What layers and backward passes here draw from.
+  const std::shared_ptr<device::OwnGenerators> generators_ = std::make_shared<device::OwnGenerators>();
   JobRunner runner_;
 
   std::mutex mutex_;

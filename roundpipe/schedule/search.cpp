@@ -128,10 +128,10 @@ class Search {
     for (int layer = 0; layer < layers_; ++layer) {
       const bool backward = trains() && layer >= options_.plan.first_backward_layer;
       if (fits({layer, layer + 1}, backward)) continue;
-      throw std::invalid_argument("[plan] costs[" + std::to_string(layer) + "] needs " +
-                                  std::to_string(sums_.visit_bytes({layer, layer + 1}, backward, true)) +
-                                  " bytes on a device, expected at most the largest device's " +
-                                  std::to_string(room_bytes_) + "; split the layer or use fewer samples a microbatch");
+      throw LayerTooLarge("[plan] costs[" + std::to_string(layer) + "] needs " +
+                          std::to_string(sums_.visit_bytes({layer, layer + 1}, backward, true)) +
+                          " bytes on a device, expected at most the largest device's " + std::to_string(room_bytes_) +
+                          "; split the layer or use fewer samples a microbatch");
     }
   }
 

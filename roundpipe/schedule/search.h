@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -37,13 +38,19 @@ struct PlanChoice {
   std::string limit;
 };
 
+// No plan can be made: a layer by itself does not fit the largest device.
+class LayerTooLarge : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
 // The best plans found, best first, with different cuts; never empty.
 //
 // Coordinate descent over the numbers of stages, one-layer stages at the ends, replicas at both ends and of the fused
 // stage, and interleaving, with exact partitions in between, from several starts; then annealing of single stages, for
 // layers that are not alike. The greedy plan is among the candidates, so no result is worse. Deterministic.
-// Throws std::invalid_argument for bad costs, cluster or options, a layer that fits no device (by its number), and
-// limits that no plan keeps.
+// Throws LayerTooLarge with the layer's number, and std::invalid_argument for bad costs, cluster or options, and limits
+// that no plan keeps.
 std::vector<PlanChoice> search(const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options);
 
 }  // namespace roundpipe::schedule

@@ -31,7 +31,7 @@ const char* name_of(Priority priority) {
 }
 
 struct LinkScheduler::Entry {
-  // Fires `settled` when the last one drops it: this entry (which drops it after all else), or the copies it issued.
+  // Fires `settled` when it goes, after all else of the entry. Chunks on their way hold the entry.
   std::shared_ptr<void> untouched;
   Transfer transfer;
   int64_t order = 0;
@@ -43,18 +43,47 @@ struct LinkScheduler::Entry {
   std::vector<Piece> pieces;
   size_t piece = 0;
   int64_t offset = 0;  // elements of pieces[piece] already issued
+  // Elements of a piece that is not contiguous; less once the device had no memory for more.
+  int64_t most_strided = std::numeric_limits<int64_t>::max();
 };
 
-bool LinkScheduler::MoreUrgent::operator()(const std::shared_ptr<Entry>& a, const std::shared_ptr<Entry>& b) const {
+// What is issued of one transfer at a time. Set before it is signalled, read when it has arrived.
+struct LinkScheduler::Chunk {
+  // With it both ends live until the bytes are there, even when somebody else has failed `done` meanwhile.
+  std::shared_ptr<Entry> entry;
+  bool last = false;
+  std::exception_ptr error;  // what kept the rest of it from being issued; nothing more is issued then
+
+  void arrived(const device::Event& event, Uses& uses) {
+    const EventPtr done = entry->transfer.done;
+    // Not longer than that: whoever hears of it may need their memory.
+    if (last || error) entry->pieces.clear();
+    if (!error) error = event.error();
+    if (error) return done->fail(error);
+    if (!last) return;
+    {
+      const std::lock_guard lock(uses.mutex);
+      LinkUse& use = uses.of[static_cast<size_t>(entry->transfer.priority)];
+      ++use.transfers;
+      use.bytes += entry->bytes;
+      use.queued_ms += entry->begun_ms - entry->ready_ms;
+      use.moving_ms += event.time_ms() - entry->begun_ms;
+    }
+    done->fire();
+  }
+};
+
+bool LinkScheduler::LessUrgent::operator()(const std::shared_ptr<Entry>& a, const std::shared_ptr<Entry>& b) const {
   const Priority none{};
-  return std::pair(by_class ? a->transfer.priority : none, a->order) <
+  return std::pair(by_class ? a->transfer.priority : none, a->order) >
          std::pair(by_class ? b->transfer.priority : none, b->order);
 }
 
 LinkScheduler::LinkScheduler(device::Queue& queue, LinkOptions options)
-    : queue_(queue), options_(options), ready_(MoreUrgent{!options.first_come}), thread_([this] { run(); }) {}
+    : queue_(queue), options_(options), less_urgent_{!options.first_come}, thread_([this] { run(); }) {}
 
-LinkScheduler::~LinkScheduler() {
+void LinkScheduler::stop() {
+  if (!thread_.joinable()) return;
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -63,21 +92,47 @@ LinkScheduler::~LinkScheduler() {
   thread_.join();
 }
 
-void LinkScheduler::submit(Transfer transfer) {
-  auto entry = std::make_shared<Entry>();
-  entry->transfer = std::move(transfer);
-  if (const EventPtr settled = entry->transfer.settled) {
-    entry->untouched = {settled.get(), [settled](void*) { settled->fire(); }};
-  }
-  {
+void LinkScheduler::submit(Transfer transfer) noexcept {
+  const EventPtr done = transfer.done;
+  const EventPtr settled = transfer.settled;
+  bool counted = false;
+  try {
+    auto entry = std::make_shared<Entry>();
+    if (settled) entry->untouched = {settled.get(), [settled](void*) { settled->fire(); }};
+    entry->transfer = std::move(transfer);
+    {
+      std::lock_guard lock(mutex_);
+      // Here, so that nothing has to be allocated when it becomes ready, on whatever thread that is.
+      if (ready_.capacity() <= unfinished_) ready_.reserve(2 * unfinished_ + 8);
+      entry->order = next_order_++;
+      ++waiting_;
+      ++unfinished_;
+      counted = true;
+    }
+    device::when_all(entry->transfer.after, [this, entry] { ready(entry); });
+  } catch (...) {
+    done->fail(std::current_exception());
+    if (settled) settled->fire();
+    if (!counted) return;
     std::lock_guard lock(mutex_);
-    entry->order = next_order_++;
-    ++waiting_;
+    --waiting_;
+    --unfinished_;
+    changed_.notify_all();
   }
-  device::when_all(entry->transfer.after, [this, entry] { ready(entry); });
 }
 
-void LinkScheduler::ready(const std::shared_ptr<Entry>& entry) {
+void LinkScheduler::push_ready(std::shared_ptr<Entry> entry) noexcept {
+  ready_.push_back(std::move(entry));
+  std::push_heap(ready_.begin(), ready_.end(), less_urgent_);
+  changed_.notify_all();
+}
+
+void LinkScheduler::forget_one() {
+  std::lock_guard lock(mutex_);
+  --unfinished_;
+}
+
+void LinkScheduler::ready(const std::shared_ptr<Entry>& entry) noexcept {
   std::exception_ptr error;
   for (const EventPtr& event : entry->transfer.after) {
     if (event && !error) error = event->error();
@@ -86,7 +141,11 @@ void LinkScheduler::ready(const std::shared_ptr<Entry>& entry) {
   entry->ready_ms = now_ms();
   std::lock_guard lock(mutex_);
   --waiting_;
-  if (!error) ready_.insert(entry);
+  if (error) {
+    --unfinished_;
+  } else {
+    push_ready(entry);
+  }
   // Notified under the lock: after it, a stopping destructor may be through.
   changed_.notify_all();
 }
@@ -125,8 +184,7 @@ void LinkScheduler::resume() {
   }
   if (resumed.empty()) return;
   const std::lock_guard lock(mutex_);
-  ready_.insert(resumed.begin(), resumed.end());
-  changed_.notify_all();
+  for (std::shared_ptr<Entry>& entry : resumed) push_ready(std::move(entry));
 }
 
 void LinkScheduler::give_up(const EventPtr& done) {
@@ -145,6 +203,44 @@ LinkUse LinkScheduler::use(Priority priority) const {
   return uses_->of[static_cast<size_t>(priority)];
 }
 
+namespace {
+
+// Two halves along the dimension that lies widest apart, so that halves of halves are contiguous in the end.
+std::pair<Piece, Piece> halves(const Piece& piece) {
+  int64_t widest = -1;
+  for (int64_t dim = 0; dim < piece.src.dim(); ++dim) {
+    const auto apart = [&](int64_t of) { return std::max(piece.src.stride(of), piece.dst.stride(of)); };
+    if (piece.src.size(dim) > 1 && (widest < 0 || apart(dim) > apart(widest))) widest = dim;
+  }
+  const int64_t size = piece.src.size(widest);
+  const auto part = [&](int64_t from, int64_t count) {
+    return Piece{piece.dst.narrow(widest, from, count), piece.src.narrow(widest, from, count)};
+  };
+  return {part(0, size / 2), part(size / 2, size - size / 2)};
+}
+
+bool is_flat(const Piece& piece) { return piece.src.is_contiguous() && piece.dst.is_contiguous(); }
+
+}  // namespace
+
+bool LinkScheduler::copy_or_cut(Entry& entry) {
+  const Piece piece = entry.pieces[entry.piece];
+  const int64_t numel = piece.src.numel();
+  if (is_flat(piece) || numel <= entry.most_strided) {
+    try {
+      queue_.copy(piece.dst, piece.src);
+      return true;
+    } catch (const c10::OutOfMemoryError&) {
+      if (is_flat(piece)) throw;  // no memory of the device's was asked for
+      entry.most_strided = numel / 2;
+    }
+  }
+  auto [first, second] = halves(piece);
+  entry.pieces[entry.piece] = std::move(second);
+  entry.pieces.insert(entry.pieces.begin() + static_cast<std::ptrdiff_t>(entry.piece), std::move(first));
+  return false;
+}
+
 bool LinkScheduler::issue_chunk(Entry& entry) {
   int64_t room_bytes = options_.chunk_bytes > 0 ? options_.chunk_bytes : std::numeric_limits<int64_t>::max();
   bool first = true;
@@ -152,18 +248,18 @@ bool LinkScheduler::issue_chunk(Entry& entry) {
     const Piece& piece = entry.pieces[entry.piece];
     const int64_t numel = piece.src.numel();
     const auto element_bytes = std::max<int64_t>(1, piece.src.element_size());
-    const bool flat = piece.src.is_contiguous() && piece.dst.is_contiguous();
+    const bool flat = is_flat(piece);
     const int64_t most = std::max<int64_t>(first ? 1 : 0, room_bytes / element_bytes);
     const int64_t left = numel - entry.offset;
-    // One that cannot be cut goes whole, at the beginning of a chunk.
+    // One that cannot be cut anywhere goes at the beginning of a chunk.
     if (!first && (flat ? most == 0 : left > most)) break;
     const int64_t count = flat ? std::min(most, left) : left;
     if (count > 0) {
-      if (count == numel) {
-        queue_.copy(piece.dst, piece.src);
-      } else {
+      if (count < numel) {
         queue_.copy(piece.dst.view({-1}).narrow(0, entry.offset, count),
                     piece.src.view({-1}).narrow(0, entry.offset, count));
+      } else if (!copy_or_cut(entry)) {
+        continue;
       }
       moved_bytes_.fetch_add(count * element_bytes);
       entry.bytes += count * element_bytes;
@@ -185,14 +281,14 @@ void LinkScheduler::limit_in_flight() {
   }
 }
 
-void LinkScheduler::let_go(Entry& entry) {
-  // A chunk of it may be on its way still.
-  if (in_flight_.empty()) {
-    entry.pieces.clear();
-  } else {
-    in_flight_.back()->then([pieces = std::move(entry.pieces)]() mutable { pieces.clear(); });
-    entry.pieces.clear();
-  }
+std::shared_ptr<LinkScheduler::Entry> LinkScheduler::next() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return !ready_.empty() || (stopping_ && waiting_ == 0); });
+  if (ready_.empty()) return nullptr;
+  std::pop_heap(ready_.begin(), ready_.end(), less_urgent_);
+  std::shared_ptr<Entry> entry = std::move(ready_.back());
+  ready_.pop_back();
+  return entry;
 }
 
 void LinkScheduler::run() {
@@ -201,39 +297,41 @@ void LinkScheduler::run() {
   while (true) {
     // Before the choice, so that what becomes urgent meanwhile is chosen.
     limit_in_flight();
-    std::shared_ptr<Entry> entry;
-    {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [this] { return !ready_.empty() || (stopping_ && waiting_ == 0); });
-      if (ready_.empty()) break;
-      entry = *ready_.begin();
-      ready_.erase(ready_.begin());
-    }
+    const std::shared_ptr<Entry> entry = next();
+    if (!entry) break;
     // Given up by whoever asked: whatever it pointed into may already be in use for something else.
     if (entry->transfer.done->complete()) {
-      let_go(*entry);
+      forget_one();
       continue;
     }
+    std::exception_ptr error;
+    bool no_memory = false;
     try {
       issue(entry);
+      continue;
     } catch (const c10::OutOfMemoryError&) {
-      if (entry->begun) {
-        let_go(*entry);
-        entry->transfer.done->fail(std::current_exception());
-      } else {
-        stand_aside(entry, std::current_exception());
+      error = std::current_exception();
+      no_memory = !entry->begun;
+    } catch (...) {
+      error = std::current_exception();
+    }
+    try {
+      if (no_memory) {
+        stand_aside(entry, error);
+        continue;
       }
     } catch (...) {
-      let_go(*entry);
-      entry->transfer.begin = nullptr;
-      entry->transfer.done->fail(std::current_exception());
+      error = std::current_exception();
     }
+    forget_one();
+    entry->transfer.begin = nullptr;
+    entry->transfer.done->fail(error);
   }
   // Nobody is left who could make room.
   std::vector<std::shared_ptr<Entry>> left;
   {
     const std::lock_guard lock(aside_->mutex);
-    left = aside_->entries;
+    left.swap(aside_->entries);
   }
   for (const auto& entry : left) entry->transfer.done->fail(entry->no_memory);
 }
@@ -246,39 +344,24 @@ void LinkScheduler::issue(const std::shared_ptr<Entry>& entry) {
     entry->transfer.begin = nullptr;  // the pieces hold what it held
     entry->begun_ms = now_ms();
   }
-  const bool all_issued = issue_chunk(*entry);
-  EventPtr arrived = device::make_event();
-  if (!all_issued) {
-    arrived->then([untouched = entry->untouched, done = entry->transfer.done, self = arrived.get()] {
-      if (const std::exception_ptr error = self->error()) done->fail(error);
-    });
-  } else {
-    // Both ends stay alive until the bytes are there, even when somebody else has failed `done` meanwhile, and no
-    // longer: whoever hears of it may need their memory.
-    arrived->then([untouched = entry->untouched, pieces = std::move(entry->pieces), done = entry->transfer.done,
-                   uses = uses_, priority = entry->transfer.priority, bytes = entry->bytes, ready_ms = entry->ready_ms,
-                   begun_ms = entry->begun_ms, self = arrived.get()]() mutable {
-      pieces.clear();
-      if (const std::exception_ptr error = self->error()) {
-        done->fail(error);
-        return;
-      }
-      {
-        const std::lock_guard lock(uses->mutex);
-        LinkUse& use = uses->of[static_cast<size_t>(priority)];
-        ++use.transfers;
-        use.bytes += bytes;
-        use.queued_ms += begun_ms - ready_ms;
-        use.moving_ms += self->time_ms() - begun_ms;
-      }
-      done->fire();
-    });
-  }
+  // What may throw comes before the first copy: from there on the end of what was issued must be heard of.
+  const auto chunk = std::make_shared<Chunk>();
+  chunk->entry = entry;
+  const EventPtr arrived = device::make_event();
+  arrived->then([chunk, uses = uses_, self = arrived.get()] { chunk->arrived(*self, *uses); });
   in_flight_.push_back(arrived);
+  try {
+    chunk->last = issue_chunk(*entry);
+  } catch (...) {
+    chunk->error = std::current_exception();
+  }
+  const bool over = chunk->last || chunk->error;
   queue_.signal(arrived);
-  if (!all_issued) {
-    std::lock_guard lock(mutex_);
-    ready_.insert(entry);
+  std::lock_guard lock(mutex_);
+  if (over) {
+    --unfinished_;
+  } else {
+    push_ready(entry);
   }
 }
 

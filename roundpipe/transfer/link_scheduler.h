@@ -8,7 +8,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <thread>
 #include <vector>
 
@@ -37,8 +36,9 @@ struct Transfer {
   std::function<std::vector<Piece>()> begin;
   // Fires when every byte has arrived. Never null.
   device::EventPtr done;
-  // Fires when the link touches nothing of this transfer any more, however it ended. Whoever may fail `done` from
-  // outside waits for this one before it uses the memory for something else. May be null.
+  // Fires when the link touches nothing of this transfer any more, however it ended: also when a copy fails, what was
+  // issued before has then arrived. Whoever may fail `done` from outside waits for this one before it uses the memory
+  // for something else. May be null.
   device::EventPtr settled;
 };
 
@@ -54,19 +54,24 @@ struct LinkUse {
 //
 // One thread issues chunks of at most LinkOptions::chunk_bytes, the most urgent ready transfer first, and keeps at most
 // kInFlight chunks unfinished, so an urgent transfer waits for chunks, never for a layer. Small pieces share a chunk.
-// A transfer for which the device has no memory stands aside, and others go on, until resume().
-// Thread safety: submit(), resume(), give_up() and use() from any thread, never block; wait() blocks. The destructor
-// finishes everything that was submitted: REQUIRES that every `after` event completes.
+// A transfer for which the device has no memory stands aside, and others go on, until resume(). One that has begun goes
+// through: a piece that is not contiguous, of which the device may need a contiguous copy, is cut into smaller ones.
+// Thread safety: submit(), resume(), give_up() and use() from any thread, never block; wait() blocks. submit() does not
+// throw: what keeps a transfer from being taken fails its `done`.
 class LinkScheduler {
  public:
   static constexpr size_t kInFlight = 2;
 
   explicit LinkScheduler(device::Queue& queue, LinkOptions options = {});
-  ~LinkScheduler();
+  ~LinkScheduler() { stop(); }
   LinkScheduler(const LinkScheduler&) = delete;
   LinkScheduler& operator=(const LinkScheduler&) = delete;
 
-  void submit(Transfer transfer);
+  // Finishes everything that was submitted, and ends the link's thread. REQUIRES that every `after` event completes,
+  // and that nothing is submitted from now on. Again: does nothing.
+  void stop();
+
+  void submit(Transfer transfer) noexcept;
 
   // Blocks until `done`, of a transfer submitted here, is complete, or until that transfer stands aside for want of
   // memory: then false.
@@ -82,7 +87,9 @@ class LinkScheduler {
 
  private:
   struct Entry;
-  struct MoreUrgent {
+  struct Chunk;
+  // The order of a heap, whose first is the most urgent.
+  struct LessUrgent {
     bool by_class = true;
     bool operator()(const std::shared_ptr<Entry>& a, const std::shared_ptr<Entry>& b) const;
   };
@@ -94,17 +101,23 @@ class LinkScheduler {
   };
 
   void run();
+  // What is to be issued next; null when there is nothing left and the link is to stop.
+  std::shared_ptr<Entry> next();
+  // REQUIRES: mutex_ is held, and the entry is counted in unfinished_, so that there is room for it.
+  void push_ready(std::shared_ptr<Entry> entry) noexcept;
+  void forget_one();
   void issue(const std::shared_ptr<Entry>& entry);
   void stand_aside(const std::shared_ptr<Entry>& entry, std::exception_ptr error);
-  void ready(const std::shared_ptr<Entry>& entry);
+  void ready(const std::shared_ptr<Entry>& entry) noexcept;
   // Issues the next chunk; true when the entry has nothing left to issue.
   bool issue_chunk(Entry& entry);
+  // Issues all of the entry's piece; cuts it instead where the device has no memory to copy it as it is.
+  bool copy_or_cut(Entry& entry);
   void limit_in_flight();
-  // Drops the tensors of a transfer that is given up, once nothing in flight can touch them.
-  void let_go(Entry& entry);
 
   device::Queue& queue_;
   const LinkOptions options_;
+  const LessUrgent less_urgent_;
   std::atomic<int64_t> moved_bytes_{0};
   const std::shared_ptr<Aside> aside_ = std::make_shared<Aside>();
 
@@ -117,9 +130,10 @@ class LinkScheduler {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   // Protected by mutex_.
-  std::set<std::shared_ptr<Entry>, MoreUrgent> ready_;
+  std::vector<std::shared_ptr<Entry>> ready_;  // a heap by less_urgent_, with room for unfinished_
   int64_t next_order_ = 0;
-  int64_t waiting_ = 0;  // submitted, not ready yet
+  int64_t waiting_ = 0;    // submitted, not ready yet
+  size_t unfinished_ = 0;  // at least as many as can become ready
   bool stopping_ = false;
 
   std::deque<device::EventPtr> in_flight_;  // touched by the link's thread only

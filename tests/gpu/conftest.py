@@ -37,7 +37,7 @@ class Target:
     def spec(self, workers: int, memory_bytes: int = 0) -> str:
         """That many workers, each with that cap."""
         devices = f"{self.device}:0x{workers}" if self.is_card else f"virtual:{workers}"
-        return f"{devices},memory={memory_bytes}" if memory_bytes else devices
+        return f"{devices},memory={memory_bytes}B" if memory_bytes else devices
 
     def pool(self, workers: int, memory_bytes: int = 0) -> roundpipe.DevicePool:
         return roundpipe.devices(self.spec(workers, memory_bytes))

@@ -54,7 +54,7 @@ def redirect(path: str, descriptor: int) -> None:
 
 def serve() -> None:
     """Forks a process for each line on stdin, and prints its exit status. The fork returns as the program ends."""
-    import torch  # noqa: F401
+    import torch._dynamo  # noqa: F401 - by torch.optim, when the first optimizer is made
     import transformers
 
     import roundpipe

@@ -42,7 +42,7 @@ class Faulty(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.inner = nn.Linear(width, width)
-        self.control: dict[str, Any] = {"where": None, "error": None, "microbatches_before": 0}
+        self.heal()
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         where = self.control["where"]
@@ -67,10 +67,11 @@ class Faulty(nn.Module):
         raise self.control["error"]  # the line of the fault
 
     def fault(self, where: str, error: BaseException | None = None, microbatches_before: int = 0) -> None:
-        self.control.update(where=where, error=error, microbatches_before=microbatches_before)
+        # Another object each time: calls that are under way keep the one that they were made with.
+        self.control = {"where": where, "error": error, "microbatches_before": microbatches_before}
 
     def heal(self) -> None:
-        self.control["where"] = None
+        self.control = {"where": None, "error": None, "microbatches_before": 0}
 
 
 class _FailingBackward(torch.autograd.Function):

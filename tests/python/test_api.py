@@ -15,6 +15,7 @@ from torch import nn
 import roundpipe
 from robustness import assert_same, pipe_of, sgd_step, squared_error, state_of
 from roundpipe import GradScaler, OptimizerCtx, RoundPipe, RoundPipeRunConfig
+from roundpipe.recompute import layer_context, may_save
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +86,8 @@ def test_train_and_eval_return_the_wrapper() -> None:
 def test_parameters_warn_outside_of_the_optimizer() -> None:
     model = linear_model()
     pipe = RoundPipe(model)
+    assert len(list(pipe.parameters())) == len(list(model.parameters()))  # they may be trained as they are
+    pipe.optim_parameters()
     with pytest.warns(UserWarning, match="optim_parameters"):
         assert [id(p) for p in pipe.parameters()] == [id(p) for p in model.parameters()]
     with pytest.warns(UserWarning, match="optim_parameters"):
@@ -106,12 +109,11 @@ def test_optimizer_parameters_names_dtypes_and_duplicates() -> None:
     model[1][0].bias.requires_grad_(False)
     pipe = RoundPipe(model, optim_dtype=torch.float32)
     named = dict(pipe.optim_named_parameters())
-    assert list(named) == [name for name, _ in model.named_parameters()]
-    assert named["1.0.bias"] is model[1][0].bias, "a frozen parameter is the model's own"
-    assert all(p.dtype == torch.float32 and p.is_leaf for name, p in named.items() if name != "1.0.bias")
+    assert list(named) == [name for name, p in model.named_parameters() if p.requires_grad] and "1.0.bias" not in named
+    assert all(p.dtype == torch.float32 and p.is_leaf for p in named.values())
     everything = list(pipe.optim_named_parameters(prefix="model", remove_duplicate=False))
     assert [name for name, _ in everything] == [
-        f"model.{name}" for name, _ in model.named_parameters(remove_duplicate=False)
+        f"model.{name}" for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
     ]
     assert dict(everything)["model.2.weight"] is dict(everything)["model.0.weight"]
     # A model that nobody else keeps: its parameters do not need it.
@@ -228,7 +230,7 @@ def test_grad_modes() -> None:
         quiet = pipe(value)
     with torch.inference_mode():
         inference = pipe(torch.randn(4, 4) * 0 + value)
-        loss = pipe.forward_backward((value,), loss_fn=lambda outputs, _: outputs.sum())
+    loss = pipe.forward_backward((value,), loss_fn=lambda outputs, _: outputs.sum())
     for outputs in (quiet, inference):
         assert not outputs.requires_grad
         torch.testing.assert_close(outputs, expected)
@@ -297,19 +299,61 @@ def test_recompute_gets_what_the_forward_saved(grain: str, fused: bool) -> None:
 
 def test_recompute_data_outside_of_a_recompute() -> None:
     roundpipe.save_for_recompute(torch.ones(1))
-    with pytest.raises(ValueError, match="no layer is being recomputed"):
+    with pytest.raises(AssertionError, match="no layer is being recomputed"):
+        roundpipe.get_recompute_data()
+
+
+class Saving(nn.Linear):
+    """Saves `times` times, and keeps what it gets back when it asks three times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(4, 4)
+        self.times = times
+        self.got: list[Any] = []
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if roundpipe.doing_recompute():
+            self.got.extend(roundpipe.get_recompute_data() for _ in range(3))
+        else:
+            for _ in range(self.times):
+                roundpipe.save_for_recompute(torch.arange(3), "text")
+        return super().forward(value)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_the_same_recompute_data_when_asked_again(devices: int) -> None:
+    roundpipe.devices(f"virtual:{devices}")
+    nothing, once = Saving(0), Saving(1)
+    pipe = pipe_of(nn.Sequential(nothing, once, nn.Linear(4, 4)), 1)
+    pipe(torch.randn(2, 4)).sum().backward()
+    pipe.synchronize()
+    assert nothing.got == [None] * 3
+    first, second, third = once.got
+    assert first is second is third and first[0].tolist() == [0, 1, 2] and first[1] == "text"
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+def test_recomputing_waits_for_what_the_forward_saves(devices: int, grain: str) -> None:
+    roundpipe.devices(f"virtual:{devices}")
+    layers = [Saving(1) for _ in range(3)]
+    pipe = pipe_of(nn.Sequential(*layers), devices + 1, recompute_grain=grain)
+    for _ in range(20):
+        pipe.forward_backward((torch.randn(2 * devices + 2, 4),), loss_fn=lambda outputs, _: outputs.sum())
+    pipe.synchronize()
+    assert all(got is not None and got[1] == "text" for layer in layers for got in layer.got)
+    assert layers[0].got
+
+
+def test_a_layer_that_does_not_show_that_it_asks() -> None:
+    assert may_save(nn.Sequential(Saving(1))) and not may_save(nn.Linear(2, 2))
+    with layer_context((0, 0, 0, True)), pytest.raises(ValueError, match="recomputed ahead of its forward"):
         roundpipe.get_recompute_data()
 
 
 def test_asking_for_more_than_was_saved() -> None:
-    class Greedy(nn.Linear):
-        def forward(self, value: torch.Tensor) -> torch.Tensor:
-            if roundpipe.doing_recompute():
-                roundpipe.get_recompute_data()
-            return super().forward(value)
-
-    pipe = pipe_of(nn.Sequential(Greedy(4, 4), nn.Linear(4, 4)), 1)
-    with pytest.raises(ValueError, match="asked 1 times, but the forward saved 0 times"):
+    pipe = pipe_of(nn.Sequential(Saving(2), nn.Linear(4, 4)), 1)
+    with pytest.raises(ValueError, match="asked 3 times, but the forward saved 2 times"):
         pipe(torch.randn(2, 4)).sum().backward()
         pipe.synchronize()
 

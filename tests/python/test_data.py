@@ -11,11 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from roundpipe.data.balance import BalancedSplit, balance, balanced_config, split_balanced
-from roundpipe.data.batches import Batches
+from roundpipe.data.batches import Batches, check_positions
 from roundpipe.data.collate import collate, count_label_tokens
 from roundpipe.data.packing import assign_rows, pack
 from roundpipe.data.samples import IGNORED
 from roundpipe.microbatch import split_call, split_label
+from tiny_chat import tiny_llama
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=20)
 
@@ -42,7 +43,8 @@ def test_packing_keeps_every_sample_whole(lengths: list[int], pad: bool) -> None
         for start, end in itertools.pairwise([*starts, len(ids)]):
             assert positions[start:end] == list(range(end - start))
             if ids[start] == 777:
-                assert end == len(ids) and set(ids[start:]) == {777} and set(labels[start:]) == {IGNORED}
+                assert set(ids[start:]) == {777} and set(labels[start:]) == {IGNORED}
+                assert end - start <= max(lengths)  # no position that no sample has
                 continue
             sample = next(sample for sample in samples if sample["input_ids"] == ids[start:end])
             assert labels[start:end] == [IGNORED, *sample["labels"][1:]]
@@ -337,3 +339,13 @@ def test_balanced_config_has_no_more_microbatches_than_rows() -> None:
     assert balanced_config(batch, 1).num_microbatch == 1
     with pytest.raises(ValueError, match=r"^\[balanced_config\] the keyword arguments are \['input_ids'\]"):
         balanced_config({"input_ids": batch["input_ids"]})
+
+
+def test_samples_longer_than_the_model_can_take() -> None:
+    model = tiny_llama(max_position_embeddings=8)
+    sizes: dict[str, Any] = {"batch_tokens": 32, "pad_token_id": 0}
+    short = Batches(numbered([3, 8]), max_length=16, **sizes)  # packed rows may be longer than a sample
+    check_positions(model, short, [])
+    with pytest.raises(ValueError, match=r"a sample has 9 tokens, and the model max_position_embeddings = 8; lower"):
+        check_positions(model, short, Batches(numbered([3, 9]), max_length=16, **sizes))
+    check_positions(model, Batches(numbered([3, 9]), max_length=8, **sizes))

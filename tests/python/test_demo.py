@@ -282,7 +282,7 @@ def test_plain_loop_is_refused_below_what_it_needs_and_only_there() -> None:
 
     stages = set()
     for share in (0.1, 0.4, 0.6, 0.95):
-        pool = roundpipe.devices(f"virtual:4,memory={int(needed_bytes * share)}")
+        pool = roundpipe.devices(f"virtual:4,memory={int(needed_bytes * share)}B")
         room = proof.try_on_one_device(layers, batches, options, pool, needed_bytes)
         assert room.is_refused
         assert room.message.startswith("[virtual:0] out of memory: ")
@@ -295,7 +295,7 @@ def test_plain_loop_is_refused_below_what_it_needs_and_only_there() -> None:
         assert report[0]["current_bytes"] < 2**20
     assert stages == {WEIGHTS, GRADIENTS, OPTIMIZER}
 
-    pool = roundpipe.devices(f"virtual:4,memory={int(needed_bytes * 1.05)}")
+    pool = roundpipe.devices(f"virtual:4,memory={int(needed_bytes * 1.05)}B")
     room = proof.try_on_one_device(layers, batches, options, pool, needed_bytes)
     assert not room.is_refused
     assert "fits as well" in fits(room, 1).line

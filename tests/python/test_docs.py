@@ -67,6 +67,7 @@ def test_example_runs(flag: str, code: str, runner: ProgramRunner, tmp_path: Pat
     program.write_text((GIVEN if flag == "with-model" else "") + code)
     result = runner.run(program, cwd=tmp_path)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    assert "eval mode" not in result.stderr, "an example trains without dropout"
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)

@@ -228,6 +228,36 @@ def test_microbatches_of_a_split_function_and_many_of_them() -> None:
     pair.train((torch.randn(40, 5),), label=torch.randn(40, 3), microbatches=20, steps=1)
 
 
+def test_compiled_in_place_keeps_its_options() -> None:
+    """Each device compiles the layer with the backend and the options that it was compiled with."""
+    use_devices(2)
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], options: dict[str, int]) -> Any:
+        seen.append(options)
+        return graph.forward
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).tanh() + 1
+
+    model = nn.Sequential(nn.Linear(5, 5), Layer())
+    plain = copy.deepcopy(model)
+    model[1].compile(backend=backend, options={"level": 3}, dynamic=True)
+    pipe = RoundPipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=2))
+    x = torch.randn(6, 5)
+    with torch.no_grad():
+        torch.testing.assert_close(pipe(x), plain(x))
+    assert seen and all(options == {"level": 3} for options in seen)
+    seen.clear()
+    plain[1].compile(backend=backend, disable=True)
+    assert RoundPipe(plain)(x).shape == (6, 3) and not seen
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler on the CPU")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("way", ["wrapped", "in place"])

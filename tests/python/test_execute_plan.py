@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 from roundpipe.execute_plan import ModelExecutePlan, RunType
+from roundpipe.run_config import RoundPipeRunConfig
 
 
 def plan(fwd: list[Any], bwd: list[Any] | None = None) -> ModelExecutePlan:
@@ -25,7 +26,7 @@ def plan(fwd: list[Any], bwd: list[Any] | None = None) -> ModelExecutePlan:
     ],
 )
 def test_valid(run_type: RunType, valid: ModelExecutePlan) -> None:
-    valid.check_valid(run_type, 5)
+    valid.check_valid(5, run_type)
 
 
 @pytest.mark.parametrize(
@@ -51,12 +52,24 @@ def test_valid(run_type: RunType, valid: ModelExecutePlan) -> None:
 )
 def test_invalid(run_type: RunType, invalid: ModelExecutePlan, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        invalid.check_valid(run_type, 5)
+        invalid.check_valid(5, run_type)
 
 
 def test_unknown_run_type() -> None:
     with pytest.raises(ValueError, match="expected one of infer, train, fused"):
-        plan([range(5)]).check_valid("eval", 5)  # type: ignore[arg-type]
+        plan([range(5)]).check_valid(5, "eval")  # type: ignore[arg-type]
+
+
+def test_the_number_of_layers_comes_first() -> None:
+    with pytest.raises(ValueError, match=r"num_layers is 'infer', expected a number"):
+        plan([range(5)]).check_valid("infer", 5)  # type: ignore[arg-type]
+
+
+def test_a_plan_is_copied_when_it_is_given() -> None:
+    mine = plan([range(2)], [range(2)])
+    config = RoundPipeRunConfig(execute_plan=mine)
+    mine.fwd_plan.append(range(2, 3))
+    assert config.execute_plan == plan([range(2)], [range(2)])
 
 
 class Planned(nn.Module):
@@ -69,19 +82,18 @@ class Planned(nn.Module):
         return plan([range(len(self.asked))])
 
 
-def test_auto_asks_each_model() -> None:
+def test_auto_asks_the_model() -> None:
     a, b = Planned(), Planned()
     assert ModelExecutePlan.auto("infer", a, min_stages=3) == plan([range(1)])
     assert a.asked == [("infer", 3, 1.1, None)]
-    plans = ModelExecutePlan.auto("train", a, b, min_stages=2, upper_threshold=1.5, model_memory_limit=8)
-    assert plans == [plan([range(2)]), plan([range(1)])]
+    assert ModelExecutePlan.auto("train") == []
+    ModelExecutePlan.auto("train", b, min_stages=2, upper_threshold=1.5, model_memory_limit=8)
     assert b.asked == [("train", 2, 1.5, 8)]
 
 
 @pytest.mark.parametrize(
     ("models", "options", "message"),
     [
-        ((), {}, "no model was given"),
         ((nn.Linear(1, 1),), {}, "model 0 is a Linear, expected a RoundPipe"),
         ((Planned(),), {"min_stages": 0}, "min_stages is 0"),
         ((Planned(),), {"upper_threshold": 0.9}, "upper_threshold is 0.9"),

@@ -134,8 +134,8 @@ def test_a_backward_that_failed_may_be_tried_again() -> None:
     pipe, faulty = make(2)
     value, label = batch(0)
     for _ in range(3):
-        loss = squared_error(pipe(value), label)
         faulty.fault("backward hook", ValueError("once"))
+        loss = squared_error(pipe(value), label)
         with pytest.raises(ValueError, match="once"):
             loss.backward(retain_graph=True)
             pipe.synchronize()

@@ -124,6 +124,21 @@ def test_rows_of_one_conversation(run: Run, base: Path, chat: Path, tmp_path: Pa
     )
 
 
+def test_nothing_held_out_and_no_step(run: Run, base: Path, chat: Path, tmp_path: Path) -> None:
+    result = run(base, chat, tmp_path / "out", "--steps", "0", "--held-out", "0", *SIZES)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "step" not in result.stdout and not losses(result.stdout)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for a, b in zip(AutoModelForCausalLM.from_pretrained(base).parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_adapter_of_rank_0_is_refused(run: Run, base: Path, chat: Path, tmp_path: Path) -> None:
+    result = run(base, chat, tmp_path / "out", "--lora", "0", *SIZES)
+    assert result.returncode == 2 and "expected a rank of at least 1" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_interrupted_run_saves(base: Path, chat: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAM), str(base), str(chat), str(tmp_path / "out"), "--epochs", "1000", *SIZES]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as p:
@@ -143,14 +158,16 @@ def test_interrupted_run_saves(base: Path, chat: Path, tmp_path: Path) -> None:
 
 def test_mistakes_end_with_a_message(run: Run, base: Path, tmp_path: Path) -> None:
     long = tmp_path / "long.jsonl"
-    long.write_text("".join(json.dumps({"prompt": "a", "completion": "b" * 400}) + "\n" for _ in range(4)))
+    answers = ["b" * (400 if index == 29 else 3) for index in range(40)]
+    long.write_text("".join(json.dumps({"prompt": "a", "completion": answer}) + "\n" for answer in answers))
     for arguments, message in (
         ((base, tmp_path / "none.jsonl"), "[chat] cannot read"),
-        ((base, long), "[forward] the batch has 422 positions, the model has max_position_embeddings = 256"),
+        ((base, long), "[check_positions] a sample has 422 tokens, and the model max_position_embeddings = 256"),
     ):
         result = run(*arguments, tmp_path / "out")
         assert result.returncode == 1
         assert f"finetune: {message}" in result.stderr and "Traceback" not in result.stderr, result.stderr
+        assert "step" not in result.stdout and not losses(result.stdout)
     assert not (tmp_path / "out").exists()
 
 

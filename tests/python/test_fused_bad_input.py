@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch import nn
 
 import roundpipe
 from reference_loops import use_devices
+from robustness import script_environment
 from roundpipe import RoundPipe
 
 
@@ -84,8 +88,6 @@ def test_stepping(pipe: RoundPipe) -> None:
     train(pipe)
     before = [p.detach().clone() for p in pipe.parameters()]
     refused: list[tuple[Callable[[], Any], str]] = [
-        (lambda: optimizer.step(), "call model.step\\(optimizer\\)"),
-        (lambda: optimizer.step(lambda: 1.0), "cannot run a closure"),
         (lambda: pipe.step(lambda: None), "use model.step\\(optimizer\\)"),
         (lambda: pipe.step(optimizer, max_grad_norm=-1.0), "max_grad_norm is -1.0"),
         (lambda: pipe.step(optimizer, scaler=torch.amp.GradScaler("cpu")), "expected a roundpipe.GradScaler"),
@@ -160,3 +162,39 @@ def test_states_that_do_not_fit(pipe: RoundPipe, change: Callable[[dict[str, Any
     after = optimizer.state_dict()
     assert torch.equal(after["state"][0]["exp_avg"], saved["state"][0]["exp_avg"])
     assert after["param_groups"] == saved["param_groups"]
+
+
+# The settings are the process's own, read once: so each is tried in a process of its own.
+BAD_SETTINGS = """
+import os, sys, torch, roundpipe
+from torch import nn
+roundpipe.devices("virtual:1")
+model = roundpipe.RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+model.forward_backward((torch.ones(4, 4),), loss_fn=lambda outputs, _: outputs.square().mean())
+try:
+    roundpipe.optim.AdamW(model, gradients="float32")
+except ValueError as error:
+    print(error)
+del os.environ[sys.argv[1]]
+before = model.state_dict()["0.weight"].clone()
+assert model[0].weight.grad is not None
+optimizer = roundpipe.optim.AdamW(model)
+assert float(model.step(optimizer, max_grad_norm=1.0)) > 0
+assert not torch.equal(model.state_dict()["0.weight"], before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("ROUNDPIPE_OPTIM_THREADS", "auto"), ("ROUNDPIPE_OPTIM_PIN", "yes"), ("ROUNDPIPE_OPTIM_ISA", "sse9")],
+)
+def test_settings_that_updates_cannot_be_made_with(variable: str, value: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", BAD_SETTINGS, variable],
+        env={**os.environ, **script_environment(), variable: value},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.startswith(f"[{variable}] got ")

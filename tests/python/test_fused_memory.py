@@ -39,3 +39,13 @@ def test_bytes_a_parameter(moments: str, mode: str) -> None:
     assert taken <= measured["predicted"] * 1.03 + 200e6, measured
     # The books leave nothing out, and claim nothing that is not there.
     assert taken >= measured["predicted"] * 0.9, measured
+
+
+def test_loading_a_state_needs_no_second_one(tmp_path: Path) -> None:
+    program = Path(__file__).with_name("state_loading_program.py")
+    command = [sys.executable, str(program), str(WIDTH), str(LAYERS), str(tmp_path / "state.pt")]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    measured: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    # One parameter's at a time, of the sixteen.
+    assert measured["grown"] < 0.2 * measured["state"], measured

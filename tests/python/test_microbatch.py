@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _Replicate
 
-from roundpipe.microbatch import PackedMicrobatches, effective_microbatches, merge_outputs, split_call, split_label
+from roundpipe.microbatch import effective_microbatches, merge_outputs, split_call, split_label
+from roundpipe.packed import RoundPipePackedData
 
 
 class Pair(NamedTuple):
@@ -89,6 +91,51 @@ def test_one_microbatch_passes_everything_on() -> None:
     assert merge_outputs([output]) is output
 
 
+@pytest.mark.parametrize(
+    ("args", "kwargs", "split", "doubtful"),
+    [
+        # The batch is what most of the positional tensors have; a keyword of another size is replicated.
+        ((torch.ones(4),), {"mask": torch.ones(3), "ids": torch.ones(4)}, {"args[0]", "ids"}, False),
+        ((torch.ones(4), torch.ones(6), torch.ones(4)), {}, {"args[0]", "args[2]"}, True),
+        ((torch.ones(4), torch.ones(6)), {}, {"args[0]"}, True),
+        ((), {"table": torch.ones(5), "ids": torch.ones(4), "mask": torch.ones(4, 2)}, {"ids", "mask"}, True),
+        ((torch.ones(4), torch.tensor(1.0)), {"none": None, "row": torch.ones(1, 3)}, {"args[0]"}, False),
+        # Beside packed tensors, what has as many rows as they have together.
+        ((RoundPipePackedData([torch.ones(2), torch.ones(2)]), torch.ones(4)), {}, {"args[1]"}, False),
+        ((RoundPipePackedData([torch.ones(2), torch.ones(2)]), torch.ones(6)), {"ids": torch.ones(4)}, {"ids"}, True),
+        ((RoundPipePackedData([torch.ones(2), torch.ones(2)]),), {"table": torch.ones(6)}, set(), False),
+        ((torch.ones(4),), {"packed": RoundPipePackedData([torch.ones(4), torch.ones(4)])}, {"args[0]"}, False),
+    ],
+)
+def test_what_has_other_rows_than_the_batch_is_replicated(
+    args: tuple[Any, ...], kwargs: dict[str, Any], split: set[str], doubtful: bool
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parts = split_call(args, kwargs, 2)
+    assert [str(warning.message)[:11] for warning in caught] == ["[RoundPipe]"] * doubtful
+    whole = {f"args[{i}]": value for i, value in enumerate(args)} | kwargs
+    for name, value in whole.items():
+        if isinstance(value, RoundPipePackedData):
+            continue
+        cut = [part[0][int(name[5:-1])] if "[" in name else part[1][name] for part in parts]
+        if name in split:
+            assert torch.equal(torch.cat(cut), value) and len(cut[0]) == 2
+        else:
+            assert all(each is value for each in cut)
+
+
+def test_a_batch_of_one_row_is_not_cut_by_another_tensors_rows() -> None:
+    assert effective_microbatches((torch.ones(1, 3),), {"table": torch.ones(5)}, 4, False) == 1
+    assert effective_microbatches((torch.ones(1, 3), torch.ones(5)), {}, 4, False) == 1
+
+
+def test_tensors_beside_packed_ones_follow_their_rows() -> None:
+    packed = RoundPipePackedData([torch.ones(1, 2), torch.ones(3, 2)])
+    parts = split_call((packed,), {"mask": torch.arange(4)}, 2)
+    assert [kwargs["mask"].tolist() for _, kwargs in parts] == [[0], [1, 2, 3]]
+
+
 def test_size_one_beside_a_batch_is_replicated() -> None:
     x, position, mask = torch.ones(4, 2), torch.ones(1, 2), torch.ones(4, 1)
     for args, kwargs in split_call((x,), {"position": position, "mask": mask}, 2):
@@ -107,17 +154,10 @@ def test_hugging_face_outputs() -> None:
 @pytest.mark.parametrize(
     ("args", "kwargs", "n", "message"),
     [
-        (
-            (torch.ones(4),),
-            {"mask": {"m": torch.ones(3)}},
-            2,
-            r"kwargs\['mask'\]\['m'\] has 3 samples .*args\[0\] has 4",
-        ),
         ((torch.ones(0, 2),), {}, 2, r"batch is empty: args\[0\]"),
         ((torch.ones(0, 2),), {}, 1, "batch is empty"),
         ((1, torch.ones(3)), {}, 4, r"args\[1\] has 3 samples, fewer than the 4 microbatches"),
-        ((torch.tensor(1.0), "x"), {}, 2, "no tensor that could be split"),
-        ((torch.ones(4), PackedMicrobatches([1, 2, 3])), {}, 2, r"args\[1\] packs 3 microbatches, expected 2"),
+        ((torch.ones(4), RoundPipePackedData([1, 2, 3])), {}, 4, r"args\[1\] packs 3 microbatches, expected 4"),
         ((torch.ones(4),), {}, 0, "expected at least 1"),
     ],
 )
@@ -131,12 +171,13 @@ def test_split_errors(args: tuple[Any, ...], kwargs: dict[str, Any], n: int, mes
     [
         ((torch.ones(3),), 5, True, 3),
         ((torch.ones(9),), 5, True, 5),
-        ((torch.ones(3),), 5, False, 5),
+        ((torch.ones(3),), 5, False, 3),
+        ((torch.tensor(1.0), "x"), 5, False, 5),
         ((torch.tensor(1.0), "x"), 5, True, 1),
         ((torch.ones(0),), 5, True, 1),
-        ((torch.ones(1, 2), torch.ones(8, 2)), 5, True, 5),
-        ((PackedMicrobatches([1, 2]),), 5, True, 2),
-        (([{"deep": PackedMicrobatches([1, 2])}], torch.ones(9)), 2, False, 2),
+        ((torch.ones(8, 2), torch.ones(1, 2)), 5, True, 5),
+        ((RoundPipePackedData([1, 2]),), 5, True, 2),
+        (([{"deep": RoundPipePackedData([1, 2])}], torch.ones(9)), 2, False, 2),
     ],
 )
 def test_effective_microbatches(args: tuple[Any, ...], n: int, is_default: bool, expected: int) -> None:
@@ -151,19 +192,43 @@ def test_effective_microbatches_reads_the_spec() -> None:
 
 
 def test_packed_that_disagree() -> None:
-    with pytest.raises(ValueError, match="hold 2 microbatches, expected num_microbatch = 3"):
-        effective_microbatches((PackedMicrobatches([1, 2]),), {}, 3, False)
-    with pytest.raises(ValueError, match="hold 1 and 2 microbatches, expected the same"):
-        effective_microbatches((PackedMicrobatches([1, 2]), PackedMicrobatches([1])), {}, 3, True)
+    two, three = RoundPipePackedData([1, 2]), RoundPipePackedData([3, 4, 5])
+    for asked in (1, 3, 6):
+        with pytest.warns(UserWarning, match=f"hold 2 microbatches, and num_microbatch is {asked}"):
+            assert effective_microbatches((two,), {}, asked, False) == 2
+    with pytest.warns(UserWarning, match=r"downsizing batch size to 2\. .*hold 2 and 3 microbatches"):
+        assert effective_microbatches((two, three), {}, 6, True) == 2
+    assert [args for args, _ in split_call((two, three), {}, 2)] == [(1, 3), (2, 4)]
 
 
 def test_packed_outputs_go_in_as_they_are() -> None:
-    packed = merge_outputs([(torch.ones(2), 0), (torch.ones(1), 1)], False)
-    assert isinstance(packed, PackedMicrobatches) and isinstance(packed, list)
-    parts = split_call(({"deep": [packed]}, torch.ones(3, 2)), {"position": torch.ones(1, 5)}, 2)
-    assert [args[0]["deep"][0][1] for args, _ in parts] == [0, 1]
+    packed, number = merge_outputs([(torch.ones(2), 0), (torch.ones(1), 1)], False)
+    assert isinstance(packed, RoundPipePackedData) and isinstance(packed, list) and number == [0, 1]
+    packed.synchronize()
+    parts = split_call(({"deep": [packed, number]}, torch.ones(3, 2)), {"position": torch.ones(1, 5)}, 2)
+    assert [args[0]["deep"][1] for args, _ in parts] == [0, 1]
     assert [len(args[1]) for args, _ in parts] == [2, 1]
     assert all(kwargs["position"].shape == (1, 5) for _, kwargs in parts)
+
+
+def test_every_leaf_is_packed() -> None:
+    outputs = [{"x": torch.full((2,), i), "pair": (None, "text")} for i in range(3)]
+    packed = merge_outputs(outputs, False)
+    assert list(packed) == ["x", "pair"] and packed["pair"][0] == [None] * 3 and packed["pair"][1] == ["text"] * 3
+    assert [x.tolist() for x in packed["x"]] == [[0, 0], [1, 1], [2, 2]]
+    assert merge_outputs([(1, 2), 3], False) == [(1, 2), 3]  # of different structures: packed whole
+
+
+def test_waiting_for_packed_values() -> None:
+    class Event:
+        waits = 0
+
+        def synchronize(self) -> None:
+            self.waits += 1
+
+    arrived, gradient = Event(), Event()
+    RoundPipePackedData([1], [(arrived, gradient)]).synchronize()
+    assert (arrived.waits, gradient.waits) == (1, 0)
 
 
 def test_chunk_specs() -> None:
@@ -205,14 +270,16 @@ def test_split_function() -> None:
 
     parts = split_call((torch.ones(1, 4),), {"a": 1}, 2, by_column)
     assert [(args[0].shape, kwargs) for args, kwargs in parts] == [((1, 2), {"a": 1})] * 2
+    assert len(split_call((torch.ones(1, 4),), {}, 2, lambda args, kwargs, n: ([args] * 5, [kwargs] * 5))) == 5
 
 
 @pytest.mark.parametrize(
     ("result", "message"),
     [
         (None, "returned None, expected a pair"),
-        (([()], [{}, {}]), "a list of 1 for the args, expected a list of 2"),
-        (([(), ()], [{}]), "a list of 1 for the kwargs, expected a list of 2"),
+        (([()], [{}, {}]), "a list of 2 for the kwargs, expected a list with one entry a microbatch"),
+        (([(), ()], [{}]), "a list of 1 for the kwargs, expected a list with one entry a microbatch"),
+        (([], []), "a list of 0 for the args"),
         (([(), 3], [{}, {}]), "returned 3 as the args of microbatch 1, expected a tuple"),
         (([(), ()], [{}, ()]), "as the kwargs of microbatch 1, expected a dict"),
     ],
@@ -244,6 +311,8 @@ def test_automatic_merge() -> None:
     merged = merge_outputs(outputs)
     assert merged["loss"].item() == 2 and merged["f"] == 1.5 and merged["n"] == 3 and merged["s"] == "a"
     assert merged["x"].shape == (3, 1) and merged["i"].item() == 4
+    assert merge_outputs([torch.tensor(1), torch.tensor(2)]).item() == 1.5
+    assert merge_outputs([torch.tensor(True), torch.tensor(True)]).item() is True
     assert same(merge_outputs(outputs, True), merged)
 
 
@@ -255,7 +324,7 @@ def test_automatic_merge() -> None:
         ([{"a": 1}, {"b": 1}], "microbatch 1 returned the structure"),
         ([torch.ones(2, 1), torch.ones(2, 2)], "output cannot be merged"),
         ([torch.ones(2), torch.tensor(1.0)], "output cannot be merged"),
-        ([torch.tensor(1), torch.tensor(2)], "microbatch 1 returned 2, microbatch 0 1"),
+        ([torch.tensor(True), torch.tensor(False)], "microbatch 1 returned False, microbatch 0 True"),
         ([(1, torch.ones(1)), (1, None)], r"output\[1\] cannot be merged"),
         ([1.0, 1], "cannot be merged"),
     ],

@@ -1,16 +1,22 @@
-"""A device that runs out of memory: the work is done in smaller parts, with the same result."""
+"""A device that runs out of memory: the work is done layer by layer, with the same bits, or refused with numbers."""
 
 from __future__ import annotations
 
+import gc
+import re
+import threading
 import warnings
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import roundpipe
-from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+import roundpipe.step_memory
+from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 from sweeps import sweep
 
 WIDTH = 128
@@ -91,65 +97,16 @@ def test_a_stage_that_does_not_fit_runs_by_layer_with_the_same_bits(kind: str, d
     block = BLOCKS[kind]
     ample = train(f"virtual:{devices}", block)
     cap_bytes = max(ample.peaks) * 3 // 4
-    tight, notices = notices_of(lambda: train(f"virtual:{devices},memory={cap_bytes},debug", block))
+    tight, notices = notices_of(lambda: train(f"virtual:{devices},memory={cap_bytes}B,debug", block))
     assert tight.same_bits(ample)
     assert max(tight.peaks) <= cap_bytes
     assert len(notices) == 1 and "not enough memory" in notices[0] and "layer by layer" in notices[0]
+    assert "of layers 0 to 5 of m in call 0" in notices[0]
 
 
 def test_with_ample_memory_nobody_is_warned() -> None:
     _, notices = notices_of(lambda: train("virtual:2,memory=1GiB", Block))
     assert notices == []
-
-
-def test_a_layer_that_does_not_fit_runs_in_rows() -> None:
-    rows = 1536
-    ample = train("virtual:2", Block, whole_stage=False, rows=rows)
-    cap_bytes = max(ample.peaks) * 2 // 3
-    tight, notices = notices_of(lambda: train(f"virtual:2,memory={cap_bytes},debug", Block, False, rows))
-    assert any("rows" in notice for notice in notices)
-    # Sums over rows are made in another order: fp32, tens of thousands of terms, then four steps of Adam.
-    for name, value in ample.state.items():
-        torch.testing.assert_close(tight.state[name], value, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(torch.tensor(tight.losses), torch.tensor(ample.losses), rtol=1e-5, atol=1e-6)
-
-
-def test_a_layer_that_needs_all_its_rows_says_that_they_do_not_fit() -> None:
-    rows = 1536
-    ample = train("virtual:1", lambda: Block(batch_norm=True), whole_stage=False, rows=rows)
-    with pytest.raises(torch.OutOfMemoryError, match=r"virtual:0.*out of memory"):
-        train(f"virtual:1,memory={max(ample.peaks) // 3}", lambda: Block(batch_norm=True), False, rows)
-
-
-class Mixing(nn.Module):
-    """Without buffers, but each row reads all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, 8 * WIDTH)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        wide = self.linear(value).relu()
-        return value - value.mean(0) + wide.unflatten(1, (8, WIDTH)).mean(1)
-
-
-def test_rows_that_depend_on_each_other_are_not_cut() -> None:
-    rows = 1536
-    ample = train("virtual:1", Mixing, whole_stage=False, rows=rows)
-    with pytest.raises(torch.OutOfMemoryError):
-        train(f"virtual:1,memory={max(ample.peaks) * 2 // 5}", Mixing, False, rows)
-
-
-def test_inference_runs_in_rows() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*[Block() for _ in range(3)])
-    batch = torch.randn(8192, WIDTH)
-    with torch.no_grad():
-        expected = model(batch)
-        roundpipe.devices("virtual:1,memory=30MiB")
-        with pytest.warns(RuntimeWarning, match="some rows"):
-            outputs = RoundPipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=1))(batch)
-    torch.testing.assert_close(outputs, expected)
 
 
 class Hungry(torch.autograd.Function):
@@ -173,14 +130,14 @@ class HungryBlock(Block):
 
 def test_memory_that_runs_out_after_the_loss_gives_the_same_bits() -> None:
     ample = train("virtual:2", HungryBlock)
-    tight, notices = notices_of(lambda: train(f"virtual:2,memory={max(ample.peaks) * 5 // 6},debug", HungryBlock))
+    tight, notices = notices_of(lambda: train(f"virtual:2,memory={max(ample.peaks) * 5 // 6}B,debug", HungryBlock))
     assert len(notices) == 1
     assert tight.same_bits(ample)
 
 
 def test_a_loss_that_changes_when_it_is_taken_again_is_refused() -> None:
     peak = max(train("virtual:1", HungryBlock).peaks)
-    roundpipe.devices(f"virtual:1,memory={peak * 5 // 6}")
+    roundpipe.devices(f"virtual:1,memory={peak * 5 // 6}B")
     torch.manual_seed(0)
     plan = ModelExecutePlan()
     plan.bwd_plan = [range(LAYERS)]
@@ -196,3 +153,396 @@ def test_a_loss_that_changes_when_it_is_taken_again_is_refused() -> None:
         pipe.forward_backward((torch.randn(ROWS, WIDTH),), loss_fn=loss_fn)
         pipe.synchronize()
     assert len(taken) > 1
+
+
+# --- what does not fit even layer by layer ---
+
+
+def mean_square(outputs: torch.Tensor, _: object = None) -> torch.Tensor:
+    return outputs.square().mean()
+
+
+def chain(block: Callable[[], nn.Module] = Block, layers: int = 3, **options: Any) -> RoundPipe:
+    torch.manual_seed(0)
+    config = RoundPipeRunConfig(
+        num_microbatch=options.pop("num_microbatch", 2), recompute_grain=options.pop("recompute_grain", None)
+    )
+    if options.pop("whole_stage", False):
+        config.execute_plan = ModelExecutePlan()
+        config.execute_plan.bwd_plan = [range(layers)]
+        config.execute_plan.fwd_plan = options.pop("fwd_plan", [])
+    return RoundPipe(nn.Sequential(*[block() for _ in range(layers)]), name="m", model_run_config=config, **options)
+
+
+def fused(pipe: RoundPipe, batch: torch.Tensor) -> None:
+    pipe.forward_backward((batch,), loss_fn=mean_square)
+
+
+def submitted(pipe: RoundPipe, batch: torch.Tensor) -> None:
+    pipe.submit((batch,), loss_fn=mean_square).loss()
+
+
+def trained(pipe: RoundPipe, batch: torch.Tensor) -> None:
+    mean_square(pipe(batch)).backward()
+
+
+def inferred(pipe: RoundPipe, batch: torch.Tensor) -> None:
+    with torch.no_grad():
+        pipe(batch)
+
+
+CALLS = {"forward_backward": fused, "submit": submitted, "backward": trained, "inference": inferred}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_the_smallest_change_that_would_fit_fits(call: Callable[[RoundPipe, torch.Tensor], None], devices: int) -> None:
+    pool = roundpipe.devices(f"virtual:{devices},memory=12MiB")
+    pipe = chain()
+    batch = torch.randn(12288, WIDTH)
+    with pytest.raises(torch.OutOfMemoryError) as refused:
+        call(pipe, batch)
+        pipe.synchronize()
+    text = str(refused.value)
+    assert re.match(r"\[virtual:\d\] out of memory: \S+ MiB were asked for", text)
+    where = r"there was no room for the (\w+) of layer \d \(\d\) of m, microbatch \d of 2, in call 0, on virtual:\d"
+    assert re.search(where + ", whose cap is 12.00 MiB; other jobs had made room, and it ran one layer at a time", text)
+    assert re.search(
+        r"predicted to take.*\n  weights .*\n(.*\n)*  work .*\n  together .*\n  the device's cap +12.00 MiB", text
+    )
+    assert isinstance(refused.value.__cause__, torch.OutOfMemoryError)
+    change = text.splitlines()[-1]
+    assert change.startswith("smallest change that would fit: num_microbatch=")
+    count = int(change.split("num_microbatch=")[1].split()[0])
+    assert count > 2
+    assert change.endswith(" and recompute_grain='layer'")
+    again = chain(num_microbatch=count, recompute_grain="layer")
+    for _ in range(2):
+        call(again, batch)
+        again.synchronize()
+    assert max(entry["peak_bytes"] for entry in pool.memory_report()) <= 12 * 2**20
+    # The first model is as it was: what fits, runs.
+    call(pipe, batch[:512])
+    pipe.synchronize()
+
+
+class HungryAlone(Block):
+    """More than there is, but in the backward only, which goes on when the loss is known."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return Hungry.apply(super().forward(value))  # type: ignore[no-any-return]
+
+
+WAITS: dict[str, Callable[[RoundPipe, torch.Tensor], None]] = {
+    "synchronize": lambda pipe, _: pipe.synchronize(),
+    "step": lambda pipe, _: pipe.step(lambda: None, False),
+    "state_dict": lambda pipe, _: (pipe.state_dict(), None)[1],
+    "next call": lambda pipe, batch: (inferred(pipe, batch[:6]), pipe.synchronize())[1],
+}
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_a_backward_that_did_not_fit_says_so_to_the_first_who_waits(
+    wait: Callable[[RoundPipe, torch.Tensor], None],
+) -> None:
+    roundpipe.devices("virtual:1,memory=24MiB")
+    pipe = chain(HungryAlone)
+    batch = torch.randn(3072, WIDTH)
+    with pytest.raises(torch.OutOfMemoryError, match=r"(?s)the backward of layer \d .*smallest change that would fit"):
+        fused(pipe, batch)
+        wait(pipe, batch)
+    fused(pipe, batch[:6])
+    pipe.synchronize()
+
+
+def test_a_fused_step_raises_it() -> None:
+    roundpipe.devices("virtual:1,memory=24MiB")
+    pipe = chain(HungryAlone)
+    optimizer = roundpipe.optim.SGD(pipe, lr=0.1)
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    with pytest.raises(torch.OutOfMemoryError, match="smallest change that would fit"):
+        fused(pipe, torch.randn(3072, WIDTH))
+        pipe.step(optimizer)
+        pipe.synchronize()
+    pipe.synchronize()
+    assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
+
+
+def test_one_row_that_does_not_fit_is_told_what_would_help() -> None:
+    roundpipe.devices("virtual:1,memory=12MiB")
+    pipe = chain(lambda: nn.Sequential(nn.Flatten(0, 1), Block(), nn.Unflatten(0, (1, -1))), num_microbatch=2)
+    with pytest.raises(torch.OutOfMemoryError) as refused:
+        fused(pipe, torch.randn(2, 6144, WIDTH))
+    change = str(refused.value).splitlines()[-1]
+    assert re.match(
+        r"smallest change that would fit: a cap of '\S+ MiB'\. No number of microbatches helps: one row", change
+    )
+    assert change.endswith("Or shorter rows")
+
+
+def test_weights_that_do_not_fit_are_told_so() -> None:
+    roundpipe.devices("virtual:1,memory=1MiB")
+    pipe = chain(lambda: nn.Linear(WIDTH, 40 * WIDTH), layers=1)
+    with pytest.raises(torch.OutOfMemoryError, match="no room for the weights of layer 0") as refused:
+        fused(pipe, torch.randn(4, WIDTH))
+    assert "weights and gradients alone take 5.04 MiB" in str(refused.value).splitlines()[-1]
+
+
+def test_a_language_model_is_told_of_its_chunks() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=4000
+    )
+    roundpipe.devices("virtual:1,memory=12MiB")
+    options = RoundPipeRunConfig(num_microbatch=1)
+    pipe = wrap_model_to_roundpipe(LlamaForCausalLM(config), loss_chunk_tokens=None, model_run_config=options)
+    ids = torch.randint(0, 4000, (1, 1500))
+    with pytest.raises(torch.OutOfMemoryError) as refused:
+        pipe.forward_backward(input_kwargs={"input_ids": ids, "labels": ids})
+    change = str(refused.value).splitlines()[-1]
+    assert "shorter rows, a smaller loss_chunk_tokens (now None), a smaller mlp_chunk_tokens (now 'auto')" in change
+
+
+class OnlyInThePipeline(Block):
+    """Refuses to be measured."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyError("not here")
+        return super().forward(value)
+
+
+def test_where_nothing_can_be_predicted_the_error_stays() -> None:
+    roundpipe.devices("virtual:1,memory=12MiB")
+    pipe = chain(OnlyInThePipeline)
+    with pytest.raises(torch.OutOfMemoryError) as refused:
+        fused(pipe, torch.randn(12288, WIDTH))
+    text = str(refused.value)
+    assert text.startswith("[virtual:0] out of memory: ") and "no room for the forward of layer" in text
+    assert "the largest layer takes 515.50 KiB for its weights and, in a backward, 515.50 KiB for gradients" in text
+    assert "could not be predicted (KeyError: 'not here')" in text
+
+
+def test_nothing_is_predicted_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    measure = roundpipe.step_memory.measure
+
+    def counted(*args: Any) -> Any:
+        measured.append(1)
+        return measure(*args)
+
+    monkeypatch.setattr(roundpipe.step_memory, "measure", counted)
+    roundpipe.devices("virtual:1,memory=12MiB")
+    pipe = chain(whole_stage=True)
+    with pytest.warns(RuntimeWarning, match="layer by layer"):
+        fused(pipe, torch.randn(1536, WIDTH))
+        pipe.synchronize()
+    assert not measured
+    with pytest.raises(torch.OutOfMemoryError):
+        fused(pipe, torch.randn(12288, WIDTH))
+    assert measured
+
+
+def stages_of(pipe: RoundPipe) -> set[tuple[str, int, int]]:
+    plan = pipe.last_plan()
+    assert plan is not None
+    return {(job.phase, job.layers.first, job.layers.last) for job in plan.jobs}
+
+
+def test_plans_are_those_of_before_the_error() -> None:
+    roundpipe.devices("virtual:2,memory=12MiB")
+    pipe = chain(layers=6)
+    small = torch.randn(64, WIDTH)
+    fused(pipe, small)
+    expected = stages_of(pipe)
+    with pytest.raises(torch.OutOfMemoryError):
+        fused(pipe, torch.randn(12288, WIDTH))
+    fused(pipe, small)
+    assert stages_of(pipe) == expected
+
+
+def test_a_layer_is_never_given_some_of_its_rows() -> None:
+    seen: set[int] = set()
+
+    class Seeing(Block):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            if threading.current_thread() is not threading.main_thread():  # that one predicts
+                seen.add(value.shape[0])
+            return super().forward(value)
+
+    roundpipe.devices("virtual:1,memory=12MiB")
+    pipe = chain(Seeing)
+    with pytest.raises(torch.OutOfMemoryError):
+        fused(pipe, torch.randn(12288, WIDTH))
+    assert seen == {6144}
+
+
+def test_what_is_noted_of_a_call_keeps_nothing_of_the_user() -> None:
+    roundpipe.devices("virtual:1")
+    pipe = chain()
+    batch, label = torch.randn(64, WIDTH), torch.randn(64, WIDTH)
+    kept = weakref.ref(batch.untyped_storage()), weakref.ref(batch), weakref.ref(label)
+    go_on = threading.Event()
+
+    def loss_fn(outputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        go_on.wait(60)
+        return (outputs - wanted).square().mean()
+
+    pending = pipe.submit((batch,), label=label, loss_fn=loss_fn)
+    del batch
+    gc.collect()
+    assert kept[0]() is None and kept[1]() is None
+    go_on.set()
+    assert pending.loss().isfinite()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_that_its_loss_refers_to_can_go(fails: bool) -> None:
+    roundpipe.devices("virtual:1,memory=12MiB")
+    held = [chain()]
+    gone = weakref.ref(held[0])
+    batch = torch.randn(12288 if fails else 64, WIDTH)
+    try:
+        held[0].forward_backward((batch,), loss_fn=lambda out, _, pipe=held[0]: out.sum() * pipe.num_layers)
+    except torch.OutOfMemoryError:
+        assert fails
+    held[0].synchronize()
+    held.clear()
+    gc.collect()
+    assert gone() is None
+
+
+# --- the warning comes with the call that it is about ---
+
+
+class Held(torch.autograd.Function):
+    """The backward waits until it is let go."""
+
+    let_go = threading.Event()
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        assert Held.let_go.wait(20)
+        return gradient
+
+
+class HeldBlock(HungryBlock):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return Held.apply(super().forward(value))  # type: ignore[no-any-return]
+
+
+def told_in(act: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        act()
+    notices = [entry for entry in caught if entry.category is RuntimeWarning]
+    # It is shown at the user's line.
+    assert all(entry.filename == __file__ for entry in notices)
+    return [str(entry.message) for entry in notices]
+
+
+@pytest.fixture
+def tight() -> int:
+    """Microbatches of so many rows run layer by layer."""
+    roundpipe.devices("virtual:1")
+    pool = roundpipe.devices()
+    Held.let_go.set()
+    pipe = chain(HeldBlock, whole_stage=True, layers=LAYERS, num_microbatch=1)
+    fused(pipe, torch.randn(ROWS, WIDTH))
+    pipe.synchronize()
+    peak = max(entry["peak_bytes"] for entry in pool.memory_report())
+    roundpipe.devices(f"virtual:1,memory={peak * 5 // 6}B")
+    return ROWS
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+@pytest.mark.parametrize("start", [fused, submitted])
+def test_a_backward_that_runs_on_is_told_of_by_the_first_who_waits(
+    tight: int, start: Callable[[RoundPipe, torch.Tensor], None], wait: Callable[[RoundPipe, torch.Tensor], None]
+) -> None:
+    pipe = chain(HeldBlock, whole_stage=True, layers=LAYERS, num_microbatch=1, fwd_plan=[])
+    wait = (lambda pipe, batch: start(pipe, batch[:6])) if wait is WAITS["next call"] else wait
+    batch = torch.randn(tight, WIDTH)
+    Held.let_go.clear()
+    try:
+        assert told_in(lambda: start(pipe, batch)) == []
+    finally:
+        Held.let_go.set()
+    notices = told_in(lambda: wait(pipe, batch))
+    assert len(notices) == 1 and " of m in call 0; going on layer by layer" in notices[0]
+    assert told_in(lambda: (start(pipe, batch), pipe.synchronize())) == []
+
+
+def test_a_backward_of_autograds_tells_before_it_returns(tight: int) -> None:
+    pipe = chain(HeldBlock, whole_stage=True, layers=LAYERS, num_microbatch=1, fwd_plan=[range(LAYERS)])
+    notices = told_in(lambda: trained(pipe, torch.randn(tight, WIDTH)))
+    assert len(notices) == 1 and " of m in call 0; going on layer by layer" in notices[0]
+
+
+def test_what_ran_out_before_the_loss_is_told_with_the_loss() -> None:
+    roundpipe.devices("virtual:1,memory=12MiB")
+    pipe = chain(whole_stage=True)
+    pending = []
+    assert told_in(lambda: pending.append(pipe.submit((torch.randn(1536, WIDTH),), loss_fn=mean_square))) == []
+    notices = told_in(lambda: pending[0].loss())
+    assert len(notices) == 1 and "in call 0" in notices[0]
+
+
+@pytest.mark.parametrize("call", [fused, submitted])
+def test_a_call_that_raises_is_warned_of_itself(call: Callable[[RoundPipe, torch.Tensor], None]) -> None:
+    roundpipe.devices("virtual:1,memory=12MiB")
+    pipe = chain(whole_stage=True)
+    fused(pipe, torch.randn(64, WIDTH))
+
+    def refused() -> None:
+        with pytest.raises(torch.OutOfMemoryError):
+            call(pipe, torch.randn(12288, WIDTH))
+
+    notices = told_in(refused)
+    assert len(notices) == 1 and " of layers 0 to 2 of m in call 1;" in notices[0]
+    assert told_in(lambda: (fused(pipe, torch.randn(64, WIDTH)), pipe.synchronize())) == []
+
+
+def test_where_warnings_are_errors_the_error_of_the_call_still_counts() -> None:
+    roundpipe.devices("virtual:1,memory=12MiB")
+    pipe = chain(whole_stage=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(torch.OutOfMemoryError):
+            fused(pipe, torch.randn(12288, WIDTH))
+        other = chain(whole_stage=True)
+        with pytest.raises(RuntimeWarning, match="layer by layer"):
+            fused(other, torch.randn(1536, WIDTH))
+        fused(other, torch.randn(1536, WIDTH))
+        other.synchronize()
+
+
+class Branches(nn.Module):
+    """Two chains, and a root that stays on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(*[HeldBlock() for _ in range(LAYERS)])
+        self.second = nn.Sequential(Block(), Block())
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(value)) + value  # type: ignore[no-any-return]
+
+
+def test_a_model_in_parts_is_warned_of_its_part(tight: int) -> None:
+    plan = ModelExecutePlan()
+    plan.fwd_plan, plan.bwd_plan = [range(LAYERS)], [range(LAYERS)]
+    model = wrap_model_to_roundpipe(
+        Branches(),
+        name="m",
+        model_run_config=RoundPipeRunConfig(num_microbatch=1),
+        override_config={"first": RoundPipeRunConfig(execute_plan=plan)},
+    )
+    batch = torch.randn(tight, WIDTH)
+    notices = told_in(lambda: mean_square(model(batch)).backward())
+    assert len(notices) == 1 and " of m.first in call 0;" in notices[0]

@@ -49,7 +49,7 @@ def run_with_values(config: PretrainedConfig, tokens: int) -> tuple[list[LayerFo
     (call,) = followed.prepare([((), {"input_ids": ids, "labels": ids})], loss_only=True)
     loss = LanguageModel.mean_loss(1)
     return measure_run(
-        layers, split(call, is_call=True), lambda outputs: [loss(outputs, None)], torch.device("cpu")
+        layers, split(call, is_call=True), lambda outputs: [loss(outputs, None)], torch.device("cpu"), trains=True
     ), layers
 
 

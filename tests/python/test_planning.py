@@ -145,7 +145,7 @@ def test_plan_explains_itself_and_its_stages_can_be_used(tmp_path: Path) -> None
     assert report["limit"] in ("compute", "traffic limit", "device memory", "fill and drain")
     assert report["next_best"]["step_ms"] >= report["step_ms"]
     plan = ModelExecutePlan.load(path)
-    plan.check_valid("fused", 29)
+    plan.check_valid(29, "fused")
     text = run("plan", "qwen3-1.7b", "--mode", "inference").stdout
     assert "limited by" in text and "next best" in text
 

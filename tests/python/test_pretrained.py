@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 import roundpipe
 from roundpipe import optim
@@ -92,6 +93,17 @@ def test_adapters_are_put_in_saved_and_trained_further(saved: Path, tmp_path: Pa
     assert not torch.equal(logits(again), logits(plain))
     for name, value in again.state_dict().items():
         assert name not in frozen or torch.equal(value, frozen[name])
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_the_model_comes_in_eval_mode(saved: Path, adapters: bool) -> None:
+    model = roundpipe.from_pretrained(saved, **({"peft_config": lora()} if adapters else {}))
+    assert not any(module.training for module in model.modules())
+    with pytest.warns(UserWarning, match=r"call model\.train\(\)"):
+        model.forward_backward(input_kwargs={"input_ids": IDS, "labels": IDS})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*eval mode")
+        model.forward_backward(input_kwargs={"input_ids": IDS, "labels": IDS})
 
 
 def test_an_adapter_and_peft_config_together_are_refused(saved: Path, tmp_path: Path) -> None:
@@ -235,3 +247,10 @@ def test_options_go_where_they_belong(saved: Path) -> None:
         roundpipe.from_pretrained(saved, loss_chunk_tokens=0)
     with pytest.raises((TypeError, ValueError), match="no_such_option"):
         roundpipe.from_pretrained(saved, no_such_option=1)
+
+
+def test_other_kinds_of_models_are_named(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    BertForMaskedLM(BertConfig(**sizes, num_attention_heads=2)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"holds a BertForMaskedLM.*BertForMaskedLM\.from_pretrained.*wrap_model_to"):
+        roundpipe.from_pretrained(tmp_path)

@@ -78,7 +78,7 @@ def test_first_come_an_activation_waits_for_the_weights_asked_for_before() -> No
 
 def test_an_urgent_activation_overtakes_weights_of_which_a_chunk_is_under_way() -> None:
     # A machine that stops for as long as the weights take lets them through first, so it may try again.
-    assert any(sent_before_the_last_microbatch("chunk=4000") < WEIGHT_BYTES for _ in range(10))
+    assert any(sent_before_the_last_microbatch("chunk=4000B") < WEIGHT_BYTES for _ in range(10))
 
 
 @pytest.mark.parametrize("priorities", [False, True])
@@ -115,7 +115,7 @@ def test_the_bytes_of_the_costs_move_and_values_stay(priorities: bool, gradient_
 def test_links_scale_with_the_costs() -> None:
     links = emulation.Links(25, 200).scaled(0.25, 0.0025)
     assert (links.gb_per_s, links.host_gb_per_s, links.chunk_bytes) == (0.25, 2.0, 160_000)
-    assert links.options == "link=0.250000000GB/s,host=2.000000000GB/s,chunk=160000"
+    assert links.options == "link=0.250000000GB/s,host=2.000000000GB/s,chunk=160000B"
     assert emulation.Links(1, 2, priorities=False).options.endswith(",fifo")
 
 

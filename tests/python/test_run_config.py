@@ -44,7 +44,7 @@ def test_call_wins_over_model_wins_over_default() -> None:
     assert config.requires_grad is False
     assert config.recompute_grain == "layer"
     assert config.output_device == torch.device("meta")
-    assert config.execute_plan is plan
+    assert config.execute_plan == plan and config.execute_plan is not plan
     assert resolve(None, model, devices=8).num_microbatch == 3
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import roundpipe
 from roundpipe.scaler import GradScaler
 
 OPTIONS: dict[str, Any] = {"init_scale": 1000.0, "growth_factor": 3.0, "backoff_factor": 0.7, "growth_interval": 3}
@@ -293,3 +294,158 @@ def test_scalers_are_not_kept_alive() -> None:
     del scaler
     gc.collect()
     assert not token._scales
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "device", "scale"),
+    [
+        ((8192.0,), {}, None, 8192.0),
+        ((4.0, 3.0, 0.7, 5, True), {}, None, 4.0),
+        (("cpu", 16.0), {}, "cpu", 16.0),
+        ((), {"device": "cpu", "init_scale": 2}, "cpu", 2.0),
+        ((32,), {"device": "cpu"}, "cpu", 32.0),
+    ],
+)
+def test_the_first_argument_is_the_scale(args: Any, options: Any, device: str | None, scale: float) -> None:
+    scaler = GradScaler(*args, **options)
+    assert scaler.get_scale() == scale and scaler.enabled is scaler.is_enabled()
+    assert device is None or scaler._device == device
+    if len(args) == 5:
+        assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (3.0, 0.7, 5)
+
+
+def test_arguments_that_fit_nowhere() -> None:
+    with pytest.raises(TypeError, match="multiple values for argument 'init_scale'"):
+        GradScaler(8.0, init_scale=8.0)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        GradScaler(8.0, 2.0, 0.5, 2000, True, "cpu")  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=r"init_scale is \[\], expected a number"):
+        GradScaler([])  # type: ignore[call-overload]
+
+
+class Loop:
+    """A model of one weight, stepped with a function and a scaler that the main thread updates."""
+
+    def __init__(self, growth_interval: int = 1) -> None:
+        self.module = torch.nn.Linear(2, 1, bias=False)
+        self.pipe = roundpipe.RoundPipe(self.module)
+        self.optimizer = torch.optim.SGD(self.pipe.optim_parameters(), lr=0.1)
+        self.scaler = GradScaler(8.0, growth_interval=growth_interval)
+        self.used: list[float] = []
+
+    def batch(self, factor: float = 1.0) -> None:
+        def loss(outputs: torch.Tensor, _: None) -> torch.Tensor:
+            self.used.append(self.scaler.get_scale())
+            return self.scaler.scale(outputs.sum() * factor)  # type: ignore[no-any-return]
+
+        config = roundpipe.RoundPipeRunConfig(num_microbatch=1)
+        self.pipe.forward_backward((torch.ones(1, 2),), loss_fn=loss, run_config=config)
+
+    def update(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_updates_on_the_main_thread_come_one_step_late(is_async: bool) -> None:
+    loop = Loop()
+    start = loop.module.weight.detach().clone()
+    for _ in range(5):
+        loop.batch()
+        loop.pipe.step(loop.update, is_async)
+        assert loop.scaler.get_scale() == loop.used[-1]  # until `update`, that of the step's losses
+        loop.scaler.update()
+    assert loop.used == [8.0, 8.0, 16.0, 32.0, 64.0]
+    loop.pipe.synchronize()
+    torch.testing.assert_close(loop.module.weight, start - 0.5)
+    assert loop.scaler.get_scale() == 8.0 * 2**5
+
+
+def test_an_update_that_waits_is_there_for_the_next_losses() -> None:
+    loop = Loop()
+    for _ in range(4):
+        loop.batch()
+        loop.pipe.step(loop.update, is_async=False)
+        loop.scaler.update(is_async=False)
+    assert loop.used == [8.0, 16.0, 32.0, 64.0]
+
+
+def test_an_overflow_is_seen_by_an_update_on_the_main_thread() -> None:
+    loop = Loop(growth_interval=100)
+    start = loop.module.weight.detach().clone()
+    for factor in (1.0, math.inf, 1.0, 1.0):
+        loop.batch(factor)
+        loop.pipe.step(loop.update)
+        loop.scaler.update()
+    assert loop.used == [8.0, 8.0, 8.0, 4.0]
+    loop.pipe.synchronize()
+    torch.testing.assert_close(loop.module.weight, start - 0.3)
+
+
+def test_a_new_scale_is_set_behind_the_step() -> None:
+    loop = Loop()
+    for new_scale in (2.0, None, None):
+        loop.batch()
+        loop.pipe.step(loop.update)
+        loop.scaler.update(new_scale)
+    assert loop.used == [8.0, 8.0, 2.0]
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_unscaling_and_stepping_on_the_main_thread(is_async: bool) -> None:
+    loop = Loop()
+    start = loop.module.weight.detach().clone()
+    for step in range(1, 4):
+        loop.batch()
+        loop.pipe.step(lambda: None, is_async)
+        loop.scaler.unscale_(loop.optimizer)
+        (weight,) = loop.pipe.optim_parameters()
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [[1.0, 1.0]]
+        assert loop.scaler.step(loop.optimizer) is None
+        loop.optimizer.zero_grad()
+        loop.scaler.update()
+        loop.pipe.synchronize()
+        torch.testing.assert_close(loop.module.weight, start - 0.1 * step)
+
+
+def test_a_missing_step_is_reported_at_the_next_step() -> None:
+    loop = Loop()
+    loop.batch()
+    loop.pipe.step(lambda: None)
+    loop.scaler.update()
+    loop.batch()
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        loop.pipe.step(loop.update)
+    loop.pipe.step(loop.update)
+    loop.scaler.update()
+    loop.pipe.synchronize()
+
+
+def test_a_step_function_that_raises_leaves_the_scale_alone() -> None:
+    def fail() -> None:
+        raise KeyError("mine")
+
+    loop = Loop()
+    loop.batch()
+    loop.pipe.step(fail)
+    loop.scaler.update()
+    with pytest.raises(KeyError, match="mine"):
+        loop.pipe.synchronize()
+    loop.pipe.synchronize()
+    assert loop.scaler.get_scale() == 8.0
+
+
+def test_getters_and_setters_keep_to_the_order_of_the_program() -> None:
+    loop = Loop()
+    loop.batch()
+    loop.pipe.step(loop.update)
+    loop.scaler.update()
+    loop.scaler.set_growth_factor(4.0)
+    loop.scaler.set_backoff_factor(0.25)
+    loop.scaler.set_growth_interval(7)
+    assert loop.scaler.get_growth_factor(up_to_date=True) == 4.0
+    assert loop.scaler.get_backoff_factor(up_to_date=True) == 0.25
+    assert loop.scaler.get_growth_interval(up_to_date=True) == 7
+    loop.pipe.synchronize()
+    assert loop.scaler.get_scale() == 16.0  # the queued update had the old factor

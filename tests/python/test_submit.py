@@ -152,4 +152,4 @@ def test_layers_are_measured_and_planned_anew() -> None:
     plan = pipe.last_plan()
     assert plan is not None
     auto = roundpipe.ModelExecutePlan.auto("fused", pipe)
-    auto.check_valid("fused", 6)
+    auto.check_valid(6, "fused")

@@ -208,3 +208,51 @@ def test_logits_are_there_again_after_a_loss_in_chunks_has_failed() -> None:
     assert type(outputs.logits) is torch.Tensor
     torch.testing.assert_close(outputs.logits, expected.logits)
     torch.testing.assert_close(outputs.loss, expected.loss)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("options", [{}, CHUNKED], ids=["plain", "chunked"])
+def test_losses_with_a_number_of_items_are_parts_of_a_sum(devices: int, options: Any) -> None:
+    """`loss_fn` sees its part, `forward_backward` adds the parts, and so do the merged outputs."""
+    roundpipe.devices(f"virtual:{devices}")
+    batch = padded_batch(rows=5)
+    batch["num_items_in_batch"] = int((batch["labels"][:, 1:] != -100).sum()) + 7
+    model = build("llama")
+    plain = copy.deepcopy(model)
+    expected = plain(**batch).loss
+    expected.backward()
+    wrapped = wrap_model_to_roundpipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=3), **options)
+    parts: list[float] = []
+
+    def loss(outputs: Any, _: Any) -> torch.Tensor:
+        parts.append(outputs.loss.item())
+        return outputs.loss
+
+    value, outputs = wrapped.forward_backward(input_kwargs=batch, loss_fn=loss, return_outputs=True)
+    torch.testing.assert_close(value, expected.detach())
+    torch.testing.assert_close(outputs.loss, expected.detach())
+    assert sum(parts) == pytest.approx(expected.item(), rel=1e-5)
+    wrapped.synchronize()
+    check_gradients(gradients(model), gradients(plain), exact=False)
+    torch.testing.assert_close(wrapped(**batch).loss, expected)
+    unmerged = wrapped(**batch, roundpipe_run_config=RoundPipeRunConfig(merge_output=False)).loss
+    assert len(unmerged) == 3
+    torch.testing.assert_close(sum(unmerged), expected)
+
+
+@pytest.mark.parametrize("options", [{}, CHUNKED], ids=["plain", "chunked"])
+def test_return_logits(options: Any) -> None:
+    batch = padded_batch(rows=5)
+    model = build("llama")
+    expected = copy.deepcopy(model)(**batch)
+    wrapped = wrap_model_to_roundpipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=3), **options)
+    outputs = wrapped(**batch, return_logits=False)
+    assert outputs.logits is None
+    torch.testing.assert_close(outputs.loss, expected.loss)
+    torch.testing.assert_close(wrapped(**batch, return_logits=True).logits, expected.logits)
+    loss = wrapped.forward_backward(
+        input_kwargs={**batch, "return_logits": False}, loss_fn=lambda outputs, _: outputs.loss / 3
+    )
+    torch.testing.assert_close(loss, expected.loss.detach())
+    with pytest.raises(ValueError, match="return_logits is False and there are no labels"):
+        wrapped(input_ids=batch["input_ids"], return_logits=False)

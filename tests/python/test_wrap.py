@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from roundpipe.execute_plan import ModelExecutePlan
-from roundpipe.microbatch import effective_microbatches, merge_outputs, split_call
+from roundpipe.microbatch import effective_microbatches, merge_outputs, merge_what_fits, split_call
 from roundpipe.optimizer_context import OptimizerCtx, in_optimizer_context
 from roundpipe.run_config import RoundPipeRunConfig
 from roundpipe.wrap import AutoRoundPipe, wrap_model_to_roundpipe
@@ -35,6 +35,7 @@ class FakePipe(nn.Module):
         self.model, self.optim_dtype, self.name, self.pin_model = model, optim_dtype, name, pin_model
         self.config = model_run_config or RoundPipeRunConfig()
         self.original: nn.Module | None = None
+        self.__dict__["_wrapped"] = model
 
     def set_original_model(self, model: nn.Module) -> None:
         self.__dict__["original"] = model
@@ -64,6 +65,9 @@ class FakeSteps:
 
     def show_weights(self) -> None:
         pass
+
+    show_gradients = note_reach = before_call = show_weights
+    is_untouched = True
 
     def optim_named_parameters(self, prefix: str, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:
         for path, pipe in self.pipes.items():
@@ -137,7 +141,7 @@ def test_decoder() -> None:
     assert isinstance(model, AutoRoundPipe)
     assert list(model._step_group.pipes) == ["embed", "layers.0", "layers.1", "layers.2", "norm", "head"]
     assert model._step_group.host_parameters == {}
-    assert [layer.config.merge_output for layer in plain.layers] == [False, False, None]
+    assert [layer.config.merge_output for layer in plain.layers] == [merge_what_fits] * 3
     assert all(pipe.config.preserve_rng_state is False for pipe in model._step_group.pipes.values())
     assert plain.layers[1].name == "lm.layers.1"
     assert isinstance(plain.drop, nn.Dropout)  # nothing to move
@@ -184,8 +188,6 @@ def test_skipped_modules_stay_whole() -> None:
     model = wrap(plain, skip_modules=[plain.layers[1].linear, "head"])
     assert list(model._step_group.pipes) == ["embed", "layers.0", "layers.2", "norm"]
     assert set(model._step_group.host_parameters) == {"layers.1.linear.weight", "layers.1.linear.bias", "head.weight"}
-    # The element before one that runs on the host must give it a tensor.
-    assert plain.layers[0].config.merge_output is None
     assert model(torch.ones(2, 2, dtype=torch.long)).shape == (2, 2, 5)
 
 
@@ -228,7 +230,7 @@ def test_override_config() -> None:
     configs = {path: pipe.config for path, pipe in model._step_group.pipes.items()}
     assert configs["norm"].num_microbatch == 3 and configs["head"].num_microbatch == 1  # tiny, unless told
     assert configs["layers.0"].num_microbatch == 7
-    assert [configs[f"layers.{i}"].merge_output for i in range(3)] == [True, False, True]
+    assert [configs[f"layers.{i}"].merge_output for i in range(3)] == [True, merge_what_fits, merge_what_fits]
     assert all(configs[f"layers.{i}"].preserve_rng_state is False for i in range(3))
     assert all(config.recompute_grain == "layer" for config in configs.values())
 
@@ -251,7 +253,7 @@ def test_shared_module_is_wrapped_once() -> None:
     model = wrap(plain)
     first = plain.layers[0]
     assert isinstance(first, FakePipe) and all(layer is first for layer in plain.layers)
-    assert first.config.merge_output is None  # it is the last one too
+    assert first.config.merge_output is merge_what_fits
     assert list(model._step_group.pipes) == ["embed", "layers.0", "norm", "head"]
     assert model(torch.ones(2, 2, dtype=torch.long)).shape == (2, 2, 5)
 

@@ -133,19 +133,19 @@ def test_vision_transformer() -> None:
 
     model = ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_labels=3, **ENCODER))
     plain = copy.deepcopy(model)
-    wrapped = wrap_model_to_roundpipe(model, lower_threshold=512)
+    wrapped = wrap_model_to_roundpipe(model, use_sequential_preset=False, lower_threshold=512)
     assert isinstance(wrapped, AutoRoundPipe)
     batches = [{"pixel_values": torch.randn(4, 3, 8, 8), "labels": torch.randint(3, (4,))} for _ in range(3)]
     train_beside_plain(plain, wrapped, batches, lambda out: out.loss, fused=True)
 
 
 def test_encoder_with_a_language_models_head() -> None:
-    """Not causal, so it is wrapped part by part."""
+    """Wrapped part by part."""
     from transformers import BertConfig, BertForMaskedLM
 
     model = BertForMaskedLM(BertConfig(vocab_size=40, tie_word_embeddings=False, **ENCODER))
     plain = copy.deepcopy(model)
-    wrapped = wrap_model_to_roundpipe(model, lower_threshold=512)
+    wrapped = wrap_model_to_roundpipe(model, use_sequential_preset=False, lower_threshold=512)
     assert isinstance(wrapped, AutoRoundPipe)
     train_beside_plain(plain, wrapped, token_batches(40), lambda out: out.logits.square().mean())
 

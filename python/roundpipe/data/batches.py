@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -80,6 +81,11 @@ class Batches:
         self._batch_tokens, self._max_length, self._packed = batch_tokens, max_length, packed
         self._pad_token_id, self._epochs, self._seed = pad_token_id, epochs, seed
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample, as far as it is used."""
+        return max(len(sample["input_ids"]) for sample in self._samples)
+
     def __len__(self) -> int:
         """How many batches all epochs have together."""
         return sum(1 for _ in self._groups())
@@ -111,3 +117,23 @@ class Batches:
         longest = max(row["input_ids"].shape[1] for row in rows)
         rows = pack(samples, longest, pad_token_id=self._pad_token_id)  # the same rows, now of one length
         return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+
+def check_positions(model: Any, *batches: Batches | Sequence[Any]) -> None:
+    """Makes sure that a model of transformers has positions for the longest samples, before a run gets half-way.
+
+    Args:
+        model: plain or wrapped.
+        *batches: that it will be given; empty sequences stand for none.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = max((each.longest for each in batches if isinstance(each, Batches)), default=0)
+    if isinstance(most, int) and 0 < most < longest:
+        raise ValueError(
+            f"[check_positions] a sample has {longest} tokens, and the model max_position_embeddings = {most}; lower "
+            f"max_length (--max-length) to {most} or less, or raise config.max_position_embeddings before wrapping "
+            "where positions are rotary"
+        )

@@ -29,8 +29,8 @@ def pack(
     Args:
         samples: each with `input_ids`, and `labels` where they are not the same.
         length: most tokens of a row.
-        pad_token_id: fills rows up to `length` behind their samples. Padding is like one more sample with its own
-            positions, all of whose labels are -100. None leaves rows as long as they are.
+        pad_token_id: fills rows up to `length` behind their samples. Padding is like more samples, as long as the
+            longest one that was given, all of whose labels are -100. None leaves rows as long as they are.
         too_long: what becomes of samples with more than `length` tokens: "error", or "truncate" to keep the first.
 
     Returns:
@@ -53,7 +53,8 @@ def pack(
             )
         pairs.append((tokens[:length], labels[:length]))
     rows = assign_rows([len(tokens) for tokens, _ in pairs], length)
-    return [_row([pairs[index] for index in row], length, pad_token_id) for row in rows]
+    longest = max((len(tokens) for tokens, _ in pairs), default=length)
+    return [_row([pairs[index] for index in row], length, pad_token_id, longest) for row in rows]
 
 
 def assign_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -87,7 +88,7 @@ def assign_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _row(
-    pairs: list[tuple[torch.Tensor, torch.Tensor]], length: int, pad_token_id: int | None
+    pairs: list[tuple[torch.Tensor, torch.Tensor]], length: int, pad_token_id: int | None, longest: int
 ) -> dict[str, torch.Tensor]:
     tokens = [tokens for tokens, _ in pairs]
     labels = [labels.clone() for _, labels in pairs]
@@ -95,8 +96,10 @@ def _row(
         each[0] = IGNORED  # or the last token of the sample before would predict it
     room = length - sum(map(len, tokens))
     if pad_token_id is not None and room:
-        tokens.append(torch.full((room,), pad_token_id))
-        labels.append(torch.full((room,), IGNORED))
+        # In pieces, so that padding has no position that no sample has: the model may have no more.
+        for piece in torch.split(torch.full((room,), pad_token_id), longest):
+            tokens.append(piece)
+            labels.append(torch.full((len(piece),), IGNORED))
     return {
         "input_ids": torch.cat(tokens)[None],
         "position_ids": torch.cat([torch.arange(len(each)) for each in tokens])[None],

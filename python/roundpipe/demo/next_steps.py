@@ -12,6 +12,7 @@ _PROGRAM = Path("examples", "finetune.py")
 _LINES = """\
   import roundpipe
   model = roundpipe.from_pretrained("MODEL_FOLDER")  # or a name on the Hub
+  model.train()
   optimizer = roundpipe.optim.AdamW(model, lr=2e-5)
   for batch in batches:  # dicts with input_ids and labels
       loss = model.forward_backward(input_kwargs=batch)

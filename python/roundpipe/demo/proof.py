@@ -228,7 +228,7 @@ def _specs(pool: roundpipe.DevicePool, count: int, is_capped: bool = True) -> tu
     """`count` devices like those of `pool` for `roundpipe.devices`, and in words."""
     cards = list(dict.fromkeys(pool.torch_devices))
     limit_bytes = _limit_bytes(pool) if is_capped else 0
-    cap = f",memory={limit_bytes}" if limit_bytes else ""
+    cap = f",memory={limit_bytes}B" if limit_bytes else ""
     if torch.device(cards[0]).type == "cpu":
         return f"virtual:{count}{cap}", "1 device" if count == 1 else f"{count} devices"
     if count == 1:

@@ -165,10 +165,12 @@ def _repeatable(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _print_peaks(console: Console) -> None:
+def _print_peaks(console: Console) -> int:
+    """Says what each device held at most; returns the most of all, in bytes."""
     report = roundpipe.devices().memory_report()
     peaks = ", ".join(f"{device['name']} {mebibytes(device['peak_bytes'])}" for device in report)
     _say(console, f"most memory in use: {peaks}")
+    return max(int(device["peak_bytes"]) for device in report)
 
 
 @contextlib.contextmanager
@@ -269,9 +271,8 @@ def _prove_and_train(
         _say(console, f"stopped after {len(reporter.step_records)} steps; what is there: {folder}")
         return EXIT_INTERRUPTED
 
-    _print_peaks(console)
+    peak_bytes = _print_peaks(console)
     _say(console, str(steps.optimizer.host_memory()))
-    peak_bytes = max(int(device["peak_bytes"]) for device in roundpipe.devices().memory_report())
     first, last = reporter.evaluation_records[0], reporter.evaluation_records[-1]
     verdicts = (fits(room, peak_bytes), exact(comparisons), learns(first, last, guessing, options))
     _say(console, "")

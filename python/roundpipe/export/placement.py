@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from roundpipe import _core
 from roundpipe.checkpoint_files import Checkpoint
 from roundpipe.checkpoint_names import Names, Read, Source
 from roundpipe.export.adapter import Adapter
@@ -292,7 +293,7 @@ def _wrap(model: PreTrainedModel, adapter: Adapter) -> Any:
 
     try:
         # peft warns of tied weights, which are dealt with here; its new layers draw random numbers.
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        with warnings.catch_warnings(), _core.OwnGenerators(seed=0):
             warnings.simplefilter("ignore")
             wrapped = PeftModel(model, adapter.config, adapter_name=_ADAPTER_NAME)
     except (ValueError, KeyError, RuntimeError, TypeError, AttributeError, NotImplementedError) as error:

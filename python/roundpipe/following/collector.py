@@ -29,6 +29,11 @@ def keys() -> tuple[str, ...]:
     return () if collecting is None else tuple(collecting)
 
 
+def place() -> object:
+    """Where this thread collects: the same object as long as it is for the same call of a model."""
+    return _active.get()
+
+
 def counts() -> dict[str, int]:
     """How much this thread has collected so far, by key."""
     collecting = _active.get() or {}
@@ -56,7 +61,7 @@ def collecting(wanted: tuple[str, ...], first: bool) -> Iterator[Callable[[], di
 
     Args:
         wanted: keys.
-        first: of the model's layer calls: the first one also collects what goes into it.
+        first: of the calls that collect into one place: the first one also collects what goes into it.
     """
     if not wanted:
         yield dict

@@ -1,23 +1,27 @@
-"""A causal language model as a chain of pipeline layers, and what its calls need besides."""
+"""A model of transformers as a chain of pipeline layers, and what its calls need besides."""
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from roundpipe.data.samples import IGNORED
 from roundpipe.following import collector
+from roundpipe.following.loss_arguments import is_part_of_a_sum, take_return_logits
 from roundpipe.following.parts import LOSS_ONLY, SHARE, Structure
+from roundpipe.following.pictures import picture_splitting
 from roundpipe.following.placeholder import CannotFollow
-from roundpipe.following.survey import Uses, evaluating, find_layers, forced_arguments, parts_of, sample_batch, watch
+from roundpipe.following.reduction import Reduction, asks_for_loss, count, positions_are_inside, rows_of
+from roundpipe.following.refusals import left_out_at_random, refuse_compiled
+from roundpipe.following.sample_batches import sample_batches
+from roundpipe.following.survey import Uses, find_stacks, forced_arguments, parts_of, sample_batch, watch
 from roundpipe.following.token_loss import count_tokens, loss_in, shares
 from roundpipe.following.token_wise import ChunkTokens
-from roundpipe.shadow import ShadowTree
+from roundpipe.following.verification import Found, try_training, verify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,24 +40,39 @@ def language_model_in(model: nn.Module) -> PreTrainedModel | None:
         return None
     causal = "CausalLM" in type(inner).__name__ or getattr(inner.config, "is_decoder", True)
     like: Any = inner  # its accessors have no types
-    ends = like.get_input_embeddings(), like.get_output_embeddings()
+    try:
+        ends = like.get_input_embeddings(), like.get_output_embeddings()
+    except NotImplementedError:  # it has no tokens
+        return None
     return inner if causal and None not in ends else None
 
 
+def transformers_model_in(model: nn.Module) -> PreTrainedModel | None:
+    """The model of transformers, of any kind, that `model` is, or that peft has wrapped; None if there is none."""
+    from transformers import PreTrainedModel
+
+    inner: Any = model
+    if hasattr(type(model), "get_base_model"):
+        inner = inner.get_base_model()
+    return inner if isinstance(inner, PreTrainedModel) else None
+
+
 class LanguageModel:
-    """A followed model.
+    """A followed model: a causal language model, or any other of transformers.
 
     The forward that runs is the model's own: in the first layer of the chain until it calls the first of its own
     layers, in the last one with those answering what they have returned. What lies between two of its layers is
     recorded when the first part runs, and done again after each layer.
 
     Args:
-        model: a causal language model of transformers, or one that peft has wrapped; on the CPU, with values.
+        model: a model of transformers, or one that peft has wrapped; on the CPU, with values.
         loss_chunk_tokens: for how many tokens logits are held at a time where only the loss is asked for.
         mlp_chunk_tokens: for how many tokens the inner activations of an MLP are held at a time.
 
     Attributes:
         chain: the pipeline's layers. Parameters are the model's own.
+        name: of the model's class.
+        is_causal: it is a causal language model.
 
     Raises:
         CannotFollow: with the reason, if the chain would not compute the same.
@@ -62,54 +81,87 @@ class LanguageModel:
     def __init__(
         self, model: nn.Module, loss_chunk_tokens: ChunkTokens = "auto", mlp_chunk_tokens: ChunkTokens = "auto"
     ) -> None:
-        language_model = language_model_in(model)
-        if language_model is None:
-            raise CannotFollow(f"[follow] {type(model).__name__} is no causal language model of transformers")
+        inner = transformers_model_in(model)
+        if inner is None:
+            raise CannotFollow(f"[follow] {type(model).__name__} is no model of transformers")
         _check_chunk("loss_chunk_tokens", loss_chunk_tokens)
         _check_chunk("mlp_chunk_tokens", mlp_chunk_tokens)
         self._model = model
+        self.name = type(inner).__name__
+        self._config = inner.config
+        self.is_causal = language_model_in(model) is not None
         self._chunks = loss_chunk_tokens, mlp_chunk_tokens
         self._contents = _contents(model)
         self._signature = inspect.signature(model.forward)
-        self._positions = getattr(language_model.config.get_text_config(), "max_position_embeddings", None)
+        self._positions = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
         self.chain = nn.Sequential()
+        refuse_compiled(model, find_stacks(inner) if any(isinstance(m, nn.ModuleList) for m in inner.modules()) else ())
         try:
-            self._follow(language_model, loss_chunk_tokens, mlp_chunk_tokens)
+            self._found = self._follow(inner, loss_chunk_tokens, mlp_chunk_tokens)
         except CannotFollow as reason:
             raise CannotFollow(
-                f"[wrap_model_to_roundpipe] {type(language_model).__name__} cannot be followed: {reason}; "
+                f"[wrap_model_to_roundpipe] {self.name} cannot be followed: {reason}; "
                 "use_sequential_preset=False wraps it part by part instead"
             ) from reason
 
-    def _follow(
-        self, language_model: PreTrainedModel, loss_chunk_tokens: ChunkTokens, mlp_chunk_tokens: ChunkTokens
-    ) -> None:
-        batch = sample_batch(language_model)
+    def _follow(self, inner: PreTrainedModel, loss_chunk_tokens: ChunkTokens, mlp_chunk_tokens: ChunkTokens) -> Found:
         names: dict[int, str] = {}
         for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
             if tensor.device.type == "meta":
                 raise CannotFollow(f"'{name}' is on the meta device, expected a model with values")
             names.setdefault(id(tensor), name)
-        structure = Structure(
-            self._model, language_model, list(find_layers(language_model)), names, forced_arguments(self._model)
-        )
-        batch |= structure.forced
+        dropped = left_out_at_random(inner)
+        if dropped is not None:
+            raise CannotFollow(f"it leaves out layers at random ({dropped}; 0 is followed)")
+        structure = Structure(self._model, inner, find_stacks(inner), names, forced_arguments(self._model, inner))
         collector.install(self._model)
-        expected = watch(structure, batch)
+        batch, expected = self._watched(structure, inner)
         if not structure.order:
             raise CannotFollow("its forward calls none of the layers in its largest nn.ModuleList")
-        for name, part in parts_of(structure, Uses(structure, batch)):
-            self.chain.add_module(name, part)
         try:
-            self._shifts_labels = _verify(structure, self.chain, batch, expected)
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+            uses = Uses(structure, batch)
+            if uses.ends.drawn is not None:
+                raise CannotFollow(
+                    f"what its end reads comes from before its layers, through random numbers ({uses.ends.drawn})"
+                )
+            for name, part in parts_of(structure, uses):
+                self.chain.add_module(name, part)
+            if not self.is_causal:
+                try_training(structure, batch)
+            found = verify(structure, self.chain, batch, expected, self.is_causal)
+        except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
             raise CannotFollow(f"part by part it fails ({type(error).__name__}: {error})") from error
         # From here on: what is computed in chunks has the same values, not the same bits.
         structure.loss_chunk_tokens, structure.mlp_chunk_tokens = loss_chunk_tokens, mlp_chunk_tokens
+        return found
+
+    def _watched(self, structure: Structure, inner: PreTrainedModel) -> tuple[dict[str, Any], Any]:
+        """A small batch that the model runs with, and its outputs."""
+        if self.is_causal:
+            batch = sample_batch(inner) | structure.forced
+            return batch, watch(structure, batch)
+        reason: Exception | None = None
+        for inputs in sample_batches(inner):
+            batch = inputs | structure.forced
+            try:
+                return batch, watch(structure, batch)
+            except CannotFollow:
+                raise
+            except Exception as error:  # another batch may suit it
+                reason = reason or error
+        raise CannotFollow(
+            "no small batch is known that its forward runs with"
+            + (f" ({type(reason).__name__}: {str(reason).splitlines()[0] if str(reason) else ''})" if reason else "")
+        ) from reason
 
     def followed_anew(self) -> LanguageModel | None:
         """The model as it is now, if modules or parameters were put in or taken out since it was followed."""
         return LanguageModel(self._model, *self._chunks) if _contents(self._model) != self._contents else None
+
+    def memory_savers(self) -> tuple[str, ...]:
+        """Options of `wrap_model_to_roundpipe` with which a row takes less memory."""
+        names = ("loss_chunk_tokens", "mlp_chunk_tokens")
+        return tuple(f"a smaller {name} (now {chunk!r})" for name, chunk in zip(names, self._chunks, strict=True))
 
     def prepare(
         self, batch: list[tuple[tuple[Any, ...], dict[str, Any]]], loss_only: bool
@@ -123,22 +175,103 @@ class LanguageModel:
         Raises:
             ValueError: more tokens than the model has positions, or no label that counts.
         """
+        batch, no_logits = take_return_logits(batch, self._signature.parameters)
         named = [self._named(args, kwargs) for args, kwargs in batch]
         for arguments in named:
             self._check_positions(arguments)
-        counts = [count_tokens(arguments, self._shifts_labels) for arguments in named]
-        if any(count is not None for count in counts) and not any(counts):
+        counts = self._counts(named)
+        if any(counted is not None for counted in counts) and not any(counts):
             raise ValueError(
                 "[forward] every label of the batch is ignored (-100), so there is no loss; expected at least one "
                 "label that is a token and is not the first of its row"
             )
         has_labels = None not in counts
-        summed = named[0].get("num_items_in_batch") is not None
-        weights: list[float] | list[None] = shares(counts, summed) or [None] * len(batch)
+        if no_logits and not has_labels:
+            raise ValueError(
+                "[forward] return_logits is False and there are no labels; expected one of logits and loss"
+            )
+        loss_only = loss_only or no_logits
+        summed = self._adds(named[0])
+        shared: list[float] | list[None] = shares(counts, summed) or [None] * len(batch)
         return [
             (args, {**kwargs, SHARE: weight, LOSS_ONLY: loss_only and has_labels})
-            for (args, kwargs), weight in zip(batch, weights, strict=True)
+            for (args, kwargs), weight in zip(batch, shared, strict=True)
         ]
+
+    def _counts(self, batch: list[dict[str, Any]]) -> list[int | None]:
+        """How much of what the loss is the mean of is in each microbatch; None without labels."""
+        if self.is_causal:
+            shifts = self._found.reduction is Reduction.LABELS_BUT_FIRST
+            return [count_tokens(arguments, shifts) for arguments in batch]
+        reduction = self._found.reduction
+        return [count(reduction, each) if reduction and asks_for_loss(each) else None for each in batch]
+
+    def splitting(self, split_input: Any, kwargs: dict[str, Any]) -> Any:
+        """How a call is cut into microbatches, where `split_input` leaves that open."""
+        return self._splits(kwargs) if split_input is None else split_input
+
+    def _splits(self, kwargs: dict[str, Any]) -> Any:
+        return picture_splitting(self._config, kwargs)
+
+    def microbatches(self, number: int, is_default: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Into how many microbatches a call may be cut, of the `number` that it would be.
+
+        Args:
+            is_default: nobody asked for that number.
+
+        Raises:
+            ValueError: more than one were asked for, and would not mean the same.
+        """
+        arguments = self._named(args, kwargs)
+        reason = self._found.mixing
+        if reason is None and not self.is_causal and asks_for_loss(arguments):
+            if self._found.reduction is None:
+                reason = "what its loss is the mean of is not known"
+            elif not positions_are_inside(arguments):
+                reason = "positions outside of a row do not count"
+        if number == 1 or reason is None:
+            return min(number, rows_of({"input_ids": arguments.get("input_ids")}) if self._splits(kwargs) else number)
+        if not is_default:
+            raise ValueError(
+                f"[forward] the batch of {self.name} cannot be cut into {number} microbatches: {reason}; set "
+                "num_microbatch=1"
+            )
+        return 1
+
+    def check_microbatches(self, number: int | None) -> None:
+        """Names what makes a row depend on others, when the model is wrapped.
+
+        Raises:
+            ValueError: more than one microbatch (`number`) is asked for.
+        """
+        reason = self._found.mixing
+        if reason is not None:
+            if number is not None and number > 1:
+                raise ValueError(
+                    f"[wrap_model_to_roundpipe] {self.name} mixes the rows of a batch ({reason}), so {number} "
+                    "microbatches would compute something else; set num_microbatch=1"
+                )
+            warnings.warn(
+                f"[wrap_model_to_roundpipe] {self.name} mixes the rows of a batch ({reason}): its calls run as one "
+                "microbatch, so that devices mostly wait for each other",
+                stacklevel=3,
+            )
+
+    def seen_by(self, loss_fn: Callable[[Any, Any], Any], microbatches: int) -> Callable[[Any, Any], Any]:
+        """The user's loss function, to which `outputs.loss` is the microbatch's part of the batch's loss.
+
+        That of a causal language model is a mean, as in the published package: scripts divide it.
+        """
+        if self.is_causal or microbatches == 1:
+            return loss_fn
+
+        def loss(outputs: Any, label: Any) -> Any:
+            value = getattr(outputs, "loss", None)
+            if isinstance(value, torch.Tensor) and not isinstance(outputs, tuple):
+                outputs = type(outputs)(**{**outputs, "loss": value / microbatches})
+            return loss_fn(outputs, label)
+
+        return loss
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         return {**dict(zip(self._signature.parameters, args, strict=False)), **kwargs}
@@ -158,6 +291,14 @@ class LanguageModel:
                 f"{self._positions}; shorten the rows, or raise config.max_position_embeddings before wrapping where "
                 "positions are rotary"
             )
+
+    def adds_losses(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the losses of a call's microbatches are parts of a sum."""
+        return self._adds(self._named(args, kwargs))
+
+    def _adds(self, arguments: dict[str, Any]) -> bool:
+        found = self._found
+        return found.reduction is Reduction.SUM or (found.adds_up and is_part_of_a_sum(arguments))
 
     @staticmethod
     def mean_loss(microbatches: int) -> Callable[[Any, Any], Any]:
@@ -189,30 +330,3 @@ def _check_chunk(name: str, value: ChunkTokens) -> None:
     if value is None or value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return
     raise ValueError(f"[wrap_model_to_roundpipe] {name} is {value!r}, expected 'auto', None or a number of tokens")
-
-
-def _verify(structure: Structure, chain: nn.Sequential, batch: dict[str, Any], expected: Any) -> bool:
-    """Runs the chain on the host, as a device would, and compares every output with the plain model's, bit for bit.
-
-    Returns:
-        Whether the model shifts its labels, so that the first of a row does not count.
-    """
-    with evaluating(structure.model):
-        # Trees of their own, as devices have: nothing reaches another part but what is handed on.
-        parts = [ShadowTree(part, {}).root for part in chain]
-        flow: Any = parts[0](**batch)
-        for part in parts[1:-1]:
-            flow = part(flow)
-        outputs = parts[-1](flow)
-        mine, theirs = pytree.tree_leaves(outputs), pytree.tree_leaves(expected)
-        same = len(mine) == len(theirs) and all(
-            torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) if isinstance(a, torch.Tensor) else a == b
-            for a, b in zip(mine, theirs, strict=True)
-        )
-        if not same:
-            raise CannotFollow("part by part it does not compute what it computes whole; its layers share something")
-        program, values, *_ = flow
-        labels = program.inputs.join(values, {})[1]["labels"]
-        labels[:, 0] = IGNORED
-        again, loss = parts[-1](flow).loss, expected.loss
-        return torch.allclose(again, loss, rtol=0, atol=0, equal_nan=True)

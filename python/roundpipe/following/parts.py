@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import enum
 import functools
-import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from roundpipe.following import collector
+from roundpipe.following.call_shapes import OutputShape, hidden_states
 from roundpipe.following.lazy_logits import LazyLogits
-from roundpipe.following.placeholder import CannotFollow, Placeholder, Recorder, Source, recording
+from roundpipe.following.placeholder import (
+    CannotFollow,
+    Made,
+    Placeholder,
+    Recorder,
+    Source,
+    recording,
+    with_values,
+)
 from roundpipe.following.program import Compiler, LayerCall, Program, Recorded, Values
 from roundpipe.following.token_loss import TokenLoss, loss_in
 from roundpipe.following.token_wise import ChunkTokens, TokenWise, chunk_of, in_chunks
@@ -35,70 +44,6 @@ class Over(BaseException):
     """The last layer has been called."""
 
 
-@dataclass(frozen=True)
-class LeafShape:
-    """A tensor that a layer call returns.
-
-    Attributes:
-        sizes: of each dimension; ROWS, TOKENS and BOTH stand for the batch's rows, a row's tokens and their product.
-        dtype: None for that of the hidden states.
-    """
-
-    sizes: tuple[int, ...]
-    dtype: torch.dtype | None
-
-
-ROWS, TOKENS, BOTH = -1, -2, -3
-
-
-@dataclass(frozen=True)
-class OutputShape:
-    """What a layer call returns: a pytree whose leaves are tensors of known shapes, or plain values."""
-
-    spec: pytree.TreeSpec
-    leaves: tuple[Any, ...]
-
-    def placeholders(self, call: int, like: torch.Tensor, kind: str = "output") -> list[Any]:
-        """The leaves of a call's output, tensors as placeholders.
-
-        Args:
-            call: its number.
-            like: hidden states [rows, tokens, ...] of the microbatch.
-            kind: of source.
-        """
-        rows, tokens = like.shape[:2]
-        known = {ROWS: rows, TOKENS: tokens, BOTH: rows * tokens}
-        device = like.shown_device if isinstance(like, Placeholder) else like.device
-        made: list[Any] = []
-        for index, leaf in enumerate(self.leaves):
-            if not isinstance(leaf, LeafShape):
-                made.append(leaf)
-                continue
-            meta = torch.empty([known.get(n, n) for n in leaf.sizes], dtype=leaf.dtype or like.dtype, device="meta")
-            made.append(Placeholder.make(meta, device, frozenset({(kind, (call, index))})))
-        return made
-
-
-def _is_hidden(leaf: Any) -> TypeGuard[torch.Tensor]:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() >= 3
-
-
-def hidden_states(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> torch.Tensor:
-    """The tensor [rows, tokens, ...] that a layer is called with, from `(args, kwargs)`.
-
-    Raises:
-        CannotFollow: there is none.
-    """
-    args, kwargs = arguments
-    for leaf in itertools.chain(args, kwargs.values()):
-        if _is_hidden(leaf):
-            return leaf
-    for leaf in pytree.tree_leaves(arguments):
-        if _is_hidden(leaf):
-            return leaf
-    raise CannotFollow("a layer is called without hidden states of [batch, tokens, ...]")
-
-
 @dataclass
 class Structure:
     """How a model is followed; shared by all its parts.
@@ -114,8 +59,9 @@ class Structure:
         loss_chunk_tokens: see `LanguageModel`, as `mlp_chunk_tokens`.
         blocks: the token-wise parts of each call's layer.
         forced: arguments that the forward is always called with.
-        carried: by how the forward is called, which earlier calls' outputs (call, leaf) its end reads. Written by the
-            devices' threads; a race costs a second look.
+        carried: by how the forward is called, what made before the last call its end reads. Written by the devices'
+            threads; a race costs a second look.
+        ends_early: parameters that are used before the first call, and once more for what the end reads of that.
     """
 
     model: nn.Module
@@ -129,14 +75,25 @@ class Structure:
     blocks: list[tuple[TokenWise, ...]] = field(default_factory=list)
     loss_chunk_tokens: ChunkTokens = None
     mlp_chunk_tokens: ChunkTokens = None
-    carried: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    carried: dict[str, list[Made]] = field(default_factory=dict)
+    ends_early: frozenset[str] = frozenset()
 
 
 class Run:
     """One run of a skeleton's forward; `called` answers for the layers."""
 
+    recorder: Recorder
+
     def called(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
+
+
+class Phase(enum.IntEnum):
+    """Where a run of the forward is."""
+
+    BEFORE = 0
+    BETWEEN = 1
+    END = 2
 
 
 class Skeleton:
@@ -145,21 +102,58 @@ class Skeleton:
     Args:
         structure: of the model.
         present: parameters and buffers by name; all others are placeholders.
+        phases: in which the parameters among these are there. After the first layer call a parameter that was there
+            before it is a placeholder again, so that what is done with it then is done where it belongs.
         owner: whose these are.
     """
 
-    def __init__(self, structure: Structure, present: Mapping[str, Any], owner: object = None) -> None:
+    def __init__(
+        self,
+        structure: Structure,
+        present: Mapping[str, Any],
+        phases: tuple[Phase, ...] = (Phase.BEFORE,),
+        owner: object = None,
+    ) -> None:
         self.owner = owner
         self._run: Run | None = None
+        self._structure = structure
         tensors: dict[int, torch.Tensor] = {}
+        shown: list[dict[int, torch.Tensor]] = [{}, {}, {}]
         for tensor in [*structure.model.parameters(), *structure.model.buffers()]:
             name = structure.names[id(tensor)]
-            tensors[id(tensor)] = present[name] if name in present else Placeholder.of_parameter(name, tensor)
-        self._structure = structure
+            if name in present and not isinstance(tensor, nn.Parameter):
+                tensors[id(tensor)] = present[name]
+                continue
+            missing = Placeholder.of_parameter(name, tensor)
+            later = Placeholder.of_parameter(name, tensor, "late")
+            for phase in Phase:
+                here = phase in phases or (phase is Phase.BEFORE and name in structure.ends_early)
+                absent = missing if phase is Phase.BEFORE else later
+                shown[phase][id(tensor)] = present[name] if here and name in present else absent
+            tensors[id(tensor)] = shown[Phase.BEFORE][id(tensor)]
         self._tree = ShadowTree(structure.model, tensors)
+        inside = {id(module) for layer in structure.layers for module in layer.modules()}
+        self._places = [
+            (state, name, tuple(tensors_then[id(parameter)] for tensors_then in shown))
+            for module in structure.model.modules()
+            if id(module) not in inside
+            for state in (self._tree.of(module)._parameters,)
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        self._phase = Phase.BEFORE
         self._answer()
 
+    def _show(self, phase: Phase) -> None:
+        if phase is not self._phase:
+            self._phase = phase
+            for state, name, tensors in self._places:
+                state[name] = tensors[phase]  # type: ignore[assignment]  # stands for a parameter
+
     def _answer(self) -> None:
+        for module in self._structure.model.modules():
+            # What is compiled would run the original's layers, and cannot be followed.
+            self._tree.of(module).__dict__["_compiled_call_impl"] = None
         for index, layer in enumerate(self._structure.layers):
             state = self._tree.of(layer).__dict__
             state["forward"] = functools.partial(self._called, index)
@@ -168,7 +162,9 @@ class Skeleton:
 
     def _called(self, layer: int, *args: Any, **kwargs: Any) -> Any:
         assert self._run is not None
-        return self._run.called(layer, args, kwargs)
+        result = self._run.called(layer, args, kwargs)
+        self._show(Phase.END if self._run.recorder.ended else Phase.BETWEEN)
+        return result
 
     def of(self, original: nn.Module) -> nn.Module:
         """What stands for a module of the model."""
@@ -179,8 +175,10 @@ class Skeleton:
         if self._tree.refresh():
             self._answer()
         self._run = run
+        self._show(Phase.BEFORE)
         try:
-            return self._tree.root(*args, **kwargs)
+            with recording(run.recorder):
+                return with_values(self._tree.root(*args, **kwargs))
         finally:
             self._run = None
 
@@ -193,6 +191,7 @@ class RecordingRun(Run):
         self.calls: list[Recorded] = []
         self._structure = structure
         self._stops = stops
+        self._place: Any = None
 
     def called(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         index = len(self.calls)
@@ -203,46 +202,60 @@ class RecordingRun(Run):
                 f"{order[:8]}..."
             )
         shape = self._structure.outputs[index]
-        with torch._C.DisableTorchFunctionSubclass():  # only looks at shapes
-            like = hidden_states((args, kwargs))
-            outputs = shape.placeholders(index, like)
-        self.calls.append(Recorded(layer, (args, kwargs), outputs, shape.spec, collector.keys()))
-        self.recorder.segment = index + 1
-        if self._stops and index == len(order) - 1:
+        outputs = _shown(self._structure, index, (args, kwargs))
+        place = collector.place()
+        self.calls.append(
+            Recorded(layer, (args, kwargs), outputs, shape.spec, collector.keys(), place is not self._place)
+        )
+        self._place = place
+        self.recorder.called()
+        self.recorder.ended = index == len(order) - 1
+        if self._stops and self.recorder.ended:
             raise Over
         if not self._stops:
             inside = self._structure.collected[index]
             if pytree.tree_unflatten(inside.leaves, inside.spec).keys() <= set(collector.keys()):
-                found = inside.placeholders(index, like, "collected")
+                found = _shown(self._structure, index, (args, kwargs), "collected")
                 collector.add(pytree.tree_unflatten(found, inside.spec))
         return pytree.tree_unflatten(outputs, shape.spec)
 
 
+def _shown(structure: Structure, call: int, arguments: Any, kind: str = "output") -> list[Any]:
+    shape = (structure.outputs if kind == "output" else structure.collected)[call]
+    with torch._C.DisableTorchFunctionSubclass():  # only looks at shapes
+        return shape.placeholders(call, structure.layers[structure.order[call]], arguments, kind)
+
+
 class ReplayingRun(Run):
-    """Answers with what the layers have returned, as far as it is needed; placeholders elsewhere."""
+    """Answers with what the last layer has returned, and with placeholders for what others have."""
 
     def __init__(self, structure: Structure, flow: Flow) -> None:
         self._structure = structure
         self._program, self._values, _, self._collected = flow
         self._index = 0
+        self.recorder = Recorder({made: self._values[number] for made, number in self._program.carried.items()})
 
     def called(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         index = self._index
         self._index += 1
+        if index >= len(self._program.calls) or self._structure.order[index] != layer:
+            raise CannotFollow(f"its forward calls other layers the second time (call {index} is of layer {layer})")
         call = self._program.calls[index]
         if index < len(self._collected):
             collector.add(self._collected[index])
-        leaves: list[Any] = []
-        shown: list[Any] | None = None
-        last = index == len(self._program.calls) - 1
-        for position, number in enumerate(call.outputs):
-            if number is not None and (last or (index, position) in self._program.carried):
-                leaves.append(self._values[number])
-                continue
-            if shown is None:
-                like = self._values[next(n for n in self._program.calls[-1].outputs if n is not None)]
-                shown = self._structure.outputs[index].placeholders(index, like)
-            leaves.append(shown[position])
+        shape = self._structure.outputs[index]
+        self.recorder.called()
+        if index == len(self._program.calls) - 1:
+            self.recorder.ended = True
+            leaves = [
+                leaf if number is None else self._values[number]
+                for leaf, number in zip(shape.leaves, call.outputs, strict=True)
+            ]
+        else:
+            leaves = _shown(self._structure, index, (args, kwargs))
+            for position, leaf in enumerate(leaves):
+                if isinstance(leaf, Placeholder):
+                    self.recorder.tell(leaf, ("output", index, position))
         return pytree.tree_unflatten(leaves, call.output_spec)
 
 
@@ -250,6 +263,7 @@ class Part(nn.Module):
     """A piece of the model's forward as a layer: it holds the parameters and buffers that it needs, by their names."""
 
     structure: Structure
+    phases: tuple[Phase, ...] = (Phase.BEFORE,)
 
     def __init__(self, structure: Structure, names: set[str], buffers: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -266,7 +280,8 @@ class Part(nn.Module):
         made: Skeleton | None = self.__dict__.get("_skeleton")
         if made is None or made.owner is not self:
             # A device's shell of this part is given its attributes, but has tensors of its own.
-            made = self.__dict__["_skeleton"] = Skeleton(self.structure, {**self._parameters, **self._buffers}, self)
+            present = {**self._parameters, **self._buffers}
+            made = self.__dict__["_skeleton"] = Skeleton(self.structure, present, self.phases, self)
         return made
 
 
@@ -279,23 +294,21 @@ class Before(Part):
         structure = self.structure
         kwargs.update(structure.forced)
         run = RecordingRun(structure, stops=True)
-        with recording(run.recorder):
-            try:
-                self.skeleton().run(run, args, kwargs)
-            except Over:
-                pass
-            else:
-                raise CannotFollow(
-                    f"its forward called {len(run.calls)} layers, expected "
-                    f"{len(structure.order)} as when it was wrapped"
-                )
+        try:
+            self.skeleton().run(run, args, kwargs)
+        except Over:
+            pass
+        else:
+            raise CannotFollow(
+                f"its forward called {len(run.calls)} layers, expected {len(structure.order)} as when it was wrapped"
+            )
         compiler = Compiler(run.recorder.ops, run.calls, (args, kwargs))
         program = compiler.compile(self._carried(args, kwargs))
         program.share, program.loss_only = share, loss_only
         return program, compiler.values, {}, ()
 
-    def _carried(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:
-        """Which earlier calls' outputs the end of the forward reads, when it is called like this."""
+    def _carried(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Made]:
+        """What made before the last call the end of the forward reads, when it is called like this."""
         # Numbers change from step to step, but not what is read.
         flags = {n: v if isinstance(v, (bool, str, type(None))) else type(v).__name__ for n, v in kwargs.items()}
         key = repr((len(args), sorted(flags.items())))
@@ -303,14 +316,12 @@ class Before(Part):
         if known is None:
             run = RecordingRun(self.structure, stops=False)
             try:
-                with torch.no_grad(), recording(run.recorder):
+                with torch.no_grad():
                     output = Skeleton(self.structure, self._buffers).run(run, args, kwargs)
             except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
                 # It wants values, or what layers collect; should it need more than is carried, the last part says so.
                 output = None
-            last = len(self.structure.order) - 1
-            known = sorted(what for kind, what in sources_of(output) if kind == "output" and what[0] != last)
-            self.structure.carried[key] = known
+            known = self.structure.carried[key] = Ends(output, len(self.structure.order)).made
         return known
 
 
@@ -342,7 +353,7 @@ class OwnLayer(nn.Module):
         if self.blocks and not call.collected:
             chunk = chunk_of(self.structure.mlp_chunk_tokens, hidden_states((args, kwargs)).shape[1])
         chunks = in_chunks(self.layer, self.blocks, chunk) if chunk else nullcontext()
-        with collector.collecting(call.collected, first=self.index == 0) as found, chunks:
+        with collector.collecting(call.collected, call.first) as found, chunks:
             output = self.layer(*args, **kwargs)
         leaves, spec = pytree.tree_flatten(output)
         if spec != call.output_spec or any(
@@ -353,13 +364,16 @@ class OwnLayer(nn.Module):
                 f"layer {self.index} returned {spec}, expected {call.output_spec} as when it was wrapped"
             )
         values = dict(values)
-        for number, leaf in zip(call.outputs, leaves, strict=True):
-            if number is not None:
-                values[number] = leaf
+        for number, leaf, shape in zip(call.outputs, leaves, call.shapes, strict=True):
+            if number is None:
+                continue
+            if leaf.shape != shape:
+                raise CannotFollow(f"layer {self.index} returned {tuple(leaf.shape)}, expected {tuple(shape or ())}")
+            values[number] = leaf
         for glue in call.glue:
             glue.run(values, own)
         if call.collected:
-            collected = (*collected, found())
+            collected = (*collected, *({} for _ in range(len(collected), self.index)), found())
         contents = {**contents, **{n: dict(mapping) for n, mapping in shared.items()}}
         kept = {n: contents[n] for n in call.kept_shared if n in contents}
         return program, {number: values[number] for number in call.kept}, kept, collected
@@ -367,6 +381,8 @@ class OwnLayer(nn.Module):
 
 class After(Part):
     """Everything after the model's last layer has returned: the last norm, the head, the loss."""
+
+    phases = (Phase.END,)
 
     def forward(self, flow: Flow) -> Any:
         program, values, _, _ = flow
@@ -450,6 +466,60 @@ def buffers_around(structure: Structure) -> dict[str, torch.Tensor]:
 def sources_of(outputs: Any) -> set[Source]:
     """What the placeholders in a pytree go back to."""
     return {source for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Placeholder) for source in leaf.sources}
+
+
+class Ends:
+    """What a forward's output goes back to.
+
+    Args:
+        output: of a `RecordingRun` that does not stop.
+        calls: number of layer calls.
+
+    Attributes:
+        made: values that were made between the first call and the last one, and are read after it.
+        late: names of the parameters used after the last call.
+        early: names of those used before the first call, for what is read after the last one.
+        drawn: the function that draws random numbers for the latter; None if there is none.
+    """
+
+    def __init__(self, output: Any, calls: int) -> None:
+        self._calls = calls
+        self._seen: set[int] = set()
+        self.late: set[str] = set()
+        self.early: set[str] = set()
+        self.drawn: str | None = None
+        found: set[Made] = set()
+        for leaf in pytree.tree_leaves(output):
+            self._visit(leaf, found)
+        self.made = sorted(found)
+
+    def _visit(self, leaf: Any, found: set[Made]) -> None:
+        if not isinstance(leaf, Placeholder) or id(leaf) in self._seen:
+            return
+        self._seen.add(id(leaf))
+        op = leaf.op
+        if op is None:
+            if leaf.label is not None:
+                is_late = any(kind == "late" for kind, _ in leaf.sources)
+                (self.late if is_late else self.early).add(leaf.label)
+            elif leaf.made is not None and leaf.made[1] != self._calls - 1:
+                found.add(leaf.made)
+            return
+        if op.glue and op.segment < self._calls:
+            index = next(index for index, result in enumerate(op.results) if result is leaf)
+            found.add(("op", op.segment, op.number, index))
+            return
+        if op.segment < self._calls and draws(op.function):
+            self.drawn = op.function.__name__
+        for source in (op, *leaf.writers):
+            for argument in pytree.tree_leaves(source.arguments):
+                self._visit(argument, found)
+
+
+def draws(function: Any) -> bool:
+    """Whether a torch function draws random numbers, going by its name."""
+    name = getattr(function, "__name__", "")
+    return any(part in name for part in ("dropout", "rand", "bernoulli", "multinomial", "normal_", "uniform_"))
 
 
 def check_real(outputs: Any) -> None:

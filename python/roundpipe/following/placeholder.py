@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 Source = tuple[str, Any]
-"""What a value goes back to: `("parameter", its name)`, or `("output", (call, leaf))` of a layer call, or the same
-with "collected" for what transformers collected inside it."""
+"""What a value goes back to: `("parameter", its name)`, or "late" for one that is used after the first layer call, or
+`("output", (call, leaf))` of a layer call, or the same with "collected" for what transformers collected inside it."""
+Made = tuple[Any, ...]
+"""Names a value that is there before the last layer is called: `("output", call, leaf)`, or `("op", segment, number,
+result)` of a glue operation, by its number in its segment. The same in every run that is called alike."""
 
 # Whoever asks for these wants values, not tensors.
 _READS_VALUES = {
@@ -36,6 +39,7 @@ _MAKES_NEW = {
     torch.ones_like,
     torch.zeros_like,
 }
+_INDEXED = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 device_of = torch.Tensor.device.__get__
 """What torch calls for `tensor.device`; compare with ==, as each look makes another object."""
 _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ipow__"}
@@ -53,8 +57,9 @@ class Op:
         function: what was called.
         arguments: `(args, kwargs)`; tensors and placeholders as they were given.
         results: the placeholders it made, None where it made something else.
-        glue: what layers returned is among its arguments.
+        glue: to be done after a layer: what layers returned is among its arguments, or a parameter that is used then.
         segment: number of layer calls before it.
+        number: among the glue of its segment.
         grad: whether gradients were enabled.
     """
 
@@ -64,6 +69,7 @@ class Op:
     glue: bool
     grad: bool
     segment: int = 0
+    number: int = 0
 
     @property
     def in_place(self) -> bool:
@@ -72,11 +78,44 @@ class Op:
 
 
 class Recorder:
-    """Collects the operations of one run of a forward, in order."""
+    """Collects the operations of one run of a forward, in order.
 
-    def __init__(self) -> None:
+    Args:
+        known: values that placeholders of this run have got meanwhile.
+
+    Attributes:
+        segment: number of layer calls so far.
+        ended: the last one is over, so that values which are known are used.
+    """
+
+    def __init__(self, known: Mapping[Made, torch.Tensor] | None = None) -> None:
         self.ops: list[Op] = []
         self.segment = 0
+        self.ended = False
+        self._known = known or {}
+        self._glue = 0
+
+    def called(self) -> None:
+        """A layer call is over."""
+        self.segment += 1
+        self._glue = 0
+
+    def add(self, op: Op) -> None:
+        """Notes an operation."""
+        op.segment, op.number = self.segment, self._glue
+        self.ops.append(op)
+        if not op.glue:
+            return
+        self._glue += 1
+        for index, result in enumerate(op.results):
+            if result is not None and self._known:
+                self.tell(result, ("op", op.segment, op.number, index))
+
+    def tell(self, placeholder: Placeholder, made: Made) -> None:
+        """Gives a placeholder its value, if that is known."""
+        value = self._known.get(made)
+        if value is not None:
+            placeholder.value = value
 
 
 class _Active(threading.local):
@@ -105,12 +144,18 @@ class Placeholder(torch.Tensor):
         op: the operation that made it; None for an origin.
         label: name of the parameter that it stands for, if it is one.
         shown_device: where the tensor would be.
+        made: where a layer call has made it.
+        writers: the operations that have changed it in place.
+        value: the tensor, where it is known by now.
     """
 
     sources: frozenset[Source]
     op: Op | None
     label: str | None
     shown_device: torch.device
+    made: Made | None
+    writers: list[Op]
+    value: torch.Tensor | None
 
     @staticmethod
     def make(
@@ -118,14 +163,15 @@ class Placeholder(torch.Tensor):
     ) -> Placeholder:
         """A placeholder like `meta`, a tensor on the meta device."""
         made: Placeholder = torch.Tensor._make_subclass(Placeholder, meta.detach(), False)
-        made.sources, made.op, made.label, made.shown_device = sources, None, name, device
+        made.sources, made.op, made.label, made.shown_device, made.value = sources, None, name, device, None
+        made.made, made.writers = None, []
         return made
 
     @staticmethod
-    def of_parameter(name: str, tensor: torch.Tensor) -> Placeholder:
-        """Stands for a parameter or buffer that is not here."""
+    def of_parameter(name: str, tensor: torch.Tensor, kind: str = "parameter") -> Placeholder:
+        """Stands for a parameter or buffer that is not here, as a source of this kind."""
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        return Placeholder.make(meta, tensor.device, frozenset({("parameter", name)}), name)
+        return Placeholder.make(meta, tensor.device, frozenset({(kind, name)}), name)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Placeholder({sorted(map(str, self.sources))})"
@@ -141,6 +187,11 @@ class Placeholder(torch.Tensor):
         kwargs = kwargs or {}
         if func == device_of:
             return args[0].shown_device
+        recorder = _active.recorder
+        if recorder is not None and recorder.ended:
+            args, kwargs = with_values((args, kwargs))
+            if not any(isinstance(leaf, Placeholder) for leaf in pytree.tree_leaves((args, kwargs))):
+                return func(*args, **kwargs)
         if func in _READS_VALUES:
             raise CannotFollow(
                 f"its forward reads the values of what layers returned ({func.__name__}), which are not known yet "
@@ -166,6 +217,8 @@ class Placeholder(torch.Tensor):
                     value = torch.device("meta")
                 metas.append(value)
             meta_args, meta_kwargs = pytree.tree_unflatten(metas, spec)
+            if func in _INDEXED and len(args) > 1:
+                meta_args = (meta_args[0], _without_masks(args[1]), *meta_args[2:])
             if func in _MAKES_NEW:
                 like = func(*meta_args, **{**meta_kwargs, "device": "meta"})
                 kwargs = {**kwargs, "device": asked or device}
@@ -192,11 +245,34 @@ class Placeholder(torch.Tensor):
             values.append(original)
         if op.in_place and isinstance(args[0], Placeholder):
             args[0].sources |= sources
-        recorder = _active.recorder
+            args[0].writers.append(op)
         if recorder is not None and (op.in_place or any(isinstance(r, Placeholder) for r in op.results)):
-            op.segment = recorder.segment
-            recorder.ops.append(op)
+            recorder.add(op)
         return pytree.tree_unflatten(values, result_spec)
+
+
+def _without_masks(index: Any) -> Any:
+    """An index for a tensor on the meta device: how many elements a mask selects is a matter of its values."""
+    parts: list[Any] = []
+    for part in index if isinstance(index, tuple) else (index,):
+        if isinstance(part, Placeholder):
+            parts.append(part.as_subclass(torch.Tensor))
+        elif isinstance(part, torch.Tensor) and part.dtype == torch.bool and part.dim():
+            parts.extend(where.to("meta") for where in part.nonzero(as_tuple=True))
+        elif isinstance(part, torch.Tensor):
+            parts.append(part.to("meta"))
+        else:
+            parts.append(part)
+    return tuple(parts) if isinstance(index, tuple) or len(parts) != 1 else parts[0]
+
+
+def with_values(tree: Any) -> Any:
+    """The pytree with placeholders whose values are known replaced by these."""
+
+    def value_of(placeholder: Placeholder) -> torch.Tensor:
+        return placeholder if placeholder.value is None else placeholder.value
+
+    return pytree.tree_map_only(Placeholder, value_of, tree)
 
 
 def _is_device(text: str) -> bool:

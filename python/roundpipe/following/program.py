@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from roundpipe.following.placeholder import CannotFollow, Op, Placeholder
+from roundpipe.following.placeholder import CannotFollow, Made, Op, Placeholder
 
 Values = dict[int, torch.Tensor]
 """Tensors on their way, by number."""
@@ -101,6 +101,8 @@ class LayerCall:
         kept: numbers of the values that something after the next call's beginning still needs.
         kept_shared: numbers of the shared mappings that later calls get.
         collected: keys under which the model collects what is inside its layers.
+        first: of the calls that collect into the same place.
+        shapes: of its output's leaves, None where a leaf is no tensor.
     """
 
     arguments: Tree
@@ -110,6 +112,8 @@ class LayerCall:
     kept: tuple[int, ...] = ()
     kept_shared: tuple[int, ...] = ()
     collected: tuple[str, ...] = ()
+    first: bool = False
+    shapes: tuple[torch.Size | None, ...] = ()
 
 
 @dataclass
@@ -119,14 +123,14 @@ class Program:
     Attributes:
         calls: in order.
         inputs: `(args, kwargs)` of the model's forward.
-        carried: numbers of the call outputs that the end of the forward reads, by (call, leaf).
+        carried: numbers of the values made before the last call that the end of the forward reads.
         share: what the microbatch's loss is multiplied by; None: it is not.
         loss_only: nobody sees anything but the loss, which may then be computed without the logits.
     """
 
     calls: list[LayerCall]
     inputs: Tree
-    carried: dict[tuple[int, int], int]
+    carried: dict[Made, int]
     share: float | None = None
     loss_only: bool = False
 
@@ -140,6 +144,7 @@ class Recorded:
     outputs: list[Any]
     output_spec: pytree.TreeSpec
     collected: tuple[str, ...]
+    first: bool
 
 
 class Compiler:
@@ -154,8 +159,8 @@ class Compiler:
         self._shared: dict[int, int] = {}
         self.values: Values = {}
 
-    def compile(self, carried_leaves: Iterable[tuple[int, int]]) -> Program:
-        """The program; the values that the run has already are left in `values`.
+    def compile(self, ends: Iterable[Made]) -> Program:
+        """The program, which carries `ends` to its end; the values that the run has already are left in `values`.
 
         Raises:
             CannotFollow: an argument holds tensors where they cannot be seen.
@@ -167,15 +172,19 @@ class Compiler:
                 [self._number(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in call.outputs],
                 call.output_spec,
                 collected=call.collected,
+                first=call.first,
+                shapes=tuple(leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in call.outputs),
             )
             for call in self._calls
         ]
+        glue = {(op.segment, op.number): op for op in self._ops if op.glue}
         carried = {}
-        for index, leaf in carried_leaves:
-            number = calls[index].outputs[leaf]
-            if number is not None:
-                carried[(index, leaf)] = number
-        self._place_glue(calls)
+        for made in ends:
+            kind, *place, index = made
+            leaf = self._calls[place[0]].outputs[index] if kind == "output" else glue[place[0], place[1]].results[index]
+            if isinstance(leaf, torch.Tensor):
+                carried[made] = self._number(leaf)
+        self._place_glue(calls, set(carried.values()))
         self._find_kept(calls, inputs, set(carried.values()))
         needed = calls[0].arguments.numbers() | set(calls[0].kept) | self._needed_by_glue(calls[0])
         self.values = {number: value for number, value in self.values.items() if number in needed}
@@ -210,9 +219,9 @@ class Compiler:
                 marked.append(leaf)
         return Tree(marked, spec)
 
-    def _place_glue(self, calls: list[LayerCall]) -> None:
+    def _place_glue(self, calls: list[LayerCall], carried: set[int]) -> None:
         """Backwards: an operation stays if something later needs a result of it, or if it writes in place."""
-        needed: set[int] = set()
+        needed = set(carried)
         segment = len(calls)
         for op in reversed(self._ops):
             while segment > op.segment:

@@ -10,25 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from transformers import PretrainedConfig, PreTrainedModel
 
 from roundpipe.following import collector
+from roundpipe.following.call_shapes import OutputShape, hidden_states
 from roundpipe.following.parts import (
-    BOTH,
-    ROWS,
-    TOKENS,
     After,
     Before,
-    LeafShape,
-    OutputShape,
+    Ends,
     OwnLayer,
     RecordingRun,
     Skeleton,
     Structure,
     buffers_around,
-    hidden_states,
-    sources_of,
 )
-from roundpipe.following.placeholder import CannotFollow, Op, Placeholder, recording
+from roundpipe.following.placeholder import CannotFollow, Op, Placeholder
 from roundpipe.following.program import holds_tensors
 from roundpipe.following.token_wise import Candidates
 
@@ -53,12 +49,40 @@ def find_layers(model: nn.Module) -> nn.ModuleList:
     return layers
 
 
+# A list of modules with less than this share of the largest list's parameters is no stack of layers of its own.
+_LEAST_SHARE = 1 / 8
+
+
+def find_stacks(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model: the elements of its outermost module lists, those of an encoder and a decoder alike.
+
+    Raises:
+        CannotFollow: there is no module list.
+    """
+    least = _LEAST_SHARE * sum(parameter.numel() for parameter in find_layers(model).parameters())
+    layers: dict[int, nn.Module] = {}
+
+    def look(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList) and sum(p.numel() for p in child.parameters()) >= least:
+                for layer in child:
+                    if isinstance(layer, (nn.ModuleList, nn.ModuleDict)):
+                        look(layer)
+                    elif next(layer.parameters(), None) is not None:
+                        layers[id(layer)] = layer
+            else:
+                look(child)
+
+    look(model)
+    return list(layers.values())
+
+
 class _Watch:
     """What a plain run of the model does with its layers."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self.order: list[int] = []
-        self.returned: list[tuple[torch.Tensor, Any]] = []
+        self.returned: list[tuple[Any, Any]] = []
         self.collected: list[dict[str, tuple[Any, ...]]] = []
         self._inputs: list[Any] = []
         self._handles = []
@@ -75,8 +99,9 @@ class _Watch:
             if self._inputs:
                 raise CannotFollow(f"layer {index} is called inside another layer")
             _check_shared(arguments, structure, index)
+            hidden_states(arguments)
             self.order.append(index)
-            self.returned.append((hidden_states(arguments), output))
+            self.returned.append((arguments, output))
             self.collected.append(collector.since(before))
 
         return note
@@ -99,16 +124,29 @@ def _check_shared(arguments: Any, structure: pytree.TreeSpec, layer: int) -> Non
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode and no gradients within the block; what it leaves on the modules is taken away after it."""
-    before = [(module, dict(module.__dict__)) for module in model.modules()]
+    before = [(changed, dict(changed.__dict__)) for changed in (*model.modules(), *_configurations(model))]
     model.eval()
+    for module in model.modules():
+        if module._compiled_call_impl is not None:
+            module._compiled_call_impl = None  # compiled, the same values have other bits
     try:
         with torch.no_grad():
             yield
     finally:
-        for module, attributes in before:
-            for name in module.__dict__.keys() - attributes.keys():
-                del module.__dict__[name]
-            module.__dict__.update(attributes)
+        for changed, attributes in before:
+            for name in changed.__dict__.keys() - attributes.keys():
+                del changed.__dict__[name]
+            changed.__dict__.update(attributes)
+
+
+def _configurations(model: nn.Module) -> Iterator[Any]:
+    """What a forward may note things in, such as the kind of problem that the labels are of."""
+    seen: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig):
+            seen[id(config)] = config
+    yield from seen.values()
 
 
 def sample_batch(model: nn.Module) -> dict[str, Any]:
@@ -124,23 +162,21 @@ def sample_batch(model: nn.Module) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def forced_arguments(model: nn.Module) -> dict[str, Any]:
-    """What the forward is always given: no cache of keys and values, which training has no use for."""
+def forced_arguments(model: nn.Module, inner: nn.Module) -> dict[str, Any]:
+    """What the forward is always given: no cache of keys and values, which training has no use for.
+
+    Args:
+        model: that is called.
+        inner: the model of transformers in it.
+    """
     parameters = inspect.signature(model.forward).parameters
-    takes = "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {"use_cache": False} if takes else {}
-
-
-def _leaf_shape(leaf: Any, like: torch.Tensor) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    rows, tokens = like.shape[:2]
-    if leaf.shape == like.shape:
-        sizes = [ROWS, TOKENS, *leaf.shape[2:]]
-    else:
-        codes = {rows: ROWS, tokens: TOKENS, rows * tokens: BOTH}
-        sizes = [codes.get(size, size) for size in leaf.shape]
-    return LeafShape(tuple(sizes), None if leaf.dtype == like.dtype else leaf.dtype)
+    takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    # Others would pass it on to what does not know it.
+    knows = any(
+        isinstance(module, PreTrainedModel) and "use_cache" in inspect.signature(module.forward).parameters
+        for module in inner.modules()
+    )
+    return {"use_cache": False} if "use_cache" in parameters or (takes_more and knows) else {}
 
 
 def watch(structure: Structure, batch: dict[str, Any]) -> Any:
@@ -155,55 +191,79 @@ def watch(structure: Structure, batch: dict[str, Any]) -> Any:
             for candidate in candidates:
                 candidate.end()
         blocks = [tuple(candidate.blocks()) for candidate in candidates]
-    structure.order = watch.order
+    _keep_called(structure, watch.order)
     structure.blocks = [blocks[index] for index in watch.order]
-    for (like, returned), collected in zip(watch.returned, watch.collected, strict=True):
-        structure.outputs.append(_shape(returned, like))
-        structure.collected.append(_shape(collected, like))
+    for (arguments, returned), collected in zip(watch.returned, watch.collected, strict=True):
+        structure.outputs.append(OutputShape.of(returned, arguments))
+        structure.collected.append(OutputShape.of(collected, arguments))
     return output
 
 
-def _shape(value: Any, like: torch.Tensor) -> OutputShape:
-    leaves, spec = pytree.tree_flatten(value)
-    return OutputShape(spec, tuple(_leaf_shape(leaf, like) for leaf in leaves))
+def _keep_called(structure: Structure, order: list[int]) -> None:
+    """Layers that were not called belong to what lies around the others."""
+    called = sorted(set(order))
+    structure.layers = [structure.layers[index] for index in called]
+    structure.order = [called.index(index) for index in order]
 
 
 class Uses:
-    """Which parameters (by name) what lies before, between and after the layer calls needs."""
+    """Which parameters (by name) what lies before, between and after the layer calls needs.
+
+    Attributes:
+        before: used before the first call.
+        between: by call: those it is called with, and those used after it until the next.
+        ends: what the output goes back to.
+        ends_in_values: that could not be seen, as what comes after the last call reads values.
+    """
 
     def __init__(self, structure: Structure, batch: dict[str, Any]) -> None:
         run = RecordingRun(structure, stops=False)
         skeleton = Skeleton(structure, buffers_around(structure))
-        with evaluating(structure.model), recording(run.recorder):
-            output = skeleton.run(run, (), batch)
+        self.ends_in_values = False
+        with evaluating(structure.model):
+            try:
+                output = skeleton.run(run, (), batch)
+            except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+                if not run.recorder.ended:
+                    raise
+                # What comes after the last layer wants values, which it has when it really runs.
+                output, self.ends_in_values = None, True
         self.before: set[str] = set()
         self.between: list[set[str]] = [set() for _ in run.calls]
-        self.after = {what for kind, what in sources_of(output) if kind == "parameter"}
+        self.ends = Ends(output, len(run.calls))
         seen: set[int] = set()
-        for call in run.calls:
+        for index, call in enumerate(run.calls):
             for leaf in pytree.tree_leaves(call.arguments):
-                self._visit(leaf, seen, self.before)
+                self._visit(leaf, seen, self.between[index] if index else self.before)
+        for _, segment, number, _ in (made for made in self.ends.made if made[0] == "op"):
+            op = next(op for op in run.recorder.ops if op.glue and (op.segment, op.number) == (segment, number))
+            for result in op.results:
+                self._visit(result, seen, self.before)
 
     def _visit(self, leaf: Any, seen: set[int], direct: set[str]) -> None:
         """Follows a value back; a parameter met directly goes to `direct`."""
-        if not isinstance(leaf, Placeholder) or id(leaf) in seen:
+        if not isinstance(leaf, Placeholder):
             return
         if leaf.label is not None:
-            direct.add(leaf.label)
+            is_late = any(kind == "late" for kind, _ in leaf.sources)
+            (direct if is_late else self.before).add(leaf.label)
+            return
+        if id(leaf) in seen:
             return
         seen.add(id(leaf))
-        op: Op | None = leaf.op
-        if op is None:
-            return
-        for argument in pytree.tree_leaves(op.arguments):
-            self._visit(argument, seen, self.between[op.segment - 1] if op.glue else self.before)
+        ops: list[Op] = [*([] if leaf.op is None else [leaf.op]), *leaf.writers]
+        for op in ops:
+            for argument in pytree.tree_leaves(op.arguments):
+                self._visit(argument, seen, self.between[op.segment - 1] if op.segment else self.before)
 
 
 def parts_of(structure: Structure, uses: Uses) -> list[tuple[str, nn.Module]]:
     """The pipeline's layers, with their names."""
     buffers = buffers_around(structure)
     in_layers = {id(p) for index in set(structure.order) for p in structure.layers[index].parameters()}
-    used = uses.before.union(uses.after, *uses.between)
+    structure.ends_early = frozenset(uses.ends.early)
+    after = uses.ends.late | uses.ends.early
+    used = uses.before.union(after, *uses.between)
     # What this run did not touch may be touched by others, with other arguments.
     idle = {
         structure.names[id(parameter)]
@@ -211,9 +271,11 @@ def parts_of(structure: Structure, uses: Uses) -> list[tuple[str, nn.Module]]:
         if id(parameter) not in in_layers and structure.names[id(parameter)] not in used
     }
     parameters = {structure.names[id(p)]: p for p in structure.model.parameters()}
+    if uses.ends_in_values:
+        after, idle = after | idle, set()
     parts: list[tuple[str, nn.Module]] = [("before", Before(structure, uses.before | idle, buffers))]
     for call in range(len(structure.order)):
         own = {name: parameters[name] for name in sorted(uses.between[call])}
         parts.append((f"layer{call}", OwnLayer(structure, call, own)))
-    parts.append(("after", After(structure, uses.after, buffers)))
+    parts.append(("after", After(structure, after, buffers)))
     return parts

@@ -36,17 +36,17 @@ def count_tokens(kwargs: dict[str, Any], shifts: bool) -> int | None:
 def shares(counts: list[int | None], summed: bool) -> list[float] | None:
     """What each microbatch's mean loss counts for, so that the mean of the products is the mean over all tokens.
 
-    None: no labels, or one microbatch.
+    None: no labels, one microbatch, or losses that are counted as they are.
 
     Args:
         counts: of each microbatch's labels.
-        summed: the losses are sums divided by a number for the whole step: each counts once.
+        summed: the losses are sums divided by a number for the whole step, and are added.
     """
     n = len(counts)
     if n == 1:
         return None
     if summed:
-        return [float(n)] * n
+        return None
     total = sum(count for count in counts if count is not None)
     if any(count is None for count in counts) or total == 0:
         return None

@@ -78,7 +78,10 @@ class Candidates:
             if any(inner._forward_hooks or inner._forward_pre_hooks for inner in module.modules()):
                 continue
             middle = states.shape[1] // 2
-            parts = [module(part.contiguous()) for part in (states[:, :middle], states[:, middle:])]
+            try:
+                parts = [module(part.contiguous()) for part in (states[:, :middle], states[:, middle:])]
+            except (RuntimeError, ValueError):  # its second dimension is not that of tokens
+                continue
             if all(isinstance(part, torch.Tensor) for part in parts) and _close(torch.cat(parts, 1), output):
                 found.append(TokenWise(path, _native_activation(module, states, output)))
         return found

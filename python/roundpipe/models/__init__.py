@@ -5,6 +5,12 @@
 Each computes what the plain PyTorch code in its docstring computes, and its gradients; see `functional`.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
 from roundpipe.models.functional import (
     LogitStep,
     chunked_mlp,
@@ -19,4 +25,12 @@ __all__ = [
     "gated_mlp",
     "linear_cross_entropy",
     "two_layer_mlp",
+    "wrap_model",
 ]
+
+
+def wrap_model(model: nn.Module, **roundpipe_kwargs: Any) -> Any:
+    """`wrap_model_to_roundpipe` with `use_sequential_preset=True`, under the published package's name."""
+    from roundpipe.wrap import wrap_model_to_roundpipe
+
+    return wrap_model_to_roundpipe(model, use_sequential_preset=True, **roundpipe_kwargs)

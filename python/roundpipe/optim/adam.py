@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from torch.optim.adam import adam as adam  # under this name in the published package, too
 
 from roundpipe import _core
 from roundpipe.optim.host_step import HostStep

@@ -123,13 +123,9 @@ class ForModel(torch.optim.Optimizer):
         """Tells torch's schedulers that a step was made."""
         self._opt_called = True
 
-    def check_unbound(self, closure: Any) -> None:
-        """Raises ValueError for a step of a bound optimizer by itself."""
-        if self.binding is not None:
-            why = "cannot run a closure, since batches run ahead of steps" if closure is not None else "does not step"
-            raise ValueError(
-                f"[optim] an optimizer that was made for a RoundPipe model {why} by itself; call model.step(optimizer)"
-            )
+    def step_model(self) -> None:
+        """Steps the model that the optimizer was made for; the next call reads the new weights."""
+        self._group.step_fused(self, is_async=False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients; of a model those that no step has taken yet, without waiting."""
@@ -196,18 +192,22 @@ class ForModel(torch.optim.Optimizer):
         before = [dict(group) for group in self.param_groups]
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         try:
-            made = {
-                parameter: self._unpacked(parameter, states[parameter], hyper)
+            hypers = {
+                parameter: hyper
                 for group, hyper in zip(self.param_groups, self.core_groups(), strict=True)
                 for parameter in group["params"]
             }
+            for parameter, hyper in hypers.items():
+                self._unpacked(parameter, states[parameter], hyper, check_only=True)
         except ValueError:
             self.param_groups = before
             raise
         with torch.no_grad():
-            for parameter, (scalars, tensors) in made.items():
+            # One by one, each in place of what was there, so that memory holds one state and not two.
+            for parameter, hyper in hypers.items():
                 kept, rest = self.binding.state(parameter)
-                kept.scalars, kept.tensors = scalars, tensors
+                kept.tensors = []
+                kept.scalars, kept.tensors = self._unpacked(parameter, states[parameter], hyper)
                 if rest is None:
                     continue
                 name = _RESTS[rest.dtype]
@@ -221,9 +221,9 @@ class ForModel(torch.optim.Optimizer):
         return _core.state_names(self.algorithm, hyper, self._format, tuple(parameter.shape))
 
     def _unpacked(
-        self, parameter: torch.Tensor, state: dict[str, Any], hyper: _core.Hyperparameters
+        self, parameter: torch.Tensor, state: dict[str, Any], hyper: _core.Hyperparameters, check_only: bool = False
     ) -> tuple[_core.Scalars, list[torch.Tensor]]:
-        """What a saved state says, in tensors of our own, checked."""
+        """What a saved state says, in tensors of our own, checked; `check_only` leaves their values out."""
         scalars = _core.Scalars()
         names = self._state_names(hyper, parameter)
         present = [name for name in names if state.get(name) is not None]
@@ -245,5 +245,6 @@ class ForModel(torch.optim.Optimizer):
                     f"[optim] {name} of a parameter of shape {tuple(parameter.shape)} is {tuple(state[name].shape)}, "
                     f"expected {tuple(tensor.shape)}; load the state of this model"
                 )
-            tensor.copy_(state[name])
+            if not check_only:
+                tensor.copy_(state[name])
         return scalars, made

@@ -11,8 +11,9 @@ from torch.autograd.graph import increment_version
 
 from roundpipe import _core
 from roundpipe.optim.for_model import ForModel
+from roundpipe.optimizer_parameter import OptimizerParameter
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, OptimizerParameter)
 _FORMAT = _core.MomentFormat.FLOAT32
 
 
@@ -39,12 +40,17 @@ class HostStep(ForModel):
         return hyper
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient; `closure` computes the loss again and returns it."""
-        self.check_unbound(closure)
+        """Updates every parameter that has a gradient; `closure` computes the loss again and returns it.
+
+        Of an optimizer that was made for a model: `model.step(optimizer, is_async=False)`.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.binding is not None:
+            self.step_model()
+            return loss
         with torch.no_grad():
             ours = [[p for p in group["params"] if self._is_ours(p, group)] for group in self.param_groups]
             self._step_others({p for params in ours for p in params})

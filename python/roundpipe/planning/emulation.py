@@ -61,7 +61,7 @@ class Links:
     @property
     def options(self) -> str:
         """Of a virtual device."""
-        options = f"link={self.gb_per_s:.9f}GB/s,host={self.host_gb_per_s:.9f}GB/s,chunk={self.chunk_bytes}"
+        options = f"link={self.gb_per_s:.9f}GB/s,host={self.host_gb_per_s:.9f}GB/s,chunk={self.chunk_bytes}B"
         return options if self.priorities else options + ",fifo"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from roundpipe import _core
 from roundpipe.footprint import LayerFootprint
-from roundpipe.memory_prediction import DeviceMemory, LayerBytes, predict_device
+from roundpipe.memory_prediction import DeviceMemory, LayerBytes, predict_device, waiting_on_host
 from roundpipe.planning.costs import CostSet
 from roundpipe.planning.schedules import Request, choose
 from roundpipe.planning.shapes import ModelShapes
@@ -139,16 +139,13 @@ def _with_room(
     asked = dataclasses.replace(request, costs=costs, cluster=costs.cluster(request.devices, room))
     try:
         choices = choose(asked, mode)
-    except ValueError as error:
-        if "bytes on a device" not in str(error):
-            raise
+    except _core.LayerTooLargeError:
         return None
     placer = _core.Placer(choices[0].recipe, kept, asked.cluster, asked.rules())
     plans = [placer.next() for _ in range(_STEPS)]
     # The labels are counted with the last layer's inputs.
     device = predict_device(plans, layers.sizes, layers.footprints, grain, label_bytes=0, limit_bytes=memory)
-    first = {job.layers.first for job in plans[0].jobs if job.phase != "forward"} | {0}
-    values = request.microbatches * sum(layers.footprints[layer].inputs for layer in first)
+    values = waiting_on_host(plans[0], layers.footprints, request.microbatches)
     return Fit(asked, choices, device, grain, values, memory)
 
 

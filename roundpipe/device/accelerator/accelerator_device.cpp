@@ -113,14 +113,22 @@ class AcceleratorQueue final : public Queue {
   void copy(const at::Tensor& dst, const at::Tensor& src) override { dst.copy_(src, /*non_blocking=*/true); }
 
   void signal(EventPtr event) override {
-    // After a fault on the device nothing can be recorded any more. Whoever waits hears of it by the event.
+    std::exception_ptr error;
     try {
       auto recorded = std::make_unique<c10::Event>(stream_.device_type());
       recorded->record(stream_);
       completion_.watch(std::move(recorded), event);
+      return;
     } catch (...) {
-      event->fail(std::current_exception());
+      error = std::current_exception();
     }
+    // Whoever hears of it lets go of the memory, so what runs has to end first. After a fault on the device, when
+    // nothing can be recorded any more, nothing runs.
+    try {
+      stream_.synchronize();
+    } catch (...) {
+    }
+    event->fail(error);
   }
 
   void uses(const at::Tensor& tensor) override {

@@ -28,7 +28,6 @@ std::string refusal(Parse parse) {
 
 TEST_CASE("parse_bytes: units of 1024 and of 1000, fractions, a space before the unit") {
   CHECK(parse_bytes("0", "t") == 0);
-  CHECK(parse_bytes("512", "t") == 512);
   CHECK(parse_bytes("512B", "t") == 512);
   CHECK(parse_bytes("64KiB", "t") == 64 * 1024);
   CHECK(parse_bytes("3MiB", "t") == 3 * 1048576);
@@ -40,12 +39,12 @@ TEST_CASE("parse_bytes: units of 1024 and of 1000, fractions, a space before the
   CHECK(parse_bytes("8TB", "t") == 8'000'000'000'000);
   CHECK(parse_bytes("1.5 GiB", "t") == 3 * (int64_t{1} << 29));
   CHECK(parse_bytes("0.5KiB", "t") == 512);
-  CHECK(parse_bytes("1e6", "t") == 1'000'000);
+  CHECK(parse_bytes("1e6B", "t") == 1'000'000);
 }
 
 TEST_CASE("parse_bytes: anything else is refused with where, the text and an example") {
-  for (const char* text : {"", " ", "GiB", "-1", "-1GiB", "2gib", "2G", "2 GiB ", "2GiBs", "0x10", "1,5GiB", "nan",
-                           "inf", "1e300", "9e18", "9000000TiB", "two"}) {
+  for (const char* text : {"",       " ",     "2",    "512",    "1e6", "GiB", "-1",    "-1GiB", "2gib",       "2G",
+                           "2 GiB ", "2GiBs", "0x10", "1,5GiB", "nan", "inf", "1e300", "9e18",  "9000000TiB", "two"}) {
     CAPTURE(text);
     const std::string message = refusal([&] { parse_bytes(text, "devices"); });
     CHECK(message.starts_with("[devices] '" + std::string(text) + "' is not a size"));

@@ -195,3 +195,58 @@ TEST_CASE("event: wait_complete blocks until it has fired or failed, and throws 
     other.join();
   }
 }
+
+TEST_CASE("event: a callback that throws skips none behind it, and what it threw goes to whoever is to fail by it") {
+  for (const bool late : {false, true}) {
+    const EventPtr event = make_event();
+    if (late) event->fire();
+    std::vector<int> ran;
+    std::string failed;
+    event->then([&] { ran.push_back(1); });
+    event->then(
+        [&] {
+          ran.push_back(2);
+          throw std::runtime_error("no room");
+        },
+        [&](const std::exception_ptr& error) { failed = message_of(error); });
+    event->then([&] { ran.push_back(3); });
+    CHECK_NOTHROW(event->fire());
+    CHECK(ran == std::vector<int>{1, 2, 3});
+    CHECK(failed == "no room");
+    CHECK(event->error() == nullptr);
+    CHECK(escaped_error() == nullptr);
+  }
+}
+
+TEST_CASE("when_all: what the callback throws goes to whoever is to fail by it") {
+  for (const bool late : {false, true}) {
+    const EventPtr first = make_event(), second = make_event();
+    if (late) first->fire();
+    std::string failed;
+    when_all(
+        {first, nullptr, second}, [] { throw std::runtime_error("no room"); },
+        [&](const std::exception_ptr& error) { failed = message_of(error); });
+    CHECK(failed.empty());
+    first->fire();
+    second->fail(error_named("broken"));
+    CHECK(failed == "no room");
+  }
+}
+
+TEST_CASE("wait_interruptible: throws what escaped from a callback instead of waiting for ever") {
+  const EventPtr first = make_event(), never = make_event();
+  first->then([&] {
+    throw std::domain_error("nobody's");
+    never->fire();
+  });
+  first->fire();
+  CHECK(message_of(escaped_error()) == "nobody's");
+  CHECK_THROWS_AS(wait_interruptible(*never), std::domain_error);
+  CHECK_THROWS_AS(wait_unless_lost(*never), std::domain_error);
+  CHECK_NOTHROW(wait_interruptible(*first));
+  // The first one is kept.
+  never->then([] { throw std::runtime_error("later"); });
+  never->fire();
+  CHECK(message_of(take_escaped_error()) == "nobody's");
+  CHECK(escaped_error() == nullptr);
+}

@@ -176,7 +176,7 @@ TEST_SUITE("faults") {
     }
   }
 
-  TEST_CASE("a layer that starts drawing late runs again, or ends that step if that would count twice") {
+  TEST_CASE("a layer may start drawing at any time, also one that writes to its input") {
     for (const bool writes : {false, true}) {
       use_devices("virtual:1");
       at::manual_seed(4);
@@ -195,7 +195,6 @@ TEST_SUITE("faults") {
       plain.forward_backward(batch, 0);
       piped.synchronize();
       late->store(true);
-      if (writes) CHECK_THROWS_AS(train_in(piped, batch, {0, 2, 3}), roundpipe::Error);
       const uint64_t call = piped.pipeline().calls();
       train_in(piped, batch, {0, 2, 3});
       plain.forward_backward(batch, call);
@@ -209,10 +208,15 @@ TEST_SUITE("faults") {
       use_devices("virtual:3,debug");
       Setup setup;
       PipedModel piped("m", setup.layers);
+      // A recomputation may run ahead of the last forwards, and then fail when the losses are there already.
+      const auto train_and_drain = [&] {
+        train(piped, make_batch(2, kRows, kWidth));
+        piped.pipeline().drain();
+      };
       setup.fault->arm(round);
-      CHECK_THROWS_AS(train(piped, make_batch(2, kRows, kWidth)), InjectedFault);
+      CHECK_THROWS_AS(train_and_drain(), InjectedFault);
       setup.fault->arm(round);
-      CHECK_THROWS_AS(train(piped, make_batch(2, kRows, kWidth)), InjectedFault);
+      CHECK_THROWS_AS(train_and_drain(), InjectedFault);
     }
   }
 }

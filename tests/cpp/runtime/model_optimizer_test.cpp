@@ -6,6 +6,7 @@
 #include <doctest/doctest.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/runtime/update_thread.h>
 
 #include "support/model.h"
 
@@ -208,4 +209,17 @@ TEST_CASE("fused step: a call that fails after the step leaves the layers withou
   piped.fused_step(0.1, {false});
   piped.synchronize();
   CHECK_FALSE(at::equal(layers[0].parameters[0].tensor, before));
+}
+
+TEST_CASE("fused step: nothing is left of a step once it is over") {
+  use_devices("virtual:2,debug");
+  at::manual_seed(3);
+  for (const double max_norm : {0.0, 1.0}) {
+    PipedModel piped("gone", chain(3), /*fused=*/true);
+    train(piped, make_batch(2, 3, kWidth));
+    const std::weak_ptr<StepRun> step = piped.fused_step(0.1, {/*asynchronous=*/true, max_norm});
+    piped.synchronize();
+    UpdateThread::instance().drain();
+    CHECK(step.expired());
+  }
 }

@@ -1,8 +1,5 @@
 #include <roundpipe/runtime/random.h>
 
-#include <atomic>
-#include <barrier>
-#include <chrono>
 #include <set>
 #include <thread>
 #include <vector>
@@ -12,6 +9,7 @@
 #include <doctest/doctest.h>
 
 using namespace roundpipe::runtime;
+using roundpipe::device::OwnGenerators;
 
 namespace {
 
@@ -56,104 +54,41 @@ TEST_SUITE("random") {
     CHECK(seeds.size() == 3 * 2 * 8 * 8 * 8);
   }
 
-  TEST_CASE("a drawing layer draws from its seed, and the caller's generator does not notice") {
+  TEST_CASE("backward_seed never changes, and is another one") {
+    CHECK(backward_seed(layer_seed(0, "model", 0, 0, 0)) == 3503903682325553483ULL);
+    CHECK(backward_seed(0) == 8147104208329303767ULL);
+    CHECK(backward_seed(0) < (uint64_t{1} << 63));
+  }
+
+  TEST_CASE("a layer and its backward draw from their seeds, and the caller's generator does not notice") {
     at::manual_seed(7);
     const at::Tensor expected_later = drawn_with(7);
-    RandomUse use;
+    const auto own = std::make_shared<OwnGenerators>();
+    const OwnGenerators::Scope scope(own);
+    SharedDraws draws;
     for (int i = 0; i < 3; ++i) {
       at::Tensor drawn;
-      with_seeded_generators(use, 11, kHost, /*watch=*/true, [&] { drawn = at::rand({4}); });
+      run_seeded(*own, draws, 11, kHost, [&] { drawn = at::rand({4}); });
       CHECK(drawn.equal(drawn_with(11)));
-      CHECK(use.state.load() == RandomUse::kDraws);
+      run_backward(*own, {&draws}, 12, kHost, [&] { drawn = at::rand({4}); });
+      CHECK(drawn.equal(drawn_with(12)));
     }
-    CHECK(at::rand({4}).equal(expected_later));
+    CHECK_THROWS_AS(run_seeded(*own, draws, 1, kHost, [] { throw std::runtime_error("boom"); }), std::runtime_error);
+    // On the host there is nothing that draws from the default one.
+    CHECK(draws.state.load() == SharedDraws::kUnknown);
+    std::thread([&] { CHECK(at::rand({4}).equal(expected_later)); }).join();
   }
 
-  TEST_CASE("a layer that does not draw is found out") {
-    RandomUse use;
-    with_seeded_generators(use, 1, kHost, true, [] {});
-    CHECK(use.state.load() == RandomUse::kNever);
-  }
-
-  TEST_CASE("a layer that draws after all runs again, seeded") {
-    at::manual_seed(5);
-    const at::Tensor expected_later = drawn_with(5);
-    RandomUse use;
-    use.state = RandomUse::kNever;
-    int runs = 0;
-    at::Tensor drawn;
-    with_seeded_generators(use, 23, kHost, true, [&] {
-      ++runs;
-      drawn = at::rand({4});
-    });
-    CHECK(runs == 2);
-    CHECK(drawn.equal(drawn_with(23)));
-    CHECK(use.state.load() == RandomUse::kDraws);
-    // The first, unseeded run went to nobody's account either.
-    CHECK(at::rand({4}).equal(expected_later));
-  }
-
-  TEST_CASE("the generators are put back when the body throws") {
-    at::manual_seed(9);
-    const at::Tensor expected_later = drawn_with(9);
-    RandomUse use;
-    CHECK_THROWS_AS(with_seeded_generators(use, 1, kHost, true,
-                                           [] {
-                                             at::rand({4});
-                                             throw std::runtime_error("boom");
-                                           }),
-                    std::runtime_error);
-    CHECK(at::rand({4}).equal(expected_later));
-    // And the lock is free.
-    with_seeded_generators(use, 1, kHost, true, [] {});
-  }
-
-  TEST_CASE("layers that do not draw run side by side") {
-    std::vector<RandomUse> uses(4);
-    for (RandomUse& use : uses) use.state = RandomUse::kNever;
-    // Passes only when all four are inside at once.
-    std::barrier inside(4);
-    std::vector<std::thread> threads;
-    for (RandomUse& use : uses) {
-      threads.emplace_back([&use, &inside] {
-        for (int i = 0; i < 5; ++i) {
-          with_seeded_generators(use, 3, kHost, true, [&inside] { inside.arrive_and_wait(); });
-        }
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
-  }
-
-  TEST_CASE("a drawing layer runs alone and draws the same whatever runs beside it") {
-    at::manual_seed(3);
-    const at::Tensor expected_later = drawn_with(3);
-    std::atomic<int> inside{0};
-    std::atomic<int> wrong{0};
-    std::vector<RandomUse> uses(6);  // the even ones draw, the odd ones do not; nothing is known of them yet
-    std::vector<std::thread> threads;
-    for (size_t i = 0; i < uses.size(); ++i) {
-      threads.emplace_back([&, i] {
-        for (uint64_t seed = 0; seed < 20; ++seed) {
-          at::Tensor drawn;
-          with_seeded_generators(uses[i], seed, kHost, true, [&] {
-            const int others = inside.fetch_add(1);
-            if (i % 2 == 0) {
-              if (others != 0) ++wrong;
-              drawn = at::rand({4});
-              std::this_thread::sleep_for(std::chrono::microseconds(200));
-              if (inside.load() != 1) ++wrong;
-            }
-            inside.fetch_sub(1);
-          });
-          if (drawn.defined() && !drawn.equal(drawn_with(seed))) ++wrong;
-        }
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
-    CHECK(wrong.load() == 0);
-    CHECK(at::rand({4}).equal(expected_later));
-    for (size_t i = 0; i < uses.size(); ++i) {
-      CHECK(uses[i].state.load() == (i % 2 == 0 ? RandomUse::kDraws : RandomUse::kNever));
-    }
+  TEST_CASE("a caller is kept while a layer may draw from a card's default generator") {
+    SharedDraws draws;
+    CHECK(draws.possible(false));
+    CHECK(draws.possible(true));
+    draws.state = SharedDraws::kNotInForward;
+    CHECK_FALSE(draws.possible(false));
+    CHECK(draws.possible(true));
+    draws.state = SharedDraws::kNever;
+    CHECK_FALSE(draws.possible(true));
+    draws.state = SharedDraws::kSome;
+    CHECK(draws.possible(false));
   }
 }

@@ -1,8 +1,13 @@
 #include <roundpipe/runtime/worker.h>
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdlib>
+#include <future>
 #include <mutex>
 #include <thread>
 
@@ -13,9 +18,11 @@
 #include <roundpipe/runtime/submission.h>
 
 #include "support/model.h"
+#include "support/observed_device.h"
 
 using namespace roundpipe::runtime;
 using namespace roundpipe::runtime::support;
+using roundpipe::device::EventPtr;
 using roundpipe::schedule::Plan;
 using roundpipe::schedule::PlanMode;
 
@@ -32,12 +39,13 @@ std::shared_ptr<ModelState> make_model(const std::vector<LayerSpec>& layers) {
 
 // A forward of one batch of ones, submitted and not waited for.
 CallPtr submit_forward(const std::shared_ptr<ModelState>& model, Engine& engine, roundpipe::schedule::Stages stages,
-                       int microbatches) {
+                       int microbatches, int64_t width = kWidth) {
   static std::atomic<uint64_t> next_id{1000};
   CallOptions options;
   options.microbatches = microbatches;
   options.requires_grad = false;
   auto call = std::make_shared<Call>(model, options, next_id++, 0, 0);
+  call->habits = model->habits_of_now();
   call->thread_state.emplace();
   call->autocast = AutocastState::capture(engine.device_type());
   call->trainable = model->trainable();
@@ -46,7 +54,7 @@ CallPtr submit_forward(const std::shared_ptr<ModelState>& model, Engine& engine,
   const Plan plan = plan_call(*call, std::move(stages), PlanMode::kInference, true, planner, engine);
   open_boundaries(*call, plan);
   for (int m = 0; m < microbatches; ++m) {
-    put_inputs(*call, m, {{at::ones({1, kWidth}), at::ones({1, 1})}, nullptr}, /*copy=*/true, /*pinned=*/false);
+    put_inputs(*call, m, {{at::ones({1, width}), at::ones({1, 1})}, nullptr}, /*copy=*/true, /*pinned=*/false);
   }
   submit_jobs(call, plan, /*forward=*/true, /*backward=*/false, engine);
   return call;
@@ -93,6 +101,72 @@ LayerSpec gated(LayerSpec layer, std::shared_ptr<Gate> gate) {
   };
   return layer;
 }
+
+// Two layers on one device, of which the first needs the memory that the second one's weights have taken by then.
+struct Parking {
+  static constexpr int64_t kWide = 256;  // weights of 257 KiB a layer
+  static constexpr int64_t kHunger_bytes = 800 * 1024;
+
+  explicit Parking(const std::string& options = "") {
+    at::manual_seed(3);
+    for (const char* name : {"hungry", "next"}) layers.push_back(linear_layer(name, kWide));
+    layers[0].body = [this, body = layers[0].body](Tensors inputs, const Tensors& parameters, const Tensors& buffers,
+                                                   const LayerContext& context) {
+      const int64_t both_bytes = 2 * model->blocks[0].block->layout().size_bytes;
+      const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(300);
+      while (worker->upload().moved_bytes() < both_bytes && std::chrono::steady_clock::now() < deadline) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      ++tried;
+      const at::Tensor hunger = at::empty({kHunger_bytes}, at::kByte);
+      return body(std::move(inputs), parameters, buffers, context);
+    };
+    model = make_model(layers);
+    const auto specs = roundpipe::device::parse_devices("virtual:1,memory=1200KiB" + options);
+    std::vector<std::unique_ptr<roundpipe::device::Device>> devices;
+    for (auto& device : roundpipe::device::make_devices(specs)) {
+      devices.push_back(std::make_unique<ObservedDevice>(specs[0], std::move(device), observer));
+    }
+    engine = std::make_unique<Engine>(specs, std::move(devices));
+    worker = &engine->worker(0);
+  }
+  ~Parking() { engine.reset(); }
+
+  CallPtr submit() { return submit_forward(model, *engine, stages_of({0, 1, 2}), 1, kWide); }
+  bool good(const CallPtr& call) {
+    if (!call->finished()->wait_for(kPatience_ms)) return false;
+    if (const std::exception_ptr error = call->error()) {
+      try {
+        std::rethrow_exception(error);
+      } catch (const std::exception& raised) {
+        MESSAGE(std::string(raised.what()));
+      }
+      return false;
+    }
+    at::Tensor value = at::ones({1, kWide});
+    for (const LayerSpec& layer : layers) {
+      const Tensors weights{layer.parameters[0].tensor, layer.parameters[1].tensor};
+      value = at::linear(at::tanh(value), weights[0], weights[1]);
+    }
+    return same_bits(call->values(2, 0).tensors[0]->data, value.detach());
+  }
+  // Whether somebody else gets the worker's lock now.
+  bool lock_is_free() {
+    auto locked = std::make_shared<std::promise<void>>();
+    std::thread([locked, mine = worker] {
+      mine->lock();
+      locked->set_value();
+    }).detach();
+    return locked->get_future().wait_for(std::chrono::seconds(20)) == std::future_status::ready;
+  }
+
+  QueueObserver observer;
+  std::vector<LayerSpec> layers;
+  std::atomic<int> tried{0};
+  std::shared_ptr<ModelState> model;
+  std::unique_ptr<Engine> engine;
+  Worker* worker = nullptr;
+};
 
 }  // namespace
 
@@ -158,20 +232,169 @@ TEST_SUITE("worker") {
   }
 
   TEST_CASE("an engine that has been shut down refuses, and the call is over") {
+    // For good, so in a process of its own.
+    if (std::getenv("ROUNDPIPE_TEST_ENDS") == nullptr) {
+      CHECK(std::system("ROUNDPIPE_TEST_ENDS=1 /proc/$PPID/exe -tc='an engine that has been shut down*'") == 0);
+      return;
+    }
     const auto model = make_model({linear_layer("l", kWidth)});
     const auto engine = use_devices("virtual:1");
     CHECK(submit_forward(model, *engine, stages_of({0, 1}), 1)->finished()->wait_for(kPatience_ms));
     CallOptions options;
     auto call = std::make_shared<Call>(model, options, 1, 0, 0);
+    call->habits = model->habits_of_now();
     call->trainable = model->trainable();
     call->readings.push_back(model->blocks[0].block->current());
     ModelPlanner planner(*call->model);
     const Plan plan = plan_call(*call, stages_of({0, 1}), PlanMode::kInference, true, planner, *engine);
     open_boundaries(*call, plan);
     Engine::shut_down();
+    CHECK_THROWS_AS(engine->worker(0), roundpipe::Error);
+    CHECK_THROWS_AS(Engine::current(), roundpipe::Error);
+    CHECK_THROWS_AS(use_devices("virtual:1"), roundpipe::Error);
     CHECK_THROWS_AS(submit_jobs(call, plan, true, false, *engine), roundpipe::Error);
     CHECK(call->finished()->complete());
     CHECK(call->failed());
+  }
+
+  TEST_CASE("parking the next job's weights: each queue has one thread, and nothing is copied under the lock") {
+    Parking setup(",debug");
+    std::atomic<int> held{0};
+    setup.observer.on_use = [&](const std::string& queue, const std::string& what) {
+      const bool moves = what == "copy" || what == "poison" || (queue == "download" && what == "enter");
+      if (moves && !setup.lock_is_free()) ++held;
+    };
+    const CallPtr call = setup.submit();
+    CHECK(setup.good(call));
+    CHECK(setup.tried.load() == 2);
+    CHECK(held.load() == 0);
+    for (const char* queue : {"compute", "upload", "download"}) CHECK(setup.observer.threads(queue) == 1);
+    // The weights went down, and up once more, as any transfer does.
+    const int64_t weights_bytes = setup.model->blocks[1].block->layout().size_bytes;
+    CHECK(setup.worker->download().use(roundpipe::transfer::Priority::kWeight).bytes >= weights_bytes);
+    CHECK(setup.worker->upload().use(roundpipe::transfer::Priority::kWeight).bytes >= 3 * weights_bytes);
+  }
+
+  TEST_CASE("parking in small chunks: the call fails, or is followed by another, in the middle of it") {
+    for (const bool fails : {false, true}) {
+      Parking setup(",debug,chunk=16KiB");
+      std::atomic<int> chunks{0};
+      CallPtr call, second;
+      std::promise<void> submitted;
+      std::shared_future<void> known(submitted.get_future());
+      setup.observer.on_use = [&](const std::string& queue, const std::string& what) {
+        if (queue != "download" || what != "copy" || ++chunks != 3) return;
+        known.wait();
+        if (fails) {
+          call->fail(std::make_exception_ptr(InjectedFault("in the middle")));
+        } else {
+          second = setup.submit();
+        }
+      };
+      call = setup.submit();
+      submitted.set_value();
+      if (fails) {
+        REQUIRE(call->finished()->wait_for(kPatience_ms));
+        CHECK(call->failed());
+        setup.observer.on_use = nullptr;
+        second = setup.submit();
+      } else {
+        CHECK(setup.good(call));
+      }
+      CHECK(chunks.load() >= 3);
+      REQUIRE(second != nullptr);
+      CHECK(setup.good(second));
+    }
+  }
+
+  TEST_CASE("room is made of what lies in the next job's slot before its upload has begun") {
+    Parking setup(",debug");
+    REQUIRE(setup.good(setup.submit()));
+    REQUIRE(setup.tried.load() == 2);
+    // Now both slots hold memory. The third visit to the link is for the next job's weights, and is held back until
+    // the memory of their slot is given up.
+    const int64_t both_bytes = 2 * setup.model->blocks[0].block->layout().size_bytes;
+    std::promise<CallPtr> submitted;
+    std::shared_future<CallPtr> call(submitted.get_future());
+    std::atomic<int> visits{0};
+    setup.observer.on_use = [&](const std::string& queue, const std::string& what) {
+      if (queue != "upload" || what != "enter" || ++visits != 3) return;
+      while (setup.worker->device().memory().current_bytes >= both_bytes && !call.get()->failed()) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    };
+    submitted.set_value(setup.submit());
+    CHECK(setup.good(call.get()));
+    CHECK(setup.tried.load() == 4);
+  }
+
+  TEST_CASE("an engine that is dropped while the next job is parked finishes what it was given") {
+    Parking setup;
+    const CallPtr call = setup.submit();
+    setup.engine.reset();
+    CHECK(setup.good(call));
+    CHECK(setup.tried.load() == 2);
+  }
+
+  TEST_CASE("a child made by fork while calls run ends, and drops what it likes") {
+    std::vector<LayerSpec> layers;
+    for (int l = 0; l < 4; ++l) layers.push_back(linear_layer("l", kWidth));
+    for (int round = 0; round < 20; ++round) {
+      auto piped = std::make_unique<PipedModel>("m", layers, /*fused=*/true);
+      auto engine = use_devices("virtual:2");
+      const Batch batch = make_batch(3, 2, kWidth);
+      for (int step = 0; step < 2; ++step) {
+        piped->pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, {},
+                                           fused_stages({0, 2, 4}));
+        piped->step(0.1, true);
+      }
+      const pid_t child = fork();
+      if (child == 0) {
+        const auto refuses = [](const std::function<void()>& use) {
+          try {
+            use();
+          } catch (const roundpipe::Error&) {
+            return true;
+          }
+          return false;
+        };
+        const bool refused = refuses([&] { piped->synchronize(); }) && refuses([&] { piped->step(0.1, true); }) &&
+                             refuses([] { Engine::current(); }) && refuses([&] { engine->worker(0); });
+        piped.reset();
+        engine.reset();
+        Engine::shut_down();
+        _exit(refused ? 0 : 1);
+      }
+      int status = -1;
+      waitpid(child, &status, 0);
+      CHECK(status == 0);
+      piped->synchronize();
+    }
+  }
+
+  TEST_CASE("what hangs behind an event of a call fails the call when it throws, or when the event has failed") {
+    const auto model = make_model({linear_layer("l", kWidth)});
+    for (const bool throws : {true, false}) {
+      const auto call = std::make_shared<Call>(model, CallOptions(), 1, 0, 0);
+      call->habits = model->habits_of_now();
+      const EventPtr waits = call->new_event();
+      const EventPtr first = roundpipe::device::make_event(), second = roundpipe::device::make_event();
+      int ran = 0;
+      call->then({first, nullptr, second}, [&] {
+        ++ran;
+        if (throws) throw InjectedFault("no room");
+      });
+      first->fire();
+      CHECK_FALSE(call->failed());
+      if (throws) {
+        second->fire();
+      } else {
+        second->fail(std::make_exception_ptr(InjectedFault("no room")));
+      }
+      CHECK(ran == (throws ? 1 : 0));
+      CHECK_THROWS_AS(waits->wait(), InjectedFault);
+    }
+    CHECK(roundpipe::device::escaped_error() == nullptr);
   }
 
   TEST_CASE("submissions from several threads do not wait for each other in a circle") {
@@ -201,14 +424,16 @@ TEST_SUITE("shells") {
     const c10::Device host(c10::DeviceType::CPU);
     ShellCounts& counts = shell_counts();
     const int made = counts.made, alive = counts.alive, refreshed = counts.refreshed;
+    const Call call(model, CallOptions(), /*call_id=*/1, 0, 0), of_other(other, CallOptions(), 1, 0, 0);
+    const Call next(model, CallOptions(), 2, 0, 0);
     Shells shells;
-    Shell& first = shells.get(*model, 0, host, /*call=*/1);
-    CHECK(&shells.get(*model, 0, host, 1) == &first);
-    CHECK(&shells.get(*model, 1, host, 1) != &first);
-    shells.get(*other, 0, host, 1);
+    Shell& first = shells.get(call, 0, host);
+    CHECK(&shells.get(call, 0, host) == &first);
+    CHECK(&shells.get(call, 1, host) != &first);
+    shells.get(of_other, 0, host);
     CHECK(counts.made == made + 3);
     CHECK(counts.refreshed == refreshed + 3);
-    CHECK(&shells.get(*model, 0, host, 2) == &first);
+    CHECK(&shells.get(next, 0, host) == &first);
     CHECK(counts.refreshed == refreshed + 4);
     shells.forget(*model);
     shells.forget(*model);
@@ -219,8 +444,9 @@ TEST_SUITE("shells") {
 
   TEST_CASE("a sink takes gradients where they are to go and leaves none on the leaf") {
     const auto model = make_model({linear_layer("a", 2)});
+    const Call call(model, CallOptions(), 1, 0, 0);
     Shells shells;
-    Shell& shell = shells.get(*model, 0, c10::Device(c10::DeviceType::CPU), 1);
+    Shell& shell = shells.get(call, 0, c10::Device(c10::DeviceType::CPU));
     at::Tensor weight = shell.layer->parameters[0];
     weight.set_data(at::ones({2, 2}));
     weight.set_requires_grad(true);
@@ -236,5 +462,25 @@ TEST_SUITE("shells") {
     shell.sink.reset(2);
     torch::autograd::backward({(weight * 5).sum()}, {});
     CHECK(shell.sink.tied[0].equal(at::full({2, 2}, 5.0)));
+  }
+
+  TEST_CASE("a microbatch that runs anew adds what had not come, once") {
+    GradientSink sink;
+    sink.reset(2);
+    sink.targets = {at::zeros({2}), at::zeros({2})};
+    const auto ones = [] { return at::ones({2}); };
+    sink.begin_microbatch();
+    sink.consume(0, ones());
+    REQUIRE(sink.can_retry());
+    sink.retry();
+    sink.consume(0, ones());
+    sink.consume(1, ones());
+    sink.begin_microbatch();
+    sink.consume(0, ones());
+    CHECK(at::equal(sink.targets[0], at::full({2}, 2.0)));
+    CHECK(at::equal(sink.targets[1], ones()));
+    // One that comes in several parts cannot be told from one that has come before.
+    sink.consume(0, ones());
+    CHECK_FALSE(sink.can_retry());
   }
 }

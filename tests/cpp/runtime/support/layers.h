@@ -57,7 +57,7 @@ class NativeShell final : public LayerShell {
   Values forward(const Values& inputs, const LayerContext& context) override {
     return {body_(inputs.tensors, parameters, buffers, context), inputs.structure};
   }
-  void refresh() override { ++shell_counts().refreshed; }
+  void refresh(const std::shared_ptr<const void>&) override { ++shell_counts().refreshed; }
 
  private:
   const Body body_;

@@ -1,0 +1,57 @@
+#include <roundpipe/core/engine_life.h>
+
+#include <pthread.h>
+
+#include <atomic>
+
+#include <roundpipe/core/error.h>
+
+namespace roundpipe {
+namespace {
+
+std::atomic<bool> begun{false};
+std::atomic<bool> ended{false};
+std::atomic<bool> left_behind{false};
+
+thread_local bool runs_layers = false;
+
+// When the library is loaded, so that no fork can fall in between.
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { left_behind.store(begun.load()); });
+
+}  // namespace
+
+void engine_begins() noexcept { begun.store(true); }
+
+void engine_ends() noexcept { ended.store(true); }
+
+bool is_left_behind() noexcept { return left_behind.load(std::memory_order_relaxed); }
+
+bool engine_has_ended() noexcept { return ended.load(); }
+
+void require_own_process() {
+  if (!is_left_behind()) return;
+  throw Error(
+      "[engine] this process was made by fork, and the engine's threads are in its parent alone; expected a process "
+      "that has used no RoundPipe model before the fork; start it with 'spawn', or fork before the first model is "
+      "made");
+}
+
+void require_engine() {
+  require_own_process();
+  if (!engine_has_ended()) return;
+  throw Error(
+      "[engine] the engine has ended with the process, and nothing can run any more; expected a call before that; make "
+      "it in the program itself, or in an exit handler that is registered after roundpipe has been imported");
+}
+
+void become_device_thread() noexcept { runs_layers = true; }
+
+void require_callers_thread() {
+  if (!runs_layers) return;
+  throw Error(
+      "[engine] a layer or a loss function has called a model in the pipeline, and would wait for the device that it "
+      "runs on itself; expected calls from outside of the pipeline; call the plain module there, or make the other "
+      "model's call before or after this one");
+}
+
+}  // namespace roundpipe

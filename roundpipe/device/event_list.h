@@ -1,0 +1,43 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include <roundpipe/device/event.h>
+
+namespace roundpipe::device {
+
+// Events that somebody will want to fail, or wait for, all at once. Complete ones are forgotten now and then, so that
+// the list does not grow beyond twice what is pending, and each event that is added costs a constant time on average.
+// Thread safety: none.
+class EventList {
+ public:
+  void add(EventPtr event) {
+    if (events_.size() >= sweep_at_) {
+      looked_at_ += static_cast<int64_t>(events_.size());
+      std::erase_if(events_, [](const EventPtr& old) { return old->complete(); });
+      sweep_at_ = std::max(kFewest, 2 * events_.size());
+    }
+    events_.push_back(std::move(event));
+  }
+
+  // All that may be pending; the list is empty then.
+  std::vector<EventPtr> take() {
+    sweep_at_ = kFewest;
+    return std::exchange(events_, {});
+  }
+
+  size_t size() const { return events_.size(); }
+  // How often an event has been asked whether it is complete.
+  int64_t looked_at() const { return looked_at_; }
+
+ private:
+  static constexpr size_t kFewest = 64;
+  std::vector<EventPtr> events_;
+  size_t sweep_at_ = kFewest;
+  int64_t looked_at_ = 0;
+};
+
+}  // namespace roundpipe::device
