@@ -19,9 +19,14 @@ if TYPE_CHECKING:
     from roundpipe.stepping import StepGroup
 
 
+def without_adapters(model: Any) -> Any:
+    """The model that peft has put adapters into, or `model` itself."""
+    return model.get_base_model() if hasattr(type(model), "get_base_model") else model
+
+
 def facade_in(model: Any) -> ModelFacade | None:
     """The model in the pipeline that `model` is, or that peft has put adapters into; None if there is none."""
-    inner = model.get_base_model() if hasattr(type(model), "get_base_model") else model
+    inner = without_adapters(model)
     if not isinstance(inner, ModelFacade):
         return None
     inner._follow_changes()
@@ -165,11 +170,7 @@ class ModelFacade(HostResident):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of `parameters()`; outside of `step_fn` also those that no step has consumed."""
         if in_optimizer_context():
-            for parameter in self.optim_parameters():
-                if set_to_none:
-                    parameter.grad = None
-                elif parameter.grad is not None:
-                    parameter.grad.detach_().zero_()
+            self._step_group.clear_copies(set_to_none)
             return
         if self._step_group.is_fused and set_to_none:
             self._step_group.zero_fused_gradients()

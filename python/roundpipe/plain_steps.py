@@ -50,11 +50,11 @@ def watch_optimizers(groups: Iterable[StepGroup]) -> None:
 
 def stepped_groups(optimizer: torch.optim.Optimizer, groups: Iterable[StepGroup]) -> list[StepGroup]:
     """The groups of models that one of the optimizer's parameters belongs to."""
-    own, found = _sorted(optimizer)
+    own, found = split_parameters(optimizer)
     return [group for group in list(groups) if any(group is known for known in found) or group.owns_any(own)]
 
 
-def _sorted(optimizer: torch.optim.Optimizer) -> tuple[set[int], list[StepGroup]]:
+def split_parameters(optimizer: torch.optim.Optimizer) -> tuple[set[int], list[StepGroup]]:
     """Ids of the optimizer's parameters that are nobody's copies, and whose copies the others are."""
     own: set[int] = set()
     found: list[StepGroup] = []
@@ -70,7 +70,7 @@ def _sorted(optimizer: torch.optim.Optimizer) -> tuple[set[int], list[StepGroup]
 
 def _refuse_own_parameters(optimizer: torch.optim.Optimizer, groups: Iterable[StepGroup]) -> None:
     """Raises ValueError if a step function's optimizer has parameters that get no gradients there."""
-    own, _ = _sorted(optimizer)
+    own, _ = split_parameters(optimizer)
     for group in list(groups):
         if group.owns_trained(own):
             raise ValueError(

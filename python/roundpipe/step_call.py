@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roundpipe.call_hooks import refuse_hooked
+from roundpipe.facade import without_adapters
 from roundpipe.model_forward import refuse_assigned
 
 if TYPE_CHECKING:
@@ -71,5 +72,4 @@ def check_gradients(config: ResolvedRunConfig, where: str) -> None:
 
 def _trains(model: Any) -> bool:
     """Whether a model, and the one inside that peft has put adapters into, are in training mode."""
-    inner = model.get_base_model() if hasattr(type(model), "get_base_model") else model
-    return bool(model.training and inner.training)
+    return bool(model.training and without_adapters(model).training)

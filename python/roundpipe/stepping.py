@@ -7,6 +7,7 @@ a call reads does not depend on timing.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from roundpipe import _core
 from roundpipe.binding import Binding, Gradients, Moments, Step, as_schedulers
 from roundpipe.optimizer_context import OptimizerCtx
 from roundpipe.optimizer_parameter import OptimizerParameter
-from roundpipe.plain_steps import stepped_groups, watch_optimizers
+from roundpipe.plain_steps import split_parameters, stepped_groups, watch_optimizers
 from roundpipe.published_attributes import source_of_names
 from roundpipe.scaler import GradScaler, StepScales, _all_live
 from roundpipe.update import Update, is_updating, uninterrupted
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
 
 _groups: weakref.WeakSet[StepGroup] = weakref.WeakSet()
 watch_optimizers(_groups)
-
-
-def _steps_copies(optimizer: torch.optim.Optimizer) -> bool:
-    return any(isinstance(p, OptimizerParameter) for options in optimizer.param_groups for p in options["params"])
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -46,11 +43,9 @@ def show_gradients_of(optimizer: torch.optim.Optimizer) -> None:
 
 def changed_from_outside(optimizer: torch.optim.Optimizer) -> None:
     """Says that `optimizer` has changed parameters after the step function that had them, so that calls see it."""
-    changed = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for group in list(_groups):
-        if not changed.isdisjoint(map(id, group._copies.values())):
-            group.finish_update()
-            group._unpublished = True
+    for group in split_parameters(optimizer)[1]:
+        group.finish_update()
+        group._unpublished = True
 
 
 class StepGroup:
@@ -190,7 +185,7 @@ class StepGroup:
             self._publish_copies()
 
     def _refuse_hooks(self) -> None:
-        for parameter in (*self._piped_parameters, *self._copies.values()):
+        for parameter in itertools.chain(self._piped_parameters, self._copies.values()):
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise ValueError(
                     f"[RoundPipe] a parameter of shape {tuple(parameter.shape)} has hooks on its gradient, which "
@@ -252,7 +247,7 @@ class StepGroup:
                 pipeline.finish_publish()
         landed = [ticket.hand_over() for ticket in tickets]
         if not all(landed):
-            self._drop_gradients()
+            self.clear_copies(set_to_none=True)
             return False
         self._add_host_gradients(host_gradients)
         try:
@@ -264,7 +259,7 @@ class StepGroup:
                         step_fn()
         except BaseException:
             # As if the step had not been made, as far as that is ours to undo.
-            self._drop_gradients()
+            self.clear_copies(set_to_none=True)
             raise
         return True
 
@@ -276,10 +271,6 @@ class StepGroup:
                 copy = self._copies[id(parameter)]
                 gradient = gradient.to(device="cpu", dtype=copy.dtype)
                 copy.landed_grad = gradient if copy.landed_grad is None else copy.landed_grad + gradient
-
-    def _drop_gradients(self) -> None:
-        for copy in self._copies.values():
-            copy.landed_grad = None
 
     @staticmethod
     def _hand_over_scales() -> StepScales | None:
@@ -426,7 +417,7 @@ class StepGroup:
         _core.require_engine()
         self.finish_update()
         self.check_trainable()
-        if _steps_copies(optimizer):
+        if self._has_copies_in(optimizer):
             self._refresh_copies()
             self.hand_over()
         else:
@@ -436,12 +427,19 @@ class StepGroup:
     def finish_plain_step(self, optimizer: torch.optim.Optimizer) -> None:
         """That step was made: the next call reads its weights."""
         # Not asked of the copies: torch's fused kernels do not count what they write.
-        if _steps_copies(optimizer):
+        if self._has_copies_in(optimizer):
             self._publish_copies()
+
+    def _has_copies_in(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(group is self for group in split_parameters(optimizer)[1])
 
     def zero_gradients(self, set_to_none: bool) -> None:
         """Clears all gradients that no step has taken, once they are there."""
         self.synchronize()
+        self.clear_copies(set_to_none)
+
+    def clear_copies(self, set_to_none: bool) -> None:
+        """Clears the gradients that the optimizer's parameters have, without waiting."""
         for copy in self._copies.values():
             if set_to_none:
                 copy.landed_grad = None

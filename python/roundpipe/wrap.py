@@ -128,7 +128,8 @@ def wrap_model_to_roundpipe(
         label = name if unit.module is model else f"{name or type(model).__name__}.{unit.path}"
         unit_config = layered(unit.override, unit.structure(lower_threshold), config)
         cut += [unit.module] * (unit_config.num_microbatch != 1)
-        pipes[id(unit.module)] = RoundPipe(unit.module, name=label, model_run_config=unit_config, **roundpipe_kwargs)
+        make = RoundPipe if unit.module is model else RoundPipe._part
+        pipes[id(unit.module)] = make(unit.module, name=label, model_run_config=unit_config, **roundpipe_kwargs)
     if id(model) in pipes:
         return pipes[id(model)]
     warn_batch_norm(name or type(model).__name__, cut)

@@ -2,7 +2,10 @@
 
 #include <cstdlib>
 #include <limits>
+#include <thread>
 #include <utility>
+
+#include <ATen/Parallel.h>
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/runtime/update_thread.h>
@@ -37,11 +40,18 @@ Pools& pools() {
   return *instance;
 }
 
+// In a child made by fork, the first thread that asks torch for its own thread pool makes it anew, and one that asks
+// meanwhile is given none, which torch takes for a fault. So one asks before there are others; not this one, whose own
+// settings stay as they are.
+void renew_torch_threads() {
+  std::thread([threads = at::get_num_threads()] { at::set_num_threads(threads); }).join();
+}
+
 }  // namespace
 
 // In this order: devices have threads.
 Engine::Engine(const std::vector<device::DeviceSpec>& specs)
-    : Engine(specs, (engine_begins(), device::make_devices(specs))) {}
+    : Engine(specs, (engine_begins(), renew_torch_threads(), device::make_devices(specs))) {}
 
 Engine::Engine(const std::vector<device::DeviceSpec>& specs, std::vector<std::unique_ptr<device::Device>> devices)
     : specs_(specs) {

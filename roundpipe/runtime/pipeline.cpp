@@ -106,7 +106,6 @@ CallPtr Pipeline::begin_call(CallOptions options, Engine& engine) {
   call->autocast = AutocastState::capture(engine.device_type());
   call->trainable = model_->trainable();
   for (const BlockState& block : model_->blocks) call->readings.push_back(block.block->current());
-  call->parameter_writes = parameter_writes();
   last_call_ = call;
   ++calls_;
   return call;
@@ -206,6 +205,7 @@ Pipeline::Outputs Pipeline::forward(const std::vector<Values>& inputs, CallOptio
                       }));
   call->keeps_caller = options.keeps_caller || may_draw_on_cards(*call, *engine);
   call->keep_step(std::move(step), /*until_over=*/!train);
+  if (train) call->parameter_writes = parameter_writes();
   const PlanMode mode = train ? PlanMode::kTrain : PlanMode::kInference;
   Plan plan;
   submit_or_undo(call, [&] {
@@ -251,8 +251,10 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
   const std::shared_ptr<Engine> engine = engine_;
   options.microbatches = static_cast<int>(inputs.size());
   options.requires_grad = true;
-  const CallPtr call = begin_call(options, *engine);
+  // Before the call has its number: what is raised here leaves no gap in the random states.
+  raise_pending();
   import_gradients();
+  const CallPtr call = begin_call(options, *engine);
   call->loss = std::move(loss);
   call->keep_step(std::move(step), /*until_over=*/true);
   call->keep_outputs = keep_outputs;
@@ -341,8 +343,7 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
   if (call->parameter_writes != parameter_writes()) {
     throw std::invalid_argument(
         "[backward] parameters have been changed in place since this forward, so the recomputation would not repeat "
-        "it; "
-        "call backward before the optimizer's step, or make the forward again");
+        "it; call backward before the optimizer's step, or make the forward again");
   }
   call->keep_values = keep_graph;
   const std::shared_ptr<Engine> engine = engine_;

@@ -65,7 +65,7 @@ def script(name: str, devices: int) -> str:
         return (
             setup
             + f"def call_all():\n    exec({models + 'call(); model.step(update); model.synchronize()'!r}, globals())\n"
-            + "expect_child(call_all)\n"
+            + "for _ in range(5): expect_child(call_all)\n"
             + models
             + "call()\nmodel.step(update)\n"
         )

@@ -119,7 +119,8 @@ def test_a_router_that_mixes_rows_is_named(dtype: torch.dtype) -> None:
     wrapped.synchronize()
 
 
-def test_a_single_layer_of_many_is_told() -> None:
+@pytest.mark.parametrize("name", [None, "stack-2.5"])
+def test_a_single_layer_of_many_is_told(name: str | None) -> None:
     class Stack(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
@@ -131,7 +132,7 @@ def test_a_single_layer_of_many_is_told() -> None:
             return x
 
     with pytest.warns(UserWarning, match=r"Stack becomes a single layer of \d+ bytes: each device has to hold all"):
-        wrapped = RoundPipe(Stack(512))
+        wrapped = RoundPipe(Stack(512), name=name)
     assert bool(wrapped) and wrapped.num_layers == 1
 
 

@@ -477,3 +477,20 @@ def test_clearing_after_a_step_function_waits_for_it(clears: str, monkeypatch: p
             model.synchronize()
     for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_one_optimizer_over_copies_of_one_model_and_parameters_of_another() -> None:
+    plain, ours = [make_model() for _ in range(2)], [make_model() for _ in range(2)]
+    first, second = (RoundPipe(model, model_run_config=CALLS) for model in ours)
+    theirs = torch.optim.SGD([p for model in plain for p in model.parameters()], lr=0.1)
+    mine = torch.optim.SGD([*first.optim_parameters(), *second.parameters()], lr=0.1)
+    for inputs, labels in batches(3):
+        for models, optimizer in ((plain, theirs), ((first, second), mine)):
+            sum(F.cross_entropy(model(inputs), labels) for model in models).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for model in (first, second):
+        model.synchronize()
+    for a, b in zip(plain, ours, strict=True):
+        for one, other in zip(a.parameters(), b.parameters(), strict=True):
+            assert torch.equal(one, other)

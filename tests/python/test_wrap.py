@@ -37,6 +37,10 @@ class FakePipe(nn.Module):
         self.original: nn.Module | None = None
         self.__dict__["_wrapped"] = model
 
+    @classmethod
+    def _part(cls, model: nn.Module, **options: Any) -> FakePipe:
+        return cls(model, **options)
+
     def set_original_model(self, model: nn.Module) -> None:
         self.__dict__["original"] = model
 
@@ -68,6 +72,11 @@ class FakeSteps:
 
     show_gradients = note_reach = before_call = show_weights
     is_untouched = True
+
+    def clear_copies(self, set_to_none: bool) -> None:
+        assert set_to_none
+        for _, parameter in self.optim_named_parameters("", True):
+            parameter.grad = None
 
     def optim_named_parameters(self, prefix: str, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:
         for path, pipe in self.pipes.items():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from roundpipe.facade import without_adapters
 from roundpipe.following import collector
 from roundpipe.following.loss_arguments import is_part_of_a_sum, take_return_logits
 from roundpipe.following.parts import LOSS_ONLY, SHARE, Structure
@@ -31,9 +32,7 @@ def language_model_in(model: nn.Module) -> PreTrainedModel | None:
     """The causal language model of transformers that `model` is, or that peft has wrapped; None if there is none."""
     from transformers import PreTrainedModel
 
-    inner: Any = model
-    if hasattr(type(model), "get_base_model"):
-        inner = inner.get_base_model()
+    inner = without_adapters(model)
     if not isinstance(inner, PreTrainedModel) or getattr(inner.config, "is_encoder_decoder", False):
         return None
     if "labels" not in inspect.signature(inner.forward).parameters:
@@ -51,9 +50,7 @@ def transformers_model_in(model: nn.Module) -> PreTrainedModel | None:
     """The model of transformers, of any kind, that `model` is, or that peft has wrapped; None if there is none."""
     from transformers import PreTrainedModel
 
-    inner: Any = model
-    if hasattr(type(model), "get_base_model"):
-        inner = inner.get_base_model()
+    inner = without_adapters(model)
     return inner if isinstance(inner, PreTrainedModel) else None
 
 
