@@ -111,6 +111,9 @@ class ModelFacade(HostResident):
             value = guarded(name, value, self._may_replace)
         elif name == "compile":
             return refuse_compiling
+        elif name == torch._C._get_privateuse1_backend_name() and isinstance(value, MethodType):
+            # Such as Module.npu, which a backend outside of torch adds beside Module.cuda.
+            return lambda device=None: self._stay(name)
         if not name.startswith("_") and isinstance(value, (nn.Module, torch.Tensor, MethodType, list)):
             # From here the user may reach parameters.
             group = object.__getattribute__(self, "_step_group")

@@ -14,33 +14,13 @@
 
 #include <pthread.h>
 #include <unistd.h>
-#ifdef __linux__
-#include <sched.h>
-#endif
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/memory/numa.h>
+#include <roundpipe/optim/cores.h>
 
 namespace roundpipe::optim {
 namespace {
-
-// The cores that this process may use, in ascending order.
-std::vector<int> usable_cores() {
-  std::vector<int> cores;
-#ifdef __linux__
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof(set), &set) == 0) {
-    for (int core = 0; core < CPU_SETSIZE; ++core) {
-      if (CPU_ISSET(core, &set)) cores.push_back(core);
-    }
-  }
-#endif
-  if (cores.empty()) {
-    const int count = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
-    for (int core = 0; core < count; ++core) cores.push_back(core);
-  }
-  return cores;
-}
 
 // Best effort: a thread that may not be pinned works as well.
 void pin(std::thread& thread, int core) {
@@ -57,19 +37,20 @@ constexpr int kMostThreads = 4096;
 int checked_threads(int threads) {
   if (threads < 1 || threads > kMostThreads) {
     throw std::invalid_argument(concat("[ThreadPool] got ", threads, " threads, expected 1 to ", kMostThreads,
-                                       "; leave it out for one a core"));
+                                       "; leave it out for the default"));
   }
   return threads;
 }
 
+// 0: it says nothing.
 int threads_from_environment() {
   const char* const text = std::getenv("ROUNDPIPE_OPTIM_THREADS");
-  if (text == nullptr || *text == '\0') return static_cast<int>(usable_cores().size());
+  if (text == nullptr || *text == '\0') return 0;
   char* end = nullptr;
   const long threads = std::strtol(text, &end, 10);
   if (*end != '\0' || threads < 1 || threads > kMostThreads) {
     throw std::invalid_argument(concat("[ROUNDPIPE_OPTIM_THREADS] got '", text, "', expected a number from 1 to ",
-                                       kMostThreads, "; unset it for one thread a core"));
+                                       kMostThreads, "; unset it for the default"));
   }
   return static_cast<int>(threads);
 }
@@ -168,10 +149,13 @@ struct ThreadPool::Team {
 
 ThreadPool::ThreadPool(int threads, bool pinned)
     : threads_(checked_threads(threads)), process_(getpid()), team_(std::make_unique<Team>()) {
-  const std::vector<int> cores = usable_cores();
+  const std::vector<int> cores = usable_processors();
   try {
     for (int i = 0; i < threads_ - 1; ++i) {
-      team_->threads.emplace_back([team = team_.get()] { team->run(); });
+      team_->threads.emplace_back([team = team_.get()] {
+        lower_own_priority();
+        team->run();
+      });
       if (pinned) pin(team_->threads.back(), cores[cores.size() - 1 - static_cast<size_t>(i) % cores.size()]);
     }
   } catch (...) {
@@ -222,10 +206,12 @@ namespace {
 
 // Never destroyed: threads may ask for the pool, or work in it, when the process ends.
 struct Current {
-  std::atomic<int> threads{0};  // 0: as the environment says
+  std::atomic<int> threads{0};  // 0: as the environment says, or the default
+  std::atomic<int> device_threads{0};
   std::atomic<bool> pinned{false};
   std::mutex mutex;
   std::shared_ptr<ThreadPool> pool;  // guarded by mutex
+  bool by_default = false;           // guarded by mutex: nobody has said how many threads the pool has
 };
 std::atomic<Current*> current = new Current;
 
@@ -233,6 +219,7 @@ std::atomic<Current*> current = new Current;
 void begin_anew() {
   auto* const own = new Current;
   own->threads = current.load()->threads.load();
+  own->device_threads = current.load()->device_threads.load();
   own->pinned = current.load()->pinned.load();
   current.store(own);
 }
@@ -246,9 +233,15 @@ std::shared_ptr<ThreadPool> ThreadPool::current() {
   const std::lock_guard lock(current_pool().mutex);
   std::shared_ptr<ThreadPool>& pool = current_pool().pool;
   if (pool) return pool;
-  const int threads = current_pool().threads.load();
-  pool = threads > 0 ? std::make_shared<ThreadPool>(threads, current_pool().pinned.load())
-                     : std::make_shared<ThreadPool>(threads_from_environment(), pinned_from_environment());
+  int threads = current_pool().threads.load();
+  const bool pinned = threads > 0 ? current_pool().pinned.load() : pinned_from_environment();
+  if (threads == 0) threads = threads_from_environment();
+  if (threads == 0) {
+    threads = default_threads(physical_cores(usable_processors()), current_pool().device_threads.load(),
+                              static_cast<int>(memory::memory_nodes().size()));
+    current_pool().by_default = true;
+  }
+  pool = std::make_shared<ThreadPool>(threads, pinned);
   return pool;
 }
 
@@ -257,7 +250,17 @@ void ThreadPool::set_current(int threads, bool pinned) {
   const std::lock_guard lock(current_pool().mutex);
   current_pool().threads = threads;
   current_pool().pinned = pinned;
+  current_pool().by_default = false;
   current_pool().pool.swap(pool);
+}
+
+void ThreadPool::leave_cores(int device_threads) {
+  std::shared_ptr<ThreadPool> old;  // joins its threads when dropped, so after the lock
+  const std::lock_guard lock(current_pool().mutex);
+  if (current_pool().device_threads.exchange(device_threads) != device_threads && current_pool().by_default) {
+    current_pool().by_default = false;
+    old = std::move(current_pool().pool);
+  }
 }
 
 }  // namespace roundpipe::optim

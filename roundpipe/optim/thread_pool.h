@@ -6,7 +6,8 @@
 
 namespace roundpipe::optim {
 
-// The threads that update parameters on the host. They sleep when there is nothing to do.
+// The threads that update parameters on the host. They sleep when there is nothing to do, and those that the pool
+// starts have a lower priority than the devices'.
 //
 // Thread safety: for_ranges from any thread; callers take turns. The caller works, too.
 class ThreadPool {
@@ -26,10 +27,12 @@ class ThreadPool {
   void for_ranges(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& work);
 
   // The one of this process; a child made by fork() has one of its own. Before the first set_current:
-  // ROUNDPIPE_OPTIM_THREADS threads (else as many as cores that this process may use), pinned when ROUNDPIPE_OPTIM_PIN
-  // is 1.
+  // ROUNDPIPE_OPTIM_THREADS threads (else default_threads()), pinned when ROUNDPIPE_OPTIM_PIN is 1.
   static std::shared_ptr<ThreadPool> current();
   static void set_current(int threads, bool pinned);
+  // How many threads feed devices in this process now. A pool that has the default number of threads is made anew, at
+  // the next current(); one that is at work finishes first.
+  static void leave_cores(int device_threads);
 
  private:
   struct Call;

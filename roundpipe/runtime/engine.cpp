@@ -8,6 +8,7 @@
 #include <ATen/Parallel.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/optim/thread_pool.h>
 #include <roundpipe/runtime/update_thread.h>
 
 namespace roundpipe::runtime {
@@ -32,6 +33,7 @@ struct Pools {
     auto engine = std::make_shared<Engine>(specs);
     std::erase_if(all, [](const std::weak_ptr<Engine>& old) { return old.expired(); });
     all.push_back(engine);
+    optim::ThreadPool::leave_cores(engine->size());
     return engine;
   }
 };

@@ -3,6 +3,7 @@
 #include <thread>
 
 #include <roundpipe/device/event.h>
+#include <roundpipe/optim/cores.h>
 
 namespace roundpipe::runtime {
 
@@ -13,7 +14,10 @@ UpdateThread& UpdateThread::instance() {
 }
 
 UpdateThread::UpdateThread() {
-  std::thread([this] { run(); }).detach();
+  std::thread([this] {
+    optim::lower_own_priority();
+    run();
+  }).detach();
 }
 
 UpdateThread::Work UpdateThread::prepare(const Order& order, std::function<void()> work) {

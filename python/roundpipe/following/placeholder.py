@@ -276,4 +276,8 @@ def with_values(tree: Any) -> Any:
 
 
 def _is_device(text: str) -> bool:
-    return text in ("cpu", "meta") or text.split(":")[0] in ("cuda", "xpu", "npu", "mps", "hpu")
+    try:
+        torch.device(text)
+    except RuntimeError:
+        return False
+    return True

@@ -8,8 +8,8 @@ from roundpipe import _core
 def set_threads(threads: int, *, pinned: bool = False) -> None:
     """How many threads compute updates from now on, in all optimizers of this process.
 
-    By default as many as there are cores; the environment variables ROUNDPIPE_OPTIM_THREADS and ROUNDPIPE_OPTIM_PIN (1)
-    say otherwise.
+    By default as many as there are physical cores, less one for each worker, but at least half of them and at most 16
+    for each memory node. The environment variables ROUNDPIPE_OPTIM_THREADS and ROUNDPIPE_OPTIM_PIN (1) say otherwise.
 
     Args:
         threads: at least 1; the one that asks for an update counts.

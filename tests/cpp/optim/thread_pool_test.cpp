@@ -8,6 +8,9 @@
 
 #include <doctest/doctest.h>
 
+#include <roundpipe/memory/numa.h>
+#include <roundpipe/optim/cores.h>
+
 using namespace roundpipe::optim;
 
 TEST_CASE("thread pool: every element once, in parts of whole grains") {
@@ -63,6 +66,23 @@ TEST_CASE("thread pool: many calls from many threads") {
   }
   for (std::thread& caller : callers) caller.join();
   CHECK(total == 2000);
+}
+
+TEST_CASE("thread pool: the default leaves cores to the devices' threads, now and when there are more of them") {
+  if (std::getenv("ROUNDPIPE_OPTIM_THREADS") != nullptr) return;
+  const int cores = physical_cores(usable_processors());
+  const int nodes = static_cast<int>(roundpipe::memory::memory_nodes().size());
+  ThreadPool::leave_cores(1);
+  const auto before = ThreadPool::current();
+  CHECK(before->threads() == default_threads(cores, 1, nodes));
+  CHECK(ThreadPool::current() == before);
+  ThreadPool::leave_cores(0);
+  CHECK(ThreadPool::current() != before);
+  CHECK(ThreadPool::current()->threads() == default_threads(cores, 0, nodes));
+  ThreadPool::set_current(2, false);
+  const auto chosen = ThreadPool::current();
+  ThreadPool::leave_cores(1);
+  CHECK(ThreadPool::current() == chosen);
 }
 
 TEST_CASE("thread pool: the current one can be replaced while it is used") {
