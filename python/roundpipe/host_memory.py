@@ -45,10 +45,13 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class HostArena:
-    """What the weights and gradients of all models in this process take from the system; `print` shows it.
+    """What all models in this process, and their steps, take from the system; `print` shows it.
+
+    Weights, gradients and the state of fused optimizers are held as long as the models. Inputs, activations between
+    stages and their gradients, losses and buffers come and go with every step; their memory is kept for the next one.
 
     Attributes:
-        asked_bytes: what the models use, buffers that wait for their next use included.
+        asked_bytes: what is in use now, buffers that wait for their next use included.
         reserved_bytes: what was taken from the system for that.
         locked_bytes: the page-locked part of it; 0 when all devices are virtual.
         pieces: how many buffers there are.
@@ -73,6 +76,6 @@ class HostArena:
 
 
 def host_arena() -> HostArena:
-    """What the weights and gradients of all models in this process take from the system now. Memory goes back to it
-    when nothing uses it any more."""
+    """What all models in this process take from the system now, see `HostArena`. Memory of a model goes back to it when
+    nothing uses it any more, what steps used when a model is gone or memory runs short."""
     return HostArena(*_core.host_arena())

@@ -82,6 +82,15 @@ at::Tensor empty_alike(const at::Tensor& tensor, const at::TensorOptions& option
   return at::empty({before + span(tensor)}, with_dtype).as_strided(tensor.sizes(), tensor.strides(), before);
 }
 
+at::Tensor empty_alike(const at::Tensor& tensor, HostArena& arena) {
+  static_assert(HostArena::kAlignment_bytes % kKept_bytes == 0);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const int64_t before = lead(tensor);
+  if (before == 0) return empty_strided(arena, tensor.sizes(), tensor.strides(), tensor.scalar_type());
+  return empty_strided(arena, {before + span(tensor)}, {1}, tensor.scalar_type())
+      .as_strided(tensor.sizes(), tensor.strides(), before);
+}
+
 at::Tensor flat_span(const at::Tensor& tensor) {
   const at::AutoDispatchBelowADInplaceOrView below;
   return tensor.as_strided({span(tensor)}, {1}, tensor.storage_offset());

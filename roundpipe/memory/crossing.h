@@ -7,6 +7,8 @@
 
 namespace roundpipe::memory {
 
+class HostArena;
+
 // How a tensor lies in memory when it crosses the boundary between two layers, as value or as gradient. Kernels choose
 // their way, and so their rounding, by strides and alignment: one rule for every boundary, whether a stage ends there
 // or not, keeps bits apart from plans.
@@ -37,6 +39,9 @@ at::Tensor without_broadcast(const at::Tensor& tensor, std::vector<int64_t>& exp
 // Memory for a copy of `tensor`: its sizes, strides and dtype, the same address modulo kKept_bytes, nothing written.
 // Takes settled_bytes, and less than kKept_bytes in front. REQUIRES: `tensor` is settled, without broadcast dimensions.
 at::Tensor empty_alike(const at::Tensor& tensor, const at::TensorOptions& options);
+
+// The same in host memory of `arena`.
+at::Tensor empty_alike(const at::Tensor& tensor, HostArena& arena);
 
 // The elements from the first to the last one touched, in one dimension; shares memory. To copy them copies the tensor
 // as one run of bytes, and what lies in its gaps with it. REQUIRES: as empty_alike.

@@ -2,16 +2,23 @@
 
 #include <pthread.h>
 
+#include <algorithm>
+#include <array>
+#include <atomic>
+
 #include <ATen/DeviceAccelerator.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/CPUAllocator.h>
 
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/device/accelerator/page_lock.h>
 
 namespace roundpipe::memory {
 
-HostArena::HostArena(std::unique_ptr<SegmentSource> source) : source_(std::move(source)) {}
+HostArena::HostArena(std::unique_ptr<SegmentSource> source, Empty empty) : source_(std::move(source)), empty_(empty) {}
 
 at::Tensor HostArena::allocate(int64_t size_bytes) {
   const auto options = at::TensorOptions().dtype(at::kByte);
@@ -25,24 +32,74 @@ at::Tensor HostArena::allocate(int64_t size_bytes) {
   }
   if (piece == nullptr) {
     std::lock_guard growing(growing_);
-    int64_t reserved_bytes = 0;
     {
       // Whoever made a segment meanwhile may have left room in it.
       std::lock_guard lock(mutex_);
       piece = take_free(taken_bytes);
       if (piece != nullptr) stats_.asked_bytes += size_bytes;
-      reserved_bytes = stats_.reserved_bytes;
     }
     if (piece == nullptr) {
-      Segment segment = source_->acquire(taken_bytes, reserved_bytes);
+      Segment segment = acquire(taken_bytes);
       std::lock_guard lock(mutex_);
       piece = take_new(std::move(segment), taken_bytes);
       stats_.asked_bytes += size_bytes;
     }
   }
-  return at::from_blob(
-      piece, {size_bytes}, [this, size_bytes](void* data) { give_back(static_cast<std::byte*>(data), size_bytes); },
-      options);
+  const std::array sizes{size_bytes};
+  auto maker = at::for_blob(piece, sizes);
+  maker.options(options).deleter(
+      [this, size_bytes](void* data) { give_back(static_cast<std::byte*>(data), size_bytes); });
+  // What a step has made may become the user's, who resizes it like any other tensor.
+  if (empty_ == Empty::kKept) maker.allocator(c10::GetCPUAllocator()).resizeable_storage();
+  return maker.make_tensor();
+}
+
+Segment HostArena::acquire(int64_t size_bytes) {
+  int64_t reserved_bytes = 0;
+  std::vector<Segment> unused;
+  if (empty_ == Empty::kKept) {
+    std::lock_guard lock(mutex_);
+    const int64_t most_bytes = std::max(most_used_bytes_, used_bytes_ + size_bytes);
+    unused = take_unused(most_bytes + most_bytes / 2 - size_bytes);
+  }
+  for (Segment& segment : unused) source_->release(std::move(segment));
+  {
+    std::lock_guard lock(mutex_);
+    reserved_bytes = stats_.reserved_bytes;
+  }
+  try {
+    return source_->acquire(size_bytes, reserved_bytes);
+  } catch (const OutOfHostMemory&) {
+    trim_values();
+    return source_->acquire(size_bytes, reserved_bytes);
+  }
+}
+
+std::vector<Segment> HostArena::take_unused(int64_t limit_bytes) {
+  std::vector<Segment> unused;
+  for (auto held = segments_.begin(); held != segments_.end() && stats_.reserved_bytes > limit_bytes;) {
+    if (held->second.used_bytes > 0) {
+      ++held;
+      continue;
+    }
+    Segment& segment = held->second.segment;
+    remove_free(free_by_place_.find(segment.data));
+    stats_.reserved_bytes -= segment.size_bytes;
+    if (segment.locked) stats_.locked_bytes -= segment.size_bytes;
+    unused.push_back(std::move(segment));
+    held = segments_.erase(held);
+  }
+  return unused;
+}
+
+void HostArena::trim() noexcept {
+  std::vector<Segment> unused;
+  {
+    std::lock_guard lock(mutex_);
+    most_used_bytes_ = used_bytes_;
+    unused = take_unused(0);
+  }
+  for (Segment& segment : unused) source_->release(std::move(segment));
 }
 
 HostArenaStats HostArena::stats() const {
@@ -59,13 +116,19 @@ void HostArena::remove_free(std::map<std::byte*, int64_t>::iterator range) {
   free_by_place_.erase(range);
 }
 
+void HostArena::count_taken(int64_t size_bytes) {
+  ++stats_.pieces;
+  used_bytes_ += size_bytes;
+  most_used_bytes_ = std::max(most_used_bytes_, used_bytes_);
+}
+
 std::byte* HostArena::take_free(int64_t size_bytes) {
   const auto best = free_by_size_.lower_bound({size_bytes, nullptr});
   if (best == free_by_size_.end()) return nullptr;
   const auto [range_bytes, data] = *best;
   remove_free(free_by_place_.find(data));
   holder_of(data)->second.used_bytes += size_bytes;
-  ++stats_.pieces;
+  count_taken(size_bytes);
   if (range_bytes > size_bytes) add_free(data + size_bytes, range_bytes - size_bytes);
   return data;
 }
@@ -73,7 +136,8 @@ std::byte* HostArena::take_free(int64_t size_bytes) {
 std::byte* HostArena::take_new(Segment segment, int64_t size_bytes) {
   stats_.reserved_bytes += segment.size_bytes;
   if (segment.locked) stats_.locked_bytes += segment.size_bytes;
-  ++stats_.pieces;
+  count_taken(size_bytes);
+  if (empty_ == Empty::kKept) segment.shared = true;
   std::byte* const data = segment.data;
   const int64_t rest_bytes = segment.shared ? segment.size_bytes - size_bytes : 0;
   segments_.emplace(data, Held{std::move(segment), size_bytes});
@@ -109,11 +173,12 @@ void HostArena::give_back(std::byte* data, int64_t asked_bytes) noexcept {
     std::lock_guard lock(mutex_);
     stats_.asked_bytes -= asked_bytes;
     --stats_.pieces;
+    used_bytes_ -= taken_bytes;
     const auto holder = holder_of(data);
     Held& held = holder->second;
     held.used_bytes -= taken_bytes;
     if (held.segment.shared) add_free(data, taken_bytes);
-    if (held.used_bytes > 0) return;
+    if (held.used_bytes > 0 || empty_ == Empty::kKept) return;
     if (held.segment.shared) remove_free(free_by_place_.find(held.segment.data));
     unused = std::move(held.segment);
     segments_.erase(holder);
@@ -136,7 +201,7 @@ std::unique_ptr<SegmentSource> locking_source() {
 
 // Leaked on purpose: the last tensor may be freed after everything else is gone. A fork waits until no thread is in
 // the middle of the bookkeeping, so that the child finds it whole.
-HostArena* HostArena::made_fork_safe(std::unique_ptr<SegmentSource> source) {
+HostArena* HostArena::made_fork_safe(std::unique_ptr<SegmentSource> source, Empty empty) {
   static std::mutex mutex;
   static auto* const arenas = new std::vector<HostArena*>;  // protected by mutex
   constexpr auto lock_all = [] {
@@ -155,7 +220,7 @@ HostArena* HostArena::made_fork_safe(std::unique_ptr<SegmentSource> source) {
   };
   std::lock_guard lock(mutex);
   if (arenas->empty()) pthread_atfork(lock_all, unlock_all, unlock_all);
-  arenas->push_back(new HostArena(std::move(source)));
+  arenas->push_back(new HostArena(std::move(source), empty));
   return arenas->back();
 }
 
@@ -169,9 +234,37 @@ HostArena& HostArena::page_locked() {
   return *arena;
 }
 
+namespace {
+
+std::atomic<HostArena*> locked_values = nullptr;  // once there is one
+
+}  // namespace
+
+HostArena& HostArena::values(bool page_locked) {
+  static HostArena* const pageable = made_fork_safe(make_mapped_source(nullptr), Empty::kKept);
+  if (!page_locked) return *pageable;
+  static HostArena* const locked = locked_values = made_fork_safe(locking_source(), Empty::kKept);
+  return *locked;
+}
+
+void HostArena::trim_values() noexcept {
+  values(false).trim();
+  if (HostArena* const locked = locked_values.load()) locked->trim();
+}
+
+at::Tensor empty_strided(HostArena& arena, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const auto size_bytes =
+      static_cast<int64_t>(at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(dtype)));
+  at::Tensor tensor = at::empty({0}, at::TensorOptions().dtype(dtype));
+  return tensor.set_(arena.allocate(size_bytes).storage(), 0, sizes, strides);
+}
+
 HostArenaStats host_arena_stats() {
   HostArenaStats sum;
-  for (const HostArena* arena : {&HostArena::pageable(), &HostArena::page_locked()}) {
+  for (const HostArena* arena :
+       {&HostArena::pageable(), &HostArena::page_locked(), &HostArena::values(false), locked_values.load()}) {
+    if (arena == nullptr) continue;
     const HostArenaStats stats = arena->stats();
     sum.asked_bytes += stats.asked_bytes;
     sum.reserved_bytes += stats.reserved_bytes;

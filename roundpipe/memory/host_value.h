@@ -32,6 +32,10 @@ HostValuePtr copy_to_host(const at::Tensor& tensor, bool requires_grad, bool pin
 // `tensor`, on the host, without a copy where it is settled and has no gaps; else as copy_to_host.
 HostValuePtr refer_to_host(const at::Tensor& tensor, bool requires_grad);
 
+// `tensor`, whose values are to be uploaded into `target`, where devices read host memory best: itself, or a copy in
+// page-locked memory that lies as `target` does.
+at::Tensor staged_for(const at::Tensor& target, const at::Tensor& tensor, bool pinned);
+
 // The device-side tensor of `value`: allocates on `device` (in the calling scope) and appends the copy to `pieces`.
 // The result is valid once the pieces have arrived.
 at::Tensor stage_upload(const HostValue& value, c10::Device device, std::vector<device::Piece>& pieces);

@@ -3,10 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-
 #include <roundpipe/core/error.h>
+#include <roundpipe/memory/host_arena.h>
 
 namespace roundpipe::optim {
 
@@ -35,8 +33,8 @@ BlockOptimizer::BlockOptimizer(const memory::ParameterBlock& block, std::vector<
     const c10::ScalarType dtype = layout_.tensors[i].dtype;
     if (groups_[i] < 0 || rest_[i].defined() || dtype == at::kFloat) continue;
     const memory::TensorLayout& tensor = layout_.tensors[i];
-    const auto options = at::TensorOptions().dtype(dtype == at::kBFloat16 ? at::kShort : at::kFloat);
-    rest_[i] = at::empty_strided(tensor.sizes, tensor.strides, options);
+    rest_[i] = memory::empty_strided(memory::HostArena::pageable(), tensor.sizes, tensor.strides,
+                                     dtype == at::kBFloat16 ? at::kShort : at::kFloat);
     restart_master(i, layout_.view(block.current()->flat, i));
   }
 }

@@ -4,11 +4,10 @@
 #include <numeric>
 #include <stdexcept>
 
-#include <ATen/ops/empty_strided.h>
-#include <ATen/ops/zeros.h>
 #include <c10/util/accumulate.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/memory/host_arena.h>
 #include <roundpipe/optim/adafactor.h>
 #include <roundpipe/optim/coefficients.h>
 #include <roundpipe/optim/dispatch.h>
@@ -92,9 +91,18 @@ void check_weights(const Weights& weights) {
   if (weights.master.defined()) check_like(weights.master, weights.before, at::kFloat, where, "the master");
 }
 
+// State is read and written by all update threads, so it lies where the arena spreads it over the memory nodes.
+at::Tensor zeros(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
+  return memory::empty_strided(memory::HostArena::pageable(), sizes, strides, dtype).zero_();
+}
+
+at::Tensor zeros(at::IntArrayRef sizes, at::ScalarType dtype) {
+  return zeros(sizes, c10::contiguous_strides(sizes), dtype);
+}
+
 at::Tensor zeros_like_layout(const at::Tensor& parameter) {
-  if (!parameter.is_non_overlapping_and_dense()) return at::zeros(parameter.sizes(), at::kFloat);
-  return at::empty_strided(parameter.sizes(), parameter.strides(), at::kFloat).zero_();
+  if (!parameter.is_non_overlapping_and_dense()) return zeros(parameter.sizes(), at::kFloat);
+  return zeros(parameter.sizes(), parameter.strides(), at::kFloat);
 }
 
 // Sizes of row_var and col_var.
@@ -228,11 +236,11 @@ ParameterState make_state(Algorithm algorithm, const Hyperparameters& hyper, Mom
   ParameterState state;
   if (format == MomentFormat::kBlockwise8Bit) {
     for (size_t i = 0; i < names.size(); i += 2) {
-      state.tensors.push_back(at::zeros({kernels::kChunk * blocks(parameter.numel())}, at::kByte));
-      state.tensors.push_back(at::zeros({blocks(parameter.numel())}, at::kFloat));
+      state.tensors.push_back(zeros({kernels::kChunk * blocks(parameter.numel())}, at::kByte));
+      state.tensors.push_back(zeros({blocks(parameter.numel())}, at::kFloat));
     }
   } else if (algorithm == Algorithm::kAdafactor && parameter.dim() > 1) {
-    for (const auto& sizes : factored_sizes(parameter.sizes())) state.tensors.push_back(at::zeros(sizes, at::kFloat));
+    for (const auto& sizes : factored_sizes(parameter.sizes())) state.tensors.push_back(zeros(sizes, at::kFloat));
   } else {
     for (size_t i = 0; i < names.size(); ++i) state.tensors.push_back(zeros_like_layout(parameter));
   }

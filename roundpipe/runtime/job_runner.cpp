@@ -153,7 +153,11 @@ void JobRunner::hand_on_buffers(JobRun& run) {
     for (size_t b = 0; b < layer.buffers.size(); ++b) {
       pieces.push_back({state.buffers[b].tensor.detach(), layer.buffers[b].detach()});
     }
-    outbox_.send(run, Priority::kActivation, [pieces] { return pieces; }, after);
+    if (device_.wants_pinned_host_memory()) {
+      outbox_.send_staged(run, pieces, after);
+    } else {
+      outbox_.send(run, Priority::kActivation, [pieces] { return pieces; }, after);
+    }
   }
 }
 

@@ -145,10 +145,10 @@ void LayerRunner::save_buffers(JobRun& run, int l, int microbatch, std::vector<a
   for (size_t i = 0; i < before.size(); ++i) snapshot.tensors.push_back(std::make_shared<memory::HostValue>());
   outbox_.send(
       run, Priority::kActivation,
-      [tensors = snapshot.tensors, before = std::move(before)] {
+      [tensors = snapshot.tensors, before = std::move(before), pinned = device_.wants_pinned_host_memory()] {
         std::vector<Piece> pieces;
         for (size_t i = 0; i < before.size(); ++i) {
-          *tensors[i] = *memory::stage_download(before[i], false, /*pinned=*/false, pieces);
+          *tensors[i] = *memory::stage_download(before[i], false, pinned, pieces);
         }
         return pieces;
       },

@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/memory/host_arena.h>
 
 namespace roundpipe::runtime {
 
@@ -49,6 +50,32 @@ void Outbox::send(JobRun& run, Priority priority, std::function<std::vector<Piec
     throw;
   }
   download_.submit(std::move(transfer));
+}
+
+void Outbox::send_staged(JobRun& run, const std::vector<Piece>& pieces, const EventPtr& done) {
+  auto copies = std::make_shared<std::vector<at::Tensor>>(pieces.size());
+  std::vector<at::Tensor> targets;
+  for (const Piece& piece : pieces) targets.push_back(piece.dst);
+  EventPtr landed = run.call->new_event();
+  run.fails_with(done);
+  send(
+      run, Priority::kActivation,
+      [pieces, copies] {
+        std::vector<Piece> downloads;
+        for (size_t i = 0; i < pieces.size(); ++i) {
+          const at::Tensor& from = pieces[i].src;
+          (*copies)[i] = memory::empty_strided(memory::HostArena::values(/*page_locked=*/true), from.sizes(),
+                                               from.strides(), from.scalar_type());
+          downloads.push_back({(*copies)[i], from});
+        }
+        return downloads;
+      },
+      landed);
+  run.call->then({landed}, [targets, copies, done] {
+    const at::NoGradGuard no_grad;
+    for (size_t i = 0; i < targets.size(); ++i) targets[i].copy_((*copies)[i]);
+    done->fire();
+  });
 }
 
 void Outbox::send_values(JobRun& run, const Flow& flow, int boundary, int microbatch) {
@@ -104,10 +131,13 @@ void Outbox::send_losses(JobRun& run, const std::vector<at::Tensor>& losses, int
   for (const at::Tensor& loss : losses) pieces.push_back({at::Tensor(), loss.detach()});
   send(
       run, Priority::kActivation,
-      [call = run.call, place, pieces]() mutable {
+      [call = run.call, place, pieces,
+       &arena = memory::HostArena::values(device_.wants_pinned_host_memory())]() mutable {
         std::vector<at::Tensor>& targets = call->losses[place];
         for (size_t i = 0; i < pieces.size(); ++i) {
-          targets[i] = at::empty(pieces[i].src.sizes(), pieces[i].src.options().device(c10::kCPU));
+          const at::Tensor& loss = pieces[i].src;
+          targets[i] =
+              memory::empty_strided(arena, loss.sizes(), c10::contiguous_strides(loss.sizes()), loss.scalar_type());
           pieces[i].dst = targets[i];
         }
         return pieces;

@@ -21,6 +21,9 @@ class Outbox {
   // Moves what `begin` returns once all work issued so far is done. A failure fails the call.
   void send(JobRun& run, transfer::Priority priority, std::function<std::vector<transfer::Piece>()> begin,
             device::EventPtr done);
+  // The same for pieces whose targets devices reach slowly: through page-locked memory, and from there on the thread
+  // that settles the transfer. `done` fires when the targets have their values.
+  void send_staged(JobRun& run, const std::vector<transfer::Piece>& pieces, const device::EventPtr& done);
   // The values before layer `boundary`, settled.
   void send_values(JobRun& run, const Flow& flow, int boundary, int microbatch);
   // Throws Error when they are sent again and are others: the caller may have gone on, and changed what they depend on.

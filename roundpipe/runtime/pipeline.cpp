@@ -75,6 +75,9 @@ Pipeline::~Pipeline() {
   if (is_left_behind()) return;
   for (const CallPtr& call : active_) call->finished()->wait_complete();
   if (engine_) engine_->forget(*model_);
+  active_.clear();
+  last_call_.reset();
+  memory::HostArena::trim_values();
 }
 
 namespace {
@@ -316,7 +319,14 @@ Pipeline::TrainResult Pipeline::finish(Submitted& submitted) {
     }
     if (!roots.empty()) torch::autograd::backward(roots, gradients);
   }
-  result.losses = call->losses;
+  {
+    const at::NoGradGuard no_grad;
+    // Copies: the caller may keep them for long, and with one of them the memory that many share.
+    for (const std::vector<at::Tensor>& losses : call->losses) {
+      result.losses.emplace_back();
+      for (const at::Tensor& loss : losses) result.losses.back().push_back(loss.clone());
+    }
+  }
   call->loss.reset();
   call->labels.clear();
   tell();

@@ -152,8 +152,10 @@ void put_inputs(Call& call, int microbatch, const Values& inputs, bool copy, boo
     }
     const bool requires_grad = call.options.requires_grad && tensor.requires_grad();
     const at::Tensor plain = tensor.detach();
-    values.tensors.push_back(copy || !plain.device().is_cpu() ? memory::copy_to_host(plain, requires_grad, pinned)
-                                                              : memory::refer_to_host(plain, requires_grad));
+    // An accelerator reads pageable memory only while this thread waits.
+    values.tensors.push_back(copy || pinned || !plain.device().is_cpu()
+                                 ? memory::copy_to_host(plain, requires_grad, pinned)
+                                 : memory::refer_to_host(plain, requires_grad));
   }
   values.produced->fire();
 }

@@ -139,8 +139,9 @@ void Worker::upload_weights(const std::shared_ptr<JobRun>& run) {
                       const bool saved = run->job.phase == schedule::Phase::kBackward &&
                                          run->habits(l).writes_buffers.load() == Learned::kYes;
                       for (size_t i = 0; i < state.buffers.size() && !saved; ++i) {
-                        pieces.push_back({state.buffer_layout.view(run->weights, i, place.buffers_at),
-                                          state.buffers[i].tensor.detach()});
+                        const at::Tensor target = state.buffer_layout.view(run->weights, i, place.buffers_at);
+                        pieces.push_back({target, memory::staged_for(target, state.buffers[i].tensor.detach(),
+                                                                     device_->wants_pinned_host_memory())});
                       }
                     }
                     return pieces;

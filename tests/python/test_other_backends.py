@@ -12,11 +12,12 @@ import warnings
 import torch
 from torch import nn
 torch.utils.rename_privateuse1_backend("npu")
-torch.utils.generate_methods_for_privateuse1_backend(for_tensor=False, for_storage=False)
+torch.utils.generate_methods_for_privateuse1_backend()
 import roundpipe
 from roundpipe.following.placeholder import _is_device
 assert all(map(_is_device, ["cpu", "meta", "npu", "npu:1", "cuda:0"]))
 assert not any(map(_is_device, ["", "mean", "ij,jk->ik", "npus", "npu:x"]))
+roundpipe.devices("virtual:1")
 model = roundpipe.RoundPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")

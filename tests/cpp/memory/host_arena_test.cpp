@@ -295,6 +295,57 @@ TEST_CASE("host arena: a forked child may drop and take memory while the parent'
   CHECK(ours[4999].item<int>() == 3);
 }
 
+TEST_CASE("host arena: what steps make and drop takes nothing new from the system once it has been there") {
+  HostArena arena(make_mapped_source(nullptr), HostArena::Empty::kKept);
+  const std::vector<int64_t> sizes = {3 * kMiB, 70 * kKiB, 1000, 5 * kMiB, 64, 400 * kKiB, 3 * kMiB};
+  const auto step = [&] {
+    std::vector<at::Tensor> pieces;
+    for (const int64_t size : sizes) pieces.push_back(arena.allocate(size).fill_(1));
+  };
+  step();
+  const int64_t reserved_bytes = arena.stats().reserved_bytes;
+  CHECK(reserved_bytes > 0);
+  CHECK(arena.stats().asked_bytes == 0);
+  for (int i = 0; i < 5; ++i) {
+    step();
+    CHECK(arena.stats().reserved_bytes == reserved_bytes);
+  }
+  arena.trim();
+  check_empty(arena.stats());
+}
+
+TEST_CASE("host arena: kept memory is at most half as much again as was in use at once, whatever sizes come") {
+  HostArena arena(make_mapped_source(nullptr), HostArena::Empty::kKept);
+  std::mt19937 random(0);
+  int64_t most_bytes = 0;
+  for (int round = 0; round < 200; ++round) {
+    std::vector<at::Tensor> pieces;
+    int64_t used_bytes = 0;
+    for (int i = 0; i < 8; ++i) {
+      const auto size = static_cast<int64_t>((256 * kKiB) << (random() % 5)) + static_cast<int64_t>(random() % 100'000);
+      pieces.push_back(arena.allocate(size));
+      used_bytes += size;
+      most_bytes = std::max(most_bytes, used_bytes);
+      // All that is in use is in segments that may be larger than it.
+      CHECK(arena.stats().reserved_bytes <= most_bytes + most_bytes / 2 + used_bytes);
+    }
+  }
+  CHECK(arena.stats().reserved_bytes <= 2 * most_bytes);
+}
+
+TEST_CASE("host arena: a tensor of a kept arena can be resized, one of a model cannot") {
+  HostArena kept(make_mapped_source(nullptr), HostArena::Empty::kKept);
+  at::Tensor value = empty_strided(kept, {2, 3}, {1, 2}, at::kFloat);
+  CHECK(value.sizes() == at::IntArrayRef{2, 3});
+  CHECK(value.strides() == at::IntArrayRef{1, 2});
+  CHECK(value.storage().nbytes() == 24);
+  value.fill_(4);
+  value.resize_({1000});
+  CHECK(value.storage().nbytes() >= 4000);
+  HostArena arena(make_mapped_source(nullptr));
+  CHECK_THROWS(arena.allocate(100).resize_({1000}));
+}
+
 TEST_CASE("host arena: the process's arenas are counted together") {
   const HostArenaStats before = host_arena_stats();
   const at::Tensor first = HostArena::pageable().allocate(kMiB);
