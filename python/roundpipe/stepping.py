@@ -171,10 +171,15 @@ class StepGroup:
         """What has to be so before a call reads the weights.
 
         Raises:
-            ValueError: see `check_trainable`.
+            ValueError: see `check_trainable`; or the call is being traced or captured.
             RoundPipeError: a layer makes the call.
         """
         _core.require_callers_thread()
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "[RoundPipe] a CUDA graph is being captured, expected a call outside of it: the graph would have none of "
+                "what the engine's own streams do; capture what is around the call, after model.synchronize()"
+            )
         if torch._C._get_tracing_state() is not None:
             raise ValueError(
                 "[RoundPipe] tracing sees nothing of what runs on the devices, expected a call; trace the plain model"

@@ -364,3 +364,14 @@ def test_parts_on_the_host_may_change_until_there_is_an_optimizer() -> None:
     model.head = nn.Linear(6, 2)
     with pytest.raises(ValueError, match="added, removed or replaced"):
         model(inputs)
+
+
+def test_a_call_while_a_cuda_graph_is_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = RoundPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for call in (model, lambda value: model.forward_backward((value,), loss_fn=lambda out, _: out.sum())):
+        with pytest.raises(ValueError, match="a CUDA graph is being captured"):
+            call(torch.ones(1, 2))
+    monkeypatch.undo()
+    model(torch.ones(1, 2))
