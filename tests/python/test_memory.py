@@ -340,7 +340,7 @@ def test_steps_of_the_same_shapes_take_no_new_host_memory() -> None:
     pipe = pipe_of(nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]), 4)
     optimizer = roundpipe.optim.AdamW(pipe, lr=1e-3)
 
-    def train(rows: int) -> roundpipe.HostArena:
+    def train(pipe: RoundPipe, optimizer: roundpipe.optim.AdamW, rows: int) -> roundpipe.HostArena:
         inputs = torch.randn(rows, 64)
         for _ in range(3):
             pipe.forward_backward((inputs,), label=inputs, loss_fn=squared_error)
@@ -350,12 +350,12 @@ def test_steps_of_the_same_shapes_take_no_new_host_memory() -> None:
         pipe.synchronize()
         return roundpipe.host_arena()
 
-    first = train(4096)
+    first = train(pipe, optimizer, 4096)
     values = 4096 * 64 * 4
     assert first.reserved_bytes > pipe.host_bytes() + 4 * values  # inputs of backward stages and more were there
     for _ in range(3):
-        assert train(4096).reserved_bytes == first.reserved_bytes
-    assert train(64).reserved_bytes == first.reserved_bytes
+        assert train(pipe, optimizer, 4096).reserved_bytes == first.reserved_bytes
+    assert train(pipe, optimizer, 64).reserved_bytes == first.reserved_bytes
     state = optimizer.host_memory().moments
     held = roundpipe.host_arena().asked_bytes
     assert held >= pipe.host_bytes() + state
