@@ -178,7 +178,7 @@ class StepGroup:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise ValueError(
                 "[RoundPipe] a CUDA graph is being captured, expected a call outside of it: the graph would hold "
-                "nothing of what the engine's own streams do; capture what is around the call, after model.synchronize()"
+                "nothing of what the engine's own streams do; capture what is around it, after model.synchronize()"
             )
         if torch._C._get_tracing_state() is not None:
             raise ValueError(
