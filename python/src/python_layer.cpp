@@ -86,7 +86,9 @@ class PythonLayer final : public runtime::Layer {
 
   std::shared_ptr<const void> attributes() const override {
     const py::gil_scoped_acquire gil;
-    return share(object_of(object_).attr("attributes")());
+    py::object now = object_of(object_).attr("attributes")();
+    if (now.ptr() != attributes_.get()) attributes_ = share(std::move(now));
+    return attributes_;
   }
 
   std::unique_ptr<runtime::LayerShell> make_shell(c10::Device device) override {
@@ -101,6 +103,7 @@ class PythonLayer final : public runtime::Layer {
  private:
   const std::string name_;
   const SharedObject object_;
+  mutable SharedObject attributes_;  // what attributes() has returned last; protected by the interpreter lock
 };
 
 class PythonLoss final : public runtime::Loss {

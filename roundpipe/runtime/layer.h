@@ -44,7 +44,7 @@ class LayerShell {
   // Runs the layer on this device. Grad mode, autocast and random state are set by the caller.
   virtual Values forward(const Values& inputs, const LayerContext& context) = 0;
 
-  // Takes over what Layer::attributes() returned for the call that runs now.
+  // Takes over what Layer::attributes() returned for the call that runs now. Not called again for the same object.
   virtual void refresh(const std::shared_ptr<const void>& /*attributes*/) {}
 
   // Leaves, in the order of Layer::parameters(); the engine sets their data and requires_grad.
@@ -65,7 +65,8 @@ class Layer {
   // was learned about it is learned anew.
   virtual uint64_t mode_key() const { return 0; }
   // What else the layer is at this moment (training flags, plain attributes), for its shells. Asked on the caller's
-  // thread when a call is made: the caller may change the layer while the call runs.
+  // thread when a call is made: the caller may change the layer while the call runs. The same object as before means
+  // that nothing has changed since.
   virtual std::shared_ptr<const void> attributes() const { return nullptr; }
   // What an update of the layer's parameters is pretended to take; 0 = they are really updated.
   virtual double emulated_update_ms() const { return 0; }

@@ -63,9 +63,11 @@ Shell& Shells::get(const Call& call, int layer, c10::Device device) {
                         [shell, i](at::Tensor gradient) { shell->sink.consume(i, std::move(gradient)); });
     }
   }
-  if (shell->refreshed_for != call.id) {
-    shell->layer->refresh(call.attributes[static_cast<size_t>(layer)]);
-    shell->refreshed_for = call.id;
+  const std::shared_ptr<const void>& attributes = call.attributes[static_cast<size_t>(layer)];
+  if (!shell->refreshed || shell->attributes != attributes) {
+    shell->layer->refresh(attributes);
+    shell->attributes = attributes;
+    shell->refreshed = true;
   }
   return *shell;
 }

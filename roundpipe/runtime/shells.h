@@ -39,7 +39,8 @@ struct GradientSink {
 struct Shell {
   std::unique_ptr<LayerShell> layer;
   GradientSink sink;
-  uint64_t refreshed_for = 0;  // call id
+  bool refreshed = false;
+  std::shared_ptr<const void> attributes;  // what it was refreshed with last
 };
 
 class Call;

@@ -418,14 +418,19 @@ TEST_SUITE("worker") {
 }
 
 TEST_SUITE("shells") {
-  TEST_CASE("a shell is made once, refreshed once a call, and gone when the model is forgotten") {
-    const auto model = make_model({linear_layer("a", kWidth), linear_layer("b", kWidth)});
+  TEST_CASE("a shell is made once, refreshed when the layer is another, and gone when the model is forgotten") {
+    LayerSpec spec = linear_layer("a", kWidth);
+    spec.attributes = std::make_shared<std::shared_ptr<const void>>(std::make_shared<int>(1));
+    const auto attributes = spec.attributes;
+    const auto model = make_model({std::move(spec), linear_layer("b", kWidth)});
     const auto other = make_model({linear_layer("c", kWidth)});
     const c10::Device host(c10::DeviceType::CPU);
     ShellCounts& counts = shell_counts();
     const int made = counts.made, alive = counts.alive, refreshed = counts.refreshed;
     const Call call(model, CallOptions(), /*call_id=*/1, 0, 0), of_other(other, CallOptions(), 1, 0, 0);
-    const Call next(model, CallOptions(), 2, 0, 0);
+    const Call same(model, CallOptions(), 2, 0, 0);
+    *attributes = std::make_shared<int>(2);
+    const Call next(model, CallOptions(), 3, 0, 0);
     Shells shells;
     Shell& first = shells.get(call, 0, host);
     CHECK(&shells.get(call, 0, host) == &first);
@@ -433,8 +438,12 @@ TEST_SUITE("shells") {
     shells.get(of_other, 0, host);
     CHECK(counts.made == made + 3);
     CHECK(counts.refreshed == refreshed + 3);
+    CHECK(&shells.get(same, 0, host) == &first);
+    CHECK(counts.refreshed == refreshed + 3);
     CHECK(&shells.get(next, 0, host) == &first);
     CHECK(counts.refreshed == refreshed + 4);
+    CHECK(&shells.get(call, 0, host) == &first);  // as the layer was for that call
+    CHECK(counts.refreshed == refreshed + 5);
     shells.forget(*model);
     shells.forget(*model);
     CHECK(counts.alive == alive + 1);

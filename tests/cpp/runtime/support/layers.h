@@ -25,6 +25,8 @@ struct LayerSpec {
   std::vector<memory::NamedTensor> parameters;
   std::vector<memory::NamedTensor> buffers;
   Body body;
+  // What attributes() returns, changed from outside; null: the layer has none.
+  std::shared_ptr<std::shared_ptr<const void>> attributes;
 
   explicit LayerSpec(std::string layer_name) : name(std::move(layer_name)) {}
 };
@@ -69,6 +71,7 @@ class NativeLayer final : public Layer {
   std::string name() const override { return spec_.name; }
   std::vector<memory::NamedTensor> parameters() const override { return spec_.parameters; }
   std::vector<memory::NamedTensor> buffers() const override { return spec_.buffers; }
+  std::shared_ptr<const void> attributes() const override { return spec_.attributes ? *spec_.attributes : nullptr; }
   std::unique_ptr<LayerShell> make_shell(c10::Device device) override {
     return std::make_unique<NativeShell>(spec_, device);
   }
