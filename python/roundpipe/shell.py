@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe import _core
 from roundpipe.recompute import LayerContext, layer_context, may_save
 from roundpipe.shadow import Attributes, ShadowTree, attributes_of, seeing
 from roundpipe.values import Structure, split
@@ -87,6 +88,8 @@ class PythonLayer:
         self._order = [("recomputed after its forward", torch.zeros(1))] if may_save(module) else []
         self._contents = [self._content(inner) for inner in self._modules]
         self._attributes: Attributes = {}
+        self._mode_key = 0
+        self._snapshots: list[tuple[Any, ...]] = []
 
     @staticmethod
     def _content(module: nn.Module) -> tuple[Any, ...]:
@@ -115,6 +118,19 @@ class PythonLayer:
         Raises:
             ValueError: a parameter, buffer or submodule was added, removed or replaced since the model was wrapped.
         """
+        self._look()
+        return self._mode_key
+
+    def attributes(self) -> Attributes:
+        """What shells take over for a call that is made now."""
+        self._look()
+        return self._attributes
+
+    def _look(self) -> None:
+        """Takes note of what the modules are now. Cheap when that is what they were."""
+        if self._snapshots and _core.modules_unchanged(self._modules, self._snapshots):
+            return
+        self._snapshots = []
         for module, content in zip(self._modules, self._contents, strict=True):
             now = self._content(module)
             if len(now) != len(content) or not all(map(operator.is_, now, content)):
@@ -123,14 +139,19 @@ class PythonLayer:
                     f"{self.name} were added, removed or replaced after the model was wrapped; change the model "
                     "first, then wrap it (values may be changed at any time, in place)"
                 )
-        return hash(tuple([module.training for module in self._modules])) & 0x7FFF_FFFF_FFFF_FFFF
-
-    def attributes(self) -> Attributes:
-        """What shells take over for a call that is made now."""
+        self._mode_key = hash(tuple([module.training for module in self._modules])) & 0x7FFF_FFFF_FFFF_FFFF
         before, self._attributes = self._attributes, attributes_of(self._modules, self._attributes)
         if self._attributes is not before:
             _Compiling.met |= any(map(_is_compiled, self._modules))
-        return self._attributes
+        self._snapshots = [
+            (
+                self._attributes[id(module)],
+                *(module._parameters, dict(module._parameters)),
+                *(module._buffers, dict(module._buffers)),
+                *(module._modules, dict(module._modules)),
+            )
+            for module in self._modules
+        ]
 
     def make_shell(self, device: str) -> DeviceShell:
         """A shell for the device that calls this."""

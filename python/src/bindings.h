@@ -7,6 +7,7 @@ namespace roundpipe::python {
 void bind_errors(pybind11::module_& module);
 void bind_device(pybind11::module_& module);
 void bind_memory(pybind11::module_& module);
+void bind_modules(pybind11::module_& module);
 void bind_model_optimizer(pybind11::module_& module);
 void bind_models(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);
