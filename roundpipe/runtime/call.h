@@ -36,7 +36,8 @@ struct BoundaryGradients {
   device::EventPtr produced;
 };
 
-// What one execution of a stage on a microbatch took, in Clock milliseconds.
+// What one execution of a stage on a microbatch took, in Clock milliseconds: when the device did it, not when the host
+// issued it. Records of one device do not overlap.
 struct ExecutionRecord {
   schedule::Phase phase;
   schedule::Range layers;
@@ -45,7 +46,7 @@ struct ExecutionRecord {
   double start_ms;
   double end_ms;
   double recomputed_ms = 0;  // when a backward had its forward again; 0 for other phases
-  double waited_ms = 0;      // how long it then waited for its gradient
+  double waited_ms = 0;      // how long the device then had nothing to do, until its gradient had come
 };
 
 // What one call has executed so far. Thread safety: any thread.

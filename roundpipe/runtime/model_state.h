@@ -51,7 +51,7 @@ struct LayerState {
   std::map<uint64_t, LayerHabitsPtr> habits;  // by Layer::mode_key(); caller's thread only
   // How it has to run for want of memory.
   std::atomic<Frugality> frugality{Frugality::kStage};
-  // What the last forward of one microbatch took on the host's clock; 0 = unknown, as on accelerators.
+  // What the last forward of one microbatch took the device; 0 = unknown.
   std::atomic<double> forward_ms{0};
   // When the buffers hold what the last submitted forward makes of them; caller's thread only.
   device::EventPtr buffers_current;

@@ -304,11 +304,11 @@ void Worker::park_weights(const std::shared_ptr<JobRun>& next) {
 }
 
 void Worker::release(const std::shared_ptr<JobRun>& run) {
-  EventPtr computed = device::make_event();
+  EventPtr computed;
   {
     const auto scope = device_->compute().enter();
     run->staged.clear();
-    device_->compute().signal(computed);
+    computed = device_->compute().mark();
   }
   std::vector<EventPtr> pending = std::move(run->transfers);
   run->transfers.clear();

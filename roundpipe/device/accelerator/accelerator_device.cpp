@@ -1,99 +1,20 @@
 #include <roundpipe/device/accelerator/accelerator_device.h>
 
-#ifdef __linux__
-#include <sys/prctl.h>
-#endif
-
-#include <algorithm>
 #include <atomic>
-#include <condition_variable>
-#include <deque>
 #include <exception>
-#include <mutex>
-#include <thread>
 
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
 #include <c10/core/CachingDeviceAllocator.h>
-#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <roundpipe/core/clock.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/device/accelerator/completion_thread.h>
 
 namespace roundpipe::device {
 namespace {
-
-// Waits for recorded stream events in order, one thread a queue, and fires the host events.
-class CompletionThread {
- public:
-  explicit CompletionThread(c10::Device device) : device_(device), thread_([this] { run(); }) {}
-
-  ~CompletionThread() {
-    {
-      std::lock_guard lock(mutex_);
-      stopping_ = true;
-    }
-    changed_.notify_all();
-    thread_.join();
-  }
-
-  void watch(std::unique_ptr<c10::Event> recorded, EventPtr event) {
-    {
-      std::lock_guard lock(mutex_);
-      pending_.push_back({std::move(recorded), std::move(event)});
-    }
-    changed_.notify_all();
-  }
-
- private:
-  struct Pending {
-    std::unique_ptr<c10::Event> recorded;
-    EventPtr event;
-  };
-
-  // Not the event's own wait: that one spins, and would keep a core from the host's optimizers for every queue.
-  static void wait(const c10::Event& recorded) {
-    constexpr Clock::duration kShortest = std::chrono::microseconds(10);
-    constexpr Clock::duration kLongest = std::chrono::microseconds(100);
-    const Clock::time_point start = Clock::now();
-    while (!recorded.query()) {
-      std::this_thread::sleep_for(std::clamp((Clock::now() - start) / 16, kShortest, kLongest));
-    }
-  }
-
-  void run() {
-    // An event is destroyed on its device, and the thread goes back to the one before: not to make a context on the
-    // first card, that is the same one.
-    c10::impl::VirtualGuardImpl(device_.type()).uncheckedSetDevice(device_);
-#ifdef PR_SET_TIMERSLACK
-    prctl(PR_SET_TIMERSLACK, 1000UL);  // ns; sleeps would else be 50 us longer than they are asked for
-#endif
-    while (true) {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [this] { return stopping_ || !pending_.empty(); });
-      if (pending_.empty()) return;
-      Pending next = std::move(pending_.front());
-      pending_.pop_front();
-      lock.unlock();
-      try {
-        wait(*next.recorded);
-        next.event->fire();
-      } catch (...) {
-        next.event->fail(std::current_exception());
-      }
-    }
-  }
-
-  const c10::Device device_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<Pending> pending_;  // protected by mutex_
-  bool stopping_ = false;        // protected by mutex_
-  std::thread thread_;
-};
 
 class AcceleratorScope final : public QueueScope {
  public:
@@ -105,8 +26,9 @@ class AcceleratorScope final : public QueueScope {
 
 class AcceleratorQueue final : public Queue {
  public:
-  explicit AcceleratorQueue(c10::Device device)
-      : stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)), completion_(device) {}
+  AcceleratorQueue(c10::Device device, bool timed)
+      : stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)),
+        completion_(stream_, timed) {}
 
   std::unique_ptr<QueueScope> enter() override { return std::make_unique<AcceleratorScope>(stream_); }
 
@@ -115,9 +37,7 @@ class AcceleratorQueue final : public Queue {
   void signal(EventPtr event) override {
     std::exception_ptr error;
     try {
-      auto recorded = std::make_unique<c10::Event>(stream_.device_type());
-      recorded->record(stream_);
-      completion_.watch(std::move(recorded), event);
+      completion_.watch(event);
       return;
     } catch (...) {
       error = std::current_exception();
@@ -147,7 +67,11 @@ class AcceleratorQueue final : public Queue {
 class AcceleratorDevice final : public Device {
  public:
   AcceleratorDevice(const DeviceSpec& spec, c10::Device device, int64_t limit_bytes)
-      : Device(spec, device), compute_(device), upload_(device), download_(device), limit_bytes_(limit_bytes) {}
+      : Device(spec, device),
+        compute_(device, /*timed=*/true),
+        upload_(device, false),
+        download_(device, false),
+        limit_bytes_(limit_bytes) {}
 
   Queue& compute() override { return compute_; }
   Queue& upload() override { return upload_; }
