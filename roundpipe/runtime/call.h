@@ -15,6 +15,7 @@
 #include <roundpipe/device/event_list.h>
 #include <roundpipe/memory/host_value.h>
 #include <roundpipe/runtime/layer.h>
+#include <roundpipe/runtime/layer_sums.h>
 #include <roundpipe/runtime/model_state.h>
 #include <roundpipe/runtime/out_of_memory.h>
 #include <roundpipe/runtime/random.h>
@@ -69,12 +70,19 @@ class ExecutionLog {
 
 enum class RecomputeGrain { kStage, kLayer };
 
+// In which order gradients of a parameter that several layers share are added.
+enum class TiedGradAccumulation {
+  kLayer,       // each layer's over the microbatches, then the layers' sums (see LayerSums)
+  kMicrobatch,  // each microbatch's over the layers, then the microbatches (see memory::TiedSum)
+};
+
 struct CallOptions {
   int microbatches = 1;
   bool requires_grad = true;
   bool preserve_rng_state = true;
   RecomputeGrain recompute_grain = RecomputeGrain::kStage;
   bool sum_in_native_precision = false;  // 16-bit gradients of microbatches summed in 16 bits
+  TiedGradAccumulation tied_grad_accumulation = TiedGradAccumulation::kLayer;
   // The call reads something that the caller may change, and returns only when it has done so for the last time.
   bool keeps_caller = false;
 };
@@ -118,6 +126,8 @@ class Call : public std::enable_shared_from_this<Call> {
   void add_jobs(int count);
   void job_over();
   device::EventPtr finished() const;
+  // Counts as a job until it is dropped. REQUIRES: a job is left.
+  std::shared_ptr<void> hold();
 
   BoundaryValues& values(int layer, int microbatch) { return values_[at(layer, microbatch)]; }
   BoundaryGradients& gradients(int layer, int microbatch) { return gradients_[at(layer, microbatch)]; }
@@ -161,6 +171,8 @@ class Call : public std::enable_shared_from_this<Call> {
   std::vector<memory::GradientBlockPtr> bases;
   std::vector<memory::GradientBlockPtr> results;
   std::vector<std::unique_ptr<memory::RangeSum>> range_sums;
+  // Of blocks that are tied: one of the two.
+  std::vector<std::unique_ptr<LayerSums>> layer_sums;
   std::vector<std::unique_ptr<memory::TiedSum>> tied_sums;
   bool input_gradients = false;
 
