@@ -82,6 +82,8 @@ class Device {
   virtual Queue& download() = 0;  // device to host
 
   virtual MemoryStats memory() const = 0;
+  // MemoryStats::limit_bytes, without asking the allocator for anything.
+  virtual int64_t memory_limit_bytes() const = 0;
   virtual void reset_peak_memory() = 0;
   // From now on at most `limit_bytes` (> 0), where the cap is not lower already.
   virtual void limit_memory(int64_t limit_bytes) = 0;

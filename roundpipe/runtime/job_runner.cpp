@@ -35,7 +35,7 @@ void JobRunner::run(JobRun& run) {
 FullDevice JobRunner::full_device(const JobRun& run) const {
   FullDevice full;
   full.device = device_.name();
-  full.limit_bytes = device_.memory().limit_bytes;
+  full.limit_bytes = device_.memory_limit_bytes();
   full.model = run.call->model->name;
   full.call = run.call->index;
   const Range layers = doing_.layers;

@@ -1,5 +1,6 @@
 #include <roundpipe/device/accelerator/accelerator_device.h>
 
+#include <algorithm>
 #include <atomic>
 #include <exception>
 
@@ -80,8 +81,9 @@ class AcceleratorDevice final : public Device {
   MemoryStats memory() const override {
     const auto stats = at::getDeviceAllocator(torch_device().type())->getDeviceStats(torch_device().index());
     const auto& bytes = stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
-    return {bytes.current, bytes.peak, limit_bytes_.load()};
+    return {bytes.current, bytes.peak, memory_limit_bytes()};
   }
+  int64_t memory_limit_bytes() const override { return limit_bytes_.load(); }
 
   void reset_peak_memory() override {
     at::getDeviceAllocator(torch_device().type())->resetPeakStats(torch_device().index());
@@ -100,6 +102,18 @@ class AcceleratorDevice final : public Device {
   std::atomic<int64_t> limit_bytes_;
 };
 
+// What one of the card's workers may take: of what nobody uses now, a reserve less.
+int64_t free_share_bytes(c10::Device device, int sharers) {
+  c10::DeviceAllocator& allocator = *at::getDeviceAllocator(device.type());
+  const auto [free_bytes, total_bytes] = allocator.getMemoryInfo(device.index());
+  // What torch's allocator keeps for its next tensors is free, too.
+  const auto stats = allocator.getDeviceStats(device.index());
+  constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  const int64_t kept_bytes = stats.reserved_bytes[kAll].current - stats.allocated_bytes[kAll].current;
+  const int64_t reserve_bytes = static_cast<int64_t>(total_bytes) / kReservedPart;
+  return std::max<int64_t>(1, (static_cast<int64_t>(free_bytes) + kept_bytes - reserve_bytes) / sharers);
+}
+
 }  // namespace
 
 std::unique_ptr<Device> make_accelerator_device(const DeviceSpec& spec, int sharers) {
@@ -112,11 +126,7 @@ std::unique_ptr<Device> make_accelerator_device(const DeviceSpec& spec, int shar
   }
   at::globalContext().lazyInitDevice(*type);  // streams and statistics need it, and nobody may have used it yet
   const c10::Device device(*type, static_cast<c10::DeviceIndex>(spec.index));
-  int64_t limit_bytes = spec.memory_bytes;
-  if (limit_bytes == 0) {
-    const auto [free_bytes, total_bytes] = at::getDeviceAllocator(*type)->getMemoryInfo(device.index());
-    limit_bytes = static_cast<int64_t>(total_bytes) / sharers;
-  }
+  const int64_t limit_bytes = spec.memory_bytes > 0 ? spec.memory_bytes : free_share_bytes(device, sharers);
   return std::make_unique<AcceleratorDevice>(spec, device, limit_bytes);
 }
 

@@ -76,6 +76,7 @@ class LateDevice final : public device::Device {
   device::Queue& upload() override { return inner_->upload(); }
   device::Queue& download() override { return inner_->download(); }
   device::MemoryStats memory() const override { return inner_->memory(); }
+  int64_t memory_limit_bytes() const override { return inner_->memory_limit_bytes(); }
   void reset_peak_memory() override { inner_->reset_peak_memory(); }
   void limit_memory(int64_t limit_bytes) override { inner_->limit_memory(limit_bytes); }
   bool wants_pinned_host_memory() const override { return inner_->wants_pinned_host_memory(); }
