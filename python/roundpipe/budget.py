@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -56,6 +57,7 @@ class HostPrediction:
         masters: what fp32 masters of 16-bit weights have beyond them.
         moments: Adam's two, in fp32 or, with `moments="8bit"`, in a byte each.
         values: what the microbatches of a step keep on the host until their backward; 0 before a batch is known.
+        tied_sums: the sums of layers that share a parameter, until they are added up, beyond its gradient.
     """
 
     weights: int
@@ -63,17 +65,19 @@ class HostPrediction:
     masters: int
     moments: int
     values: int = 0
+    tied_sums: int = 0
 
     @property
     def total(self) -> int:
         """All of them, in bytes."""
-        return self.weights + self.gradients + self.masters + self.moments + self.values
+        return sum(self.rows().values())
 
     def rows(self) -> dict[str, int]:
         """The entries by name."""
         return {
             "weights": self.weights,
             "gradients": self.gradients,
+            "sums of tied gradients": self.tied_sums,
             "fp32 masters": self.masters,
             "moments": self.moments,
             "values between stages": self.values,
@@ -85,14 +89,14 @@ _MOMENT_BYTES = {"float32": 8, "8bit": 2}
 
 
 def predict_host(
-    blocks: Iterable[Sequence[torch.Tensor]], moments: str, values: int = 0, trains: bool = True
+    blocks: Iterable[Sequence[torch.Tensor]], moments: str, values: int = 0, trains: bool = True, tied_sums: int = 0
 ) -> HostPrediction:
     """What parameters and buffers take with a fused Adam; they may be on the meta device.
 
     Args:
         blocks: those that have their memory in one piece: if any of them trains, there are gradients for all.
         moments: "float32" or "8bit".
-        values: see `HostPrediction`.
+        values: see `HostPrediction`, and for `tied_sums`.
         trains: False: nothing is trained, whatever `requires_grad` says.
     """
     weights = gradients = masters = moment_bytes = 0
@@ -104,13 +108,39 @@ def predict_host(
             gradients += size
         masters += sum(_MASTER_BYTES.get(tensor.dtype, 0) * tensor.numel() for tensor in trained)
         moment_bytes += sum(_MOMENT_BYTES[moments] * tensor.numel() for tensor in trained)
-    return HostPrediction(weights, gradients, masters, moment_bytes, values)
+    return HostPrediction(weights, gradients, masters, moment_bytes, values, tied_sums)
 
 
-def predict_model(model: nn.Module, moments: str, without: Container[str] = (), trains: bool = True) -> HostPrediction:
-    """The same for a model that has no blocks yet, without the parameters of these names."""
-    parameters = [(parameter,) for name, parameter in model.named_parameters() if name not in without]
-    return predict_host([*parameters, *((buffer,) for buffer in model.buffers())], moments, trains=trains)
+def predict_model(
+    model: nn.Module, moments: str, tied: Mapping[str, str] | None = None, trains: bool = True
+) -> HostPrediction:
+    """The same for a model that has no blocks yet.
+
+    Args:
+        tied: names of parameters that will be one with another, and its name.
+    """
+    tied = tied or {}
+    names: dict[int, set[str]] = defaultdict(set)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].add(name)
+    kept = [parameter for name, parameter in model.named_parameters() if name not in tied]
+    tied_sums = 0
+    for parameter in kept:
+        mine = names[id(parameter)]
+        users = mine | {name for name, other in tied.items() if other in mine}
+        if trains and parameter.requires_grad:
+            tied_sums += _tied_sum_bytes(parameter, len(users))
+    blocks = [*((parameter,) for parameter in kept), *((buffer,) for buffer in model.buffers())]
+    return predict_host(blocks, moments, trains=trains, tied_sums=tied_sums)
+
+
+def _tied_sum_bytes(parameter: torch.Tensor, users: int) -> int:
+    """What the engine's `BlockState::sum_bytes` will be."""
+    if users < 2:
+        return 0
+    if parameter.element_size() < 4:
+        return 4 * parameter.numel() * users
+    return parameter.nbytes * (users - 1)
 
 
 def table(title: str, rows: dict[str, int], beside: dict[str, int]) -> str:

@@ -15,21 +15,23 @@ def cap_cards(workers: Iterable[tuple[str, int]]) -> None:
     """Caps the process on each card to the sum of its workers' caps, and takes back caps of earlier pools.
 
     Args:
-        workers: torch's name of each worker's device, and how many bytes it may take; on a card of its own, all of it.
+        workers: torch's name of each worker's device, and how many bytes it was asked to keep to; 0: to no number, and
+            then the card has no cap.
     """
     caps: dict[torch.device, int] = defaultdict(int)
+    open_cards: set[torch.device] = set()
     for name, limit_bytes in workers:
         device = torch.device(name)
         if device.type != "cpu":
             caps[device] += limit_bytes
+            open_cards |= {device} if limit_bytes == 0 else set()
     for card in sorted(_capped | set(caps), key=str):
         module = torch.get_device_module(card)
         if not hasattr(module, "set_per_process_memory_fraction"):
             continue
         total_bytes = module.mem_get_info(card)[1]
         cap_bytes = caps.get(card, total_bytes)
-        # Shares of a card do not always add up to its last byte.
-        is_whole = cap_bytes > 0.999 * total_bytes
+        is_whole = card in open_cards or cap_bytes >= total_bytes
         if is_whole and card not in _capped:
             continue
         module.set_per_process_memory_fraction(1.0 if is_whole else cap_bytes / total_bytes, card)

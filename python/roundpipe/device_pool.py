@@ -110,7 +110,7 @@ def devices(spec: str | Sequence[str] | None = None) -> DevicePool:
     else:
         engine = _core.Engine.set_current(spec if isinstance(spec, str) else ",".join(spec))
     if spec is not None or not _has_caps:
-        cap_cards((name, engine.memory(index)[2]) for index, name in enumerate(engine.torch_devices()))
+        cap_cards(zip(engine.torch_devices(), engine.memory_caps(), strict=True))
         stand_in(engine.torch_devices())
         _has_caps = True
     return DevicePool(engine)

@@ -43,11 +43,13 @@ class DeviceMemory:
 
 @dataclasses.dataclass(frozen=True)
 class LayerBytes:
-    """One layer's own bytes: in a weight slot, its gradients as they travel, and their sums on the device."""
+    """One layer's own bytes: in a weight slot, its gradients as they travel, their sums on the device, and those of the
+    gradients that are rounded into memory of their own before they go."""
 
     weights: int
     gradients: int
     sums: int
+    rounded: int
 
 
 def waiting_on_host(plan: _core.Plan, footprints: Sequence[LayerFootprint], microbatches: int) -> int:
@@ -106,10 +108,8 @@ class _Visit:
         trains = job.phase != "forward"
         self.weights = sum(layer.weights for layer in layers[first:last])
         self.sums = sum(layer.sums for layer in layers[first:last]) if trains else 0
-        gradients = sum(layer.gradients for layer in layers[first:last]) if trains else 0
-        self.leaving = gradients
-        # Sums of 16-bit gradients are rounded into memory of their own before they go.
-        self.rounded = gradients if self.sums > gradients else 0
+        self.leaving = sum(layer.gradients for layer in layers[first:last]) if trains else 0
+        self.rounded = sum(layer.rounded for layer in layers[first:last]) if trains else 0
         self.values = stage[0].inputs
         if job.phase == "fused":
             self.values += label_bytes

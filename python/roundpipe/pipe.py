@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 _MODES = {"infer": _core.PlanMode.INFERENCE, "train": _core.PlanMode.TRAIN, "fused": _core.PlanMode.FUSED}
 _FUSED, _TRAIN, _INFERENCE = _core.PlanMode.FUSED, _core.PlanMode.TRAIN, _core.PlanMode.INFERENCE
 _GRAINS = {"stage": _core.RecomputeGrain.STAGE, "layer": _core.RecomputeGrain.LAYER}
+_ACCUMULATIONS = {
+    "layer": _core.TiedGradAccumulation.LAYER,
+    "microbatch": _core.TiedGradAccumulation.MICROBATCH,
+}
 
 
 def _outputs_as_loss(outputs: Any, label: Any) -> Any:
@@ -562,6 +566,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         options.preserve_rng_state = config.preserve_rng_state
         options.keeps_caller = changeable
         options.recompute_grain = _GRAINS[grain]
+        options.tied_grad_accumulation = _ACCUMULATIONS[config.tied_grad_accumulation]
         return options
 
     def _route(

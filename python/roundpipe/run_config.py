@@ -13,6 +13,7 @@ from roundpipe import _core
 from roundpipe.execute_plan import ModelExecutePlan
 
 RecomputeGrain = Literal["stage", "layer"]
+TiedGradAccumulation = Literal["layer", "microbatch"]
 SplitInputFn = Callable[[tuple[Any, ...], dict[str, Any], int], tuple[list[tuple[Any, ...]], list[dict[str, Any]]]]
 SplitInput = tuple[Any, Any] | SplitInputFn
 
@@ -30,6 +31,10 @@ class RoundPipeRunConfig:
         preserve_rng_state: whether recomputation draws the forward's random numbers again. Default: True.
         recompute_grain: "stage" keeps only a stage's inputs until its backward, "layer" runs the backward
             layer by layer in less memory. Default: "stage".
+        tied_grad_accumulation: in which order gradients of a parameter that several layers share are added: "layer"
+            sums each layer's over the microbatches, on the device, and then the layers' sums; "microbatch" adds those
+            of all layers for every microbatch, as a loop of backward passes does, and moves them to the host each
+            time. Default: "layer".
         num_microbatch: how many slices the batch is cut into. Default: devices + 1, or fewer for a smaller batch.
         split_input: `(args_spec | None, kwargs_spec | None)` of torch pipelining chunk specs, or a function
             `(args, kwargs, n) -> (list of args, list of kwargs)`. Default: tensors along dim 0.
@@ -47,6 +52,7 @@ class RoundPipeRunConfig:
     output_device: torch.device | str | int | None = None
     preserve_rng_state: bool | None = None
     recompute_grain: RecomputeGrain | None = None
+    tied_grad_accumulation: TiedGradAccumulation | None = None
     num_microbatch: int | None = None
     split_input: SplitInput | None = None
     split_label: Any = None
@@ -74,6 +80,7 @@ class ResolvedRunConfig:
     output_device: torch.device
     preserve_rng_state: bool
     recompute_grain: RecomputeGrain
+    tied_grad_accumulation: TiedGradAccumulation
     num_microbatch: int
     num_microbatch_is_default: bool
     split_input: SplitInput | None
@@ -130,6 +137,7 @@ def resolve(
         output_device=torch.device("cpu" if config.output_device is None else config.output_device),
         preserve_rng_state=config.preserve_rng_state is not False,
         recompute_grain=config.recompute_grain or "stage",
+        tied_grad_accumulation=config.tied_grad_accumulation or "layer",
         num_microbatch=config.num_microbatch or devices + 1,
         num_microbatch_is_default=config.num_microbatch is None,
         split_input=config.split_input,
@@ -157,6 +165,8 @@ def check(config: RoundPipeRunConfig, where: str) -> None:
             raise fail("output_device", "a torch device such as 'cpu'") from error
     if config.recompute_grain not in (None, "stage", "layer"):
         raise fail("recompute_grain", "'stage', 'layer'")
+    if config.tied_grad_accumulation not in (None, "layer", "microbatch"):
+        raise fail("tied_grad_accumulation", "'layer', 'microbatch'")
     n = config.num_microbatch
     if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
         raise fail("num_microbatch", "an integer of at least 1")

@@ -356,7 +356,7 @@ class StepMemory:
         footprints = self._footprints(pipeline, step)
         plan = pipeline.preview_plans(step.route, step.mode, step.count, 1)[0]
         values = waiting_on_host(plan, footprints, step.count)
-        return predict_host(pipeline.block_parameters(), moments, values)
+        return predict_host(pipeline.block_parameters(), moments, values, tied_sums=pipeline.tied_sum_bytes())
 
     def _footprints(self, pipeline: _core.Pipeline, step: StepShape) -> list[LayerFootprint]:
         key = self._key(step)

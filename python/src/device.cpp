@@ -77,6 +77,12 @@ void bind_device(py::module_& module) {
              for (int i = 0; i < engine.size(); ++i) names.push_back(engine.worker(i).device().torch_device().str());
              return names;
            })
+      .def("memory_caps",
+           [](const Engine& engine) {
+             std::vector<int64_t> caps;
+             for (const device::DeviceSpec& spec : engine.specs()) caps.push_back(spec.memory_bytes);
+             return caps;
+           })
       .def("memory",
            [](Engine& engine, int index) {
              const device::MemoryStats stats = engine.worker(index).device().memory();

@@ -60,13 +60,17 @@ void bind_pipeline(py::module_& module) {
   py::enum_<runtime::RecomputeGrain>(module, "RecomputeGrain")
       .value("STAGE", runtime::RecomputeGrain::kStage)
       .value("LAYER", runtime::RecomputeGrain::kLayer);
+  py::enum_<runtime::TiedGradAccumulation>(module, "TiedGradAccumulation")
+      .value("LAYER", runtime::TiedGradAccumulation::kLayer)
+      .value("MICROBATCH", runtime::TiedGradAccumulation::kMicrobatch);
   py::class_<CallOptions>(module, "CallOptions")
       .def(py::init<>())
       .def_readwrite("requires_grad", &CallOptions::requires_grad)
       .def_readwrite("preserve_rng_state", &CallOptions::preserve_rng_state)
       .def_readwrite("keeps_caller", &CallOptions::keeps_caller)
       .def_readwrite("recompute_grain", &CallOptions::recompute_grain)
-      .def_readwrite("sum_in_native_precision", &CallOptions::sum_in_native_precision);
+      .def_readwrite("sum_in_native_precision", &CallOptions::sum_in_native_precision)
+      .def_readwrite("tied_grad_accumulation", &CallOptions::tied_grad_accumulation);
 
   py::class_<StepTicket>(module, "StepTicket")
       .def("hand_over", &StepTicket::hand_over, py::call_guard<py::gil_scoped_release>());
@@ -158,10 +162,10 @@ void bind_pipeline(py::module_& module) {
            py::arg("most_stage_bytes"), py::arg("work_bytes"))
       .def("layer_bytes",
            [](const Pipeline& pipeline) {
-             std::vector<std::tuple<int64_t, int64_t, int64_t>> layers;
+             std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> layers;
              for (int l = 0; l < pipeline.model().layer_count(); ++l) {
                const runtime::StageLayout layout = runtime::lay_out_stage(pipeline.model(), l, l + 1);
-               layers.emplace_back(layout.size_bytes, layout.gradient_bytes, layout.sum_bytes);
+               layers.emplace_back(layout.size_bytes, layout.gradient_bytes, layout.sum_bytes, layout.rounded_bytes);
              }
              return layers;
            })
@@ -175,6 +179,12 @@ void bind_pipeline(py::module_& module) {
                  members.push_back(parameter.tensor);
              }
              return blocks;
+           })
+      .def("tied_sum_bytes",
+           [](const Pipeline& pipeline) {
+             int64_t bytes = 0;
+             for (const runtime::BlockState& block : pipeline.model().blocks) bytes += block.sum_bytes();
+             return bytes;
            })
       .def("host_bytes", [](const Pipeline& pipeline) { return pipeline.model().host_bytes(); })
       .def_property("random_seed", &Pipeline::random_seed, &Pipeline::set_random_seed)

@@ -12,6 +12,12 @@
 
 namespace roundpipe::device {
 
+EventPtr Queue::mark() {
+  EventPtr event = make_event();
+  signal(event);
+  return event;
+}
+
 std::vector<std::unique_ptr<Device>> make_devices(const std::vector<DeviceSpec>& specs) {
   std::vector<std::unique_ptr<Device>> devices;
   std::shared_ptr<LinkThrottle> host;

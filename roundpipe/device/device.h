@@ -53,8 +53,11 @@ class Queue {
   virtual void copy(const at::Tensor& dst, const at::Tensor& src) = 0;
 
   // Fires `event` when all work issued to this queue so far is done; fails it when that cannot be known, and nothing
-  // runs any more. Never throws; blocks only to see to that.
+  // runs any more. Never throws; blocks only to see to that. Events of one queue fire in order. On compute(), the
+  // event's time_ms() is when the device got there, also where the host issues far ahead.
   virtual void signal(EventPtr event) = 0;
+  // Signals a new event, which is nobody else's.
+  EventPtr mark();
 
   // Tells the allocator that `tensor`, made in another queue's scope, is read or written by this queue's work.
   virtual void uses(const at::Tensor& tensor) = 0;
@@ -79,6 +82,8 @@ class Device {
   virtual Queue& download() = 0;  // device to host
 
   virtual MemoryStats memory() const = 0;
+  // MemoryStats::limit_bytes, without asking the allocator for anything.
+  virtual int64_t memory_limit_bytes() const = 0;
   virtual void reset_peak_memory() = 0;
   // From now on at most `limit_bytes` (> 0), where the cap is not lower already.
   virtual void limit_memory(int64_t limit_bytes) = 0;

@@ -13,7 +13,7 @@ struct DeviceSpec {
   std::string type = "virtual";      // "virtual", or torch's name of the accelerator: "cuda", "npu", "xpu"
   int index = 0;                     // ordinal of the accelerator; of the virtual device within its group
   int replica = 0;                   // of several workers on one card: 0, 1, ...
-  int64_t memory_bytes = 0;          // cap; 0 = none for virtual devices, the card's own for accelerators
+  int64_t memory_bytes = 0;          // cap; 0 = none for virtual devices, what is free on the card for accelerators
   double link_gb_per_s = 0;          // each direction of each device; 0 = not throttled
   double host_gb_per_s = 0;          // shared by all links; 0 = not throttled
   double latency_ms = 0;             // of each copy over a link

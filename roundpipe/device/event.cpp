@@ -61,7 +61,7 @@ std::exception_ptr take_escaped_error() {
 
 void set_completion_hook(std::function<void()> hook) { completion_hook() = std::move(hook); }
 
-void Event::finish(State state, std::exception_ptr error) noexcept {
+void Event::finish(State state, std::exception_ptr error, double time_ms) noexcept {
   if (is_left_behind()) return;
   if (completion_hook()) completion_hook()();
   std::vector<Follower> followers;
@@ -70,16 +70,18 @@ void Event::finish(State state, std::exception_ptr error) noexcept {
     if (state_ != State::kPending) return;
     state_ = state;
     error_ = std::move(error);
-    time_ms_ = now_ms();
+    time_ms_ = time_ms;
     followers.swap(followers_);
     changed_.notify_all();
   }
   for (const Follower& follower : followers) run_callback(follower.callback, follower.failed);
 }
 
-void Event::fire() noexcept { finish(State::kFired, nullptr); }
+void Event::fire() noexcept { fire_at(now_ms()); }
 
-void Event::fail(std::exception_ptr error) noexcept { finish(State::kFailed, std::move(error)); }
+void Event::fire_at(double time_ms) noexcept { finish(State::kFired, nullptr, time_ms); }
+
+void Event::fail(std::exception_ptr error) noexcept { finish(State::kFailed, std::move(error), now_ms()); }
 
 std::unique_lock<std::mutex> Event::locked() const {
   return is_left_behind() ? std::unique_lock<std::mutex>() : std::unique_lock(mutex_);

@@ -27,6 +27,8 @@ class Event {
   using Failed = std::function<void(std::exception_ptr)>;  // must not throw
 
   void fire() noexcept;
+  // The same, of work that was done at `time_ms` by Clock, which is not later than now.
+  void fire_at(double time_ms) noexcept;
   // Does nothing when the event is complete already, so the first error wins.
   void fail(std::exception_ptr error) noexcept;
 
@@ -54,7 +56,7 @@ class Event {
     Callback callback;
     Failed failed;
   };
-  void finish(State state, std::exception_ptr error) noexcept;
+  void finish(State state, std::exception_ptr error, double time_ms) noexcept;
   // Locked, except where a thread that is not here may have the lock for ever.
   std::unique_lock<std::mutex> locked() const;
 

@@ -1,5 +1,7 @@
 #include <roundpipe/memory/block_layout.h>
 
+#include <algorithm>
+
 #include <ATen/ops/empty.h>
 
 #include <roundpipe/core/bytes.h>
@@ -39,6 +41,11 @@ BlockLayout BlockLayout::widened() const {
     wide.append(tensor, elements, narrow ? c10::ScalarType::Float : tensor.dtype);
   }
   return wide;
+}
+
+bool BlockLayout::same_dtypes(const BlockLayout& other) const {
+  return std::equal(tensors.begin(), tensors.end(), other.tensors.begin(), other.tensors.end(),
+                    [](const TensorLayout& a, const TensorLayout& b) { return a.dtype == b.dtype; });
 }
 
 at::Tensor BlockLayout::view(const at::Tensor& flat, size_t index, int64_t base_bytes) const {

@@ -29,6 +29,9 @@ struct BlockLayout {
   // The same tensors with fp32 in place of 16-bit floating types.
   BlockLayout widened() const;
 
+  // Whether each tensor has the type that it has in `other`, which holds the same ones.
+  bool same_dtypes(const BlockLayout& other) const;
+
   // Tensor `index` inside `flat` (uint8, at least size_bytes + base_bytes long), which starts at `base_bytes`.
   // Shares memory with `flat`; has no autograd history.
   at::Tensor view(const at::Tensor& flat, size_t index, int64_t base_bytes = 0) const;

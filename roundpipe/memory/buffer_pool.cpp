@@ -8,14 +8,26 @@
 namespace roundpipe::memory {
 
 BufferPool::BufferPool(int64_t size_bytes, bool pinned)
-    : size_bytes_(size_bytes), pinned_(pinned), shelf_(std::make_shared<Shelf>()) {}
+    : size_bytes_(size_bytes), pinned_(pinned), shelf_(std::make_shared<Shelf>()) {
+  keep(1);
+}
+
+void BufferPool::keep(size_t spares) {
+  std::lock_guard lock(shelf_->mutex);
+  shelf_->most_spare = spares;
+  shelf_->spare.reserve(spares);  // what comes back comes on any thread, and must not throw
+}
 
 at::Tensor BufferPool::take() const {
   at::Tensor piece;
   {
     std::lock_guard lock(shelf_->mutex);
-    piece = std::move(shelf_->spare);
-    if (!piece.defined()) shelf_->most_pieces = std::max(shelf_->most_pieces, ++shelf_->pieces);
+    if (!shelf_->spare.empty()) {
+      piece = std::move(shelf_->spare.back());
+      shelf_->spare.pop_back();
+    } else {
+      shelf_->most_pieces = std::max(shelf_->most_pieces, ++shelf_->pieces);
+    }
   }
   if (!piece.defined()) {
     try {
@@ -30,10 +42,10 @@ at::Tensor BufferPool::take() const {
   const auto give_back = [shelf = shelf_, piece](void*) {
     if (is_left_behind()) return;
     std::lock_guard lock(shelf->mutex);
-    if (shelf->spare.defined()) {
-      --shelf->pieces;
+    if (shelf->spare.size() < shelf->most_spare) {
+      shelf->spare.push_back(piece);
     } else {
-      shelf->spare = piece;
+      --shelf->pieces;
     }
   };
   return at::from_blob(data, {size_bytes_}, give_back, at::TensorOptions().dtype(at::kByte));

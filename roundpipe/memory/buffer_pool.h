@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
@@ -15,7 +16,10 @@ class BufferPool {
  public:
   BufferPool(int64_t size_bytes, bool pinned);
 
-  // Uninitialised uint8 [size_bytes]: the piece that has come back, else new memory. Does not block.
+  // From now on so many pieces wait for their next use, others are given back to the system. One before.
+  void keep(size_t spares);
+
+  // Uninitialised uint8 [size_bytes]: a piece that has come back, else new memory. Does not block.
   at::Tensor take() const;
 
   bool pinned() const { return pinned_; }
@@ -27,7 +31,9 @@ class BufferPool {
  private:
   struct Shelf {
     std::mutex mutex;
-    at::Tensor spare;  // protected by mutex: at most one piece waits, others are given back to the system
+    // Protected by mutex.
+    std::vector<at::Tensor> spare;
+    size_t most_spare = 0;
     int64_t pieces = 0;
     int64_t most_pieces = 0;
   };

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <fstream>
 #include <string_view>
 
 #include <c10/util/Exception.h>
@@ -26,6 +27,37 @@ constexpr int64_t kSharedFraction = 32;
 int64_t page_bytes() {
   static const auto size = static_cast<int64_t>(sysconf(_SC_PAGESIZE));
   return size;
+}
+
+// What the system makes of adjacent pages where it is asked to; 0 where it does not.
+int64_t huge_page_bytes() {
+  static const int64_t size = [] {
+    std::ifstream file("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size");
+    int64_t bytes = 0;
+    return file >> bytes ? bytes : 0;
+  }();
+  return size;
+}
+
+// Anonymous memory of `size_bytes`, a multiple of a page; null when there is none. What holds several huge pages begins
+// at one and asks for them: less to look up and, where pages are locked, far fewer to go through.
+void* map_pages(int64_t size_bytes) {
+  const int64_t huge_bytes = huge_page_bytes();
+  const bool huge = huge_bytes > 0 && size_bytes >= 2 * huge_bytes;
+  const int64_t mapped_bytes = huge ? size_bytes + huge_bytes : size_bytes;
+  void* const mapped =
+      mmap(nullptr, static_cast<size_t>(mapped_bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  if (!huge) return mapped;
+  auto* const begin = static_cast<std::byte*>(mapped);
+  const int64_t before_bytes =
+      align_up(reinterpret_cast<int64_t>(begin), huge_bytes) - reinterpret_cast<int64_t>(begin);
+  std::byte* const data = begin + before_bytes;
+  if (before_bytes > 0) munmap(begin, static_cast<size_t>(before_bytes));
+  if (before_bytes < huge_bytes) munmap(data + size_bytes, static_cast<size_t>(huge_bytes - before_bytes));
+  // Refused by a system that has them switched off.
+  madvise(data, static_cast<size_t>(size_bytes), MADV_HUGEPAGE);
+  return data;
 }
 
 void warn_pageable_once(int64_t size_bytes, std::string_view why) {
@@ -50,9 +82,8 @@ class MappedSource final : public SegmentSource {
       segment.size_bytes = piece_bytes * ((wanted + piece_bytes - 1) / piece_bytes);
     }
     segment.size_bytes = align_up(segment.size_bytes, page_bytes());
-    const auto length = static_cast<size_t>(segment.size_bytes);
-    void* const data = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (data == MAP_FAILED) throw OutOfHostMemory(segment.size_bytes);
+    void* const data = map_pages(segment.size_bytes);
+    if (data == nullptr) throw OutOfHostMemory(segment.size_bytes);
     segment.data = static_cast<std::byte*>(data);
     interleave(data, segment.size_bytes, nodes_);
     segment.locked = locker_ != nullptr && locker_->lock(data, segment.size_bytes);

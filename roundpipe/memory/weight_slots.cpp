@@ -31,7 +31,7 @@ int WeightSlots::try_acquire(int64_t size_bytes, int64_t reserve_bytes) {
   }
   if (chosen < 0) return -1;
   if (held > 0) {
-    const int64_t limit_bytes = device_.memory().limit_bytes;
+    const int64_t limit_bytes = device_.memory_limit_bytes();
     const int64_t own_bytes = fits(buffers_[chosen], size_bytes) ? buffers_[chosen].numel() : size_bytes;
     int64_t others_bytes = 0;
     for (int slot = 0; slot < kSlots; ++slot) {
@@ -42,7 +42,7 @@ int WeightSlots::try_acquire(int64_t size_bytes, int64_t reserve_bytes) {
   } else if (size_bytes > 0) {
     // Alone: the other slot's idle buffer must not be what stands in this job's way.
     for (int slot = 0; slot < kSlots; ++slot) {
-      const int64_t limit_bytes = device_.memory().limit_bytes;
+      const int64_t limit_bytes = device_.memory_limit_bytes();
       if (slot != chosen && buffers_[slot].defined() && limit_bytes > 0 &&
           buffers_[slot].numel() + size_bytes + reserve_bytes > limit_bytes) {
         dropped[slot] = std::exchange(buffers_[slot], {});

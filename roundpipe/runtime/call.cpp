@@ -121,6 +121,11 @@ void Call::job_over() {
   if (finished) finished->fire();
 }
 
+std::shared_ptr<void> Call::hold() {
+  add_jobs(1);
+  return {nullptr, [call = shared_from_this()](void*) { call->job_over(); }};
+}
+
 EventPtr Call::finished() const {
   std::lock_guard lock(mutex_);
   return finished_;

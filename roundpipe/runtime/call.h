@@ -15,6 +15,7 @@
 #include <roundpipe/device/event_list.h>
 #include <roundpipe/memory/host_value.h>
 #include <roundpipe/runtime/layer.h>
+#include <roundpipe/runtime/layer_sums.h>
 #include <roundpipe/runtime/model_state.h>
 #include <roundpipe/runtime/out_of_memory.h>
 #include <roundpipe/runtime/random.h>
@@ -36,7 +37,8 @@ struct BoundaryGradients {
   device::EventPtr produced;
 };
 
-// What one execution of a stage on a microbatch took, in Clock milliseconds.
+// What one execution of a stage on a microbatch took, in Clock milliseconds: when the device did it, not when the host
+// issued it. Records of one device do not overlap.
 struct ExecutionRecord {
   schedule::Phase phase;
   schedule::Range layers;
@@ -45,7 +47,7 @@ struct ExecutionRecord {
   double start_ms;
   double end_ms;
   double recomputed_ms = 0;  // when a backward had its forward again; 0 for other phases
-  double waited_ms = 0;      // how long it then waited for its gradient
+  double waited_ms = 0;      // how long the device then had nothing to do, until its gradient had come
 };
 
 // What one call has executed so far. Thread safety: any thread.
@@ -68,12 +70,19 @@ class ExecutionLog {
 
 enum class RecomputeGrain { kStage, kLayer };
 
+// In which order gradients of a parameter that several layers share are added.
+enum class TiedGradAccumulation {
+  kLayer,       // each layer's over the microbatches, then the layers' sums (see LayerSums)
+  kMicrobatch,  // each microbatch's over the layers, then the microbatches (see memory::TiedSum)
+};
+
 struct CallOptions {
   int microbatches = 1;
   bool requires_grad = true;
   bool preserve_rng_state = true;
   RecomputeGrain recompute_grain = RecomputeGrain::kStage;
   bool sum_in_native_precision = false;  // 16-bit gradients of microbatches summed in 16 bits
+  TiedGradAccumulation tied_grad_accumulation = TiedGradAccumulation::kLayer;
   // The call reads something that the caller may change, and returns only when it has done so for the last time.
   bool keeps_caller = false;
 };
@@ -117,6 +126,8 @@ class Call : public std::enable_shared_from_this<Call> {
   void add_jobs(int count);
   void job_over();
   device::EventPtr finished() const;
+  // Counts as a job until it is dropped. REQUIRES: a job is left.
+  std::shared_ptr<void> hold();
 
   BoundaryValues& values(int layer, int microbatch) { return values_[at(layer, microbatch)]; }
   BoundaryGradients& gradients(int layer, int microbatch) { return gradients_[at(layer, microbatch)]; }
@@ -160,6 +171,8 @@ class Call : public std::enable_shared_from_this<Call> {
   std::vector<memory::GradientBlockPtr> bases;
   std::vector<memory::GradientBlockPtr> results;
   std::vector<std::unique_ptr<memory::RangeSum>> range_sums;
+  // Of blocks that are tied: one of the two.
+  std::vector<std::unique_ptr<LayerSums>> layer_sums;
   std::vector<std::unique_ptr<memory::TiedSum>> tied_sums;
   bool input_gradients = false;
 

@@ -96,6 +96,8 @@ std::shared_ptr<Engine> Engine::set_current(const std::vector<device::DeviceSpec
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Engine> old;  // may join threads when dropped, so after the lock
   std::lock_guard lock(pools().mutex);
+  // What the pool before keeps for later jobs is not what the new one finds taken.
+  for (int i = 0; pools().current && i < pools().current->size(); ++i) pools().current->worker(i).trim();
   engine = pools().make(specs);
   old = std::move(pools().current);
   pools().current = engine;

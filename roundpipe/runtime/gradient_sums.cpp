@@ -7,6 +7,7 @@
 #include <ATen/ops/empty_like.h>
 
 #include <roundpipe/runtime/out_of_memory.h>
+#include <roundpipe/runtime/update_thread.h>
 
 namespace roundpipe::runtime {
 
@@ -50,7 +51,7 @@ void GradientSums::begin(JobRun& run) {
     const LayerState& state = run.layer(l);
     layers_.shell(run, l).sink.reset(state.parameters.size());
     for (const size_t block : state.blocks) {
-      if (!run.call->model->blocks[block].tied() && run.call->results[block]) begin_sum(run, l, block, arrived, spread);
+      if (is_summed_here(run, l, block)) begin_sum(run, l, block, arrived, spread);
     }
   }
   for (size_t i = 0; i < arrived.size(); ++i) {
@@ -59,12 +60,21 @@ void GradientSums::begin(JobRun& run) {
   }
 }
 
+bool GradientSums::is_summed_here(const JobRun& run, int layer, size_t block) {
+  const Call& call = *run.call;
+  if (!call.results[block]) return false;
+  if (!call.model->blocks[block].tied()) return true;
+  // A sum of a layer is made in the order of its microbatches, so only the job that has the first of them makes it.
+  return call.layer_sums[block] && run.range_index[run.place(layer)] == 0;
+}
+
 void GradientSums::begin_sum(JobRun& run, int layer, size_t own, std::vector<EventPtr>& arrived,
                              std::vector<std::function<void()>>& spread) {
   const Call& call = *run.call;
   const LayerState& state = run.layer(layer);
   GradientSink& sink = layers_.shell(run, layer).sink;
-  const memory::BlockLayout& host_layout = call.model->blocks[own].gradient_layout;
+  const BlockState& shared = call.model->blocks[own];
+  const memory::BlockLayout& host_layout = shared.gradient_layout;
   Sum& sum = sums_.emplace_back();
   sum.layer = layer;
   sum.block = own;
@@ -75,7 +85,7 @@ void GradientSums::begin_sum(JobRun& run, int layer, size_t own, std::vector<Eve
     sink.targets[i] = sum.layout.view(sum.flat, state.parameters[i].index);
   }
   // The sum goes on from what earlier calls left, so that bits are those of one loop over all microbatches.
-  const memory::GradientBlockPtr base = call.bases[own];
+  const memory::GradientBlockPtr base = shared.tied() ? nullptr : call.bases[own];
   if (!base || run.range_index[run.place(layer)] != 0) return;
   auto uploaded = std::make_shared<at::Tensor>();
   EventPtr done = run.call->new_event();
@@ -104,6 +114,21 @@ void GradientSums::begin_sum(JobRun& run, int layer, size_t own, std::vector<Eve
   });
 }
 
+namespace {
+
+// Puts the layers' sums of a block together, on the update thread, once what earlier calls had summed has landed. The
+// call is not finished before that. REQUIRES: a job of the call is left.
+void combine(const CallPtr& call, size_t block) {
+  const memory::GradientBlockPtr& base = call->layer_sums[block]->target().base;
+  call->then({base ? base->landed : nullptr}, [call, block, hold = call->hold()] {
+    const auto work = [call, block, hold] { call->attempt([&] { call->layer_sums[block]->combine(); }); };
+    UpdateThread::Work prepared = UpdateThread::prepare({0, UpdateThread::Kind::kNorm, block}, work);
+    if (!UpdateThread::instance().submit(prepared)) work();
+  });
+}
+
+}  // namespace
+
 void GradientSums::contribute_tied(JobRun& run, int microbatch, bool ran) {
   const Call& call = *run.call;
   for (int l = run.job.layers.first; l < run.job.layers.last; ++l) {
@@ -111,9 +136,7 @@ void GradientSums::contribute_tied(JobRun& run, int microbatch, bool ran) {
     GradientSink& sink = layers_.shell(run, l).sink;
     for (const size_t block : state.blocks) {
       const BlockState& shared = call.model->blocks[block];
-      if (!shared.tied() || !call.results[block]) continue;
-      const auto sharer =
-          static_cast<size_t>(std::find(shared.layers.begin(), shared.layers.end(), l) - shared.layers.begin());
+      if (!call.results[block] || is_summed_here(run, l, block)) continue;
       std::vector<Piece> pieces;
       std::vector<size_t> indices;
       for (size_t i = 0; i < state.parameters.size(); ++i) {
@@ -136,23 +159,22 @@ void GradientSums::contribute_tied(JobRun& run, int microbatch, bool ran) {
             return pieces;
           },
           done);
+      const auto place = static_cast<size_t>(microbatch);
+      const size_t sharer = shared.sharer(l);
+      if (call.layer_sums[block]) {
+        run.call->then({done}, [call_ptr = run.call, block, sharer, place, landed] {
+          if (call_ptr->layer_sums[block]->contribute(sharer, place, std::move(*landed))) combine(call_ptr, block);
+        });
+        continue;
+      }
       // The sum starts from what the call before leaves, which may still be on its way.
       const EventPtr base = call.bases[block] ? call.bases[block]->landed : nullptr;
-      run.call->then({done, base}, [call_ptr = run.call, block, sharer, microbatch, landed] {
-        call_ptr->tied_sums[block]->contribute(sharer, static_cast<size_t>(microbatch), std::move(*landed));
+      run.call->then({done, base}, [call_ptr = run.call, block, sharer, place, landed] {
+        call_ptr->tied_sums[block]->contribute(sharer, place, std::move(*landed));
       });
     }
   }
 }
-
-namespace {
-
-bool same_dtypes(const memory::BlockLayout& a, const memory::BlockLayout& b) {
-  return std::equal(a.tensors.begin(), a.tensors.end(), b.tensors.begin(), b.tensors.end(),
-                    [](const auto& x, const auto& y) { return x.dtype == y.dtype; });
-}
-
-}  // namespace
 
 void GradientSums::send(JobRun& run) {
   const at::NoGradGuard no_grad;
@@ -160,13 +182,15 @@ void GradientSums::send(JobRun& run) {
   for (Sum& sum : sums_) {
     const LayerState& state = run.layer(sum.layer);
     const GradientSink& sink = layers_.shell(run, sum.layer).sink;
-    const memory::BlockLayout& layout = call.model->blocks[sum.block].gradient_layout;
+    const BlockState& shared = call.model->blocks[sum.block];
+    // Sums of layers that share a block are rounded once they are together.
+    const memory::BlockLayout& layout = shared.tied() ? sum.layout : shared.gradient_layout;
     std::vector<char> received(layout.tensors.size(), 0);
     for (size_t i = 0; i < state.parameters.size(); ++i) {
       if (state.parameters[i].block == sum.block) received[state.parameters[i].index] = sink.received[i];
     }
     at::Tensor rounded = sum.flat;
-    if (!same_dtypes(sum.layout, layout)) {
+    if (!sum.layout.same_dtypes(layout)) {
       rounded = allocate(layout.size_bytes);
       for (size_t index = 0; index < received.size(); ++index) {
         if (received[index]) layout.view(rounded, index).copy_(sum.layout.view(sum.flat, index));
@@ -177,7 +201,8 @@ void GradientSums::send(JobRun& run) {
     EventPtr done = run.call->new_event();
     outbox_.send(
         run, Priority::kParameterGradient,
-        [rounded, any, landed, buffers = call.model->blocks[sum.block].gradient_buffers] {
+        [rounded, any, landed,
+         buffers = shared.tied() ? call.layer_sums[sum.block]->target().wide_buffers : shared.gradient_buffers] {
           std::vector<Piece> pieces;
           if (!any) return pieces;
           *landed = buffers->take();
@@ -185,6 +210,13 @@ void GradientSums::send(JobRun& run) {
           return pieces;
         },
         done);
+    if (shared.tied()) {
+      call.then({done}, [call_ptr = run.call, block = sum.block, sharer = shared.sharer(sum.layer),
+                         count = static_cast<size_t>(run.job.microbatches.last), landed, received] {
+        if (call_ptr->layer_sums[block]->add(sharer, count, std::move(*landed), received)) combine(call_ptr, block);
+      });
+      continue;
+    }
     call.then({done}, [call_ptr = run.call, block = sum.block, range = run.range_index[run.place(sum.layer)], landed,
                        received] { call_ptr->range_sums[block]->add(range, std::move(*landed), received); });
   }

@@ -10,7 +10,8 @@
 
 namespace roundpipe::runtime {
 
-// The parameter gradients of the job that runs on one device, summed there over its microbatches.
+// The parameter gradients of the job that runs on one device, summed there over its microbatches: one sum for each
+// layer and block.
 // Used by the device's thread, inside its compute scope.
 class GradientSums {
  public:
@@ -20,7 +21,8 @@ class GradientSums {
 
   // Makes room for the sums, with what earlier calls have left in them. Blocks until that is here.
   void begin(JobRun& run);
-  // Gives what tied parameters got in this microbatch to the sums on the host; `ran`: whether its backward did.
+  // Gives what tied parameters got in this microbatch, and is not summed here, to the sums on the host; `ran`: whether
+  // its backward did.
   void contribute_tied(JobRun& run, int microbatch, bool ran);
   // Sends the sums to the host and lets go of them.
   void send(JobRun& run);
@@ -40,6 +42,7 @@ class GradientSums {
     memory::BlockLayout layout;
     at::Tensor flat;
   };
+  static bool is_summed_here(const JobRun& run, int layer, size_t block);
   void begin_sum(JobRun& run, int layer, size_t block, std::vector<device::EventPtr>& arrived,
                  std::vector<std::function<void()>>& spread);
   at::Tensor allocate(int64_t size_bytes);

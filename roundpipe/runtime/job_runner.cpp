@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include <roundpipe/core/clock.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/runtime/out_of_memory.h>
 
@@ -36,7 +35,7 @@ void JobRunner::run(JobRun& run) {
 FullDevice JobRunner::full_device(const JobRun& run) const {
   FullDevice full;
   full.device = device_.name();
-  full.limit_bytes = device_.memory().limit_bytes;
+  full.limit_bytes = device_.memory_limit_bytes();
   full.model = run.call->model->name;
   full.call = run.call->index;
   const Range layers = doing_.layers;
@@ -77,10 +76,13 @@ void JobRunner::run_job(JobRun& run) {
     staging_.arrive(run.staged.at(microbatch).inputs->uploaded);
     // As between jobs: what the microbatch before sends is gone before this one takes memory.
     if (device_.copies_on_compute_cores()) run.wait_sent();
-    const double start_ms = now_ms();
+    // Not events of the call, which fail with it, before the device is there.
+    const EventPtr begun = device_.compute().mark();
     run_microbatch(run, microbatch);
     run.staged.erase(microbatch);
-    limit_run_ahead(run, microbatch, start_ms);
+    const EventPtr done = device_.compute().mark();
+    record(run, microbatch, begun, done);
+    limit_run_ahead(done);
   }
   microbatch_ = -1;
   doing_ = {"the gradients on their way out", run.job.layers};
@@ -161,13 +163,19 @@ void JobRunner::hand_on_buffers(JobRun& run) {
   }
 }
 
-void JobRunner::limit_run_ahead(JobRun& run, int microbatch, double start_ms) {
-  EventPtr done = run.call->new_event();
-  run.call->then({done}, [call = run.call, job = run.job, microbatch, start_ms, device = index_, event = done.get(),
-                          recomputed_ms = microbatches_.recomputed_ms(), waited_ms = microbatches_.waited_ms()] {
-    call->record({job.phase, job.layers, microbatch, device, start_ms, event->time_ms(), recomputed_ms, waited_ms});
+void JobRunner::record(JobRun& run, int microbatch, const EventPtr& begun, const EventPtr& done) {
+  run.call->then({done}, [call = run.call, job = run.job, microbatch, device = index_, begun, done,
+                          gradient = microbatches_.gradient_wait()] {
+    ExecutionRecord record{job.phase, job.layers, microbatch, device, begun->time_ms(), done->time_ms()};
+    if (gradient.recomputed) {
+      record.recomputed_ms = gradient.recomputed->time_ms();
+      record.waited_ms = std::max(0.0, gradient.arrived_ms - record.recomputed_ms);
+    }
+    call->record(record);
   });
-  device_.compute().signal(done);
+}
+
+void JobRunner::limit_run_ahead(EventPtr done) {
   launched_.push_back(std::move(done));
   // On an accelerator the host would otherwise queue the whole job and take all its memory at once.
   constexpr size_t kLaunched = 2;

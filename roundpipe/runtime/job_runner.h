@@ -36,7 +36,8 @@ class JobRunner {
   bool prepare_again(JobRun& run, int microbatch, Frugality& frugality);
   FullDevice full_device(const JobRun& run) const;
   void hand_on_buffers(JobRun& run);
-  void limit_run_ahead(JobRun& run, int microbatch, double start_ms);
+  void record(JobRun& run, int microbatch, const device::EventPtr& begun, const device::EventPtr& done);
+  void limit_run_ahead(device::EventPtr done);
 
   const int index_;
   device::Device& device_;

@@ -40,6 +40,8 @@ class LayerRunner {
   void restore_buffers(JobRun& run, int layer, int microbatch);
 
  private:
+  // Notes what the device took from `begun` to `done`.
+  void clock_forward(JobRun& run, int layer, const device::EventPtr& begun, const device::EventPtr& done);
   Values execute(JobRun& run, int layer, const Values& inputs, int microbatch, bool recompute);
   // The same, and finds out whether the layer writes to its inputs; `intact`: which of them it did not write to.
   // `needs_copies`: a layer that writes would have been given some as copies. Throws Error when it had never written.

@@ -18,7 +18,7 @@ using schedule::Range;
 void MicrobatchRunner::run(JobRun& run, int microbatch, Frugality frugality) {
   frugality_ = frugality;
   doing_ = {"the inputs", run.job.layers};
-  recomputed_ms_ = waited_ms_ = 0;
+  gradient_wait_ = {};
   if (!run.call->options.preserve_rng_state) {
     const uint64_t seed = run.call->seed(run.job.layers.first, microbatch);
     device::OwnGenerators::current()->seed(run.job.phase == Phase::kForward ? seed : backward_seed(seed));
@@ -153,9 +153,9 @@ MicrobatchRunner::Tensors MicrobatchRunner::backpropagate_last(JobRun& run, Rang
     const Values outputs = layers_.run_graph(run, segment, inputs, microbatch, /*recompute=*/true, /*for_loss=*/false,
                                              graph.boundary, graph.places);
     inputs = {};
-    recomputed_ms_ = now_ms();
+    gradient_wait_.recomputed = device_.compute().mark();
     const Tensors gradients = staging_.take(arriving);
-    waited_ms_ = now_ms() - recomputed_ms_;
+    gradient_wait_.arrived_ms = now_ms();
     roots.emplace(outputs, gradients);
   }
   backward(run, segment, microbatch, /*from_loss=*/false, roots->tensors, roots->gradients);

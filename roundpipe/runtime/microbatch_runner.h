@@ -16,10 +16,13 @@ class MicrobatchRunner {
   // REQUIRES: the microbatch is staged, the job's weights are bound.
   void run(JobRun& run, int microbatch, Frugality frugality);
 
-  // Of the microbatch that ran last: when its recomputation was over (0 = there was none) and what it then waited for
-  // gradients.
-  double recomputed_ms() const { return recomputed_ms_; }
-  double waited_ms() const { return waited_ms_; }
+  // Of the microbatch that ran last: the end of its recomputation on the device (null = there was none), and when the
+  // host had the gradients that its backward begins from.
+  struct GradientWait {
+    device::EventPtr recomputed;
+    double arrived_ms = 0;
+  };
+  const GradientWait& gradient_wait() const { return gradient_wait_; }
 
   // What run() was at when it last ended or threw: "the backward", and of which layers.
   struct Doing {
@@ -54,8 +57,7 @@ class MicrobatchRunner {
 
   Frugality frugality_ = Frugality::kStage;
   Doing doing_;
-  double recomputed_ms_ = 0;
-  double waited_ms_ = 0;
+  GradientWait gradient_wait_;
 };
 
 }  // namespace roundpipe::runtime

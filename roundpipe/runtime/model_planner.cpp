@@ -146,7 +146,7 @@ int64_t stage_share_bytes(Engine& engine, const schedule::LayerCosts& costs, int
   constexpr int64_t kStageShare = 6;
   int64_t share_bytes = limit_bytes;
   for (int i = 0; i < engine.size(); ++i) {
-    const int64_t bytes = engine.worker(i).device().memory().limit_bytes / kStageShare;
+    const int64_t bytes = engine.worker(i).device().memory_limit_bytes() / kStageShare;
     if (bytes > 0 && (share_bytes == 0 || bytes < share_bytes)) share_bytes = bytes;
   }
   if (share_bytes == 0) return 0;

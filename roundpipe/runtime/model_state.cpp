@@ -29,17 +29,36 @@ BlockState::BlockState(std::vector<NamedTensor> parameters, std::vector<int> blo
     : block(std::make_unique<memory::ParameterBlock>(std::move(parameters), pinned)),
       layers(std::move(block_layers)),
       gradient_layout(block->layout()),
-      gradient_buffers(block->buffers()) {}
+      gradient_buffers(block->buffers()) {
+  make_sum_buffers();
+}
+
+void BlockState::make_sum_buffers() {
+  if (!tied()) return;
+  sum_layout = gradient_layout.widened();
+  const bool same = sum_layout.same_dtypes(gradient_layout);
+  sum_buffers =
+      same ? gradient_buffers : std::make_shared<memory::BufferPool>(sum_layout.size_bytes, block->buffers()->pinned());
+  sum_buffers->keep(layers.size());
+}
 
 void BlockState::keep_gradients_in_fp32() {
   gradient_layout = block->layout().widened();
   if (gradient_layout.size_bytes == block->layout().size_bytes) return;
   gradient_buffers = std::make_shared<memory::BufferPool>(gradient_layout.size_bytes, block->buffers()->pinned());
+  make_sum_buffers();
 }
 
 bool BlockState::trainable() const {
   const auto& parameters = block->parameters();
   return std::any_of(parameters.begin(), parameters.end(), [](const auto& p) { return p.tensor.requires_grad(); });
+}
+
+int64_t BlockState::sum_bytes() const {
+  if (!tied() || !trainable()) return 0;
+  // Where a sum can become the gradient, it is no memory beside it.
+  const size_t beside = sum_buffers == gradient_buffers ? layers.size() - 1 : layers.size();
+  return sum_layout.size_bytes * static_cast<int64_t>(beside);
 }
 
 ModelState::ModelState(std::string model_name, std::vector<std::unique_ptr<Layer>> model_layers, bool pinned)
@@ -137,6 +156,7 @@ int64_t ModelState::host_bytes() const {
   for (const BlockState& block : blocks) {
     bytes += block.block->buffers()->host_bytes();
     if (block.gradient_buffers != block.block->buffers()) bytes += block.gradient_buffers->host_bytes();
+    if (block.sum_buffers && block.sum_buffers != block.gradient_buffers) bytes += block.sum_buffers->host_bytes();
   }
   return bytes;
 }
@@ -151,8 +171,12 @@ StageLayout lay_out_stage(const ModelState& model, int first_layer, int last_lay
       stage.size_bytes =
           align_up(stage.size_bytes + model.blocks[block].block->layout().size_bytes, kBlockAlignment_bytes);
       if (!model.blocks[block].trainable()) continue;
-      stage.gradient_bytes += model.blocks[block].block->layout().size_bytes;
-      if (!model.blocks[block].tied()) stage.sum_bytes += model.blocks[block].gradient_layout.widened().size_bytes;
+      const memory::BlockLayout& narrow = model.blocks[block].gradient_layout;
+      const memory::BlockLayout wide = narrow.widened();
+      const bool rounds = !model.blocks[block].tied() && !wide.same_dtypes(narrow);
+      stage.gradient_bytes += model.blocks[block].tied() ? wide.size_bytes : narrow.size_bytes;
+      stage.sum_bytes += wide.size_bytes;
+      stage.rounded_bytes += rounds ? narrow.size_bytes : 0;
     }
     place.buffers_at = stage.size_bytes;
     stage.size_bytes = align_up(stage.size_bytes + layer.buffer_layout.size_bytes, kBlockAlignment_bytes);

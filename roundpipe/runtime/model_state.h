@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <memory>
@@ -51,7 +52,7 @@ struct LayerState {
   std::map<uint64_t, LayerHabitsPtr> habits;  // by Layer::mode_key(); caller's thread only
   // How it has to run for want of memory.
   std::atomic<Frugality> frugality{Frugality::kStage};
-  // What the last forward of one microbatch took on the host's clock; 0 = unknown, as on accelerators.
+  // What the last forward of one microbatch took the device; 0 = unknown.
   std::atomic<double> forward_ms{0};
   // When the buffers hold what the last submitted forward makes of them; caller's thread only.
   device::EventPtr buffers_current;
@@ -66,14 +67,27 @@ struct BlockState {
   // How gradients lie on the host, and where their memory comes from: as the weights do, unless kept in fp32.
   memory::BlockLayout gradient_layout;
   std::shared_ptr<memory::BufferPool> gradient_buffers;
+  // Of a tied block: how each layer's own sum lies, and where its memory comes from; the gradients' where they have its
+  // types.
+  memory::BlockLayout sum_layout;
+  std::shared_ptr<memory::BufferPool> sum_buffers;
   // What the fp32 master of each parameter has beyond its weights, once a fused optimizer trains it.
   std::vector<at::Tensor> master_rest;
 
   bool tied() const { return layers.size() > 1; }
+  // Which of the layers that share the block `layer` is. REQUIRES: it is one of them.
+  size_t sharer(int layer) const {
+    return static_cast<size_t>(std::find(layers.begin(), layers.end(), layer) - layers.begin());
+  }
   // Whether any parameter is, by the user's flags of now.
   bool trainable() const;
+  // What the layers' sums take on the host beside gradients; 0 for a block that is not tied.
+  int64_t sum_bytes() const;
   // From now on 16-bit weights have fp32 gradients on the host. REQUIRES: no gradient has been made yet.
   void keep_gradients_in_fp32();
+
+ private:
+  void make_sum_buffers();
 };
 
 // The host side of a model: layers, parameters, and the gradients that the calls since the last step have summed.
@@ -118,8 +132,9 @@ struct StageLayout {
   };
   std::vector<LayerPlace> layers;
   int64_t size_bytes = 0;
-  int64_t gradient_bytes = 0;  // at most, of the blocks that are trainable now
-  int64_t sum_bytes = 0;       // of their sums on the device: 16-bit ones are summed in fp32; tied ones are not
+  int64_t gradient_bytes = 0;  // at most, of the blocks that are trainable now, as they travel
+  int64_t sum_bytes = 0;       // of their sums on the device: 16-bit ones are summed in fp32
+  int64_t rounded_bytes = 0;   // of those that are rounded before they travel; sums of tied blocks are not
 };
 StageLayout lay_out_stage(const ModelState& model, int first_layer, int last_layer);
 

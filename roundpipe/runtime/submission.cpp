@@ -184,6 +184,8 @@ void open_gradients(Call& call, const Plan& plan) {
   call.results.assign(model.blocks.size(), nullptr);
   call.range_sums.clear();
   call.range_sums.resize(model.blocks.size());
+  call.layer_sums.clear();
+  call.layer_sums.resize(model.blocks.size());
   call.tied_sums.clear();
   call.tied_sums.resize(model.blocks.size());
   for (size_t block = 0; block < model.blocks.size(); ++block) {
@@ -195,7 +197,13 @@ void open_gradients(Call& call, const Plan& plan) {
     call.results[block] = result;
     model.gradients[block] = result;
     const memory::BlockLayout& layout = state.gradient_layout;
-    if (state.tied()) {
+    if (state.tied() && call.options.tied_grad_accumulation == TiedGradAccumulation::kLayer) {
+      const bool native = call.options.sum_in_native_precision;
+      call.layer_sums[block] = std::make_unique<LayerSums>(
+          LayerSums::Target{result, call.bases[block], layout, state.gradient_buffers,
+                            native ? layout : state.sum_layout, native ? state.gradient_buffers : state.sum_buffers},
+          state.layers.size(), static_cast<size_t>(call.options.microbatches));
+    } else if (state.tied()) {
       call.tied_sums[block] = std::make_unique<memory::TiedSum>(
           result, call.bases[block], layout, state.gradient_buffers, state.layers.size(),
           static_cast<size_t>(call.options.microbatches), call.options.sum_in_native_precision);

@@ -10,11 +10,13 @@
 namespace roundpipe::runtime {
 
 // The thread of this process that computes updates, one piece of work at a time. What is ready first by its order goes
-// first: older steps, then norms before updates, then the lowest layer, which the next forward needs first.
+// first: sums of gradients, then older steps, then norms before updates, then the lowest layer, which the next forward
+// needs first.
 // Thread safety: submit from any thread; does not block. The object lives as long as the process.
 class UpdateThread {
  public:
   enum class Kind { kNorm, kUpdate };
+  // Of sums of gradients: step 0, which is before all steps.
   struct Order {
     uint64_t step = 0;
     Kind kind = Kind::kUpdate;

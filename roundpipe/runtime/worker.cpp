@@ -74,7 +74,7 @@ void Worker::enqueued() {
 void Worker::prefetch() {
   // Of the cap, so much is left to activations beside the weights of two stages, or an idle slot is given up.
   constexpr double kActivationShare = 0.4;
-  const int64_t limit_bytes = device_->memory().limit_bytes;
+  const int64_t limit_bytes = device_->memory_limit_bytes();
   for (size_t i = 0; i < std::min<size_t>(2, queue_.size()); ++i) {
     const std::shared_ptr<JobRun>& run = queue_[i];
     if (run->slot >= 0) {
@@ -305,11 +305,11 @@ void Worker::park_weights(const std::shared_ptr<JobRun>& next) {
 }
 
 void Worker::release(const std::shared_ptr<JobRun>& run) {
-  EventPtr computed = device::make_event();
+  EventPtr computed;
   {
     const auto scope = device_->compute().enter();
     run->staged.clear();
-    device_->compute().signal(computed);
+    computed = device_->compute().mark();
   }
   std::vector<EventPtr> pending = std::move(run->transfers);
   run->transfers.clear();

@@ -41,6 +41,8 @@ class Worker {
   void enqueued();
   device::Device& device() { return *device_; }
   void forget(const ModelState& model) { shells_.forget(model); }
+  // Gives back what the device keeps for later jobs. Any thread.
+  void trim() { slots_.drop_idle(); }
   const transfer::LinkScheduler& upload() const { return upload_; }
   const transfer::LinkScheduler& download() const { return download_; }
 

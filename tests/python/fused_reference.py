@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import roundpipe
-from reference_loops import assert_same, run_layers, seeds_of
+from reference_loops import TiedGradients, assert_same, run_layers, seeds_of
 from roundpipe import RoundPipe, RoundPipeRunConfig
 
 
@@ -83,12 +83,14 @@ class FusedPair:
             for (_, p), master in zip(self.named, self.read, strict=True):
                 p.copy_(nearest(master, p.dtype))
         sums = [None if s is None else s.clone() for s in self.sums]
+        layers = list(self.plain)
+        tied = TiedGradients(layers)
         total = torch.zeros(())
         parts = zip(inputs.tensor_split(self.microbatches), label.tensor_split(self.microbatches), seeds, strict=True)
         for part, target, seed in parts:
             self.plain.zero_grad()
             with torch.random.fork_rng(devices=[]):
-                outputs = run_layers(list(self.plain), (part,), {}, seed)
+                outputs = run_layers(layers, (part,), {}, seed, tied)
                 torch.manual_seed(seed[-1])
                 part_loss = squared_error(outputs, target) * factor * scale
                 part_loss.backward()
@@ -97,6 +99,8 @@ class FusedPair:
                 if p.grad is not None:
                     wide = p.grad.float()
                     sums[i] = wide if sums[i] is None else sums[i] + wide  # type: ignore[operator]
+            tied.collect()
+        sums = [tied.total(p, total) for (_, p), total in zip(self.named, sums, strict=True)]
         # Rounded once on the way to the host.
         for i, (_, p) in enumerate(self.named):
             self.sums[i] = None if sums[i] is None else sums[i].to(p.dtype).float()  # type: ignore[union-attr]

@@ -86,42 +86,112 @@ def crossed(tree: Any) -> Any:
     return pytree.tree_map(cross, tree)
 
 
-def run_layers(layers: Sequence[nn.Module], args: Any, kwargs: Any, seeds: list[int]) -> Any:
+class TiedGradients:
+    """Gradients of parameters that several layers share, by the rule of docs/exactness.md: each layer has one sum over
+    the microbatches, and those are added from the last layer to the first, then to what was there."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        users: dict[nn.Parameter, list[int]] = {}
+        for index, layer in enumerate(layers):
+            for parameter in layer.parameters():
+                users.setdefault(parameter, []).append(index)
+        self.own: dict[nn.Parameter, dict[int, torch.Tensor]] = {
+            parameter: {index: parameter.detach().clone().requires_grad_() for index in indices}
+            for parameter, indices in users.items()
+            if len(indices) > 1 and parameter.requires_grad
+        }
+        self.sums: dict[nn.Parameter, dict[int, torch.Tensor]] = {}
+
+    def run(self, index: int, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The layer, with a copy of its own of each parameter that it shares."""
+        mine = {
+            name: self.own[parameter][index] for name, parameter in layer.named_parameters() if parameter in self.own
+        }
+        return torch.func.functional_call(layer, mine, args, kwargs) if mine else layer(*args, **kwargs)
+
+    def collect(self) -> None:
+        """Takes the gradients of a microbatch into the sums, 16-bit ones in fp32."""
+        for parameter, copies in self.own.items():
+            sums = self.sums.setdefault(parameter, {})
+            for index, copy_ in copies.items():
+                if copy_.grad is not None:
+                    wide = copy_.grad.float() if copy_.dtype.itemsize < 4 else copy_.grad
+                    sums[index] = sums[index] + wide if index in sums else wide
+                copy_.grad = None
+
+    def total(self, parameter: nn.Parameter, before: torch.Tensor | None) -> torch.Tensor | None:
+        """What the layers' sums come to, added to what was there before."""
+        sums = self.sums.get(parameter, {})
+        if not sums:
+            return before
+        together = functools.reduce(torch.add, [sums[index] for index in sorted(sums, reverse=True)])
+        return together if before is None else before + together
+
+    def add(self) -> None:
+        """Into the shared parameters' `.grad`, once, at the end."""
+        for parameter in self.own:
+            parameter.grad = self.total(parameter, parameter.grad)
+
+
+def run_layers(
+    layers: Sequence[nn.Module], args: Any, kwargs: Any, seeds: list[int], tied: TiedGradients | None = None
+) -> Any:
+    def run(index: int, *args: Any, **kwargs: Any) -> Any:
+        torch.manual_seed(seeds[index])
+        return crossed(tied.run(index, layers[index], *args, **kwargs) if tied else layers[index](*args, **kwargs))
+
     args, kwargs = crossed((tuple(args), kwargs))
-    torch.manual_seed(seeds[0])
-    value = crossed(layers[0](*args, **kwargs))
-    for layer, seed in zip(layers[1:], seeds[1:], strict=False):
-        torch.manual_seed(seed)
-        value = crossed(layer(value))
+    value = run(0, *args, **kwargs)
+    for index in range(1, len(layers)):
+        value = run(index, value)
     return value
 
 
 def fused_loop(
-    layers: Sequence[nn.Module], args: Any, kwargs: Any, label: Any, loss_fn: Loss, seeds: Seeds
+    layers: Sequence[nn.Module],
+    args: Any,
+    kwargs: Any,
+    label: Any,
+    loss_fn: Loss,
+    seeds: Seeds,
+    by_microbatch: bool = False,
 ) -> torch.Tensor:
-    """`forward_backward`: forward, loss and backward, one microbatch after the other. Returns the sum of the losses."""
+    """`forward_backward`: forward, loss and backward, one microbatch after the other. Returns the sum of the losses.
+    `by_microbatch`: gradients of shared parameters are added microbatch by microbatch, as autograd does."""
     count = len(seeds)
     losses = []
+    tied = None if by_microbatch else TiedGradients(layers)
     with torch.random.fork_rng(devices=[]):
         for (part, named), target, seed in zip(cut((args, kwargs), count), cut(label, count), seeds, strict=True):
-            outputs = run_layers(layers, part, named, seed)
+            outputs = run_layers(layers, part, named, seed, tied)
             torch.manual_seed(seed[len(layers)])
             loss = loss_fn(outputs, crossed(target))
             loss.backward()
             losses.append(loss.detach())
+            if tied:
+                tied.collect()
+    if tied:
+        tied.add()
     return sum(losses[1:], losses[0])
 
 
 def split_loop(
-    layers: Sequence[nn.Module], args: Any, kwargs: Any, label: Any, loss_fn: Loss, seeds: Seeds
+    layers: Sequence[nn.Module],
+    args: Any,
+    kwargs: Any,
+    label: Any,
+    loss_fn: Loss,
+    seeds: Seeds,
+    by_microbatch: bool = False,
 ) -> torch.Tensor:
     """`loss_fn(model(batch), label).backward()`: the loss sees the merged outputs, the backward goes on microbatch by
-    microbatch."""
+    microbatch. `by_microbatch`: see `fused_loop`."""
     count = len(seeds)
     parts = []
+    tied = None if by_microbatch else TiedGradients(layers)
     with torch.random.fork_rng(devices=[]):
         for (part, named), seed in zip(cut((args, kwargs), count), seeds, strict=True):
-            parts.append(pytree.tree_flatten(run_layers(layers, part, named, seed)))
+            parts.append(pytree.tree_flatten(run_layers(layers, part, named, seed, tied)))
     merged = []
     for values in zip(*(leaves for leaves, _ in parts), strict=True):
         if isinstance(values[0], torch.Tensor):
@@ -140,6 +210,10 @@ def split_loop(
     for m, (leaves, _) in enumerate(parts):
         roots = [(leaf, cut_gradients[i][m]) for i, leaf in enumerate(leaves) if gradients[i] is not None]
         torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+        if tied:
+            tied.collect()
+    if tied:
+        tied.add()
     return loss.detach()
 
 
@@ -234,17 +308,18 @@ class Pair:
         kwargs = kwargs or {}
         options = copy.copy(config) or RoundPipeRunConfig()
         options.num_microbatch = microbatches
+        by_microbatch = options.tied_grad_accumulation == "microbatch"
         for step in range(steps):
             for call in range(calls):
                 seeds = seeds_of(self.pipe, self.pipe.calls, microbatches)
                 if fused:
                     loss = self.pipe.forward_backward(args, kwargs, label, self.loss_fn, run_config=options)
-                    expected = fused_loop(self.layers, args, kwargs, label, self.loss_fn, seeds)
+                    expected = fused_loop(self.layers, args, kwargs, label, self.loss_fn, seeds, by_microbatch)
                 else:
                     total = self.loss_fn(self.pipe(*args, roundpipe_run_config=options, **kwargs), label)
                     total.backward()
                     loss = total.detach()
-                    expected = split_loop(self.layers, args, kwargs, label, self.loss_fn, seeds)
+                    expected = split_loop(self.layers, args, kwargs, label, self.loss_fn, seeds, by_microbatch)
                 assert_same(loss, expected, f"step {step} call {call}: loss")
                 if after_call:
                     after_call()

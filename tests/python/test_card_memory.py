@@ -44,7 +44,8 @@ def test_workers_of_a_card_share_their_sum_and_a_later_pool_takes_the_cap_back(b
 
 def test_a_whole_card_keeps_the_cap_that_the_user_has_set(backend: Backend) -> None:
     card_memory.cap_cards([("cuda:0", 10 * GB)])
-    card_memory.cap_cards([("cuda:0", 10 * GB // 3)] * 3)
+    card_memory.cap_cards([("cuda:0", 0)])
+    card_memory.cap_cards([("cuda:0", 3 * GB), ("cuda:0", 0)])
     card_memory.cap_cards([("cpu", 0), ("cpu", 0)])
     assert backend.fractions == {}
 

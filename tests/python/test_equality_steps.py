@@ -12,7 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reference_loops import BASE_SEED, assert_same, assert_same_model, cut, fused_loop, seeds_of, use_devices
+from reference_loops import (
+    BASE_SEED,
+    TiedGradients,
+    assert_same,
+    assert_same_model,
+    cut,
+    fused_loop,
+    seeds_of,
+    use_devices,
+)
 from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig, devices, wrap_model_to_roundpipe
 from sweeps import sweep
 
@@ -281,17 +290,24 @@ def small_model(dtype: torch.dtype) -> nn.Sequential:
 
 def summed_in_float(layers: nn.Sequential, x: Tensor, y: Tensor, microbatches: int) -> Tensor:
     """Gradients of 16-bit weights: summed in fp32 over the call's microbatches, rounded once."""
+    tied = TiedGradients(list(layers))
     parameters = list(layers.parameters())
     sums = [None if p.grad is None else p.grad.float() for p in parameters]
     losses = []
     for part, target in zip(cut(x, microbatches), cut(y, microbatches), strict=True):
-        loss = F.mse_loss(layers(part), target)
+        layers.zero_grad()
+        for index, layer in enumerate(layers):
+            part = tied.run(index, layer, part)
+        loss = F.mse_loss(part, target)
         losses.append(loss.detach())
-        for i, gradient in enumerate(torch.autograd.grad(loss, parameters)):
-            wide = gradient.float()
-            sums[i] = wide if sums[i] is None else sums[i] + wide
+        loss.backward()
+        tied.collect()
+        for i, parameter in enumerate(parameters):
+            if parameter.grad is not None:
+                wide = parameter.grad.float()
+                sums[i] = wide if sums[i] is None else sums[i] + wide
     for parameter, total in zip(parameters, sums, strict=True):
-        parameter.grad = total.to(parameter.dtype)
+        parameter.grad = tied.total(parameter, total).to(parameter.dtype)
     return sum(losses[1:], losses[0])
 
 

@@ -63,7 +63,7 @@ def layers_of_costs(costs: CostSet) -> Layers:
     """Of a cost file, as far as it goes: what a layer holds for a moment only is not known. Weights are 16-bit ones."""
     sizes, footprints, given = [], [], 0
     for cost in costs.layers:
-        sizes.append(LayerBytes(cost.weight_bytes, cost.gradient_bytes, 2 * cost.gradient_bytes))
+        sizes.append(LayerBytes(cost.weight_bytes, cost.gradient_bytes, 2 * cost.gradient_bytes, cost.gradient_bytes))
         out = cost.activation_bytes
         footprints.append(LayerFootprint(given, out, out, cost.saved_bytes, cost.saved_bytes, cost.saved_bytes))
         given = out

@@ -188,9 +188,10 @@ def _size(modules: list[nn.Module], tied: set[int]) -> LayerBytes:
     trained = [p for p in parameters if p.requires_grad]
     return LayerBytes(
         weights=sum(tensor.nbytes for tensor in (*parameters, *buffers)),
-        gradients=sum(p.nbytes for p in trained),
-        # 16-bit gradients are summed in fp32, those of tied weights on the host.
-        sums=sum(p.numel() * max(4, p.element_size()) for p in trained if id(p) not in tied),
+        # 16-bit gradients are summed in fp32, and rounded before they go; the sums of tied weights go as they are.
+        gradients=sum(p.numel() * max(4, p.element_size()) if id(p) in tied else p.nbytes for p in trained),
+        sums=sum(p.numel() * max(4, p.element_size()) for p in trained),
+        rounded=sum(p.nbytes for p in trained if id(p) not in tied and p.element_size() < 4),
     )
 
 

@@ -1,99 +1,21 @@
 #include <roundpipe/device/accelerator/accelerator_device.h>
 
-#ifdef __linux__
-#include <sys/prctl.h>
-#endif
-
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
-#include <deque>
 #include <exception>
-#include <mutex>
-#include <thread>
 
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
 #include <c10/core/CachingDeviceAllocator.h>
-#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <roundpipe/core/clock.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/device/accelerator/completion_thread.h>
 
 namespace roundpipe::device {
 namespace {
-
-// Waits for recorded stream events in order, one thread a queue, and fires the host events.
-class CompletionThread {
- public:
-  explicit CompletionThread(c10::Device device) : device_(device), thread_([this] { run(); }) {}
-
-  ~CompletionThread() {
-    {
-      std::lock_guard lock(mutex_);
-      stopping_ = true;
-    }
-    changed_.notify_all();
-    thread_.join();
-  }
-
-  void watch(std::unique_ptr<c10::Event> recorded, EventPtr event) {
-    {
-      std::lock_guard lock(mutex_);
-      pending_.push_back({std::move(recorded), std::move(event)});
-    }
-    changed_.notify_all();
-  }
-
- private:
-  struct Pending {
-    std::unique_ptr<c10::Event> recorded;
-    EventPtr event;
-  };
-
-  // Not the event's own wait: that one spins, and would keep a core from the host's optimizers for every queue.
-  static void wait(const c10::Event& recorded) {
-    constexpr Clock::duration kShortest = std::chrono::microseconds(10);
-    constexpr Clock::duration kLongest = std::chrono::microseconds(100);
-    const Clock::time_point start = Clock::now();
-    while (!recorded.query()) {
-      std::this_thread::sleep_for(std::clamp((Clock::now() - start) / 16, kShortest, kLongest));
-    }
-  }
-
-  void run() {
-    // An event is destroyed on its device, and the thread goes back to the one before: not to make a context on the
-    // first card, that is the same one.
-    c10::impl::VirtualGuardImpl(device_.type()).uncheckedSetDevice(device_);
-#ifdef PR_SET_TIMERSLACK
-    prctl(PR_SET_TIMERSLACK, 1000UL);  // ns; sleeps would else be 50 us longer than they are asked for
-#endif
-    while (true) {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [this] { return stopping_ || !pending_.empty(); });
-      if (pending_.empty()) return;
-      Pending next = std::move(pending_.front());
-      pending_.pop_front();
-      lock.unlock();
-      try {
-        wait(*next.recorded);
-        next.event->fire();
-      } catch (...) {
-        next.event->fail(std::current_exception());
-      }
-    }
-  }
-
-  const c10::Device device_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<Pending> pending_;  // protected by mutex_
-  bool stopping_ = false;        // protected by mutex_
-  std::thread thread_;
-};
 
 class AcceleratorScope final : public QueueScope {
  public:
@@ -105,8 +27,9 @@ class AcceleratorScope final : public QueueScope {
 
 class AcceleratorQueue final : public Queue {
  public:
-  explicit AcceleratorQueue(c10::Device device)
-      : stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)), completion_(device) {}
+  AcceleratorQueue(c10::Device device, bool timed)
+      : stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)),
+        completion_(stream_, timed) {}
 
   std::unique_ptr<QueueScope> enter() override { return std::make_unique<AcceleratorScope>(stream_); }
 
@@ -115,9 +38,7 @@ class AcceleratorQueue final : public Queue {
   void signal(EventPtr event) override {
     std::exception_ptr error;
     try {
-      auto recorded = std::make_unique<c10::Event>(stream_.device_type());
-      recorded->record(stream_);
-      completion_.watch(std::move(recorded), event);
+      completion_.watch(event);
       return;
     } catch (...) {
       error = std::current_exception();
@@ -147,7 +68,11 @@ class AcceleratorQueue final : public Queue {
 class AcceleratorDevice final : public Device {
  public:
   AcceleratorDevice(const DeviceSpec& spec, c10::Device device, int64_t limit_bytes)
-      : Device(spec, device), compute_(device), upload_(device), download_(device), limit_bytes_(limit_bytes) {}
+      : Device(spec, device),
+        compute_(device, /*timed=*/true),
+        upload_(device, false),
+        download_(device, false),
+        limit_bytes_(limit_bytes) {}
 
   Queue& compute() override { return compute_; }
   Queue& upload() override { return upload_; }
@@ -156,8 +81,9 @@ class AcceleratorDevice final : public Device {
   MemoryStats memory() const override {
     const auto stats = at::getDeviceAllocator(torch_device().type())->getDeviceStats(torch_device().index());
     const auto& bytes = stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
-    return {bytes.current, bytes.peak, limit_bytes_.load()};
+    return {bytes.current, bytes.peak, memory_limit_bytes()};
   }
+  int64_t memory_limit_bytes() const override { return limit_bytes_.load(); }
 
   void reset_peak_memory() override {
     at::getDeviceAllocator(torch_device().type())->resetPeakStats(torch_device().index());
@@ -176,6 +102,18 @@ class AcceleratorDevice final : public Device {
   std::atomic<int64_t> limit_bytes_;
 };
 
+// What one of the card's workers may take: of what nobody uses now, a reserve less.
+int64_t free_share_bytes(c10::Device device, int sharers) {
+  c10::DeviceAllocator& allocator = *at::getDeviceAllocator(device.type());
+  const auto [free_bytes, total_bytes] = allocator.getMemoryInfo(device.index());
+  // What torch's allocator keeps for its next tensors is free, too.
+  const auto stats = allocator.getDeviceStats(device.index());
+  constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  const int64_t kept_bytes = stats.reserved_bytes[kAll].current - stats.allocated_bytes[kAll].current;
+  const int64_t reserve_bytes = static_cast<int64_t>(total_bytes) / kReservedPart;
+  return std::max<int64_t>(1, (static_cast<int64_t>(free_bytes) + kept_bytes - reserve_bytes) / sharers);
+}
+
 }  // namespace
 
 std::unique_ptr<Device> make_accelerator_device(const DeviceSpec& spec, int sharers) {
@@ -188,11 +126,7 @@ std::unique_ptr<Device> make_accelerator_device(const DeviceSpec& spec, int shar
   }
   at::globalContext().lazyInitDevice(*type);  // streams and statistics need it, and nobody may have used it yet
   const c10::Device device(*type, static_cast<c10::DeviceIndex>(spec.index));
-  int64_t limit_bytes = spec.memory_bytes;
-  if (limit_bytes == 0) {
-    const auto [free_bytes, total_bytes] = at::getDeviceAllocator(*type)->getMemoryInfo(device.index());
-    limit_bytes = static_cast<int64_t>(total_bytes) / sharers;
-  }
+  const int64_t limit_bytes = spec.memory_bytes > 0 ? spec.memory_bytes : free_share_bytes(device, sharers);
   return std::make_unique<AcceleratorDevice>(spec, device, limit_bytes);
 }
 

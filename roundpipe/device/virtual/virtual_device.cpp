@@ -107,8 +107,9 @@ class VirtualDevice final : public Device {
   Queue& download() override { return download_; }
 
   MemoryStats memory() const override {
-    return {account_->current_bytes.load(), account_->peak_bytes.load(), account_->limit_bytes.load()};
+    return {account_->current_bytes.load(), account_->peak_bytes.load(), memory_limit_bytes()};
   }
+  int64_t memory_limit_bytes() const override { return account_->limit_bytes.load(); }
   void reset_peak_memory() override { account_->peak_bytes.store(account_->current_bytes.load()); }
   void limit_memory(int64_t limit_bytes) override {
     const int64_t now = account_->limit_bytes.load();

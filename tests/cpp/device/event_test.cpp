@@ -44,6 +44,15 @@ TEST_CASE("event: pending, then fired for good") {
   CHECK(event.error() == nullptr);
 }
 
+TEST_CASE("event: work may have been done before anybody noticed") {
+  Event event;
+  double seen_ms = 0;
+  event.then([&] { seen_ms = event.time_ms(); });
+  event.fire_at(12.5);
+  CHECK(seen_ms == 12.5);
+  CHECK(event.time_ms() == 12.5);
+}
+
 TEST_CASE("event: the first error wins, wait rethrows it, wait_for does not") {
   Event event;
   event.fail(error_named("first"));

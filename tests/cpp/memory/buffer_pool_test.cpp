@@ -35,6 +35,17 @@ TEST_CASE("buffer pool: keeps one piece, gives the others back to the system") {
   CHECK(pool.peak_bytes() == 4 * 32);
 }
 
+TEST_CASE("buffer pool: keeps as many pieces as it is asked to") {
+  BufferPool pool(32, false);
+  pool.keep(3);
+  std::vector<at::Tensor> pieces;
+  for (int i = 0; i < 4; ++i) pieces.push_back(pool.take());
+  pieces.clear();
+  CHECK(pool.host_bytes() == 3 * 32);
+  for (int i = 0; i < 4; ++i) pieces.push_back(pool.take());
+  CHECK(pool.peak_bytes() == 4 * 32);
+}
+
 TEST_CASE("buffer pool: pieces may outlive it, and no bytes are no trouble") {
   at::Tensor left;
   {

@@ -68,15 +68,29 @@ inline void descend(at::Tensor& values, const at::Tensor& gradient, double rate)
 }
 
 // The slow, plain way: the same layers in one loop on the caller's thread, one microbatch after the other, no
-// recomputation, gradients summed by autograd, and a step protocol that is spelt out.
+// recomputation, gradients summed by autograd, and a step protocol that is spelt out. Layers that share a parameter
+// read copies of their own, so that each has its own sum.
 class PlainModel {
  public:
   PlainModel(std::string name, const std::vector<LayerSpec>& layers) : name_(std::move(name)) {
     for (const LayerSpec& spec : layers) {
       Layer& layer = layers_.emplace_back();
       layer.body = spec.body;
-      for (const memory::NamedTensor& parameter : spec.parameters) layer.parameters.push_back(own(parameter.tensor));
+      for (const memory::NamedTensor& parameter : spec.parameters) {
+        Parameter& known = own(parameter.tensor);
+        known.readers.emplace_back(layers_.size() - 1, layer.parameters.size());
+        layer.parameters.push_back(known.mine);
+        layer.read.push_back(known.mine);
+      }
       for (const memory::NamedTensor& buffer : spec.buffers) layer.buffers.push_back(buffer.tensor.clone());
+    }
+    for (Parameter& parameter : parameters_) {
+      if (parameter.readers.size() == 1) continue;
+      for (const auto& [layer, index] : parameter.readers) {
+        const bool trains = parameter.mine.requires_grad();
+        parameter.copies.push_back(parameter.mine.detach().clone().set_requires_grad(trains));
+        layers_[layer].read[index] = parameter.copies.back();
+      }
     }
   }
 
@@ -97,7 +111,24 @@ class PlainModel {
       result.losses.push_back({losses[0].detach(), losses[1].detach()});
       result.outputs.push_back(detached(outputs));
     }
+    gather();
     return result;
+  }
+
+  // Adds up what the layers that share a parameter have, from the last one to the first, then what was there.
+  void gather() {
+    const at::NoGradGuard no_grad;
+    for (Parameter& parameter : parameters_) {
+      at::Tensor sum;
+      for (auto copy = parameter.copies.rbegin(); copy != parameter.copies.rend(); ++copy) {
+        const at::Tensor gradient = copy->grad();
+        if (gradient.defined()) sum = sum.defined() ? sum + gradient : gradient;
+        copy->mutable_grad().reset();
+      }
+      if (!sum.defined()) continue;
+      at::Tensor& before = parameter.mine.mutable_grad();
+      before = before.defined() ? before + sum : sum;
+    }
   }
 
   Tensors forward(Tensors values, uint64_t call, int microbatch) {
@@ -110,7 +141,7 @@ class PlainModel {
       const at::Tensor state = generator.get_state();
       const uint64_t seed = layer_seed(generator.current_seed(), name_, call, microbatch, context.layer);
       generator.set_current_seed(seed);
-      values = layers_[l].body(values, layers_[l].parameters, layers_[l].buffers, context);
+      values = layers_[l].body(values, layers_[l].read, layers_[l].buffers, context);
       generator.set_state(state);
     }
     return values;
@@ -136,7 +167,10 @@ class PlainModel {
     if (!unpublished_) return;
     unpublished_ = false;
     const at::NoGradGuard no_grad;
-    for (Parameter& parameter : parameters_) parameter.mine.copy_(parameter.master);
+    for (Parameter& parameter : parameters_) {
+      parameter.mine.copy_(parameter.master);
+      for (at::Tensor& copy : parameter.copies) copy.copy_(parameter.master);
+    }
   }
 
   at::Tensor parameter(size_t layer, size_t index) const { return layers_[layer].parameters[index]; }
@@ -152,21 +186,23 @@ class PlainModel {
   struct Layer {
     Body body;
     Tensors parameters;
+    Tensors read;  // the same, or copies of those that others share
     Tensors buffers;
   };
   struct Parameter {
     const void* original;
     at::Tensor mine;
     at::Tensor master;
+    std::vector<std::pair<size_t, size_t>> readers;  // layer, and which of its parameters
+    Tensors copies;                                  // one for each, where there are several
   };
 
-  at::Tensor own(const at::Tensor& original) {
-    for (const Parameter& parameter : parameters_) {
-      if (parameter.original == original.unsafeGetTensorImpl()) return parameter.mine;
+  Parameter& own(const at::Tensor& original) {
+    for (Parameter& parameter : parameters_) {
+      if (parameter.original == original.unsafeGetTensorImpl()) return parameter;
     }
     const at::Tensor mine = original.detach().clone().set_requires_grad(original.requires_grad());
-    parameters_.push_back({original.unsafeGetTensorImpl(), mine, mine.detach().clone()});
-    return mine;
+    return parameters_.emplace_back(Parameter{original.unsafeGetTensorImpl(), mine, mine.detach().clone(), {}, {}});
   }
 
   const std::string name_;

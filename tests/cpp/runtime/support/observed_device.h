@@ -82,6 +82,7 @@ class ObservedDevice final : public device::Device {
   device::Queue& upload() override { return upload_; }
   device::Queue& download() override { return download_; }
   device::MemoryStats memory() const override { return inner_->memory(); }
+  int64_t memory_limit_bytes() const override { return inner_->memory_limit_bytes(); }
   void reset_peak_memory() override { inner_->reset_peak_memory(); }
   void limit_memory(int64_t limit_bytes) override { inner_->limit_memory(limit_bytes); }
   bool copies_on_compute_cores() const override { return inner_->copies_on_compute_cores(); }
