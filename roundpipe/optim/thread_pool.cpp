@@ -213,19 +213,19 @@ struct Current {
   std::shared_ptr<ThreadPool> pool;  // guarded by mutex
   bool by_default = false;           // guarded by mutex: nobody has said how many threads the pool has
 };
-std::atomic<Current*> current = new Current;
+std::atomic<Current*> pool_state = new Current;
 
 // The pool's threads stay in the parent, and so may locks that they hold: a child made by fork() begins anew.
 void begin_anew() {
   auto* const own = new Current;
-  own->threads = current.load()->threads.load();
-  own->device_threads = current.load()->device_threads.load();
-  own->pinned = current.load()->pinned.load();
-  current.store(own);
+  own->threads = pool_state.load()->threads.load();
+  own->device_threads = pool_state.load()->device_threads.load();
+  own->pinned = pool_state.load()->pinned.load();
+  pool_state.store(own);
 }
 [[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, &begin_anew);
 
-Current& current_pool() { return *current.load(); }
+Current& current_pool() { return *pool_state.load(); }
 
 }  // namespace
 
