@@ -119,8 +119,7 @@ class Fsdp2Trainer(Trainer):
         backend = dist.get_default_backend_for_device(self.device)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         model = self.make_model(torch.float32)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()
+        checkpoint_layers(model)
         options: dict[str, Any] = {
             "mesh": init_device_mesh(self.device.type, (1,)),
             "mp_policy": MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32),
@@ -161,11 +160,8 @@ class Zero3Trainer(Trainer):
         os.environ.setdefault("MASTER_PORT", str(free_port()))
         import deepspeed
 
-        self._deepspeed = deepspeed
-        self._made: tuple[Any, int] | None = None
         model = self.make_model(self.dtype)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()
+        checkpoint_layers(model)
         pinned = self.device.type != "cpu"
         self._engine, *_ = deepspeed.initialize(
             model=model,
@@ -185,8 +181,7 @@ class Zero3Trainer(Trainer):
 
     def train(self, steps: int, is_async: bool) -> None:
         require_sync(is_async)
-        if self.microbatches != self._engine.gradient_accumulation_steps():
-            self._engine.set_gradient_accumulation_steps(self.microbatches)
+        self._engine.set_train_batch_size(self.microbatches)  # in its microbatches, of one row by its own account
         for _ in range(steps):
             total = torch.zeros((), device=self.device)
             for ids in self.ids().to(self.device).tensor_split(self.microbatches):
@@ -214,6 +209,14 @@ def cap_memory(memory_bytes: int) -> None:
     if memory_bytes and device is not None:
         module = torch.get_device_module(device)
         module.set_per_process_memory_fraction(min(1.0, memory_bytes / module.mem_get_info(0)[1]), 0)
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Lets each decoder layer be recomputed in the backward."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = checkpoint_wrapper(layer)
 
 
 def require_sync(is_async: bool) -> None:
