@@ -7,7 +7,9 @@ what offloading is about. A system is imported when its trainer is made, so that
 from __future__ import annotations
 
 import os
+import sys
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from support.training_request import Request
 from torch import nn
 
 LR = 1e-5
+OUR_PACKAGE = Path(__file__).parents[2] / "python" / "roundpipe"
 
 
 class Trainer(ABC):
@@ -62,10 +65,14 @@ class RoundPipeTrainer(Trainer):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
+        if request.peer:
+            only_the_path()
         import roundpipe
 
         if not request.peer:
             roundpipe.devices(request.device)
+        elif Path(roundpipe.__file__).is_relative_to(OUR_PACKAGE):
+            raise ImportError(f"[trainers] expected another release of roundpipe, got ours: {roundpipe.__file__}")
         model = self.make_model(self.dtype)
         self._config = lambda: roundpipe.RoundPipeRunConfig(
             num_microbatch=self.microbatches, recompute_grain=request.grain
@@ -217,6 +224,11 @@ def checkpoint_layers(model: Any) -> None:
 
     for index, layer in enumerate(model.model.layers):
         model.model.layers[index] = checkpoint_wrapper(layer)
+
+
+def only_the_path() -> None:
+    """Lets imports follow the path alone: the finder of an editable install, such as ours, would go before it."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
 
 
 def require_sync(is_async: bool) -> None:
