@@ -98,7 +98,7 @@ def test_who_hangs_is_stopped_and_named(tmp_path: Path) -> None:
 
 def test_who_fails_is_named_and_is_not_taken_for_ours(tmp_path: Path) -> None:
     other = another_release(tmp_path, "raise ImportError('the other one is broken')")
-    with pytest.raises(ContestantError, match="^ImportError: the other one is broken$"):
+    with pytest.raises(ContestantError, match=r"^ImportError: the other one is broken$"):
         compare([other], [Size(2, 32, 1)], [], 1, Budget(300, {"all": 1})["all"])
 
 
