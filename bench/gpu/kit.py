@@ -105,8 +105,12 @@ def report_throughput(
         try:
             compared = compare(sides, sizes, alone, steps, until)
         except ContestantError as error:
-            notes.append(f"no figures of {name}: {error.contestant.name}: {error}")
-            return sizes
+            smaller = [size for size in sizes if error.too_large and size.total < error.too_large.total]
+            if not smaller:
+                notes.append(f"no figures of {name}: {error.contestant.name}: {error}")
+                return sizes
+            notes.append(f"{name}: smaller batches, since {error.contestant.name}: {error}")
+            return meet(sides, alone, until, smaller)
         if compared.distance > bound:
             notes.append(f"no figures of {name}: a loss differs from ours by {compared.distance:.1e} of its value")
             fine = False
@@ -120,7 +124,8 @@ def report_throughput(
     present = [peer for peer in peers if not peer.missing]
     for index, peer in enumerate(present):
         alone = [mode for mode in ours.modes if mode in left and mode not in peer.modes]
-        sizes = meet([ours, peer], alone, deadline.share(len(present) - index + 1), sizes)
+        # Half a share is kept for ours alone, which is needed if all of these fail.
+        sizes = meet([ours, peer], alone, deadline.share(len(present) - index + 0.5), sizes)
     if left:
         meet([ours], [], deadline, sizes)
     notes += [f"no figures of {peer.name}: {peer.missing}" for peer in peers if peer.missing]
@@ -191,15 +196,18 @@ def main() -> None:
     on_card = not spec.startswith("virtual")
     small = options.quick or not on_card
     budget = Budget(60 * options.minutes - 10, SHARES)  # what ends late is stopped, which takes a moment
+    # Of the card for each of two that take turns: the other one's context and what it keeps stay there meanwhile.
+    turn_bytes = 0 if small else int(0.85 * torch.get_device_module(spec.partition(":")[0]).mem_get_info(0)[1])
     request = Request(
         way="followed",
         peer=False,
         shape="tiny" if small else options.model,
-        device=spec,
+        device=f"{spec},memory={turn_bytes}B" if turn_bytes else spec,
         tokens=GRID[-1],
         rows=1,
         microbatches=1,
         grain="stage",
+        memory_bytes=turn_bytes,
     )
     ours, peers = contestants(request, options.peer, options.deepspeed)
     report = Report("A card: checks, link, tokens a second and the longest row, against other systems", options.out)
@@ -209,7 +217,7 @@ def main() -> None:
         why = "it was asked for" if options.quick else "torch sees no accelerator"
         report(f"- form: small, since {why}; its figures say nothing but that it works")
     else:
-        report(f"- form: full, at most {options.minutes:g} minutes")
+        report(f"- form: full, at most {options.minutes:g} minutes; {turn_bytes / 1e9:.1f} GB of the card for each")
     if not on_card:
         report("- FSDP2 here shards over one process on the host, by gloo: its offload moves nothing")
     report("")

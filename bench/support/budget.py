@@ -17,7 +17,7 @@ class Deadline:
         """Seconds until then; 0 when it is over."""
         return max(0.0, self._at_s - time.monotonic())
 
-    def share(self, parts: int) -> Deadline:
+    def share(self, parts: float) -> Deadline:
         """The end of the first of `parts` equal parts of what is left."""
         return Deadline(time.monotonic() + self.left_s / parts)
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from support.budget import Deadline
 from support.contestants import Contestant, Mode
 from support.processes import RunError, TrainingServer
-from support.training_request import Lap, LapResult
+from support.training_request import Lap
 
 ROUNDS = 3
-STEPS = 3  # timed, of a lap
-WARM_UP = 1
+WARM_UP = 1  # steps before the timed ones of a lap: memory that was given back is taken again
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,12 @@ class Size:
 
 
 class ContestantError(Exception):
-    """Somebody gave no figures."""
+    """Somebody gave no figures; `too_large` is the batch that did not fit, if that is why."""
 
-    def __init__(self, contestant: Contestant, reason: str) -> None:
+    def __init__(self, contestant: Contestant, reason: str, too_large: Size | None = None) -> None:
         super().__init__(reason)
         self.contestant = contestant
+        self.too_large = too_large
 
 
 @dataclass
@@ -93,9 +93,13 @@ def compare(
 
         def lap(index: int, size: Size, mode: Mode, warm_up: int, steps: int) -> float:
             asked = Lap(size.rows, size.tokens, size.microbatches, mode, warm_up, steps)
-            result = _answer(sides[index], servers[index], asked, deadline)
+            try:
+                result = servers[index].train(asked, deadline.left_s)
+            except RunError as error:
+                too_large = size if error.out_of_memory else None
+                raise ContestantError(sides[index], f"at {size}: {error}", too_large) from error
             if result.seconds is None:
-                raise ContestantError(sides[index], f"out of memory at {size}")
+                raise ContestantError(sides[index], f"out of memory at {size}", size)
             if not all(map(math.isfinite, result.losses)):
                 raise ContestantError(sides[index], f"its losses are {result.losses}")
             losses[index] += result.losses
@@ -184,13 +188,6 @@ def longest_row(contestant: Contestant, grid: Sequence[int], deadline: Deadline)
             longest = tokens
             _say(f"{contestant.name}: {tokens:,} tokens train")
     return LongestRow(longest, "all that was tried fits")
-
-
-def _answer(contestant: Contestant, server: TrainingServer, lap: Lap, deadline: Deadline) -> LapResult:
-    try:
-        return server.train(lap, deadline.left_s)
-    except RunError as error:
-        raise ContestantError(contestant, str(error)) from error
 
 
 def _say(text: str) -> None:

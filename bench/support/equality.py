@@ -28,7 +28,8 @@ WORKERS = (1, 2, 4)
 
 
 def update(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
+    """Of one that makes no large step of a tiny difference, as Adam does."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def plain_training(model: Any, ids: torch.Tensor, microbatches: int, device: torch.device) -> list[torch.Tensor]:
@@ -71,13 +72,20 @@ def our_training(model: Any, ids: torch.Tensor, microbatches: int) -> list[torch
     return [*losses, *(parameter.detach().cpu().clone() for parameter in piped._original_model.parameters())]
 
 
+def changes(trained: list[torch.Tensor], model: nn.Module) -> list[torch.Tensor]:
+    """The losses, and how far training has moved each weight."""
+    before = [parameter.detach() for parameter in model.parameters()]
+    return [*trained[:STEPS], *(after - start for after, start in zip(trained[STEPS:], before, strict=True))]
+
+
 def difference(ours: list[torch.Tensor], expected: list[torch.Tensor], relative: float = 0.0) -> str:
     """Empty when all are equal, or within `relative` of each tensor's largest value."""
-    worst = 0.0
     for mine, theirs in zip(ours, expected, strict=True):
         if not torch.equal(mine, theirs):
-            worst = max(worst, ((mine - theirs).abs().max() / theirs.abs().max()).item())
-    return "" if worst <= relative and worst == worst else f"differs by {worst:.1e} of the largest value"
+            distance = ((mine - theirs).abs().max() / theirs.abs().max()).item()
+            if not distance <= relative:  # NaN is no small distance
+                return f"differs by {distance:.1e} of the largest value"
+    return ""
 
 
 def main(spec: str) -> None:
@@ -98,8 +106,9 @@ def main(spec: str) -> None:
         if workers > 1:
             name = f"training, {ROWS} microbatches, {workers} workers: the bits of 1 worker"
             checks.append((name, difference(trained, one_worker)))
-    near = difference(one_worker, plain_training(chain, ids, ROWS, device), 1e-5)
-    checks.append((f"training, {ROWS} microbatches: the plain loop within 1e-5", near))
+    plain = plain_training(chain, ids, ROWS, device)
+    near = difference(changes(one_worker, chain), changes(plain, chain), 1e-3)
+    checks.append((f"training, {ROWS} microbatches: what the plain loop changes within 1e-3", near))
     followed = roundpipe.wrap_model_to_roundpipe(copy.deepcopy(model))
     loss = followed.forward_backward(input_kwargs={"input_ids": ids, "labels": ids})
     followed.synchronize()

@@ -20,6 +20,7 @@ from support.budget import Budget, Deadline  # noqa: E402
 from support.checks import Check  # noqa: E402
 from support.comparison import ContestantError, Size, compare, longest_row  # noqa: E402
 from support.contestants import Contestant, contestants  # noqa: E402
+from support.equality import difference  # noqa: E402
 from support.report import Report  # noqa: E402
 from support.training_request import Request  # noqa: E402
 
@@ -119,6 +120,38 @@ def test_losses_that_differ_are_no_figures(monkeypatch: pytest.MonkeyPatch, tmp_
     report.close()
     assert {row[0] for row in rows(out.read_text(), "Tokens a second")} == {"nobody"}
     assert "- no figures of the other one: a loss differs from ours by 5.0e-01 of its value" in out.read_text()
+
+
+def test_a_batch_that_does_not_fit_is_made_smaller_and_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ours, _ = contestants(REQUEST, None, None)
+    other = Contestant("the other one", REQUEST)
+
+    def full(sides: list[Contestant], sizes: list[Size], *_: object) -> kit.Comparison:
+        if sizes[-1].rows > 2:
+            raise ContestantError(sides[-1], f"out of memory at {sizes[-1]}", sizes[-1])
+        rates = {(side.name, mode): [1.0] for side in sides for mode in ours.modes}
+        return kit.Comparison(sizes[-1], rounds=1, rates=rates)
+
+    monkeypatch.setattr(kit, "compare", full)
+    monkeypatch.setattr(kit, "SIZES", [Size(2, 32, 1), Size(4, 32, 1)])
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "bench" / "gpu" / "kit.py")])
+    out = tmp_path / "report.md"
+    report = Report("test", out)
+    assert kit.report_throughput(report, ours, [other], False, 1e-4, Budget(60, {"all": 1})["all"])
+    report.close()
+    found = rows(out.read_text(), "Tokens a second")
+    assert [row[:3] for row in found] == [
+        ["the other one", mode, "2 x 32 tokens in 1 microbatches"] for mode in ("async", "sync")
+    ]
+    assert "- the other one: smaller batches, since the other one: out of memory at 4 x 32 tokens" in out.read_text()
+
+
+@pytest.mark.parametrize("wrong", [1.25, float("nan")])
+def test_the_check_of_equality_sees_what_differs(wrong: float) -> None:
+    right = [torch.ones(3)]
+    assert difference(right, [torch.ones(3)]) == ""
+    assert difference([torch.full((3,), 1.25)], right, 0.5) == ""
+    assert difference([torch.tensor([1.0, 1.0, wrong])], right, 1e-3).startswith("differs by ")
 
 
 def test_a_part_gets_what_those_before_it_leave(monkeypatch: pytest.MonkeyPatch) -> None:
