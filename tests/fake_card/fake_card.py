@@ -276,6 +276,8 @@ def _register() -> None:
     global default_generators
     torch.utils.rename_privateuse1_backend("card")
     torch._register_device_module("card", sys.modules[__name__])
+    # Else module.to("card") would make a tensor of each use of a tied one.
+    torch.__future__.set_swap_module_params_on_conversion(True)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     default_generators = tuple(_fake_card.default_generator(i) for i in range(device_count()))
 
