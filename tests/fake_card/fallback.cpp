@@ -209,6 +209,24 @@ class Call {
     return values;
   }
 
+  // What the operator writes into: as the kernel is given it, and as it lies on the card.
+  struct Written {
+    at::Tensor given;
+    at::Tensor place;
+  };
+  std::vector<Written> written_in(const Values& values) const {
+    std::vector<Written> all;
+    for (size_t i = 0; i < given_.size(); ++i) {
+      if (!is_written(arguments()[i])) continue;
+      const auto on_cards = tensors_of(given_[i]);
+      const auto aliases = tensors_of(values[i]);
+      for (size_t j = 0; j < aliases.size(); ++j) {
+        if (aliases[j].defined()) all.push_back({aliases[j], alias_tensor(on_cards[j])});
+      }
+    }
+    return all;
+  }
+
   static void run_kernel(const c10::OperatorHandle& op, Values& stack) {
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
   }
@@ -226,9 +244,13 @@ class Call {
       for (const at::Tensor& tensor : tensors_of(results.back())) aliases.push_back(alias_tensor(tensor));
       to_fill.emplace_back(i, std::move(aliases));
     }
-    launch(card_, name(), [op = op_, to_fill = std::move(to_fill), values = for_kernel()] {
+    Values values = for_kernel();
+    launch(card_, name(), [op = op_, to_fill = std::move(to_fill), written = written_in(values), values] {
       Values stack = values;
       run_kernel(op, stack);
+      for (const Written& each : written) {
+        if (each.given.const_data_ptr() != each.place.const_data_ptr()) each.place.copy_(each.given);
+      }
       for (const auto& [index, aliases] : to_fill) {
         const auto made = tensors_of(stack[index]);
         for (size_t j = 0; j < aliases.size(); ++j) {
@@ -245,7 +267,8 @@ class Call {
       std::exception_ptr error;
     };
     const auto outcome = std::make_shared<Outcome>();
-    launch(card_, name(), [op = op_, outcome, values = for_kernel()] {
+    const Values values = for_kernel();
+    launch(card_, name(), [op = op_, outcome, values] {
       try {
         outcome->stack = values;
         run_kernel(op, outcome->stack);
@@ -255,6 +278,16 @@ class Call {
     });
     current_stream(card_).synchronize();
     if (outcome->error) std::rethrow_exception(outcome->error);
+    for (size_t i = 0; i < given_.size(); ++i) {
+      if (!is_written(arguments()[i])) continue;
+      const auto on_cards = tensors_of(given_[i]);
+      const auto made = tensors_of(values[i]);
+      for (size_t j = 0; j < made.size(); ++j) {
+        if (!made[j].defined() || made[j].const_data_ptr() == alias_tensor(on_cards[j]).const_data_ptr()) continue;
+        take_shape(on_cards[j], made[j]);
+        copy_values(on_cards[j], made[j], false);
+      }
+    }
     Values results;
     for (size_t i = 0; i < outcome->stack.size(); ++i) {
       if (const auto argument = returned_argument(i)) {

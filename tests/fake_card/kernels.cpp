@@ -36,6 +36,7 @@ at::Tensor alias_tensor(const at::Tensor& tensor) {
   at::Tensor alias = at::for_blob(alias_of(tensor.const_data_ptr()), tensor.sizes())
                          .strides(tensor.strides())
                          .options(options)
+                         .resizeable_storage()
                          .make_tensor();
   keep_wrapped_number(alias, tensor);
   return alias;

@@ -14,7 +14,8 @@ namespace fake_card {
 inline bool on_card(const at::Tensor& tensor) { return tensor.defined() && tensor.is_privateuseone(); }
 
 // The same sizes, strides and type on the CPU, over the bytes that a card's tensor has now; holds nothing of them. For
-// kernels only: what is queued before has to be done first. Undefined stays undefined.
+// kernels only: what is queued before has to be done first. A kernel that resizes it moves it to memory of its own.
+// Undefined stays undefined.
 at::Tensor alias_tensor(const at::Tensor& tensor);
 
 // The same sizes, strides and type without data, to find out what an operator returns.
