@@ -1,7 +1,7 @@
 # `make demo` and `make test` set up all they need. `make help` lists the rest.
 
-# The Python that .venv is made from, and what its torch is asked for. Your own torch (2.11 and up) instead:
-#   make setup TORCH=skip VENV_FLAGS=--system-site-packages
+# The Python that .venv is made from, and what its torch is asked for. TORCH=skip: the torch (2.11 and up) that PYTHON
+# has, with all that lies beside it, and no package index needed: tools/own_torch.sh.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV_FLAGS ?=
@@ -12,6 +12,9 @@ CMAKE_FLAGS ?=
 PYTEST_FLAGS ?=
 CTEST_FLAGS ?=
 DEMO_FLAGS ?=
+# The folder of the published package, which `make bench-gpu` compares with, and more arguments for it
+PEER ?=
+BENCH_FLAGS ?=
 # Processes of Python tests. Two use two cores well, since many tests wait; each takes up to 2 GB.
 TEST_JOBS ?= 2
 BUILD ?= build/release
@@ -20,13 +23,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 CPP_FILES = $(shell find roundpipe python/src tests bench examples -name '*.cpp' -o -name '*.h' 2>/dev/null)
-CONFIGURE = $(BIN)/cmake --log-level=WARNING -G Ninja -S . -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
-  -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" $(if $(CI),-DROUNDPIPE_WARNINGS_AS_ERRORS=ON) $(CMAKE_FLAGS)
-NINJA = $(BIN)/ninja --quiet -j $(JOBS)
-CTEST = $(BIN)/ctest --output-on-failure --no-tests=error $(CTEST_FLAGS)
+# The programs of .venv, then those that lie beside PYTHON.
+TOOLS = env PATH="$(CURDIR)/$(BIN):$$(dirname "$$(command -v $(PYTHON))"):$$PATH"
+CMAKE = $(TOOLS) cmake --log-level=WARNING
+CONFIGURE = $(CMAKE) -G Ninja -S . -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
+  $(if $(CI),-DROUNDPIPE_WARNINGS_AS_ERRORS=ON) $(CMAKE_FLAGS)
+NINJA = $(TOOLS) ninja --quiet -j $(JOBS)
+CTEST = $(TOOLS) ctest --output-on-failure --no-tests=error $(CTEST_FLAGS)
 PYTEST = $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 # $(1): the name of an extra in pyproject.toml; prints what it asks for
 extra = $(shell $(PYTHON) tools/extra.py $(1))
+EDITABLE := --no-build-isolation -C editable.mode=inplace -C wheel.cmake=false -e .
+OWN_TORCH = $(filter skip,$(TORCH))
+# $(1): the name of an extra to install
+install = $(if $(OWN_TORCH),tools/own_torch.sh install $(VENV),$(PIP)) $(call extra,$(1))
 # $(1): number of the step, $(2): what it does
 say = @echo "$(if $(STEPS),step $(1) of $(STEPS): )$(2)"
 
@@ -37,7 +47,7 @@ test: STEPS := 4
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all setup build build-tests test-cpp test-python test-asan test-tsan test-no-torch lint \
-  format bench wheel test-wheel clean
+  format bench bench-gpu wheel test-wheel clean
 
 help:
 	@echo 'make demo           proves what it claims, then trains a small language model; no GPU needed'
@@ -55,6 +65,11 @@ help:
 	@echo 'make lint           ruff, mypy, clang-format'
 	@echo 'make format         let ruff and clang-format rewrite the sources'
 	@echo 'make bench          every benchmark in bench/'
+	@echo 'make bench-gpu      ten minutes on an accelerator: checks, link, tokens a second and the longest row, against'
+	@echo '                    other systems. PEER=DIR: the published package. Without an accelerator, a small form'
+	@echo
+	@echo 'With TORCH=skip, each uses the torch of your Python (2.11 and up) and needs no network:'
+	@echo '                    make bench-gpu TORCH=skip [PYTHON=python3.12]'
 	@echo 'make clean          remove what was built; .venv stays'
 
 demo: build
@@ -69,27 +84,27 @@ test: build test-cpp test-python
 # compiled beforehand: few of torch's are ever imported.
 $(VENV)/.made:
 	$(call say,1,Python packages into .venv. About a minute)
-	@tools/need.sh python $(PYTHON)
-	@$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	@$(if $(OWN_TORCH),tools/own_torch.sh make $(VENV) $(PYTHON),tools/need.sh python $(PYTHON))
+	@$(if $(OWN_TORCH),,$(PYTHON) -m venv $(VENV_FLAGS) $(VENV))
 	@touch $@
 
 # torch before the package: `pip install roundpipe-engine` takes any torch that fits, and the newest one is huge.
 $(VENV)/.torch: $(VENV)/.made
-	$(if $(filter skip,$(TORCH)),@$(BIN)/python -c "import torch",@$(PIP) $(TORCH))
+	@$(if $(OWN_TORCH),$(BIN)/python -c "import torch",$(PIP) $(TORCH))
 	@touch $@
 
 # The package is its source folder, python/, on the path; the extension is built into it by `make build`.
 $(VENV)/.package: $(VENV)/.torch pyproject.toml
-	@$(PIP) $(call extra,build)
-	@$(PIP) --no-build-isolation -C editable.mode=inplace -C wheel.cmake=false -e .
+	@$(call install,build)
+	@$(if $(OWN_TORCH),tools/own_torch.sh package $(VENV),$(PIP)) $(EDITABLE)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.package
-	@$(PIP) $(call extra,test)
+	@$(call install,test)
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.package
-	@$(PIP) $(call extra,lint)
+	@$(call install,lint)
 	@touch $@
 
 setup: $(VENV)/.package
@@ -102,13 +117,13 @@ $(BUILD)/.configured: $(VENV)/.package
 	@touch $@
 
 build: $(BUILD)/.configured
-	@$(BIN)/ninja -C $(BUILD) -n _core | grep -q 'no work to do' || \
+	@$(TOOLS) ninja -C $(BUILD) -n _core | grep -q 'no work to do' || \
 	  echo "$(if $(STEPS),step 2 of $(STEPS): )compiling the engine. About 2 minutes on two cores"
 	@$(NINJA) -C $(BUILD) _core
 
 $(BUILD)/.with_tests: $(BUILD)/.configured
 	@tools/need.sh doctest
-	@$(BIN)/cmake --log-level=WARNING -B $(BUILD) -DROUNDPIPE_BUILD_TESTS=ON
+	@$(CMAKE) -B $(BUILD) -DROUNDPIPE_BUILD_TESTS=ON
 	@touch $@
 
 # --- Tests -------------------------------------------------------------------------------------------------------
@@ -195,6 +210,9 @@ format: $(VENV)/.lint
 bench: build-tests
 	@echo "== bench/transfer.cpp"; $(BUILD)/bench/bench_transfer
 	@for program in $(wildcard bench/*.py); do echo "== $$program"; $(BIN)/python $$program || exit 1; done
+
+bench-gpu: build $(VENV)/.test
+	@$(BIN)/python bench/gpu/kit.py $(if $(PEER),--peer $(PEER)) $(BENCH_FLAGS)
 
 clean:
 	rm -rf build dist python/roundpipe/_core*.so python/roundpipe/_built_with.py

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 from dataclasses import asdict
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
-from support.training_request import Request, Result
+from support.training_request import Lap, LapResult, Request, Result
 
 import roundpipe
 
 BENCH = Path(__file__).parents[1]
+# What other systems compile when they are first used, kept for the next run.
+EXTENSIONS = BENCH.parent / "build" / "torch_extensions"
 # cuBLAS gives the same bits on every stream only with fixed workspaces.
-_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+_ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
+}
 
 
 class RunError(Exception):
@@ -37,16 +50,11 @@ def train(request: Request, peer: Path | None = None, timeout_s: float = 600) ->
     Raises:
         RunError: the process ended without figures.
     """
-    package = Path(roundpipe.__file__).parents[1] if peer is None else peer
-    path = os.pathsep.join([str(package), str(BENCH), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = _ENVIRONMENT | os.environ | {"PYTHONPATH": path}
-    if request.peer:
-        environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # it takes every card that it sees
-    command = [sys.executable, str(BENCH / "support" / "training_run.py"), json.dumps(asdict(request))]
+    remove_stale_locks()
     try:
         done = subprocess.run(
-            command,
-            env=environment,
+            _command("training_run.py", request),
+            env=_environment(request, peer),
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -54,6 +62,96 @@ def train(request: Request, peer: Path | None = None, timeout_s: float = 600) ->
     except subprocess.TimeoutExpired as error:
         raise RunError(f"no end after {timeout_s:.0f} s", out_of_memory=False) from error
     if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise RunError(lines[-1] if lines else f"exit status {done.returncode}", "OutOfMemoryError" in done.stderr)
+        raise _error(done.stderr, done.returncode)
     return Result(**json.loads(done.stdout.splitlines()[-1]))
+
+
+class TrainingServer:
+    """A process that trains laps as it is asked for them, see training_server.py. Ends with its `with` block.
+
+    The constructor does not wait until the process is set up, so that several may set up at the same time.
+    """
+
+    def __init__(self, request: Request, folder: Path | None = None) -> None:
+        """`folder` has packages that come before all others, such as another release of ours; None: ours alone."""
+        remove_stale_locks()
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            _command("training_server.py", request),
+            env=_environment(request, folder),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+            start_new_session=True,  # what it starts, compilers for example, ends with it
+        )
+        self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(line)
+        self._answers.put(None)
+
+    def _answer(self, timeout_s: float) -> Any:
+        try:
+            line = self._answers.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
+            self._kill()
+            raise RunError(f"stopped: no answer within {timeout_s:.0f} s", out_of_memory=False) from None
+        if line is None:
+            status = self._process.wait()
+            self._stderr.seek(0)
+            raise _error(self._stderr.read(), status)
+        return json.loads(line)
+
+    def wait_ready(self, timeout_s: float) -> int:
+        """Blocks until the process is set up; the number of the model's parameters. Raises RunError; once only."""
+        return int(self._answer(timeout_s))
+
+    def train(self, lap: Lap, timeout_s: float) -> LapResult:
+        """Blocks until the lap is over. Raises RunError, after which the process is gone."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which its answer tells
+            print(json.dumps(asdict(lap)), file=self._process.stdin, flush=True)
+        return LapResult(**self._answer(timeout_s))
+
+    def _kill(self) -> None:
+        # Of its own processes alone: the group is made for it.
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._kill()
+        self._stderr.close()
+
+
+def remove_stale_locks() -> None:
+    """A process that was stopped while it compiled has left a lock, for which the next one would wait for ever."""
+    for lock in EXTENSIONS.glob("**/lock"):
+        lock.unlink(missing_ok=True)
+
+
+def _command(program: str, request: Request) -> list[str]:
+    return [sys.executable, str(BENCH / "support" / program), json.dumps(asdict(request))]
+
+
+def _environment(request: Request, folder: Path | None) -> dict[str, str]:
+    ours = Path(roundpipe.__file__).parents[1]
+    path = [ours if folder is None else folder, BENCH, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = _ENVIRONMENT | os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+    if request.peer:
+        environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # it takes every card that it sees
+    return environment
+
+
+def _error(stderr: str, status: int) -> RunError:
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    return RunError(lines[-1] if lines else f"exit status {status}", "OutOfMemoryError" in stderr)

@@ -11,16 +11,16 @@ class Request:
     """What to train, and how.
 
     Attributes:
-        way: how the model is given to the library.
+        way: how the model is given to RoundPipe; or another system, which takes the model as it is.
         peer: the library is another release: it has no `devices`, and its own chunked loss.
         shape: of `language_models.SHAPES`.
-        device: a spec of our `devices`; the peer takes every card that it sees.
+        device: a spec of our `devices`; the peer takes every card that it sees, other systems the first.
         memory_bytes: what the process may take of the first card; 0: all.
         modes: "sync" or "async" steps, one timed part after the other.
         steps: of each part, after `warm_up` others.
     """
 
-    way: Literal["followed", "chain"]
+    way: Literal["followed", "chain", "fsdp2", "zero3"]
     peer: bool
     shape: str
     device: str
@@ -45,3 +45,23 @@ class Result:
     resident_bytes: int = 0
     machine_bytes: int = 0
     host_memory_bytes: int = 0  # of our arena and optimizer, by their own account
+
+
+@dataclass(frozen=True)
+class Lap:
+    """What a process that goes on training is asked for next: `steps` timed steps after `warm_up` others."""
+
+    rows: int
+    tokens: int
+    microbatches: int
+    mode: Literal["sync", "async"]
+    warm_up: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class LapResult:
+    """What a lap took, and the losses of all its steps. Without `seconds` the device's memory did not hold it."""
+
+    seconds: float | None
+    losses: list[float]

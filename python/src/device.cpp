@@ -8,6 +8,7 @@
 #include <roundpipe/runtime/engine.h>
 
 #include "bindings.h"
+#include "interpreter_lock.h"
 
 namespace roundpipe::python {
 
@@ -117,6 +118,7 @@ void bind_device(py::module_& module) {
       });
   module.def("require_engine", &require_engine);
   module.def("require_callers_thread", &require_callers_thread);
+  module.def("interpreter_lock_acquisitions", &InterpreterLock::acquisitions);
   py::class_<MemoryMeter>(module, "MemoryMeter")
       .def(py::init<>())
       .def(

@@ -7,6 +7,7 @@
 #include <roundpipe/schedule/search.h>
 
 #include "bindings.h"
+#include "interpreter_lock.h"
 #include "python_values.h"
 
 namespace roundpipe::python {
@@ -17,7 +18,7 @@ namespace {
 
 // Keeps an interpreter state for the thread while it lives, without holding the lock.
 struct InterpreterState {
-  const py::gil_scoped_acquire state;
+  const InterpreterLock state;
   const py::gil_scoped_release unlocked;
 };
 
@@ -39,7 +40,7 @@ py::object exception_object(const std::exception_ptr& error) {
 // See ErrorHooks::explain: the step is a function of the exception, the description and the cap, that returns another.
 std::exception_ptr explain(const std::exception_ptr& error, const runtime::FullDevice& full,
                            const std::shared_ptr<const void>& step) {
-  const py::gil_scoped_acquire gil;
+  const InterpreterLock lock;
   try {
     const py::object raised = exception_object(error);
     const py::object told =
@@ -76,7 +77,7 @@ void bind_errors(py::module_& module) {
     try {
       std::rethrow_exception(error);
     } catch (python_error& raised) {
-      const py::gil_scoped_acquire gil;
+      const InterpreterLock lock;
       const py::object expected = py::module_::import("torch").attr("OutOfMemoryError");
       return PyErr_GivenExceptionMatches(raised.type, expected.ptr()) != 0;
     } catch (...) {
@@ -84,12 +85,12 @@ void bind_errors(py::module_& module) {
     }
   };
   hooks.clear = [] {
-    const py::gil_scoped_acquire gil;
+    const InterpreterLock lock;
     PyErr_Clear();
   };
   hooks.explain = explain;
   hooks.warn = [](const std::string& notice) {
-    const py::gil_scoped_acquire gil;
+    const InterpreterLock lock;
     try {
       py::module_::import("roundpipe.out_of_memory").attr("warn")(notice);
     } catch (py::error_already_set& raised) {
@@ -97,7 +98,7 @@ void bind_errors(py::module_& module) {
     }
   };
   hooks.raise = [](const Error& error) {
-    const py::gil_scoped_acquire gil;
+    const InterpreterLock lock;
     PyErr_SetString(py::module_::import("roundpipe._core").attr("RoundPipeError").ptr(), error.what());
     py::error_already_set raised;
     throw_python_error(raised);
@@ -105,7 +106,7 @@ void bind_errors(py::module_& module) {
   runtime::set_error_hooks(std::move(hooks));
   device::set_interrupt_check([] {
     if (Py_IsInitialized() == 0) return;
-    const py::gil_scoped_acquire gil;
+    const InterpreterLock lock;
     if (PyErr_CheckSignals() == 0) return;
     py::error_already_set raised;
     throw_python_error(raised);

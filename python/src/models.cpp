@@ -2,6 +2,7 @@
 #include <roundpipe/models/linear_cross_entropy.h>
 
 #include "bindings.h"
+#include "interpreter_lock.h"
 #include "python_values.h"
 
 namespace roundpipe::python {
@@ -14,7 +15,7 @@ namespace {
 // REQUIRES: the interpreter lock; the body takes it for its own calls only.
 TokenwiseBody python_body(py::object callable) {
   return [callable = share(std::move(callable))](const at::Tensor& tokens) {
-    const py::gil_scoped_acquire gil;
+    const InterpreterLock lock;
     try {
       return object_of(callable)(tokens).cast<at::Tensor>();
     } catch (py::error_already_set& raised) {

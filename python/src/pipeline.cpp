@@ -2,6 +2,7 @@
 #include <roundpipe/runtime/pipeline.h>
 
 #include "bindings.h"
+#include "interpreter_lock.h"
 #include "python_layer.h"
 #include "python_values.h"
 
@@ -198,7 +199,7 @@ void bind_pipeline(py::module_& module) {
       [](py::dict saved) {
         runtime::set_call_over([shared = share(std::move(saved))](uint64_t call) {
           if (Py_IsInitialized() == 0) return;
-          const py::gil_scoped_acquire gil;
+          const InterpreterLock lock;
           object_of(shared).attr("pop")(call, py::none());
         });
       },

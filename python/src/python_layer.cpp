@@ -2,6 +2,7 @@
 
 #include <roundpipe/core/engine_life.h>
 
+#include "interpreter_lock.h"
 #include "python_values.h"
 
 namespace roundpipe::python {
@@ -36,7 +37,7 @@ class PythonShell final : public runtime::LayerShell {
   }
 
   Values forward(const Values& inputs, const LayerContext& context) override {
-    const py::gil_scoped_acquire gil;
+    const InterpreterLock lock;
     try {
       Values outputs =
           values_from(object_of(run_)(inputs.tensors, object_of(inputs.structure), context_tuple(context)));
@@ -48,7 +49,7 @@ class PythonShell final : public runtime::LayerShell {
   }
 
   void refresh(const std::shared_ptr<const void>& attributes) override {
-    const py::gil_scoped_acquire gil;
+    const InterpreterLock lock;
     try {
       object_of(refresh_)(object_of(attributes));
     } catch (py::error_already_set& raised) {
@@ -70,29 +71,29 @@ class PythonLayer final : public runtime::Layer {
   std::string name() const override { return name_; }
 
   std::vector<NamedTensor> parameters() const override {
-    const py::gil_scoped_acquire gil;
+    const InterpreterLock lock;
     return named_tensors(object_of(object_).attr("parameters")());
   }
 
   std::vector<NamedTensor> buffers() const override {
-    const py::gil_scoped_acquire gil;
+    const InterpreterLock lock;
     return named_tensors(object_of(object_).attr("buffers")());
   }
 
   uint64_t mode_key() const override {
-    const py::gil_scoped_acquire gil;
+    const InterpreterLock lock;
     return object_of(object_).attr("mode_key")().cast<uint64_t>();
   }
 
   std::shared_ptr<const void> attributes() const override {
-    const py::gil_scoped_acquire gil;
+    const InterpreterLock lock;
     py::object now = object_of(object_).attr("attributes")();
     if (now.ptr() != attributes_.get()) attributes_ = share(std::move(now));
     return attributes_;
   }
 
   std::unique_ptr<runtime::LayerShell> make_shell(c10::Device device) override {
-    const py::gil_scoped_acquire gil;
+    const InterpreterLock lock;
     try {
       return std::make_unique<PythonShell>(object_of(object_).attr("make_shell")(device.str()));
     } catch (py::error_already_set& raised) {
@@ -111,7 +112,7 @@ class PythonLoss final : public runtime::Loss {
   explicit PythonLoss(py::object object) : object_(share(std::move(object))) {}
 
   std::vector<at::Tensor> operator()(const Values& outputs, const Values& label, const LayerContext& context) override {
-    const py::gil_scoped_acquire gil;
+    const InterpreterLock lock;
     try {
       auto losses = object_of(object_)(values_to(outputs), values_to(label), context_tuple(context))
                         .cast<std::vector<at::Tensor>>();

@@ -7,6 +7,8 @@
 
 #include <roundpipe/runtime/layer.h>
 
+#include "interpreter_lock.h"
+
 namespace roundpipe::python {
 
 // A Python object that C++ threads may drop without holding the interpreter lock.
@@ -17,7 +19,7 @@ inline SharedObject share(pybind11::object object) {
   return {pointer, [](const void* dropped) {
             // After finalization the object is gone with the interpreter.
             if (Py_IsInitialized() == 0) return;
-            const pybind11::gil_scoped_acquire gil;
+            const InterpreterLock lock;
             Py_DECREF(static_cast<PyObject*>(const_cast<void*>(dropped)));
           }};
 }

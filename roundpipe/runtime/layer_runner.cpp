@@ -22,6 +22,12 @@ void LayerRunner::bind(JobRun& run) {
     const LayerState& state = run.layer(l);
     const StageLayout::LayerPlace& place = run.layout.layers[run.place(l)];
     LayerShell& layer = *shell(run, l).layer;
+    for (const auto* tensors : {&layer.parameters, &layer.buffers}) {
+      for (const at::Tensor& tensor : *tensors) {
+        at::Tensor& nothing = nothing_[tensor.scalar_type()];
+        if (!nothing.defined()) nothing = at::empty({0}, tensor.options());
+      }
+    }
     bound_.push_back(&layer);
     for (size_t i = 0; i < state.parameters.size(); ++i) {
       const auto [block, index] = state.parameters[i];
@@ -42,7 +48,7 @@ void LayerRunner::unbind() {
   const at::NoGradGuard no_grad;
   for (LayerShell* layer : bound_) {
     for (auto* tensors : {&layer->parameters, &layer->buffers}) {
-      for (at::Tensor& tensor : *tensors) tensor.set_data(at::empty({0}, tensor.options()));
+      for (at::Tensor& tensor : *tensors) tensor.set_data(nothing_.at(tensor.scalar_type()));
     }
   }
   bound_.clear();

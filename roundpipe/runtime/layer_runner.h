@@ -1,5 +1,6 @@
 #pragma once
 
+#include <map>
 #include <vector>
 
 #include <roundpipe/device/device.h>
@@ -21,7 +22,8 @@ class LayerRunner {
 
   // Points the shells of the job's layers at its slot and sets what requires gradients.
   void bind(JobRun& run);
-  // Lets go of the slot, so that its memory can be given up while it is idle. After bind(), also one that threw.
+  // Lets go of the slot, so that its memory can be given up while it is idle. After bind(), also one that threw. Asks
+  // nothing of the device, which may be lost.
   void unbind();
 
   // Runs one layer and drops the graph at once, so that only `requires_grad` of the outputs remains. Grad mode is on
@@ -56,6 +58,7 @@ class LayerRunner {
   Outbox& outbox_;
   Shells& shells_;
   std::vector<LayerShell*> bound_;
+  std::map<at::ScalarType, at::Tensor> nothing_;  // what an idle shell's tensors have
 };
 
 }  // namespace roundpipe::runtime

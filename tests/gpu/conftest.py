@@ -1,6 +1,7 @@
 """Cases for a real accelerator, each of which runs on virtual devices as well.
 
-The cases for a card are skipped where torch sees none, and fail instead with ROUNDPIPE_REQUIRE_GPU=1.
+The cases for a card are skipped where torch sees none, and fail instead with ROUNDPIPE_REQUIRE_GPU=1. The test card of
+docs/test-card.md is one as well.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ REQUIRED = os.environ.get("ROUNDPIPE_REQUIRE_GPU") == "1"
 
 @dataclass(frozen=True)
 class Target:
-    """Where a case runs: on virtual devices, or on the first card.
+    """Where a case runs: on virtual devices, or on the first card, or one worker on each of several.
 
     Attributes:
         device: torch's name of the plain model's device, for example "cuda"; "cpu" beside virtual devices.
+        cards: how many cards the workers are spread over; each of several holds one.
     """
 
     device: str
+    cards: int = 1
 
     @property
     def is_card(self) -> bool:
@@ -36,15 +39,20 @@ class Target:
 
     def spec(self, workers: int, memory_bytes: int = 0) -> str:
         """That many workers, each with that cap."""
-        devices = f"{self.device}:0x{workers}" if self.is_card else f"virtual:{workers}"
+        if not self.is_card:
+            devices = f"virtual:{workers}"
+        elif self.cards == 1:
+            devices = f"{self.device}:0x{workers}"
+        else:
+            devices = ",".join(f"{self.device}:{index}" for index in range(workers))
         return f"{devices},memory={memory_bytes}B" if memory_bytes else devices
 
     def pool(self, workers: int, memory_bytes: int = 0) -> roundpipe.DevicePool:
         return roundpipe.devices(self.spec(workers, memory_bytes))
 
     def synchronize(self) -> None:
-        if self.is_card:
-            torch.accelerator.synchronize()
+        for index in range(self.cards if self.is_card else 0):
+            torch.accelerator.synchronize(index)
 
 
 def make_target(kind: str) -> Target:
@@ -54,7 +62,10 @@ def make_target(kind: str) -> Target:
         if REQUIRED:
             pytest.fail("ROUNDPIPE_REQUIRE_GPU=1, but torch sees no accelerator")
         pytest.skip("torch sees no accelerator")
-    return Target(torch.accelerator.current_accelerator().type)
+    cards = 2 if kind == "cards" else 1
+    if torch.accelerator.device_count() < cards:
+        pytest.skip("torch sees one accelerator only")
+    return Target(torch.accelerator.current_accelerator().type, cards)
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +85,9 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
     roundpipe.devices("virtual:1")  # takes caps back
 
 
-@pytest.fixture(params=["virtual-2", "card-1", "card-2", "card-4"])
+@pytest.fixture(params=["virtual-2", "card-1", "card-2", "card-4", "cards-2"])
 def pool(request: pytest.FixtureRequest) -> Iterator[roundpipe.DevicePool]:
-    """Two virtual devices; one worker on the first card, and several that share it."""
+    """Two virtual devices; one worker on the first card, several that share it, and one on each of two cards."""
     kind, _, workers = request.param.partition("-")
     target = make_target(kind)
     yield target.pool(int(workers))

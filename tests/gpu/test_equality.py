@@ -63,6 +63,7 @@ CASES = {
 }
 
 
+@pytest.mark.kit
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("case", CASES)
@@ -112,6 +113,7 @@ def test_training_gives_the_bits_of_a_plain_loop(pool, accelerator, case, microb
         assert torch.equal(ours, theirs.cpu()), name
 
 
+@pytest.mark.kit
 def test_asynchronous_steps_are_one_step_late(pool, accelerator):
     torch.manual_seed(2)
     batches = [(torch.randn(8, 64), torch.randn(8, 16)) for _ in range(5)]
@@ -146,6 +148,7 @@ def test_asynchronous_steps_are_one_step_late(pool, accelerator):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.kit
 def test_forward_carries_a_graph(pool, accelerator):
     torch.manual_seed(2)
     inputs = torch.randn(6, 64, requires_grad=True)
@@ -191,6 +194,7 @@ def test_llama_in_bfloat16_trains_like_the_plain_model(pool, accelerator):
         torch.testing.assert_close(ours.grad, theirs.grad.cpu(), rtol=2**-5, atol=1e-4)
 
 
+@pytest.mark.kit
 def test_random_batches_on_many_workers_give_one_worker_s_bits(target):
     torch.manual_seed(2)
     inputs, label = torch.randn(16, 64), torch.randn(16, 16)

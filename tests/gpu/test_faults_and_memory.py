@@ -50,6 +50,7 @@ def build() -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 32), Failing(), nn.Linear(32, 32), nn.Linear(32, 8))
 
 
+@pytest.mark.kit
 @pytest.mark.parametrize(("where", "error"), [("forward", RuntimeError), ("backward", KeyError)])
 def test_a_fault_reaches_the_caller_and_the_next_step_is_right(pool, where, error):
     torch.manual_seed(2)
@@ -67,6 +68,7 @@ def test_a_fault_reaches_the_caller_and_the_next_step_is_right(pool, where, erro
         assert torch.equal(ours.grad, theirs.grad)
 
 
+@pytest.mark.kit
 def test_out_of_memory_reaches_the_caller(target):
     pool = target.pool(2, 1 << 30)
 
@@ -90,6 +92,7 @@ def test_out_of_memory_reaches_the_caller(target):
     assert all(entry["limit_bytes"] == 1 << 30 for entry in pool.memory_report())
 
 
+@pytest.mark.kit
 def test_a_cap_is_taken_back_with_its_pool(target):
     size_bytes = 1 << 26
     model = RoundPipe(nn.Sequential(nn.Linear(4, 4)))
@@ -119,6 +122,7 @@ def test_memory_does_not_grow(pool):
     assert run(100) <= after_some + (1 << 15)  # other stages take slots of other sizes; a leak is 1 KiB a step and more
 
 
+@pytest.mark.kit
 def test_a_model_larger_than_what_the_device_holds_of_it_trains(target):
     pool = target.pool(1)
     torch.manual_seed(1)

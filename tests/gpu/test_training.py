@@ -98,6 +98,7 @@ def test_gradients_are_those_of_the_plain_model(pool, accelerator, name, grain):
             torch.testing.assert_close(ours.grad, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.kit
 def test_autocast_of_the_caller_holds_on_the_devices(pool, accelerator):
     seen: list[torch.dtype] = []
 
@@ -118,6 +119,7 @@ def test_autocast_of_the_caller_holds_on_the_devices(pool, accelerator):
         torch.testing.assert_close(ours.grad, theirs, rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.kit
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("kind", ["SGD", "AdamW", "Lion"])
 def test_fused_steps_are_those_of_the_host_s_optimizer(pool, accelerator, kind, is_async):

@@ -1,0 +1,49 @@
+"""The count of how often the engine takes the interpreter lock."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe import RoundPipe, RoundPipeRunConfig, _core
+
+LAYERS, MICROBATCHES = 6, 4
+
+
+def taken_by_a_forward(layer: nn.Module) -> int:
+    """Of a chain of it, after a call that has made all there is to make."""
+    chain = nn.Sequential(*[layer for _ in range(LAYERS)])
+    model = RoundPipe(chain, model_run_config=RoundPipeRunConfig(num_microbatch=MICROBATCHES))
+    inputs = torch.ones(MICROBATCHES, 4)
+    for _ in range(2):
+        before = _core.interpreter_lock_acquisitions()
+        with torch.no_grad():
+            model(inputs)
+        model.synchronize()
+    return _core.interpreter_lock_acquisitions() - before
+
+
+def test_python_layers_take_it_and_native_layers_do_not() -> None:
+    native = taken_by_a_forward(roundpipe.EmulatedLayer(0.01, 0.01))
+    python = taken_by_a_forward(nn.Identity())
+    # Every job runs its microbatches under it, and drops what came before them.
+    assert python >= native + MICROBATCHES, (python, native)
+
+
+def test_every_taking_counts_once_and_what_is_held_already_does_not() -> None:
+    chunks = 5
+    body_calls = []
+
+    def body(tokens: torch.Tensor) -> torch.Tensor:
+        body_calls.append(len(tokens))
+        return tokens
+
+    options = _core.ChunkedMapOptions()
+    options.chunk_tokens = 3
+    before = _core.interpreter_lock_acquisitions()
+    with torch.no_grad():
+        _core.chunked_map(body, torch.ones(3 * chunks, 2), [], options)
+    assert body_calls == [3] * chunks
+    # The callable itself was dropped here, under the lock that this thread holds.
+    assert _core.interpreter_lock_acquisitions() - before == chunks
