@@ -41,13 +41,13 @@ install = $(if $(OWN_TORCH),tools/own_torch.sh install $(VENV),$(PIP)) $(call ex
 say = @echo "$(if $(STEPS),step $(1) of $(STEPS): )$(2)"
 
 demo: STEPS := 3
-test: STEPS := 4
+test: STEPS := 5
 
 # Two targets must not run ninja in one folder at the same time; ninja itself uses every core.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all setup build build-tests test-cpp test-python test-asan test-tsan test-no-torch lint \
-  format bench bench-gpu wheel test-wheel clean
+.PHONY: help demo test test-all setup build build-tests test-cpp test-python test-card test-card-all test-mutants \
+  test-asan test-tsan test-no-torch lint format bench bench-gpu wheel test-wheel clean
 
 help:
 	@echo 'make demo           proves what it claims, then trains a small language model; no GPU needed'
@@ -57,6 +57,9 @@ help:
 	@echo 'make build          the package, importable in .venv; again after a change to the C++'
 	@echo 'make test-cpp       C++ tests only'
 	@echo 'make test-python    Python tests only'
+	@echo 'make test-card      a short form of the tests for accelerators, on the test card of docs/test-card.md'
+	@echo 'make test-card-all  all of them, with delays; make test-all runs it too'
+	@echo 'make test-mutants   mistakes planted into the engine, each found by a test on that card. About half an hour'
 	@echo 'make test-asan      C++ tests under AddressSanitizer'
 	@echo 'make test-tsan      C++ tests under ThreadSanitizer'
 	@echo 'make test-no-torch  C++ tests of the levels that need no torch, built without it'
@@ -76,7 +79,7 @@ demo: build
 	$(call say,3,the demo: proofs then training. About 3 minutes)
 	@$(BIN)/roundpipe demo $(DEMO_FLAGS)
 
-test: build test-cpp test-python
+test: build test-cpp test-python test-card
 
 # --- Set-up ------------------------------------------------------------------------------------------------------
 
@@ -139,6 +142,39 @@ test-python: build $(VENV)/.test
 	$(call say,4,the Python tests. About 5 minutes on two cores)
 	@$(PYTEST) $(PYTEST_FLAGS)
 
+# --- The test card -----------------------------------------------------------------------------------------------
+
+# torch finds the card by its folder on the path.
+CARD = PYTHONPATH="$(CURDIR)/$(BUILD)/tests/fake_card" ROUNDPIPE_REQUIRE_GPU=1 OMP_NUM_THREADS=1
+# Tests of virtual devices that mean something on a card as well: the plugin puts cards in the place of those.
+CARD_PYTHON = PYTHONPATH="$(CURDIR)/$(BUILD)/tests/fake_card:$(CURDIR)/tests/fake_card" OMP_NUM_THREADS=1
+ON_CARD := $(patsubst %,tests/python/test_%.py,equality_models equality_layouts random submit handed_in out_of_memory)
+
+test-card: build $(BUILD)/.with_tests $(VENV)/.test
+	$(call say,5,the tests for accelerators on the test card. About 2 minutes on two cores)
+	@$(NINJA) -C $(BUILD) _fake_card
+	@env $(CARD) $(PYTEST) tests/fake_card tests/gpu/test_equality.py tests/gpu/test_faults_and_memory.py \
+	  tests/gpu/test_random.py -k "not virtual and not card-1" $(PYTEST_FLAGS)
+
+# $(1): seed of the delays, $(2): which cases
+define on_card_with_delays
+	@echo "== the test card, delays of seed $(1)"
+	@env $(CARD) CARD_DELAYS=$(1) $(PYTEST) tests/gpu -k "$(2)" $(PYTEST_FLAGS)
+endef
+
+test-card-all: build $(BUILD)/.with_tests $(VENV)/.test
+	@$(NINJA) -C $(BUILD) _fake_card
+	@echo "== the test card"
+	@env $(CARD) $(PYTEST) tests/fake_card tests/gpu -k "not virtual" $(PYTEST_FLAGS)
+	$(call on_card_with_delays,1,card-1 or card-4)
+	$(call on_card_with_delays,2,cards-2 or card-4)
+	@echo "== tests of virtual devices, on the test card"
+	@env $(CARD_PYTHON) CARD_DELAYS=1 $(PYTEST) -p on_the_card $(ON_CARD) $(PYTEST_FLAGS)
+
+test-mutants: build $(BUILD)/.with_tests $(VENV)/.test
+	@$(NINJA) -C $(BUILD) _fake_card
+	@$(BIN)/python tests/fake_card/mutants.py --build build/mutants --card $(BUILD)/tests/fake_card
+
 # Tests whose bits come from kernels, which processors and settings choose.
 NUMERIC := $(patsubst %,tests/python/test_%.py,equality_models equality_layouts equality_steps equality_chains \
   equality_plans fused_steps optim_dropin following following_experts lora chunked_ops packed_attention token_loss \
@@ -158,6 +194,7 @@ test-all: build-tests $(VENV)/.test
 	$(call in_setting,ONEDNN_MAX_CPU_ISA=AVX2 ROUNDPIPE_OPTIM_ISA=baseline OMP_NUM_THREADS=4)
 	@echo "== the C++ tests, with other kernels"
 	@ATEN_CPU_CAPABILITY=default ROUNDPIPE_OPTIM_ISA=baseline $(CTEST) --test-dir $(BUILD)
+	@$(MAKE) test-card-all
 	@echo "== a wheel in an empty environment"
 	@$(MAKE) test-wheel
 

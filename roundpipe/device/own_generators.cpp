@@ -97,12 +97,15 @@ void OwnGenerators::seed(uint64_t seed) {
     const std::lock_guard own_lock(generator.mutex());
     generator.set_current_seed(seed);
   }
+  if (!shared_.defined()) return;
+  const std::lock_guard shared_lock(shared_.mutex());
+  shared_.set_current_seed(seed);
 }
 
 at::Generator OwnGenerators::of(c10::Device device) {
   if (device.is_cpu()) device = c10::Device(c10::kCPU);  // "cpu:0" is the same one
   const std::lock_guard lock(mutex_);
-  if (shared_ && !device.is_cpu()) return {};
+  if (shared_.defined() && !device.is_cpu()) return {};
   for (const at::Generator& generator : generators_) {
     if (generator.device() == device) return generator;
   }
@@ -129,14 +132,14 @@ at::Generator OwnGenerators::drawn_from(c10::Device device) {
 
 OwnGenerators::Scope::Scope(std::shared_ptr<OwnGenerators> generators) : info_(kind(), std::move(generators)) {}
 
-OwnGenerators::Shared::Shared(OwnGenerators& generators) : generators_(generators) {
+OwnGenerators::Shared::Shared(OwnGenerators& generators, const at::Generator& standard) : generators_(generators) {
   const std::lock_guard lock(generators_.mutex_);
-  generators_.shared_ = true;
+  generators_.shared_ = standard;
 }
 
 OwnGenerators::Shared::~Shared() {
   const std::lock_guard lock(generators_.mutex_);
-  generators_.shared_ = false;
+  generators_.shared_ = {};
 }
 
 }  // namespace roundpipe::device

@@ -23,7 +23,7 @@ inline constexpr uint64_t kUnseeded = 67280421310721;
 // Thread safety: any thread; whoever shares them between threads sees to the order of draws.
 class OwnGenerators : public c10::DebugInfoBase {
  public:
-  // Every generator begins anew from `seed`, as after torch.manual_seed(seed).
+  // Every generator begins anew from `seed`, as after torch.manual_seed(seed); so does the one of a Shared.
   void seed(uint64_t seed);
   // The one for `device`; undefined while the device's default one is to be drawn from, see Shared.
   at::Generator of(c10::Device device);
@@ -42,10 +42,11 @@ class OwnGenerators : public c10::DebugInfoBase {
     c10::DebugInfoGuard info_;
   };
 
-  // While it lives, what is drawn on accelerators comes from their default generators after all.
+  // While it lives, what is drawn on accelerators comes from their default generators after all. `standard`: the one
+  // of the accelerator in question.
   class Shared {
    public:
-    explicit Shared(OwnGenerators& generators);
+    Shared(OwnGenerators& generators, const at::Generator& standard);
     ~Shared();
     Shared(const Shared&) = delete;
     Shared& operator=(const Shared&) = delete;
@@ -59,7 +60,7 @@ class OwnGenerators : public c10::DebugInfoBase {
   // Protected by mutex_.
   uint64_t seed_ = kUnseeded;
   std::vector<at::Generator> generators_;  // one a device
-  bool shared_ = false;
+  at::Generator shared_;                   // undefined without a Shared
 };
 
 }  // namespace roundpipe::device

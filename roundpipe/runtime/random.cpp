@@ -39,10 +39,7 @@ class BorrowedGenerator {
     const at::Tensor now = state();
     return now.nbytes() != before_.nbytes() || std::memcmp(now.data_ptr(), before_.data_ptr(), now.nbytes()) != 0;
   }
-  void seed(uint64_t seed) {
-    const std::lock_guard lock(generator_.mutex());
-    generator_.set_current_seed(seed);
-  }
+  const at::Generator& generator() const { return generator_; }
 
  private:
   at::Tensor state() const {
@@ -94,10 +91,9 @@ void run_seeded(OwnGenerators& own, SharedDraws& draws, uint64_t seed, c10::Devi
     }
     // What it computed is thrown away. If it cannot run twice, it throws, and is known the next time.
     draws.state.store(SharedDraws::kSome);
-    own.seed(seed);
   }
-  const OwnGenerators::Shared shared(own);
-  borrowed.seed(seed);
+  const OwnGenerators::Shared shared(own, borrowed.generator());
+  own.seed(seed);
   body();
 }
 
@@ -112,8 +108,8 @@ void run_backward(OwnGenerators& own, const std::vector<SharedDraws*>& draws, ui
   if (device.is_cpu() || (!some && !any(SharedDraws::kNotInForward) && !any(SharedDraws::kUnknown))) return body();
   BorrowedGenerator borrowed(device);
   if (some) {
-    const OwnGenerators::Shared shared(own);
-    borrowed.seed(seed);
+    const OwnGenerators::Shared shared(own, borrowed.generator());
+    own.seed(seed);
     body();
   } else {
     body();

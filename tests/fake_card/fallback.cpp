@@ -342,5 +342,13 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
+// torch has formulas for devices without a kernel of their own, whose last bits are not those of the CPU's kernel.
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  for (const char* name :
+       {"native_layer_norm", "native_group_norm", "addr", "addr.out", "silu_backward", "mish_backward"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+}
+
 }  // namespace
 }  // namespace fake_card

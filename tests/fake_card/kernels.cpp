@@ -5,6 +5,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/CPUAllocator.h>
 
 #include "memory.h"
 
@@ -36,6 +37,7 @@ at::Tensor alias_tensor(const at::Tensor& tensor) {
   at::Tensor alias = at::for_blob(alias_of(tensor.const_data_ptr()), tensor.sizes())
                          .strides(tensor.strides())
                          .options(options)
+                         .allocator(c10::GetCPUAllocator())
                          .resizeable_storage()
                          .make_tensor();
   keep_wrapped_number(alias, tensor);

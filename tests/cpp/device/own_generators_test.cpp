@@ -153,7 +153,10 @@ TEST_SUITE("own generators") {
     const auto own = std::make_shared<OwnGenerators>();
     const OwnGenerators::Scope scope(own);
     CHECK(OwnGenerators::drawn_from(c10::kCPU) == own->of(c10::kCPU));
-    const OwnGenerators::Shared shared(*own);  // of cards only
+    const at::Generator standard = at::detail::createCPUGenerator();  // a card's
+    const OwnGenerators::Shared shared(*own, standard);
     CHECK(OwnGenerators::drawn_from(c10::kCPU) == own->of(c10::kCPU));
+    own->seed(11);
+    CHECK(standard.current_seed() == 11);
   }
 }
