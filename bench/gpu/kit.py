@@ -108,7 +108,8 @@ def report_throughput(
         except ContestantError as error:
             smaller = [size for size in sizes if error.too_large and size.total < error.too_large.total]
             if not smaller:
-                notes.append(f"no figures of {name}: {error.contestant.name}: {error}")
+                whose = "" if error.contestant.name == name else f"{error.contestant.name}: "
+                notes.append(f"no figures of {name}: {whose}{error}")
                 return sizes
             notes.append(f"{name}: smaller batches, since {error.contestant.name}: {error}")
             return meet(sides, alone, until, smaller)
