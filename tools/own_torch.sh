@@ -40,8 +40,16 @@ install_missing() {
 
 install_package() {
   pip_install --no-index "$@" || pip_install --retries 0 --timeout 5 "$@" || {
-    realpath python >"$(packages)/roundpipe_source.pth"
+    # Before the packages of the other Python, which may have a roundpipe of its own.
+    echo "import sys; sys.path.insert(0, '$(realpath python)')" >"$(packages)/roundpipe_source.pth"
     echo "note: the package is used from python/, without the command roundpipe: not all that it asks for is there"
+  }
+  local found
+  found=$("$environment/bin/python" -P -c 'import importlib.util; print(importlib.util.find_spec("roundpipe").origin)')
+  [ "$found" = "$(realpath python)/roundpipe/__init__.py" ] || {
+    echo "error: roundpipe is $found, expected the one in $(realpath python); uninstall the other one, or name" \
+      "a Python without it: make PYTHON=..." >&2
+    exit 1
   }
 }
 

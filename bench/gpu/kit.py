@@ -21,6 +21,7 @@ DIR holds the published package: pip install --target DIR roundpipe==0.1.1 --no-
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -107,7 +108,8 @@ def report_throughput(
         except ContestantError as error:
             smaller = [size for size in sizes if error.too_large and size.total < error.too_large.total]
             if not smaller:
-                notes.append(f"no figures of {name}: {error.contestant.name}: {error}")
+                whose = "" if error.contestant.name == name else f"{error.contestant.name}: "
+                notes.append(f"no figures of {name}: {whose}{error}")
                 return sizes
             notes.append(f"{name}: smaller batches, since {error.contestant.name}: {error}")
             return meet(sides, alone, until, smaller)
@@ -195,6 +197,8 @@ def main() -> None:
     spec = default_device("virtual:1")
     on_card = not spec.startswith("virtual")
     small = options.quick or not on_card
+    if small:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of models so small would mostly wait for each other
     budget = Budget(60 * options.minutes - 10, SHARES)  # what ends late is stopped, which takes a moment
     # Of the card for each of two that take turns: the other one's context and what it keeps stay there meanwhile.
     turn_bytes = 0 if small else int(0.85 * torch.get_device_module(spec.partition(":")[0]).mem_get_info(0)[1])
@@ -225,7 +229,7 @@ def main() -> None:
     report_link(report, spec, small, budget["link"])
     bound = BOUNDS[torch.bfloat16 if on_card else torch.float32]
     fine = report_throughput(report, ours, peers, small, bound, budget["throughput"])
-    memory_bytes, grid = (3_000_000, [32, 2048]) if small else (int(options.memory_gb * 1e9), GRID)
+    memory_bytes, grid = (12_000_000, [32, 4096]) if small else (int(options.memory_gb * 1e9), GRID)
     way = "chain" if small else "followed"
     capped, capped_peers = contestants(
         replace(request, way=way, grain="layer", memory_bytes=memory_bytes, device=f"{spec},memory={memory_bytes}B"),

@@ -31,7 +31,8 @@ class Size:
         return self.rows * self.tokens
 
     def __str__(self) -> str:
-        return f"{self.rows} x {self.tokens:,} tokens in {self.microbatches} microbatches"
+        parts = f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}"
+        return f"{self.rows} x {self.tokens:,} tokens in {parts}"
 
 
 class ContestantError(Exception):

@@ -134,6 +134,7 @@ def drawing_all_the_time(device: str) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.kit
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("chain", CHAINS)
 def test_layers_draw_the_documented_numbers(pool, accelerator, chain, grain):

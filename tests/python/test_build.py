@@ -93,3 +93,32 @@ def test_a_package_without_its_engine_says_how_to_build_it(tmp_path: Path) -> No
         capture_output=True, text=True, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 1 and "the engine has not been built" in done.stderr and "make build" in done.stderr
+
+
+def test_an_environment_of_another_python_s_packages_needs_no_package_index(tmp_path: Path) -> None:
+    # Its torch is a name, and it has another package of our name.
+    theirs, environment = tmp_path / "theirs", tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(theirs)], check=True)
+    packages = next((theirs / "lib").glob("python*/site-packages"))
+    for name in ("torch", "roundpipe"):
+        (packages / name).mkdir()
+        (packages / name / "__init__.py").write_text("origin = 'theirs'")
+    offline = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    offline |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple"}
+
+    def own_torch(*arguments: str) -> str:
+        command = [str(ROOT / "tools" / "own_torch.sh"), *arguments]
+        done = subprocess.run(command, env=offline, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    own_torch("make", str(environment), str(theirs / "bin" / "python"))
+    noted = own_torch("install", str(environment), "pip", "not-there>=1,<2")
+    assert noted == "note: not installed, since no package index has answered: not-there>=1,<2\n"
+    assert own_torch("package", str(environment), "-e", str(tmp_path / "nothing")).startswith(
+        "note: the package is used"
+    )
+    code = "import torch, importlib.util as found; print(torch.origin, found.find_spec('roundpipe').origin)"
+    python = [str(environment / "bin" / "python"), "-P", "-c", code]
+    seen = subprocess.run(python, env=offline, capture_output=True, text=True, check=True).stdout.split()
+    assert seen == ["theirs", str(ROOT / "python" / "roundpipe" / "__init__.py")]

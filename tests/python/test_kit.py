@@ -56,7 +56,7 @@ def test_the_small_form(tmp_path: Path) -> None:
     assert float(ours.replace(",", "")) > 0 and float(theirs.replace(",", "")) > 0 and float(ratio) > 0
     assert float(distance) <= kit.BOUNDS[torch.float32]
     assert ("nobody", "async") in speed, "the published package has asynchronous steps, and needs CUDA"
-    assert rows(report, "Longest row")[0][:3] == ["ours", "32", "2,048 do not fit"]
+    assert rows(report, "Longest row")[0][:3] == ["ours", "32", "4,096 do not fit"]
     # Who has no row has a reason.
     for title in ("Tokens a second", "Longest row"):
         part = report.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
@@ -141,7 +141,7 @@ def test_a_batch_that_does_not_fit_is_made_smaller_and_said(monkeypatch: pytest.
     report.close()
     found = rows(out.read_text(), "Tokens a second")
     assert [row[:3] for row in found] == [
-        ["the other one", mode, "2 x 32 tokens in 1 microbatches"] for mode in ("async", "sync")
+        ["the other one", mode, "2 x 32 tokens in 1 microbatch"] for mode in ("async", "sync")
     ]
     assert "- the other one: smaller batches, since the other one: out of memory at 4 x 32 tokens" in out.read_text()
 
