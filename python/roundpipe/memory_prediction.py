@@ -81,7 +81,7 @@ def predict_device(
     most = DeviceMemory(0, 0, 0, 0)
     for device in range(plans[0].devices):
         mine = [index for index, visit in enumerate(visits) if visit.device == device]
-        nexts = [visits[index] for index in mine[1:]] + [None]
+        nexts = [*(visits[index] for index in mine[1:]), None][: len(mine)]
         # Of weights there is one arena, for any two jobs that follow each other and fit beside each other.
         arena = max(
             (visits[index].pair_weights(after, limit_bytes) for index, after in zip(mine, nexts, strict=True)),
