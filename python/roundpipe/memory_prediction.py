@@ -18,7 +18,7 @@ class DeviceMemory:
     """Bytes on the device that holds most, at the moment when it does.
 
     Attributes:
-        weights: of the stage that runs and of the next one.
+        weights: of the stage that runs and of the next one, for which there is one arena as long as the step runs.
         gradients: parameter gradients, summed on the device.
         values: what microbatches hand from stage to stage.
         work: what the layers hold while they run: saved activations and temporaries.
@@ -81,10 +81,15 @@ def predict_device(
     most = DeviceMemory(0, 0, 0, 0)
     for device in range(plans[0].devices):
         mine = [index for index, visit in enumerate(visits) if visit.device == device]
+        nexts = [*(visits[index] for index in mine[1:]), None][: len(mine)]
+        # Of weights there is one arena, for any two jobs that follow each other and fit beside each other.
+        arena = max(
+            (visits[index].pair_weights(after, limit_bytes) for index, after in zip(mine, nexts, strict=True)),
+            default=0,
+        )
         for place, index in enumerate(mine):
             before = visits[mine[place - 1]] if place > 0 else None
-            after = visits[mine[place + 1]] if place + 1 < len(mine) else None
-            for moment in visits[index].moments(before, after, limit_bytes, waits):
+            for moment in visits[index].moments(before, nexts[place], arena, limit_bytes, waits):
                 if moment.total > most.total:
                     most = moment
     return most
@@ -125,26 +130,30 @@ class _Visit:
             for own in range(1, min(STAGED, self.count) + 1)
         )
 
-    def moments(self, before: _Visit | None, after: _Visit | None, limit_bytes: int, waits: bool) -> list[DeviceMemory]:
+    def _has_room_for(self, after: _Visit, limit_bytes: int) -> bool:
+        """Whether the next job's weights, with which come its first values, fit beside this one."""
+        held = self.weights + self.sums + self._staged(after) + self.work
+        return limit_bytes == 0 or held + after.weights <= limit_bytes
+
+    def pair_weights(self, after: _Visit | None, limit_bytes: int) -> int:
+        """Of this job and, where it fits, of the next."""
+        has_next = after is not None and self._has_room_for(after, limit_bytes)
+        return self.weights + (after.weights if after is not None and has_next else 0)
+
+    def moments(
+        self, before: _Visit | None, after: _Visit | None, arena: int, limit_bytes: int, waits: bool
+    ) -> list[DeviceMemory]:
         """What is held while the job begins, runs and ends."""
-        # The slot that does not run holds what ran before until it is needed for what comes.
-        other = before.weights if before is not None else 0
         values = self._staged(None)
-        alone = self.weights + self.sums + values + self.work
-        if after is not None:
-            # With its weights come its first values.
-            staged = self._staged(after)
-            if limit_bytes == 0 or alone - values + staged + after.weights <= limit_bytes:
-                other = max(other, after.weights)
-                values = staged
-        if limit_bytes and alone + other > limit_bytes:
-            other = 0
-        weights = self.weights + other
+        if limit_bytes and arena + self.sums + values + self.work > limit_bytes:
+            arena = self.weights
+        if after is not None and self._has_room_for(after, limit_bytes):
+            values = self._staged(after)
         leaving = before.leaving if before is not None and not waits else 0
         return [
-            DeviceMemory(weights, self.sums + leaving, values, 0),
-            DeviceMemory(weights, self.sums, values, self.work),
-            DeviceMemory(weights, self.sums + self.rounded, values, 0),
+            DeviceMemory(arena, self.sums + leaving, values, 0),
+            DeviceMemory(arena, self.sums, values, self.work),
+            DeviceMemory(arena, self.sums + self.rounded, values, 0),
         ]
 
 

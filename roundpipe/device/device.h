@@ -12,11 +12,12 @@
 
 namespace roundpipe::device {
 
-// Bytes of device memory. `limit_bytes` 0 = no cap known.
+// Bytes of device memory. `limit_bytes` 0 = no cap known; `allocated_bytes`: all that was ever asked for.
 struct MemoryStats {
   int64_t current_bytes = 0;
   int64_t peak_bytes = 0;
   int64_t limit_bytes = 0;
+  int64_t allocated_bytes = 0;
 };
 
 // While it lives, the calling thread issues work to one queue: allocations count against the device, and on an

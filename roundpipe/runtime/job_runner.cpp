@@ -50,6 +50,7 @@ FullDevice JobRunner::full_device(const JobRun& run) const {
 
 void JobRunner::run_job(JobRun& run) {
   tried_ = "other jobs had made room";
+  moving_ = Moving::kNow;
   microbatch_ = -1;
   doing_ = {"the weights", run.job.layers};
   staging_.arrive(run.uploaded);
@@ -99,10 +100,16 @@ void JobRunner::run_microbatch(JobRun& run, int microbatch) {
   for (bool again = false;; again = true) {
     outbox_.begin_microbatch(again);
     sums_.begin_microbatch(run, again);
+    // Now that nothing of the run before is left.
+    if (again) staging_.make_room();
+    moving_ = Moving::kNever;
     const std::exception_ptr error = out_of_memory_in([&] { microbatches_.run(run, microbatch, frugality); });
+    moving_ = Moving::kNow;
     if (!error) return;
     doing_ = microbatches_.doing();
+    moving_ = Moving::kLater;
     if (!prepare_again(run, microbatch, frugality)) std::rethrow_exception(error);
+    moving_ = Moving::kNow;
   }
 }
 

@@ -26,6 +26,14 @@ class JobRunner {
   // staged by now.
   void run(JobRun& run);
 
+  // When the running job's weights may be moved, for which its layers let go of them and are pointed at them anew. Not
+  // while a microbatch runs, whose graph holds on to them; and what it threw does, too, until it runs anew.
+  enum class Moving { kNow, kLater, kNever };
+  Moving moving() const { return moving_; }
+  // REQUIRES: moving() is kNow.
+  void unbind() { layers_.unbind(); }
+  void bind(JobRun& run) { layers_.bind(run); }
+
   // How many microbatches are staged at a time, across the end of a job: the one that runs and two ahead.
   static constexpr int kStaged = 3;
 
@@ -52,6 +60,7 @@ class JobRunner {
   MicrobatchRunner::Doing doing_;
   int microbatch_ = -1;
   std::string tried_;
+  Moving moving_ = Moving::kNow;
 
   std::deque<device::EventPtr> launched_;
 };

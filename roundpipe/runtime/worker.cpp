@@ -67,14 +67,34 @@ void Worker::enqueue(std::shared_ptr<JobRun> run, double begun) {
 }
 
 void Worker::enqueued() {
+  int64_t most_bytes = 0;
+  const auto expect = [&](const JobRun& run, const JobRun& next) {
+    const int64_t limit_bytes = device_->memory_limit_bytes();
+    const int64_t pair_bytes = run.layout.size_bytes + next.layout.size_bytes;
+    const bool fits = limit_bytes == 0 || pair_bytes + reserve_bytes(next, &run) <= limit_bytes;
+    if (fits) most_bytes = std::max(most_bytes, pair_bytes);
+  };
+  for (size_t i = 0; i + 1 < queue_.size(); ++i) expect(*queue_[i], *queue_[i + 1]);
+  // The last job of a step is followed by the first one of the next, which is like it.
+  if (!queue_.empty()) expect(*queue_.back(), **std::ranges::find(queue_, queue_.back()->call, &JobRun::call));
+  slots_.expect(most_bytes);
   prefetch();
   changed_.notify_all();
 }
 
-void Worker::prefetch() {
+int64_t Worker::reserve_bytes(const JobRun& run, const JobRun* before) const {
+  const int64_t known_bytes = run.call->model->work_bytes.load();
+  if (known_bytes > 0) return known_bytes;
   // Of the cap, so much is left to activations beside the weights of two stages, or an idle slot is given up.
   constexpr double kActivationShare = 0.4;
-  const int64_t limit_bytes = device_->memory_limit_bytes();
+  auto bytes = static_cast<int64_t>(static_cast<double>(device_->memory_limit_bytes()) * kActivationShare);
+  for (const JobRun* each : {before, &run}) {
+    if (each != nullptr && each->job.phase != schedule::Phase::kForward) bytes += each->layout.gradient_bytes;
+  }
+  return bytes;
+}
+
+void Worker::prefetch() {
   for (size_t i = 0; i < std::min<size_t>(2, queue_.size()); ++i) {
     const std::shared_ptr<JobRun>& run = queue_[i];
     if (run->slot >= 0) {
@@ -82,14 +102,8 @@ void Worker::prefetch() {
       continue;
     }
     if (i > 0 && alone_) return;
-    int64_t reserve_bytes = run->call->model->work_bytes.load();
-    if (reserve_bytes == 0) {
-      reserve_bytes = static_cast<int64_t>(static_cast<double>(limit_bytes) * kActivationShare);
-      for (size_t j = 0; j <= i; ++j) {
-        if (queue_[j]->job.phase != schedule::Phase::kForward) reserve_bytes += queue_[j]->layout.gradient_bytes;
-      }
-    }
-    run->slot = slots_.try_acquire(run->layout.size_bytes, reserve_bytes);
+    const JobRun* const before = i > 0 ? queue_[i - 1].get() : nullptr;
+    run->slot = slots_.try_acquire(run->layout.size_bytes, reserve_bytes(*run, before));
     if (run->slot < 0) return;
     // Whoever is here may have nothing to do with this job's call, so what goes wrong is that call's.
     const bool asked = run->call->attempt([&] { upload_weights(run); });
@@ -230,9 +244,10 @@ bool Worker::make_room() {
     std::lock_guard lock(mutex_);
     running = queue_.front();
   }
-  bool waited = running->wait_sent();
-  waited |= wait_released();
-  return park_next() || waited;
+  bool made = running->wait_sent();
+  made |= wait_released();
+  made |= park_next();
+  return leave_arena(running) || made;
 }
 
 bool Worker::wait_released() {
@@ -263,45 +278,71 @@ bool Worker::park_next() {
     // What the job before it has left in the slot.
     had_leftover = slots_.drop(next->slot);
   } else if (next->uploaded->complete() && !next->uploaded->error() && next->weights.numel() > 0) {
-    park_weights(next);
+    if (park_weights(next)) {
+      slots_.drop(next->slot);
+      unpark_weights(next);
+    }
   }
   for (const auto& [microbatch, staged] : next->staged) runner_.staging().stage_again(*next, microbatch);
   return had_idle || had_leftover || !begun.empty();
 }
 
-void Worker::park_weights(const std::shared_ptr<JobRun>& next) {
-  EventPtr parked = next->call->new_event();
-  const EventPtr settled = next->new_transfer();
+bool Worker::leave_arena(const std::shared_ptr<JobRun>& running) {
+  if (!slots_.together() || running->call->failed() || runner_.moving() == JobRunner::Moving::kNever) return false;
+  {
+    // The next job's weights may be there still: the host had no memory for them.
+    const std::lock_guard lock(mutex_);
+    if (queue_.size() >= 2 && queue_[1]->weights.defined() && queue_[1]->weights.numel() > 0) return false;
+  }
+  if (!running->weights.defined() || running->weights.numel() == 0) return slots_.separate();
+  if (runner_.moving() == JobRunner::Moving::kLater) return true;
+  device_->compute().mark()->wait_complete();
+  runner_.unbind();
+  if (park_weights(running)) {
+    slots_.separate();
+    unpark_weights(running);
+    runner_.staging().arrive(running->uploaded);
+  }
+  runner_.bind(*running);
+  return !slots_.together();
+}
+
+bool Worker::park_weights(const std::shared_ptr<JobRun>& run) {
+  EventPtr parked = run->call->new_event();
+  const EventPtr settled = run->new_transfer();
   download_.submit({Priority::kWeight,
                     {},
-                    [next, pinned = device_->wants_pinned_host_memory()] {
+                    [run, pinned = device_->wants_pinned_host_memory()] {
                       memory::HostArena& arena =
                           pinned ? memory::HostArena::page_locked() : memory::HostArena::pageable();
-                      next->parked = arena.allocate(next->weights.numel());
-                      return std::vector<Piece>{{next->parked, next->weights}};
+                      run->parked = arena.allocate(run->weights.numel());
+                      return std::vector<Piece>{{run->parked, run->weights}};
                     },
                     parked,
                     settled});
   // Not for `parked`: when the call fails it does so at once, and the link may still be reading.
   settled->wait_complete();
   if (parked->error()) {
-    next->parked.reset();
+    run->parked.reset();
     // The host had no memory for them, so they stay where they are. The weights of a call that failed nobody needs.
-    if (!next->call->failed()) return;
+    if (!run->call->failed()) return false;
   }
-  next->weights.reset();
-  slots_.drop(next->slot);
-  next->uploaded = next->call->new_event();
+  run->weights.reset();
+  return true;
+}
+
+void Worker::unpark_weights(const std::shared_ptr<JobRun>& run) {
+  run->uploaded = run->call->new_event();
   upload_.submit({Priority::kWeight,
                   {},
-                  [this, next] {
-                    admit(*next, next->uploaded);
-                    next->weights = slots_.buffer(next->slot, next->layout.size_bytes);
-                    const at::Tensor from = std::exchange(next->parked, {});
-                    return std::vector<Piece>{{next->weights.narrow(0, 0, from.numel()), from}};
+                  [this, run] {
+                    admit(*run, run->uploaded);
+                    run->weights = slots_.buffer(run->slot, run->layout.size_bytes);
+                    const at::Tensor from = std::exchange(run->parked, {});
+                    return std::vector<Piece>{{run->weights.narrow(0, 0, from.numel()), from}};
                   },
-                  next->uploaded,
-                  next->new_transfer()});
+                  run->uploaded,
+                  run->new_transfer()});
 }
 
 void Worker::release(const std::shared_ptr<JobRun>& run) {

@@ -58,9 +58,17 @@ class Worker {
   // the next job back. False when there was neither.
   bool make_room();
   bool park_next();
-  // Takes the weights of the next job off the device, to be uploaded again once it may have memory.
-  // REQUIRES: they are there.
-  void park_weights(const std::shared_ptr<JobRun>& next);
+  // What is to be left under the cap beside the weights of `run`, and of the job before it if that is still there.
+  int64_t reserve_bytes(const JobRun& run, const JobRun* before) const;
+  // Takes the weights of a job to the host, so that their memory can be given up; false when the host has none for
+  // them. REQUIRES: they are on the device.
+  bool park_weights(const std::shared_ptr<JobRun>& run);
+  // Asks for them again.
+  void unpark_weights(const std::shared_ptr<JobRun>& run);
+  // Moves the running job's weights out of the arena that holds the next job's place, too, so that the arena goes. Once
+  // for a device: its slots are separate from then on. False when they were, or when this is not the moment; true, too,
+  // when the runner may have it later and is to ask again.
+  bool leave_arena(const std::shared_ptr<JobRun>& running);
   // The running job has come so far that `count` microbatches of the next one may be staged.
   void stage_next(int count);
   void stage(JobRun& run, int count);

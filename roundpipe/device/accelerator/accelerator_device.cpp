@@ -81,7 +81,7 @@ class AcceleratorDevice final : public Device {
   MemoryStats memory() const override {
     const auto stats = at::getDeviceAllocator(torch_device().type())->getDeviceStats(torch_device().index());
     const auto& bytes = stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
-    return {bytes.current, bytes.peak, memory_limit_bytes()};
+    return {bytes.current, bytes.peak, memory_limit_bytes(), bytes.allocated};
   }
   int64_t memory_limit_bytes() const override { return limit_bytes_.load(); }
 

@@ -70,6 +70,7 @@ void MemoryAccount::add(int64_t size_bytes) {
                format_bytes(now - size_bytes), " of ", format_bytes(limit),
                " are in use; raise memory= of the device, use more microbatches, or recompute_grain='layer'"));
   }
+  allocated_bytes.fetch_add(size_bytes);
   int64_t peak = peak_bytes.load();
   while (now > peak && !peak_bytes.compare_exchange_weak(peak, now)) {
   }

@@ -15,6 +15,7 @@ struct MemoryAccount {
   bool poison = false;                  // fill freed memory with 0xFF: NaN in every floating type
   std::atomic<int64_t> current_bytes{0};
   std::atomic<int64_t> peak_bytes{0};
+  std::atomic<int64_t> allocated_bytes{0};  // ever
 
   // Throws c10::OutOfMemoryError when the cap would be passed.
   void add(int64_t size_bytes);

@@ -107,7 +107,8 @@ class VirtualDevice final : public Device {
   Queue& download() override { return download_; }
 
   MemoryStats memory() const override {
-    return {account_->current_bytes.load(), account_->peak_bytes.load(), memory_limit_bytes()};
+    return {account_->current_bytes.load(), account_->peak_bytes.load(), memory_limit_bytes(),
+            account_->allocated_bytes.load()};
   }
   int64_t memory_limit_bytes() const override { return account_->limit_bytes.load(); }
   void reset_peak_memory() override { account_->peak_bytes.store(account_->current_bytes.load()); }

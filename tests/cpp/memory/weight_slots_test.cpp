@@ -27,58 +27,128 @@ std::unique_ptr<Device> make_device(const std::string& text) {
 TEST_CASE("slots: two may be held, a third may not until one is released") {
   const auto device = make_device("virtual:1");
   WeightSlots slots(*device);
-  const int first = slots.try_acquire(100, 0);
-  const int second = slots.try_acquire(100, 0);
+  slots.expect(512);
+  const int first = slots.try_acquire(256, 0);
+  const int second = slots.try_acquire(256, 0);
   CHECK(first >= 0);
   CHECK(second >= 0);
   CHECK(first != second);
-  CHECK(slots.try_acquire(100, 0) == -1);
+  CHECK(slots.try_acquire(256, 0) == -1);
   slots.release(first);
-  CHECK(slots.try_acquire(100, 0) == first);
+  CHECK(slots.try_acquire(256, 0) == first);
 }
 
-TEST_CASE("slots: buffers are reused by stages of about their size, and count against the device") {
+TEST_CASE("slots: one arena, whose ends jobs of any size take in turn, and nothing is allocated for them") {
   const auto device = make_device("virtual:1");
   const auto scope = device->compute().enter();
   WeightSlots slots(*device);
-  const int slot = slots.try_acquire(1000, 0);
-  const void* memory = slots.buffer(slot, 1000).data_ptr();
-  CHECK(device->memory().current_bytes == 1000);
-  slots.release(slot);
-
-  REQUIRE(slots.try_acquire(950, 0) == slot);
-  at::Tensor smaller = slots.buffer(slot, 950);
-  CHECK(smaller.data_ptr() == memory);
-  CHECK(smaller.numel() >= 950);
-  CHECK((smaller.scalar_type() == at::kByte));
-  smaller.reset();
-  slots.release(slot);
-
-  for (const int64_t size_bytes : {2000, 500}) {
-    REQUIRE(slots.try_acquire(size_bytes, 0) == slot);
-    CHECK(slots.buffer(slot, size_bytes).numel() == size_bytes);
-    CHECK(device->memory().current_bytes == size_bytes);
-    slots.release(slot);
+  const std::vector<int64_t> sizes{3072, 512, 1024, 2560, 256};
+  int64_t pair_bytes = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    pair_bytes = std::max(pair_bytes, sizes[i] + sizes[(i + 1) % sizes.size()]);
   }
+  slots.expect(pair_bytes);
+  int running = slots.try_acquire(sizes[0], 0);
+  at::Tensor weights = slots.buffer(running, sizes[0]);
+  CHECK(device->memory().current_bytes == pair_bytes);
+  for (size_t job = 1; job < 40; ++job) {
+    const int64_t size_bytes = sizes[job % sizes.size()];
+    const int next = slots.try_acquire(size_bytes, 0);
+    REQUIRE(next == 1 - running);
+    const at::Tensor uploaded = slots.buffer(next, size_bytes);
+    CHECK(uploaded.numel() == size_bytes);
+    weights.fill_(1);
+    uploaded.fill_(2);
+    CHECK(weights.eq(1).all().item<bool>());
+    slots.release(running);
+    running = next;
+    weights = uploaded;
+  }
+  CHECK(device->memory().peak_bytes < pair_bytes + 4096);  // and what the comparisons took
 }
 
-TEST_CASE("slots: growing gives the old memory back first, so a stage of the whole cap fits") {
+TEST_CASE("slots: the arena grows once nobody holds a slot, and gives the old memory back first") {
   const auto device = make_device("virtual:1,memory=4KiB");
   const auto scope = device->compute().enter();
   WeightSlots slots(*device);
-  const int slot = slots.try_acquire(3000, 0);
-  slots.buffer(slot, 3000);
-  slots.release(slot);
-  const int again = slots.try_acquire(4096, 0);
+  slots.expect(2048);
+  const int first = slots.try_acquire(1024, 0);
+  slots.buffer(first, 1024);
+  slots.expect(4096);
+  CHECK(slots.try_acquire(2048, 0) == -1);
+  slots.release(first);
+  const int again = slots.try_acquire(2048, 0);
   REQUIRE(again >= 0);
-  CHECK_NOTHROW(slots.buffer(again, 4096));
+  CHECK_NOTHROW(slots.buffer(again, 2048));
+  CHECK(device->memory().current_bytes == 4096);
+  CHECK(slots.try_acquire(2048, 0) == 1 - again);
+  // A smaller plan does not let it shrink.
+  slots.release(again);
+  slots.release(1 - again);
+  slots.expect(512);
+  CHECK(slots.try_acquire(256, 0) >= 0);
   CHECK(device->memory().current_bytes == 4096);
 }
 
-TEST_CASE("slots: the second slot is refused where it would leave less than the reserve") {
+TEST_CASE("slots: the first is always granted, and an arena that stands in its way goes") {
   const auto device = make_device("virtual:1,memory=10KB");
   const auto scope = device->compute().enter();
   WeightSlots slots(*device);
+  slots.expect(6144);
+  const int first = slots.try_acquire(3072, 0);
+  slots.buffer(first, 3072);
+  slots.release(first);
+  CHECK(device->memory().current_bytes == 6144);
+  const int careful = slots.try_acquire(3072, 6000);
+  slots.buffer(careful, 3072);
+  CHECK(device->memory().current_bytes == 3072);
+  CHECK(slots.try_acquire(3072, 6000) == -1);
+  slots.release(careful);
+  const int large = slots.try_acquire(8192, 4000);
+  REQUIRE(large >= 0);
+  CHECK_NOTHROW(slots.buffer(large, 8192));
+  CHECK(device->memory().current_bytes == 8192);
+}
+
+TEST_CASE("slots: once they are separate, what is held stays, and one can be given up without the other") {
+  const auto device = make_device("virtual:1");
+  const auto scope = device->compute().enter();
+  WeightSlots slots(*device);
+  slots.expect(3000);
+  const int first = slots.try_acquire(1000, 0);
+  at::Tensor before = slots.buffer(first, 1000).fill_(7);
+  CHECK(slots.together());
+  CHECK(slots.separate());
+  CHECK_FALSE(slots.separate());
+  CHECK_FALSE(slots.together());
+  CHECK(before.eq(7).all().item<bool>());
+  before.reset();
+  CHECK(device->memory().current_bytes == 0);
+  slots.buffer(first, 1000);
+  const int second = slots.try_acquire(2000, 0);
+  slots.buffer(second, 2000);
+  CHECK(device->memory().current_bytes == 3000);
+  CHECK(slots.drop(second));
+  CHECK_FALSE(slots.drop(second));
+  CHECK(device->memory().current_bytes == 1000);
+  slots.release(first);
+  slots.release(second);
+  // About its size is used again, any other is made anew.
+  const int again = slots.try_acquire(950, 0);
+  CHECK(again == first);
+  CHECK(slots.buffer(again, 950).numel() == 950);
+  CHECK(device->memory().current_bytes == 1000);
+  slots.release(again);
+  REQUIRE(slots.try_acquire(500, 0) == again);
+  CHECK(slots.buffer(again, 500).numel() == 500);
+  CHECK(device->memory().current_bytes == 500);
+}
+
+TEST_CASE("slots: a second one of its own is refused where it would leave less than the reserve") {
+  const auto device = make_device("virtual:1,memory=10KB");
+  const auto scope = device->compute().enter();
+  WeightSlots slots(*device);
+  slots.separate();
   const int first = slots.try_acquire(4000, 2000);
   REQUIRE(first >= 0);
   slots.buffer(first, 4000);
@@ -86,51 +156,49 @@ TEST_CASE("slots: the second slot is refused where it would leave less than the 
   const int second = slots.try_acquire(4000, 2000);
   CHECK(second >= 0);
   slots.buffer(second, 4000);
-  CHECK(device->memory().current_bytes == 8000);
-}
-
-TEST_CASE("slots: the first slot is always granted, and the idle one's memory makes way for it") {
-  const auto device = make_device("virtual:1,memory=10KB");
-  const auto scope = device->compute().enter();
-  WeightSlots slots(*device);
-  const int first = slots.try_acquire(3000, 0);
-  slots.buffer(first, 3000);
-  const int second = slots.try_acquire(3000, 0);
-  slots.buffer(second, 3000);
   slots.release(first);
   slots.release(second);
-  CHECK(device->memory().current_bytes == 6000);
+  // The idle one's memory makes way for a job that is alone.
   const int large = slots.try_acquire(8000, 2000);
   REQUIRE(large >= 0);
   CHECK_NOTHROW(slots.buffer(large, 8000));
   CHECK(device->memory().current_bytes == 8000);
 }
 
-TEST_CASE("slots: a released slot is NaN in debug mode") {
+TEST_CASE("slots: a released slot is NaN in debug mode, and the other one is left alone") {
   const auto device = make_device("virtual:1,debug");
   const auto scope = device->compute().enter();
   WeightSlots slots(*device);
-  const int slot = slots.try_acquire(400, 0);
-  const at::Tensor weights = slots.buffer(slot, 400).view(at::kFloat);
+  slots.expect(1024);
+  const int slot = slots.try_acquire(512, 0), other = slots.try_acquire(512, 0);
+  const at::Tensor weights = slots.buffer(slot, 512).view(at::kFloat), next = slots.buffer(other, 512).view(at::kFloat);
   weights.fill_(1.0);
+  next.fill_(2.0);
   slots.release(slot);
   CHECK(at::isnan(weights).all().item<bool>());
+  CHECK(next.eq(2.0).all().item<bool>());
 }
 
-TEST_CASE("slots: memory that no held slot needs is given back, and so is that of a held one") {
+TEST_CASE("slots: memory that no held slot needs is given back") {
   const auto device = make_device("virtual:1");
   const auto scope = device->compute().enter();
-  WeightSlots slots(*device);
-  for (int i = 0; i < WeightSlots::kSlots; ++i) slots.buffer(slots.try_acquire(100, 0), 100);
-  for (int i = 0; i < WeightSlots::kSlots; ++i) slots.release(i);
-  CHECK(slots.drop_idle());
-  CHECK_FALSE(slots.drop_idle());
-  CHECK(device->memory().current_bytes == 0);
+  for (const bool apart : {false, true}) {
+    WeightSlots slots(*device);
+    slots.expect(512);
+    if (apart) slots.separate();
+    for (int i = 0; i < WeightSlots::kSlots; ++i) slots.buffer(slots.try_acquire(256, 0), 256);
+    CHECK_FALSE(slots.drop_idle());
+    for (int i = 0; i < WeightSlots::kSlots; ++i) slots.release(i);
+    CHECK(slots.drop_idle());
+    CHECK_FALSE(slots.drop_idle());
+    CHECK(device->memory().current_bytes == 0);
+  }
 }
 
 TEST_CASE("slots: threads that share the slots never hold the same one") {
   const auto device = make_device("virtual:1,memory=1MiB,debug");
   WeightSlots slots(*device);
+  slots.expect(8192);
   std::vector<std::atomic<int>> holders(WeightSlots::kSlots);
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t) {

@@ -3,10 +3,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
+#include <functional>
 #include <future>
 #include <mutex>
 #include <thread>
@@ -212,6 +214,40 @@ TEST_SUITE("worker") {
     gate->open(4);
     CHECK(call->finished()->wait_for(kPatience_ms));
     CHECK(call->records().size() == 4);
+  }
+
+  TEST_CASE("weights are allocated once, however much the stages differ, and once more for a plan of larger ones") {
+    constexpr int64_t kLeast_bytes = 64 << 10;
+    std::vector<LayerSpec> layers;
+    constexpr int64_t kModel_bytes = (300 + 64 + 128 + 500 + 90 + 700) << 10;
+    for (const int64_t kib : {300, 64, 128, 500, 90, 700}) {
+      LayerSpec layer = linear_layer("l", kWidth);
+      layer.parameters.push_back({"ballast", at::zeros({kib << 8})});
+      layers.push_back(std::move(layer));
+    }
+    const auto model = make_model(layers);
+    for (const int devices : {1, 2}) {
+      Engine engine(roundpipe::device::parse_devices("virtual:" + std::to_string(devices)));
+      const auto allocated_by = [&](const std::function<void()>& work) {
+        std::vector<int64_t> bytes;
+        for (int d = 0; d < devices; ++d) bytes.push_back(-engine.worker(d).device().memory().allocated_bytes);
+        work();
+        for (int d = 0; d < devices; ++d) bytes[d] += engine.worker(d).device().memory().allocated_bytes;
+        return *std::ranges::max_element(bytes);
+      };
+      const auto run = [&](const std::initializer_list<int>& cuts) {
+        std::vector<CallPtr> calls;
+        for (int i = 0; i < 4; ++i) calls.push_back(submit_forward(model, engine, stages_of(cuts), 2));
+        for (const CallPtr& call : calls) REQUIRE(call->finished()->wait_for(kPatience_ms));
+      };
+      const std::initializer_list<int> fine{0, 1, 2, 3, 4, 5, 6}, coarse{0, 3, 6};
+      run(fine);
+      CHECK(allocated_by([&] { run(fine); }) < kLeast_bytes);
+      // An arena for two of the larger stages; each call by itself would take all weights once.
+      CHECK(allocated_by([&] { run(coarse); }) < 2 * kModel_bytes + kLeast_bytes);
+      CHECK(allocated_by([&] { run(coarse); }) < kLeast_bytes);
+      CHECK(allocated_by([&] { run(fine); }) < kLeast_bytes);
+    }
   }
 
   TEST_CASE("a call that fails is over only when nothing touches its memory any more") {
