@@ -254,7 +254,8 @@ class Call {
       for (const auto& [index, aliases] : to_fill) {
         const auto made = tensors_of(stack[index]);
         for (size_t j = 0; j < aliases.size(); ++j) {
-          if (aliases[j].defined() && made[j].defined()) aliases[j].copy_(made[j]);
+          // What a kernel has no use for may be empty, as a batch norm's statistics are in evaluation.
+          if (aliases[j].defined() && made[j].defined() && made[j].numel() > 0) aliases[j].copy_(made[j]);
         }
       }
     });
