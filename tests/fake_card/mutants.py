@@ -19,6 +19,12 @@ BIN = Path(sys.executable).parent
 SEEDS = (0, 1, 2)  # of delays, one after the other until a test fails
 
 
+# Of an interpreter whose package is installed in place: its finder would come before the path.
+FROM_THE_PATH = """import sys
+sys.meta_path[:] = [each for each in sys.meta_path if not type(each).__module__.startswith("_editable_skbc")]
+"""
+
+
 @dataclass(frozen=True)
 class Mutant:
     """A mistake: `old` becomes `new` in `file`, and `tests` are to find it."""
@@ -118,6 +124,7 @@ class Copy:
             if theirs.is_file() and not (mine.is_file() and mine.read_bytes() == theirs.read_bytes()):
                 mine.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(theirs, mine)
+        (self.source / "python/sitecustomize.py").write_text(FROM_THE_PATH)
         if not (self.objects / "build.ninja").exists():
             options = [
                 *("-G", "Ninja", "-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O1", "-DROUNDPIPE_UNITY=OFF"),
@@ -134,17 +141,24 @@ class Copy:
         if done.returncode != 0:
             sys.exit(f"it does not compile:\n{done.stdout[-4000:]}")
 
-    def first_failure(self, tests: tuple[str, ...], seed: int) -> str | None:
-        """What the tests say of the first that fails; None when all pass."""
+    def check_imports(self) -> None:
+        found = run([sys.executable, "-c", "import roundpipe._core as c; print(c.__file__)"], env=self.environment(0))
+        if not found.stdout.startswith(str(self.source)):
+            sys.exit(f"the package comes from {found.stdout}{found.stderr}, expected {self.source}")
+
+    def environment(self, seed: int) -> dict[str, str]:
         path = os.pathsep.join([str(self.source / "python"), str(self.card)])
-        environment = os.environ | {
+        return os.environ | {
             "PYTHONPATH": path,
             "ROUNDPIPE_REQUIRE_GPU": "1",
             "OMP_NUM_THREADS": "1",
             "CARD_DELAYS": str(seed),
         }
+
+    def first_failure(self, tests: tuple[str, ...], seed: int) -> str | None:
+        """What the tests say of the first that fails; None when all pass."""
         options = ["-x", "-q", "--timeout=120", "-p", "no:cacheprovider", "--tb=line"]
-        done = run([sys.executable, "-m", "pytest", *options, *tests], cwd=self.source, env=environment)
+        done = run([sys.executable, "-m", "pytest", *options, *tests], cwd=self.source, env=self.environment(seed))
         if done.returncode == 0:
             return None
         if done.returncode not in (1, -6, -11, 134, 139):
@@ -162,6 +176,7 @@ def main() -> int:
     copy = Copy(options.build.resolve(), options.card.resolve())
     copy.refresh()
     copy.build()
+    copy.check_imports()
     chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
     for tests in dict.fromkeys(mutant.tests for mutant in chosen):
         if failure := copy.first_failure(tests, SEEDS[1]):
