@@ -20,10 +20,15 @@ namespace {
 using Values = std::vector<c10::IValue>;
 
 // What they return depends on values, so they wait for the stream. So does all that returns more than tensors.
-constexpr std::array<std::string_view, 9> kDependsOnData = {
-    "aten::nonzero",    "aten::masked_select",  "aten::_unique",           "aten::_unique2",
-    "aten::unique_dim", "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::repeat_interleave",
-    "aten::bincount"};
+constexpr std::array<std::string_view, 9> kDependsOnData = {"aten::nonzero",
+                                                            "aten::masked_select",
+                                                            "aten::_unique",
+                                                            "aten::_unique2",
+                                                            "aten::unique_dim",
+                                                            "aten::unique_consecutive",
+                                                            "aten::unique_dim_consecutive",
+                                                            "aten::repeat_interleave",
+                                                            "aten::bincount"};
 // These write into a tensor of a known size, but tensors without data have no boolean masks to count.
 constexpr std::array<std::string_view, 2> kKnownSize = {"aten::_index_put_impl_", "aten::masked_scatter_"};
 // As on real cards, these move indices from the host by themselves.
@@ -135,9 +140,9 @@ class Call {
         if (tensor.device() == c10::Device(c10::DeviceType::PrivateUse1, card_)) return;
         const bool passed_by_value = tensor.is_cpu() && !is_written(arguments()[i]) &&
                                      (tensor.dim() == 0 || (i > 0 && is_one_of(kTakesHostIndices, op_)));
-        TORCH_CHECK(passed_by_value, "Expected all tensors to be on the same device, but got ",
-                    arguments()[i].name(), " is on ", tensor.device(), ", different from other tensors on card:",
-                    static_cast<int>(card_), " (when checking argument in ", name(), ")");
+        TORCH_CHECK(passed_by_value, "Expected all tensors to be on the same device, but got ", arguments()[i].name(),
+                    " is on ", tensor.device(), ", different from other tensors on card:", static_cast<int>(card_),
+                    " (when checking argument in ", name(), ")");
       });
     }
   }
@@ -169,9 +174,10 @@ class Call {
     if (!op_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return {};
     Values metas;
     for (size_t i = 0; i < given_.size(); ++i) {
-      metas.push_back(is_generator(arguments()[i]) ? c10::IValue() : with_tensors(given_[i], [](const at::Tensor& tensor) {
-        return tensor.defined() && tensor.is_cpu() ? tensor : meta_tensor(tensor);
-      }));
+      metas.push_back(
+          is_generator(arguments()[i]) ? c10::IValue() : with_tensors(given_[i], [](const at::Tensor& tensor) {
+            return tensor.defined() && tensor.is_cpu() ? tensor : meta_tensor(tensor);
+          }));
     }
     Values stack = metas;
     try {
@@ -254,7 +260,8 @@ class Call {
       for (const auto& [index, aliases] : to_fill) {
         const auto made = tensors_of(stack[index]);
         for (size_t j = 0; j < aliases.size(); ++j) {
-          if (aliases[j].defined() && made[j].defined()) aliases[j].copy_(made[j]);
+          // What a kernel has no use for may be empty, as a batch norm's statistics are in evaluation.
+          if (aliases[j].defined() && made[j].defined() && made[j].numel() > 0) aliases[j].copy_(made[j]);
         }
       }
     });
@@ -293,7 +300,8 @@ class Call {
       if (const auto argument = returned_argument(i)) {
         results.push_back(given_[*argument]);
       } else {
-        results.push_back(with_tensors(outcome->stack[i], [this](const at::Tensor& tensor) { return to_card(tensor); }));
+        results.push_back(
+            with_tensors(outcome->stack[i], [this](const at::Tensor& tensor) { return to_card(tensor); }));
       }
     }
     return results;

@@ -79,8 +79,9 @@ const at::Generator& default_generator(c10::DeviceIndex card) {
 
 at::Generator take_from(const std::optional<at::Generator>& given, c10::DeviceIndex card) {
   at::Generator generator = given && given->defined() ? *given : default_generator(card);
-  TORCH_CHECK(generator.device().type() == c10::DeviceType::PrivateUse1, "Expected a '", c10::DeviceTypeName(c10::DeviceType::PrivateUse1, true),
-              "' device type for generator but found '", generator.device().type(), "'");
+  TORCH_CHECK(generator.device().type() == c10::DeviceType::PrivateUse1, "Expected a '",
+              c10::DeviceTypeName(c10::DeviceType::PrivateUse1, true), "' device type for generator but found '",
+              generator.device().type(), "'");
   const std::lock_guard lock(generator.mutex());
   return generator.get<CardGenerator>()->take();
 }

@@ -59,8 +59,8 @@ class PinnedAllocator final : public at::HostAllocator {
 
   bool record_event(void* data, void* context, c10::Stream stream) override {
     const std::lock_guard lock(mutex_);
-    const auto by_context = std::find_if(blocks_.begin(), blocks_.end(),
-                                         [context](const auto& entry) { return entry.second == context; });
+    const auto by_context =
+        std::find_if(blocks_.begin(), blocks_.end(), [context](const auto& entry) { return entry.second == context; });
     const auto found = by_context != blocks_.end() ? by_context : blocks_.find(data);
     if (found == blocks_.end() || !found->second->allocated) return false;
     found->second->in_use.push_back(stream_of(stream.device_index(), stream.id()).mark());

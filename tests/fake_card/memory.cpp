@@ -17,9 +17,9 @@
 namespace fake_card {
 namespace {
 
-constexpr size_t kUnit_bytes = 512;               // sizes are rounded up to multiples of this
-constexpr size_t kSegment_bytes = 2 << 20;        // the smallest segment; larger ones are multiples of it
-constexpr size_t kLarge_bytes = 1 << 20;          // blocks from here on have segments of their own
+constexpr size_t kUnit_bytes = 512;                 // sizes are rounded up to multiples of this
+constexpr size_t kSegment_bytes = 2 << 20;          // the smallest segment; larger ones are multiples of it
+constexpr size_t kLarge_bytes = 1 << 20;            // blocks from here on have segments of their own
 constexpr size_t kLargestLeftOver_bytes = 1 << 20;  // of a large block; more is split off
 
 size_t rounded_up(size_t size, size_t multiple) { return (size + multiple - 1) / multiple * multiple; }
@@ -72,9 +72,9 @@ bool BySize::operator()(const Block* a, const Block* b) const {
 using FreeBlocks = std::set<Block*, BySize>;
 
 struct CardMemory {
-  std::map<std::byte*, size_t> holes;  // addresses without a segment
+  std::map<std::byte*, size_t> holes;                          // addresses without a segment
   std::map<std::pair<Stream*, bool>, FreeBlocks> free_blocks;  // by stream, and whether it is for large blocks
-  std::vector<Block*> leaving;         // freed, and not past the use by other streams
+  std::vector<Block*> leaving;                                 // freed, and not past the use by other streams
   size_t reserved = 0;
   size_t limit = 0;
   c10::CachingDeviceAllocator::DeviceStats stats;

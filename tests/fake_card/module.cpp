@@ -24,8 +24,7 @@ PYBIND11_MODULE(_fake_card, module) {
   module.def("clear_fault", [](int index) { clear_fault(card(index)); });
   module.def("hold", [](int index, int64_t stream) { stream_of(card(index), stream).hold(); });
   module.def("release", [](int index, int64_t stream) { stream_of(card(index), stream).release(); });
-  module.def("slow_down",
-             [](int index, int64_t stream, double ms) { stream_of(card(index), stream).slow_down(ms); });
+  module.def("slow_down", [](int index, int64_t stream, double ms) { stream_of(card(index), stream).slow_down(ms); });
   module.def(
       "occupy",
       [](double ms) {

@@ -23,9 +23,9 @@ c10::DeviceIndex index_or_current(std::optional<c10::Device> device) {
   return device && device->has_index() ? device->index() : current_card();
 }
 
-at::Tensor empty_on_card(at::IntArrayRef sizes, std::optional<at::ScalarType> type, std::optional<at::Layout> /*layout*/,
-                 std::optional<at::Device> device, std::optional<bool> pinned,
-                 std::optional<at::MemoryFormat> format) {
+at::Tensor empty_on_card(at::IntArrayRef sizes, std::optional<at::ScalarType> type,
+                         std::optional<at::Layout> /*layout*/, std::optional<at::Device> device,
+                         std::optional<bool> pinned, std::optional<at::MemoryFormat> format) {
   TORCH_CHECK(!pinned.value_or(false), "Only dense CPU tensors can be pinned");
   const CardGuard guard(index_or_current(device));
   return at::detail::empty_generic(sizes, card_allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
@@ -63,10 +63,10 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, at
   } else {
     tensor->set_sizes_and_strides(sizes, strides);
   }
-  TORCH_CHECK(self.numel() == 0 || at::detail::computeStorageNbytes(self.sizes(), self.strides(), self.itemsize(),
-                                                                    static_cast<size_t>(offset)) <=
-                                       self.storage().nbytes(),
-              "card: the tensor would reach beyond its storage");
+  TORCH_CHECK(
+      self.numel() == 0 || at::detail::computeStorageNbytes(self.sizes(), self.strides(), self.itemsize(),
+                                                            static_cast<size_t>(offset)) <= self.storage().nbytes(),
+      "card: the tensor would reach beyond its storage");
   return self;
 }
 
@@ -117,9 +117,8 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const 
   const c10::DeviceIndex card = input.device().index();
   const CardGuard guard(card);
   const at::Tensor shift = bias.value_or(at::Tensor());
-  const at::Tensor output =
-      empty_as(at::convolution(meta_tensor(input), meta_tensor(weight), meta_tensor(shift), stride, padding, dilation,
-                               transposed, output_padding, groups));
+  const at::Tensor output = empty_as(at::convolution(meta_tensor(input), meta_tensor(weight), meta_tensor(shift),
+                                                     stride, padding, dilation, transposed, output_padding, groups));
   launch(card, "convolution",
          [to = alias_tensor(output), from = alias_tensor(input), by = alias_tensor(weight), shift = alias_tensor(shift),
           stride = stride.vec(), padding = padding.vec(), dilation = dilation.vec(), transposed,
@@ -130,10 +129,11 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const 
   return output;
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
-    const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef stride,
-    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups,
-    std::array<bool, 3> wanted) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Tensor& gradient, const at::Tensor& input,
+                                                                    const at::Tensor& weight, at::IntArrayRef stride,
+                                                                    at::IntArrayRef padding, at::IntArrayRef dilation,
+                                                                    bool transposed, at::IntArrayRef output_padding,
+                                                                    int64_t groups, std::array<bool, 3> wanted) {
   const c10::DeviceIndex card = input.device().index();
   const CardGuard guard(card);
   const int64_t channels = gradient.size(1);

@@ -61,10 +61,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell_backward(const Optional
   const at::Tensor hidden = has_hidden ? *of_hidden : at::zeros_like(next);
   at::Tensor total = hidden * output * (1 - shown * shown);
   if (of_next && of_next->defined()) total = total + *of_next;
-  const at::Tensor of_gates = at::cat({total * candidate * input * (1 - input), total * cell * forget * (1 - forget),
-                                       total * input * (1 - candidate * candidate),
-                                       hidden * shown * output * (1 - output)},
-                                      1);
+  const at::Tensor of_gates =
+      at::cat({total * candidate * input * (1 - input), total * cell * forget * (1 - forget),
+               total * input * (1 - candidate * candidate), hidden * shown * output * (1 - output)},
+              1);
   return {of_gates, total * forget, of_bias(of_gates, has_bias)};
 }
 

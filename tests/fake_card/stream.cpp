@@ -282,9 +282,9 @@ void check_fault(c10::DeviceIndex card) {
     const std::lock_guard lock(owner.mutex);
     why = owner.fault;
   }
-  throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, 1,
-                              c10::str("card error on card:", static_cast<int>(card), ": ", why,
-                                       "; the card is lost to this process"));
+  throw c10::AcceleratorError(
+      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, 1,
+      c10::str("card error on card:", static_cast<int>(card), ": ", why, "; the card is lost to this process"));
 }
 
 }  // namespace fake_card

@@ -338,7 +338,9 @@ def test_generators():
     assert torch.equal(torch.rand(4, device="card", generator=mine), torch.rand(4, device="card", generator=copied))
     assert torch.equal(card.get_rng_state(), before)
     mine.set_offset(0)
-    assert torch.equal(torch.rand(4, device="card", generator=mine), torch.rand(4, device="card", generator=mine)) is False
+    assert (
+        torch.equal(torch.rand(4, device="card", generator=mine), torch.rand(4, device="card", generator=mine)) is False
+    )
     with pytest.raises(RuntimeError, match="generator"):
         torch.rand(4, device="card", generator=torch.Generator())
 
