@@ -127,7 +127,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
 
     _FALLBACK = OF_A_PIPE
 
-    _is_part = False
+    _is_part = False  # of a larger model, whose wrapper says what there is to say of the whole
     _pipeline: _core.Pipeline
     _modules_in_order: list[tuple[str, nn.Module]]
     _run_config: RoundPipeRunConfig
@@ -172,16 +172,8 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         own["_host_budget"] = budget_of(host_memory, "host_memory", HOST_VARIABLE)
         own["_device_budget"] = budget_of(device_memory, "device_memory", DEVICE_VARIABLE)
         self._build(model)
-        if own["_run_config"].num_microbatch != 1 and not self._is_part:  # see wrap_model_to_roundpipe
+        if own["_run_config"].num_microbatch != 1 and not self._is_part:
             warn_batch_norm(self._name, [model])
-
-    @classmethod
-    def _part(cls, module: nn.Module, **options: Any) -> RoundPipe:
-        """One of a larger model's parts, whose wrapper says what there is to say of the whole."""
-        part = cls.__new__(cls)
-        object.__getattribute__(part, "__dict__")["_is_part"] = True
-        part.__init__(module, **options)  # type: ignore[misc]
-        return part
 
     def _build(self, chain: nn.Module) -> None:
         """Makes the pipeline of a chain of layers."""

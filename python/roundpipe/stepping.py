@@ -175,7 +175,7 @@ class StepGroup:
             RoundPipeError: a layer makes the call.
         """
         _core.require_callers_thread()
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             raise ValueError(
                 "[RoundPipe] a CUDA graph is being captured, expected a call outside of it: the graph would hold "
                 "nothing of what the engine's own streams do; capture what is around it, after model.synchronize()"

@@ -128,8 +128,10 @@ def wrap_model_to_roundpipe(
         label = name if unit.module is model else f"{name or type(model).__name__}.{unit.path}"
         unit_config = layered(unit.override, unit.structure(lower_threshold), config)
         cut += [unit.module] * (unit_config.num_microbatch != 1)
-        make = RoundPipe if unit.module is model else RoundPipe._part
-        pipes[id(unit.module)] = make(unit.module, name=label, model_run_config=unit_config, **roundpipe_kwargs)
+        pipe = RoundPipe.__new__(RoundPipe)
+        object.__getattribute__(pipe, "__dict__")["_is_part"] = unit.module is not model
+        pipe.__init__(unit.module, name=label, model_run_config=unit_config, **roundpipe_kwargs)  # type: ignore[misc]
+        pipes[id(unit.module)] = pipe
     if id(model) in pipes:
         return pipes[id(model)]
     warn_batch_norm(name or type(model).__name__, cut)

@@ -37,10 +37,6 @@ class FakePipe(nn.Module):
         self.original: nn.Module | None = None
         self.__dict__["_wrapped"] = model
 
-    @classmethod
-    def _part(cls, model: nn.Module, **options: Any) -> FakePipe:
-        return cls(model, **options)
-
     def set_original_model(self, model: nn.Module) -> None:
         self.__dict__["original"] = model
 
