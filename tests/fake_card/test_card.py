@@ -251,6 +251,14 @@ def test_copies_convert_and_follow_strides():
     assert torch.equal(torch.empty(4, 6, device="card:1").copy_(value[0].to("card:0")).cpu(), value[0].expand(4, 6))
 
 
+def test_what_is_still_to_be_conjugated_is_copied_as_it_reads():
+    value = torch.randn(3, 4, dtype=torch.complex64)
+    there = value.to("card")
+    assert torch.equal(there.conj().cpu(), value.conj()) and torch.equal(there.conj().clone().cpu(), value.conj())
+    assert torch.equal(value.conj().to("card").cpu(), value.conj())
+    assert torch.equal(there.conj().imag.cpu(), value.conj().imag)
+
+
 # --- Operators
 
 
