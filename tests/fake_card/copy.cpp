@@ -20,10 +20,14 @@ at::Tensor borrowed(const at::Tensor& host) {
   return at::for_blob(host.data_ptr(), host.sizes()).strides(host.strides()).options(host.options()).make_tensor();
 }
 
+// Whether the values are still to be conjugated or negated.
+bool is_lazy(const at::Tensor& tensor) { return tensor.is_conj() || tensor.is_neg(); }
+
 bool plain_copy(const at::Tensor& dst, const at::Tensor& src) {
   const bool lies_alike = (dst.is_contiguous() && src.is_contiguous()) ||
                           (dst.strides() == src.strides() && dst.is_non_overlapping_and_dense());
-  return dst.scalar_type() == src.scalar_type() && dst.sizes() == src.sizes() && lies_alike;
+  return dst.scalar_type() == src.scalar_type() && dst.sizes() == src.sizes() && lies_alike && !is_lazy(dst) &&
+         !is_lazy(src);
 }
 
 void copy_on_cards(const at::Tensor& dst, const at::Tensor& src) {
@@ -41,11 +45,12 @@ void copy_with_host(const at::Tensor& dst, const at::Tensor& src, bool non_block
   const bool to_card = on_card(dst);
   if (!plain_copy(dst, src)) {
     // Converted on the card where the caller does not wait, else where it comes from, and moved as it lies.
-    const at::Tensor plain = dst.is_contiguous() ? dst : at::empty_like(dst, at::MemoryFormat::Contiguous);
-    const at::Tensor same_type =
-        to_card && non_blocking
-            ? at::empty(src.sizes(), dst.options().dtype(src.scalar_type())).copy_(src.contiguous(), non_blocking)
-            : src.to(dst.scalar_type()).contiguous();
+    const at::Tensor plain =
+        dst.is_contiguous() && !is_lazy(dst) ? dst : at::empty_like(dst, at::MemoryFormat::Contiguous);
+    const at::Tensor same_type = to_card && non_blocking
+                                     ? at::empty(src.sizes(), dst.options().dtype(src.scalar_type()))
+                                           .copy_(src.resolve_conj().resolve_neg().contiguous(), non_blocking)
+                                     : src.to(dst.scalar_type()).resolve_conj().resolve_neg().contiguous();
     if (on_card(same_type) == to_card) {
       plain.copy_(same_type, non_blocking);
     } else {
@@ -79,6 +84,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from", copy_from);
   library.impl("_copy_from_and_resize", copy_from_and_resize);
 }
+
+// Copies see to what is still to be conjugated or negated by themselves.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 }  // namespace
 

@@ -41,6 +41,8 @@ at::Tensor alias_tensor(const at::Tensor& tensor) {
                          .resizeable_storage()
                          .make_tensor();
   keep_wrapped_number(alias, tensor);
+  if (tensor.is_conj()) alias._set_conj(true);
+  if (tensor.is_neg()) alias._set_neg(true);
   return alias;
 }
 
