@@ -7,8 +7,8 @@
 
 namespace roundpipe::device {
 
-// Where a spec has no `memory=`, a worker may take its share of what is free on the card when it is made, less this part
-// of the card (1 / kReservedPart): kernels are loaded later, and allocators lose a little between tensors.
+// Where a spec has no `memory=`, a worker may take its share of what is free on the card when it is made, less this
+// part of the card (1 / kReservedPart): kernels are loaded later, and allocators lose a little between tensors.
 constexpr int64_t kReservedPart = 32;
 
 // A worker on one of torch's accelerators, through torch's device-generic interfaces only, so one source serves
