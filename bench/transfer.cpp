@@ -49,7 +49,7 @@ class Target {
         slots_(*device_),
         link_(device_->upload()) {
     const auto scope = device_->upload().enter();
-    slots_.expect(2 * slot_bytes);
+    slots_.expect(2 * align_up(slot_bytes, kBlockAlignment_bytes));
     for (int slot = 0; slot < memory::WeightSlots::kSlots; ++slot) {
       if (slots_.try_acquire(slot_bytes, 0) != slot) throw Error("[bench] the slots are not free");
       buffers_.push_back(slots_.buffer(slot, slot_bytes).fill_(0));

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from reference_loops import TiedGradients
 from roundpipe import RoundPipe, RoundPipeRunConfig
 
 
@@ -91,16 +92,19 @@ def test_training_gives_the_bits_of_a_plain_loop(pool, accelerator, case, microb
         model.step(update, is_async=False)
 
         plain_optimizer.zero_grad()
+        tied = TiedGradients(plain)
         total = torch.zeros(())
         parts = zip(inputs.tensor_split(microbatches), target.tensor_split(microbatches), strict=True)
         for microbatch, (x, y) in enumerate(parts):
             hidden = x.to(accelerator)
             for index, layer in enumerate(plain):
                 torch.manual_seed(model.layer_seed(call, microbatch, index))
-                hidden = layer(hidden)
+                hidden = tied.run(index, layer, hidden)
             part = squared_error(hidden, y.to(accelerator))
             part.backward()
+            tied.collect()
             total = part.detach().cpu() if microbatch == 0 else total + part.detach().cpu()
+        tied.add()
         torch.manual_seed(3)
         for name, parameter in plain.named_parameters():
             host[name].grad = parameter.grad.cpu()
