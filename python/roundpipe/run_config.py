@@ -52,12 +52,12 @@ class RoundPipeRunConfig:
     output_device: torch.device | str | int | None = None
     preserve_rng_state: bool | None = None
     recompute_grain: RecomputeGrain | None = None
-    tied_grad_accumulation: TiedGradAccumulation | None = None
     num_microbatch: int | None = None
     split_input: SplitInput | None = None
     split_label: Any = None
     merge_output: Any = None
     execute_plan: ModelExecutePlan | _core.Plan | None = None
+    tied_grad_accumulation: TiedGradAccumulation | None = None  # behind the published package's fields
 
     def __post_init__(self) -> None:
         check(self, "RoundPipeRunConfig")

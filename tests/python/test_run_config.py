@@ -51,7 +51,11 @@ def test_call_wins_over_model_wins_over_default() -> None:
 def test_every_field_can_be_inherited() -> None:
     names = [field.name for field in dataclasses.fields(RoundPipeRunConfig)]
     values = dict(
-        zip(names, (False, "cpu", False, "layer", 7, (None, None), len, False, ModelExecutePlan()), strict=True)
+        zip(
+            names,
+            (False, "cpu", False, "layer", 7, (None, None), len, False, ModelExecutePlan(), "microbatch"),
+            strict=True,
+        )
     )
     model = RoundPipeRunConfig(**values)
     config = resolve(RoundPipeRunConfig(), model, devices=1)
