@@ -43,7 +43,7 @@ class Mutant:
 
 LATE = ("tests/fake_card/test_engine_on_card.py", "-k", "late")
 FAULTS = ("tests/fake_card/test_engine_on_card.py", "-k", "lost")
-RANDOM = ("tests/gpu/test_random.py", "-k", "documented and card")
+RANDOM = ("tests/gpu/test_random_state.py", "-k", "documented and card")
 
 MUTANTS = (
     Mutant(
