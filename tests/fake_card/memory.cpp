@@ -61,8 +61,8 @@ struct Block {
   Block* before = nullptr;  // neighbours in the segment
   Block* after = nullptr;
   bool is_free = false;
-  std::set<Stream*> users;      // other streams, while allocated
-  std::vector<MarkPtr> in_use;  // after that: what they had to do
+  std::set<Stream*> users = {};      // other streams, while allocated
+  std::vector<MarkPtr> in_use = {};  // after that: what they had to do
 };
 
 bool BySize::operator()(const Block* a, const Block* b) const {
