@@ -217,9 +217,14 @@ def test_weights_and_gradients_are_page_locked_where_a_card_reads_them(target, p
     model.forward_backward((torch.randn(4, 64),), loss_fn=lambda outputs, _: outputs.sum())
     model.synchronize()
     now = roundpipe.host_arena()
-    reserved = now.reserved_bytes - before.reserved_bytes
+    reserved, locked = now.reserved_bytes - before.reserved_bytes, now.locked_bytes - before.locked_bytes
     is_locked = target.is_card and pin_model != "off"
-    assert now.locked_bytes - before.locked_bytes == (reserved if is_locked else 0)
-    assert reserved < 1.03 * (now.asked_bytes - before.asked_bytes) + (1 << 18)
+    # What the step has handed over is page-locked for a card in any case, and kept.
+    values = 1 << 20
+    if is_locked:
+        assert locked == reserved
+    else:
+        assert locked <= (values if target.is_card else 0)
+    assert reserved < 1.03 * (now.asked_bytes - before.asked_bytes) + (1 << 18) + values
     for parameter in model._original_model.parameters():
         assert parameter.is_pinned() == is_locked and parameter.grad.is_pinned() == is_locked
