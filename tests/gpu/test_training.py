@@ -225,6 +225,8 @@ def test_weights_and_gradients_are_page_locked_where_a_card_reads_them(target, p
         assert locked == reserved
     else:
         assert locked <= (values if target.is_card else 0)
-    assert reserved < 1.03 * (now.asked_bytes - before.asked_bytes) + (1 << 18) + values
+    # Where the runtime cannot lock what is mapped, torch's allocator gives powers of two.
+    most = 1.03 if target.device.partition(":")[0] in ("cpu", "cuda") else 2
+    assert reserved < most * (now.asked_bytes - before.asked_bytes) + (1 << 18) + values
     for parameter in model._original_model.parameters():
         assert parameter.is_pinned() == is_locked and parameter.grad.is_pinned() == is_locked
