@@ -7,73 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
+from drawing import MICROBATCHES, WIDTH, MayCheckpoint, Noisy, drawing_all_the_time, plain_loop
 from roundpipe import RoundPipe, RoundPipeRunConfig
 
-WIDTH = 16
-MICROBATCHES = 4
 
-
-class Drawing(nn.Module):
-    """Draws by dropout and by operators that take a generator, in a checkpoint where asked to."""
-
-    def __init__(self, checkpointed: str = "", dropout: float = 0.4) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.dropout = nn.Dropout(dropout)
-        self.checkpointed = checkpointed
+class Drawing(MayCheckpoint):
+    """Draws by dropout and by operators that take a generator."""
 
     def draw(self, value: torch.Tensor) -> torch.Tensor:
         value = self.dropout(torch.tanh(self.linear(value)))
         return value + 0.1 * torch.randn_like(value) + torch.bernoulli(torch.full_like(value, 0.5))
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        if not self.checkpointed:
-            return self.draw(value)
-        return checkpoint(self.draw, value, use_reentrant=self.checkpointed == "reentrant")
-
-
-class NoisyGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * (1 + 0.1 * torch.rand_like(gradient))
-
-
-class Noisy(nn.Module):
-    """Adds noise to the gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return NoisyGradient.apply(self.linear(value))
-
-
-class SeededBackward(torch.autograd.Function):
-    """The loop's way to seed the backward of the layer below."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, seed: int) -> torch.Tensor:
-        ctx.seed = seed
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        torch.manual_seed(ctx.seed)
-        return gradient.clone(), None
 
 
 CHAINS: dict[str, Callable[[], nn.Sequential]] = {
@@ -98,42 +48,6 @@ def made(chain: str, **config: Any) -> tuple[nn.Sequential, nn.Sequential, Round
     return plain, mine, model, torch.randn(2 * MICROBATCHES, WIDTH)
 
 
-def plain_loop(layers: nn.Sequential, model: RoundPipe, batch: torch.Tensor, calls: range, device: str) -> list[Any]:
-    losses = []
-    for call in calls:
-        total = torch.zeros(())
-        for m, part in enumerate(batch.tensor_split(MICROBATCHES)):
-            hidden = part.to(device)
-            for index, layer in enumerate(layers):
-                torch.manual_seed(model.layer_seed(call, m, index))
-                hidden = SeededBackward.apply(layer(hidden), model.layer_seed(call, m, index, backward=True))
-            torch.manual_seed(model.layer_seed(call, m, len(layers)))
-            loss = drawing_loss(hidden)
-            loss.backward()
-            total = total + loss.detach().cpu()
-        losses.append(total)
-    return losses
-
-
-@contextlib.contextmanager
-def drawing_all_the_time(device: str) -> Iterator[None]:
-    """A thread of the user that draws from, and seeds, the default generators."""
-    stop = threading.Event()
-
-    def draw() -> None:
-        while not stop.wait(0.0005):
-            torch.rand(3, device=device)
-            torch.manual_seed(1)
-
-    thread = threading.Thread(target=draw)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
 @pytest.mark.kit
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("chain", CHAINS)
@@ -143,11 +57,11 @@ def test_layers_draw_the_documented_numbers(pool, accelerator, chain, grain):
     model.synchronize()
     # The default generator of a card can be drawn from by one thread only, so dropout leaves it to nobody else.
     alone = accelerator != "cpu" and chain != "no default generator"
-    with contextlib.nullcontext() if alone else drawing_all_the_time(accelerator):
+    with contextlib.nullcontext() if alone else drawing_all_the_time(accelerator, pause_s=0.0005):
         losses += [model.forward_backward((batch,), loss_fn=drawing_loss) for _ in range(3)]
         model.synchronize()
     plain.to(accelerator)
-    expected = plain_loop(plain, model, batch, range(4), accelerator)
+    expected = plain_loop(plain, model, batch, range(4), drawing_loss, accelerator)
     assert all(map(torch.equal, losses, expected)), (losses, expected)
     for ours, theirs in zip(mine.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad.cpu())

@@ -7,67 +7,26 @@ user draw all the time.
 from __future__ import annotations
 
 import copy
-import threading
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import roundpipe
+from drawing import MICROBATCHES, WIDTH, MayCheckpoint, Noisy, drawing_all_the_time, plain_loop
 from roundpipe import RoundPipe, RoundPipeRunConfig, _core
 from roundpipe.default_generators import _lead_to_own
 
-WIDTH = 16
-MICROBATCHES = 4
 
+class Drawing(MayCheckpoint):
+    """Draws in several ways."""
 
-class Drawing(nn.Module):
-    """Draws in several ways, in a checkpoint where asked to."""
-
-    def __init__(self, checkpointed: str = "") -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.4)
-        self.checkpointed = checkpointed
-
-    def _draw(self, value: torch.Tensor) -> torch.Tensor:
+    def draw(self, value: torch.Tensor) -> torch.Tensor:
         value = self.dropout(torch.tanh(self.linear(value)))
         return value + 0.1 * torch.randn_like(value) + 0.01 * torch.randperm(WIDTH)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        if not self.checkpointed:
-            return self._draw(value)
-        drawn = checkpoint(self._draw, value, use_reentrant=self.checkpointed == "reentrant")
-        assert isinstance(drawn, torch.Tensor)
-        return drawn
-
-
-class NoisyGradient(torch.autograd.Function):
-    """Adds noise to the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return gradient * (1 + 0.1 * torch.rand_like(gradient))
-
-
-class Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        noisy = NoisyGradient.apply(self.linear(value))
-        assert isinstance(noisy, torch.Tensor)
-        return noisy
 
 
 class SeedsOfItsOwn(nn.Module):
@@ -87,61 +46,8 @@ def drawing_loss(outputs: torch.Tensor, _: object = None) -> torch.Tensor:
     return nn.functional.dropout(outputs, 0.1).square().mean()
 
 
-class SeededBackward(torch.autograd.Function):
-    """A layer boundary: seeds what the backward of the layer below draws from."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, seed: int) -> torch.Tensor:
-        ctx.seed = seed
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        torch.manual_seed(ctx.seed)
-        return gradient.clone(), None
-
-
-def plain_loop(layers: nn.Sequential, model: RoundPipe, batch: torch.Tensor, calls: range) -> list[torch.Tensor]:
-    """The documented loop; returns the loss of each call."""
-    losses = []
-    for call in calls:
-        total = torch.zeros(())
-        for m, part in enumerate(batch.tensor_split(MICROBATCHES)):
-            hidden = part.clone()
-            for index, layer in enumerate(layers):
-                torch.manual_seed(model.layer_seed(call, m, index))
-                hidden = layer(hidden)
-                seed = model.layer_seed(call, m, index, backward=True)
-                hidden = SeededBackward.apply(hidden, seed)  # type: ignore[no-untyped-call]
-            torch.manual_seed(model.layer_seed(call, m, len(layers)))
-            loss = drawing_loss(hidden)
-            loss.backward()
-            total = total + loss.detach()
-        losses.append(total)
-    return losses
-
-
 def gradients_of(module: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-
-
-@contextmanager
-def drawing_all_the_time() -> Iterator[None]:
-    """A thread of the user that draws from, and seeds, the default generator."""
-    stop = threading.Event()
-
-    def draw() -> None:
-        while not stop.is_set():
-            torch.rand(3)
-            torch.manual_seed(1)
-
-    thread = threading.Thread(target=draw)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 CHAINS: dict[str, Callable[[], nn.Sequential]] = {
@@ -176,9 +82,9 @@ def test_layers_draw_the_documented_numbers_while_the_user_draws(chain: str, dev
         model.zero_grad()
         losses += [model.forward_backward((batch,), loss_fn=drawing_loss)]
         model.synchronize()
-    expected = plain_loop(plain, model, batch, range(4))
+    expected = plain_loop(plain, model, batch, range(4), drawing_loss)
     plain.zero_grad()
-    expected += plain_loop(plain, model, batch, range(5, 6))
+    expected += plain_loop(plain, model, batch, range(5, 6), drawing_loss)
     assert all(map(torch.equal, losses, expected))
     assert all(map(torch.equal, gradients_of(mine), gradients_of(plain)))
     assert len(gradients_of(mine)) == len(gradients_of(plain)) > 0
