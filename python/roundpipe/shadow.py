@@ -14,26 +14,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe import _core
+
 _STATE = ("_parameters", "_buffers", "_modules")
 _DEEPEST_ATTRIBUTE = 6
 
 # By id of a module: its `__dict__` as it was at one moment. Never changed, so shared by threads.
-Attributes = Mapping[int, Mapping[str, Any]]
-
-
-def _same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    return (
-        len(now) == len(before) and list(now) == list(before) and all(map(operator.is_, now.values(), before.values()))
-    )
+Attributes = Mapping[int, dict[str, Any]]
 
 
 def attributes_of(modules: Iterable[nn.Module], before: Attributes) -> Attributes:
     """The attributes of modules now: the very same as `before`, one by one and all together, where nothing changed."""
-    now: dict[int, Mapping[str, Any]] = {}
+    now: dict[int, dict[str, Any]] = {}
     changed = False
     for module in modules:
         kept = before.get(id(module))
-        if kept is None or not _same(module.__dict__, kept):
+        if kept is None or not _core.same_items(module.__dict__, kept):
             kept, changed = dict(module.__dict__), True
         now[id(module)] = kept
     return now if changed else before
@@ -59,7 +55,7 @@ def seeing(attributes: Attributes) -> Iterator[None]:
         _seen.attributes = previous
 
 
-def _attributes_seen(module: nn.Module) -> Mapping[str, Any]:
+def _attributes_seen(module: nn.Module) -> dict[str, Any]:
     seen = _seen.attributes.get(id(module))
     # A copy, since another thread may be adding attributes.
     return dict(module.__dict__) if seen is None else seen
@@ -88,7 +84,7 @@ class ShadowTree:
         self._tensors = tensors
         self._originals = {id(module): module for module in root.modules()}
         self._modules: dict[int, nn.Module] = {}
-        self._taken_over: dict[int, Mapping[str, Any]] = {}
+        self._taken_over: dict[int, dict[str, Any]] = {}
         self.root = self._module(root)
         self._owned_buffers = [
             (module, name, buffer)
@@ -122,7 +118,7 @@ class ShadowTree:
             name: None if tensor is None else self._tensors.get(id(tensor), tensor) for name, tensor in tensors.items()
         }
 
-    def _copy_attributes(self, original: nn.Module, shadow: nn.Module, seen: Mapping[str, Any]) -> None:
+    def _copy_attributes(self, original: nn.Module, shadow: nn.Module, seen: dict[str, Any]) -> None:
         attributes = {name: value for name, value in seen.items() if name not in _STATE}
         previous = {name for name in shadow.__dict__ if name not in _STATE}
         for name, value in attributes.items():
@@ -167,7 +163,7 @@ class ShadowTree:
         for key, original in self._originals.items():
             taken_over = self._taken_over[key]
             now = _attributes_seen(original)
-            if now is not taken_over and not _same(now, taken_over):
+            if now is not taken_over and not _core.same_items(now, taken_over):
                 self._copy_attributes(original, self._modules[key], now)
                 changed = True
         return changed

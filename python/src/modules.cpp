@@ -40,6 +40,9 @@ bool modules_unchanged(const py::list& modules, const py::list& snapshots) {
 }  // namespace
 
 void bind_modules(py::module_& module) {
+  module.def(
+      "same_items", [](const py::dict& a, const py::dict& b) { return same_items(a.ptr(), b.ptr()); }, py::arg("a"),
+      py::arg("b"));
   module.def("modules_unchanged", &modules_unchanged, py::arg("modules"), py::arg("snapshots"));
 }
 

@@ -78,18 +78,20 @@ Segment HostArena::acquire(int64_t size_bytes) {
 std::vector<Segment> HostArena::take_unused(int64_t limit_bytes) {
   std::vector<Segment> unused;
   for (auto held = segments_.begin(); held != segments_.end() && stats_.reserved_bytes > limit_bytes;) {
-    if (held->second.used_bytes > 0) {
-      ++held;
-      continue;
-    }
-    Segment& segment = held->second.segment;
-    remove_free(free_by_place_.find(segment.data));
-    stats_.reserved_bytes -= segment.size_bytes;
-    if (segment.locked) stats_.locked_bytes -= segment.size_bytes;
-    unused.push_back(std::move(segment));
-    held = segments_.erase(held);
+    const auto next = std::next(held);
+    if (held->second.used_bytes == 0) unused.push_back(take_out(held));
+    held = next;
   }
   return unused;
+}
+
+Segment HostArena::take_out(std::map<std::byte*, Held>::iterator held) {
+  Segment segment = std::move(held->second.segment);
+  segments_.erase(held);
+  if (segment.shared) remove_free(free_by_place_.find(segment.data));
+  stats_.reserved_bytes -= segment.size_bytes;
+  if (segment.locked) stats_.locked_bytes -= segment.size_bytes;
+  return segment;
 }
 
 void HostArena::trim() noexcept {
@@ -179,11 +181,7 @@ void HostArena::give_back(std::byte* data, int64_t asked_bytes) noexcept {
     held.used_bytes -= taken_bytes;
     if (held.segment.shared) add_free(data, taken_bytes);
     if (held.used_bytes > 0 || empty_ == Empty::kKept) return;
-    if (held.segment.shared) remove_free(free_by_place_.find(held.segment.data));
-    unused = std::move(held.segment);
-    segments_.erase(holder);
-    stats_.reserved_bytes -= unused.size_bytes;
-    if (unused.locked) stats_.locked_bytes -= unused.size_bytes;
+    unused = take_out(holder);
   }
   source_->release(std::move(unused));
 }

@@ -80,6 +80,8 @@ class HostArena {
   // A piece's last tensor is gone.
   void give_back(std::byte* data, int64_t asked_bytes) noexcept;
 
+  // A segment that nobody uses out of the arena.
+  Segment take_out(std::map<std::byte*, Held>::iterator held);
   // Takes segments that nobody uses out of the arena until at most `limit_bytes` are reserved.
   std::vector<Segment> take_unused(int64_t limit_bytes);
 
