@@ -20,7 +20,7 @@ struct HostBlock {
   size_t size = 0;
   bool allocated = true;
   bool clean = false;  // of what its last owner has left there
-  std::vector<MarkPtr> in_use;
+  std::vector<MarkPtr> in_use = {};
 };
 
 class PinnedAllocator final : public at::HostAllocator {
