@@ -6,32 +6,55 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
+from typing import Any
 
 from roundpipe import _core
 
 _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="roundpipe-optimizer")
 
 
+_Handler = Callable[[int, FrameType | None], Any]
+# Those whose handlers programs write: what they raise may come between any two statements.
+_SIGNALS = [
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPROF")
+    if hasattr(signal, name)
+]
+
+
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Puts off Ctrl+C until the block is over. For short blocks that must not stop half-way."""
+    """Puts off Ctrl+C, and the handlers of other signals, until the block is over. For short blocks that must not stop
+    half-way."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler):
-        yield
-        return
-    arrived: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: arrived.append((number, frame)))
+    handlers: dict[int, _Handler] = {}
+    arrived: dict[int, FrameType | None] = {}
     try:
+        for number in _SIGNALS:
+            handler = signal.getsignal(number)
+            if callable(handler):
+                handlers[number] = handler
+                signal.signal(number, arrived.setdefault)
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-        if arrived:
-            handler(*arrived[0])
+        _restore(handlers)
+        with ExitStack() as stack:  # all are called, also when one raises
+            for number, frame in arrived.items():
+                stack.callback(handlers[number], number, frame)
+
+
+def _restore(handlers: dict[int, _Handler]) -> None:
+    try:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    except BaseException:
+        # One that is back has raised: the others have to be back as well.
+        _restore(handlers)
+        raise
 
 
 class _Here(threading.local):
@@ -47,7 +70,8 @@ def is_updating() -> bool:
 
 
 class Update:
-    """One update, on the optimizer thread. REQUIRES: made where Ctrl+C is put off.
+    """One update, on the optimizer thread. REQUIRES: made where signals are put off: a thread pool that is
+    stopped while it starts its thread would wait for it forever when the process ends.
 
     In place of a Future, whose lock stays locked when Ctrl+C arrives at the wrong statement of a wait.
 

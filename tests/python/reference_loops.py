@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class TiedGradients:
     """Gradients of parameters that several layers share, by the rule of docs/exactness.md: each layer has one sum over
     the microbatches, and those are added from the last layer to the first, then to what was there."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
         users: dict[nn.Parameter, list[int]] = {}
         for index, layer in enumerate(layers):
             for parameter in layer.parameters():

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import roundpipe
+from reference_loops import TiedGradients
 from roundpipe import RoundPipe, RoundPipeRunConfig
 
 PACKAGE_PARENT = Path(roundpipe.__file__).resolve().parents[1]
@@ -143,14 +144,17 @@ class ReferenceLoop:
 
     def forward_backward(self, inputs: Sequence[Any], labels: Sequence[Any], loss_fn: Loss) -> torch.Tensor:
         losses = []
+        tied = TiedGradients(self.model)
         for microbatch, (value, label) in enumerate(zip(inputs, labels, strict=True)):
             for index, layer in enumerate(self.model):
                 torch.manual_seed(self.seed_of(self.calls, microbatch, index))
-                value = layer(value)
+                value = tied.run(index, layer, value)
             torch.manual_seed(self.seed_of(self.calls, microbatch, len(self.model)))
             loss = loss_fn(value, label)
             loss.backward()
             losses.append(loss.detach())
+            tied.collect()
+        tied.add()
         self.calls += 1
         return sum(losses[1:], losses[0])
 

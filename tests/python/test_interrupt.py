@@ -21,6 +21,7 @@ from torch import nn
 import roundpipe
 from robustness import ReferenceLoop, assert_same, pipe_of, script_environment, sgd_step, squared_error
 from roundpipe import RoundPipe
+from roundpipe.update import uninterrupted
 
 LOOP = """
 import sys, time, torch, roundpipe
@@ -246,3 +247,30 @@ def test_a_data_loader_with_workers_beside_a_pool() -> None:
             seen.extend(batch[:, 0].tolist())
         assert seen == [float(index) for index in range(24)]
     pipe.synchronize()
+
+
+def test_signals_wait_until_a_block_that_must_not_stop_is_over() -> None:
+    """A handler that raises in the middle of the start of the optimizer's thread would leave one that nobody ends."""
+    names = ("SIGINT", "SIGTERM", "SIGUSR1")
+    seen: list[int] = []
+
+    def handler(number: int, frame: object) -> None:
+        seen.append(number)
+        raise SystemExit(number)
+
+    before = {name: signal.signal(getattr(signal, name), handler) for name in names}
+    try:
+        for _ in range(2):
+            seen.clear()
+            over = False
+            with pytest.raises(SystemExit), uninterrupted():
+                for name in (*names, "SIGTERM"):
+                    signal.raise_signal(getattr(signal, name))
+                assert not seen
+                over = True
+            assert over
+            assert sorted(seen) == sorted(getattr(signal, name) for name in names)
+            assert all(signal.getsignal(getattr(signal, name)) is handler for name in names)
+    finally:
+        for name, old in before.items():
+            signal.signal(getattr(signal, name), old)
