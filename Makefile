@@ -148,7 +148,8 @@ test-python: build $(VENV)/.test
 CARD = PYTHONPATH="$(CURDIR)/$(BUILD)/tests/fake_card" ROUNDPIPE_REQUIRE_GPU=1 OMP_NUM_THREADS=1
 # Tests of virtual devices that mean something on a card as well: the plugin puts cards in the place of those.
 CARD_PYTHON = PYTHONPATH="$(CURDIR)/$(BUILD)/tests/fake_card:$(CURDIR)/tests/fake_card" OMP_NUM_THREADS=1
-ON_CARD := $(patsubst %,tests/python/test_%.py,equality_layouts plain_steps)
+ON_CARD := $(patsubst %,tests/python/test_%.py,equality_layouts plain_steps tied scaler microbatch wrap_training \
+  following_experts evaluation row_mixing)
 
 test-card: build $(BUILD)/.with_tests $(VENV)/.test
 	$(call say,5,the tests for accelerators on the test card. About 2 minutes on two cores)

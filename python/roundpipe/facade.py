@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -31,6 +32,18 @@ def facade_in(model: Any) -> ModelFacade | None:
         return None
     inner._follow_changes()
     return inner
+
+
+@contextmanager
+def _values_in_place() -> Iterator[None]:
+    """torch loads values into the parameters that are there, also where a program or a device's module has told it to
+    swap them for others: the engine holds them, and torch does not swap what somebody holds."""
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
 class ModelFacade(HostResident):
@@ -163,7 +176,8 @@ class ModelFacade(HostResident):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The original model's, after everything that runs is done; the next step goes on from the loaded values."""
         self._step_group.synchronize()
-        return self._original_model.load_state_dict(*args, **kwargs)
+        with _values_in_place():
+            return self._original_model.load_state_dict(*args, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """The original model's, for models of transformers and peft, after everything that runs is done."""

@@ -70,6 +70,8 @@ class PythonLayer final : public runtime::Layer {
 
   std::string name() const override { return name_; }
 
+  std::shared_ptr<const void> hold() const override { return std::make_shared<const InterpreterLock>(); }
+
   std::vector<NamedTensor> parameters() const override {
     const InterpreterLock lock;
     return named_tensors(object_of(object_).attr("parameters")());

@@ -2,9 +2,8 @@
 
 #include <algorithm>
 
-#include <ATen/ops/empty.h>
-
 #include <roundpipe/core/bytes.h>
+#include <roundpipe/core/error.h>
 
 namespace roundpipe::memory {
 
@@ -51,9 +50,16 @@ bool BlockLayout::same_dtypes(const BlockLayout& other) const {
 at::Tensor BlockLayout::view(const at::Tensor& flat, size_t index, int64_t base_bytes) const {
   const TensorLayout& tensor = tensors[index];
   const auto element_bytes = static_cast<int64_t>(c10::elementSize(tensor.dtype));
-  at::Tensor view = at::empty({0}, flat.options().dtype(tensor.dtype).pinned_memory(false));
-  return view.set_(flat.storage(), (flat.storage_offset() + base_bytes + tensor.offset_bytes) / element_bytes,
-                   tensor.sizes, tensor.strides);
+  const int64_t offset_bytes = flat.storage_offset() * flat.element_size() + base_bytes + tensor.offset_bytes;
+  if (offset_bytes + tensor.size_bytes > static_cast<int64_t>(flat.storage().nbytes())) {
+    throw Error(concat("[memory] a block of ", flat.storage().nbytes(), " bytes was given for tensor ", index,
+                       ", expected ", offset_bytes + tensor.size_bytes, " bytes; this is a mistake in the engine"));
+  }
+  // Hundreds of these are made for a job whose layer has as many experts, so not through the dispatcher.
+  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(flat.storage()),
+                                                             flat.key_set(), c10::scalarTypeToTypeMeta(tensor.dtype));
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes, tensor.strides, offset_bytes / element_bytes);
+  return view;
 }
 
 }  // namespace roundpipe::memory

@@ -34,6 +34,7 @@ Call::Call(std::shared_ptr<ModelState> call_model, CallOptions call_options, uin
       values_(static_cast<size_t>(model->layer_count() + 1) * static_cast<size_t>(options.microbatches)),
       gradients_(values_.size()),
       finished_(device::fired_event()) {
+  const std::shared_ptr<const void> held = model->hold();
   for (const auto& layer : model->layers) attributes.push_back(layer->layer->attributes());
 }
 

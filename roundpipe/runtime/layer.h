@@ -58,6 +58,9 @@ class Layer {
  public:
   virtual ~Layer() = default;
   virtual std::string name() const = 0;
+  // What the layer takes while it is asked something or a shell of it runs (the interpreter lock), for this thread to
+  // keep over several of them. Null: nothing.
+  virtual std::shared_ptr<const void> hold() const { return nullptr; }
   // Two layers that return the same tensor (same TensorImpl) are tied.
   virtual std::vector<memory::NamedTensor> parameters() const = 0;
   virtual std::vector<memory::NamedTensor> buffers() const = 0;

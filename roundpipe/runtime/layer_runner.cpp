@@ -64,12 +64,43 @@ std::vector<uint32_t> versions_of(const std::vector<at::Tensor>& inputs, const s
   return versions;
 }
 
+// One microbatch of a job is enough, and its last one is not the one that kernels are chosen or compiled in.
+bool times_layers(const JobRun& run, int microbatch) { return microbatch + 1 == run.job.microbatches.last; }
+
 }  // namespace
+
+void LayerRunner::hold(const JobRun& run, int l) {
+  const bool locks =
+      run.call->options.preserve_rng_state && locks_generator(run.habits(l).shared_draws, device_.torch_device());
+  if (locks || !run.layer(l).buffers.empty()) {
+    held_.reset();
+    return;
+  }
+  std::shared_ptr<const void> held = run.layer(l).layer->hold();
+  if (!held_ || !held) held_ = std::move(held);
+}
+
+void LayerRunner::let_go() noexcept {
+  held_.reset();
+  clocked_.clear();
+}
+
+void LayerRunner::pause(JobRun& run) {
+  held_.reset();
+  for (const Clocked& clocked : clocked_) {
+    run.call->then({clocked.begun, clocked.done}, [model = run.call->model, clocked] {
+      model->layers[static_cast<size_t>(clocked.layer)]->forward_ms.store(clocked.done->time_ms() -
+                                                                          clocked.begun->time_ms());
+    });
+  }
+  clocked_.clear();
+}
 
 Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microbatch, bool recompute) {
   Call& call = *run.call;
   LayerState& state = run.layer(l);
   LayerShell& layer = *shell(run, l).layer;
+  hold(run, l);
   const bool has_buffers = !state.buffers.empty();
   const bool gradients = call.options.requires_grad;
   // A backward needs what was there before each microbatch, a call that fails what was there before the first, and a
@@ -103,11 +134,10 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
                          "next ones take it into account"));
     }
     repeated = true;
-    // One microbatch of a job is enough, and its last one is not the one that kernels are chosen or compiled in.
-    if (microbatch + 1 == run.job.microbatches.last) {
+    if (times_layers(run, microbatch)) {
       const EventPtr begun = device_.compute().mark();
       outputs = layer.forward(inputs, context);
-      clock_forward(run, l, begun, device_.compute().mark());
+      clocked_.push_back({l, begun, device_.compute().mark()});
     } else {
       outputs = layer.forward(inputs, context);
     }
@@ -147,12 +177,6 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
     }
   }
   return outputs;
-}
-
-void LayerRunner::clock_forward(JobRun& run, int l, const EventPtr& begun, const EventPtr& done) {
-  run.call->then({begun, done}, [model = run.call->model, l, begun, done] {
-    model->layers[static_cast<size_t>(l)]->forward_ms.store(done->time_ms() - begun->time_ms());
-  });
 }
 
 void LayerRunner::save_buffers(JobRun& run, int l, int microbatch, std::vector<at::Tensor> before) {
@@ -304,18 +328,32 @@ Flow LayerRunner::run_detached(JobRun& run, int l, const Flow& inputs, int micro
 
 namespace {
 
-// What a backward pass does when a gradient arrives at layer `l`, so that what is drawn there does not depend on which
-// layers the pass went through before.
-std::function<void()> seed_on_arrival(const JobRun& run, int l, int microbatch) {
-  if (!run.call->options.preserve_rng_state) return nullptr;
+// What a backward pass does when a gradient arrives at layer `l`: what is drawn there must not depend on which layers
+// the pass went through before.
+std::function<void()> on_arrival(const JobRun& run, int l, int microbatch,
+                                 const std::shared_ptr<BackwardClock>& clock) {
+  const bool seeds = run.call->options.preserve_rng_state;
+  if (!seeds && !clock) return nullptr;
   const uint64_t seed = backward_seed(run.call->seed(l, microbatch));
-  return [seed] { device::OwnGenerators::current()->seed(seed); };
+  return [seeds, seed, clock, l] {
+    if (clock) clock->reached(l);
+    if (seeds) device::OwnGenerators::current()->seed(seed);
+  };
 }
 
 }  // namespace
 
+std::vector<at::Tensor> SegmentGraph::input_gradients() const {
+  std::vector<at::Tensor> gradients;
+  for (const int place : places) {
+    gradients.push_back(place < 0 ? at::Tensor() : boundary.gradient(static_cast<size_t>(place)));
+  }
+  return gradients;
+}
+
 Values LayerRunner::run_graph(JobRun& run, schedule::Range layers, const Flow& inputs, int microbatch, bool recompute,
-                              bool for_loss, Boundary& boundary, std::vector<int>& places) {
+                              bool for_loss, SegmentGraph& graph) {
+  if (times_layers(run, microbatch)) graph.clock = std::make_shared<BackwardClock>(device_.compute(), layers);
   // The loss, which comes behind the last layer, may write to what it is given.
   const auto copies = [&](int l, const std::vector<char>& shared) {
     return l < layers.last ? copies_for(run, l, shared) : shared;
@@ -323,15 +361,18 @@ Values LayerRunner::run_graph(JobRun& run, schedule::Range layers, const Flow& i
   Values values;
   values.structure = inputs.structure;
   std::vector<char> shared = shared_places(inputs.tensors, run.weights);
-  values.tensors = cut_off(inputs, copies(layers.first, shared), /*gradients=*/true, boundary, places);
+  values.tensors = cut_off(inputs, copies(layers.first, shared), /*gradients=*/true, graph.boundary, graph.places);
   const at::AutoGradMode grad_mode(true);
+  Together together(*this, run);
   for (int l = layers.first; l < layers.last; ++l) {
     std::vector<char> unused;
     values = execute_watched(run, l, values, microbatch, recompute, any(shared), unused);
     if (l + 1 == layers.last && !for_loss) break;
     shared = shared_places(values.tensors, run.weights);
-    values.tensors = cross_boundary(values.tensors, copies(l + 1, shared), seed_on_arrival(run, l, microbatch));
+    values.tensors = cross_boundary(values.tensors, copies(l + 1, shared), on_arrival(run, l, microbatch, graph.clock));
   }
+  if (!for_loss) values.structure.reset();
+  together.pause();
   return values;
 }
 

@@ -5,6 +5,7 @@
 
 #include <roundpipe/device/device.h>
 #include <roundpipe/runtime/autograd_nodes.h>
+#include <roundpipe/runtime/backward_clock.h>
 #include <roundpipe/runtime/flow.h>
 #include <roundpipe/runtime/job_run.h>
 #include <roundpipe/runtime/outbox.h>
@@ -13,12 +14,38 @@
 
 namespace roundpipe::runtime {
 
+// The graph of layers that have run together, and what its backward is timed with (null: it is not).
+struct SegmentGraph {
+  Boundary boundary;        // where it ends
+  std::vector<int> places;  // of the inputs there; -1 for one that needs no gradient, or is an input before it again
+  std::shared_ptr<BackwardClock> clock;
+
+  // Of the inputs, after the backward; undefined where none arrived.
+  std::vector<at::Tensor> input_gradients() const;
+};
+
 // Runs single layers on one device as they would run in the uncut model: grad mode, random state, buffers, and
 // whether a layer writes to its inputs. Used by the device's thread, inside its compute scope.
 class LayerRunner {
  public:
   LayerRunner(device::Device& device, transfer::LinkScheduler& upload, Outbox& outbox, Shells& shells)
       : device_(device), upload_(upload), outbox_(outbox), shells_(shells) {}
+
+  // While it lives, layers of a microbatch that run one after the other keep what Layer::hold() has given them, so
+  // that it is taken once, and what they drop is dropped under it. Between them, pause() comes before whatever may wait
+  // for another thread or takes a lock: that thread may want the same.
+  class Together {
+   public:
+    Together(LayerRunner& layers, JobRun& run) : layers_(layers), run_(run) {}
+    ~Together() { layers_.let_go(); }
+    Together(const Together&) = delete;
+    Together& operator=(const Together&) = delete;
+    void pause() { layers_.pause(run_); }
+
+   private:
+    LayerRunner& layers_;
+    JobRun& run_;
+  };
 
   // Points the shells of the job's layers at its slot and sets what requires gradients.
   void bind(JobRun& run);
@@ -31,10 +58,9 @@ class LayerRunner {
   // `inputs`, so a layer that writes to its inputs gets copies.
   Flow run_detached(JobRun& run, int layer, const Flow& inputs, int microbatch, bool recompute, bool protect);
 
-  // Runs layers [first, last) with a graph that ends in `boundary`; `places[i]` is the index of input i there, -1 if
-  // it needs no gradient, or is the same tensor as an input before it. `for_loss`: the loss takes the result.
+  // Runs layers [first, last) with a graph. `for_loss`: the loss takes the result; else it has no structure.
   Values run_graph(JobRun& run, schedule::Range layers, const Flow& inputs, int microbatch, bool recompute,
-                   bool for_loss, Boundary& boundary, std::vector<int>& places);
+                   bool for_loss, SegmentGraph& graph);
 
   Shell& shell(JobRun& run, int layer);
 
@@ -42,8 +68,17 @@ class LayerRunner {
   void restore_buffers(JobRun& run, int layer, int microbatch);
 
  private:
-  // Notes what the device took from `begun` to `done`.
-  void clock_forward(JobRun& run, int layer, const device::EventPtr& begun, const device::EventPtr& done);
+  // A layer's forward on the device, to be noted once it is over there.
+  struct Clocked {
+    int layer;
+    device::EventPtr begun;
+    device::EventPtr done;
+  };
+
+  // Holds what the layer holds, which the one before may have left; nothing where running it may wait or lock.
+  void hold(const JobRun& run, int layer);
+  void let_go() noexcept;
+  void pause(JobRun& run);
   Values execute(JobRun& run, int layer, const Values& inputs, int microbatch, bool recompute);
   // The same, and finds out whether the layer writes to its inputs; `intact`: which of them it did not write to.
   // `needs_copies`: a layer that writes would have been given some as copies. Throws Error when it had never written.
@@ -58,6 +93,8 @@ class LayerRunner {
   Outbox& outbox_;
   Shells& shells_;
   std::vector<LayerShell*> bound_;
+  std::shared_ptr<const void> held_;
+  std::vector<Clocked> clocked_;
   std::map<at::ScalarType, at::Tensor> nothing_;  // what an idle shell's tensors have
 };
 

@@ -33,14 +33,17 @@ void MicrobatchRunner::run(JobRun& run, int microbatch, Frugality frugality) {
 void MicrobatchRunner::forward(JobRun& run, int microbatch) {
   Flow flow = staging_.take(run, microbatch);
   bool still_read = false;
+  LayerRunner::Together together(layers_, run);
   for (int l = run.job.layers.first; l < run.job.layers.last; ++l) {
     if (l > run.job.layers.first && run.call->saved_boundaries[static_cast<size_t>(l)]) {
+      together.pause();
       outbox_.send_values(run, flow, l, microbatch);
       still_read = true;
     }
     flow = run_layer(run, l, flow, microbatch, /*recompute=*/false, /*protect=*/still_read);
     still_read = false;
   }
+  together.pause();
   outbox_.send_values(run, flow, run.job.layers.last, microbatch);
 }
 
@@ -85,9 +88,13 @@ void MicrobatchRunner::train(JobRun& run, int microbatch) {
   }
   std::vector<Range> left = segments(run);
   std::vector<Flow> inputs;
-  for (size_t i = 0; i + 1 < left.size(); ++i) {
-    inputs.push_back(flow);
-    flow = run_layer(run, left[i].first, flow, microbatch, /*recompute=*/!fused, /*protect=*/true);
+  {
+    LayerRunner::Together together(layers_, run);
+    for (size_t i = 0; i + 1 < left.size(); ++i) {
+      inputs.push_back(flow);
+      flow = run_layer(run, left[i].first, flow, microbatch, /*recompute=*/!fused, /*protect=*/true);
+    }
+    together.pause();
   }
   Tensors gradients = fused ? backpropagate_loss(run, left.back(), std::move(flow), microbatch)
                             : backpropagate_last(run, left.back(), std::move(flow), microbatch);
@@ -102,20 +109,6 @@ void MicrobatchRunner::train(JobRun& run, int microbatch) {
 }
 
 namespace {
-
-// A segment's graph, which ends at the segment's inputs.
-struct Graph {
-  Boundary boundary;
-  std::vector<int> places;
-
-  std::vector<at::Tensor> input_gradients() const {
-    std::vector<at::Tensor> gradients;
-    for (const int place : places) {
-      gradients.push_back(place < 0 ? at::Tensor() : boundary.gradient(static_cast<size_t>(place)));
-    }
-    return gradients;
-  }
-};
 
 // What a backward begins from.
 struct Roots {
@@ -135,11 +128,11 @@ struct Roots {
 MicrobatchRunner::Tensors MicrobatchRunner::backpropagate(JobRun& run, Range segment, const Flow& inputs,
                                                           const Tensors& gradients, int microbatch) {
   doing_ = {"the recomputation", segment};
-  Graph graph;
-  const Values outputs = layers_.run_graph(run, segment, inputs, microbatch, /*recompute=*/true, /*for_loss=*/false,
-                                           graph.boundary, graph.places);
+  SegmentGraph graph;
+  const Values outputs =
+      layers_.run_graph(run, segment, inputs, microbatch, /*recompute=*/true, /*for_loss=*/false, graph);
   const Roots roots(outputs, gradients);
-  backward(run, segment, microbatch, /*from_loss=*/false, roots.tensors, roots.gradients);
+  backward(run, segment, microbatch, /*from_loss=*/false, roots.tensors, roots.gradients, graph.clock.get());
   return graph.input_gradients();
 }
 
@@ -147,44 +140,48 @@ MicrobatchRunner::Tensors MicrobatchRunner::backpropagate_last(JobRun& run, Rang
                                                                int microbatch) {
   StagedValues& arriving = *run.staged.at(microbatch).gradients;
   doing_ = {"the recomputation", segment};
-  Graph graph;
+  SegmentGraph graph;
   std::optional<Roots> roots;
   {
-    const Values outputs = layers_.run_graph(run, segment, inputs, microbatch, /*recompute=*/true, /*for_loss=*/false,
-                                             graph.boundary, graph.places);
+    const Values outputs =
+        layers_.run_graph(run, segment, inputs, microbatch, /*recompute=*/true, /*for_loss=*/false, graph);
     inputs = {};
     gradient_wait_.recomputed = device_.compute().mark();
     const Tensors gradients = staging_.take(arriving);
     gradient_wait_.arrived_ms = now_ms();
     roots.emplace(outputs, gradients);
   }
-  backward(run, segment, microbatch, /*from_loss=*/false, roots->tensors, roots->gradients);
+  backward(run, segment, microbatch, /*from_loss=*/false, roots->tensors, roots->gradients, graph.clock.get());
   return graph.input_gradients();
 }
 
 MicrobatchRunner::Tensors MicrobatchRunner::backpropagate_loss(JobRun& run, Range segment, Flow inputs,
                                                                int microbatch) {
   doing_ = {"the forward", segment};
-  Graph graph;
+  SegmentGraph graph;
   at::Tensor total;
   {
-    const Values outputs = layers_.run_graph(run, segment, inputs, microbatch, /*recompute=*/false, /*for_loss=*/true,
-                                             graph.boundary, graph.places);
+    const Values outputs =
+        layers_.run_graph(run, segment, inputs, microbatch, /*recompute=*/false, /*for_loss=*/true, graph);
     inputs = {};
     doing_ = {"the loss", segment};
     total = total_loss(run, outputs, microbatch);
   }
   // Last, so that the caller may make the step while the gradients are still on their way.
   const at::AutoGradMode grad_mode(true);
-  backward(run, segment, microbatch, /*from_loss=*/true, {total}, {});
+  backward(run, segment, microbatch, /*from_loss=*/true, {total}, {}, graph.clock.get());
   return graph.input_gradients();
 }
 
 void MicrobatchRunner::backward(JobRun& run, Range layers, int microbatch, bool from_loss, const Tensors& roots,
-                                const Tensors& gradients) {
+                                const Tensors& gradients, BackwardClock* clock) {
   if (roots.empty()) return;
   doing_ = {"the backward", layers};
-  const auto body = [&] { torch::autograd::backward(roots, gradients); };
+  const auto body = [&] {
+    if (clock != nullptr) clock->reached(layers.last - 1);
+    torch::autograd::backward(roots, gradients);
+    if (clock != nullptr) clock->over(*run.call);
+  };
   if (!run.call->options.preserve_rng_state) return body();
   std::vector<SharedDraws*> draws;
   for (int l = layers.first; l < layers.last; ++l) draws.push_back(&run.habits(l).shared_draws);

@@ -46,7 +46,7 @@ class MicrobatchRunner {
   Tensors backpropagate_loss(JobRun& run, schedule::Range segment, Flow inputs, int microbatch);
   Tensors backpropagate_last(JobRun& run, schedule::Range segment, Flow inputs, int microbatch);
   void backward(JobRun& run, schedule::Range layers, int microbatch, bool from_loss, const Tensors& roots,
-                const Tensors& gradients);
+                const Tensors& gradients, BackwardClock* clock);
   at::Tensor total_loss(JobRun& run, const Values& outputs, int microbatch);
 
   device::Device& device_;

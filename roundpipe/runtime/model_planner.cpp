@@ -15,8 +15,8 @@ namespace {
 // Until times are measured, a layer is taken to cost what its weights weigh, and at least something.
 constexpr double kBytesPerMs = 1e6;
 constexpr double kLeast_ms = 0.01;
-// How much of a new measurement is taken over, once there is one.
-constexpr double kSmoothing = 0.3;
+// How much of a new measurement is taken over. The first one is dropped at the second: much is made and chosen in it.
+double weight_of_new(int calls) { return calls < 2 ? 1 : 0.3; }
 
 constexpr int kCallsToMeasure = 2;
 constexpr int kCallsBetweenPlans = 8;
@@ -25,7 +25,8 @@ constexpr std::int64_t kEffort = 20'000'000;
 constexpr size_t kMostPlans = 16;
 
 double median(std::vector<double>& values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  // Of two the shorter: a job's first microbatch may wait for more than its work.
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>((values.size() - 1) / 2);
   std::nth_element(values.begin(), middle, values.end());
   return *middle;
 }
@@ -65,13 +66,21 @@ void CostMeter::add(const std::vector<ExecutionRecord>& records) {
     times[{record.phase, record.layers.first, record.layers.last}].push_back(busy_ms);
   }
   for (size_t l = 0; l < layers_.size(); ++l) {
-    const double clocked_ms = model_.layers[l]->forward_ms.load();
-    if (clocked_ms <= 0) continue;
     Layer& layer = layers_[l];
-    const double before_ms = layer.forward_ms;
-    layer.forward_ms = layer.forward_calls == 0 ? clocked_ms : before_ms + kSmoothing * (clocked_ms - before_ms);
-    if (layer.backward_calls == 0) layer.backward_ms = 2 * layer.forward_ms;
-    ++layer.forward_calls;
+    const auto take = [](double clocked_ms, double& known_ms, int& calls) {
+      known_ms += weight_of_new(calls) * (clocked_ms - known_ms);
+      ++calls;
+    };
+    const double forward_ms = model_.layers[l]->forward_ms.load();
+    if (forward_ms > 0) {
+      take(forward_ms, layer.forward_ms, layer.forward_calls);
+      if (layer.backward_calls == 0) layer.backward_ms = 2 * layer.forward_ms;
+    }
+    const double backward_ms = model_.layers[l]->backward_ms.exchange(0);
+    if (backward_ms > 0) {
+      take(backward_ms, layer.backward_ms, layer.backward_calls);
+      layer.backward_clocked = true;
+    }
   }
   const bool clocked = model_.layers.front()->forward_ms.load() > 0;
   // Forwards first: what a backward takes is known only beside the forward that it repeats.
@@ -84,7 +93,7 @@ void CostMeter::add(const std::vector<ExecutionRecord>& records) {
         const double factor = thought_ms > 0 ? target_ms / thought_ms : 1;
         for (int l = first; l < last; ++l) {
           Layer& layer = layers_[static_cast<size_t>(l)];
-          layer.*field *= layer.*calls == 0 ? factor : 1 + kSmoothing * (factor - 1);
+          layer.*field *= 1 + weight_of_new(layer.*calls) * (factor - 1);
           ++(layer.*calls);
         }
       };
@@ -95,11 +104,13 @@ void CostMeter::add(const std::vector<ExecutionRecord>& records) {
         continue;
       }
       double backward_ms = 0;
-      bool forward_known = true;
+      bool forward_known = true, backward_clocked = true;
       for (int l = first; l < last; ++l) {
         backward_ms += layers_[static_cast<size_t>(l)].backward_ms;
         forward_known &= layers_[static_cast<size_t>(l)].forward_calls > 0;
+        backward_clocked &= layers_[static_cast<size_t>(l)].backward_clocked;
       }
+      if (clocked && backward_clocked) continue;
       if (!forward_known || (phase == Phase::kFused && !clocked)) {
         // Seen only together: the usual share.
         if (!clocked) scale(&Layer::forward_ms, &Layer::forward_calls, thought_ms, measured_ms / 3);

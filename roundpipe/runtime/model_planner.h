@@ -13,8 +13,9 @@
 namespace roundpipe::runtime {
 
 // What the layers of a model take, learned from what calls executed: smoothed, one microbatch, in milliseconds.
-// Where layers have no clock of their own (LayerState::forward_ms), a stage's time is shared out to them in proportion
-// to what they were thought to take, so different cuts sharpen the picture. Thread safety: one thread at a time.
+// Where layers have no clock of their own (LayerState::forward_ms, backward_ms), a stage's time is shared out to them
+// in proportion to what they were thought to take, so different cuts sharpen the picture. Thread safety: one thread at
+// a time.
 class CostMeter {
  public:
   // `model` outlives the meter.
@@ -34,6 +35,7 @@ class CostMeter {
     double backward_ms;
     int forward_calls = 0;
     int backward_calls = 0;
+    bool backward_clocked = false;
   };
   double forward_ms(schedule::Range layers) const;
 

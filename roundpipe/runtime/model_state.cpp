@@ -129,7 +129,15 @@ std::vector<std::vector<char>> ModelState::trainable() const {
   return flags;
 }
 
+std::shared_ptr<const void> ModelState::hold() const {
+  for (const auto& layer : layers) {
+    if (std::shared_ptr<const void> held = layer->layer->hold()) return held;
+  }
+  return nullptr;
+}
+
 std::vector<LayerHabitsPtr> ModelState::habits_of_now() {
+  const std::shared_ptr<const void> held = hold();
   std::vector<LayerHabitsPtr> found;
   for (const auto& layer : layers) {
     LayerHabitsPtr& habits = layer->habits[layer->layer->mode_key()];

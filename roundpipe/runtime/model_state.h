@@ -52,8 +52,9 @@ struct LayerState {
   std::map<uint64_t, LayerHabitsPtr> habits;  // by Layer::mode_key(); caller's thread only
   // How it has to run for want of memory.
   std::atomic<Frugality> frugality{Frugality::kStage};
-  // What the last forward of one microbatch took the device; 0 = unknown.
+  // What the last forward and the last backward of one microbatch took the device; 0 = unknown.
   std::atomic<double> forward_ms{0};
+  std::atomic<double> backward_ms{0};
   // When the buffers hold what the last submitted forward makes of them; caller's thread only.
   device::EventPtr buffers_current;
 };
@@ -112,6 +113,8 @@ struct ModelState {
   void ran_out_of_memory(std::string notice);
   // What has been noted since the last call; empty = nothing.
   std::string take_notice();
+  // Of the first layer that holds something (see Layer::hold), to be kept while all of them are asked.
+  std::shared_ptr<const void> hold() const;
   // What each layer does in the mode it is in now; reads the layers' mode keys. Caller's thread.
   std::vector<LayerHabitsPtr> habits_of_now();
   // Throws Error in a process that is left behind.

@@ -33,6 +33,9 @@ struct SharedDraws {
   }
 };
 
+// Whether run_seeded() has to lock the card's default generator.
+bool locks_generator(const SharedDraws& draws, c10::Device device);
+
 // Runs `body`, the forward of a layer on `device`, with `own`, the generators of this thread, seeded by `seed`.
 //
 // On a card whose default generator the layer draws from, or is not known not to, it runs under a lock of that card,

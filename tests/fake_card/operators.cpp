@@ -156,6 +156,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Te
   return {of_input, of_weight, of_bias};
 }
 
+// As on real cards, integers too.
+at::Tensor histc(const at::Tensor& input, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  const c10::DeviceIndex card = input.device().index();
+  const CardGuard guard(card);
+  const at::Tensor output = at::empty({bins}, input.options());
+  launch(card, "histc", [to = alias_tensor(output), from = alias_tensor(input), bins, min, max] {
+    const at::Tensor values = from.is_floating_point() ? from : from.to(at::kDouble);
+    const_cast<at::Tensor&>(to).copy_(values.histc(bins, min, max));
+  });
+  return output;
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty.memory_format", empty_on_card);
   library.impl("empty_strided", empty_strided);
@@ -174,6 +186,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_local_scalar_dense", local_scalar);
   library.impl("record_stream", record_stream);
   library.impl("native_dropout", native_dropout);
+  library.impl("histc", histc);
   library.impl("convolution_overrideable", convolution);
   library.impl("convolution_backward_overrideable", convolution_backward);
 }

@@ -144,3 +144,44 @@ print(torch.card.has_context(0), torch.card.has_context(1))
 """
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=os.environ, timeout=120)
     assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+class Busy(torch.autograd.Function):
+    """The card is busy for a while, in the forward and in the backward."""
+
+    @staticmethod
+    def forward(ctx, value, forward_ms, backward_ms):
+        ctx.backward_ms = backward_ms
+        if value.device.type == "card":
+            card.occupy(forward_ms)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if gradient.device.type == "card":
+            card.occupy(ctx.backward_ms)
+        return gradient, None, None
+
+
+class Takes(nn.Module):
+    def __init__(self, forward_ms: float, backward_ms: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.times = (forward_ms, backward_ms)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return Busy.apply(self.linear(value), *self.times)
+
+
+@pytest.mark.parametrize("spec", ["card:0", "card:0x2", "card:0,card:1"])
+def test_layers_take_what_the_card_took(spec):
+    roundpipe.devices(spec)
+    times = [(40, 60), (80, 120), (50, 40)]
+    config = RoundPipeRunConfig(num_microbatch=2)
+    model = RoundPipe(nn.Sequential(*[Takes(*of) for of in times]), model_run_config=config)
+    for _ in range(3):
+        model.forward_backward((torch.randn(4, 8),), loss_fn=lambda outputs, _: outputs.sum())
+        model.synchronize()
+    measured = [(cost.forward_ms, cost.backward_ms) for cost in model.costs()]
+    for took, found in zip(times, measured, strict=True):
+        assert found == pytest.approx(took, rel=0.1)

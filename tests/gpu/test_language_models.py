@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -41,16 +42,31 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
+def packed_batch() -> dict[str, torch.Tensor]:
+    """Several documents in each row."""
+    ids = torch.randint(3, 512, (6, 33), generator=torch.Generator().manual_seed(1))
+    positions = torch.stack([torch.arange(33) % length for length in (33, 12, 20, 7, 17, 30)])
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+
+
 @pytest.mark.parametrize(("lora", "chunks"), [(False, None), (False, 16), (True, 16)])
+@pytest.mark.parametrize("make_batch", [batch, packed_batch])
 @pytest.mark.parametrize("name", MODELS)
-def test_plain_model(name: str, lora: bool, chunks: int | None, pool: roundpipe.DevicePool, accelerator: str) -> None:
+def test_plain_model(
+    name: str,
+    make_batch: Callable[[], dict[str, torch.Tensor]],
+    lora: bool,
+    chunks: int | None,
+    pool: roundpipe.DevicePool,
+    accelerator: str,
+) -> None:
     torch.manual_seed(0)
     model: Any = MODELS[name]()
     if lora:
         config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
         model = peft.get_peft_model(model, config)
     plain = copy.deepcopy(model).to(accelerator)
-    expected = plain(**{key: value.to(accelerator) for key, value in batch().items()}, use_cache=False).loss
+    expected = plain(**{key: value.to(accelerator) for key, value in make_batch().items()}, use_cache=False).loss
     expected.backward()
     wrapped = wrap_model_to_roundpipe(
         model,
@@ -58,7 +74,7 @@ def test_plain_model(name: str, lora: bool, chunks: int | None, pool: roundpipe.
         mlp_chunk_tokens=chunks,
         model_run_config=RoundPipeRunConfig(num_microbatch=3, recompute_grain="layer"),
     )
-    loss = wrapped.forward_backward(input_kwargs=batch())
+    loss = wrapped.forward_backward(input_kwargs=make_batch())
     wrapped.synchronize()
     torch.testing.assert_close(loss, expected.detach().cpu(), **TOLERANCE)
     for (key, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):

@@ -409,6 +409,16 @@ def test_cleared_gradients_stay_cleared() -> None:
 # --- saving ---
 
 
+@pytest.fixture(params=[False, True], ids=["", "where parameters are swapped"])
+def swapping(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(request.param)
+    yield
+    assert torch.__future__.get_swap_module_params_on_conversion() == request.param
+    torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@pytest.mark.usefixtures("swapping")
 def test_state_dict_round_trip() -> None:
     pipe = pipe_of(linear_model(), 2)
     pipe.forward_backward((torch.randn(4, 4),), loss_fn=lambda outputs, _: outputs.sum())

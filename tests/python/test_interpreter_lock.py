@@ -6,16 +6,19 @@ import torch
 from torch import nn
 
 import roundpipe
+from reference_loops import plan_of
 from roundpipe import RoundPipe, RoundPipeRunConfig, _core
 
 LAYERS, MICROBATCHES = 6, 4
 
 
-def taken_by_a_forward(layer: nn.Module) -> int:
-    """Of a chain of it, after a call that has made all there is to make."""
-    chain = nn.Sequential(*[layer for _ in range(LAYERS)])
-    model = RoundPipe(chain, model_run_config=RoundPipeRunConfig(num_microbatch=MICROBATCHES))
+def taken_by_a_forward(layer: nn.Module, layers: int = LAYERS) -> int:
+    """Of a chain of it in one stage, after a call that has made all there is to make."""
+    chain = nn.Sequential(*[layer for _ in range(layers)])
+    config = RoundPipeRunConfig(num_microbatch=MICROBATCHES, execute_plan=plan_of(layers, [], [], fused=False))
+    model = RoundPipe(chain, model_run_config=config)
     inputs = torch.ones(MICROBATCHES, 4)
+    roundpipe.devices("virtual:1")
     for _ in range(2):
         before = _core.interpreter_lock_acquisitions()
         with torch.no_grad():
@@ -29,6 +32,11 @@ def test_python_layers_take_it_and_native_layers_do_not() -> None:
     python = taken_by_a_forward(nn.Identity())
     # Every job runs its microbatches under it, and drops what came before them.
     assert python >= native + MICROBATCHES, (python, native)
+
+
+def test_layers_that_follow_each_other_run_under_one_taking() -> None:
+    # What a thread of the engine drops may be dropped by another, outside of the layers, once for each microbatch.
+    assert taken_by_a_forward(nn.Identity(), 8 * LAYERS) <= taken_by_a_forward(nn.Identity()) + MICROBATCHES
 
 
 def test_every_taking_counts_once_and_what_is_held_already_does_not() -> None:

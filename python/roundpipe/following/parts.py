@@ -117,6 +117,8 @@ class Skeleton:
         self.owner = owner
         self._run: Run | None = None
         self._structure = structure
+        self._missing: list[Placeholder] = []
+        self._device = torch.device("cpu")
         tensors: dict[int, torch.Tensor] = {}
         shown: list[dict[int, torch.Tensor]] = [{}, {}, {}]
         for tensor in [*structure.model.parameters(), *structure.model.buffers()]:
@@ -126,6 +128,7 @@ class Skeleton:
                 continue
             missing = Placeholder.of_parameter(name, tensor)
             later = Placeholder.of_parameter(name, tensor, "late")
+            self._missing += [missing, later]
             for phase in Phase:
                 here = phase in phases or (phase is Phase.BEFORE and name in structure.ends_early)
                 absent = missing if phase is Phase.BEFORE else later
@@ -149,6 +152,14 @@ class Skeleton:
             self._phase = phase
             for state, name, tensors in self._places:
                 state[name] = tensors[phase]  # type: ignore[assignment]  # stands for a parameter
+
+    def _be_on(self, device: torch.device) -> None:
+        """What is missing is where the inputs are, not where the user's model has it: forwards ask, and put there what
+        they make."""
+        if device != self._device:
+            self._device = device
+            for placeholder in self._missing:
+                placeholder.shown_device = device
 
     def _answer(self) -> None:
         for module in self._structure.model.modules():
@@ -175,6 +186,8 @@ class Skeleton:
         if self._tree.refresh():
             self._answer()
         self._run = run
+        given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is torch.Tensor)
+        self._be_on(next((tensor.device for tensor in given), self._device))
         self._show(Phase.BEFORE)
         try:
             with recording(run.recorder):
