@@ -49,8 +49,10 @@ def packed_batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
 
 
-@pytest.mark.parametrize(("lora", "chunks"), [(False, None), (False, 16), (True, 16)])
-@pytest.mark.parametrize("make_batch", [batch, packed_batch])
+@pytest.mark.parametrize(
+    ("make_batch", "lora", "chunks"),
+    [(batch, False, None), (batch, False, 16), (batch, True, 16), (packed_batch, False, 16)],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_plain_model(
     name: str,

@@ -27,15 +27,15 @@ constexpr double kForward_ms = 4, kBackward_ms = 6;
 constexpr double kRounding_ms = 1e-6;
 
 // Takes its time on the device in either direction.
-LayerSpec slow_layer(const std::string& name) {
+LayerSpec slow_layer(const std::string& name, double backward_ms = kBackward_ms) {
   LayerSpec layer = linear_layer(name, kWidth);
-  layer.body = [body = layer.body](Tensors inputs, const Tensors& parameters, const Tensors& buffers,
-                                   const LayerContext& context) {
+  layer.body = [body = layer.body, backward_ms](Tensors inputs, const Tensors& parameters, const Tensors& buffers,
+                                                const LayerContext& context) {
     Tensors outputs = body(std::move(inputs), parameters, buffers, context);
     context.queue->emulate(kForward_ms);
     if (outputs[0].requires_grad()) {
-      outputs[0].register_hook([queue = context.queue](const at::Tensor& gradient) {
-        queue->emulate(kBackward_ms);
+      outputs[0].register_hook([queue = context.queue, backward_ms](const at::Tensor& gradient) {
+        queue->emulate(backward_ms);
         return gradient;
       });
     }
@@ -125,6 +125,27 @@ TEST_SUITE("execution records") {
       for (const auto& cost : meter.costs()) {
         CHECK(cost.forward_ms >= kForward_ms - kRounding_ms);
         CHECK(cost.backward_ms >= kBackward_ms - kRounding_ms);
+      }
+    }
+  }
+
+  TEST_CASE("tell the layers of a stage apart") {
+    constexpr double kMost_ms = 200;
+    for (const int slowest : {0, 1, 2}) {
+      std::vector<std::unique_ptr<Layer>> layers;
+      for (int l = 0; l < kLayers; ++l) {
+        layers.push_back(std::make_unique<NativeLayer>(slow_layer("l", l == slowest ? kMost_ms : 1)));
+      }
+      LatePool pool(1, std::make_shared<ModelState>("model", std::move(layers), /*pinned=*/false));
+      const CallPtr call = pool.submit(fused_stages({0, 3}), 0);
+      REQUIRE(call->finished()->wait_for(300000));
+      REQUIRE_FALSE(call->failed());
+      CostMeter meter(*pool.model);
+      meter.add(call->records());
+      const auto costs = meter.costs();
+      for (int l = 0; l < kLayers; ++l) {
+        const double backward_ms = costs[static_cast<size_t>(l)].backward_ms;
+        CHECK((l == slowest ? backward_ms >= kMost_ms - kRounding_ms : backward_ms < kMost_ms / 2));
       }
     }
   }
