@@ -70,13 +70,7 @@ bool times_layers(const JobRun& run, int microbatch) { return microbatch + 1 == 
 }  // namespace
 
 void LayerRunner::hold(const JobRun& run, int l) {
-  const bool locks =
-      run.call->options.preserve_rng_state && locks_generator(run.habits(l).shared_draws, device_.torch_device());
-  if (locks || !run.layer(l).buffers.empty()) {
-    held_.reset();
-    return;
-  }
-  std::shared_ptr<const void> held = run.layer(l).layer->hold();
+  std::shared_ptr<const void> held = run.layer(l).buffers.empty() ? run.layer(l).layer->hold() : nullptr;
   if (!held_ || !held) held_ = std::move(held);
 }
 
@@ -149,7 +143,7 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
   try {
     if (call.options.preserve_rng_state) {
       run_seeded(*device::OwnGenerators::current(), run.habits(l).shared_draws, call.seed(l, microbatch),
-                 device_.torch_device(), body);
+                 device_.torch_device(), body, [this] { held_.reset(); });
     } else {
       body();
     }

@@ -75,7 +75,7 @@ class LayerRunner {
     device::EventPtr done;
   };
 
-  // Holds what the layer holds, which the one before may have left; nothing where running it may wait or lock.
+  // Holds what the layer holds, which the one before may have left; nothing where buffers make it wait.
   void hold(const JobRun& run, int layer);
   void let_go() noexcept;
   void pause(JobRun& run);

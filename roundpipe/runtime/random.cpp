@@ -76,17 +76,14 @@ uint64_t layer_seed(uint64_t base_seed, std::string_view model_name, uint64_t ca
 
 uint64_t backward_seed(uint64_t forward_seed) { return mix(forward_seed) >> 1; }
 
-bool locks_generator(const SharedDraws& draws, c10::Device device) {
-  const int known = draws.state.load();
-  return !device.is_cpu() && known != SharedDraws::kNever && known != SharedDraws::kNotInForward;
-}
-
 void run_seeded(OwnGenerators& own, SharedDraws& draws, uint64_t seed, c10::Device device,
-                const std::function<void()>& body) {
+                const std::function<void()>& body, const std::function<void()>& before_lock) {
   own.seed(seed);
-  if (!locks_generator(draws, device)) return body();
+  const int known = draws.state.load();
+  if (device.is_cpu() || known == SharedDraws::kNever || known == SharedDraws::kNotInForward) return body();
+  if (before_lock) before_lock();
   BorrowedGenerator borrowed(device);
-  if (draws.state.load() == SharedDraws::kUnknown) {
+  if (known == SharedDraws::kUnknown) {
     body();
     if (!borrowed.moved()) {
       int unknown = SharedDraws::kUnknown;

@@ -33,16 +33,13 @@ struct SharedDraws {
   }
 };
 
-// Whether run_seeded() has to lock the card's default generator.
-bool locks_generator(const SharedDraws& draws, c10::Device device);
-
 // Runs `body`, the forward of a layer on `device`, with `own`, the generators of this thread, seeded by `seed`.
 //
 // On a card whose default generator the layer draws from, or is not known not to, it runs under a lock of that card,
 // and what that generator held before is put back: REQUIRES that the user's threads do not draw there meanwhile.
-// Blocks until the lock is free. `body` may run twice, when a layer turns out to draw from it.
+// Blocks until the lock is free, after `before_lock`. `body` may run twice, when a layer turns out to draw from it.
 void run_seeded(device::OwnGenerators& own, SharedDraws& draws, uint64_t seed, c10::Device device,
-                const std::function<void()>& body);
+                const std::function<void()>& body, const std::function<void()>& before_lock = nullptr);
 
 // Runs `body`, a backward pass through layers with these `draws`, by the same rule. Throws Error when something there
 // drew from the card's default generator that does so in no forward.
