@@ -63,7 +63,7 @@ MUTANTS = (
     Mutant(
         "an event that fires at once",
         "roundpipe/device/accelerator/accelerator_device.cpp",
-        "      completion_.watch(std::move(recorded), event);\n",
+        "      completion_.watch(event);\n",
         "      event->fire();\n",
         LATE,
     ),
