@@ -21,20 +21,21 @@ def squared_error(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return ((outputs - target) ** 2).sum()
 
 
-class Occupied(torch.autograd.Function):
+class Busy(torch.autograd.Function):
     """Keeps the card busy before what comes next, forward and backward, while the host goes on."""
 
     @staticmethod
-    def forward(ctx, value):
+    def forward(ctx, value, forward_ms, backward_ms):
+        ctx.backward_ms = backward_ms
         if value.device.type == "card":
-            card.occupy(3)
+            card.occupy(forward_ms)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx, gradient):
         if gradient.device.type == "card":
-            card.occupy(3)
-        return gradient
+            card.occupy(ctx.backward_ms)
+        return gradient, None, None
 
 
 class Late(nn.Module):
@@ -45,7 +46,7 @@ class Late(nn.Module):
         self.linear = nn.Linear(48, 48)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return Occupied.apply(torch.tanh(self.linear(Occupied.apply(value))))
+        return Busy.apply(torch.tanh(self.linear(Busy.apply(value, 3, 3))), 3, 3)
 
 
 def chain() -> nn.Sequential:
@@ -146,23 +147,6 @@ print(torch.card.has_context(0), torch.card.has_context(1))
     assert done.stdout.split() == ["False", "True"], done.stderr
 
 
-class Busy(torch.autograd.Function):
-    """The card is busy for a while, in the forward and in the backward."""
-
-    @staticmethod
-    def forward(ctx, value, forward_ms, backward_ms):
-        ctx.backward_ms = backward_ms
-        if value.device.type == "card":
-            card.occupy(forward_ms)
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if gradient.device.type == "card":
-            card.occupy(ctx.backward_ms)
-        return gradient, None, None
-
-
 class Takes(nn.Module):
     def __init__(self, forward_ms: float, backward_ms: float) -> None:
         super().__init__()
@@ -179,9 +163,10 @@ def test_layers_take_what_the_card_took(spec):
     times = [(40, 60), (80, 120), (50, 40)]
     config = RoundPipeRunConfig(num_microbatch=2)
     model = RoundPipe(nn.Sequential(*[Takes(*of) for of in times]), model_run_config=config)
-    for _ in range(3):
+    for _ in range(8):  # another process may keep the host from issuing in time, and the card idle
         model.forward_backward((torch.randn(4, 8),), loss_fn=lambda outputs, _: outputs.sum())
         model.synchronize()
-    measured = [(cost.forward_ms, cost.backward_ms) for cost in model.costs()]
-    for took, found in zip(times, measured, strict=True):
-        assert found == pytest.approx(took, rel=0.1)
+        measured = [(cost.forward_ms, cost.backward_ms) for cost in model.costs()]
+        if all(found == pytest.approx(took, rel=0.1) for took, found in zip(times, measured, strict=True)):
+            return
+    pytest.fail(f"measured {measured}, expected {times} within a tenth")

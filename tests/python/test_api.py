@@ -414,8 +414,9 @@ def swapping(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(request.param)
     yield
-    assert torch.__future__.get_swap_module_params_on_conversion() == request.param
+    after = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(before)
+    assert after == request.param
 
 
 @pytest.mark.usefixtures("swapping")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import roundpipe
 from causal_models import ALL, build, padded_batch
+from process_memory import environment_without_holes
 from roundpipe.checkpoint_files import Checkpoint
 from roundpipe.direct_loading import load_causal_model
 from roundpipe.safetensors_header import CheckpointError
@@ -260,8 +260,7 @@ def test_gigabytes_in_their_own_size_and_a_tenth(layers: int, gigabytes: int, tm
         capture_output=True,
         text=True,
         check=False,
-        # Else glibc puts large tensors into its heap after some time, where address space stays behind.
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"},
+        env=environment_without_holes(),
     )
     shutil.rmtree(tmp_path, ignore_errors=True)
     assert result.returncode == 0, result.stderr

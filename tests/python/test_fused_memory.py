@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from process_memory import environment_without_holes
 from sweeps import sweep
 
 WIDTH, LAYERS = 2048, 16  # 67 M parameters
@@ -17,8 +17,8 @@ WIDTH, LAYERS = 2048, 16  # 67 M parameters
 def run(moments: str, mode: str) -> dict[str, Any]:
     program = Path(__file__).with_name("fused_memory_program.py")
     command = [sys.executable, str(program), moments, mode, str(WIDTH), str(LAYERS)]
-    # glibc would keep what the virtual device has freed, which is not the host's memory to be measured.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    # What the virtual device has freed is not the host's memory to be measured.
+    environment = environment_without_holes()
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
@@ -44,7 +44,7 @@ def test_bytes_a_parameter(moments: str, mode: str) -> None:
 def test_loading_a_state_needs_no_second_one(tmp_path: Path) -> None:
     program = Path(__file__).with_name("state_loading_program.py")
     command = [sys.executable, str(program), str(WIDTH), str(LAYERS), str(tmp_path / "state.pt")]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    environment = environment_without_holes()
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     measured: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     # One parameter's at a time, of the sixteen.
