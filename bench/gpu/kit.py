@@ -162,9 +162,10 @@ def report_longest(
         except ContestantError as error:
             notes.append(f"no figures of {side.name}: {error}")
             continue
-        lengths[side.name] = row.tokens
+        lengths[side.name] = row.tokens if row.full else 0
         mine = lengths.get(ours.name, 0)
-        ratio = f"{mine / row.tokens:.2f}" if mine and row.tokens else "-"
+        # What the time has cut off is nobody's longest row.
+        ratio = f"{mine / row.tokens:.2f}" if mine and row.tokens and row.full else "-"
         rows.append([side.name, f"{row.tokens:,}" if row.tokens else "none", row.end, ratio])
     notes += [f"no figures of {peer.name}: {peer.missing or peer.uncapped}" for peer in peers if peer not in present]
     report("## Longest row")

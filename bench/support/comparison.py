@@ -153,10 +153,11 @@ def compare(
 
 @dataclass(frozen=True)
 class LongestRow:
-    """`tokens` trained, 0 if none did; `end` says what came after them."""
+    """`tokens` trained, 0 if none did; `end` says what came after them, `full` whether that was the memory's end."""
 
     tokens: int
     end: str
+    full: bool = False
 
 
 def longest_row(contestant: Contestant, grid: Sequence[int], deadline: Deadline) -> LongestRow:
@@ -178,12 +179,12 @@ def longest_row(contestant: Contestant, grid: Sequence[int], deadline: Deadline)
                 result = server.train(Lap(1, tokens, 1, "sync", 0, 2), deadline.left_s)
             except RunError as error:
                 if error.out_of_memory:
-                    return LongestRow(longest, f"{tokens:,} do not fit")
+                    return LongestRow(longest, f"{tokens:,} do not fit", full=True)
                 if longest:
                     return LongestRow(longest, f"{tokens:,}: {error}")
                 raise ContestantError(contestant, f"{tokens:,} tokens: {error}") from error
             if result.seconds is None:
-                return LongestRow(longest, f"{tokens:,} do not fit")
+                return LongestRow(longest, f"{tokens:,} do not fit", full=True)
             if not all(map(math.isfinite, result.losses)):
                 raise ContestantError(contestant, f"{tokens:,} tokens: the losses are {result.losses}")
             longest = tokens

@@ -25,6 +25,7 @@ def cap_cards(workers: Iterable[tuple[str, int]]) -> None:
         if device.type != "cpu":
             caps[device] += limit_bytes
             open_cards |= {device} if limit_bytes == 0 else set()
+    _free_workspaces(caps)
     for card in sorted(_capped | set(caps), key=str):
         module = torch.get_device_module(card)
         if not hasattr(module, "set_per_process_memory_fraction"):
@@ -36,3 +37,12 @@ def cap_cards(workers: Iterable[tuple[str, int]]) -> None:
             continue
         module.set_per_process_memory_fraction(1.0 if is_whole else cap_bytes / total_bytes, card)
         (_capped.discard if is_whole else _capped.add)(card)
+
+
+def _free_workspaces(cards: Iterable[torch.device]) -> None:
+    """Frees the workspaces that torch keeps for cuBLAS, 8 to 32 MiB for each pair of a thread and a stream.
+
+    Workers of earlier pools have left theirs behind, which count towards a cap. Those still in use come back.
+    """
+    if any(card.type == "cuda" for card in cards) and hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
+        torch._C._cuda_clearCublasWorkspaces()

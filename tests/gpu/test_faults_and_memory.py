@@ -126,7 +126,7 @@ def test_memory_does_not_grow(pool):
 def test_a_model_larger_than_what_the_device_holds_of_it_trains(target):
     pool = target.pool(1)
     torch.manual_seed(1)
-    layers, width = 24, 1024 if target.is_card else 256  # a card also holds the workspaces of its libraries
+    layers, width = 24, 2048 if target.is_card else 256  # a card also holds the workspaces of its libraries
     model = RoundPipe(
         nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)]),
         model_run_config=RoundPipeRunConfig(
