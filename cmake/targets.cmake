@@ -1,8 +1,14 @@
-# roundpipe_level(NAME [USES_TORCH] [UNITY n] DEPENDS target...): one static library for one level (folder), from every
-# .cpp below it, see roundpipe_unity for UNITY.
-function(roundpipe_level name)
-  cmake_parse_arguments(arg "USES_TORCH" "UNITY" "DEPENDS" ${ARGN})
-  file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/*.cpp)
+# roundpipe_level(FOLDER [USES_TORCH] [UNITY n] [WITH subfolder...] DEPENDS target...): one static library for one level,
+# roundpipe/FOLDER, from every .cpp in it and in the subfolders named; see roundpipe_unity for UNITY.
+function(roundpipe_level folder)
+  cmake_parse_arguments(arg "USES_TORCH" "UNITY" "WITH;DEPENDS" ${ARGN})
+  set(path ${PROJECT_SOURCE_DIR}/roundpipe/${folder})
+  file(GLOB sources CONFIGURE_DEPENDS ${path}/*.cpp)
+  foreach(subfolder IN LISTS arg_WITH)
+    file(GLOB more CONFIGURE_DEPENDS ${path}/${subfolder}/*.cpp)
+    list(APPEND sources ${more})
+  endforeach()
+  string(REPLACE "/" "_" name ${folder})
   set(target roundpipe_${name})
   if(sources)
     add_library(${target} STATIC ${sources})
@@ -22,17 +28,18 @@ function(roundpipe_level name)
   add_library(roundpipe::${name} ALIAS ${target})
 endfunction()
 
-# roundpipe_test(LEVEL [USES_TORCH] [UNITY n]): the executable LEVEL_test from tests/cpp/LEVEL/*.cpp; nothing where there
+# roundpipe_test(LEVEL [USES_TORCH] [UNITY n]): the executable LEVEL_test from every .cpp below tests/cpp/LEVEL; nothing where there
 # is no test.
 function(roundpipe_test level)
   cmake_parse_arguments(arg "USES_TORCH" "UNITY" "" ${ARGN})
-  file(GLOB sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/${level}/*.cpp)
+  file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/${level}/*.cpp)
   if(NOT sources)
     return()
   endif()
   set(target ${level}_test)
   add_executable(${target} ${sources})
   target_link_libraries(${target} PRIVATE roundpipe_doctest_main roundpipe::${level})
+  target_include_directories(${target} PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/${level})
   roundpipe_warnings(${target})
   target_compile_options(${target} PRIVATE -Wno-missing-field-initializers)  # tests set what they are about
   target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)  # what is tested is compiled in its library

@@ -2,8 +2,8 @@
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/device/event.h>
-#include <roundpipe/runtime/out_of_memory.h>
-#include <roundpipe/runtime/worker.h>
+#include <roundpipe/runtime/model/out_of_memory.h>
+#include <roundpipe/runtime/worker/worker.h>
 #include <roundpipe/schedule/search.h>
 
 #include "bindings.h"

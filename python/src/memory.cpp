@@ -1,7 +1,7 @@
 #include <roundpipe/memory/crossing.h>
 #include <roundpipe/memory/host_arena.h>
 #include <roundpipe/memory/mapped_file.h>
-#include <roundpipe/runtime/autograd_nodes.h>
+#include <roundpipe/torch_compat/autograd_nodes.h>
 
 #include "bindings.h"
 
@@ -20,7 +20,7 @@ void bind_memory(py::module_& module) {
       },
       py::arg("tensor"), py::arg("device"), py::call_guard<py::gil_scoped_release>());
   module.def(
-      "cross_boundary", [](const std::vector<at::Tensor>& outputs) { return runtime::cross_boundary(outputs); },
+      "cross_boundary", [](const std::vector<at::Tensor>& outputs) { return torch_compat::cross_boundary(outputs); },
       py::arg("outputs"), py::call_guard<py::gil_scoped_release>());
   module.def("is_mapped", &memory::is_mapped, py::arg("tensor"));
   module.def("host_arena", [] {

@@ -1,4 +1,4 @@
-#include <roundpipe/models/host_parameters.h>
+#include <roundpipe/layers/host_parameters.h>
 #include <roundpipe/runtime/model_optimizer.h>
 
 #include "bindings.h"
@@ -69,7 +69,7 @@ void bind_model_optimizer(py::module_& module) {
         std::vector<memory::NamedTensor> parameters;
         for (size_t i = 0; i < names.size(); ++i) parameters.push_back({names[i], tensors[i]});
         std::vector<std::unique_ptr<runtime::Layer>> layers;
-        layers.push_back(models::make_host_parameters(name, std::move(parameters)));
+        layers.push_back(layers::make_host_parameters(name, std::move(parameters)));
         return std::make_shared<runtime::Pipeline>(name, std::move(layers), /*pinned=*/false);
       },
       py::arg("name"), py::arg("names"), py::arg("tensors"), py::call_guard<py::gil_scoped_release>());

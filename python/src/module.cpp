@@ -11,5 +11,5 @@ PYBIND11_MODULE(_core, module) {
   roundpipe::python::bind_pipeline(module);
   roundpipe::python::bind_random(module);
   roundpipe::python::bind_model_optimizer(module);
-  roundpipe::python::bind_models(module);
+  roundpipe::python::bind_ops(module);
 }

@@ -1,4 +1,4 @@
-#include <roundpipe/models/emulated_layer.h>
+#include <roundpipe/layers/emulated_layer.h>
 #include <roundpipe/runtime/pipeline.h>
 
 #include "bindings.h"
@@ -43,14 +43,14 @@ py::list records_list(const std::vector<runtime::ExecutionRecord>& records) {
 std::unique_ptr<runtime::Layer> make_layer(const py::handle& object) {
   if (py::hasattr(object, "emulated")) {
     const py::object spec = object.attr("emulated");
-    models::EmulatedLayerOptions options;
+    layers::EmulatedLayerOptions options;
     options.forward_ms = spec.attr("forward_ms").cast<double>();
     options.backward_ms = spec.attr("backward_ms").cast<double>();
     options.update_ms = spec.attr("update_ms").cast<double>();
     options.weight = spec.attr("weight").cast<at::Tensor>();
     if (!spec.attr("frozen").is_none()) options.frozen = spec.attr("frozen").cast<at::Tensor>();
     options.structure = share(object.attr("structure"));
-    return models::make_emulated_layer(object.attr("name").cast<std::string>(), std::move(options));
+    return layers::make_emulated_layer(object.attr("name").cast<std::string>(), std::move(options));
   }
   return make_python_layer(py::reinterpret_borrow<py::object>(object));
 }

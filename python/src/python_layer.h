@@ -4,7 +4,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include <roundpipe/runtime/layer.h>
+#include <roundpipe/runtime/model/layer.h>
 
 namespace roundpipe::python {
 

@@ -5,7 +5,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <roundpipe/runtime/layer.h>
+#include <roundpipe/runtime/model/layer.h>
 
 #include "interpreter_lock.h"
 

@@ -1,5 +1,5 @@
-#include <roundpipe/device/own_generators.h>
-#include <roundpipe/runtime/random.h>
+#include <roundpipe/runtime/model/random.h>
+#include <roundpipe/torch_compat/own_generators.h>
 #include <torch/csrc/Generator.h>
 
 #include "bindings.h"
@@ -7,7 +7,7 @@
 namespace roundpipe::python {
 
 namespace py = pybind11;
-using device::OwnGenerators;
+using torch_compat::OwnGenerators;
 
 namespace {
 

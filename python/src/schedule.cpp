@@ -1,5 +1,5 @@
-#include <roundpipe/schedule/baselines.h>
 #include <roundpipe/schedule/search.h>
+#include <roundpipe/simulate/baselines.h>
 #include <roundpipe/simulate/link_simulator.h>
 
 #include <array>
@@ -12,7 +12,8 @@
 namespace roundpipe::python {
 
 namespace py = pybind11;
-using namespace schedule;  // NOLINT: this file binds that namespace
+using namespace schedule;  // NOLINT: this file binds these namespaces
+using namespace simulate;  // NOLINT
 
 void bind_schedule(py::module_& module) {
   py::enum_<PlanMode>(module, "PlanMode")

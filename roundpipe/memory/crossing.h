@@ -57,4 +57,11 @@ int64_t settled_bytes(const at::Tensor& tensor);
 // Whether the spans of the two share memory: then a write to one may change the other.
 bool spans_overlap(const at::Tensor& a, const at::Tensor& b);
 
+// The place of the first of `tensors` that is the very tensor `tensor`; their number where none is.
+inline size_t place_of(const at::Tensor& tensor, const std::vector<at::Tensor>& tensors) {
+  size_t place = 0;
+  while (place < tensors.size() && !tensors[place].is_same(tensor)) ++place;
+  return place;
+}
+
 }  // namespace roundpipe::memory

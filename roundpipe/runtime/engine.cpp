@@ -9,7 +9,7 @@
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/optim/thread_pool.h>
-#include <roundpipe/runtime/update_thread.h>
+#include <roundpipe/runtime/step/update_thread.h>
 
 namespace roundpipe::runtime {
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include <roundpipe/core/engine_life.h>
-#include <roundpipe/runtime/worker.h>
+#include <roundpipe/runtime/worker/worker.h>
 
 namespace roundpipe::runtime {
 

@@ -6,7 +6,7 @@
 
 #include <roundpipe/optim/block_optimizer.h>
 #include <roundpipe/runtime/pipeline.h>
-#include <roundpipe/runtime/step_run.h>
+#include <roundpipe/runtime/step/step_run.h>
 
 namespace roundpipe::runtime {
 

@@ -6,7 +6,7 @@
 #include <tuple>
 #include <vector>
 
-#include <roundpipe/runtime/call.h>
+#include <roundpipe/runtime/call/call.h>
 #include <roundpipe/runtime/engine.h>
 #include <roundpipe/schedule/search.h>
 

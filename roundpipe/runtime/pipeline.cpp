@@ -12,8 +12,8 @@
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/memory/host_arena.h>
-#include <roundpipe/runtime/handed_in.h>
-#include <roundpipe/runtime/out_of_memory.h>
+#include <roundpipe/runtime/model/handed_in.h>
+#include <roundpipe/runtime/model/out_of_memory.h>
 #include <roundpipe/runtime/pipeline_node.h>
 
 namespace roundpipe::runtime {

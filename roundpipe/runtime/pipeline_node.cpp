@@ -6,8 +6,8 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <roundpipe/core/error.h>
-#include <roundpipe/runtime/autograd_nodes.h>
-#include <roundpipe/runtime/out_of_memory.h>
+#include <roundpipe/runtime/model/out_of_memory.h>
+#include <roundpipe/torch_compat/autograd_nodes.h>
 
 namespace roundpipe::runtime {
 namespace {
@@ -68,7 +68,7 @@ void attach_graph(Pipeline& pipeline, const CallPtr& call, const schedule::Plan&
                                                : torch::autograd::Edge());
     }
   }
-  NodePtr owner = make_node<PipelineNode>(std::move(sources));
+  torch_compat::NodePtr owner = torch_compat::make_node<PipelineNode>(std::move(sources));
   auto& node = static_cast<PipelineNode&>(*owner);
   node.pipeline = pipeline.weak_from_this().lock();
   // Not owned by a shared_ptr: then its owner sees to it.

@@ -145,7 +145,7 @@ void put_inputs(Call& call, int microbatch, const Values& inputs, bool copy, boo
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < inputs.tensors.size(); ++i) {
     const at::Tensor& tensor = inputs.tensors[i];
-    const size_t same = place_of(tensor, inputs.tensors);
+    const size_t same = memory::place_of(tensor, inputs.tensors);
     if (same < i) {
       values.tensors.push_back(values.tensors[same]);
       continue;

@@ -48,14 +48,14 @@ RANDOM = ("tests/gpu/test_random_state.py", "-k", "documented and card")
 MUTANTS = (
     Mutant(
         "no record_stream in staging",
-        "roundpipe/runtime/staging.cpp",
+        "roundpipe/runtime/worker/staging.cpp",
         "  device_.compute().uses(uploaded);\n",
         "",
         LATE,
     ),
     Mutant(
         "an outbox that does not wait for compute",
-        "roundpipe/runtime/outbox.cpp",
+        "roundpipe/runtime/worker/outbox.cpp",
         "transfer::Transfer transfer{priority, {computed},",
         "transfer::Transfer transfer{priority, {},",
         LATE,
@@ -76,7 +76,7 @@ MUTANTS = (
     ),
     Mutant(
         "computed not awaited in Worker::release",
-        "roundpipe/runtime/worker.cpp",
+        "roundpipe/runtime/worker/worker.cpp",
         "  pending.push_back(computed);\n",
         "",
         LATE,
@@ -84,7 +84,7 @@ MUTANTS = (
     ),
     Mutant(
         "a job that does not wait for its weights",
-        "roundpipe/runtime/job_runner.cpp",
+        "roundpipe/runtime/worker/job_runner.cpp",
         "  staging_.arrive(run.uploaded);\n",
         "  while (!run.weights.defined() && !run.uploaded->complete()) std::this_thread::yield();\n",
         LATE,
@@ -92,21 +92,21 @@ MUTANTS = (
     ),
     Mutant(
         "no record_stream of earlier gradients",
-        "roundpipe/runtime/gradient_sums.cpp",
+        "roundpipe/runtime/worker/gradient_sums.cpp",
         "    device_.compute().uses(*uploaded);\n",
         "",
         LATE,
     ),
     Mutant(
         "generators of cards not seeded in a backward",
-        "roundpipe/device/own_generators.cpp",
+        "roundpipe/torch_compat/own_generators.cpp",
         "  shared_.set_current_seed(seed);\n",
         "",
         RANDOM,
     ),
     Mutant(
         "a slot let go of by asking the device",
-        "roundpipe/runtime/layer_runner.cpp",
+        "roundpipe/runtime/worker/layer_runner.cpp",
         "tensor.set_data(nothing_.at(tensor.scalar_type()));",
         "tensor.set_data(at::empty({0}, tensor.options()));",
         FAULTS,

@@ -6,7 +6,7 @@
 #include <doctest/doctest.h>
 
 #include <roundpipe/core/error.h>
-#include <roundpipe/runtime/update_thread.h>
+#include <roundpipe/runtime/step/update_thread.h>
 
 #include "support/model.h"
 

@@ -9,7 +9,7 @@
 
 #include <ATen/ATen.h>
 
-#include <roundpipe/runtime/layer.h>
+#include <roundpipe/runtime/model/layer.h>
 
 namespace roundpipe::runtime::support {
 

@@ -14,9 +14,9 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include <roundpipe/runtime/model/random.h>
 #include <roundpipe/runtime/model_optimizer.h>
 #include <roundpipe/runtime/pipeline.h>
-#include <roundpipe/runtime/random.h>
 
 #include "layers.h"
 

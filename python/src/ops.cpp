@@ -1,0 +1,103 @@
+#include <roundpipe/ops/chunked_mlp.h>
+#include <roundpipe/ops/linear_cross_entropy.h>
+
+#include "bindings.h"
+#include "interpreter_lock.h"
+#include "python_values.h"
+
+namespace roundpipe::python {
+
+namespace py = pybind11;
+using namespace ops;
+
+namespace {
+
+// REQUIRES: the interpreter lock; the body takes it for its own calls only.
+TokenwiseBody python_body(py::object callable) {
+  return [callable = share(std::move(callable))](const at::Tensor& tokens) {
+    const InterpreterLock lock;
+    try {
+      return object_of(callable)(tokens).cast<at::Tensor>();
+    } catch (py::error_already_set& raised) {
+      throw_python_error(raised);
+    } catch (const py::cast_error&) {
+      throw std::invalid_argument(
+          "[chunked_mlp] the body did not return a tensor; it has to return one for each chunk");
+    }
+  };
+}
+
+void bind_linear_cross_entropy(py::module_& module) {
+  py::enum_<LogitStep::Kind>(module, "LogitStepKind")
+      .value("MULTIPLY", LogitStep::Kind::kMultiply)
+      .value("DIVIDE", LogitStep::Kind::kDivide)
+      .value("TANH", LogitStep::Kind::kTanh)
+      .value("FLOAT32", LogitStep::Kind::kFloat32);
+  py::class_<LogitStep>(module, "LogitStep")
+      .def(py::init([](LogitStep::Kind kind, double value) { return LogitStep{kind, value}; }), py::arg("kind"),
+           py::arg("value") = LogitStep{}.value)
+      .def_readonly("kind", &LogitStep::kind)
+      .def_readonly("value", &LogitStep::value);
+  py::class_<LinearCrossEntropyOptions>(module, "LinearCrossEntropyOptions")
+      .def(py::init<>())
+      .def_readwrite("ignore_index", &LinearCrossEntropyOptions::ignore_index)
+      .def_readwrite("chunk_tokens", &LinearCrossEntropyOptions::chunk_tokens)
+      .def_readwrite("steps", &LinearCrossEntropyOptions::steps)
+      .def_readwrite("token_losses", &LinearCrossEntropyOptions::token_losses);
+  module.attr("CHUNK_LOGIT_BYTES") = kChunkLogitBytes;
+  module.def("softcap_steps", &softcap_steps, py::arg("cap"));
+  module.def(
+      "linear_cross_entropy",
+      [](const at::Tensor& hidden, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+         const at::Tensor& labels, const LinearCrossEntropyOptions& options) {
+        LinearCrossEntropyResult result = linear_cross_entropy(hidden, weight, bias, labels, options);
+        const bool with_tokens = result.token_losses.defined();
+        return std::pair(result.sum, with_tokens ? std::optional(result.token_losses) : std::nullopt);
+      },
+      py::arg("hidden"), py::arg("weight"), py::arg("bias"), py::arg("labels"), py::arg("options"),
+      py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_chunked_mlp(py::module_& module) {
+  py::class_<ChunkedMapOptions>(module, "ChunkedMapOptions")
+      .def(py::init<>())
+      .def_readwrite("chunk_tokens", &ChunkedMapOptions::chunk_tokens)
+      .def_readwrite("dim", &ChunkedMapOptions::dim)
+      .def_readwrite("preserve_rng_state", &ChunkedMapOptions::preserve_rng_state);
+  module.def(
+      "chunked_map",
+      [](py::object callable, const at::Tensor& input, const std::vector<at::Tensor>& parameters,
+         const ChunkedMapOptions& options) {
+        const TokenwiseBody body = python_body(std::move(callable));
+        const py::gil_scoped_release unlocked;
+        return chunked_map(body, input, parameters, options);
+      },
+      py::arg("body"), py::arg("input"), py::arg("parameters"), py::arg("options"));
+  py::class_<Projection>(module, "Projection")
+      .def(py::init([](const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+             return Projection{weight, bias};
+           }),
+           py::arg("weight"), py::arg("bias") = std::nullopt);
+  module.def(
+      "gated_mlp",
+      [](const at::Tensor& input, const Projection& gate, const Projection& up, const Projection& down,
+         const std::string& activation,
+         int64_t chunk_tokens) { return gated_mlp(input, gate, up, down, parse_activation(activation), chunk_tokens); },
+      py::arg("input"), py::arg("gate"), py::arg("up"), py::arg("down"), py::arg("activation"), py::arg("chunk_tokens"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "two_layer_mlp",
+      [](const at::Tensor& input, const Projection& up, const Projection& down, const std::string& activation,
+         int64_t chunk_tokens) { return two_layer_mlp(input, up, down, parse_activation(activation), chunk_tokens); },
+      py::arg("input"), py::arg("up"), py::arg("down"), py::arg("activation"), py::arg("chunk_tokens"),
+      py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+
+void bind_ops(py::module_& module) {
+  bind_linear_cross_entropy(module);
+  bind_chunked_mlp(module);
+}
+
+}  // namespace roundpipe::python

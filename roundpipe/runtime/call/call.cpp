@@ -1,0 +1,166 @@
+#include <roundpipe/runtime/call/call.h>
+
+#include <ATen/autocast_mode.h>
+
+namespace roundpipe::runtime {
+
+using device::EventPtr;
+
+AutocastState AutocastState::capture(c10::DeviceType accelerator) {
+  AutocastState state;
+  for (const c10::DeviceType type : {c10::DeviceType::CPU, accelerator}) {
+    if (!state.entries.empty() && type == c10::DeviceType::CPU) break;
+    state.entries.push_back({type, at::autocast::is_autocast_enabled(type), at::autocast::get_autocast_dtype(type)});
+  }
+  return state;
+}
+
+void AutocastState::apply() const {
+  for (const Entry& entry : entries) {
+    at::autocast::set_autocast_enabled(entry.device_type, entry.enabled);
+    at::autocast::set_autocast_dtype(entry.device_type, entry.dtype);
+  }
+  // The cache keys casts by parameter, and our parameters change their data from job to job.
+  at::autocast::set_autocast_cache_enabled(false);
+}
+
+Call::Call(std::shared_ptr<ModelState> call_model, CallOptions call_options, uint64_t call_id, uint64_t call_index,
+           uint64_t seed)
+    : model(std::move(call_model)),
+      options(call_options),
+      id(call_id),
+      index(call_index),
+      base_seed(seed),
+      values_(static_cast<size_t>(model->layer_count() + 1) * static_cast<size_t>(options.microbatches)),
+      gradients_(values_.size()),
+      finished_(device::fired_event()) {
+  const std::shared_ptr<const void> held = model->hold();
+  for (const auto& layer : model->layers) attributes.push_back(layer->layer->attributes());
+}
+
+namespace {
+std::function<void(uint64_t)>& call_over() {
+  static std::function<void(uint64_t)> listener;
+  return listener;
+}
+}  // namespace
+
+void set_call_over(std::function<void(uint64_t)> listener) { call_over() = std::move(listener); }
+
+Call::~Call() {
+  if (call_over()) call_over()(id);
+}
+
+EventPtr Call::new_event() {
+  EventPtr event = device::make_event();
+  std::lock_guard lock(mutex_);
+  if (error_) {
+    event->fail(error_);
+  } else {
+    events_.add(event);
+  }
+  return event;
+}
+
+void Call::fail(std::exception_ptr error) {
+  std::vector<EventPtr> events;
+  {
+    std::lock_guard lock(mutex_);
+    if (error_) return;
+    error_ = error;
+    failed_.store(true);
+    events = events_.take();
+  }
+  for (const EventPtr& event : events) event->fail(error);
+}
+
+void Call::then(const std::vector<EventPtr>& events, device::Event::Callback callback) {
+  device::when_all(
+      events,
+      [call = shared_from_this(), events, callback = std::move(callback)] {
+        for (const EventPtr& event : events) {
+          if (const std::exception_ptr error = event ? event->error() : nullptr) return call->fail(error);
+        }
+        callback();
+      },
+      [call = shared_from_this()](const std::exception_ptr& error) { call->fail(error); });
+}
+
+bool Call::attempt(const std::function<void()>& work) noexcept {
+  try {
+    work();
+    return true;
+  } catch (...) {
+    fail(std::current_exception());
+    return false;
+  }
+}
+
+std::exception_ptr Call::error() const {
+  std::lock_guard lock(mutex_);
+  return error_;
+}
+
+void Call::add_jobs(int count) {
+  std::lock_guard lock(mutex_);
+  // A new one even where the old has not fired yet: job_over() may be about to.
+  if (jobs_left_ == 0) finished_ = device::make_event();
+  jobs_left_ += count;
+}
+
+void Call::job_over() {
+  EventPtr finished;
+  std::shared_ptr<const void> step;  // dropped after the lock: it is the interpreter's
+  {
+    std::lock_guard lock(mutex_);
+    if (--jobs_left_ == 0) {
+      finished = finished_;
+      if (step_until_over_ && !full_) step.swap(step_);
+    }
+  }
+  step.reset();
+  if (finished) finished->fire();
+}
+
+std::shared_ptr<void> Call::hold() {
+  add_jobs(1);
+  return {nullptr, [call = shared_from_this()](void*) { call->job_over(); }};
+}
+
+EventPtr Call::finished() const {
+  std::lock_guard lock(mutex_);
+  return finished_;
+}
+
+void Call::keep_step(std::shared_ptr<const void> step, bool until_over) {
+  std::lock_guard lock(mutex_);
+  step_.swap(step);
+  step_until_over_ = until_over;
+}
+
+void Call::ran_out(FullDevice full) {
+  std::lock_guard lock(mutex_);
+  if (!error_ && !full_) full_ = std::move(full);
+}
+
+std::optional<Call::Lack> Call::take_lack() {
+  std::lock_guard lock(mutex_);
+  if (!full_) return std::nullopt;
+  Lack lack{std::move(*full_), step_};
+  full_.reset();
+  step_.reset();
+  return lack;
+}
+
+void Call::save_snapshot(int layer, int microbatch, BufferSnapshot snapshot) {
+  std::lock_guard lock(mutex_);
+  snapshots_[{layer, microbatch}] = std::move(snapshot);
+}
+
+std::optional<Call::BufferSnapshot> Call::snapshot(int layer, int microbatch) const {
+  std::lock_guard lock(mutex_);
+  const auto found = snapshots_.find({layer, microbatch});
+  return found == snapshots_.end() ? std::nullopt : std::optional(found->second);
+}
+
+}  // namespace roundpipe::runtime

@@ -1,0 +1,229 @@
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include <ATen/ThreadLocalState.h>
+
+#include <roundpipe/core/engine_life.h>
+#include <roundpipe/device/event_list.h>
+#include <roundpipe/memory/host_value.h>
+#include <roundpipe/runtime/call/layer_sums.h>
+#include <roundpipe/runtime/model/layer.h>
+#include <roundpipe/runtime/model/model_state.h>
+#include <roundpipe/runtime/model/out_of_memory.h>
+#include <roundpipe/runtime/model/random.h>
+#include <roundpipe/schedule/plan.h>
+
+namespace roundpipe::runtime {
+
+// One microbatch's values between two layers, on the host. Readable once `produced` has fired.
+struct BoundaryValues {
+  std::vector<memory::HostValuePtr> tensors;  // the same pointer twice = the same tensor twice
+  std::shared_ptr<const void> structure;
+  device::EventPtr produced;
+  std::atomic<int> readers{0};  // uploads still to come; at 0 the host memory is given back
+};
+
+// One microbatch's gradients at a boundary, aligned with BoundaryValues::tensors; undefined = none.
+struct BoundaryGradients {
+  std::vector<at::Tensor> tensors;
+  device::EventPtr produced;
+};
+
+// What one execution of a stage on a microbatch took, in Clock milliseconds: when the device did it, not when the host
+// issued it. Records of one device do not overlap.
+struct ExecutionRecord {
+  schedule::Phase phase;
+  schedule::Range layers;
+  int microbatch;
+  int device;
+  double start_ms;
+  double end_ms;
+  double recomputed_ms = 0;  // when a backward had its forward again; 0 for other phases
+  double waited_ms = 0;      // how long the device then had nothing to do, until its gradient had come
+};
+
+// What one call has executed so far. Thread safety: any thread.
+class ExecutionLog {
+ public:
+  void add(const ExecutionRecord& record) {
+    std::lock_guard lock(mutex_);
+    records_.push_back(record);
+  }
+  std::vector<ExecutionRecord> records() const {
+    require_own_process();
+    std::lock_guard lock(mutex_);
+    return records_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<ExecutionRecord> records_;  // protected by mutex_
+};
+
+enum class RecomputeGrain { kStage, kLayer };
+
+// In which order gradients of a parameter that several layers share are added.
+enum class TiedGradAccumulation {
+  kLayer,       // each layer's over the microbatches, then the layers' sums (see LayerSums)
+  kMicrobatch,  // each microbatch's over the layers, then the microbatches (see memory::TiedSum)
+};
+
+struct CallOptions {
+  int microbatches = 1;
+  bool requires_grad = true;
+  bool preserve_rng_state = true;
+  RecomputeGrain recompute_grain = RecomputeGrain::kStage;
+  bool sum_in_native_precision = false;  // 16-bit gradients of microbatches summed in 16 bits
+  TiedGradAccumulation tied_grad_accumulation = TiedGradAccumulation::kLayer;
+  // The call reads something that the caller may change, and returns only when it has done so for the last time.
+  bool keeps_caller = false;
+};
+
+// The caller's autocast settings, for the workers.
+struct AutocastState {
+  static AutocastState capture(c10::DeviceType accelerator);
+  void apply() const;
+  struct Entry {
+    c10::DeviceType device_type;
+    bool enabled;
+    at::ScalarType dtype;
+  };
+  std::vector<Entry> entries;
+};
+
+// One pipelined run of a model over a batch: inputs in, outputs or losses out, gradients left on the host.
+//
+// Shared by the caller, the workers and pending transfers. Every event that others wait for is made by new_event(),
+// so fail() releases them all: the first error wins, jobs that are left are skipped, and `finished` still fires.
+// Thread safety: members are set before submission and read-only after, unless said otherwise.
+class Call : public std::enable_shared_from_this<Call> {
+ public:
+  Call(std::shared_ptr<ModelState> model, CallOptions options, uint64_t id, uint64_t index, uint64_t base_seed);
+  // Tells the listener set by set_call_over that nothing of this call will run again.
+  ~Call();
+
+  device::EventPtr new_event();
+  void fail(std::exception_ptr error);
+  std::exception_ptr error() const;
+  bool failed() const { return failed_.load(); }
+
+  // Runs `callback` once all of `events` have fired. The error of the first that has not, and what the callback throws,
+  // fail the call instead: whatever somebody waits for is done by the callback or fails with the call. Null events
+  // count as fired. The way to hang work of a call behind an event.
+  void then(const std::vector<device::EventPtr>& events, device::Event::Callback callback);
+  // Runs `work` now; what it throws fails the call. Whether it went through.
+  bool attempt(const std::function<void()>& work) noexcept;
+
+  // Jobs submitted and not yet over, their transfers included; `finished` fires at 0.
+  void add_jobs(int count);
+  void job_over();
+  device::EventPtr finished() const;
+  // Counts as a job until it is dropped. REQUIRES: a job is left.
+  std::shared_ptr<void> hold();
+
+  BoundaryValues& values(int layer, int microbatch) { return values_[at(layer, microbatch)]; }
+  BoundaryGradients& gradients(int layer, int microbatch) { return gradients_[at(layer, microbatch)]; }
+
+  void record(const ExecutionRecord& record) { log->add(record); }
+  std::vector<ExecutionRecord> records() const { return log->records(); }
+
+  // Outlives the call for those who only want to know what it did.
+  const std::shared_ptr<ExecutionLog> log = std::make_shared<ExecutionLog>();
+
+  const std::shared_ptr<ModelState> model;
+  const CallOptions options;
+  const uint64_t id;     // unique in the process
+  const uint64_t index;  // of this model's calls, keys the random state
+  const uint64_t base_seed;
+
+  bool committed = false;  // see Pipeline::commit_calls; caller's thread only
+  uint64_t position = 0;   // among the model's calls; never given twice, unlike `index`
+
+  // The caller's thread-local state (autograd mode, dispatch modes, autocast).
+  std::optional<at::ThreadLocalState> thread_state;
+  AutocastState autocast;
+
+  std::vector<LayerHabitsPtr> habits;                   // [layer]
+  std::vector<std::vector<char>> trainable;             // [layer][parameter]
+  std::vector<std::shared_ptr<const void>> attributes;  // [layer], see Layer::attributes
+  std::vector<memory::WeightVersionPtr> readings;       // [block]
+  std::vector<uint32_t> parameter_writes;               // [parameter of all blocks]: how often it had been written
+  std::vector<char> saved_boundaries;                   // [layer]: values before this layer are kept
+  bool keep_values = false;                             // a backward may come again (retain_graph)
+
+  std::shared_ptr<Loss> loss;
+  std::vector<Values> labels;                   // [microbatch], host
+  std::vector<std::vector<at::Tensor>> losses;  // [microbatch], host; set by fused jobs
+  std::vector<device::EventPtr> loss_ready;     // [microbatch]
+  bool keep_outputs = false;
+  // The caller gets control back only when nothing of the call runs any more.
+  bool keeps_caller = false;
+
+  // Set when a backward is submitted. [block]; null where the block gets nothing.
+  std::vector<memory::GradientBlockPtr> bases;
+  std::vector<memory::GradientBlockPtr> results;
+  std::vector<std::unique_ptr<memory::RangeSum>> range_sums;
+  // Of blocks that are tied: one of the two.
+  std::vector<std::unique_ptr<LayerSums>> layer_sums;
+  std::vector<std::unique_ptr<memory::TiedSum>> tied_sums;
+  bool input_gradients = false;
+
+  // Buffers as they were before a forward that writes them: [layer][microbatch] -> one value per buffer.
+  struct BufferSnapshot {
+    std::vector<memory::HostValuePtr> tensors;
+    device::EventPtr produced;
+  };
+  void save_snapshot(int layer, int microbatch, BufferSnapshot snapshot);
+  std::optional<BufferSnapshot> snapshot(int layer, int microbatch) const;
+
+  // What layer `layer` draws from is seeded with for a microbatch; the loss counts as the layer behind the last.
+  uint64_t seed(int layer, int microbatch) const {
+    return layer_seed(base_seed, model->name, index, microbatch, layer);
+  }
+
+  // `step`: what ErrorHooks::explain is given should a device have no memory. It may lead back to who holds this, so
+  // one that is kept `until_over` goes with the last job unless it is needed then.
+  void keep_step(std::shared_ptr<const void> step, bool until_over);
+  // A device had no memory; before fail(). The first one counts.
+  void ran_out(FullDevice full);
+  // What ran_out() was told, and the step. Empty after the first call.
+  struct Lack {
+    FullDevice full;
+    std::shared_ptr<const void> step;
+  };
+  std::optional<Lack> take_lack();
+
+ private:
+  size_t at(int layer, int microbatch) const {
+    return static_cast<size_t>(layer) * static_cast<size_t>(options.microbatches) + static_cast<size_t>(microbatch);
+  }
+
+  std::vector<BoundaryValues> values_;
+  std::vector<BoundaryGradients> gradients_;
+  std::atomic<bool> failed_{false};
+
+  mutable std::mutex mutex_;
+  // Protected by mutex_.
+  device::EventList events_;
+  std::exception_ptr error_;
+  int jobs_left_ = 0;
+  device::EventPtr finished_;
+  std::map<std::pair<int, int>, BufferSnapshot> snapshots_;
+  std::shared_ptr<const void> step_;
+  bool step_until_over_ = false;
+  std::optional<FullDevice> full_;
+};
+using CallPtr = std::shared_ptr<Call>;
+
+// `listener` is told the id of every call that is gone, on whatever thread drops it last. Set once, before any call.
+void set_call_over(std::function<void(uint64_t)> listener);
+
+}  // namespace roundpipe::runtime

@@ -1,0 +1,196 @@
+#include <roundpipe/runtime/model/model_state.h>
+
+#include <algorithm>
+#include <map>
+
+#include <roundpipe/core/bytes.h>
+#include <roundpipe/core/engine_life.h>
+#include <roundpipe/core/error.h>
+#include <roundpipe/memory/mapped_file.h>
+
+namespace roundpipe::runtime {
+
+using memory::NamedTensor;
+
+namespace {
+
+// Parameters of a layer that have a block of their own: only the first have gradients, and an update leaves the others
+// alone; only the last take no memory of ours.
+enum class Kind { kTrainable, kFrozen, kMapped };
+
+Kind kind_of(const at::Tensor& parameter) {
+  if (parameter.requires_grad()) return Kind::kTrainable;
+  return memory::is_mapped(parameter) ? Kind::kMapped : Kind::kFrozen;
+}
+
+}  // namespace
+
+BlockState::BlockState(std::vector<NamedTensor> parameters, std::vector<int> block_layers, bool pinned)
+    : block(std::make_unique<memory::ParameterBlock>(std::move(parameters), pinned)),
+      layers(std::move(block_layers)),
+      gradient_layout(block->layout()),
+      gradient_buffers(block->buffers()) {
+  make_sum_buffers();
+}
+
+void BlockState::make_sum_buffers() {
+  if (!tied()) return;
+  sum_layout = gradient_layout.widened();
+  const bool same = sum_layout.same_dtypes(gradient_layout);
+  sum_buffers =
+      same ? gradient_buffers : std::make_shared<memory::BufferPool>(sum_layout.size_bytes, block->buffers()->pinned());
+  sum_buffers->keep(layers.size());
+}
+
+void BlockState::keep_gradients_in_fp32() {
+  gradient_layout = block->layout().widened();
+  if (gradient_layout.size_bytes == block->layout().size_bytes) return;
+  gradient_buffers = std::make_shared<memory::BufferPool>(gradient_layout.size_bytes, block->buffers()->pinned());
+  make_sum_buffers();
+}
+
+bool BlockState::trainable() const {
+  const auto& parameters = block->parameters();
+  return std::any_of(parameters.begin(), parameters.end(), [](const auto& p) { return p.tensor.requires_grad(); });
+}
+
+int64_t BlockState::sum_bytes() const {
+  if (!tied() || !trainable()) return 0;
+  // Where a sum can become the gradient, it is no memory beside it.
+  const size_t beside = sum_buffers == gradient_buffers ? layers.size() - 1 : layers.size();
+  return sum_layout.size_bytes * static_cast<int64_t>(beside);
+}
+
+ModelState::ModelState(std::string model_name, std::vector<std::unique_ptr<Layer>> model_layers, bool pinned)
+    : name(std::move(model_name)) {
+  if (model_layers.empty()) throw std::invalid_argument("[RoundPipe] the model has no layers; give it at least one");
+  std::map<const void*, std::vector<int>> users;  // parameter -> layers, ascending
+  std::vector<std::vector<NamedTensor>> parameters;
+  for (size_t l = 0; l < model_layers.size(); ++l) {
+    parameters.push_back(model_layers[l]->parameters());
+    for (const NamedTensor& parameter : parameters.back()) {
+      std::vector<int>& layers_of = users[parameter.tensor.unsafeGetTensorImpl()];
+      if (layers_of.empty() || layers_of.back() != static_cast<int>(l)) layers_of.push_back(static_cast<int>(l));
+    }
+  }
+  std::map<const void*, LayerState::ParameterPlace> places;
+  const auto add_block = [&](std::vector<NamedTensor> members, std::vector<int> block_layers) {
+    for (size_t i = 0; i < members.size(); ++i) places[members[i].tensor.unsafeGetTensorImpl()] = {blocks.size(), i};
+    blocks.emplace_back(std::move(members), std::move(block_layers), pinned);
+  };
+  for (size_t l = 0; l < model_layers.size(); ++l) {
+    auto state = std::make_unique<LayerState>();
+    for (const Kind kind : {Kind::kTrainable, Kind::kFrozen, Kind::kMapped}) {
+      std::vector<NamedTensor> own;
+      for (const NamedTensor& parameter : parameters[l]) {
+        const void* key = parameter.tensor.unsafeGetTensorImpl();
+        const bool seen = places.contains(key) || std::any_of(own.begin(), own.end(), [&](const NamedTensor& other) {
+                            return other.tensor.unsafeGetTensorImpl() == key;
+                          });
+        if (!seen && users[key].size() == 1 && kind_of(parameter.tensor) == kind) own.push_back(parameter);
+      }
+      if (own.empty()) continue;
+      state->blocks.push_back(blocks.size());
+      add_block(std::move(own), {static_cast<int>(l)});
+    }
+    for (const NamedTensor& parameter : parameters[l]) {
+      const void* key = parameter.tensor.unsafeGetTensorImpl();
+      if (!places.contains(key)) add_block({parameter}, users[key]);
+      const LayerState::ParameterPlace place = places[key];
+      state->parameters.push_back(place);
+      if (std::find(state->blocks.begin(), state->blocks.end(), place.block) == state->blocks.end()) {
+        state->blocks.push_back(place.block);
+      }
+    }
+    state->buffers = model_layers[l]->buffers();
+    for (const NamedTensor& buffer : state->buffers) {
+      if (!buffer.tensor.device().is_cpu() || buffer.tensor.layout() != c10::kStrided) {
+        throw std::invalid_argument(concat("[RoundPipe] buffer '", buffer.name, "' is a ", buffer.tensor.toString(),
+                                           " on ", buffer.tensor.device().str(),
+                                           ", expected a dense tensor on the CPU; call model.cpu() first, or "
+                                           "to_empty(device='cpu') for a model without values"));
+      }
+      state->buffer_layout.add(buffer.tensor, buffer.tensor.scalar_type());
+    }
+    state->layer = std::move(model_layers[l]);
+    layers.push_back(std::move(state));
+  }
+  gradients.resize(blocks.size());
+}
+
+std::vector<std::vector<char>> ModelState::trainable() const {
+  std::vector<std::vector<char>> flags;
+  for (const auto& layer : layers) {
+    std::vector<char>& layer_flags = flags.emplace_back();
+    for (const LayerState::ParameterPlace& place : layer->parameters) {
+      layer_flags.push_back(blocks[place.block].block->parameters()[place.index].tensor.requires_grad());
+    }
+  }
+  return flags;
+}
+
+std::shared_ptr<const void> ModelState::hold() const {
+  for (const auto& layer : layers) {
+    if (std::shared_ptr<const void> held = layer->layer->hold()) return held;
+  }
+  return nullptr;
+}
+
+std::vector<LayerHabitsPtr> ModelState::habits_of_now() {
+  const std::shared_ptr<const void> held = hold();
+  std::vector<LayerHabitsPtr> found;
+  for (const auto& layer : layers) {
+    LayerHabitsPtr& habits = layer->habits[layer->layer->mode_key()];
+    if (!habits) habits = std::make_shared<LayerHabits>();
+    found.push_back(habits);
+  }
+  return found;
+}
+
+void ModelState::ran_out_of_memory(std::string notice) {
+  const std::lock_guard lock(notice_mutex_);
+  if (!noticed_) notice_ = std::move(notice);
+  noticed_ = true;
+}
+
+std::string ModelState::take_notice() {
+  const std::lock_guard lock(notice_mutex_);
+  return std::exchange(notice_, {});
+}
+
+int64_t ModelState::host_bytes() const {
+  require_own_process();
+  int64_t bytes = 0;
+  for (const BlockState& block : blocks) {
+    bytes += block.block->buffers()->host_bytes();
+    if (block.gradient_buffers != block.block->buffers()) bytes += block.gradient_buffers->host_bytes();
+    if (block.sum_buffers && block.sum_buffers != block.gradient_buffers) bytes += block.sum_buffers->host_bytes();
+  }
+  return bytes;
+}
+
+StageLayout lay_out_stage(const ModelState& model, int first_layer, int last_layer) {
+  StageLayout stage;
+  for (int l = first_layer; l < last_layer; ++l) {
+    const LayerState& layer = *model.layers[static_cast<size_t>(l)];
+    StageLayout::LayerPlace place;
+    for (const size_t block : layer.blocks) {
+      place.blocks_at.push_back(stage.size_bytes);
+      stage.size_bytes =
+          align_up(stage.size_bytes + model.blocks[block].block->layout().size_bytes, kBlockAlignment_bytes);
+      if (!model.blocks[block].trainable()) continue;
+      const memory::BlockLayout& narrow = model.blocks[block].gradient_layout;
+      const memory::BlockLayout wide = narrow.widened();
+      const bool rounds = !model.blocks[block].tied() && !wide.same_dtypes(narrow);
+      stage.gradient_bytes += model.blocks[block].tied() ? wide.size_bytes : narrow.size_bytes;
+      stage.sum_bytes += wide.size_bytes;
+      stage.rounded_bytes += rounds ? narrow.size_bytes : 0;
+    }
+    place.buffers_at = stage.size_bytes;
+    stage.size_bytes = align_up(stage.size_bytes + layer.buffer_layout.size_bytes, kBlockAlignment_bytes);
+    stage.layers.push_back(std::move(place));
+  }
+  return stage;
+}
+
+}  // namespace roundpipe::runtime

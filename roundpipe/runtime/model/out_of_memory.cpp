@@ -1,0 +1,89 @@
+#include <roundpipe/runtime/model/out_of_memory.h>
+
+#include <utility>
+
+#include <c10/util/Exception.h>
+
+#include <roundpipe/core/bytes.h>
+#include <roundpipe/core/error.h>
+
+namespace roundpipe::runtime {
+namespace {
+
+ErrorHooks& hooks() {
+  static ErrorHooks instance;
+  return instance;
+}
+
+}  // namespace
+
+void set_error_hooks(ErrorHooks given) { hooks() = std::move(given); }
+
+void clear_error() {
+  if (hooks().clear) hooks().clear();
+}
+
+void with_raised_errors(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    if (hooks().raise) hooks().raise(error);
+    throw;
+  }
+}
+
+bool is_out_of_memory(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::OutOfMemoryError&) {
+    return true;
+  } catch (...) {
+    return hooks().is_out_of_memory && hooks().is_out_of_memory(error);
+  }
+}
+
+std::string describe(const FullDevice& full) {
+  std::string text = concat("there was no room for ", full.doing, " of ", full.model);
+  if (full.microbatch >= 0) text += concat(", microbatch ", full.microbatch, " of ", full.microbatches);
+  text += concat(", in call ", full.call, ", on ", full.device);
+  if (full.limit_bytes > 0) text += concat(", whose cap is ", format_bytes(full.limit_bytes));
+  return concat(text, "; ", full.tried);
+}
+
+std::exception_ptr explained(const std::exception_ptr& error, const FullDevice& full,
+                             const std::shared_ptr<const void>& step) {
+  if (hooks().explain) return hooks().explain(error, full, step);
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::OutOfMemoryError& raised) {
+    // Another one: the call's own may be read by other threads.
+    c10::OutOfMemoryError told = raised;
+    told.add_context(describe(full));
+    return std::make_exception_ptr(told);
+  } catch (...) {
+    return error;
+  }
+}
+
+void warn_user(const std::string& notice) {
+  if (hooks().warn) {
+    hooks().warn(notice);
+  } else {
+    TORCH_WARN(notice);
+  }
+}
+
+std::exception_ptr out_of_memory_in(const std::function<void()>& body) {
+  std::exception_ptr error;
+  try {
+    body();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  if (!error) return nullptr;
+  if (!is_out_of_memory(error)) std::rethrow_exception(error);
+  clear_error();
+  return error;
+}
+
+}  // namespace roundpipe::runtime

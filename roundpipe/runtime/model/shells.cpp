@@ -1,0 +1,88 @@
+#include <roundpipe/runtime/model/shells.h>
+
+#include <ATen/core/grad_mode.h>
+
+#include <roundpipe/torch_compat/autograd_nodes.h>
+
+namespace roundpipe::runtime {
+
+void GradientSink::consume(size_t parameter, at::Tensor gradient) {
+  if (taken_[parameter]) return;
+  const at::NoGradGuard no_grad;
+  if (gradient.layout() != c10::kStrided) gradient = gradient.to_dense();
+  if (!targets[parameter].defined()) {
+    // A layer that calls backward itself (reentrant checkpointing) may bring more than one.
+    at::Tensor& sum = tied[parameter];
+    sum = sum.defined() ? sum + gradient : gradient;
+  } else if (received[parameter]) {
+    targets[parameter].add_(gradient);
+  } else {
+    targets[parameter].copy_(gradient);
+    received[parameter] = 1;
+  }
+  in_parts_ |= came_[parameter] != 0;
+  came_[parameter] = 1;
+}
+
+void GradientSink::begin_microbatch() {
+  taken_.assign(taken_.size(), 0);
+  came_.assign(came_.size(), 0);
+  in_parts_ = false;
+}
+
+void GradientSink::retry() {
+  for (size_t i = 0; i < taken_.size(); ++i) taken_[i] |= came_[i];
+  came_.assign(came_.size(), 0);
+}
+
+void GradientSink::reset(size_t parameters) {
+  targets.assign(parameters, {});
+  received.assign(parameters, 0);
+  tied.assign(parameters, {});
+  taken_.assign(parameters, 0);
+  came_.assign(parameters, 0);
+  in_parts_ = false;
+}
+
+Shell& Shells::get(const ModelState& model, int layer, c10::Device device,
+                   const std::shared_ptr<const void>& attributes) {
+  Shell* shell = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    auto& layers = shells_[&model];
+    layers.resize(model.layers.size());
+    auto& place = layers[static_cast<size_t>(layer)];
+    if (!place) place = std::make_unique<Shell>();
+    shell = place.get();
+  }
+  if (!shell->layer) {
+    shell->layer = model.layers[static_cast<size_t>(layer)]->layer->make_shell(device);
+    for (size_t i = 0; i < shell->layer->parameters.size(); ++i) {
+      torch_compat::consume_gradients(shell->layer->parameters[i],
+                                      [shell, i](at::Tensor gradient) { shell->sink.consume(i, std::move(gradient)); });
+    }
+  }
+  if (!shell->refreshed || shell->attributes != attributes) {
+    shell->layer->refresh(attributes);
+    shell->attributes = attributes;
+    shell->refreshed = true;
+  }
+  return *shell;
+}
+
+void Shells::forget(const ModelState& model) {
+  std::vector<std::unique_ptr<Shell>> dropped;
+  std::lock_guard lock(mutex_);
+  const auto found = shells_.find(&model);
+  if (found == shells_.end()) return;
+  dropped = std::move(found->second);
+  shells_.erase(found);
+}
+
+void Shells::clear() {
+  std::map<const ModelState*, std::vector<std::unique_ptr<Shell>>> dropped;
+  std::lock_guard lock(mutex_);
+  dropped.swap(shells_);
+}
+
+}  // namespace roundpipe::runtime

@@ -1,0 +1,187 @@
+#include <roundpipe/runtime/step/step_run.h>
+
+#include <cmath>
+#include <limits>
+
+#include <ATen/core/grad_mode.h>
+
+#include <roundpipe/core/engine_life.h>
+#include <roundpipe/device/emulated_time.h>
+#include <roundpipe/optim/thread_pool.h>
+
+namespace roundpipe::runtime {
+
+using device::EventPtr;
+using optim::ThreadPool;
+
+StepRun::StepRun(uint64_t number, std::vector<BlockStep> blocks, std::vector<optim::Hyperparameters> groups,
+                 const StepOptions& options, std::shared_ptr<void> owner)
+    : number_(number),
+      blocks_(std::move(blocks)),
+      groups_(std::move(groups)),
+      options_(options),
+      owner_(std::move(owner)),
+      norm_(std::numeric_limits<double>::quiet_NaN()) {
+  if (options_.loss_scale > 0) scaling_.inverse_scale = static_cast<float>(1.0 / options_.loss_scale);
+}
+
+void StepRun::start() noexcept {
+  to_update_ = to_measure_ = blocks_.size();
+  const bool look_first = options_.max_norm > 0 || options_.loss_scale > 0;
+  try {
+    prepare(look_first);
+  } catch (...) {
+    return give_up(std::current_exception());
+  }
+  if (blocks_.empty()) {
+    decided_->fire();
+    finished_->fire();
+    return;
+  }
+  if (!look_first) decided_->fire();
+  for (BlockStep& step : blocks_) {
+    try {
+      wait_to_run(step, look_first);
+    } catch (...) {
+      step.error = std::current_exception();
+      hand_in(step.update_work, &StepRun::update, step);
+      if (look_first) hand_in(step.measure_work, &StepRun::measure, step);
+    }
+  }
+}
+
+void StepRun::prepare(bool look_first) {
+  const auto work = [this](UpdateThread::Kind kind, Part part, BlockStep& step) {
+    return UpdateThread::prepare({number_, kind, step.layer},
+                                 [self = shared_from_this(), part, &step] { (self.get()->*part)(step); });
+  };
+  for (BlockStep& step : blocks_) {
+    // All that is prepared is handed in: it holds the step, which holds it.
+    if (look_first) step.measure_work = work(UpdateThread::Kind::kNorm, &StepRun::measure, step);
+    step.update_work = work(UpdateThread::Kind::kUpdate, &StepRun::update, step);
+  }
+}
+
+void StepRun::wait_to_run(BlockStep& step, bool look_first) {
+  const auto self = shared_from_this();
+  const EventPtr landed = step.gradients->landed;
+  // The update first: what is to be measured may be so at once, and nothing throws after that.
+  device::when_all({landed, decided_, step.before->published},
+                   [self, &step] { self->hand_in(step.update_work, &StepRun::update, step); });
+  if (look_first) landed->then([self, &step] { self->hand_in(step.measure_work, &StepRun::measure, step); });
+}
+
+void StepRun::hand_in(UpdateThread::Work& work, Part part, BlockStep& step) noexcept {
+  if (UpdateThread::instance().submit(work)) return;
+  try {
+    require_engine();
+  } catch (...) {
+    step.error = std::current_exception();
+  }
+  (this->*part)(step);
+  work = {};
+}
+
+void StepRun::give_up(const std::exception_ptr& error) {
+  for (BlockStep& step : blocks_) {
+    step.measure_work = {};
+    step.update_work = {};
+    step.after->published->fail(error);
+  }
+  decided_->fail(error);
+  finished_->fail(error);
+}
+
+void StepRun::note(const std::exception_ptr& error) {
+  if (!error_) error_ = error;
+}
+
+void StepRun::measure(BlockStep& step) {
+  try {
+    if (step.error) std::rethrow_exception(step.error);
+    if (step.gradients->landed->error()) {
+      gradients_failed_ = true;
+    } else if (step.gradients->flat.defined()) {
+      step.squares = step.optimizer->sum_of_squares(*step.gradients, step.block->gradient_layout,
+                                                    scaling_.inverse_scale, *ThreadPool::current());
+    }
+  } catch (...) {
+    note(std::current_exception());
+  }
+  if (--to_measure_ == 0) decide();
+}
+
+void StepRun::decide() {
+  if (error_) return decided_->fail(error_);
+  // In block order, whatever the order of arrival, so that the sum has the same bits every time.
+  double squares = 0;
+  for (const BlockStep& step : blocks_) squares += step.squares;
+  const auto norm = static_cast<float>(std::sqrt(squares));
+  if (!gradients_failed_) norm_ = norm;
+  overflowed_ = options_.loss_scale > 0 && !std::isfinite(norm_);
+  if (options_.max_norm > 0) {
+    // As torch.nn.utils.clip_grad_norm_ computes it, in fp32.
+    const float factor = 1.0F / (norm + 1e-6F) * static_cast<float>(options_.max_norm);
+    scaling_.clip = factor > 1.0F ? 1.0F : factor;
+  }
+  decided_->fire();
+}
+
+void StepRun::pass_on(BlockStep& step) {
+  step.after->flat = step.before->flat;
+  step.after->published->fire();
+}
+
+void StepRun::make(BlockStep& step) {
+  if (step.emulated_ms > 0) {
+    static device::EmulatedTime time;  // the update thread's
+    time.spend(step.emulated_ms);
+    return pass_on(step);
+  }
+  if (!step.gradients->flat.defined()) return pass_on(step);
+  const bool shared = step.block->gradient_buffers == step.block->block->buffers();
+  const at::Tensor after = shared ? step.gradients->flat : step.block->block->buffers()->take();
+  step.optimizer->update(step.before->flat, after, *step.gradients, step.block->gradient_layout, groups_, scaling_,
+                         *ThreadPool::current());
+  step.after->flat = after;
+  step.after->published->fire();
+}
+
+void StepRun::publish(BlockStep& step) {
+  if (step.error) std::rethrow_exception(step.error);
+  if (const std::exception_ptr error = step.before->published->error()) std::rethrow_exception(error);
+  gradients_failed_ |= step.gradients->landed->error() != nullptr;
+  for (const size_t index : step.written) {
+    step.optimizer->restart_master(index, step.block->block->layout().view(step.before->flat, index));
+  }
+  if (gradients_failed_ || overflowed_ || decided_->error()) {
+    abandoned_ += gradients_failed_ ? 1 : 0;
+    pass_on(step);
+  } else {
+    make(step);
+    ++updated_;
+  }
+}
+
+void StepRun::update(BlockStep& step) {
+  const at::NoGradGuard no_grad;
+  try {
+    publish(step);
+    // What the call still holds of them is not needed any more.
+    if (!step.gradients->landed->error()) step.gradients->flat.reset();
+  } catch (...) {
+    note(std::current_exception());
+    step.after->published->fail(std::current_exception());
+  }
+  step.before.reset();
+  step.after.reset();
+  if (--to_update_ > 0) return;
+  owner_.reset();
+  if (error_) {
+    finished_->fail(error_);
+  } else {
+    finished_->fire();
+  }
+}
+
+}  // namespace roundpipe::runtime

@@ -1,0 +1,233 @@
+#include <roundpipe/runtime/worker/gradient_sums.h>
+
+#include <algorithm>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <roundpipe/runtime/model/out_of_memory.h>
+#include <roundpipe/runtime/step/update_thread.h>
+
+namespace roundpipe::runtime {
+
+using device::EventPtr;
+using transfer::Piece;
+using transfer::Priority;
+
+at::Tensor GradientSums::allocate(int64_t size_bytes) {
+  const auto options = at::TensorOptions().dtype(at::kByte).device(device_.torch_device());
+  at::Tensor flat;
+  while (const std::exception_ptr error = out_of_memory_in([&] { flat = at::empty({size_bytes}, options); })) {
+    if (!staging_.make_room()) std::rethrow_exception(error);
+  }
+  return flat;
+}
+
+void GradientSums::begin_microbatch(JobRun& run, bool again) {
+  for (int l = run.job.layers.first; l < run.job.layers.last; ++l) {
+    GradientSink& sink = layers_.shell(run, l).sink;
+    if (again) {
+      sink.retry();
+    } else {
+      sink.begin_microbatch();
+    }
+  }
+}
+
+bool GradientSums::can_run_again(JobRun& run) {
+  for (int l = run.job.layers.first; l < run.job.layers.last; ++l) {
+    if (!layers_.shell(run, l).sink.can_retry()) return false;
+  }
+  return true;
+}
+
+void GradientSums::begin(JobRun& run) {
+  const at::NoGradGuard no_grad;
+  sums_.clear();
+  std::vector<EventPtr> arrived;
+  std::vector<std::function<void()>> spread;
+  for (int l = run.job.layers.first; l < run.job.layers.last; ++l) {
+    const LayerState& state = run.layer(l);
+    layers_.shell(run, l).sink.reset(state.parameters.size());
+    for (const size_t block : state.blocks) {
+      if (is_summed_here(run, l, block)) begin_sum(run, l, block, arrived, spread);
+    }
+  }
+  for (size_t i = 0; i < arrived.size(); ++i) {
+    staging_.arrive(arrived[i]);
+    spread[i]();
+  }
+}
+
+bool GradientSums::is_summed_here(const JobRun& run, int layer, size_t block) {
+  const Call& call = *run.call;
+  if (!call.results[block]) return false;
+  if (!call.model->blocks[block].tied()) return true;
+  // A sum of a layer is made in the order of its microbatches, so only the job that has the first of them makes it.
+  return call.layer_sums[block] && run.range_index[run.place(layer)] == 0;
+}
+
+void GradientSums::begin_sum(JobRun& run, int layer, size_t own, std::vector<EventPtr>& arrived,
+                             std::vector<std::function<void()>>& spread) {
+  const Call& call = *run.call;
+  const LayerState& state = run.layer(layer);
+  GradientSink& sink = layers_.shell(run, layer).sink;
+  const BlockState& shared = call.model->blocks[own];
+  const memory::BlockLayout& host_layout = shared.gradient_layout;
+  Sum& sum = sums_.emplace_back();
+  sum.layer = layer;
+  sum.block = own;
+  sum.layout = call.options.sum_in_native_precision ? host_layout : host_layout.widened();
+  sum.flat = allocate(sum.layout.size_bytes);
+  for (size_t i = 0; i < state.parameters.size(); ++i) {
+    if (state.parameters[i].block != own || !call.trainable[static_cast<size_t>(layer)][i]) continue;
+    sink.targets[i] = sum.layout.view(sum.flat, state.parameters[i].index);
+  }
+  // The sum goes on from what earlier calls left, so that bits are those of one loop over all microbatches.
+  const memory::GradientBlockPtr base = shared.tied() ? nullptr : call.bases[own];
+  if (!base || run.range_index[run.place(layer)] != 0) return;
+  auto uploaded = std::make_shared<at::Tensor>();
+  EventPtr done = run.call->new_event();
+  upload_.submit({Priority::kBoundaryGradient,
+                  {base->landed},
+                  [base, uploaded, torch_device = device_.torch_device()] {
+                    std::vector<Piece> pieces;
+                    if (!base->flat.defined()) return pieces;
+                    *uploaded =
+                        at::empty(base->flat.sizes(), base->flat.options().device(torch_device).pinned_memory(false));
+                    pieces.push_back({*uploaded, base->flat});
+                    return pieces;
+                  },
+                  done,
+                  run.new_transfer()});
+  arrived.push_back(done);
+  spread.push_back([this, &state, &sink, &sum, &host_layout, base, uploaded] {
+    if (!uploaded->defined()) return;
+    device_.compute().uses(*uploaded);
+    for (size_t i = 0; i < state.parameters.size(); ++i) {
+      const auto [block, index] = state.parameters[i];
+      if (block != sum.block || !base->received[index]) continue;
+      sum.layout.view(sum.flat, index).copy_(host_layout.view(*uploaded, index));
+      sink.received[i] = 1;
+    }
+  });
+}
+
+namespace {
+
+// Puts the layers' sums of a block together, on the update thread, once what earlier calls had summed has landed. The
+// call is not finished before that. REQUIRES: a job of the call is left.
+void combine(const CallPtr& call, size_t block) {
+  const memory::GradientBlockPtr& base = call->layer_sums[block]->target().base;
+  call->then({base ? base->landed : nullptr}, [call, block, hold = call->hold()] {
+    const auto work = [call, block, hold] { call->attempt([&] { call->layer_sums[block]->combine(); }); };
+    UpdateThread::Work prepared = UpdateThread::prepare({0, UpdateThread::Kind::kNorm, block}, work);
+    if (!UpdateThread::instance().submit(prepared)) work();
+  });
+}
+
+}  // namespace
+
+void GradientSums::contribute_tied(JobRun& run, int microbatch, bool ran) {
+  const Call& call = *run.call;
+  for (int l = run.job.layers.first; l < run.job.layers.last; ++l) {
+    const LayerState& state = run.layer(l);
+    GradientSink& sink = layers_.shell(run, l).sink;
+    for (const size_t block : state.blocks) {
+      const BlockState& shared = call.model->blocks[block];
+      if (!call.results[block] || is_summed_here(run, l, block)) continue;
+      std::vector<Piece> pieces;
+      std::vector<size_t> indices;
+      for (size_t i = 0; i < state.parameters.size(); ++i) {
+        if (state.parameters[i].block != block || !ran || !sink.tied[i].defined()) continue;
+        pieces.push_back({at::Tensor(), std::move(sink.tied[i])});
+        indices.push_back(state.parameters[i].index);
+        sink.tied[i].reset();
+      }
+      auto landed = std::make_shared<std::vector<at::Tensor>>(shared.gradient_layout.tensors.size());
+      EventPtr done = run.call->new_event();
+      outbox_.send(
+          run, Priority::kParameterGradient,
+          [pieces, indices, landed, pinned = device_.wants_pinned_host_memory()]() mutable {
+            for (size_t i = 0; i < pieces.size(); ++i) {
+              at::Tensor& target = (*landed)[indices[i]];
+              const auto options = pieces[i].src.options().device(c10::kCPU).pinned_memory(pinned);
+              target = at::empty_like(pieces[i].src, options);
+              pieces[i].dst = target;
+            }
+            return pieces;
+          },
+          done);
+      const auto place = static_cast<size_t>(microbatch);
+      const size_t sharer = shared.sharer(l);
+      if (call.layer_sums[block]) {
+        run.call->then({done}, [call_ptr = run.call, block, sharer, place, landed] {
+          if (call_ptr->layer_sums[block]->contribute(sharer, place, std::move(*landed))) combine(call_ptr, block);
+        });
+        continue;
+      }
+      // The sum starts from what the call before leaves, which may still be on its way.
+      const EventPtr base = call.bases[block] ? call.bases[block]->landed : nullptr;
+      run.call->then({done, base}, [call_ptr = run.call, block, sharer, place, landed] {
+        call_ptr->tied_sums[block]->contribute(sharer, place, std::move(*landed));
+      });
+    }
+  }
+}
+
+void GradientSums::send(JobRun& run) {
+  const at::NoGradGuard no_grad;
+  Call& call = *run.call;
+  for (Sum& sum : sums_) {
+    const LayerState& state = run.layer(sum.layer);
+    const GradientSink& sink = layers_.shell(run, sum.layer).sink;
+    const BlockState& shared = call.model->blocks[sum.block];
+    // Sums of layers that share a block are rounded once they are together.
+    const memory::BlockLayout& layout = shared.tied() ? sum.layout : shared.gradient_layout;
+    std::vector<char> received(layout.tensors.size(), 0);
+    for (size_t i = 0; i < state.parameters.size(); ++i) {
+      if (state.parameters[i].block == sum.block) received[state.parameters[i].index] = sink.received[i];
+    }
+    at::Tensor rounded = sum.flat;
+    if (!sum.layout.same_dtypes(layout)) {
+      rounded = allocate(layout.size_bytes);
+      for (size_t index = 0; index < received.size(); ++index) {
+        if (received[index]) layout.view(rounded, index).copy_(sum.layout.view(sum.flat, index));
+      }
+    }
+    const bool any = std::find(received.begin(), received.end(), 1) != received.end();
+    auto landed = std::make_shared<at::Tensor>();
+    EventPtr done = run.call->new_event();
+    outbox_.send(
+        run, Priority::kParameterGradient,
+        [rounded, any, landed,
+         buffers = shared.tied() ? call.layer_sums[sum.block]->target().wide_buffers : shared.gradient_buffers] {
+          std::vector<Piece> pieces;
+          if (!any) return pieces;
+          *landed = buffers->take();
+          pieces.push_back({*landed, rounded});
+          return pieces;
+        },
+        done);
+    if (shared.tied()) {
+      call.then({done}, [call_ptr = run.call, block = sum.block, sharer = shared.sharer(sum.layer),
+                         count = static_cast<size_t>(run.job.microbatches.last), landed, received] {
+        if (call_ptr->layer_sums[block]->add(sharer, count, std::move(*landed), received)) combine(call_ptr, block);
+      });
+      continue;
+    }
+    call.then({done}, [call_ptr = run.call, block = sum.block, range = run.range_index[run.place(sum.layer)], landed,
+                       received] { call_ptr->range_sums[block]->add(range, std::move(*landed), received); });
+  }
+  drop(run);
+}
+
+void GradientSums::drop(JobRun& run) {
+  for (const Sum& sum : sums_) {
+    layers_.shell(run, sum.layer).sink.reset(run.layer(sum.layer).parameters.size());
+  }
+  sums_.clear();
+}
+
+}  // namespace roundpipe::runtime

@@ -1,0 +1,196 @@
+#include <roundpipe/runtime/worker/job_runner.h>
+
+#include <algorithm>
+
+#include <roundpipe/core/error.h>
+#include <roundpipe/runtime/model/out_of_memory.h>
+
+namespace roundpipe::runtime {
+
+using device::EventPtr;
+using schedule::Phase;
+using schedule::Range;
+using transfer::Piece;
+using transfer::Priority;
+
+JobRunner::JobRunner(int index, device::Device& device, transfer::LinkScheduler& upload,
+                     transfer::LinkScheduler& download, Shells& shells, Staging::Admit admit,
+                     Staging::MakeRoom make_room, std::function<void(int)> stage_next)
+    : index_(index),
+      device_(device),
+      outbox_(device, download),
+      staging_(device, upload, std::move(admit), std::move(make_room)),
+      layers_(device, upload, outbox_, shells),
+      sums_(device, upload, staging_, outbox_, layers_),
+      microbatches_(device, staging_, outbox_, sums_, layers_),
+      stage_next_(std::move(stage_next)) {}
+
+void JobRunner::run(JobRun& run) {
+  const std::exception_ptr error = out_of_memory_in([&] { run_job(run); });
+  if (!error) return;
+  run.call->ran_out(full_device(run));
+  std::rethrow_exception(error);
+}
+
+FullDevice JobRunner::full_device(const JobRun& run) const {
+  FullDevice full;
+  full.device = device_.name();
+  full.limit_bytes = device_.memory_limit_bytes();
+  full.model = run.call->model->name;
+  full.call = run.call->index;
+  const Range layers = doing_.layers;
+  full.doing = layers.size() == 1
+                   ? concat(doing_.what, " of layer ", layers.first, " (", run.layer(layers.first).layer->name(), ")")
+                   : concat(doing_.what, " of layers ", layers.first, " to ", layers.last - 1);
+  full.microbatch = microbatch_;
+  full.microbatches = run.call->options.microbatches;
+  full.tried = tried_;
+  return full;
+}
+
+void JobRunner::run_job(JobRun& run) {
+  tried_ = "other jobs had made room";
+  moving_ = Moving::kNow;
+  microbatch_ = -1;
+  doing_ = {"the weights", run.job.layers};
+  staging_.arrive(run.uploaded);
+  struct Binding {
+    JobRunner& runner;
+    JobRun& run;
+    ~Binding() {
+      runner.sums_.drop(run);
+      runner.layers_.unbind();
+    }
+  } const binding{*this, run};
+  layers_.bind(run);
+  doing_.what = "the gradient sums";
+  if (run.job.phase != Phase::kForward) sums_.begin(run);
+  const Range microbatches = run.job.microbatches;
+  for (int microbatch = microbatches.first; microbatch < microbatches.last; ++microbatch) {
+    for (int ahead = microbatch; ahead < std::min(microbatch + kStaged, microbatches.last); ++ahead) {
+      staging_.stage(run, ahead);
+    }
+    if (const int left = microbatch + kStaged - microbatches.last; left > 0) stage_next_(left);
+    if (const std::exception_ptr error = run.call->error()) std::rethrow_exception(error);
+    microbatch_ = microbatch;
+    doing_ = {"the inputs", run.job.layers};
+    staging_.arrive(run.staged.at(microbatch).inputs->uploaded);
+    // As between jobs: what the microbatch before sends is gone before this one takes memory.
+    if (device_.copies_on_compute_cores()) run.wait_sent();
+    // Not events of the call, which fail with it, before the device is there.
+    const EventPtr begun = device_.compute().mark();
+    run_microbatch(run, microbatch);
+    run.staged.erase(microbatch);
+    const EventPtr done = device_.compute().mark();
+    record(run, microbatch, begun, done);
+    limit_run_ahead(done);
+  }
+  microbatch_ = -1;
+  doing_ = {"the gradients on their way out", run.job.layers};
+  if (run.job.phase != Phase::kForward) sums_.send(run);
+  hand_on_buffers(run);
+}
+
+void JobRunner::run_microbatch(JobRun& run, int microbatch) {
+  Frugality frugality =
+      run.call->options.recompute_grain == RecomputeGrain::kLayer ? Frugality::kLayer : Frugality::kStage;
+  for (int l = run.job.layers.first; l < run.job.layers.last; ++l) {
+    frugality = std::max(frugality, run.layer(l).frugality.load());
+  }
+  for (bool again = false;; again = true) {
+    outbox_.begin_microbatch(again);
+    sums_.begin_microbatch(run, again);
+    // Now that nothing of the run before is left.
+    if (again) staging_.make_room();
+    moving_ = Moving::kNever;
+    const std::exception_ptr error = out_of_memory_in([&] { microbatches_.run(run, microbatch, frugality); });
+    moving_ = Moving::kNow;
+    if (!error) return;
+    doing_ = microbatches_.doing();
+    moving_ = Moving::kLater;
+    if (!prepare_again(run, microbatch, frugality)) std::rethrow_exception(error);
+    moving_ = Moving::kNow;
+  }
+}
+
+bool JobRunner::prepare_again(JobRun& run, int microbatch, Frugality& frugality) {
+  const Range stage = run.job.layers;
+  if (!sums_.can_run_again(run)) {
+    tried_ = "it could not run again in less memory, since a layer runs backward passes of its own";
+    return false;
+  }
+  for (int l = stage.first; l < stage.last; ++l) {
+    const LayerState& layer = run.layer(l);
+    if (layer.buffers.empty() || run.habits(l).writes_buffers.load() != Learned::kYes) continue;
+    // Nobody keeps what a later microbatch of an inference found there.
+    if (!run.call->options.requires_grad && microbatch != run.job.microbatches.first) {
+      tried_ = "it could not run again in less memory, since it had changed buffers of which nobody keeps a copy";
+      return false;
+    }
+    if (run.job.phase != Phase::kBackward) layers_.restore_buffers(run, l, microbatch);
+  }
+  if (!staging_.make_room()) {
+    const bool can_split = run.job.phase != Phase::kForward && stage.size() > 1;
+    if (!can_split || frugality == Frugality::kLayer) {
+      tried_ = "other jobs had made room, and it ran one layer at a time";
+      return false;
+    }
+    frugality = Frugality::kLayer;
+    for (int l = stage.first; l < stage.last; ++l) run.layer(l).frugality.store(frugality);
+    run.call->model->ran_out_of_memory(concat(
+        "[", device_.name(), "] there was not enough memory for the ", schedule::phase_name(run.job.phase),
+        " of layers ", stage.first, " to ", stage.last - 1, " of ", run.call->model->name, " in call ", run.call->index,
+        "; going on layer by layer, which takes longer; use more microbatches or shorter rows, "
+        "or raise the memory cap"));
+  }
+  staging_.stage_again(run, microbatch);
+  return true;
+}
+
+void JobRunner::hand_on_buffers(JobRun& run) {
+  for (size_t i = 0; i < run.buffers_after.size(); ++i) {
+    const EventPtr after = run.buffers_after[i];
+    if (!after) continue;
+    const int l = run.job.layers.first + static_cast<int>(i);
+    LayerState& state = run.layer(l);
+    if (run.habits(l).writes_buffers.load() != Learned::kYes) {
+      after->fire();
+      continue;
+    }
+    const LayerShell& layer = *layers_.shell(run, l).layer;
+    std::vector<Piece> pieces;
+    for (size_t b = 0; b < layer.buffers.size(); ++b) {
+      pieces.push_back({state.buffers[b].tensor.detach(), layer.buffers[b].detach()});
+    }
+    if (device_.wants_pinned_host_memory()) {
+      outbox_.send_staged(run, pieces, after);
+    } else {
+      outbox_.send(run, Priority::kActivation, [pieces] { return pieces; }, after);
+    }
+  }
+}
+
+void JobRunner::record(JobRun& run, int microbatch, const EventPtr& begun, const EventPtr& done) {
+  run.call->then({done}, [call = run.call, job = run.job, microbatch, device = index_, begun, done,
+                          gradient = microbatches_.gradient_wait()] {
+    ExecutionRecord record{job.phase, job.layers, microbatch, device, begun->time_ms(), done->time_ms()};
+    if (gradient.recomputed) {
+      record.recomputed_ms = gradient.recomputed->time_ms();
+      record.waited_ms = std::max(0.0, gradient.arrived_ms - record.recomputed_ms);
+    }
+    call->record(record);
+  });
+}
+
+void JobRunner::limit_run_ahead(EventPtr done) {
+  launched_.push_back(std::move(done));
+  // On an accelerator the host would otherwise queue the whole job and take all its memory at once.
+  constexpr size_t kLaunched = 2;
+  while (launched_.size() > kLaunched) {
+    // Only a matter of pace: the error of an earlier call must not end this one.
+    launched_.front()->wait_complete();
+    launched_.pop_front();
+  }
+}
+
+}  // namespace roundpipe::runtime

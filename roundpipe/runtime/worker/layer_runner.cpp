@@ -1,0 +1,376 @@
+#include <roundpipe/runtime/worker/layer_runner.h>
+
+#include <algorithm>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <roundpipe/core/error.h>
+
+namespace roundpipe::runtime {
+
+using device::EventPtr;
+using memory::HostValuePtr;
+using transfer::Piece;
+using transfer::Priority;
+
+Shell& LayerRunner::shell(JobRun& run, int layer) {
+  return shells_.get(*run.call->model, layer, device_.torch_device(), run.call->attributes[static_cast<size_t>(layer)]);
+}
+
+void LayerRunner::bind(JobRun& run) {
+  const at::NoGradGuard no_grad;
+  for (int l = run.job.layers.first; l < run.job.layers.last; ++l) {
+    const LayerState& state = run.layer(l);
+    const StageLayout::LayerPlace& place = run.layout.layers[run.place(l)];
+    LayerShell& layer = *shell(run, l).layer;
+    for (const auto* tensors : {&layer.parameters, &layer.buffers}) {
+      for (const at::Tensor& tensor : *tensors) {
+        at::Tensor& nothing = nothing_[tensor.scalar_type()];
+        if (!nothing.defined()) nothing = at::empty({0}, tensor.options());
+      }
+    }
+    bound_.push_back(&layer);
+    for (size_t i = 0; i < state.parameters.size(); ++i) {
+      const auto [block, index] = state.parameters[i];
+      size_t position = 0;
+      while (state.blocks[position] != block) ++position;
+      const memory::BlockLayout& layout = run.call->model->blocks[block].block->layout();
+      at::Tensor& leaf = layer.parameters[i];
+      leaf.set_data(layout.view(run.weights, index, place.blocks_at[position]));
+      leaf.set_requires_grad(run.call->options.requires_grad && run.call->trainable[static_cast<size_t>(l)][i] != 0);
+    }
+    for (size_t i = 0; i < state.buffers.size(); ++i) {
+      layer.buffers[i].set_data(state.buffer_layout.view(run.weights, i, place.buffers_at));
+    }
+  }
+}
+
+void LayerRunner::unbind() {
+  const at::NoGradGuard no_grad;
+  for (LayerShell* layer : bound_) {
+    for (auto* tensors : {&layer->parameters, &layer->buffers}) {
+      for (at::Tensor& tensor : *tensors) tensor.set_data(nothing_.at(tensor.scalar_type()));
+    }
+  }
+  bound_.clear();
+}
+
+namespace {
+
+std::vector<uint32_t> versions_of(const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& buffers) {
+  std::vector<uint32_t> versions;
+  for (const auto* tensors : {&inputs, &buffers}) {
+    for (const at::Tensor& tensor : *tensors) versions.push_back(static_cast<uint32_t>(tensor._version()));
+  }
+  return versions;
+}
+
+// One microbatch of a job is enough, and its last one is not the one that kernels are chosen or compiled in.
+bool times_layers(const JobRun& run, int microbatch) { return microbatch + 1 == run.job.microbatches.last; }
+
+}  // namespace
+
+void LayerRunner::hold(const JobRun& run, int l) {
+  std::shared_ptr<const void> held = run.layer(l).buffers.empty() ? run.layer(l).layer->hold() : nullptr;
+  if (!held_ || !held) held_ = std::move(held);
+}
+
+void LayerRunner::let_go() noexcept {
+  held_.reset();
+  clocked_.clear();
+}
+
+void LayerRunner::pause(JobRun& run) {
+  held_.reset();
+  for (const Clocked& clocked : clocked_) {
+    run.call->then({clocked.begun, clocked.done}, [model = run.call->model, clocked] {
+      model->layers[static_cast<size_t>(clocked.layer)]->forward_ms.store(clocked.done->time_ms() -
+                                                                          clocked.begun->time_ms());
+    });
+  }
+  clocked_.clear();
+}
+
+Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microbatch, bool recompute) {
+  Call& call = *run.call;
+  LayerState& state = run.layer(l);
+  LayerShell& layer = *shell(run, l).layer;
+  hold(run, l);
+  const bool has_buffers = !state.buffers.empty();
+  const bool gradients = call.options.requires_grad;
+  // A backward needs what was there before each microbatch, a call that fails what was there before the first, and a
+  // layer that runs out of memory what was there before it.
+  const bool keep_before = gradients || microbatch == run.job.microbatches.first;
+  std::vector<at::Tensor> before;
+  std::vector<uint32_t> versions;
+  if (has_buffers && recompute) restore_buffers(run, l, microbatch);
+  if (has_buffers && !recompute) {
+    const at::NoGradGuard no_grad;
+    for (const at::Tensor& buffer : layer.buffers) {
+      versions.push_back(static_cast<uint32_t>(buffer._version()));
+      if (run.habits(l).writes_buffers.load() != Learned::kNo) before.push_back(buffer.clone());
+    }
+  }
+
+  LayerContext context;
+  context.call = call.id;
+  context.layer = l;
+  context.microbatch = microbatch;
+  context.recompute = recompute;
+  context.queue = &device_.compute();
+  Values outputs;
+  const std::vector<uint32_t> untouched = versions_of(inputs.tensors, layer.buffers);
+  bool repeated = false;
+  const auto body = [&] {
+    if (repeated && versions_of(inputs.tensors, layer.buffers) != untouched) {
+      throw Error(concat("[forward] layer ", l, " (", state.layer->name(),
+                         ") turned out to draw from the default generator of ", device_.name(),
+                         ", and changes its inputs or buffers, so it could not run again; this step is dropped, the "
+                         "next ones take it into account"));
+    }
+    repeated = true;
+    if (times_layers(run, microbatch)) {
+      const EventPtr begun = device_.compute().mark();
+      outputs = layer.forward(inputs, context);
+      clocked_.push_back({l, begun, device_.compute().mark()});
+    } else {
+      outputs = layer.forward(inputs, context);
+    }
+  };
+  const auto put_back = [&] {
+    const at::NoGradGuard no_grad;
+    for (size_t i = 0; i < before.size(); ++i) layer.buffers[i].copy_(before[i]);
+  };
+  try {
+    if (call.options.preserve_rng_state) {
+      run_seeded(*torch_compat::OwnGenerators::current(), run.habits(l).shared_draws, call.seed(l, microbatch),
+                 device_.torch_device(), body, [this] { held_.reset(); });
+    } else {
+      body();
+    }
+  } catch (...) {
+    put_back();
+    throw;
+  }
+
+  if (has_buffers && !recompute) {
+    bool written = false;
+    for (size_t i = 0; i < versions.size(); ++i) {
+      written |= static_cast<uint32_t>(layer.buffers[i]._version()) != versions[i];
+    }
+    if (written) {
+      const bool late = run.habits(l).writes_buffers.exchange(Learned::kYes) == Learned::kNo;
+      if (late && gradients) {
+        throw Error(concat("[forward] layer ", l, " (", state.layer->name(),
+                           ") changed a buffer only after it had run without doing so; this step is dropped, "
+                           "the next ones take it into account"));
+      }
+      if (keep_before && !before.empty()) save_buffers(run, l, microbatch, std::move(before));
+    } else {
+      Learned unknown = Learned::kUnknown;
+      run.habits(l).writes_buffers.compare_exchange_strong(unknown, Learned::kNo);
+    }
+  }
+  return outputs;
+}
+
+void LayerRunner::save_buffers(JobRun& run, int l, int microbatch, std::vector<at::Tensor> before) {
+  Call::BufferSnapshot snapshot;
+  snapshot.produced = run.call->new_event();
+  for (size_t i = 0; i < before.size(); ++i) snapshot.tensors.push_back(std::make_shared<memory::HostValue>());
+  outbox_.send(
+      run, Priority::kActivation,
+      [tensors = snapshot.tensors, before = std::move(before), pinned = device_.wants_pinned_host_memory()] {
+        std::vector<Piece> pieces;
+        for (size_t i = 0; i < before.size(); ++i) {
+          *tensors[i] = *memory::stage_download(before[i], false, pinned, pieces);
+        }
+        return pieces;
+      },
+      snapshot.produced);
+  run.call->save_snapshot(l, microbatch, std::move(snapshot));
+}
+
+void LayerRunner::restore_buffers(JobRun& run, int l, int microbatch) {
+  const auto snapshot = run.call->snapshot(l, microbatch);
+  if (!snapshot) return;
+  LayerShell& layer = *shell(run, l).layer;
+  EventPtr uploaded = run.call->new_event();
+  std::vector<at::Tensor> targets;
+  for (const at::Tensor& buffer : layer.buffers) targets.push_back(buffer.detach());
+  EventPtr computed = run.call->new_event();
+  device_.compute().signal(computed);
+  upload_.submit({Priority::kActivation,
+                  {snapshot->produced, computed},
+                  [targets, tensors = snapshot->tensors] {
+                    std::vector<Piece> pieces;
+                    for (size_t i = 0; i < targets.size(); ++i) pieces.push_back({targets[i], tensors[i]->data});
+                    return pieces;
+                  },
+                  uploaded,
+                  run.new_transfer()});
+  uploaded->wait();
+}
+
+namespace {
+
+// The places of values whose memory a write to another value, or to the weights, would change.
+std::vector<char> shared_places(const std::vector<at::Tensor>& values, const at::Tensor& weights) {
+  std::vector<char> shared(values.size(), 0);
+  for (size_t i = 0; i < values.size(); ++i) {
+    shared[i] = memory::spans_overlap(values[i], weights);
+    for (size_t j = 0; j < i; ++j)
+      shared[i] |= !values[j].is_same(values[i]) && memory::spans_overlap(values[j], values[i]);
+  }
+  return shared;
+}
+
+bool any(const std::vector<char>& places) { return std::find(places.begin(), places.end(), 1) != places.end(); }
+
+// What a layer is given, cut off from what lies below: the same tensor twice stays one. `attached[i]`: its place in
+// `boundary`, -1 for one that needs no gradient or is an earlier one again.
+std::vector<at::Tensor> cut_off(const Flow& inputs, const std::vector<char>& copied, bool gradients,
+                                torch_compat::Boundary& boundary, std::vector<int>& attached) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> tensors;
+  for (size_t i = 0; i < inputs.tensors.size(); ++i) {
+    const size_t same = memory::place_of(inputs.tensors[i], inputs.tensors);
+    attached.push_back(-1);
+    if (same < i) {
+      tensors.push_back(tensors[same]);
+      continue;
+    }
+    at::Tensor tensor = copied[i] ? memory::copy_alike(inputs.tensors[i]) : inputs.tensors[i].detach();
+    if (gradients && inputs.requires_grad[i]) attached.back() = static_cast<int>(boundary.attach(tensor));
+    tensors.push_back(std::move(tensor));
+  }
+  return tensors;
+}
+
+}  // namespace
+
+Values LayerRunner::execute_watched(JobRun& run, int l, const Values& inputs, int microbatch, bool recompute,
+                                    bool needs_copies, std::vector<char>& intact) {
+  LayerState& state = run.layer(l);
+  const std::vector<uint32_t> versions = versions_of(inputs.tensors, {});
+  Values outputs = execute(run, l, inputs, microbatch, recompute);
+  const std::vector<uint32_t> now = versions_of(inputs.tensors, {});
+  intact.resize(now.size());
+  for (size_t i = 0; i < now.size(); ++i) intact[i] = now[i] == versions[i];
+  if (now != versions) {
+    const bool late = run.habits(l).writes_inputs.exchange(Learned::kYes) == Learned::kNo;
+    if (late && needs_copies) {
+      throw Error(concat("[forward] layer ", l, " (", state.layer->name(),
+                         ") wrote to its input only after it had run without doing so; this step is dropped, "
+                         "the next ones take it into account"));
+    }
+  } else {
+    Learned unknown = Learned::kUnknown;
+    run.habits(l).writes_inputs.compare_exchange_strong(unknown, Learned::kNo);
+  }
+  return outputs;
+}
+
+std::vector<char> LayerRunner::copies_for(const JobRun& run, int l, const std::vector<char>& wanted) {
+  const bool may_write = run.habits(l).writes_inputs.load() != Learned::kNo;
+  return may_write ? wanted : std::vector<char>(wanted.size(), 0);
+}
+
+Flow LayerRunner::run_detached(JobRun& run, int l, const Flow& inputs, int microbatch, bool recompute, bool protect) {
+  const bool gradients = run.call->options.requires_grad;
+  const std::vector<char> to_copy =
+      protect ? std::vector<char>(inputs.tensors.size(), 1) : shared_places(inputs.tensors, run.weights);
+  torch_compat::Boundary boundary;
+  std::vector<int> unused;
+  Values values;
+  values.structure = inputs.structure;
+  values.tensors = cut_off(inputs, copies_for(run, l, to_copy), gradients, boundary, unused);
+  std::vector<char> intact;
+  Values outputs;
+  {
+    const at::AutoGradMode grad_mode(gradients);
+    outputs = execute_watched(run, l, values, microbatch, recompute, any(to_copy), intact);
+  }
+
+  const at::NoGradGuard no_grad;
+  Flow flow;
+  flow.structure = outputs.structure;
+  for (size_t i = 0; i < outputs.tensors.size(); ++i) {
+    const at::Tensor& output = outputs.tensors[i];
+    const size_t same = memory::place_of(output, values.tensors);
+    const size_t earlier = memory::place_of(output, outputs.tensors);
+    if (same < values.tensors.size() && intact[same]) {
+      // Handed on as it came: it need not go to the host again.
+      flow.tensors.push_back(inputs.tensors[same]);
+      flow.requires_grad.push_back(inputs.requires_grad[same]);
+      flow.host.push_back(inputs.host[same]);
+    } else if (earlier < i) {
+      flow.tensors.push_back(flow.tensors[earlier]);
+      flow.requires_grad.push_back(flow.requires_grad[earlier]);
+      flow.host.push_back(flow.host[earlier]);
+    } else {
+      // A buffer that the layer hands out and writes to must not change while its value is still on the way.
+      const bool changes =
+          run.habits(l).writes_buffers.load() == Learned::kYes && memory::spans_overlap(output, run.weights);
+      const at::Tensor value = memory::settled(output).detach();
+      flow.tensors.push_back(changes ? memory::copy_alike(value) : value);
+      flow.requires_grad.push_back(gradients && output.requires_grad());
+      flow.host.push_back(nullptr);
+    }
+  }
+  return flow;
+}
+
+namespace {
+
+// What a backward pass does when a gradient arrives at layer `l`: what is drawn there must not depend on which layers
+// the pass went through before.
+std::function<void()> on_arrival(const JobRun& run, int l, int microbatch,
+                                 const std::shared_ptr<BackwardClock>& clock) {
+  const bool seeds = run.call->options.preserve_rng_state;
+  if (!seeds && !clock) return nullptr;
+  const uint64_t seed = backward_seed(run.call->seed(l, microbatch));
+  return [seeds, seed, clock, l] {
+    if (clock) clock->reached(l);
+    if (seeds) torch_compat::OwnGenerators::current()->seed(seed);
+  };
+}
+
+}  // namespace
+
+std::vector<at::Tensor> SegmentGraph::input_gradients() const {
+  std::vector<at::Tensor> gradients;
+  for (const int place : places) {
+    gradients.push_back(place < 0 ? at::Tensor() : boundary.gradient(static_cast<size_t>(place)));
+  }
+  return gradients;
+}
+
+Values LayerRunner::run_graph(JobRun& run, schedule::Range layers, const Flow& inputs, int microbatch, bool recompute,
+                              bool for_loss, SegmentGraph& graph) {
+  if (times_layers(run, microbatch)) graph.clock = std::make_shared<BackwardClock>(device_.compute(), layers);
+  // The loss, which comes behind the last layer, may write to what it is given.
+  const auto copies = [&](int l, const std::vector<char>& shared) {
+    return l < layers.last ? copies_for(run, l, shared) : shared;
+  };
+  Values values;
+  values.structure = inputs.structure;
+  std::vector<char> shared = shared_places(inputs.tensors, run.weights);
+  values.tensors = cut_off(inputs, copies(layers.first, shared), /*gradients=*/true, graph.boundary, graph.places);
+  const at::AutoGradMode grad_mode(true);
+  Together together(*this, run);
+  for (int l = layers.first; l < layers.last; ++l) {
+    std::vector<char> unused;
+    values = execute_watched(run, l, values, microbatch, recompute, any(shared), unused);
+    if (l + 1 == layers.last && !for_loss) break;
+    shared = shared_places(values.tensors, run.weights);
+    values.tensors = torch_compat::cross_boundary(values.tensors, copies(l + 1, shared),
+                                                  on_arrival(run, l, microbatch, graph.clock));
+  }
+  if (!for_loss) values.structure.reset();
+  together.pause();
+  return values;
+}
+
+}  // namespace roundpipe::runtime
