@@ -236,11 +236,12 @@ test-wheel: wheel
 
 # --- Everything else ---------------------------------------------------------------------------------------------
 
-lint: $(VENV)/.lint
+lint: $(VENV)/.lint $(BUILD)/.configured
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p roundpipe
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+	$(TOOLS) $(BIN)/python tools/thread_safety.py $(BUILD)
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .

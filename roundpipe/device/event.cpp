@@ -148,7 +148,7 @@ void when_all(const std::vector<EventPtr>& events, Event::Callback callback, Eve
       if (remaining.fetch_sub(1) == 1) run_callback(callback, failed);
     }
   };
-  const auto join = std::make_shared<Join>(events.size() + 1, std::move(callback), std::move(failed));
+  const std::shared_ptr<Join> join(new Join{events.size() + 1, std::move(callback), std::move(failed)});
   for (const EventPtr& event : events) {
     if (event) {
       event->then([join] { join->arrive(); });

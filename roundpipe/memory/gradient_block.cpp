@@ -1,5 +1,6 @@
 #include <roundpipe/memory/gradient_block.h>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 
 namespace roundpipe::memory {

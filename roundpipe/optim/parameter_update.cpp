@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include <c10/util/accumulate.h>
+#include <c10/util/strides.h>
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/memory/host_arena.h>

@@ -127,13 +127,13 @@ void Engine::submit(const std::vector<std::shared_ptr<JobRun>>& runs) {
   std::lock_guard lock(mutex_);
   require_engine();
   if (runs.empty()) return;
-  std::vector<std::unique_lock<std::mutex>> queues;
-  for (const auto& worker : workers_) queues.push_back(worker->lock());
+  std::vector<std::unique_lock<Mutex>> queues;
+  for (const auto& worker : workers_) queues.emplace_back(worker->queue().mutex());
   // Nothing goes before what has begun, on any device, or what that may wait for.
   double begun = -1;
   bool alone = true;
-  for (const auto& worker : workers_) alone &= worker->look(*runs.front()->call->model, begun);
-  for (const auto& run : runs) worker(run->job.device % size()).enqueue(run, alone ? begun : kBehindAll);
+  for (const auto& worker : workers_) alone &= worker->queue().look(*runs.front()->call->model, begun);
+  for (const auto& run : runs) worker(run->job.device % size()).queue().enqueue(run, alone ? begun : kBehindAll);
   for (const auto& worker : workers_) worker->enqueued();
 }
 

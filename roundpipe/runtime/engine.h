@@ -46,7 +46,7 @@ class Engine {
   // on every device, so that submissions from several threads cannot wait for each other in a circle. But where only
   // earlier calls of the same model wait, a job goes before those of later position: all devices agree on one order,
   // in which what has begun anywhere, and whatever stands before that, stays in front.
-  void submit(const std::vector<std::shared_ptr<JobRun>>& runs);
+  void submit(const std::vector<std::shared_ptr<JobRun>>& runs) ROUNDPIPE_NOT_ANALYZED;
 
   // Where the next plan's round robin starts, when the last one used `jobs` jobs.
   int first_device() const { return next_device_; }

@@ -86,18 +86,19 @@ void CostMeter::add(const std::vector<ExecutionRecord>& records) {
   // Forwards first: what a backward takes is known only beside the forward that it repeats.
   for (const bool forward : {true, false}) {
     for (auto& [stage, values] : times) {
-      const auto [phase, first, last] = stage;
+      const auto [phase, first_layer, end] = stage;
+      const schedule::Range layers{first_layer, end};
       if ((phase == Phase::kForward) != forward) continue;
       const double measured_ms = std::max(kLeast_ms, median(values));
       const auto scale = [&](double Layer::* field, int Layer::* calls, double thought_ms, double target_ms) {
         const double factor = thought_ms > 0 ? target_ms / thought_ms : 1;
-        for (int l = first; l < last; ++l) {
+        for (int l = layers.first; l < layers.last; ++l) {
           Layer& layer = layers_[static_cast<size_t>(l)];
           layer.*field *= 1 + weight_of_new(layer.*calls) * (factor - 1);
           ++(layer.*calls);
         }
       };
-      const double thought_ms = forward_ms({first, last});
+      const double thought_ms = forward_ms(layers);
       if (forward && clocked) continue;
       if (forward) {
         scale(&Layer::forward_ms, &Layer::forward_calls, thought_ms, measured_ms);
@@ -105,7 +106,7 @@ void CostMeter::add(const std::vector<ExecutionRecord>& records) {
       }
       double backward_ms = 0;
       bool forward_known = true, backward_clocked = true;
-      for (int l = first; l < last; ++l) {
+      for (int l = layers.first; l < layers.last; ++l) {
         backward_ms += layers_[static_cast<size_t>(l)].backward_ms;
         forward_known &= layers_[static_cast<size_t>(l)].forward_calls > 0;
         backward_clocked &= layers_[static_cast<size_t>(l)].backward_clocked;

@@ -1,5 +1,6 @@
 #include <roundpipe/runtime/model/shells.h>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 
 #include <roundpipe/torch_compat/autograd_nodes.h>

@@ -19,7 +19,7 @@ at::Tensor GradientSums::allocate(int64_t size_bytes) {
   const auto options = at::TensorOptions().dtype(at::kByte).device(device_.torch_device());
   at::Tensor flat;
   while (const std::exception_ptr error = out_of_memory_in([&] { flat = at::empty({size_bytes}, options); })) {
-    if (!staging_.make_room()) std::rethrow_exception(error);
+    if (!room_.make_room()) std::rethrow_exception(error);
   }
   return flat;
 }
@@ -55,7 +55,7 @@ void GradientSums::begin(JobRun& run) {
     }
   }
   for (size_t i = 0; i < arrived.size(); ++i) {
-    staging_.arrive(arrived[i]);
+    room_.arrive(arrived[i]);
     spread[i]();
   }
 }

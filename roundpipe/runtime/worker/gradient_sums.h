@@ -4,9 +4,8 @@
 #include <functional>
 #include <vector>
 
-#include <roundpipe/runtime/worker/layer_runner.h>
+#include <roundpipe/runtime/worker/device_room.h>
 #include <roundpipe/runtime/worker/outbox.h>
-#include <roundpipe/runtime/worker/staging.h>
 
 namespace roundpipe::runtime {
 
@@ -15,9 +14,9 @@ namespace roundpipe::runtime {
 // Used by the device's thread, inside its compute scope.
 class GradientSums {
  public:
-  GradientSums(device::Device& device, transfer::LinkScheduler& upload, Staging& staging, Outbox& outbox,
+  GradientSums(device::Device& device, transfer::LinkScheduler& upload, DeviceRoom& room, Outbox& outbox,
                LayerRunner& layers)
-      : device_(device), upload_(upload), staging_(staging), outbox_(outbox), layers_(layers) {}
+      : device_(device), upload_(upload), room_(room), outbox_(outbox), layers_(layers) {}
 
   // Makes room for the sums, with what earlier calls have left in them. Blocks until that is here.
   void begin(JobRun& run);
@@ -49,7 +48,7 @@ class GradientSums {
 
   device::Device& device_;
   transfer::LinkScheduler& upload_;
-  Staging& staging_;
+  DeviceRoom& room_;
   Outbox& outbox_;
   LayerRunner& layers_;
   std::deque<Sum> sums_;

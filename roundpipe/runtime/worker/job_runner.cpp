@@ -8,22 +8,20 @@
 namespace roundpipe::runtime {
 
 using device::EventPtr;
+using Moving = DeviceRoom::Moving;
 using schedule::Phase;
 using schedule::Range;
 using transfer::Piece;
 using transfer::Priority;
 
-JobRunner::JobRunner(int index, device::Device& device, transfer::LinkScheduler& upload,
-                     transfer::LinkScheduler& download, Shells& shells, Staging::Admit admit,
-                     Staging::MakeRoom make_room, std::function<void(int)> stage_next)
+JobRunner::JobRunner(int index, DeviceRoom& room, Outbox& outbox, LayerRunner& layers)
     : index_(index),
-      device_(device),
-      outbox_(device, download),
-      staging_(device, upload, std::move(admit), std::move(make_room)),
-      layers_(device, upload, outbox_, shells),
-      sums_(device, upload, staging_, outbox_, layers_),
-      microbatches_(device, staging_, outbox_, sums_, layers_),
-      stage_next_(std::move(stage_next)) {}
+      device_(room.device()),
+      room_(room),
+      outbox_(outbox),
+      layers_(layers),
+      sums_(device_, room.upload(), room, outbox, layers),
+      microbatches_(device_, room, outbox, sums_, layers) {}
 
 void JobRunner::run(JobRun& run) {
   const std::exception_ptr error = out_of_memory_in([&] { run_job(run); });
@@ -50,10 +48,10 @@ FullDevice JobRunner::full_device(const JobRun& run) const {
 
 void JobRunner::run_job(JobRun& run) {
   tried_ = "other jobs had made room";
-  moving_ = Moving::kNow;
+  room_.weights_may_move(Moving::kNow);
   microbatch_ = -1;
   doing_ = {"the weights", run.job.layers};
-  staging_.arrive(run.uploaded);
+  room_.arrive(run.uploaded);
   struct Binding {
     JobRunner& runner;
     JobRun& run;
@@ -67,14 +65,14 @@ void JobRunner::run_job(JobRun& run) {
   if (run.job.phase != Phase::kForward) sums_.begin(run);
   const Range microbatches = run.job.microbatches;
   for (int microbatch = microbatches.first; microbatch < microbatches.last; ++microbatch) {
-    for (int ahead = microbatch; ahead < std::min(microbatch + kStaged, microbatches.last); ++ahead) {
-      staging_.stage(run, ahead);
+    for (int ahead = microbatch; ahead < std::min(microbatch + DeviceRoom::kStaged, microbatches.last); ++ahead) {
+      room_.stage(run, ahead);
     }
-    if (const int left = microbatch + kStaged - microbatches.last; left > 0) stage_next_(left);
+    if (const int left = microbatch + DeviceRoom::kStaged - microbatches.last; left > 0) room_.stage_next(left);
     if (const std::exception_ptr error = run.call->error()) std::rethrow_exception(error);
     microbatch_ = microbatch;
     doing_ = {"the inputs", run.job.layers};
-    staging_.arrive(run.staged.at(microbatch).inputs->uploaded);
+    room_.arrive(run.staged.at(microbatch).inputs->uploaded);
     // As between jobs: what the microbatch before sends is gone before this one takes memory.
     if (device_.copies_on_compute_cores()) run.wait_sent();
     // Not events of the call, which fail with it, before the device is there.
@@ -101,15 +99,15 @@ void JobRunner::run_microbatch(JobRun& run, int microbatch) {
     outbox_.begin_microbatch(again);
     sums_.begin_microbatch(run, again);
     // Now that nothing of the run before is left.
-    if (again) staging_.make_room();
-    moving_ = Moving::kNever;
+    if (again) room_.make_room();
+    room_.weights_may_move(Moving::kNever);
     const std::exception_ptr error = out_of_memory_in([&] { microbatches_.run(run, microbatch, frugality); });
-    moving_ = Moving::kNow;
+    room_.weights_may_move(Moving::kNow);
     if (!error) return;
     doing_ = microbatches_.doing();
-    moving_ = Moving::kLater;
+    room_.weights_may_move(Moving::kLater);
     if (!prepare_again(run, microbatch, frugality)) std::rethrow_exception(error);
-    moving_ = Moving::kNow;
+    room_.weights_may_move(Moving::kNow);
   }
 }
 
@@ -129,7 +127,7 @@ bool JobRunner::prepare_again(JobRun& run, int microbatch, Frugality& frugality)
     }
     if (run.job.phase != Phase::kBackward) layers_.restore_buffers(run, l, microbatch);
   }
-  if (!staging_.make_room()) {
+  if (!room_.make_room()) {
     const bool can_split = run.job.phase != Phase::kForward && stage.size() > 1;
     if (!can_split || frugality == Frugality::kLayer) {
       tried_ = "other jobs had made room, and it ran one layer at a time";
@@ -143,7 +141,7 @@ bool JobRunner::prepare_again(JobRun& run, int microbatch, Frugality& frugality)
         "; going on layer by layer, which takes longer; use more microbatches or shorter rows, "
         "or raise the memory cap"));
   }
-  staging_.stage_again(run, microbatch);
+  room_.stage_again(run, microbatch);
   return true;
 }
 

@@ -16,26 +16,11 @@ namespace roundpipe::runtime {
 // Call::ran_out.
 class JobRunner {
  public:
-  JobRunner(int index, device::Device& device, transfer::LinkScheduler& upload, transfer::LinkScheduler& download,
-            Shells& shells, Staging::Admit admit, Staging::MakeRoom make_room, std::function<void(int)> stage_next);
+  // What is handed in outlives this.
+  JobRunner(int index, DeviceRoom& room, Outbox& outbox, LayerRunner& layers);
 
-  // See Staging: for jobs that run, and for those that are next.
-  Staging& staging() { return staging_; }
-
-  // REQUIRES: run.weights have been asked for. Calls `stage_next` with how many microbatches of the next job may be
-  // staged by now.
+  // REQUIRES: run.weights have been asked for.
   void run(JobRun& run);
-
-  // When the running job's weights may be moved, for which its layers let go of them and are pointed at them anew. Not
-  // while a microbatch runs, whose graph holds on to them; and what it threw does, too, until it runs anew.
-  enum class Moving { kNow, kLater, kNever };
-  Moving moving() const { return moving_; }
-  // REQUIRES: moving() is kNow.
-  void unbind() { layers_.unbind(); }
-  void bind(JobRun& run) { layers_.bind(run); }
-
-  // How many microbatches are staged at a time, across the end of a job: the one that runs and two ahead.
-  static constexpr int kStaged = 3;
 
  private:
   void run_job(JobRun& run);
@@ -49,18 +34,15 @@ class JobRunner {
 
   const int index_;
   device::Device& device_;
-  Outbox outbox_;
-  Staging staging_;
-  LayerRunner layers_;
+  DeviceRoom& room_;
+  Outbox& outbox_;
+  LayerRunner& layers_;
   GradientSums sums_;
   MicrobatchRunner microbatches_;
-  const std::function<void(int)> stage_next_;
-
   // Of the running job, for full_device().
   MicrobatchRunner::Doing doing_;
   int microbatch_ = -1;
   std::string tried_;
-  Moving moving_ = Moving::kNow;
 
   std::deque<device::EventPtr> launched_;
 };

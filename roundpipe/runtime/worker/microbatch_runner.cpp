@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -31,7 +32,7 @@ void MicrobatchRunner::run(JobRun& run, int microbatch, Frugality frugality) {
 }
 
 void MicrobatchRunner::forward(JobRun& run, int microbatch) {
-  Flow flow = staging_.take(run, microbatch);
+  Flow flow = room_.take(run, microbatch);
   bool still_read = false;
   LayerRunner::Together together(layers_, run);
   for (int l = run.job.layers.first; l < run.job.layers.last; ++l) {
@@ -75,12 +76,12 @@ void MicrobatchRunner::train(JobRun& run, int microbatch) {
     // Layers that write buffers recompute from what the forward saved, so that forward must be over.
     for (int l = stage.first; l < stage.last; ++l) {
       if (!run.layer(l).buffers.empty()) {
-        staging_.arrive(staged.gradients->uploaded);
+        room_.arrive(staged.gradients->uploaded);
         break;
       }
     }
   }
-  Flow flow = staging_.take(run, microbatch);
+  Flow flow = room_.take(run, microbatch);
   if (nothing_to_do(run, microbatch)) {
     sums_.contribute_tied(run, microbatch, /*ran=*/false);
     outbox_.send_input_gradients(run, microbatch, Tensors(flow.tensors.size()));
@@ -147,7 +148,7 @@ MicrobatchRunner::Tensors MicrobatchRunner::backpropagate_last(JobRun& run, Rang
         layers_.run_graph(run, segment, inputs, microbatch, /*recompute=*/true, /*for_loss=*/false, graph);
     inputs = {};
     gradient_wait_.recomputed = device_.compute().mark();
-    const Tensors gradients = staging_.take(arriving);
+    const Tensors gradients = room_.take(arriving);
     gradient_wait_.arrived_ms = now_ms();
     roots.emplace(outputs, gradients);
   }
@@ -195,7 +196,7 @@ at::Tensor MicrobatchRunner::total_loss(JobRun& run, const Values& outputs, int 
   Call& call = *run.call;
   StagedValues& staged = *run.staged.at(microbatch).label;
   Values label;
-  label.tensors = staging_.take(staged);
+  label.tensors = room_.take(staged);
   label.structure = staged.structure;
 
   if (call.keep_outputs) {

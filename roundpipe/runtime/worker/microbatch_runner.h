@@ -10,8 +10,8 @@ namespace roundpipe::runtime {
 // may be run anew, see Outbox and GradientSums. Used by the device's thread, inside its compute scope.
 class MicrobatchRunner {
  public:
-  MicrobatchRunner(device::Device& device, Staging& staging, Outbox& outbox, GradientSums& sums, LayerRunner& layers)
-      : device_(device), staging_(staging), outbox_(outbox), sums_(sums), layers_(layers) {}
+  MicrobatchRunner(device::Device& device, DeviceRoom& room, Outbox& outbox, GradientSums& sums, LayerRunner& layers)
+      : device_(device), room_(room), outbox_(outbox), sums_(sums), layers_(layers) {}
 
   // REQUIRES: the microbatch is staged, the job's weights are bound.
   void run(JobRun& run, int microbatch, Frugality frugality);
@@ -50,7 +50,7 @@ class MicrobatchRunner {
   at::Tensor total_loss(JobRun& run, const Values& outputs, int microbatch);
 
   device::Device& device_;
-  Staging& staging_;
+  DeviceRoom& room_;
   Outbox& outbox_;
   GradientSums& sums_;
   LayerRunner& layers_;

@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/strides.h>
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/memory/host_arena.h>

@@ -52,7 +52,7 @@ void Staging::upload(JobRun& run, Priority priority, EventPtr after, const std::
        {std::move(after)},
        // The run waits for all of its transfers.
        [this, &run, values, fill = std::move(fill), filled = std::move(filled), torch_device = device_.torch_device()] {
-         admit_(run, values->uploaded);
+         queue_.admit(run, values->uploaded, device_.name());
          if (fill && !values->filled) fill(*values);
          values->filled = true;
          std::vector<Piece> pieces = allocate(*values, torch_device);
@@ -126,7 +126,6 @@ at::Tensor Staging::usable(const HostValue& value, const at::Tensor& uploaded) {
 }
 
 std::vector<at::Tensor> Staging::take(StagedValues& staged) {
-  arrive(staged.uploaded);
   std::vector<at::Tensor> tensors;
   for (size_t i = 0; i < staged.host.size(); ++i) {
     // What was one tensor before is one again.
@@ -149,15 +148,6 @@ Flow Staging::take(JobRun& run, int microbatch) {
   }
   flow.host = inputs.host;
   return flow;
-}
-
-void Staging::arrive(const EventPtr& done) {
-  while (!upload_.wait(done)) {
-    upload_.resume();
-    if (upload_.wait(done)) break;
-    if (!make_room()) upload_.give_up(done);
-  }
-  done->wait();
 }
 
 }  // namespace roundpipe::runtime

@@ -350,4 +350,11 @@ inline std::shared_ptr<Engine> use_devices(const std::string& text) {
   return Engine::set_current(device::parse_devices(text));
 }
 
+// The host side of a model of native layers.
+inline std::shared_ptr<ModelState> make_model(const std::vector<LayerSpec>& layers) {
+  std::vector<std::unique_ptr<Layer>> made;
+  for (const LayerSpec& spec : layers) made.push_back(std::make_unique<NativeLayer>(spec));
+  return std::make_shared<ModelState>("model", std::move(made), /*pinned=*/false);
+}
+
 }  // namespace roundpipe::runtime::support

@@ -33,12 +33,6 @@ namespace {
 constexpr int64_t kWidth = 4;
 constexpr double kPatience_ms = 300000;  // ends what hangs
 
-std::shared_ptr<ModelState> make_model(const std::vector<LayerSpec>& layers) {
-  std::vector<std::unique_ptr<Layer>> made;
-  for (const LayerSpec& spec : layers) made.push_back(std::make_unique<NativeLayer>(spec));
-  return std::make_shared<ModelState>("model", std::move(made), /*pinned=*/false);
-}
-
 // A forward of one batch of ones, submitted and not waited for.
 CallPtr submit_forward(const std::shared_ptr<ModelState>& model, Engine& engine, roundpipe::schedule::Stages stages,
                        int microbatches, int64_t width = kWidth) {
@@ -156,7 +150,7 @@ struct Parking {
   bool lock_is_free() {
     auto locked = std::make_shared<std::promise<void>>();
     std::thread([locked, mine = worker] {
-      mine->lock();
+      { const roundpipe::MutexLock lock(mine->queue().mutex()); }
       locked->set_value();
     }).detach();
     return locked->get_future().wait_for(std::chrono::seconds(20)) == std::future_status::ready;
