@@ -1,3 +1,6 @@
+#include <optional>
+
+#include <roundpipe/core/engine_life.h>
 #include <roundpipe/layers/emulated_layer.h>
 #include <roundpipe/runtime/pipeline.h>
 
@@ -10,6 +13,7 @@ namespace roundpipe::python {
 
 namespace py = pybind11;
 using runtime::CallOptions;
+using runtime::Engine;
 using runtime::Pipeline;
 using runtime::StepTicket;
 using runtime::Values;
@@ -55,6 +59,15 @@ std::unique_ptr<runtime::Layer> make_layer(const py::handle& object) {
   return make_python_layer(py::reinterpret_borrow<py::object>(object));
 }
 
+// Without the interpreter lock, which threads of the engine may need that end with the pipeline's pool. In a process
+// that is left behind its memory is kept.
+void drop(Pipeline* pipeline) {
+  if (is_left_behind()) return;
+  std::optional<py::gil_scoped_release> unlocked;
+  if (PyGILState_Check() != 0) unlocked.emplace();
+  delete pipeline;
+}
+
 }  // namespace
 
 void bind_pipeline(py::module_& module) {
@@ -87,16 +100,7 @@ void bind_pipeline(py::module_& module) {
              std::vector<std::unique_ptr<runtime::Layer>> made;
              for (const py::handle layer : layers) made.push_back(make_layer(layer));
              const py::gil_scoped_release no_gil;
-             Pipeline* pipeline = new Pipeline(std::move(name), std::move(made), pinned);
-             return std::shared_ptr<Pipeline>(pipeline, [](Pipeline* dropped) {
-               // The lock is not held while engine threads may have to end.
-               if (PyGILState_Check() != 0) {
-                 const py::gil_scoped_release no_gil;
-                 Pipeline::dispose(dropped);
-               } else {
-                 Pipeline::dispose(dropped);
-               }
-             });
+             return std::shared_ptr<Pipeline>(new Pipeline(std::move(name), std::move(made), pinned), drop);
            }),
            py::arg("name"), py::arg("layers"), py::arg("pinned"))
       .def(
@@ -142,25 +146,64 @@ void bind_pipeline(py::module_& module) {
       .def("discard_last_call", &Pipeline::discard_last_call, py::arg("message"),
            py::call_guard<py::gil_scoped_release>())
       .def("drain", &Pipeline::drain, py::call_guard<py::gil_scoped_release>())
-      .def("set_optimizer_parameters", &Pipeline::set_optimizer_parameters, py::arg("parameters"))
+      .def(
+          "set_optimizer_parameters",
+          [](Pipeline& pipeline, std::vector<std::vector<at::Tensor>> parameters) {
+            pipeline.weights().set_optimizer_parameters(std::move(parameters));
+          },
+          py::arg("parameters"))
       .def("begin_step", &Pipeline::begin_step, py::call_guard<py::gil_scoped_release>())
-      .def("begin_publish", &Pipeline::begin_publish, py::arg("in_place"), py::call_guard<py::gil_scoped_release>())
-      .def("finish_publish", &Pipeline::finish_publish, py::call_guard<py::gil_scoped_release>())
-      .def("drop_gradients", &Pipeline::drop_gradients, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "begin_publish", [](Pipeline& pipeline, bool in_place) { pipeline.weights().begin(in_place); },
+          py::arg("in_place"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "finish_publish", [](Pipeline& pipeline) { pipeline.weights().finish(); },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "drop_gradients", [](Pipeline& pipeline) { pipeline.gradients().drop(); },
+          py::call_guard<py::gil_scoped_release>())
       .def("keep_gradients_in_fp32", &Pipeline::keep_gradients_in_fp32, py::call_guard<py::gil_scoped_release>())
-      .def("show_weights", &Pipeline::show_weights, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "show_weights", [](Pipeline& pipeline) { pipeline.weights().show(); },
+          py::call_guard<py::gil_scoped_release>())
       .def("expose", &Pipeline::expose, py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("has_gradients", &Pipeline::has_gradients)
-      .def_property("exposes_gradients", &Pipeline::exposes_gradients, &Pipeline::set_exposes_gradients)
-      .def("choose_stages", &Pipeline::choose_stages, py::arg("mode"), py::arg("min_stages"),
-           py::arg("upper_threshold"), py::arg("memory_limit_bytes"), py::call_guard<py::gil_scoped_release>())
-      .def("planned_stages", &Pipeline::planned_stages, py::arg("mode"), py::arg("microbatches"),
-           py::call_guard<py::gil_scoped_release>())
-      .def("costs", &Pipeline::costs)
-      .def("preview_plans", &Pipeline::preview_plans, py::arg("route"), py::arg("mode"), py::arg("microbatches"),
-           py::arg("steps"), py::call_guard<py::gil_scoped_release>())
-      .def("set_bytes", &Pipeline::set_bytes, py::arg("saved_bytes"), py::arg("activation_bytes"),
-           py::arg("most_stage_bytes"), py::arg("work_bytes"))
+      .def_property_readonly("has_gradients", [](Pipeline& pipeline) { return pipeline.gradients().any(); })
+      .def_property(
+          "exposes_gradients", [](Pipeline& pipeline) { return pipeline.gradients().shows_at_once(); },
+          [](Pipeline& pipeline, bool exposes) { pipeline.gradients().set_shows_at_once(exposes); })
+      .def(
+          "choose_stages",
+          [](const Pipeline& pipeline, schedule::PlanMode mode, int min_stages, double upper_threshold,
+             int64_t memory_limit_bytes) {
+            return pipeline.planner().balanced_stages(*Engine::current(), mode, min_stages, upper_threshold,
+                                                      memory_limit_bytes);
+          },
+          py::arg("mode"), py::arg("min_stages"), py::arg("upper_threshold"), py::arg("memory_limit_bytes"),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "planned_stages",
+          [](const Pipeline& pipeline, schedule::PlanMode mode, int microbatches) {
+            return pipeline.planner().stages(*Engine::current(), mode, microbatches);
+          },
+          py::arg("mode"), py::arg("microbatches"), py::call_guard<py::gil_scoped_release>())
+      .def("costs", [](const Pipeline& pipeline) { return pipeline.planner().costs(); })
+      .def(
+          "preview_plans",
+          [](const Pipeline& pipeline, const runtime::Route& route, schedule::PlanMode mode, int microbatches,
+             int steps) {
+            return runtime::preview_plans(pipeline.model(), route, mode, microbatches, pipeline.planner(),
+                                          *Engine::current(), steps);
+          },
+          py::arg("route"), py::arg("mode"), py::arg("microbatches"), py::arg("steps"),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "set_bytes",
+          [](Pipeline& pipeline, std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes,
+             int64_t most_stage_bytes, int64_t work_bytes) {
+            pipeline.planner().set_bytes(std::move(saved_bytes), std::move(activation_bytes), most_stage_bytes);
+            pipeline.model().work_bytes.store(work_bytes);
+          },
+          py::arg("saved_bytes"), py::arg("activation_bytes"), py::arg("most_stage_bytes"), py::arg("work_bytes"))
       .def("layer_bytes",
            [](const Pipeline& pipeline) {
              std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> layers;
@@ -170,7 +213,9 @@ void bind_pipeline(py::module_& module) {
              }
              return layers;
            })
-      .def_property("asynchronous", &Pipeline::asynchronous, &Pipeline::set_asynchronous)
+      .def_property(
+          "asynchronous", [](const Pipeline& pipeline) { return pipeline.planner().asynchronous(); },
+          [](Pipeline& pipeline, bool asynchronous) { pipeline.planner().set_asynchronous(asynchronous); })
       .def("block_parameters",
            [](const Pipeline& pipeline) {
              std::vector<std::vector<at::Tensor>> blocks;

@@ -71,8 +71,7 @@ Engine::~Engine() {
 }
 
 void Engine::stop() {
-  // Whoever comes after this is refused. Not held on: what a worker does last may drop a model, which the engine is
-  // then told to forget.
+  // A submission that has begun ends first; whoever comes after this is refused.
   {
     const std::lock_guard lock(mutex_);
   }
@@ -138,10 +137,5 @@ void Engine::submit(const std::vector<std::shared_ptr<JobRun>>& runs) {
 }
 
 void Engine::advance(int jobs) { next_device_.store((next_device_.load() + jobs) % size()); }
-
-void Engine::forget(const ModelState& model) {
-  std::lock_guard lock(mutex_);
-  for (const auto& worker : workers_) worker->forget(model);
-}
 
 }  // namespace roundpipe::runtime

@@ -52,8 +52,6 @@ class Engine {
   int first_device() const { return next_device_; }
   void advance(int jobs);
 
-  void forget(const ModelState& model);
-
  private:
   // REQUIRES: engine_ends() has been called.
   void stop();

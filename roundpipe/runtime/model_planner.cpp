@@ -229,8 +229,8 @@ schedule::Placer ModelPlanner::placer(Engine& engine, const Key& key, bool measu
 }
 
 std::vector<Plan> ModelPlanner::preview(Engine& engine, PlanMode mode, int microbatches, int first_backward_layer,
-                                        bool asynchronous, int steps) const {
-  const Key key{mode, microbatches, first_backward_layer, engine.size(), asynchronous};
+                                        int steps) const {
+  const Key key{mode, microbatches, first_backward_layer, engine.size(), asynchronous_};
   const auto found = current_.find(key);
   const bool known = meter_.knows(mode != PlanMode::kInference && first_backward_layer == 0, kCallsToMeasure);
   schedule::Placer next =
@@ -240,8 +240,8 @@ std::vector<Plan> ModelPlanner::preview(Engine& engine, PlanMode mode, int micro
   return plans;
 }
 
-Plan ModelPlanner::next(Engine& engine, PlanMode mode, int microbatches, int first_backward_layer, bool asynchronous) {
-  const Key key{mode, microbatches, first_backward_layer, engine.size(), asynchronous};
+Plan ModelPlanner::next(Engine& engine, PlanMode mode, int microbatches, int first_backward_layer) {
+  const Key key{mode, microbatches, first_backward_layer, engine.size(), asynchronous_};
   if (current_.size() >= kMostPlans && !current_.contains(key)) current_.clear();
   Current& current = current_[key];
   const bool known = meter_.knows(mode != PlanMode::kInference && first_backward_layer == 0, kCallsToMeasure);
@@ -257,12 +257,24 @@ Plan ModelPlanner::next(Engine& engine, PlanMode mode, int microbatches, int fir
   return current.placer->next();
 }
 
-schedule::Stages ModelPlanner::stages(Engine& engine, PlanMode mode, int microbatches, bool asynchronous) const {
-  const Key key{mode, microbatches, 0, engine.size(), asynchronous};
+schedule::Stages ModelPlanner::stages(Engine& engine, PlanMode mode, int microbatches) const {
+  const Key key{mode, microbatches, 0, engine.size(), asynchronous_};
   const Plan made = recipe(engine, key, meter_.knows(mode != PlanMode::kInference, kCallsToMeasure));
   schedule::Stages stages{made.forward_stages(), {}};
   if (mode != PlanMode::kInference) stages.backward = made.backward_stages();
   return stages;
+}
+
+schedule::Stages ModelPlanner::balanced_stages(Engine& engine, PlanMode mode, int min_stages, double upper_threshold,
+                                               int64_t memory_limit_bytes) const {
+  const schedule::LayerCosts costs = meter_.costs();
+  schedule::PlannerOptions options;
+  options.mode = mode;
+  options.microbatches = 1;
+  options.min_stages = min_stages;
+  options.upper_threshold = upper_threshold;
+  options.max_stage_bytes = stage_share_bytes(engine, costs, memory_limit_bytes);
+  return schedule::choose_stages(costs, engine.size(), options);
 }
 
 }  // namespace roundpipe::runtime

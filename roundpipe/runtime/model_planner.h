@@ -61,14 +61,20 @@ class ModelPlanner {
 
   void observe(const std::vector<ExecutionRecord>& records) { meter_.add(records); }
 
-  // The plan of the next call. `asynchronous`: how the model's steps have been made so far.
-  schedule::Plan next(Engine& engine, schedule::PlanMode mode, int microbatches, int first_backward_layer,
-                      bool asynchronous);
+  // How steps are made, which is what it plans for.
+  bool asynchronous() const { return asynchronous_; }
+  void set_asynchronous(bool asynchronous) { asynchronous_ = asynchronous; }
+
+  // The plan of the next call.
+  schedule::Plan next(Engine& engine, schedule::PlanMode mode, int microbatches, int first_backward_layer);
   // The plans of the next `steps` calls, as things stand.
   std::vector<schedule::Plan> preview(Engine& engine, schedule::PlanMode mode, int microbatches,
-                                      int first_backward_layer, bool asynchronous, int steps) const;
+                                      int first_backward_layer, int steps) const;
   // The stages that a plan of a call would have now.
-  schedule::Stages stages(Engine& engine, schedule::PlanMode mode, int microbatches, bool asynchronous) const;
+  schedule::Stages stages(Engine& engine, schedule::PlanMode mode, int microbatches) const;
+  // The stages that simple balancing by measured (or estimated) costs gives now, see schedule::choose_stages.
+  schedule::Stages balanced_stages(Engine& engine, schedule::PlanMode mode, int min_stages, double upper_threshold,
+                                   int64_t memory_limit_bytes) const;
   schedule::LayerCosts costs() const { return meter_.costs(); }
 
   // In plans from now on no stage takes more than `most_stage_bytes` for its weights, gradients and saved activations,
@@ -93,6 +99,7 @@ class ModelPlanner {
   schedule::Placer placer(Engine& engine, const Key& key, bool measured) const;
 
   CostMeter meter_;
+  bool asynchronous_ = true;
   int64_t most_stage_bytes_ = -1;  // not known
   std::map<Key, Current> current_;
 };

@@ -25,57 +25,14 @@ using schedule::PlanMode;
 
 Pipeline::Pipeline(std::string name, std::vector<std::unique_ptr<Layer>> layers, bool pinned)
     : model_(std::make_shared<ModelState>(std::move(name), std::move(layers), pinned)),
+      gradients_(*model_),
+      weights_(*model_),
       planner_(*model_),
       random_seed_(at::detail::getDefaultCPUGenerator().current_seed()) {
   require_own_process();
-  sweep(/*wait=*/true);
-}
-
-namespace {
-
-// Disposed of while busy. Never destroyed: at exit their Python objects are gone.
-struct Disposed {
-  std::mutex mutex;
-  std::vector<Pipeline*> pipelines;  // protected by mutex
-};
-Disposed& disposed() {
-  static auto* instance = new Disposed;
-  return *instance;
-}
-
-}  // namespace
-
-bool Pipeline::busy() const {
-  return std::any_of(active_.begin(), active_.end(), [](const CallPtr& call) { return !call->finished()->complete(); });
-}
-
-void Pipeline::dispose(Pipeline* pipeline) {
-  if (is_left_behind()) return;
-  if (!pipeline->busy()) {
-    delete pipeline;
-    return;
-  }
-  std::lock_guard lock(disposed().mutex);
-  disposed().pipelines.push_back(pipeline);
-}
-
-void Pipeline::sweep(bool wait) {
-  std::vector<Pipeline*> idle;
-  {
-    std::lock_guard lock(disposed().mutex);
-    std::erase_if(disposed().pipelines, [&](Pipeline* pipeline) {
-      if (!wait && pipeline->busy()) return false;
-      idle.push_back(pipeline);
-      return true;
-    });
-  }
-  for (Pipeline* pipeline : idle) delete pipeline;
 }
 
 Pipeline::~Pipeline() {
-  if (is_left_behind()) return;
-  for (const CallPtr& call : active_) call->finished()->wait_complete();
-  if (engine_) engine_->forget(*model_);
   active_.clear();
   last_call_.reset();
   memory::HostArena::trim_values();
@@ -100,7 +57,6 @@ bool may_draw_on_cards(const Call& call, Engine& engine) {
 
 CallPtr Pipeline::begin_call(CallOptions options, Engine& engine) {
   static std::atomic<uint64_t> next_id{1};
-  sweep(/*wait=*/false);
   raise_pending();
   std::vector<LayerHabitsPtr> habits = model_->habits_of_now();
   for (const BlockState& block : model_->blocks) block.block->adopt_replaced();
@@ -176,7 +132,7 @@ void Pipeline::take_engine() {
   const std::shared_ptr<Engine> engine = Engine::current();
   if (engine_ && engine_ != engine) {
     drain();
-    engine_->forget(*model_);
+    model_->shells.clear();
   }
   engine_ = engine;
 }
@@ -213,7 +169,7 @@ Pipeline::Outputs Pipeline::forward(const std::vector<Values>& inputs, CallOptio
   const PlanMode mode = train ? PlanMode::kTrain : PlanMode::kInference;
   Plan plan;
   submit_or_undo(call, [&] {
-    plan = plan_call(*call, route, mode, asynchronous_, planner_, *engine);
+    plan = plan_call(*call, route, mode, planner_, *engine);
     note_plan(*call, plan);
     open_boundaries(*call, plan);
     for (size_t m = 0; m < inputs.size(); ++m) {
@@ -226,10 +182,10 @@ Pipeline::Outputs Pipeline::forward(const std::vector<Values>& inputs, CallOptio
     wait_or_abort(call->values(plan.layers, m).produced, call);
     outputs.microbatches.push_back(read_outputs(*call, m));
   }
-  show_complete_weights();
+  weights_.show_complete();
   if (call->keeps_caller) wait_or_abort(call->finished(), call);
   tell();
-  if (train) attach_graph(*this, call, plan, inputs, outputs.microbatches);
+  if (train) attach_graph(shared_from_this(), call, plan, inputs, outputs.microbatches);
   return outputs;
 }
 
@@ -257,7 +213,7 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
   options.requires_grad = true;
   // Before the call has its number: what is raised here leaves no gap in the random states.
   raise_pending();
-  import_gradients();
+  gradients_.import();
   const CallPtr call = begin_call(options, *engine);
   call->loss = std::move(loss);
   call->keep_step(std::move(step), /*until_over=*/true);
@@ -271,7 +227,7 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
   submit_or_undo(call, [&] {
     const bool pinned = engine->wants_pinned_host_memory();
     call->labels = taken_over(labels, pinned);
-    const Plan plan = plan_call(*call, route, PlanMode::kFused, asynchronous_, planner_, *engine);
+    const Plan plan = plan_call(*call, route, PlanMode::kFused, planner_, *engine);
     note_plan(*call, plan);
     open_boundaries(*call, plan);
     for (size_t m = 0; m < inputs.size(); ++m) {
@@ -303,7 +259,7 @@ Pipeline::TrainResult Pipeline::finish(Submitted& submitted) {
     wait_or_abort(call->values(model_->layer_count(), m).produced, call);
     result.outputs.push_back(read_outputs(*call, m));
   }
-  show_complete_weights();
+  weights_.show_complete();
   if (call->input_gradients) {
     wait_or_abort(call->finished(), call);
     // One backward for all microbatches: what they have in common, another model's graph for one, can be gone through
@@ -343,7 +299,7 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
   wait_or_abort(call->finished(), call);
   raise_pending();
   if (const std::exception_ptr error = call->error()) std::rethrow_exception(error);
-  import_gradients();
+  gradients_.import();
   for (size_t b = 0; b < model_->blocks.size(); ++b) {
     if (call->readings[b]->given_up) {
       throw std::invalid_argument(
@@ -400,7 +356,7 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
 void Pipeline::finish_backward(const CallPtr& call) {
   wait_or_abort(call->finished(), call);
   raise_pending();
-  if (exposes_gradients_) expose();
+  if (gradients_.shows_at_once()) expose();
 }
 
 void Pipeline::raise_pending() {
@@ -477,69 +433,28 @@ void Pipeline::recover() {
   active_.clear();
 }
 
-void Pipeline::set_optimizer_parameters(std::vector<std::vector<at::Tensor>> parameters) {
-  optimizer_parameters_ = std::move(parameters);
+std::vector<GradientBlockPtr> Pipeline::take_gradients() {
+  raise_pending();
+  return gradients_.take();
+}
+
+std::unique_ptr<StepTicket> Pipeline::begin_step() {
+  return std::make_unique<StepTicket>(model_, take_gradients(), weights_.optimizer_parameters());
+}
+
+void Pipeline::keep_gradients_in_fp32() {
+  drain();
+  gradients_.drop();
+  for (BlockState& block : model_->blocks) block.keep_gradients_in_fp32();
+}
+
+void Pipeline::expose() {
+  for (const BlockState& block : model_->blocks) block.block->repoint();
+  gradients_.show();
 }
 
 void Pipeline::commit_calls() {
   for (const CallPtr& call : active_) call->committed = true;
-}
-
-void Pipeline::show_complete_weights() {
-  for (const BlockState& block : model_->blocks) {
-    if (!block.block->shows_weights() && block.block->current()->published->complete()) block.block->repoint();
-  }
-}
-
-void Pipeline::show_weights() {
-  require_own_process();
-  for (const BlockState& block : model_->blocks) {
-    if (!block.block->shows_weights()) device::wait_interruptible(*block.block->current()->published);
-  }
-  show_complete_weights();
-}
-
-namespace {
-
-bool changes(const BlockState& block, const std::vector<at::Tensor>& optimizer_parameters) {
-  for (size_t i = 0; i < optimizer_parameters.size(); ++i) {
-    if (!optimizer_parameters[i].is_same(block.block->parameters()[i].tensor)) return true;
-  }
-  return false;
-}
-
-}  // namespace
-
-void Pipeline::begin_publish(bool in_place) {
-  for (size_t b = 0; b < model_->blocks.size(); ++b) {
-    if (changes(model_->blocks[b], optimizer_parameters_[b])) model_->blocks[b].block->begin_publish(in_place);
-  }
-}
-
-void Pipeline::finish_publish() {
-  for (size_t b = 0; b < model_->blocks.size(); ++b) {
-    if (!changes(model_->blocks[b], optimizer_parameters_[b])) continue;
-    std::vector<at::Tensor> values;
-    for (const at::Tensor& parameter : optimizer_parameters_[b]) values.push_back(parameter.detach());
-    model_->blocks[b].block->finish_publish(values);
-  }
-}
-
-schedule::Stages Pipeline::choose_stages(PlanMode mode, int min_stages, double upper_threshold,
-                                         int64_t memory_limit_bytes) const {
-  const std::shared_ptr<Engine> engine = Engine::current();
-  const schedule::LayerCosts costs = planner_.costs();
-  schedule::PlannerOptions options;
-  options.mode = mode;
-  options.microbatches = 1;
-  options.min_stages = min_stages;
-  options.upper_threshold = upper_threshold;
-  options.max_stage_bytes = stage_share_bytes(*engine, costs, memory_limit_bytes);
-  return schedule::choose_stages(costs, engine->size(), options);
-}
-
-schedule::Stages Pipeline::planned_stages(PlanMode mode, int microbatches) {
-  return planner_.stages(*Engine::current(), mode, microbatches, asynchronous_);
 }
 
 std::vector<ExecutionRecord> Pipeline::last_records() const {

@@ -35,11 +35,10 @@ struct PipelineNode final : public torch::autograd::Node {
     // Once every model of the graph has been given its backward: like in PyTorch, it is over when backward() returns,
     // and what a recomputation raises is raised there.
     torch::autograd::Engine::get_default_engine().queue_callback(
-        [pipeline = pipeline, call = call] { with_raised_errors([&] { pipeline->finish_backward(call); }); });
+        [runner = runner, call = call] { with_raised_errors([&] { runner->finish_backward(call); }); });
     const bool keep_graph = torch::autograd::get_current_graph_task_keep_graph();
     std::vector<std::vector<at::Tensor>> input_gradients;
-    with_raised_errors(
-        [&] { input_gradients = pipeline->backward(call, plan, std::move(per_microbatch), keep_graph); });
+    with_raised_errors([&] { input_gradients = runner->backward(call, plan, std::move(per_microbatch), keep_graph); });
     torch::autograd::variable_list result;
     for (const std::vector<at::Tensor>& microbatch : input_gradients) {
       result.insert(result.end(), microbatch.begin(), microbatch.end());
@@ -50,7 +49,7 @@ struct PipelineNode final : public torch::autograd::Node {
 
   void release_variables() override { call.reset(); }
 
-  std::shared_ptr<Pipeline> pipeline;  // the outputs may outlive the user's model
+  std::shared_ptr<BackwardRunner> runner;  // the outputs may outlive the user's model
   CallPtr call;
   schedule::Plan plan;
   std::vector<size_t> output_counts;              // per microbatch
@@ -59,7 +58,7 @@ struct PipelineNode final : public torch::autograd::Node {
 
 }  // namespace
 
-void attach_graph(Pipeline& pipeline, const CallPtr& call, const schedule::Plan& plan,
+void attach_graph(std::shared_ptr<BackwardRunner> runner, const CallPtr& call, const schedule::Plan& plan,
                   const std::vector<Values>& inputs, std::vector<Values>& outputs) {
   torch::autograd::edge_list sources;
   for (const Values& values : inputs) {
@@ -70,9 +69,7 @@ void attach_graph(Pipeline& pipeline, const CallPtr& call, const schedule::Plan&
   }
   torch_compat::NodePtr owner = torch_compat::make_node<PipelineNode>(std::move(sources));
   auto& node = static_cast<PipelineNode&>(*owner);
-  node.pipeline = pipeline.weak_from_this().lock();
-  // Not owned by a shared_ptr: then its owner sees to it.
-  if (!node.pipeline) node.pipeline = std::shared_ptr<Pipeline>(std::shared_ptr<void>(), &pipeline);
+  node.runner = std::move(runner);
   node.call = call;
   node.plan = plan;
   for (size_t m = 0; m < outputs.size(); ++m) {

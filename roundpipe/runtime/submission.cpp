@@ -70,8 +70,7 @@ void check_fits(const Plan& plan, const Call& call, PlanMode mode, int first_bac
 
 }  // namespace
 
-Plan plan_call(const Call& call, const Route& route, PlanMode mode, bool asynchronous, ModelPlanner& planner,
-               Engine& engine) {
+Plan plan_call(const Call& call, const Route& route, PlanMode mode, ModelPlanner& planner, Engine& engine) {
   const bool backward = mode != PlanMode::kInference;
   const int first_backward_layer = !backward || call.input_gradients ? 0 : lowest_trainable(call.trainable);
   if (const auto* stages = std::get_if<schedule::Stages>(&route)) {
@@ -88,15 +87,15 @@ Plan plan_call(const Call& call, const Route& route, PlanMode mode, bool asynchr
     check_fits(*plan, call, mode, first_backward_layer, engine);
     return *plan;
   }
-  return planner.next(engine, mode, call.options.microbatches, first_backward_layer, asynchronous);
+  return planner.next(engine, mode, call.options.microbatches, first_backward_layer);
 }
 
 std::vector<Plan> preview_plans(const ModelState& model, const Route& route, PlanMode mode, int microbatches,
-                                bool asynchronous, const ModelPlanner& planner, Engine& engine, int steps) {
+                                const ModelPlanner& planner, Engine& engine, int steps) {
   if (const auto* plan = std::get_if<Plan>(&route)) return std::vector<Plan>(static_cast<size_t>(steps), *plan);
   const int first_backward_layer = mode == PlanMode::kInference ? 0 : lowest_trainable(model.trainable());
   const auto* stages = std::get_if<schedule::Stages>(&route);
-  if (stages == nullptr) return planner.preview(engine, mode, microbatches, first_backward_layer, asynchronous, steps);
+  if (stages == nullptr) return planner.preview(engine, mode, microbatches, first_backward_layer, steps);
   schedule::PlannerOptions options;
   options.mode = mode;
   options.microbatches = microbatches;

@@ -16,13 +16,12 @@ using Route = std::variant<std::monostate, schedule::Stages, schedule::Plan>;
 
 // The plan of the call. Stages are cut off below the lowest layer that needs a backward.
 // Throws std::invalid_argument for stages or a plan that does not fit the model, the batch or the pool.
-schedule::Plan plan_call(const Call& call, const Route& route, schedule::PlanMode mode, bool asynchronous,
-                         ModelPlanner& planner, Engine& engine);
+schedule::Plan plan_call(const Call& call, const Route& route, schedule::PlanMode mode, ModelPlanner& planner,
+                         Engine& engine);
 
 // The plans that the next calls would have, one each, without a call being made.
 std::vector<schedule::Plan> preview_plans(const ModelState& model, const Route& route, schedule::PlanMode mode,
-                                          int microbatches, bool asynchronous, const ModelPlanner& planner,
-                                          Engine& engine, int steps);
+                                          int microbatches, const ModelPlanner& planner, Engine& engine, int steps);
 
 // Makes the events of every boundary that the plan's jobs write or read, and notes which are kept for the backward.
 void open_boundaries(Call& call, const schedule::Plan& plan);

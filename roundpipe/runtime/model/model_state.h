@@ -12,6 +12,7 @@
 #include <roundpipe/memory/parameter_block.h>
 #include <roundpipe/runtime/model/layer.h>
 #include <roundpipe/runtime/model/random.h>
+#include <roundpipe/runtime/model/shells.h>
 
 namespace roundpipe::runtime {
 
@@ -101,6 +102,7 @@ struct ModelState {
   std::vector<std::unique_ptr<LayerState>> layers;
   std::vector<BlockState> blocks;
   SharedDraws loss_shared_draws;  // of the loss functions this model is called with
+  Shells shells;                  // on the workers of the pool that its calls run on
   // What a device needs for a job beside weights, at most; 0 = not known.
   std::atomic<int64_t> work_bytes{0};
   // One for each block; null = nothing summed. Caller's thread only.

@@ -45,19 +45,17 @@ void GradientSink::reset(size_t parameters) {
   in_parts_ = false;
 }
 
-Shell& Shells::get(const ModelState& model, int layer, c10::Device device,
+Shell& Shells::get(int worker, size_t index, Layer& layer, c10::Device device,
                    const std::shared_ptr<const void>& attributes) {
   Shell* shell = nullptr;
   {
-    std::lock_guard lock(mutex_);
-    auto& layers = shells_[&model];
-    layers.resize(model.layers.size());
-    auto& place = layers[static_cast<size_t>(layer)];
+    const MutexLock lock(mutex_);
+    std::unique_ptr<Shell>& place = shells_[{worker, index}];
     if (!place) place = std::make_unique<Shell>();
     shell = place.get();
   }
   if (!shell->layer) {
-    shell->layer = model.layers[static_cast<size_t>(layer)]->layer->make_shell(device);
+    shell->layer = layer.make_shell(device);
     for (size_t i = 0; i < shell->layer->parameters.size(); ++i) {
       torch_compat::consume_gradients(shell->layer->parameters[i],
                                       [shell, i](at::Tensor gradient) { shell->sink.consume(i, std::move(gradient)); });
@@ -71,18 +69,9 @@ Shell& Shells::get(const ModelState& model, int layer, c10::Device device,
   return *shell;
 }
 
-void Shells::forget(const ModelState& model) {
-  std::vector<std::unique_ptr<Shell>> dropped;
-  std::lock_guard lock(mutex_);
-  const auto found = shells_.find(&model);
-  if (found == shells_.end()) return;
-  dropped = std::move(found->second);
-  shells_.erase(found);
-}
-
 void Shells::clear() {
-  std::map<const ModelState*, std::vector<std::unique_ptr<Shell>>> dropped;
-  std::lock_guard lock(mutex_);
+  std::map<std::pair<int, size_t>, std::unique_ptr<Shell>> dropped;
+  const MutexLock lock(mutex_);
   dropped.swap(shells_);
 }
 

@@ -2,11 +2,11 @@
 
 #include <map>
 #include <memory>
-#include <mutex>
+#include <utility>
 #include <vector>
 
+#include <roundpipe/core/mutex.h>
 #include <roundpipe/runtime/model/layer.h>
-#include <roundpipe/runtime/model/model_state.h>
 
 namespace roundpipe::runtime {
 
@@ -43,19 +43,18 @@ struct Shell {
   std::shared_ptr<const void> attributes;  // what it was refreshed with last
 };
 
-// The shells of one device, made when first needed.
-// Thread safety: get() from the device's thread; forget() from any, when no job of the model is left.
+// A model's shells on every worker, made when first needed.
+// Thread safety: get() from the worker's thread; clear() when no job of the model is left.
 class Shells {
  public:
-  // `attributes`: what Layer::attributes() returned for the call that runs now.
-  Shell& get(const ModelState& model, int layer, c10::Device device, const std::shared_ptr<const void>& attributes);
-  void forget(const ModelState& model);
-  // All of them. When no job is left.
+  // Of layer number `index`, for worker number `worker`, whose tensors lie on `device`. `attributes`: what
+  // Layer::attributes() returned for the call that runs now.
+  Shell& get(int worker, size_t index, Layer& layer, c10::Device device, const std::shared_ptr<const void>& attributes);
   void clear();
 
  private:
-  std::mutex mutex_;
-  std::map<const ModelState*, std::vector<std::unique_ptr<Shell>>> shells_;  // protected by mutex_
+  Mutex mutex_;
+  std::map<std::pair<int, size_t>, std::unique_ptr<Shell>> shells_ ROUNDPIPE_GUARDED_BY(mutex_);  // [worker, layer]
 };
 
 }  // namespace roundpipe::runtime

@@ -15,7 +15,9 @@ using transfer::Piece;
 using transfer::Priority;
 
 Shell& LayerRunner::shell(JobRun& run, int layer) {
-  return shells_.get(*run.call->model, layer, device_.torch_device(), run.call->attributes[static_cast<size_t>(layer)]);
+  const auto place = static_cast<size_t>(layer);
+  return run.call->model->shells.get(worker_, place, *run.layer(layer).layer, device_.torch_device(),
+                                     run.call->attributes[place]);
 }
 
 void LayerRunner::bind(JobRun& run) {

@@ -6,7 +6,6 @@
 #include <roundpipe/device/device.h>
 #include <roundpipe/runtime/call/flow.h>
 #include <roundpipe/runtime/call/job_run.h>
-#include <roundpipe/runtime/model/shells.h>
 #include <roundpipe/runtime/worker/backward_clock.h>
 #include <roundpipe/runtime/worker/outbox.h>
 #include <roundpipe/torch_compat/autograd_nodes.h>
@@ -28,8 +27,8 @@ struct SegmentGraph {
 // whether a layer writes to its inputs. Used by the device's thread, inside its compute scope.
 class LayerRunner {
  public:
-  LayerRunner(device::Device& device, transfer::LinkScheduler& upload, Outbox& outbox, Shells& shells)
-      : device_(device), upload_(upload), outbox_(outbox), shells_(shells) {}
+  LayerRunner(device::Device& device, transfer::LinkScheduler& upload, Outbox& outbox, int worker)
+      : device_(device), upload_(upload), outbox_(outbox), worker_(worker) {}
 
   // While it lives, layers of a microbatch that run one after the other keep what Layer::hold() has given them, so
   // that it is taken once, and what they drop is dropped under it. Between them, pause() comes before whatever may wait
@@ -91,7 +90,7 @@ class LayerRunner {
   device::Device& device_;
   transfer::LinkScheduler& upload_;
   Outbox& outbox_;
-  Shells& shells_;
+  const int worker_;  // its number in the pool
   std::vector<LayerShell*> bound_;
   std::shared_ptr<const void> held_;
   std::vector<Clocked> clocked_;

@@ -14,7 +14,7 @@ Worker::Worker(int index, std::unique_ptr<device::Device> device)
       upload_(device_->upload(), device_->link_options()),
       download_(device_->download(), device_->link_options()),
       outbox_(*device_, download_),
-      layers_(*device_, upload_, outbox_, shells_),
+      layers_(*device_, upload_, outbox_, index),
       room_(*device_, queue_, upload_, download_, layers_),
       runner_(index, room_, outbox_, layers_),
       thread_([this] { loop(); }) {}
@@ -25,7 +25,6 @@ void Worker::stop() {
   thread_.join();
   upload_.stop();
   download_.stop();
-  shells_.clear();
   room_.trim();
 }
 

@@ -34,7 +34,6 @@ class Worker {
   void enqueued() ROUNDPIPE_REQUIRES(queue_.mutex()) { room_.enqueued(); }
 
   device::Device& device() { return *device_; }
-  void forget(const ModelState& model) { shells_.forget(model); }
   // Gives back what the device keeps for later jobs.
   void trim() { room_.trim(); }
   const transfer::LinkScheduler& upload() const { return upload_; }
@@ -48,7 +47,6 @@ class Worker {
   transfer::LinkScheduler upload_;
   transfer::LinkScheduler download_;
   JobQueue queue_;
-  Shells shells_;
   // What layers and backward passes here draw from.
   const std::shared_ptr<torch_compat::OwnGenerators> generators_ = std::make_shared<torch_compat::OwnGenerators>();
   Outbox outbox_;

@@ -71,7 +71,7 @@ struct LatePool {
     const Batch batch = make_batch(kMicrobatches, 2, kWidth);
     call->labels = batch.labels;
     ModelPlanner planner(*model);
-    const Plan plan = plan_call(*call, std::move(stages), PlanMode::kFused, true, planner, *engine);
+    const Plan plan = plan_call(*call, std::move(stages), PlanMode::kFused, planner, *engine);
     open_boundaries(*call, plan);
     for (int m = 0; m < kMicrobatches; ++m) {
       put_inputs(*call, m, batch.inputs[static_cast<size_t>(m)], /*copy=*/true, /*pinned=*/false);

@@ -135,7 +135,7 @@ TEST_CASE("fused step: until the new weights are there, parameters read as NaN, 
   const std::vector<at::Tensor> before = {layers[0].parameters[0].tensor.detach().clone()};
   piped.fused_step(0.1, {false});
   const at::Tensor seen = layers[0].parameters[0].tensor.detach().clone();
-  piped.pipeline().show_weights();
+  piped.pipeline().weights().show();
   const at::Tensor after = layers[0].parameters[0].tensor.detach().clone();
   CHECK_FALSE(at::equal(after, before[0]));
   CHECK((at::equal(seen, after) || seen.isnan().all().item<bool>()));

@@ -56,7 +56,7 @@ TEST_CASE("model planner: plans anew once it has measured, and when times drift;
   const auto model = model_of(8);
   Engine engine(device::parse_devices("virtual:2"));
   ModelPlanner planner(*model);
-  const auto next = [&] { return planner.next(engine, schedule::PlanMode::kFused, 4, 0, true); };
+  const auto next = [&] { return planner.next(engine, schedule::PlanMode::kFused, 4, 0); };
   const auto observe = [&](const std::vector<double>& forward_ms) {
     std::vector<ExecutionRecord> records;
     for (int l = 0; l < 8; ++l) {

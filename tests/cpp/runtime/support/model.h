@@ -240,7 +240,7 @@ class PipedModel {
         if (trainable) masters_.push_back(mine.back());
       }
     }
-    pipeline_->set_optimizer_parameters(std::move(optimizer_parameters));
+    pipeline_->weights().set_optimizer_parameters(std::move(optimizer_parameters));
   }
   ~PipedModel() {
     if (update_.valid()) update_.wait();
@@ -264,9 +264,9 @@ class PipedModel {
     pipeline_->raise_pending();
     std::shared_ptr<StepTicket> ticket = pipeline_->begin_step();
     const bool publish = std::exchange(unpublished_, false);
-    if (publish) pipeline_->begin_publish(/*in_place=*/false);
+    if (publish) pipeline_->weights().begin(/*in_place=*/false);
     update_ = std::async(std::launch::async, [this, ticket = std::move(ticket), publish, rate]() mutable {
-      if (publish) pipeline_->finish_publish();
+      if (publish) pipeline_->weights().finish();
       if (!ticket->hand_over()) return false;
       const at::NoGradGuard no_grad;
       for (at::Tensor& master : masters_) {
@@ -297,8 +297,8 @@ class PipedModel {
   }
   void publish_now() {
     if (!std::exchange(unpublished_, false)) return;
-    pipeline_->begin_publish(/*in_place=*/true);
-    pipeline_->finish_publish();
+    pipeline_->weights().begin(/*in_place=*/true);
+    pipeline_->weights().finish();
   }
 
   const std::vector<LayerSpec> layers_;

@@ -16,7 +16,6 @@
 #include <doctest/doctest.h>
 
 #include <roundpipe/core/error.h>
-#include <roundpipe/runtime/model/shells.h>
 #include <roundpipe/runtime/submission.h>
 
 #include "support/model.h"
@@ -47,7 +46,7 @@ CallPtr submit_forward(const std::shared_ptr<ModelState>& model, Engine& engine,
   call->trainable = model->trainable();
   for (const BlockState& block : model->blocks) call->readings.push_back(block.block->current());
   ModelPlanner planner(*call->model);
-  const Plan plan = plan_call(*call, std::move(stages), PlanMode::kInference, true, planner, engine);
+  const Plan plan = plan_call(*call, std::move(stages), PlanMode::kInference, planner, engine);
   open_boundaries(*call, plan);
   for (int m = 0; m < microbatches; ++m) {
     put_inputs(*call, m, {{at::ones({1, width}), at::ones({1, 1})}, nullptr}, /*copy=*/true, /*pinned=*/false);
@@ -150,7 +149,9 @@ struct Parking {
   bool lock_is_free() {
     auto locked = std::make_shared<std::promise<void>>();
     std::thread([locked, mine = worker] {
-      { const roundpipe::MutexLock lock(mine->queue().mutex()); }
+      {
+        const roundpipe::MutexLock lock(mine->queue().mutex());
+      }
       locked->set_value();
     }).detach();
     return locked->get_future().wait_for(std::chrono::seconds(20)) == std::future_status::ready;
@@ -276,7 +277,7 @@ TEST_SUITE("worker") {
     call->trainable = model->trainable();
     call->readings.push_back(model->blocks[0].block->current());
     ModelPlanner planner(*call->model);
-    const Plan plan = plan_call(*call, stages_of({0, 1}), PlanMode::kInference, true, planner, *engine);
+    const Plan plan = plan_call(*call, stages_of({0, 1}), PlanMode::kInference, planner, *engine);
     open_boundaries(*call, plan);
     Engine::shut_down();
     CHECK_THROWS_AS(engine->worker(0), roundpipe::Error);
@@ -439,89 +440,9 @@ TEST_SUITE("worker") {
         for (int i = 0; i < 20; ++i) {
           if (submit_forward(model, engine, stages_of({0, 1, 2, 3}), 2)->finished()->wait_for(kPatience_ms)) ++finished;
         }
-        engine.forget(*model);
       });
     }
     for (std::thread& user : users) user.join();
     CHECK(finished.load() == 60);
-  }
-}
-
-TEST_SUITE("shells") {
-  TEST_CASE("a shell is made once, refreshed when the layer is another, and gone when the model is forgotten") {
-    LayerSpec spec = linear_layer("a", kWidth);
-    spec.attributes = std::make_shared<std::shared_ptr<const void>>(std::make_shared<int>(1));
-    const auto attributes = spec.attributes;
-    const auto model = make_model({std::move(spec), linear_layer("b", kWidth)});
-    const auto other = make_model({linear_layer("c", kWidth)});
-    const c10::Device host(c10::DeviceType::CPU);
-    ShellCounts& counts = shell_counts();
-    const int made = counts.made, alive = counts.alive, refreshed = counts.refreshed;
-    const Call call(model, CallOptions(), /*call_id=*/1, 0, 0), of_other(other, CallOptions(), 1, 0, 0);
-    const Call same(model, CallOptions(), 2, 0, 0);
-    *attributes = std::make_shared<int>(2);
-    const Call next(model, CallOptions(), 3, 0, 0);
-    Shells shells;
-    const auto get = [&](const Call& of, int layer) -> Shell& {
-      return shells.get(*of.model, layer, host, of.attributes[static_cast<size_t>(layer)]);
-    };
-    Shell& first = get(call, 0);
-    CHECK(&get(call, 0) == &first);
-    CHECK(&get(call, 1) != &first);
-    get(of_other, 0);
-    CHECK(counts.made == made + 3);
-    CHECK(counts.refreshed == refreshed + 3);
-    CHECK(&get(same, 0) == &first);
-    CHECK(counts.refreshed == refreshed + 3);
-    CHECK(&get(next, 0) == &first);
-    CHECK(counts.refreshed == refreshed + 4);
-    CHECK(&get(call, 0) == &first);  // as the layer was for that call
-    CHECK(counts.refreshed == refreshed + 5);
-    shells.forget(*model);
-    shells.forget(*model);
-    CHECK(counts.alive == alive + 1);
-    shells.forget(*other);
-    CHECK(counts.alive == alive);
-  }
-
-  TEST_CASE("a sink takes gradients where they are to go and leaves none on the leaf") {
-    const auto model = make_model({linear_layer("a", 2)});
-    Shells shells;
-    Shell& shell = shells.get(*model, 0, c10::Device(c10::DeviceType::CPU), nullptr);
-    at::Tensor weight = shell.layer->parameters[0];
-    weight.set_data(at::ones({2, 2}));
-    weight.set_requires_grad(true);
-    shell.sink.reset(2);
-    const at::Tensor target = at::full({2, 2}, 100.0);
-    shell.sink.targets[0] = target;
-    for (const double expected : {3.0, 6.0}) {
-      torch::autograd::backward({(weight * 3).sum()}, {});
-      CHECK(target.equal(at::full({2, 2}, expected)));
-      CHECK_FALSE(weight.grad().defined());
-    }
-    // Without a target it is kept for whoever shares the parameter.
-    shell.sink.reset(2);
-    torch::autograd::backward({(weight * 5).sum()}, {});
-    CHECK(shell.sink.tied[0].equal(at::full({2, 2}, 5.0)));
-  }
-
-  TEST_CASE("a microbatch that runs anew adds what had not come, once") {
-    GradientSink sink;
-    sink.reset(2);
-    sink.targets = {at::zeros({2}), at::zeros({2})};
-    const auto ones = [] { return at::ones({2}); };
-    sink.begin_microbatch();
-    sink.consume(0, ones());
-    REQUIRE(sink.can_retry());
-    sink.retry();
-    sink.consume(0, ones());
-    sink.consume(1, ones());
-    sink.begin_microbatch();
-    sink.consume(0, ones());
-    CHECK(at::equal(sink.targets[0], at::full({2}, 2.0)));
-    CHECK(at::equal(sink.targets[1], ones()));
-    // One that comes in several parts cannot be told from one that has come before.
-    sink.consume(0, ones());
-    CHECK_FALSE(sink.can_retry());
   }
 }

@@ -1,10 +1,9 @@
+#include <roundpipe/runtime/model/gradient_ledger.h>
+
 #include <algorithm>
 
 #include <ATen/core/grad_mode.h>
 
-#include <roundpipe/runtime/pipeline.h>
-
-// The gradients of a pipeline's parameters: summed in blocks of the engine's, shown to the user in .grad, taken back.
 namespace roundpipe::runtime {
 
 using memory::GradientBlockPtr;
@@ -18,58 +17,45 @@ uint32_t version_of(const at::Tensor& gradient) {
 
 }  // namespace
 
-std::vector<GradientBlockPtr> Pipeline::take_gradients() {
-  raise_pending();
-  import_gradients();
-  std::vector<GradientBlockPtr> gradients(model_->blocks.size());
-  gradients.swap(model_->gradients);
+std::vector<GradientBlockPtr> GradientLedger::take() {
+  import();
+  std::vector<GradientBlockPtr> gradients(model_.blocks.size());
+  gradients.swap(model_.gradients);
   return gradients;
 }
 
-std::unique_ptr<StepTicket> Pipeline::begin_step() {
-  return std::make_unique<StepTicket>(model_, take_gradients(), optimizer_parameters_);
-}
-
-void Pipeline::keep_gradients_in_fp32() {
-  drain();
-  drop_gradients();
-  for (BlockState& block : model_->blocks) block.keep_gradients_in_fp32();
-}
-
-void Pipeline::drop_gradients() {
-  std::fill(model_->gradients.begin(), model_->gradients.end(), nullptr);
-  for (const BlockState& block : model_->blocks) {
+void GradientLedger::drop() {
+  std::fill(model_.gradients.begin(), model_.gradients.end(), nullptr);
+  for (const BlockState& block : model_.blocks) {
     for (const memory::NamedTensor& parameter : block.block->parameters()) parameter.tensor.mutable_grad().reset();
   }
 }
 
-void Pipeline::expose() {
+void GradientLedger::show() {
+  // Shown ones are the user's until the next call takes them back: cleared ones stay cleared.
+  if (shown_) return;
   const at::NoGradGuard no_grad;
-  for (size_t b = 0; b < model_->blocks.size(); ++b) {
-    model_->blocks[b].block->repoint();
-    // Exposed ones are the user's until the next call takes them back: cleared ones stay cleared.
-    if (exposed_) continue;
-    const auto& parameters = model_->blocks[b].block->parameters();
+  for (size_t b = 0; b < model_.blocks.size(); ++b) {
+    const auto& parameters = model_.blocks[b].block->parameters();
     for (size_t i = 0; i < parameters.size(); ++i) {
       at::Tensor gradient;
-      if (model_->gradients[b])
-        gradient = memory::gradient(*model_->gradients[b], model_->blocks[b].gradient_layout, i);
+      if (model_.gradients[b]) gradient = memory::gradient(*model_.gradients[b], model_.blocks[b].gradient_layout, i);
       // As autograd leaves them: in the parameter's own type.
       if (gradient.defined()) gradient = gradient.to(parameters[i].tensor.scalar_type());
       parameters[i].tensor.mutable_grad() = gradient;
       shown_gradients_.emplace_back(gradient, version_of(gradient));
     }
   }
-  exposed_ = true;
+  shown_ = true;
 }
 
-bool Pipeline::has_gradients() const {
-  return std::any_of(model_->gradients.begin(), model_->gradients.end(),
+bool GradientLedger::any() const {
+  return std::any_of(model_.gradients.begin(), model_.gradients.end(),
                      [](const GradientBlockPtr& block) { return block != nullptr; });
 }
 
-bool Pipeline::are_as_shown(size_t first, const std::vector<memory::NamedTensor>& parameters) const {
-  if (!exposed_) return false;
+bool GradientLedger::are_as_shown(size_t first, const std::vector<memory::NamedTensor>& parameters) const {
+  if (!shown_) return false;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor& gradient = parameters[i].tensor.grad();
     const auto& [shown, version] = shown_gradients_[first + i];
@@ -79,17 +65,17 @@ bool Pipeline::are_as_shown(size_t first, const std::vector<memory::NamedTensor>
   return true;
 }
 
-void Pipeline::import_gradients() {
+void GradientLedger::import() {
   const at::NoGradGuard no_grad;
   size_t first = 0;  // of the block's parameters, in shown_gradients_
-  for (size_t b = 0; b < model_->blocks.size(); ++b) {
-    const auto& parameters = model_->blocks[b].block->parameters();
+  for (size_t b = 0; b < model_.blocks.size(); ++b) {
+    const auto& parameters = model_.blocks[b].block->parameters();
     const size_t start = first;
     first += parameters.size();
     const bool any = std::any_of(parameters.begin(), parameters.end(),
                                  [](const memory::NamedTensor& p) { return p.tensor.grad().defined(); });
-    GradientBlockPtr& current = model_->gradients[b];
-    if (!any && !(exposed_ && current)) continue;
+    GradientBlockPtr& current = model_.gradients[b];
+    if (!any && !(shown_ && current)) continue;
     if (!any) {
       current.reset();
       continue;
@@ -98,14 +84,14 @@ void Pipeline::import_gradients() {
       for (const memory::NamedTensor& parameter : parameters) parameter.tensor.mutable_grad().reset();
       continue;
     }
-    const memory::BlockLayout& layout = model_->blocks[b].gradient_layout;
+    const memory::BlockLayout& layout = model_.blocks[b].gradient_layout;
     auto imported = std::make_shared<memory::GradientBlock>();
-    imported->flat = model_->blocks[b].gradient_buffers->take();
+    imported->flat = model_.blocks[b].gradient_buffers->take();
     imported->received.assign(parameters.size(), 0);
     for (size_t i = 0; i < parameters.size(); ++i) {
       at::Tensor& gradient = parameters[i].tensor.mutable_grad();
       at::Tensor kept = gradient;
-      if (!kept.defined() && current && !exposed_) {
+      if (!kept.defined() && current && !shown_) {
         device::wait_interruptible(*current->landed);
         kept = memory::gradient(*current, layout, i);
       }
@@ -118,7 +104,7 @@ void Pipeline::import_gradients() {
     current = std::move(imported);
   }
   shown_gradients_.clear();
-  exposed_ = false;
+  shown_ = false;
 }
 
 }  // namespace roundpipe::runtime

@@ -28,9 +28,9 @@ TEST_SUITE("pipeline gradients") {
     use_devices("virtual:2,debug");
     PipedModel piped("m", {linear_layer("first", 4), linear_layer("second", 4)});
     const Batch batch = make_batch(2, 3, 4);
-    CHECK_FALSE(piped.pipeline().has_gradients());
+    CHECK_FALSE(piped.pipeline().gradients().any());
     train(piped, batch);
-    CHECK(piped.pipeline().has_gradients());
+    CHECK(piped.pipeline().gradients().any());
     piped.synchronize();
     const at::Tensor once = weight(piped).grad().clone();
     const void* place = weight(piped).grad().data_ptr();
@@ -39,7 +39,7 @@ TEST_SUITE("pipeline gradients") {
       const auto taken = piped.pipeline().take_gradients();
       CHECK_FALSE(weight(piped).grad().defined());
       CHECK(memory::gradient(*taken[0], piped.pipeline().model().blocks[0].gradient_layout, 0).data_ptr() == place);
-      CHECK_FALSE(piped.pipeline().has_gradients());
+      CHECK_FALSE(piped.pipeline().gradients().any());
     }
     SUBCASE("the next call adds to it") {
       train(piped, batch);
@@ -77,7 +77,7 @@ TEST_SUITE("pipeline gradients") {
     for (const LayerSpec& layer : piped.layers()) {
       for (const memory::NamedTensor& parameter : layer.parameters) parameter.tensor.mutable_grad().reset();
     }
-    piped.pipeline().set_exposes_gradients(true);
+    piped.pipeline().gradients().set_shows_at_once(true);
     at::Tensor sum;
     for (const Values& microbatch : outputs.microbatches) {
       const at::Tensor part = microbatch.tensors[0].sum();

@@ -1,6 +1,6 @@
-#include <ATen/core/grad_mode.h>
+#include <roundpipe/runtime/step/step_ticket.h>
 
-#include <roundpipe/runtime/pipeline.h>
+#include <ATen/core/grad_mode.h>
 
 namespace roundpipe::runtime {
 

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <vector>
+
+#include <roundpipe/runtime/model/model_state.h>
+
+namespace roundpipe::runtime {
+
+// Hands a general optimizer's values to the calls that follow, and shows the user the weights that calls read.
+// Thread safety: the caller's thread, except finish() (the optimizer's).
+class WeightPublisher {
+ public:
+  // `model` outlives this.
+  explicit WeightPublisher(ModelState& model) : model_(model) {}
+
+  // Host tensors that the optimizer updates, per block and parameter; a frozen parameter's entry is the user's own.
+  void set_optimizer_parameters(std::vector<std::vector<at::Tensor>> parameters);
+  const std::vector<std::vector<at::Tensor>>& optimizer_parameters() const { return optimizer_parameters_; }
+
+  // Calls from now on read the values that the optimizer has now. `in_place`: nothing is running. Each begin() is
+  // followed by one finish() on the optimizer's thread.
+  void begin(bool in_place);
+  void finish();
+
+  // Points the user's parameters at the versions that calls read, where these are complete.
+  void show_complete();
+  // Waits for the versions that calls read, and shows them.
+  void show();
+
+ private:
+  bool changes(size_t block) const;
+
+  ModelState& model_;
+  std::vector<std::vector<at::Tensor>> optimizer_parameters_;
+};
+
+}  // namespace roundpipe::runtime

@@ -1,0 +1,81 @@
+#include <roundpipe/runtime/model/shells.h>
+
+#include <doctest/doctest.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "support/model.h"
+
+using namespace roundpipe::runtime;
+using namespace roundpipe::runtime::support;
+
+namespace {
+
+constexpr int64_t kWidth = 4;
+
+}  // namespace
+
+TEST_SUITE("shells") {
+  TEST_CASE("a shell is made once for a worker, refreshed when the layer is another, and gone when they are cleared") {
+    const auto model = make_model({linear_layer("a", kWidth), linear_layer("b", kWidth)});
+    const c10::Device host(c10::DeviceType::CPU);
+    const std::shared_ptr<const void> before = std::make_shared<int>(1), after = std::make_shared<int>(2);
+    ShellCounts& counts = shell_counts();
+    const int made = counts.made, alive = counts.alive, refreshed = counts.refreshed;
+    const auto get = [&](int worker, size_t layer, const std::shared_ptr<const void>& attributes) -> Shell& {
+      return model->shells.get(worker, layer, *model->layers[layer]->layer, host, attributes);
+    };
+    Shell& first = get(0, 0, before);
+    CHECK(&get(0, 0, before) == &first);
+    CHECK(&get(0, 1, before) != &first);
+    CHECK(&get(1, 0, before) != &first);
+    CHECK(counts.made == made + 3);
+    CHECK(counts.refreshed == refreshed + 3);
+    CHECK(&get(0, 0, after) == &first);
+    CHECK(counts.refreshed == refreshed + 4);
+    CHECK(&get(0, 0, before) == &first);  // as the layer was for that call
+    CHECK(counts.refreshed == refreshed + 5);
+    model->shells.clear();
+    model->shells.clear();
+    CHECK(counts.alive == alive);
+  }
+
+  TEST_CASE("a sink takes gradients where they are to go and leaves none on the leaf") {
+    const auto model = make_model({linear_layer("a", 2)});
+    Shell& shell = model->shells.get(0, 0, *model->layers[0]->layer, c10::Device(c10::DeviceType::CPU), nullptr);
+    at::Tensor weight = shell.layer->parameters[0];
+    weight.set_data(at::ones({2, 2}));
+    weight.set_requires_grad(true);
+    shell.sink.reset(2);
+    const at::Tensor target = at::full({2, 2}, 100.0);
+    shell.sink.targets[0] = target;
+    for (const double expected : {3.0, 6.0}) {
+      torch::autograd::backward({(weight * 3).sum()}, {});
+      CHECK(target.equal(at::full({2, 2}, expected)));
+      CHECK_FALSE(weight.grad().defined());
+    }
+    // Without a target it is kept for whoever shares the parameter.
+    shell.sink.reset(2);
+    torch::autograd::backward({(weight * 5).sum()}, {});
+    CHECK(shell.sink.tied[0].equal(at::full({2, 2}, 5.0)));
+  }
+
+  TEST_CASE("a microbatch that runs anew adds what had not come, once") {
+    GradientSink sink;
+    sink.reset(2);
+    sink.targets = {at::zeros({2}), at::zeros({2})};
+    const auto ones = [] { return at::ones({2}); };
+    sink.begin_microbatch();
+    sink.consume(0, ones());
+    REQUIRE(sink.can_retry());
+    sink.retry();
+    sink.consume(0, ones());
+    sink.consume(1, ones());
+    sink.begin_microbatch();
+    sink.consume(0, ones());
+    CHECK(at::equal(sink.targets[0], at::full({2}, 2.0)));
+    CHECK(at::equal(sink.targets[1], ones()));
+    // One that comes in several parts cannot be told from one that has come before.
+    sink.consume(0, ones());
+    CHECK_FALSE(sink.can_retry());
+  }
+}
