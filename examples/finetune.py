@@ -1,4 +1,4 @@
-"""Fine-tunes a causal language model on conversations: all its weights, or with --lora an adapter."""
+"""Fine-tunes a causal language model on conversations: all weights or, with --lora, an adapter."""
 
 import argparse
 import itertools
@@ -26,8 +26,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="stop after this many steps; 0 only measures and saves")
     parser.add_argument("--batch-tokens", type=int, default=16384, help="tokens of a step")
     parser.add_argument("--max-length", type=int, default=2048, help="tokens of a row; longer conversations are cut")
-    parser.add_argument("--held-out", type=float, default=0.1, help="share of the conversations not learnt from, or 0")
-    parser.add_argument("--no-packing", dest="packed", action="store_false", help="a row for each conversation")
+    parser.add_argument("--held-out", type=float, default=0.1, help="share of the conversations to hold out, or 0")
+    parser.add_argument("--no-packing", dest="packed", action="store_false", help="give each conversation its own row")
     options = parser.parse_args()
     if options.lora is not None and options.lora < 1:
         parser.error(f"--lora is {options.lora}, expected a rank of at least 1; leave it out to train all weights")
@@ -61,7 +61,7 @@ def finetune(options: argparse.Namespace) -> None:
         for step, batch in enumerate(itertools.islice(train, steps), start=1):
             start = time.perf_counter()
             loss = model.forward_backward(input_kwargs=batch, run_config=balanced_config(batch))
-            model.step(optimizer, max_grad_norm=1.0, lr_scheduler=schedule)  # runs beside the next batch
+            model.step(optimizer, max_grad_norm=1.0, lr_scheduler=schedule)  # overlaps with the next batch
             speed = batch["input_ids"].numel() / (time.perf_counter() - start)
             print(f"step {step}/{steps}  loss {float(loss):.4f}  {speed:.0f} tokens/s", flush=True)
     except KeyboardInterrupt:

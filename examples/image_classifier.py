@@ -3,9 +3,9 @@
     python examples/image_classifier.py
     ROUNDPIPE_DEVICES=virtual:4 python examples/image_classifier.py --epochs 4
 
-The pictures are made here: stripes of one of eight directions under noise, 3 x 32 x 32, as CIFAR's are. To train on a
-data set of files, let `pictures` return yours. The model is an `nn.Sequential`, so each of its children is a layer of
-the pipeline.
+The program makes its own pictures: noisy stripes in one of eight directions, 3 x 32 x 32 like CIFAR's. To train on a
+data set of files, let `pictures` return it. The model is an `nn.Sequential`, so each of its children is a layer of the
+pipeline.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def pictures(count: int, seed: int) -> TensorDataset:
 
 def evaluate(model: RoundPipe, loader: DataLoader) -> tuple[float, float]:
     """The mean loss, and the share of the pictures that are recognised."""
-    model.synchronize()  # the steps that still run beside
+    model.synchronize()  # waits for steps that still run
     model.eval()
     loss, right, total = 0.0, 0, 0
     with torch.no_grad():
@@ -101,7 +101,7 @@ def main() -> None:
         for images, labels in train:
 
             def loss_of(outputs: torch.Tensor, labels: torch.Tensor, count: int = len(images)) -> torch.Tensor:
-                # Of the whole batch: the losses of its microbatches are added.
+                # Divided by the whole batch's size, since the microbatches' losses are added.
                 loss = nn.functional.cross_entropy(outputs.float(), labels, reduction="sum") / count
                 return scaler.scale(loss)
 

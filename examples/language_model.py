@@ -3,9 +3,9 @@
     python examples/language_model.py
     ROUNDPIPE_DEVICES=virtual:4 python examples/language_model.py --epochs 20 --out FOLDER
 
-The model is a tiny Qwen3 with random weights, its tokens are words, and the conversations are made here, so that
-nothing is downloaded. For a real one load `AutoModelForCausalLM.from_pretrained(NAME, dtype=torch.float16)` and its
-tokenizer; the loop stays as it is. `finetune.py` beside it does the whole of a fine-tuning run.
+The program downloads nothing: it makes a tiny Qwen3 with random weights, a tokenizer whose tokens are words, and the
+conversations. For a real model, load `AutoModelForCausalLM.from_pretrained(NAME, dtype=torch.float16)` and its
+tokenizer; the loop stays the same. `finetune.py` beside it is a complete fine-tuning run.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def answer(model: Any, question: str, longest: int = 8) -> str:
     tokens = tokens_of(question)[None]
     start = tokens.shape[1]
     one = RoundPipeRunConfig(num_microbatch=1)
-    model.synchronize()  # the steps that still run beside
+    model.synchronize()  # waits for steps that still run
     model.eval()
     with torch.no_grad():
         while tokens.shape[1] < start + longest and tokens[0, -1] != END:
@@ -107,14 +107,14 @@ def main() -> None:
     for epoch in range(1, arguments.epochs + 1):
         losses = []
         for batch in batches:
-            # Each microbatch's loss is then its part of the sum over the batch, and the parts are added.
+            # With the count of the batch, each microbatch's loss is its part of the batch's loss; the parts are added.
             count = int((batch["labels"][:, 1:] != -100).sum())
             scale = scaler.get_scale()
             loss = model.forward_backward(
                 input_kwargs={**batch, "num_items_in_batch": count},
                 loss_fn=lambda outputs, _: scaler.scale(outputs.loss),
             )
-            model.step(update)  # returns at once: the next batch runs beside it
+            model.step(update)  # returns at once and overlaps with the next batch
             scaler.update()
             losses.append(loss.item() / scale)
         if epoch % 10 == 0 or epoch == arguments.epochs:

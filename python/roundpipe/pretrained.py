@@ -105,7 +105,7 @@ def _peft() -> Any:
         import peft
     except ImportError:
         raise ValueError(
-            "[from_pretrained] adapters need the peft package, which is not there; pip install 'roundpipe[lora]'"
+            "[from_pretrained] adapters need the peft package, which is not there; pip install 'roundpipe-engine[lora]'"
         ) from None
     return peft
 

@@ -174,14 +174,14 @@ def test_keyword_rows() -> None:
     assert pipe._wrapped.shapes == [[(5,), (2,), (2,)]] * 2
 
 
-@shows("nothing to cut, and nobody asked for a number")
+@shows("nothing to cut, and no number requested")
 def test_nothing_to_cut() -> None:
     for microbatches, calls in ((None, 1), (3, 3)):
         pipe = echo(lambda number: torch.full((2,), number), microbatches)
         assert pipe(5).tolist() == [5, 5] * calls
 
 
-@shows("packed input of another number of microbatches", "tensors beside packed input")
+@shows("packed input with another number of microbatches", "tensors beside packed input")
 def test_packed_input() -> None:
     pipe = echo(microbatches=2)
     packed = RoundPipePackedData([torch.zeros(1), torch.zeros(2), torch.zeros(1)])
@@ -422,13 +422,13 @@ def test_forms_of_outputs() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-@shows("a `recompute_grain` that there is not")
+@shows("an unknown `recompute_grain`")
 def test_unknown_grains() -> None:
     with pytest.raises(ValueError, match="recompute_grain"):
         echo()(torch.ones(4, 2), roundpipe_run_config=RoundPipeRunConfig(recompute_grain="x"))  # type: ignore[arg-type]
 
 
-@shows("a model that is used part by part")
+@shows("a model wrapped part by part")
 def test_part_by_part() -> None:
     module = nn.Linear(2, 2)
     wrapped = AutoRoundPipe(nn.Sequential(RoundPipe(module)))
@@ -510,7 +510,7 @@ def test_losses_are_not_compiled() -> None:
     torch.testing.assert_close(CompileCrossEntropy(logits, labels, -1), F.cross_entropy(logits, labels) * 4)
 
 
-@shows("modules of its inside")
+@shows("its internal modules")
 def test_modules_that_are_not_there() -> None:
     for name in ("run", "threads", "transfer", "memory", "attribute", "optim_stream", "utils"):
         assert importlib.util.find_spec(f"roundpipe.{name}") is None

@@ -54,7 +54,7 @@ def read_adapter(folder: Path) -> Adapter:
         from peft.utils.save_and_load import load_peft_weights
     except ImportError as error:
         raise ValueError(
-            f"[export] merging needs peft, which cannot be imported ({error}); pip install 'roundpipe[lora]'"
+            f"[export] merging needs peft, which cannot be imported ({error}); pip install 'roundpipe-engine[lora]'"
         ) from None
     kind = settings.get("peft_type")
     if kind != "LORA":
