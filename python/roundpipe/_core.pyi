@@ -248,7 +248,6 @@ class CallOptions:
     preserve_rng_state: bool
     keeps_caller: bool
     recompute_grain: RecomputeGrain
-    sum_in_native_precision: bool
     tied_grad_accumulation: TiedGradAccumulation
     def __init__(self) -> None: ...
 

@@ -5,6 +5,7 @@
 namespace roundpipe::python {
 
 void bind_errors(pybind11::module_& module);
+void bind_frontend(pybind11::module_& module);
 void bind_device(pybind11::module_& module);
 void bind_memory(pybind11::module_& module);
 void bind_modules(pybind11::module_& module);

@@ -3,6 +3,7 @@
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The C++ engine. Use the roundpipe package; this module is not a public interface.";
   roundpipe::python::bind_errors(module);
+  roundpipe::python::bind_frontend(module);
   roundpipe::python::bind_device(module);
   roundpipe::python::bind_memory(module);
   roundpipe::python::bind_modules(module);

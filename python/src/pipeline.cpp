@@ -5,7 +5,6 @@
 #include <roundpipe/runtime/pipeline.h>
 
 #include "bindings.h"
-#include "interpreter_lock.h"
 #include "python_layer.h"
 #include "python_values.h"
 
@@ -83,7 +82,6 @@ void bind_pipeline(py::module_& module) {
       .def_readwrite("preserve_rng_state", &CallOptions::preserve_rng_state)
       .def_readwrite("keeps_caller", &CallOptions::keeps_caller)
       .def_readwrite("recompute_grain", &CallOptions::recompute_grain)
-      .def_readwrite("sum_in_native_precision", &CallOptions::sum_in_native_precision)
       .def_readwrite("tied_grad_accumulation", &CallOptions::tied_grad_accumulation);
 
   py::class_<StepTicket>(module, "StepTicket")
@@ -238,17 +236,6 @@ void bind_pipeline(py::module_& module) {
       .def("last_plan", &Pipeline::last_plan)
       .def("last_log", &Pipeline::last_log)
       .def("last_records", [](const Pipeline& pipeline) { return records_list(pipeline.last_records()); });
-
-  module.def(
-      "set_saved_by_call",
-      [](py::dict saved) {
-        runtime::set_call_over([shared = share(std::move(saved))](uint64_t call) {
-          if (Py_IsInitialized() == 0) return;
-          const InterpreterLock lock;
-          object_of(shared).attr("pop")(call, py::none());
-        });
-      },
-      py::arg("saved"));
 }
 
 }  // namespace roundpipe::python

@@ -5,6 +5,7 @@
 
 #include <roundpipe/core/clock.h>
 #include <roundpipe/core/engine_life.h>
+#include <roundpipe/core/frontend.h>
 
 namespace roundpipe::device {
 
@@ -161,28 +162,21 @@ void when_all(const std::vector<EventPtr>& events, Event::Callback callback, Eve
 
 namespace {
 
-std::function<void()>& interrupt_check() {
-  static std::function<void()> check;
-  return check;
-}
-
-void wait_checking(const Event& event, const std::function<void()>& check) {
+void wait_checking(const Event& event, bool interruptible) {
   constexpr double kCheckEvery_ms = 50;
   while (!event.wait_for(kCheckEvery_ms)) {
     if (const std::exception_ptr error = escaped_error()) std::rethrow_exception(error);
-    if (check) check();
+    if (interruptible) frontend().check_interrupt();
   }
 }
 
 }  // namespace
 
-void set_interrupt_check(std::function<void()> check) { interrupt_check() = std::move(check); }
-
 void wait_interruptible(const Event& event) {
-  wait_checking(event, interrupt_check());
+  wait_checking(event, /*interruptible=*/true);
   event.wait();
 }
 
-void wait_unless_lost(const Event& event) { wait_checking(event, nullptr); }
+void wait_unless_lost(const Event& event) { wait_checking(event, /*interruptible=*/false); }
 
 }  // namespace roundpipe::device

@@ -93,13 +93,10 @@ std::exception_ptr take_escaped_error();
 // nothing is running.
 void set_completion_hook(std::function<void()> hook);
 
-// Blocks until complete, calling the process-wide interrupt check (see set_interrupt_check) every 50 ms; rethrows what
-// the check throws, the escaped error if there is one, else the event's error.
+// Blocks until complete, calling Frontend::check_interrupt about every 50 ms; rethrows what that throws, the escaped
+// error if there is one, else the event's error.
 void wait_interruptible(const Event& event);
 // Blocks until complete, failed or not; throws the escaped error if there is one, as nobody may ever complete it.
 void wait_unless_lost(const Event& event);
-
-// `check` may throw to abandon a wait (the Python package raises KeyboardInterrupt). Set once, before any wait.
-void set_interrupt_check(std::function<void()> check);
 
 }  // namespace roundpipe::device

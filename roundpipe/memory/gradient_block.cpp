@@ -38,13 +38,12 @@ void RangeSum::add(size_t range, at::Tensor flat, std::vector<char> received) {
 }
 
 TiedSum::TiedSum(GradientBlockPtr result, GradientBlockPtr base, const BlockLayout& layout,
-                 std::shared_ptr<BufferPool> buffers, size_t layers, size_t microbatches, bool native_precision)
+                 std::shared_ptr<BufferPool> buffers, size_t layers, size_t microbatches)
     : result_(std::move(result)),
       base_(std::move(base)),
       layout_(layout),
       buffers_(std::move(buffers)),
       layers_(layers),
-      native_precision_(native_precision),
       contributions_(microbatches, std::vector<std::vector<at::Tensor>>(layers)),
       missing_(microbatches, layers) {}
 
@@ -68,7 +67,7 @@ void TiedSum::start() {
 
 c10::ScalarType TiedSum::sum_dtype(size_t index) const {
   const c10::ScalarType dtype = layout_.tensors[index].dtype;
-  return !native_precision_ && (dtype == at::kBFloat16 || dtype == at::kHalf) ? at::kFloat : dtype;
+  return dtype == at::kBFloat16 || dtype == at::kHalf ? at::kFloat : dtype;
 }
 
 void TiedSum::fold_microbatch(size_t microbatch) {

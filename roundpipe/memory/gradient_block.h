@@ -48,15 +48,14 @@ class RangeSum {
 
 // Gradients of a parameter block that several layers share (tied weights). Every (layer, microbatch) contributes on
 // its own, and they are folded as one backward pass over the whole model would: within a microbatch from the last
-// layer to the first, then microbatches in order. 16-bit gradients of microbatches are summed in fp32 and rounded once,
-// unless in `native_precision`.
+// layer to the first, then microbatches in order. 16-bit gradients of microbatches are summed in fp32 and rounded once.
 // Thread safety: contribute from any thread.
 class TiedSum {
  public:
   // `base` is what earlier calls had summed, or null; the sum is put into a piece of `buffers`. REQUIRES: contribute is
   // called once for each of layers x microbatches, after `base` has landed.
   TiedSum(GradientBlockPtr result, GradientBlockPtr base, const BlockLayout& layout,
-          std::shared_ptr<BufferPool> buffers, size_t layers, size_t microbatches, bool native_precision = false);
+          std::shared_ptr<BufferPool> buffers, size_t layers, size_t microbatches);
   // `gradients`: one host tensor per parameter, or undefined. `layer` counts the sharing layers from the first.
   void contribute(size_t layer, size_t microbatch, std::vector<at::Tensor> gradients);
 
@@ -71,7 +70,6 @@ class TiedSum {
   const BlockLayout& layout_;
   const std::shared_ptr<BufferPool> buffers_;
   const size_t layers_;
-  const bool native_precision_;
   std::mutex mutex_;
   // Protected by mutex_.
   std::vector<std::vector<std::vector<at::Tensor>>> contributions_;  // [microbatch][layer][parameter]

@@ -11,6 +11,7 @@
 
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/frontend.h>
 #include <roundpipe/memory/host_arena.h>
 #include <roundpipe/runtime/model/handed_in.h>
 #include <roundpipe/runtime/model/out_of_memory.h>
@@ -109,7 +110,7 @@ void Pipeline::recover_from(std::exception_ptr error) {
     tell();
   } catch (...) {
     // Where warnings are errors, the first error still is the one that counts.
-    clear_error();
+    frontend().clear_error();
   }
   if (lack && is_out_of_memory(error)) error = explained(error, lack->full, lack->step);
   std::rethrow_exception(error);

@@ -21,7 +21,7 @@ namespace roundpipe::runtime {
 // end by themselves.
 // Errors: a job's error is thrown by the call that waits for it or by the next method that checks (every one that
 // says so); the pipeline has then drained this model's work, gone back to the last gradients that are good, and can
-// be used again. The same methods warn of what the engine has noted of calls so far (see ErrorHooks::warn): a call's
+// be used again. The same methods warn of what the engine has noted of calls so far (see Frontend::warn): a call's
 // notice comes with the first of them that waits for it, before an error that it ends with.
 class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardRunner {
  public:

@@ -197,15 +197,14 @@ void open_gradients(Call& call, const Plan& plan) {
     model.gradients[block] = result;
     const memory::BlockLayout& layout = state.gradient_layout;
     if (state.tied() && call.options.tied_grad_accumulation == TiedGradAccumulation::kLayer) {
-      const bool native = call.options.sum_in_native_precision;
-      call.layer_sums[block] = std::make_unique<LayerSums>(
-          LayerSums::Target{result, call.bases[block], layout, state.gradient_buffers,
-                            native ? layout : state.sum_layout, native ? state.gradient_buffers : state.sum_buffers},
-          state.layers.size(), static_cast<size_t>(call.options.microbatches));
+      call.layer_sums[block] =
+          std::make_unique<LayerSums>(LayerSums::Target{result, call.bases[block], layout, state.gradient_buffers,
+                                                        state.sum_layout, state.sum_buffers},
+                                      state.layers.size(), static_cast<size_t>(call.options.microbatches));
     } else if (state.tied()) {
-      call.tied_sums[block] = std::make_unique<memory::TiedSum>(
-          result, call.bases[block], layout, state.gradient_buffers, state.layers.size(),
-          static_cast<size_t>(call.options.microbatches), call.options.sum_in_native_precision);
+      call.tied_sums[block] =
+          std::make_unique<memory::TiedSum>(result, call.bases[block], layout, state.gradient_buffers,
+                                            state.layers.size(), static_cast<size_t>(call.options.microbatches));
     } else {
       const size_t parts = ranges[static_cast<size_t>(state.layers.front())].size();
       call.range_sums[block] = std::make_unique<memory::RangeSum>(result, layout, parts);

@@ -2,6 +2,8 @@
 
 #include <ATen/autocast_mode.h>
 
+#include <roundpipe/core/frontend.h>
+
 namespace roundpipe::runtime {
 
 using device::EventPtr;
@@ -38,18 +40,7 @@ Call::Call(std::shared_ptr<ModelState> call_model, CallOptions call_options, uin
   for (const auto& layer : model->layers) attributes.push_back(layer->layer->attributes());
 }
 
-namespace {
-std::function<void(uint64_t)>& call_over() {
-  static std::function<void(uint64_t)> listener;
-  return listener;
-}
-}  // namespace
-
-void set_call_over(std::function<void(uint64_t)> listener) { call_over() = std::move(listener); }
-
-Call::~Call() {
-  if (call_over()) call_over()(id);
-}
+Call::~Call() { frontend().call_over(id); }
 
 EventPtr Call::new_event() {
   EventPtr event = device::make_event();

@@ -81,7 +81,6 @@ struct CallOptions {
   bool requires_grad = true;
   bool preserve_rng_state = true;
   RecomputeGrain recompute_grain = RecomputeGrain::kStage;
-  bool sum_in_native_precision = false;  // 16-bit gradients of microbatches summed in 16 bits
   TiedGradAccumulation tied_grad_accumulation = TiedGradAccumulation::kLayer;
   // The call reads something that the caller may change, and returns only when it has done so for the last time.
   bool keeps_caller = false;
@@ -107,7 +106,7 @@ struct AutocastState {
 class Call : public std::enable_shared_from_this<Call> {
  public:
   Call(std::shared_ptr<ModelState> model, CallOptions options, uint64_t id, uint64_t index, uint64_t base_seed);
-  // Tells the listener set by set_call_over that nothing of this call will run again.
+  // Tells the frontend.
   ~Call();
 
   device::EventPtr new_event();
@@ -189,7 +188,7 @@ class Call : public std::enable_shared_from_this<Call> {
     return layer_seed(base_seed, model->name, index, microbatch, layer);
   }
 
-  // `step`: what ErrorHooks::explain is given should a device have no memory. It may lead back to who holds this, so
+  // `step`: what Frontend::explain is given should a device have no memory. It may lead back to who holds this, so
   // one that is kept `until_over` goes with the last job unless it is needed then.
   void keep_step(std::shared_ptr<const void> step, bool until_over);
   // A device had no memory; before fail(). The first one counts.
@@ -222,8 +221,5 @@ class Call : public std::enable_shared_from_this<Call> {
   std::optional<FullDevice> full_;
 };
 using CallPtr = std::shared_ptr<Call>;
-
-// `listener` is told the id of every call that is gone, on whatever thread drops it last. Set once, before any call.
-void set_call_over(std::function<void(uint64_t)> listener);
 
 }  // namespace roundpipe::runtime

@@ -1,33 +1,18 @@
 #include <roundpipe/runtime/model/out_of_memory.h>
 
-#include <utility>
-
 #include <c10/util/Exception.h>
 
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/frontend.h>
 
 namespace roundpipe::runtime {
-namespace {
-
-ErrorHooks& hooks() {
-  static ErrorHooks instance;
-  return instance;
-}
-
-}  // namespace
-
-void set_error_hooks(ErrorHooks given) { hooks() = std::move(given); }
-
-void clear_error() {
-  if (hooks().clear) hooks().clear();
-}
 
 void with_raised_errors(const std::function<void()>& body) {
   try {
     body();
   } catch (const Error& error) {
-    if (hooks().raise) hooks().raise(error);
+    frontend().raise(error);
     throw;
   }
 }
@@ -38,7 +23,7 @@ bool is_out_of_memory(const std::exception_ptr& error) {
   } catch (const c10::OutOfMemoryError&) {
     return true;
   } catch (...) {
-    return hooks().is_out_of_memory && hooks().is_out_of_memory(error);
+    return frontend().is_out_of_memory(error);
   }
 }
 
@@ -52,7 +37,7 @@ std::string describe(const FullDevice& full) {
 
 std::exception_ptr explained(const std::exception_ptr& error, const FullDevice& full,
                              const std::shared_ptr<const void>& step) {
-  if (hooks().explain) return hooks().explain(error, full, step);
+  if (std::exception_ptr told = frontend().explain(error, describe(full), full.limit_bytes, step)) return told;
   try {
     std::rethrow_exception(error);
   } catch (const c10::OutOfMemoryError& raised) {
@@ -66,11 +51,7 @@ std::exception_ptr explained(const std::exception_ptr& error, const FullDevice& 
 }
 
 void warn_user(const std::string& notice) {
-  if (hooks().warn) {
-    hooks().warn(notice);
-  } else {
-    TORCH_WARN(notice);
-  }
+  if (!frontend().warn(notice)) TORCH_WARN(notice);
 }
 
 std::exception_ptr out_of_memory_in(const std::function<void()>& body) {
@@ -82,7 +63,7 @@ std::exception_ptr out_of_memory_in(const std::function<void()>& body) {
   }
   if (!error) return nullptr;
   if (!is_out_of_memory(error)) std::rethrow_exception(error);
-  clear_error();
+  frontend().clear_error();
   return error;
 }
 

@@ -78,7 +78,7 @@ void GradientSums::begin_sum(JobRun& run, int layer, size_t own, std::vector<Eve
   Sum& sum = sums_.emplace_back();
   sum.layer = layer;
   sum.block = own;
-  sum.layout = call.options.sum_in_native_precision ? host_layout : host_layout.widened();
+  sum.layout = host_layout.widened();
   sum.flat = allocate(sum.layout.size_bytes);
   for (size_t i = 0; i < state.parameters.size(); ++i) {
     if (state.parameters[i].block != own || !call.trainable[static_cast<size_t>(layer)][i]) continue;

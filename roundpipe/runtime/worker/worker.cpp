@@ -5,7 +5,7 @@
 #include <ATen/autocast_mode.h>
 
 #include <roundpipe/core/engine_life.h>
-#include <roundpipe/runtime/model/out_of_memory.h>
+#include <roundpipe/core/frontend.h>
 
 namespace roundpipe::runtime {
 
@@ -38,17 +38,10 @@ void use_threads(int threads) {
   std::thread([process_threads] { at::set_num_threads(process_threads); }).join();
 }
 
-std::function<std::shared_ptr<void>()>& thread_attach() {
-  static std::function<std::shared_ptr<void>()> attach;
-  return attach;
-}
-
 }  // namespace
 
-void set_thread_attach(std::function<std::shared_ptr<void>()> attach) { thread_attach() = std::move(attach); }
-
 void Worker::loop() {
-  const std::shared_ptr<void> attached = thread_attach() ? thread_attach()() : nullptr;
+  const std::shared_ptr<void> attached = frontend().attach_thread();
   use_threads(device_->threads());
   become_device_thread();
   while (const std::shared_ptr<JobRun> run = queue_.wait_for_job()) {
@@ -77,7 +70,7 @@ void Worker::execute(JobRun& run) {
     const torch_compat::OwnGenerators::Scope generators(generators_);
     runner_.run(run);
   } catch (...) {
-    clear_error();
+    frontend().clear_error();
     if (!is_left_behind()) run.call->fail(std::current_exception());
   }
   at::autocast::set_autocast_enabled(at::kCPU, false);

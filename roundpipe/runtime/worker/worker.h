@@ -1,6 +1,5 @@
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <thread>
 
@@ -9,11 +8,6 @@
 #include <roundpipe/runtime/worker/job_runner.h>
 
 namespace roundpipe::runtime {
-
-// What another language's interpreter needs on the compute threads: called when one starts, and what it returns is
-// dropped when the thread ends. Errors of code that a backward calls live in the thread's interpreter state until the
-// engine has them, so that state must not come and go. Set once, before any worker.
-void set_thread_attach(std::function<std::shared_ptr<void>()> attach);
 
 // One device with its compute thread and its two links. Runs the jobs of its queue in order.
 // Thread safety: any thread.

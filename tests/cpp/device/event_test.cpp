@@ -9,6 +9,7 @@
 #include <doctest/doctest.h>
 
 #include <roundpipe/core/clock.h>
+#include <roundpipe/core/frontend.h>
 
 using namespace roundpipe::device;
 using roundpipe::now_ms;
@@ -179,13 +180,18 @@ TEST_CASE("wait_interruptible: the event's error, or what the interrupt check th
   CHECK_THROWS_WITH_AS(wait_interruptible(failed), "broken", std::runtime_error);
 
   int checks = 0;
-  set_interrupt_check([&] {
-    if (++checks == 2) throw std::domain_error("interrupted");
-  });
+  struct Interrupting final : roundpipe::Frontend {
+    explicit Interrupting(int& checks) : checks(checks) {}
+    void check_interrupt() override {
+      if (++checks == 2) throw std::domain_error("interrupted");
+    }
+    int& checks;
+  };
+  roundpipe::set_frontend(std::make_unique<Interrupting>(checks));
   Event pending;
   CHECK_THROWS_AS(wait_interruptible(pending), std::domain_error);
   CHECK(checks == 2);
-  set_interrupt_check(nullptr);
+  roundpipe::set_frontend(nullptr);
 }
 
 TEST_CASE("event: wait_complete blocks until it has fired or failed, and throws neither way") {

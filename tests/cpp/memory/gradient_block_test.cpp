@@ -171,24 +171,23 @@ TEST_CASE(
       base->landed->fire();
     }
     const Gradients before = expected;
-    const bool native_precision = seed % 4 < 2;
     const auto cast = [&](Gradients& gradients, bool wide) {
       for (size_t i = 0; i < gradients.size(); ++i) {
         const c10::ScalarType dtype = c.parameters[i].scalar_type();
         if (gradients[i].defined()) gradients[i] = gradients[i].to(wide && dtype == at::kBFloat16 ? at::kFloat : dtype);
       }
     };
-    cast(expected, !native_precision);
+    cast(expected, /*wide=*/true);
     for (const auto& microbatch : made) {
       Gradients folded(c.parameters.size());
       for (size_t layer = layers; layer-- > 0;) add_into(folded, microbatch[layer]);
-      cast(folded, !native_precision);
+      cast(folded, /*wide=*/true);
       add_into(expected, folded);
     }
     cast(expected, /*wide=*/false);
 
     const auto result = std::make_shared<GradientBlock>();
-    TiedSum sum(result, base, c.layout, buffers_of(c.layout), layers, microbatches, native_precision);
+    TiedSum sum(result, base, c.layout, buffers_of(c.layout), layers, microbatches);
     std::vector<std::function<void()>> tasks;
     for (size_t m = 0; m < microbatches; ++m) {
       for (size_t layer = 0; layer < layers; ++layer) {
@@ -220,16 +219,13 @@ TEST_CASE("tied sum: 16-bit gradients of microbatches are summed in fp32 and rou
   // In bf16, 256 + 1 = 256.
   const auto bf16 = [](double value) { return at::full({3}, value, at::kBFloat16); };
   const BlockLayout layout = layout_of({bf16(0)});
-  for (const bool native : {false, true}) {
-    CAPTURE(native);
-    const auto base = std::make_shared<GradientBlock>();
-    std::tie(base->flat, base->received) = packed(layout, {bf16(256)});
-    base->landed->fire();
-    const auto result = std::make_shared<GradientBlock>();
-    TiedSum sum(result, base, layout, buffers_of(layout), 1, 2, native);
-    for (size_t microbatch : {0, 1}) sum.contribute(0, microbatch, {bf16(1)});
-    CHECK(at::equal(gradient(*result, layout, 0), bf16(native ? 256 : 258)));
-  }
+  const auto base = std::make_shared<GradientBlock>();
+  std::tie(base->flat, base->received) = packed(layout, {bf16(256)});
+  base->landed->fire();
+  const auto result = std::make_shared<GradientBlock>();
+  TiedSum sum(result, base, layout, buffers_of(layout), 1, 2);
+  for (size_t microbatch : {0, 1}) sum.contribute(0, microbatch, {bf16(1)});
+  CHECK(at::equal(gradient(*result, layout, 0), bf16(258)));
 }
 
 TEST_CASE("tied sum: after the call has failed, contributions are ignored") {

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <roundpipe/core/frontend.h>
+
+#include "python_values.h"
+
+namespace roundpipe::python {
+
+// Python, as the engine sees it. Every method takes the interpreter lock itself.
+class PythonFrontend final : public Frontend {
+ public:
+  // `saved`: a dict by call, from which the entry of a call is dropped once nothing of it will run again. REQUIRES: the
+  // interpreter lock.
+  void set_saved_by_call(SharedObject saved) { saved_by_call_ = std::move(saved); }
+
+  std::shared_ptr<void> attach_thread() override;
+  void check_interrupt() override;
+  void call_over(uint64_t call) override;
+  bool is_out_of_memory(const std::exception_ptr& error) override;
+  void clear_error() override;
+  // `step`: a function of the exception, the description and the cap, that returns another exception.
+  std::exception_ptr explain(const std::exception_ptr& error, const std::string& where, int64_t limit_bytes,
+                             const std::shared_ptr<const void>& step) override;
+  bool warn(const std::string& notice) override;
+  void raise(const Error& error) override;
+
+ private:
+  SharedObject saved_by_call_;
+};
+
+}  // namespace roundpipe::python
