@@ -45,7 +45,7 @@ std::exception_ptr explain(const std::exception_ptr& error, const runtime::FullD
     const py::object raised = exception_object(error);
     const py::object told =
         step ? object_of(step)(raised, runtime::describe(full), full.limit_bytes)
-             : py::module_::import("roundpipe.out_of_memory").attr("said")(raised, runtime::describe(full));
+             : py::module_::import("roundpipe.memory.out_of_memory").attr("said")(raised, runtime::describe(full));
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(told.ptr())), told.ptr());
     python_error thrown;
     thrown.persist();
@@ -92,7 +92,7 @@ void bind_errors(py::module_& module) {
   hooks.warn = [](const std::string& notice) {
     const InterpreterLock lock;
     try {
-      py::module_::import("roundpipe.out_of_memory").attr("warn")(notice);
+      py::module_::import("roundpipe.memory.out_of_memory").attr("warn")(notice);
     } catch (py::error_already_set& raised) {
       throw_python_error(raised);
     }

@@ -11,8 +11,8 @@ from torch import nn
 import roundpipe
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe._core import LayerCost
-from roundpipe.execute_plan import RunType
-from roundpipe.joint_plan import plan_together
+from roundpipe.call.execute_plan import RunType
+from roundpipe.call.joint_plan import plan_together
 
 
 def costs(*times: float, weight_bytes: int = 100) -> list[LayerCost]:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe.execute_plan import ModelExecutePlan
-from roundpipe.microbatch import effective_microbatches, merge_outputs, merge_what_fits, split_call
-from roundpipe.optimizer_context import OptimizerCtx, in_optimizer_context
-from roundpipe.run_config import RoundPipeRunConfig
-from roundpipe.wrap import AutoRoundPipe, wrap_model_to_roundpipe
+from roundpipe.call.execute_plan import ModelExecutePlan
+from roundpipe.call.run_config import RoundPipeRunConfig
+from roundpipe.data.microbatch import effective_microbatches, merge_outputs, merge_what_fits, split_call
+from roundpipe.model.wrap import AutoRoundPipe, wrap_model_to_roundpipe
+from roundpipe.step.optimizer_context import OptimizerCtx, in_optimizer_context
 
 DEVICES = 3
 
@@ -84,8 +84,8 @@ class FakeSteps:
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The structure is decided without an engine, so these tests need none."""
     for name, attributes in {
-        "pipe": {"RoundPipe": FakePipe},
-        "stepping": {"StepGroup": FakeSteps},
+        "model.pipe": {"RoundPipe": FakePipe},
+        "step.group": {"StepGroup": FakeSteps},
         "devices": {"devices": lambda: range(DEVICES)},
     }.items():
         module = types.ModuleType(f"roundpipe.{name}")

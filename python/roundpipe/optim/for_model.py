@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from roundpipe import _core
-from roundpipe.binding import MOMENTS, Binding, Gradients, Moments
-from roundpipe.facade import facade_in
-from roundpipe.host_memory import HostMemory
+from roundpipe.memory.host import HostMemory
+from roundpipe.model.facade import facade_in
 from roundpipe.optim.parameter_groups import parameter_groups
+from roundpipe.step.binding import MOMENTS, Binding, Gradients, Moments
 
 if TYPE_CHECKING:
-    from roundpipe.stepping import StepGroup
+    from roundpipe.step.group import StepGroup
 
 # What the fp32 master of a 16-bit weight has beyond it, under these names in a state_dict.
 _RESTS = {torch.int16: "master_remainder", torch.float32: "master"}
