@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import sys
 import threading
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -83,14 +81,8 @@ class FakeSteps:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The structure is decided without an engine, so these tests need none."""
-    for name, attributes in {
-        "model.pipe": {"RoundPipe": FakePipe},
-        "step.group": {"StepGroup": FakeSteps},
-        "devices": {"devices": lambda: range(DEVICES)},
-    }.items():
-        module = types.ModuleType(f"roundpipe.{name}")
-        vars(module).update(attributes)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name, fake in {"RoundPipe": FakePipe, "StepGroup": FakeSteps}.items():
+        monkeypatch.setattr(f"roundpipe.model.wrap.{name}", fake)
 
 
 pytestmark = pytest.mark.usefixtures("engine")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal, get_args, overload
+from typing import Any, get_args, overload
 
 from torch import nn
 
+from roundpipe.call.joint_plan import RunType, plan_together
 from roundpipe.files import write_text
-
-RunType = Literal["infer", "train", "fused"]
 
 # How much longer than the longest layer a stage may take.
 DEFAULT_THRESHOLD = 1.1
@@ -44,9 +43,7 @@ class ModelExecutePlan:
 
     def copied(self) -> ModelExecutePlan:
         """The same stages in lists of their own."""
-        plan = ModelExecutePlan()
-        plan.fwd_plan, plan.bwd_plan = list(self.fwd_plan), list(self.bwd_plan)
-        return plan
+        return _plan_of(list(self.fwd_plan), list(self.bwd_plan))
 
     def save(self, path: str | Path) -> None:
         """Writes the stages to a JSON file, whole or not at all.
@@ -180,11 +177,16 @@ class ModelExecutePlan:
             return plan
         if not models:
             return []
-        from roundpipe.call.joint_plan import plan_together
-
         limit_bytes = 0 if model_memory_limit is None else int(model_memory_limit * 1e9)
         costs = [model.costs() for model in models]
-        return plan_together(run_type, costs, min_stages or 1, upper_threshold, limit_bytes)
+        together = plan_together(run_type, costs, min_stages or 1, upper_threshold, limit_bytes)
+        return [_plan_of(stages.forward, stages.backward) for stages in together]
+
+
+def _plan_of(forward: list[range], backward: list[range]) -> ModelExecutePlan:
+    plan = ModelExecutePlan()
+    plan.fwd_plan, plan.bwd_plan = forward, backward
+    return plan
 
 
 def _ranges(value: Any, field: str, where: str) -> list[range]:
@@ -202,13 +204,9 @@ def _check_run_type(where: str, run_type: str) -> None:
 
 
 def _check_model(where: str, position: int, model: object) -> None:
-    from roundpipe.model.wrap import AutoRoundPipe
-
-    if isinstance(model, AutoRoundPipe):
-        raise ValueError(
-            f"[{where}] model {position} is an AutoRoundPipe, whose root runs on the host and has no layers to cut; "
-            "expected a RoundPipe: pass the RoundPipe modules inside it one by one"
-        )
+    refusal = getattr(type(model), "_why_not_cut", None)
+    if refusal is not None:
+        raise ValueError(f"[{where}] model {position} is {refusal}")
     if not callable(getattr(model, "_auto_plan", None)):
         raise ValueError(f"[{where}] model {position} is a {type(model).__name__}, expected a RoundPipe: wrap it first")
 

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
-
-from roundpipe.call.execute_plan import ModelExecutePlan, RunType
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from roundpipe import _core
+
+RunType = Literal["infer", "train", "fused"]
+
+
+class Stages(NamedTuple):
+    """One model's stages, in the order in which they run. The first backward one is fused in "fused"."""
+
+    forward: list[range]
+    backward: list[range]
 
 
 @dataclass(frozen=True)
@@ -27,8 +34,8 @@ def plan_together(
     min_stages: int,
     upper_threshold: float,
     limit_bytes: int,
-) -> list[ModelExecutePlan]:
-    """One plan a model, such that no stage of any takes longer than one number, the best for the whole step.
+) -> list[Stages]:
+    """The stages of each model, such that no stage of any takes longer than one number, the best for the whole step.
 
     A round over all stages takes as long as its longest stage. So the longest stage is chosen, between the longest
     layer of all models and `upper_threshold` times it, that makes stages times their longest smallest.
@@ -47,21 +54,20 @@ def plan_together(
     ]
     counted = forward if run_type == "infer" else [*forward, *backward]
     longest = max(time for layers in counted for time in layers.times)
-    best: list[ModelExecutePlan] = []
+    best: list[Stages] = []
     best_ms = float("inf")
     for stage_ms in _candidates(counted, longest, upper_threshold):
         plans = []
         for position, (ahead, behind) in enumerate(zip(forward, backward, strict=True)):
-            plan = ModelExecutePlan()
             end = len(ahead.times)
+            backward_stages: list[range] = []
             if run_type != "infer":
                 # From the last layers down, so that the first stage, which may be fused, is a full one.
-                plan.bwd_plan = _from_the_end(behind, end, stage_ms, limit_bytes)
+                backward_stages = _from_the_end(behind, end, stage_ms, limit_bytes)
                 if run_type == "fused" and position == len(costs) - 1:
-                    end = plan.bwd_plan[0].start
-            plan.fwd_plan = _from_the_end(ahead, end, stage_ms, limit_bytes)[::-1]
-            plans.append(plan)
-        stages = sum(len(plan.fwd_plan) + len(plan.bwd_plan) for plan in plans)
+                    end = backward_stages[0].start
+            plans.append(Stages(_from_the_end(ahead, end, stage_ms, limit_bytes)[::-1], backward_stages))
+        stages = sum(len(plan.forward) + len(plan.backward) for plan in plans)
         step_ms = max(stages, min_stages) * stage_ms
         if step_ms < best_ms:
             best, best_ms = plans, step_ms

@@ -22,7 +22,7 @@ from roundpipe.following.survey import Uses, find_stacks, forced_arguments, part
 from roundpipe.following.token_loss import count_tokens, loss_in, shares
 from roundpipe.following.token_wise import ChunkTokens
 from roundpipe.following.verification import Found, try_training, verify
-from roundpipe.model.facade import without_adapters
+from roundpipe.layers.adapters import without_adapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

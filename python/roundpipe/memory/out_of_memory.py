@@ -8,16 +8,13 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from roundpipe import _core
 from roundpipe.layers.values import Structure
 from roundpipe.memory.step import Microbatch, StepShape, largest_of, rows_of, step_shape
-
-if TYPE_CHECKING:
-    from roundpipe.model.pipe import RoundPipe
 
 # Numbers that choose what a layer does: tokens, positions, masks. Those of other tensors only count by their shape.
 _CHOOSING = frozenset({torch.bool, torch.int16, torch.int32, torch.int64})
@@ -83,6 +80,16 @@ def _revive(noted: Noted, rows: int, most: int) -> Microbatch:
     return cut, noted[1]
 
 
+class ExplainsLack(Protocol):
+    """A model in the pipeline, as far as it can say what a call of it takes."""
+
+    def _explain_lack(self, shape: Callable[[ExplainsLack, int], StepShape], rows: int, cap: int) -> str: ...
+
+    def _describe_layers(self) -> str: ...
+
+    def _memory_savers(self) -> tuple[str, ...]: ...
+
+
 class StepNote:
     """What a call looks like, so that it can be told why it did not fit. The values of the batch are not kept.
 
@@ -92,7 +99,7 @@ class StepNote:
 
     def __init__(
         self,
-        pipe: RoundPipe,
+        pipe: ExplainsLack,
         batch: list[Microbatch],
         labels: list[Microbatch],
         loss_fn: Callable[[Any, Any], Any] | None,
@@ -132,7 +139,7 @@ class StepNote:
             )
         return said(error, where, told)
 
-    def _shape(self, pipe: RoundPipe, rows: int) -> StepShape:
+    def _shape(self, pipe: ExplainsLack, rows: int) -> StepShape:
         """The step, with so many rows in its largest microbatch."""
         return step_shape(
             [_revive(self._batch, rows, self._most_rows)],

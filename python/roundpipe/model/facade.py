@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
+from roundpipe.layers.adapters import without_adapters
 from roundpipe.model import forward as model_forward
 from roundpipe.model import host_resident
 from roundpipe.model.host_resident import HostResident
@@ -19,11 +20,6 @@ from roundpipe.step.optimizer_context import in_optimizer_context
 
 if TYPE_CHECKING:
     from roundpipe.step.group import StepGroup
-
-
-def without_adapters(model: Any) -> Any:
-    """The model that peft has put adapters into, or `model` itself."""
-    return model.get_base_model() if hasattr(type(model), "get_base_model") else model
 
 
 def facade_in(model: Any) -> ModelFacade | None:

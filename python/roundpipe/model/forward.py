@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from roundpipe.model.facade import ModelFacade
+from roundpipe.model.host_resident import HostResident
 
 NAMES = frozenset({"forward", "_original_forward"})
 """What may be assigned to the model in the pipeline; accelerate keeps the forward that it wraps as the second."""
@@ -18,7 +17,7 @@ class ModelForward:
 
     __name__ = "forward"
 
-    def __init__(self, model: ModelFacade, run: Callable[..., Any]) -> None:
+    def __init__(self, model: HostResident, run: Callable[..., Any]) -> None:
         self.__self__ = model
         self._run = run
         self.__doc__ = run.__doc__
@@ -34,7 +33,7 @@ class ModelForward:
         return inspect.signature(self.__self__._original_model.forward)
 
 
-def refuse_assigned(model: ModelFacade, where: str) -> None:
+def refuse_assigned(model: HostResident, where: str) -> None:
     """Raises ValueError if `model.forward` was assigned: `where` does not go through it."""
     if "forward" in model.__dict__:
         raise ValueError(

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from roundpipe import _core
-from roundpipe.call.run_config import ResolvedRunConfig
-
-if TYPE_CHECKING:
-    from roundpipe.model.pipe import RoundPipe
 
 
 class Pending:
-    """A batch that `RoundPipe.submit` has started."""
+    """A batch that `RoundPipe.submit` has started.
 
-    def __init__(
-        self,
-        model: RoundPipe,
-        submitted: _core.Submitted,
-        single: list[bool],
-        return_outputs: bool,
-        config: ResolvedRunConfig,
-    ) -> None:
-        self._model = model
+    Args:
+        submitted: the batch, as the engine has it.
+        finish: waits for it, and gives what `forward_backward` returns.
+    """
+
+    def __init__(self, submitted: _core.Submitted, finish: Callable[[], Any]) -> None:
         self._submitted = submitted
-        self._single = single
-        self._return_outputs = return_outputs
-        self._config = config
+        self._finish = finish
 
     def loss(self) -> Any:
         """What `forward_backward` returns; waits for it. Once.
@@ -35,7 +27,7 @@ class Pending:
             ValueError: it has been read already.
             Exception: what `forward_backward` raises.
         """
-        return self._model._finish(self._submitted, self._single, self._return_outputs, self._config)
+        return self._finish()
 
     def records(self) -> list[_core.Record]:
         """What has been executed of it so far, see `RoundPipe.last_records`, and when a backward had recomputed and

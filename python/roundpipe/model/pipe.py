@@ -23,7 +23,7 @@ from roundpipe.layers.emulated import EmulatedLayer, NativeEmulatedLayer
 from roundpipe.layers.shell import PythonLayer, layers_of
 from roundpipe.layers.values import owned, split, to_host
 from roundpipe.memory.budget import DEVICE_VARIABLE, HOST_VARIABLE, budget_of, predict_model, refuse_host
-from roundpipe.memory.out_of_memory import StepNote
+from roundpipe.memory.out_of_memory import ExplainsLack, StepNote
 from roundpipe.memory.step import MemoryPrediction, StepMemory, StepShape, step_shape
 from roundpipe.model import call_hooks, run_records
 from roundpipe.model.call_hooks import HasCallHooks, refuse_hooks_of
@@ -457,7 +457,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
             losses = run_loss(loss_fn, single, early_check)
             note = StepNote(self, batch, labels, loss_fn, route, _FUSED)
             submitted = self._pipeline.submit(batch, labels, losses, return_outputs, options, route, note)
-        return Pending(self, submitted, single, return_outputs, config)
+        return Pending(submitted, lambda: self._finish(submitted, single, return_outputs, config))
 
     def _finish(
         self, submitted: _core.Submitted, single: list[bool], return_outputs: bool, config: ResolvedRunConfig
@@ -537,7 +537,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
     ) -> StepShape:
         return step_shape(batch, labels, loss_fn, route, mode, savers=self._memory_savers())
 
-    def _explain_lack(self, shape: Callable[[RoundPipe, int], StepShape], rows: int, cap: int) -> str:
+    def _explain_lack(self, shape: Callable[[ExplainsLack, int], StepShape], rows: int, cap: int) -> str:
         """What a call takes that a device of `cap` bytes had no memory for; see `StepMemory.explain`."""
         if not self._memory.knows(self._layer_count):
             raise ValueError("emulated layers take time, not memory")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from roundpipe.layers.adapters import without_adapters
 from roundpipe.model.call_hooks import refuse_hooked
-from roundpipe.model.facade import without_adapters
 from roundpipe.model.forward import refuse_assigned
 
 if TYPE_CHECKING:

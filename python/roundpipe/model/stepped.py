@@ -16,19 +16,20 @@ from roundpipe.step.optimizer_context import in_optimizer_context
 from roundpipe.step.scaler import GradScaler
 
 if TYPE_CHECKING:
-    from roundpipe.optim.for_model import ForModel
-    from roundpipe.step.binding import Step
+    from roundpipe.step.binding import BoundOptimizer, Step
 
 
 class SteppedModel(ModelFacade):
     """A model whose weights its `StepGroup` updates."""
 
-    _OWN = ModelFacade._OWN | frozenset({"step", "optim_named_parameters", "named_parameters", "parameters"})
+    _OWN = ModelFacade._OWN | frozenset(
+        {"step", "optim_named_parameters", "named_parameters", "parameters", "_all_named_parameters"}
+    )
 
     @overload
     def step(
         self,
-        step_fn: ForModel,
+        step_fn: BoundOptimizer,
         is_async: bool = ...,
         *,
         scaler: GradScaler | None = ...,
@@ -112,6 +113,10 @@ class SteppedModel(ModelFacade):
                 stacklevel=3,
             )
         return source_of_names(self).named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[no-any-return]
+
+    def _all_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter under every name, for what steps the model."""
+        return source_of_names(self).named_parameters(remove_duplicate=False)  # type: ignore[no-any-return]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """See `named_parameters`."""

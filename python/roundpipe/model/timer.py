@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from roundpipe.model.pipe import RoundPipe
+from roundpipe.model.run_records import RunRecords
 
 
 class ModelTimer:
@@ -21,7 +19,7 @@ class ModelTimer:
     VERBOSE = False
 
 
-def print_times(model: RoundPipe) -> None:
+def print_times(model: RunRecords) -> None:
     """Prints the times of a model's layers, if that is asked for."""
     if not ModelTimer.VERBOSE:
         return

@@ -16,17 +16,19 @@ from torch.utils import _pytree as pytree
 from roundpipe import _core
 from roundpipe.call.run_config import RoundPipeRunConfig, layered
 from roundpipe.data.microbatch import merge_what_fits
+from roundpipe.device.pool import devices
 from roundpipe.following.refusals import refuse_compiled, refuse_weights, warn_batch_norm
 from roundpipe.memory.budget import HOST_VARIABLE, budget_of, predict_model, refuse_host
 from roundpipe.model.facade import ModelFacade
 from roundpipe.model.host_contents import contents_of
+from roundpipe.model.pipe import RoundPipe
 from roundpipe.model.step_call import check_step_call
 from roundpipe.model.stepped import SteppedModel
+from roundpipe.step.group import StepGroup
 
 if TYPE_CHECKING:
     from roundpipe.following.language_model import LanguageModel
     from roundpipe.following.token_wise import ChunkTokens
-    from roundpipe.model.pipe import RoundPipe
 
 PRESETS = frozenset({"GptOssForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"})
 """Classes of models that `use_sequential_preset=True` accepts."""
@@ -87,8 +89,6 @@ def wrap_model_to_roundpipe(
             that are no plain tensors, more microbatches than mean the same, a name or module that is not in the model,
             or a shared parameter that cannot be kept in one place.
     """
-    from roundpipe.model.pipe import RoundPipe
-
     if isinstance(model, (RoundPipe, AutoRoundPipe)):
         raise ValueError(
             f"[wrap_model_to_roundpipe] the model is wrapped already, as {type(model).__name__}; expected a plain one"
@@ -238,8 +238,6 @@ class _Wrapper:
         self.lower = lower_threshold
         self.upper_is_default = upper_threshold is None
         if upper_threshold is None:
-            from roundpipe.device.pool import devices
-
             upper_threshold = _total_bytes(model) // (len(devices()) + 1)
         self.upper = upper_threshold
         self.members = {id(module) for module in model.modules()}
@@ -382,6 +380,11 @@ class AutoRoundPipe(SteppedModel):
         }
     )
 
+    _why_not_cut = (  # what `ModelExecutePlan.auto` says of it
+        "an AutoRoundPipe, whose root runs on the host and has no layers to cut; expected a RoundPipe: pass the "
+        "RoundPipe modules inside it one by one"
+    )
+
     _order: dict[str, int]
     _contents: list[int]
 
@@ -392,8 +395,6 @@ class AutoRoundPipe(SteppedModel):
         optim_dtype: torch.dtype | None = None,
         **roundpipe_kwargs: Any,
     ) -> None:
-        from roundpipe.model.pipe import RoundPipe
-
         if not isinstance(model, nn.Module) or isinstance(model, ModelFacade):
             raise ValueError(f"[AutoRoundPipe] model is a {type(model).__name__}, expected a plain nn.Module")
         unknown = roundpipe_kwargs.keys() - inspect.signature(RoundPipe.__init__).parameters.keys()
@@ -408,8 +409,6 @@ class AutoRoundPipe(SteppedModel):
 
     def _take_parts(self) -> None:
         """Takes what is in the pipeline and what is on the host as it is now."""
-        from roundpipe.step.group import StepGroup
-
         own = object.__getattribute__(self, "__dict__")
         model = own["_wrapped"]
         pipes, host_parameters = _parts_of(model)
@@ -518,8 +517,6 @@ class AutoRoundPipe(SteppedModel):
 
 def _parts_of(model: nn.Module) -> tuple[dict[str, RoundPipe], dict[str, nn.Parameter]]:
     """The `RoundPipe`s inside a model, each by its first name, and the parameters outside of them."""
-    from roundpipe.model.pipe import RoundPipe
-
     pipes: dict[str, RoundPipe] = {}
     outside: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
@@ -565,7 +562,6 @@ def _is_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
 
 
 def _is_wrapped(module: nn.Module) -> bool:
-    from roundpipe.model.pipe import RoundPipe
 
     return isinstance(module, RoundPipe)
 

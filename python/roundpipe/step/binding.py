@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from roundpipe import _core
-
-if TYPE_CHECKING:
-    from roundpipe.step.group import StepGroup
 
 MOMENTS = {"float32": _core.MomentFormat.FLOAT32, "8bit": _core.MomentFormat.BLOCKWISE_8BIT}
 Moments = Literal["float32", "8bit"]
@@ -69,7 +66,8 @@ class Binding:
     """What the fused optimizer of a group of models keeps, block by block.
 
     Args:
-        group: the models.
+        pipelines: all that hold parameters.
+        host: the one of them that holds those of the host, if there are any.
         group_of: by id of a trained parameter, which hyperparameters it follows.
         algorithm: the update rule.
         moments: how moments are kept, see `roundpipe.optim.AdamW`.
@@ -78,14 +76,15 @@ class Binding:
 
     def __init__(
         self,
-        group: StepGroup,
+        pipelines: list[_core.Pipeline],
+        host: _core.Pipeline | None,
         group_of: Mapping[int, int],
         algorithm: _core.Algorithm,
         moments: Moments,
         gradients: Gradients,
     ) -> None:
-        self._pipelines = group.pipelines()
-        self._host = group.host_pipeline
+        self._pipelines = pipelines
+        self._host = host
         blocks = [pipeline.block_parameters() for pipeline in self._pipelines]
         groups = [[[group_of.get(id(parameter), -1) for parameter in block] for block in of] for of in blocks]
         self._places = {
@@ -140,6 +139,24 @@ class Binding:
     def host_bytes(self, groups: list[_core.Hyperparameters]) -> tuple[int, int, int, int]:
         """Trained parameters, then bytes of weights with gradients, of remainders or masters, and of moments."""
         return self._core.host_bytes(groups)
+
+
+class BoundOptimizer(torch.optim.Optimizer):
+    """An optimizer that may have been made for models in the pipeline, which it then updates in place.
+
+    Attributes:
+        binding: to those models; None for an optimizer of plain parameters.
+    """
+
+    binding: Binding | None
+
+    def core_groups(self) -> list[_core.Hyperparameters]:
+        """The groups' hyperparameters of now."""
+        raise NotImplementedError
+
+    def count_step(self) -> None:
+        """Tells torch's schedulers that a step was made."""
+        self._opt_called = True
 
 
 def as_schedulers(schedulers: Any) -> Sequence[Any]:

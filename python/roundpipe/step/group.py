@@ -9,43 +9,34 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from roundpipe import _core
-from roundpipe.model.published_attributes import source_of_names
-from roundpipe.step.binding import Binding, Gradients, Moments, Step, as_schedulers
+from roundpipe.step.binding import Binding, BoundOptimizer, Gradients, Moments, Step, as_schedulers
 from roundpipe.step.optimizer_context import OptimizerCtx
 from roundpipe.step.optimizer_parameter import OptimizerParameter
-from roundpipe.step.plain_steps import split_parameters, stepped_groups, watch_optimizers
+from roundpipe.step.plain_steps import owners, split_parameters, watch_optimizers
 from roundpipe.step.scaler import GradScaler, StepScales, _all_live
 from roundpipe.step.update import Update, is_updating, uninterrupted
 
-if TYPE_CHECKING:
-    from roundpipe.model.pipe import RoundPipe
+watch_optimizers()
 
-_groups: weakref.WeakSet[StepGroup] = weakref.WeakSet()
-watch_optimizers(_groups)
+
+class PipedModel(Protocol):
+    """A model in the pipeline, as far as an optimizer has to do with it."""
+
+    _pipeline: _core.Pipeline
+
+    def _all_named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Every parameter under every name that counts."""
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
-
-
-def show_gradients_of(optimizer: torch.optim.Optimizer) -> None:
-    """Fills the `.grad` of the parameters of models in the pipeline that `optimizer` steps, once they are there."""
-    for group in stepped_groups(optimizer, _groups):
-        group.show_gradients()
-
-
-def changed_from_outside(optimizer: torch.optim.Optimizer) -> None:
-    """Says that `optimizer` has changed parameters after the step function that had them, so that calls see it."""
-    for group in split_parameters(optimizer)[1]:
-        group.finish_update()
-        group._unpublished = True
 
 
 class StepGroup:
@@ -59,7 +50,7 @@ class StepGroup:
 
     def __init__(
         self,
-        pipes: dict[str, RoundPipe],
+        pipes: Mapping[str, PipedModel],
         host_parameters: dict[str, nn.Parameter],
         optim_dtype: torch.dtype | None,
     ) -> None:
@@ -82,7 +73,7 @@ class StepGroup:
         self._unpublished = False
         self._binding: Binding | None = None
         self.host_pipeline: _core.Pipeline | None = None  # of the host parameters, for a fused optimizer
-        _groups.add(self)
+        owners.add(self)
 
     # -- the optimizer's parameters ---------------------------------------------------------------------------------
 
@@ -113,7 +104,7 @@ class StepGroup:
             pipe = reference()
             if pipe is None:
                 raise ReferenceError("[RoundPipe] the model is gone, expected it to live as long as its optimizer")
-            for name, parameter in source_of_names(pipe).named_parameters(remove_duplicate=False):
+            for name, parameter in pipe._all_named_parameters():
                 names.append((f"{path}.{name}" if path else name, parameter))
         names.extend(self._host_parameters.items())
         return names
@@ -281,7 +272,7 @@ class StepGroup:
     def _hand_over_scales() -> StepScales | None:
         if not _all_live():
             return None
-        for group in list(_groups):
+        for group in list(owners):
             group.finish_update()
         return GradScaler._hand_over_all()
 
@@ -413,10 +404,8 @@ class StepGroup:
         Raises:
             ValueError: a fused optimizer updates the models.
         """
-        from roundpipe.optim.for_model import ForModel
-
         if self._binding is not None:
-            if isinstance(optimizer, ForModel) and optimizer.binding is self._binding:
+            if isinstance(optimizer, BoundOptimizer) and optimizer.binding is self._binding:
                 return
             self._check_unbound(f"{type(optimizer).__name__}.step()")
         _core.require_engine()
@@ -428,6 +417,11 @@ class StepGroup:
         else:
             self.synchronize()
             self.note_reach()
+
+    def changed_from_outside(self) -> None:
+        """The optimizer's parameters were changed after the step function that had them: publishes that."""
+        self.finish_update()
+        self._unpublished = True
 
     def finish_plain_step(self, optimizer: torch.optim.Optimizer) -> None:
         """That step was made: the next call reads its weights."""
@@ -511,7 +505,7 @@ class StepGroup:
         self._trained = set(group_of)
         for pipeline in self._pipelines:
             pipeline.exposes_gradients = False
-        self._binding = Binding(self, group_of, algorithm, moments, gradients)
+        self._binding = Binding(self.pipelines(), self.host_pipeline, group_of, algorithm, moments, gradients)
         return self._binding
 
     def step_fused(
@@ -523,11 +517,9 @@ class StepGroup:
         lr_scheduler: Any = None,
     ) -> Step:
         """See `RoundPipe.step`."""
-        from roundpipe.optim.for_model import ForModel  # makes its bindings here
-
         _core.require_engine()
         binding = self._binding
-        if binding is None or not isinstance(optimizer, ForModel) or optimizer.binding is not binding:
+        if binding is None or not isinstance(optimizer, BoundOptimizer) or optimizer.binding is not binding:
             raise ValueError(
                 f"[step] the {type(optimizer).__name__} was not made for this model (or another one was made since); "
                 "make it with roundpipe.optim.AdamW(model, ...), or give step a function that calls optimizer.step()"

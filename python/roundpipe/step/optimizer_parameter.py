@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from roundpipe.step.optimizer_context import in_optimizer_context
 
-if TYPE_CHECKING:
-    from roundpipe.step.group import StepGroup
-
 _GROUP = "_roundpipe_group"
 _gradient: Any = torch.Tensor.grad
+
+
+class ParameterOwner(Protocol):
+    """The models whose parameters an optimizer steps together: `StepGroup`, as what it is made of sees it."""
+
+    def hand_over(self) -> None: ...
+
+    def show_gradients(self) -> None: ...
+
+    def finish_update(self) -> None: ...
+
+    def changed_from_outside(self) -> None: ...
+
+    def owns_any(self, ids: set[int]) -> bool: ...
+
+    def owns_trained(self, ids: set[int]) -> bool: ...
+
+    def begin_plain_step(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+    def finish_plain_step(self, optimizer: torch.optim.Optimizer) -> None: ...
 
 
 class OptimizerParameter(nn.Parameter):
@@ -25,11 +42,11 @@ class OptimizerParameter(nn.Parameter):
     `optimizer.zero_grad()` and `clip_grad_norm_` mean what they mean in a plain loop.
     """
 
-    def attach(self, group: StepGroup) -> None:
+    def attach(self, group: ParameterOwner) -> None:
         """Makes `group` the one that hands gradients over to this parameter."""
         self.__dict__[_GROUP] = weakref.ref(group)
 
-    def group(self) -> StepGroup | None:
+    def group(self) -> ParameterOwner | None:
         """Whose parameter this is; None for a copy of it."""
         reference = self.__dict__.get(_GROUP)
         return None if reference is None else reference()

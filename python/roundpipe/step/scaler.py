@@ -19,6 +19,7 @@ from typing import Any, cast, overload
 import torch
 
 from roundpipe.step.optimizer_context import OptimizerCtx
+from roundpipe.step.plain_steps import changed_from_outside, show_gradients_of
 from roundpipe.step.update import Update, after_steps
 
 _live_lock = threading.Lock()
@@ -198,8 +199,6 @@ class GradScaler(torch.amp.GradScaler):
 
     def _show_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Fills the `.grad` of a model's own parameters that `optimizer` steps, outside of a step function."""
-        from roundpipe.step.group import show_gradients_of
-
         if self._enabled and _active.scales is None:
             show_gradients_of(optimizer)
 
@@ -210,8 +209,6 @@ class GradScaler(torch.amp.GradScaler):
 
     def _behind_the_step(self, work: Callable[[], Any], optimizer: torch.optim.Optimizer) -> None:
         """Does `work` on the optimizer thread, as a part of the step that was queued last, and waits for it."""
-        from roundpipe.step.group import changed_from_outside
-
         scales = cast(StepScales, self._queued)
 
         def run() -> bool:
