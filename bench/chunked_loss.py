@@ -1,7 +1,7 @@
 """What do the head and the loss of a language model cost, forward and backward, with and without chunks?
 
 The plain way is `F.linear`, a cast to fp32 and `F.cross_entropy`: the logits of all tokens exist several times. Ours is
-`roundpipe.models.linear_cross_entropy`, which holds one chunk of them. Liger's fused loss is measured where it runs
+`roundpipe.ops.linear_cross_entropy`, which holds one chunk of them. Liger's fused loss is measured where it runs
 (it needs Triton and an accelerator). All get the same inputs and take one forward and backward in turn, in rounds, each
 round beginning with another one. Before that, losses and gradients are compared with the plain ones.
 
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from support.report import Report, parser
 from torch.profiler import ProfilerActivity, profile
 
-from roundpipe.models import linear_cross_entropy
+from roundpipe.ops import linear_cross_entropy
 
 PLAIN, OURS, LIGER = "plain", "ours", "Liger"
 IGNORED = 0.1  # of the tokens

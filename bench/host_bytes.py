@@ -16,7 +16,7 @@ import torch
 from support.published_models import MODELS, PublishedModel
 from support.report import Report, parser
 
-from roundpipe.budget import predict_model
+from roundpipe.memory.budget import predict_model
 from roundpipe.planning.shapes import make_model
 
 PUBLISHED_BYTES = 20  # a trained parameter

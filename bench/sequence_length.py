@@ -24,7 +24,7 @@ from support.report import Report, parser
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import roundpipe
-import roundpipe.models.packed_attention  # registers "sdpa_packed"
+import roundpipe.ops.packed_attention  # registers "sdpa_packed"
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig, wrap_model_to_roundpipe
 
 # Largest distance from the first variant's loss and gradients, of the largest entry of each tensor; all is fp32.

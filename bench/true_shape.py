@@ -31,13 +31,13 @@ from torch import nn
 
 import roundpipe
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig, _core, wrap_model_to_roundpipe
-from roundpipe.footprint import measure as measure_layers
-from roundpipe.memory_prediction import predict_device
+from roundpipe.layers.shell import PythonLayer
+from roundpipe.layers.values import split
+from roundpipe.memory.footprint import measure as measure_layers
+from roundpipe.memory.prediction import predict_device
 from roundpipe.planning.fit import Fit, costs_of_shapes, fit, layers_of_shapes, longest_row
 from roundpipe.planning.schedules import Request
 from roundpipe.planning.shapes import make_model, measure
-from roundpipe.shell import PythonLayer
-from roundpipe.values import split
 
 MEMORY_BYTES = 24_000_000_000
 RANK = 16
@@ -146,7 +146,7 @@ class _Head(nn.Module):
         self.norm, self.head = model.model.norm, model.lm_head
 
     def forward(self, value: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        from roundpipe.models.functional import linear_cross_entropy
+        from roundpipe.ops.functional import linear_cross_entropy
 
         hidden, labels = value
         shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]

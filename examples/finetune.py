@@ -11,8 +11,8 @@ import roundpipe
 from roundpipe.data.balance import balanced_config
 from roundpipe.data.batches import Batches, check_positions
 from roundpipe.data.chat import load_chat, load_tokenizer, padding_token_id
-from roundpipe.evaluation import held_out_loss
-from roundpipe.models.packed_attention import check_packing
+from roundpipe.huggingface.evaluation import held_out_loss
+from roundpipe.ops.packed_attention import check_packing
 
 
 def arguments() -> argparse.Namespace:

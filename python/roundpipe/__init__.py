@@ -14,44 +14,52 @@ if TYPE_CHECKING:
 
     from roundpipe import optim
     from roundpipe._core import RoundPipeError
-    from roundpipe.binding import Step
-    from roundpipe.device_pool import DevicePool, devices
-    from roundpipe.emulated import EmulatedLayer
-    from roundpipe.execute_plan import ModelExecutePlan
-    from roundpipe.host_memory import HostArena, host_arena
-    from roundpipe.optimizer_context import OptimizerCtx
-    from roundpipe.pending import Pending
-    from roundpipe.pipe import RoundPipe
-    from roundpipe.pretrained import from_pretrained
-    from roundpipe.recompute import doing_recompute, get_recompute_data, save_for_recompute
-    from roundpipe.run_config import RoundPipeRunConfig
-    from roundpipe.scaler import GradScaler
-    from roundpipe.step_memory import MemoryPrediction
-    from roundpipe.wrap import AutoRoundPipe, wrap_model_to_roundpipe
+    from roundpipe.call.execute_plan import ModelExecutePlan
+    from roundpipe.call.run_config import RoundPipeRunConfig
+    from roundpipe.device.pool import DevicePool, devices
+    from roundpipe.huggingface.pretrained import from_pretrained
+    from roundpipe.layers.emulated import EmulatedLayer
+    from roundpipe.layers.recompute import doing_recompute, get_recompute_data, save_for_recompute
+    from roundpipe.memory.host import HostArena, host_arena
+    from roundpipe.memory.step import MemoryPrediction
+    from roundpipe.model.pending import Pending
+    from roundpipe.model.pipe import RoundPipe
+    from roundpipe.model.wrap import AutoRoundPipe, wrap_model_to_roundpipe
+    from roundpipe.step.binding import Step
+    from roundpipe.step.optimizer_context import OptimizerCtx
+    from roundpipe.step.scaler import GradScaler
 
 # Where each public name lives; imported when first used, so that `roundpipe --help` does not wait for torch.
 _PUBLIC = {
-    "AutoRoundPipe": "wrap",
-    "DevicePool": "device_pool",
-    "EmulatedLayer": "emulated",
-    "GradScaler": "scaler",
-    "HostArena": "host_memory",
-    "MemoryPrediction": "step_memory",
-    "ModelExecutePlan": "execute_plan",
-    "OptimizerCtx": "optimizer_context",
-    "Pending": "pending",
-    "RoundPipe": "pipe",
+    "AutoRoundPipe": "model.wrap",
+    "DevicePool": "device.pool",
+    "EmulatedLayer": "layers.emulated",
+    "GradScaler": "step.scaler",
+    "HostArena": "memory.host",
+    "MemoryPrediction": "memory.step",
+    "ModelExecutePlan": "call.execute_plan",
+    "OptimizerCtx": "step.optimizer_context",
+    "Pending": "model.pending",
+    "RoundPipe": "model.pipe",
     "RoundPipeError": "_core",
-    "RoundPipeRunConfig": "run_config",
-    "Step": "binding",
-    "devices": "device_pool",
-    "doing_recompute": "recompute",
-    "from_pretrained": "pretrained",
-    "get_recompute_data": "recompute",
-    "host_arena": "host_memory",
-    "save_for_recompute": "recompute",
-    "wrap_model_to_roundpipe": "wrap",
+    "RoundPipeRunConfig": "call.run_config",
+    "Step": "step.binding",
+    "devices": "device.pool",
+    "doing_recompute": "layers.recompute",
+    "from_pretrained": "huggingface.pretrained",
+    "get_recompute_data": "layers.recompute",
+    "host_arena": "memory.host",
+    "save_for_recompute": "layers.recompute",
+    "wrap_model_to_roundpipe": "model.wrap",
 }
+
+# Modules that scripts for the published package reach as attributes.
+_MODULES = frozenset(
+    {
+        *("batch", "context", "device", "grad_scaler", "models", "optim", "roundpipe", "run_config", "scheduler"),
+        *("timer", "wrapper"),
+    }
+)
 
 __all__ = [
     "AutoRoundPipe",
@@ -81,12 +89,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return package_version()
-    if name not in _PUBLIC and name != "optim":
+    if name not in _PUBLIC and name not in _MODULES:
         raise AttributeError(f"module 'roundpipe' has no attribute '{name}'")
     import torch  # noqa: F401  the extension finds torch's libraries through it
 
-    if name == "optim":
-        return importlib.import_module("roundpipe.optim")
+    if name in _MODULES:
+        return importlib.import_module(f"roundpipe.{name}")
     value = getattr(importlib.import_module(f"roundpipe.{_PUBLIC[name]}"), name)
     globals()[name] = value
     return value

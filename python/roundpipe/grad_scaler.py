@@ -1,3 +1,3 @@
-"""Where the published package has its scaler; it lives in `roundpipe.scaler`."""
+"""Where the published package has its scaler; it lives in `roundpipe.step.scaler`."""
 
-from roundpipe.scaler import GradScaler as GradScaler
+from roundpipe.step.scaler import GradScaler as GradScaler

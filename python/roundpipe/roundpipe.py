@@ -1,4 +1,4 @@
-"""Where the published package has its models; they live in `roundpipe.pipe` and `roundpipe.wrap`."""
+"""Where the published package has its models; they live in `roundpipe.model.pipe` and `roundpipe.model.wrap`."""
 
-from roundpipe.pipe import RoundPipe as RoundPipe
-from roundpipe.wrap import AutoRoundPipe as AutoRoundPipe
+from roundpipe.model.pipe import RoundPipe as RoundPipe
+from roundpipe.model.wrap import AutoRoundPipe as AutoRoundPipe

@@ -1,3 +1,3 @@
-"""Where the published package has its plans; they live in `roundpipe.execute_plan`."""
+"""Where the published package has its plans; they live in `roundpipe.call.execute_plan`."""
 
-from roundpipe.execute_plan import ModelExecutePlan as ModelExecutePlan
+from roundpipe.call.execute_plan import ModelExecutePlan as ModelExecutePlan

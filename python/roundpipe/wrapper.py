@@ -1,3 +1,3 @@
-"""Where the published package wraps models; that is in `roundpipe.wrap`."""
+"""Where the published package wraps models; that is in `roundpipe.model.wrap`."""
 
-from roundpipe.wrap import wrap_model_to_roundpipe as wrap_model_to_roundpipe
+from roundpipe.model.wrap import wrap_model_to_roundpipe as wrap_model_to_roundpipe

@@ -73,7 +73,7 @@ std::exception_ptr PythonFrontend::explain(const std::exception_ptr& error, cons
   try {
     const py::object raised = exception_object(error);
     const py::object told = step ? object_of(step)(raised, where, limit_bytes)
-                                 : py::module_::import("roundpipe.out_of_memory").attr("said")(raised, where);
+                                 : py::module_::import("roundpipe.memory.out_of_memory").attr("said")(raised, where);
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(told.ptr())), told.ptr());
     python_error thrown;
     thrown.persist();
@@ -86,7 +86,7 @@ std::exception_ptr PythonFrontend::explain(const std::exception_ptr& error, cons
 bool PythonFrontend::warn(const std::string& notice) {
   const InterpreterLock lock;
   try {
-    py::module_::import("roundpipe.out_of_memory").attr("warn")(notice);
+    py::module_::import("roundpipe.memory.out_of_memory").attr("warn")(notice);
     return true;
   } catch (py::error_already_set& raised) {
     throw_python_error(raised);

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import roundpipe
-import roundpipe.device_pool
+import roundpipe.device.pool
 
 _CARDS = int(os.environ.get("ON_CARDS", "1"))
 _VIRTUAL_ONLY = re.compile(r"(link|host|latency|threads)=")
-_devices = roundpipe.device_pool.devices
+_devices = roundpipe.device.pool.devices
 
 
 def _on_cards(workers: int) -> str:
@@ -40,4 +40,4 @@ def _devices_on_cards(spec=None):
 
 # The card has it on for `module.to("card")`; the models of these tests stay on the host, as real cards leave it off.
 torch.__future__.set_swap_module_params_on_conversion(False)
-roundpipe.devices = roundpipe.device_pool.devices = _devices_on_cards
+roundpipe.devices = roundpipe.device.pool.devices = _devices_on_cards

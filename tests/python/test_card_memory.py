@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from roundpipe import card_memory
+from roundpipe.device import card_memory
 
 GB = 10**9
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from roundpipe.checkpoint_files import Checkpoint
+from roundpipe.checkpoint.files import Checkpoint
 
 NAME = "model.safetensors"
 Header = dict[str, Any]

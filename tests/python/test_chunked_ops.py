@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig
-from roundpipe.models import LogitStep, chunked_mlp, gated_mlp, linear_cross_entropy, two_layer_mlp
+from roundpipe.ops import LogitStep, chunked_mlp, gated_mlp, linear_cross_entropy, two_layer_mlp
 
 GEMMA2: tuple[LogitStep, ...] = (("divide", 30.0), "tanh", ("multiply", 30.0), "float32")
 COHERE: tuple[LogitStep, ...] = (("multiply", 0.0625), "float32")

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from roundpipe.data.balance import BalancedSplit, balance, balanced_config, split_balanced
 from roundpipe.data.batches import Batches, check_positions
 from roundpipe.data.collate import collate, count_label_tokens
+from roundpipe.data.microbatch import split_call, split_label
 from roundpipe.data.packing import assign_rows, pack
 from roundpipe.data.samples import IGNORED
-from roundpipe.microbatch import split_call, split_label
 from tiny_chat import tiny_llama
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=20)

@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import roundpipe
 from causal_models import ALL, build, padded_batch
 from process_memory import environment_without_holes
-from roundpipe.checkpoint_files import Checkpoint
-from roundpipe.direct_loading import load_causal_model
-from roundpipe.safetensors_header import CheckpointError
+from roundpipe.checkpoint.direct_loading import load_causal_model
+from roundpipe.checkpoint.files import Checkpoint
+from roundpipe.checkpoint.safetensors_header import CheckpointError
 from sweeps import sweep
 from tiny_chat import tiny_llama
 
@@ -168,7 +168,7 @@ def test_nothing_is_read_before_all_names_are_checked(tmp_path: Path, monkeypatc
     def read(*_: object) -> None:
         raise AssertionError("read")
 
-    monkeypatch.setattr("roundpipe.checkpoint_files.Checkpoint.read_into", read)
+    monkeypatch.setattr("roundpipe.checkpoint.files.Checkpoint.read_into", read)
     tiny_llama(num_hidden_layers=2).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     broken = {
@@ -189,14 +189,14 @@ def test_nothing_is_read_before_all_names_are_checked(tmp_path: Path, monkeypatc
 def test_a_file_that_shrinks_after_it_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_llama(num_hidden_layers=2).save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
-    compare = roundpipe.direct_loading._Fill._compare
+    compare = roundpipe.checkpoint.direct_loading._Fill._compare
 
     def shrinking(*args: Any) -> Any:
         info = compare(*args)
         path.write_bytes(path.read_bytes()[:-1000])
         return info
 
-    monkeypatch.setattr("roundpipe.direct_loading._Fill._compare", shrinking)
+    monkeypatch.setattr("roundpipe.checkpoint.direct_loading._Fill._compare", shrinking)
     with pytest.raises(ValueError, match=r"^\[checkpoint\] .*model.safetensors ended inside .*expected the file"):
         roundpipe.from_pretrained(tmp_path)
 
@@ -217,7 +217,7 @@ def test_an_interrupt_stops_the_threads_that_read(tmp_path: Path, monkeypatch: p
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Checkpoint, "read_into", endless)
-    monkeypatch.setattr("roundpipe.direct_loading._put", interrupted)
+    monkeypatch.setattr("roundpipe.checkpoint.direct_loading._put", interrupted)
     with pytest.raises(KeyboardInterrupt):
         load(tmp_path)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("roundpipe-read")]

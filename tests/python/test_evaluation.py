@@ -11,8 +11,8 @@ from transformers import MambaConfig, MambaForCausalLM
 from roundpipe import optim, wrap_model_to_roundpipe
 from roundpipe.data.batches import Batches
 from roundpipe.data.samples import IGNORED
-from roundpipe.evaluation import held_out_loss
-from roundpipe.models.packed_attention import check_packing
+from roundpipe.huggingface.evaluation import held_out_loss
+from roundpipe.ops.packed_attention import check_packing
 from tiny_chat import tiny_llama
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from roundpipe.execute_plan import ModelExecutePlan, RunType
-from roundpipe.run_config import RoundPipeRunConfig
+from roundpipe.call.execute_plan import ModelExecutePlan, RunType
+from roundpipe.call.run_config import RoundPipeRunConfig
 
 
 def plan(fwd: list[Any], bwd: list[Any] | None = None) -> ModelExecutePlan:

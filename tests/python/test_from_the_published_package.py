@@ -27,7 +27,7 @@ from roundpipe import (
     RoundPipeRunConfig,
     wrap_model_to_roundpipe,
 )
-from roundpipe.packed import RoundPipePackedData
+from roundpipe.data.packed import RoundPipePackedData
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "from-the-published-package.md"
 SHOWN: set[str] = set()
@@ -512,5 +512,6 @@ def test_losses_are_not_compiled() -> None:
 
 @shows("its internal modules")
 def test_modules_that_are_not_there() -> None:
-    for name in ("run", "threads", "transfer", "memory", "attribute", "optim_stream", "utils"):
+    for name in ("run", "threads", "transfer", "attribute", "optim_stream", "utils"):
         assert importlib.util.find_spec(f"roundpipe.{name}") is None
+    assert [name for name in vars(importlib.import_module("roundpipe.memory")) if name[0].isupper()] == []

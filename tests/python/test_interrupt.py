@@ -21,7 +21,7 @@ from torch import nn
 import roundpipe
 from robustness import ReferenceLoop, assert_same, pipe_of, script_environment, sgd_step, squared_error
 from roundpipe import RoundPipe
-from roundpipe.update import uninterrupted
+from roundpipe.step.update import uninterrupted
 
 LOOP = """
 import sys, time, torch, roundpipe

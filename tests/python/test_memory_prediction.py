@@ -12,7 +12,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
-from roundpipe.memory_prediction import STAGED, DeviceMemory
+from roundpipe.memory.prediction import STAGED, DeviceMemory
 
 MIB = 2**20
 

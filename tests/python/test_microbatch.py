@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _Replicate
 
-from roundpipe.microbatch import effective_microbatches, merge_outputs, split_call, split_label
-from roundpipe.packed import RoundPipePackedData
+from roundpipe.data.microbatch import effective_microbatches, merge_outputs, split_call, split_label
+from roundpipe.data.packed import RoundPipePackedData
 
 
 class Pair(NamedTuple):

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from roundpipe.models import packed_attention
+from roundpipe.ops import packed_attention
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,

@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 import roundpipe
 from roundpipe.cli import app, main
 from roundpipe.following.language_model import LanguageModel
-from roundpipe.footprint import LayerFootprint
-from roundpipe.footprint import measure as measure_run
+from roundpipe.layers.shell import PythonLayer
+from roundpipe.layers.values import split
+from roundpipe.memory.footprint import LayerFootprint
+from roundpipe.memory.footprint import measure as measure_run
 from roundpipe.planning.fit import ROW_STEP, Fit, costs_of_shapes, fit, layers_of_shapes, longest_row
 from roundpipe.planning.schedules import Request
 from roundpipe.planning.shapes import ModelShapes, make_model, measure
-from roundpipe.shell import PythonLayer
-from roundpipe.values import split
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

@@ -18,7 +18,7 @@ from torch import nn
 import roundpipe
 from drawing import MICROBATCHES, WIDTH, MayCheckpoint, Noisy, drawing_all_the_time, plain_loop
 from roundpipe import RoundPipe, RoundPipeRunConfig, _core
-from roundpipe.default_generators import _lead_to_own
+from roundpipe.device.generators import _lead_to_own
 
 
 class Drawing(MayCheckpoint):

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe.execute_plan import ModelExecutePlan
-from roundpipe.run_config import RoundPipeRunConfig, layered, resolve
+from roundpipe.call.execute_plan import ModelExecutePlan
+from roundpipe.call.run_config import RoundPipeRunConfig, layered, resolve
 
 
 def test_defaults() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import roundpipe
-from roundpipe.scaler import GradScaler
+from roundpipe.step.scaler import GradScaler
 
 OPTIONS: dict[str, Any] = {"init_scale": 1000.0, "growth_factor": 3.0, "backoff_factor": 0.7, "growth_interval": 3}
 # 1 is an ordinary step, inf and nan are bad gradients.

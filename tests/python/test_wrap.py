@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import sys
 import threading
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe.execute_plan import ModelExecutePlan
-from roundpipe.microbatch import effective_microbatches, merge_outputs, merge_what_fits, split_call
-from roundpipe.optimizer_context import OptimizerCtx, in_optimizer_context
-from roundpipe.run_config import RoundPipeRunConfig
-from roundpipe.wrap import AutoRoundPipe, wrap_model_to_roundpipe
+from roundpipe.call.execute_plan import ModelExecutePlan
+from roundpipe.call.run_config import RoundPipeRunConfig
+from roundpipe.data.microbatch import effective_microbatches, merge_outputs, merge_what_fits, split_call
+from roundpipe.model.wrap import AutoRoundPipe, wrap_model_to_roundpipe
+from roundpipe.step.optimizer_context import OptimizerCtx, in_optimizer_context
 
 DEVICES = 3
 
@@ -83,14 +81,8 @@ class FakeSteps:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The structure is decided without an engine, so these tests need none."""
-    for name, attributes in {
-        "pipe": {"RoundPipe": FakePipe},
-        "stepping": {"StepGroup": FakeSteps},
-        "devices": {"devices": lambda: range(DEVICES)},
-    }.items():
-        module = types.ModuleType(f"roundpipe.{name}")
-        vars(module).update(attributes)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name, fake in {"RoundPipe": FakePipe, "StepGroup": FakeSteps}.items():
+        monkeypatch.setattr(f"roundpipe.model.wrap.{name}", fake)
 
 
 pytestmark = pytest.mark.usefixtures("engine")

@@ -12,8 +12,8 @@ from torch import nn
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
-from roundpipe.microbatch import merge_what_fits
-from roundpipe.packed import RoundPipePackedData
+from roundpipe.data.microbatch import merge_what_fits
+from roundpipe.data.packed import RoundPipePackedData
 
 WIDTH, ROWS = 8, 5
 

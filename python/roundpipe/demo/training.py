@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import roundpipe
-from roundpipe.binding import Moments
 from roundpipe.demo.options import DemoOptions
+from roundpipe.step.binding import Moments
 
 
 class Submitted(Protocol):

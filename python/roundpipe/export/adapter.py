@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from roundpipe.safetensors_header import refuse_pointer
+from roundpipe.checkpoint.safetensors_header import refuse_pointer
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from roundpipe.checkpoint_files import INDEX_FILE, Checkpoint
+from roundpipe.checkpoint.files import INDEX_FILE, Checkpoint
 from roundpipe.export.adapter import read_adapter
 from roundpipe.export.output import Entry, bytes_of_file, bytes_of_tensor, check_free, new_folder, write_safetensors
 from roundpipe.export.placement import Placement

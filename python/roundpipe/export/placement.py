@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from roundpipe import _core
-from roundpipe.checkpoint_files import Checkpoint
-from roundpipe.checkpoint_names import Names, Read, Source
+from roundpipe.checkpoint.files import Checkpoint
+from roundpipe.checkpoint.names import Names, Read, Source
 from roundpipe.export.adapter import Adapter
 
 _PREFIX = "base_model.model."  # between a PeftModel and the model it wraps

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from roundpipe.following.placeholder import CannotFollow, Placeholder
-from roundpipe.shadow import ShadowTree
+from roundpipe.layers.shadow import ShadowTree
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """`(args, kwargs)` of a layer call."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from roundpipe.facade import without_adapters
 from roundpipe.following import collector
 from roundpipe.following.loss_arguments import is_part_of_a_sum, take_return_logits
 from roundpipe.following.parts import LOSS_ONLY, SHARE, Structure
@@ -23,6 +22,7 @@ from roundpipe.following.survey import Uses, find_stacks, forced_arguments, part
 from roundpipe.following.token_loss import count_tokens, loss_in, shares
 from roundpipe.following.token_wise import ChunkTokens
 from roundpipe.following.verification import Found, try_training, verify
+from roundpipe.layers.adapters import without_adapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

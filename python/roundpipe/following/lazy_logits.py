@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from roundpipe.following.placeholder import device_of
 
 if TYPE_CHECKING:
-    from roundpipe.models.functional import LogitStep
+    from roundpipe.ops.functional import LogitStep
 
 _NAMES: dict[Any, str] = {
     **dict.fromkeys((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__), "multiply"),

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from roundpipe.call.run_config import ResolvedRunConfig
+from roundpipe.data.microbatch import merge_outputs
 from roundpipe.following.token_loss import loss_in
-from roundpipe.microbatch import merge_outputs
-from roundpipe.run_config import ResolvedRunConfig
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 

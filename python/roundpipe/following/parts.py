@@ -28,7 +28,7 @@ from roundpipe.following.placeholder import (
 from roundpipe.following.program import Compiler, LayerCall, Program, Recorded, Values
 from roundpipe.following.token_loss import TokenLoss, loss_in
 from roundpipe.following.token_wise import ChunkTokens, TokenWise, chunk_of, in_chunks
-from roundpipe.shadow import ShadowTree
+from roundpipe.layers.shadow import ShadowTree
 
 # "auto" computes the loss in chunks where float32 logits of a microbatch would take more than this.
 LEAST_LOGITS_BYTES = 16 << 20

@@ -10,7 +10,7 @@ import torch
 from roundpipe.data.collate import count_label_tokens
 from roundpipe.data.samples import IGNORED
 from roundpipe.following.lazy_logits import LazyLogits
-from roundpipe.models.functional import linear_cross_entropy
+from roundpipe.ops.functional import linear_cross_entropy
 
 
 def loss_in(outputs: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from roundpipe.models.functional import Activation, chunked_mlp, gated_mlp
+from roundpipe.ops.functional import Activation, chunked_mlp, gated_mlp
 
 # "auto": rows of more tokens than this are computed in chunks of half as many.
 LONG_ROW_TOKENS = 16384

@@ -20,7 +20,7 @@ from roundpipe.following.program import Tree
 from roundpipe.following.reduction import Reduction, asks_for_loss, find_reduction, mixing, weights
 from roundpipe.following.survey import evaluating
 from roundpipe.following.token_loss import loss_in
-from roundpipe.shadow import ShadowTree
+from roundpipe.layers.shadow import ShadowTree
 
 
 @dataclasses.dataclass(frozen=True)

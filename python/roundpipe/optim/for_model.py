@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from roundpipe import _core
-from roundpipe.binding import MOMENTS, Binding, Gradients, Moments
-from roundpipe.facade import facade_in
-from roundpipe.host_memory import HostMemory
+from roundpipe.memory.host import HostMemory
+from roundpipe.model.facade import facade_in
 from roundpipe.optim.parameter_groups import parameter_groups
+from roundpipe.step.binding import MOMENTS, Binding, BoundOptimizer, Gradients, Moments
 
 if TYPE_CHECKING:
-    from roundpipe.stepping import StepGroup
+    from roundpipe.step.group import StepGroup
 
 # What the fp32 master of a 16-bit weight has beyond it, under these names in a state_dict.
 _RESTS = {torch.int16: "master_remainder", torch.float32: "master"}
 
 
-class ForModel(torch.optim.Optimizer):
+class ForModel(BoundOptimizer):
     """Put before a torch optimizer among the bases: its first argument may then be a RoundPipe model, whose layers are
     updated in place by `model.step(optimizer)`.
 
@@ -118,10 +118,6 @@ class ForModel(torch.optim.Optimizer):
         if self.binding is None:
             raise ValueError("[optim] host_memory() is for an optimizer that was made for a RoundPipe model")
         return HostMemory(*self.binding.host_bytes(self.core_groups()))
-
-    def count_step(self) -> None:
-        """Tells torch's schedulers that a step was made."""
-        self._opt_called = True
 
     def step_model(self) -> None:
         """Steps the model that the optimizer was made for; the next call reads the new weights."""

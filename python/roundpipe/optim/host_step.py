@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from roundpipe import _core
 from roundpipe.optim.for_model import ForModel
-from roundpipe.optimizer_parameter import OptimizerParameter
+from roundpipe.step.optimizer_parameter import OptimizerParameter
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, OptimizerParameter)
 _FORMAT = _core.MomentFormat.FLOAT32

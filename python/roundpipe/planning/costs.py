@@ -31,7 +31,7 @@ from torch import nn
 
 from roundpipe import _core
 from roundpipe.files import write_text
-from roundpipe.shell import layers_of
+from roundpipe.layers.shell import layers_of
 
 SCHEMA = "roundpipe-costs"
 VERSION = 1

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from roundpipe import _core
-from roundpipe.footprint import LayerFootprint
-from roundpipe.memory_prediction import DeviceMemory, LayerBytes, predict_device, waiting_on_host
+from roundpipe.call.run_config import RecomputeGrain
+from roundpipe.memory.footprint import LayerFootprint
+from roundpipe.memory.prediction import DeviceMemory, LayerBytes, predict_device, waiting_on_host
 from roundpipe.planning.costs import CostSet
 from roundpipe.planning.schedules import Request, choose
 from roundpipe.planning.shapes import ModelShapes
-from roundpipe.run_config import RecomputeGrain
 
 # Steps that a prediction follows: devices are given out anew in each.
 _STEPS = 3

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from roundpipe.budget import HostPrediction
+from roundpipe.memory.budget import HostPrediction
 from roundpipe.planning.costs import CostSet
 from roundpipe.planning.fit import ROW_STEP, Fit, longest_row
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from roundpipe import _core
 from roundpipe.files import write_text
-from roundpipe.pending import Pending
-from roundpipe.pipe import RoundPipe
+from roundpipe.model.pending import Pending
+from roundpipe.model.pipe import RoundPipe
 
 # Told apart by lightness, too, so that they stay apart without colours.
 COLOURS = {

@@ -28,7 +28,7 @@ from roundpipe.planning.commands import (
 )
 
 if TYPE_CHECKING:
-    from roundpipe.budget import HostPrediction
+    from roundpipe.memory.budget import HostPrediction
     from roundpipe.planning.fit import Fit, Layers
     from roundpipe.planning.fit_report import FitReport
     from roundpipe.planning.schedules import Request
@@ -83,7 +83,7 @@ def plan(
     Memory is predicted: with bf16 weights, fp32 masters and Adam's moments on the host, and attention that is fused.
     """
     from roundpipe import _core
-    from roundpipe.execute_plan import ModelExecutePlan
+    from roundpipe.call.execute_plan import ModelExecutePlan
     from roundpipe.planning import fit as fitting
     from roundpipe.planning.costs import load
     from roundpipe.planning.model_folder import is_model

@@ -19,17 +19,17 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from roundpipe.budget import HostPrediction, predict_model
 from roundpipe.following.language_model import language_model_in
 from roundpipe.following.lazy_logits import LazyLogits
 from roundpipe.following.parts import LEAST_LOGITS_BYTES
 from roundpipe.following.survey import find_layers
 from roundpipe.following.token_loss import TokenLoss
 from roundpipe.following.token_wise import Candidates, chunk_of, in_chunks
-from roundpipe.footprint import LayerFootprint
-from roundpipe.memory_prediction import LayerBytes
+from roundpipe.layers.shell import PythonLayer
+from roundpipe.memory.budget import HostPrediction, predict_model
+from roundpipe.memory.footprint import LayerFootprint
+from roundpipe.memory.prediction import LayerBytes
 from roundpipe.planning.shape_meter import ShapeMeter
-from roundpipe.shell import PythonLayer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -1,0 +1,1 @@
+"""One call of a model: its options, its stages and its loss."""

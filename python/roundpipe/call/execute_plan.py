@@ -1,0 +1,239 @@
+"""How one model's layers are cut into stages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args, overload
+
+from torch import nn
+
+from roundpipe.call.joint_plan import RunType, plan_together
+from roundpipe.files import write_text
+
+# How much longer than the longest layer a stage may take.
+DEFAULT_THRESHOLD = 1.1
+
+_SCHEMA = "roundpipe-stages"
+_VERSION = 1
+
+
+class ModelExecutePlan:
+    """The stages of one model, each a `range` of layer numbers with step 1.
+
+    Attributes:
+        fwd_plan: forward stages, first layers first.
+        bwd_plan: backward stages, last layers first. In `forward_backward` the first of them runs its
+            forward, the loss and its backward in one visit, so `fwd_plan` ends where that stage begins.
+    """
+
+    def __init__(self) -> None:
+        self.fwd_plan: list[range] = []
+        self.bwd_plan: list[range] = []
+
+    def __repr__(self) -> str:
+        return f"ModelExecutePlan(fwd_plan={self.fwd_plan}, bwd_plan={self.bwd_plan})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ModelExecutePlan):
+            return NotImplemented
+        return self.fwd_plan == other.fwd_plan and self.bwd_plan == other.bwd_plan
+
+    __hash__ = None  # type: ignore[assignment]  # the lists may change
+
+    def copied(self) -> ModelExecutePlan:
+        """The same stages in lists of their own."""
+        return _plan_of(list(self.fwd_plan), list(self.bwd_plan))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the stages to a JSON file, whole or not at all.
+
+        Raises:
+            ValueError: the file cannot be written.
+        """
+        document = {
+            "schema": _SCHEMA,
+            "version": _VERSION,
+            "forward": [[stage.start, stage.stop] for stage in self.fwd_plan],
+            "backward": [[stage.start, stage.stop] for stage in self.bwd_plan],
+        }
+        write_text(Path(path), json.dumps(document) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> ModelExecutePlan:
+        """Reads what `save` wrote. Whether it fits a model shows when it is used.
+
+        Raises:
+            ValueError: no such file, or one that does not hold stages.
+        """
+        where = "ModelExecutePlan.load"
+        try:
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"[{where}] cannot read {path}: {error.strerror}; expected a file of stages") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"[{where}] {path} is not JSON: {error}; expected a file of stages") from None
+        if not isinstance(document, dict) or (document.get("schema"), document.get("version")) != (_SCHEMA, _VERSION):
+            raise ValueError(f"[{where}] {path} has no schema '{_SCHEMA}' of version {_VERSION}; save the plan again")
+        plan = cls()
+        plan.fwd_plan = _ranges(document.get("forward"), "forward", where)
+        plan.bwd_plan = _ranges(document.get("backward"), "backward", where)
+        return plan
+
+    def check_valid(self, num_layers: int, run_type: RunType) -> None:
+        """Checks that every layer runs exactly once in each direction that `run_type` needs.
+
+        Args:
+            num_layers: how many layers the model has.
+            run_type: "infer" reads only `fwd_plan`; "train" is a forward and a later backward over all layers;
+                "fused" is `forward_backward`.
+
+        Raises:
+            ValueError: an unknown run type, a number of layers that is none, or a stage that is empty, has a step other
+                than 1, leaves a gap, overlaps its neighbour, or stands in the wrong place.
+        """
+        where = "ModelExecutePlan.check_valid"
+        if not isinstance(num_layers, int):
+            raise ValueError(f"[{where}] num_layers is {num_layers!r}, expected a number: check_valid(4, 'fused')")
+        _check_run_type(where, run_type)
+        forward_layers = num_layers
+        if run_type != "infer":
+            _check_stages("bwd_plan", list(reversed(self.bwd_plan)), num_layers, "from the last layers to the first")
+        if run_type == "fused" and self.bwd_plan:
+            forward_layers = self.bwd_plan[0].start
+        _check_stages("fwd_plan", self.fwd_plan, forward_layers, "from the first layers to the last")
+
+    @overload
+    @classmethod
+    def auto(
+        cls,
+        run_type: RunType,
+        model: nn.Module,
+        /,
+        *,
+        min_stages: int | None = None,
+        upper_threshold: float = DEFAULT_THRESHOLD,
+        model_memory_limit: float | None = None,
+    ) -> ModelExecutePlan: ...
+
+    @overload
+    @classmethod
+    def auto(
+        cls,
+        run_type: RunType,
+        /,
+        *models: nn.Module,
+        min_stages: int | None = None,
+        upper_threshold: float = DEFAULT_THRESHOLD,
+        model_memory_limit: float | None = None,
+    ) -> list[ModelExecutePlan]: ...
+
+    @classmethod
+    def auto(
+        cls,
+        run_type: RunType,
+        /,
+        *models: Any,
+        min_stages: int | None = None,
+        upper_threshold: float = DEFAULT_THRESHOLD,
+        model_memory_limit: float | None = None,
+    ) -> ModelExecutePlan | list[ModelExecutePlan]:
+        """Lets the planner cut the models, from measured layer times where there are any.
+
+        Several models are cut together, for a step that runs them one after the other: no stage of any takes longer
+        than `upper_threshold` times the longest layer of all. For "fused" the last one is run by `forward_backward`,
+        and its plan is for that; those before it are run by calling them, and their plans are for "train".
+
+        Args:
+            run_type: what the plan is for, see `check_valid`.
+            *models: `RoundPipe` models.
+            min_stages: fewest stages of a direction, at least 1; by default as many as the planner finds best.
+            upper_threshold: how much longer than the longest layer a stage may take, as a factor >= 1.
+            model_memory_limit: largest weights of a stage, in GB (1e9 bytes).
+
+        For a single model with one of the last three given, stages are balanced by that rule alone; without, the
+        planner searches for the shortest step.
+
+        Returns:
+            One plan a model: the plan itself for a single model, else a list in the models' order.
+
+        Raises:
+            ValueError: a model that is not a `RoundPipe`, or an argument out of range.
+        """
+        where = "ModelExecutePlan.auto"
+        _check_run_type(where, run_type)
+        if min_stages is not None and min_stages < 1:
+            raise ValueError(f"[{where}] min_stages is {min_stages}, expected at least 1")
+        if not upper_threshold >= 1:
+            raise ValueError(f"[{where}] upper_threshold is {upper_threshold}, expected a factor of at least 1")
+        if model_memory_limit is not None and not model_memory_limit > 0:
+            raise ValueError(f"[{where}] model_memory_limit is {model_memory_limit}, expected a number of GB above 0")
+        for position, model in enumerate(models):
+            _check_model(where, position, model)
+        if len(models) == 1:
+            plan: ModelExecutePlan = models[0]._auto_plan(
+                run_type, min_stages or 0, upper_threshold, model_memory_limit
+            )
+            return plan
+        if not models:
+            return []
+        limit_bytes = 0 if model_memory_limit is None else int(model_memory_limit * 1e9)
+        costs = [model.costs() for model in models]
+        together = plan_together(run_type, costs, min_stages or 1, upper_threshold, limit_bytes)
+        return [_plan_of(stages.forward, stages.backward) for stages in together]
+
+
+def _plan_of(forward: list[range], backward: list[range]) -> ModelExecutePlan:
+    plan = ModelExecutePlan()
+    plan.fwd_plan, plan.bwd_plan = forward, backward
+    return plan
+
+
+def _ranges(value: Any, field: str, where: str) -> list[range]:
+    def is_stage(entry: Any) -> bool:
+        return isinstance(entry, list) and len(entry) == 2 and all(type(number) is int for number in entry)
+
+    if not isinstance(value, list) or not all(is_stage(entry) for entry in value):
+        raise ValueError(f"[{where}] {field} is {value!r}, expected a list of [first layer, last layer + 1]")
+    return [range(first, last) for first, last in value]
+
+
+def _check_run_type(where: str, run_type: str) -> None:
+    if run_type not in get_args(RunType):
+        raise ValueError(f"[{where}] run_type is {run_type!r}, expected one of {', '.join(get_args(RunType))}")
+
+
+def _check_model(where: str, position: int, model: object) -> None:
+    refusal = getattr(type(model), "_why_not_cut", None)
+    if refusal is not None:
+        raise ValueError(f"[{where}] model {position} is {refusal}")
+    if not callable(getattr(model, "_auto_plan", None)):
+        raise ValueError(f"[{where}] model {position} is a {type(model).__name__}, expected a RoundPipe: wrap it first")
+
+
+def _check_stages(name: str, stages: list[range], num_layers: int, order: str) -> None:
+    """`stages`, first layers first, must tile [0, num_layers)."""
+
+    def fail(problem: str) -> ValueError:
+        return ValueError(
+            f"[ModelExecutePlan.check_valid] {name}: {problem}; expected ranges of step 1, {order}, that together "
+            f"hold each of the layers [0, {num_layers}) once"
+        )
+
+    end = 0
+    for stage in stages:
+        if not isinstance(stage, range):
+            raise fail(f"{stage!r} is a {type(stage).__name__}, not a range")
+        if stage.step != 1:
+            raise fail(f"{stage} has step {stage.step}")
+        if len(stage) == 0:
+            raise fail(f"{stage} is empty")
+        if stage.start > end:
+            raise fail(f"layers [{end}, {stage.start}) are missing, or the stages are in the wrong order")
+        if stage.start < end:
+            raise fail(f"{stage} overlaps a neighbour that ends at layer {end}, or the stages are in the wrong order")
+        end = stage.stop
+    if end < num_layers:
+        raise fail(f"layers [{end}, {num_layers}) are missing")
+    if end > num_layers:
+        raise fail(f"{stages[-1]} goes beyond layer {num_layers}")

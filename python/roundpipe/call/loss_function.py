@@ -1,0 +1,50 @@
+"""The user's loss, as the engine calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from roundpipe import _core
+from roundpipe.layers.shell import holding_nothing
+
+NAN_LOSS = (
+    "[forward_backward] the loss{} is NaN; the batch's gradients are dropped; look for it in the data, lower the "
+    "learning rate, or pass check_loss=False to RoundPipe"
+)
+
+
+def as_losses(value: Any) -> list[Any]:
+    """What a loss function returned, one loss or several, as a list."""
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def run_loss(loss_fn: Callable[[Any, Any], Any], single: list[bool], check: bool) -> Callable[..., list[torch.Tensor]]:
+    """What the engine calls with `(tensors, structure)` pairs: the losses of one microbatch.
+
+    Args:
+        single: its one entry tells afterwards whether `loss_fn` returned one loss and no list.
+        check: refuse a loss that is NaN.
+    """
+
+    def run(outputs: Any, label: Any, context: Any) -> list[torch.Tensor]:
+        with holding_nothing():
+            result = loss_fn(outputs[1].join(outputs[0]), label[1].join(label[0]))
+        single[0] = not isinstance(result, (list, tuple))
+        losses = as_losses(result)
+        for loss in losses:
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+                raise ValueError(
+                    f"[forward_backward] loss_fn returned {shape}, expected a scalar tensor or a list of them; "
+                    "reduce the loss, for example with .mean()"
+                )
+        if not losses:
+            raise ValueError("[forward_backward] loss_fn returned no loss, expected at least one")
+        if check and any(bool(loss.isnan()) for loss in losses):
+            raise _core.RoundPipeError(NAN_LOSS.format(""))
+        return losses
+
+    return run

@@ -1,0 +1,186 @@
+"""Options of one call of a model, and how they are inherited."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+
+from roundpipe import _core
+from roundpipe.call.execute_plan import ModelExecutePlan
+
+RecomputeGrain = Literal["stage", "layer"]
+TiedGradAccumulation = Literal["layer", "microbatch"]
+SplitInputFn = Callable[[tuple[Any, ...], dict[str, Any], int], tuple[list[tuple[Any, ...]], list[dict[str, Any]]]]
+SplitInput = tuple[Any, Any] | SplitInputFn
+
+
+@dataclass
+class RoundPipeRunConfig:
+    """How one call runs. A field left `None` is inherited from the model's config, then from the default.
+
+    Stages that are given are copied, and so is a whole configuration by the model that it is given to: changing them
+    later changes nothing.
+
+    Attributes:
+        requires_grad: whether the outputs carry gradients. Default: the grad mode at the call.
+        output_device: where merged outputs go. Default: cpu.
+        preserve_rng_state: whether recomputation draws the forward's random numbers again. Default: True.
+        recompute_grain: "stage" keeps only a stage's inputs until its backward, "layer" runs the backward
+            layer by layer in less memory. Default: "stage".
+        tied_grad_accumulation: in which order gradients of a parameter that several layers share are added: "layer"
+            sums each layer's over the microbatches, on the device, and then the layers' sums; "microbatch" adds those
+            of all layers for every microbatch, as a loop of backward passes does, and moves them to the host each
+            time. Default: "layer".
+        num_microbatch: how many slices the batch is cut into. Default: devices + 1, or fewer for a smaller batch.
+        split_input: `(args_spec | None, kwargs_spec | None)` of torch pipelining chunk specs, or a function
+            `(args, kwargs, n) -> (list of args, list of kwargs)`. Default: tensors along dim 0.
+        split_label: a chunk spec tree, or a function `(label, n) -> list`. Default: tensors along dim 0.
+        merge_output: True merges automatically, False hands on the unmerged microbatches; or a chunk spec
+            tree, or a function of the list of outputs. Default: True.
+        execute_plan: the stages, or a whole plan with devices, of one step (`RoundPipe.last_plan()`, the planner's
+            and the simulator's). Default: the planner's.
+
+    Raises:
+        ValueError: a field has a value that is not listed above.
+    """
+
+    requires_grad: bool | None = None
+    output_device: torch.device | str | int | None = None
+    preserve_rng_state: bool | None = None
+    recompute_grain: RecomputeGrain | None = None
+    num_microbatch: int | None = None
+    split_input: SplitInput | None = None
+    split_label: Any = None
+    merge_output: Any = None
+    execute_plan: ModelExecutePlan | _core.Plan | None = None
+    tied_grad_accumulation: TiedGradAccumulation | None = None  # behind the published package's fields
+
+    def __post_init__(self) -> None:
+        check(self, "RoundPipeRunConfig")
+        if isinstance(self.execute_plan, ModelExecutePlan):
+            self.execute_plan = self.execute_plan.copied()
+
+
+@dataclass(frozen=True)
+class ResolvedRunConfig:
+    """The options of one call with nothing left to inherit. See `RoundPipeRunConfig` for the fields.
+
+    Attributes:
+        num_microbatch_is_default: nobody asked for this number, so a small batch may lower it.
+        split_input: `None` is automatic, and so is `split_label`.
+        merge_output: `True` is automatic.
+        execute_plan: `None` asks the planner.
+    """
+
+    requires_grad: bool
+    output_device: torch.device
+    preserve_rng_state: bool
+    recompute_grain: RecomputeGrain
+    tied_grad_accumulation: TiedGradAccumulation
+    num_microbatch: int
+    num_microbatch_is_default: bool
+    split_input: SplitInput | None
+    split_label: Any
+    merge_output: Any
+    execute_plan: ModelExecutePlan | _core.Plan | None
+
+
+def copied(config: RoundPipeRunConfig | None) -> RoundPipeRunConfig:
+    """A copy, whose stages and trees of chunk specs are its own; of None one that inherits everything."""
+    if not isinstance(config, RoundPipeRunConfig):
+        check(config or RoundPipeRunConfig(), "RoundPipe")
+        return RoundPipeRunConfig()
+    specs = {
+        name: pytree.tree_map(lambda leaf: leaf, getattr(config, name))
+        for name in ("split_input", "split_label", "merge_output")
+    }
+    return replace(config, **specs)
+
+
+def layered(*configs: RoundPipeRunConfig | None) -> RoundPipeRunConfig:
+    """One config in which each field comes from the first of `configs` that sets it."""
+    present = [config for config in configs if config is not None]
+    return RoundPipeRunConfig(
+        **{
+            field.name: next((v for c in present if (v := getattr(c, field.name)) is not None), None)
+            for field in fields(RoundPipeRunConfig)
+        }
+    )
+
+
+def resolve(
+    call_config: RoundPipeRunConfig | None, model_config: RoundPipeRunConfig | None, *, devices: int
+) -> ResolvedRunConfig:
+    """The options of one call: the call's own, then the model's, then the defaults.
+
+    Call it in the thread of the caller, as it reads the current grad mode.
+
+    Args:
+        call_config: the options given at the call.
+        model_config: the options the model was built with.
+        devices: how many devices there are.
+
+    Raises:
+        ValueError: a field was set to something invalid after its config was built.
+    """
+    if call_config is not None:
+        check(call_config, "run config of the call")
+    if model_config is not None:
+        check(model_config, "run config of the model")
+    config = layered(call_config, model_config)
+    return ResolvedRunConfig(
+        requires_grad=torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad,
+        output_device=torch.device("cpu" if config.output_device is None else config.output_device),
+        preserve_rng_state=config.preserve_rng_state is not False,
+        recompute_grain=config.recompute_grain or "stage",
+        tied_grad_accumulation=config.tied_grad_accumulation or "layer",
+        num_microbatch=config.num_microbatch or devices + 1,
+        num_microbatch_is_default=config.num_microbatch is None,
+        split_input=config.split_input,
+        split_label=config.split_label,
+        merge_output=True if config.merge_output is None else config.merge_output,
+        execute_plan=config.execute_plan,
+    )
+
+
+def check(config: RoundPipeRunConfig, where: str) -> None:
+    """Raises ValueError, tagged with `where`, for the first invalid field of `config`."""
+
+    def fail(field: str, expected: str) -> ValueError:
+        return ValueError(f"[{where}] {field} is {getattr(config, field)!r}, expected {expected} or None to inherit")
+
+    if not isinstance(config, RoundPipeRunConfig):
+        raise ValueError(f"[{where}] got a {type(config).__name__}, expected a RoundPipeRunConfig")
+    for name in ("requires_grad", "preserve_rng_state"):
+        if getattr(config, name) not in (None, True, False):
+            raise fail(name, "True, False")
+    if config.output_device is not None:
+        try:
+            torch.device(config.output_device)
+        except (RuntimeError, TypeError) as error:
+            raise fail("output_device", "a torch device such as 'cpu'") from error
+    if config.recompute_grain not in (None, "stage", "layer"):
+        raise fail("recompute_grain", "'stage', 'layer'")
+    if config.tied_grad_accumulation not in (None, "layer", "microbatch"):
+        raise fail("tied_grad_accumulation", "'layer', 'microbatch'")
+    n = config.num_microbatch
+    if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
+        raise fail("num_microbatch", "an integer of at least 1")
+    split = config.split_input
+    if split is not None and not callable(split) and not (isinstance(split, (tuple, list)) and len(split) == 2):
+        raise fail("split_input", "a pair (args_spec, kwargs_spec), a function (args, kwargs, n)")
+    if config.execute_plan is not None and not isinstance(config.execute_plan, (ModelExecutePlan, _core.Plan)):
+        raise fail("execute_plan", "a ModelExecutePlan")
+
+
+def FullRoundPipeRunConfig(  # noqa: N802  the published package's name
+    function_run_config: RoundPipeRunConfig, model_run_config: RoundPipeRunConfig
+) -> ResolvedRunConfig:
+    """The options of a call: `resolve` with the devices of the pool."""
+    from roundpipe.device.pool import devices
+
+    return resolve(function_run_config, model_run_config, devices=len(devices()))

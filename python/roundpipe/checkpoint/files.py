@@ -1,0 +1,178 @@
+"""Reads a folder of safetensors files tensor by tensor, without mapping or loading whole files."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roundpipe import _core
+from roundpipe.checkpoint.safetensors_header import (
+    CheckpointError,
+    StoredTensor,
+    parse_table,
+    read_header,
+    refuse_pointer,
+)
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+# Read at a time where values are cast, and between two looks at whether to go on.
+CHUNK_BYTES = 16 << 20
+_OWN_MAPPING_BYTES = 1 << 17
+
+
+class Checkpoint:
+    """The weights of a model folder: one `model.safetensors`, or shards and their index.
+
+    Opening it reads headers only, and checks that every file is there and whole.
+
+    Args:
+        folder: where the files lie.
+        files: their names, where they are known already.
+
+    Attributes:
+        folder: where the files lie.
+        files: the names of the weight files, in the order of their names.
+        tensors: every tensor by its name in the files; those of one file in the order of their bytes.
+        metadata: the `__metadata__` of each file.
+        index: the index's own metadata, or None for a single file.
+
+    Raises:
+        CheckpointError: no safetensors, a file that is missing, damaged, or a pointer of Git LFS, a wrong index, a
+            tensor that two files hold.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[str] | None = None) -> None:
+        self.folder = folder
+        self.tensors: dict[str, StoredTensor] = {}
+        self.metadata: dict[str, dict[str, str]] = {}
+        self.index: dict[str, Any] | None = None
+        self._maps: dict[str, torch.Tensor] = {}
+        if files is None and (folder / SINGLE_FILE).exists():
+            files = [SINGLE_FILE]
+        if files is not None:
+            self.files = sorted(files)
+            for file in self.files:
+                self._add(file)
+            return
+        weight_map = self._read_index()
+        self.files = sorted(set(weight_map.values()))
+        for file in self.files:
+            self._add(file)
+        for name, file in weight_map.items():
+            if name not in self.tensors or self.tensors[name].file != file:
+                raise CheckpointError(
+                    f"[checkpoint] {folder / INDEX_FILE} says that {name} lies in {file}, which does not hold it; "
+                    "expected an index and shards of one model; fetch the folder again"
+                )
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor, in memory of its own."""
+        stored = self.tensors[name]
+        tensor = empty_on_host(stored.shape, stored.torch_dtype)
+        for _ in self.read_into(name, tensor):
+            pass
+        return tensor
+
+    def read_into(self, name: str, out: torch.Tensor) -> Iterator[int]:
+        """Reads the tensor into `out`, which is contiguous and of its shape, piece by piece.
+
+        Where `out` has another dtype values are cast; then there are `CHUNK_BYTES` more in memory. May be called from
+        several threads.
+
+        Yields:
+            The bytes of each piece, once it is read.
+
+        Raises:
+            CheckpointError: the file has become shorter since it was opened.
+        """
+        stored = self.tensors[name]
+        same = out.dtype == stored.torch_dtype
+        elements = CHUNK_BYTES // stored.torch_dtype.itemsize
+        with (self.folder / stored.file).open("rb", buffering=0) as file:
+            start = stored.start
+            for begin in range(0, out.numel(), elements):
+                piece = out.view(-1)[begin : begin + elements]
+                target = piece if same else torch.empty(piece.shape, dtype=stored.torch_dtype)
+                view = memoryview(target.view(torch.uint8).numpy())  # type: ignore[arg-type]
+                while view:
+                    count = os.preadv(file.fileno(), [view], start)
+                    if not count:
+                        raise self._shrunk(name)
+                    view, start = view[count:], start + count
+                if not same:
+                    piece.copy_(target)
+                yield piece.numel() * stored.torch_dtype.itemsize
+
+    def mapped(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """The tensor in its mapped file, see `_core.map_file`; None where that is not how `dtype` lies in memory."""
+        stored = self.tensors[name]
+        if dtype != stored.torch_dtype or stored.start % dtype.itemsize or stored.start == stored.end:
+            return None
+        if stored.file not in self._maps:
+            self._maps[stored.file] = _core.map_file(str(self.folder / stored.file))
+        whole = self._maps[stored.file]
+        if len(whole) < stored.end:
+            raise self._shrunk(name)
+        return whole[stored.start : stored.end].view(dtype).view(stored.shape)
+
+    def empty(self, name: str) -> torch.Tensor:
+        """A tensor of the same shape and dtype on the meta device."""
+        stored = self.tensors[name]
+        return torch.empty(stored.shape, dtype=stored.torch_dtype, device="meta")
+
+    def _shrunk(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"[checkpoint] {self.folder / self.tensors[name].file} ended inside {name}, expected the file that was "
+            "opened; fetch it again"
+        )
+
+    def _read_index(self) -> dict[str, str]:
+        path = self.folder / INDEX_FILE
+        if not path.exists():
+            others = sorted(file.name for file in self.folder.glob("*.bin"))
+            found = f"only {', '.join(others)}" if others else "no weights"
+            raise CheckpointError(
+                f"[checkpoint] {self.folder} holds {found}, expected {SINGLE_FILE} or {INDEX_FILE} with its shards; "
+                "save the model with save_pretrained, which writes safetensors"
+            )
+        refuse_pointer(path)
+        index = parse_table(path.read_bytes(), path, "the index", "a JSON table of tensors and their files")
+        weight_map, metadata = index.get("weight_map"), index.get("metadata") or {}
+        if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
+            raise CheckpointError(
+                f"[checkpoint] {path} has no weight_map, expected a table of tensors and their files; fetch it again"
+            )
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file or not (self.folder / file).is_file():
+                raise CheckpointError(
+                    f"[checkpoint] {path} puts {name} into {file!r}, which is not in {self.folder}; "
+                    "expected every shard beside its index; fetch the missing shard"
+                )
+        self.index = metadata
+        return weight_map
+
+    def _add(self, file: str) -> None:
+        self.metadata[file], tensors = read_header(self.folder / file)
+        for name in tensors:
+            if name in self.tensors:
+                raise CheckpointError(
+                    f"[checkpoint] {name} lies in {self.folder / file} and in {self.tensors[name].file}, expected it "
+                    "in one of them; fetch the folder again"
+                )
+        self.tensors |= tensors
+
+
+def empty_on_host(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor whose memory the system has back as soon as the tensor is gone, if it is large."""
+    like = torch.empty(shape, dtype=dtype, device="meta")
+    if like.nbytes < _OWN_MAPPING_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    mapping = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapping, dtype=dtype).view(like.shape)

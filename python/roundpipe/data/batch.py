@@ -1,0 +1,72 @@
+"""The microbatches of one call as an object, as scripts for the published package have it.
+
+The pipeline itself calls `roundpipe.data.microbatch`; this is the same for scripts that cut and merge by themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from roundpipe.call.run_config import ResolvedRunConfig
+from roundpipe.data.microbatch import effective_microbatches, merge_outputs, split_call, split_label
+from roundpipe.data.packed import RoundPipePackedData
+
+
+class Batch:
+    """A call's arguments and labels, cut as a model cuts them.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+        run_config: resolved options, see `roundpipe.call.run_config.FullRoundPipeRunConfig`.
+        label: cut like the arguments.
+
+    Attributes:
+        num_microbatch: how many there are.
+        flatten_states: of each microbatch the leaves of its `(args, kwargs)`; may be set to those of its outputs.
+        flatten_specs: of each the structure that they belong to.
+        label_list: of each the label.
+        forward_events: of each the events of packed arguments' arrivals; waited for before merging.
+        backward_events: of each the events of their gradients' arrivals.
+
+    Raises:
+        ValueError: what a model refuses, too.
+    """
+
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], run_config: ResolvedRunConfig, label: Any = None
+    ) -> None:
+        count = effective_microbatches(
+            args, kwargs, run_config.num_microbatch, run_config.num_microbatch_is_default, run_config.split_input
+        )
+        calls = split_call(args, kwargs, count, run_config.split_input)
+        self.num_microbatch = len(calls)
+        self.label_list = split_label(label, len(calls), run_config.split_label)
+        self.flatten_states: list[list[Any]] = []
+        self.flatten_specs: list[pytree.TreeSpec] = []
+        for call in calls:
+            leaves, spec = pytree.tree_flatten(call)
+            self.flatten_states.append(leaves)
+            self.flatten_specs.append(spec)
+        packed = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, RoundPipePackedData)]
+        events = [[leaf.transfer_event[i] for leaf in packed if leaf.transfer_event] for i in range(len(calls))]
+        self.forward_events = [list(dict.fromkeys(arrived for arrived, _ in pairs)) for pairs in events]
+        self.backward_events = [list(dict.fromkeys(gradient for _, gradient in pairs)) for pairs in events]
+
+    def dump(self, run_config: ResolvedRunConfig) -> Any:
+        """The microbatches as one, as `run_config.merge_output` says; unmerged ones carry the events."""
+        outputs = [pytree.tree_unflatten(*each) for each in zip(self.flatten_states, self.flatten_specs, strict=True)]
+        if run_config.merge_output is not False:
+            for event in (event for events in self.forward_events for event in events):
+                event.synchronize()
+        merged = merge_outputs(outputs, run_config.merge_output)
+        if run_config.merge_output is not False:
+            return merged
+        pairs = list(zip(self.forward_events, self.backward_events, strict=True))
+        carried = [(ahead[0], behind[0]) for ahead, behind in pairs if ahead and behind]
+        for leaf in pytree.tree_leaves(merged):
+            if isinstance(leaf, RoundPipePackedData) and len(carried) == len(leaf):
+                leaf.transfer_event = carried
+        return merged

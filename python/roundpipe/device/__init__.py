@@ -1,0 +1,5 @@
+"""The devices of the pool, where the published package has them; see `roundpipe.devices`."""
+
+from roundpipe.device.listed import Device as Device
+from roundpipe.device.listed import __getattr__ as __getattr__
+from roundpipe.device.listed import get_num_devices as get_num_devices

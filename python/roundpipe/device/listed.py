@@ -1,0 +1,35 @@
+"""The devices of the pool, as scripts for the published package look at them. See `roundpipe.devices`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roundpipe.device.pool import devices
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device of the pool.
+
+    Attributes:
+        id: its number in the pool.
+        device: where its tensors live, for torch; the CPU for a virtual device.
+    """
+
+    id: int
+    device: torch.device
+
+
+def get_num_devices() -> int:
+    """How many devices the pool has."""
+    return len(devices())
+
+
+def __getattr__(name: str) -> Any:
+    # Made anew each time, as the pool may be another one.
+    if name == "device_list":
+        return [Device(number, torch.device(device)) for number, device in enumerate(devices().torch_devices)]
+    raise AttributeError(f"module 'roundpipe.device' has no attribute '{name}'")

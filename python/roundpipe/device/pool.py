@@ -1,0 +1,116 @@
+"""The pool of devices that all models share."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from roundpipe import _core
+from roundpipe.device.card_memory import cap_cards
+from roundpipe.device.generators import stand_in
+
+atexit.register(_core.Engine.shut_down)
+
+_has_caps = False  # whether the cards are capped for the current pool; asked for at every call of a model
+
+
+class DevicePool:
+    """The devices that run the stages. Made by `devices()`."""
+
+    def __init__(self, engine: _core.Engine) -> None:
+        self._engine = engine
+
+    def __len__(self) -> int:
+        return len(self._engine)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._engine.device_names())
+
+    def __repr__(self) -> str:
+        return f"DevicePool({self.description!r})"
+
+    @property
+    def description(self) -> str:
+        """The pool as a spec string, for example "virtual:4,memory=64.00 MiB"."""
+        names = self._engine.device_names()
+        limits = {self._engine.memory(index)[2] for index in range(len(names))}
+        kind = f"virtual:{len(names)}" if names[0].startswith("virtual:") else ",".join(names)
+        limit = limits.pop() if len(limits) == 1 else 0
+        return f"{kind},memory={_core.format_bytes(limit).replace(' ', '')}" if limit else kind
+
+    @property
+    def torch_devices(self) -> list[str]:
+        """Where each device's tensors live for torch, for example "cuda:0"; "cpu" for virtual devices."""
+        return list(self._engine.torch_devices())
+
+    def memory_report(self) -> list[dict[str, Any]]:
+        """Per device: `name`, `limit_bytes` (0 = no cap), `current_bytes`, `peak_bytes`."""
+        report = []
+        for index, name in enumerate(self):
+            current_bytes, peak_bytes, limit_bytes = self._engine.memory(index)
+            report.append(
+                {
+                    "name": name,
+                    "limit_bytes": limit_bytes,
+                    "current_bytes": current_bytes,
+                    "peak_bytes": peak_bytes,
+                }
+            )
+        return report
+
+    def reset_peak_memory(self) -> None:
+        """Starts `peak_bytes` anew from what is in use."""
+        self._engine.reset_peak_memory()
+
+    def transfer_report(self) -> list[dict[str, Any]]:
+        """Per device since the pool was made: `name`, `uploaded_bytes`, `downloaded_bytes`, and `classes`.
+
+        `classes` has an entry for each direction ("up", "down") and class of transfers that arrived, most urgent first:
+        `direction`, `kind`, `transfers`, `bytes`, `queued_ms` (from when all was there until the first byte moved) and
+        `moving_ms` (from then until the last had arrived), summed over them.
+        """
+        report = []
+        for index, name in enumerate(self):
+            uploaded_bytes, downloaded_bytes = self._engine.moved_bytes(index)
+            fields = ("direction", "kind", "transfers", "bytes", "queued_ms", "moving_ms")
+            classes = [dict(zip(fields, row, strict=True)) for row in self._engine.link_use(index)]
+            report.append(
+                {
+                    "name": name,
+                    "uploaded_bytes": uploaded_bytes,
+                    "downloaded_bytes": downloaded_bytes,
+                    "classes": classes,
+                }
+            )
+        return report
+
+
+def devices(spec: str | Sequence[str] | None = None) -> DevicePool:
+    """Sets or returns the pool of devices.
+
+    Args:
+        spec: for example `"virtual:4,memory=2GiB,link=8GB/s"`, `"cuda:0,cuda:1"`, `"cuda:0x4"` (four workers that
+            share one card), or a list of such parts. None returns the current pool; if there is none yet, it is made
+            from the environment variable ROUNDPIPE_DEVICES, else from all accelerators that torch sees, else from as
+            many virtual devices as the host has cores. Options, each for the devices before it: `memory=` cap a
+            device (of a card, torch's allocator is capped to the sum of its workers' caps, where it can be),
+            `chunk=64MB` the most that moves at once before something more urgent may (0: whole layers), `fifo`
+            transfers in the order in which they are asked for; virtual only: `link=` GB/s each way, `host=` GB/s of
+            all links together, `threads=` CPU threads of a device's layers (as many as the process uses by default,
+            which gives a plain loop's bits), `debug`
+            (freed device memory is filled with NaN).
+
+    Raises:
+        ValueError: the spec cannot be read, or an accelerator in it is not there.
+    """
+    global _has_caps
+    if spec is None:
+        engine = _core.Engine.current()
+    else:
+        engine = _core.Engine.set_current(spec if isinstance(spec, str) else ",".join(spec))
+    if spec is not None or not _has_caps:
+        cap_cards(zip(engine.torch_devices(), engine.memory_caps(), strict=True))
+        stand_in(engine.torch_devices())
+        _has_caps = True
+    return DevicePool(engine)

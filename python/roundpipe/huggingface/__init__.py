@@ -1,0 +1,1 @@
+"""Models from transformers: loading a pretrained one, and evaluating it on held-out batches."""

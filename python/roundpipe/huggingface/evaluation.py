@@ -1,0 +1,61 @@
+"""The loss of a language model in the pipeline over data that it does not learn from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from roundpipe.data.balance import balanced_config
+from roundpipe.data.collate import count_label_tokens
+from roundpipe.following.token_loss import loss_in
+from roundpipe.model.pipe import RoundPipe
+
+
+def held_out_loss(model: RoundPipe, batches: Iterable[Mapping[str, Any]]) -> float:
+    """The model's loss in evaluation mode, as the mean over all predicted tokens of all batches.
+
+    Waits for the steps made so far, so that it is the newest weights' loss. Modes are put back afterwards.
+
+    Args:
+        model: from `from_pretrained` or `wrap_model_to_roundpipe`.
+        batches: keyword arguments of the model, with `labels`.
+
+    Raises:
+        ValueError: a model that returns no loss, or no token that counts.
+    """
+    model.synchronize()
+    training = [(module, module.training) for module in model.modules()]
+    total, tokens = 0.0, 0
+    model.eval()
+    try:
+        for batch in batches:
+            count = count_label_tokens(batch["labels"]) if isinstance(batch.get("labels"), torch.Tensor) else 0
+            if not count:
+                continue
+            config = replace(balanced_config(batch), merge_output=_mean_loss)
+            with torch.no_grad():
+                total += count * float(model(**batch, roundpipe_run_config=config, roundpipe_loss_only=True))
+            tokens += count
+    finally:
+        for module, mode in training:
+            module.training = mode
+    if not tokens:
+        raise ValueError(
+            "[held_out_loss] no token of the batches has a label that counts, expected at least one; give batches with "
+            "labels"
+        )
+    return total / tokens
+
+
+def _mean_loss(outputs: list[Any]) -> torch.Tensor:
+    """Of the microbatches, whose losses are weighted such that their mean is the batch's."""
+    losses = []
+    for output in outputs:
+        loss = loss_in(output)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise ValueError("[held_out_loss] the model returned no loss, expected one; give batches with labels")
+        losses.append(loss.float())
+    return torch.stack(losses).mean()

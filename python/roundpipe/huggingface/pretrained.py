@@ -1,0 +1,179 @@
+"""A causal language model from a folder or the Hub, in the pipeline."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from roundpipe.checkpoint.files import Checkpoint
+from roundpipe.checkpoint.safetensors_header import CheckpointError, refuse_pointer
+from roundpipe.files import first_lines, refuse_missing_folder
+from roundpipe.memory.budget import HOST_VARIABLE, BudgetError, budget_of, predict_model, refuse_host
+from roundpipe.model.pipe import RoundPipe
+from roundpipe.model.wrap import wrap_model_to_roundpipe
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+    from peft import PeftConfig
+    from torch import nn
+    from transformers import PreTrainedModel
+
+ADAPTER_CONFIG = "adapter_config.json"
+_REPLACES_FILES = (0, 8)
+
+
+def from_pretrained(
+    name_or_path: str | os.PathLike[str],
+    *,
+    peft_config: PeftConfig | None = None,
+    extra_tensors: Literal["refuse", "ignore"] = "refuse",
+    frozen_weights: Literal["memory", "mmap"] = "memory",
+    **options: Any,
+) -> RoundPipe:
+    """Loads a causal language model on the host and wraps it.
+
+    Args:
+        name_or_path: a folder that `save_pretrained` wrote or a model of the Hub. A folder with a PEFT adapter is
+            loaded with its base, and the adapter goes on being trained.
+        peft_config: adapters to put into the model, such as a `peft.LoraConfig`; all else is frozen.
+        extra_tensors: what to do when the files hold tensors that the model has no place for.
+        frozen_weights: where weights lie that do not train, which are those of the base under adapters. "mmap" leaves
+            them in their files, mapped, so that the system's file cache holds as many as there is room for. They are
+            then uploaded from there, which is slower than from page-locked memory. What is stored in another dtype, or
+            made of several tensors, is in memory all the same.
+        **options: those of `wrap_model_to_roundpipe` and `RoundPipe`; all others go to
+            `AutoModelForCausalLM.from_pretrained`. Its `dtype` is "auto" here: what the files hold.
+
+    Returns:
+        The model, in eval mode as from transformers: call `train()` before training. `save_pretrained` writes what
+        transformers and PEFT load.
+
+    Raises:
+        ValueError: no such model, a kind of model that transformers does not know, a file that is missing or damaged,
+            weights that are missing, of another shape or left over, or a model that cannot be followed.
+    """
+    folder = Path(name_or_path)
+    adapter = folder if (folder / ADAPTER_CONFIG).exists() else None
+    if adapter is not None and peft_config is not None:
+        raise ValueError(
+            f"[from_pretrained] {adapter} is a PEFT adapter and peft_config was given too, expected one of them; leave "
+            "peft_config out to go on with the adapter"
+        )
+    if extra_tensors not in ("refuse", "ignore"):
+        raise ValueError(f"[from_pretrained] extra_tensors is {extra_tensors!r}, expected 'refuse' or 'ignore'")
+    if frozen_weights not in ("memory", "mmap"):
+        raise ValueError(f"[from_pretrained] frozen_weights is {frozen_weights!r}, expected 'memory' or 'mmap'")
+    if frozen_weights == "mmap":
+        _refuse_overwriting()
+    wrapping = _wrap_options()
+    mine = {name: options.pop(name) for name in list(options) if name in wrapping}
+    base = name_or_path if adapter is None else _base_of(adapter)
+    admit = _host_check(base, mine.get("host_memory"), trains=adapter is None and peft_config is None)
+    model: Any = _load(base, {"dtype": "auto", **options}, extra_tensors, frozen_weights == "mmap", admit)
+    if adapter is not None:
+        model = _peft().PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
+    elif peft_config is not None:
+        model = _peft().get_peft_model(model, peft_config)
+    model.eval()  # PEFT's own modules begin in training mode
+    wrapped: RoundPipe = wrap_model_to_roundpipe(model, **mine)
+    return wrapped
+
+
+def _wrap_options() -> set[str]:
+    taken = {*inspect.signature(wrap_model_to_roundpipe).parameters, *inspect.signature(RoundPipe).parameters}
+    return taken - {"model", "roundpipe_kwargs"}
+
+
+def _refuse_overwriting() -> None:
+    """Raises ValueError if saving writes into a file that exists, which would change what is mapped from it."""
+    installed = metadata.version("safetensors")
+    if tuple(map(int, re.findall(r"\d+", installed)[:2])) < _REPLACES_FILES:
+        raise ValueError(
+            f"[from_pretrained] frozen_weights='mmap' with safetensors {installed}, expected "
+            f"{'.'.join(map(str, _REPLACES_FILES))} or newer, as older ones write into files that may be mapped; "
+            "pip install --upgrade safetensors, or leave frozen_weights out"
+        )
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ValueError(
+            "[from_pretrained] adapters need the peft package, which is not there; pip install 'roundpipe-engine[lora]'"
+        ) from None
+    return peft
+
+
+def _base_of(adapter: Path) -> str:
+    base = _peft().PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path
+    if not base:
+        raise ValueError(
+            f"[from_pretrained] {adapter / ADAPTER_CONFIG} names no base model, expected its folder or name"
+        )
+    return str(base)
+
+
+def _host_check(
+    base: str | os.PathLike[str], host_memory: str | int | None, trains: bool
+) -> Callable[[nn.Module], None] | None:
+    """Refuses a model that will not fit the host budget, from its shapes alone; None without a budget."""
+    budget = budget_of(host_memory, "host_memory", HOST_VARIABLE)
+    if budget is None:
+        return None
+
+    def check(model: nn.Module) -> None:
+        tied = getattr(model, "all_tied_weights_keys", {})
+        refuse_host("from_pretrained", str(base), budget, lambda moments: predict_model(model, moments, tied, trains))
+
+    return check
+
+
+def _refuse_other_kinds(base: str | os.PathLike[str], config: Any) -> None:
+    """Raises CheckpointError if files say that they hold another kind of model of transformers than a causal one."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = next(iter(getattr(config, "architectures", None) or ()), "")
+    causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or kind.endswith(("ForCausalLM", "Model"))
+    if kind and not causal and hasattr(transformers, kind):
+        raise CheckpointError(
+            f"[from_pretrained] {base} holds a {kind}, expected a causal language model; load it with "
+            f"transformers.{kind}.from_pretrained(...) and give it to roundpipe.wrap_model_to_roundpipe"
+        )
+
+
+def _load(
+    base: str | os.PathLike[str],
+    options: dict[str, Any],
+    extra_tensors: str,
+    mapped: bool,
+    admit: Callable[[nn.Module], None] | None,
+) -> PreTrainedModel:
+    from transformers import AutoConfig
+
+    from roundpipe.checkpoint.direct_loading import load_causal_model
+
+    refuse_missing_folder(base, "from_pretrained")
+    folder = Path(base)
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise ValueError(
+                f"[from_pretrained] {folder} has no config.json, expected a folder that save_pretrained wrote"
+            )
+        refuse_pointer(folder / "config.json")
+        Checkpoint(folder)
+    try:
+        config = options.pop("config", None) or AutoConfig.from_pretrained(base)
+        if extra_tensors == "refuse":
+            _refuse_other_kinds(base, config)
+        return load_causal_model(base, extra_tensors, mapped, {"config": config, **options}, admit)
+    except (BudgetError, CheckpointError):
+        raise
+    except (OSError, KeyError, RuntimeError, ValueError) as error:
+        raise ValueError(f"[from_pretrained] {base} cannot be loaded: {first_lines(error)}") from error

@@ -1,0 +1,1 @@
+"""The layers of a model, as the engine runs them: shells, shadows, values between layers, and recomputation."""

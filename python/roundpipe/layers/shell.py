@@ -1,0 +1,220 @@
+"""Layers written in Python, as the engine sees them.
+
+The user's module is never touched while it trains: every device has a shell of it, a second tree of modules that
+shares the code and the plain attributes but has parameters and buffers of its own, which the engine points at the
+weights it has uploaded.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import traceback
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe import _core
+from roundpipe.layers.recompute import LayerContext, layer_context, may_save
+from roundpipe.layers.shadow import Attributes, ShadowTree, attributes_of, seeing
+from roundpipe.layers.values import Structure, split
+
+# torch.nn.utils.parametrize.cached() has one cache for all threads, which nobody clears while any of them is inside.
+# torch.compile traces with flags of the whole process, which code of other threads must not see meanwhile.
+_one_at_a_time = threading.Lock()
+
+
+def _describes(key: str, value: object) -> bool:
+    # Layers know their place in the model, which does not change what they do.
+    return key != "layer_idx" and type(value) in (bool, int, float, str, type(None))
+
+
+def _uses_parametrize_cache(module: nn.Module) -> bool:
+    # peft parametrizes the weights of experts anew in each forward.
+    return hasattr(module, "parametrizations") or type(module).__name__ == "ParamWrapper"
+
+
+class _Compiling:
+    """Whether any layer of this process is compiled: from then on layers run one at a time."""
+
+    met = False
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+@contextmanager
+def holding_nothing() -> Iterator[None]:
+    """Lets an error of a device that is full go without the tensors that its traceback's frames hold.
+
+    The error is kept until the caller has seen it, and so would they be.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
+
+
+class PythonLayer:
+    """One layer of a model: a module, which the engine runs through shells of it.
+
+    Args:
+        module: the user's module; any `nn.Module`.
+        name: for messages.
+        is_last: what it returns goes to no other layer.
+
+    Raises:
+        ValueError: the module, or one inside it, is a TorchScript module.
+    """
+
+    def __init__(self, module: nn.Module, name: str, is_last: bool = False) -> None:
+        self.name = name
+        self._is_last = is_last
+        self._module = module
+        # A layer may follow modules that are not its own: their flags and parts count, too.
+        self._modules = [*module.modules(), *getattr(module, "followed_modules", ())]
+        for inner in self._modules:
+            if isinstance(inner, torch.jit.ScriptModule):
+                raise ValueError(
+                    f"[RoundPipe] layer {name} holds a TorchScript module ({type(inner).__name__}), expected Python "
+                    "modules; wrap the module it was scripted from"
+                )
+        # The engine recomputes a layer with buffers once its forward is over, not as soon as its inputs are there.
+        self._order = [("recomputed after its forward", torch.zeros(1))] if may_save(module) else []
+        self._contents = [self._content(inner) for inner in self._modules]
+        self._attributes: Attributes = {}
+        self._mode_key = 0
+        self._snapshots: list[tuple[Any, ...]] = []
+
+    @staticmethod
+    def _content(module: nn.Module) -> tuple[Any, ...]:
+        return (*module._parameters.values(), *module._buffers.values(), *module._modules.values())
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Distinct parameters by name."""
+        return list(self._module.named_parameters())
+
+    def buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Distinct buffers by name."""
+        return [*self._module.named_buffers(), *self._order]
+
+    def kind(self) -> Hashable:
+        """The same for layers that do the same with other weights: their classes, shapes and plain attributes."""
+        shapes = [(name, p.shape, p.dtype, p.requires_grad) for name, p in (*self.parameters(), *self.buffers())]
+        parts = [
+            (type(module), *((key, value) for key, value in vars(module).items() if _describes(key, value)))
+            for module in self._modules
+        ]
+        return (*shapes, *parts)
+
+    def mode_key(self) -> int:
+        """Changes with the training flags of the modules inside.
+
+        Raises:
+            ValueError: a parameter, buffer or submodule was added, removed or replaced since the model was wrapped.
+        """
+        self._look()
+        return self._mode_key
+
+    def attributes(self) -> Attributes:
+        """What shells take over for a call that is made now."""
+        self._look()
+        return self._attributes
+
+    def _look(self) -> None:
+        """Takes note of what the modules are now. Cheap when that is what they were."""
+        if self._snapshots and _core.modules_unchanged(self._modules, self._snapshots):
+            return
+        self._snapshots = []
+        for module, content in zip(self._modules, self._contents, strict=True):
+            now = self._content(module)
+            if len(now) != len(content) or not all(map(operator.is_, now, content)):
+                raise ValueError(
+                    f"[RoundPipe] the parameters, buffers or submodules of {type(module).__name__} in layer "
+                    f"{self.name} were added, removed or replaced after the model was wrapped; change the model "
+                    "first, then wrap it (values may be changed at any time, in place)"
+                )
+        self._mode_key = hash(tuple([module.training for module in self._modules])) & 0x7FFF_FFFF_FFFF_FFFF
+        before, self._attributes = self._attributes, attributes_of(self._modules, self._attributes)
+        if self._attributes is not before:
+            _Compiling.met |= any(map(_is_compiled, self._modules))
+        self._snapshots = [
+            (
+                self._attributes[id(module)],
+                *(module._parameters, dict(module._parameters)),
+                *(module._buffers, dict(module._buffers)),
+                *(module._modules, dict(module._modules)),
+            )
+            for module in self._modules
+        ]
+
+    def make_shell(self, device: str) -> DeviceShell:
+        """A shell for the device that calls this."""
+        with seeing(self._attributes):
+            return DeviceShell(self._module, torch.device(device), self._is_last, len(self._order))
+
+
+class DeviceShell:
+    """A layer on one device. `parameters` and `buffers` are empty tensors that the engine points at its memory.
+
+    Args:
+        further_buffers: how many the layer has beside those of the module.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, is_last: bool, further_buffers: int = 0) -> None:
+        self._is_last = is_last
+        self._device = device
+        self.parameters: list[nn.Parameter] = []
+        self.buffers: list[torch.Tensor] = []
+        tensors: dict[int, torch.Tensor] = {}
+        for parameter in module.parameters():
+            leaf = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), requires_grad=False)
+            leaf.__dict__.update(parameter.__dict__)
+            self.parameters.append(leaf)
+            tensors[id(parameter)] = leaf
+        for buffer in module.buffers():
+            mine = torch.empty(0, dtype=buffer.dtype, device=device)
+            self.buffers.append(mine)
+            tensors[id(buffer)] = mine
+        self.buffers.extend(torch.empty(0, device=device) for _ in range(further_buffers))
+        self._alone = any(map(_uses_parametrize_cache, module.modules()))
+        self._shadow = ShadowTree(module, tensors)
+        self._module = self._shadow.root
+        self._attributes: Attributes = {}
+
+    def refresh(self, attributes: Attributes) -> None:
+        """Takes over those attributes of the user's modules that are other ones now."""
+        self._attributes = attributes
+        with seeing(attributes):
+            self._shadow.refresh()
+
+    def run(
+        self, tensors: list[torch.Tensor], structure: Structure, context: LayerContext
+    ) -> tuple[list[torch.Tensor], Structure]:
+        """Calls the module and takes its result apart."""
+        value = structure.join(tensors)
+        alone: AbstractContextManager[Any] = _one_at_a_time if self._alone or _Compiling.met else nullcontext()
+        with seeing(self._attributes), layer_context(context, self._device), alone, holding_nothing():
+            output = self._module(*value[0], **value[1]) if structure.is_call else self._module(value)
+        self._shadow.bring_back_buffers()
+        parts = split(output)
+        if not self._is_last:
+            parts[1].check_open("forward")
+        return parts
+
+
+def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of a model: the children of a plain `nn.Sequential`, else the module itself."""
+    if (
+        isinstance(model, nn.Sequential)
+        and type(model).forward is nn.Sequential.forward
+        and "forward" not in vars(model)
+    ):
+        yield from ((name, module) for name, module in model._modules.items() if module is not None)
+    else:
+        yield type(model).__name__, model

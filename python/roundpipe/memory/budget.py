@@ -1,0 +1,183 @@
+"""Memory budgets: what a model may take on the host and on each device, checked before anything is taken."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from roundpipe import _core
+
+if TYPE_CHECKING:
+    from roundpipe.memory.prediction import DeviceMemory
+
+HOST_VARIABLE = "ROUNDPIPE_HOST_MEMORY"
+DEVICE_VARIABLE = "ROUNDPIPE_DEVICE_MEMORY"
+
+
+class BudgetError(ValueError):
+    """A model or a step that does not fit its budget."""
+
+
+def budget_of(given: str | int | None, option: str, variable: str) -> int | None:
+    """A budget in bytes: the argument's, else the environment variable's, else None.
+
+    Raises:
+        ValueError: neither a number of bytes above 0 nor a size such as "24GB".
+    """
+    value: Any = os.environ.get(variable) or None if given is None else given
+    source = variable if given is None else option
+    if value is None:
+        return None
+    size = value if isinstance(value, int) and not isinstance(value, bool) else None
+    if isinstance(value, str):
+        try:
+            size = _core.parse_bytes(value)
+        except ValueError:
+            size = None
+    if size is None or size <= 0:
+        raise ValueError(
+            f"[RoundPipe] {source} is {value!r}, expected a size above 0 with a unit such as '24GB', or an int of bytes"
+        )
+    return size
+
+
+@dataclass(frozen=True)
+class HostPrediction:
+    """Bytes that a model and its optimizer take on the host.
+
+    Attributes:
+        weights: of every parameter, and buffers.
+        gradients: of those that train.
+        masters: what fp32 masters of 16-bit weights have beyond them.
+        moments: Adam's two, in fp32 or, with `moments="8bit"`, in a byte each.
+        values: what the microbatches of a step keep on the host until their backward; 0 before a batch is known.
+        tied_sums: the sums of layers that share a parameter, until they are added up, beyond its gradient.
+    """
+
+    weights: int
+    gradients: int
+    masters: int
+    moments: int
+    values: int = 0
+    tied_sums: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them, in bytes."""
+        return sum(self.rows().values())
+
+    def rows(self) -> dict[str, int]:
+        """The entries by name."""
+        return {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "sums of tied gradients": self.tied_sums,
+            "fp32 masters": self.masters,
+            "moments": self.moments,
+            "values between stages": self.values,
+        }
+
+
+_MASTER_BYTES = {torch.bfloat16: 2, torch.float16: 4}
+_MOMENT_BYTES = {"float32": 8, "8bit": 2}
+
+
+def predict_host(
+    blocks: Iterable[Sequence[torch.Tensor]], moments: str, values: int = 0, trains: bool = True, tied_sums: int = 0
+) -> HostPrediction:
+    """What parameters and buffers take with a fused Adam; they may be on the meta device.
+
+    Args:
+        blocks: those that have their memory in one piece: if any of them trains, there are gradients for all.
+        moments: "float32" or "8bit".
+        values: see `HostPrediction`, and for `tied_sums`.
+        trains: False: nothing is trained, whatever `requires_grad` says.
+    """
+    weights = gradients = masters = moment_bytes = 0
+    for block in blocks:
+        size = sum(tensor.nbytes for tensor in block)
+        trained = [tensor for tensor in block if trains and tensor.requires_grad]
+        weights += size
+        if trained:
+            gradients += size
+        masters += sum(_MASTER_BYTES.get(tensor.dtype, 0) * tensor.numel() for tensor in trained)
+        moment_bytes += sum(_MOMENT_BYTES[moments] * tensor.numel() for tensor in trained)
+    return HostPrediction(weights, gradients, masters, moment_bytes, values, tied_sums)
+
+
+def predict_model(
+    model: nn.Module, moments: str, tied: Mapping[str, str] | None = None, trains: bool = True
+) -> HostPrediction:
+    """The same for a model that has no blocks yet.
+
+    Args:
+        tied: names of parameters that will be one with another, and its name.
+    """
+    tied = tied or {}
+    names: dict[int, set[str]] = defaultdict(set)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].add(name)
+    kept = [parameter for name, parameter in model.named_parameters() if name not in tied]
+    tied_sums = 0
+    for parameter in kept:
+        mine = names[id(parameter)]
+        users = mine | {name for name, other in tied.items() if other in mine}
+        if trains and parameter.requires_grad:
+            tied_sums += _tied_sum_bytes(parameter, len(users))
+    blocks = [*((parameter,) for parameter in kept), *((buffer,) for buffer in model.buffers())]
+    return predict_host(blocks, moments, trains=trains, tied_sums=tied_sums)
+
+
+def _tied_sum_bytes(parameter: torch.Tensor, users: int) -> int:
+    """What the engine's `BlockState::sum_bytes` will be."""
+    if users < 2:
+        return 0
+    if parameter.element_size() < 4:
+        return 4 * parameter.numel() * users
+    return parameter.nbytes * (users - 1)
+
+
+def table(title: str, rows: dict[str, int], beside: dict[str, int]) -> str:
+    """Sizes one below the other, their sum, and what they are compared with."""
+    entries = {name: size for name, size in rows.items() if size} | {"together": sum(rows.values())} | beside
+    width = max(map(len, entries))
+    return "\n".join([title, *(f"  {name:{width}} {_core.format_bytes(size):>12}" for name, size in entries.items())])
+
+
+def refuse_host(where: str, name: str, budget: int, predict: Callable[[str], HostPrediction]) -> None:
+    """Raises BudgetError when the model does not fit `budget` with fp32 moments, with what would fit.
+
+    Args:
+        predict: from the moments' format to the prediction.
+    """
+    wanted = predict("float32")
+    if wanted.total <= budget:
+        return
+    small = predict("8bit")
+    raise BudgetError(
+        table(f"[{where}] {name} does not fit on the host:", wanted.rows(), {"host_memory": budget})
+        + f"\nsmallest change that would fit: {_host_change(wanted, small, budget)}"
+    )
+
+
+def _host_change(wanted: HostPrediction, small: HostPrediction, budget: int) -> str:
+    if small.total <= budget:
+        return f'moments="8bit" in the optimizer and host_memory={_core.format_bytes(wanted.total)!r} for it'
+    raised = f"host_memory={_core.format_bytes(wanted.total)!r}"
+    if small.weights + small.values <= budget and small.gradients:
+        return f"train adapters only (the frozen weights take {_core.format_bytes(small.weights)}), or {raised}"
+    return raised
+
+
+def refuse_device(where: str, name: str, budget: int, wanted: DeviceMemory, change: str) -> NoReturn:
+    """Raises BudgetError: a step needs more than `budget` on a device."""
+    raise BudgetError(
+        table(f"[{where}] a step of {name} does not fit on a device:", wanted.rows(), {"device_memory": budget})
+        + f"\nsmallest change that would fit: {change}"
+    )

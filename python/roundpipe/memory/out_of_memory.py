@@ -1,0 +1,153 @@
+"""What users are told when a device has no memory for a call: the error, and the warning when it took longer."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from roundpipe import _core
+from roundpipe.layers.values import Structure
+from roundpipe.memory.step import Microbatch, StepShape, largest_of, rows_of, step_shape
+
+# Numbers that choose what a layer does: tokens, positions, masks. Those of other tensors only count by their shape.
+_CHOOSING = frozenset({torch.bool, torch.int16, torch.int32, torch.int64})
+
+
+def warn(notice: str) -> None:
+    """Warns, at the line outside of this package and of torch that made the engine tell."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("roundpipe", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(notice, RuntimeWarning, stacklevel=level)
+
+
+def release(error: BaseException) -> None:
+    """Lets an error that ended on another thread go on without the tensors in its traceback's frames."""
+    traceback.clear_frames(error.__traceback__)
+
+
+def said(error: BaseException, *parts: str) -> torch.OutOfMemoryError:
+    """The error of a device without memory, followed by what else there is to say. Its cause is `error`."""
+    release(error)
+    first = str(error).rstrip() or "[RoundPipe] out of memory"
+    told = torch.OutOfMemoryError("\n".join([first, *parts]))
+    told.__cause__ = error
+    return told
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A tensor without its values."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def zeros(self) -> torch.Tensor:
+        span = 1 + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        values = torch.zeros(span if self.size.numel() else 0, dtype=self.dtype)
+        return values.as_strided(self.size, self.stride).requires_grad_(self.requires_grad)
+
+
+Noted = tuple[list[torch.Tensor | _Shape], Structure]
+
+
+def _note(part: Microbatch) -> Noted:
+    tensors, structure = part
+    return [
+        tensor.detach().clone()
+        if tensor.dtype in _CHOOSING
+        else _Shape(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+        for tensor in tensors
+    ], structure
+
+
+def _revive(noted: Noted, rows: int, most: int) -> Microbatch:
+    """The first `rows` of the noted microbatch's `most` rows."""
+    tensors = [entry.zeros() if isinstance(entry, _Shape) else entry for entry in noted[0]]
+    cut = [
+        t.detach()[:rows].requires_grad_(t.requires_grad) if rows < most and t.dim() and t.shape[0] == most else t
+        for t in tensors
+    ]
+    return cut, noted[1]
+
+
+class ExplainsLack(Protocol):
+    """A model in the pipeline, as far as it can say what a call of it takes."""
+
+    def _explain_lack(self, shape: Callable[[ExplainsLack, int], StepShape], rows: int, cap: int) -> str: ...
+
+    def _describe_layers(self) -> str: ...
+
+    def _memory_savers(self) -> tuple[str, ...]: ...
+
+
+class StepNote:
+    """What a call looks like, so that it can be told why it did not fit. The values of the batch are not kept.
+
+    The engine calls it with an error when a device had no memory for the call and nothing else helped; what comes back
+    is raised. Only then is anything predicted.
+    """
+
+    def __init__(
+        self,
+        pipe: ExplainsLack,
+        batch: list[Microbatch],
+        labels: list[Microbatch],
+        loss_fn: Callable[[Any, Any], Any] | None,
+        route: Any,
+        mode: _core.PlanMode,
+    ) -> None:
+        largest = largest_of(batch)
+        self._pipe = weakref.ref(pipe)
+        self._most_rows = rows_of(batch[largest])
+        self._total_rows = sum(map(rows_of, batch))
+        self._count = len(batch)
+        self._batch = _note(batch[largest])
+        self._label = _note(labels[largest]) if labels else None
+        self._loss_fn = loss_fn
+        self._route = route
+        self._mode = mode
+
+    def __call__(self, error: BaseException, where: str, cap: int) -> torch.OutOfMemoryError:
+        """The error to raise.
+
+        Args:
+            error: what was raised where there was no memory.
+            where: a sentence: the device, its cap, layer and phase.
+            cap: of the device, in bytes; 0: none is known.
+        """
+        release(error)
+        pipe = self._pipe()
+        if pipe is None:
+            return said(error, where)
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                told = pipe._explain_lack(self._shape, self._most_rows, cap)
+        except Exception as failed:
+            told = pipe._describe_layers() + (
+                f"\nwhat the step needs could not be predicted ({type(failed).__name__}: {failed}); "
+                "what may help: more microbatches, shorter rows, or more memory for each device"
+            )
+        return said(error, where, told)
+
+    def _shape(self, pipe: ExplainsLack, rows: int) -> StepShape:
+        """The step, with so many rows in its largest microbatch."""
+        return step_shape(
+            [_revive(self._batch, rows, self._most_rows)],
+            [_revive(self._label, rows, self._most_rows)] if self._label is not None else [],
+            self._loss_fn,
+            self._route,
+            self._mode,
+            count=self._count,
+            total_rows=self._total_rows,
+            savers=pipe._memory_savers(),
+        )

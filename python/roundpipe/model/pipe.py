@@ -1,0 +1,597 @@
+"""A model in the pipeline."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from roundpipe import _core
+from roundpipe.call.execute_plan import DEFAULT_THRESHOLD, ModelExecutePlan
+from roundpipe.call.loss_function import NAN_LOSS, run_loss
+from roundpipe.call.run_config import ResolvedRunConfig, RoundPipeRunConfig, copied, resolve
+from roundpipe.data.microbatch import effective_microbatches, merge_outputs, split_call, split_label
+from roundpipe.device.pool import devices
+from roundpipe.following.loss_arguments import adding_losses
+from roundpipe.following.refusals import refuse_weights, warn_batch_norm, warn_single_layer
+from roundpipe.layers.emulated import EmulatedLayer, NativeEmulatedLayer
+from roundpipe.layers.shell import PythonLayer, layers_of
+from roundpipe.layers.values import owned, split, to_host
+from roundpipe.memory.budget import DEVICE_VARIABLE, HOST_VARIABLE, budget_of, predict_model, refuse_host
+from roundpipe.memory.out_of_memory import ExplainsLack, StepNote
+from roundpipe.memory.step import MemoryPrediction, StepMemory, StepShape, step_shape
+from roundpipe.model import call_hooks, run_records
+from roundpipe.model.call_hooks import HasCallHooks, refuse_hooks_of
+from roundpipe.model.pending import Pending
+from roundpipe.model.published_attributes import OF_A_PIPE
+from roundpipe.model.run_records import RunRecords
+from roundpipe.model.step_call import check_gradients, check_step_call
+from roundpipe.model.stepped import SteppedModel
+from roundpipe.model.timer import print_times
+from roundpipe.step.group import StepGroup
+from roundpipe.step.scaler import _all_live
+
+if TYPE_CHECKING:
+    from roundpipe.following.language_model import LanguageModel
+
+_MODES = {"infer": _core.PlanMode.INFERENCE, "train": _core.PlanMode.TRAIN, "fused": _core.PlanMode.FUSED}
+_FUSED, _TRAIN, _INFERENCE = _core.PlanMode.FUSED, _core.PlanMode.TRAIN, _core.PlanMode.INFERENCE
+_GRAINS = {"stage": _core.RecomputeGrain.STAGE, "layer": _core.RecomputeGrain.LAYER}
+_ACCUMULATIONS = {
+    "layer": _core.TiedGradAccumulation.LAYER,
+    "microbatch": _core.TiedGradAccumulation.MICROBATCH,
+}
+
+
+def _outputs_as_loss(outputs: Any, label: Any) -> Any:
+    return outputs
+
+
+def _merged(parts: list[Any], config: ResolvedRunConfig) -> Any:
+    """The outputs of all microbatches as one, where they are wanted."""
+    outputs = [structure.join(tensors) for tensors, structure in parts]
+    if config.output_device.type != "cpu":
+        outputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(config.output_device), outputs)
+    return merge_outputs(outputs, config.merge_output)
+
+
+class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
+    """Trains a model whose weights stay on the host, on devices that hold one stage of it at a time.
+
+    An `nn.Sequential` is split into its children, each a layer; any other module is one layer. The model's parameters
+    become views of flat host blocks. Attributes are read, written and deleted on the original model.
+
+    Args:
+        model: the model, on the CPU.
+        optim_dtype: dtype of the optimizer's parameters; None keeps each parameter's.
+        name: keys the random state, see `layer_seed`, and appears in messages; None takes the class name.
+        model_run_config: defaults of this model's calls.
+        pin_model: "alloc" page-locks the host's weights and gradients where accelerators read them; where the system
+            forbids it, they stay pageable, with a warning. "register" does the same: parameters move into blocks
+            of ours in any case, and the pages of these are registered in place where the accelerator's runtime can
+            (CUDA, ROCm). "off" leaves them pageable. See `roundpipe.host_arena`.
+        check_loss: raise when a loss is NaN (not while a GradScaler exists, which handles that).
+        host_memory: what the model, its gradients and a fused optimizer may take on the host, such as "64GB"; the
+            environment variable ROUNDPIPE_HOST_MEMORY stands in for None. Checked before anything is taken.
+        device_memory: what a step may take on each device; stands in for None: ROUNDPIPE_DEVICE_MEMORY. Steps are
+            planned within it, and one of a new shape is checked before it runs.
+
+    Raises:
+        ValueError: no layers, a model that does not fit its budget, a parameter that is not on the CPU, or an argument
+            that is not listed above.
+    """
+
+    _OWN = SteppedModel._OWN | frozenset(
+        {
+            *call_hooks.NAMES,
+            *run_records.NAMES,
+            "call_with_hooks",
+            "_pre_hooks",
+            "_modules_in_order",
+            "_take_over_layers",
+            "_after_hooks",
+            "forward",
+            "forward_backward",
+            "_set_language_model",
+            "_auto_plan",
+            "_split_batch",
+            "_route",
+            "_submit",
+            "_finish",
+            "submit",
+            "_options",
+            "_pipeline",
+            "_run_config",
+            "_check_loss",
+            "_layer_count",
+            "_language_model",
+            "_pinned",
+            "_build",
+            "_is_part",
+            "_host_budget",
+            "_device_budget",
+            "_memory",
+            "_prepare_step",
+            "_step_shape",
+            "_memory_savers",
+            "_explain_lack",
+            "_describe_layers",
+            "predict_memory",
+            "memory_prediction",
+        }
+    )
+
+    _FALLBACK = OF_A_PIPE
+
+    _is_part = False  # of a larger model, whose wrapper says what there is to say of the whole
+    _pipeline: _core.Pipeline
+    _modules_in_order: list[tuple[str, nn.Module]]
+    _run_config: RoundPipeRunConfig
+    _check_loss: bool
+    _layer_count: int
+    _language_model: LanguageModel | None
+    _pinned: bool
+    _host_budget: int | None
+    _device_budget: int | None
+    _memory: StepMemory
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim_dtype: torch.dtype | None = None,
+        name: str | None = None,
+        model_run_config: RoundPipeRunConfig | None = None,
+        pin_model: Literal["alloc", "register", "off"] = "alloc",
+        check_loss: bool = True,
+        host_memory: str | int | None = None,
+        device_memory: str | int | None = None,
+    ) -> None:
+        # nn.Module.__init__ is left out on purpose: that state is the original model's.
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"[RoundPipe] model is a {type(model).__name__}, expected an nn.Module")
+        if isinstance(model, RoundPipe):
+            raise ValueError("[RoundPipe] the model is wrapped already; use it as it is")
+        refuse_weights(model)
+        if optim_dtype is not None and not (isinstance(optim_dtype, torch.dtype) and optim_dtype.is_floating_point):
+            raise ValueError(f"[RoundPipe] optim_dtype is {optim_dtype!r}, expected a floating-point dtype or None")
+        if pin_model not in ("alloc", "register", "off"):
+            raise ValueError(f"[RoundPipe] pin_model is {pin_model!r}, expected 'alloc', 'register' or 'off'")
+        own = object.__getattribute__(self, "__dict__")
+        own["_name"] = type(model).__name__ if name is None else name
+        own["_run_config"] = copied(model_run_config)
+        own["_original_model"] = own["_wrapped"] = model
+        own["_check_loss"] = check_loss
+        own["_pre_hooks"], own["_after_hooks"] = OrderedDict(), OrderedDict()
+        own["_language_model"] = None
+        own["_optim_dtype"] = optim_dtype
+        own["_pinned"] = pin_model != "off" and any(device != "cpu" for device in devices().torch_devices)
+        own["_host_budget"] = budget_of(host_memory, "host_memory", HOST_VARIABLE)
+        own["_device_budget"] = budget_of(device_memory, "device_memory", DEVICE_VARIABLE)
+        self._build(model)
+        if own["_run_config"].num_microbatch != 1 and not self._is_part:
+            warn_batch_norm(self._name, [model])
+
+    def _build(self, chain: nn.Module) -> None:
+        """Makes the pipeline of a chain of layers."""
+        if self._host_budget is not None:
+            refuse_host("RoundPipe", self._name, self._host_budget, lambda moments: predict_model(chain, moments))
+        modules = list(layers_of(chain))
+        if all(module is not chain for _, module in modules):
+            refuse_hooks_of(chain, f"the {type(chain).__name__}")
+        if len(modules) == 1 and not self._is_part:
+            warn_single_layer(modules[0][1])
+        layers: list[PythonLayer | NativeEmulatedLayer] = [
+            NativeEmulatedLayer(module, layer_name)
+            if isinstance(module, EmulatedLayer)
+            else PythonLayer(module, layer_name, is_last=index == len(modules) - 1)
+            for index, (layer_name, module) in enumerate(modules)
+        ]
+        own = object.__getattribute__(self, "__dict__")
+        own["_pipeline"] = _core.Pipeline(self._name, layers, self._pinned)
+        own["_step_group"] = StepGroup({"": self}, {}, self._optim_dtype)
+        own["_layer_count"] = len(layers)
+        own["_modules_in_order"] = modules
+        real = [layer for layer in layers if isinstance(layer, PythonLayer)]
+        # Emulated layers take time, not memory.
+        budget = self._device_budget if len(real) == len(layers) else None
+        own["_memory"] = StepMemory(self._name, real, self._host_budget, budget)
+
+    # -- the original model shows through ---------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("calls", "random_seed"):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __bool__(self) -> bool:
+        return bool(self._original_model)
+
+    def __len__(self) -> int:
+        return len(self._original_model)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: Any) -> Any:
+        self._step_group.show_weights()
+        return self._original_model[index]  # type: ignore[index]
+
+    def __setitem__(self, index: Any, module: nn.Module) -> None:
+        layers: Any = self._original_model
+        layers[index] = module
+
+    def __delitem__(self, index: Any) -> None:
+        layers: Any = self._original_model
+        del layers[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        self._step_group.show_weights()
+        return iter(self._original_model)  # type: ignore[call-overload, no-any-return]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call_with_hooks(args, kwargs)
+
+    def _set_language_model(self, followed: LanguageModel, model: nn.Module) -> None:
+        """The layers are those of `followed`, which stands for `model`."""
+        self.set_original_model(model)
+        object.__getattribute__(self, "__dict__")["_language_model"] = followed
+
+    def _follow_changes(self) -> None:
+        """Follows the model anew when adapters were put into it or parameters frozen, before it is stepped."""
+        if self._language_model is None:
+            self._take_over_layers()
+            return
+        if not self._step_group.is_untouched:
+            return
+        followed = self._language_model.followed_anew()
+        if followed is not None:
+            self._pipeline.drain()
+            object.__getattribute__(self, "__dict__")["_language_model"] = followed
+            self._build(followed.chain)
+
+    def _take_over_layers(self) -> None:
+        """Takes over that layers of an `nn.Sequential` were put in, taken out or replaced.
+
+        Raises:
+            ValueError: an optimizer has been made for those that were there.
+        """
+        chain = object.__getattribute__(self, "__dict__")["_wrapped"]
+        before, now = self._modules_in_order, list(layers_of(chain))
+        if len(now) == len(before) and all(a[1] is b[1] for a, b in zip(now, before, strict=True)):
+            return
+        if not self._step_group.is_untouched:
+            raise ValueError(
+                f"[RoundPipe] layers of {self._name} were added, removed or replaced after an optimizer was made for "
+                "it; change the model first, then make the optimizer, or wrap the model again"
+            )
+        self._pipeline.drain()
+        self._build(chain)
+
+    def _may_replace(self) -> bool:
+        return self._language_model is not None and self._step_group.is_untouched
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """A followed model passes for its own class, too: peft looks whether it is one of transformers'."""
+        own = object.__getattribute__(self, "__dict__")
+        return type(self) if own.get("_language_model") is None else type(own["_original_model"])
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        *args: Any,
+        roundpipe_run_config: RoundPipeRunConfig | None = None,
+        roundpipe_loss_only: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs the model over the devices, microbatch by microbatch.
+
+        Args:
+            *args: arguments of the model; tensors are split along dim 0, see `RoundPipeRunConfig.split_input`.
+            roundpipe_run_config: options of this call.
+            roundpipe_loss_only: of a language model that is given labels: the outputs hold the loss alone, for which
+                the logits of all tokens need not be there at once.
+            **kwargs: keyword arguments of the model.
+
+        Returns:
+            The merged outputs on `output_device`. With gradients required they carry an autograd graph whose backward
+            runs through the pipeline.
+
+        Raises:
+            ValueError: a batch, option or plan that does not fit.
+            torch.OutOfMemoryError: not even layer by layer does it fit a device; with the numbers and what would fit.
+            Exception: whatever a layer raised, in this call or in work still running from an earlier one.
+        """
+        self._follow_changes()
+        self._step_group.before_call()
+        config = resolve(roundpipe_run_config, self._run_config, devices=len(devices()))
+        batch, changeable = self._split_batch(args, kwargs, config, roundpipe_loss_only)
+        if self._language_model is not None and self._language_model.adds_losses(args, kwargs):
+            config = adding_losses(config)
+        requires_grad = config.requires_grad
+        route = self._route("train" if requires_grad else "infer", config)
+        with ExitStack() as modes:
+            if torch.is_inference_mode_enabled():
+                modes.enter_context(torch.inference_mode(False))
+                modes.enter_context(torch.no_grad())
+            modes.enter_context(torch.set_grad_enabled(requires_grad))
+            mode = _TRAIN if requires_grad else _INFERENCE
+            options = self._options(
+                config, requires_grad, changeable, lambda: self._step_shape(batch, [], None, route, mode)
+            )
+            parts = self._pipeline.forward(batch, options, route, StepNote(self, batch, [], None, route, mode))
+            for _, structure in parts:
+                structure.check_open("forward")
+            print_times(self)
+            return _merged(parts, config)
+
+    def forward_backward(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: dict[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: Callable[[Any, Any], Any] = _outputs_as_loss,
+        return_outputs: bool = False,
+        run_config: RoundPipeRunConfig | None = None,
+        **unknown: Any,
+    ) -> Any:
+        """Forward, loss and backward of one batch.
+
+        Returns as soon as the losses are known; the backward may still be running. Gradients add up until `step`.
+
+        Args:
+            input_args: positional arguments of the model.
+            input_kwargs: keyword arguments of the model.
+            label: second argument of `loss_fn`, split like the inputs, see `RoundPipeRunConfig.split_label`.
+            loss_fn: `(outputs, label)` of one microbatch -> its loss, or several as a list or tuple, whose sum is
+                differentiated. Runs on the device's thread.
+            return_outputs: also return the merged outputs, detached.
+            run_config: options of this call.
+
+        Returns:
+            The sum of the microbatches' losses, detached, on the CPU (a list if `loss_fn` returns several), or
+            `(loss, outputs)`.
+
+        Raises:
+            ValueError: a batch, label, option, plan or loss that does not fit, or gradients are off.
+            RoundPipeError: the loss is NaN; the batch's gradients are dropped.
+            torch.OutOfMemoryError: as `forward`.
+            Exception: whatever a layer or `loss_fn` raised, in this call or in work still running from an earlier one.
+        """
+        check_step_call(self, "forward_backward", input_args, unknown)
+        return self._submit(
+            "forward_backward", input_args, input_kwargs, label, loss_fn, return_outputs, run_config
+        ).loss()
+
+    def submit(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: dict[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: Callable[[Any, Any], Any] = _outputs_as_loss,
+        return_outputs: bool = False,
+        run_config: RoundPipeRunConfig | None = None,
+        **unknown: Any,
+    ) -> Pending:
+        """Starts what `forward_backward` does and returns at once.
+
+        With few microbatches the devices need the next batch before the last loss is read. A loop that gives it early:
+
+            pending = None
+            for batch in batches:
+                following = model.submit((batch,), loss_fn=loss_fn)
+                model.step(update)
+                if pending is not None:
+                    print(pending.loss())
+                pending = following
+
+        The arguments are those of `forward_backward`. A NaN loss is found on the device, before its gradients are used.
+
+        Returns:
+            The batch; read its loss once with `Pending.loss`.
+
+        Raises:
+            ValueError: a batch, label, option or plan that does not fit.
+            Exception: whatever a layer or `loss_fn` raised in work still running from an earlier call.
+        """
+        check_step_call(self, "submit", input_args, unknown)
+        return self._submit("submit", input_args, input_kwargs, label, loss_fn, return_outputs, run_config)
+
+    def _prepare_step(
+        self,
+        input_args: tuple[Any, ...],
+        input_kwargs: dict[str, Any] | None,
+        label: Any,
+        loss_fn: Callable[[Any, Any], Any],
+        run_config: RoundPipeRunConfig | None,
+        where: str,
+        return_outputs: bool,
+    ) -> tuple[ResolvedRunConfig, list[Any], list[Any], Callable[[Any, Any], Any], Any, bool]:
+        """The options, microbatches, labels, loss and route of one call of `forward_backward`, and whether it is given
+        objects that the caller may change."""
+        if not callable(loss_fn):
+            raise ValueError(f"[{where}] loss_fn is a {type(loss_fn).__name__}, expected a function")
+        self._follow_changes()
+        self._step_group.before_call()
+        config = resolve(run_config, self._run_config, devices=len(devices()))
+        check_gradients(config, where)
+        args = tuple(input_args) if isinstance(input_args, (list, tuple)) else (input_args,)
+        own_loss = self._language_model is not None and loss_fn is _outputs_as_loss
+        batch, changeable = self._split_batch(
+            args, dict(input_kwargs or {}), config, loss_only=own_loss and not return_outputs
+        )
+        if self._language_model is not None:
+            followed = self._language_model
+            adds = followed.adds_losses(args, dict(input_kwargs or {}))
+            config = adding_losses(config) if adds else config
+            parts = 1 if adds else len(batch)
+            loss_fn = followed.mean_loss(parts) if own_loss else followed.seen_by(loss_fn, parts)
+        label_parts, changeable_label = owned(split_label(label, len(batch), config.split_label))
+        labels = [split(to_host(part, where)) for part in label_parts]
+        route = self._route("fused", config)
+        return config, batch, labels, loss_fn, route, changeable or changeable_label
+
+    def _submit(
+        self,
+        where: str,
+        input_args: tuple[Any, ...],
+        input_kwargs: dict[str, Any] | None,
+        label: Any,
+        loss_fn: Callable[[Any, Any], Any],
+        return_outputs: bool,
+        run_config: RoundPipeRunConfig | None,
+    ) -> Pending:
+        config, batch, labels, loss_fn, route, changeable = self._prepare_step(
+            input_args, input_kwargs, label, loss_fn, run_config, where, return_outputs
+        )
+        single = [True]
+        early_check = where == "submit" and self._check_loss and not _all_live()
+        with torch.inference_mode(False), torch.enable_grad():
+            options = self._options(
+                config, True, changeable, lambda: self._step_shape(batch, labels, loss_fn, route, _FUSED)
+            )
+            losses = run_loss(loss_fn, single, early_check)
+            note = StepNote(self, batch, labels, loss_fn, route, _FUSED)
+            submitted = self._pipeline.submit(batch, labels, losses, return_outputs, options, route, note)
+        return Pending(submitted, lambda: self._finish(submitted, single, return_outputs, config))
+
+    def _finish(
+        self, submitted: _core.Submitted, single: list[bool], return_outputs: bool, config: ResolvedRunConfig
+    ) -> Any:
+        with torch.inference_mode(False), torch.enable_grad():
+            losses, parts = self._pipeline.finish(submitted)
+        print_times(self)
+        if self._check_loss and not _all_live():
+            for index, microbatch in enumerate(losses):
+                if any(bool(loss.isnan()) for loss in microbatch):
+                    self._pipeline.discard_last_call(NAN_LOSS.format(f" of microbatch {index}"))
+        with torch.no_grad():
+            totals = [sum(values[1:], values[0]) for values in zip(*losses, strict=True)]
+        if self._pipeline.exposes_gradients:
+            self._pipeline.drain()
+            self._pipeline.expose()
+        value = totals[0] if single[0] else totals
+        if not return_outputs:
+            return value
+        return value, _merged(parts, config)
+
+    def _split_batch(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedRunConfig, loss_only: bool = False
+    ) -> tuple[list[Any], bool]:
+        """Per microbatch: the tensors of its arguments, and their structure; and whether they hold objects that the
+        caller may change."""
+        args, kwargs = to_host((args, kwargs), self._name)
+        followed, how = self._language_model, config.split_input
+        if followed is not None:
+            how = followed.splitting(how, kwargs)
+        count = effective_microbatches(args, kwargs, config.num_microbatch, config.num_microbatch_is_default, how)
+        if followed is not None:
+            count = followed.microbatches(count, config.num_microbatch_is_default, args, kwargs)
+        calls, changeable = owned(split_call(args, kwargs, count, how))
+        if self._language_model is not None:
+            calls = self._language_model.prepare(calls, loss_only)
+        return [split(call, is_call=True) for call in calls], changeable
+
+    def predict_memory(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: dict[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: Callable[[Any, Any], Any] = _outputs_as_loss,
+        run_config: RoundPipeRunConfig | None = None,
+    ) -> MemoryPrediction:
+        """What `forward_backward` with these arguments would take, without a step being made.
+
+        Each kind of layer runs once, on the device's thread of nobody: beside the pipeline, with one microbatch. Only
+        shapes count, so the values may be anything that the model takes.
+
+        Raises:
+            ValueError: what `forward_backward` refuses.
+        """
+        config, batch, labels, loss_fn, route, _ = self._prepare_step(
+            input_args, input_kwargs, label, loss_fn, run_config, "predict_memory", return_outputs=False
+        )
+        shape = self._step_shape(batch, labels, loss_fn, route, _FUSED)
+        with torch.inference_mode(False), torch.enable_grad():
+            return self._memory.predict(self._pipeline, shape, config.recompute_grain)
+
+    def memory_prediction(self) -> MemoryPrediction | None:
+        """The prediction that the last kind of step was planned with, and the peak measured since; None before one, or
+        without `device_memory`."""
+        return self._memory.last()
+
+    def _memory_savers(self) -> tuple[str, ...]:
+        return () if self._language_model is None else self._language_model.memory_savers()
+
+    def _step_shape(
+        self,
+        batch: list[Any],
+        labels: list[Any],
+        loss_fn: Callable[[Any, Any], Any] | None,
+        route: Any,
+        mode: _core.PlanMode,
+    ) -> StepShape:
+        return step_shape(batch, labels, loss_fn, route, mode, savers=self._memory_savers())
+
+    def _explain_lack(self, shape: Callable[[ExplainsLack, int], StepShape], rows: int, cap: int) -> str:
+        """What a call takes that a device of `cap` bytes had no memory for; see `StepMemory.explain`."""
+        if not self._memory.knows(self._layer_count):
+            raise ValueError("emulated layers take time, not memory")
+        return self._memory.explain(self._pipeline, lambda some: shape(self, some), rows, cap)
+
+    def _describe_layers(self) -> str:
+        return self._memory.describe_layers(self._pipeline)
+
+    def _options(
+        self, config: ResolvedRunConfig, requires_grad: bool, changeable: bool, step: Callable[[], StepShape]
+    ) -> _core.CallOptions:
+        """How the engine runs a call; `changeable`: it is given objects that the caller may change; `step` is what the
+        call is, asked for where there is a budget for it."""
+        grain = config.recompute_grain
+        if self._memory.device_budget is not None:
+            grain = self._memory.admit(self._pipeline, step(), grain)
+        options = _core.CallOptions()
+        options.requires_grad = requires_grad
+        options.preserve_rng_state = config.preserve_rng_state
+        options.keeps_caller = changeable
+        options.recompute_grain = _GRAINS[grain]
+        options.tied_grad_accumulation = _ACCUMULATIONS[config.tied_grad_accumulation]
+        return options
+
+    def _route(
+        self, run_type: Literal["infer", "train", "fused"], config: ResolvedRunConfig
+    ) -> _core.Stages | _core.Plan | None:
+        """How a call is to run; None leaves it to the planner."""
+        plan = config.execute_plan
+        if plan is None:
+            return None
+        if isinstance(plan, _core.Plan):
+            return plan
+        plan.check_valid(self._layer_count, run_type)
+        stages = _core.Stages()
+        stages.forward = [_core.Range(stage.start, stage.stop) for stage in plan.fwd_plan]
+        if run_type != "infer":
+            stages.backward = [_core.Range(stage.start, stage.stop) for stage in plan.bwd_plan]
+        return stages
+
+    def _auto_plan(
+        self,
+        run_type: Literal["infer", "train", "fused"],
+        min_stages: int,
+        upper_threshold: float,
+        model_memory_limit: float | None,
+    ) -> ModelExecutePlan:
+        limit_bytes = 0 if model_memory_limit is None else int(model_memory_limit * 1e9)
+        if min_stages == 0 and upper_threshold == DEFAULT_THRESHOLD and not limit_bytes:
+            microbatches = resolve(None, self._run_config, devices=len(devices())).num_microbatch
+            stages = self._pipeline.planned_stages(_MODES[run_type], microbatches)
+        else:
+            stages = self._pipeline.choose_stages(_MODES[run_type], min_stages, upper_threshold, limit_bytes)
+        plan = ModelExecutePlan()
+        plan.fwd_plan = [range(stage.first, stage.last) for stage in stages.forward]
+        plan.bwd_plan = [range(stage.first, stage.last) for stage in stages.backward]
+        return plan

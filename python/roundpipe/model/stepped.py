@@ -1,0 +1,123 @@
+"""How models in the pipeline are stepped, and what an optimizer gets."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import nn
+
+from roundpipe import _core
+from roundpipe.model.facade import ModelFacade
+from roundpipe.model.published_attributes import source_of_names
+from roundpipe.step.optimizer_context import in_optimizer_context
+from roundpipe.step.scaler import GradScaler
+
+if TYPE_CHECKING:
+    from roundpipe.step.binding import BoundOptimizer, Step
+
+
+class SteppedModel(ModelFacade):
+    """A model whose weights its `StepGroup` updates."""
+
+    _OWN = ModelFacade._OWN | frozenset(
+        {"step", "optim_named_parameters", "named_parameters", "parameters", "_all_named_parameters"}
+    )
+
+    @overload
+    def step(
+        self,
+        step_fn: BoundOptimizer,
+        is_async: bool = ...,
+        *,
+        scaler: GradScaler | None = ...,
+        max_grad_norm: float | None = ...,
+        lr_scheduler: Any = ...,
+    ) -> Step: ...
+
+    @overload
+    def step(self, step_fn: Callable[..., Any], is_async: bool = ..., *args: Any, **kwargs: Any) -> None: ...
+
+    def step(self, step_fn: Any, is_async: bool = True, *args: Any, **kwargs: Any) -> Step | None:
+        """Updates the weights with the gradients summed since the last step. Two ways:
+
+        `step(optimizer)` with a `roundpipe.optim` optimizer that was made for this model: each layer is updated as soon
+        as its gradient has landed, and gates only itself. Returns at once, in both modes. Then, until the next call
+        or `synchronize()`, read parameters through this model only: your own references may show NaN.
+
+        `step(step_fn, is_async, *args, **kwargs)`: runs the function on the optimizer thread once all gradients are
+        there. Inside it, `model.parameters()` are the optimizer's parameters, with `.grad` filled; clear them there,
+        for example with `optimizer.zero_grad()`.
+
+        Args:
+            step_fn: the optimizer, or a function that updates the optimizer's parameters.
+            is_async: the next call still reads the weights from before this step, the one after it reads this step's
+                (staleness exactly one). False: the next call reads the new weights; with a function, waits for them.
+            *args: for `step_fn`.
+            **kwargs: for `step_fn`. With an optimizer, any of these: `scaler`, a `roundpipe.GradScaler` that scaled the
+                losses: gradients are unscaled, a step with inf or NaN changes nothing, and the scale is updated.
+                `max_grad_norm`: gradients whose norm over the whole model is larger are scaled down to it; every update
+                then waits for all gradients. `lr_scheduler`: a torch scheduler (or several), stepped after this step.
+
+        Returns:
+            With an optimizer the step, whose `grad_norm` and `skipped` can be read; else None.
+
+        Raises:
+            ValueError: the optimizer was not made for this model, or an option that does not fit.
+            Exception: what the last step or work still running raised; this step is then not made. With a function and
+                `is_async=False` also what this one raised.
+        """
+        if isinstance(step_fn, torch.optim.Optimizer):
+            return self._step_group.step_fused(step_fn, is_async, *args, **kwargs)
+        self._step_group.step(step_fn, is_async, args, kwargs)
+        return None
+
+    def synchronize(self) -> None:
+        """Waits for everything: parameters up to date, `.grad` filled with what no step has consumed.
+
+        Raises:
+            Exception: what work still running raised.
+        """
+        _core.require_engine()
+        self._step_group.synchronize()
+
+    def optim_named_parameters(
+        self, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The optimizer's parameters in `optim_dtype`, on the host, with the model's names. Parameters that were frozen
+        when these were made have none."""
+        self._follow_changes()
+        return self._step_group.optim_named_parameters(prefix, remove_duplicate)
+
+    def optim_parameters(self) -> Iterator[nn.Parameter]:
+        """The optimizer's parameters in `optim_dtype`, on the host."""
+        return (parameter for _, parameter in self.optim_named_parameters())
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The original model's parameters, which hold the last published weights; in `step_fn` the optimizer's.
+
+        Waits for gradients that no step has taken, which are then in `.grad`.
+        """
+        if in_optimizer_context():
+            return self.optim_named_parameters(prefix, remove_duplicate)
+        self._step_group.show_weights()
+        self._step_group.show_gradients()
+        if not self._step_group.is_untouched and not self._step_group.is_fused:
+            warnings.warn(
+                "[RoundPipe] parameters() outside of step_fn are the model's own, and the optimizer updates copies of "
+                "them; give optim_parameters() to what is to see these",
+                stacklevel=3,
+            )
+        return source_of_names(self).named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[no-any-return]
+
+    def _all_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter under every name, for what steps the model."""
+        return source_of_names(self).named_parameters(remove_duplicate=False)  # type: ignore[no-any-return]
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """See `named_parameters`."""
+        return (parameter for _, parameter in self.named_parameters(recurse=recurse))

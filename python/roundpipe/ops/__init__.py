@@ -1,0 +1,22 @@
+"""Parts of models, computed natively with less memory than their plain forms.
+
+    from roundpipe.ops import chunked_mlp, linear_cross_entropy
+
+Each computes what the plain PyTorch code in its docstring computes, and its gradients; see `functional`.
+"""
+
+from roundpipe.ops.functional import (
+    LogitStep,
+    chunked_mlp,
+    gated_mlp,
+    linear_cross_entropy,
+    two_layer_mlp,
+)
+
+__all__ = [
+    "LogitStep",
+    "chunked_mlp",
+    "gated_mlp",
+    "linear_cross_entropy",
+    "two_layer_mlp",
+]

@@ -1,0 +1,219 @@
+"""A loss that never holds all logits, and feed-forward blocks that never hold all their intermediate results.
+
+They run inside a layer of a RoundPipe model and in any other PyTorch code, on every device that PyTorch has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from roundpipe import _core
+
+#: An elementwise operation on logits: `("multiply", s)`, `("divide", s)`, `"tanh"`, or the cast `"float32"`.
+LogitStep: TypeAlias = Literal["tanh", "float32"] | tuple[Literal["multiply", "divide"], float]
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+_FACTORS = {"multiply": _core.LogitStepKind.MULTIPLY, "divide": _core.LogitStepKind.DIVIDE}
+_STEPS = {"tanh": _core.LogitStepKind.TANH, "float32": _core.LogitStepKind.FLOAT32}
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["sum", "mean"] = "sum",
+    softcap: float | None = None,
+    scale: float | None = None,
+    steps: Sequence[LogitStep] | None = None,
+    chunk_tokens: int = 0,
+) -> torch.Tensor:
+    """The cross-entropy of a language model's head, without the logits of all tokens.
+
+    Computes, chunk by chunk of tokens,
+
+        logits = F.linear(hidden, weight, bias)
+        for each step: logits = step(logits)
+        F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=..., reduction=...)
+
+    and, where autograd records, the gradients in the same pass, as loss and gradients need the same logits; the
+    backward pass scales them. Beside inputs and gradients one chunk's logits are held, in fp32 and in the dtype of
+    `hidden`, and in 16 bits the weight's gradient in fp32 while the loss is computed.
+
+    In 16 bits logits are rounded as `F.linear` rounds them, the softmax is in fp32, and its gradient is rounded to 16
+    bits before the matrix products. The chunks' parts of the weight's gradient are rounded as the matrix product
+    leaves them, and summed in fp32. All this comes before the factor that `backward` brings, so a loss scale does not
+    help gradients below fp16's range. Under autocast inputs are cast as `F.linear` casts them.
+
+    Args:
+        hidden: `[..., width]`, of dtype fp64, fp32, bf16 or fp16.
+        weight: `[vocabulary, width]`, of the same dtype.
+        labels: int64 `[...]`, from 0 to vocabulary - 1, or `ignore_index`. Checked on the CPU only.
+        bias: `[vocabulary]`, of the same dtype.
+        ignore_index: tokens with this label count neither in the loss nor in the mean.
+        reduction: "sum" over the tokens that are not ignored, or their "mean", which is 0 if there are none.
+        softcap: the logits become `softcap * tanh(logits / softcap)`, as in Gemma 2 (arXiv:2408.00118, section 2).
+        scale: the logits are multiplied by this first, as Cohere's models do.
+        steps: instead of `softcap` and `scale`, a model's own operations in its own order, so that in 16 bits they
+            round as the model's do. All run in the dtype of `hidden` up to "float32", the rest in fp32. Gemma 2:
+            `[("divide", 30.0), "tanh", ("multiply", 30.0), "float32"]`.
+        chunk_tokens: tokens in one chunk; 0 = as many as have 64 MiB of fp32 logits, but at most 4096, and at least 128
+            (256 from a width of 1024).
+
+    Returns:
+        A scalar in fp32, or in fp64 if `hidden` is. Second derivatives (`create_graph`) are not there.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, labels or options do not fit; the message says which.
+        RuntimeError: from `backward`, with `create_graph`, or a second time after one without `retain_graph`.
+    """
+    if reduction not in ("sum", "mean"):
+        raise ValueError(
+            f"[linear_cross_entropy] reduction is {reduction!r}, expected 'sum' or 'mean'; pass one of them"
+        )
+    options = _core.LinearCrossEntropyOptions()
+    options.ignore_index = ignore_index
+    options.chunk_tokens = chunk_tokens
+    options.steps = _logit_steps(softcap, scale, steps)
+    total, _ = _core.linear_cross_entropy(hidden, weight, bias, labels, options)
+    if reduction == "sum":
+        return total
+    return total / (labels != ignore_index).sum().clamp(min=1)
+
+
+def chunked_mlp(
+    body: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    chunk_tokens: int,
+    parameters: Iterable[torch.Tensor] | None = None,
+    *,
+    dim: int = -2,
+    preserve_rng_state: bool = True,
+) -> torch.Tensor:
+    """`body(hidden)`, computed for `chunk_tokens` tokens at a time, forward and backward.
+
+    Between forward and backward only `hidden` and the result are held; the backward pass runs `body` again, one chunk
+    at a time. Gradients of 16-bit parameters are summed over chunks in fp32. Chunks in which `body` draws random
+    numbers from the default generators (dropout) draw the same ones again.
+
+    Args:
+        body: a module or function that maps each token by itself, such as a transformer's feed-forward block.
+        hidden: `[..., tokens, width]`.
+        chunk_tokens: tokens in one chunk, at least 1. With at most so many tokens `body` simply runs.
+        parameters: the tensors beside `hidden` that `body` uses and that may need gradients. May be left out for an
+            `nn.Module` or a method of one, whose parameters they then are.
+        dim: the dimension of `hidden`, and of the result, that holds the tokens.
+        preserve_rng_state: False saves looking at the generators, for a body that draws nothing.
+
+    Returns:
+        What `body(hidden)` returns. Its backward pass cannot be differentiated (`create_graph`).
+
+    Raises:
+        ValueError: `chunk_tokens`, `dim` or the shape of what `body` returned do not fit, or `parameters` are missing.
+        Exception: what `body` raises, here or in `backward`.
+    """
+    if parameters is None:
+        owner = body if isinstance(body, nn.Module) else getattr(body, "__self__", None)
+        if not isinstance(owner, nn.Module):
+            raise ValueError(
+                "[chunked_mlp] the body is no nn.Module and came without parameters, which would get no gradients; "
+                "pass parameters=[...], the tensors that it uses, or parameters=[] if it uses none"
+            )
+        parameters = owner.parameters()
+    options = _core.ChunkedMapOptions()
+    options.chunk_tokens = chunk_tokens
+    options.dim = dim
+    options.preserve_rng_state = preserve_rng_state
+    return _core.chunked_map(body, hidden, list(parameters), options)
+
+
+def gated_mlp(
+    hidden: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    *,
+    gate_bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: Activation = "silu",
+    chunk_tokens: int = 0,
+) -> torch.Tensor:
+    """`down(activation(gate(hidden)) * up(hidden))`, natively: Shazeer, "GLU Variants Improve Transformer" (2020).
+
+    Args:
+        hidden: `[..., tokens, width]`.
+        gate_weight: `[inner, width]`, as `nn.Linear` has it, like the next two.
+        up_weight: `[inner, width]`.
+        down_weight: `[width, inner]`.
+        gate_bias: `[inner]`.
+        up_bias: `[inner]`.
+        down_bias: `[width]`.
+        activation: "silu", "gelu", "gelu_tanh" (gelu's approximation) or "relu".
+        chunk_tokens: tokens in one chunk, see `chunked_mlp`; 0 = all at once, with autograd's own graph.
+
+    Returns:
+        `[..., tokens, width]`.
+
+    Raises:
+        ValueError: the activation has no such name, or `chunk_tokens` is negative.
+    """
+    return _core.gated_mlp(
+        hidden,
+        _core.Projection(gate_weight, gate_bias),
+        _core.Projection(up_weight, up_bias),
+        _core.Projection(down_weight, down_bias),
+        activation,
+        chunk_tokens,
+    )
+
+
+def two_layer_mlp(
+    hidden: torch.Tensor,
+    up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    *,
+    up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: Activation = "gelu",
+    chunk_tokens: int = 0,
+) -> torch.Tensor:
+    """`down(activation(up(hidden)))`, natively. Arguments, result and errors are those of `gated_mlp`."""
+    return _core.two_layer_mlp(
+        hidden,
+        _core.Projection(up_weight, up_bias),
+        _core.Projection(down_weight, down_bias),
+        activation,
+        chunk_tokens,
+    )
+
+
+def _logit_steps(
+    softcap: float | None, scale: float | None, steps: Sequence[LogitStep] | None
+) -> list[_core.LogitStep]:
+    if steps is not None:
+        if softcap is not None or scale is not None:
+            raise ValueError(
+                "[linear_cross_entropy] got steps together with softcap or scale, expected one way to say it; "
+                "write softcap and scale as steps"
+            )
+        return [_native_step(step) for step in steps]
+    made = [] if scale is None else [_core.LogitStep(_core.LogitStepKind.MULTIPLY, scale)]
+    return made if softcap is None else made + _core.softcap_steps(softcap)
+
+
+def _native_step(step: LogitStep) -> _core.LogitStep:
+    if isinstance(step, str) and step in _STEPS:
+        return _core.LogitStep(_STEPS[step])
+    if isinstance(step, tuple) and len(step) == 2 and step[0] in _FACTORS:
+        return _core.LogitStep(_FACTORS[step[0]], step[1])
+    raise ValueError(
+        f"[linear_cross_entropy] a step is {step!r}, expected ('multiply', s), ('divide', s), 'tanh' or 'float32'; "
+        "write the model's operations on its logits with these"
+    )

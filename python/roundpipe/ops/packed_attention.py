@@ -1,0 +1,375 @@
+"""Attention for packed rows, one document at a time: `attn_implementation="sdpa_packed"`.
+
+A packed row holds several documents, and `position_ids` begin anew with each. transformers' own "sdpa" and "eager"
+build a mask of [tokens, tokens] for such rows; here a document's queries only ever meet its own keys, so memory and
+time grow with the documents and not with the square of the row. Importing this module registers the implementation:
+
+    import roundpipe.ops.packed_attention
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa_packed")
+    model(input_ids=ids, position_ids=positions, use_cache=False)
+
+The same goes by the name "packed", which Gemma 2 and GPT-OSS need: transformers allows them no name with "sdpa" in it.
+Rows of one document with padding at either end take an `attention_mask` as usual; the padding itself attends to
+nothing and gets zeros. Generation with a cache goes to transformers' "sdpa".
+
+transformers looks for documents in `position_ids` only without a cache and without an `attention_mask`. Here they count
+always, as long as the model hands its `position_ids` on to its attention, as most do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+NAME = "sdpa_packed"
+# transformers refuses every name with "sdpa" in it for models whose scores SDPA cannot compute: Gemma 2, GPT-OSS.
+OTHER_NAME = "packed"
+
+_QUERIES_AT_ONCE = 1024  # of a document that is longer than its window, or whose scores are computed here
+
+
+def register() -> None:
+    """Makes "sdpa_packed" and "packed" known to transformers. Importing the module has done it; again does no harm."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for name in (NAME, OTHER_NAME):
+        AttentionInterface.register(name, packed_attention)
+        AttentionMaskInterface.register(name, document_lengths)
+
+
+def document_lengths(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., torch.Tensor] | None = None,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """What stands in for a mask: which tokens of each row are a document. Called by transformers.
+
+    The boundaries are read off `mask_function`, by asking it for each token whether it sees the one before.
+
+    Returns:
+        int32 of shape [batch, 1 + n], on the host: the sliding window or 0, then the lengths of the row's documents
+        in their order, a run of padding as minus its length, then zeros. With a cache that holds tokens already,
+        transformers' boolean mask instead.
+
+    Raises:
+        ValueError: a mask that is not causal or was put together by the model, or padding inside a row.
+    """
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    function: Any = causal_mask_function if mask_function is None else mask_function
+    if q_length != kv_length or not _is_zero(q_offset) or not _is_zero(kv_offset):
+        mask = sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            use_vmap=use_vmap,
+            device=device,
+            **kwargs | {"allow_is_causal_skip": False},
+        )
+        assert mask is not None  # as the shortcut is ruled out
+        return mask
+    if use_vmap:
+        raise ValueError(f"[{NAME}] the model adds to the causal mask, expected a plain one; {_OTHERWISE}")
+    rows = torch.arange(batch_size, device=device)[:, None]
+    before, after = torch.arange(q_length - 1, device=device)[None], torch.arange(1, q_length, device=device)[None]
+    head = torch.zeros((1, 1), dtype=torch.long, device=device)
+    if function(rows, head, before, after).any():
+        raise ValueError(f"[{NAME}] a token sees the one after it, expected a causal mask; {_OTHERWISE}")
+    begins = torch.ones((batch_size, q_length), dtype=torch.bool, device=device)
+    begins[:, 1:] = ~function(rows, head, after, before)
+    kept = torch.ones_like(begins) if attention_mask is None else attention_mask.to(device=device, dtype=torch.bool)
+    _check_padding(kept)
+    begins[:, 1:] |= kept[:, 1:] != kept[:, :-1]
+    lengths = []
+    for row, row_kept in zip(begins.cpu(), kept.cpu(), strict=True):
+        starts = row.nonzero().flatten().tolist()
+        spans = zip(starts, [*starts[1:], q_length], strict=True)
+        lengths.append([end - start if row_kept[start] else start - end for start, end in spans])
+    most = max(len(row) for row in lengths)
+    packed = [[local_size or 0, *row, *[0] * (most - len(row))] for row in lengths]
+    return torch.tensor(packed, dtype=torch.int32)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention within each document. Called by transformers.
+
+    Args:
+        module: the model's attention module.
+        query: [batch, heads, tokens, width].
+        key: [batch, key heads, tokens, width]; so is `value`.
+        attention_mask: what `document_lengths` returned.
+        dropout: of the attention's weights.
+        scaling: of the scores; None for 1 / sqrt(width).
+        is_causal: must not be False.
+        softcap: bound on the scores (Gemma 2). The scores are then computed without SDPA, some queries at a time.
+        s_aux: a score for each head that takes its share of the softmax and adds nothing (GPT-OSS). As for `softcap`.
+        position_ids: where given, a document ends also where they do not go on by one.
+        position_bias: not supported.
+
+    Returns:
+        [batch, tokens, heads, width], and no attention weights.
+
+    Raises:
+        ValueError: a mask of another batch, or options that are not supported.
+    """
+    if attention_mask is None or attention_mask.dim() == 4:
+        return _transformers_sdpa(module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, kwargs)
+    if position_bias is not None or is_causal is False or kwargs.get("output_attentions"):
+        raise ValueError(
+            f"[{NAME}] got position_bias, is_causal=False or output_attentions=True, expected none; {_OTHERWISE}"
+        )
+    described: list[list[int]] = attention_mask.tolist()
+    tokens = query.shape[2]
+    window = described[0][0]
+    documents = [[length for length in row[1:] if length] for row in described]
+    sizes = [sum(map(abs, row)) for row in documents]
+    if sizes != [tokens] * query.shape[0]:
+        raise ValueError(
+            f"[{NAME}] the documents of the mask have {sizes} tokens, expected {tokens} in each of {query.shape[0]} "
+            "rows; give the model no mask of two dimensions but of zeros and ones"
+        )
+    if position_ids is not None and position_ids.dim() == 2:
+        documents = _split_at_positions(attention_mask, documents, position_ids)
+    exact = softcap is not None or s_aux is not None
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if exact:
+            return _by_scores(query, key, value, window, dropout, scaling, softcap, s_aux)
+        return _by_sdpa(query, key, value, window, dropout, scaling)
+
+    if all(row == [tokens] for row in documents):
+        return attend(query, key, value).transpose(1, 2).contiguous(), None
+    # Documents of one length go together. Pieces return to their places by one concatenation, so that the backward
+    # needs no buffer of the row's size for each.
+    places: dict[int, list[tuple[int, int]]] = {}
+    for index, row in enumerate(documents):
+        for start, length in _starts(row):
+            places.setdefault(length, []).append((index, start))
+    pieces: dict[tuple[int, int], torch.Tensor] = {}
+    for length, here in places.items():
+        if length < 0:
+            nothing = value.new_zeros((1, query.shape[1], -length, value.shape[-1]))
+            pieces |= dict.fromkeys(here, nothing)
+            continue
+        cut = [torch.cat([x[i : i + 1, :, s : s + length] for i, s in here]) for x in (query, key, value)]
+        pieces |= zip(here, attend(*cut).chunk(len(here)), strict=True)
+    joined = [
+        torch.cat([pieces[index, start] for start, _ in _starts(row)], dim=2) for index, row in enumerate(documents)
+    ]
+    return torch.cat(joined).transpose(1, 2).contiguous(), None
+
+
+def check_packing(model: Any) -> None:
+    """Makes sure that samples that share a row do not change each other, by running two small rows.
+
+    The rows end in the same sample and begin with different ones. Models that carry more along a row than attention
+    does (state space models, short convolutions) fail, and so do those that were loaded with another attention.
+
+    Args:
+        model: a causal language model, in the pipeline or plain. It is put into evaluation mode for the check.
+
+    Raises:
+        ValueError: they do change each other.
+    """
+    text_config = model.config.get_text_config()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, int(text_config.vocab_size), (2, 8), generator=generator)
+    tokens[1] = tokens[0].roll(1)
+    tokens[:, 5:] = tokens[0, 5:]
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]]).repeat(2, 1)
+    training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, 5:].float()
+    finally:
+        for module, mode in training:
+            module.training = mode
+    difference = float((logits[0] - logits[1]).abs().max())
+    if not difference <= 1e-2 * float(logits.abs().max()):
+        raise ValueError(
+            f"[check_packing] two samples in one row of {text_config.model_type} change each other (logits by "
+            f"{difference:.2g}), expected none to see another; load the model with "
+            f'attn_implementation="{OTHER_NAME}", or do not pack: give it a row a sample with an attention_mask'
+        )
+
+
+_OTHERWISE = 'use attn_implementation="sdpa" for this model'
+
+
+def _starts(row: list[int]) -> Iterator[tuple[int, int]]:
+    """Where each document or run of padding of a row begins, and its length as the mask says it."""
+    start = 0
+    for length in row:
+        yield start, length
+        start += abs(length)
+
+
+def _is_zero(offset: Any) -> bool:
+    return int(offset) == 0
+
+
+def _check_padding(kept: torch.Tensor) -> None:
+    runs = kept[:, 0].int() + (kept[:, 1:] & ~kept[:, :-1]).sum(dim=1)
+    if (runs > 1).any():
+        row = int((runs > 1).nonzero()[0])
+        raise ValueError(
+            f"[{NAME}] the attention_mask of row {row} has padding between tokens, expected it at the row's ends; for "
+            "packed rows give position_ids that begin anew with each document, and no attention_mask"
+        )
+
+
+def _split_at_positions(mask: torch.Tensor, documents: list[list[int]], position_ids: torch.Tensor) -> list[list[int]]:
+    """Cuts documents where positions begin anew, for not every model tells its mask about them."""
+    known = getattr(mask, "_roundpipe_documents", None)
+    if known is not None and known[0] is position_ids:  # as in the layer before
+        split: list[list[int]] = known[1]
+        return split
+    jumps = (position_ids[:, 1:] != position_ids[:, :-1] + 1).cpu().expand(len(documents), -1)
+    split = []
+    for row, jumped in zip(documents, jumps, strict=True):
+        cuts = (jumped.nonzero().flatten() + 1).tolist()
+        parts = []
+        for start, length in _starts(row):
+            inside = [cut for cut in cuts if start < cut < start + length]  # none in padding, whose length is negative
+            parts += [end - begin for begin, end in itertools.pairwise([start, *inside, start + length])]
+        split.append(parts)
+    mask.__dict__["_roundpipe_documents"] = (position_ids, split)
+    return split
+
+
+def _by_sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, dropout: float, scaling: float | None
+) -> torch.Tensor:
+    groups = query.shape[1] // key.shape[1]
+    tokens = query.shape[2]
+    grouped = groups > 1 and key.shape[-1] == value.shape[-1] <= 256  # what the fast kernels know
+    if not grouped:
+        key, value = _repeat(key, groups), _repeat(value, groups)
+
+    def sdpa(rows: slice, keys: slice, mask: torch.Tensor | None) -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            query[:, :, rows],
+            key[:, :, keys],
+            value[:, :, keys],
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=grouped,
+        )
+
+    if not 0 < window < tokens:
+        return sdpa(slice(None), slice(None), None)
+    outputs = [sdpa(slice(0, window), slice(0, window), None)]  # within the window it is plainly causal
+    for rows, keys in _bands(window, tokens, window):
+        outputs.append(sdpa(rows, keys, _band(rows, keys, window, query.device)))
+    return torch.cat(outputs, dim=2)
+
+
+def _by_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    groups, tokens = query.shape[1] // key.shape[1], query.shape[2]
+    key, value = _repeat(key, groups), _repeat(value, groups)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    outputs = []
+    for rows, keys in _bands(0, tokens, window or tokens):
+        scores = query[:, :, rows] @ key[:, :, keys].transpose(-1, -2) * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.masked_fill(~_band(rows, keys, window or tokens, query.device), float("-inf"))
+        if sinks is not None:
+            sink = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        if sinks is not None:
+            weights = weights[..., :-1]
+        outputs.append(F.dropout(weights, p=dropout) @ value[:, :, keys])
+    return torch.cat(outputs, dim=2)
+
+
+def _bands(first: int, tokens: int, window: int) -> Iterator[tuple[slice, slice]]:
+    """Queries from `first` on, some at a time, and the keys that any of them sees."""
+    step = min(window, _QUERIES_AT_ONCE)
+    for start in range(first, tokens, step):
+        end = min(start + step, tokens)
+        yield slice(start, end), slice(max(0, start - window + 1), end)
+
+
+def _band(rows: slice, keys: slice, window: int, device: torch.device) -> torch.Tensor:
+    """[queries, keys], True where a query sees a key: itself and the `window - 1` tokens before."""
+    distance = (
+        torch.arange(rows.start, rows.stop, device=device)[:, None]
+        - torch.arange(keys.start, keys.stop, device=device)[None]
+    )
+    return (distance >= 0) & (distance < window)
+
+
+def _repeat(heads: torch.Tensor, groups: int) -> torch.Tensor:
+    return heads if groups == 1 else heads.repeat_interleave(groups, dim=1)
+
+
+def _transformers_sdpa(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """A mask of transformers' own kind: generation, or one that the caller made."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if softcap is not None or sinks is not None:
+        raise ValueError(
+            f"[{NAME}] softcap and s_aux are for training, without a cache and without a mask of four dimensions; "
+            'use attn_implementation="eager" for this'
+        )
+    output, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **options)
+    return output, None
+
+
+register()

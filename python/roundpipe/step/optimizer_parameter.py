@@ -1,0 +1,87 @@
+"""The optimizer's copy of a parameter, whose `.grad` is there when PyTorch's would be."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from roundpipe.step.optimizer_context import in_optimizer_context
+
+_GROUP = "_roundpipe_group"
+_gradient: Any = torch.Tensor.grad
+
+
+class ParameterOwner(Protocol):
+    """The models whose parameters an optimizer steps together: `StepGroup`, as what it is made of sees it."""
+
+    def hand_over(self) -> None: ...
+
+    def show_gradients(self) -> None: ...
+
+    def finish_update(self) -> None: ...
+
+    def changed_from_outside(self) -> None: ...
+
+    def owns_any(self, ids: set[int]) -> bool: ...
+
+    def owns_trained(self, ids: set[int]) -> bool: ...
+
+    def begin_plain_step(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+    def finish_plain_step(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+
+class OptimizerParameter(nn.Parameter):
+    """What `optim_parameters()` gives to an optimizer.
+
+    Gradients are summed by the engine. A step function of `model.step` finds them handed over; anywhere else, reading
+    or writing `.grad` waits for the backward and hands them over first, so that `optimizer.step()`,
+    `optimizer.zero_grad()` and `clip_grad_norm_` mean what they mean in a plain loop.
+    """
+
+    def attach(self, group: ParameterOwner) -> None:
+        """Makes `group` the one that hands gradients over to this parameter."""
+        self.__dict__[_GROUP] = weakref.ref(group)
+
+    def group(self) -> ParameterOwner | None:
+        """Whose parameter this is; None for a copy of it."""
+        reference = self.__dict__.get(_GROUP)
+        return None if reference is None else reference()
+
+    @property
+    def landed_grad(self) -> torch.Tensor | None:
+        """`.grad` as it is, without waiting."""
+        gradient: torch.Tensor | None = _gradient.__get__(self)
+        return gradient
+
+    @landed_grad.setter
+    def landed_grad(self, gradient: torch.Tensor | None) -> None:
+        _gradient.__set__(self, gradient)
+
+    def _receive(self) -> None:
+        group = None if in_optimizer_context() else self.group()
+        if group is not None:
+            group.hand_over()
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        self._receive()
+        return self.landed_grad
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        self._receive()
+        self.landed_grad = gradient
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A plain parameter when it is read back: it belongs to no model then.
+        plain = nn.Parameter(self.detach(), self.requires_grad)
+        plain.__dict__.update({name: value for name, value in self.__dict__.items() if name != _GROUP})
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

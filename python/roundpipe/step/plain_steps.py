@@ -1,0 +1,88 @@
+"""Optimizers that step outside of `model.step`, as in a plain PyTorch loop.
+
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+works with any torch optimizer over `model.optim_parameters()` or `model.parameters()`, and with a `roundpipe.optim`
+one that was made for the model. Such a step waits for the backward, and the next call reads its weights. torch tells
+every step of every optimizer through its hooks; those of other models are left alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from roundpipe.step.optimizer_context import in_optimizer_context
+from roundpipe.step.optimizer_parameter import OptimizerParameter, ParameterOwner
+
+owners: weakref.WeakSet[ParameterOwner] = weakref.WeakSet()
+"""All groups of models that are stepped together."""
+
+
+def watch_optimizers() -> None:
+    """Looks at every step of a torch optimizer from now on."""
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if in_optimizer_context():
+            _refuse_own_parameters(optimizer)
+            return
+        for group in stepped_groups(optimizer):
+            group.begin_plain_step(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if in_optimizer_context():
+            return
+        for group in stepped_groups(optimizer):
+            group.finish_plain_step(optimizer)
+
+    torch_optimizer.register_optimizer_step_pre_hook(before)
+    torch_optimizer.register_optimizer_step_post_hook(after)
+
+
+def stepped_groups(optimizer: torch.optim.Optimizer) -> list[ParameterOwner]:
+    """The groups of models that one of the optimizer's parameters belongs to."""
+    own, found = split_parameters(optimizer)
+    return [group for group in list(owners) if any(group is known for known in found) or group.owns_any(own)]
+
+
+def split_parameters(optimizer: torch.optim.Optimizer) -> tuple[set[int], list[ParameterOwner]]:
+    """Ids of the optimizer's parameters that are nobody's copies, and whose copies the others are."""
+    own: set[int] = set()
+    found: list[ParameterOwner] = []
+    for options in optimizer.param_groups:
+        for parameter in options["params"]:
+            group = parameter.group() if isinstance(parameter, OptimizerParameter) else None
+            if group is None:
+                own.add(id(parameter))
+            elif not any(group is known for known in found):
+                found.append(group)
+    return own, found
+
+
+def show_gradients_of(optimizer: torch.optim.Optimizer) -> None:
+    """Fills the `.grad` of the parameters of models in the pipeline that `optimizer` steps, once they are there."""
+    for group in stepped_groups(optimizer):
+        group.show_gradients()
+
+
+def changed_from_outside(optimizer: torch.optim.Optimizer) -> None:
+    """Says that `optimizer` has changed parameters after the step function that had them, so that calls see it."""
+    for group in split_parameters(optimizer)[1]:
+        group.changed_from_outside()
+
+
+def _refuse_own_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError if a step function's optimizer has parameters that get no gradients there."""
+    own, _ = split_parameters(optimizer)
+    for group in list(owners):
+        if group.owns_trained(own):
+            raise ValueError(
+                f"[step] the {type(optimizer).__name__} of the step function has the model's own parameters, whose "
+                "gradients go to the optimizer's; give it model.optim_parameters(), or call optimizer.step() outside "
+                "of model.step"
+            )
