@@ -24,7 +24,7 @@
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/core/clock.h>
 #include <roundpipe/core/error.h>
-#include <roundpipe/device/device.h>
+#include <roundpipe/device/make_devices.h>
 #include <roundpipe/memory/block_layout.h>
 #include <roundpipe/memory/host_arena.h>
 #include <roundpipe/memory/weight_slots.h>

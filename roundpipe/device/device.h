@@ -112,10 +112,4 @@ class Device {
   c10::Device torch_device_;
 };
 
-// Makes the devices of `specs`. Throws std::invalid_argument when an accelerator is not there.
-std::vector<std::unique_ptr<Device>> make_devices(const std::vector<DeviceSpec>& specs);
-
-// All accelerators that torch sees, else as many virtual devices as the host has cores.
-std::vector<DeviceSpec> default_devices();
-
 }  // namespace roundpipe::device

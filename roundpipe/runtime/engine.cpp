@@ -8,6 +8,7 @@
 #include <ATen/Parallel.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/device/make_devices.h>
 #include <roundpipe/optim/thread_pool.h>
 #include <roundpipe/runtime/step/update_thread.h>
 

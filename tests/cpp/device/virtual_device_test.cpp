@@ -12,6 +12,7 @@
 #include <doctest/doctest.h>
 
 #include <roundpipe/core/clock.h>
+#include <roundpipe/device/make_devices.h>
 
 using namespace roundpipe;
 using namespace roundpipe::device;

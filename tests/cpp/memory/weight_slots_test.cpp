@@ -1,3 +1,4 @@
+#include <roundpipe/device/make_devices.h>
 #include <roundpipe/memory/weight_slots.h>
 
 #include <algorithm>

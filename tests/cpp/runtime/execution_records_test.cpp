@@ -5,6 +5,7 @@
 
 #include <doctest/doctest.h>
 
+#include <roundpipe/device/make_devices.h>
 #include <roundpipe/runtime/engine.h>
 #include <roundpipe/runtime/submission.h>
 

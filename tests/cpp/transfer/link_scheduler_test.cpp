@@ -1,3 +1,4 @@
+#include <roundpipe/device/make_devices.h>
 #include <roundpipe/transfer/link_scheduler.h>
 
 #include <atomic>

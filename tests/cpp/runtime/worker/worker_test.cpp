@@ -16,6 +16,7 @@
 #include <doctest/doctest.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/device/make_devices.h>
 #include <roundpipe/runtime/submission.h>
 
 #include "support/model.h"
