@@ -12,12 +12,7 @@ from torch.utils.hooks import RemovableHandle
 if TYPE_CHECKING:
     from roundpipe.model.facade import ModelFacade
 
-NAMES = frozenset(
-    {
-        *("register_forward_hook", "register_forward_pre_hook"),
-        *("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook"),
-    }
-)
+
 """The methods of `HasCallHooks`."""
 
 _Hooks = OrderedDict[int, tuple[Callable[..., Any], bool, bool]]  # hook, with_kwargs, always_call

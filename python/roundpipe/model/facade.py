@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import nn
 
 from roundpipe.layers.adapters import without_adapters
 from roundpipe.model import forward as model_forward
-from roundpipe.model import host_resident
 from roundpipe.model.host_resident import HostResident
 from roundpipe.model.published_attributes import COMMON, standing_for
 from roundpipe.model.replacing import REPLACING, guarded, refuse_compiling
@@ -43,6 +43,14 @@ def _values_in_place() -> Iterator[None]:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
+def _own_names(facade: type[ModelFacade]) -> frozenset[str]:
+    """Names that `facade` and its bases below `nn.Module` define or declare, and those of a replaced forward."""
+    names = set(model_forward.NAMES)
+    for base in facade.__mro__[: facade.__mro__.index(nn.Module)]:
+        names |= {*vars(base), *inspect.get_annotations(base)}
+    return frozenset(name for name in names if not (name.startswith("__") and name.endswith("__")))
+
+
 class ModelFacade(HostResident):
     """Stands for an original model: every attribute that is not in `_OWN` is read, written and deleted there.
 
@@ -50,32 +58,8 @@ class ModelFacade(HostResident):
     `synchronize` and `optim_parameters`.
     """
 
-    # Names that are looked up here; all others belong to the original model.
-    _OWN = frozenset(
-        {
-            "synchronize",
-            "optim_parameters",
-            "train",
-            "eval",
-            "requires_grad_",
-            "state_dict",
-            "load_state_dict",
-            "zero_grad",
-            "save_pretrained",
-            "set_original_model",
-            "_original_model",
-            "_wrapped",
-            "_name",
-            "_optim_dtype",
-            "_step_group",
-            "_follow_changes",
-            "_check_dtype",
-            "_stay",
-            "_may_replace",
-        }
-        | host_resident.NAMES
-        | model_forward.NAMES
-    )
+    # Names that are looked up here, see `_own_names`; all others belong to the original model.
+    _OWN: ClassVar[frozenset[str]]
 
     # Names that are looked up in the original model first, and made here where it has none of them.
     _FALLBACK = COMMON
@@ -85,6 +69,10 @@ class ModelFacade(HostResident):
     _name: str
     _optim_dtype: torch.dtype | None
     _step_group: StepGroup
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._OWN = _own_names(cls)
 
     def set_original_model(self, original_model: nn.Module) -> None:
         """Makes attributes read, written and deleted here those of `original_model`; what runs stays the same."""
@@ -191,3 +179,6 @@ class ModelFacade(HostResident):
             return
         self._step_group.zero_gradients(set_to_none)
         self._original_model.zero_grad(set_to_none)
+
+
+ModelFacade._OWN = _own_names(ModelFacade)

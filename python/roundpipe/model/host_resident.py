@@ -10,12 +10,6 @@ from typing import Any, NoReturn, Self, SupportsIndex
 import torch
 from torch import nn
 
-NAMES = frozenset(
-    {
-        *("to", "cpu", "cuda", "xpu", "ipu", "mtia", "type", "float", "double", "half", "bfloat16", "to_empty"),
-        *("apply", "share_memory"),
-    }
-)
 """The methods of `HostResident` that users call."""
 
 _NO_COPY = (

@@ -25,7 +25,6 @@ from roundpipe.layers.values import owned, split, to_host
 from roundpipe.memory.budget import DEVICE_VARIABLE, HOST_VARIABLE, budget_of, predict_model, refuse_host
 from roundpipe.memory.out_of_memory import ExplainsLack, StepNote
 from roundpipe.memory.step import MemoryPrediction, StepMemory, StepShape, step_shape
-from roundpipe.model import call_hooks, run_records
 from roundpipe.model.call_hooks import HasCallHooks, refuse_hooks_of
 from roundpipe.model.pending import Pending
 from roundpipe.model.published_attributes import OF_A_PIPE
@@ -85,46 +84,6 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         ValueError: no layers, a model that does not fit its budget, a parameter that is not on the CPU, or an argument
             that is not listed above.
     """
-
-    _OWN = SteppedModel._OWN | frozenset(
-        {
-            *call_hooks.NAMES,
-            *run_records.NAMES,
-            "call_with_hooks",
-            "_pre_hooks",
-            "_modules_in_order",
-            "_take_over_layers",
-            "_after_hooks",
-            "forward",
-            "forward_backward",
-            "_set_language_model",
-            "_auto_plan",
-            "_split_batch",
-            "_route",
-            "_submit",
-            "_finish",
-            "submit",
-            "_options",
-            "_pipeline",
-            "_run_config",
-            "_check_loss",
-            "_layer_count",
-            "_language_model",
-            "_pinned",
-            "_build",
-            "_is_part",
-            "_host_budget",
-            "_device_budget",
-            "_memory",
-            "_prepare_step",
-            "_step_shape",
-            "_memory_savers",
-            "_explain_lack",
-            "_describe_layers",
-            "predict_memory",
-            "memory_prediction",
-        }
-    )
 
     _FALLBACK = OF_A_PIPE
 

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from roundpipe import _core
 
-NAMES = frozenset(
-    {
-        *("num_layers", "calls", "random_seed", "layer_seed", "costs", "host_bytes", "last_plan", "last_records"),
-    }
-)
 """The members of `RunRecords`."""
 
 

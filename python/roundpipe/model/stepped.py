@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 class SteppedModel(ModelFacade):
     """A model whose weights its `StepGroup` updates."""
 
-    _OWN = ModelFacade._OWN | frozenset(
-        {"step", "optim_named_parameters", "named_parameters", "parameters", "_all_named_parameters"}
-    )
-
     @overload
     def step(
         self,

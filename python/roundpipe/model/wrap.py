@@ -370,16 +370,6 @@ class AutoRoundPipe(SteppedModel):
         TypeError: an option that `RoundPipe` does not have.
     """
 
-    _OWN = SteppedModel._OWN | frozenset(
-        {
-            "forward",
-            "forward_backward",
-            "_order",
-            "_contents",
-            "_take_parts",
-        }
-    )
-
     _why_not_cut = (  # what `ModelExecutePlan.auto` says of it
         "an AutoRoundPipe, whose root runs on the host and has no layers to cut; expected a RoundPipe: pass the "
         "RoundPipe modules inside it one by one"
