@@ -82,8 +82,8 @@ class ParameterBlock {
   // Whether calls read the newest version, and that version is complete.
   bool settled() const { return !next_ && current_->published->complete(); }
 
-  // Points the user's parameters at the version that calls read. If it is not complete yet, points them at a single NaN
-  // (integers: 0), so that they visibly have no values and keep no memory. Never blocks.
+  // Points the user's parameters at the version that calls read. If that version is not complete yet, or has failed,
+  // points them at a single NaN (integers: 0), so that they visibly have no values and keep no memory. Never blocks.
   void repoint();
   // Whether the user's parameters hold values.
   bool shows_weights() const { return shown_.defined(); }

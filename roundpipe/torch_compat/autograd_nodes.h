@@ -39,8 +39,8 @@ struct BoundaryNode : public torch::autograd::Node {
 class Boundary {
  public:
   Boundary();
-  // Makes this boundary the source of `tensor` and returns the index for gradient(). REQUIRES: `tensor` has no history
-  // and memory of its own.
+  // Makes this boundary the source of `tensor` and returns the index for gradient(). REQUIRES: `tensor` has its own
+  // memory and no history.
   size_t attach(at::Tensor& tensor);
   // The gradient that arrived in the backward, settled (see memory/crossing.h); undefined if none did.
   // REQUIRES: index < number of attached tensors.
