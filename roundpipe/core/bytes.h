@@ -6,7 +6,7 @@
 
 namespace roundpipe {
 
-// Every parameter of a flat block starts at a multiple of this, on the host and on the device.
+// Every parameter of a flat block starts at a multiple of this offset, on the host and on the device.
 inline constexpr int64_t kBlockAlignment_bytes = 256;
 
 inline constexpr int64_t align_up(int64_t size_bytes, int64_t alignment_bytes) {
@@ -23,7 +23,7 @@ double parse_gb_per_s(std::string_view text, std::string_view where);
 // "0.8ms", "800us", or a plain number of milliseconds. Throws std::invalid_argument naming `where`.
 double parse_ms(std::string_view text, std::string_view where);
 
-// "1.50 GiB"; for people.
+// "1.50 GiB", for messages.
 std::string format_bytes(int64_t size_bytes);
 
 }  // namespace roundpipe

@@ -15,7 +15,7 @@ std::atomic<bool> left_behind{false};
 
 thread_local bool runs_layers = false;
 
-// When the library is loaded, so that no fork can fall in between.
+// Registered when the library is loaded, so that no fork can come before.
 [[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { left_behind.store(begun.load()); });
 
 }  // namespace

@@ -2,30 +2,30 @@
 
 namespace roundpipe {
 
-// The engine's life in this process. Its threads begin with its first use and end with the process.
+// The engine's life in this process. Its threads start with its first use and end with the process.
 //
-// A child that fork() makes after that has none of these threads, and a lock that one of them held at that moment stays
-// locked there for ever. In such a child, which is called left behind, nothing of the engine waits, takes a lock that
-// its threads take, or ends a thread: uses throw, and what is dropped there keeps its memory.
+// A child that fork() makes after the start is called left behind: it has none of the engine's threads, and a lock that
+// one of them held during the fork stays locked for ever. In such a child, the engine never waits, never takes a lock
+// that its threads take, and never ends a thread. Uses throw, and dropped objects keep their memory.
 // Thread safety: any thread. Nothing blocks.
 
-// Before the first thread of the engine begins: children made by fork() from now on are left behind.
+// Called before the first thread of the engine starts: children made by fork() from now on are left behind.
 void engine_begins() noexcept;
 
-// No thread of the engine runs any more, nor will one.
+// Called when the engine has no running threads left and will start no more.
 void engine_ends() noexcept;
 
 bool is_left_behind() noexcept;
 bool engine_has_ended() noexcept;
 
-// Throws Error in a process that is left behind.
+// Throws Error in a process that was left behind.
 void require_own_process();
-// The same, and once the engine has ended.
+// Throws Error in a process that was left behind, and after the engine has ended.
 void require_engine();
 
-// The calling thread runs layers and losses from now on.
+// Marks the calling thread as one that runs layers and losses.
 void become_device_thread() noexcept;
-// Throws Error on such a thread: what waits for the devices would wait for itself there.
+// Throws Error on such a thread: if it waited for the devices, it would wait for itself.
 void require_callers_thread();
 
 }  // namespace roundpipe

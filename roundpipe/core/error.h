@@ -6,13 +6,13 @@
 
 namespace roundpipe {
 
-// Everything that goes wrong and is not the caller's mistake. A caller's mistake is std::invalid_argument.
+// Any failure that is not the caller's mistake. A caller's mistake is std::invalid_argument.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// The work was given up because something else failed or the user interrupted; never the root cause.
+// The work was cancelled because something else failed or the user interrupted it. Never the root cause.
 class Cancelled : public Error {
  public:
   using Error::Error;

@@ -3,27 +3,27 @@
 #include <condition_variable>
 #include <mutex>
 
-// Locks that say what they protect, so that Clang's thread safety analysis (-Wthread-safety, see
-// https://clang.llvm.org/docs/ThreadSafetyAnalysis.html) checks it. For other compilers the attributes are empty.
+// Annotated locks, which Clang's thread safety analysis checks (-Wthread-safety, see
+// https://clang.llvm.org/docs/ThreadSafetyAnalysis.html). For other compilers, the attributes are empty.
 #if defined(__clang__)
 #define ROUNDPIPE_ATTRIBUTE(...) __attribute__((__VA_ARGS__))
 #else
 #define ROUNDPIPE_ATTRIBUTE(...)
 #endif
 
-// Of a member: read and written with that lock held.
+// On a member: read and written only with this lock held.
 #define ROUNDPIPE_GUARDED_BY(...) ROUNDPIPE_ATTRIBUTE(guarded_by(__VA_ARGS__))
-// Of a function: called with that lock held, or without it.
+// On a function: called with this lock held (REQUIRES), or without it (EXCLUDES).
 #define ROUNDPIPE_REQUIRES(...) ROUNDPIPE_ATTRIBUTE(requires_capability(__VA_ARGS__))
 #define ROUNDPIPE_EXCLUDES(...) ROUNDPIPE_ATTRIBUTE(locks_excluded(__VA_ARGS__))
-// Of a function that returns a reference to that lock.
+// On a function that returns a reference to this lock.
 #define ROUNDPIPE_RETURNS_LOCK(...) ROUNDPIPE_ATTRIBUTE(lock_returned(__VA_ARGS__))
-// Of a function that holds a number of locks known at run time only.
+// On a function that holds a number of locks known only at run time.
 #define ROUNDPIPE_NOT_ANALYZED ROUNDPIPE_ATTRIBUTE(no_thread_safety_analysis)
 
 namespace roundpipe {
 
-// A std::mutex that the analysis knows. Not recursive.
+// A std::mutex that the analysis understands. Not recursive.
 class ROUNDPIPE_ATTRIBUTE(capability("mutex")) Mutex {
  public:
   Mutex() = default;
@@ -50,10 +50,10 @@ class ROUNDPIPE_ATTRIBUTE(scoped_lockable) MutexLock {
   Mutex& mutex_;
 };
 
-// A condition variable. The condition is a loop around wait(), so that the analysis sees what it reads.
+// A condition variable. Wait in a loop that tests the condition, so that the analysis sees what the condition reads.
 class Condition {
  public:
-  // Unlocks `mutex`, blocks until notified or for no reason, and locks it again.
+  // Unlocks `mutex`, blocks until notified (or a spurious wake-up), and locks it again.
   void wait(Mutex& mutex) ROUNDPIPE_REQUIRES(mutex) {
     std::unique_lock lock(mutex.mutex_, std::adopt_lock);
     changed_.wait(lock);

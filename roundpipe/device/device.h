@@ -12,7 +12,7 @@
 
 namespace roundpipe::device {
 
-// Bytes of device memory. `limit_bytes` 0 = no cap known; `allocated_bytes`: all that was ever asked for.
+// Bytes of device memory. `limit_bytes`: 0 = no known cap. `allocated_bytes`: the sum of all allocations so far.
 struct MemoryStats {
   int64_t current_bytes = 0;
   int64_t peak_bytes = 0;
@@ -20,8 +20,8 @@ struct MemoryStats {
   int64_t allocated_bytes = 0;
 };
 
-// While it lives, the calling thread issues work to one queue: allocations count against the device, and on an
-// accelerator the queue's stream is current. Destroyed on the thread that made it, innermost first.
+// As long as a scope lives, its thread issues work to one queue: allocations count against the device, and on an
+// accelerator, the queue's stream is current. A scope is destroyed on the thread that made it, innermost first.
 class QueueScope {
  public:
   QueueScope() = default;
@@ -30,51 +30,51 @@ class QueueScope {
   virtual ~QueueScope() = default;
 };
 
-// One copy: same dtype and sizes, one side on the host.
+// One copy. Both sides have the same dtype and sizes, and one side is on the host.
 struct Piece {
   at::Tensor dst;
   at::Tensor src;
 };
 
-// How a device's links are used.
+// How transfers use a device's link.
 struct LinkOptions {
-  int64_t chunk_bytes = 64'000'000;  // transfers are cut into pieces of at most so much; 0 = moved whole
-  bool first_come = false;           // in the order in which they are asked for, whatever their class
+  int64_t chunk_bytes = 64'000'000;  // transfers are cut into pieces of at most this size; 0 = not cut
+  bool first_come = false;           // transfers run in the order of their requests, whatever their class
 };
 
-// An in-order stream of work of one device. One thread issues to a queue; the three queues of a device run side by
-// side. A virtual queue does its work on the issuing thread.
+// An in-order stream of work for one device. One thread issues to a queue. The three queues of a device run in
+// parallel. A virtual queue does its work on the issuing thread.
 class Queue {
  public:
   virtual ~Queue() = default;
   virtual std::unique_ptr<QueueScope> enter() = 0;
 
-  // Copies `src` to `dst` (same dtype and sizes) in queue order. May return before the copy is done; both stay
-  // alive until an event signalled later has fired. REQUIRES: inside enter().
+  // Copies `src` to `dst` in queue order. May return before the copy is done: the caller keeps both alive until an
+  // event signalled later has fired. REQUIRES: inside enter(); same dtype and sizes.
   virtual void copy(const at::Tensor& dst, const at::Tensor& src) = 0;
 
-  // Fires `event` when all work issued to this queue so far is done; fails it when that cannot be known, and nothing
-  // runs any more. Never throws; blocks only to see to that. Events of one queue fire in order. On compute(), the
-  // event's time_ms() is when the device got there, also where the host issues far ahead.
+  // Fires `event` when all work issued to this queue so far is done. If the queue cannot tell, waits until its work has
+  // ended and fails `event`; otherwise it does not block. Never throws. Events of one queue fire in order. On
+  // compute(), the event's time_ms() is when the device reached this point, even if the host issues far ahead.
   virtual void signal(EventPtr event) = 0;
-  // Signals a new event, which is nobody else's.
+  // Signals a new event and returns it.
   EventPtr mark();
 
-  // Tells the allocator that `tensor`, made in another queue's scope, is read or written by this queue's work.
+  // Tells the allocator that this queue's work reads or writes `tensor`, which was made in another queue's scope.
   virtual void uses(const at::Tensor& tensor) = 0;
 
   // Occupies this queue for `duration_ms` without computing (emulated layers).
   virtual void emulate(double duration_ms) = 0;
 };
 
-// One worker's device: a place to compute and the two directions of its link to the host.
-// Thread safety: memory() from any thread; each queue as Queue says.
+// One worker's device: a place to compute, with both directions of its link to the host.
+// Thread safety: memory() from any thread; for the queues see Queue.
 class Device {
  public:
   virtual ~Device() = default;
   const std::string& name() const { return name_; }
   const LinkOptions& link_options() const { return link_options_; }
-  // Where tensors of this device live for torch: "cpu" for virtual devices.
+  // The torch device of this device's tensors: "cpu" for virtual devices.
   c10::Device torch_device() const { return torch_device_; }
   bool is_virtual() const { return torch_device_.is_cpu(); }
 
@@ -83,23 +83,23 @@ class Device {
   virtual Queue& download() = 0;  // device to host
 
   virtual MemoryStats memory() const = 0;
-  // MemoryStats::limit_bytes, without asking the allocator for anything.
+  // MemoryStats::limit_bytes, without a query to the allocator.
   virtual int64_t memory_limit_bytes() const = 0;
   virtual void reset_peak_memory() = 0;
-  // From now on at most `limit_bytes` (> 0), where the cap is not lower already.
+  // Lowers the cap to `limit_bytes` (> 0). Does nothing if it is lower already.
   virtual void limit_memory(int64_t limit_bytes) = 0;
 
-  // Whether copies are work of the very cores that compute, so that to wait for them costs nothing.
+  // Whether copies run on the cores that compute, so that waiting for a copy costs no compute time.
   virtual bool copies_on_compute_cores() const { return false; }
 
   // Whether host buffers of copies should be page-locked for this device.
   virtual bool wants_pinned_host_memory() const = 0;
 
-  // Intra-op threads for what runs on compute(); 0 = as many as the process uses. Fewer change the order of some
-  // sums, and with it the last bits.
+  // Intra-op threads of work on compute(); 0 = as many as the process uses. Another number changes the order of some
+  // sums, and so their last bits.
   virtual int threads() const { return 0; }
 
-  // Called after memory that may still be referenced by mistake is given up: fills it with NaN in debug mode.
+  // Fills `tensor` with NaN in debug mode. Called when its memory is released, to expose uses by mistake.
   virtual void poison(const at::Tensor& tensor) = 0;
 
  protected:

@@ -7,29 +7,29 @@
 
 namespace roundpipe::device {
 
-// One worker device as the user asked for it.
+// One worker's device, as the user requested it.
 struct DeviceSpec {
   bool is_virtual = true;
-  std::string type = "virtual";      // "virtual", or torch's name of the accelerator: "cuda", "npu", "xpu"
-  int index = 0;                     // ordinal of the accelerator; of the virtual device within its group
-  int replica = 0;                   // of several workers on one card: 0, 1, ...
-  int64_t memory_bytes = 0;          // cap; 0 = none for virtual devices, what is free on the card for accelerators
+  std::string type = "virtual";      // "virtual", or torch's name for the accelerator: "cuda", "npu", "xpu"
+  int index = 0;                     // ordinal of the accelerator, or among all virtual devices
+  int replica = 0;                   // 0, 1, ... for the workers that share a card
+  int64_t memory_bytes = 0;          // cap; 0 = none for virtual devices, the free memory for accelerators
   double link_gb_per_s = 0;          // each direction of each device; 0 = not throttled
-  double host_gb_per_s = 0;          // shared by all links; 0 = not throttled
+  double host_gb_per_s = 0;          // shared by all links, set by the first device; 0 = not throttled
   double latency_ms = 0;             // of each copy over a link
-  int64_t chunk_bytes = 64'000'000;  // of a transfer; 0 = moved whole
-  bool first_come = false;           // transfers in the order in which they are asked for; to compare with
+  int64_t chunk_bytes = 64'000'000;  // of a transfer; 0 = not cut
+  bool first_come = false;           // transfers run in the order of their requests; for comparison
   int threads = 0;                   // intra-op threads of its layers; 0 = as many as the process uses
   bool debug = false;                // fill freed device memory with NaN
 
   std::string name() const;  // "virtual:0", "cuda:1", "cuda:0.2"
 };
 
-// Grammar, comma separated: groups, each followed by its options.
+// Grammar: groups of devices, each followed by its options, separated by commas.
 //   virtual:N | TYPE:I | TYPE:IxN  (N workers that share card I)
 //   memory=2GiB  chunk=64MB  fifo; virtual devices only: link=8GB/s  host=20GB/s  latency=0.5ms  threads=1  debug
-// An option before the first group is refused; one after a group holds for that group.
-// Throws std::invalid_argument for anything else.
+// Without `:...`, "virtual" is one virtual device and TYPE is card 0. An option applies to the device group before it.
+// Throws std::invalid_argument for anything else, for devices of different types and for a device named twice.
 std::vector<DeviceSpec> parse_devices(std::string_view text);
 
 }  // namespace roundpipe::device

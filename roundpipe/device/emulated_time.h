@@ -6,11 +6,11 @@
 
 namespace roundpipe::device {
 
-// Work that takes a given time instead of being done. Used by one thread.
+// Spends the time that work would take, without doing the work. Used by one thread.
 class EmulatedTime {
  public:
-  // Blocks for `duration_ms`, counted from the end of the work before where that is just over: against one running
-  // deadline, so that wake-up delays of back-to-back pieces do not add up.
+  // Blocks for `duration_ms`. If the previous work has only just ended, the time counts from its end, so that the
+  // wake-up delays of work back to back do not add up.
   void spend(double duration_ms) {
     constexpr double kContinuous_ms = 1.0;
     const Clock::time_point now = Clock::now();

@@ -16,7 +16,7 @@ std::function<void()>& completion_hook() {
   return hook;
 }
 
-// Never destroyed: threads may complete events while the process ends.
+// Never destroyed, because threads may complete events while the process ends.
 struct Escaped {
   std::atomic<bool> any{false};
   std::mutex mutex;

@@ -9,8 +9,8 @@
 
 namespace roundpipe::device {
 
-// Events that somebody will want to fail, or wait for, all at once. Complete ones are forgotten now and then, so that
-// the list does not grow beyond twice what is pending, and each event that is added costs a constant time on average.
+// Collects events that will be failed or awaited together. The list drops complete events from time to time, so that it
+// stays below about twice the pending ones, and adding an event takes constant time on average.
 // Thread safety: none.
 class EventList {
  public:
@@ -23,14 +23,14 @@ class EventList {
     events_.push_back(std::move(event));
   }
 
-  // All that may be pending; the list is empty then.
+  // Takes all events that may be pending and leaves the list empty.
   std::vector<EventPtr> take() {
     sweep_at_ = kFewest;
     return std::exchange(events_, {});
   }
 
   size_t size() const { return events_.size(); }
-  // How often an event has been asked whether it is complete.
+  // How many times the list has checked an event for completion.
   int64_t looked_at() const { return looked_at_; }
 
  private:

@@ -4,17 +4,17 @@
 
 namespace roundpipe::device {
 
-// Locks pages of host memory in place, so that devices copy from and to them without a detour.
+// Page-locks host memory, so that devices copy directly from and to it.
 // Thread safety: any thread.
 class PageLocker {
  public:
   virtual ~PageLocker() = default;
 
-  // Locks `size_bytes` from `data` on, both multiples of a page; makes them present first, so it may take long.
-  // False when the system refuses; nothing is locked then.
+  // Locks `size_bytes` starting at `data`, both multiples of a page. The pages are made present first, so this may take
+  // long. Returns false, with nothing locked, if the system refuses.
   virtual bool lock(void* data, int64_t size_bytes) = 0;
 
-  // Undoes one lock() of exactly these bytes. Does nothing where the runtime has been shut down already.
+  // Undoes one lock() of exactly these bytes. Does nothing if the accelerator's runtime has shut down already.
   virtual void unlock(void* data, int64_t size_bytes) noexcept = 0;
 };
 

@@ -31,7 +31,7 @@ struct EmulatedFunction : public torch::autograd::Function<EmulatedFunction> {
     reinterpret_cast<device::Queue*>(context->saved_data["queue"].toInt())
         ->emulate(context->saved_data["backward_ms"].toDouble());
     const at::Tensor weight = context->get_saved_variables()[0];
-    // Broadcast, so that gradients take next to no time on the host's own cores.
+    // Broadcast, so that the gradient takes almost no time on the host's cores.
     return {gradients[0], at::zeros({1}, weight.options()).expand_as(weight), at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };

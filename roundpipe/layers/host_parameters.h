@@ -8,8 +8,8 @@
 
 namespace roundpipe::layers {
 
-// A layer that only holds parameters: what a model uses on the host beside its pipelines. Their gradients are those
-// that autograd leaves in .grad. It never runs on a device.
+// Makes a layer that only holds parameters, which a model uses on the host outside of its pipelines. Autograd leaves
+// their gradients in .grad. The layer never runs on a device: its make_shell throws Error.
 std::unique_ptr<runtime::Layer> make_host_parameters(std::string name, std::vector<memory::NamedTensor> parameters);
 
 }  // namespace roundpipe::layers

@@ -55,7 +55,7 @@ at::Tensor BlockLayout::view(const at::Tensor& flat, size_t index, int64_t base_
     throw Error(concat("[memory] a block of ", flat.storage().nbytes(), " bytes was given for tensor ", index,
                        ", expected ", offset_bytes + tensor.size_bytes, " bytes; this is a mistake in the engine"));
   }
-  // Hundreds of these are made for a job whose layer has as many experts, so not through the dispatcher.
+  // Bypasses the dispatcher: a job whose layer has hundreds of experts makes hundreds of views.
   at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(flat.storage()),
                                                              flat.key_set(), c10::scalarTypeToTypeMeta(tensor.dtype));
   view.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes, tensor.strides, offset_bytes / element_bytes);

@@ -15,7 +15,7 @@ BufferPool::BufferPool(int64_t size_bytes, bool pinned)
 void BufferPool::keep(size_t spares) {
   std::lock_guard lock(shelf_->mutex);
   shelf_->most_spare = spares;
-  shelf_->spare.reserve(spares);  // what comes back comes on any thread, and must not throw
+  shelf_->spare.reserve(spares);  // a piece may come back on any thread, which must not throw
 }
 
 at::Tensor BufferPool::take() const {

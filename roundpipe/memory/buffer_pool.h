@@ -9,23 +9,24 @@
 
 namespace roundpipe::memory {
 
-// Host memory in pieces of one size, which a parameter block's weights and gradients take turns in: a piece comes back
-// when the last tensor in it is gone, whoever holds it.
+// Host memory in pieces of one size. A parameter block's weights and gradients take turns in them. A piece comes back
+// when the last tensor in it is destroyed, whoever holds that tensor.
 // Thread safety: any thread. Tensors may outlive the pool.
 class BufferPool {
  public:
   BufferPool(int64_t size_bytes, bool pinned);
 
-  // From now on so many pieces wait for their next use, others are given back to the system. One before.
+  // Sets how many unused pieces the pool keeps; initially one. Others that come back are released.
   void keep(size_t spares);
 
-  // Uninitialised uint8 [size_bytes]: a piece that has come back, else new memory. Does not block.
+  // Returns uninitialized uint8 [size_bytes]: an unused piece or, without waiting for one, new memory. Throws
+  // OutOfHostMemory.
   at::Tensor take() const;
 
   bool pinned() const { return pinned_; }
-  // Of all pieces: in use, and kept for the next one who asks.
+  // Bytes of all pieces, in use and kept.
   int64_t host_bytes() const;
-  // The most that host_bytes() has been since the pool was made.
+  // The maximum of host_bytes() since the pool was made.
   int64_t peak_bytes() const;
 
  private:

@@ -23,7 +23,8 @@ int64_t span(const at::Tensor& tensor) {
 
 bool keeps_strides(const at::Tensor& narrow) { return span(narrow) <= kWidestSpan * narrow.numel(); }
 
-// Elements to leave in front of a copy, so that it begins at the same place of a cache line. Allocators begin at one.
+// Elements to leave in front of a copy, so that it starts at the same place of a cache line. Allocations start at a
+// line.
 int64_t lead(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return 0;
   const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
@@ -74,7 +75,7 @@ at::Tensor settled_gradient(const at::Tensor& gradient) {
 }
 
 at::Tensor empty_alike(const at::Tensor& tensor, const at::TensorOptions& options) {
-  // Below autograd, so that the result is no view of something that must not be written to.
+  // Below autograd, so that the result does not count as a view, which may not be written to.
   const at::AutoDispatchBelowADInplaceOrView below;
   const auto with_dtype = options.dtype(tensor.scalar_type());
   const int64_t before = lead(tensor);

@@ -12,11 +12,11 @@
 
 namespace roundpipe::memory {
 
-// The gradients of one parameter block on the host, as one call leaves them: what the call before had summed, plus
-// this call's microbatches in order. Written once, before `landed` fires, immutable after, so that a failed call is
-// undone by going back to the block of the call before.
+// The gradients of one parameter block on the host after one call: the sums of earlier calls plus this call's
+// microbatches, in order. Written once, before `landed` fires, and immutable afterwards, so that a failed call is
+// undone by going back to the previous call's block.
 struct GradientBlock {
-  at::Tensor flat;             // uint8, in the layout of gradients; undefined when nothing was received
+  at::Tensor flat;             // uint8, in the layout of gradients; undefined if no gradient was received
   std::vector<char> received;  // one per parameter: whether `flat` holds a gradient for it
   device::EventPtr landed = device::make_event();
 };
@@ -25,13 +25,13 @@ using GradientBlockPtr = std::shared_ptr<GradientBlock>;
 // Gradient `index` of the block, or undefined. REQUIRES: block.landed has fired.
 at::Tensor gradient(const GradientBlock& block, const BlockLayout& layout, size_t index);
 
-// Sums the parts of one call's gradient block that several jobs made (replicas of a stage over microbatch ranges),
-// always in range order, so that bits do not depend on which device was first.
+// Sums the parts of one call's gradient block that replicas of a stage have made from their microbatch ranges. Always
+// sums in range order, so that bits do not depend on which device was first. REQUIRES: `layout` outlives the sum.
 // Thread safety: add from any thread.
 class RangeSum {
  public:
   RangeSum(GradientBlockPtr result, const BlockLayout& layout, size_t ranges);
-  // Part `range` of the sum; the last one to arrive fires result->landed.
+  // Adds the part of range `range`. The last part to arrive fires result->landed.
   void add(size_t range, at::Tensor flat, std::vector<char> received);
 
  private:
@@ -46,17 +46,19 @@ class RangeSum {
   size_t missing_;           // protected by mutex_
 };
 
-// Gradients of a parameter block that several layers share (tied weights). Every (layer, microbatch) contributes on
-// its own, and they are folded as one backward pass over the whole model would: within a microbatch from the last
-// layer to the first, then microbatches in order. 16-bit gradients of microbatches are summed in fp32 and rounded once.
+// Sums the gradients of a parameter block that several layers share (tied weights). Each (layer, microbatch)
+// contributes separately. The contributions are added as one backward pass over the whole model would add them: within
+// a microbatch from the last layer to the first, then microbatches in order. 16-bit gradients of microbatches are
+// summed in fp32 and rounded once.
 // Thread safety: contribute from any thread.
 class TiedSum {
  public:
-  // `base` is what earlier calls had summed, or null; the sum is put into a piece of `buffers`. REQUIRES: contribute is
-  // called once for each of layers x microbatches, after `base` has landed.
+  // `base` holds the sums of earlier calls, or is null. The sum goes into a piece of `buffers`. REQUIRES: contribute is
+  // called once for each of layers x microbatches, after `base` has landed; `layout` outlives the sum.
   TiedSum(GradientBlockPtr result, GradientBlockPtr base, const BlockLayout& layout,
           std::shared_ptr<BufferPool> buffers, size_t layers, size_t microbatches);
-  // `gradients`: one host tensor per parameter, or undefined. `layer` counts the sharing layers from the first.
+  // `gradients`: one host tensor per parameter, undefined if there is no gradient. `layer` counts the sharing layers,
+  // starting with the lowest.
   void contribute(size_t layer, size_t microbatch, std::vector<at::Tensor> gradients);
 
  private:
@@ -74,7 +76,7 @@ class TiedSum {
   // Protected by mutex_.
   std::vector<std::vector<std::vector<at::Tensor>>> contributions_;  // [microbatch][layer][parameter]
   std::vector<size_t> missing_;                                      // per microbatch
-  std::vector<at::Tensor> sums_;                                     // per parameter; undefined = nothing came
+  std::vector<at::Tensor> sums_;                                     // per parameter; undefined = no gradient yet
   size_t next_ = 0;                                                  // first microbatch not folded yet
 };
 

@@ -33,7 +33,7 @@ at::Tensor HostArena::allocate(int64_t size_bytes) {
   if (piece == nullptr) {
     std::lock_guard growing(growing_);
     {
-      // Whoever made a segment meanwhile may have left room in it.
+      // Another thread may have made a segment meanwhile and left room in it.
       std::lock_guard lock(mutex_);
       piece = take_free(taken_bytes);
       if (piece != nullptr) stats_.asked_bytes += size_bytes;
@@ -49,7 +49,7 @@ at::Tensor HostArena::allocate(int64_t size_bytes) {
   auto maker = at::for_blob(piece, sizes);
   maker.options(options).deleter(
       [this, size_bytes](void* data) { give_back(static_cast<std::byte*>(data), size_bytes); });
-  // What a step has made may become the user's, who resizes it like any other tensor.
+  // A step's tensor may reach the user, who can resize it like any other tensor.
   if (empty_ == Empty::kKept) maker.allocator(c10::GetCPUAllocator()).resizeable_storage();
   return maker.make_tensor();
 }
@@ -148,7 +148,7 @@ std::byte* HostArena::take_new(Segment segment, int64_t size_bytes) {
 }
 
 void HostArena::add_free(std::byte* data, int64_t size_bytes) {
-  // Segments may lie side by side; ranges of two of them are not one.
+  // Segments may be adjacent, but ranges of two segments must not merge.
   const Segment& segment = holder_of(data)->second.segment;
   auto next = free_by_place_.lower_bound(data);
   if (next != free_by_place_.end() && next->first == data + size_bytes &&
@@ -197,8 +197,8 @@ std::unique_ptr<SegmentSource> locking_source() {
 
 }  // namespace
 
-// Leaked on purpose: the last tensor may be freed after everything else is gone. A fork waits until no thread is in
-// the middle of the bookkeeping, so that the child finds it whole.
+// Leaked on purpose: the last tensor may be freed after everything else. A fork waits until no thread is in the middle
+// of the bookkeeping, so that the child finds it consistent.
 HostArena* HostArena::made_fork_safe(std::unique_ptr<SegmentSource> source, Empty empty) {
   static std::mutex mutex;
   static auto* const arenas = new std::vector<HostArena*>;  // protected by mutex
@@ -234,7 +234,7 @@ HostArena& HostArena::page_locked() {
 
 namespace {
 
-std::atomic<HostArena*> locked_values = nullptr;  // once there is one
+std::atomic<HostArena*> locked_values = nullptr;  // null until it is first used
 
 }  // namespace
 

@@ -15,27 +15,27 @@
 namespace roundpipe::memory {
 
 struct HostArenaStats {
-  int64_t asked_bytes = 0;     // of the pieces that somebody holds
-  int64_t reserved_bytes = 0;  // taken from the system for them
-  int64_t locked_bytes = 0;    // of these, page-locked
+  int64_t asked_bytes = 0;     // requested for the live pieces
+  int64_t reserved_bytes = 0;  // taken from the system
+  int64_t locked_bytes = 0;    // page-locked part of reserved_bytes
   int64_t pieces = 0;
 };
 
-// Host memory of models and of steps: large pieces by themselves, small ones packed into segments that they share, so
-// that little more is taken from the system, and locked, than was asked for.
+// Host memory for models and steps. Large pieces get segments of their own; small ones share segments, so that little
+// more memory than requested is taken from the system and page-locked.
 //
-// Thread safety: any thread. While one thread gets a new segment from the system, which may take long, others still
-// take pieces of what is there and give pieces back.
+// Thread safety: any thread. While one thread gets a new segment from the system, which may take long, others can still
+// take pieces from existing segments and give pieces back.
 class HostArena {
  public:
   // Pieces start at multiples of this.
   static constexpr int64_t kAlignment_bytes = 64;
 
-  // What becomes of a segment when the last tensor in it is gone.
+  // The fate of a segment when the last tensor in it is destroyed.
   enum class Empty {
-    kGivenBack,  // to the system: for what models hold
-    kKept,       // for the next pieces, large ones too: for what every step makes and drops. Before more is taken,
-                 // what nobody uses goes back, so that about half as much again is reserved as was ever in use.
+    kGivenBack,  // released to the system; for memory that models hold
+    kKept,       // kept for the next pieces, large ones too; for memory that every step takes and drops. Before taking
+                 // more, the arena releases unused segments above about 1.5 times its peak use since the last trim().
   };
 
   explicit HostArena(std::unique_ptr<SegmentSource> source, Empty empty = Empty::kGivenBack);
@@ -43,21 +43,22 @@ class HostArena {
   HostArena(const HostArena&) = delete;
   HostArena& operator=(const HostArena&) = delete;
 
-  // Uninitialised uint8 [size_bytes]. REQUIRES: the arena outlives the tensor. Throws OutOfHostMemory.
+  // Returns uninitialized uint8 [size_bytes]. REQUIRES: the arena outlives the tensor. Throws OutOfHostMemory.
   at::Tensor allocate(int64_t size_bytes);
 
   HostArenaStats stats() const;
 
-  // Gives the segments that nobody uses back to the system.
+  // Releases unused segments to the system.
   void trim() noexcept;
 
-  // The process's arenas; they live until it ends, and survive a fork. page_locked() hands out pageable memory where
-  // locking fails, with one warning a process.
+  // The process's arenas. They live until the process ends and stay usable after a fork. If locking fails,
+  // page_locked() gives pageable memory, with one warning per process.
   static HostArena& pageable();
   static HostArena& page_locked();
-  // For what steps make and drop: inputs, activations at boundaries and their gradients, losses, labels, buffers.
+  // Arenas for values that steps make and drop: inputs, activations at boundaries and their gradients, losses, labels,
+  // buffers.
   static HostArena& values(bool page_locked);
-  // Trims both arenas of values. Called when a model is gone, and when the system has no more memory.
+  // Trims both arenas of values. Called when a model is destroyed, and when the system has no memory left.
   static void trim_values() noexcept;
 
  private:
@@ -66,7 +67,8 @@ class HostArena {
     int64_t used_bytes = 0;  // by pieces, each rounded up to kAlignment_bytes
   };
 
-  // The smallest free range that is large enough; null when there is none. REQUIRES: mutex_ is held, as for all below.
+  // Takes a piece from the smallest free range that is large enough; null if there is none. REQUIRES: mutex_ is held,
+  // as for the functions below, up to holder_of.
   std::byte* take_free(int64_t size_bytes);
   std::byte* take_new(Segment segment, int64_t size_bytes);
   void count_taken(int64_t size_bytes);
@@ -74,15 +76,16 @@ class HostArena {
   void remove_free(std::map<std::byte*, int64_t>::iterator range);
   std::map<std::byte*, Held>::iterator holder_of(std::byte* data);
 
-  // A new segment, after giving back what a kept arena has too much. REQUIRES: growing_ is held, and mutex_ is not.
+  // Returns a new segment. A kept arena first releases excess unused segments. REQUIRES: growing_ is held, and mutex_
+  // is not.
   Segment acquire(int64_t size_bytes);
 
-  // A piece's last tensor is gone.
+  // Called when a piece's last tensor is destroyed. REQUIRES: mutex_ is not held.
   void give_back(std::byte* data, int64_t asked_bytes) noexcept;
 
-  // A segment that nobody uses out of the arena.
+  // Removes an unused segment from the arena and returns it. REQUIRES: mutex_ is held, as for take_unused.
   Segment take_out(std::map<std::byte*, Held>::iterator held);
-  // Takes segments that nobody uses out of the arena until at most `limit_bytes` are reserved.
+  // Removes unused segments from the arena until at most `limit_bytes` are reserved, and returns them.
   std::vector<Segment> take_unused(int64_t limit_bytes);
 
   static HostArena* made_fork_safe(std::unique_ptr<SegmentSource> source, Empty empty = Empty::kGivenBack);
@@ -100,10 +103,10 @@ class HostArena {
   int64_t most_used_bytes_ = 0;
 };
 
-// As at::empty_strided, in memory of the arena.
+// Like at::empty_strided, in memory of the arena.
 at::Tensor empty_strided(HostArena& arena, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype);
 
-// All arenas of the process together.
+// The sum over all arenas of the process.
 HostArenaStats host_arena_stats();
 
 }  // namespace roundpipe::memory

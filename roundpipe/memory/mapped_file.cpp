@@ -41,7 +41,7 @@ at::Tensor map_file(const std::string& path) {
   struct stat status{};
   const bool known = fstat(file, &status) == 0 && S_ISREG(status.st_mode) && status.st_size > 0;
   const auto size_bytes = static_cast<size_t>(status.st_size);
-  // Writable, so that a merge of adapters works; nothing is set aside for writes that hardly anybody makes.
+  // Writable, so that adapters can be merged; without reserved memory, because such writes are rare.
   void* const data =
       known ? mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, file, 0) : MAP_FAILED;
   const int error = errno;

@@ -11,7 +11,7 @@
 namespace roundpipe::memory {
 
 std::vector<int> memory_nodes(const std::filesystem::path& root) {
-  // "0-1,4": ranges of nodes.
+  // The file lists ranges of nodes: "0-1,4".
   std::ifstream file(root / "has_memory");
   std::vector<int> nodes;
   int first = 0;
@@ -36,7 +36,7 @@ bool interleave(void* data, int64_t size_bytes, const std::vector<int>& nodes) {
   const int last = *std::max_element(nodes.begin(), nodes.end());
   std::vector<unsigned long> mask(static_cast<size_t>(last / kBits + 1));
   for (const int node : nodes) mask[static_cast<size_t>(node / kBits)] |= 1UL << (node % kBits);
-  // The kernel reads one bit less than it is told.
+  // The kernel reads one bit less than the given number.
   return syscall(SYS_mbind, data, static_cast<unsigned long>(size_bytes), kInterleave, mask.data(),
                  mask.size() * kBits + 1, 0) == 0;
 #else

@@ -16,7 +16,7 @@ using device::EventPtr;
 
 namespace {
 
-// What a parameter is pointed at while its values are being made.
+// The tensor that parameters point at while their values are being made.
 const at::Tensor& no_value(c10::ScalarType dtype) {
   static std::mutex mutex;
   static auto* values = new std::map<c10::ScalarType, at::Tensor>;  // protected by mutex
@@ -152,7 +152,7 @@ void ParameterBlock::adopt_replaced() {
     device::wait_interruptible(*current_->published);
     (mapped ? current_->parts[i] : layout_.view(current_->flat, i)).copy_(tensor.detach());
     adopted = true;
-    // So that whoever keeps a copy sees the change.
+    // Holders of a copy see from the version that the values have changed.
     tensor.unsafeGetTensorImpl()->bump_version();
   }
   if (adopted) repoint();
@@ -162,7 +162,7 @@ void ParameterBlock::own_trainable() {
   const auto trainable = [](const NamedTensor& parameter) { return parameter.tensor.requires_grad(); };
   if (current_->parts.empty() || std::none_of(parameters_.begin(), parameters_.end(), trainable)) return;
   const at::NoGradGuard no_grad;
-  // A version of its own: uploads of the parts may be pending.
+  // A new version, because uploads of the parts may be pending.
   const auto owned = std::make_shared<WeightVersion>();
   owned->flat = buffers_->take();
   for (size_t i = 0; i < parameters_.size(); ++i) layout_.view(owned->flat, i).copy_(current_->parts[i]);

@@ -21,98 +21,99 @@ struct NamedTensor {
 
 // The weights of one block after one number of updates.
 struct WeightVersion {
-  // Fires when the weights are complete; fails when they never will be.
+  // Fires when the weights are complete; fails if they never will be.
   const device::EventPtr published = device::make_event();
-  // uint8, the block's layout; set before `published` fires, dropped when the version is given up and nothing that
-  // was submitted reads it any more.
+  // The weights: uint8, in the block's layout. Set before `published` fires. After an update has replaced the version,
+  // dropped as soon as the update is published and every submitted upload of the version is complete.
   at::Tensor flat;
-  // In place of `flat`, set as that is: the parameters one by one, where they lie in mapped files.
+  // Set instead of `flat` for parameters in mapped files: one tensor per parameter.
   std::vector<at::Tensor> parts;
-  // Caller's thread only: uploads that have been submitted, and whether others may follow.
+  // Caller's thread only: the uploads submitted so far, and whether no more will follow.
   device::EventList readers;
   bool given_up = false;
 };
 using WeightVersionPtr = std::shared_ptr<WeightVersion>;
 
-// Parameters that move together, flat on the host: the version that calls read and, while an asynchronous step is
-// under way, the next one. Nothing is overwritten under a pending upload.
+// Parameters that move together, flat on the host. Holds the version that calls read and, while an asynchronous step
+// runs, the next one. Never overwrites memory that a pending upload reads.
 //
-// There are two ways to make the next version, and one block uses one of them. A general optimizer's values are
-// copied in (begin_publish, finish_publish). A fused one writes a version straight into memory that gradients have
-// landed in (begin_update), so that weights and gradients together take two buffers.
+// A block uses one of two ways to make the next version. For a general optimizer, values are copied in (begin_publish,
+// finish_publish). A fused optimizer writes a version directly into memory in which gradients have landed
+// (begin_update), so that weights and gradients together take two buffers.
 //
-// Parameters that are frozen and all lie in mapped files (see map_file) stay there: the block then takes no memory, and
-// is read tensor by tensor.
+// If all parameters are frozen and lie in mapped files (see map_file), they stay there: the block takes no memory, and
+// devices read it tensor by tensor.
 //
 // Ownership: the user's parameters become views of the current version.
-// Thread safety: the caller's thread, except finish_publish (the optimizer's thread, once for each begin_publish, in
-// order).
+// Thread safety: the caller's thread. Only finish_publish runs on the optimizer's thread, once for each begin_publish,
+// in order.
 class ParameterBlock {
  public:
-  // Copies the values of `parameters` and points them at the block, one by one, so host memory peaks at one
-  // parameter more. REQUIRES: all on the CPU.
+  // Copies the values of `parameters` and points them at the block, one by one, so that host memory peaks at one extra
+  // parameter. Throws std::invalid_argument for a parameter that is not on the CPU.
   ParameterBlock(std::vector<NamedTensor> parameters, bool pinned);
 
   const BlockLayout& layout() const { return layout_; }
   const std::vector<NamedTensor>& parameters() const { return parameters_; }
-  // Where weights, and gradients of the same layout, take their memory from.
+  // The pool that gives memory to the weights and to gradients of the same layout.
   const std::shared_ptr<BufferPool>& buffers() const { return buffers_; }
 
-  // The version that calls submitted now read.
+  // The version that a call reads if it is submitted now.
   const WeightVersionPtr& current() const { return current_; }
-  // An upload of `version` that is over when `uploaded` is complete.
+  // Records an upload that reads `version` until `uploaded` is complete.
   void add_reader(const WeightVersionPtr& version, device::EventPtr uploaded);
 
-  // Makes room for the next version: calls submitted from now on read it. `in_place` reuses the current buffer.
+  // Starts the next version: calls submitted from now on read it. `in_place` reuses the buffer of the current version,
+  // otherwise the buffer of the version before it (at first, a new one).
   void begin_publish(bool in_place);
-  // Waits for the last upload of what is in the buffer's place, copies `values` (one per parameter, any floating
-  // dtype, host) into it and fires the published event.
+  // Waits for the last upload from the buffer to be reused, copies `values` (one host tensor per parameter, of any
+  // floating dtype) into it, and fires the `published` event.
   void finish_publish(const std::vector<at::Tensor>& values);
 
   struct Update {
     WeightVersionPtr before;  // the newest version, complete or still being made
-    WeightVersionPtr after;   // its successor; whoever asked sets `flat` and fires or fails `published`
+    WeightVersionPtr after;   // its successor; the caller sets `flat` and fires or fails `published`
   };
-  // Starts a fused update. Synchronous: calls submitted from now on read its result. Asynchronous: they read what the
-  // update before made, and those after the next begin_update or settle read this one.
+  // Starts a fused update. If synchronous, calls submitted from now on read its result. If asynchronous, they read the
+  // result of the previous update, and calls after the next begin_update or settle read this one.
   Update begin_update(bool asynchronous);
-  // Calls submitted from now on read the newest version. False when they did so already.
+  // Makes calls submitted from now on read the newest version. Returns false if they did already.
   bool settle();
-  // Whether calls read the newest version, and it is complete.
+  // Whether calls read the newest version, and that version is complete.
   bool settled() const { return !next_ && current_->published->complete(); }
 
-  // Points the user's parameters at the version that calls read; where that is not complete yet, at a single NaN
-  // (integers: 0), so that a look at them shows it and keeps no memory. Never blocks.
+  // Points the user's parameters at the version that calls read. If that version is not complete yet, or has failed,
+  // points them at a single NaN (integers: 0), so that they visibly have no values and keep no memory. Never blocks.
   void repoint();
   // Whether the user's parameters hold values.
   bool shows_weights() const { return shown_.defined(); }
 
-  // Puts parameters whose storage the user replaced (for example with `.data =`) back into the block, with the
-  // user's values. Throws std::invalid_argument when a dtype, shape or device has changed. Waits for the current
-  // version if there is such a parameter.
+  // If the user has replaced a parameter's storage (for example with `.data =`), copies the user's values into the
+  // block and points the parameter at it again. Waits for the current version if there is such a parameter. Throws
+  // std::invalid_argument if a dtype, shape or device has changed.
   void adopt_replaced();
 
-  // Copies parameters out of mapped files as soon as one of them is trainable. Caller's thread; waits for nothing.
+  // Copies the parameters out of mapped files if one of them has become trainable. Caller's thread; never waits.
   void own_trainable();
 
  private:
   struct Publication {
     WeightVersionPtr version;
-    at::Tensor flat;  // undefined: takes a buffer
+    at::Tensor flat;  // undefined: takes a new buffer
     std::vector<device::EventPtr> readers;
   };
-  // No call will read `version` any more; its buffer is free once those that do are through and `successor` is made.
+  // Retires `version`: no new call reads it. Its buffer is released when its uploads and `successor` are complete.
   static void give_up(const WeightVersionPtr& version, const WeightVersionPtr& successor);
 
   BlockLayout layout_;
   std::vector<NamedTensor> parameters_;
   std::shared_ptr<BufferPool> buffers_;
   WeightVersionPtr current_;
-  WeightVersionPtr previous_;  // with begin_publish: calls may still be given to it, its buffer is the next one's
+  WeightVersionPtr previous_;  // with begin_publish: the version before, whose buffer the next one reuses
   WeightVersionPtr next_;      // of an asynchronous update
-  at::Tensor shown_;           // what the user's parameters are views of; undefined: nothing
+  at::Tensor shown_;           // the tensor that the user's parameters are views of; undefined: they have no values
   std::mutex mutex_;
-  std::deque<Publication> publications_;  // protected by mutex_: begun, not finished, oldest first
+  std::deque<Publication> publications_;  // protected by mutex_; begun and not finished, oldest first
 };
 
 }  // namespace roundpipe::memory

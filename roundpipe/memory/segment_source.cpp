@@ -17,9 +17,9 @@
 namespace roundpipe::memory {
 namespace {
 
-// A piece of this size or more has a mapping of its own: rounding up to a page costs at most 1.6 % of it.
+// A piece of at least this size gets its own mapping: rounding up to a page wastes at most 1.6 % of it.
 constexpr int64_t kOwnMapping_bytes = 256 << 10;
-// Segments that small pieces share grow with the arena, so that one that is nearly empty weighs little.
+// Shared segments grow with the arena, so that a nearly empty one wastes little.
 constexpr int64_t kSmallestShared_bytes = 256 << 10;
 constexpr int64_t kLargestShared_bytes = 16 << 20;
 constexpr int64_t kSharedFraction = 32;
@@ -29,7 +29,7 @@ int64_t page_bytes() {
   return size;
 }
 
-// What the system makes of adjacent pages where it is asked to; 0 where it does not.
+// The size of the system's transparent huge pages; 0 if it has none.
 int64_t huge_page_bytes() {
   static const int64_t size = [] {
     std::ifstream file("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size");
@@ -39,8 +39,8 @@ int64_t huge_page_bytes() {
   return size;
 }
 
-// Anonymous memory of `size_bytes`, a multiple of a page; null when there is none. What holds several huge pages begins
-// at one and asks for them: less to look up and, where pages are locked, far fewer to go through.
+// Maps `size_bytes` (a multiple of a page) of anonymous memory, or returns null. Large mappings start at a huge page
+// and request huge pages: fewer to look up and, when pages are locked, far fewer to visit.
 void* map_pages(int64_t size_bytes) {
   const int64_t huge_bytes = huge_page_bytes();
   const bool huge = huge_bytes > 0 && size_bytes >= 2 * huge_bytes;
@@ -55,7 +55,7 @@ void* map_pages(int64_t size_bytes) {
   std::byte* const data = begin + before_bytes;
   if (before_bytes > 0) munmap(begin, static_cast<size_t>(before_bytes));
   if (before_bytes < huge_bytes) munmap(data + size_bytes, static_cast<size_t>(huge_bytes - before_bytes));
-  // Refused by a system that has them switched off.
+  // Fails on a system where huge pages are switched off, without harm.
   madvise(data, static_cast<size_t>(size_bytes), MADV_HUGEPAGE);
   return data;
 }
@@ -77,7 +77,7 @@ class MappedSource final : public SegmentSource {
     segment.shared = piece_bytes < kOwnMapping_bytes;
     segment.size_bytes = piece_bytes;
     if (segment.shared) {
-      // A multiple of the piece, since layers come in equals: nothing is left over when it is full.
+      // A multiple of the piece, because layers tend to be equal: a full segment wastes nothing.
       const int64_t wanted = std::clamp(reserved_bytes / kSharedFraction, kSmallestShared_bytes, kLargestShared_bytes);
       segment.size_bytes = piece_bytes * ((wanted + piece_bytes - 1) / piece_bytes);
     }
@@ -92,7 +92,7 @@ class MappedSource final : public SegmentSource {
   }
 
   void release(Segment segment) noexcept override {
-    // A forked child has the mapping, but neither its locks nor a runtime that could be asked.
+    // A forked child has the mapping, but neither its locks nor a usable runtime.
     if (segment.locked && getpid() == process_) locker_->unlock(segment.data, segment.size_bytes);
     munmap(segment.data, static_cast<size_t>(segment.size_bytes));
   }
@@ -130,15 +130,15 @@ class PinnedSource final : public SegmentSource {
     }
     try {
       segment.owner.clear();
-      allocator_->empty_cache();  // else it would keep the memory for the next one who asks
+      allocator_->empty_cache();  // otherwise it would keep the memory for later requests
     } catch (const c10::Error&) {
       // The runtime is gone, and the memory with it.
     }
   }
 
  private:
-  // The smallest power of two that pieces of this size fill well, at most as large as what the arena has already: so
-  // segments double until little is left over.
+  // The smallest power of two that pieces of this size fill well, but no more than the arena's size so far (unless one
+  // piece needs it): segments double until little is wasted.
   static int64_t best_size(int64_t piece_bytes, int64_t reserved_bytes) {
     constexpr double kLittle = 0.03;
     int64_t size = kSmallestShared_bytes;

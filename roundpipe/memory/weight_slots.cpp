@@ -11,7 +11,7 @@ namespace roundpipe::memory {
 
 namespace {
 
-// Whether a buffer is kept for a stage of `size_bytes`: one that is much larger would hold memory for nothing.
+// Whether a buffer is kept for a stage of `size_bytes`. A much larger one would waste memory.
 bool fits(const at::Tensor& buffer, int64_t size_bytes) {
   constexpr int64_t kSlack = 16;
   return buffer.defined() && buffer.numel() >= size_bytes && buffer.numel() <= size_bytes + size_bytes / kSlack;
@@ -51,7 +51,7 @@ int WeightSlots::acquire_end(int64_t size_bytes, int64_t reserve_bytes, at::Tens
   if (none_held()) {
     const int64_t pair_bytes = std::max(expected_bytes_, size_bytes);
     const int64_t wanted_bytes = leaves_reserve(pair_bytes) ? pair_bytes : size_bytes;
-    // One that is larger stays, unless it stands in this job's way.
+    // A larger arena stays, unless it leaves this job too little memory.
     if (arena_bytes_ < wanted_bytes || !leaves_reserve(arena_bytes_)) {
       if (arena_bytes_ != wanted_bytes) dropped = std::exchange(arena_, {});
       arena_bytes_ = wanted_bytes;
@@ -78,7 +78,7 @@ int WeightSlots::acquire_own(int64_t size_bytes, int64_t reserve_bytes, at::Tens
   const int64_t own_bytes = fits(buffers_[chosen], size_bytes) ? buffers_[chosen].numel() : size_bytes;
   if (limit_bytes > 0 && other_bytes + own_bytes + reserve_bytes > limit_bytes) {
     if (held_[1 - chosen]) return -1;
-    // Alone: the other slot's idle buffer must not be what stands in this job's way.
+    // A job that runs alone must not fail because of the other slot's idle buffer.
     if (size_bytes > 0) dropped = std::exchange(other, {});
   }
   return chosen;
@@ -90,7 +90,7 @@ at::Tensor WeightSlots::buffer(int slot, int64_t size_bytes) {
   {
     const std::lock_guard lock(mutex_);
     together = together_;
-    arena_bytes = arena_bytes_;  // stays so while a slot is held
+    arena_bytes = arena_bytes_;  // constant while a slot is held
     if (together && arena_.defined()) return arena_.narrow(0, place_of(slot, size_bytes), size_bytes);
     if (!together && fits(buffers_[slot], size_bytes)) return buffers_[slot].narrow(0, 0, size_bytes);
   }

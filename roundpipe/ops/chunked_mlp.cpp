@@ -25,7 +25,7 @@ template <typename... Parts>
 
 class AutocastState {
  public:
-  // Of this thread, for the host and for `device`.
+  // The state of this thread, for the host and for `device`.
   explicit AutocastState(c10::DeviceType device) {
     add(c10::DeviceType::CPU);
     if (device != c10::DeviceType::CPU && at::autocast::is_autocast_available(device)) add(device);
@@ -52,7 +52,7 @@ class AutocastState {
   std::vector<Entry> entries_;
 };
 
-// While it lives, this thread casts as `state` says, and keeps no cast weights.
+// As long as it lives, this thread has the autocast state `state`, without autocast's cache.
 class AutocastScope {
  public:
   AutocastScope(const AutocastState& state, c10::DeviceType device)
@@ -101,7 +101,8 @@ bool same_states(const std::vector<at::Tensor>& some, const std::vector<at::Tens
                     [](const at::Tensor& one, const at::Tensor& other) { return at::equal(one, other); });
 }
 
-// While it lives, the generators go on from `states`; then from where they were. Without states it does nothing.
+// As long as it lives, the generators continue from `states`; afterwards, from where they were. Without states, it does
+// nothing.
 class GeneratorScope {
  public:
   GeneratorScope(c10::Device device, const std::vector<at::Tensor>& states) {
@@ -121,7 +122,7 @@ class GeneratorScope {
 
 // --- Chunks ---
 
-// What the backward pass needs beside tensors.
+// The data that the backward pass needs besides saved tensors.
 struct MapState : torch::CustomClassHolder {
   MapState(TokenwiseBody map_body, std::vector<at::Tensor> map_parameters, int64_t tokens_per_chunk, int64_t dimension,
            bool preserve, c10::Device input_device)
@@ -134,14 +135,14 @@ struct MapState : torch::CustomClassHolder {
         autocast(input_device.type()) {}
 
   const TokenwiseBody body;
-  // The very tensors that the body uses, which saved variables need not be.
+  // The tensor objects that the body uses; saved variables may be other objects.
   std::vector<at::Tensor> parameters;
   const int64_t chunk_tokens;
   const int64_t dim;  // from the end, negative
   const bool preserve_rng_state;
   const c10::Device device;
   const AutocastState autocast;
-  std::vector<std::vector<at::Tensor>> generator_states;  // by chunk; empty where the body drew nothing
+  std::vector<std::vector<at::Tensor>> generator_states;  // by chunk; empty if the body drew nothing
 
   int64_t count_from(const at::Tensor& input, int64_t begin) const {
     return std::min(chunk_tokens, input.size(dim) - begin);
@@ -193,7 +194,7 @@ class GradientSum {
       return;
     }
     const bool small = gradient.scalar_type() == at::kBFloat16 || gradient.scalar_type() == at::kHalf;
-    // It is added to from now on, so it must be nobody else's.
+    // Later gradients are added into it, so nobody else may hold it.
     const bool ours = gradient.use_count() == 1 && gradient.storage().use_count() == 1 && gradient.is_contiguous();
     sum_ = small ? gradient.to(at::kFloat) : ours ? gradient : gradient.clone(at::MemoryFormat::Contiguous);
   }
@@ -209,7 +210,7 @@ class GradientSum {
 struct ChunkedMapFunction : public torch::autograd::Function<ChunkedMapFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input,
                             at::TensorList parameters, const c10::intrusive_ptr<MapState>& state) {
-    // Saving the parameters notices when they are changed in place before the backward pass.
+    // Saving the parameters makes autograd notice in-place changes before the backward pass.
     torch::autograd::variable_list saved{input};
     saved.insert(saved.end(), parameters.begin(), parameters.end());
     context->save_for_backward(std::move(saved));

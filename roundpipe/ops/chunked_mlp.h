@@ -10,33 +10,34 @@
 
 namespace roundpipe::ops {
 
-// Computes each token of its result from the same token of its argument alone.
+// Computes each token of its result only from the same token of its argument.
 using TokenwiseBody = std::function<at::Tensor(const at::Tensor& tokens)>;
 
 struct ChunkedMapOptions {
-  // Tokens whose intermediate results exist at the same time.
+  // The number of tokens whose intermediate results exist at the same time.
   int64_t chunk_tokens = 0;
-  // The dimension of the tokens, in the input and in the result; negative ones count from the end.
+  // The dimension of the tokens, in the input and in the result; a negative one counts from the end.
   int64_t dim = -2;
-  // Give the body the same random numbers again when it is run for the backward pass.
+  // Whether the body gets the same random numbers again when it runs for the backward pass.
   bool preserve_rng_state = true;
 };
 
-// body(input), computed chunk by chunk of tokens. Between forward and backward only the input and the result exist:
-// the backward pass runs the body again, for one chunk at a time, and takes that chunk's gradients. Gradients of 16-bit
-// parameters are summed over chunks in fp32 and rounded once; those of frozen parameters are not computed.
+// Computes body(input) chunk by chunk of tokens. Between forward and backward, only the input and the result exist: the
+// backward pass recomputes the body for one chunk at a time and takes the chunk's gradients. Gradients of 16-bit
+// parameters are summed over chunks in fp32 and rounded once. Gradients of frozen parameters are not computed.
 //
-// `parameters` are all tensors beside its argument that the body computes with and that may need a gradient: what is
-// missing here gets none. The body is called without autograd recording, and under autocast without its cache (which
-// would keep weights that were cast without recording). The backward pass runs it in the forward's autocast state.
+// `parameters` are all tensors, besides its argument, that the body uses and that may need a gradient; others get none.
+// The forward runs the body without autograd recording and, under autocast, without autocast's cache (which would keep
+// weights that were cast without recording). The backward pass runs it in the forward's autocast state.
 //
-// The generators' states (the host's and the input's device's) are kept only for chunks in which the body has drawn.
+// The states of the generators (of the host and of the input's device) are kept only for chunks in which the body has
+// drawn random numbers.
 //
-// With at most chunk_tokens tokens this is just body(input), with autograd's own graph.
+// With at most chunk_tokens tokens, this is just body(input), with autograd's own graph.
 //
-// Errors: std::invalid_argument for what does not fit together and, in the backward pass, if that was asked for a graph
-// of its own (create_graph); else what the body throws. Hooks on the tensors of `parameters` themselves see each
-// chunk's gradient and then the sum. Thread safety: that of the body.
+// Errors: std::invalid_argument for arguments that do not match and, in the backward pass, for create_graph; otherwise
+// the body's exceptions. Hooks on the tensors in `parameters` see each chunk's gradient and then the sum.
+// Thread safety: that of the body.
 at::Tensor chunked_map(const TokenwiseBody& body, const at::Tensor& input, const std::vector<at::Tensor>& parameters,
                        const ChunkedMapOptions& options);
 
@@ -45,18 +46,18 @@ enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu };
 // "silu", "gelu", "gelu_tanh" or "relu".
 Activation parse_activation(std::string_view name);
 
-// A projection as at::linear takes it: weight [to, from], bias [to] or none.
+// A projection in the form of at::linear: weight [to, from], bias [to] or none.
 struct Projection {
   at::Tensor weight;
   std::optional<at::Tensor> bias;
 };
 
-// down(activation(gate(input)) * up(input)), as in Shazeer, "GLU Variants Improve Transformer" (2020); input
-// [..., width]. chunk_tokens > 0: by chunked_map over dimension -2.
+// Computes down(activation(gate(input)) * up(input)), as in Shazeer, "GLU Variants Improve Transformer" (2020), for an
+// input [..., width]. If chunk_tokens > 0, uses chunked_map over dimension -2.
 at::Tensor gated_mlp(const at::Tensor& input, const Projection& gate, const Projection& up, const Projection& down,
                      Activation activation, int64_t chunk_tokens = 0);
 
-// down(activation(up(input))); the rest as in gated_mlp.
+// Computes down(activation(up(input))), otherwise like gated_mlp.
 at::Tensor two_layer_mlp(const at::Tensor& input, const Projection& up, const Projection& down, Activation activation,
                          int64_t chunk_tokens = 0);
 

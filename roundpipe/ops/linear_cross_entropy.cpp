@@ -86,7 +86,7 @@ void check_devices(const at::Tensor& hidden, const at::Tensor& weight, const std
   check("labels", labels);
 }
 
-// The dtype of the projection. As autocast does it for linear, fp64 is left alone.
+// The dtype of the projection. Like autocast for linear, this leaves fp64 alone.
 at::ScalarType projection_dtype(const at::Tensor& hidden, const at::Tensor& weight,
                                 const std::optional<at::Tensor>& bias) {
   const auto check = [&](const char* name, at::ScalarType dtype) {
@@ -110,7 +110,7 @@ at::ScalarType projection_dtype(const at::Tensor& hidden, const at::Tensor& weig
 
 // --- Computation ---
 
-// What is computed: which gradients, and with which lengths.
+// The work of a call: which gradients to compute, and in which chunks.
 struct Work {
   LinearCrossEntropyOptions options;
   at::ScalarType dtype = at::kFloat;  // of the projection
@@ -132,14 +132,14 @@ int64_t ceil_div(int64_t number, int64_t divisor) { return (number + divisor - 1
 int64_t chunk_length(int64_t tokens, const at::Tensor& weight, int64_t asked) {
   if (asked < 0) refuse_loss("chunk_tokens is ", asked, ", expected at least 1, or 0 to leave the choice open");
   const int64_t fitting = kChunkLogitBytes / (weight.size(0) * static_cast<int64_t>(sizeof(float)));
-  // Every chunk reads and writes the whole gradient of the weight, which shows where that is large.
+  // Every chunk reads and writes the weight's whole gradient, which is slow for short chunks if it is large.
   const int64_t shortest = std::clamp<int64_t>(weight.size(1) / 4, 128, 256);
   const int64_t longest = asked > 0 ? asked : std::clamp<int64_t>(fitting, shortest, 4096);
   if (tokens <= longest) return tokens;
   return ceil_div(tokens, ceil_div(tokens, longest));
 }
 
-// One call: the buffers of a chunk, used by all of them, and what is summed over chunks.
+// One call: the buffers that all chunks use in turn, and the sums over chunks.
 class ChunkedHead {
  public:
   // hidden [tokens, width], labels [tokens].
@@ -156,7 +156,7 @@ class ChunkedHead {
     if (work.hidden_gradient) gradients.hidden = at::empty(hidden.sizes(), hidden.options());
     if (work.bias_gradient) gradients.bias = at::zeros(bias_.sizes(), token_losses_.options());
     if (work.weight_gradient) {
-      // One chunk's product is rounded once anyway.
+      // The product of a single chunk is rounded only once anyway.
       const bool rounded = one_chunk && weight.scalar_type() == work.dtype;
       const auto options = weight.options().dtype(rounded ? work.dtype : work.softmax_dtype());
       gradients.weight = hidden.size(0) > 0 ? at::empty(weight.sizes(), options) : at::zeros(weight.sizes(), options);
@@ -204,8 +204,8 @@ class ChunkedHead {
     token_losses_.narrow(0, begin, count).copy_(log_probability.neg().squeeze(1).masked_fill_(ignored, 0));
     if (!work_.any_gradient()) return;
 
-    // The gradient of the sum: softmax - 1 at the label, softmax elsewhere. Ignored rows are left as they are and kept
-    // out of the products below, which are smaller.
+    // The gradient of the sum: softmax - 1 at the label, softmax elsewhere. Ignored rows are not cleared here but
+    // masked out of the products below, which are smaller.
     probabilities.exp_();
     probabilities.scatter_(1, label, log_probability.expm1());
     const at::Tensor gradient = undo_steps(count);
@@ -227,7 +227,7 @@ class ChunkedHead {
     }
   }
 
-  // Of the first `count` rows of the buffers. The result lies in softmax_.
+  // Applies the steps to the first `count` rows of the buffers. The result lies in softmax_.
   at::Tensor apply_steps(int64_t count) {
     at::Tensor logits = logits_.narrow(0, 0, count);
     at::Tensor softmax = softmax_.narrow(0, 0, count);
@@ -257,8 +257,8 @@ class ChunkedHead {
     return softmax;
   }
 
-  // From the gradient of the steps' outcome, in softmax_, to that of the logits, in logits_. The factors of the steps
-  // are left out: they are applied within the products, before these are rounded.
+  // Turns the gradient of the steps' result (in softmax_) into that of the logits (in logits_), without the steps'
+  // factors: the products apply them before they round.
   at::Tensor undo_steps(int64_t count) {
     at::Tensor logits = logits_.narrow(0, 0, count);
     at::Tensor current = softmax_.narrow(0, 0, count);
@@ -290,7 +290,7 @@ class ChunkedHead {
       return;
     }
     // 16-bit products are added in fp32, some rows of the vocabulary at a time, with the softmax's buffer as scratch.
-    // A quarter of what it holds, since the CPU's mixed addition makes an fp32 copy.
+    // Each block takes a quarter of the buffer, because the CPU's mixed addition makes an fp32 copy.
     const int64_t width = weight_.size(1), vocabulary = weight_.size(0);
     if (width == 0) return;
     const int64_t block = std::clamp<int64_t>(softmax_.numel() / (4 * width), 1, vocabulary);
@@ -311,7 +311,7 @@ class ChunkedHead {
 
   static void log_softmax_in_place(const at::Tensor& logits) {
     at::Tensor out = logits;
-    // These two read a row before they write it. Nothing is known of the others.
+    // These two backends read a row before they write it. Others may not.
     if (logits.is_cpu() || logits.is_cuda()) {
       at::_log_softmax_out(out, logits, 1, /*half_to_float=*/false);
     } else {
@@ -325,16 +325,16 @@ class ChunkedHead {
   const at::Tensor labels_;
   const at::Tensor token_losses_;
   at::Tensor bias_;
-  double scale_ = 1;              // of all kMultiply and kDivide together
+  double scale_ = 1;              // the combined factor of all kMultiply and kDivide
   at::Tensor logits_;             // [chunk, vocabulary], in the projection's dtype
   at::Tensor softmax_;            // [chunk, vocabulary], in the softmax's dtype; the same as logits_ if that is equal
-  std::vector<at::Tensor> tanh_;  // the outcome of each tanh, which its gradient is computed from
+  std::vector<at::Tensor> tanh_;  // the result of each tanh, for its gradient
 };
 
 // --- Autograd ---
 
-// `gradient` *= `scale`, in fp32 even if the gradient has 16 bits. The CPU multiplies by a scalar so; elsewhere a
-// tensor without dimensions would be rounded to the gradient's dtype first, one with dimensions is not.
+// `gradient` *= `scale`, in fp32 even if the gradient has 16 bits. The CPU does this for a scalar. Other devices first
+// round a tensor without dimensions to the gradient's dtype, but not one with dimensions.
 void scale_in_place(const at::Tensor& gradient, const at::Tensor& scale) {
   if (scale.is_cpu()) {
     if (scale.item<double>() != 1) gradient.mul_(scale);
@@ -346,7 +346,7 @@ void scale_in_place(const at::Tensor& gradient, const at::Tensor& scale) {
 constexpr const char* kHidden = "hidden";
 constexpr const char* kWeight = "weight";
 constexpr const char* kBias = "bias";
-constexpr const char* kUnused = "unused";  // there until the gradients are given away
+constexpr const char* kUnused = "unused";  // present until the gradients are handed out
 
 struct LinearCrossEntropyFunction : public torch::autograd::Function<LinearCrossEntropyFunction> {
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context, const at::Tensor& hidden,
@@ -355,7 +355,7 @@ struct LinearCrossEntropyFunction : public torch::autograd::Function<LinearCross
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     ChunkedHead head(hidden, weight, bias, labels, work);
     head.run();
-    // Not saved as variables: they are given away in the backward pass, so nobody may hold on to them.
+    // Not saved as variables: the backward pass hands the gradients out, so nobody else may hold them.
     const auto keep = [&](const char* name, at::Tensor& gradient, const at::Tensor& input) {
       if (gradient.defined()) context->saved_data[name] = gradient.to(input.scalar_type());
       gradient.reset();

@@ -12,53 +12,53 @@ namespace roundpipe::ops {
 struct LogitStep {
   enum class Kind : int { kMultiply, kDivide, kTanh, kFloat32 };
   Kind kind = Kind::kFloat32;
-  double value = 1;  // of kMultiply and kDivide
+  double value = 1;  // for kMultiply and kDivide
 };
 
-// cap * tanh(logits / cap), as Gemma 2 limits its logits.
+// The steps of cap * tanh(logits / cap), with which Gemma 2 limits its logits.
 std::vector<LogitStep> softcap_steps(double cap);
 
 struct LinearCrossEntropyOptions {
-  // Tokens with this label add nothing to the loss and to the gradients.
+  // Tokens with this label add nothing to the loss or to the gradients.
   int64_t ignore_index = -100;
-  // Tokens whose logits exist at the same time; 0 = as many as fit kChunkLogitBytes, but at most 4096, and at least
-  // width / 4 within 128 to 256. The chunks of one call are of about equal length.
+  // The number of tokens whose logits exist at the same time. 0 = as many as fit kChunkLogitBytes, but at most 4096 and
+  // at least width / 4 (limited to 128..256). The chunks of one call have about equal lengths.
   int64_t chunk_tokens = 0;
-  // Applied in this order to the logits as the projection leaves them, in its dtype until kFloat32. What is still in
-  // 16 bits after the last step is cast to fp32 then, so that a last kFloat32 may be left out.
+  // Applied in this order to the projection's logits, in the projection's dtype until a kFloat32. After the last step,
+  // 16-bit logits are cast to fp32, so a final kFloat32 may be left out.
   std::vector<LogitStep> steps;
-  // Also return the loss of each token.
+  // Whether to return the loss of each token, too.
   bool token_losses = false;
 };
 
-// Of one chunk's logits in fp32, when the chunk's length is left open.
+// The limit for one chunk's logits in fp32 if chunk_tokens is 0.
 constexpr int64_t kChunkLogitBytes = int64_t{64} << 20;
 
 struct LinearCrossEntropyResult {
-  at::Tensor sum;           // [], fp32 (fp64 of fp64 inputs): the sum of the losses of all tokens not ignored
-  at::Tensor token_losses;  // [...], of sum's dtype and without a gradient; 0 where ignored. Undefined if not asked for
+  at::Tensor sum;           // [], fp32 (fp64 for fp64 inputs): the sum of the losses of all tokens not ignored
+  at::Tensor token_losses;  // [...], in sum's dtype, without a gradient; 0 if ignored. Undefined unless requested
 };
 
-// The sum over tokens of -log softmax(steps(hidden weight^T + bias))[label], without ever holding the logits of all
-// tokens: chunk by chunk of tokens, the loss and, where gradients will be asked for, the gradients of all inputs are
-// computed in this call, since both need the same logits. The backward pass only scales these gradients.
+// Computes the sum over tokens of -log softmax(steps(hidden weight^T + bias))[label] without ever holding the logits of
+// all tokens. For each chunk of tokens, this call computes the loss and, if gradients are needed, the gradients of all
+// inputs, because both need the same logits. The backward pass only scales these gradients.
 //
-// hidden [..., width], weight [vocabulary, width], bias [vocabulary], labels [...] (int64), all on one device.
-// hidden, weight and bias have one of the dtypes fp64, fp32, bf16 and fp16 (under autocast they are cast as linear's
-// inputs would be). Steps are rounded as autograd rounds them; the softmax is in fp32, its gradient is rounded to the
-// logits' dtype. In 16 bits each chunk's part of the weight's gradient is rounded, as the matrix product leaves it; the
+// hidden [..., width], weight [vocabulary, width], bias [vocabulary], labels [...] (int64), all on one device. hidden,
+// weight and bias share one of the dtypes fp64, fp32, bf16 and fp16; under autocast, they are cast like linear's
+// inputs. Steps are rounded as autograd rounds them. The softmax is in fp32 (fp64 for fp64 inputs), and its gradient is
+// rounded to the logits' dtype. In 16 bits, the matrix product rounds each chunk's part of the weight's gradient; the
 // parts are summed in fp32, like the bias's gradient, and the sum is rounded once.
 //
-// Memory beside inputs and gradients: one chunk's logits in fp32 and, in 16 bits, in that dtype too, and one more of
-// that for each tanh; in 16 bits with several chunks, the weight's gradient in fp32 until the call returns; under
-// autocast, the cast weight until then.
+// Memory besides inputs and gradients: one chunk's logits in fp32 and, in 16 bits, also in that dtype, and one more
+// buffer for each tanh; in 16 bits with several chunks, the weight's gradient in fp32 until the call returns;
+// under autocast, the cast weight until the call returns.
 //
-// On the CPU labels are checked; elsewhere a label out of range is what it is to at::gather, as checking would make
-// the host wait for the device. Nothing else here waits either.
+// On the CPU, labels are checked. On other devices, a check would make the host wait for the device, so a label out of
+// range does whatever at::gather does with it. Nothing else here waits, either.
 //
-// Errors: std::invalid_argument for what does not fit together. The backward pass throws it when it is asked for a
-// graph of its own (create_graph), or to run again: without retain_graph the gradients are given away, not copied.
-// Thread safety: any thread; holds no state between calls.
+// Errors: std::invalid_argument for arguments that do not match. The backward pass throws it for create_graph, and if
+// it runs again without retain_graph: the first run hands its gradients out instead of copying them.
+// Thread safety: any thread; no state is kept between calls.
 LinearCrossEntropyResult linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
                                               const std::optional<at::Tensor>& bias, const at::Tensor& labels,
                                               const LinearCrossEntropyOptions& options = {});

@@ -24,9 +24,9 @@ float interpolate(Interpolation to, float start, float end) {
   return std::fma(to.coefficient, end - start, to.from_end ? end : start);
 }
 
-// The parameter as a batch of matrices, each cut into parts of whole rows that depend on the shape only: sums are
-// taken inside a part and then over parts, in order, so that they do not depend on threads. A vector is cut as if it
-// were a matrix with one column.
+// The parameter as a batch of matrices, each cut into parts of whole rows. The parts depend only on the shape; sums are
+// taken inside a part, then over parts, in order, so that they do not depend on threads. A vector is cut as a matrix of
+// one column.
 struct Parts {
   explicit Parts(at::IntArrayRef sizes) : factored(sizes.size() > 1) {
     const int64_t elements = c10::multiply_integers(sizes);
@@ -41,7 +41,7 @@ struct Parts {
   int64_t count() const { return matrices * parts_per_matrix; }
   int64_t elements() const { return matrices * rows * columns; }
   int64_t matrix(int64_t part) const { return part / parts_per_matrix; }
-  // Rows of all matrices, counted through.
+  // Rows are numbered over all matrices.
   int64_t first_row(int64_t part) const { return matrix(part) * rows + part % parts_per_matrix * part_rows; }
   int64_t end_row(int64_t part) const {
     return matrix(part) * rows + std::min((part % parts_per_matrix + 1) * part_rows, rows);
@@ -72,7 +72,7 @@ class Step {
   }
 
  private:
-  // Calls work(part) for each, on all threads.
+  // Calls work(part) for each part, on all threads.
   template <typename Work>
   void for_parts(const Work& work) {
     const int64_t part_elements = parts_.elements() / parts_.count();
@@ -112,7 +112,7 @@ class Step {
     return kernels_.add_squares(p, count, nullptr);
   }
 
-  // Brings the gradient into row_var and col_var; returns the sum of the squared weights.
+  // Updates row_var and col_var with the gradient. Returns the sum of the squared weights.
   double take_in_factored(Interpolation weight) {
     std::vector<double> row_squares(static_cast<size_t>(parts_.matrices * parts_.rows));
     std::vector<double> column_squares(static_cast<size_t>(parts_.count() * parts_.columns));
@@ -150,7 +150,7 @@ class Step {
     return weight_squares_sum;
   }
 
-  // The same for a parameter with fewer than two dimensions.
+  // Updates variance for a parameter with fewer than two dimensions. Returns the sum of the squared weights.
   double take_in_vector(Interpolation weight) {
     return sum([&](int64_t part) {
       double weights = 0;
@@ -164,7 +164,7 @@ class Step {
     });
   }
 
-  // The gradient over the root of its variance estimate.
+  // Sets `values` to the gradient divided by the root of its variance estimate.
   void update_of(int64_t part, int64_t row, int64_t column, int64_t begin, int64_t count, float* values) {
     kernels_.load_gradient(memory_, begin, count, values);
     if (parts_.factored) {

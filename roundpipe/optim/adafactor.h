@@ -9,8 +9,9 @@ namespace roundpipe::optim {
 
 class ThreadPool;
 
-// One step of Adafactor. The numbers are contiguous, of `sizes`. memory.states: row_var and col_var, means of squares
-// over the last and the last but one dimension; with fewer than two dimensions variance, one for each element.
+// Makes one step of Adafactor. All tensors in `memory` are contiguous, of `sizes`. memory.states holds row_var and
+// col_var, the means of squares over the last and the second-to-last dimension; with fewer than two dimensions, it
+// holds variance, one number per element.
 void adafactor_step(const Hyperparameters& hyper, Scalars& scalars, const kernels::Memory& memory,
                     at::IntArrayRef sizes, ThreadPool& pool);
 

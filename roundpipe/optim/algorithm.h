@@ -2,7 +2,7 @@
 
 namespace roundpipe::optim {
 
-// The update rules, each as torch.optim defines the one of its name. Lion: Chen et al. 2023, arXiv:2302.06675.
+// The update rules, as torch.optim defines them under the same names. Lion: Chen et al. 2023, arXiv:2302.06675.
 enum class Algorithm {
   kAdam,
   kAdamW,
@@ -19,7 +19,7 @@ enum class Algorithm {
   kLion
 };
 
-// What a step can be told, under torch.optim's names; each algorithm reads the ones it knows.
+// The hyperparameters of a step, under torch.optim's names. Each algorithm reads the ones it knows.
 struct Hyperparameters {
   double lr = 1e-3;
   double beta1 = 0.9;
@@ -46,13 +46,13 @@ struct Hyperparameters {
   bool amsgrad = false;
   bool maximize = false;
   bool centered = false;
-  bool decoupled_weight_decay = false;  // AdamW's way of decaying, for Adam, NAdam and RAdam
+  bool decoupled_weight_decay = false;  // weight decay as in AdamW, for Adam, NAdam and RAdam
 };
 
-// How moments are kept: in fp32, or as one byte each with an fp32 scale a block (Adam and AdamW without amsgrad only).
+// The format of moments: fp32, or one byte each with an fp32 scale per block (only Adam and AdamW without amsgrad).
 enum class MomentFormat { kFloat32, kBlockwise8Bit };
 
-// What one parameter counts from step to step besides its tensors; 0 and 1 until the first step.
+// The scalar state of one parameter from step to step. The defaults hold until the first step.
 struct Scalars {
   double step = 0;
   double mu_product = 1;  // NAdam

@@ -10,39 +10,40 @@
 
 namespace roundpipe::optim {
 
-// What a fused optimizer keeps for the parameters of one block, and how it updates them.
-// Thread safety: one thread at a time; between updates any.
+// The state that a fused optimizer keeps for the parameters of one block, and their update.
+// Thread safety: any thread, one at a time.
 class BlockOptimizer {
  public:
-  // `groups`: for each parameter the group whose hyperparameters it follows, -1 where it is not trained.
-  // `rest`: for each parameter what its fp32 master has beyond its weights, kept by the block's owner because it
-  // belongs to the model: an int16 remainder for bf16, the master itself for fp16, undefined otherwise. Made here where
-  // missing. Throws std::invalid_argument when a trained parameter is neither fp32 nor bf16 nor fp16.
+  // `groups`: for each parameter, the group whose hyperparameters it uses, or -1 if it is not trained. `rest`: for each
+  // parameter, the part of its fp32 master that its weights lack: an int16 remainder for bf16, the master itself for
+  // fp16, undefined otherwise. It belongs to the model, so the block's owner keeps it; missing entries are made here.
+  // Throws std::invalid_argument if a trained parameter is neither fp32 nor bf16 nor fp16.
+  // REQUIRES: `block` and `rest` outlive the optimizer.
   BlockOptimizer(const memory::ParameterBlock& block, std::vector<int> groups, std::vector<at::Tensor>& rest,
                  Algorithm algorithm, MomentFormat format);
 
   bool trains_any() const;
   int group(size_t parameter) const { return groups_[parameter]; }
 
-  // Writes the version that follows from `before` and `gradients`, whose memory `after` may be, into `after` (both in
-  // the block's layout; `gradients` in `gradient_layout`). A parameter without gradient keeps its weights and its
-  // state. `groups`: hyperparameters of each group.
+  // Computes the next version from `before` and `gradients` and writes it to `after`, which may be the memory of the
+  // gradients. `before` and `after` have the block's layout, `gradients` has `gradient_layout`. A parameter without a
+  // gradient keeps its weights and its state. `groups`: the hyperparameters of each group.
   void update(const at::Tensor& before, const at::Tensor& after, const memory::GradientBlock& gradients,
               const memory::BlockLayout& gradient_layout, const std::vector<Hyperparameters>& groups,
               const GradientScaling& scaling, ThreadPool& pool);
 
-  // Of the trained parameters' gradients, see optim::sum_of_squares.
+  // The sum over the gradients of the trained parameters, see optim::sum_of_squares.
   double sum_of_squares(const memory::GradientBlock& gradients, const memory::BlockLayout& gradient_layout,
                         float inverse_scale, ThreadPool& pool) const;
 
-  // The user has written into parameter `index`: its master is what is in `weights` now.
+  // Restarts the master of parameter `index` from `weights`, after the user has written to the parameter.
   void restart_master(size_t index, const at::Tensor& weights);
 
-  // State of a parameter; no tensors before its first update.
+  // The state of a parameter; it has no tensors before its first update.
   ParameterState& state(size_t parameter) { return states_[parameter]; }
   const at::Tensor& rest(size_t parameter) const { return rest_[parameter]; }
 
-  // Host memory of the moments and of the rests, in bytes; the first as it will be once every parameter has had a step.
+  // Host memory of the moments, once every trained parameter has had a step, and of the rests.
   int64_t moment_bytes(const std::vector<Hyperparameters>& groups) const;
   int64_t rest_bytes() const;
 

@@ -6,15 +6,15 @@
 
 namespace roundpipe::optim {
 
-// start + weight * (end - start) as one fused multiply-add that starts from the nearer end.
+// start + weight * (end - start), as one fused multiply-add that starts from the nearer end.
 struct Interpolation {
   float coefficient = 0;
   bool from_end = false;
 };
 Interpolation interpolation(double weight_fp64);
 
-// What the kernels need to know about one step of one parameter: everything computed in fp64, then rounded to fp32
-// where torch.optim rounds. What an algorithm does not name keeps its default.
+// The coefficients of one step of one parameter, for the kernels. All are computed in fp64 and rounded to fp32 where
+// torch.optim rounds. Coefficients that an algorithm does not use keep their defaults.
 struct Coefficients {
   Algorithm algorithm = Algorithm::kSGD;
   bool maximize = false;
@@ -27,23 +27,23 @@ struct Coefficients {
   bool averages = false;     // ASGD: ax lags behind the weights
   float weight_decay = 0;    // gradient += weight_decay * weights
   float decay = 1;           // weights *= decay, after that
-  Interpolation first;       // towards the gradient: exp_avg (RMSprop: grad_avg)
-  float second_decay = 0;    // what remains of exp_avg_sq (and of its like), and
-  float second_weight = 0;   // how much of the squared gradient comes in
+  Interpolation first;       // of exp_avg (RMSprop: grad_avg) towards the gradient
+  float second_decay = 0;    // of exp_avg_sq and similar states
+  float second_weight = 0;   // of the squared gradient in them
   float second_divisor = 1;  // bias correction of exp_avg_sq or of its square root
   float first_divisor = 1;   // RAdam: bias correction of exp_avg
   float eps = 0;
-  float rate = 0;             // step size, with the sign it is added with
-  float second_rate = 0;      // NAdam: of exp_avg, `rate` is the gradient's
-  float momentum = 0;         // SGD and RMSprop: what remains of the buffer; Lion: of exp_avg in the update
-  float momentum_weight = 0;  // how much of the gradient comes in
+  float rate = 0;             // step size, with the sign for adding it
+  float second_rate = 0;      // NAdam: step size of exp_avg; `rate` is that of the gradient
+  float momentum = 0;         // SGD and RMSprop: decay of the buffer; Lion: weight of exp_avg in the update
+  float momentum_weight = 0;  // weight of the gradient in the buffer
   float rectification = 0;    // RAdam
   float mu = 1;               // ASGD
   float eta_minus = 0;        // Rprop
   float eta_plus = 0;
   float step_size_min = 0;
   float step_size_max = 0;
-  uint32_t dither_seed = 0;  // 8-bit moments: rounding differs from step to step
+  uint32_t dither_seed = 0;  // 8-bit moments: makes rounding differ from step to step
 };
 
 // Counts one step in `scalars` and returns its coefficients. Not for Adafactor, whose coefficients depend on tensors.

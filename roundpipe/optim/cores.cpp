@@ -33,7 +33,7 @@ std::vector<int> usable_processors() {
 }
 
 int physical_cores(const std::vector<int>& processors, const std::filesystem::path& root) {
-  // The list of a core's processors is the same text in the folder of each of them.
+  // All processors of a core have the same text in this file.
   std::set<std::string> cores;
   int unknown = 0;
   for (const int processor : processors) {
@@ -49,14 +49,14 @@ int physical_cores(const std::vector<int>& processors, const std::filesystem::pa
 }
 
 int default_threads(int physical_cores, int device_threads, int memory_nodes) {
-  constexpr int kUsefulThreads = 16;  // of a memory node
+  constexpr int kUsefulThreads = 16;  // per memory node
   const int left = std::max(physical_cores - device_threads, (physical_cores + 1) / 2);
   return std::clamp(left, 1, kUsefulThreads * std::max(1, memory_nodes));
 }
 
 void lower_own_priority() {
 #ifdef __linux__
-  constexpr int kNice = 5;  // of 19; here a third of what a usual thread gets when both want a core
+  constexpr int kNice = 5;  // of 19; gives a third of a normal thread's share when both want a core
   setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kNice);
 #endif
 }

@@ -5,20 +5,20 @@
 
 namespace roundpipe::optim {
 
-// The processors that this process may use, as the system numbers them, in ascending order. Never empty.
+// The system's numbers of the processors that this process may use, in ascending order. Never empty.
 std::vector<int> usable_processors();
 
-// How many physical cores `processors` belong to: two that share one count once. `root` is the folder in which the
-// system describes them; a processor of which it says nothing counts as a core.
+// The number of physical cores of `processors`: two processors of one core count once. `root` is the folder in which
+// the system describes processors; one that has no description counts as a core.
 int physical_cores(const std::vector<int>& processors, const std::filesystem::path& root = "/sys/devices/system/cpu");
 
-// How many threads update parameters when nobody says: the physical cores less one for each of the `device_threads`
-// that feed a device, but at least half of them, and no more than 16 for each memory node. A core updates 39 GB of
-// parameters and moments in a second, 19 with 8-bit moments (bench/optimizer.py), and the memory of a node moves 80 to
-// 460 GB/s, so more threads would wait for it.
+// The default number of threads that update parameters: the physical cores minus the `device_threads` that feed a
+// device, but at least half of the cores, and at most 16 per memory node. A core updates 39 GB/s of parameters and
+// moments, 19 GB/s with 8-bit moments (bench/optimizer.py). A node's memory moves 80 to 460 GB/s, so more threads would
+// wait for it.
 int default_threads(int physical_cores, int device_threads, int memory_nodes);
 
-// Lets threads of a usual priority go before the calling one where cores are short. Best effort, and for good.
+// Lowers the calling thread's priority for good, so that normal threads go first when cores are short. Best effort.
 void lower_own_priority();
 
 }  // namespace roundpipe::optim

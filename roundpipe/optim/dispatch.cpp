@@ -14,7 +14,7 @@ struct InstructionSet {
   const kernels::Kernels* kernels;
 };
 
-// The best one last.
+// In ascending order, the best one last.
 const std::vector<InstructionSet>& supported() {
   static const std::vector<InstructionSet> sets = [] {
     std::vector<InstructionSet> found = {{"baseline", &kernels::baseline::table}};
@@ -45,7 +45,7 @@ const InstructionSet* find(const std::string& name, const char* where) {
                                      "; use one of them, or leave it out for the best"));
 }
 
-// Chosen at the first use; null before.
+// Chosen at the first use; null before that.
 std::atomic<const InstructionSet*> chosen = nullptr;
 
 const InstructionSet& current() {
@@ -54,7 +54,7 @@ const InstructionSet& current() {
     const char* const name = std::getenv("ROUNDPIPE_OPTIM_ISA");
     const InstructionSet* const wanted =
         name == nullptr || *name == '\0' ? &supported().back() : find(name, "ROUNDPIPE_OPTIM_ISA");
-    // Another thread's choice counts if it came first.
+    // If another thread has chosen first, its choice counts.
     if (chosen.compare_exchange_strong(set, wanted)) set = wanted;
   }
   return *set;

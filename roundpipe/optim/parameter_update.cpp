@@ -20,7 +20,7 @@ namespace {
 using kernels::Element;
 using kernels::kChunk;
 
-// Work that one thread takes at a time; smaller tensors are not worth waking another thread.
+// The work that one thread takes at a time. Waking another thread does not pay for smaller tensors.
 constexpr int64_t kGrain = 65536;
 
 int64_t blocks(int64_t elements) { return (elements + kChunk - 1) / kChunk; }
@@ -92,7 +92,7 @@ void check_weights(const Weights& weights) {
   if (weights.master.defined()) check_like(weights.master, weights.before, at::kFloat, where, "the master");
 }
 
-// State is read and written by all update threads, so it lies where the arena spreads it over the memory nodes.
+// All update threads read and write state, so it lies in the arena, which spreads it over the memory nodes.
 at::Tensor zeros(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
   return memory::empty_strided(memory::HostArena::pageable(), sizes, strides, dtype).zero_();
 }
@@ -161,7 +161,7 @@ kernels::Memory memory_of(const ParameterState& state, const Weights& weights, c
 
 at::Tensor contiguous_if_defined(const at::Tensor& tensor) { return tensor.defined() ? tensor.contiguous() : tensor; }
 
-// Adafactor needs rows and columns in order; a parameter that is laid out otherwise goes through a copy.
+// Adafactor needs rows and columns in order; a parameter with another layout is copied.
 void update_adafactor(const Hyperparameters& hyper, ParameterState& state, const Weights& weights,
                       const at::Tensor& gradient, const GradientScaling& scaling, ThreadPool& pool) {
   if (weights.before.dim() < 2 || weights.before.is_contiguous()) {

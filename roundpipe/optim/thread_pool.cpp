@@ -22,7 +22,7 @@
 namespace roundpipe::optim {
 namespace {
 
-// Best effort: a thread that may not be pinned works as well.
+// Best effort: an unpinned thread works, too.
 void pin(std::thread& thread, int core) {
 #ifdef __linux__
   cpu_set_t set;
@@ -42,7 +42,7 @@ int checked_threads(int threads) {
   return threads;
 }
 
-// 0: it says nothing.
+// 0 = not set.
 int threads_from_environment() {
   const char* const text = std::getenv("ROUNDPIPE_OPTIM_THREADS");
   if (text == nullptr || *text == '\0') return 0;
@@ -65,7 +65,7 @@ bool pinned_from_environment() {
   return text == "1";
 }
 
-// The default floating-point environment in this thread while it exists.
+// Sets the default floating-point environment in this thread as long as it lives.
 class DefaultEnvironment {
  public:
   DefaultEnvironment() {
@@ -112,7 +112,7 @@ struct ThreadPool::Call {
 };
 
 struct ThreadPool::Team {
-  std::mutex turn;  // held by the caller whose call it is
+  std::mutex turn;  // held by the caller whose call runs
 
   std::mutex mutex;  // guards call, helping and stopping
   std::condition_variable changed;
@@ -184,7 +184,7 @@ void ThreadPool::for_ranges(int64_t count, int64_t grain, const std::function<vo
     work(0, count);
     return;
   }
-  // A few parts a thread, so that one that is late holds up the others little.
+  // Several parts per thread, so that a late thread delays the others only a little.
   const int64_t wanted = count / (int64_t{threads_} * 8);
   Call call(count, std::max<int64_t>(1, wanted / grain) * grain, work);
   const std::lock_guard turn(team_->turn);
@@ -204,18 +204,18 @@ void ThreadPool::for_ranges(int64_t count, int64_t grain, const std::function<vo
 
 namespace {
 
-// Never destroyed: threads may ask for the pool, or work in it, when the process ends.
+// Never destroyed: threads may request the pool, or work in it, when the process ends.
 struct Current {
-  std::atomic<int> threads{0};  // 0: as the environment says, or the default
+  std::atomic<int> threads{0};  // 0 = from the environment, or the default
   std::atomic<int> device_threads{0};
   std::atomic<bool> pinned{false};
   std::mutex mutex;
   std::shared_ptr<ThreadPool> pool;  // guarded by mutex
-  bool by_default = false;           // guarded by mutex: nobody has said how many threads the pool has
+  bool by_default = false;           // guarded by mutex: whether the pool has the default number of threads
 };
 std::atomic<Current*> shared_state = new Current;
 
-// The pool's threads stay in the parent, and so may locks that they hold: a child made by fork() begins anew.
+// The pool's threads stay in the parent, and its locks may stay locked: a child made by fork() gets a new pool.
 void begin_anew() {
   auto* const own = new Current;
   own->threads = shared_state.load()->threads.load();
@@ -255,7 +255,7 @@ void ThreadPool::set_current(int threads, bool pinned) {
 }
 
 void ThreadPool::leave_cores(int device_threads) {
-  std::shared_ptr<ThreadPool> old;  // joins its threads when dropped, so after the lock
+  std::shared_ptr<ThreadPool> old;  // declared before the lock: dropping it joins its threads
   const std::lock_guard lock(current_pool().mutex);
   if (current_pool().device_threads.exchange(device_threads) != device_threads && current_pool().by_default) {
     current_pool().by_default = false;

@@ -8,15 +8,15 @@
 
 namespace roundpipe::schedule {
 
-// What one layer costs. Times are those of one microbatch on a device of speed 1.
+// The costs of one layer. Times are for one microbatch on a device of speed 1.
 struct LayerCost {
   double forward_ms = 0;
-  double backward_ms = 0;                             // without the recomputed forward
+  double backward_ms = 0;                             // without the recompute
   std::int64_t weight_bytes = 0;                      // uploaded on each visit
   std::int64_t gradient_bytes = 0;                    // downloaded after a backward visit; 0 for a frozen layer
   std::int64_t activation_bytes = 0;                  // the layer's output, one microbatch
   std::int64_t saved_bytes = 0;                       // kept on the device from forward to backward, one microbatch
-  std::optional<double> recompute_ms = std::nullopt;  // the forward, run again before the backward; unset: forward_ms
+  std::optional<double> recompute_ms = std::nullopt;  // the recompute before the backward; if unset, forward_ms
 };
 
 using LayerCosts = std::vector<LayerCost>;
@@ -29,25 +29,25 @@ struct DeviceSpec {
 // The machine. Bandwidths are GB/s (1e9 bytes); 0 = infinite.
 struct Cluster {
   std::vector<DeviceSpec> devices;
-  double link_up_gb_per_s = 0;    // host to device, each device
-  double link_down_gb_per_s = 0;  // device to host, each device
-  double host_gb_per_s = 0;       // shared by every link
-  double hop_latency_ms = 0;      // activation or boundary gradient from one device to another
+  double link_up_gb_per_s = 0;    // host to device, for each device
+  double link_down_gb_per_s = 0;  // device to host, for each device
+  double host_gb_per_s = 0;       // shared by all links
+  double hop_latency_ms = 0;      // of an activation or boundary gradient from one device to another
 };
 
-// Throw std::invalid_argument naming the field: times, bytes and rates are finite and not negative, speeds positive,
-// and there is at least one layer (one device).
+// Throw std::invalid_argument, naming the field, unless times, bytes and rates are finite and not negative, speeds are
+// positive, and there is at least one layer (one device).
 void validate(const LayerCosts& costs);
 void validate(const Cluster& cluster);
 
-// Sums over consecutive layers in constant time.
+// Sums costs over consecutive layers in constant time.
 class CostSums {
  public:
-  // Backward and gradients count from `first_backward_layer` up.
+  // Backward times and gradients count from `first_backward_layer` up.
   explicit CostSums(const LayerCosts& costs, int first_backward_layer = 0);
 
   int layers() const { return static_cast<int>(forward_.size()) - 1; }
-  // One microbatch on a device of speed 1.
+  // Times are for one microbatch on a device of speed 1.
   double forward_ms(Range layers) const { return between(forward_, layers); }
   double recompute_ms(Range layers) const { return between(recompute_, layers); }
   double backward_ms(Range layers) const { return between(backward_, layers); }
@@ -55,8 +55,9 @@ class CostSums {
   std::int64_t gradient_bytes(Range layers) const { return between(gradient_, layers); }
   std::int64_t saved_bytes(Range layers) const { return between(saved_, layers); }
 
-  // Device memory of a visit: weights, those of the next visit (taken to be as large), gradients and one microbatch's
-  // saved activations if it goes backward, two boundary values in and two out. `least`: without the next visit's.
+  // Device memory of a visit: its weights, the prefetched weights of the next visit (assumed equally large), two
+  // boundary values in and two out and, if it goes backward, gradients and one microbatch's saved activations.
+  // `least`: without the weights of the next visit.
   std::int64_t visit_bytes(Range layers, bool backward, bool least = false) const;
 
  private:

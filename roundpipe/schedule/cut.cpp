@@ -22,7 +22,7 @@ Stages to_stages(const Cut& cut) {
 
 namespace {
 
-// Runs of equal stages, as "5x3" for five stages of three layers, with replicas as "5x3*2".
+// Groups equal stages: "5x3" for five stages of three layers, "5x3*2" if each has two replicas.
 std::string describe(std::span<const CutStage> stages) {
   std::string text;
   for (std::size_t i = 0; i < stages.size();) {
@@ -117,7 +117,7 @@ void PartitionTable::extend(int stages) {
     const int used = static_cast<int>(least_.size()) - 1;
     for (int end = used + 1; end < static_cast<int>(width_); ++end) {
       const auto e = static_cast<std::size_t>(end);
-      work_ += std::max(0, end - std::max(used, first_that_fits_[e])) / 4;  // of a visit's cost each
+      work_ += std::max(0, end - std::max(used, first_that_fits_[e])) / 4;  // each costs a quarter of a visit
       for (int start = std::max(used, first_that_fits_[e]); start < end; ++start) {
         const auto s = static_cast<std::size_t>(start);
         const double cost = prefix_[e] - prefix_[s];
@@ -151,7 +151,8 @@ std::vector<Range> PartitionTable::cut(int stages) {
 
 namespace {
 
-// Layers [from, to) in steps of -1 or 1, filled into stages up to `limit_ms`.
+// Fills `layers`, from the last one down or from the first one up, into stages of at most `limit_ms` each (or of one
+// layer).
 template <typename CostOf>
 std::vector<Range> fill(Range layers, bool downward, double limit_ms, CostOf cost_of) {
   std::vector<Range> stages;

@@ -10,7 +10,7 @@
 
 namespace roundpipe::schedule {
 
-// A stage and over how many devices its microbatches are split, in contiguous ranges.
+// A stage. Its microbatches are split into `replicas` contiguous ranges, one job each.
 struct CutStage {
   Range layers;
   int replicas = 1;
@@ -18,43 +18,45 @@ struct CutStage {
   bool operator==(const CutStage&) const = default;
 };
 
-// How the layers are cut into stages, with replicas and the order of steps. One round over all microbatches.
+// The layers cut into stages, with replicas and the overlap of steps. A step is one round over all microbatches.
 struct Cut {
   std::vector<CutStage> forward;   // first layers first
-  std::vector<CutStage> backward;  // last layers first; a fused mode's front is the fused stage
-  // How far the backward of a step falls behind the forward of the next: a job's order is interleave * its place in
-  // the work of the step, in [0, 1]. 1 = step after step.
+  std::vector<CutStage> backward;  // last layers first; in kFused, the front is the fused stage
+  // How far the backward of a step lags behind the forward of the next one. A job's order is interleave * (share of the
+  // step's work that comes before the job). 1 = steps run one after another.
   double interleave = 1;
 
   bool operator==(const Cut&) const = default;
 };
 
-// Without replicas and interleaving.
+// Stages have no replicas and no interleaving: to_cut sets one replica and no overlap, to_stages drops both.
 Cut to_cut(const Stages& stages);
 Stages to_stages(const Cut& cut);
-// "forward 16x1 39x2 | fused 1 | backward 94x1", replicas as "(6,3)".
+// "forward 16x1 39x2 | backward 1x1*4 94x1 | interleave 1.25": 39x2 is 39 stages of two layers, *4 is four replicas. A
+// fused stage is the first of `backward`; an interleave of 1 is left out.
 std::string to_string(const Cut& cut);
 
-// The plan of `cut`; every device 0, for a Placer. REQUIRES: the stages fit `sums` and the options.
-// The result is not validated.
+// Makes the plan of `cut` with every job on device 0; a Placer chooses the devices. Does not validate the plan.
+// REQUIRES: the stages fit `sums` and the options.
 Plan to_recipe(const Cut& cut, const CostSums& sums, int devices, const PlannerOptions& options);
 
-// Weight bytes uploaded in a step, over those of one forward and one backward visit to each layer. The last layer, of
-// which each replica needs a copy in any plan, is left out where there is another.
+// The weight bytes that a step uploads, divided by the bytes of one forward and one backward visit to each layer. The
+// last layer is not counted, unless it is the only one: in any plan, each of its replicas needs a copy.
 double traffic_ratio(const Plan& plan, const CostSums& sums);
 
-// Consecutive layers cut into stages by dynamic programming: for every number of stages the least sum of squared stage
-// costs, no stage above the device memory cap. Exact; each number of stages costs O(layers^2) once.
+// Cuts consecutive layers into stages by dynamic programming: for each number of stages, the cut with the least sum of
+// squared stage costs in which no stage of several layers exceeds the device memory cap. Exact. Each number of stages
+// costs O(layers^2) once.
 class PartitionTable {
  public:
-  // `backward`: cost recompute + backward and count gradients and saved activations, else forward.
-  // `room_bytes`: of a device, see CostSums::visit_bytes; 0 = no cap.
+  // `backward`: a stage costs recompute + backward, and its memory includes gradients and saved activations; otherwise
+  // it costs its forward. `room_bytes`: the device memory for a visit, see CostSums::visit_bytes; 0 = no cap.
   PartitionTable(const CostSums& sums, Range layers, bool backward, std::int64_t room_bytes);
 
-  // Table entries filled since the last call.
+  // Returns the work done since the last call, in microbatch visits (see SearchOptions::effort).
   std::int64_t take_work() { return std::exchange(work_, 0); }
 
-  // First layers first; empty when no partition into so many stages fits.
+  // The stages, first layers first; empty if no partition into so many stages fits.
   std::vector<Range> cut(int stages);
 
  private:
@@ -62,15 +64,16 @@ class PartitionTable {
 
   const Range layers_;
   const std::size_t width_;
-  std::vector<double> prefix_;        // cost of the first layers
-  std::vector<int> first_that_fits_;  // [end]: the longest stage that ends there begins so
+  std::vector<double> prefix_;        // prefix sums of costs
+  std::vector<int> first_that_fits_;  // [end]: first layer of the longest stage that fits and ends there
   std::vector<std::vector<double>> least_;
   std::vector<std::vector<int>> begins_;
   std::int64_t work_ = 0;
 };
 
-// Fills stages greedily up to threshold * max(longest layer, total / min_stages), as the published planner does;
-// backward stages from the last layers down. Throws std::invalid_argument like choose_stages.
+// Fills stages greedily up to threshold * max(longest layer, total / min_stages), as the published planner does.
+// Backward stages are filled from the last layers down.
+// REQUIRES: costs and options that choose_stages accepts (they are not checked). max_stage_bytes has no effect.
 Stages greedy_stages(const LayerCosts& costs, int devices, const PlannerOptions& options);
 
 }  // namespace roundpipe::schedule

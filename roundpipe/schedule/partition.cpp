@@ -53,7 +53,7 @@ int pack(std::span<const double> cost, double max_cost, std::span<const std::int
   return stages;
 }
 
-// Both passes of the dynamic programme. Rows are numbers of stages, columns numbers of layers.
+// Both passes of the dynamic program. Rows are numbers of stages; columns are numbers of layers.
 class Partitioner {
  public:
   Partitioner(std::span<const double> cost, int stages, std::span<const std::int64_t> bytes, std::int64_t cap)
@@ -81,7 +81,7 @@ class Partitioner {
     return sum_[static_cast<std::size_t>(last)] - sum_[static_cast<std::size_t>(first)];
   }
 
-  // The first layer at which a stage that ends at `last` may start, by bytes and by the stages before it.
+  // The lowest start of the stage that ends at `last`: bytes limit it, and each stage before it needs a layer.
   int lowest_first(int stage, int last) const { return std::max(stage - 1, reach_[static_cast<std::size_t>(last)]); }
 
   double smallest_largest() const {
@@ -111,7 +111,7 @@ class Partitioner {
           const double cost = stage_cost(first, last);
           if (cost > limit) break;
           const double squares = before[static_cast<std::size_t>(first)] + cost * cost;
-          // On a tie the longer stage wins: larger stages come last.
+          // On a tie, the longer stage wins, so that larger stages come last.
           if (squares == kInfinity || squares > best * (1 + kRelativeTolerance)) continue;
           best = std::min(best, squares);
           start[static_cast<std::size_t>(stage)][static_cast<std::size_t>(last)] = first;

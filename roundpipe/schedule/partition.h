@@ -8,17 +8,18 @@
 
 namespace roundpipe::schedule {
 
-// Cuts layers [0, cost.size()) into consecutive, non-empty stages so that the largest stage cost is smallest; among
-// those, the smallest sum of squares; among those, larger stages come last. Exact: O(stages * layers^2).
+// Cuts layers [0, cost.size()) into consecutive, non-empty stages. Minimizes the largest stage cost, then the sum of
+// squared stage costs; on a tie, larger stages come last. Exact: O(stages * layers^2).
 //
-// Gives min(stages, layers) stages, or more where `max_stage_bytes` (0 = no cap) asks for more.
-// Throws std::invalid_argument for a cost that is negative or not finite, and for a layer over the cap.
-// REQUIRES: `bytes` is empty or has one entry a layer; a cap needs bytes.
+// Makes min(stages, layers) stages, or more if `max_stage_bytes` (0 = no cap) requires more.
+// `bytes` is empty or has one entry per layer; a cap needs it.
+// Throws std::invalid_argument for `stages` below 1, no costs, a cost that is negative or not finite, bytes that do not
+// match, and a layer over the cap.
 std::vector<Range> balanced_partition(std::span<const double> cost, int stages,
                                       std::span<const std::int64_t> bytes = {}, std::int64_t max_stage_bytes = 0);
 
-// The fewest stages with no stage above `max_stage_cost` or `max_stage_bytes`. A layer above `max_stage_cost` gets a
-// stage of its own; arguments and errors otherwise as above.
+// Returns the smallest number of stages with no stage above `max_stage_cost` or `max_stage_bytes`. A layer above
+// `max_stage_cost` gets a stage of its own. Arguments and errors are otherwise those of balanced_partition.
 int fewest_stages(std::span<const double> cost, double max_stage_cost, std::span<const std::int64_t> bytes = {},
                   std::int64_t max_stage_bytes = 0);
 

@@ -102,7 +102,7 @@ double Placer::work_ms() const {
 
 double pace_ms(std::span<const double> ends_ms) {
   if (ends_ms.size() == 1) return ends_ms[0];
-  // Least squares: single ends jitter by parts of a step, which the two outermost alone would pass on.
+  // A least squares fit: single ends jitter by parts of a step, and using only the outer two would keep that jitter.
   const std::size_t from = ends_ms.size() / 2 - 1, count = ends_ms.size() - from;
   const double mean_place = static_cast<double>(count - 1) / 2;
   double mean_ms = 0, both = 0, places = 0;

@@ -36,7 +36,7 @@ std::vector<Range> distinct(const Plan& plan, bool forward) {
   return stages;
 }
 
-// Walks the jobs in dispatch order and keeps what has been computed so far.
+// Walks the jobs in dispatch order and records which job has computed each (layer, microbatch).
 class Walk {
  public:
   Walk(const Plan& plan, PlanMode mode) : plan_(plan), mode_(mode), forward_(cells(), -1), backward_(cells(), -1) {}

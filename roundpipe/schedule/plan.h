@@ -8,16 +8,16 @@
 
 namespace roundpipe::schedule {
 
-// What a device does on one visit to a stage. Fused = forward, loss and backward of the last layers.
+// The work of a device on one visit to a stage. kFused: forward, loss and backward of the last layers.
 enum class Phase { kForward, kFused, kBackward };
 
 // "forward", "fused" or "backward".
 const char* phase_name(Phase phase);
 
-// What a plan is for.
+// The purpose of a plan.
 enum class PlanMode {
   kInference,  // forward jobs only
-  kTrain,      // all forward jobs, then the backward jobs; the loss of the whole batch is taken outside, in between
+  kTrain,      // all forward jobs, then the backward jobs; in between, the caller takes the loss of the whole batch
   kFused,      // the last stage computes the loss: forward jobs, fused jobs, backward jobs
 };
 
@@ -30,8 +30,8 @@ struct Job {
   Range layers;
   Range microbatches;
   int device = 0;
-  // Its place in the order of several steps is step + order, and every device takes its jobs in that order. Below 1 for
-  // every job: step after step. Above, jobs of the next step with less go first.
+  // Sort key across steps: a job of step s sorts at s + order. If every order is below 1, steps run one after another;
+  // above 1, jobs of the next step may overtake this one. Each device runs its jobs in this order.
   double order = 0;
 
   bool operator==(const Job&) const = default;
@@ -45,38 +45,38 @@ struct Plan {
   int layers = 0;
   int microbatches = 0;
   int devices = 0;
-  // Layers below are frozen and their inputs need no gradient: nothing goes backward through them.
+  // Layers below this one are frozen and their inputs need no gradient, so they have no backward.
   int first_backward_layer = 0;
   std::vector<Job> jobs;
 
-  // Distinct layer ranges of the forward jobs, in dispatch order.
+  // The distinct layer ranges of the forward jobs, in dispatch order.
   std::vector<Range> forward_stages() const;
-  // Distinct layer ranges of the fused and backward jobs, in dispatch order.
+  // The distinct layer ranges of the fused and backward jobs, in dispatch order.
   std::vector<Range> backward_stages() const;
 
   bool operator==(const Plan&) const = default;
 };
 
-// The mode that a plan's phases say: fused if any job is fused, train if any is backward, otherwise inference.
+// Derives the mode from the plan's phases: kFused if any job is fused, kTrain if any is backward, else kInference.
 PlanMode mode_of(const Plan& plan);
 
-// Throws std::invalid_argument, naming the first job at fault, unless
-// - devices, layer and microbatch ranges exist, and every phase belongs to `mode`;
-// - each (layer, microbatch) goes forward exactly once, and backward exactly once from first_backward_layer up
-//   (never in kInference); a fused job does both, and only the fused jobs reach the last layer in kFused;
+// Checks a plan. Throws std::invalid_argument, naming the first offending job, unless
+// - the devices and the layer and microbatch ranges exist, and `mode` allows every phase;
+// - each (layer, microbatch) goes forward exactly once and, except in kInference, backward exactly once from
+//   first_backward_layer up; a fused job does both, and in kFused only fused jobs contain the last layer;
 // - orders are in [0, 2) and ascend;
-// - dispatch order is topological, so that devices which take their jobs in order cannot deadlock: a forward stands
-//   after the forward of the layer below, a backward after the backward of the layer above and the forward of its own
-//   layers; in kTrain the first backward needs the outputs of every microbatch.
+// - dispatch order is topological, so that devices that run their jobs in order cannot deadlock: a forward comes after
+//   the forward of the layer below; a backward comes after the backward of the layer above and the forward of its own
+//   layers; in kTrain, the backward of the last layer comes after the forward of every microbatch.
 void validate(const Plan& plan, PlanMode mode);
 
-// Which job computes what.
+// Finds the job that runs a layer for a microbatch.
 class JobIndex {
  public:
   // REQUIRES: validate(plan, mode_of(plan)) passes.
   explicit JobIndex(const Plan& plan);
 
-  // The job that runs `layer` forward (or backward) for `microbatch`; -1 where there is none.
+  // The job that runs `layer` forward (or backward) for `microbatch`, or -1 if none does.
   int forward(int layer, int microbatch) const { return forward_[at(layer, microbatch)]; }
   int backward(int layer, int microbatch) const { return backward_[at(layer, microbatch)]; }
 

@@ -30,7 +30,7 @@ void check_options(const std::string& where, int layers, int devices, const Plan
           "0 to " + std::to_string(devices - 1));
 }
 
-// Cuts `layers` by the time and bytes that `cost_of` and `bytes_of` give for a layer.
+// Cuts `layers` into stages; `cost_of` and `bytes_of` give a layer's time and bytes.
 template <typename CostOf, typename BytesOf>
 std::vector<Range> cut(const LayerCosts& costs, Range layers, int min_stages, const PlannerOptions& options,
                        CostOf cost_of, BytesOf bytes_of) {
@@ -46,7 +46,7 @@ std::vector<Range> cut(const LayerCosts& costs, Range layers, int min_stages, co
                                   std::to_string(options.max_stage_bytes) + "; raise the cap or split the layer");
   }
   const double even = std::accumulate(cost.begin(), cost.end(), 0.0) / min_stages;
-  // The last factor forgives rounding in the sums.
+  // The last factor tolerates rounding in the sums.
   const double limit = options.upper_threshold * std::max(even, *std::ranges::max_element(cost)) * (1 + 1e-9);
   const int stages = std::max(min_stages, fewest_stages(cost, limit, bytes, options.max_stage_bytes));
   std::vector<Range> result = balanced_partition(cost, stages, bytes, options.max_stage_bytes);
@@ -65,7 +65,7 @@ Stages choose_stages(const LayerCosts& costs, int devices, const PlannerOptions&
   Stages stages;
   Range forward{0, layers};
   if (options.mode != PlanMode::kInference) {
-    // The fused stage takes the loss even where nothing goes backward.
+    // The fused stage takes the loss even if nothing goes backward.
     const bool fused = options.mode == PlanMode::kFused;
     const int first = fused ? std::min(options.first_backward_layer, layers - 1) : options.first_backward_layer;
     stages.backward = cut(

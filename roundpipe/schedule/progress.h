@@ -10,29 +10,30 @@
 
 namespace roundpipe::schedule {
 
-// What a run of a plan waits for, besides its devices.
+// Which dependencies a run of a plan has, besides its devices.
 struct TimingRules {
-  // Step s reads weights with the updates of steps up to s - 2 (asynchronous) or s - 1 (synchronous).
+  // Step s reads weights that contain the updates of steps up to s - 2 (asynchronous) or s - 1 (synchronous).
   bool asynchronous = true;
-  // Every value goes through the host, so that one which stays on its device hops, too.
+  // Every value takes the way over the host, so even a value that stays on its device pays the hop.
   bool hop_on_same_device = false;
-  // The published simulator's rule: the forward of a fused job does not wait for its input, only the backward does.
+  // A rule of the published simulator: the forward of a fused job does not wait for its input; only its backward does.
   bool early_fused_forward = false;
-  // A backward recomputes only once its gradient is there, as in the schedules of other systems.
+  // A backward recomputes only after its gradient has arrived, as in the schedules of other systems.
   bool late_recompute = false;
 };
 
-// The clock of a pipeline: computes when each microbatch of each job runs, job by job, with compute times and a fixed
-// latency for values that change device. Transfers, bandwidths, memory and updates take no time.
+// The clock of a pipeline. It computes, job by job, when each microbatch runs, from compute times and a fixed latency
+// for values that change device. Transfers and updates take no time; bandwidths and memory are not modelled.
 //
-// - A device runs its jobs in the order in which they are given, microbatch by microbatch; its speed divides times.
-// - A backward microbatch first recomputes its forward, for which it waits for the stage's input but not for the
-//   gradient. A fused one runs forward and backward and recomputes nothing.
-// - In a train plan the loss takes no time, and no backward job starts before the last output.
-// - A forward or fused job waits until the step it reads weights from has every gradient of its trainable layers.
+// - A device runs its jobs in the order given, microbatch by microbatch. Its speed divides times.
+// - A backward microbatch first recomputes its forward. The recompute waits for the stage's input, not for the
+//   gradient. A fused microbatch runs forward and backward and recomputes nothing.
+// - In a train plan, the loss takes no time, and no backward job starts before the last output.
+// - A forward or fused job waits until every gradient of its trainable layers has landed in the step whose weights it
+//   reads.
 class Progress {
  public:
-  // One microbatch of one job: busy from start_ms to end_ms, recompute_ms of it at the start.
+  // One microbatch of one job: the device is busy from start_ms to end_ms and recomputes for the first recompute_ms.
   struct Visit {
     int microbatch;
     double start_ms;
@@ -40,31 +41,31 @@ class Progress {
     double recompute_ms;
   };
 
-  // `shape` gives the sizes and the stages of every step that will run; devices in it are not read.
+  // `shape` gives the sizes and the stages of every step that will run. Its devices are not read.
   Progress(const Plan& shape, const LayerCosts& costs, const Cluster& cluster, TimingRules rules);
 
-  // Runs `job` of `step` on `device` and calls `visit` for each microbatch; when it ends.
-  // REQUIRES: jobs come by ascending step + order, of at most two steps at a time.
+  // Runs `job` of `step` on `device`, calls `visit` for each microbatch, and returns when the job ends.
+  // REQUIRES: jobs come by ascending step + order, from at most two steps at a time.
   template <typename Visitor>
   double run(const Job& job, int device, int step, Visitor visit) {
     return pass(job, device, step, visit, /*keep=*/true);
   }
 
-  // When the job would end on that device.
+  // Returns when the job would end on `device`, without running it.
   double peek(const Job& job, int device, int step) {
     return pass(job, device, step, [](const Visit&) {}, /*keep=*/false);
   }
 
   double free_ms(int device) const { return free_ms_[static_cast<std::size_t>(device)]; }
-  // One microbatch of the job on a device of speed 1.
+  // The time of one microbatch of the job on a device of speed 1.
   double work_ms(const Job& job) const;
   const CostSums& sums() const { return sums_; }
 
  private:
-  // What one step has produced so far. Tables are [boundary][microbatch]; boundary l lies below layer l.
+  // The results of one step so far. Tables are [boundary][microbatch]; boundary l lies below layer l.
   struct Step {
     int number = -1;
-    double outputs_ms = 0;  // when the last output was there
+    double outputs_ms = 0;  // when the last output was ready
     std::vector<double> value_ms, gradient_ms;
     std::vector<int> value_device, gradient_device;
     std::vector<double> landed_ms;  // [layer]
@@ -88,7 +89,7 @@ class Progress {
   const int first_backward_layer_;
   const double hop_ms_;
   std::vector<double> speed_;
-  std::vector<char> read_boundary_;  // some job starts there
+  std::vector<char> read_boundary_;  // whether some job starts there
   std::vector<double> free_ms_;
   std::array<Step, kLive> steps_;
 };
@@ -122,7 +123,7 @@ double Progress::pass(const Job& job, int device, int number, Visitor visit, boo
       gradient_ms = now.outputs_ms + hop_ms_;
     }
     double start_ms;
-    // Recompute as late as the gradient allows: the visit stays in one piece and nothing ends later.
+    // Recompute as late as the gradient allows: the visit has no gap inside, and nothing ends later.
     if (fused && rules_.early_fused_forward) {
       start_ms = std::max(clock, input_ms - forward_ms);
     } else {

@@ -4,7 +4,7 @@
 
 namespace roundpipe::schedule {
 
-// Consecutive integers [first, last): layers of a stage, microbatches of a job.
+// Consecutive integers [first, last): the layers of a stage or the microbatches of a job.
 struct Range {
   int first = 0;
   int last = 0;
@@ -14,9 +14,9 @@ struct Range {
   bool operator==(const Range&) const = default;
 };
 
-// "[first, last)", as errors and logs print it.
+// "[first, last)", the form in errors and logs.
 inline std::string to_string(Range range) {
-  std::string text(1, '[');  // g++ 12 sees a false overlap in `"[" + string` at -O3
+  std::string text(1, '[');  // at -O3, g++ 12 warns of a false overlap in `"[" + string`
   text += std::to_string(range.first) + ", " + std::to_string(range.last);
   return text += ')';
 }

@@ -17,21 +17,21 @@ constexpr int kRatedSteps = 17;
 constexpr int kFinalSteps = 193;
 constexpr int kFewestFinalSteps = 49;
 constexpr std::int64_t kFinalVisits = 1'000'000;  // for each finalist
-// Annealing takes a step that is this much slower, as a part, once in e times, at first; and goes back to the best
-// cut after so many tries without a better one.
+// At first, annealing accepts a cut that is slower by this share once in e times. After kPatience tries without a
+// better cut, it returns to the best one.
 constexpr double kTemperature = 0.001;
 constexpr int kPatience = 300;
-constexpr std::int64_t kNeighbour = 200;  // what making a neighbour costs, in visits, beside its stages
+constexpr std::int64_t kNeighbour = 200;  // effort of making a neighbour, in visits; each stage adds one
 constexpr std::size_t kDescents = 12;
-constexpr std::size_t kRounds = 8;       // annealing starts from so many descents,
-constexpr std::size_t kAsyncRounds = 3;  // fewer where each cut is clocked over many steps
+constexpr std::size_t kRounds = 8;       // descents whose results annealing starts from;
+constexpr std::size_t kAsyncRounds = 3;  // fewer if each cut is clocked over many steps
 constexpr double kDescentShare = 0.15;   // of the effort
-// A synchronous search under a looser traffic limit first looks under this one, with a part of its effort: from there
-// better plans are found than from more traffic.
+// A synchronous search with a looser traffic limit first searches under this one, with a share of its effort: starting
+// from little traffic finds better plans than starting from more.
 constexpr double kLittleTraffic = 1.25;
 constexpr double kLittleTrafficShare = 0.2;
 constexpr std::array kInterleaves = {1.0, 1.25, 1.5, 1.6, 1.75};
-constexpr double kMostInterleave = 1.85;  // near 2, every step waits for the one before
+constexpr double kMostInterleave = 1.85;  // near 2, every step waits for the previous one
 
 // Replicas of the first forward and the last backward stages, for eight devices.
 const std::vector<std::vector<int>> kHeads = {
@@ -91,7 +91,7 @@ class Search {
     return options;
   }
 
-  // Every layer by itself: fits wherever anything does.
+  // Every layer in a stage of its own, which fits if any plan does.
   Cut single_layers() const {
     Cut cut;
     const int end = has_fused() ? layers_ - 1 : layers_;
@@ -102,7 +102,7 @@ class Search {
     return cut;
   }
 
-  // With no more layers in the fused stage than allowed; the others go forward and backward on their own.
+  // Shrinks the fused stage to max_fused_layers; the other layers get a forward and a backward stage of their own.
   Cut limited(Cut cut) const {
     if (!has_fused()) return cut;
     const Range fused = cut.backward.front().layers;
@@ -152,7 +152,7 @@ class Search {
 
   // --- rating ---
 
-  // Milliseconds a step; infinite for a cut that is not allowed. Remembers the best.
+  // Returns milliseconds per step, or infinity for a cut that breaks a limit. Remembers the best cuts.
   double consider(const Cut& cut) {
     for (std::size_t i = 0; i < cut.forward.size() + cut.backward.size(); ++i) {
       const bool forward = i < cut.forward.size();
@@ -175,7 +175,7 @@ class Search {
     return rating.step_ms;
   }
 
-  // What clocking one step costs, in microbatch visits; a job costs some by itself, and for each device to choose from.
+  // The effort of clocking one step, in microbatch visits. Each job adds a fixed effort and one visit per device.
   static std::int64_t visits(const Plan& recipe) {
     constexpr std::int64_t kJob = 12;
     std::int64_t count = 0;
@@ -212,7 +212,7 @@ class Search {
     return std::clamp(static_cast<int>(std::lround(replicas * devices_ / 8.0)), 1, std::max(1, most));
   }
 
-  // Nothing for a shape that has no cut.
+  // Returns nothing if no cut has this shape.
   std::optional<Cut> build(const Shape& shape) {
     const int fused = has_fused() ? shape[kFused] : 0;
     if (has_fused() && (fused < 1 || fused > std::min(layers_, std::max(1, options_.max_fused_layers))))
@@ -264,7 +264,7 @@ class Search {
     return rated_[shape] = cut ? consider(*cut) : std::numeric_limits<double>::infinity();
   }
 
-  // What a coordinate may become, from where it stands.
+  // The values to try for a coordinate, given its present value.
   std::vector<int> choices(const Shape& shape, int coordinate) const {
     const auto window = [&](int lowest, int highest) {
       std::vector<int> values;
@@ -318,7 +318,7 @@ class Search {
       }
     }
     if (options_.replicas && !options_.rules.asynchronous) {
-      // What fills and drains a step by itself: one-layer stages at the ends, shared by many devices.
+      // A step that fills and drains alone wants one-layer stages at both ends, shared by many devices.
       for (const int tail : {4, 7, 8}) {
         for (const int head : {4, 5, 8}) {
           for (const int replicas : {1, std::max(1, n / 2 + 1)}) {
@@ -360,7 +360,7 @@ class Search {
             Shape other = shape;
             other[static_cast<std::size_t>(coordinate)] = value;
             better |= take(other, ms, shape);
-            // Stages of one layer come out of the others' number, or one too many is left.
+            // Also try it with the total number of stages unchanged: one-layer stages replace others.
             const int pair = coordinate == kHeadOnes ? kForward : coordinate == kTailOnes ? kBackward : -1;
             if (pair < 0) continue;
             const auto p = static_cast<std::size_t>(pair), c = static_cast<std::size_t>(coordinate);
@@ -385,7 +385,7 @@ class Search {
 
   int below(std::size_t count) { return static_cast<int>(random_() % static_cast<unsigned>(count)); }
 
-  // A cut that differs in a stage or a few; nothing if a move is not possible.
+  // Returns a cut that differs in one to three moves, or nothing if a move is impossible.
   std::optional<Cut> neighbour(const Cut& from) {
     std::optional<Cut> cut = from;
     for (int moves = 1 + below(3); cut && moves > 0; --moves) cut = moved(std::move(*cut));
@@ -426,7 +426,7 @@ class Search {
       layers = {std::min(layers.first, next.first), std::max(layers.last, next.last)};
       stages.erase(stages.begin() + static_cast<std::ptrdiff_t>(i) + 1);
     } else {  // replicas
-      // They pay at the ends of a step: near the first forward and the last backward stage, and in the fused stage.
+      // Replicas pay at the ends of a step (the first forward, the last backward stages) and in the fused stage.
       std::size_t any = static_cast<std::size_t>(below(stages.size()));
       if (below(4) > 0) {
         const std::size_t near = static_cast<std::size_t>(below(std::min<std::size_t>(stages.size(), 10)));
@@ -438,7 +438,7 @@ class Search {
     return cut;
   }
 
-  // From the result of each descent, best first, and in the end from the best of all.
+  // Starts from the result of each descent, best first, and finally from the best cut of all.
   void anneal() {
     std::ranges::stable_sort(descended_, {}, [](const auto& result) { return result.first; });
     const std::size_t rounds = std::min(options_.rules.asynchronous ? kAsyncRounds : kRounds, descended_.size());
@@ -450,13 +450,13 @@ class Search {
     if (!best_.empty()) anneal(best_.front().cut, best_.front().rating.step_ms, 1);
   }
 
-  // Until that share of the effort is spent.
+  // Stops when `share` of the effort is spent.
   void anneal(const Cut& from, double from_ms, double share) {
     Cut at = from, best = from;
     double at_ms = from_ms, best_ms = from_ms;
     const double begin = static_cast<double>(spent_), end = share * static_cast<double>(options_.effort);
     int since_best = 0;
-    // A few tries without a clocked plan cost almost nothing; bounded all the same.
+    // Tries that clock no plan spend almost no effort, so the number of tries is bounded too.
     for (int tries = 0; tries < 100'000 && has_effort(share); ++tries) {
       const double left = 1 - (static_cast<double>(spent_) - begin) / std::max(1.0, end - begin);
       const std::optional<Cut> other = neighbour(at);

@@ -6,7 +6,7 @@
 
 namespace roundpipe::simulate {
 
-using namespace schedule;  // NOLINT: it makes plans
+using namespace schedule;  // NOLINT: this file makes plans
 
 const char* baseline_name(Baseline baseline) {
   switch (baseline) {
@@ -44,7 +44,7 @@ std::vector<Range> ranges_of(const std::vector<int>& sizes, int layers, const ch
   return ranges;
 }
 
-// One chunk's forward or backward of one microbatch.
+// The forward or backward of one chunk for one microbatch.
 struct Step {
   int chunk;
   int microbatch;
@@ -54,8 +54,8 @@ struct Step {
 // Chunk c runs on device c % devices; each device has its own order of steps.
 class Pipeline {
  public:
-  // `split_head`: the head's forward belongs to the last chunk's forward, its backward to that chunk's backward; else
-  // both run in one visit. Only for orders in which every forward stands before every backward.
+  // `split_head`: the head is part of the last chunk, in both directions; else it runs in one fused visit.
+  // Only for orders in which every forward comes before every backward.
   Pipeline(std::vector<Range> chunks, int layers, int devices, int microbatches, bool split_head)
       : chunks_(std::move(chunks)),
         layers_(layers),
@@ -65,7 +65,7 @@ class Pipeline {
     if (split_head_) ++chunks_.back().last;
   }
 
-  // `orders`: every step of each device. Emits each as soon as its inputs have been, so that the list is topological.
+  // `orders`: the steps of each device. Emits a step after the steps that it depends on: the plan is topological.
   Plan emit(const std::vector<std::vector<Step>>& orders) {
     Plan plan{layers_, microbatches_, devices_, 0, {}};
     const std::size_t cells = chunks_.size() * static_cast<std::size_t>(microbatches_);
@@ -126,7 +126,7 @@ std::vector<std::vector<Step>> breadth_first(int chunks, int devices, int microb
   return orders;
 }
 
-// `loops` chunks a device; with one loop plain 1F1B.
+// `loops` chunks per device; one loop is plain 1F1B.
 std::vector<std::vector<Step>> one_forward_one_back(int loops, int devices, int microbatches) {
   std::vector<std::vector<Step>> orders(static_cast<std::size_t>(devices));
   const int total = microbatches * loops;

@@ -7,23 +7,23 @@
 
 namespace roundpipe::simulate {
 
-// Schedules of other systems as plans, to compare with. All recompute each stage before its backward. The last layer is
-// the head: it follows the last stage on its device, forward and backward in one visit, or, where all forwards stand
-// before all backwards (GPipe, looped BFS), with the forward and the backward of that stage.
+// Plans of other systems' schedules, for comparison. All recompute each stage before its backward. The last layer is
+// the head. It runs on the device of the last stage, as one fused visit after that stage's forward. Where all forwards
+// come before all backwards (GPipe, looped BFS), it is part of the last stage instead, in both directions.
 
 enum class Baseline {
   kOneDevice,          // every layer on device 0
   kGPipe,              // all forwards, then all backwards (arXiv:1811.06965)
   kOneForwardOneBack,  // 1F1B with a flush (arXiv:2006.09503)
-  kInterleaved,        // interleaved 1F1B: several chunks a device (arXiv:2104.04473)
+  kInterleaved,        // interleaved 1F1B: several chunks per device (arXiv:2104.04473)
   kLoopedBfs,          // breadth first over the chunks (arXiv:2211.05953)
-  kPublished,          // the published RoundPipe: rounds of as many microbatches as devices, devices in turn
+  kPublished,          // the published RoundPipe: rounds of one microbatch per device; devices take turns
 };
 const char* baseline_name(Baseline baseline);
 
 // Layers in each stage, without the head; 0 = a stage without layers.
 struct BaselineSizes {
-  std::vector<int> pipeline;  // GPipe and 1F1B: one stage a device
+  std::vector<int> pipeline;  // GPipe and 1F1B: one stage per device
   std::vector<int> chunks;    // interleaved and looped: a multiple of the devices, chunk i on device i % devices
   std::vector<int> forward;   // published: forward stages, first layers first
   std::vector<int> backward;  // published: backward stages, last layers first
@@ -31,14 +31,14 @@ struct BaselineSizes {
   bool operator==(const BaselineSizes&) const = default;
 };
 
-// Balanced sizes for layers that come without published ones: stages by recompute + forward + backward, as many chunks
-// as there are whole layers for, greedy stages for the published plan.
+// Makes balanced sizes for models without published ones: stages balanced by recompute + backward, as many chunks per
+// device as the layers allow, and greedy stages for the published plan. Throws std::invalid_argument for bad costs.
 BaselineSizes default_sizes(const schedule::LayerCosts& costs, int devices);
 
-// The plan of one step. `first_device`: of the first job of a published plan, whose devices go on in turn from step to
-// step; the others start on device 0.
-// Throws std::invalid_argument for sizes that do not add up to the layers below the head, and for an interleaved plan
-// whose microbatches are no multiple of the devices.
+// Makes the plan of one step. `first_device` runs the first job of a published plan, where devices keep taking turns
+// from step to step; the other plans start on device 0.
+// Throws std::invalid_argument for arguments out of range, for sizes that do not add up to the layers below the head or
+// do not match the devices, and for an interleaved plan whose microbatches are not a multiple of the devices.
 schedule::Plan baseline_plan(Baseline baseline, const BaselineSizes& sizes, int layers, int devices, int microbatches,
                              int first_device = 0);
 

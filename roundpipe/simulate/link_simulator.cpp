@@ -23,7 +23,7 @@ constexpr double kBytesPerMs = 1e6;  // of 1 GB/s
 
 struct Transfer {
   int priority = 0;
-  std::int64_t order = 0;  // when it was asked for
+  std::int64_t order = 0;  // by request
   double left_bytes = 0;
   TransferEvent what;
   int microbatch = -1;
@@ -31,7 +31,7 @@ struct Transfer {
 
 // One direction of one device's link.
 struct Link {
-  double rate = 0;  // bytes a millisecond; 0 = infinite
+  double rate = 0;  // bytes per millisecond; 0 = infinite
   std::vector<Transfer> waiting;
   bool busy = false;
   Transfer current;
@@ -45,7 +45,7 @@ struct JobRun {
   double recompute_ms = 0;
   double rest_ms = 0;
   bool weights_asked = false, weights_here = false;
-  int next_asked = 0;  // microbatches whose values have been asked for, from the first on
+  int next_asked = 0;  // microbatches whose values are requested, from the first on
   std::vector<char> input_here, gradient_here;
   int next = 0;  // microbatches that have ended, from the first on
   enum { kIdle, kRecompute, kWait, kRest } state = kIdle;
@@ -55,7 +55,7 @@ struct JobRun {
 struct DeviceRun {
   std::vector<JobRun> jobs;
   std::size_t at = 0;
-  double ends_ms = kNever;  // of what computes now
+  double ends_ms = kNever;  // of the running computation
 };
 
 class LinkSimulator {
@@ -177,7 +177,7 @@ class LinkSimulator {
     });
   }
 
-  // Everything that can begin now, without time passing; whether anything did.
+  // Starts everything that can start now. Returns whether anything did.
   bool start_what_can() {
     bool any = false;
     for (std::size_t d = 0; d < devices_.size(); ++d) {
@@ -203,7 +203,7 @@ class LinkSimulator {
       ++run.next_asked;
       any = true;
     }
-    // Values that have come to the host since.
+    // Uploads the values that have arrived on the host since.
     std::erase_if(wanted_, [&](Wanted& wanted) {
       JobRun& of = *wanted.run;
       const Job& job = *of.job;
@@ -227,7 +227,7 @@ class LinkSimulator {
     if (device.ends_ms != kNever || device.at >= device.jobs.size()) return false;
     JobRun& run = device.jobs[device.at];
     if (!run.weights_here) return false;
-    // The loss of the whole batch is taken outside, and the backward is known only then.
+    // The caller takes the loss of the whole batch, and only then asks for the backward.
     if (outside_loss_ && run.job->phase == Phase::kBackward && outputs_left_[static_cast<std::size_t>(run.step)] > 0)
       return false;
     const auto place = static_cast<std::size_t>(run.next);
@@ -260,7 +260,7 @@ class LinkSimulator {
     return true;
   }
 
-  // Bytes a millisecond that a busy link moves now; its share of the host's bandwidth at most.
+  // Bytes per millisecond that a busy link moves now, at most its share of the host's bandwidth.
   double rate(const Link& link) const {
     double rate = link.rate > 0 ? link.rate : kNever;
     if (cluster_.host_gb_per_s > 0) {
@@ -338,7 +338,7 @@ class LinkSimulator {
     }
     const int m = job.microbatches.first + run.next;
     TimelineEvent event{run.number, m, d, run.step, job.phase, run.started_ms, now_ms_, run.recompute_ms};
-    // Waiting between the recomputation and the rest is shown before it, as simulate() does.
+    // A wait between the recompute and the rest is shown before the recompute, as in simulate().
     event.start_ms = now_ms_ - run.rest_ms - run.recompute_ms;
     events_.push_back(event);
     busy_ms_ += run.rest_ms + run.recompute_ms;
@@ -400,7 +400,7 @@ class LinkSimulator {
     timeline.events = std::move(events_);
     timeline.makespan_ms = std::ranges::max(step_end);
     result.landed_ms = std::max(now_ms_, timeline.makespan_ms);
-    // A single step is over when its last gradient has landed.
+    // A single step ends when its last gradient has landed and its last update is done.
     timeline.steady_step_ms = plans_.size() == 1 ? result.landed_ms : schedule::pace_ms(step_end);
     const auto devices = static_cast<double>(devices_.size());
     const auto idle = [&](double busy_ms, double span_ms) {
@@ -431,11 +431,11 @@ class LinkSimulator {
   std::vector<DeviceRun> devices_;
   std::vector<Link> links_;  // up and down of each device
   std::int64_t asked_ = 0;
-  std::vector<std::size_t> cell_of_;  // by Transfer::order, of values on their way down
+  std::vector<std::size_t> cell_of_;  // by Transfer::order, for values that are downloaded
   std::vector<Wanted> wanted_;
   std::vector<char> value_on_host_, gradient_on_host_;
-  std::vector<char> read_;         // boundaries that some job starts at
-  std::vector<int> outputs_left_;  // [step]: of a train plan's outputs
+  std::vector<char> read_;         // whether some job starts at the boundary
+  std::vector<int> outputs_left_;  // [step]: outputs of a train plan still to come
   std::vector<char> published_;    // [step, layer]
   std::vector<int> gradients_left_;
   std::vector<std::size_t> to_update_;
@@ -449,7 +449,7 @@ class LinkSimulator {
 
 LinkTimeline simulate_links(std::span<const Plan> plans, const schedule::LayerCosts& costs,
                             const schedule::Cluster& cluster, const LinkRules& rules) {
-  // The same checks of plans, costs and cluster as there.
+  // simulate() checks the plan, the costs and the cluster.
   simulate(plans.subspan(0, std::min<std::size_t>(1, plans.size())), costs, cluster, rules.timing);
   for (const Plan& plan : plans) {
     schedule::validate(plan, schedule::mode_of(plan));

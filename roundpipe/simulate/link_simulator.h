@@ -8,19 +8,19 @@
 
 namespace roundpipe::simulate {
 
-// How bytes move and updates are made, beside the cluster's bandwidths.
+// The rules for transfers and updates, besides the cluster's bandwidths.
 struct LinkRules {
-  schedule::TimingRules timing;           // asynchronous; the others do not apply: every value goes through the host
-  std::int64_t chunk_bytes = 64'000'000;  // a transfer is cut into such pieces; 0 = moved whole
+  schedule::TimingRules timing;           // only `asynchronous` applies: every value goes by way of the host
+  std::int64_t chunk_bytes = 64'000'000;  // transfers are cut into chunks of this size; 0 = not cut
   bool priorities = true;                 // activations, boundary gradients, weights, parameter gradients; else FIFO
-  int prefetched_values = 2;              // microbatches whose values are uploaded ahead of the one that runs
-  // Weight bytes that the host's optimizer updates per second, in 1e9; 0 = at once. One layer at a time, lowest first.
+  int prefetched_values = 2;              // microbatches whose values are prefetched, counting the running one
+  // Weights that the host's optimizer updates, in 1e9 bytes per second; 0 = at once. One layer at a time, lowest first.
   double update_gb_per_s = 0;
 };
 
 enum class TransferKind { kValue, kGradient, kWeights, kParameterGradients };
 
-// One chunk or more of one transfer, as it held its link.
+// The time that one chunk of a transfer occupied its link.
 struct TransferEvent {
   int device = 0;
   bool up = true;  // host to device
@@ -34,18 +34,20 @@ struct TransferEvent {
 struct LinkTimeline {
   Timeline timeline;
   std::vector<TransferEvent> transfers;
-  double landed_ms = 0;  // when the last gradient is on the host and the last update made
+  double landed_ms = 0;  // when the last gradient has landed and the last update is done
 };
 
-// Runs one plan a step with weights, values and gradients moving over each device's two links at the cluster's
-// bandwidths, and all links together within the host's.
+// Runs one plan per step. Weights, values and gradients move over the two directions of each device's link at the
+// cluster's bandwidths; all links share the host's bandwidth.
 //
-// - The weights of a device's next job are uploaded while one runs (two slots), once the version it reads is published.
-// - A value goes from its device to the host and up to the one that needs it, also on the same device.
-// - The parameter gradients of a job go down when it has ended; a layer is updated when all of them have landed, and
-//   published then.
-// - A link sends the chunk of highest priority that is ready, within a priority the one asked for first.
-// With infinite bandwidths this is simulate() without hops. Throws std::invalid_argument like simulate().
+// - The weights of a device's next job are uploaded while the current one runs (two slots), once the version that the
+//   job reads is published.
+// - A value goes to the host and from there to the device that needs it, even if that is the same device.
+// - The parameter gradients of a job are downloaded when it has ended. When all gradients of a layer have landed, the
+//   layer is updated and then published.
+// - A link sends the waiting chunk of highest priority; within a priority, the transfer requested first.
+// With infinite bandwidths, the result is that of simulate() without hops. Throws std::invalid_argument like
+// simulate(), and for rules out of range.
 LinkTimeline simulate_links(std::span<const schedule::Plan> plans, const schedule::LayerCosts& costs,
                             const schedule::Cluster& cluster, const LinkRules& rules);
 

@@ -16,7 +16,8 @@ using schedule::Range;
 
 namespace {
 
-// What an event waits for, besides its device, without hops. `ends` holds the end of each (job, microbatch) of a step.
+// The dependencies of an event besides its device, without hops. `ends` holds when each (job, microbatch) of a step
+// ends.
 class Dependencies {
  public:
   explicit Dependencies(const Plan& plan)
@@ -30,20 +31,20 @@ class Dependencies {
     return static_cast<std::size_t>(job) * microbatches_ + static_cast<std::size_t>(m);
   }
 
-  // When the stage's input of microbatch `m` is there.
+  // When the stage's input for microbatch `m` is ready.
   double input_ms(const Job& job, int m, const std::vector<double>& ends) const {
     double time = job.layers.first == 0 ? 0 : ends[cell(jobs_.forward(job.layers.first - 1, m), m)];
     if (job.phase == Phase::kBackward && outside_loss_) time = std::max(time, loss_ms(ends));
     return time;
   }
 
-  // When the gradient of the stage's output is there. REQUIRES: a backward job.
+  // When the gradient of the stage's output is ready. REQUIRES: a backward job.
   double gradient_ms(const Job& job, int m, const std::vector<double>& ends) const {
     if (job.layers.last == plan_.layers) return loss_ms(ends);
     return ends[cell(jobs_.backward(job.layers.last, m), m)];
   }
 
-  // When every gradient of the job's trainable layers has landed, given the ends of the step that makes them.
+  // When every gradient of the job's trainable layers has landed. `ends` is of the step that makes the gradients.
   double landed_ms(const Job& job, const std::vector<double>& ends) const {
     double time = 0;
     for (int layer = job.layers.first; layer < job.layers.last; ++layer) {
@@ -75,7 +76,7 @@ struct Turn {
   int job;
 };
 
-// Every job of every step in the order in which devices take them.
+// Every job of every step, in the order in which devices run them.
 std::vector<Turn> turns_of(std::span<const Plan> plans) {
   std::vector<Turn> turns;
   for (int step = 0; step < static_cast<int>(plans.size()); ++step) {
@@ -126,11 +127,11 @@ Timeline simulate(const Plan& plan, const schedule::LayerCosts& costs, const sch
   return simulate(plans, costs, cluster, options.rules);
 }
 
-// Jobs are visited in an order in which every input is known, so one pass gives what an event queue would.
+// When a job is visited, all its inputs are known, so one pass gives the same result as an event queue.
 Timeline simulate(std::span<const Plan> plans, const schedule::LayerCosts& costs, const schedule::Cluster& cluster,
                   schedule::TimingRules rules) {
   check_arguments(plans, costs, cluster, rules);
-  // Every boundary that any of the plans reads is kept.
+  // Keeps every boundary that any plan reads.
   Plan shape = plans[0];
   for (const Plan& plan : plans) shape.jobs.insert(shape.jobs.end(), plan.jobs.begin(), plan.jobs.end());
   schedule::Progress progress(shape, costs, cluster, rules);

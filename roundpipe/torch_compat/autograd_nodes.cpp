@@ -21,7 +21,7 @@ struct ConsumeHook final : public torch::autograd::PostAccumulateGradHook {
   GradientConsumer consumer_;
 };
 
-// Between two layers of one graph.
+// The node between two layers of one graph.
 struct CrossingNode final : public torch::autograd::Node {
   using torch::autograd::Node::Node;
 
@@ -32,14 +32,14 @@ struct CrossingNode final : public torch::autograd::Node {
     return {std::move(gradient)};
   }
 
-  // Held until all gradients of the output have been added up: autograd adds into memory that nobody else holds, and
-  // the sum would then lie otherwise than where this gradient came from another stage.
+  // Held until all gradients of the output are summed. Otherwise, autograd could add into this memory, and the sum
+  // would have another layout than with a gradient that came from another stage.
   const std::shared_ptr<at::Tensor> handed_down = std::make_shared<at::Tensor>();
   bool holds = true;
   std::function<void()> on_arrival;
 };
 
-// On what made the output, once its gradient is complete.
+// A hook on the node that made the output. Releases the held gradient when the output's gradient is complete.
 struct LetGoHook final : public torch::autograd::FunctionPreHook {
   explicit LetGoHook(std::shared_ptr<at::Tensor> held) : held_(std::move(held)) {}
 
@@ -56,7 +56,7 @@ void link(at::Tensor& value, const at::Tensor& output, const std::function<void(
   const torch::autograd::Edge edge = torch::autograd::impl::gradient_edge(output);
   NodePtr owner = make_node<CrossingNode>(torch::autograd::edge_list{edge});
   static_cast<CrossingNode&>(*owner).on_arrival = on_arrival;
-  // A leaf's gradient is copied elsewhere, so it does not matter how it lies.
+  // The gradient of a leaf is copied elsewhere, so its layout does not matter.
   if (output.grad_fn()) {
     edge.function->add_pre_hook(std::make_unique<LetGoHook>(static_cast<CrossingNode&>(*owner).handed_down));
   } else {

@@ -13,7 +13,7 @@
 
 namespace roundpipe::torch_compat {
 
-// torch moved its nodes from shared_ptr to intrusive_ptr between 2.11 and 2.13; this is whichever it has.
+// The pointer type of torch's nodes: shared_ptr, or intrusive_ptr since a change between torch 2.11 and 2.13.
 using NodePtr = decltype(torch::autograd::Edge::function);
 
 template <typename NodeType, typename... Args>
@@ -25,23 +25,25 @@ NodePtr make_node(Args&&... args) {
   }
 }
 
-// Stands where a segment's inputs come from: keeps the gradients that arrive there. Unlike a leaf, a tensor with this
-// history may be changed in place by the layer, as it could in an uncut model.
+// The source of a segment's inputs, which keeps the gradients that arrive there. A layer may change a tensor with this
+// history in place, as it could in an uncut model; a leaf would forbid that.
 struct BoundaryNode : public torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     gradients = std::move(grads);
     return {};
   }
-  torch::autograd::variable_list gradients;  // one per attached tensor, undefined where none arrived
+  torch::autograd::variable_list gradients;  // one per attached tensor; undefined if none arrived
 };
 
-// A boundary and the tensors that have it as history.
+// A boundary that tensors have as their history.
 class Boundary {
  public:
   Boundary();
-  // `tensor` (no history, own memory) gets this boundary as its source. Returns its place in gradients().
+  // Makes this boundary the source of `tensor` and returns the index for gradient(). REQUIRES: `tensor` has its own
+  // memory and no history.
   size_t attach(at::Tensor& tensor);
-  // After the backward, settled (see memory/crossing.h). REQUIRES: index < number of attached tensors.
+  // The gradient that arrived in the backward, settled (see memory/crossing.h); undefined if none did.
+  // REQUIRES: index < number of attached tensors.
   at::Tensor gradient(size_t index) const;
 
  private:
@@ -49,17 +51,17 @@ class Boundary {
   NodePtr owner_;
 };
 
-// What the next layer of the same graph is given for the outputs of a layer: values that share their memory where they
-// may stay as they are (see memory/crossing.h), and copies where not or where `copied` says so (by place; empty: none).
-// The same tensor twice stays the same tensor. Each has a history of its own, so a layer may change it in place, and
-// hands its gradient down settled. As at the end of a stage, gradients of other uses of the output are never added into
-// the memory of the one that has come from above. `on_arrival`, if any, runs for each gradient that comes down, before
-// any of the backward of what made the outputs.
+// Turns the outputs of a layer into the inputs of the next layer of the same graph. An input shares the output's memory
+// if the layout may stay (see memory/crossing.h) and `copied` does not ask for a copy (by index; empty: none);
+// otherwise it is a copy. If one tensor appears twice, its inputs are one tensor too. Each input has its own history,
+// so a layer may change it in place, and passes its gradient down settled. As at the end of a stage, gradients of other
+// uses of the output are never added into the memory of the gradient that came from above. `on_arrival`, if set, runs
+// for each gradient that comes down, before the backward of the layer that made the outputs.
 std::vector<at::Tensor> cross_boundary(const std::vector<at::Tensor>& outputs, const std::vector<char>& copied = {},
                                        const std::function<void()>& on_arrival = nullptr);
 
-// Takes each parameter's gradient out of `.grad` the moment a backward pass has completed it, so a stage never holds
-// two copies of its gradients. Runs on the autograd thread of the device.
+// Moves the gradient of `leaf` out of `.grad` to `consumer` as soon as a backward pass has completed it, so that a
+// stage never holds two copies of its gradients. `consumer` runs on the autograd thread of the device.
 using GradientConsumer = std::function<void(at::Tensor gradient)>;
 void consume_gradients(const at::Tensor& leaf, GradientConsumer consumer);
 

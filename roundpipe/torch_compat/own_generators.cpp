@@ -13,14 +13,14 @@
 namespace roundpipe::torch_compat {
 namespace {
 
-// Every call of an operator passes here just before the device's kernel: below Python's modes, which would switch a key
-// above them off for what they call, and not for tensors without data, as tracers use them.
+// Every operator call passes this key just before the device's kernel. It is below Python's modes, which would disable
+// a key above them, and tensors without data, as tracers use them, do not reach it.
 constexpr c10::DispatchKey kKey = c10::DispatchKey::BackendSelect;
 
-// Carried over to autograd's threads with the rest of a thread's state; torch itself never sets this kind.
+// Passed on to autograd's threads with the rest of a thread's state. torch itself never sets this kind.
 c10::DebugInfoKind kind() { return c10::DebugInfoKind::PRODUCER_INFO; }
 
-// With an index; null for devices without random numbers, such as meta.
+// Adds the index to a device; null for devices without random numbers, such as meta.
 std::optional<c10::Device> with_generator(c10::Device device) {
   if (device.is_cpu()) return c10::Device(c10::kCPU);
   const auto accelerator = at::accelerator::getAccelerator(false);
@@ -67,8 +67,8 @@ void draw_from_own(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torc
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
 }
 
-// Puts draw_from_own before every operator of torch that draws into, or by, a tensor. Those without a tensor (rand,
-// ...) call one of these.
+// Puts draw_from_own before every operator of torch that has a tensor and a generator argument. Operators without a
+// tensor (rand, ...) call one of these.
 struct Registration {
   Registration() {
     for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
@@ -85,7 +85,7 @@ struct Registration {
   torch::Library aten{torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__};
 };
 
-// Before any thread of ours, as operators must not be called meanwhile. Never taken back: threads may outlive main().
+// Registered before our first thread, because no operator may run meanwhile. Never undone: threads may outlive main().
 [[gnu::used]] Registration* const registration = new Registration;
 
 }  // namespace
@@ -103,7 +103,7 @@ void OwnGenerators::seed(uint64_t seed) {
 }
 
 at::Generator OwnGenerators::of(c10::Device device) {
-  if (device.is_cpu()) device = c10::Device(c10::kCPU);  // "cpu:0" is the same one
+  if (device.is_cpu()) device = c10::Device(c10::kCPU);  // "cpu:0" has the same one
   const std::lock_guard lock(mutex_);
   if (shared_.defined() && !device.is_cpu()) return {};
   for (const at::Generator& generator : generators_) {

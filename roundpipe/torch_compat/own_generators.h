@@ -11,29 +11,29 @@
 
 namespace roundpipe::torch_compat {
 
-// The seed of a generator that nobody has seeded: torch's own.
+// The seed of a generator that nobody has seeded: torch's default.
 inline constexpr uint64_t kUnseeded = 67280421310721;
 
-// Random number generators that stand in for torch's default ones, which belong to the whole process.
+// Random number generators that replace torch's default ones, which belong to the whole process.
 //
-// While a Scope lives, every operator of the thread that takes a generator draws from these where it is given none, or
-// a default one. So do the backward passes that the thread begins, on whatever thread autograd runs them. The default
-// generators are neither read nor written. Operators that take no generator are not reached: those draw from the
-// default one of their device (dropout and attention on cards; none on the host).
-// Thread safety: any thread; whoever shares them between threads sees to the order of draws.
+// While a Scope lives, every operator of its thread that takes a generator draws from these if it is given none or a
+// default one. Backward passes that the thread starts do the same, on whatever thread autograd runs them. The default
+// generators are neither read nor written. Operators without a generator argument are not affected: they draw from the
+// default generator of their device (dropout and attention on cards; none on the host).
+// Thread safety: any thread. Users that share generators between threads must order the draws themselves.
 class OwnGenerators : public c10::DebugInfoBase {
  public:
-  // Every generator begins anew from `seed`, as after torch.manual_seed(seed); so does the one of a Shared.
+  // Restarts every generator from `seed`, as torch.manual_seed(seed) does, and the generator of a Shared too.
   void seed(uint64_t seed);
-  // The one for `device`; undefined while the device's default one is to be drawn from, see Shared.
+  // The generator for `device`; undefined while a Shared lets the device's default one be used.
   at::Generator of(c10::Device device);
 
-  // Those of this thread; null outside of a Scope.
+  // The generators of this thread's Scope; null outside of a Scope.
   static OwnGenerators* current();
-  // What the thread draws from: its own one, else the default one of the device.
+  // The generator that this thread draws from: its own or, without one, the device's default.
   static at::Generator drawn_from(c10::Device device);
 
-  // Not to be moved; ends on the thread that made it, innermost first.
+  // Must not be moved. Ends on the thread that made it, innermost first.
   class Scope {
    public:
     explicit Scope(std::shared_ptr<OwnGenerators> generators);
@@ -42,8 +42,8 @@ class OwnGenerators : public c10::DebugInfoBase {
     c10::DebugInfoGuard info_;
   };
 
-  // While it lives, what is drawn on accelerators comes from their default generators after all. `standard`: the one
-  // of the accelerator in question.
+  // While it lives, draws on accelerators come from their default generators after all. `standard` is the default
+  // generator of the accelerator in use.
   class Shared {
    public:
     Shared(OwnGenerators& generators, const at::Generator& standard);
@@ -59,7 +59,7 @@ class OwnGenerators : public c10::DebugInfoBase {
   std::mutex mutex_;
   // Protected by mutex_.
   uint64_t seed_ = kUnseeded;
-  std::vector<at::Generator> generators_;  // one a device
+  std::vector<at::Generator> generators_;  // one per device
   at::Generator shared_;                   // undefined without a Shared
 };
 

@@ -31,32 +31,32 @@ const char* name_of(Priority priority) {
 }
 
 struct LinkScheduler::Entry {
-  // Fires `settled` when it goes, after all else of the entry. Chunks on their way hold the entry.
+  // Its deleter fires `settled`. Declared first, so destroyed last. Chunks in flight hold the entry.
   std::shared_ptr<void> untouched;
   Transfer transfer;
   int64_t order = 0;
   bool begun = false;
-  std::exception_ptr no_memory;  // why it stands aside
+  std::exception_ptr no_memory;  // the reason why it stands aside
   double ready_ms = 0;
   double begun_ms = 0;
   int64_t bytes = 0;
   std::vector<Piece> pieces;
   size_t piece = 0;
   int64_t offset = 0;  // elements of pieces[piece] already issued
-  // Elements of a piece that is not contiguous; less once the device had no memory for more.
+  // Limit on the elements of a strided piece; lowered when the device has no memory for more.
   int64_t most_strided = std::numeric_limits<int64_t>::max();
 };
 
-// What is issued of one transfer at a time. Set before it is signalled, read when it has arrived.
+// The part of a transfer that is issued at once. Set before its event is signalled, read when it has arrived.
 struct LinkScheduler::Chunk {
-  // With it both ends live until the bytes are there, even when somebody else has failed `done` meanwhile.
+  // Keeps both ends of the copies alive until the bytes have arrived, even if `done` was failed from outside.
   std::shared_ptr<Entry> entry;
   bool last = false;
-  std::exception_ptr error;  // what kept the rest of it from being issued; nothing more is issued then
+  std::exception_ptr error;  // the reason why the rest was not issued; then nothing more is issued
 
   void arrived(const device::Event& event, Uses& uses) {
     const EventPtr done = entry->transfer.done;
-    // Not longer than that: whoever hears of it may need their memory.
+    // Drop the pieces before `done` completes, because whoever waits for it may need their memory.
     if (last || error) entry->pieces.clear();
     if (!error) error = event.error();
     if (error) return done->fail(error);
@@ -102,7 +102,7 @@ void LinkScheduler::submit(Transfer transfer) noexcept {
     entry->transfer = std::move(transfer);
     {
       std::lock_guard lock(mutex_);
-      // Here, so that nothing has to be allocated when it becomes ready, on whatever thread that is.
+      // Reserve here, so that push_ready allocates nothing, whatever thread it runs on.
       if (ready_.capacity() <= unfinished_) ready_.reserve(2 * unfinished_ + 8);
       entry->order = next_order_++;
       ++waiting_;
@@ -146,7 +146,7 @@ void LinkScheduler::ready(const std::shared_ptr<Entry>& entry) noexcept {
   } else {
     push_ready(entry);
   }
-  // Notified under the lock: after it, a stopping destructor may be through.
+  // Notify under the lock: after it, a stopping destructor may already have finished.
   changed_.notify_all();
 }
 
@@ -168,7 +168,7 @@ void LinkScheduler::stand_aside(const std::shared_ptr<Entry>& entry, std::except
     aside_->entries.push_back(entry);
     aside_->changed.notify_all();
   }
-  // When it is given up by whoever asked for it, perhaps already, nobody comes to resume it.
+  // If the requester cancels the transfer (perhaps it has already), nobody resumes it: remove it then.
   entry->transfer.done->then([aside = aside_, given_up = std::weak_ptr(entry)] {
     const std::shared_ptr<Entry> left = given_up.lock();
     const std::lock_guard lock(aside->mutex);
@@ -205,7 +205,7 @@ LinkUse LinkScheduler::use(Priority priority) const {
 
 namespace {
 
-// Two halves along the dimension that lies widest apart, so that halves of halves are contiguous in the end.
+// Cuts a piece in two along the dimension with the largest stride, so that repeated halves end up contiguous.
 std::pair<Piece, Piece> halves(const Piece& piece) {
   int64_t widest = -1;
   for (int64_t dim = 0; dim < piece.src.dim(); ++dim) {
@@ -231,7 +231,7 @@ bool LinkScheduler::copy_or_cut(Entry& entry) {
       queue_.copy(piece.dst, piece.src);
       return true;
     } catch (const c10::OutOfMemoryError&) {
-      if (is_flat(piece)) throw;  // no memory of the device's was asked for
+      if (is_flat(piece)) throw;  // cutting would not help: a contiguous copy needs no extra memory
       entry.most_strided = numel / 2;
     }
   }
@@ -251,7 +251,7 @@ bool LinkScheduler::issue_chunk(Entry& entry) {
     const bool flat = is_flat(piece);
     const int64_t most = std::max<int64_t>(first ? 1 : 0, room_bytes / element_bytes);
     const int64_t left = numel - entry.offset;
-    // One that cannot be cut anywhere goes at the beginning of a chunk.
+    // A piece that cannot be cut anywhere starts a chunk.
     if (!first && (flat ? most == 0 : left > most)) break;
     const int64_t count = flat ? std::min(most, left) : left;
     if (count > 0) {
@@ -295,11 +295,11 @@ void LinkScheduler::run() {
   const c10::InferenceMode plain(false);
   at::NoGradGuard no_grad;
   while (true) {
-    // Before the choice, so that what becomes urgent meanwhile is chosen.
+    // Wait before choosing, so that a transfer that becomes urgent meanwhile can be chosen.
     limit_in_flight();
     const std::shared_ptr<Entry> entry = next();
     if (!entry) break;
-    // Given up by whoever asked: whatever it pointed into may already be in use for something else.
+    // Cancelled by the requester: its memory may already be in use for something else.
     if (entry->transfer.done->complete()) {
       forget_one();
       continue;
@@ -327,7 +327,7 @@ void LinkScheduler::run() {
     entry->transfer.begin = nullptr;
     entry->transfer.done->fail(error);
   }
-  // Nobody is left who could make room.
+  // Nobody is left to make room.
   std::vector<std::shared_ptr<Entry>> left;
   {
     const std::lock_guard lock(aside_->mutex);
@@ -341,10 +341,10 @@ void LinkScheduler::issue(const std::shared_ptr<Entry>& entry) {
   if (!entry->begun) {
     entry->pieces = entry->transfer.begin();
     entry->begun = true;
-    entry->transfer.begin = nullptr;  // the pieces hold what it held
+    entry->transfer.begin = nullptr;  // the pieces hold all that is needed
     entry->begun_ms = now_ms();
   }
-  // What may throw comes before the first copy: from there on the end of what was issued must be heard of.
+  // Do everything that may throw before the first copy: after it, the end of the issued copies must be signalled.
   const auto chunk = std::make_shared<Chunk>();
   chunk->entry = entry;
   const EventPtr arrived = device::make_event();

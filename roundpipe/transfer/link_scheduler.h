@@ -18,7 +18,7 @@
 
 namespace roundpipe::transfer {
 
-// Urgency of a transfer; lower goes first, submission order decides within a class.
+// Urgency class of a transfer. Lower values go first; within a class, submission order decides.
 enum class Priority { kActivation, kBoundaryGradient, kWeight, kParameterGradient };
 inline constexpr size_t kPriorities = 4;
 const char* name_of(Priority priority);
@@ -28,36 +28,38 @@ using device::Piece;
 
 struct Transfer {
   Priority priority = Priority::kActivation;
-  // Not begun until all are complete; the first failed one fails this transfer. Null events count as fired.
+  // The transfer starts when all of these are complete. The first failed one fails the transfer. Null events count as
+  // fired.
   std::vector<device::EventPtr> after;
-  // Runs on the link's thread inside the queue's scope when the transfer is picked, and may allocate: so device
-  // memory is taken when bytes are about to move, not when the transfer is asked for. c10::OutOfMemoryError puts the
-  // transfer aside until resume(); anything else that it throws fails `done`. May run again after running out.
+  // Returns the pieces to copy. Runs on the link's thread, inside the queue's scope, when the transfer is picked. It
+  // may allocate, so that device memory is taken just before bytes move. c10::OutOfMemoryError sets the transfer aside
+  // until resume(), and then this runs again; any other exception fails `done`.
   std::function<std::vector<Piece>()> begin;
   // Fires when every byte has arrived. Never null.
   device::EventPtr done;
-  // Fires when the link touches nothing of this transfer any more, however it ended: also when a copy fails, what was
-  // issued before has then arrived. Whoever may fail `done` from outside waits for this one before it uses the memory
-  // for something else. May be null.
+  // Fires when the link no longer touches this transfer's memory, however the transfer ended; even if a copy fails,
+  // everything issued before it has arrived by then. If other code may fail `done`, it must wait for this event before
+  // it reuses the memory. May be null.
   device::EventPtr settled;
 };
 
-// What one class of transfers has taken so far, over transfers that arrived.
+// Totals of one class of transfers, over those that have arrived.
 struct LinkUse {
   int64_t transfers = 0;
   int64_t bytes = 0;
-  double queued_ms = 0;  // from when all it waits for was there until its first byte moved
+  double queued_ms = 0;  // from the completion of `after` until the link began the transfer
   double moving_ms = 0;  // from then until the last byte had arrived
 };
 
-// Everything that moves in one direction of one device's link.
+// Schedules all transfers in one direction of one device's link.
 //
-// One thread issues chunks of at most LinkOptions::chunk_bytes, the most urgent ready transfer first, and keeps at most
-// kInFlight chunks unfinished, so an urgent transfer waits for chunks, never for a layer. Small pieces share a chunk.
-// A transfer for which the device has no memory stands aside, and others go on, until resume(). One that has begun goes
-// through: a piece that is not contiguous, of which the device may need a contiguous copy, is cut into smaller ones.
-// Thread safety: submit(), resume(), give_up() and use() from any thread, never block; wait() blocks. submit() does not
-// throw: what keeps a transfer from being taken fails its `done`.
+// One thread issues chunks of at most LinkOptions::chunk_bytes, those of the most urgent ready transfer first, and
+// keeps at most kInFlight chunks in flight. An urgent transfer thus waits for chunks, never for a layer. Small pieces
+// share a chunk. If the device has no memory for a transfer, the transfer stands aside until resume(), and others go
+// on. Once begun, a transfer does not stand aside: if the device has no memory for the contiguous copy that a strided
+// piece may need, the piece is cut into smaller ones.
+// Thread safety: any thread. submit(), resume(), give_up() and use() never block; wait() and stop() block. submit()
+// does not throw: if it cannot take a transfer, it fails the transfer's `done`.
 class LinkScheduler {
  public:
   static constexpr size_t kInFlight = 2;
@@ -67,18 +69,19 @@ class LinkScheduler {
   LinkScheduler(const LinkScheduler&) = delete;
   LinkScheduler& operator=(const LinkScheduler&) = delete;
 
-  // Finishes everything that was submitted, and ends the link's thread. REQUIRES that every `after` event completes,
-  // and that nothing is submitted from now on. Again: does nothing.
+  // Finishes all submitted transfers, fails those that stand aside at the end, and ends the link's thread. A second
+  // call does nothing. REQUIRES: every `after` event completes, and nothing is submitted from now on; one thread at a
+  // time.
   void stop();
 
   void submit(Transfer transfer) noexcept;
 
-  // Blocks until `done`, of a transfer submitted here, is complete, or until that transfer stands aside for want of
-  // memory: then false.
+  // Blocks until `done`, of a transfer submitted here, is complete. Returns false early if the transfer stands aside
+  // because the device has no memory.
   bool wait(const device::EventPtr& done);
-  // Memory has become free: those that stand aside are tried again.
+  // Retries the transfers that stand aside. Call it when memory has become free.
   void resume();
-  // Fails those that stand aside and wait for `done`, with the error that they had.
+  // Cancels the transfer of `done` if it stands aside: fails it with its out-of-memory error.
   void give_up(const device::EventPtr& done);
 
   // Bytes moved since construction.
@@ -88,30 +91,31 @@ class LinkScheduler {
  private:
   struct Entry;
   struct Chunk;
-  // The order of a heap, whose first is the most urgent.
+  // The order of a heap whose first entry is the most urgent.
   struct LessUrgent {
     bool by_class = true;
     bool operator()(const std::shared_ptr<Entry>& a, const std::shared_ptr<Entry>& b) const;
   };
-  // Those for which there was no memory. Callbacks of their events may outlive the scheduler, so this does, too.
+  // The transfers that had no memory. Shared, because callbacks of their events may outlive the scheduler.
   struct Aside {
-    std::mutex mutex;  // taken alone
+    std::mutex mutex;  // never held together with another lock
     std::condition_variable changed;
     std::vector<std::shared_ptr<Entry>> entries;  // protected by mutex
   };
 
   void run();
-  // What is to be issued next; null when there is nothing left and the link is to stop.
+  // Waits for the next entry to issue; null when nothing is left and the link stops.
   std::shared_ptr<Entry> next();
-  // REQUIRES: mutex_ is held, and the entry is counted in unfinished_, so that there is room for it.
+  // REQUIRES: mutex_ is held, and the entry counts in unfinished_, so that the heap has room for it.
   void push_ready(std::shared_ptr<Entry> entry) noexcept;
   void forget_one();
   void issue(const std::shared_ptr<Entry>& entry);
   void stand_aside(const std::shared_ptr<Entry>& entry, std::exception_ptr error);
   void ready(const std::shared_ptr<Entry>& entry) noexcept;
-  // Issues the next chunk; true when the entry has nothing left to issue.
+  // Issues the next chunk. Returns whether the entry has nothing left to issue.
   bool issue_chunk(Entry& entry);
-  // Issues all of the entry's piece; cuts it instead where the device has no memory to copy it as it is.
+  // Issues the entry's whole piece and returns true. If the device has no memory to copy it as it is, cuts the piece in
+  // two and returns false.
   bool copy_or_cut(Entry& entry);
   void limit_in_flight();
 
@@ -133,10 +137,10 @@ class LinkScheduler {
   std::vector<std::shared_ptr<Entry>> ready_;  // a heap by less_urgent_, with room for unfinished_
   int64_t next_order_ = 0;
   int64_t waiting_ = 0;    // submitted, not ready yet
-  size_t unfinished_ = 0;  // at least as many as can become ready
+  size_t unfinished_ = 0;  // at least the number of entries that can become ready
   bool stopping_ = false;
 
-  std::deque<device::EventPtr> in_flight_;  // touched by the link's thread only
+  std::deque<device::EventPtr> in_flight_;  // used by the link's thread only
   std::thread thread_;
 };
 

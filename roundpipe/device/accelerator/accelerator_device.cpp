@@ -43,8 +43,8 @@ class AcceleratorQueue final : public Queue {
     } catch (...) {
       error = std::current_exception();
     }
-    // Whoever hears of it lets go of the memory, so what runs has to end first. After a fault on the device, when
-    // nothing can be recorded any more, nothing runs.
+    // Whoever waits for `event` will release the memory, so running work must end first. If synchronizing fails too,
+    // the device has faulted, and nothing runs.
     try {
       stream_.synchronize();
     } catch (...) {
@@ -102,11 +102,11 @@ class AcceleratorDevice final : public Device {
   std::atomic<int64_t> limit_bytes_;
 };
 
-// What one of the card's workers may take: of what nobody uses now, a reserve less.
+// The memory that one of the card's workers may use: its share of the free memory, without a reserve.
 int64_t free_share_bytes(c10::Device device, int sharers) {
   c10::DeviceAllocator& allocator = *at::getDeviceAllocator(device.type());
   const auto [free_bytes, total_bytes] = allocator.getMemoryInfo(device.index());
-  // What torch's allocator keeps for its next tensors is free, too.
+  // Memory that torch's allocator keeps for its next tensors is free, too.
   const auto stats = allocator.getDeviceStats(device.index());
   constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
   const int64_t kept_bytes = stats.reserved_bytes[kAll].current - stats.allocated_bytes[kAll].current;
@@ -124,7 +124,7 @@ std::unique_ptr<Device> make_accelerator_device(const DeviceSpec& spec, int shar
     throw std::invalid_argument(concat("[devices] '", spec.name(), "' is not here: torch sees ", count,
                                        " accelerators of type ", found, "; name one of those or use 'virtual:N'"));
   }
-  at::globalContext().lazyInitDevice(*type);  // streams and statistics need it, and nobody may have used it yet
+  at::globalContext().lazyInitDevice(*type);  // for streams and statistics, if this is the first use
   const c10::Device device(*type, static_cast<c10::DeviceIndex>(spec.index));
   const int64_t limit_bytes = spec.memory_bytes > 0 ? spec.memory_bytes : free_share_bytes(device, sharers);
   return std::make_unique<AcceleratorDevice>(spec, device, limit_bytes);

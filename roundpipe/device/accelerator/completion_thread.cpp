@@ -23,7 +23,7 @@ double StreamClock::passed_ms(double recorded_ms, double noticed_ms, std::option
 
 namespace {
 
-// Events that tell the time, where the stream can be asked for it.
+// Chooses events with times, if the stream can give them.
 c10::EventFlag flag_for(const c10::Stream& stream, bool timed) {
   if (!timed) return c10::EventFlag::PYTORCH_DEFAULT;
   try {
@@ -39,7 +39,7 @@ c10::EventFlag flag_for(const c10::Stream& stream, bool timed) {
   }
 }
 
-// Not the event's own wait: that one spins, and would keep a core from the host's optimizers for every queue.
+// Polls instead of using the event's own wait, which spins: each queue would take a core from the host's optimizers.
 void wait(const c10::Event& recorded) {
   constexpr Clock::duration kShortest = std::chrono::microseconds(10);
   constexpr Clock::duration kLongest = std::chrono::microseconds(100);
@@ -92,18 +92,18 @@ double CompletionThread::passed_ms(const Pending& now) {
     try {
       since_last_ms = last_->elapsedTime(*now.recorded);
     } catch (const std::exception&) {
-      // It is passed all the same.
+      // The point is passed, only its time is unknown.
     }
   }
   return clock_.passed_ms(now.recorded_ms, noticed_ms, since_last_ms);
 }
 
 void CompletionThread::run() {
-  // An event is destroyed on its device, and the thread goes back to the one before: not to make a context on the
-  // first card, that is the same one.
+  // Destroying an event switches to its device and back to the current one. They must be the same, or this thread
+  // would make a context on the first card.
   c10::impl::VirtualGuardImpl(stream_.device_type()).uncheckedSetDevice(stream_.device());
 #ifdef PR_SET_TIMERSLACK
-  prctl(PR_SET_TIMERSLACK, 1000UL);  // ns; sleeps would else be 50 us longer than they are asked for
+  prctl(PR_SET_TIMERSLACK, 1000UL);  // ns; by default, sleeps last 50 us longer than requested
 #endif
   while (true) {
     std::unique_lock lock(mutex_);
@@ -124,7 +124,7 @@ void CompletionThread::run() {
       next.event->fail(std::current_exception());
       continue;
     }
-    // Before anybody hears of it: who waits for the event may be the next to ask for one.
+    // Recycle before firing: whoever waits for the event may need the next one.
     std::unique_ptr<c10::Event> spare = std::move(next.recorded);
     if (flag_ == c10::EventFlag::BACKEND_DEFAULT) spare.swap(last_);
     if (spare) {

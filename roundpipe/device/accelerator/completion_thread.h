@@ -15,29 +15,30 @@
 
 namespace roundpipe::device {
 
-// Puts what a stream's own clock says on the host's Clock. A point of the stream is never before the host asked for it,
-// nor after the host saw it, nor before the point before it. Thread safety: one thread at a time.
+// Converts times of a stream's own clock to the host's Clock. The stream passes a point not before the host requested
+// it, not after the host noticed it, and not before the previous point. Thread safety: one thread at a time.
 class StreamClock {
  public:
-  // When the stream passed a point: asked for at `recorded_ms`, seen at `noticed_ms`, and `since_last_ms` after the
-  // point that was given last; none when the stream has no clock, or did not tell.
+  // Returns when the stream passed a point. The host requested the point at `recorded_ms` and noticed it at
+  // `noticed_ms`; by the stream's clock, it was `since_last_ms` after the previous point (none if unknown).
   double passed_ms(double recorded_ms, double noticed_ms, std::optional<double> since_last_ms);
 
  private:
   std::optional<double> last_ms_;
 };
 
-// Turns the progress of one stream into events, in order, without blocking the stream: a thread asks and sleeps. Stream
-// events are used again, so that none is made once the pipeline runs. `timed`: the events' time_ms() is when the stream
-// got there, by its own clock where the backend has one, so that neither late threads nor slow callbacks show in it.
+// Turns the progress of one stream into events, in order, without blocking the stream: a thread polls and sleeps.
+// Stream events are reused, so that a running pipeline makes no new ones. `timed`: an event's time_ms() is when the
+// stream reached the point, by its own clock if the backend has one, so that late threads and slow callbacks do not
+// count.
 class CompletionThread {
  public:
   CompletionThread(c10::Stream stream, bool timed);
-  // Waits for what has been asked for.
+  // Waits until every watched event is complete.
   ~CompletionThread();
 
-  // Fires `event` when what has been issued to the stream is done; fails it with what asking throws. Throws what
-  // recording throws, and `event` is left as it is. One thread at a time, on the stream's device.
+  // Fires `event` when the work issued to the stream so far is done; fails it with the error if polling throws. If
+  // recording throws, passes the error on and leaves `event` as it is. One thread at a time, on the stream's device.
   void watch(EventPtr event);
 
  private:
@@ -53,9 +54,9 @@ class CompletionThread {
   const c10::Stream stream_;
   const c10::EventFlag flag_;
 
-  // The thread's own.
+  // Used by the thread only.
   StreamClock clock_;
-  std::unique_ptr<c10::Event> last_;  // that the stream has passed; only where it has a clock
+  std::unique_ptr<c10::Event> last_;  // the last one that the stream passed; only if it has a clock
 
   std::mutex mutex_;
   std::condition_variable changed_;

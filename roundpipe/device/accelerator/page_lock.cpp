@@ -11,14 +11,14 @@
 namespace roundpipe::device {
 namespace {
 
-// What CUDA's and HIP's functions have in common: 0 is success, and the flag makes the pages known to every device.
+// Common to CUDA's and HIP's functions: 0 is success, and kPortable makes the pages pinned for every device.
 using Register = int (*)(void*, size_t, unsigned int);
 using Unregister = int (*)(void*);
 using GetLastError = int (*)();
 constexpr unsigned int kPortable = 1;
 
-// Registering makes a context on the current device where there is none. Torch's own allocator goes to a device that
-// has one, and so do we: a worker on the second card must not cost memory on the first.
+// Registering makes a context on the current device if it has none. Like torch's own allocator, choose a device that
+// has a context: a worker on the second card must not cost memory on the first.
 std::optional<c10::Device> device_in_use() {
   const auto type = at::accelerator::getAccelerator(false);
   if (!type) return {};
@@ -40,12 +40,12 @@ class RuntimePageLocker final : public PageLocker {
   }
 
   void unlock(void* data, int64_t /*size_bytes*/) noexcept override {
-    // At the end of a process the runtime may be gone before the last tensor, and its pages are unlocked then.
+    // At the end of a process, the runtime may go before the last tensor; then its pages are unlocked already.
     succeeded(unlock_(data));
   }
 
  private:
-  // A failure is remembered by the runtime, and torch would report it after its next kernel: taken back here.
+  // Clears a failure: the runtime remembers it, and torch would report it after its next kernel.
   bool succeeded(int status) const {
     if (status != 0) last_error_();
     return status == 0;
@@ -59,7 +59,7 @@ class RuntimePageLocker final : public PageLocker {
 void* find_symbol(const std::string& name, const std::vector<std::string>& libraries) {
   if (void* const symbol = dlsym(RTLD_DEFAULT, name.c_str())) return symbol;
   for (const std::string& library : libraries) {
-    // Never closed: what is loaded stays, and so do the functions.
+    // Never closed, so that the library and the functions stay loaded.
     void* const handle = dlopen(library.c_str(), RTLD_LAZY | RTLD_NOLOAD);
     if (handle == nullptr) continue;
     if (void* const symbol = dlsym(handle, name.c_str())) return symbol;
@@ -88,7 +88,7 @@ std::unique_ptr<PageLocker> find_page_locker(const std::string& prefix, const st
 }
 
 PageLocker* runtime_page_locker() {
-  // Leaked on purpose: the last tensor may be freed after everything else is gone.
+  // Leaked on purpose: the last tensor may be freed after everything else.
   static PageLocker* const locker = make_runtime_page_locker();
   return locker;
 }

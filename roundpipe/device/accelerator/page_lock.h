@@ -8,13 +8,12 @@
 
 namespace roundpipe::device {
 
-// The page locker of the runtime under torch's accelerator (CUDA, ROCm), found at run time, so that nothing links
-// against it. Null where there is no such runtime: on other accelerators, and without one. Lives until the process
-// ends.
+// Returns the page locker of the accelerator's runtime (CUDA, ROCm), or null on other accelerators and without one. The
+// runtime is looked up at run time, so that nothing links against it. The locker lives until the process ends.
 PageLocker* runtime_page_locker();
 
-// A locker made of PREFIXHostRegister, PREFIXHostUnregister and PREFIXGetLastError, looked for in what this process has
-// loaded: first among global symbols, then in `libraries`, none of which it loads. Null when one is missing.
+// Makes a locker from PREFIXHostRegister, PREFIXHostUnregister and PREFIXGetLastError. Looks for them among the global
+// symbols first, then in those of `libraries` that are loaded; loads none. Returns null if a function is missing.
 std::unique_ptr<PageLocker> find_page_locker(const std::string& prefix, const std::vector<std::string>& libraries);
 
 }  // namespace roundpipe::device

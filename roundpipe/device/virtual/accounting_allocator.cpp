@@ -15,8 +15,8 @@ namespace {
 
 thread_local MemoryAccount* current_account = nullptr;
 
-// Stands in front of every allocation. oneDNN frees through raw_deallocate, which needs context == data, so the
-// bookkeeping cannot be the context.
+// Precedes every allocation. oneDNN frees with raw_deallocate, which needs context == data, so the context cannot hold
+// this data.
 struct alignas(64) Header {
   MemoryAccount* account;
   int64_t size_bytes;
@@ -79,7 +79,7 @@ void MemoryAccount::add(int64_t size_bytes) {
 void MemoryAccount::subtract(int64_t size_bytes) noexcept { current_bytes.fetch_sub(size_bytes); }
 
 MemoryAccount* make_account(std::string device_name, int64_t limit_bytes, bool poison) {
-  // Leaked on purpose: a tensor may be freed after everything else is gone.
+  // Leaked on purpose: a tensor may be freed after everything else.
   auto* account = new MemoryAccount;
   account->device_name = std::move(device_name);
   account->limit_bytes = limit_bytes;

@@ -7,25 +7,25 @@
 
 namespace roundpipe::device {
 
-// The memory of one virtual device: what its threads allocated and nobody freed yet, with a cap.
-// Thread safety: everything from any thread. Must outlive its allocations, so accounts are never destroyed.
+// The memory of one virtual device: the live allocations of its threads, with a cap.
+// Thread safety: everything from any thread. An account must outlive its allocations, so it is never destroyed.
 struct MemoryAccount {
   std::string device_name;
   std::atomic<int64_t> limit_bytes{0};  // 0 = no cap
-  bool poison = false;                  // fill freed memory with 0xFF: NaN in every floating type
+  bool poison = false;                  // fill freed memory with 0xFF, which is NaN in every floating type
   std::atomic<int64_t> current_bytes{0};
   std::atomic<int64_t> peak_bytes{0};
-  std::atomic<int64_t> allocated_bytes{0};  // ever
+  std::atomic<int64_t> allocated_bytes{0};  // sum of all allocations so far
 
-  // Throws c10::OutOfMemoryError when the cap would be passed.
+  // Throws c10::OutOfMemoryError, and adds nothing, if the cap would be exceeded.
   void add(int64_t size_bytes);
   void subtract(int64_t size_bytes) noexcept;
 };
 
-// A new account that lives until the process ends.
+// Makes an account, which lives until the process ends.
 MemoryAccount* make_account(std::string device_name, int64_t limit_bytes, bool poison);
 
-// While it lives, CPU allocations of this thread count against `account` (null: against nobody).
+// As long as a scope lives, CPU allocations of its thread count against `account` (null = against none).
 class AccountScope {
  public:
   explicit AccountScope(MemoryAccount* account);
@@ -37,7 +37,8 @@ class AccountScope {
   MemoryAccount* previous_;
 };
 
-// Makes torch's CPU allocations go through the accounts, from now on and for good. Idempotent.
+// Installs an allocator that counts torch's CPU allocations against the accounts, for the rest of the process.
+// Idempotent.
 void install_accounting_allocator();
 
 }  // namespace roundpipe::device

@@ -33,7 +33,7 @@ void streaming_copy(void* dst, const void* src, int64_t size_bytes) {
       _mm_stream_si128(target + 2, c);
       _mm_stream_si128(target + 3, d);
     }
-    // Such stores are not ordered with what follows: whoever hears that the copy is done must see it.
+    // These stores are not ordered with later ones; a thread that is told the copy is done must see its data.
     _mm_sfence();
     dst = to + done;
     src = from + done;

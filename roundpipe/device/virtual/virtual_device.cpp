@@ -44,7 +44,7 @@ class VirtualQueue final : public Queue {
     const auto size_bytes = static_cast<int64_t>(src.nbytes());
     const Clock::time_point asked_at = Clock::now();
     if (same_dense_layout(dst, src)) {
-      // Not copy_: a copy thread must not start an OpenMP team of its own.
+      // copy_ would start an OpenMP team of its own on the copy thread.
       streaming_copy(dst.data_ptr(), src.data_ptr(), size_bytes);
     } else {
       dst.copy_(src);
@@ -60,12 +60,12 @@ class VirtualQueue final : public Queue {
   void emulate(double duration_ms) override { emulated_.spend(duration_ms); }
 
  private:
-  // Blocks until the links have passed so much.
+  // Blocks until the links have passed `size_bytes`.
   void pass(int64_t size_bytes, Clock::time_point asked_at) {
-    // A chunk that follows at once begins when the one before was through: late wake-ups must not add up.
+    // A chunk that follows at once starts when the previous one had passed, so that late wake-ups do not add up.
     constexpr double kAtOnce_ms = 0.5;
     Clock::time_point through = asked_at - awake_at_ < from_ms(kAtOnce_ms) ? through_at_ : asked_at;
-    // Links take turns at the host, in such slices of its time: a layer of one must not hold up all others.
+    // Links share the host's bandwidth in slices of this time, so that one link's layer does not hold up the others.
     constexpr double kSlice_ms = 0.125;
     const auto most_bytes = host_ ? std::max<int64_t>(1, std::llround(host_->bytes_per_ms() * kSlice_ms)) : size_bytes;
     while (size_bytes > 0) {
@@ -84,10 +84,10 @@ class VirtualQueue final : public Queue {
   const std::unique_ptr<LinkThrottle> link_;
   const std::shared_ptr<LinkThrottle> host_;
   const double latency_ms_;
-  // Touched by the issuing thread only.
+  // Used by the issuing thread only.
   EmulatedTime emulated_;
   Clock::time_point through_at_{};  // when the links had passed the last copy
-  Clock::time_point awake_at_{};    // when that was noticed
+  Clock::time_point awake_at_{};    // when the issuing thread woke up after it
 };
 
 class VirtualDevice final : public Device {
@@ -99,7 +99,7 @@ class VirtualDevice final : public Device {
         account_(make_account(spec.name(), spec.memory_bytes, spec.debug)),
         compute_(account_, nullptr, nullptr, 0),
         upload_(account_, link(spec), host, spec.latency_ms),
-        // What arrives on the host is not this device's memory.
+        // Downloaded data is host memory, which does not count against this device.
         download_(nullptr, link(spec), host, spec.latency_ms) {}
 
   Queue& compute() override { return compute_; }

@@ -1,6 +1,6 @@
 // Adafactor's passes over chunks. Part of kernels.inl.
 
-// The sum of squares, in lanes as in sum_of_squares; also adds each square to `sums` unless that is null.
+// Returns the sum of squares, taken in lanes as in sum_of_squares. Adds each square to `sums` unless that is null.
 double add_squares(const float* values, int64_t count, double* __restrict sums) {
   alignas(64) double squares[kChunk];
   alignas(64) double lanes[kLanes] = {};

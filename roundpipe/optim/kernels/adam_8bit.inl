@@ -1,33 +1,33 @@
-// Adam with a byte a moment. Part of kernels.inl.
+// Adam with one byte per moment. Part of kernels.inl.
 //
-// A block's magnitudes x, relative to the largest, are coded by the upper bits of the float x + kOffset: even steps
-// close to zero, relative ones farther up. The low bits are rounded up or down by position and step, so that slow
-// averages move in the mean although one step moves them by less than a code. exp_avg: 4 mantissa bits and a sign;
-// exp_avg_sq: 5 mantissa bits of its square root, which the update needs anyway. Both round alike, which keeps their
-// quotient close. A scale of NaN marks a block that is not finite.
+// Let x be a magnitude relative to the largest one of its block. Its code is the upper bits of the float x + kOffset:
+// equal steps close to zero, relative steps farther up. Position and step decide whether the low bits round up or down,
+// so that slow averages move in the mean although one step moves them by less than a code. exp_avg has 4 mantissa bits
+// and a sign. exp_avg_sq has 5 mantissa bits of its square root, which the update needs anyway. Both round alike, which
+// keeps their quotient close. A scale of NaN marks a block that is not finite.
 //
-// Four codes make a word: byte q of word j is of the block's element 64 q + j, so that a register of words is coded
-// and decoded by shifts alone. The last block is a whole one, too.
+// Four codes make a word: byte q of word j belongs to the block's element 64 q + j, so that a register of words is
+// coded and decoded by shifts alone. The last block is a full one, too.
 
 constexpr float kOffset = 0x1p-7F;
 constexpr float kLargest = 1 - kOffset;  // x of a block's largest magnitude: kLargest + kOffset is coded exactly
-constexpr float kLeastRoot = 0x1p-13F;   // half of the first step: what was not zero must not divide as zero
+constexpr float kLeastRoot = 0x1p-13F;   // half of the first step: a root above zero must not divide as zero
 constexpr int kFirstShift = 23 - 4;
 constexpr int kSecondShift = 23 - 5;
 
-// Evenly spread over positions, and with `seed` counting steps over time. The golden ratio's multiples, modulo 2^32.
+// Spread evenly over positions and, because `seed` counts steps, over time: multiples of the golden ratio, modulo 2^32.
 constexpr uint32_t kGolden = 0x9E3779B1U;
 inline uint32_t dither_at(uint32_t seed, int64_t position) {
   return static_cast<uint32_t>(position) * kGolden + seed * 0xC13FA9A9U;
 }
 
-// `bits` are those of the largest magnitude; NaN unless finite.
+// `bits` are the bits of the largest magnitude. Returns NaN unless it is finite.
 inline float block_scale(uint32_t bits) { return bits >= 0x7F800000U ? float_of(0x7FC00000U) : float_of(bits); }
 
-// What magnitudes are multiplied with before coding; 0 where all are too small for it, and in a NaN block.
+// The factor of magnitudes before coding; 0 if all of them are too small, and in a NaN block.
 inline float coding_factor(float scale) { return scale >= 0x1p-100F ? kLargest / scale : 0.0F; }
 
-// (float of the code - kOffset) * factor; exact for code 0 since kOffset is a power of two.
+// (float of the code - kOffset) * factor; exact for code 0, because kOffset is a power of two.
 inline float decoded(uint32_t shifted_code, float factor) {
   return fused(float_of(bits_of(kOffset) + shifted_code), factor, -kOffset * factor);
 }
@@ -35,7 +35,7 @@ inline float decoded(uint32_t shifted_code, float factor) {
 using Words = uint32_t __attribute__((may_alias));
 constexpr int64_t kWords = kChunk / 4;
 
-// Bits `mask` of word >> 8 q, shifted left by `shift`, in one shift.
+// The bits `mask` of (word >> 8 q), shifted left by `shift`, with a single shift.
 template <int q, int shift>
 inline uint32_t field(uint32_t word, uint32_t mask) {
   constexpr int left = shift - 8 * q;
@@ -46,7 +46,7 @@ inline uint32_t field(uint32_t word, uint32_t mask) {
   }
 }
 
-// What one block's codes are decoded with.
+// The numbers that decode one block's codes.
 struct Decoding {
   float first_factor;
   float second_factor;
@@ -55,13 +55,13 @@ struct Decoding {
   float weight;  // of the gradient in exp_avg
 };
 
-// The bits of the largest magnitudes; what is not finite is larger than all others.
+// The bits of the largest magnitudes. Values that are not finite are larger than all others.
 struct Largest {
   uint32_t average = 0;
   uint32_t root = 0;
 };
 
-// One step of the elements whose codes are byte `q` of the words.
+// Makes one step of the elements whose codes are byte `q` of the words.
 template <int q>
 inline void step_quarter(const Coefficients& k, const Decoding& d, const Words* first, const Words* second, Values g,
                          Chunk p, Chunk average, Chunk root, Largest& largest) {
@@ -78,7 +78,7 @@ inline void step_quarter(const Coefficients& k, const Decoding& d, const Words* 
     average[at + j] = average_after;
     root[at + j] = root_after;
     const uint32_t average_bits = bits_of(average_after) & 0x7FFFFFFFU;
-    // Not negative unless NaN, which is then larger than all others as well.
+    // Negative only if NaN, which is then larger than all others as well.
     const uint32_t root_bits = bits_of(root_after);
     seen.average = average_bits > seen.average ? average_bits : seen.average;
     seen.root = root_bits > seen.root ? root_bits : seen.root;
@@ -86,8 +86,8 @@ inline void step_quarter(const Coefficients& k, const Decoding& d, const Words* 
   largest = seen;
 }
 
-// Byte `q` of the words from the elements of that quarter. `round` is added before cutting off, with kOffset's bits taken
-// away.
+// Makes byte `q` of a word from an element of that quarter. `round` is added before the low bits are cut off; kOffset's
+// bits are already subtracted from it.
 template <int q>
 inline uint32_t first_field(float value, float factor, uint32_t round) {
   const uint32_t magnitude = bits_of(fused(__builtin_fabsf(value), factor, kOffset)) + round;
@@ -111,7 +111,7 @@ void encode_moments(uint32_t dither, const float* average, const float* root, fl
   for (uint32_t j = 0; j < kWords; ++j) {
     const uint32_t spread = (dither + j * kGolden) >> (32 - kFirstShift);
     const uint32_t round = spread - bits_of(kOffset);
-    // One mantissa bit more: half the step, and half of what is added for rounding.
+    // One more mantissa bit: half the step, so half the number that is added for rounding.
     const uint32_t root_round = (spread >> 1) - bits_of(kOffset);
     first[j] = first_field<0>(average[j], a, round) | first_field<1>(average1[j], a, round) |
                first_field<2>(average2[j], a, round) | first_field<3>(average3[j], a, round);
@@ -120,7 +120,7 @@ void encode_moments(uint32_t dither, const float* average, const float* root, fl
   }
 }
 
-// REQUIRES: g and p hold kChunk values, zeros where the parameter ends before.
+// REQUIRES: g and p hold kChunk values, with zeros after the end of the parameter.
 inline void adam_8bit(Coefficients k, const Memory& memory, Values g, Chunk p, int64_t begin) {
   Words* const first = static_cast<Words*>(memory.states[0]) + begin / 4;
   float* const first_scale = static_cast<float*>(memory.states[1]) + begin / kChunk;

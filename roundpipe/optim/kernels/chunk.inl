@@ -17,7 +17,7 @@ inline float from_float16(uint16_t bits) {
   return float_of(value | sign);
 }
 
-// Nearest, ties to even; NaN keeps the upper bits of its payload.
+// Rounds to nearest, ties to even. NaN keeps the upper bits of its payload.
 inline uint16_t to_float16(float value) {
   const uint32_t bits = bits_of(value);
   const uint32_t magnitude = bits & 0x7FFFFFFFU;
@@ -35,7 +35,7 @@ inline float joined(uint16_t weight, int16_t remainder) {
   return float_of((static_cast<uint32_t>(weight) << 16) + static_cast<uint32_t>(static_cast<int32_t>(remainder)));
 }
 
-// The nearest bf16, ties away from zero. All modulo 2^32, so that every bit pattern comes back.
+// The nearest bf16, ties away from zero. All arithmetic is modulo 2^32, so that every bit pattern can be restored.
 inline uint16_t split_weight(uint32_t bits) { return static_cast<uint16_t>((bits + 0x8000U) >> 16); }
 inline int16_t split_remainder(uint32_t bits, uint16_t weight) {
   return static_cast<int16_t>(static_cast<uint16_t>(bits - (static_cast<uint32_t>(weight) << 16)));
@@ -112,7 +112,7 @@ void store_weights(const Memory& memory, int64_t begin, int64_t count, const flo
   }
 }
 
-// Sums are taken in lanes, so that the order of additions is the same however wide the registers are.
+// Sums are taken in lanes, so that the order of additions does not depend on the width of registers.
 constexpr int64_t kLanes = 16;
 
 double sum_of_squares(Element type, const void* gradient, float inverse_scale, int64_t begin, int64_t end) {

@@ -1,5 +1,5 @@
-// All kernels of one instruction set, in the namespace ROUNDPIPE_KERNELS. Compiled for processors that may not be
-// there: nothing here may be an inline function or a template of another library, since the linker keeps one copy.
+// All kernels of one instruction set, in the namespace ROUNDPIPE_KERNELS. The processor may lack this instruction set,
+// so use no inline function or template of another library here: the linker keeps one copy, perhaps this file's.
 
 #include <roundpipe/optim/kernels/kernels.h>
 

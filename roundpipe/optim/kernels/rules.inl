@@ -1,6 +1,7 @@
-// The algorithms: one step of `count` elements, g the gradient, p the weights, then the states. Part of kernels.inl.
-// Coefficients come by value: what is stored to cannot be they, so that they stay in registers.
-// Which operations are fused, and their order, are torch's on processors with fused multiply-add.
+// The algorithms. Each makes one step of `count` elements: g is the gradient, p the weights, then come the states. Part
+// of kernels.inl.
+// Coefficients are passed by value, so that no store can alias them and they stay in registers.
+// Operations are fused and ordered as torch does it on processors with fused multiply-add.
 
 inline float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
@@ -12,7 +13,7 @@ inline float decayed_square(const Coefficients& k, float average, float value) {
   return fused(k.second_weight * value, value, average * k.second_decay);
 }
 
-// NaN if either is.
+// NaN if either argument is.
 inline float maximum(float a, float b) { return a > b || a != a ? a : b; }
 
 inline float sign(float value) { return static_cast<float>(value > 0) - static_cast<float>(value < 0); }
@@ -114,7 +115,7 @@ void radam(Coefficients k, Values g, Chunk p, Chunk exp_avg, Chunk exp_avg_sq, C
   }
 }
 
-// `s1` is momentum_buffer if there is momentum, and grad_avg comes after it.
+// With momentum, `s1` is momentum_buffer and `s2` is grad_avg; without, `s1` is grad_avg.
 void rmsprop(Coefficients k, Values g, Chunk p, Chunk square_avg, Chunk s1, Chunk s2, int64_t count) {
   alignas(64) float divisor[kChunk];
   for (int64_t i = 0; i < count; ++i) divisor[i] = square_avg[i] = decayed_square(k, square_avg[i], g[i]);
