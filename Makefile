@@ -150,8 +150,9 @@ test-python: build $(VENV)/.test
 CARD = PYTHONPATH="$(CURDIR)/$(BUILD)/tests/fake_card" ROUNDPIPE_REQUIRE_GPU=1 OMP_NUM_THREADS=1
 # Tests of virtual devices that mean something on a card as well: the plugin puts cards in the place of those.
 CARD_PYTHON = PYTHONPATH="$(CURDIR)/$(BUILD)/tests/fake_card:$(CURDIR)/tests/fake_card" OMP_NUM_THREADS=1
-ON_CARD := $(patsubst %,tests/python/test_%.py,equality_layouts plain_steps tied scaler microbatch wrap_training \
-  following_experts evaluation row_mixing)
+ON_CARD := $(patsubst %,tests/python/%.py,behaviour/test_equality_layouts behaviour/test_row_mixing \
+  behaviour/test_tied data/test_microbatch following/test_experts huggingface/test_evaluation \
+  model/test_wrap_training step/test_plain_steps step/test_scaler)
 
 test-card: build $(BUILD)/.with_tests $(VENV)/.test
 	$(call say,5,the tests for accelerators on the test card. About 2 minutes on two cores)
@@ -179,9 +180,11 @@ test-mutants: build $(BUILD)/.with_tests $(VENV)/.test
 	@$(BIN)/python tests/fake_card/mutants.py --build build/mutants --card $(BUILD)/tests/fake_card
 
 # Tests whose bits come from kernels, which processors and settings choose.
-NUMERIC := $(patsubst %,tests/python/test_%.py,equality_models equality_layouts equality_steps equality_chains \
-  equality_plans fused_steps optim_dropin following following_experts lora chunked_ops packed_attention token_loss \
-  wrap_training stress scaler submit) \
+NUMERIC := $(patsubst %,tests/python/%.py,behaviour/test_equality_chains behaviour/test_equality_layouts \
+  behaviour/test_equality_models behaviour/test_equality_plans behaviour/test_equality_steps behaviour/test_lora \
+  behaviour/test_stress behaviour/test_submit following/test_experts following/test_language_model \
+  following/test_token_loss model/test_wrap_training ops/test_functional ops/test_packed_attention \
+  optim/test_dropin optim/test_fused_steps step/test_scaler) \
   $(patsubst %,tests/gpu/test_%.py,equality training language_models)
 # $(1): settings of the environment, as another processor or another user has them
 define in_setting

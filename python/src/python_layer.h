@@ -8,8 +8,8 @@
 
 namespace roundpipe::python {
 
-// A layer written in Python. `object` is a roundpipe.layers.shell.PythonLayer: name, parameters(), buffers(), mode_key()
-// and make_shell(device), whose shells run under the interpreter lock, and only they.
+// A layer written in Python. `object` is a roundpipe.layers.shell.PythonLayer: name, parameters(), buffers(),
+// mode_key() and make_shell(device), whose shells run under the interpreter lock, and only they.
 std::unique_ptr<runtime::Layer> make_python_layer(pybind11::object object);
 
 // A loss written in Python: callable(outputs, label, context) over (tensors, structure) pairs -> list of scalars.

@@ -12,13 +12,10 @@ import torch
 from torch import nn
 
 import roundpipe
+from robustness import squared_error
 from roundpipe import RoundPipe, RoundPipeRunConfig
 
 card = pytest.importorskip("fake_card", reason="the test card is not on the path; run `make test-card`")
-
-
-def squared_error(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return ((outputs - target) ** 2).sum()
 
 
 class Busy(torch.autograd.Function):

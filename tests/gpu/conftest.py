@@ -69,11 +69,8 @@ def make_target(kind: str) -> Target:
 
 
 @pytest.fixture(autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def quick(one_torch_thread: None) -> None:
+    """Small models are quick."""
 
 
 @pytest.fixture(params=["virtual", "card"])

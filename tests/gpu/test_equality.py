@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from reference_loops import TiedGradients
+from robustness import squared_error
 from roundpipe import RoundPipe, RoundPipeRunConfig
 
 
@@ -50,10 +51,6 @@ def tied_net() -> nn.Sequential:
     torch.manual_seed(1)
     embedding = nn.Embedding(50, 32)
     return nn.Sequential(embedding, nn.Linear(32, 32), nn.Tanh(), Tied(embedding))
-
-
-def squared_error(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return ((outputs - target) ** 2).sum()
 
 
 CASES = {

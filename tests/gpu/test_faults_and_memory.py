@@ -9,11 +9,8 @@ import torch
 from torch import nn
 
 import roundpipe
+from robustness import squared_error
 from roundpipe import RoundPipe, RoundPipeRunConfig
-
-
-def squared_error(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return ((outputs - target) ** 2).sum()
 
 
 class Failing(nn.Module):

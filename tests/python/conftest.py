@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 import roundpipe
 
@@ -17,9 +14,12 @@ def pool_of_a_file() -> None:
 
 
 @pytest.fixture
-def one_torch_thread() -> Iterator[None]:
-    """torch computes on one thread, so that small models are quick and devices do not share its threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def one_device(one_torch_thread: None) -> None:
+    """A virtual device that writes over what is freed."""
+    roundpipe.devices("virtual:1,debug")
+
+
+@pytest.fixture
+def two_devices(one_torch_thread: None) -> None:
+    """Two of them."""
+    roundpipe.devices("virtual:2,debug")

@@ -1,0 +1,34 @@
+"""The benchmarks run and check their outputs; nothing is asserted about times."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+BENCH = ROOT / "bench"
+# test_kit.py runs the one that is left out.
+NAMES = sorted(
+    path.relative_to(BENCH).with_suffix("").as_posix()
+    for path in [*BENCH.glob("*.py"), *BENCH.glob("gpu/*.py")]
+    if path.stem != "kit"
+)
+IN_EVERY_RUN = {"chunked_loss", "optimizer", "scaling", "gpu/link"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.long) for name in NAMES]
+)
+def test_quick(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "report.md"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}
+    command = [sys.executable, str(BENCH / f"{name}.py"), "--quick", "--out", str(out)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert out.read_text() == done.stdout
+    assert "CPU: " in done.stdout and "torch " in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["report.md"]

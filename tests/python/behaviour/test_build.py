@@ -1,0 +1,124 @@
+"""The build: what `make demo` has compiled stays compiled, and an extension that does not fit is refused by name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import roundpipe
+from roundpipe import _built_with, compatibility
+
+ROOT = Path(__file__).resolve().parents[3]
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def configure(folder: Path, path: str, *options: str) -> list[str]:
+    """Configures as the Makefile does; returns the commands that make the extension, launchers included."""
+    command = ["cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(folder), f"-DPython_EXECUTABLE={sys.executable}"]
+    command += [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={folder / 'out'}", "-DCMAKE_BUILD_TYPE=Release", *options]
+    done = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    ninja = [str(Path(path, "ninja")), "-C", str(folder), "-t", "commands", "_core"]
+    return subprocess.run(ninja, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def compiled(commands: list[str]) -> list[str]:
+    return [command for command in commands if " -c " in command]
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> str:
+    """A PATH without ccache, whatever the machine has: one folder of links to all else."""
+    folder = tmp_path / "tools"
+    folder.mkdir()
+    for place in [str(Path(sys.executable).parent), *os.environ["PATH"].split(os.pathsep)]:
+        for program in Path(place).glob("*"):
+            link = folder / program.name
+            if "ccache" not in str(program) and os.access(program, os.X_OK) and not link.exists():
+                link.symlink_to(program.absolute())
+    return str(folder)
+
+
+@pytest.mark.skipif(shutil.which("cmake", path=str(Path(sys.executable).parent)) is None, reason="cmake is not here")
+def test_a_build_folder_keeps_its_commands_when_tests_and_ccache_come(tmp_path: Path, tools: str) -> None:
+    build = tmp_path / "build"
+    first = configure(build, tools)
+    assert len(compiled(first)) > 20 and not any("ccache" in command for command in first)
+    ccache = Path(tools, "ccache")
+    ccache.write_text('#!/bin/sh\nexec "$@"\n')
+    ccache.chmod(0o755)
+    assert configure(build, tools, "-DROUNDPIPE_BUILD_TESTS=ON") == first
+
+    # A folder that is new keeps to what it found as well.
+    other = configure(tmp_path / "other", tools)
+    assert all(str(ccache) in command for command in compiled(other))
+    ccache.unlink()
+    assert configure(tmp_path / "other", tools) == other
+
+
+def test_another_torch_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    compatibility.require_fitting_build()
+    monkeypatch.setattr(_built_with, "TORCH", "2.7.1+cpu")
+    with pytest.raises(ImportError, match=r"built with torch 2\.7\.1\+cpu, and torch .* expected 2\.7\.\*") as refused:
+        compatibility.require_fitting_build()
+    assert "install the wheel" in str(refused.value)
+
+
+def test_a_patch_release_of_torch_is_the_same_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    major, minor, *_ = _built_with.TORCH.split("+")[0].split(".")
+    monkeypatch.setattr(_built_with, "TORCH", f"{major}.{minor}.99+cu130")
+    compatibility.require_fitting_build()
+
+
+def test_another_python_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_built_with, "PYTHON", "3.9")
+    with pytest.raises(ImportError, match=r"built for Python 3\.9, and this is Python 3\."):
+        compatibility.require_fitting_build()
+
+
+def test_a_package_without_its_engine_says_how_to_build_it(tmp_path: Path) -> None:
+    package = Path(roundpipe.__file__).parent
+    shutil.copytree(
+        package, tmp_path / "roundpipe", ignore=shutil.ignore_patterns("_core*.so", "_built_with.py", "__pycache__")
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.meta_path = "
+         "[f for f in sys.meta_path if 'Inplace' not in type(f).__name__]; import roundpipe"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1 and "the engine has not been built" in done.stderr and "make build" in done.stderr
+
+
+def test_an_environment_of_another_python_s_packages_needs_no_package_index(tmp_path: Path) -> None:
+    # Its torch is a name, and it has another package of our name.
+    theirs, environment = tmp_path / "theirs", tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(theirs)], check=True)
+    packages = next((theirs / "lib").glob("python*/site-packages"))
+    for name in ("torch", "roundpipe"):
+        (packages / name).mkdir()
+        (packages / name / "__init__.py").write_text("origin = 'theirs'")
+    offline = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    offline |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple"}
+
+    def own_torch(*arguments: str) -> str:
+        command = [str(ROOT / "tools" / "own_torch.sh"), *arguments]
+        done = subprocess.run(command, env=offline, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    own_torch("make", str(environment), str(theirs / "bin" / "python"))
+    noted = own_torch("install", str(environment), "pip", "not-there>=1,<2")
+    assert noted == "note: not installed, since no package index has answered: not-there>=1,<2\n"
+    assert own_torch("package", str(environment), "-e", str(tmp_path / "nothing")).startswith(
+        "note: the package is used"
+    )
+    code = "import torch, importlib.util as found; print(torch.origin, found.find_spec('roundpipe').origin)"
+    python = [str(environment / "bin" / "python"), "-P", "-c", code]
+    seen = subprocess.run(python, env=offline, capture_output=True, text=True, check=True).stdout.split()
+    assert seen == ["theirs", str(ROOT / "python" / "roundpipe" / "__init__.py")]

@@ -1,0 +1,85 @@
+"""Runs the Python examples of the README and of every page in docs/.
+
+A block that starts with "```python" is a program of its own; one that starts with "```python no-run" is only shown.
+Where a block starts with "```python with-model", the test makes a model in `path/to/model` and some `batches` first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from programs import ProgramRunner
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+BLOCK = re.compile(r"^```python[ \t]*(?P<flag>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?P<target>[^)#]+)(#[^)]*)?\)")
+
+
+def examples() -> list[tuple[str, str, str]]:
+    """(id, flag, code) of every block; the code starts on its own line of the page, so tracebacks point there."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for block in BLOCK.finditer(text):
+            line = text.count("\n", 0, block.start("code"))
+            found.append((f"{page.relative_to(ROOT)}:{line + 1}", block["flag"].strip(), "\n" * line + block["code"]))
+    return found
+
+
+EXAMPLES = examples()
+
+
+def test_the_readme_has_an_example_that_runs() -> None:
+    assert any(name.startswith("README.md") and flag != "no-run" for name, flag, _ in EXAMPLES)
+
+
+@pytest.mark.parametrize("flag", sorted({flag for _, flag, _ in EXAMPLES}))
+def test_flags_are_known(flag: str) -> None:
+    assert flag in ("", "no-run", "with-model")
+
+
+# What a page with the flag "with-model" takes as given. On one line, so that tracebacks keep their lines.
+GIVEN = (
+    "import torch, transformers; "
+    "sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2); "
+    "transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained('path/to/model'); "
+    "tokens = torch.randint(64, (4, 16)); batches = [{'input_ids': tokens, 'labels': tokens}] * 2; "
+)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[ProgramRunner]:
+    with ProgramRunner({**os.environ, "ROUNDPIPE_DEVICES": "virtual:2,debug"}) as runner:
+        yield runner
+
+
+@pytest.mark.parametrize(
+    ("flag", "code"), [pytest.param(flag, code, id=name) for name, flag, code in EXAMPLES if flag != "no-run"]
+)
+def test_example_runs(flag: str, code: str, runner: ProgramRunner, tmp_path: Path) -> None:
+    program = tmp_path / "example.py"
+    program.write_text((GIVEN if flag == "with-model" else "") + code)
+    result = runner.run(program, cwd=tmp_path)
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    assert "eval mode" not in result.stderr, "an example trains without dropout"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_between_files_lead_somewhere(page: Path) -> None:
+    for link in LINK.finditer(page.read_text()):
+        if "://" not in link["target"]:
+            assert (page.parent / link["target"]).exists(), link["target"]
+
+
+def test_files_named_for_new_contributors_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where to start reading")[2].partition("\n## ")[0]
+    named = re.findall(r"`((?:python/)?roundpipe/[\w/]+\.(?:h|py))`", text)
+    assert named
+    for path in named:
+        assert (ROOT / path).exists(), path

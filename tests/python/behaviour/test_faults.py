@@ -1,0 +1,326 @@
+"""What goes wrong in a user's code reaches the caller as it was raised, and the next good step is right."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import roundpipe
+from robustness import Faulty, assert_same, faulty_model, pipe_of, sgd_step, squared_error, state_of
+from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeError, RoundPipeRunConfig
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+WIDTH = 6
+BATCH = 8
+# Where a fault happens -> what the caller gets.
+FAULTS: dict[str, BaseException] = {
+    "forward": KeyError("in the forward"),
+    "recompute": FileNotFoundError("in the recomputation"),
+    "backward hook": IndexError("in a hook"),
+    "autograd function": AssertionError("in a custom function"),
+}
+
+
+class OwnError(Exception):
+    """An exception whose constructor cannot be called with a message alone."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(code, text)
+
+
+def plan(*, fused: bool) -> ModelExecutePlan:
+    """The layer that may fail is a stage of its own."""
+    stages = ModelExecutePlan()
+    stages.fwd_plan = [range(2), range(2, 3)] if fused else [range(2), range(2, 3), range(3, 5)]
+    stages.bwd_plan = [range(3, 5), range(2, 3), range(2)]
+    return stages
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(BATCH, WIDTH, generator=generator), torch.randn(BATCH, WIDTH, generator=generator)
+
+
+def fused_call(pipe: RoundPipe, number: int) -> None:
+    value, label = batch(number)
+    config = RoundPipeRunConfig(execute_plan=plan(fused=True))
+    pipe.forward_backward((value,), label=label, loss_fn=squared_error, run_config=config)
+
+
+def two_part_call(pipe: RoundPipe, number: int) -> None:
+    value, label = batch(number)
+    config = RoundPipeRunConfig(execute_plan=plan(fused=False))
+    squared_error(pipe(value, roundpipe_run_config=config), label).backward()
+
+
+Call = Callable[[RoundPipe, int], None]
+CALLS = {"forward_backward": fused_call, "forward and backward": two_part_call}
+call_styles = pytest.mark.parametrize("call", list(CALLS.values()), ids=list(CALLS))
+
+
+def make(devices: int, microbatches: int = 3) -> tuple[RoundPipe, Faulty]:
+    roundpipe.devices(f"virtual:{devices},memory=64MiB,debug")
+    model, faulty = faulty_model(WIDTH, 4)
+    return pipe_of(model, microbatches), faulty
+
+
+def train_with(pipe: RoundPipe, call: Call, go_wrong: Callable[[], None] | None) -> dict[str, torch.Tensor]:
+    """Two calls a step, with something going wrong before, between and after them."""
+    for step in range(2):
+        for part in range(2):
+            if go_wrong is not None:
+                go_wrong()
+            call(pipe, 10 * step + part)
+        if go_wrong is not None:
+            go_wrong()
+        pipe.step(sgd_step(pipe))
+    call(pipe, 99)
+    return state_of(pipe)
+
+
+def expect_error(attempt: Callable[[], Any], error: BaseException, line: str) -> None:
+    with pytest.raises(type(error)) as raised:
+        attempt()
+    assert raised.value is error or str(error) in str(raised.value)
+    assert line in "".join(traceback.format_exception(raised.value)), "the traceback does not show the failing line"
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+@pytest.mark.parametrize("where", list(FAULTS))
+@call_styles
+def test_error_in_a_layer(where: str, devices: int, call: Call) -> None:
+    error = FAULTS[where]
+    pipe, faulty = make(devices)
+
+    def go_wrong() -> None:
+        faulty.fault(where, error, microbatches_before=devices % 2)
+
+        def attempt() -> None:
+            call(pipe, 1000)
+            pipe.synchronize()
+
+        expect_error(attempt, error, "# the line of the fault")
+        faulty.heal()
+
+    assert_same(train_with(pipe, call, go_wrong), train_with(make(devices)[0], call, None))
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_error_of_a_backward_surfaces_at_the_next_call(devices: int) -> None:
+    pipe, faulty = make(devices)
+
+    def go_wrong() -> None:
+        faulty.fault("backward hook", OwnError(3, "late"))
+        with pytest.raises(OwnError):
+            for _ in range(3):  # the first returns with its losses, unless the error is faster
+                fused_call(pipe, 1000)
+        faulty.heal()
+
+    assert_same(train_with(pipe, fused_call, go_wrong), train_with(make(devices)[0], fused_call, None))
+
+
+def test_a_backward_that_failed_may_be_tried_again() -> None:
+    pipe, faulty = make(2)
+    value, label = batch(0)
+    for _ in range(3):
+        faulty.fault("backward hook", ValueError("once"))
+        loss = squared_error(pipe(value), label)
+        with pytest.raises(ValueError, match="once"):
+            loss.backward(retain_graph=True)
+            pipe.synchronize()
+        faulty.heal()
+        with pytest.raises((ValueError, RuntimeError)):
+            loss.backward()
+            pipe.synchronize()
+    assert_same(train_with(pipe, two_part_call, None), train_with(make(2)[0], two_part_call, None))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_error_in_the_loss(devices: int) -> None:
+    pipe, _ = make(devices)
+    error = ZeroDivisionError("in the loss")
+
+    def failing(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        raise error  # the loss's line
+
+    def go_wrong() -> None:
+        value, label = batch(5)
+        expect_error(lambda: pipe.forward_backward((value,), label=label, loss_fn=failing), error, "# the loss's line")
+
+    assert_same(train_with(pipe, fused_call, go_wrong), train_with(make(devices)[0], fused_call, None))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda outputs, label: outputs, "expected a scalar tensor"),
+        (lambda outputs, label: 3.0, "expected a scalar tensor"),
+        (lambda outputs, label: [], "expected at least one"),
+        (lambda outputs, label: outputs.detach().sum(), "does not require grad"),
+        ("no function", "expected a function"),
+    ],
+)
+def test_what_is_no_loss(loss_fn: Any, message: str) -> None:
+    pipe, _ = make(2)
+
+    def go_wrong() -> None:
+        with pytest.raises(ValueError, match=message):
+            pipe.forward_backward((batch(1)[0],), label=batch(1)[1], loss_fn=loss_fn)
+
+    assert_same(train_with(pipe, fused_call, go_wrong), train_with(make(2)[0], fused_call, None))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_nan_loss_drops_the_call(devices: int) -> None:
+    pipe, faulty = make(devices)
+
+    def go_wrong() -> None:
+        faulty.fault("nan")
+        with pytest.raises(RoundPipeError, match=r"\[forward_backward\] the loss of microbatch 0 is NaN"):
+            fused_call(pipe, 1000)
+        faulty.heal()
+
+    assert_same(train_with(pipe, fused_call, go_wrong), train_with(make(devices)[0], fused_call, None))
+
+
+def test_nan_loss_may_be_allowed() -> None:
+    roundpipe.devices("virtual:2")
+    model, faulty = faulty_model(WIDTH)
+    faulty.fault("nan")
+    pipe = RoundPipe(model, check_loss=False)
+    value, label = batch(0)
+    assert pipe.forward_backward((value,), label=label, loss_fn=squared_error).isnan()
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@call_styles
+def test_out_of_memory_in_a_layer(devices: int, call: Call) -> None:
+    pipe, faulty = make(devices)
+
+    def go_wrong() -> None:
+        faulty.fault("out of memory")
+        with pytest.raises(torch.OutOfMemoryError, match=r"virtual:\d.*out of memory.*memory=") as raised:
+            call(pipe, 1000)
+        assert "torch.empty(1 << 40)" in "".join(traceback.format_exception(raised.value))
+        faulty.heal()
+
+    assert_same(train_with(pipe, call, go_wrong), train_with(make(devices)[0], call, None))
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@call_styles
+def test_errors_in_a_row_of_different_kinds(devices: int, call: Call) -> None:
+    pipe, faulty = make(devices)
+    kinds = [*FAULTS.items(), ("out of memory", torch.OutOfMemoryError())]
+
+    def go_wrong() -> None:
+        for where, error in kinds:
+            faulty.fault(where, error)
+            with pytest.raises(type(error)):
+                call(pipe, 1000)
+                pipe.synchronize()
+        faulty.heal()
+
+    assert_same(train_with(pipe, call, go_wrong), train_with(make(devices)[0], call, None))
+
+
+# --- the optimizer's thread ---
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_error_in_step_fn(devices: int, is_async: bool) -> None:
+    pipe, _ = make(devices)
+    error = LookupError("in step_fn")
+
+    def failing() -> None:
+        raise error  # the optimizer's line
+
+    for _ in range(3):
+        fused_call(pipe, 1000)
+
+        def attempt() -> None:
+            pipe.step(failing, is_async)
+            pipe.step(sgd_step(pipe), is_async)  # not made: it raises what the one before raised
+
+        expect_error(attempt, error, "# the optimizer's line")
+    expected, _ = make(devices)
+    for _ in range(3):  # the calls themselves were good, and have moved the running statistics
+        fused_call(expected, 1000)
+        expected.step(lambda: [setattr(p, "grad", None) for p in expected.parameters()], is_async)
+    assert_same(train_with(pipe, fused_call, None), train_with(expected, fused_call, None))
+
+
+def test_error_in_step_fn_surfaces_at_synchronize() -> None:
+    pipe, _ = make(2)
+    fused_call(pipe, 0)
+    pipe.step(lambda: [][0])
+    with pytest.raises(IndexError):
+        pipe.synchronize()
+    pipe.synchronize()
+    assert all(parameter.grad is None for parameter in pipe._original_model.parameters())
+
+
+def test_step_of_a_call_that_fails_does_nothing() -> None:
+    pipe, faulty = make(2)
+    faulty.fault("backward hook", ValueError("late"))
+    stepped: list[bool] = []
+    with pytest.raises(ValueError, match="late"):
+        fused_call(pipe, 0)
+        pipe.step(lambda: stepped.append(True))
+        pipe.synchronize()
+    faulty.heal()
+    pipe.synchronize()
+    assert not stepped
+    assert_same(train_with(pipe, fused_call, None), train_with(make(2)[0], fused_call, None))
+
+
+def test_step_fn_must_be_a_function() -> None:
+    pipe, _ = make(1)
+    with pytest.raises(ValueError, match=r"\[step\] step_fn is a int, expected a function"):
+        pipe.step(3)  # type: ignore[arg-type]
+
+
+# --- interplay ---
+
+
+def test_failure_of_one_model_leaves_another_alone() -> None:
+    pipe, faulty = make(2)
+    other = pipe_of(faulty_model(WIDTH)[0], 3)
+    alone = pipe_of(faulty_model(WIDTH)[0], 3)
+    faulty.fault("forward", KeyError("one of two"))
+    for number in range(3):
+        with pytest.raises(KeyError):
+            fused_call(pipe, number)
+        for model in (other, alone):
+            fused_call(model, number)
+            model.step(sgd_step(model))
+    assert_same(state_of(other), state_of(alone))
+
+
+def test_no_device_memory_is_left_behind() -> None:
+    pipe, faulty = make(2)
+    fused_call(pipe, 0)
+    pipe.synchronize()
+    before = [entry["current_bytes"] for entry in roundpipe.devices().memory_report()]
+    for where in (*FAULTS, "out of memory"):
+        faulty.fault(where, FAULTS.get(where))
+        for call in CALLS.values():
+            try:
+                call(pipe, 1)
+                pipe.synchronize()
+            except (LookupError, OSError, AssertionError, torch.OutOfMemoryError) as error:
+                traceback.clear_frames(error.__traceback__)
+    for error in FAULTS.values():
+        error.__traceback__ = None
+    faulty.heal()
+    fused_call(pipe, 0)
+    pipe.synchronize()
+    after = [entry["current_bytes"] for entry in roundpipe.devices().memory_report()]
+    # Slots may have grown to another stage's size, no more.
+    assert max(after) <= max(before) + 4096

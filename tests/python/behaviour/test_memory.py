@@ -1,0 +1,368 @@
+"""Device memory stays under its cap, and nothing grows with the number of steps."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from reference_loops import plan_of
+from robustness import ReferenceLoop, assert_same, give_free_memory_back, pipe_of, sgd_step, squared_error, state_of
+from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+KIB = 1024
+
+
+def report() -> list[dict[str, Any]]:
+    return roundpipe.devices().memory_report()
+
+
+# --- caps ---
+
+
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+@pytest.mark.parametrize("style", ["forward_backward", "forward and backward"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_model_of_eight_times_the_cap_trains(devices: int, style: str, grain: str) -> None:
+    cap = 1024 * KIB
+    width = 256  # a layer of 257 KiB
+    roundpipe.devices(f"virtual:{devices},memory={cap}B,debug")
+    torch.manual_seed(3)
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(33)])
+    assert sum(p.numel() * 4 for p in model.parameters()) > 8 * cap
+    reference = ReferenceLoop(model, lambda *key: 0, is_async=True)
+    pipe = pipe_of(model, 2, recompute_grain=grain)
+    for step in range(2):
+        value, label = torch.randn(4, width), torch.randn(4, width)
+        if style == "forward_backward":
+            pipe.forward_backward((value,), label=label, loss_fn=squared_error)
+        else:
+            outputs = pipe(value).chunk(2)
+            sum(squared_error(o, part) for o, part in zip(outputs, label.chunk(2), strict=True)).backward()
+        reference.forward_backward(value.chunk(2), label.chunk(2), squared_error)
+        pipe.step(sgd_step(pipe, 1e-3))
+        reference.step(1e-3)
+        assert all(0 < entry["peak_bytes"] <= cap for entry in report()), step
+    assert_same(state_of(pipe), reference.state())
+
+
+def test_a_batch_that_does_not_fit_is_refused_and_a_smaller_one_fits() -> None:
+    roundpipe.devices("virtual:2,memory=1MiB")
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    pipe = pipe_of(model, 2)
+    for _ in range(3):
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+            pipe.forward_backward((torch.randn(20_000, 64),), loss_fn=lambda outputs, _: outputs.sum())
+        loss = pipe.forward_backward((torch.randn(200, 64),), loss_fn=lambda outputs, _: outputs.sum())
+        assert loss.isfinite()
+        pipe.step(sgd_step(pipe, 1e-6), is_async=False)
+    assert all(entry["peak_bytes"] <= 1024 * KIB for entry in report())
+
+
+def test_a_layer_that_does_not_fit_is_refused() -> None:
+    roundpipe.devices("virtual:2,memory=256KiB")
+    pipe = pipe_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 40_000), nn.Linear(40_000, 8)), 2)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError, match=r"virtual:\d.*256\.00? ?KiB"):
+            pipe(torch.randn(4, 8))
+    assert pipe_of(nn.Linear(8, 8), 2)(torch.randn(4, 8)).shape == (4, 8)
+
+
+def test_peak_can_be_reset() -> None:
+    pool = roundpipe.devices("virtual:1,memory=64MiB")
+    pipe = pipe_of(nn.Linear(256, 256), 1)
+    pipe(torch.randn(4096, 256))
+    high = report()[0]["peak_bytes"]
+    pool.reset_peak_memory()
+    pipe(torch.randn(4, 256))
+    assert 0 < report()[0]["peak_bytes"] < high
+
+
+# --- use after release ---
+
+
+class Stashing(nn.Module):
+    """Keeps its weights beyond its forward, as no layer may."""
+
+    def __init__(self, stash: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+        self.stash = stash
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.stash.append(self.weight.detach())
+        return value @ self.weight
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_debug_mode_shows_a_use_after_release(devices: int) -> None:
+    roundpipe.devices(f"virtual:{devices},debug")
+    stash: list[torch.Tensor] = []
+    pipe = pipe_of(nn.Sequential(Stashing(stash), nn.Linear(8, 8), Stashing(stash)), 2)
+    pipe.forward_backward((torch.randn(4, 8),), loss_fn=lambda outputs, _: outputs.sum())
+    pipe.synchronize()
+    assert stash
+    assert all(tensor.isnan().all() for tensor in stash)
+    assert (pipe[0].weight == 1).all(), "the user's own weights are untouched"
+
+
+# --- growth ---
+
+
+def census() -> dict[str, Any]:
+    gc.collect()
+    return {
+        "tensors": sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()),
+        "objects": len(gc.get_objects()),
+        "python threads": threading.active_count(),
+        "threads": psutil.Process().num_threads(),
+        "device": max(entry["current_bytes"] for entry in report()),
+    }
+
+
+def resident_bytes() -> int:
+    give_free_memory_back()
+    return int(psutil.Process().memory_info().rss)
+
+
+def assert_no_growth(after: dict[str, Any], before: dict[str, Any], slot_bytes: int) -> None:
+    assert after.pop("objects") - before.pop("objects") < 200
+    # A slot takes on the size of a larger stage when one first happens to come to it.
+    assert after.pop("device") - before.pop("device") <= 2 * slot_bytes
+    # Fewer, when an earlier test's pool ends meanwhile.
+    assert all(after[what] <= before[what] for what in before), (after, before)
+
+
+@pytest.mark.parametrize("steps", [200, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("style", ["forward_backward", "forward and backward"])
+def test_nothing_grows_with_the_steps(style: str, steps: int) -> None:
+    roundpipe.devices("virtual:2,memory=16MiB")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(inplace=True), nn.BatchNorm1d(8)), nn.Linear(8, 8))
+    plan = ModelExecutePlan()
+    plan.fwd_plan = [range(2)] if style == "forward_backward" else [range(2), range(2, 3)]
+    plan.bwd_plan = [range(2, 3), range(2)]
+    pipe = pipe_of(model, 2, execute_plan=plan)
+    optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=1e-3)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    value, label = torch.randn(4, 8), torch.randn(4, 8)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            if style == "forward_backward":
+                pipe.forward_backward((value,), label=label, loss_fn=squared_error)
+            else:
+                squared_error(pipe(value), label).backward()
+            pipe.step(update)
+        pipe.synchronize()
+
+    train(100)
+    before, memory = census(), resident_bytes()
+    train(steps)
+    after = census()
+    grown = resident_bytes() - memory
+    assert_no_growth(after, before, slot_bytes=1024)
+    assert grown < 4 << 20
+
+
+def test_failing_calls_do_not_pile_up() -> None:
+    roundpipe.devices("virtual:2,memory=16MiB")
+    fail = [False]
+
+    class Sometimes(nn.Linear):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            if fail[0]:
+                raise ValueError("now")
+            return super().forward(value)
+
+    pipe = pipe_of(nn.Sequential(nn.Linear(64, 64), Sometimes(64, 64)), 2)
+
+    def rounds(count: int) -> dict[str, Any]:
+        for _ in range(count):
+            fail[0] = True
+            with pytest.raises(ValueError, match="now"):
+                pipe.forward_backward((torch.randn(64, 64),), loss_fn=lambda outputs, _: outputs.sum())
+            fail[0] = False
+            pipe.forward_backward((torch.randn(64, 64),), loss_fn=lambda outputs, _: outputs.sum())
+            pipe.zero_grad()
+        return census()
+
+    before = rounds(10)
+    assert_no_growth(rounds(40), before, slot_bytes=2 * 64 * 65 * 4)
+
+
+# --- models that come and go ---
+
+
+def test_redefining_a_model_frees_the_old_one() -> None:
+    roundpipe.devices("virtual:2,memory=64MiB")
+    value = torch.randn(8, 256)
+
+    def redefine() -> RoundPipe:
+        model = pipe_of(nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]), 2)
+        model.forward_backward((value,), loss_fn=lambda outputs, _: outputs.sum())
+        model.step(sgd_step(model))
+        model.forward_backward((value,), loss_fn=lambda outputs, _: outputs.sum())  # still running when it is dropped
+        return model
+
+    gc.collect()
+    gc.disable()  # the memory comes back without a garbage collection
+    try:
+        model = redefine()
+        process = psutil.Process()
+        dropped: list[weakref.ref[nn.Parameter]] = []
+        for index in range(60):
+            dropped.append(weakref.ref(model._original_model[0].weight))
+            model = redefine()
+            # The last one may still have work to do, and then goes when the next is made.
+            assert all(old() is None for old in dropped[:-1])
+            if index == 20:
+                before = process.memory_info().rss
+        assert process.memory_info().rss - before < 16 << 20
+    finally:
+        gc.enable()
+
+
+class Collecting(nn.Linear):
+    """Runs the garbage collector on the device's thread."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        gc.collect()
+        return super().forward(value)
+
+
+@pytest.fixture
+def quick_collections() -> Iterator[None]:
+    """Collections look at what the test itself makes, not at everything that was imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("quick_collections")
+def test_a_model_may_be_collected_by_its_own_device_thread() -> None:
+    roundpipe.devices("virtual:2")
+    for _ in range(3):
+        model = pipe_of(nn.Sequential(Collecting(8, 8), nn.Linear(8, 8)), 2)
+        model.loop = [model]  # a cycle: only a collection finds it
+        model.forward_backward((torch.randn(4, 8),), loss_fn=lambda outputs, _: outputs.sum())
+        reference = weakref.ref(model)
+        del model
+    pipe = pipe_of(nn.Linear(8, 8), 1)
+    pipe(torch.randn(2, 8))
+    gc.collect()
+    assert reference() is None
+
+
+def test_outputs_may_outlive_their_model() -> None:
+    roundpipe.devices("virtual:2")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    pipe = pipe_of(model, 2)
+    value = torch.randn(4, 8, requires_grad=True)
+    outputs = pipe(value)
+    del pipe
+    gc.collect()
+    outputs.sum().backward()
+    expected = torch.autograd.grad(model(value).sum(), value)[0]
+    torch.testing.assert_close(value.grad, expected)
+
+
+def test_changing_devices_between_calls_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    roundpipe.devices("virtual:1")
+    threads = psutil.Process().num_threads()
+    reference = ReferenceLoop(model, lambda *key: 0, is_async=True)
+    pipe = pipe_of(model, 2)
+    for step, devices in enumerate([1, 3, 3, 2, 4, 1, 1]):
+        roundpipe.devices(f"virtual:{devices}")
+        value, label = torch.randn(4, 8), torch.randn(4, 8)
+        pipe.forward_backward((value,), label=label, loss_fn=squared_error)
+        reference.forward_backward(value.chunk(2), label.chunk(2), squared_error)
+        if step % 2:
+            roundpipe.devices("virtual:2")  # between a call and its step
+        pipe.step(sgd_step(pipe))
+        reference.step()
+    assert_same(state_of(pipe), reference.state())
+    roundpipe.devices("virtual:1")
+    pipe(torch.randn(4, 8))
+    assert psutil.Process().num_threads() <= threads + 1
+
+
+# --- the host's memory ---
+
+
+@pytest.mark.parametrize(("layers", "width"), [(6, 512), (400, 24)])
+def test_the_host_arena_holds_little_more_than_the_models(layers: int, width: int) -> None:
+    roundpipe.devices("virtual:2")
+    gc.collect()
+    before = roundpipe.host_arena()  # what earlier tests have left goes now or later
+    pipe = pipe_of(nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)]), 1)
+    pipe.forward_backward((torch.randn(4, width),), label=torch.randn(4, width), loss_fn=squared_error)
+    pipe.step(sgd_step(pipe), is_async=False)
+    pipe.synchronize()
+    now = roundpipe.host_arena()
+    loss_bytes = 4
+    assert pipe.host_bytes() <= now.asked_bytes <= pipe.host_bytes() + loss_bytes + before.asked_bytes
+    assert now.pieces >= 2 * layers
+    # What the step has used is kept: inputs, labels, and what one stage hands to the next.
+    assert now.reserved_bytes < 1.03 * pipe.host_bytes() + before.reserved_bytes + 2 * 2**18
+    assert now.locked_bytes == 0
+    assert f"{now.pieces} pieces" in str(now) and f"{now.waste:.2%} waste" in str(now)
+    held = pipe.host_bytes()
+    del pipe
+    gc.collect()
+    assert roundpipe.host_arena().asked_bytes <= now.asked_bytes - held
+
+
+def test_steps_of_the_same_shapes_take_no_new_host_memory() -> None:
+    roundpipe.devices("virtual:2")
+    pipe = pipe_of(nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]), 4)
+    optimizer = roundpipe.optim.AdamW(pipe, lr=1e-3)
+    # What waits on the host depends on the stages, and plans of the engine's on times.
+    fused, split = (RoundPipeRunConfig(execute_plan=plan_of(6, [2, 4], [2, 4], fused=f)) for f in (True, False))
+
+    def train(pipe: RoundPipe, optimizer: roundpipe.optim.AdamW, rows: int) -> roundpipe.HostArena:
+        inputs = torch.randn(rows, 64)
+        for _ in range(3):
+            pipe.forward_backward((inputs,), label=inputs, loss_fn=squared_error, run_config=fused)
+            pipe.step(optimizer)
+            pipe(inputs, roundpipe_run_config=split).sum().backward()
+            pipe.step(optimizer, is_async=False)
+        pipe.synchronize()
+        return roundpipe.host_arena()
+
+    first = train(pipe, optimizer, 4096)
+    values = 4096 * 64 * 4
+    assert first.reserved_bytes > pipe.host_bytes() + 4 * values  # inputs of backward stages and more were there
+    # How much is in use at once depends a little on timing.
+    for rows in (4096, 4096, 4096, 64):
+        assert train(pipe, optimizer, rows).reserved_bytes <= first.reserved_bytes + 6 * values
+    state = optimizer.host_memory().moments
+    held = roundpipe.host_arena().asked_bytes
+    assert held >= pipe.host_bytes() + state
+    del pipe, optimizer
+    gc.collect()
+    assert roundpipe.host_arena().reserved_bytes < first.reserved_bytes - 4 * values
+
+
+def test_no_memory_left_on_the_host_is_said_in_words() -> None:
+    model = nn.Linear(8, 8)
+    model.weight = nn.Parameter(torch.zeros(1).expand(2**24, 2**32))  # takes no memory until it moves into a block
+    with pytest.raises(MemoryError, match=r"\[memory\] the system has no .* of host memory left; expected"):
+        RoundPipe(model)

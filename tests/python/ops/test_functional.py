@@ -1,0 +1,535 @@
+"""Chunked loss and chunked feed-forward blocks: what plain PyTorch computes, with bounded memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import roundpipe
+from roundpipe import RoundPipe, RoundPipeRunConfig
+from roundpipe.ops import LogitStep, chunked_mlp, gated_mlp, linear_cross_entropy, two_layer_mlp
+
+GEMMA2: tuple[LogitStep, ...] = (("divide", 30.0), "tanh", ("multiply", 30.0), "float32")
+COHERE: tuple[LogitStep, ...] = (("multiply", 0.0625), "float32")
+GRANITE: tuple[LogitStep, ...] = (("divide", 8.0), "float32")
+STEPS: dict[str, tuple[LogitStep, ...]] = {"none": (), "gemma2": GEMMA2, "cohere": COHERE, "granite": GRANITE}
+
+
+def apply_step(logits: torch.Tensor, step: LogitStep) -> torch.Tensor:
+    if step == "tanh":
+        return logits.tanh()
+    if step == "float32":
+        return logits if logits.dtype == torch.float64 else logits.float()
+    assert isinstance(step, tuple)
+    return logits * step[1] if step[0] == "multiply" else logits / step[1]
+
+
+def plain(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    steps: Sequence[LogitStep] = (),
+    ignore_index: int = -100,
+    reduction: str = "sum",
+) -> torch.Tensor:
+    logits = functools.reduce(apply_step, steps, F.linear(hidden, weight, bias))
+    logits = apply_step(logits, "float32").flatten(0, -2)
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=ignore_index, reduction=reduction)
+
+
+def inputs(
+    tokens: int | tuple[int, ...], width: int, vocabulary: int, dtype: torch.dtype, ignored: float = 0.3
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """hidden, weight, labels, bias; logits of about unit size."""
+    shape = (tokens,) if isinstance(tokens, int) else tokens
+    labels = torch.randint(vocabulary, shape)
+    labels[torch.rand(shape) < ignored] = -100
+    hidden = torch.randn(*shape, width, dtype=torch.float64)
+    weight = torch.randn(vocabulary, width, dtype=torch.float64) * 2 / width**0.5
+    bias = torch.randn(vocabulary, dtype=torch.float64)
+    return hidden.to(dtype), weight.to(dtype), labels, bias.to(dtype)
+
+
+def with_gradients(
+    loss: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor], trained: Sequence[bool] | None = None
+) -> list[torch.Tensor]:
+    """The loss of `tensors` and its gradients, of those that are `trained`."""
+    trained = [True] * len(tensors) if trained is None else trained
+    leaves = [tensor.detach().clone().requires_grad_(each) for tensor, each in zip(tensors, trained, strict=True)]
+    value = loss(*leaves)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    gradients = torch.autograd.grad(value, wanted) if wanted else ()
+    return [value.detach(), *gradients]
+
+
+def distance(some: torch.Tensor, others: torch.Tensor) -> float:
+    assert some.shape == others.shape
+    if others.numel() == 0:
+        return 0.0
+    apart = (some.double() - others.double()).abs().max().item()
+    return apart / max(others.double().abs().max().item(), 1e-30) if apart else 0.0
+
+
+# --- linear_cross_entropy: values ---
+
+
+@given(
+    tokens=st.integers(0, 40),
+    width=st.integers(1, 9),
+    vocabulary=st.integers(1, 70),
+    chunk=st.integers(0, 50),
+    steps=st.sampled_from(sorted(STEPS)),
+    biased=st.booleans(),
+    reduction=st.sampled_from(["sum", "mean"]),
+    trained=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    ignored=st.sampled_from([0.0, 0.3, 1.0]),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    seed=st.integers(0, 1000),
+)
+def test_it_is_the_plain_head(
+    tokens: int,
+    width: int,
+    vocabulary: int,
+    chunk: int,
+    steps: str,
+    biased: bool,
+    reduction: Any,
+    trained: tuple[bool, bool, bool],
+    ignored: float,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    hidden, weight, labels, bias = inputs(tokens, width, vocabulary, dtype, ignored)
+    tensors = [hidden, weight, bias] if biased else [hidden, weight]
+    ours = with_gradients(
+        lambda h, w, *b: linear_cross_entropy(
+            h, w, labels, *b, steps=STEPS[steps], chunk_tokens=chunk, reduction=reduction
+        ),
+        tensors,
+        trained[: len(tensors)],
+    )
+    expected = with_gradients(
+        lambda h, w, *b: plain(h, w, labels, *b, steps=STEPS[steps], reduction=reduction),
+        tensors,
+        trained[: len(tensors)],
+    )
+    nothing = reduction == "mean" and bool((labels == -100).all())  # where the plain mean is NaN
+    bound = 1e-12 if dtype == torch.float64 else 1e-5
+    for some, others in zip(ours, expected, strict=True):
+        assert some.dtype == others.dtype
+        if nothing:
+            assert torch.equal(some, torch.zeros_like(some))
+        else:
+            # A gradient that cancels to next to nothing is compared with one of the size of the tokens' own.
+            assert distance(some, others) <= bound or (some - others).abs().max() <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chunk", [0, 1, 16, 37, 1000])
+@pytest.mark.parametrize("steps", sorted(STEPS))
+def test_16_bits_are_no_worse_than_the_plain_head(dtype: torch.dtype, chunk: int, steps: str) -> None:
+    torch.manual_seed(1)
+    hidden, weight, labels, bias = inputs(150, 64, 501, dtype)
+    tensors = [hidden, weight, bias]
+    ours = with_gradients(
+        lambda h, w, b: linear_cross_entropy(h, w, labels, b, steps=STEPS[steps], chunk_tokens=chunk), tensors
+    )
+    same = with_gradients(lambda h, w, b: plain(h, w, labels, b, steps=STEPS[steps]), tensors)
+    exact = with_gradients(
+        lambda h, w, b: plain(h, w, labels, b, steps=STEPS[steps]), [tensor.float() for tensor in tensors]
+    )
+    stated = 0.02 if dtype == torch.bfloat16 else 0.0025
+    for some, others, truth in zip(ours, same, exact, strict=True):
+        assert some.dtype == others.dtype
+        assert distance(some, truth) <= stated
+        # Where there are several chunks, rounding their parts of the weight's gradient comes on top of two roundings
+        # of about the same effect, that of the logits' gradient and that of the sum.
+        several = some.shape == weight.shape and 0 < chunk < 150
+        root = (some.float() - truth).square().mean().sqrt()
+        bound = (1.6 if chunk == 1 else 1.4) if several else 1.1
+        assert root <= bound * (others.float() - truth).square().mean().sqrt() + 1e-7 * truth.abs().max()
+
+
+def test_the_loss_in_16_bits_rounds_as_the_models_own_steps_do() -> None:
+    torch.manual_seed(2)
+    hidden, weight, labels, _ = inputs(64, 32, 300, torch.bfloat16)
+    for steps in STEPS.values():
+        ours = linear_cross_entropy(hidden, weight, labels, steps=steps)
+        assert distance(ours, plain(hidden, weight, labels, steps=steps)) < 1e-6
+
+
+def test_softcap_and_scale_are_steps() -> None:
+    hidden, weight, labels, _ = inputs(20, 4, 11, torch.float64)
+    both = linear_cross_entropy(hidden, weight, labels, softcap=2.0, scale=3.0)
+    written: list[LogitStep] = [("multiply", 3.0), ("divide", 2.0), "tanh", ("multiply", 2.0)]
+    assert torch.equal(both, linear_cross_entropy(hidden, weight, labels, steps=written))
+    assert distance(both, plain(hidden, weight, labels, steps=written)) < 1e-12
+
+
+def test_gradients_are_right_numerically() -> None:
+    torch.manual_seed(3)
+    hidden, weight, labels, bias = inputs((2, 5), 3, 7, torch.float64)
+    leaves = [tensor.requires_grad_() for tensor in (hidden, weight, bias)]
+    for steps in STEPS.values():
+        assert torch.autograd.gradcheck(
+            lambda h, w, b, steps=steps: linear_cross_entropy(
+                h, w, labels, b, steps=steps, chunk_tokens=3, reduction="mean"
+            ),
+            leaves,
+        )
+
+
+@pytest.mark.parametrize("arrangement", ["transposed", "strided", "expanded"])
+def test_hidden_need_not_be_contiguous(arrangement: str) -> None:
+    torch.manual_seed(4)
+    hidden, weight, labels, _ = inputs((4, 6), 5, 13, torch.float64)
+    arranged = {
+        "transposed": lambda h: h.transpose(0, 1),
+        "strided": lambda h: h.repeat(1, 1, 2)[..., ::2],
+        "expanded": lambda h: h[:1].expand(4, 6, 5),
+    }[arrangement]
+    shaped = labels.t() if arrangement == "transposed" else labels
+    ours = with_gradients(lambda h, w: linear_cross_entropy(arranged(h), w, shaped, chunk_tokens=5), [hidden, weight])
+    expected = with_gradients(lambda h, w: plain(arranged(h), w, shaped), [hidden, weight])
+    assert all(distance(some, others) < 1e-12 for some, others in zip(ours, expected, strict=True))
+
+
+def test_autocast_is_that_of_linear() -> None:
+    torch.manual_seed(5)
+    hidden, weight, labels, bias = inputs(60, 16, 99, torch.float32)
+
+    def cast(loss: Callable[..., torch.Tensor], **options: Any) -> list[torch.Tensor]:
+        def run(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return loss(h, w, labels, b, **options)
+
+        return with_gradients(run, [hidden, weight, bias])
+
+    ours, expected = cast(linear_cross_entropy, chunk_tokens=17), cast(plain)
+    for some, others in zip(ours, expected, strict=True):
+        assert some.dtype == others.dtype == torch.float32
+        assert distance(some, others) < 0.02
+    assert distance(ours[0], expected[0]) < 1e-6
+
+
+def test_a_tied_weight_gets_both_gradients() -> None:
+    torch.manual_seed(6)
+    _, weight, labels, _ = inputs(12, 4, 9, torch.float64)
+    tokens = torch.randint(9, (12,))
+    ours = with_gradients(lambda w: linear_cross_entropy(F.embedding(tokens, w), w, labels, chunk_tokens=5), [weight])
+    expected = with_gradients(lambda w: plain(F.embedding(tokens, w), w, labels), [weight])
+    assert all(distance(some, others) < 1e-12 for some, others in zip(ours, expected, strict=True))
+
+
+# --- linear_cross_entropy: errors ---
+
+
+def test_backward_runs_as_often_as_the_graph_is_retained_and_without_its_own() -> None:
+    hidden, weight, labels, _ = inputs(6, 4, 9, torch.float32)
+    weight.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"\[linear_cross_entropy\].*create_graph"):
+        torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), weight, create_graph=True)
+    loss = linear_cross_entropy(hidden, weight, labels)
+    expected = torch.autograd.grad(loss, weight, retain_graph=True)[0].clone()
+    assert torch.equal(torch.autograd.grad(2 * loss, weight, retain_graph=True)[0], 2 * expected)
+    assert torch.equal(torch.autograd.grad(loss, weight, retain_graph=False)[0], expected)
+    with pytest.raises(RuntimeError, match=r"\[linear_cross_entropy\].*a second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": torch.full((6,), 9)}, "a label is 9, expected 0 to 8"),
+        ({"labels": torch.full((6,), -1)}, "a label is -1"),
+        ({"labels": torch.zeros(6, dtype=torch.int32)}, "expected Long"),
+        ({"labels": torch.zeros(5, dtype=torch.int64)}, "one label for each token"),
+        ({"weight": torch.zeros(9, 5)}, "same width"),
+        ({"weight": torch.zeros(9, 4, dtype=torch.float64)}, "expected the same"),
+        ({"bias": torch.zeros(8)}, r"expected \[9\]"),
+        ({"reduction": "none"}, "expected 'sum' or 'mean'"),
+        ({"softcap": 0.0}, "expected a positive number"),
+        ({"chunk_tokens": -1}, "chunk_tokens is -1"),
+        ({"steps": ["tanhh"]}, "a step is 'tanhh'"),
+        ({"steps": [("divide", 0.0)]}, "divides the logits by 0"),
+        ({"steps": ["tanh"], "scale": 2.0}, "together with softcap or scale"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    hidden, weight, labels, _ = inputs(6, 4, 9, torch.float32)
+    arguments: dict[str, Any] = {"hidden": hidden, "weight": weight, "labels": labels} | change
+    with pytest.raises(ValueError, match=rf"\[linear_cross_entropy\].*{message}"):
+        linear_cross_entropy(**arguments)
+
+
+# --- chunked_mlp ---
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, inner: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, inner), nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        down: torch.Tensor = self.down(self.dropout(F.silu(self.gate(hidden)) * self.up(hidden)))
+        return down
+
+
+def block_gradients(
+    block: Block, hidden: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    output = run(hidden)
+    wanted = [tensor for tensor in (hidden, *block.parameters()) if tensor.requires_grad]
+    weights = torch.arange(output.numel(), dtype=output.dtype).sin().view_as(output)
+    return [output.detach(), *torch.autograd.grad(output, wanted, weights)]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 9, 100])
+@pytest.mark.parametrize("frozen", ["", "hidden", "weights", "gate"])
+def test_a_chunked_module_is_the_module(chunk: int, frozen: str) -> None:
+    torch.manual_seed(7)
+    block = Block(5, 11).double()
+    hidden = torch.randn(2, 9, 5, dtype=torch.float64, requires_grad=frozen != "hidden")
+    if frozen == "weights":
+        block.requires_grad_(False)
+    if frozen == "gate":
+        block.gate.requires_grad_(False)
+    expected = block_gradients(block, hidden, block)
+    ours = block_gradients(block, hidden, lambda h: chunked_mlp(block, h, chunk))
+    assert all(distance(some, others) < 1e-12 for some, others in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision_stays_close(dtype: torch.dtype) -> None:
+    torch.manual_seed(8)
+    block = Block(16, 33).to(dtype)
+    hidden = torch.randn(100, 16).to(dtype).requires_grad_()
+    ours = block_gradients(block, hidden, lambda h: chunked_mlp(block.forward, h, 7))
+    same = block_gradients(block, hidden, block)
+    exact = block_gradients(block.float(), hidden.detach().float().requires_grad_(), block)
+    for some, others, truth in zip(ours, same, exact, strict=True):
+        assert some.dtype == dtype
+        bound = 1e-5 if dtype == torch.float32 else 1.2 * distance(others, truth) + 2**-9
+        assert distance(some, truth) <= bound
+
+
+def test_dropout_draws_the_same_numbers_again() -> None:
+    torch.manual_seed(9)
+    block = Block(4, 64, dropout=0.5).double()
+    hidden = torch.randn(10, 4, dtype=torch.float64, requires_grad=True)
+
+    def run(h: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(10)
+        return chunked_mlp(block, h, 3)
+
+    def chunks(h: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(10)
+        return torch.cat([block(part) for part in h.split(3)])
+
+    ours, expected = block_gradients(block, hidden, run), block_gradients(block, hidden, chunks)
+    assert all(distance(some, others) < 1e-12 for some, others in zip(ours, expected, strict=True))
+    assert torch.autograd.gradcheck(run, hidden)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_native_blocks(activation: Any, chunk: int) -> None:
+    torch.manual_seed(11)
+    function = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+        "relu": F.relu,
+    }[activation]
+    shapes = [(2, 7, 5), (8, 5), (8, 5), (5, 8), (8,), (8,), (5,)]
+    tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+    def squared(output: torch.Tensor) -> torch.Tensor:
+        return output.square().sum()
+
+    def gated(*t: torch.Tensor) -> torch.Tensor:
+        return squared(
+            gated_mlp(*t[:4], gate_bias=t[4], up_bias=t[5], down_bias=t[6], activation=activation, chunk_tokens=chunk)
+        )
+
+    def plain_gated(*t: torch.Tensor) -> torch.Tensor:
+        inner = function(F.linear(t[0], t[1], t[4])) * F.linear(t[0], t[2], t[5])
+        return squared(F.linear(inner, t[3], t[6]))
+
+    def two(*t: torch.Tensor) -> torch.Tensor:
+        return squared(two_layer_mlp(*t[:3], up_bias=t[3], down_bias=t[4], activation=activation, chunk_tokens=chunk))
+
+    def plain_two(*t: torch.Tensor) -> torch.Tensor:
+        return squared(F.linear(function(F.linear(t[0], t[1], t[3])), t[2], t[4]))
+
+    pairs = [(gated, plain_gated, tensors), (two, plain_two, [tensors[index] for index in (0, 1, 3, 5, 6)])]
+    for ours, expected, used in pairs:
+        for some, others in zip(with_gradients(ours, used), with_gradients(expected, used), strict=True):
+            assert distance(some, others) < 1e-12
+
+
+class BodyError(Exception):
+    pass
+
+
+def test_errors_of_the_body_keep_their_type() -> None:
+    hidden = torch.ones(6, 2, requires_grad=True)
+    calls = 0
+
+    def fails_at(call: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def body(tokens: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                raise BodyError(f"call {call}")
+            return tokens * 2
+
+        return body
+
+    with pytest.raises(BodyError, match="call 2"):
+        chunked_mlp(fails_at(2), hidden, 2, parameters=[])
+    calls = 0
+    output = chunked_mlp(fails_at(5), hidden, 2, parameters=[])
+    with pytest.raises(BodyError, match="call 5"):
+        output.sum().backward()
+
+
+def test_bad_calls_of_chunked_mlp() -> None:
+    hidden = torch.ones(6, 2, requires_grad=True)
+    with pytest.raises(ValueError, match="pass parameters="):
+        chunked_mlp(torch.relu, hidden, 2)
+    with pytest.raises(ValueError, match="chunk_tokens is 0"):
+        chunked_mlp(torch.relu, hidden, 0, parameters=[])
+    with pytest.raises(ValueError, match="map each token by itself"):
+        chunked_mlp(torch.sum, hidden, 2, parameters=[])
+    with pytest.raises(ValueError, match="did not return a tensor"):
+        chunked_mlp(lambda tokens: 5, hidden, 2, parameters=[])  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match="expected one of silu"):
+        gated_mlp(hidden, *[torch.ones(2, 2)] * 3, activation="swish")  # type: ignore[arg-type, misc]
+    output = chunked_mlp(torch.relu, hidden, 2, parameters=[])
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(output.sum(), hidden, create_graph=True)
+
+
+def test_a_parameter_changed_before_the_backward_is_noticed() -> None:
+    block = Block(4, 8)
+    output = chunked_mlp(block, torch.randn(6, 4), 2)
+    with torch.no_grad():
+        block.down.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+# --- memory ---
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements of a tensor that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+
+def test_no_tensor_is_larger_than_a_chunk_of_logits() -> None:
+    hidden, weight, labels, _ = inputs(256, 8, 1000, torch.float32)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    for loss, largest in ((functools.partial(linear_cross_entropy, chunk_tokens=16), 16_000), (plain, 256_000)):
+        with LargestTensor() as seen:
+            loss(*leaves, labels).backward()
+        assert seen.elements == largest
+
+
+class Head(nn.Module):
+    """A head whose outcome is its loss."""
+
+    def __init__(self, width: int, vocabulary: int, chunk_tokens: int | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(vocabulary, width))
+        self.chunk_tokens = chunk_tokens
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        labels = torch.arange(hidden.shape[0]) * 7 % self.weight.shape[0]
+        if self.chunk_tokens is None:
+            return plain(hidden, self.weight, labels)
+        return linear_cross_entropy(hidden, self.weight, labels, chunk_tokens=self.chunk_tokens)
+
+
+class Mlp(nn.Module):
+    """A feed-forward block whose outcome is reduced to a number."""
+
+    def __init__(self, width: int, inner: int, chunk_tokens: int | None) -> None:
+        super().__init__()
+        self.block = Block(width, inner)
+        self.chunk_tokens = chunk_tokens
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.chunk_tokens is None:
+            mapped: torch.Tensor = self.block(hidden)
+        else:
+            mapped = chunked_mlp(self.block, hidden, self.chunk_tokens)
+        return mapped.square().sum()
+
+
+def train_on_device(layer: nn.Module, hidden: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
+    """The peak of one forward and backward on a device that fills freed memory with NaN, and what came out."""
+    roundpipe.devices("virtual:1,memory=64MiB,debug")
+    pipe = RoundPipe(nn.Sequential(layer), model_run_config=RoundPipeRunConfig(num_microbatch=1))
+    loss = pipe.forward_backward((hidden,), loss_fn=lambda outputs, _: outputs)
+    pipe.synchronize()
+    results = [loss]
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+        results.append(parameter.grad)
+    return roundpipe.devices().memory_report()[0]["peak_bytes"], results
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+def test_a_head_on_a_device_holds_one_chunk_of_logits() -> None:
+    tokens, width, vocabulary, chunk = 512, 8, 2000, 32
+    torch.manual_seed(12)
+    hidden = torch.randn(tokens, width)
+    layers = [Head(width, vocabulary, chunk), Head(width, vocabulary, None)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    (ours_bytes, ours), (plain_bytes, expected) = (train_on_device(layer, hidden) for layer in layers)
+    assert all(distance(some, others) < 1e-5 for some, others in zip(ours, expected, strict=True))
+    logits_bytes = 4 * tokens * vocabulary
+    assert plain_bytes > 2 * logits_bytes
+    # Weight, its gradient, hidden and its gradient, some of them twice; and a chunk.
+    assert ours_bytes < 4 * chunk * vocabulary + 3 * 4 * (vocabulary + 2 * tokens) * width + 16384
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+def test_a_chunked_block_on_a_device_holds_one_chunk_of_its_inner_part() -> None:
+    tokens, width, inner, chunk = 1024, 8, 512, 64
+    torch.manual_seed(13)
+    hidden = torch.randn(tokens, width)
+    layers = [Mlp(width, inner, chunk), Mlp(width, inner, None)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    (ours_bytes, ours), (plain_bytes, expected) = (train_on_device(layer, hidden) for layer in layers)
+    assert all(distance(some, others) < 1e-5 for some, others in zip(ours, expected, strict=True))
+    inner_bytes = 4 * tokens * inner
+    assert plain_bytes > 3 * inner_bytes
+    # gate, up, their product, the activation, and gradients of these; and what is there anyway.
+    assert ours_bytes < 8 * inner_bytes * chunk // tokens + 3 * 4 * (3 * inner + 3 * tokens) * width + 16384

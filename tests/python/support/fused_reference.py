@@ -1,0 +1,168 @@
+"""What a model with a fused optimizer has to equal bit for bit: a loop over plain layers and fp32 masters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import roundpipe
+from reference_loops import TiedGradients, assert_same, run_layers, seeds_of
+from roundpipe import RoundPipe, RoundPipeRunConfig
+
+
+def nearest(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weights of an fp32 master: bf16 rounds ties away from zero, fp16 to even."""
+    if dtype != torch.bfloat16:
+        return master.to(dtype)
+    bits = master.detach().contiguous().view(torch.int32) + 0x8000
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def fused_adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    """torch's fused AdamW, where it rounds a multiplication and an addition once, as ours does on every processor.
+
+    Elsewhere ours over plain tensors, which test_dropin.py compares with torch's.
+    """
+    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+        return torch.optim.AdamW(parameters, **options, fused=True)
+    return roundpipe.optim.AdamW(parameters, **options)
+
+
+def norm_of(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """() fp32, summed in fp64."""
+    return torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().float()
+
+
+def squared_error(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return ((outputs.float() - label.float()) ** 2).mean()
+
+
+class FusedPair:
+    """The same model in the pipeline with a fused optimizer, and as plain layers with torch's over fp32 masters.
+
+    Args:
+        make: `(parameters or model, **)` -> optimizer, called with `ours` = True for the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential,
+        make_ours: Callable[[RoundPipe], torch.optim.Optimizer],
+        make_theirs: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
+        microbatches: int = 2,
+    ) -> None:
+        self.plain = copy.deepcopy(model)
+        self.model = model
+        self.pipe = RoundPipe(
+            model, name="fused", model_run_config=RoundPipeRunConfig(num_microbatch=microbatches), check_loss=False
+        )
+        self.microbatches = microbatches
+        self.ours = make_ours(self.pipe)
+        self.named = [(name, p) for name, p in self.plain.named_parameters() if p.requires_grad]
+        self.masters = [nn.Parameter(p.detach().float().clone()) for _, p in self.named]
+        self.theirs = make_theirs([(name, m) for (name, _), m in zip(self.named, self.masters, strict=True)])
+        self.read = [m.detach().clone() for m in self.masters]  # what calls read
+        self.made = [m.detach().clone() for m in self.masters]  # the newest
+        self.sums: list[torch.Tensor | None] = [None] * len(self.masters)
+
+    def call(self, inputs: torch.Tensor, label: torch.Tensor, scaler: Any = None, factor: float = 1.0) -> None:
+        """One batch through both; the losses are the same bits. `factor` multiplies the loss."""
+        seeds = seeds_of(self.pipe, self.pipe.calls, self.microbatches)
+
+        def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            loss = squared_error(outputs, target) * factor
+            return loss if scaler is None else scaler.scale(loss)
+
+        loss = self.pipe.forward_backward((inputs,), label=label, loss_fn=loss_fn)
+        scale = 1.0 if scaler is None else float(scaler._used)
+        with torch.no_grad():
+            for (_, p), master in zip(self.named, self.read, strict=True):
+                p.copy_(nearest(master, p.dtype))
+        sums = [None if s is None else s.clone() for s in self.sums]
+        layers = list(self.plain)
+        tied = TiedGradients(layers)
+        total = torch.zeros(())
+        parts = zip(inputs.tensor_split(self.microbatches), label.tensor_split(self.microbatches), seeds, strict=True)
+        for part, target, seed in parts:
+            self.plain.zero_grad()
+            with torch.random.fork_rng(devices=[]):
+                outputs = run_layers(layers, (part,), {}, seed, tied)
+                torch.manual_seed(seed[-1])
+                part_loss = squared_error(outputs, target) * factor * scale
+                part_loss.backward()
+            total = total + part_loss.detach()
+            for i, (_, p) in enumerate(self.named):
+                if p.grad is not None:
+                    wide = p.grad.float()
+                    sums[i] = wide if sums[i] is None else sums[i] + wide  # type: ignore[operator]
+            tied.collect()
+        sums = [tied.total(p, total) for (_, p), total in zip(self.named, sums, strict=True)]
+        # Rounded once on the way to the host.
+        for i, (_, p) in enumerate(self.named):
+            self.sums[i] = None if sums[i] is None else sums[i].to(p.dtype).float()  # type: ignore[union-attr]
+        assert_same(loss, total, "loss")
+
+    def step(
+        self, is_async: bool, max_grad_norm: float | None = None, scaler: Any = None, schedulers: Any = None
+    ) -> roundpipe.Step:
+        """A step of both. `schedulers`: ours and theirs."""
+        step = self.pipe.step(
+            self.ours,
+            is_async,
+            max_grad_norm=max_grad_norm,
+            scaler=scaler,
+            lr_scheduler=None if schedulers is None else schedulers[0],
+        )
+        assert isinstance(step, roundpipe.Step)
+        # Asynchronous calls read what was the newest before this step.
+        if is_async:
+            self.read = [m.clone() for m in self.made]
+        gradients = [g for g in self.sums if g is not None]
+        if scaler is not None:
+            inverse = torch.tensor(1.0 / self.scale_used)
+            gradients = [g * inverse for g in gradients]
+        norm = norm_of(gradients)
+        skipped = scaler is not None and not torch.isfinite(norm)
+        if max_grad_norm is not None or scaler is not None:
+            assert step.skipped == skipped
+            assert skipped or float(step) == float(norm)
+        if max_grad_norm is not None:
+            factor = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            gradients = [g * factor for g in gradients]
+        rest = iter(gradients)
+        for master, present in zip(self.masters, self.sums, strict=True):
+            master.grad = None if present is None else next(rest)
+        if not skipped:
+            self.theirs.step()
+        if schedulers is not None:
+            schedulers[1].step()
+        self.sums = [None] * len(self.masters)
+        self.made = [m.detach().clone() for m in self.masters]
+        if not is_async:
+            self.read = [m.clone() for m in self.made]
+        return step
+
+    scale_used = 1.0
+
+    def compare(self) -> None:
+        """Weights and masters, bit for bit; afterwards calls of both read the newest."""
+        self.pipe.synchronize()
+        self.read = [m.clone() for m in self.made]
+        own = dict(self.model.named_parameters())
+        state = self.ours.state_dict()["state"]
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        index = {id(p): i for i, p in enumerate(p for g in self.ours.param_groups for p in g["params"])}
+        for (name, p), master in zip(self.named, self.masters, strict=True):
+            assert name in names
+            assert_same(own[name].detach(), nearest(master, p.dtype).view(p.shape), f"weight {name}")
+            kept = state.get(index[id(own[name])], {})
+            if p.dtype == torch.bfloat16:
+                joined = torch.empty_like(own[name], dtype=torch.float32)
+                roundpipe._core.join(own[name].detach(), kept["master_remainder"], joined)
+                assert_same(joined, master.detach(), f"master of {name}")
+            elif p.dtype == torch.float16:
+                assert_same(kept["master"], master.detach(), f"master of {name}")
