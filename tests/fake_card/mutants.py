@@ -75,8 +75,8 @@ MUTANTS = (
         LATE,
     ),
     Mutant(
-        "computed not awaited in Worker::release",
-        "roundpipe/runtime/worker/worker.cpp",
+        "computed not awaited in DeviceRoom::release",
+        "roundpipe/runtime/worker/device_room.cpp",
         "  pending.push_back(computed);\n",
         "",
         LATE,
@@ -85,7 +85,7 @@ MUTANTS = (
     Mutant(
         "a job that does not wait for its weights",
         "roundpipe/runtime/worker/job_runner.cpp",
-        "  staging_.arrive(run.uploaded);\n",
+        "  room_.arrive(run.uploaded);\n",
         "  while (!run.weights.defined() && !run.uploaded->complete()) std::this_thread::yield();\n",
         LATE,
         survives="inputs are awaited next, and small weights are there by then",
