@@ -172,6 +172,7 @@ def replayable(function: Callable[[], None], device: str) -> Callable[[], None]:
     if device != "cuda":
         return function
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # what `function` changes may be on its way there
     with torch.cuda.stream(stream):
         function()
     torch.cuda.current_stream().wait_stream(stream)

@@ -34,6 +34,22 @@ def examples() -> list[tuple[str, str, str]]:
 
 EXAMPLES = examples()
 
+# Where the paths of pages begin: `runtime/engine.h`, `gpu/kit.py`, `roundpipe/demo/training.py`.
+TOPS = [ROOT, ROOT / "roundpipe", ROOT / "bench", ROOT / "python", ROOT / "python" / "roundpipe"]
+NAMED_FILE = re.compile(r"`((?:[\w.-]+/)+[\w-]+\.(?:h|cpp|py|md|toml))`")
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    named = set(NAMED_FILE.findall(page.read_text()))
+    assert {name for name in named if not any((top / name).exists() for top in TOPS)} == set()
+
+
+def test_the_index_lists_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert {name for name in pages if f"]({name})" not in index} == set()
+
 
 def test_the_readme_has_an_example_that_runs() -> None:
     assert any(name.startswith("README.md") and flag != "no-run" for name, flag, _ in EXAMPLES)
