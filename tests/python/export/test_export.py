@@ -468,7 +468,7 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(case: str, 
 def test_peft_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ValueError, match=r"merging needs peft.*pip install 'roundpipe\[lora\]'"):
+    with pytest.raises(ValueError, match=r"merging needs peft.*pip install 'roundpipe-engine\[lora\]'"):
         merge_adapter(tmp_path, tmp_path, tmp_path / "out")
 
 
