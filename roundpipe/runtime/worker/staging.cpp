@@ -129,7 +129,7 @@ at::Tensor Staging::usable(const HostValue& value, const at::Tensor& uploaded) {
 std::vector<at::Tensor> Staging::take(StagedValues& staged) {
   std::vector<at::Tensor> tensors;
   for (size_t i = 0; i < staged.host.size(); ++i) {
-    // Equal host values were one tensor before, and become one again.
+    // A host value that occurs twice was one tensor, and becomes one again.
     const size_t first = first_place(staged.host, i);
     tensors.push_back(first < i        ? tensors[first]
                       : staged.host[i] ? usable(*staged.host[i], staged.device[i])
