@@ -42,7 +42,8 @@ struct JobRun {
   // Per layer of the stage: events to wait for, and events to fire; null if there is none.
   std::vector<device::EventPtr> buffers_before;
   std::vector<device::EventPtr> buffers_after;
-  // Per layer of the stage: which part of RangeSum this job is, and of TiedSum which layer.
+  // Per layer of the stage: the position of this job's microbatches among those of the layer's backward jobs, see
+  // RangeSum.
   std::vector<size_t> range_index;
   int first_backward_layer = 0;
 
