@@ -57,8 +57,8 @@ class Layer {
   // Two layers that return the same tensor (same TensorImpl) are tied.
   virtual std::vector<memory::NamedTensor> parameters() const = 0;
   virtual std::vector<memory::NamedTensor> buffers() const = 0;
-  // A value that changes when the layer may start or stop drawing random numbers or writing its buffers. The engine
-  // then forgets its habits and learns them again.
+  // A value that changes when the layer may start or stop drawing random numbers or writing its buffers. The layer's
+  // habits are learned separately for each value.
   virtual uint64_t mode_key() const { return 0; }
   // The layer's other state at this moment (training flags, plain attributes), for its shells. Asked on the caller's
   // thread when a call is made, since the caller may change the layer while the call runs. Returns the same object as

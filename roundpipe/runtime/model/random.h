@@ -41,8 +41,8 @@ struct SharedDraws {
 void run_seeded(torch_compat::OwnGenerators& own, SharedDraws& draws, uint64_t seed, c10::Device device,
                 const std::function<void()>& body, const std::function<void()>& before_lock = nullptr);
 
-// Runs `body`, a backward pass over layers with these `draws`, by the same rule. Throws Error if one of them drew from
-// the card's default generator although none does in its forward.
+// Runs `body`, a backward pass over layers with these `draws`, by the same rule. Throws Error if the pass drew from the
+// card's default generator although no forward of these layers does.
 void run_backward(torch_compat::OwnGenerators& own, const std::vector<SharedDraws*>& draws, uint64_t seed,
                   c10::Device device, const std::function<void()>& body);
 

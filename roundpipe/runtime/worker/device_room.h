@@ -48,8 +48,8 @@ class DeviceRoom {
   // Blocks until the transfer that fires `done` is complete, and makes room for it if it found no memory. Throws its
   // error.
   void arrive(const device::EventPtr& done);
-  // The same, then returns the arrived values: the inputs of a staged microbatch; or staged values, undefined where
-  // there is none.
+  // The same, then returns what was uploaded: the inputs of a staged microbatch, or the staged values (undefined where
+  // there is none).
   Flow take(JobRun& run, int microbatch);
   std::vector<at::Tensor> take(StagedValues& staged);
 
@@ -87,8 +87,8 @@ class DeviceRoom {
   // Uploads them again.
   void unpark_weights(const std::shared_ptr<JobRun>& run);
   // Moves the running job's weights, too, out of the arena that both slots share, so that the arena is freed. Happens
-  // once per device: its slots are separate from then on. Returns false if they already were, or if the weights must
-  // not be moved now. Also returns true if a later call can do it (Moving::kLater).
+  // once per device: its slots are separate from then on. Returns true if they now are, or if a later call can do it
+  // (Moving::kLater). Returns false if they already were, or if the weights must not be moved now.
   bool leave_arena(const std::shared_ptr<JobRun>& running);
 
   device::Device& device_;

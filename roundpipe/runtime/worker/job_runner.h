@@ -12,8 +12,8 @@ namespace roundpipe::runtime {
 //
 // A microbatch that runs out of memory runs again: first after room has been made, then layer by layer. The layers
 // remember how frugally they had to run. Other errors of a layer, the loss or a transfer leave run(), and so does an
-// out-of-memory error that no retry could cure; the caller fails the call with it. If a device had no memory for a
-// call, the call knows where, see Call::ran_out.
+// out-of-memory error that no retry could cure; the caller fails the call with it. If memory ran out, run() first
+// records where, see Call::ran_out.
 class JobRunner {
  public:
   // The arguments outlive this.
