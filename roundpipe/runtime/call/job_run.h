@@ -19,7 +19,7 @@ struct StagedValues {
   device::EventPtr uploaded;
 };
 
-// Everything one microbatch of a job reads.
+// All values that one microbatch of a job reads.
 struct StagedMicrobatch {
   std::shared_ptr<StagedValues> inputs;
   std::shared_ptr<StagedValues> label;      // fused jobs

@@ -23,8 +23,9 @@ struct SegmentGraph {
   std::vector<at::Tensor> input_gradients() const;
 };
 
-// Runs single layers on one device as they would run in the uncut model: grad mode, random state, buffers, and
-// whether a layer writes to its inputs. Used by the device's thread, inside its compute scope.
+// Runs single layers on one device as they would run in the uncut model: with its grad mode, random state and buffers,
+// and with copies of inputs that a layer writes to but others still read. Used by the device's thread, inside its
+// compute scope.
 class LayerRunner {
  public:
   LayerRunner(device::Device& device, transfer::LinkScheduler& upload, Outbox& outbox, int worker)
