@@ -74,7 +74,7 @@ TEST_SUITE("random") {
       CHECK(drawn.equal(drawn_with(12)));
     }
     CHECK_THROWS_AS(run_seeded(*own, draws, 1, kHost, [] { throw std::runtime_error("boom"); }), std::runtime_error);
-    // On the host there is nothing that draws from the default one.
+    // On the host, no layer draws from the default generator.
     CHECK(draws.state.load() == SharedDraws::kUnknown);
     std::thread([&] { CHECK(at::rand({4}).equal(expected_later)); }).join();
   }
