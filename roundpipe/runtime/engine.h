@@ -48,7 +48,7 @@ class Engine {
   // jobs that have begun on any device, and those before them, stay in front.
   void submit(const std::vector<std::shared_ptr<JobRun>>& runs) ROUNDPIPE_NOT_ANALYZED;
 
-  // The device at which the next plan's round robin starts.
+  // The device at which the next plan's round robin starts. advance() moves it on by the `jobs` jobs of a plan.
   int first_device() const { return next_device_; }
   void advance(int jobs);
 

@@ -16,8 +16,8 @@ class MicrobatchRunner {
   // REQUIRES: the microbatch is staged, the job's weights are bound.
   void run(JobRun& run, int microbatch, Frugality frugality);
 
-  // For the latest microbatch: the end of its recompute on the device (null = there was none), and when the gradients
-  // that its backward starts from were available to the host.
+  // For the latest microbatch: the end of its recompute on the device (null = there was none), and when the host saw
+  // that the gradients for its backward had arrived.
   struct GradientWait {
     device::EventPtr recomputed;
     double arrived_ms = 0;
