@@ -23,9 +23,8 @@ at::Tensor drawn_with(uint64_t seed) {
 }  // namespace
 
 TEST_SUITE("random") {
-  // The rule is a promise: a run that is resumed with another version of this code must draw the same numbers. The
-  // values come from a separate program: splitmix64's finaliser folded over base seed, FNV-1a of the name, call,
-  // microbatch and layer; without the lowest bit.
+  // A promise: a resumed run draws the same numbers with any version of this code. Values from a separate program: the
+  // finaliser of splitmix64 over base seed, FNV-1a of the name, call, microbatch, layer; without the lowest bit.
   TEST_CASE("layer_seed never changes") {
     CHECK(layer_seed(0, "", 0, 0, 0) == 4441208531586492356ULL);
     CHECK(layer_seed(0, "model", 0, 0, 0) == 7801796866797479507ULL);
