@@ -17,7 +17,7 @@ using runtime::Engine;
 
 namespace {
 
-// Counts what this thread allocates on the CPU and nobody has freed yet, as a virtual device would.
+// Counts the CPU memory that this thread allocates and nothing has freed yet, as a virtual device does.
 class MemoryMeter {
  public:
   MemoryMeter() { device::install_accounting_allocator(); }
@@ -35,7 +35,7 @@ class MemoryMeter {
   std::optional<device::AccountScope> scope_;
 };
 
-// The interpreter lock is not held while the last owner of an engine waits for its threads, which may need it.
+// Releases the interpreter lock while the last owner of an engine waits for its threads, which may need the lock.
 std::shared_ptr<Engine> dropped_without_lock(std::shared_ptr<Engine> engine) {
   Engine* pointer = engine.get();
   return {pointer, [engine = std::move(engine)](Engine*) mutable {

@@ -7,10 +7,10 @@
 
 namespace roundpipe::python {
 
-// Holds the interpreter lock while it lives, as pybind11::gil_scoped_acquire does, and counts that it was taken.
+// Holds the interpreter lock while it lives, as pybind11::gil_scoped_acquire does, and counts acquisitions.
 //
-// A thread that holds the lock already takes nothing, and nothing is counted. What the code under the lock does with it
-// is not counted either: torch gives it back and takes it again around each of its own operations.
+// A thread that already holds the lock takes and counts nothing. Releases by code that runs under the lock are not
+// counted either: torch releases the lock and takes it again around each of its own operations.
 class InterpreterLock {
  public:
   InterpreterLock() : taken_(PyGILState_Check() == 0) {
@@ -19,13 +19,13 @@ class InterpreterLock {
   InterpreterLock(const InterpreterLock&) = delete;
   InterpreterLock& operator=(const InterpreterLock&) = delete;
 
-  // By all threads since the extension was loaded. Any thread.
+  // Acquisitions by all threads since the extension was loaded. Any thread.
   static uint64_t acquisitions() { return count_.load(std::memory_order_relaxed); }
 
  private:
   static inline std::atomic<uint64_t> count_{0};
 
-  const bool taken_;  // before the lock, whose taking it asks about
+  const bool taken_;  // declared before the lock: reads whether the lock is held already
   const pybind11::gil_scoped_acquire lock_;
 };
 

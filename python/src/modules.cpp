@@ -6,7 +6,7 @@ namespace py = pybind11;
 
 namespace {
 
-// Whether two dicts hold the very same objects, by the very same keys, in the same order.
+// Whether two dicts hold identical objects under identical keys, in the same order.
 bool same_items(PyObject* a, PyObject* b) {
   if (PyDict_Size(a) != PyDict_Size(b)) return false;
   Py_ssize_t place_a = 0;
@@ -21,7 +21,7 @@ bool same_items(PyObject* a, PyObject* b) {
   return true;
 }
 
-// `snapshots[i]` is (a copy of the module's __dict__, then one of its dicts and a copy of that, and so on).
+// `snapshots[i]` is (copy of the module's __dict__, one of its dicts, copy of that dict, the next dict, ...).
 bool modules_unchanged(const py::list& modules, const py::list& snapshots) {
   const auto count = static_cast<Py_ssize_t>(modules.size());
   for (Py_ssize_t i = 0; i < count; ++i) {

@@ -12,7 +12,7 @@ using namespace ops;
 
 namespace {
 
-// REQUIRES: the interpreter lock; the body takes it for its own calls only.
+// REQUIRES: the interpreter lock. The returned body takes the lock itself, for each call.
 TokenwiseBody python_body(py::object callable) {
   return [callable = share(std::move(callable))](const at::Tensor& tokens) {
     const InterpreterLock lock;

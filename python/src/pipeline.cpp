@@ -31,7 +31,7 @@ py::list values_list(const std::vector<Values>& list) {
   return result;
 }
 
-// (phase, first layer, last layer, microbatch, device, start ms, end ms, end of the recomputation ms, waited ms)
+// (phase, first layer, last layer, microbatch, device, start ms, end ms, end of the recompute ms, waited ms)
 py::list records_list(const std::vector<runtime::ExecutionRecord>& records) {
   py::list list;
   for (const runtime::ExecutionRecord& record : records) {
@@ -42,7 +42,7 @@ py::list records_list(const std::vector<runtime::ExecutionRecord>& records) {
   return list;
 }
 
-// A native layer for objects that describe one, a Python layer for all others. REQUIRES: the interpreter lock.
+// Makes a native layer for an object that describes one, else a Python layer. REQUIRES: the interpreter lock.
 std::unique_ptr<runtime::Layer> make_layer(const py::handle& object) {
   if (py::hasattr(object, "emulated")) {
     const py::object spec = object.attr("emulated");
@@ -58,8 +58,8 @@ std::unique_ptr<runtime::Layer> make_layer(const py::handle& object) {
   return make_python_layer(py::reinterpret_borrow<py::object>(object));
 }
 
-// Without the interpreter lock, which threads of the engine may need that end with the pipeline's pool. In a process
-// that is left behind its memory is kept.
+// Deletes the pipeline without the interpreter lock, which threads of the engine may need that end with the pipeline's
+// pool. In a process that is left behind, the memory is leaked.
 void drop(Pipeline* pipeline) {
   if (is_left_behind()) return;
   std::optional<py::gil_scoped_release> unlocked;

@@ -6,10 +6,10 @@
 
 namespace roundpipe::python {
 
-// Python, as the engine sees it. Every method takes the interpreter lock itself.
+// The engine's interface to Python. Every method takes the interpreter lock itself.
 class PythonFrontend final : public Frontend {
  public:
-  // `saved`: a dict by call, from which the entry of a call is dropped once nothing of it will run again. REQUIRES: the
+  // `saved`: a dict by call; the entry of a call is dropped once nothing of the call will run again. REQUIRES: the
   // interpreter lock.
   void set_saved_by_call(SharedObject saved) { saved_by_call_ = std::move(saved); }
 
@@ -18,7 +18,7 @@ class PythonFrontend final : public Frontend {
   void call_over(uint64_t call) override;
   bool is_out_of_memory(const std::exception_ptr& error) override;
   void clear_error() override;
-  // `step`: a function of the exception, the description and the cap, that returns another exception.
+  // `step`: a function of the exception, the description and the cap that returns another exception.
   std::exception_ptr explain(const std::exception_ptr& error, const std::string& where, int64_t limit_bytes,
                              const std::shared_ptr<const void>& step) override;
   bool warn(const std::string& notice) override;

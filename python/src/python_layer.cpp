@@ -41,7 +41,7 @@ class PythonShell final : public runtime::LayerShell {
     try {
       Values outputs =
           values_from(object_of(run_)(inputs.tensors, object_of(inputs.structure), context_tuple(context)));
-      require_own_process();  // its code may have forked
+      require_own_process();  // the layer's code may have forked
       return outputs;
     } catch (py::error_already_set& raised) {
       throw_python_error(raised);
@@ -106,7 +106,7 @@ class PythonLayer final : public runtime::Layer {
  private:
   const std::string name_;
   const SharedObject object_;
-  mutable SharedObject attributes_;  // what attributes() has returned last; protected by the interpreter lock
+  mutable SharedObject attributes_;  // the latest result of attributes(); protected by the interpreter lock
 };
 
 class PythonLoss final : public runtime::Loss {

@@ -9,7 +9,8 @@
 namespace roundpipe::python {
 
 // A layer written in Python. `object` is a roundpipe.layers.shell.PythonLayer: name, parameters(), buffers(),
-// mode_key() and make_shell(device), whose shells run under the interpreter lock, and only they.
+// mode_key(), attributes() and make_shell(device). The layer and its shells take the interpreter lock for each call.
+// REQUIRES: the interpreter lock.
 std::unique_ptr<runtime::Layer> make_python_layer(pybind11::object object);
 
 // A loss written in Python: callable(outputs, label, context) over (tensors, structure) pairs -> list of scalars.

@@ -11,7 +11,7 @@ using torch_compat::OwnGenerators;
 
 namespace {
 
-// A `with` block of one thread.
+// A `with` block, used by one thread.
 class OwnGeneratorsBlock {
  public:
   explicit OwnGeneratorsBlock(uint64_t seed) : seed_(seed) {}
@@ -48,7 +48,7 @@ void bind_random(py::module_& module) {
       "make_stand_in",
       [](const py::object& made, const at::Generator& standard) {
         reinterpret_cast<THPGenerator*>(made.ptr())->cdata = standard;
-        made.inc_ref();  // its end would take the default generator's own Python object from it
+        made.inc_ref();  // otherwise its destructor would drop the default generator's own Python object
       },
       py::arg("made"), py::arg("standard"));
 

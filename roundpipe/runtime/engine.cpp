@@ -18,7 +18,7 @@ namespace {
 
 constexpr double kBehindAll = std::numeric_limits<double>::infinity();
 
-// Never destroyed: threads of the user's may ask for the pool while the process ends.
+// Never destroyed: the user's threads may ask for the pool while the process ends.
 struct Pools {
   std::mutex mutex;
   // Protected by mutex.
@@ -29,7 +29,7 @@ struct Pools {
   // REQUIRES: mutex is held.
   std::shared_ptr<Engine> make(const std::vector<device::DeviceSpec>& specs) {
     require_engine();
-    // Before what libraries and the user's own statics do when the process ends: most of them have been made by now.
+    // Registered late, so that it runs before most of what libraries and the user's statics do at process exit.
     if (!std::exchange(ends_at_exit, true)) std::atexit([] { Engine::shut_down(); });
     auto engine = std::make_shared<Engine>(specs);
     std::erase_if(all, [](const std::weak_ptr<Engine>& old) { return old.expired(); });
@@ -43,16 +43,15 @@ Pools& pools() {
   return *instance;
 }
 
-// In a child made by fork, the first thread that asks torch for its own thread pool makes it anew, and one that asks
-// meanwhile is given none, which torch takes for a fault. So one asks before there are others; not this one, whose own
-// settings stay as they are.
+// In a child made by fork, the first thread that asks torch for its thread pool makes a new one, and torch fails if
+// another asks meanwhile. So ask on one thread before others exist; not on this one, whose settings stay as they are.
 void renew_torch_threads() {
   std::thread([threads = at::get_num_threads()] { at::set_num_threads(threads); }).join();
 }
 
 }  // namespace
 
-// In this order: devices have threads.
+// In this order, since devices have threads.
 Engine::Engine(const std::vector<device::DeviceSpec>& specs)
     : Engine(specs, (engine_begins(), renew_torch_threads(), device::make_devices(specs))) {}
 
@@ -66,13 +65,13 @@ Engine::Engine(const std::vector<device::DeviceSpec>& specs, std::vector<std::un
 }
 
 Engine::~Engine() {
-  // Their threads are in another process.
+  // The threads of the workers are in another process.
   if (!is_left_behind()) return;
   for (std::unique_ptr<Worker>& worker : workers_) static_cast<void>(worker.release());
 }
 
 void Engine::stop() {
-  // A submission that has begun ends first; whoever comes after this is refused.
+  // A submission that has begun ends first; later ones are refused.
   {
     const std::lock_guard lock(mutex_);
   }
@@ -94,9 +93,9 @@ std::shared_ptr<Engine> Engine::current() {
 std::shared_ptr<Engine> Engine::set_current(const std::vector<device::DeviceSpec>& specs) {
   require_engine();
   std::shared_ptr<Engine> engine;
-  std::shared_ptr<Engine> old;  // may join threads when dropped, so after the lock
+  std::shared_ptr<Engine> old;  // dropped after the lock is released, since that may join threads
   std::lock_guard lock(pools().mutex);
-  // What the pool before keeps for later jobs is not what the new one finds taken.
+  // The new pool must not find memory taken that the old one keeps for later jobs.
   for (int i = 0; pools().current && i < pools().current->size(); ++i) pools().current->worker(i).trim();
   engine = pools().make(specs);
   old = std::move(pools().current);
@@ -119,7 +118,7 @@ void Engine::shut_down() {
   for (const auto& engine : engines) {
     if (engine) engine->stop();
   }
-  // All gradients have landed. What is still to be updated must not meet the end of the process.
+  // All gradients have landed. Updates that are left must end before the process does.
   UpdateThread::instance().stop();
 }
 
@@ -129,7 +128,7 @@ void Engine::submit(const std::vector<std::shared_ptr<JobRun>>& runs) {
   if (runs.empty()) return;
   std::vector<std::unique_lock<Mutex>> queues;
   for (const auto& worker : workers_) queues.emplace_back(worker->queue().mutex());
-  // Nothing goes before what has begun, on any device, or what that may wait for.
+  // No job goes before one that has begun on any device, nor before a job which that one may wait for.
   double begun = -1;
   bool alone = true;
   for (const auto& worker : workers_) alone &= worker->queue().look(*runs.front()->call->model, begun);

@@ -10,26 +10,26 @@
 
 namespace roundpipe::runtime {
 
-// The pool of devices that all models of the process share.
-// Thread safety: any thread. Destroying an engine finishes what it was given.
+// The pool of devices, which all models of the process share.
+// Thread safety: any thread. Destroying an engine finishes all work submitted to it.
 class Engine {
  public:
   explicit Engine(const std::vector<device::DeviceSpec>& specs);
-  // Over devices that were made elsewhere, one for each of `specs`.
+  // Uses devices that were made elsewhere, one for each of `specs`.
   Engine(const std::vector<device::DeviceSpec>& specs, std::vector<std::unique_ptr<device::Device>> devices);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // The current pool; made from default_devices() when none was set. Throws Error where the engine cannot run, see
+  // The current pool; made from default_devices() if none was set. Throws Error if the engine cannot run, see
   // core/engine_life.h.
   static std::shared_ptr<Engine> current();
-  // Replaces the pool by one of `specs` and returns it; the old one ends when the last call that uses it does.
+  // Replaces the pool with one of `specs` and returns it. The old pool ends with the last call that uses it.
   static std::shared_ptr<Engine> set_current(const std::vector<device::DeviceSpec>& specs);
-  // Ends the engine for good: finishes what every pool was given, steps included, and ends their threads. Calls that
-  // come meanwhile complete or throw Error; all after it throw. Runs when the process exits (std::atexit), if nobody,
-  // such as an interpreter that ends before, has called it. Not from a thread of the engine. In a process that is left
-  // behind: does nothing.
+  // Ends the engine for good: finishes the work of every pool, including steps, and ends all threads. Calls made
+  // meanwhile complete or throw Error; later ones throw. Runs at process exit (std::atexit) unless it was called
+  // before, for example by an interpreter that ends earlier. Not from a thread of the engine. Does nothing in a process
+  // that is left behind.
   static void shut_down();
 
   int size() const { return static_cast<int>(specs_.size()); }
@@ -42,13 +42,13 @@ class Engine {
   bool wants_pinned_host_memory() { return worker(0).device().wants_pinned_host_memory(); }
   const std::vector<device::DeviceSpec>& specs() const { return specs_; }
 
-  // Gives each device its jobs, in the order of their positions. They stand behind everything that is there, together
-  // on every device, so that submissions from several threads cannot wait for each other in a circle. But where only
-  // earlier calls of the same model wait, a job goes before those of later position: all devices agree on one order,
-  // in which what has begun anywhere, and whatever stands before that, stays in front.
+  // Queues jobs on their devices, in the order of their positions. They go behind all queued jobs, on all devices at
+  // once, so that submissions from several threads cannot wait for each other in a circle. If only calls of the same
+  // model are queued, a job goes before waiting jobs of later position instead. Then all devices agree on one order:
+  // jobs that have begun on any device, and those before them, stay in front.
   void submit(const std::vector<std::shared_ptr<JobRun>>& runs) ROUNDPIPE_NOT_ANALYZED;
 
-  // Where the next plan's round robin starts, when the last one used `jobs` jobs.
+  // The device at which the next plan's round robin starts. advance() moves it on by the `jobs` jobs of a plan.
   int first_device() const { return next_device_; }
   void advance(int jobs);
 
@@ -57,7 +57,7 @@ class Engine {
   void stop();
 
   const std::vector<device::DeviceSpec> specs_;
-  std::vector<std::unique_ptr<Worker>> workers_;  // as many for as long as this lives, with or without threads
+  std::vector<std::unique_ptr<Worker>> workers_;  // not changed while this lives, whether threads run or not
   std::mutex mutex_;
   std::atomic<int> next_device_{0};
 };

@@ -43,7 +43,7 @@ ModelOptimizer::ModelOptimizer(std::vector<std::shared_ptr<Pipeline>> pipelines,
                                const std::vector<std::vector<std::vector<int>>>& groups, optim::Algorithm algorithm,
                                optim::MomentFormat format)
     : pipelines_(std::move(pipelines)), blocks_(std::make_shared<Blocks>()) {
-  // What the environment asks for is read now: on the update thread it would come too late.
+  // Reads the settings in the environment now: an error on the update thread would come too late.
   optim::ThreadPool::current();
   optim::instruction_set();
   size_t layers_before = 0;
@@ -65,7 +65,7 @@ void ModelOptimizer::reap(size_t at_most) {
   while (runs_.size() > at_most || (!runs_.empty() && runs_.front()->finished()->complete())) {
     const std::shared_ptr<StepRun> run = runs_.front();
     if (!run->finished()->complete()) {
-      // Its error is for the caller, an interrupt leaves everything as it is.
+      // The step's own error is thrown below; an interrupt leaves everything as it is.
       try {
         device::wait_interruptible(*run->finished());
       } catch (...) {

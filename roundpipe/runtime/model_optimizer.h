@@ -10,37 +10,38 @@
 
 namespace roundpipe::runtime {
 
-// The fused optimizer of one or more models, which makes the next version of each block's weights in place of the
+// The fused optimizer of one or more models. It makes the next version of each block's weights in the memory of the
 // block's gradients.
 //
-// Thread safety: the caller's thread, as the pipelines; updates are made on the update thread.
+// Thread safety: the caller's thread, like the pipelines; updates run on the update thread.
 class ModelOptimizer {
  public:
-  // `groups`: for each pipeline, block and parameter the group that it belongs to, -1 where it is not trained.
-  // Throws std::invalid_argument for a parameter that cannot be trained so, and for settings of the environment that
-  // updates cannot be made with; nothing has been changed then.
+  // `groups`: for each pipeline, block and parameter, the group that it belongs to; -1 if it is not trained. Throws
+  // std::invalid_argument for a parameter that cannot be trained this way, and for settings of the environment with
+  // which updates cannot be computed; then nothing has been changed.
   ModelOptimizer(std::vector<std::shared_ptr<Pipeline>> pipelines,
                  const std::vector<std::vector<std::vector<int>>>& groups, optim::Algorithm algorithm,
                  optim::MomentFormat format);
 
   // Starts a step with the gradients summed since the last one; `groups` are the hyperparameters of each group. At most
-  // two steps are under way, so without make_room() it may wait. Throws what made an earlier step or call fail; then no
-  // step has been started.
+  // two steps are in progress, so it may wait for one unless make_room() has. Throws the error of an earlier step or
+  // call, or std::invalid_argument if the user has written to weights that a step in progress replaces; then no step
+  // has been started.
   std::shared_ptr<StepRun> step(std::vector<optim::Hyperparameters> groups, const StepOptions& options);
 
-  // Waits for all steps and lets calls read the newest weights. Throws what made a step fail.
+  // Waits for all steps and lets calls read the newest weights. Throws the error of a step.
   void finish();
 
-  // Waits until a step can be started without waiting for another. Throws what made an earlier step fail.
+  // Waits until a step can be started without waiting. Throws the error of an earlier step.
   void make_room();
 
-  // Block `index`, counted over all pipelines. REQUIRES: no step is under way.
+  // Block `index`, counted over all pipelines. REQUIRES: no step is in progress.
   optim::BlockOptimizer& block(size_t index) { return blocks_->at(index)->optimizer; }
-  // The user has not written into the weights since the masters were made: both have been loaded, for example.
+  // Treats the current weights as those of the masters, not as written by the user: for example, both have been loaded.
   void accept_weights();
 
   struct HostBytes {
-    int64_t parameters = 0;  // trained ones, a number
+    int64_t parameters = 0;  // number of trained parameters
     int64_t weights_and_gradients = 0;
     int64_t rests = 0;
     int64_t moments = 0;
@@ -48,22 +49,22 @@ class ModelOptimizer {
   HostBytes host_bytes(const std::vector<optim::Hyperparameters>& groups) const;
 
  private:
-  // One block of one pipeline's model. Steps need it, and keep it alive.
+  // One block of one pipeline's model. Steps use it and keep it alive.
   struct BoundBlock {
     BoundBlock(std::shared_ptr<ModelState> of, size_t index, size_t layers_before, std::vector<int> groups,
                optim::Algorithm algorithm, optim::MomentFormat format);
 
-    // Parameters that the user has written into since `seen` was taken.
+    // Parameters that the user has written to since `seen` was taken.
     std::vector<size_t> written() const;
     void see();
 
     const std::shared_ptr<ModelState> model;
     BlockState& state;
     const size_t index;  // in the model
-    const size_t layer;  // its first, counted over all models
+    const size_t layer;  // its first layer, counted over all models
     const double emulated_ms;
     optim::BlockOptimizer optimizer;
-    std::vector<uint32_t> seen;  // versions of the user's parameters, as last looked at; caller's thread only
+    std::vector<uint32_t> seen;  // versions of the user's parameters at the last look; caller's thread only
   };
   using Blocks = std::vector<std::unique_ptr<BoundBlock>>;
   void reap(size_t at_most);

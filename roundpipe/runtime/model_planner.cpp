@@ -12,10 +12,10 @@ using schedule::Range;
 
 namespace {
 
-// Until times are measured, a layer is taken to cost what its weights weigh, and at least something.
+// Until times are measured, a layer's cost is estimated from the size of its weights, with a lower bound.
 constexpr double kBytesPerMs = 1e6;
 constexpr double kLeast_ms = 0.01;
-// How much of a new measurement is taken over. The first one is dropped at the second: much is made and chosen in it.
+// The weight of a new measurement. The second one replaces the first, which includes one-time work and choices.
 double weight_of_new(int calls) { return calls < 2 ? 1 : 0.3; }
 
 constexpr int kCallsToMeasure = 2;
@@ -25,13 +25,13 @@ constexpr std::int64_t kEffort = 20'000'000;
 constexpr size_t kMostPlans = 16;
 
 double median(std::vector<double>& values) {
-  // Of two the shorter: a job's first microbatch may wait for more than its work.
+  // The shorter of two: a job's first microbatch may include waiting.
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>((values.size() - 1) / 2);
   std::nth_element(values.begin(), middle, values.end());
   return *middle;
 }
 
-// By how much the work of a step is somewhere else now, as a part of it.
+// The share of a step's work that has moved between layers.
 double drift(const schedule::LayerCosts& before, const schedule::LayerCosts& now) {
   double moved_ms = 0, total_ms = 0;
   for (size_t l = 0; l < now.size(); ++l) {
@@ -83,7 +83,7 @@ void CostMeter::add(const std::vector<ExecutionRecord>& records) {
     }
   }
   const bool clocked = model_.layers.front()->forward_ms.load() > 0;
-  // Forwards first: what a backward takes is known only beside the forward that it repeats.
+  // Forwards first: the time of a backward includes the forward that it recomputes.
   for (const bool forward : {true, false}) {
     for (auto& [stage, values] : times) {
       const auto [phase, first_layer, end] = stage;
@@ -113,7 +113,7 @@ void CostMeter::add(const std::vector<ExecutionRecord>& records) {
       }
       if (clocked && backward_clocked) continue;
       if (!forward_known || (phase == Phase::kFused && !clocked)) {
-        // Seen only together: the usual share.
+        // Only measured together: divided in the usual ratio.
         if (!clocked) scale(&Layer::forward_ms, &Layer::forward_calls, thought_ms, measured_ms / 3);
         scale(&Layer::backward_ms, &Layer::backward_calls, backward_ms, measured_ms * 2 / 3);
       } else {
@@ -176,7 +176,7 @@ void ModelPlanner::set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64
 int64_t ModelPlanner::stage_bytes(Engine& engine, const schedule::LayerCosts& costs) const {
   if (most_stage_bytes_ < 0) return stage_share_bytes(engine, costs);
   int64_t most_bytes = most_stage_bytes_;
-  // The largest layer by itself is tried anyway: whether it fits is the device's to say.
+  // The largest layer by itself is tried in any case: only the device can tell whether it fits.
   for (const schedule::LayerCost& cost : costs) {
     if (most_bytes > 0) most_bytes = std::max(most_bytes, cost.weight_bytes + cost.gradient_bytes + cost.saved_bytes);
   }
@@ -192,7 +192,7 @@ Plan ModelPlanner::recipe(Engine& engine, const Key& key, bool measured) const {
   const int64_t share_bytes = stage_bytes(engine, costs);
   for (schedule::LayerCost& cost : costs) {
     if (most_stage_bytes_ < 0) break;
-    // Forward stages keep to the same cap, since the weights of one lie beside what a backward holds.
+    // Forward stages keep to the same cap, since their weights lie in memory beside the values of a backward stage.
     cost.weight_bytes += cost.gradient_bytes + cost.saved_bytes;
     cost.gradient_bytes = cost.saved_bytes = 0;
   }
@@ -201,17 +201,17 @@ Plan ModelPlanner::recipe(Engine& engine, const Key& key, bool measured) const {
   const schedule::Stages simple = schedule::choose_stages(costs, key.devices, options.plan);
   if (!measured) return schedule::to_recipe(schedule::to_cut(simple), sums, key.devices, options.plan);
   schedule::Cluster cluster;
-  // What a visit takes in the search's own reckoning; each layer by itself must be possible.
+  // The bytes of a visit as the search computes them; each layer by itself must be possible.
   int64_t room_bytes = 2 * share_bytes;
   for (int l = 0; share_bytes > 0 && l < static_cast<int>(costs.size()); ++l) {
     room_bytes = std::max(room_bytes, sums.visit_bytes({l, l + 1}, key.mode != PlanMode::kInference, /*least=*/false));
   }
   for (int i = 0; i < key.devices; ++i) cluster.devices.push_back({1, room_bytes});
   options.rules.asynchronous = key.asynchronous;
-  // Every value passes through the host.
+  // Every value goes by way of the host.
   options.rules.hop_on_same_device = true;
   options.replicas = false;
-  // A call comes when much of the one before has begun, too late for a step that counts on going before its jobs.
+  // A call is submitted when much of the previous one has begun, too late for a plan that puts its jobs before those.
   options.interleave = false;
   options.effort = kEffort;
   options.max_fused_layers = static_cast<int>(costs.size());

@@ -41,7 +41,7 @@ Pipeline::~Pipeline() {
 
 namespace {
 
-// Whether a layer may draw from a generator that the caller's thread may draw from, too.
+// Whether a layer may draw from a generator from which the caller's thread may draw, too.
 bool may_draw_on_cards(const Call& call, Engine& engine) {
   if (engine.device_type() == c10::kCPU || !call.options.preserve_rng_state) return false;
   if (call.loss && call.model->loss_shared_draws.possible(/*with_backward=*/true)) return true;
@@ -98,7 +98,7 @@ void Pipeline::tell() {
 }
 
 void Pipeline::recover_from(std::exception_ptr error) {
-  // Once nothing runs any more, each call has said what there is to say.
+  // Once nothing runs, each call has recorded all that it has to report.
   const std::vector<CallPtr> calls = active_;
   recover();
   std::optional<Call::Lack> lack;
@@ -109,7 +109,7 @@ void Pipeline::recover_from(std::exception_ptr error) {
   try {
     tell();
   } catch (...) {
-    // Where warnings are errors, the first error still is the one that counts.
+    // If warnings are errors, the first error is still the one to throw.
     frontend().clear_error();
   }
   if (lack && is_out_of_memory(error)) error = explained(error, lack->full, lack->step);
@@ -142,7 +142,7 @@ void Pipeline::note_plan(Call& call, const Plan& plan) {
   const auto alike = [](const schedule::Job& a, const schedule::Job& b) {
     return a.phase == b.phase && a.layers == b.layers && a.microbatches == b.microbatches && a.order == b.order;
   };
-  // Steps may overlap in their order only with steps of the same order.
+  // Jobs of consecutive steps may only overlap if both steps have the same order.
   const bool same = last_plan_ && std::ranges::equal(last_plan_->jobs, plan.jobs, alike);
   positions_ += same ? 1 : 2;
   call.position = positions_;
@@ -197,7 +197,7 @@ Values Pipeline::read_outputs(Call& call, int microbatch) const {
   const at::NoGradGuard no_grad;
   for (const memory::HostValuePtr& value : boundary.tensors) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    // What other boundaries still read must not be changed through the output.
+    // Values that other boundaries still read must not be changed by way of the output.
     const at::Tensor own = value.use_count() > 1 ? memory::copy_alike(value->data) : value->data.alias();
     outputs.tensors.push_back(memory::restore_broadcast(*value, own));
   }
@@ -212,7 +212,7 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
   const std::shared_ptr<Engine> engine = engine_;
   options.microbatches = static_cast<int>(inputs.size());
   options.requires_grad = true;
-  // Before the call has its number: what is raised here leaves no gap in the random states.
+  // Before the call gets its number, so that an error leaves no gap in the random states.
   raise_pending();
   gradients_.import();
   const CallPtr call = begin_call(options, *engine);
@@ -263,8 +263,8 @@ Pipeline::TrainResult Pipeline::finish(Submitted& submitted) {
   weights_.show_complete();
   if (call->input_gradients) {
     wait_or_abort(call->finished(), call);
-    // One backward for all microbatches: what they have in common, another model's graph for one, can be gone through
-    // only once.
+    // One backward for all microbatches: a graph that they share, such as another model's, can be run backward only
+    // once.
     std::vector<at::Tensor> roots;
     std::vector<at::Tensor> gradients;
     for (int m = 0; m < call->options.microbatches; ++m) {
@@ -279,7 +279,7 @@ Pipeline::TrainResult Pipeline::finish(Submitted& submitted) {
   }
   {
     const at::NoGradGuard no_grad;
-    // Copies: the caller may keep them for long, and with one of them the memory that many share.
+    // Copies: the caller may keep them for long, and one of them would keep the memory that many share.
     for (const std::vector<at::Tensor>& losses : call->losses) {
       result.losses.emplace_back();
       for (const at::Tensor& loss : losses) result.losses.back().push_back(loss.clone());
@@ -296,7 +296,7 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
                                                         bool keep_graph) {
   require_engine();
   require_callers_thread();
-  // An earlier backward of the same graph still uses what the next one sets up.
+  // An earlier backward of the same graph still uses the state that the next one sets up.
   wait_or_abort(call->finished(), call);
   raise_pending();
   if (const std::exception_ptr error = call->error()) std::rethrow_exception(error);
@@ -338,7 +338,7 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
   }
   submit_or_undo(call, [&] {
     open_gradients(*call, plan);
-    // Behind whatever has been submitted since the forward: gradients are summed in the order of submission.
+    // Behind everything submitted since the forward: gradients are summed in the order of submission.
     call->position = ++positions_;
     submit_jobs(call, plan, /*forward=*/false, /*backward=*/true, *engine);
   });
@@ -389,7 +389,7 @@ void Pipeline::drain() {
 
 namespace {
 
-// Gives the user's buffers the values they had before the call. Nothing of the call may be running.
+// Restores the user's buffers to their values before the call. REQUIRES: nothing of the call is running.
 void put_buffers_back(const Call& call) {
   const at::NoGradGuard no_grad;
   for (int l = 0; l < call.model->layer_count(); ++l) {
@@ -397,7 +397,7 @@ void put_buffers_back(const Call& call) {
     if (layer.buffers.empty()) continue;
     std::optional<Call::BufferSnapshot> before;
     for (int m = 0; m < call.options.microbatches && !before; ++m) before = call.snapshot(l, m);
-    // One that did not get to the host was ahead of anything that overwrites the buffers, so they are untouched.
+    // A snapshot that did not reach the host precedes any write to the buffers, so they are unchanged.
     if (!before || !before->produced->complete() || before->produced->error()) continue;
     for (size_t i = 0; i < layer.buffers.size(); ++i) {
       const memory::HostValue& value = *before->tensors[i];
@@ -416,13 +416,13 @@ void Pipeline::recover() {
       newest = false;
       continue;
     }
-    // As if the call had not been made: its number is free again, and so are the buffers, unless a good call went on
-    // from them.
+    // As if the call had not been made: its number is free again, and buffers are restored, unless a good call has used
+    // them since.
     --calls_;
-    (*call)->loss.reset();  // it may lead back to who holds this
+    (*call)->loss.reset();  // it may refer back to an owner of this
     if (newest) put_buffers_back(**call);
     for (size_t b = 0; b < (*call)->results.size(); ++b) {
-      // Gradients that a step has taken already are that step's to give up.
+      // If a step has already taken the gradients, dropping them is up to the step.
       if ((*call)->results[b] && model_->gradients[b] == (*call)->results[b]) {
         model_->gradients[b] = (*call)->bases[b];
       }

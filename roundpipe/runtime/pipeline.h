@@ -14,15 +14,15 @@
 
 namespace roundpipe::runtime {
 
-// Runs one model's calls: batches in, outputs, losses and gradients out. Beside it stand the ledger of its gradients,
-// the publisher of its weights, and its planner.
+// Runs one model's calls: batches in; outputs, losses and gradients out. The ledger of its gradients, the publisher of
+// its weights and its planner are separate classes that it owns.
 //
 // Thread safety: all methods from one thread at a time, the caller's. A pipeline may be dropped while calls run: they
-// end by themselves.
-// Errors: a job's error is thrown by the call that waits for it or by the next method that checks (every one that
-// says so); the pipeline has then drained this model's work, gone back to the last gradients that are good, and can
-// be used again. The same methods warn of what the engine has noted of calls so far (see Frontend::warn): a call's
-// notice comes with the first of them that waits for it, before an error that it ends with.
+// finish by themselves.
+// Errors: a job's error is thrown by the method that waits for the job, or by the next method that checks for errors
+// (documented at each). By then the pipeline has drained this model's work and restored the last good gradients, and
+// can be used again. The same methods show the engine's warnings about calls (see Frontend::warn): a call's warning is
+// shown by the first of them that waits for it, before the call's error is thrown.
 class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardRunner {
  public:
   Pipeline(std::string name, std::vector<std::unique_ptr<Layer>> layers, bool pinned);
@@ -34,8 +34,9 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
     std::vector<Values> microbatches;
   };
 
-  // Runs the batch forward. With options.requires_grad, outputs that depend on something trainable carry a graph
-  // whose backward runs through the pipeline. Checks for errors; blocks until the outputs are here.
+  // Runs the batch forward. With options.requires_grad, outputs that depend on something trainable carry a graph whose
+  // backward runs in the pipeline. Checks for errors; blocks until the outputs are on the host, or until the call is
+  // finished if it keeps its caller (Call::keeps_caller).
   // `step`: see Call::keep_step; may be null, here and in submit().
   Outputs forward(const std::vector<Values>& inputs, CallOptions options, const Route& route,
                   std::shared_ptr<const void> step = nullptr);
@@ -46,18 +47,21 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
   };
   // A batch that has been submitted for forward, loss and backward.
   struct Submitted {
-    CallPtr call;                       // until finish(): its error may lead back to who holds this
+    CallPtr call;                       // until finish(); its error may refer back to an owner of this object
     std::shared_ptr<ExecutionLog> log;  // grows until the backward is over
-    std::vector<Values> inputs;         // kept only where gradients go on into them
+    std::vector<Values> inputs;         // kept only if gradients continue into them
     bool finished = false;
   };
-  // Starts forward, loss and backward. Checks for errors; does not block.
+  // Starts forward, loss and backward. Checks for errors. Does not wait for the call, unless it keeps its caller; may
+  // wait for earlier calls, as GradientLedger::import does or if the pool of devices was replaced.
   std::shared_ptr<Submitted> submit(const std::vector<Values>& inputs, const std::vector<Values>& labels,
                                     std::shared_ptr<Loss> loss, bool keep_outputs, CallOptions options,
                                     const Route& route, std::shared_ptr<const void> step = nullptr);
-  // The losses of a submitted batch; blocks until they are here: the backward may still run. Throws its error. Once.
+  // Returns the losses of a submitted batch. Blocks until they are on the host; the backward may still run. If inputs
+  // require gradients, blocks until the call is finished, then continues the backward into them. Throws the call's
+  // error. Once.
   TrainResult finish(Submitted& submitted);
-  // Both.
+  // submit(), then finish().
   TrainResult forward_backward(const std::vector<Values>& inputs, const std::vector<Values>& labels,
                                std::shared_ptr<Loss> loss, bool keep_outputs, CallOptions options, const Route& route) {
     return finish(*submit(inputs, labels, std::move(loss), keep_outputs, options, route));
@@ -65,23 +69,24 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
 
   // Throws the first error of earlier calls, if any.
   void raise_pending();
-  // Fails the last call as if a job had, with `message`: its gradients are dropped, and Error is thrown.
+  // Fails the last call with `message`, as if a job had failed: its gradients are dropped, and Error is thrown.
   void discard_last_call(const std::string& message);
   // Waits until no call is running; checks for errors.
   void drain();
 
-  // Takes the gradients summed since the last step, one entry for each block, null where there are none. Checks for
+  // Takes the gradients summed since the last step: one entry for each block, null where there is none. Checks for
   // errors.
   std::vector<memory::GradientBlockPtr> take_gradients();
-  // The same, on their way to the optimizer's parameters (see WeightPublisher).
+  // The same, as a ticket for the optimizer's parameters (see WeightPublisher).
   std::unique_ptr<StepTicket> begin_step();
-  // The gradients that calls in flight will leave have been promised to a step, which may use some of them before all
-  // are there: an interrupted wait must not make these calls fail.
+  // Marks calls in flight as committed: their gradients belong to a step, which may use some before all have landed. An
+  // interrupted wait must not fail such a call.
   void commit_calls();
-  // From now on 16-bit weights have fp32 gradients on the host. Waits until no call is running; gradients that no step
-  // has taken are dropped.
+  // From now on, 16-bit weights have fp32 gradients on the host. Waits until no call is running; drops gradients that
+  // no step has taken.
   void keep_gradients_in_fp32();
-  // Points the user's parameters at the current version and their .grad at what has been summed. After drain().
+  // Points the user's parameters at the current version, and puts the summed gradients into their .grad. Call drain()
+  // before.
   void expose();
 
   GradientLedger& gradients() { return gradients_; }
@@ -93,12 +98,12 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
   std::shared_ptr<ModelState> shared_model() { return model_; }
   uint64_t calls() const { return calls_; }
   void set_calls(uint64_t calls) { calls_ = calls; }
-  // Base of layer_seed(): what the host's default generator was seeded with when the model was wrapped.
+  // The base of layer_seed(): the seed of the host's default generator when the model was wrapped.
   uint64_t random_seed() const { return random_seed_; }
   void set_random_seed(uint64_t seed) { random_seed_ = seed; }
-  // What the last call executed, as far as it has come.
+  // The records of the last call so far.
   std::vector<ExecutionRecord> last_records() const;
-  // The same, which goes on growing until the call is over; null before the first call.
+  // The log of these records, which grows until the call is over; null before the first call.
   std::shared_ptr<ExecutionLog> last_log() const { return last_call_ ? last_call_->log : nullptr; }
   const std::optional<schedule::Plan>& last_plan() const { return last_plan_; }
 
@@ -110,23 +115,22 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
  private:
   CallPtr begin_call(CallOptions options, Engine& engine);
   void take_engine();
-  // Makes `call` active and runs `submission`, which plans and submits it. When that throws, nothing has been
-  // submitted.
+  // Makes `call` active and runs `submission`, which plans and submits it. If that throws, nothing has been submitted.
   template <typename Submission>
   void submit_or_undo(const CallPtr& call, Submission submission);
-  // How often each of the user's parameters has been written.
+  // How often each of the user's parameters has been written to.
   std::vector<uint32_t> parameter_writes() const;
   void note_plan(Call& call, const schedule::Plan& plan);
   void wait_or_abort(const device::EventPtr& event, const CallPtr& call);
   void recover();
-  // Recovers and throws `error`, which a wait or an active call has ended with, explained where memory ran out.
+  // Recovers and throws `error`, from a wait or an active call, with an explanation if memory ran out.
   [[noreturn]] void recover_from(std::exception_ptr error);
-  // Warns of what the engine has noted, if anything.
+  // Shows the engine's warning, if there is one.
   void tell();
   Values read_outputs(Call& call, int microbatch) const;
 
   std::shared_ptr<ModelState> model_;
-  std::vector<CallPtr> active_;  // submitted, not known to be good; oldest first
+  std::vector<CallPtr> active_;  // submitted and not yet known to have succeeded; oldest first
   CallPtr last_call_;
   std::optional<schedule::Plan> last_plan_;
   GradientLedger gradients_;

@@ -32,8 +32,8 @@ struct PipelineNode final : public torch::autograd::Node {
       const auto [microbatch, position] = places[i];
       per_microbatch[microbatch][position] = std::move(gradients[i]);
     }
-    // Once every model of the graph has been given its backward: like in PyTorch, it is over when backward() returns,
-    // and what a recomputation raises is raised there.
+    // Runs after every model of the graph has its backward submitted: as in PyTorch, the backward is over when
+    // backward() returns, and errors of the recompute are thrown there.
     torch::autograd::Engine::get_default_engine().queue_callback(
         [runner = runner, call = call] { with_raised_errors([&] { runner->finish_backward(call); }); });
     const bool keep_graph = torch::autograd::get_current_graph_task_keep_graph();

@@ -151,7 +151,7 @@ void put_inputs(Call& call, int microbatch, const Values& inputs, bool copy, boo
     }
     const bool requires_grad = call.options.requires_grad && tensor.requires_grad();
     const at::Tensor plain = tensor.detach();
-    // An accelerator reads pageable memory only while this thread waits.
+    // Copied if `pinned`: an accelerator reads pageable memory only while this thread waits.
     values.tensors.push_back(copy || pinned || !plain.device().is_cpu()
                                  ? memory::copy_to_host(plain, requires_grad, pinned)
                                  : memory::refer_to_host(plain, requires_grad));
@@ -161,7 +161,7 @@ void put_inputs(Call& call, int microbatch, const Values& inputs, bool copy, boo
 
 namespace {
 
-// Per layer: where the microbatches of its backward jobs begin, ascending.
+// Per layer: the first microbatches of its backward jobs, ascending.
 std::vector<std::vector<int>> backward_ranges(const Plan& plan) {
   std::vector<std::vector<int>> begins(static_cast<size_t>(plan.layers));
   for (const Job& job : plan.jobs) {
@@ -239,7 +239,7 @@ void submit_jobs(const CallPtr& call, const Plan& plan, bool forward, bool backw
         model.blocks[block].block->add_reader(call->readings[block], run->weights_read);
       }
       const Learned writes_buffers = call->habits[static_cast<size_t>(l)]->writes_buffers.load();
-      // A backward job leaves the buffers alone, but must not read them while a forward may be writing them.
+      // A backward job does not write buffers, but must not read them while a forward may be writing them.
       if (!layer.buffers.empty() && (!is_backward || writes_buffers == Learned::kUnknown)) {
         run->buffers_before[place] = layer.buffers_current;
         if (!is_backward && writes_buffers != Learned::kNo) {

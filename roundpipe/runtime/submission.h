@@ -10,30 +10,31 @@ namespace roundpipe::runtime {
 
 // Turns a call and its plan into jobs for the devices. Everything here runs on the caller's thread and never blocks.
 
-// How a call is to run: as the planner likes; in these stages, devices in turn from where the last plan stopped; or by
-// this plan, devices included.
+// How a call runs: as the planner chooses; in these stages, with devices in turn from where the last plan stopped; or
+// by this plan, including its devices.
 using Route = std::variant<std::monostate, schedule::Stages, schedule::Plan>;
 
-// The plan of the call. Stages are cut off below the lowest layer that needs a backward.
+// Returns the plan of the call. Backward stages end at the lowest layer that needs a backward.
 // Throws std::invalid_argument for stages or a plan that does not fit the model, the batch or the pool.
 schedule::Plan plan_call(const Call& call, const Route& route, schedule::PlanMode mode, ModelPlanner& planner,
                          Engine& engine);
 
-// The plans that the next calls would have, one each, without a call being made.
+// Returns the plans that the next calls would have, one each, without making a call.
 std::vector<schedule::Plan> preview_plans(const ModelState& model, const Route& route, schedule::PlanMode mode,
                                           int microbatches, const ModelPlanner& planner, Engine& engine, int steps);
 
-// Makes the events of every boundary that the plan's jobs write or read, and notes which are kept for the backward.
+// Makes the events of every boundary that the plan's jobs write or read, and notes which values the backward needs.
 void open_boundaries(Call& call, const schedule::Plan& plan);
 
-// Puts one microbatch's input at the first boundary, by copy if `copy` (the user may write to it before it is read
-// again) and by reference otherwise. REQUIRES: open_boundaries.
+// Stores one microbatch's input at the first boundary: a copy if `copy` (the user may write to the input before its
+// last read), else by reference where that is possible. REQUIRES: open_boundaries.
 void put_inputs(Call& call, int microbatch, const Values& inputs, bool copy, bool pinned);
 
-// Chains the call's gradients to those that the model has summed so far. Before jobs with a backward are submitted.
+// Chains the call's gradients to those that the model has summed so far. Call it before jobs with a backward are
+// submitted.
 void open_gradients(Call& call, const schedule::Plan& plan);
 
-// Submits the plan's jobs of the forward part (forward and fused), of the backward part, or both.
+// Submits the plan's jobs of the forward part (forward and fused), of the backward part, or of both.
 void submit_jobs(const CallPtr& call, const schedule::Plan& plan, bool forward, bool backward, Engine& engine);
 
 }  // namespace roundpipe::runtime

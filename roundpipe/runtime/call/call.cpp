@@ -22,7 +22,7 @@ void AutocastState::apply() const {
     at::autocast::set_autocast_enabled(entry.device_type, entry.enabled);
     at::autocast::set_autocast_dtype(entry.device_type, entry.dtype);
   }
-  // The cache keys casts by parameter, and our parameters change their data from job to job.
+  // The cache keys casts by parameter, but our parameters change their data from job to job.
   at::autocast::set_autocast_cache_enabled(false);
 }
 
@@ -94,14 +94,14 @@ std::exception_ptr Call::error() const {
 
 void Call::add_jobs(int count) {
   std::lock_guard lock(mutex_);
-  // A new one even where the old has not fired yet: job_over() may be about to.
+  // A new event even if the old one has not fired yet: job_over() may be about to fire it.
   if (jobs_left_ == 0) finished_ = device::make_event();
   jobs_left_ += count;
 }
 
 void Call::job_over() {
   EventPtr finished;
-  std::shared_ptr<const void> step;  // dropped after the lock: it is the interpreter's
+  std::shared_ptr<const void> step;  // dropped after the lock is released: it belongs to the interpreter
   {
     std::lock_guard lock(mutex_);
     if (--jobs_left_ == 0) {

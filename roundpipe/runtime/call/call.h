@@ -28,7 +28,7 @@ struct BoundaryValues {
   std::vector<memory::HostValuePtr> tensors;  // the same pointer twice = the same tensor twice
   std::shared_ptr<const void> structure;
   device::EventPtr produced;
-  std::atomic<int> readers{0};  // uploads still to come; at 0 the host memory is given back
+  std::atomic<int> readers{0};  // uploads that have not begun; at 0 the host memory is released
 };
 
 // One microbatch's gradients at a boundary, aligned with BoundaryValues::tensors; undefined = none.
@@ -37,8 +37,8 @@ struct BoundaryGradients {
   device::EventPtr produced;
 };
 
-// What one execution of a stage on a microbatch took, in Clock milliseconds: when the device did it, not when the host
-// issued it. Records of one device do not overlap.
+// The times of one execution of a stage on a microbatch, in Clock milliseconds: when the device ran it, not when the
+// host issued it. Records of one device do not overlap.
 struct ExecutionRecord {
   schedule::Phase phase;
   schedule::Range layers;
@@ -46,11 +46,11 @@ struct ExecutionRecord {
   int device;
   double start_ms;
   double end_ms;
-  double recomputed_ms = 0;  // when a backward had its forward again; 0 for other phases
-  double waited_ms = 0;      // how long the device then had nothing to do, until its gradient had come
+  double recomputed_ms = 0;  // when the recompute of a backward ended; 0 for other phases
+  double waited_ms = 0;      // how long the device then was idle, until the gradient arrived
 };
 
-// What one call has executed so far. Thread safety: any thread.
+// The records of one call so far. Thread safety: any thread.
 class ExecutionLog {
  public:
   void add(const ExecutionRecord& record) {
@@ -70,10 +70,10 @@ class ExecutionLog {
 
 enum class RecomputeGrain { kStage, kLayer };
 
-// In which order gradients of a parameter that several layers share are added.
+// The order in which gradients of a parameter that several layers share are added.
 enum class TiedGradAccumulation {
-  kLayer,       // each layer's over the microbatches, then the layers' sums (see LayerSums)
-  kMicrobatch,  // each microbatch's over the layers, then the microbatches (see memory::TiedSum)
+  kLayer,       // over each layer's microbatches first, then over the layers (see LayerSums)
+  kMicrobatch,  // over each microbatch's layers first, then over the microbatches (see memory::TiedSum)
 };
 
 struct CallOptions {
@@ -82,11 +82,11 @@ struct CallOptions {
   bool preserve_rng_state = true;
   RecomputeGrain recompute_grain = RecomputeGrain::kStage;
   TiedGradAccumulation tied_grad_accumulation = TiedGradAccumulation::kLayer;
-  // The call reads something that the caller may change, and returns only when it has done so for the last time.
+  // The call reads something that the caller may change, so it returns only after the last read.
   bool keeps_caller = false;
 };
 
-// The caller's autocast settings, for the workers.
+// The caller's autocast settings, to be applied on workers.
 struct AutocastState {
   static AutocastState capture(c10::DeviceType accelerator);
   void apply() const;
@@ -100,13 +100,13 @@ struct AutocastState {
 
 // One pipelined run of a model over a batch: inputs in, outputs or losses out, gradients left on the host.
 //
-// Shared by the caller, the workers and pending transfers. Every event that others wait for is made by new_event(),
-// so fail() releases them all: the first error wins, jobs that are left are skipped, and `finished` still fires.
+// Shared by the caller, the workers and pending transfers. Every event that others wait for is made by new_event(), so
+// fail() releases all waiters: the first error wins, remaining jobs are skipped, and `finished` still fires.
 // Thread safety: members are set before submission and read-only after, unless said otherwise.
 class Call : public std::enable_shared_from_this<Call> {
  public:
   Call(std::shared_ptr<ModelState> model, CallOptions options, uint64_t id, uint64_t index, uint64_t base_seed);
-  // Tells the frontend.
+  // Tells the frontend that the call is over.
   ~Call();
 
   device::EventPtr new_event();
@@ -114,18 +114,18 @@ class Call : public std::enable_shared_from_this<Call> {
   std::exception_ptr error() const;
   bool failed() const { return failed_.load(); }
 
-  // Runs `callback` once all of `events` have fired. The error of the first that has not, and what the callback throws,
-  // fail the call instead: whatever somebody waits for is done by the callback or fails with the call. Null events
-  // count as fired. The way to hang work of a call behind an event.
+  // Runs `callback` once all of `events` have fired. If an event fails, or the callback throws, the call fails with
+  // that error. So an event that the callback fires is always completed, by the callback or by the call's failure. Null
+  // events count as fired. Use this for all work of a call that waits for an event.
   void then(const std::vector<device::EventPtr>& events, device::Event::Callback callback);
-  // Runs `work` now; what it throws fails the call. Whether it went through.
+  // Runs `work` now. Returns whether it succeeded; an error fails the call.
   bool attempt(const std::function<void()>& work) noexcept;
 
-  // Jobs submitted and not yet over, their transfers included; `finished` fires at 0.
+  // Counts jobs that are submitted and not yet over, including their transfers; `finished` fires at 0.
   void add_jobs(int count);
   void job_over();
   device::EventPtr finished() const;
-  // Counts as a job until it is dropped. REQUIRES: a job is left.
+  // Returns an object that counts as a job until it is dropped. REQUIRES: a job is left.
   std::shared_ptr<void> hold();
 
   BoundaryValues& values(int layer, int microbatch) { return values_[at(layer, microbatch)]; }
@@ -134,17 +134,17 @@ class Call : public std::enable_shared_from_this<Call> {
   void record(const ExecutionRecord& record) { log->add(record); }
   std::vector<ExecutionRecord> records() const { return log->records(); }
 
-  // Outlives the call for those who only want to know what it did.
+  // Outlives the call, for those who only read its records.
   const std::shared_ptr<ExecutionLog> log = std::make_shared<ExecutionLog>();
 
   const std::shared_ptr<ModelState> model;
   const CallOptions options;
   const uint64_t id;     // unique in the process
-  const uint64_t index;  // of this model's calls, keys the random state
+  const uint64_t index;  // among this model's calls; keys the random state
   const uint64_t base_seed;
 
   bool committed = false;  // see Pipeline::commit_calls; caller's thread only
-  uint64_t position = 0;   // among the model's calls; never given twice, unlike `index`
+  uint64_t position = 0;   // among the model's calls; never reused, unlike `index`
 
   // The caller's thread-local state (autograd mode, dispatch modes, autocast).
   std::optional<at::ThreadLocalState> thread_state;
@@ -154,28 +154,28 @@ class Call : public std::enable_shared_from_this<Call> {
   std::vector<std::vector<char>> trainable;             // [layer][parameter]
   std::vector<std::shared_ptr<const void>> attributes;  // [layer], see Layer::attributes
   std::vector<memory::WeightVersionPtr> readings;       // [block]
-  std::vector<uint32_t> parameter_writes;               // [parameter of all blocks]: how often it had been written
+  std::vector<uint32_t> parameter_writes;               // [parameter of all blocks]: how often it had been written to
   std::vector<char> saved_boundaries;                   // [layer]: values before this layer are kept
-  bool keep_values = false;                             // a backward may come again (retain_graph)
+  bool keep_values = false;                             // there may be another backward (retain_graph)
 
   std::shared_ptr<Loss> loss;
   std::vector<Values> labels;                   // [microbatch], host
   std::vector<std::vector<at::Tensor>> losses;  // [microbatch], host; set by fused jobs
   std::vector<device::EventPtr> loss_ready;     // [microbatch]
   bool keep_outputs = false;
-  // The caller gets control back only when nothing of the call runs any more.
+  // Control returns to the caller only when nothing of the call runs any more.
   bool keeps_caller = false;
 
-  // Set when a backward is submitted. [block]; null where the block gets nothing.
+  // Set when a backward is submitted. [block]; null if the block gets no gradients.
   std::vector<memory::GradientBlockPtr> bases;
   std::vector<memory::GradientBlockPtr> results;
   std::vector<std::unique_ptr<memory::RangeSum>> range_sums;
-  // Of blocks that are tied: one of the two.
+  // For tied blocks: one of the two.
   std::vector<std::unique_ptr<LayerSums>> layer_sums;
   std::vector<std::unique_ptr<memory::TiedSum>> tied_sums;
   bool input_gradients = false;
 
-  // Buffers as they were before a forward that writes them: [layer][microbatch] -> one value per buffer.
+  // The values of buffers before a forward that writes them: [layer][microbatch] -> one value per buffer.
   struct BufferSnapshot {
     std::vector<memory::HostValuePtr> tensors;
     device::EventPtr produced;
@@ -183,17 +183,17 @@ class Call : public std::enable_shared_from_this<Call> {
   void save_snapshot(int layer, int microbatch, BufferSnapshot snapshot);
   std::optional<BufferSnapshot> snapshot(int layer, int microbatch) const;
 
-  // What layer `layer` draws from is seeded with for a microbatch; the loss counts as the layer behind the last.
+  // The seed of the generators for layer `layer` and a microbatch; the loss counts as the layer after the last.
   uint64_t seed(int layer, int microbatch) const {
     return layer_seed(base_seed, model->name, index, microbatch, layer);
   }
 
-  // `step`: what Frontend::explain is given should a device have no memory. It may lead back to who holds this, so
-  // one that is kept `until_over` goes with the last job unless it is needed then.
+  // `step`: passed to Frontend::explain if a device runs out of memory. It may refer back to an object that holds this
+  // call. So with `until_over` it is dropped when the last job is over, unless a device has run out of memory.
   void keep_step(std::shared_ptr<const void> step, bool until_over);
-  // A device had no memory; before fail(). The first one counts.
+  // Records that a device has run out of memory; call it before fail(). Only the first record counts.
   void ran_out(FullDevice full);
-  // What ran_out() was told, and the step. Empty after the first call.
+  // Returns the argument of ran_out() and the step, and clears them; empty if there is none.
   struct Lack {
     FullDevice full;
     std::shared_ptr<const void> step;

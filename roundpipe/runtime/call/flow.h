@@ -12,8 +12,8 @@ namespace roundpipe::runtime {
 // Values between two layers on a device, without autograd history.
 struct Flow {
   std::vector<at::Tensor> tensors;
-  std::vector<char> requires_grad;         // whether the uncut model's tensor would
-  std::vector<memory::HostValuePtr> host;  // where the same value already lies on the host; null if nowhere
+  std::vector<char> requires_grad;         // as in the uncut model
+  std::vector<memory::HostValuePtr> host;  // the same value on the host; null if it is not there
   std::shared_ptr<const void> structure;
 };
 

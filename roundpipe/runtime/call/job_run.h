@@ -9,54 +9,59 @@
 
 namespace roundpipe::runtime {
 
-// Values of one microbatch on their way to, or on, a device. The link's until `uploaded` fires, then the worker's.
+// Values of one microbatch on their way to a device, or on it. They belong to the link until `uploaded` fires, then to
+// the worker.
 struct StagedValues {
-  std::vector<memory::HostValuePtr> host;  // kept until the microbatch is through: it may be asked for once more
+  std::vector<memory::HostValuePtr> host;  // kept until the microbatch is done: it may be uploaded again
   bool filled = false;                     // whether `host` and `structure` are known
   std::vector<at::Tensor> device;          // aligned with host
   std::shared_ptr<const void> structure;
   device::EventPtr uploaded;
 };
 
-// Everything one microbatch of a job reads.
+// All values that one microbatch of a job reads.
 struct StagedMicrobatch {
   std::shared_ptr<StagedValues> inputs;
   std::shared_ptr<StagedValues> label;      // fused jobs
   std::shared_ptr<StagedValues> gradients;  // backward jobs; host and device entries may be null
 };
 
-// A job of a submitted call on its device: what was decided at submission, and how far it has come.
-// Thread safety: made on the caller's thread, then belongs to its worker (under the worker's mutex until it runs).
+// A job of a submitted call on its device: the decisions made at submission, and its progress.
+// Thread safety: made on the caller's thread, then belongs to its worker (under the lock of the worker's queue until it
+// runs).
 struct JobRun {
   CallPtr call;
   schedule::Job job;
   double position = 0;  // in the order of the model's calls: Call::position + Job::order
   int last_layer = 0;   // of the model
-  // Of a fused job. The call gives its own up once the caller has the losses, and a microbatch may still run anew.
+  // Of a fused job. The call drops its own reference once the caller has the losses, while a microbatch may still run
+  // again.
   std::shared_ptr<Loss> loss;
   StageLayout layout;
 
-  // Per layer of the stage; null where nothing is to be waited for or told.
+  // Per layer of the stage: events to wait for, and events to fire; null if there is none.
   std::vector<device::EventPtr> buffers_before;
   std::vector<device::EventPtr> buffers_after;
-  // Per layer of the stage: which part of RangeSum this job is, and of TiedSum which layer.
+  // Per layer of the stage: the position of this job's microbatches among those of the layer's backward jobs, see
+  // RangeSum.
   std::vector<size_t> range_index;
   int first_backward_layer = 0;
 
   int slot = -1;
   at::Tensor weights;             // the slot, once uploaded
   device::EventPtr uploaded;      // all weights and buffers
-  device::EventPtr weights_read;  // the host's weights are not read for this job any more
-  at::Tensor parked;              // the weights on the host, while the running job needs their place on the device
-  // Of transfers that have taken device memory before the job runs; under the worker's mutex.
+  device::EventPtr weights_read;  // fires when the job no longer reads the host's weights
+  at::Tensor parked;              // the weights on the host, while they are evicted for the running job
+  // Events of transfers that have taken device memory before the job runs; under the lock of the worker's queue.
   std::vector<device::EventPtr> begun;
   std::map<int, StagedMicrobatch> staged;
-  // Transfer::settled of every transfer of this job: when all have fired, its slot is free and the job is over.
+  // Transfer::settled of every transfer of this job. Once all of them and its compute are complete, its slot is
+  // released and the job is over.
   std::vector<device::EventPtr> transfers;
   device::EventPtr new_transfer() { return transfers.emplace_back(device::make_event()); }
-  // Those among them that lead to the host; the device's thread only.
+  // Those of the transfers that go to the host; the device's thread only.
   std::vector<device::EventPtr> outgoing;
-  // Blocks until the device holds nothing any more that the job has sent; whether it had to wait.
+  // Blocks until the device holds nothing that the job has sent. Returns whether it had to wait.
   bool wait_sent() {
     bool waited = false;
     for (const device::EventPtr& sent : outgoing) {
@@ -67,7 +72,7 @@ struct JobRun {
     return waited;
   }
 
-  // A transfer that nobody in the pipeline waits for must not fail unnoticed.
+  // Makes a failure of `done` fail the call, for transfers that nothing in the pipeline waits for.
   void fails_with(const device::EventPtr& done) const {
     call->then({done}, [] {});
   }

@@ -10,16 +10,16 @@ namespace roundpipe::runtime {
 
 namespace {
 
-// As many elements as torch's own kernels take on one thread.
+// The number of elements that torch's own kernels process on one thread.
 constexpr int64_t kGrain = 32768;
 
-// Parameter `index` of a block, element by element as it lies in memory.
+// The elements of parameter `index` of a block, in memory order.
 at::Tensor elements(const memory::BlockLayout& layout, const at::Tensor& flat, size_t index) {
   const memory::TensorLayout& place = layout.tensors[index];
   return flat.narrow(0, place.offset_bytes, place.size_bytes).view(place.dtype);
 }
 
-// On the update threads, in pieces: torch would start threads of its own beside them.
+// Runs `work` in pieces on the update threads: on the whole, torch would start its own threads beside them.
 void in_pieces(int64_t count, const std::function<void(int64_t begin, int64_t size)>& work) {
   optim::ThreadPool::current()->for_ranges(count, kGrain, [&](int64_t begin, int64_t end) {
     const at::NoGradGuard no_grad;

@@ -10,7 +10,7 @@ using memory::GradientBlockPtr;
 
 namespace {
 
-// How often a gradient has been written; one made in inference mode does not say.
+// How often a gradient has been written to; a tensor made in inference mode does not count its writes.
 uint32_t version_of(const at::Tensor& gradient) {
   return gradient.defined() && !gradient.is_inference() ? gradient._version() : 0;
 }
@@ -32,7 +32,7 @@ void GradientLedger::drop() {
 }
 
 void GradientLedger::show() {
-  // Shown ones are the user's until the next call takes them back: cleared ones stay cleared.
+  // Shown gradients are the user's until the next call takes them back: cleared ones stay cleared.
   if (shown_) return;
   const at::NoGradGuard no_grad;
   for (size_t b = 0; b < model_.blocks.size(); ++b) {
@@ -40,7 +40,7 @@ void GradientLedger::show() {
     for (size_t i = 0; i < parameters.size(); ++i) {
       at::Tensor gradient;
       if (model_.gradients[b]) gradient = memory::gradient(*model_.gradients[b], model_.blocks[b].gradient_layout, i);
-      // As autograd leaves them: in the parameter's own type.
+      // As autograd leaves them: in the parameter's own dtype.
       if (gradient.defined()) gradient = gradient.to(parameters[i].tensor.scalar_type());
       parameters[i].tensor.mutable_grad() = gradient;
       shown_gradients_.emplace_back(gradient, version_of(gradient));
@@ -67,7 +67,7 @@ bool GradientLedger::are_as_shown(size_t first, const std::vector<memory::NamedT
 
 void GradientLedger::import() {
   const at::NoGradGuard no_grad;
-  size_t first = 0;  // of the block's parameters, in shown_gradients_
+  size_t first = 0;  // the block's first place in shown_gradients_
   for (size_t b = 0; b < model_.blocks.size(); ++b) {
     const auto& parameters = model_.blocks[b].block->parameters();
     const size_t start = first;

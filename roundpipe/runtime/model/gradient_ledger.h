@@ -8,31 +8,34 @@
 
 namespace roundpipe::runtime {
 
-// Who has a model's gradients: the engine, summed in blocks since the last step (ModelState::gradients), or the user,
-// in the parameters' `.grad`. They are handed back and forth here.
+// Who holds a model's gradients: the engine, summed in blocks since the last step (ModelState::gradients), or the user,
+// in the parameters' `.grad`. This class moves them between the two.
 // Thread safety: the caller's thread.
 class GradientLedger {
  public:
   // `model` outlives this.
   explicit GradientLedger(ModelState& model) : model_(model) {}
 
-  // Whether calls have left gradients, or will, that no step has taken.
+  // Whether there are gradients that no step has taken, from calls that are over or in flight.
   bool any() const;
-  // Takes back what the user has in `.grad`: the engine's sums as shown, cleared or changed ones, or the user's own.
+  // Moves `.grad` back into the engine's sums: gradients that show() put there, which the user may have cleared or
+  // changed, or the user's own. Waits for a sum that is in flight if only some of its block's parameters have a
+  // `.grad`.
   void import();
-  // The sums, one entry for each block, null where there are none; the next calls begin new ones.
+  // Imports, then returns the sums: one entry for each block, null where there is none. The next calls start new ones.
   std::vector<memory::GradientBlockPtr> take();
-  // Drops the sums and what is in `.grad`, without waiting for gradients that are on their way.
+  // Drops the sums and every `.grad`, without waiting for gradients in flight.
   void drop();
-  // Puts what has been summed into `.grad`, in the parameters' own types. REQUIRES: no call is running.
+  // Puts the sums into `.grad`, in the parameters' own dtypes. REQUIRES: no call is running.
   void show();
 
-  // Whether `.grad` is to show gradients as soon as a backward is over, as it does in a plain PyTorch loop.
+  // Whether `.grad` is to show gradients as soon as a backward ends, as in a plain PyTorch loop.
   bool shows_at_once() const { return shows_at_once_; }
   void set_shows_at_once(bool shows) { shows_at_once_ = shows; }
 
  private:
-  // Whether the .grads of a block's parameters, whose first is number `first` of all, are untouched since show().
+  // Whether every `.grad` of a block's parameters is unchanged since show(). `first`: the number of the block's first
+  // parameter, counted over all blocks.
   bool are_as_shown(size_t first, const std::vector<memory::NamedTensor>& parameters) const;
 
   ModelState& model_;

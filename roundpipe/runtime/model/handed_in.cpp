@@ -11,7 +11,7 @@
 namespace roundpipe::runtime {
 namespace {
 
-// A tensor of the caller's as devices will see it: a copy, as the caller may change it before they have read it.
+// One of the caller's tensors as devices will see it: a copy, since the caller may change it before they have read it.
 at::Tensor taken_over(const at::Tensor& tensor, bool pinned) {
   const at::NoGradGuard no_grad;
   const memory::HostValuePtr value = memory::copy_to_host(tensor.detach(), /*requires_grad=*/false, pinned);
@@ -21,7 +21,7 @@ at::Tensor taken_over(const at::Tensor& tensor, bool pinned) {
 }  // namespace
 
 std::vector<Values> taken_over(std::vector<Values> labels, bool pinned) {
-  std::map<at::TensorImpl*, std::pair<at::Tensor, at::Tensor>> copies;  // of the first, which stays alive meanwhile
+  std::map<at::TensorImpl*, std::pair<at::Tensor, at::Tensor>> copies;  // originals, kept alive, and copies
   for (Values& values : labels) {
     for (at::Tensor& tensor : values.tensors) {
       auto& [original, copy] = copies[tensor.unsafeGetTensorImpl()];

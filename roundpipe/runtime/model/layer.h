@@ -12,19 +12,19 @@
 
 namespace roundpipe::runtime {
 
-// What travels between layers: the tensors, and whatever else the layer kind needs to put them together again (a
-// pytree for Python layers). The engine moves the tensors and hands the structure on untouched.
+// The values between layers: the tensors, and the structure that a kind of layer needs to reassemble them (a pytree for
+// Python layers). The engine moves the tensors and passes the structure on unchanged.
 struct Values {
   std::vector<at::Tensor> tensors;
   std::shared_ptr<const void> structure;
 };
 
-// Which execution of a layer this is.
+// Identifies one execution of a layer.
 struct LayerContext {
   uint64_t call = 0;  // unique in the process
   int layer = 0;
   int microbatch = 0;
-  bool recompute = false;  // the forward of this microbatch has run before
+  bool recompute = false;  // whether the forward of this microbatch has run before
   device::Queue* queue = nullptr;
 };
 
@@ -34,10 +34,10 @@ class LayerShell {
  public:
   virtual ~LayerShell() = default;
 
-  // Runs the layer on this device. Grad mode, autocast and random state are set by the caller.
+  // Runs the layer on this device. The caller has set grad mode, autocast and random state.
   virtual Values forward(const Values& inputs, const LayerContext& context) = 0;
 
-  // Takes over what Layer::attributes() returned for the call that runs now. Not called again for the same object.
+  // Applies the attributes that Layer::attributes() returned for the current call. Called once for each such object.
   virtual void refresh(const std::shared_ptr<const void>& /*attributes*/) {}
 
   // Leaves, in the order of Layer::parameters(); the engine sets their data and requires_grad.
@@ -51,29 +51,29 @@ class Layer {
  public:
   virtual ~Layer() = default;
   virtual std::string name() const = 0;
-  // What the layer takes while it is asked something or a shell of it runs (the interpreter lock), for this thread to
-  // keep over several of them. Null: nothing.
+  // Returns a lock that the layer takes whenever it is asked something or a shell of it runs (the interpreter lock).
+  // This thread may keep it over several such calls. Null: there is none.
   virtual std::shared_ptr<const void> hold() const { return nullptr; }
   // Two layers that return the same tensor (same TensorImpl) are tied.
   virtual std::vector<memory::NamedTensor> parameters() const = 0;
   virtual std::vector<memory::NamedTensor> buffers() const = 0;
-  // A value that changes when the layer may start or stop drawing random numbers or writing its buffers: whatever
-  // was learned about it is learned anew.
+  // A value that changes when the layer may start or stop drawing random numbers or writing its buffers. The layer's
+  // habits are learned separately for each value.
   virtual uint64_t mode_key() const { return 0; }
-  // What else the layer is at this moment (training flags, plain attributes), for its shells. Asked on the caller's
-  // thread when a call is made: the caller may change the layer while the call runs. The same object as before means
-  // that nothing has changed since.
+  // The layer's other state at this moment (training flags, plain attributes), for its shells. Asked on the caller's
+  // thread when a call is made, since the caller may change the layer while the call runs. Returns the same object as
+  // before if nothing has changed.
   virtual std::shared_ptr<const void> attributes() const { return nullptr; }
-  // What an update of the layer's parameters is pretended to take; 0 = they are really updated.
+  // How long an update of the layer's parameters is pretended to take; 0 = they are really updated.
   virtual double emulated_update_ms() const { return 0; }
   virtual std::unique_ptr<LayerShell> make_shell(c10::Device device) = 0;
 };
 
-// The user's loss, run where the last stage's output is.
+// The user's loss. It runs on the device that has the last stage's outputs.
 class Loss {
  public:
   virtual ~Loss() = default;
-  // Scalars, summed for the backward. Structure of `label` as the caller gave it.
+  // Returns scalars, which are summed for the backward. `label` has the structure in which the caller passed it.
   virtual std::vector<at::Tensor> operator()(const Values& outputs, const Values& label,
                                              const LayerContext& context) = 0;
 };

@@ -14,8 +14,8 @@ using memory::NamedTensor;
 
 namespace {
 
-// Parameters of a layer that have a block of their own: only the first have gradients, and an update leaves the others
-// alone; only the last take no memory of ours.
+// Kinds of parameters of a layer, each with a block of its own: only trainable ones have gradients and are updated, and
+// only mapped ones take no memory of ours.
 enum class Kind { kTrainable, kFrozen, kMapped };
 
 Kind kind_of(const at::Tensor& parameter) {
@@ -56,7 +56,7 @@ bool BlockState::trainable() const {
 
 int64_t BlockState::sum_bytes() const {
   if (!tied() || !trainable()) return 0;
-  // Where a sum can become the gradient, it is no memory beside it.
+  // A sum that can become the gradient takes no extra memory.
   const size_t beside = sum_buffers == gradient_buffers ? layers.size() - 1 : layers.size();
   return sum_layout.size_bytes * static_cast<int64_t>(beside);
 }

@@ -16,17 +16,17 @@
 
 namespace roundpipe::runtime {
 
-// Something that is found out by watching a layer run.
+// A property of a layer that is learned by watching it run.
 enum class Learned : int { kUnknown, kNo, kYes };
 
-// In how little memory a microbatch runs. Both leave the same bits.
+// How frugally a microbatch uses memory. Both ways give the same bits.
 enum class Frugality : int {
   kStage,  // the graph of a whole stage at once
   kLayer,  // the graph of one layer at a time
 };
 
-// What a layer does in one mode (of training or evaluation flags), found out while it runs. Each call keeps those of
-// the mode it was made in: another mode may have begun while it runs. Thread safety: any thread.
+// What a layer does in one mode (training or evaluation flags), learned while it runs. Each call keeps the habits of
+// the mode in which it was made, since the mode may change while it runs. Thread safety: any thread.
 struct LayerHabits {
   SharedDraws shared_draws;
   std::atomic<Learned> writes_inputs{Learned::kUnknown};
@@ -34,13 +34,13 @@ struct LayerHabits {
 };
 using LayerHabitsPtr = std::shared_ptr<LayerHabits>;
 
-// One layer of a model and what the engine knows of it.
+// One layer of a model, and everything that the engine knows about it.
 struct LayerState {
   std::unique_ptr<Layer> layer;
   std::vector<size_t>
-      blocks;  // indices into ModelState::blocks: its own first, trainable then frozen then mapped, then shared ones
+      blocks;  // indices into ModelState::blocks: its own first (trainable, frozen, mapped), then shared ones
 
-  // Where parameter i of the layer lies: blocks[...] and the index in that block.
+  // The place of parameter i of the layer: blocks[block] of the model, and the index in that block.
   struct ParameterPlace {
     size_t block;
     size_t index;
@@ -51,48 +51,48 @@ struct LayerState {
   memory::BlockLayout buffer_layout;
 
   std::map<uint64_t, LayerHabitsPtr> habits;  // by Layer::mode_key(); caller's thread only
-  // How it has to run for want of memory.
+  // How frugally the layer must run: raised when it has run out of memory.
   std::atomic<Frugality> frugality{Frugality::kStage};
-  // What the last forward and the last backward of one microbatch took the device; 0 = unknown.
+  // How long the device took for the latest timed forward and backward of one microbatch; 0 = unknown.
   std::atomic<double> forward_ms{0};
   std::atomic<double> backward_ms{0};
-  // When the buffers hold what the last submitted forward makes of them; caller's thread only.
+  // Fires when the buffers hold the result of the last submitted forward; caller's thread only.
   device::EventPtr buffers_current;
 };
 
-// A parameter block and who uses it.
+// A parameter block and the layers that use it.
 struct BlockState {
   BlockState(std::vector<memory::NamedTensor> parameters, std::vector<int> layers, bool pinned);
 
   std::unique_ptr<memory::ParameterBlock> block;
   std::vector<int> layers;  // ascending; more than one when tied
-  // How gradients lie on the host, and where their memory comes from: as the weights do, unless kept in fp32.
+  // The layout of gradients on the host, and the pool of their memory: those of the weights, unless kept in fp32.
   memory::BlockLayout gradient_layout;
   std::shared_ptr<memory::BufferPool> gradient_buffers;
-  // Of a tied block: how each layer's own sum lies, and where its memory comes from; the gradients' where they have its
-  // types.
+  // Of a tied block: the layout of each layer's own sum, and the pool of their memory, which is that of the gradients
+  // if the dtypes are the same.
   memory::BlockLayout sum_layout;
   std::shared_ptr<memory::BufferPool> sum_buffers;
-  // What the fp32 master of each parameter has beyond its weights, once a fused optimizer trains it.
+  // The remainder of each parameter's fp32 master, once a fused optimizer trains it.
   std::vector<at::Tensor> master_rest;
 
   bool tied() const { return layers.size() > 1; }
-  // Which of the layers that share the block `layer` is. REQUIRES: it is one of them.
+  // The position of `layer` among the layers that share the block. REQUIRES: it is one of them.
   size_t sharer(int layer) const {
     return static_cast<size_t>(std::find(layers.begin(), layers.end(), layer) - layers.begin());
   }
-  // Whether any parameter is, by the user's flags of now.
+  // Whether any parameter is trainable, by the user's current flags.
   bool trainable() const;
-  // What the layers' sums take on the host beside gradients; 0 for a block that is not tied.
+  // Host bytes of the layers' sums, beyond those of the gradients; 0 for a block that is not tied.
   int64_t sum_bytes() const;
-  // From now on 16-bit weights have fp32 gradients on the host. REQUIRES: no gradient has been made yet.
+  // From now on, 16-bit weights have fp32 gradients on the host. REQUIRES: no gradient has been made yet.
   void keep_gradients_in_fp32();
 
  private:
   void make_sum_buffers();
 };
 
-// The host side of a model: layers, parameters, and the gradients that the calls since the last step have summed.
+// The host side of a model: layers, parameters, and the gradients summed by the calls since the last step.
 // Ownership: owns the layers, which keep the user's modules alive.
 // Thread safety: built and changed on the caller's thread; workers read.
 struct ModelState {
@@ -101,25 +101,25 @@ struct ModelState {
   std::string name;
   std::vector<std::unique_ptr<LayerState>> layers;
   std::vector<BlockState> blocks;
-  SharedDraws loss_shared_draws;  // of the loss functions this model is called with
+  SharedDraws loss_shared_draws;  // of the loss functions that this model is called with
   Shells shells;                  // on the workers of the pool that its calls run on
-  // What a device needs for a job beside weights, at most; 0 = not known.
+  // Bytes that a device needs for a job, at most, beside its weights; 0 = not known.
   std::atomic<int64_t> work_bytes{0};
   // One for each block; null = nothing summed. Caller's thread only.
   std::vector<memory::GradientBlockPtr> gradients;
 
   int layer_count() const { return static_cast<int>(layers.size()); }
-  // Trainable now, by the user's flags: [layer][parameter].
+  // Whether each parameter is trainable, by the user's current flags: [layer][parameter].
   std::vector<std::vector<char>> trainable() const;
-  // Notes, once for a model, what the user is to be told. Any thread.
+  // Records a notice for the user that memory ran out. Only the first one of a model counts. Any thread.
   void ran_out_of_memory(std::string notice);
-  // What has been noted since the last call; empty = nothing.
+  // Returns the recorded notice and clears it; empty = none.
   std::string take_notice();
-  // Of the first layer that holds something (see Layer::hold), to be kept while all of them are asked.
+  // Layer::hold() of the first layer that has one, to be kept while all layers are asked.
   std::shared_ptr<const void> hold() const;
-  // What each layer does in the mode it is in now; reads the layers' mode keys. Caller's thread.
+  // The habits of each layer in its current mode, which is read from the layers' mode keys. Caller's thread.
   std::vector<LayerHabitsPtr> habits_of_now();
-  // Throws Error in a process that is left behind.
+  // Host memory of the blocks' pools. Throws Error in a process that is left behind.
   int64_t host_bytes() const;
 
  private:
@@ -129,7 +129,7 @@ struct ModelState {
   bool noticed_ = false;
 };
 
-// Where the weights and buffers of consecutive layers lie in one slot.
+// The places of the weights and buffers of consecutive layers in one slot.
 struct StageLayout {
   struct LayerPlace {
     std::vector<int64_t> blocks_at;  // byte offset of each of LayerState::blocks
@@ -137,9 +137,9 @@ struct StageLayout {
   };
   std::vector<LayerPlace> layers;
   int64_t size_bytes = 0;
-  int64_t gradient_bytes = 0;  // at most, of the blocks that are trainable now, as they travel
-  int64_t sum_bytes = 0;       // of their sums on the device: 16-bit ones are summed in fp32
-  int64_t rounded_bytes = 0;   // of those that are rounded before they travel; sums of tied blocks are not
+  int64_t gradient_bytes = 0;  // at most: gradients of the blocks trainable now, as they are transferred
+  int64_t sum_bytes = 0;       // their sums on the device: 16-bit gradients are summed in fp32
+  int64_t rounded_bytes = 0;   // of sums, rounded before the transfer; sums of tied blocks are not rounded
 };
 StageLayout lay_out_stage(const ModelState& model, int first_layer, int last_layer);
 

@@ -41,7 +41,7 @@ std::exception_ptr explained(const std::exception_ptr& error, const FullDevice& 
   try {
     std::rethrow_exception(error);
   } catch (const c10::OutOfMemoryError& raised) {
-    // Another one: the call's own may be read by other threads.
+    // A copy: other threads may be reading the call's own error.
     c10::OutOfMemoryError told = raised;
     told.add_context(describe(full));
     return std::make_exception_ptr(told);

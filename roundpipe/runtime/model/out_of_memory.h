@@ -10,34 +10,35 @@
 
 namespace roundpipe::runtime {
 
-// Where a call found no memory on a device, when all that keeps its bits had been tried.
+// Where a call ran out of device memory, after everything that keeps its bits had been tried.
 struct FullDevice {
-  std::string device;       // its name
+  std::string device;       // the device's name
   int64_t limit_bytes = 0;  // its cap; 0 = none known
   std::string model;
   uint64_t call = 0;   // its number among the model's calls
   std::string doing;   // "the backward of layer 3 (head)"
   int microbatch = 0;  // -1 = none in particular
   int microbatches = 1;
-  std::string tried;  // what had been done to make it fit
+  std::string tried;  // what was tried to make it fit
 };
-// All of it as one sentence.
+// Describes all of it in one sentence.
 std::string describe(const FullDevice& full);
 
-// Runs `body`; an error of the engine leaves it in the interpreter's form, if there is one.
+// Runs `body`. An error of the engine is converted to the interpreter's form, if there is one.
 void with_raised_errors(const std::function<void()>& body);
 
-// Whether `error` says that a device has no memory left: c10::OutOfMemoryError, or what the frontend knows.
+// Whether `error` says that a device is out of memory: c10::OutOfMemoryError, or an error that the frontend recognizes.
 bool is_out_of_memory(const std::exception_ptr& error);
 
-// `error` as the frontend explains it, else, of a c10::OutOfMemoryError, one that says where.
+// Returns `error` as the frontend explains it. If it does not: a c10::OutOfMemoryError with `full` described in it, or
+// any other error unchanged.
 std::exception_ptr explained(const std::exception_ptr& error, const FullDevice& full,
                              const std::shared_ptr<const void>& step);
 
-// Tells the user, through the frontend or by torch's warnings.
+// Warns the user, through the frontend or with torch's warnings.
 void warn_user(const std::string& notice);
 
-// Runs `body` and returns the error when the device had no memory left for it, else null. Other errors pass.
+// Runs `body`. Returns its error if a device was out of memory, else null. Other errors pass.
 std::exception_ptr out_of_memory_in(const std::function<void()>& body);
 
 }  // namespace roundpipe::runtime

@@ -21,7 +21,7 @@ std::mutex& device_generator_mutex(c10::Device device) {
   return mutexes[static_cast<size_t>(device.index()) % mutexes.size()];
 }
 
-// A device's default generator while nobody else draws from it: its state is put back on destruction.
+// A device's default generator, while nothing else draws from it. Restores its state on destruction.
 class BorrowedGenerator {
  public:
   explicit BorrowedGenerator(c10::Device device)
@@ -90,7 +90,7 @@ void run_seeded(OwnGenerators& own, SharedDraws& draws, uint64_t seed, c10::Devi
       draws.state.compare_exchange_strong(unknown, SharedDraws::kNotInForward);
       return;
     }
-    // What it computed is thrown away. If it cannot run twice, it throws, and is known the next time.
+    // The first result is thrown away. If the body cannot run twice, it throws, and its draws are known the next time.
     draws.state.store(SharedDraws::kSome);
   }
   const OwnGenerators::Shared shared(own, borrowed.generator());

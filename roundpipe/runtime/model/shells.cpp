@@ -12,7 +12,7 @@ void GradientSink::consume(size_t parameter, at::Tensor gradient) {
   const at::NoGradGuard no_grad;
   if (gradient.layout() != c10::kStrided) gradient = gradient.to_dense();
   if (!targets[parameter].defined()) {
-    // A layer that calls backward itself (reentrant checkpointing) may bring more than one.
+    // A layer that calls backward itself (reentrant checkpointing) may bring several gradients for one parameter.
     at::Tensor& sum = tied[parameter];
     sum = sum.defined() ? sum + gradient : gradient;
   } else if (received[parameter]) {

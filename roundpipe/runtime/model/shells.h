@@ -10,29 +10,30 @@
 
 namespace roundpipe::runtime {
 
-// Where the gradients of one layer's parameters go while a backward job runs.
+// The place for the gradients of one layer's parameters while a backward job runs.
 struct GradientSink {
-  // Per parameter of the layer: the place in the job's flat block, or undefined (tied, frozen, no backward).
+  // Per parameter of the layer: its part of the job's flat sums, or undefined (frozen, no backward, or a tied parameter
+  // that is summed on the host).
   std::vector<at::Tensor> targets;
   std::vector<char> received;
-  // Per parameter: what a tied one got in this microbatch.
+  // Per parameter: the gradient, in this microbatch, of a tied parameter that is summed on the host.
   std::vector<at::Tensor> tied;
 
   void consume(size_t parameter, at::Tensor gradient);
   void reset(size_t parameters);
 
-  // Gradients that come from now on are those of a new microbatch.
+  // Gradients that arrive from now on belong to a new microbatch.
   void begin_microbatch();
-  // The microbatch runs anew after it has run out of memory: what has come is not taken again.
+  // The microbatch ran out of memory and runs again: gradients that have arrived are ignored the second time.
   // REQUIRES: can_retry().
   void retry();
-  // False when a parameter's gradient came in several parts.
+  // Returns false if a parameter's gradient arrived in several parts.
   bool can_retry() const { return !in_parts_; }
 
  private:
-  std::vector<char> taken_;  // per parameter: what is here already
-  std::vector<char> came_;   // per parameter: has come since
-  bool in_parts_ = false;    // a backward brought a parameter's gradient in several parts
+  std::vector<char> taken_;  // per parameter: already added in an earlier run of this microbatch
+  std::vector<char> came_;   // per parameter: has arrived in the current run
+  bool in_parts_ = false;    // a parameter's gradient has arrived in several parts
 };
 
 // A layer's instance on a device, with its sink.
@@ -40,15 +41,15 @@ struct Shell {
   std::unique_ptr<LayerShell> layer;
   GradientSink sink;
   bool refreshed = false;
-  std::shared_ptr<const void> attributes;  // what it was refreshed with last
+  std::shared_ptr<const void> attributes;  // the latest argument of refresh()
 };
 
-// A model's shells on every worker, made when first needed.
+// A model's shells on every worker, each made when first needed.
 // Thread safety: get() from the worker's thread; clear() when no job of the model is left.
 class Shells {
  public:
-  // Of layer number `index`, for worker number `worker`, whose tensors lie on `device`. `attributes`: what
-  // Layer::attributes() returned for the call that runs now.
+  // Returns the shell of layer number `index` for worker number `worker`, whose tensors are on `device`. `attributes`:
+  // the result of Layer::attributes() for the current call.
   Shell& get(int worker, size_t index, Layer& layer, c10::Device device, const std::shared_ptr<const void>& attributes);
   void clear();
 

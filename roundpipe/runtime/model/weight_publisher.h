@@ -6,25 +6,25 @@
 
 namespace roundpipe::runtime {
 
-// Hands a general optimizer's values to the calls that follow, and shows the user the weights that calls read.
+// Publishes a general optimizer's values to the calls that follow, and shows the user the weights that calls read.
 // Thread safety: the caller's thread, except finish() (the optimizer's).
 class WeightPublisher {
  public:
   // `model` outlives this.
   explicit WeightPublisher(ModelState& model) : model_(model) {}
 
-  // Host tensors that the optimizer updates, per block and parameter; a frozen parameter's entry is the user's own.
+  // The host tensors that the optimizer updates, per block and parameter; a frozen parameter's entry is the user's own.
   void set_optimizer_parameters(std::vector<std::vector<at::Tensor>> parameters);
   const std::vector<std::vector<at::Tensor>>& optimizer_parameters() const { return optimizer_parameters_; }
 
-  // Calls from now on read the values that the optimizer has now. `in_place`: nothing is running. Each begin() is
-  // followed by one finish() on the optimizer's thread.
+  // Calls from now on read the optimizer's current values. `in_place`: no call is running. Each begin() is followed by
+  // one finish() on the optimizer's thread.
   void begin(bool in_place);
   void finish();
 
-  // Points the user's parameters at the versions that calls read, where these are complete.
+  // Points the user's parameters at the versions that calls read, if these are complete.
   void show_complete();
-  // Waits for the versions that calls read, and shows them.
+  // Waits for the versions that calls read, then shows them.
   void show();
 
  private:

@@ -56,7 +56,7 @@ void StepRun::prepare(bool look_first) {
                                  [self = shared_from_this(), part, &step] { (self.get()->*part)(step); });
   };
   for (BlockStep& step : blocks_) {
-    // All that is prepared is handed in: it holds the step, which holds it.
+    // Prepared work holds the step, which holds the work; handing it in, or give_up(), breaks the circle.
     if (look_first) step.measure_work = work(UpdateThread::Kind::kNorm, &StepRun::measure, step);
     step.update_work = work(UpdateThread::Kind::kUpdate, &StepRun::update, step);
   }
@@ -65,7 +65,7 @@ void StepRun::prepare(bool look_first) {
 void StepRun::wait_to_run(BlockStep& step, bool look_first) {
   const auto self = shared_from_this();
   const EventPtr landed = step.gradients->landed;
-  // The update first: what is to be measured may be so at once, and nothing throws after that.
+  // The update first: the measurement may start at once, and nothing may throw after that.
   device::when_all({landed, decided_, step.before->published},
                    [self, &step] { self->hand_in(step.update_work, &StepRun::update, step); });
   if (look_first) landed->then([self, &step] { self->hand_in(step.measure_work, &StepRun::measure, step); });
@@ -113,7 +113,7 @@ void StepRun::measure(BlockStep& step) {
 
 void StepRun::decide() {
   if (error_) return decided_->fail(error_);
-  // In block order, whatever the order of arrival, so that the sum has the same bits every time.
+  // In block order, not in the order of arrival, so that the sum has the same bits every time.
   double squares = 0;
   for (const BlockStep& step : blocks_) squares += step.squares;
   const auto norm = static_cast<float>(std::sqrt(squares));
@@ -134,7 +134,7 @@ void StepRun::pass_on(BlockStep& step) {
 
 void StepRun::make(BlockStep& step) {
   if (step.emulated_ms > 0) {
-    static device::EmulatedTime time;  // the update thread's
+    static device::EmulatedTime time;  // used by the update thread only
     time.spend(step.emulated_ms);
     return pass_on(step);
   }
@@ -167,7 +167,7 @@ void StepRun::update(BlockStep& step) {
   const at::NoGradGuard no_grad;
   try {
     publish(step);
-    // What the call still holds of them is not needed any more.
+    // The call does not need its gradients any more.
     if (!step.gradients->landed->error()) step.gradients->flat.reset();
   } catch (...) {
     note(std::current_exception());

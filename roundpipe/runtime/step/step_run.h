@@ -12,11 +12,10 @@ namespace roundpipe::runtime {
 
 struct StepOptions {
   bool asynchronous = true;
-  // Gradients whose norm over the whole model is larger are scaled down to it; not positive: they are taken as they
-  // are.
+  // Gradients whose norm over the whole model is larger are scaled down to it; not positive: they are used as they are.
   double max_norm = 0;
-  // What the losses were multiplied with; a gradient that is then inf or NaN makes the whole step change nothing.
-  // 0: not scaled, not looked at.
+  // The factor by which the losses were multiplied; if a gradient is then inf or NaN, the whole step changes nothing.
+  // 0: losses were not scaled, and gradients are not checked.
   double loss_scale = 0;
 };
 
@@ -24,48 +23,49 @@ struct StepOptions {
 struct BlockStep {
   BlockState* block = nullptr;
   optim::BlockOptimizer* optimizer = nullptr;
-  size_t layer = 0;  // the block's first, counted over all models of the step
+  size_t layer = 0;  // the block's first layer, counted over all models of the step
   memory::GradientBlockPtr gradients;
   memory::WeightVersionPtr before;
   memory::WeightVersionPtr after;
   std::vector<size_t> written;  // parameters that the user has written into since the last step
-  double squares = 0;           // of the gradients, once they have been looked at
-  double emulated_ms = 0;       // what the update is pretended to take; 0: it is made
-  // StepRun's own.
+  double squares = 0;           // of the gradients, once measured
+  double emulated_ms = 0;       // how long the update is pretended to take; 0: it is really made
+  // Used by StepRun only.
   UpdateThread::Work measure_work;
   UpdateThread::Work update_work;
-  std::exception_ptr error;  // why it cannot be made; nothing of the above may be looked at then
+  std::exception_ptr error;  // why the update cannot be made; do not use the members above then
 };
 
-// One step of a fused optimizer, from gradients that may still be on their way to published weights.
+// One step of a fused optimizer, from gradients that may still be in flight to published weights.
 //
-// Each block is updated when its gradients have landed and the update before it is done, lowest layer first when
-// several wait. With a norm to clip or a scale to check, all gradients are looked at first, each as it lands. A step
-// whose gradients never come (their call failed) leaves what it has not updated yet as it is.
+// Each block is updated when its gradients have landed and its previous update is done; if several are ready, the
+// lowest layer goes first. To clip by the norm or to check a loss scale, all gradients are measured first, each as it
+// lands. If the call of some gradients failed, the step leaves the blocks that it has not yet updated unchanged.
 //
-// What goes wrong fails the step: where nothing has been updated yet, as nothing could be decided, all weights stay as
-// they are; a block whose update has begun has no weights any more, and calls that would read it fail.
-// Thread safety: start once; waiting and asking from any thread.
+// Any error fails the step. If the step could not be decided, nothing has been updated and all weights stay as they
+// are. A block whose own update failed has no weights any more, and calls that would read it fail.
+// Thread safety: start() once; waiting and reading from any thread.
 class StepRun : public std::enable_shared_from_this<StepRun> {
  public:
   // `owner` keeps the blocks and their optimizers alive.
   StepRun(uint64_t number, std::vector<BlockStep> blocks, std::vector<optim::Hyperparameters> groups,
           const StepOptions& options, std::shared_ptr<void> owner);
 
-  // Never throws: what keeps the step from being made fails it.
+  // Never throws: an error that keeps the step from starting fails it.
   void start() noexcept;
 
-  // Fires when it is known whether the step is skipped and what the norm is; fails when that cannot be known.
+  // Fires when it is known whether the step is skipped, and what the norm is; fails if that cannot be known.
   const device::EventPtr& decided() const { return decided_; }
-  // Fires when every block is published; fails when that could not be, or the step could not be decided.
+  // Fires when every block is published; fails if one could not be, or if the step could not be decided.
   const device::EventPtr& finished() const { return finished_; }
 
-  // The norm of all gradients, unscaled, before clipping; NaN where it was not asked for, or not all came. REQUIRES:
-  // decided.
+  // The norm of all gradients, unscaled, before clipping; NaN if it was not needed, or if some gradients failed.
+  // REQUIRES: decided.
   double norm() const { return norm_; }
-  // Whether a gradient was inf or NaN, so that nothing changes. REQUIRES: decided.
+  // Whether a gradient was inf or NaN, so that the step changes nothing. REQUIRES: decided.
   bool overflowed() const { return overflowed_; }
-  // How many blocks were updated, and how many were not because their gradients' call failed. REQUIRES: finished.
+  // The number of updated blocks, and of blocks that were not updated because a call with gradients of the step failed.
+  // REQUIRES: finished.
   int updated_blocks() const { return updated_; }
   int abandoned_blocks() const { return abandoned_; }
 
@@ -91,7 +91,7 @@ class StepRun : public std::enable_shared_from_this<StepRun> {
   std::shared_ptr<void> owner_;
   const device::EventPtr decided_ = device::make_event();
   const device::EventPtr finished_ = device::make_event();
-  // The update thread's until the event that they are asked after.
+  // Used by the update thread, until the event after which they may be read has fired.
   optim::GradientScaling scaling_;
   size_t to_measure_ = 0;
   size_t to_update_ = 0;

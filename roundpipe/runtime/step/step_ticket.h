@@ -10,14 +10,14 @@
 namespace roundpipe::runtime {
 
 // The gradients that one step of a general optimizer consumes. Made on the caller's thread, used once on the
-// optimizer's.
+// optimizer's thread.
 class StepTicket {
  public:
   StepTicket(std::shared_ptr<ModelState> model, std::vector<memory::GradientBlockPtr> gradients,
              std::vector<std::vector<at::Tensor>> optimizer_parameters);
 
-  // Waits until every gradient has landed and puts them into the optimizer parameters' .grad, added to what is there
-  // already. False, with nothing changed, when a call that they come from has failed.
+  // Waits until every gradient has landed, then adds them to the optimizer parameters' .grad. Returns false, with
+  // nothing changed, if a call that they come from has failed.
   bool hand_over();
 
  private:

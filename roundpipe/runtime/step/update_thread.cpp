@@ -54,7 +54,7 @@ void UpdateThread::run() {
     working_ = true;
     lock.unlock();
     device::run_callback(work, nullptr);
-    work = nullptr;  // it may be the last to hold a model
+    work = nullptr;  // may hold the last reference to a model
     lock.lock();
     working_ = false;
     if (ready_.empty()) changed_.notify_all();

@@ -9,34 +9,34 @@
 
 namespace roundpipe::runtime {
 
-// The thread of this process that computes updates, one piece of work at a time. What is ready first by its order goes
-// first: sums of gradients, then older steps, then norms before updates, then the lowest layer, which the next forward
+// The thread of this process that computes updates, one piece of work at a time. Among work that is ready, the order
+// is: sums of gradients, then older steps, then norms before updates, then the lowest layer, which the next forward
 // needs first.
 // Thread safety: submit from any thread; does not block. The object lives as long as the process.
 class UpdateThread {
  public:
   enum class Kind { kNorm, kUpdate };
-  // Of sums of gradients: step 0, which is before all steps.
+  // Sums of gradients use step 0, which comes before all steps.
   struct Order {
     uint64_t step = 0;
     Kind kind = Kind::kUpdate;
     size_t layer = 0;
     auto operator<=>(const Order&) const = default;
   };
-  // Work that is ready to be submitted, once, so that this needs no memory.
+  // Work prepared for submission, so that submit() allocates nothing. Submitted once.
   using Work = std::multimap<Order, std::function<void()>>::node_type;
 
   static UpdateThread& instance();
 
-  // What `work` throws is kept by the process, see device::escaped_error(): it is to see to its own errors.
+  // `work` must handle its own errors: one that it throws is kept by the process, see device::escaped_error().
   static Work prepare(const Order& order, std::function<void()> work);
 
-  // False, and `work` is as before, when the thread has been stopped.
+  // Returns false, with `work` unchanged, if the thread has been stopped.
   bool submit(Work& work) noexcept;
 
-  // Blocks until all that was submitted is done, and what was submitted meanwhile. Not from the thread itself.
+  // Blocks until all submitted work is done, including work submitted meanwhile. Not from the thread itself.
   void drain();
-  // The same, and nothing is taken any more.
+  // The same; afterwards, no more work is accepted.
   void stop();
 
  private:

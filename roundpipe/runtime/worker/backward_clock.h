@@ -9,18 +9,18 @@ namespace roundpipe::runtime {
 
 class Call;
 
-// When the device came to the backward of each layer of a segment, for one microbatch. Used by the thread that makes
-// the backward and, before and after it, by the device's.
+// When the device reached the backward of each layer of a segment, for one microbatch. Used by the thread that runs the
+// backward and, before and after it, by the device's thread.
 class BackwardClock {
  public:
   // `queue`, the device's compute queue, outlives this.
   BackwardClock(device::Queue& queue, schedule::Range layers)
       : queue_(queue), layers_(layers), reached_(static_cast<size_t>(layers.size())) {}
 
-  // The backward of `layer` comes next. A layer has several outputs: the first gradient that arrives counts.
+  // The backward of `layer` comes next. A layer can have several outputs: the first gradient that arrives counts.
   void reached(int layer);
-  // After the backward has been issued: what each layer took is noted in LayerState::backward_ms once the device is
-  // through. What a layer took that no gradient came to counts as the next upper one's.
+  // Called after the backward has been issued. Once the device has finished it, stores each layer's time in
+  // LayerState::backward_ms. The time of a layer that no gradient reached counts for the next layer above it.
   void over(Call& call);
 
  private:

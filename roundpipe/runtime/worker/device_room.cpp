@@ -21,7 +21,7 @@ void DeviceRoom::enqueued() {
     if (fits) most_bytes = std::max(most_bytes, pair_bytes);
   };
   for (size_t i = 0; i + 1 < jobs.size(); ++i) expect(*jobs[i], *jobs[i + 1]);
-  // The last job of a step is followed by the first one of the next, which is like it.
+  // The last job of a step is followed by the first job of the next step, which is like that of this one.
   if (!jobs.empty()) expect(*jobs.back(), **std::ranges::find(jobs, jobs.back()->call, &JobRun::call));
   slots_.expect(most_bytes);
   prefetch();
@@ -53,7 +53,7 @@ void DeviceRoom::prefetch() {
     run->slot = slots_.try_acquire(run->layout.size_bytes, reserve_bytes(*run, before));
     if (run->slot < 0) return;
     const int count = i == 0 ? kStaged : queue_.next_staged();
-    // Whoever is here may have nothing to do with this job's call, so an error is that call's.
+    // The thread here may have nothing to do with this job's call, so an error fails that call.
     const bool asked = run->call->attempt([&] { upload_weights(run); });
     if (!asked) run->weights_read->fire();
     run->call->attempt([&] { stage_first(*run, count); });
@@ -101,7 +101,7 @@ std::vector<Piece> DeviceRoom::weight_pieces(JobRun& run) {
         pieces.push_back({layout.view(run.weights, p, place.blocks_at[i]), version.parts[p]});
       }
     }
-    // A backward job gets the buffers that such a layer had before its forward, microbatch by microbatch.
+    // A backward job restores the buffers of such a layer before each microbatch, from the snapshots of the forward.
     const bool saved =
         run.job.phase == schedule::Phase::kBackward && run.habits(l).writes_buffers.load() == Learned::kYes;
     for (size_t i = 0; i < state.buffers.size() && !saved; ++i) {
@@ -144,12 +144,12 @@ bool DeviceRoom::park_next() {
   const auto [next, begun] = queue_.run_alone();
   const bool had_idle = slots_.drop_idle();
   if (!next) return had_idle;
-  // It has a slot, so it stays the next one, and nobody else looks at it until the running job is over: from here on
-  // it is this thread's, without the lock. Its transfers only copy, so they end, or found no memory and stand aside.
+  // It has a slot, so it stays the next job, and no other thread touches it until the running job is over: from here on
+  // this thread uses it without the lock. Its transfers only copy, so they end, or wait because they found no memory.
   for (const EventPtr& done : begun) upload_.wait(done);
   bool had_leftover = false;
   if (!next->weights.defined()) {
-    // What the job before it has left in the slot.
+    // Memory that the slot's previous job has left there.
     had_leftover = slots_.drop(next->slot);
   } else if (next->uploaded->complete() && !next->uploaded->error() && next->weights.numel() > 0) {
     if (park_weights(next)) {
@@ -164,7 +164,7 @@ bool DeviceRoom::park_next() {
 bool DeviceRoom::leave_arena(const std::shared_ptr<JobRun>& running) {
   if (!slots_.together() || running->call->failed() || moving_ == Moving::kNever) return false;
   {
-    // The next job's weights may be there still: the host had no memory for them.
+    // The next job's weights may still be there, if the host had no memory for them.
     const MutexLock lock(queue_.mutex());
     const std::shared_ptr<JobRun> next = queue_.jobs().size() >= 2 ? queue_.jobs()[1] : nullptr;
     if (next && next->weights.defined() && next->weights.numel() > 0) return false;
@@ -195,11 +195,11 @@ bool DeviceRoom::park_weights(const std::shared_ptr<JobRun>& run) {
                     },
                     parked,
                     settled});
-  // Not for `parked`: when the call fails it does so at once, and the link may still be reading.
+  // Not `parked`: it fails as soon as the call does, while the link may still be reading.
   settled->wait_complete();
   if (parked->error()) {
     run->parked.reset();
-    // The host had no memory for them, so they stay where they are. The weights of a call that failed nobody needs.
+    // The host had no memory for them, so they stay where they are. If the call has failed, nothing needs its weights.
     if (!run->call->failed()) return false;
   }
   run->weights.reset();
@@ -243,14 +243,14 @@ void DeviceRoom::release(const std::shared_ptr<JobRun>& run) {
     }
     run->weights.reset();
     const CallPtr call = run->call;
-    // Before the lock: it may write all over the slot.
+    // Before the lock is taken: it may write all over the slot.
     slots_.release(run->slot);
     {
       const MutexLock lock(queue_.mutex());
       queue_.released();
       prefetch();
       upload_.resume();
-      // Under the lock: once it is free, a destructor that waits for this may go on.
+      // Under the lock: as soon as it is free, a destructor that waits for this may go on.
       queue_.notify();
     }
     call->job_over();

@@ -10,9 +10,10 @@
 
 namespace roundpipe::runtime {
 
-// One device's memory, and which job may have it: weights in two slots, staged values, and results on their way out.
-// The weights and first inputs of the next job are prefetched while one runs. When the running job runs out of memory,
-// it gets what others hold: results that have left, then all that has been prefetched, which goes back to the host.
+// One device's memory, and which job may use it: weights in two slots, staged values, and results on their way out.
+// While one job runs, the weights and first inputs of the next are prefetched. When the running job runs out of memory,
+// it gets the memory of others: first that of results which have left, then that of everything prefetched, which is
+// evicted to the host.
 //
 // Thread safety: the device's thread inside its compute scope, unless said otherwise.
 class DeviceRoom {
@@ -30,57 +31,64 @@ class DeviceRoom {
   device::Device& device() { return device_; }
   transfer::LinkScheduler& upload() { return upload_; }
 
-  // Jobs have been put into the queue: sizes the slots for them, and prefetches. Any thread.
+  // Called after jobs have been put into the queue: sizes the slots for them, and prefetches. Any thread.
   void enqueued() ROUNDPIPE_REQUIRES(queue_.mutex());
-  // Gives back what the device keeps for later jobs. Any thread.
+  // Frees the device memory kept for later jobs. Any thread.
   void trim() { slots_.drop_idle(); }
 
-  // Asks for everything that microbatch `microbatch` of the running job reads, once.
+  // Submits the uploads of everything that microbatch `microbatch` of the running job reads. A second call does
+  // nothing.
   void stage(JobRun& run, int microbatch) { staging_.stage(run, microbatch); }
-  // Drops what has come for it and asks once more. REQUIRES: the transfers that have begun are complete.
+  // Drops the uploaded values of the microbatch and uploads them once more. REQUIRES: the transfers that have begun are
+  // complete.
   void stage_again(JobRun& run, int microbatch) { staging_.stage_again(run, microbatch); }
-  // The running job has come so far that `count` microbatches of the next one may be staged.
+  // The running job is far enough that `count` microbatches of the next one may be staged.
   void stage_next(int count);
 
-  // Blocks until the transfer that fires `done` is over, making room for it where there is none; throws its error.
+  // Blocks until the transfer that fires `done` is complete, and makes room for it if it found no memory. Throws its
+  // error.
   void arrive(const device::EventPtr& done);
-  // The same, and what has come: the inputs of a staged microbatch; staged values, undefined where none came.
+  // The same, then returns what was uploaded: the inputs of a staged microbatch, or the staged values (undefined where
+  // there is none).
   Flow take(JobRun& run, int microbatch);
   std::vector<at::Tensor> take(StagedValues& staged);
 
-  // Evicts what the running job can do without: waits for what is on its way out, then moves what has been prefetched
-  // back to the host. False when there was neither.
+  // Evicts everything that the running job can do without: waits for results on their way out, then moves prefetched
+  // weights back to the host and drops prefetched inputs, to upload both again. Returns false if there was nothing to
+  // evict.
   bool make_room();
 
-  // When the running job's weights may be moved, for which its layers are unbound and bound again: not while a
-  // microbatch runs, whose graph holds on to them; and what it threw does, too, until it runs again.
+  // When the running job's weights may be moved, for which its layers are unbound and bound again. Never while a
+  // microbatch runs, since its graph refers to the weights. Later while the error that a microbatch threw is alive,
+  // since it may refer to them as well.
   enum class Moving { kNow, kLater, kNever };
   void weights_may_move(Moving moving) { moving_ = moving; }
 
-  // The running job's compute has been issued; it leaves the queue, and its slot is free once nothing of it is on its
-  // way. Not inside the compute scope.
+  // Removes the running job from the queue; its compute has been issued. The slot is released once the job's compute
+  // and transfers are complete. Not inside the compute scope.
   void release(const std::shared_ptr<JobRun>& run);
 
-  // How many microbatches are staged at a time, across the end of a job: the one that runs and two ahead.
+  // How many microbatches are staged at a time, also across the end of a job: the running one and two ahead.
   static constexpr int kStaged = 3;
 
  private:
-  // Starts what can be started for the running and the next job. Any thread.
+  // Starts all uploads that can start for the running and the next job. Any thread.
   void prefetch() ROUNDPIPE_REQUIRES(queue_.mutex());
   void upload_weights(const std::shared_ptr<JobRun>& run);
   std::vector<transfer::Piece> weight_pieces(JobRun& run);
   void stage_first(JobRun& run, int count);
-  // What is to be left under the cap beside the weights of `run`, and of the job before it if that is still there.
+  // Bytes to keep free under the cap, beside the weights of `run` and of `before`, the job before it (null: that job is
+  // gone).
   int64_t reserve_bytes(const JobRun& run, const JobRun* before) const;
   bool park_next();
-  // Moves the weights of a job to the host, so that their memory can be dropped; false when the host has none for
-  // them. REQUIRES: they are on the device.
+  // Moves the weights of a job to the host, so that their device memory can be freed. Returns false if the host has no
+  // memory for them. REQUIRES: they are on the device.
   bool park_weights(const std::shared_ptr<JobRun>& run);
-  // Asks for them again.
+  // Uploads them again.
   void unpark_weights(const std::shared_ptr<JobRun>& run);
-  // Moves the running job's weights out of the arena that holds the next job's place, too, so that the arena goes. Once
-  // for a device: its slots are separate from then on. False when they were, or when this is not the moment; true, too,
-  // when it may be later and is to be asked again.
+  // Moves the running job's weights, too, out of the arena that both slots share, so that the arena is freed. Happens
+  // once per device: its slots are separate from then on. Returns true if they now are, or if a later call can do it
+  // (Moving::kLater). Returns false if they already were, or if the weights must not be moved now.
   bool leave_arena(const std::shared_ptr<JobRun>& running);
 
   device::Device& device_;

@@ -64,7 +64,7 @@ bool GradientSums::is_summed_here(const JobRun& run, int layer, size_t block) {
   const Call& call = *run.call;
   if (!call.results[block]) return false;
   if (!call.model->blocks[block].tied()) return true;
-  // A sum of a layer is made in the order of its microbatches, so only the job that has the first of them makes it.
+  // A layer's sum is made in the order of its microbatches, so only the job with the first microbatches makes it.
   return call.layer_sums[block] && run.range_index[run.place(layer)] == 0;
 }
 
@@ -84,7 +84,7 @@ void GradientSums::begin_sum(JobRun& run, int layer, size_t own, std::vector<Eve
     if (state.parameters[i].block != own || !call.trainable[static_cast<size_t>(layer)][i]) continue;
     sink.targets[i] = sum.layout.view(sum.flat, state.parameters[i].index);
   }
-  // The sum goes on from what earlier calls left, so that bits are those of one loop over all microbatches.
+  // The sum continues from that of earlier calls, so that bits are those of one loop over all microbatches.
   const memory::GradientBlockPtr base = shared.tied() ? nullptr : call.bases[own];
   if (!base || run.range_index[run.place(layer)] != 0) return;
   auto uploaded = std::make_shared<at::Tensor>();
@@ -116,8 +116,8 @@ void GradientSums::begin_sum(JobRun& run, int layer, size_t own, std::vector<Eve
 
 namespace {
 
-// Puts the layers' sums of a block together, on the update thread, once what earlier calls had summed has landed. The
-// call is not finished before that. REQUIRES: a job of the call is left.
+// Combines the layers' sums of a block on the update thread, once the sums of earlier calls have landed. The call is
+// not finished before that. REQUIRES: a job of the call is left.
 void combine(const CallPtr& call, size_t block) {
   const memory::GradientBlockPtr& base = call->layer_sums[block]->target().base;
   call->then({base ? base->landed : nullptr}, [call, block, hold = call->hold()] {
@@ -167,7 +167,7 @@ void GradientSums::contribute_tied(JobRun& run, int microbatch, bool ran) {
         });
         continue;
       }
-      // The sum starts from what the call before leaves, which may still be on its way.
+      // The sum starts from that of the call before, which may still be in flight.
       const EventPtr base = call.bases[block] ? call.bases[block]->landed : nullptr;
       run.call->then({done, base}, [call_ptr = run.call, block, sharer, place, landed] {
         call_ptr->tied_sums[block]->contribute(sharer, place, std::move(*landed));
@@ -183,7 +183,7 @@ void GradientSums::send(JobRun& run) {
     const LayerState& state = run.layer(sum.layer);
     const GradientSink& sink = layers_.shell(run, sum.layer).sink;
     const BlockState& shared = call.model->blocks[sum.block];
-    // Sums of layers that share a block are rounded once they are together.
+    // Sums of layers that share a block are rounded after they have been added.
     const memory::BlockLayout& layout = shared.tied() ? sum.layout : shared.gradient_layout;
     std::vector<char> received(layout.tensors.size(), 0);
     for (size_t i = 0; i < state.parameters.size(); ++i) {

@@ -9,8 +9,8 @@
 
 namespace roundpipe::runtime {
 
-// The parameter gradients of the job that runs on one device, summed there over its microbatches: one sum for each
-// layer and block.
+// The parameter gradients of the running job of one device, summed on the device over its microbatches: one sum for
+// each layer and block.
 // Used by the device's thread, inside its compute scope.
 class GradientSums {
  public:
@@ -18,20 +18,20 @@ class GradientSums {
                LayerRunner& layers)
       : device_(device), upload_(upload), room_(room), outbox_(outbox), layers_(layers) {}
 
-  // Makes room for the sums, with what earlier calls have left in them. Blocks until that is here.
+  // Allocates the sums, and starts them from the sums of earlier calls. Blocks until those are on the device.
   void begin(JobRun& run);
-  // Gives what tied parameters got in this microbatch, and is not summed here, to the sums on the host; `ran`: whether
-  // its backward did.
+  // Sends this microbatch's gradients of tied parameters that are not summed here to the sums on the host. `ran`:
+  // whether the backward of the microbatch ran.
   void contribute_tied(JobRun& run, int microbatch, bool ran);
-  // Sends the sums to the host and lets go of them.
+  // Sends the sums to the host and drops them.
   void send(JobRun& run);
-  // Also after an error: nothing of the job stays on the device.
+  // Drops the sums, also after an error: nothing of the job stays on the device.
   void drop(JobRun& run);
 
-  // A microbatch begins, or runs anew (`again`) after it had run out of memory: gradients that have come then are not
-  // taken twice.
+  // Begins a microbatch. `again`: it ran out of memory and runs again, so gradients that have already been taken are
+  // not taken twice.
   void begin_microbatch(JobRun& run, bool again);
-  // False when it could not be told what has come, as a layer runs backward passes of its own.
+  // Returns false if a layer runs backward passes of its own, so that it is unknown which gradients have arrived.
   bool can_run_again(JobRun& run);
 
  private:

@@ -10,56 +10,59 @@
 
 namespace roundpipe::runtime {
 
-// The jobs of one device in their order. The front is the running job; the next one has its weights and first inputs
-// brought meanwhile. A job is in the queue until its compute is over, and is "being released" until its last transfer
-// is.
+// The jobs of one device, in order. The front job runs; meanwhile, the weights and first inputs of the next one are
+// prefetched. A job stays in the queue until its compute has been issued, and then is "being released" until its
+// compute and its last transfer are complete.
 // Thread safety: any thread, unless said otherwise.
 class JobQueue {
  public:
   using JobPtr = std::shared_ptr<JobRun>;
 
-  // What follows a call that REQUIRES the lock depends on it: a submission holds the locks of all devices at once.
+  // The queue's lock. Callers hold it across several calls, since they act on what an earlier call returned; a
+  // submission holds the locks of all devices at once.
   Mutex& mutex() ROUNDPIPE_RETURNS_LOCK(mutex_) { return mutex_; }
 
-  // False when a job of another model waits here. Raises `begun` to the last position that has begun.
+  // Returns whether all jobs in the queue belong to `model`. Raises `begun` to the highest position of the model's jobs
+  // here that have a slot.
   bool look(const ModelState& model, double& begun) const ROUNDPIPE_REQUIRES(mutex_);
-  // Puts the job before those that wait and have a later position, as long as that is after `begun`.
+  // Inserts the job at the end, but before waiting jobs with a later position, if that position is also after `begun`.
+  // Never before a job that has a slot.
   void enqueue(JobPtr job, double begun) ROUNDPIPE_REQUIRES(mutex_);
   const std::deque<JobPtr>& jobs() const ROUNDPIPE_REQUIRES(mutex_) { return jobs_; }
-  // The second job, if it has a slot; else null.
+  // The second job if it has a slot, else null.
   JobPtr prefetched() const ROUNDPIPE_REQUIRES(mutex_);
   // Whether the front has been handed to the device's thread.
   bool runs() const ROUNDPIPE_REQUIRES(mutex_) { return runs_; }
-  // Whether the running job has run out of memory: the next ones wait for it to be over.
+  // Whether the running job has run out of memory, so that the next jobs take none until it is over.
   bool alone() const ROUNDPIPE_REQUIRES(mutex_) { return alone_; }
-  // How many microbatches of the next job may be staged by now.
+  // How many microbatches of the next job may be staged at this point.
   int next_staged() const ROUNDPIPE_REQUIRES(mutex_) { return next_staged_; }
   void set_next_staged(int count) ROUNDPIPE_REQUIRES(mutex_) { next_staged_ = count; }
-  // Wakes whoever waits below.
+  // Wakes the threads that wait in the methods below.
   void notify() ROUNDPIPE_REQUIRES(mutex_) { changed_.notify_all(); }
 
-  // Blocks until the first job has a slot, and hands it out to be run; null when the queue has been stopped and all
-  // that was in it is released. The device's thread.
+  // Blocks until the front job has a slot, and returns it to be run. Returns null once the queue has been stopped and
+  // all of its jobs are released. The device's thread.
   JobPtr wait_for_job();
   JobPtr running();
-  // The running job needs all memory: jobs behind it take none from now on. Returns the next one, if it has a slot,
-  // and which of its transfers have taken memory so far.
+  // Marks that the running job needs all memory: jobs behind it take none from now on. Returns the next job, if it has
+  // a slot, and its transfers that have taken memory so far.
   struct Next {
     JobPtr job;
     std::vector<device::EventPtr> begun;
   };
   Next run_alone();
-  // Before a transfer of `job`, which fires `done`, takes device memory. Throws c10::OutOfMemoryError while the running
-  // job needs it all. `device`: its name.
+  // Called before a transfer of `job`, which fires `done`, takes device memory. Throws c10::OutOfMemoryError if `job`
+  // waits while the running job needs all memory. `device`: the device's name, for the message.
   void admit(const JobRun& job, const device::EventPtr& done, const std::string& device);
 
-  // The running job leaves the queue, and is being released until released() is called, once for each.
+  // Removes the running job from the queue. It counts as being released until released() is called, once per job.
   void pop() ROUNDPIPE_REQUIRES(mutex_);
   void released() ROUNDPIPE_REQUIRES(mutex_) { --releasing_; }
-  // Blocks until no job is being released; false when none was.
+  // Blocks until no job is being released. Returns false if none was.
   bool wait_released();
 
-  // Nothing comes any more. wait_for_job() still hands out what is here.
+  // No more jobs will come. wait_for_job() still returns those that are in the queue.
   void stop();
 
  private:

@@ -73,9 +73,9 @@ void JobRunner::run_job(JobRun& run) {
     microbatch_ = microbatch;
     doing_ = {"the inputs", run.job.layers};
     room_.arrive(run.staged.at(microbatch).inputs->uploaded);
-    // As between jobs: what the microbatch before sends is gone before this one takes memory.
+    // As between jobs: results of the microbatch before leave the device before this one takes memory.
     if (device_.copies_on_compute_cores()) run.wait_sent();
-    // Not events of the call, which fail with it, before the device is there.
+    // Not events of the call, which fail with the call before the device has reached them.
     const EventPtr begun = device_.compute().mark();
     run_microbatch(run, microbatch);
     run.staged.erase(microbatch);
@@ -98,7 +98,7 @@ void JobRunner::run_microbatch(JobRun& run, int microbatch) {
   for (bool again = false;; again = true) {
     outbox_.begin_microbatch(again);
     sums_.begin_microbatch(run, again);
-    // Now that nothing of the run before is left.
+    // Only now does nothing of the failed run remain.
     if (again) room_.make_room();
     room_.weights_may_move(Moving::kNever);
     const std::exception_ptr error = out_of_memory_in([&] { microbatches_.run(run, microbatch, frugality); });
@@ -120,7 +120,7 @@ bool JobRunner::prepare_again(JobRun& run, int microbatch, Frugality& frugality)
   for (int l = stage.first; l < stage.last; ++l) {
     const LayerState& layer = run.layer(l);
     if (layer.buffers.empty() || run.habits(l).writes_buffers.load() != Learned::kYes) continue;
-    // Nobody keeps what a later microbatch of an inference found there.
+    // An inference keeps buffer snapshots of a job's first microbatch only.
     if (!run.call->options.requires_grad && microbatch != run.job.microbatches.first) {
       tried_ = "it could not run again in less memory, since it had changed buffers of which nobody keeps a copy";
       return false;
@@ -182,10 +182,10 @@ void JobRunner::record(JobRun& run, int microbatch, const EventPtr& begun, const
 
 void JobRunner::limit_run_ahead(EventPtr done) {
   launched_.push_back(std::move(done));
-  // On an accelerator the host would otherwise queue the whole job and take all its memory at once.
+  // Otherwise the host would queue the whole job on an accelerator and take all of its memory at once.
   constexpr size_t kLaunched = 2;
   while (launched_.size() > kLaunched) {
-    // Only a matter of pace: the error of an earlier call must not end this one.
+    // This only limits the pace: the error of an earlier call must not end this one.
     launched_.front()->wait_complete();
     launched_.pop_front();
   }

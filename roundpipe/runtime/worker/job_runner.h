@@ -7,25 +7,25 @@
 
 namespace roundpipe::runtime {
 
-// Executes jobs on one device: takes staged values, runs forward, fused or backward, and hands results to the
-// download link. Used by the device's thread, inside its compute scope and the call's thread-local state.
+// Executes jobs on one device: takes staged values, runs forward, fused or backward, and sends results to the download
+// link. Used by the device's thread, inside its compute scope and the call's thread-local state.
 //
-// A microbatch that runs out of memory runs anew: first after room has been made, then layer by layer; the layers
-// remember how far that had to go. What a layer, the loss or a transfer throws otherwise, and what is left when nothing
-// helps, leaves run(); the caller fails the call with it. A call that a device had no memory for knows where, see
-// Call::ran_out.
+// A microbatch that runs out of memory runs again: first after room has been made, then layer by layer. The layers
+// remember how frugally they had to run. Other errors of a layer, the loss or a transfer leave run(), and so does an
+// out-of-memory error that no retry could cure; the caller fails the call with it. If memory ran out, run() first
+// records where, see Call::ran_out.
 class JobRunner {
  public:
-  // What is handed in outlives this.
+  // The arguments outlive this.
   JobRunner(int index, DeviceRoom& room, Outbox& outbox, LayerRunner& layers);
 
-  // REQUIRES: run.weights have been asked for.
+  // REQUIRES: the upload of run.weights has been submitted.
   void run(JobRun& run);
 
  private:
   void run_job(JobRun& run);
   void run_microbatch(JobRun& run, int microbatch);
-  // Prepares for running the microbatch anew; false, and `tried_` says why, when nothing is left to try.
+  // Prepares for running the microbatch again. Returns false if nothing is left to try; `tried_` then says why.
   bool prepare_again(JobRun& run, int microbatch, Frugality& frugality);
   FullDevice full_device(const JobRun& run) const;
   void hand_on_buffers(JobRun& run);

@@ -68,7 +68,7 @@ std::vector<uint32_t> versions_of(const std::vector<at::Tensor>& inputs, const s
   return versions;
 }
 
-// One microbatch of a job is enough, and its last one is not the one that kernels are chosen or compiled in.
+// One microbatch of a job is enough: the last, since kernels are chosen or compiled during the first.
 bool times_layers(const JobRun& run, int microbatch) { return microbatch + 1 == run.job.microbatches.last; }
 
 }  // namespace
@@ -101,8 +101,8 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
   hold(run, l);
   const bool has_buffers = !state.buffers.empty();
   const bool gradients = call.options.requires_grad;
-  // A backward needs what was there before each microbatch, a call that fails what was there before the first, and a
-  // layer that runs out of memory what was there before it.
+  // Snapshots serve three purposes: a backward needs one per microbatch, a failed call the one before its first
+  // microbatch, and a layer that runs out of memory the one before the layer.
   const bool keep_before = gradients || microbatch == run.job.microbatches.first;
   std::vector<at::Tensor> before;
   std::vector<uint32_t> versions;
@@ -217,7 +217,7 @@ void LayerRunner::restore_buffers(JobRun& run, int l, int microbatch) {
 
 namespace {
 
-// The places of values whose memory a write to another value, or to the weights, would change.
+// The places of values whose memory would be changed by a write to another value or to the weights.
 std::vector<char> shared_places(const std::vector<at::Tensor>& values, const at::Tensor& weights) {
   std::vector<char> shared(values.size(), 0);
   for (size_t i = 0; i < values.size(); ++i) {
@@ -230,8 +230,8 @@ std::vector<char> shared_places(const std::vector<at::Tensor>& values, const at:
 
 bool any(const std::vector<char>& places) { return std::find(places.begin(), places.end(), 1) != places.end(); }
 
-// What a layer is given, cut off from what lies below: the same tensor twice stays one. `attached[i]`: its place in
-// `boundary`, -1 for one that needs no gradient or is an earlier one again.
+// The inputs of a layer, detached from the graph below: the same tensor twice stays one. `attached[i]`: its place in
+// `boundary`, -1 for an input that needs no gradient or repeats an earlier one.
 std::vector<at::Tensor> cut_off(const Flow& inputs, const std::vector<char>& copied, bool gradients,
                                 torch_compat::Boundary& boundary, std::vector<int>& attached) {
   const at::NoGradGuard no_grad;
@@ -303,7 +303,7 @@ Flow LayerRunner::run_detached(JobRun& run, int l, const Flow& inputs, int micro
     const size_t same = memory::place_of(output, values.tensors);
     const size_t earlier = memory::place_of(output, outputs.tensors);
     if (same < values.tensors.size() && intact[same]) {
-      // Handed on as it came: it need not go to the host again.
+      // Passed on unchanged: it need not go to the host again.
       flow.tensors.push_back(inputs.tensors[same]);
       flow.requires_grad.push_back(inputs.requires_grad[same]);
       flow.host.push_back(inputs.host[same]);
@@ -312,7 +312,7 @@ Flow LayerRunner::run_detached(JobRun& run, int l, const Flow& inputs, int micro
       flow.requires_grad.push_back(flow.requires_grad[earlier]);
       flow.host.push_back(flow.host[earlier]);
     } else {
-      // A buffer that the layer hands out and writes to must not change while its value is still on the way.
+      // A buffer that the layer returns and also writes must not change while its value is still in flight.
       const bool changes =
           run.habits(l).writes_buffers.load() == Learned::kYes && memory::spans_overlap(output, run.weights);
       const at::Tensor value = memory::settled(output).detach();
@@ -326,8 +326,8 @@ Flow LayerRunner::run_detached(JobRun& run, int l, const Flow& inputs, int micro
 
 namespace {
 
-// What a backward pass does when a gradient arrives at layer `l`: what is drawn there must not depend on which layers
-// the pass went through before.
+// The callback for a gradient that arrives at layer `l`: it seeds the generators, so that draws there do not depend on
+// which layers the backward pass ran before.
 std::function<void()> on_arrival(const JobRun& run, int l, int microbatch,
                                  const std::shared_ptr<BackwardClock>& clock) {
   const bool seeds = run.call->options.preserve_rng_state;
@@ -352,7 +352,7 @@ std::vector<at::Tensor> SegmentGraph::input_gradients() const {
 Values LayerRunner::run_graph(JobRun& run, schedule::Range layers, const Flow& inputs, int microbatch, bool recompute,
                               bool for_loss, SegmentGraph& graph) {
   if (times_layers(run, microbatch)) graph.clock = std::make_shared<BackwardClock>(device_.compute(), layers);
-  // The loss, which comes behind the last layer, may write to what it is given.
+  // The loss follows the last layer, and may write to its arguments.
   const auto copies = [&](int l, const std::vector<char>& shared) {
     return l < layers.last ? copies_for(run, l, shared) : shared;
   };

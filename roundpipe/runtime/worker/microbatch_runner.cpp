@@ -73,7 +73,7 @@ void MicrobatchRunner::train(JobRun& run, int microbatch) {
   const Range stage = run.job.layers;
   const StagedMicrobatch staged = run.staged.at(microbatch);
   if (staged.gradients) {
-    // Layers that write buffers recompute from what the forward saved, so that forward must be over.
+    // Layers that write buffers recompute from the forward's snapshots, so that forward must be over.
     for (int l = stage.first; l < stage.last; ++l) {
       if (!run.layer(l).buffers.empty()) {
         room_.arrive(staged.gradients->uploaded);
@@ -111,7 +111,7 @@ void MicrobatchRunner::train(JobRun& run, int microbatch) {
 
 namespace {
 
-// What a backward begins from.
+// The outputs that a backward starts from, with their gradients.
 struct Roots {
   Roots(const Values& outputs, const std::vector<at::Tensor>& output_gradients) {
     for (size_t i = 0; i < outputs.tensors.size() && i < output_gradients.size(); ++i) {
@@ -168,7 +168,7 @@ MicrobatchRunner::Tensors MicrobatchRunner::backpropagate_loss(JobRun& run, Rang
     doing_ = {"the loss", segment};
     total = total_loss(run, outputs, microbatch);
   }
-  // Last, so that the caller may make the step while the gradients are still on their way.
+  // Last, so that the caller may make the step while the gradients are still in flight.
   const at::AutoGradMode grad_mode(true);
   backward(run, segment, microbatch, /*from_loss=*/true, {total}, {}, graph.clock.get());
   return graph.input_gradients();
@@ -204,7 +204,7 @@ at::Tensor MicrobatchRunner::total_loss(JobRun& run, const Values& outputs, int 
     flow.structure = outputs.structure;
     for (const at::Tensor& tensor : outputs.tensors) {
       const at::NoGradGuard no_grad;
-      // The loss may write to what it is given.
+      // The loss may write to its arguments.
       flow.tensors.push_back(memory::copy_alike(tensor.detach()));
       flow.requires_grad.push_back(0);
       flow.host.push_back(nullptr);

@@ -7,7 +7,7 @@
 namespace roundpipe::runtime {
 
 // Runs single microbatches of jobs on one device: forward, fused or backward. A microbatch that has run out of memory
-// may be run anew, see Outbox and GradientSums. Used by the device's thread, inside its compute scope.
+// may be run again, see Outbox and GradientSums. Used by the device's thread, inside its compute scope.
 class MicrobatchRunner {
  public:
   MicrobatchRunner(device::Device& device, DeviceRoom& room, Outbox& outbox, GradientSums& sums, LayerRunner& layers)
@@ -16,15 +16,15 @@ class MicrobatchRunner {
   // REQUIRES: the microbatch is staged, the job's weights are bound.
   void run(JobRun& run, int microbatch, Frugality frugality);
 
-  // Of the microbatch that ran last: the end of its recomputation on the device (null = there was none), and when the
-  // host had the gradients that its backward begins from.
+  // For the latest microbatch: the end of its recompute on the device (null = there was none), and when the host saw
+  // that the gradients for its backward had arrived.
   struct GradientWait {
     device::EventPtr recomputed;
     double arrived_ms = 0;
   };
   const GradientWait& gradient_wait() const { return gradient_wait_; }
 
-  // What run() was at when it last ended or threw: "the backward", and of which layers.
+  // The last activity of run() before it ended or threw ("the backward"), and its layers.
   struct Doing {
     const char* what = "";
     schedule::Range layers;
@@ -38,9 +38,9 @@ class MicrobatchRunner {
   bool nothing_to_do(const JobRun& run, int microbatch) const;
   std::vector<schedule::Range> segments(const JobRun& run) const;
 
-  // The outputs of one layer, without a graph.
+  // Returns the outputs of one layer, without a graph.
   Flow run_layer(JobRun& run, int layer, const Flow& inputs, int microbatch, bool recompute, bool protect);
-  // The gradients of a segment's inputs, for those of its outputs. Parameter gradients go to the sums.
+  // Returns the gradients of a segment's inputs, given those of its outputs. Parameter gradients go to the sums.
   Tensors backpropagate(JobRun& run, schedule::Range segment, const Flow& inputs, const Tensors& gradients,
                         int microbatch);
   Tensors backpropagate_loss(JobRun& run, schedule::Range segment, Flow inputs, int microbatch);

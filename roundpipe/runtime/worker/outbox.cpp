@@ -20,7 +20,7 @@ using transfer::Priority;
 
 namespace {
 
-// Beside numbers of boundaries.
+// Marks the losses in `sent_`, which otherwise holds numbers of boundaries.
 constexpr int kLosses = -1;
 
 }  // namespace
@@ -42,7 +42,7 @@ void Outbox::send(JobRun& run, Priority priority, std::function<std::vector<Piec
   device_.compute().signal(computed);
   run.fails_with(done);
   transfer::Transfer transfer{priority, {computed}, std::move(begin), std::move(done), nullptr};
-  // From here on the job waits for it.
+  // From here on, the job waits for this transfer.
   transfer.settled = run.new_transfer();
   try {
     run.outgoing.push_back(transfer.settled);

@@ -9,26 +9,27 @@
 
 namespace roundpipe::runtime {
 
-// Sends what a job has computed to the host. Used by the device's thread, inside its compute scope; never blocks.
-// Sending again what a microbatch has sent before (it ran out of memory after that and runs anew) does nothing.
+// Sends the results of a job to the host. Used by the device's thread, inside its compute scope; never blocks.
+// A microbatch that ran out of memory after it had sent values or losses does not send them a second time when it runs
+// again.
 class Outbox {
  public:
   Outbox(device::Device& device, transfer::LinkScheduler& download) : device_(device), download_(download) {}
 
-  // A microbatch begins; `again`: after it has run out of memory.
+  // Begins a microbatch. `again`: it ran out of memory and runs again.
   void begin_microbatch(bool again);
 
-  // Moves what `begin` returns once all work issued so far is done. A failure fails the call.
+  // Transfers the pieces that `begin` returns, once all work issued so far is done. A failure fails the call.
   void send(JobRun& run, transfer::Priority priority, std::function<std::vector<transfer::Piece>()> begin,
             device::EventPtr done);
-  // The same for pieces whose targets devices reach slowly: through page-locked memory, and from there on the thread
-  // that settles the transfer. `done` fires when the targets have their values.
+  // The same for targets that devices reach slowly: downloads into page-locked memory; the thread that completes the
+  // transfer copies from there. `done` fires when the targets have their values.
   void send_staged(JobRun& run, const std::vector<transfer::Piece>& pieces, const device::EventPtr& done);
-  // The values before layer `boundary`, settled.
+  // Sends the values before layer `boundary`, which are settled (memory::settled).
   void send_values(JobRun& run, const Flow& flow, int boundary, int microbatch);
-  // Throws Error when they are sent again and are others: the caller may have gone on, and changed what they depend on.
+  // Sends the losses. Throws Error if they were sent before and now differ: the caller may already have acted on them.
   void send_losses(JobRun& run, const std::vector<at::Tensor>& losses, int microbatch);
-  // The gradients of the job's inputs, settled, if anybody waits for them.
+  // Sends the gradients of the job's inputs, settled, if anything waits for them.
   void send_input_gradients(JobRun& run, int microbatch, std::vector<at::Tensor> gradients);
 
  private:

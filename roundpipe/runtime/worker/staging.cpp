@@ -15,7 +15,7 @@ using transfer::Priority;
 
 namespace {
 
-// The place of the first of `values` that is the one at `place`.
+// The place of the first entry of `values` that is the same value as the one at `place`.
 size_t first_place(const std::vector<HostValuePtr>& values, size_t place) {
   return static_cast<size_t>(std::find(values.begin(), values.end(), values[place]) - values.begin());
 }
@@ -50,7 +50,7 @@ void Staging::upload(JobRun& run, Priority priority, EventPtr after, const std::
   upload_.submit(
       {priority,
        {std::move(after)},
-       // The run waits for all of its transfers.
+       // `run` outlives this: it waits for all of its transfers.
        [this, &run, values, fill = std::move(fill), filled = std::move(filled), torch_device = device_.torch_device()] {
          queue_.admit(run, values->uploaded, device_.name());
          if (fill && !values->filled) fill(*values);
@@ -108,7 +108,7 @@ void Staging::stage(JobRun& run, int microbatch) {
 void Staging::stage_again(JobRun& run, int microbatch) {
   const StagedMicrobatch staged = run.staged.at(microbatch);
   const auto again = [&](const std::shared_ptr<StagedValues>& values, Priority priority) {
-    // One that has not begun comes as it was asked for.
+    // A transfer that has not begun arrives as submitted.
     if (!values || !values->uploaded->complete()) return;
     values->device.clear();
     upload(run, priority, nullptr, values, nullptr, nullptr);
@@ -120,7 +120,8 @@ void Staging::stage_again(JobRun& run, int microbatch) {
 
 at::Tensor Staging::usable(const HostValue& value, const at::Tensor& uploaded) {
   device_.compute().uses(uploaded);
-  // Below autograd, so that a broadcast is no view of something that must not be written to.
+  // Below autograd, so that autograd does not take a restored broadcast for a view of a tensor that must not be written
+  // to.
   const at::AutoDispatchBelowADInplaceOrView below;
   return memory::restore_broadcast(value, uploaded);
 }
@@ -128,7 +129,7 @@ at::Tensor Staging::usable(const HostValue& value, const at::Tensor& uploaded) {
 std::vector<at::Tensor> Staging::take(StagedValues& staged) {
   std::vector<at::Tensor> tensors;
   for (size_t i = 0; i < staged.host.size(); ++i) {
-    // What was one tensor before is one again.
+    // A host value that occurs twice was one tensor, and becomes one again.
     const size_t first = first_place(staged.host, i);
     tensors.push_back(first < i        ? tensors[first]
                       : staged.host[i] ? usable(*staged.host[i], staged.device[i])

@@ -10,21 +10,23 @@
 
 namespace roundpipe::runtime {
 
-// Uploads what the microbatches of jobs read to one device. A transfer asks the job queue before it takes memory.
+// Uploads the values that the microbatches of jobs read to one device. A transfer asks the job queue before it takes
+// memory.
 class Staging {
  public:
   Staging(device::Device& device, transfer::LinkScheduler& upload, JobQueue& queue)
       : device_(device), upload_(upload), queue_(queue) {}
 
-  // Asks for everything that microbatch `microbatch` of the job reads. Any thread; once per microbatch.
+  // Submits the uploads of everything that microbatch `microbatch` of the job reads. A second call does nothing. The
+  // device's thread for the running job; any thread, with the queue's lock held, for a job that waits.
   void stage(JobRun& run, int microbatch);
-  // Drops what lies on the device for a microbatch and asks for it once more. REQUIRES: the transfers that have begun
-  // are complete.
+  // Drops the uploaded values of a microbatch and uploads them once more. REQUIRES: the transfers that have begun are
+  // complete.
   void stage_again(JobRun& run, int microbatch);
 
   // The inputs of a staged microbatch. Device's thread. REQUIRES: they have arrived.
   Flow take(JobRun& run, int microbatch);
-  // What uploads of `staged` have brought, with broadcast dimensions put back: undefined where nothing came. Device's
+  // The uploaded values of `staged`, with broadcast dimensions restored; undefined where there is none. Device's
   // thread. REQUIRES: they have arrived.
   std::vector<at::Tensor> take(StagedValues& staged);
 

@@ -30,7 +30,7 @@ void Worker::stop() {
 
 namespace {
 
-// torch sets the number of threads for the calling thread and, as the default of later ones, for the process.
+// torch sets the number of threads for the calling thread and, as the default of later threads, for the process.
 void use_threads(int threads) {
   if (threads == 0) return;
   const int process_threads = at::get_num_threads();
@@ -45,12 +45,12 @@ void Worker::loop() {
   use_threads(device_->threads());
   become_device_thread();
   while (const std::shared_ptr<JobRun> run = queue_.wait_for_job()) {
-    // What the job before sends is gone before this one takes memory, so that peaks do not depend on timing.
+    // Results of the job before leave the device before this one takes memory, so that peaks do not depend on timing.
     if (device_->copies_on_compute_cores()) queue_.wait_released();
     execute(*run);
     if (is_left_behind()) {
-      // The user's code has forked, and this thread is all of the child. It ends, and with it the process; what belongs
-      // to the interpreter stays.
+      // The user's code has forked, and this thread is all of the child. It ends, and the process with it; objects that
+      // belong to the interpreter are leaked.
       static_cast<void>(new std::shared_ptr<void>(attached));
       return;
     }
@@ -60,8 +60,8 @@ void Worker::loop() {
 
 void Worker::execute(JobRun& run) {
   if (run.call->failed()) return;
-  // A thread learns of torch's number of threads by its first parallel loop; a matrix product before it would use all
-  // cores, and sum in another order.
+  // A thread takes over torch's number of threads at its first parallel loop; a matrix product before that would use
+  // all cores, and sum in another order.
   if (device_->threads() == 0) at::init_num_threads();
   try {
     const auto scope = device_->compute().enter();

@@ -9,7 +9,7 @@
 
 namespace roundpipe::runtime {
 
-// One device with its compute thread and its two links. Runs the jobs of its queue in order.
+// One device with its compute thread and both directions of its link. Runs the jobs of its queue in order.
 // Thread safety: any thread.
 class Worker {
  public:
@@ -18,17 +18,18 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  // Runs what is queued, ends the worker's threads and frees what it keeps on the device. Nothing may be submitted from
-  // now on; the rest can still be asked. Not from a thread of the engine. Again: does nothing.
+  // Runs the queued jobs, ends the worker's threads and frees the device memory kept for later jobs. Nothing may be
+  // submitted from now on; everything else can still be called. Not from a thread of the engine. A second call does
+  // nothing.
   void stop();
 
-  // A submission holds the locks of all workers' queues at once, taken by ascending index; enqueued() once the jobs of
-  // this one are in, with its lock held.
+  // A submission holds the locks of all workers' queues at once, taken by ascending index. It calls enqueued() after it
+  // has put this worker's jobs into the queue, with the queue's lock held.
   JobQueue& queue() { return queue_; }
   void enqueued() ROUNDPIPE_REQUIRES(queue_.mutex()) { room_.enqueued(); }
 
   device::Device& device() { return *device_; }
-  // Gives back what the device keeps for later jobs.
+  // Frees the device memory kept for later jobs.
   void trim() { room_.trim(); }
   const transfer::LinkScheduler& upload() const { return upload_; }
   const transfer::LinkScheduler& download() const { return download_; }
@@ -41,7 +42,7 @@ class Worker {
   transfer::LinkScheduler upload_;
   transfer::LinkScheduler download_;
   JobQueue queue_;
-  // What layers and backward passes here draw from.
+  // The generators that layers and backward passes on this worker draw from.
   const std::shared_ptr<torch_compat::OwnGenerators> generators_ = std::make_shared<torch_compat::OwnGenerators>();
   Outbox outbox_;
   LayerRunner layers_;

@@ -13,7 +13,7 @@ using namespace roundpipe;
 
 namespace {
 
-// The message with which `parse` refuses; empty if it accepts.
+// The message of the error that `parse` throws; empty if it accepts.
 template <typename Parse>
 std::string refusal(Parse parse) {
   try {

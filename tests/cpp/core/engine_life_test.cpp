@@ -11,7 +11,7 @@ using namespace roundpipe;
 
 namespace {
 
-// The exit code of a child in which `holds` is asked.
+// Returns the exit code of a child that evaluates `holds`.
 template <typename Question>
 int in_child(const Question& holds) {
   const pid_t child = fork();
@@ -33,7 +33,7 @@ bool throws(void (*check)()) {
 }  // namespace
 
 TEST_CASE("engine life: a child is left behind if the engine had begun, and so are its children") {
-  // In a child, as the engine of this process must go on.
+  // In a child, since the engine of this process must go on.
   CHECK(in_child([] {
           bool good = in_child([] { return !is_left_behind() && !throws(&require_engine); }) == 0;
           engine_begins();

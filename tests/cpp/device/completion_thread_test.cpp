@@ -22,7 +22,7 @@ TEST_CASE("stream clock: what lies between two points is what the stream says, h
 TEST_CASE("stream clock: a point is never before it was asked for, after it was seen, or before the one before") {
   StreamClock clock;
   CHECK(clock.passed_ms(1, 20, std::nullopt) == 20);  // seen late
-  CHECK(clock.passed_ms(2, 22, 5.0) == 22);           // which shows now
-  CHECK(clock.passed_ms(40, 60, 5.0) == 40);          // the stream had nothing to do meanwhile
+  CHECK(clock.passed_ms(2, 22, 5.0) == 22);           // which the next event shows
+  CHECK(clock.passed_ms(40, 60, 5.0) == 40);          // the stream was idle meanwhile
   CHECK(clock.passed_ms(40, 60, -1.0) == 40);
 }

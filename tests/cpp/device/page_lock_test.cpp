@@ -15,13 +15,13 @@ namespace {
 int last_error = 0;
 }
 
-// A runtime with the functions that vendors' have, which locks as the system does; by system calls, since sanitizers
-// make the library's functions do nothing.
+// A runtime with the functions of vendors' runtimes. It locks pages by system calls, since sanitizers disable the
+// library's functions.
 extern "C" {
 __attribute__((visibility("default"))) int rptestHostRegister(void* data, size_t size_bytes, unsigned int flags) {
   return last_error = flags == 1 && syscall(SYS_mlock, data, size_bytes) == 0 ? 0 : 2;
 }
-// As vendors', it is told the first byte only; the test locks one page.
+// Like vendors' functions, this one gets only the first byte; the test locks one page.
 __attribute__((visibility("default"))) int rptestHostUnregister(void* data) {
   return last_error = syscall(SYS_munlock, data, 4096) == 0 ? 0 : 2;
 }
@@ -41,7 +41,7 @@ TEST_CASE("page locker: found by name among what is loaded, and it locks") {
   CHECK(last_error == 0);
   unsigned char present = 0;
   REQUIRE(mincore(page, 4096, &present) == 0);
-  CHECK((present & 1) == 1);  // though nobody has touched it
+  CHECK((present & 1) == 1);  // though no code has touched it
   locker->unlock(page, 4096);
   munmap(page, 4096);
 }

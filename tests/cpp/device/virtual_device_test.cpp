@@ -143,7 +143,7 @@ TEST_CASE("throttle: bookings queue up behind each other at the link's bandwidth
   const Clock::time_point after = Clock::now();
   CHECK(ms_between(before, first) >= 1000.0);
   CHECK(ms_between(after, first) <= 1000.0);
-  // The link is booked for a second ahead, so these do not depend on the clock.
+  // The link is reserved for a second ahead, so these checks do not depend on the clock.
   CHECK(ms_between(first, link.book(1'000'000)) == doctest::Approx(0.5));
   CHECK(ms_between(first, link.book(3'000'000)) == doctest::Approx(2.0));
   CHECK(ms_between(first, link.book(0)) == doctest::Approx(2.0));
@@ -161,7 +161,7 @@ TEST_CASE("throttle: what was there before it is booked begins when it was there
 TEST_CASE("throttle: a large copy books the host little by little, so that others have their turns") {
   const auto host = std::make_shared<LinkThrottle>(0.02);
   const std::unique_ptr<Device> device = make_virtual_device(parse_devices("virtual:1").front(), host);
-  // 100 ms of the host's time.
+  // 100 ms of host time.
   const at::Tensor large = at::zeros({2'000'000}, at::kByte);
   std::atomic<bool> done = false;
   std::thread copying([&] {

@@ -42,7 +42,7 @@ TEST_CASE("crossing: a wider span is made dense, the order of dimensions kept") 
   CHECK(packed.strides() == at::IntArrayRef({10, 60, 1}));
   CHECK(place_of(packed) == 0);
   CHECK(settled(packed).is_same(packed));
-  // Twice the values is the border: 2 of 4 columns, of which the last row's gap does not count, and 2 of 5.
+  // The limit is twice the values: 2 of 4 columns, where the last row's gap does not count, and 2 of 5.
   const at::Tensor rows = at::randn({9, 4});
   const at::Tensor half = rows.narrow(1, 0, 2);
   CHECK(settled(half).is_same(half));

@@ -24,7 +24,7 @@ BlockLayout layout_of(const std::vector<at::Tensor>& tensors) {
   return layout;
 }
 
-// Magnitudes from 2^-12 to 2^12, so that every other order of summation gives other bits.
+// Magnitudes from 2^-12 to 2^12, so that any other order of summation gives other bits.
 at::Tensor uneven(at::IntArrayRef sizes, c10::ScalarType dtype, at::Generator& generator) {
   return (at::randn(sizes, generator) * at::pow(2.0, at::randint(-12, 13, sizes, generator))).to(dtype);
 }
@@ -78,7 +78,7 @@ struct Case {
     layout = layout_of(parameters);
   }
 
-  // Some parameters get nothing, as in layers that do not use all of theirs.
+  // Some parameters get no gradient, as in layers that do not use all of theirs.
   Gradients gradients() {
     Gradients made;
     for (const at::Tensor& parameter : parameters) {
@@ -196,7 +196,7 @@ TEST_CASE(
     }
     run_shuffled(tasks, c.random, 3);
     check_equal(*result, c.layout, expected);
-    // What earlier calls had summed is still there, for a call that fails and goes back to it.
+    // The sum of earlier calls is unchanged, for a call that fails and goes back to it.
     if (base) check_equal(*base, c.layout, before);
   }
 }

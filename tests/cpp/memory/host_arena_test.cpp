@@ -203,7 +203,7 @@ TEST_CASE("host arena: pieces are apart, aligned, and freed neighbours become on
     asked_bytes += piece.tensor.numel();
   }
   CHECK(arena.stats().asked_bytes == asked_bytes);
-  // All but one piece of each size class gone: what they leave has merged, so that large small pieces find room.
+  // All but one piece of each size class are freed: their memory has merged, so that larger pieces fit.
   const at::Tensor kept = pieces.front().tensor;
   pieces.clear();
   const int64_t reserved_bytes = arena.stats().reserved_bytes;
@@ -252,7 +252,7 @@ TEST_CASE("host arena: many threads take and give back") {
 TEST_CASE("host arena: torch's page-locking allocator is asked for powers of two, which are then packed") {
   PowerOfTwoAllocator allocator;
   HostArena arena(make_pinned_source(&allocator));
-  // 130 bytes of 256, if each had memory of its own: 49 % waste.
+  // 130 of 256 bytes, if each had memory of its own: 49 % waste.
   const int64_t layer_bytes = 130 * kKiB * 4;
   std::vector<at::Tensor> pieces;
   for (int i = 0; i < 200; ++i) pieces.push_back(arena.allocate(layer_bytes));
@@ -262,7 +262,7 @@ TEST_CASE("host arena: torch's page-locking allocator is asked for powers of two
   CHECK(stats.locked_bytes == stats.reserved_bytes);
   MESSAGE("waste " << 100 * waste(stats) << " %");
   CHECK(waste(stats) < 0.12);
-  // What is left over takes smaller pieces.
+  // The leftover memory takes smaller pieces.
   for (int i = 0; i < 20; ++i) pieces.push_back(arena.allocate(100 * kKiB));
   CHECK(arena.stats().reserved_bytes == stats.reserved_bytes);
   CHECK(allocator.emptied == 0);
@@ -326,7 +326,7 @@ TEST_CASE("host arena: kept memory is at most half as much again as was in use a
       pieces.push_back(arena.allocate(size));
       used_bytes += size;
       most_bytes = std::max(most_bytes, used_bytes);
-      // All that is in use is in segments that may be larger than it.
+      // All pieces in use lie in segments that may be larger than they are.
       CHECK(arena.stats().reserved_bytes <= most_bytes + most_bytes / 2 + used_bytes);
     }
   }

@@ -15,7 +15,7 @@ uintptr_t place_of(const at::Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % static_cast<uintptr_t>(kKept_bytes);
 }
 
-// To the host and back to a device, as a value travels between two stages: one run of bytes each way.
+// To the host and back to a device, as a value moves between two stages: one run of bytes each way.
 at::Tensor round_trip(const at::Tensor& tensor, int64_t& host_bytes) {
   std::vector<Piece> pieces;
   const HostValuePtr value = stage_download(settled(tensor), tensor.requires_grad(), /*pinned=*/false, pieces);

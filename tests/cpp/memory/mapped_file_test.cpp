@@ -14,7 +14,7 @@ using namespace roundpipe::memory;
 
 namespace {
 
-// A file of its own, gone with the test.
+// A file of its own, removed with the test.
 struct File {
   explicit File(const std::string& content) {
     std::string name = (std::filesystem::temp_directory_path() / "roundpipe_mapped_XXXXXX").string();

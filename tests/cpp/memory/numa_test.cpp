@@ -15,7 +15,7 @@ using roundpipe::memory::memory_nodes;
 
 namespace {
 
-// A folder with the list of nodes that it is made with.
+// A folder with the given list of nodes.
 class Root {
  public:
   explicit Root(const std::string& nodes) {
@@ -30,7 +30,7 @@ class Root {
       std::filesystem::temp_directory_path() / ("roundpipe_numa_test." + std::to_string(getpid()));
 };
 
-// What /proc/self/numa_maps says of the mapping at `data`.
+// Returns the line of /proc/self/numa_maps for the mapping at `data`; empty if there is none.
 std::string policy_of(const void* data) {
   std::ostringstream address;
   address << std::hex << reinterpret_cast<uintptr_t>(data);
@@ -57,7 +57,7 @@ TEST_CASE("interleave: pages of a mapping take turns among the nodes, and nothin
   REQUIRE(data != MAP_FAILED);
   CHECK_FALSE(interleave(data, kSize, {}));
   CHECK_FALSE(interleave(data, kSize, {0}));
-  // The kernel leaves out nodes that are not there; some containers forbid the call.
+  // The kernel ignores nodes that do not exist; some containers forbid the call.
   if (interleave(data, kSize, {0, 1})) {
     const std::string policy = policy_of(data);
     if (!policy.empty()) CHECK(policy.find("interleave") != std::string::npos);

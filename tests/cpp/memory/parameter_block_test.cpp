@@ -172,7 +172,7 @@ TEST_CASE("block: many asynchronous steps with uploads on other threads never mi
         uploaded->fire();
       });
     }
-    // One publication is in the making at a time, as with an optimizer thread.
+    // One publication runs at a time, as with an optimizer thread.
     if (optimizer.joinable()) optimizer.join();
     block.begin_publish(/*in_place=*/random() % 3 == 0);
     optimizer = std::thread([&block, step] {

@@ -19,7 +19,7 @@ int64_t huge_page_bytes() {
   return file >> bytes ? bytes : 0;
 }
 
-// Whether this process has asked for huge pages at `data`; the flags of a mapping stand behind its addresses.
+// Whether this process has requested huge pages at `data`; a mapping's flags follow its addresses in the file.
 bool asks_for_huge_pages(const std::byte* data) {
   std::ifstream maps("/proc/self/smaps");
   bool here = false;

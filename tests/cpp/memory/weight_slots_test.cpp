@@ -65,7 +65,7 @@ TEST_CASE("slots: one arena, whose ends jobs of any size take in turn, and nothi
     running = next;
     weights = uploaded;
   }
-  CHECK(device->memory().peak_bytes < pair_bytes + 4096);  // and what the comparisons took
+  CHECK(device->memory().peak_bytes < pair_bytes + 4096);  // plus the comparisons' own memory
 }
 
 TEST_CASE("slots: the arena grows once nobody holds a slot, and gives the old memory back first") {
@@ -83,7 +83,7 @@ TEST_CASE("slots: the arena grows once nobody holds a slot, and gives the old me
   CHECK_NOTHROW(slots.buffer(again, 2048));
   CHECK(device->memory().current_bytes == 4096);
   CHECK(slots.try_acquire(2048, 0) == 1 - again);
-  // A smaller plan does not let it shrink.
+  // A smaller plan does not shrink it.
   slots.release(again);
   slots.release(1 - again);
   slots.expect(512);
@@ -134,7 +134,7 @@ TEST_CASE("slots: once they are separate, what is held stays, and one can be giv
   CHECK(device->memory().current_bytes == 1000);
   slots.release(first);
   slots.release(second);
-  // About its size is used again, any other is made anew.
+  // Memory of about the requested size is reused; otherwise new memory is allocated.
   const int again = slots.try_acquire(950, 0);
   CHECK(again == first);
   CHECK(slots.buffer(again, 950).numel() == 950);
@@ -159,7 +159,7 @@ TEST_CASE("slots: a second one of its own is refused where it would leave less t
   slots.buffer(second, 4000);
   slots.release(first);
   slots.release(second);
-  // The idle one's memory makes way for a job that is alone.
+  // The idle slot's memory is freed for a job that is alone.
   const int large = slots.try_acquire(8000, 2000);
   REQUIRE(large >= 0);
   CHECK_NOTHROW(slots.buffer(large, 8000));

@@ -21,7 +21,7 @@ double distance(const at::Tensor& some, const at::Tensor& others) {
   return (some.to(at::kDouble) - expected).abs().max().item<double>() / expected.abs().max().item<double>();
 }
 
-// body(input) and the gradients of `inputs`, for a fixed gradient of the result.
+// Returns body(input) and the gradients of `inputs`, for a fixed gradient of the result.
 std::vector<at::Tensor> with_gradients(const at::Tensor& output, const std::vector<at::Tensor>& inputs) {
   const at::Tensor gradient =
       at::arange(output.numel(), at::kDouble).sin_().view(output.sizes()).to(output.scalar_type());

@@ -32,7 +32,7 @@ struct Outcome {
   at::Tensor hidden, weight, bias;  // gradients in fp64
 };
 
-// Token by token and entry by entry, with the chain rule written out.
+// Token by token and entry by entry, by the chain rule.
 Outcome reference(const Case& given, const std::vector<LogitStep>& steps, int64_t ignore_index, bool with_bias) {
   const at::Tensor hidden = given.hidden.to(at::kDouble), weight = given.weight.to(at::kDouble);
   const at::Tensor bias = given.bias.to(at::kDouble);
@@ -120,7 +120,7 @@ TEST_CASE("linear_cross_entropy: the sum and all gradients, whatever the chunks 
 }
 
 TEST_CASE("linear_cross_entropy: 16-bit gradients are summed over chunks in fp32") {
-  // 0.5 and as many small parts as would be lost one by one in 16 bits.
+  // 0.5 and many small parts, which 16 bits would lose if they were added one by one.
   const int64_t tokens = 513;
   for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
     CAPTURE(c10::toString(dtype));

@@ -61,7 +61,7 @@ TEST_CASE("8-bit moments: weights stay close to those of fp32 moments") {
   Run exact(count, MomentFormat::kFloat32);
   Run coded(count, kEightBit);
   for (int step = 0; step < 500; ++step) {
-    // The gradients shrink, so slow averages have to follow by less than a code a step.
+    // The gradients shrink, so slow averages must follow by less than one code per step.
     const at::Tensor gradient = (signal + at::randn({count})) * size * (step < 250 ? 1.0 : 0.2);
     exact.step(gradient);
     coded.step(gradient);
@@ -81,7 +81,7 @@ TEST_CASE("8-bit moments: one step's error is bounded by the code's steps") {
   CHECK(at::allclose(coded.weight, exact.weight, 1e-6));  // coded only after the update
   exact.step(at::zeros({2560}));
   coded.step(at::zeros({2560}));
-  // 1/16 of exp_avg and 1/32 of the root of exp_avg_sq, and what the offset adds for small ones.
+  // 1/16 of exp_avg and 1/32 of the root of exp_avg_sq, plus the share of the offset for small ones.
   CHECK(((coded.weight - exact.weight) / (exact.weight - 0)).abs().max().item<double>() < 0.1);
 }
 

@@ -4,7 +4,7 @@
 
 #include <ATen/ATen.h>
 
-// How many elements of two tensors with the same dtype differ in their bits; NaNs are all alike.
+// The number of elements of two tensors with the same dtype that differ in their bits; all NaNs are equal.
 inline int64_t different_bits(const at::Tensor& a, const at::Tensor& b) {
   const at::Tensor left = a.contiguous();
   const at::Tensor right = b.contiguous();
@@ -16,7 +16,7 @@ inline int64_t different_bits(const at::Tensor& a, const at::Tensor& b) {
   return left.numel() - same.sum().item<int64_t>();
 }
 
-// A tensor of these values whose memory starts off every vector's alignment.
+// A tensor of these values, whose memory is not aligned for any vector.
 inline at::Tensor unaligned(const at::Tensor& values) {
   at::Tensor memory = at::empty({values.numel() + 1}, values.options());
   return memory.narrow(0, 1, values.numel()).copy_(values);

@@ -57,7 +57,7 @@ TEST_CASE("block optimizer: each parameter by its group, written over the gradie
   for (int step = 0; step < 3; ++step) {
     std::vector<at::Tensor> values;
     for (const at::Tensor& value : start) values.push_back(at::randn(value.sizes()).to(value.scalar_type()));
-    if (step == 1) values[1].reset();  // got none in this step
+    if (step == 1) values[1].reset();  // no gradient in this step
     const GradientBlock gradients = gradients_of(block, values);
     for (size_t i : {0, 1, 2, 4}) {
       if (!values[i].defined()) continue;

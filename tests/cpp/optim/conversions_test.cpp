@@ -40,7 +40,7 @@ TEST_CASE("conversions: every 16-bit gradient counts as what it is") {
 
 TEST_CASE("conversions: fp16 weights are their masters, to nearest, ties to even") {
   at::manual_seed(12);
-  // Exponents around those of fp16 with the mantissas around ties, and anything.
+  // Exponents around those of fp16 with mantissas around ties, and random values.
   const at::Tensor upper = at::arange(0x32000000, 0x48800000, 0x1000, at::kLong).view({-1, 1});
   const at::Tensor lower = at::tensor({0, 1, 0xFFF}, at::kLong);
   const at::Tensor near_ties = (upper + lower).flatten().to(at::kInt);

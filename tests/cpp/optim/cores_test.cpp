@@ -16,7 +16,7 @@ using namespace roundpipe::optim;
 
 namespace {
 
-// A folder as the system describes processors in, gone when this is.
+// A folder that describes processors as the system does; removed on destruction.
 struct Described {
   std::filesystem::path root =
       std::filesystem::temp_directory_path() / ("roundpipe_cores_" + std::to_string(::getpid()));

@@ -213,7 +213,7 @@ TEST_CASE("update: split weights are fp32 weights, bit for bit, for thousands of
     update(c.algorithm, c.hyper, kFloat32, split_up.state, split_up.weights, gradient, {}, pool);
   }
   CHECK(different_bits(split_up.values(), whole.values()) == 0);
-  // What the device sees is the nearest bf16 but for ties, which go away from zero.
+  // The device's weight is the nearest bf16, except for ties, which round away from zero.
   const at::Tensor nearest = whole.values().to(at::kBFloat16);
   CHECK((split_up.weights.before.view(at::kShort) - nearest.view(at::kShort)).abs().max().item<int>() <= 1);
 }

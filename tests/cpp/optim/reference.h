@@ -7,8 +7,8 @@
 
 #include <roundpipe/optim/algorithm.h>
 
-// Every algorithm once more, slowly: one element, one function each, straight from torch.optim's single-tensor code.
-// Scalars are fp64 until torch hands them to an fp32 tensor operation. `add` fuses as torch does on CPUs with FMA.
+// Every algorithm once more, slowly: element by element, one function each, following torch.optim's single-tensor code.
+// Scalars are fp64 until torch passes them to an fp32 tensor operation. `add` fuses as torch does on CPUs with FMA.
 namespace reference {
 
 using roundpipe::optim::Algorithm;
@@ -25,7 +25,7 @@ inline float lerp(float a, float b, double weight) {
 inline float max_or_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b); }
 inline float sign(float value) { return value > 0 ? 1.0F : value < 0 ? -1.0F : 0.0F; }
 
-// One element and what it keeps.
+// One element and its optimizer state.
 struct Element {
   float p = 0;
   float s[3] = {};  // in the order of state_names

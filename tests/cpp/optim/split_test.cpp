@@ -23,7 +23,7 @@ at::Tensor bits_that_come_back(const at::Tensor& bits) {
 
 TEST_CASE("split, join: every bit pattern comes back") {
   at::manual_seed(5);
-  // Every upper half with the lower halves around rounding, thus all special numbers.
+  // Every upper half with the lower halves around rounding, so all special numbers.
   const at::Tensor upper = at::arange(65536, at::kLong).mul(65536).view({-1, 1});
   const at::Tensor lower = at::tensor({0, 1, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF}, at::kLong);
   const at::Tensor special = (upper + lower).flatten().to(at::kInt);

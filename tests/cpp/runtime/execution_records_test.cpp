@@ -1,4 +1,4 @@
-// What calls record of devices that work later than the host issues, and what the planner makes of it.
+// The records of calls on devices that run later than the host issues, and the planner's use of them.
 #include <algorithm>
 #include <map>
 #include <vector>
@@ -27,7 +27,7 @@ constexpr int kMicrobatches = 4;
 constexpr double kForward_ms = 4, kBackward_ms = 6;
 constexpr double kRounding_ms = 1e-6;
 
-// Takes its time on the device in either direction.
+// Takes a given time on the device, in either direction.
 LayerSpec slow_layer(const std::string& name, double backward_ms = kBackward_ms) {
   LayerSpec layer = linear_layer(name, kWidth);
   layer.body = [body = layer.body, backward_ms](Tensors inputs, const Tensors& parameters, const Tensors& buffers,

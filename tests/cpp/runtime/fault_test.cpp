@@ -69,7 +69,7 @@ TEST_SUITE("faults") {
       PlainModel plain("m", setup.layers);
       PipedModel piped("m", setup.layers);
       const Batch batch = make_batch(2, kRows, kWidth);
-      // 8 forwards, of which the fused stage's are over when the losses are known; the next is a recomputation.
+      // 8 forwards, of which the fused stage's are over when the losses are known; the next run is a recompute.
       setup.fault->arm(9);
       bool raised = false;
       try {
@@ -208,7 +208,7 @@ TEST_SUITE("faults") {
       use_devices("virtual:3,debug");
       Setup setup;
       PipedModel piped("m", setup.layers);
-      // A recomputation may run ahead of the last forwards, and then fail when the losses are there already.
+      // A recompute may run ahead of the last forwards, and fail after the losses are known.
       const auto train_and_drain = [&] {
         train(piped, make_batch(2, kRows, kWidth));
         piped.pipeline().drain();

@@ -73,7 +73,7 @@ TEST_SUITE("pipeline gradients") {
     options.requires_grad = true;
     auto outputs = piped.pipeline().forward(batch.inputs, options, train_stages({0, 1, 2}));
     CHECK(same_bits(weight(piped).grad(), once));
-    // What is cleared between a forward and its backward stays cleared.
+    // Gradients cleared between a forward and its backward stay cleared.
     for (const LayerSpec& layer : piped.layers()) {
       for (const memory::NamedTensor& parameter : layer.parameters) parameter.tensor.mutable_grad().reset();
     }
@@ -84,7 +84,7 @@ TEST_SUITE("pipeline gradients") {
       sum = sum.defined() ? sum + part : part;
     }
     sum.backward();
-    // backward() has returned, so the gradients are there: of this batch alone.
+    // backward() has returned, so the gradients of this batch alone are there.
     const at::Tensor shown = weight(piped).grad().clone();
     train(piped, batch);
     piped.synchronize();

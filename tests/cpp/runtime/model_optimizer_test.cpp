@@ -30,7 +30,7 @@ Pipeline::TrainResult train(PipedModel& piped, const Batch& batch, const std::sh
 
 bool reads_nan(const LayerSpec& layer) { return layer.parameters[0].tensor.isnan().all().item<bool>(); }
 
-// A loss that is infinite when told so.
+// A loss that is infinite on request.
 class LossThatOverflows final : public Loss {
  public:
   explicit LossThatOverflows(bool overflow) : factor_(overflow ? std::numeric_limits<double>::infinity() : 1.0) {}
@@ -177,7 +177,7 @@ TEST_CASE("fused step: a call that fails after the step leaves the layers withou
   use_devices("virtual:1");
   std::vector<LayerSpec> layers = chain(3);
   const auto fault = std::make_shared<Fault>();
-  // The first layer's recompute fails, when those above it have been updated or are about to be.
+  // The first layer's recompute fails when the layers above have been updated, or are about to be.
   layers[0].body = [fault, body = layers[0].body](Tensors inputs, const Tensors& parameters, const Tensors& buffers,
                                                   const LayerContext& context) {
     if (context.recompute) fault->pass("recompute");

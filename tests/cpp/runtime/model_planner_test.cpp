@@ -20,7 +20,7 @@ std::shared_ptr<ModelState> model_of(int layers) {
   return std::make_shared<ModelState>("planned", std::move(made), false);
 }
 
-// What a device would record of one microbatch of a stage whose layers take `forward_ms`, backwards twice that.
+// A device's record of one microbatch of a stage whose layers take `forward_ms`; their backward takes twice that.
 ExecutionRecord record_of(Phase phase, schedule::Range layers, const std::vector<double>& forward_ms, double waited) {
   double ms = 0;
   for (int l = layers.first; l < layers.last; ++l)

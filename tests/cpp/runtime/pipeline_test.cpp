@@ -111,7 +111,7 @@ TEST_SUITE("pipeline") {
     }
     piped.synchronize();
     CHECK(piped.layers()[1].buffers[2].tensor.item<int64_t>() == plain.buffers(1)[2].item<int64_t>());
-    // Several microbatches meet at one node of the plain graph, so the sums may be taken in another order there.
+    // Several microbatches meet at one node of the plain graph, where the sums may be made in another order.
     for (size_t l = 0; l < layers.size(); ++l) {
       for (size_t i = 0; i < layers[l].parameters.size(); ++i) {
         CHECK(at::allclose(layers[l].parameters[i].tensor.grad(), plain.parameter(l, i).grad(), 1e-4, 1e-5));
@@ -178,7 +178,7 @@ TEST_SUITE("pipeline") {
       }
     };
     const Values input{{at::ones({1})}, nullptr};
-    // The gradient is 1 and the rate -1: every update adds one, so the loss counts the updates that a call has read.
+    // The gradient is 1 and the rate -1: every update adds one, so the loss counts the updates that its call has read.
     const double asynchronous[] = {0, 0, 1, 2, 3, 4};
     for (const double read : asynchronous) {
       const auto result =
@@ -292,7 +292,7 @@ TEST_SUITE("pipeline") {
       if (round % 3 == 1) engine = use_devices("virtual:2");
     }
     use_devices("virtual:1");
-    // A model's shells go with it, on the thread that drops its last call.
+    // A model's shells are dropped with it, on the thread that drops its last call.
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(300);
     while (shell_counts().alive.load() > 0 && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
     CHECK(shell_counts().alive.load() == 0);
@@ -314,7 +314,7 @@ TEST_SUITE("pipeline") {
     const Body body = layers[0].body;
     layers[0].body = [slow, body](Tensors inputs, const Tensors& parameters, const Tensors& buffers,
                                   const LayerContext& context) {
-      // Until somebody who waits for this call has been interrupted.
+      // Waits until a thread that waits for this call has been interrupted.
       while (slow->load() && interrupted.load()) std::this_thread::yield();
       return body(std::move(inputs), parameters, buffers, context);
     };

@@ -33,7 +33,7 @@ class Dice {
 
 std::vector<LayerSpec> random_layers(Dice& dice, int64_t width) {
   const int count = dice.between(1, 7);
-  const int certain = dice.between(0, count - 1);  // is linear and trainable, so that there is always a gradient
+  const int certain = dice.between(0, count - 1);  // linear and trainable, so that there is always a gradient
   std::vector<LayerSpec> layers;
   at::Tensor shared;
   for (int l = 0; l < count; ++l) {
@@ -138,7 +138,7 @@ void check_losses(const std::vector<Tensors>& losses, const std::vector<Tensors>
   }
 }
 
-// One random model, trained for a few random steps beside the plain loop.
+// Trains one random model for a few random steps beside the plain loop.
 void run_case(unsigned seed, bool inject, bool fused) {
   CAPTURE(seed);
   Dice dice(seed);
@@ -161,10 +161,10 @@ void run_case(unsigned seed, bool inject, bool fused) {
     for (int call = 0; call < calls; ++call) {
       const Batch batch = make_batch(dice.between(1, 4), rows, width);
       if (inject && dice.one_in(2)) {
-        // A call that is to fail, somewhere; if it does not get so far, nothing of it may be left either.
+        // A call that fails somewhere; if it ends before the fault, it must leave nothing behind either.
         const std::shared_ptr<Fault> kinds[] = {faults.forward, faults.backward, faults.loss};
         const std::shared_ptr<Fault>& fault = kinds[dice.between(0, 2)];
-        // What runs still is to come through.
+        // Calls that still run must succeed.
         piped.synchronize();
         plain.publish();
         fault->arm(dice.between(1, 8));
@@ -227,7 +227,7 @@ TEST_SUITE("stress") {
   }
 
   TEST_CASE("any event may come late: the same bits") {
-    // Not a wait for anything: what is tested has to hold however long each completion takes.
+    // The sleep is not a wait: the test must hold however long each completion takes.
     std::atomic<unsigned> count{0};
     roundpipe::device::set_completion_hook([&count] {
       const unsigned draw = (count++ * 2654435761U) >> 24;

@@ -37,7 +37,7 @@ Plan train_plan() {
            {Phase::kBackward, {0, 2}, {0, 2}, 1}}};
 }
 
-// The message with which `plan` is refused; empty if it is accepted.
+// The message that refuses `plan`; empty if it is accepted.
 std::string refusal(const Plan& plan, PlanMode mode) {
   try {
     validate(plan, mode);

@@ -36,7 +36,7 @@ LayerCosts random_costs(std::mt19937& random, int layers) {
   return costs;
 }
 
-// Rates the plan by another way than the search: the simulator's rules written down once more, one device at a time.
+// Rates the plan in another way than the search: by the simulator's rules, written once more for one device at a time.
 double makespan_ms(const Plan& plan, const LayerCosts& costs, double hop_ms) {
   const auto at = [&](int boundary, int m) { return static_cast<std::size_t>(boundary * plan.microbatches + m); };
   const std::size_t cells = static_cast<std::size_t>((plan.layers + 1) * plan.microbatches);

@@ -77,12 +77,12 @@ TEST_CASE("links: with infinite bandwidth every event ends as without links") {
 }
 
 TEST_CASE("links: weights come first, the next job's while one runs, gradients go down in the end") {
-  // 5 ms a transfer of weights, values take nothing.
+  // 5 ms for a transfer of weights; values take no time.
   const std::vector<Plan> plans{two_layers(1)};
   const LinkTimeline got = simulate_links(plans, costs_of(5 * kMB, 0), cluster_of(1, 1), {});
   std::vector<double> ends;
   for (const TimelineEvent& event : got.timeline.events) ends.push_back(event.end_ms);
-  // The value of the first job comes up behind the chunk that the third job's weights have begun at 15 ms.
+  // The first job's value is uploaded after the chunk of the third job's weights that began at 15 ms.
   for (std::size_t i = 0; i < 3; ++i) CHECK(ends[i] == doctest::Approx(std::vector<double>{15, 50, 80}[i]));
   CHECK(got.landed_ms == doctest::Approx(85));
 }
@@ -93,7 +93,7 @@ TEST_CASE("links: values hop through the host") {
   const LinkTimeline got = simulate_links(plans, costs_of(0, 2 * kMB), cluster_of(2, 1), {});
   std::vector<double> ends;
   for (const TimelineEvent& event : got.timeline.events) ends.push_back(event.end_ms);
-  // The recomputation waits for nothing, the rest of the backward for the gradient.
+  // The recompute waits for nothing, the rest of the backward for the gradient.
   for (std::size_t i = 0; i < 3; ++i) CHECK(ends[i] == doctest::Approx(std::vector<double>{10, 44, 68}[i]));
 }
 
@@ -107,7 +107,7 @@ TEST_CASE("links: all together stay within the host's bandwidth") {
 }
 
 TEST_CASE("links: a value waits for one chunk, not for all weights; first come first served it does") {
-  // The weights of the second job are on their way up when the first job's second value is wanted.
+  // The second job's weights are being uploaded when the first job needs its second value.
   LayerCosts costs = costs_of(0, 1 * kMB);
   costs.push_back({.forward_ms = 10, .backward_ms = 20, .weight_bytes = 400 * kMB, .activation_bytes = 0});
   Plan plan{3,

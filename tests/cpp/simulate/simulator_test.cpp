@@ -70,7 +70,7 @@ Plan random_plan(std::mt19937& random, PlanMode mode) {
   return plan;
 }
 
-// The slow way: raise every event's start until all pairwise constraints, written out one by one, hold.
+// The slow way: raises every event's start until all pairwise constraints hold, each written out.
 std::vector<double> relaxed_ends(const Plan& plan, const LayerCosts& costs, const Cluster& cluster,
                                  const SimulateOptions& options) {
   struct Node {

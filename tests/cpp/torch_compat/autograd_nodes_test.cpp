@@ -15,7 +15,7 @@ using roundpipe::memory::kKept_bytes;
 
 namespace {
 
-// Notes how the gradient of its input lies.
+// Records the memory layout of the gradient of its input.
 struct Looks : torch::autograd::Function<Looks> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input, int64_t seen) {
     context->saved_data["seen"] = seen;
@@ -28,7 +28,7 @@ struct Looks : torch::autograd::Function<Looks> {
   }
 };
 
-// Makes gradients in the middle of a cache line, in memory of their own.
+// Makes gradients that begin in the middle of a cache line, in memory of their own.
 struct Shifts : torch::autograd::Function<Shifts> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input) { return input * 1; }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
@@ -93,7 +93,7 @@ TEST_CASE("crossing a boundary: gradients arrive as they would from another stag
 }
 
 TEST_CASE("crossing a boundary: what a layer adds does not go into the memory of the gradient from above") {
-  // The first output's gradient begins in the middle of a cache line; the second output is made from the first.
+  // The first output's gradient begins in the middle of a cache line; the second output depends on the first.
   for (const bool cut : {false, true}) {
     CAPTURE(cut);
     at::Tensor seen;

@@ -18,7 +18,7 @@ at::Tensor default_state() {
   return generator.get_state();
 }
 
-// Everything in torch's C++ interface that draws, by name.
+// Every operator of torch's C++ interface that draws random numbers, by name.
 const std::vector<std::pair<const char*, std::function<at::Tensor()>>>& draws() {
   static const std::vector<std::pair<const char*, std::function<at::Tensor()>>> all = {
       {"rand", [] { return at::rand({5}); }},
@@ -87,7 +87,7 @@ TEST_SUITE("own generators") {
       }
       CHECK(drawn.equal(expected));
       CHECK(default_state().equal(before));
-      // Outside, it is the default one that draws.
+      // Outside, the default generator draws.
       draw();
       CHECK_FALSE(default_state().equal(before));
     }

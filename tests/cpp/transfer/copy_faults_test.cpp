@@ -1,4 +1,4 @@
-// Copies that run beside the thread that issues them, and fail in the middle of a transfer.
+// Copies that run beside the thread that issues them and fail in the middle of a transfer.
 #include <roundpipe/transfer/link_scheduler.h>
 
 #include <condition_variable>
@@ -22,8 +22,8 @@ using roundpipe::device::QueueScope;
 
 namespace {
 
-// Copies on a thread of its own, once it is let go, as an accelerator does; so what is given up too early shows as a
-// read of freed memory. A copy that is not contiguous needs as much memory, and there is only so much.
+// Copies on its own thread once it is let go, as an accelerator does, so that memory released too early shows as a read
+// of freed memory. A copy that is not contiguous needs as much extra memory, of which there is a limited amount.
 class AsynchronousQueue final : public Queue {
  public:
   ~AsynchronousQueue() override {
@@ -43,7 +43,7 @@ class AsynchronousQueue final : public Queue {
     if (asked_++ == fails_at_) throw std::runtime_error("bus error");
     const bool flat = dst.is_contiguous() && src.is_contiguous();
     TORCH_CHECK_WITH(OutOfMemoryError, flat || static_cast<int64_t>(src.nbytes()) <= room_bytes_, "no memory");
-    // Not the tensors: to hold them until then is not the queue's business.
+    // Not the tensors: the queue does not keep them alive until then.
     jobs_.push_back(
         [to = at::from_blob(dst.data_ptr(), dst.sizes(), dst.strides(), dst.options()),
          from = at::from_blob(src.data_ptr(), src.sizes(), src.strides(), src.options())] { to.copy_(from); });
@@ -70,7 +70,7 @@ class AsynchronousQueue final : public Queue {
     const std::lock_guard lock(mutex_);
     return asked_;
   }
-  // Blocks until so many copies have been asked for.
+  // Blocks until `count` copies have been requested.
   void wait_asked(int64_t count) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return asked_ >= count; });
@@ -133,7 +133,7 @@ TEST_CASE("copy faults: a transfer settles, and lets go, only when what was issu
     link.submit(
         {Priority::kWeight, {}, [moved = std::move(pieces)]() mutable { return std::move(moved); }, done, settled});
     queue.wait_asked(fails_at + 1);
-    // Goes through after the failed one, so that the link has dealt with it by then.
+    // Ends after the failed one, so the link has handled the failure by then.
     const EventPtr next = make_event(), begun = make_event();
     link.submit({Priority::kWeight,
                  {},
@@ -160,7 +160,7 @@ TEST_CASE("copy faults: a transfer settles, and lets go, only when what was issu
 
 TEST_CASE("copy faults: a strided transfer for which the device has no memory goes through in parts") {
   const at::Tensor numbers = at::arange(24 * 30 * 8, at::kFloat).view({24, 30, 8});
-  // The slowest dimension last, every second element, and one of which only single elements are contiguous.
+  // The slowest dimension last; every second element; a tensor of which only single elements are contiguous.
   const std::vector<at::Tensor> sources = {numbers.permute({2, 1, 0}), numbers.slice(2, 0, 8, 2),
                                            numbers.view({-1}).slice(0, 0, 5760, 3), numbers.permute({1, 0, 2}),
                                            numbers};

@@ -22,7 +22,7 @@ using roundpipe::device::set_completion_hook;
 
 namespace {
 
-// Every completion is delayed by some turns of other threads.
+// Delays every completion by some turns of other threads.
 class RandomDelays {
  public:
   RandomDelays() {
@@ -47,7 +47,8 @@ void spoil(const at::Tensor& tensor) {
 
 enum class Fate { kArrives, kThrows, kGivenUp, kDependencyFails };
 
-// One way up to a device and down again. Each end is spoiled the moment the link says that it is through with it.
+// One upload to a device and the download back. Each end is overwritten as soon as the link says that it is done with
+// it.
 struct Trip {
   Fate fate = Fate::kArrives;
   at::Tensor source;
@@ -96,7 +97,7 @@ TEST_CASE("link: any interleaving of transfers, errors and cancellations moves e
   const RandomDelays delays;
   constexpr int kThreads = 3;
   constexpr int kTrips = 120;
-  // So little memory that uploads often have to stand aside.
+  // So little memory that uploads often have to wait for it.
   const auto devices = make_devices(parse_devices("virtual:2,memory=96KiB,chunk=3KB,debug"));
   std::vector<std::unique_ptr<LinkScheduler>> up, down;
   for (const auto& device : devices) {

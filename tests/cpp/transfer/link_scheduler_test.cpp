@@ -34,7 +34,7 @@ constexpr int64_t kChunk_bytes = LinkOptions{}.chunk_bytes;
 
 std::exception_ptr error_named(const char* what) { return std::make_exception_ptr(std::runtime_error(what)); }
 
-// A queue that writes down what it is asked for and completes chunks only when the test says so.
+// A queue that records its requests and completes chunks only when the test says so.
 class HeldQueue final : public Queue {
  public:
   explicit HeldQueue(bool holding) : holding_(holding) {}
@@ -84,7 +84,7 @@ class HeldQueue final : public Queue {
     return held_.size();
   }
 
-  // Completes the oldest chunk; waits for one.
+  // Completes the oldest chunk; waits until there is one.
   void complete_one(std::exception_ptr error = nullptr) {
     EventPtr event;
     {
@@ -100,7 +100,7 @@ class HeldQueue final : public Queue {
     }
   }
 
-  // From now on chunks complete at once, and so do those that wait.
+  // From now on, chunks complete at once, including those that wait.
   void let_go() {
     std::deque<EventPtr> events;
     {
@@ -141,7 +141,7 @@ Transfer transfer_of(Priority priority, std::function<std::vector<Piece>()> begi
   return transfer;
 }
 
-// A transfer whose begin() writes down its label.
+// A transfer whose begin() records its label.
 Transfer labelled(Priority priority, int label, std::vector<int>& order, EventPtr after = nullptr) {
   return transfer_of(priority,
                      [label, &order] {
@@ -465,7 +465,7 @@ TEST_CASE("link: settled fires when the link is through with a transfer, however
   moved_settled->wait();
   CHECK(moved_done->complete());
 
-  // Given up from outside while its bytes are still moving.
+  // Cancelled from outside while its bytes are still moving.
   Transfer given_up = labelled(Priority::kWeight, 2, order);
   const EventPtr given_up_settled = given_up.settled;
   const EventPtr given_up_done = given_up.done;

@@ -37,7 +37,8 @@ struct Case {
   std::mt19937 random;
 
   explicit Case(unsigned seed) : generator(at::detail::createCPUGenerator(seed)), random(seed) {
-    // The first is more than one thread adds at a time; of one parameter the strides are not those of its dimensions.
+    // The first is larger than the part that one thread adds at a time; one parameter's strides do not follow its
+    // dimensions.
     parameters = {at::empty({300, 301}, at::kBFloat16), at::empty({5, 7}).t(), at::empty({}, at::kDouble)};
     if (seed % 3 == 0) parameters.front() = at::empty({40, 3});
     for (const at::Tensor& parameter : parameters) layout.add(parameter, parameter.scalar_type());
@@ -79,7 +80,7 @@ TEST_SUITE("layer sums") {
       CAPTURE(seed);
       Case c(seed);
       const size_t layers = 2 + seed % 3, microbatches = 1 + seed % 5;
-      // How many microbatches of each layer a device has summed; the others come one by one.
+      // The number of microbatches of each layer that a device has summed; the others arrive one by one.
       std::vector<size_t> counts;
       std::vector<std::vector<Gradients>> made(layers);  // [layer][microbatch]
       for (size_t l = 0; l < layers; ++l) {
@@ -138,7 +139,7 @@ TEST_SUITE("layer sums") {
         const at::Tensor got = roundpipe::memory::gradient(*result, c.layout, i);
         REQUIRE(got.defined() == expected[i].defined());
         if (got.defined()) CHECK(same_bits(got, expected[i].to(c.parameters[i].scalar_type())));
-        // For a call that fails and goes back to it.
+        // The base is unchanged, for a call that fails and goes back to it.
         if (base) CHECK(same_bits(roundpipe::memory::gradient(*base, c.layout, i), before[i]));
       }
     }

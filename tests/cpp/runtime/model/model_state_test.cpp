@@ -52,7 +52,7 @@ TEST_SUITE("model_state") {
     }
     piped.synchronize();
     CHECK(same_state(piped, plain, /*with_buffers=*/true));
-    // One buffer of weights, and none beside it that gradients or a next version would have taken.
+    // One buffer for the weights, and none for gradients or a next version.
     const BlockState& frozen = model.blocks[mixed.blocks[1]];
     CHECK(frozen.block->buffers()->host_bytes() == frozen.block->layout().size_bytes);
   }

@@ -23,9 +23,8 @@ at::Tensor drawn_with(uint64_t seed) {
 }  // namespace
 
 TEST_SUITE("random") {
-  // The rule is a promise: a run that is resumed with another version of this code must draw the same numbers. The
-  // values come from a separate program: splitmix64's finaliser folded over base seed, FNV-1a of the name, call,
-  // microbatch and layer; without the lowest bit.
+  // A promise: a resumed run draws the same numbers with any version of this code. Values from a separate program: the
+  // finaliser of splitmix64 over base seed, FNV-1a of the name, call, microbatch, layer; without the lowest bit.
   TEST_CASE("layer_seed never changes") {
     CHECK(layer_seed(0, "", 0, 0, 0) == 4441208531586492356ULL);
     CHECK(layer_seed(0, "model", 0, 0, 0) == 7801796866797479507ULL);
@@ -74,7 +73,7 @@ TEST_SUITE("random") {
       CHECK(drawn.equal(drawn_with(12)));
     }
     CHECK_THROWS_AS(run_seeded(*own, draws, 1, kHost, [] { throw std::runtime_error("boom"); }), std::runtime_error);
-    // On the host there is nothing that draws from the default one.
+    // On the host, no layer draws from the default generator.
     CHECK(draws.state.load() == SharedDraws::kUnknown);
     std::thread([&] { CHECK(at::rand({4}).equal(expected_later)); }).join();
   }

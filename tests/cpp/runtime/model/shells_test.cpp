@@ -53,7 +53,7 @@ TEST_SUITE("shells") {
       CHECK(target.equal(at::full({2, 2}, expected)));
       CHECK_FALSE(weight.grad().defined());
     }
-    // Without a target it is kept for whoever shares the parameter.
+    // Without a target, the gradient is kept for the layers that share the parameter.
     shell.sink.reset(2);
     torch::autograd::backward({(weight * 5).sum()}, {});
     CHECK(shell.sink.tied[0].equal(at::full({2, 2}, 5.0)));
@@ -74,7 +74,7 @@ TEST_SUITE("shells") {
     sink.consume(0, ones());
     CHECK(at::equal(sink.targets[0], at::full({2}, 2.0)));
     CHECK(at::equal(sink.targets[1], ones()));
-    // One that comes in several parts cannot be told from one that has come before.
+    // A gradient in several parts cannot be told from one that arrives again.
     sink.consume(0, ones());
     CHECK_FALSE(sink.can_retry());
   }

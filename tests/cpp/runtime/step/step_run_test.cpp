@@ -1,4 +1,4 @@
-// What goes wrong in a step, on the thread that makes updates and on those that hand work to it.
+// Errors in a step, on the update thread and on the threads that hand work to it.
 #include <roundpipe/runtime/step/step_run.h>
 
 #include <stdexcept>
@@ -64,7 +64,7 @@ struct Setup {
   void land() {
     for (const auto& gradient : gradients) gradient->landed->fire();
   }
-  // Whoever looks at the gradient gets an error: there is less memory than the layout says, and it cannot grow.
+  // Any look at the gradient fails: it has less memory than the layout says, and cannot grow.
   void break_gradient(size_t block) {
     static uint8_t byte = 0;
     gradients[block]->flat = at::from_blob(&byte, {1}, at::kByte);
@@ -88,7 +88,7 @@ TEST_SUITE("step run") {
       CHECK(run->updated_blocks() == 0);
       for (const auto& version : setup.after) CHECK_NOTHROW(version->published->wait());
       CHECK(at::equal(setup.after[0]->flat, before));
-      // The next one is made.
+      // The next step succeeds.
       const auto next = setup.run(options);
       next->start();
       setup.land();
@@ -109,7 +109,7 @@ TEST_SUITE("step run") {
     CHECK_THROWS(setup.after[0]->published->wait());
     CHECK_NOTHROW(setup.after[1]->published->wait());
     CHECK(run->updated_blocks() == 1);
-    // What builds on it fails, too.
+    // Steps that build on it fail, too.
     const auto next = setup.run({});
     next->start();
     setup.land();

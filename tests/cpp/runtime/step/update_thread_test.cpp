@@ -30,7 +30,7 @@ TEST_CASE("update thread: of what is ready, older steps, then norms, then the lo
     begun->fire();
     go_on->wait();
   });
-  begun->wait();  // what follows is all ready before the next choice
+  begun->wait();  // all that follows is ready before the next choice
   std::vector<int> order;
   submit({9, Kind::kUpdate, 3}, [&] {
     order.push_back(6);

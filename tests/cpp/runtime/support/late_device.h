@@ -14,8 +14,8 @@
 
 namespace roundpipe::runtime::support {
 
-// A queue whose host issues ahead, as on an accelerator: what emulate() asks for is done later, one after the other,
-// and events fire when the queue is there. Values are computed at once.
+// A queue whose host issues ahead, as on an accelerator: emulated work runs later, one piece after the other, and
+// events fire when the queue reaches them. Values are computed at once.
 class LateQueue final : public device::Queue {
  public:
   explicit LateQueue(device::Queue& inner) : inner_(inner), thread_([this] { run(); }) {}
@@ -50,7 +50,7 @@ class LateQueue final : public device::Queue {
       const auto [at_ms, event] = std::move(pending_.front());
       pending_.pop_front();
       lock.unlock();
-      // Not to await anything: this is how fast the device is.
+      // The sleep is not a wait: it sets the speed of the device.
       std::this_thread::sleep_for(from_ms(at_ms - now_ms()));
       event->fire_at(std::min(at_ms, now_ms()));
       lock.lock();
@@ -58,7 +58,7 @@ class LateQueue final : public device::Queue {
   }
 
   device::Queue& inner_;
-  double reached_ms_ = 0;  // when everything issued so far is done; the issuing thread's
+  double reached_ms_ = 0;  // when everything issued so far will be done; issuing thread only
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::pair<double, device::EventPtr>> pending_;  // protected by mutex_

@@ -15,8 +15,8 @@ namespace roundpipe::runtime::support {
 
 using Tensors = std::vector<at::Tensor>;
 
-// What a layer computes. The same function runs in the pipeline, over a device's tensors, and in the plain loop, over
-// the reference's, so that the two can be compared bit for bit.
+// The function that a layer computes. It runs in the pipeline on a device's tensors and in the plain loop on the
+// reference's, so that results can be compared bit for bit.
 using Body =
     std::function<Tensors(Tensors inputs, const Tensors& parameters, const Tensors& buffers, const LayerContext&)>;
 
@@ -25,13 +25,13 @@ struct LayerSpec {
   std::vector<memory::NamedTensor> parameters;
   std::vector<memory::NamedTensor> buffers;
   Body body;
-  // What attributes() returns, changed from outside; null: the layer has none.
+  // The result of attributes(), changed from outside; null: the layer has none.
   std::shared_ptr<std::shared_ptr<const void>> attributes;
 
   explicit LayerSpec(std::string layer_name) : name(std::move(layer_name)) {}
 };
 
-// Live shells and forwards that are running, of all layers.
+// Counts live shells and running forwards of all layers.
 struct ShellCounts {
   std::atomic<int> alive{0};
   std::atomic<int> made{0};
@@ -80,7 +80,7 @@ class NativeLayer final : public Layer {
   const LayerSpec spec_;
 };
 
-// The values of the test models: [0] is the activation [rows, width], [1] a mask [rows, 1] that most layers hand on.
+// The values of the test models: [0] is the activation [rows, width], [1] a mask [rows, 1] that most layers pass on.
 inline at::Tensor parameter(at::IntArrayRef sizes, double scale) {
   return (at::randn(sizes) * scale).set_requires_grad(true);
 }
@@ -89,14 +89,14 @@ inline LayerSpec linear_layer(std::string name, int64_t width) {
   LayerSpec spec(std::move(name));
   spec.parameters = {{"weight", parameter({width, width}, 0.4)}, {"bias", parameter({width}, 0.1)}};
   spec.body = [](Tensors inputs, const Tensors& parameters, const Tensors&, const LayerContext&) {
-    // The output is nobody's saved value, so the layer after may change it in place.
+    // No backward saves the output, so the next layer may change it in place.
     inputs[0] = at::linear(at::tanh(inputs[0]), parameters[0], parameters[1]);
     return inputs;
   };
   return spec;
 }
 
-// A linear layer over somebody else's weight.
+// A linear layer that uses another layer's weight.
 inline LayerSpec tied_layer(std::string name, const at::Tensor& weight) {
   LayerSpec spec(std::move(name));
   spec.parameters = {{"weight", weight}, {"scale", parameter({weight.size(0)}, 0.3)}};
@@ -132,7 +132,7 @@ inline LayerSpec norm_layer(std::string name, int64_t width) {
   return spec;
 }
 
-// Reads a buffer and leaves it as it is.
+// Reads a buffer and does not change it.
 inline LayerSpec shift_layer(std::string name, int64_t width) {
   LayerSpec spec(std::move(name));
   spec.parameters = {{"gain", parameter({width}, 1.0)}};
@@ -167,7 +167,7 @@ struct InjectedFault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A place to throw at, once: the `countdown`-th time that somebody passes.
+// A place that throws once: on the `countdown`-th visit.
 class Fault {
  public:
   void arm(int countdown) { countdown_.store(countdown); }

@@ -57,8 +57,8 @@ inline Batch make_batch(int microbatches, int64_t rows, int64_t width) {
   return batch;
 }
 
-// One step of SGD on fp32 values. One rounding, as the fused kernels have it: torch's own add_ has two where its
-// kernels were compiled without fused multiply-add.
+// One step of SGD on fp32 values, with one rounding like the fused kernels: torch's add_ rounds twice if its kernels
+// were compiled without fused multiply-add.
 inline void descend(at::Tensor& values, const at::Tensor& gradient, double rate) {
   const at::Tensor dense = values.contiguous(), slope = gradient.to(at::kFloat).contiguous();
   float* value = dense.mutable_data_ptr<float>();
@@ -68,8 +68,8 @@ inline void descend(at::Tensor& values, const at::Tensor& gradient, double rate)
 }
 
 // The slow, plain way: the same layers in one loop on the caller's thread, one microbatch after the other, no
-// recomputation, gradients summed by autograd, and a step protocol that is spelt out. Layers that share a parameter
-// read copies of their own, so that each has its own sum.
+// recompute, gradients summed by autograd, and an explicit step protocol. Layers that share a parameter read copies of
+// it, so that each has its own sum.
 class PlainModel {
  public:
   PlainModel(std::string name, const std::vector<LayerSpec>& layers) : name_(std::move(name)) {
@@ -115,7 +115,7 @@ class PlainModel {
     return result;
   }
 
-  // Adds up what the layers that share a parameter have, from the last one to the first, then what was there.
+  // Adds the gradients of layers that share a parameter, from the last layer to the first, then the earlier sum.
   void gather() {
     const at::NoGradGuard no_grad;
     for (Parameter& parameter : parameters_) {
@@ -147,7 +147,7 @@ class PlainModel {
     return values;
   }
 
-  // The optimizer's parameters take a step; calls read it when publish() says so.
+  // Steps the optimizer's parameters; calls read the result after publish().
   void update(double rate) {
     const at::NoGradGuard no_grad;
     for (Parameter& parameter : parameters_) {
@@ -211,8 +211,8 @@ class PlainModel {
   bool unpublished_ = false;
 };
 
-// A pipeline with an optimizer, stepped as the Python package does it. Either a fused one, or one whose update runs on
-// a thread of its own and is published when the next step is made, or at once in a synchronous step.
+// A pipeline with an optimizer, stepped as the Python package does it: either a fused optimizer, or one whose update
+// runs on its own thread and is published at the next step, or at once in a synchronous step.
 class PipedModel {
  public:
   PipedModel(std::string name, const std::vector<LayerSpec>& layers, bool fused = false) : layers_(layers) {
@@ -282,7 +282,7 @@ class PipedModel {
     publish_now();
   }
 
-  // Everything done, published and shown in the user's parameters.
+  // Waits until everything is done, published and shown in the user's parameters.
   void synchronize() {
     finish_update();
     pipeline_->drain();
@@ -309,7 +309,7 @@ class PipedModel {
   bool unpublished_ = false;
 };
 
-// Whether the user's parameters, gradients and (where asked for) buffers are those of the plain loop.
+// Whether the user's parameters, gradients and (if asked for) buffers equal those of the plain loop.
 inline bool same_state(PipedModel& piped, const PlainModel& plain, bool with_buffers) {
   for (size_t l = 0; l < plain.size(); ++l) {
     const LayerSpec& layer = piped.layers()[l];
@@ -331,7 +331,7 @@ inline std::vector<schedule::Range> ascending(std::initializer_list<int> cuts) {
   return stages;
 }
 
-// Fused stages: the forward stages between `cuts`, the backward ones the same, backward, and the last of them fused.
+// Fused stages: forward stages between `cuts`, and backward stages between the same cuts, of which the last is fused.
 inline schedule::Stages fused_stages(std::initializer_list<int> cuts) {
   schedule::Stages stages;
   stages.forward = ascending(cuts);

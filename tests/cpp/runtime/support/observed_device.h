@@ -13,11 +13,11 @@
 
 namespace roundpipe::runtime::support {
 
-// Who uses the queues of a device.
+// Records which threads use the queues of a device.
 class QueueObserver {
  public:
-  // Called on the thread that does it, before it does: "enter" or "copy" with the queue's name, "poison" with "slot".
-  // Set while nothing runs.
+  // Called on the thread that uses the queue, before it does: "enter" or "copy" with the queue's name, "poison" with
+  // "slot". Set while nothing runs.
   std::function<void(const std::string& queue, const std::string& what)> on_use;
 
   void used(const std::string& queue, const std::string& what) {
@@ -27,7 +27,7 @@ class QueueObserver {
     }
     if (on_use) on_use(queue, what);
   }
-  // How many threads have issued to the queue.
+  // The number of threads that have issued to the queue.
   size_t threads(const std::string& queue) {
     std::lock_guard lock(mutex_);
     return threads_[queue].size();
@@ -67,7 +67,7 @@ class ObservedQueue final : public device::Queue {
   QueueObserver& observer_;
 };
 
-// A device that tells of what is done with it, and does it. REQUIRES: the observer outlives it.
+// A device that reports each use to an observer, then performs it. REQUIRES: the observer outlives it.
 class ObservedDevice final : public device::Device {
  public:
   ObservedDevice(const device::DeviceSpec& spec, std::unique_ptr<device::Device> inner, QueueObserver& observer)

@@ -31,9 +31,9 @@ using roundpipe::schedule::PlanMode;
 namespace {
 
 constexpr int64_t kWidth = 4;
-constexpr double kPatience_ms = 300000;  // ends what hangs
+constexpr double kPatience_ms = 300000;  // ends a test that hangs
 
-// A forward of one batch of ones, submitted and not waited for.
+// Submits a forward of one batch of ones, and does not wait for it.
 CallPtr submit_forward(const std::shared_ptr<ModelState>& model, Engine& engine, roundpipe::schedule::Stages stages,
                        int microbatches, int64_t width = kWidth) {
   static std::atomic<uint64_t> next_id{1000};
@@ -98,7 +98,7 @@ LayerSpec gated(LayerSpec layer, std::shared_ptr<Gate> gate) {
   return layer;
 }
 
-// Two layers on one device, of which the first needs the memory that the second one's weights have taken by then.
+// Two layers on one device. The first needs memory that the second one's prefetched weights hold by then.
 struct Parking {
   static constexpr int64_t kWide = 256;  // weights of 257 KiB a layer
   static constexpr int64_t kHunger_bytes = 800 * 1024;
@@ -146,7 +146,7 @@ struct Parking {
     }
     return same_bits(call->values(2, 0).tensors[0]->data, value.detach());
   }
-  // Whether somebody else gets the worker's lock now.
+  // Whether another thread can take the worker's lock now.
   bool lock_is_free() {
     auto locked = std::make_shared<std::promise<void>>();
     std::thread([locked, mine = worker] {
@@ -198,7 +198,7 @@ TEST_SUITE("worker") {
     int64_t stage_bytes = 0;
     const CallPtr call = submit_forward(model, engine, stages_of({0, 1, 2, 3, 4}), 1);
     REQUIRE(gate->arrived(1));
-    // The input is two tensors; everything else that has gone up is weights.
+    // The input is two tensors; all other uploaded bytes are weights.
     stage_bytes = model->blocks[0].block->layout().size_bytes;
     const int64_t input_bytes = (kWidth + 1) * 4;
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(300);
@@ -239,7 +239,7 @@ TEST_SUITE("worker") {
       const std::initializer_list<int> fine{0, 1, 2, 3, 4, 5, 6}, coarse{0, 3, 6};
       run(fine);
       CHECK(allocated_by([&] { run(fine); }) < kLeast_bytes);
-      // An arena for two of the larger stages; each call by itself would take all weights once.
+      // An arena for two of the larger stages; a new arena for each call would take the bytes of all weights.
       CHECK(allocated_by([&] { run(coarse); }) < 2 * kModel_bytes + kLeast_bytes);
       CHECK(allocated_by([&] { run(coarse); }) < kLeast_bytes);
       CHECK(allocated_by([&] { run(fine); }) < kLeast_bytes);
@@ -247,7 +247,7 @@ TEST_SUITE("worker") {
   }
 
   TEST_CASE("a call that fails is over only when nothing touches its memory any more") {
-    // Uploads of 10 ms each, given up while the first one is under way.
+    // Uploads of 10 ms each; the call fails while the first one runs.
     std::vector<LayerSpec> layers;
     for (int l = 0; l < 3; ++l) layers.push_back(linear_layer("l", 250));
     const auto model = make_model(layers);
@@ -257,14 +257,14 @@ TEST_SUITE("worker") {
       std::this_thread::sleep_for(std::chrono::milliseconds(2 * round));
       call->fail(std::make_exception_ptr(InjectedFault("given up")));
       REQUIRE(call->finished()->wait_for(kPatience_ms));
-      // Would be a race if an upload still read it.
+      // A race if an upload still read it.
       const at::NoGradGuard no_grad;
       for (const LayerSpec& layer : layers) layer.parameters[0].tensor.detach().mul_(1.0);
     }
   }
 
   TEST_CASE("an engine that has been shut down refuses, and the call is over") {
-    // For good, so in a process of its own.
+    // The engine ends for good, so this runs in a process of its own.
     if (std::getenv("ROUNDPIPE_TEST_ENDS") == nullptr) {
       CHECK(std::system("ROUNDPIPE_TEST_ENDS=1 /proc/$PPID/exe -tc='an engine that has been shut down*'") == 0);
       return;
@@ -301,7 +301,7 @@ TEST_SUITE("worker") {
     CHECK(setup.tried.load() == 2);
     CHECK(held.load() == 0);
     for (const char* queue : {"compute", "upload", "download"}) CHECK(setup.observer.threads(queue) == 1);
-    // The weights went down, and up once more, as any transfer does.
+    // The weights went down and up again, as ordinary transfers.
     const int64_t weights_bytes = setup.model->blocks[1].block->layout().size_bytes;
     CHECK(setup.worker->download().use(roundpipe::transfer::Priority::kWeight).bytes >= weights_bytes);
     CHECK(setup.worker->upload().use(roundpipe::transfer::Priority::kWeight).bytes >= 3 * weights_bytes);
@@ -344,7 +344,7 @@ TEST_SUITE("worker") {
     REQUIRE(setup.good(setup.submit()));
     REQUIRE(setup.tried.load() == 2);
     // Now both slots hold memory. The third visit to the link is for the next job's weights, and is held back until
-    // the memory of their slot is given up.
+    // their slot's memory is dropped.
     const int64_t both_bytes = 2 * setup.model->blocks[0].block->layout().size_bytes;
     std::promise<CallPtr> submitted;
     std::shared_future<CallPtr> call(submitted.get_future());
