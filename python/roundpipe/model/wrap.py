@@ -148,7 +148,7 @@ def wrap_model(model: nn.Module, **roundpipe_kwargs: Any) -> Any:
 
 
 def _language_model_in(model: nn.Module) -> nn.Module | None:
-    """See `language_model_in`. Only imported once transformers is: the import takes seconds, and other models skip it."""
+    """See `language_model_in`. Models outside transformers skip its import, which takes seconds."""
     if "transformers.modeling_utils" not in sys.modules:
         return None
     from roundpipe.following.language_model import language_model_in
@@ -159,7 +159,8 @@ def _language_model_in(model: nn.Module) -> nn.Module | None:
 def _followed(
     model: nn.Module, is_causal: bool, loss_chunk_tokens: ChunkTokens, mlp_chunk_tokens: ChunkTokens
 ) -> LanguageModel | None:
-    """Follows a transformers model as a chain of layers; None for other models, and, with a warning, on failure."""
+    """Follows a transformers model as a chain of layers. None for other models, and, with a warning, for models that
+    cannot be followed; a causal language model that cannot be followed raises."""
     if "transformers.modeling_utils" not in sys.modules:
         return None
     from roundpipe.following.language_model import LanguageModel, transformers_model_in
