@@ -253,7 +253,7 @@ class StepMemory:
     def _footprints_of_some(
         self, pipeline: _core.Pipeline, shape: Callable[[int], StepShape], rows: int
     ) -> tuple[list[LayerFootprint], int]:
-        """Footprints of `rows` rows, scaled from as many rows as can be measured on a device; and that number of rows."""
+        """Footprints of `rows` rows, scaled from as many rows as can be measured on a device, and that number."""
         measured = rows
         while True:
             try:
