@@ -225,7 +225,7 @@ class _Reader:
         self._bar.close()
 
     def values(self, names: Names) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the model's parameters and persistent buffers by name, first those that are one tensor of the files."""
+        """Yields the model's parameters and persistent buffers by name; single tensors of the files come first."""
         sources = list(dict.fromkeys(names.sources.values()))
         order = {key: index for index, key in enumerate(self._checkpoint.tensors)}
         single = sorted((s for s in sources if s.converter is None), key=lambda s: order[s.keys[0][0]])

@@ -111,7 +111,7 @@ class Checkpoint:
                 yield piece.numel() * stored.torch_dtype.itemsize
 
     def mapped(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """The tensor in its mapped file, see `_core.map_file`; None if `dtype` differs, or it is misaligned or empty."""
+        """The tensor in its mapped file, see `_core.map_file`; None for another dtype, or if misaligned or empty."""
         stored = self.tensors[name]
         if dtype != stored.torch_dtype or stored.start % dtype.itemsize or stored.start == stored.end:
             return None
