@@ -1,4 +1,4 @@
-"""Values that transformers collects inside layers (router logits, attentions); its hooks write to one place a thread."""
+"""Collects the values that transformers' hooks find inside layers (router logits, attentions), thread by thread."""
 
 from __future__ import annotations
 
