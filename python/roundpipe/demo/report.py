@@ -128,7 +128,7 @@ def draw_curve(
     guessing: Guessing,
     required_loss: float,
 ) -> None:
-    """Draws training and held-out loss over tokens as a PNG; lines mark the losses of guessing and the required loss."""
+    """Draws training and held-out loss over tokens as a PNG; lines mark the required loss and that of guessing."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -163,7 +163,7 @@ class LanguageModel:
     def prepare(
         self, batch: list[tuple[tuple[Any, ...], dict[str, Any]]], loss_only: bool
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Adds the weight of its loss to each microbatch's arguments.
+        """Adds to each microbatch's arguments the weight of its loss.
 
         Args:
             batch: `(args, kwargs)` of each microbatch.

@@ -40,7 +40,7 @@ class SteppedModel(ModelFacade):
         """Updates the weights with the gradients summed since the last step, in one of two ways.
 
         `step(optimizer)`, with a `roundpipe.optim` optimizer made for this model, updates each layer as soon as its
-        gradient has landed; only the layer itself waits for that. Returns at once, in both modes. After it, until the
+        gradient has landed; an update delays only its own layer. Returns at once, in both modes. After it, until the
         next call or `synchronize()`, read parameters only from this model: your own references may show NaN.
 
         `step(step_fn, is_async, *args, **kwargs)` runs the function on the optimizer thread once all gradients have

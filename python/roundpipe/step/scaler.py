@@ -80,8 +80,8 @@ class GradScaler(torch.amp.GradScaler):
     Any thread may call `scale`. `step` and `unscale_` belong in the function given to `model.step`. On the main thread,
     they wait for the queued steps, and return None after such a step. `update` may be called at the end of that
     function, or on the main thread after `model.step`. If no step is queued, each of them behaves as torch's. Because
-    an asynchronous step runs beside the next batch, a new scale reaches the losses one step later than it would in a
-    synchronous one. If an overflow is seen twice in between, the scale backs off once.
+    an asynchronous step runs beside the next batch, a new scale reaches the losses one step later than with
+    synchronous steps. If an overflow is seen twice in between, the scale backs off once.
 
     Scale and growth tracker live on the host, where the optimizer's gradients are. Outside a step, `get_scale()`
     is the scale of the next losses. Inside a step, it is the scale of the step's gradients, and after `update` the new
