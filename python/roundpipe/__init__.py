@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from roundpipe.step.optimizer_context import OptimizerCtx
     from roundpipe.step.scaler import GradScaler
 
-# Where each public name lives; imported when first used, so that `roundpipe --help` does not wait for torch.
+# The module of each public name; imported on first use, so that `roundpipe --help` does not wait for torch.
 _PUBLIC = {
     "AutoRoundPipe": "model.wrap",
     "DevicePool": "device.pool",
@@ -53,7 +53,7 @@ _PUBLIC = {
     "wrap_model_to_roundpipe": "model.wrap",
 }
 
-# Modules that scripts for the published package reach as attributes.
+# Modules that scripts for the published package access as attributes.
 _MODULES = frozenset(
     {
         *("batch", "context", "device", "grad_scaler", "models", "optim", "roundpipe", "run_config", "scheduler"),

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-# (what was raised, where, the device's cap) -> what is raised instead
+# (raised exception, place, the device's cap) -> exception to raise instead
 Explain: TypeAlias = Callable[[BaseException, str, int], BaseException]
 
 class RoundPipeError(RuntimeError): ...
@@ -15,7 +15,7 @@ class LayerTooLargeError(ValueError): ...
 def require_engine() -> None: ...
 def require_callers_thread() -> None: ...
 
-# By the engine, since the process began; what a layer's own code does with the lock is not counted.
+# Acquisitions by the engine since the process began; a layer's own code is not counted.
 def interpreter_lock_acquisitions() -> int: ...
 
 class Engine:
@@ -45,11 +45,11 @@ def settled_bytes(tensor: torch.Tensor) -> int: ...
 def crossed_copy(tensor: torch.Tensor, device: str) -> torch.Tensor: ...
 def cross_boundary(outputs: list[torch.Tensor]) -> list[torch.Tensor]: ...
 
-# whether they hold the very same objects, by the very same keys, in the same order
+# Whether both hold the very same objects, under the very same keys, in the same order.
 def same_items(a: dict[str, Any], b: dict[str, Any]) -> bool: ...
 
-# snapshots: of each module a copy of its __dict__, then one of its dicts and a copy of that, and so on. Whether all of
-# them hold the very same objects.
+# Whether all modules still hold the very same objects. snapshots: for each module a copy of its __dict__, then one of
+# its dicts and a copy of that dict, and so on.
 def modules_unchanged(modules: list[nn.Module], snapshots: list[tuple[dict[str, Any], ...]]) -> bool: ...
 
 # asked, reserved and locked bytes, pieces
@@ -259,7 +259,7 @@ class Event:
 class StepTicket:
     def hand_over(self) -> bool: ...
 
-# phase, first layer, last layer, microbatch, device, start, end and end of the recomputation in ms, waited ms
+# phase, first layer, last layer, microbatch, device, start, end and end of the recompute in ms, waited ms
 Record: TypeAlias = tuple[str, int, int, int, int, float, float, float, float]
 
 class Submitted:

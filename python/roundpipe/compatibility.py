@@ -1,7 +1,7 @@
-"""Whether the extension fits the Python and the torch that are there. Imports neither.
+"""Checks that the extension fits the installed Python and torch. Imports neither of them.
 
 A C++ extension of torch works with the minor version of torch that it was built with, and with one minor version of
-Python. With another one the loader's own message is an undefined symbol, or that `roundpipe._core` does not exist.
+Python. With another version, the loader reports only an undefined symbol, or that `roundpipe._core` does not exist.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _minor(version: str) -> str:
 
 
 def _installed_torch() -> str | None:
-    """None where torch has no metadata, as in some builds from source: then the loader judges."""
+    """None if torch has no metadata, as in some builds from source: then the loader decides."""
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -37,7 +37,7 @@ def package_version() -> str:
 
 
 def require_fitting_build() -> None:
-    """Raises ImportError, with what was found and what was expected, when the extension cannot work here."""
+    """Raises ImportError if the extension cannot work here; the message gives the found and the expected versions."""
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     try:
         import roundpipe._built_with as built_with

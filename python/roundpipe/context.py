@@ -1,4 +1,4 @@
-"""Where the published package has its contexts; see `layers.recompute` and `step.optimizer_context`."""
+"""The published package's path to its contexts; see `layers.recompute` and `step.optimizer_context`."""
 
 from roundpipe.layers.recompute import doing_recompute as doing_recompute
 from roundpipe.layers.recompute import get_recompute_data as get_recompute_data

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and what is said about those that are missing."""
+"""Atomic writes of files, and messages about missing ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces `path` by a file with `text`; a reader or a crash never meets half of it.
+    """Replaces `path` by a file with `text`, atomically: no reader, and no crash, sees half of it.
 
     Raises:
         ValueError: the folder does not exist or cannot be written.
@@ -24,7 +24,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def refuse_missing_folder(name_or_path: str | os.PathLike[str], where: str) -> None:
-    """Raises ValueError, tagged with `where`, for a path that is no folder; names of the Hub (`owner/model`) pass."""
+    """Raises ValueError, tagged with `where`, if a path is not a folder; names on the Hub (`owner/model`) pass."""
     text = os.fspath(name_or_path)
     written_as_path = isinstance(name_or_path, os.PathLike) or text.startswith((".", "/", "~")) or text.count("/") > 1
     if written_as_path and not Path(text).is_dir():

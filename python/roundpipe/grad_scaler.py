@@ -1,3 +1,3 @@
-"""Where the published package has its scaler; it lives in `roundpipe.step.scaler`."""
+"""The published package's path to its scaler; see `roundpipe.step.scaler`."""
 
 from roundpipe.step.scaler import GradScaler as GradScaler

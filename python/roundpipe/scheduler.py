@@ -1,3 +1,3 @@
-"""Where the published package has its plans; they live in `roundpipe.call.execute_plan`."""
+"""The published package's path to its plans; see `roundpipe.call.execute_plan`."""
 
 from roundpipe.call.execute_plan import ModelExecutePlan as ModelExecutePlan

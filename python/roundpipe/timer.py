@@ -1,3 +1,3 @@
-"""Where the published package prints layers' times; see `roundpipe.model.timer`."""
+"""The published package's path to the printing of layers' times; see `roundpipe.model.timer`."""
 
 from roundpipe.model.timer import ModelTimer as ModelTimer

@@ -1,3 +1,3 @@
-"""Where the published package wraps models; that is in `roundpipe.model.wrap`."""
+"""The published package's path to the wrapping of models; see `roundpipe.model.wrap`."""
 
 from roundpipe.model.wrap import wrap_model_to_roundpipe as wrap_model_to_roundpipe

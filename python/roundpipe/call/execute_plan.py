@@ -1,4 +1,4 @@
-"""How one model's layers are cut into stages."""
+"""The cut of one model's layers into stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from roundpipe.call.joint_plan import RunType, plan_together
 from roundpipe.files import write_text
 
-# How much longer than the longest layer a stage may take.
+# Largest time of a stage, as a factor of the longest layer's time.
 DEFAULT_THRESHOLD = 1.1
 
 _SCHEMA = "roundpipe-stages"
@@ -23,7 +23,7 @@ class ModelExecutePlan:
 
     Attributes:
         fwd_plan: forward stages, first layers first.
-        bwd_plan: backward stages, last layers first. In `forward_backward` the first of them runs its
+        bwd_plan: backward stages, last layers first. In `forward_backward`, the first of them runs its
             forward, the loss and its backward in one visit, so `fwd_plan` ends where that stage begins.
     """
 
@@ -42,11 +42,11 @@ class ModelExecutePlan:
     __hash__ = None  # type: ignore[assignment]  # the lists may change
 
     def copied(self) -> ModelExecutePlan:
-        """The same stages in lists of their own."""
+        """Returns a copy with its own lists of stages."""
         return _plan_of(list(self.fwd_plan), list(self.bwd_plan))
 
     def save(self, path: str | Path) -> None:
-        """Writes the stages to a JSON file, whole or not at all.
+        """Writes the stages to a JSON file, atomically.
 
         Raises:
             ValueError: the file cannot be written.
@@ -61,10 +61,10 @@ class ModelExecutePlan:
 
     @classmethod
     def load(cls, path: str | Path) -> ModelExecutePlan:
-        """Reads what `save` wrote. Whether it fits a model shows when it is used.
+        """Reads a file written by `save`. Whether the stages fit a model is checked when they are used.
 
         Raises:
-            ValueError: no such file, or one that does not hold stages.
+            ValueError: the file does not exist or does not hold stages.
         """
         where = "ModelExecutePlan.load"
         try:
@@ -89,8 +89,8 @@ class ModelExecutePlan:
                 "fused" is `forward_backward`.
 
         Raises:
-            ValueError: an unknown run type, a number of layers that is none, or a stage that is empty, has a step other
-                than 1, leaves a gap, overlaps its neighbour, or stands in the wrong place.
+            ValueError: the run type is unknown, the number of layers is invalid, or a stage is empty, has a step other
+                than 1, leaves a gap, overlaps its neighbour, or is in the wrong place.
         """
         where = "ModelExecutePlan.check_valid"
         if not isinstance(num_layers, int):
@@ -138,27 +138,27 @@ class ModelExecutePlan:
         upper_threshold: float = DEFAULT_THRESHOLD,
         model_memory_limit: float | None = None,
     ) -> ModelExecutePlan | list[ModelExecutePlan]:
-        """Lets the planner cut the models, from measured layer times where there are any.
+        """Lets the planner cut the models, from measured layer times if there are any.
 
-        Several models are cut together, for a step that runs them one after the other: no stage of any takes longer
-        than `upper_threshold` times the longest layer of all. For "fused" the last one is run by `forward_backward`,
-        and its plan is for that; those before it are run by calling them, and their plans are for "train".
+        Several models are cut together, for a step that runs them one after the other: no stage of any model takes
+        longer than `upper_threshold` times the longest layer of all. For "fused", `forward_backward` runs the last
+        model and its plan is for that; the models before it are called, and their plans are for "train".
 
         Args:
-            run_type: what the plan is for, see `check_valid`.
+            run_type: the plan's purpose, see `check_valid`.
             *models: `RoundPipe` models.
-            min_stages: fewest stages of a direction, at least 1; by default as many as the planner finds best.
-            upper_threshold: how much longer than the longest layer a stage may take, as a factor >= 1.
-            model_memory_limit: largest weights of a stage, in GB (1e9 bytes).
+            min_stages: smallest number of stages in a direction, at least 1; by default the planner chooses.
+            upper_threshold: largest time of a stage, as a factor >= 1 of the longest layer's time.
+            model_memory_limit: largest size of a stage's weights, in GB (1e9 bytes).
 
-        For a single model with one of the last three given, stages are balanced by that rule alone; without, the
-        planner searches for the shortest step.
+        If one of the last three is given for a single model, only that rule balances its stages. Otherwise the planner
+        searches for the shortest step.
 
         Returns:
-            One plan a model: the plan itself for a single model, else a list in the models' order.
+            One plan for each model: the plan itself for a single model, else a list in the models' order.
 
         Raises:
-            ValueError: a model that is not a `RoundPipe`, or an argument out of range.
+            ValueError: a model is not a `RoundPipe`, or an argument is out of range.
         """
         where = "ModelExecutePlan.auto"
         _check_run_type(where, run_type)
@@ -212,7 +212,7 @@ def _check_model(where: str, position: int, model: object) -> None:
 
 
 def _check_stages(name: str, stages: list[range], num_layers: int, order: str) -> None:
-    """`stages`, first layers first, must tile [0, num_layers)."""
+    """Checks that `stages`, first layers first, tile [0, num_layers)."""
 
     def fail(problem: str) -> ValueError:
         return ValueError(

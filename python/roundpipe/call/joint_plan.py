@@ -14,7 +14,7 @@ RunType = Literal["infer", "train", "fused"]
 
 
 class Stages(NamedTuple):
-    """One model's stages, in the order in which they run. The first backward one is fused in "fused"."""
+    """One model's stages in running order. For "fused", the first backward stage is the fused one."""
 
     forward: list[range]
     backward: list[range]
@@ -22,7 +22,7 @@ class Stages(NamedTuple):
 
 @dataclass(frozen=True)
 class _Layers:
-    """What one direction of a model takes: ms and bytes of each layer, first layers first."""
+    """One direction of a model: ms and bytes of each layer, first layers first."""
 
     times: Sequence[float]
     sizes: Sequence[int]
@@ -35,17 +35,18 @@ def plan_together(
     upper_threshold: float,
     limit_bytes: int,
 ) -> list[Stages]:
-    """The stages of each model, such that no stage of any takes longer than one number, the best for the whole step.
+    """Cuts each model into stages such that no stage exceeds one common time, chosen best for the whole step.
 
-    A round over all stages takes as long as its longest stage. So the longest stage is chosen, between the longest
-    layer of all models and `upper_threshold` times it, that makes stages times their longest smallest.
+    A round over all stages takes as long as its longest stage. The longest stage is chosen between the longest layer of
+    all models and `upper_threshold` times that layer, so that (number of stages) x (longest stage) is smallest.
 
     Args:
-        run_type: "infer" or "train" for all; "fused": the last one for `forward_backward`, those before it for "train".
-        costs: of each model's layers.
-        min_stages: fewer stages than this are no gain.
+        run_type: "infer" or "train" for all models; "fused": the last model is for `forward_backward`, the others are
+            for "train".
+        costs: costs of each model's layers.
+        min_stages: smallest number of stages worth counting; fewer stages are treated as this many.
         upper_threshold: >= 1.
-        limit_bytes: of a stage's weights and gradients; a single layer may have more. 0 = no limit.
+        limit_bytes: limit of a stage's weights and gradients; a single layer may exceed it. 0 = no limit.
     """
     forward = [_Layers([c.forward_ms for c in model], [c.weight_bytes for c in model]) for model in costs]
     backward = [
@@ -75,8 +76,8 @@ def plan_together(
 
 
 def _candidates(directions: Sequence[_Layers], longest: float, upper_threshold: float) -> list[float]:
-    """The times that runs of layers take, from the longest layer's to the threshold; rising."""
-    limit = longest * upper_threshold * (1 + 1e-9)  # forgives rounding in the sums
+    """The times of runs of layers, from the longest layer's time to the threshold, in rising order."""
+    limit = longest * upper_threshold * (1 + 1e-9)  # tolerates rounding in the sums
     found = {longest}
     for layers in directions:
         for first in range(len(layers.times)):
@@ -89,7 +90,7 @@ def _candidates(directions: Sequence[_Layers], longest: float, upper_threshold: 
 
 
 def _from_the_end(layers: _Layers, end: int, stage_ms: float, limit_bytes: int) -> list[range]:
-    """Stages of the layers below `end`, last layers first, each as full as it may be."""
+    """Stages of the layers below `end`, last layers first, each as full as allowed."""
     stages: list[range] = []
     while end > 0:
         first, time, size = end - 1, layers.times[end - 1], layers.sizes[end - 1]

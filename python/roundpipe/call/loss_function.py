@@ -1,4 +1,4 @@
-"""The user's loss, as the engine calls it."""
+"""Adapts the user's loss function to the engine."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ NAN_LOSS = (
 
 
 def as_losses(value: Any) -> list[Any]:
-    """What a loss function returned, one loss or several, as a list."""
+    """Returns the result of a loss function, one loss or several, as a list."""
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def run_loss(loss_fn: Callable[[Any, Any], Any], single: list[bool], check: bool) -> Callable[..., list[torch.Tensor]]:
-    """What the engine calls with `(tensors, structure)` pairs: the losses of one microbatch.
+    """Returns the function that the engine calls with `(tensors, structure)` pairs for the losses of one microbatch.
 
     Args:
-        single: its one entry tells afterwards whether `loss_fn` returned one loss and no list.
-        check: refuse a loss that is NaN.
+        single: a list of one entry, set to whether `loss_fn` returned one loss instead of a list.
+        check: refuse a NaN loss.
     """
 
     def run(outputs: Any, label: Any, context: Any) -> list[torch.Tensor]:

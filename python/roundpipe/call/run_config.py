@@ -1,4 +1,4 @@
-"""Options of one call of a model, and how they are inherited."""
+"""Options of one call of a model, and their inheritance."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ SplitInput = tuple[Any, Any] | SplitInputFn
 
 @dataclass
 class RoundPipeRunConfig:
-    """How one call runs. A field left `None` is inherited from the model's config, then from the default.
+    """Options of one call. A field left `None` is inherited from the model's config, then from the default.
 
-    Stages that are given are copied, and so is a whole configuration by the model that it is given to: changing them
-    later changes nothing.
+    Given stages are copied, and a model copies the whole configuration that it is given: later changes have no effect.
 
     Attributes:
         requires_grad: whether the outputs carry gradients. Default: the grad mode at the call.
-        output_device: where merged outputs go. Default: cpu.
-        preserve_rng_state: whether recomputation draws the forward's random numbers again. Default: True.
+        output_device: device of the merged outputs. Default: cpu.
+        preserve_rng_state: whether recompute draws the same random numbers as the forward. Default: True.
         recompute_grain: "stage" keeps only a stage's inputs until its backward, "layer" runs the backward
             layer by layer in less memory. Default: "stage".
-        tied_grad_accumulation: in which order gradients of a parameter that several layers share are added: "layer"
-            sums each layer's over the microbatches, on the device, and then the layers' sums; "microbatch" adds those
-            of all layers for every microbatch, as a loop of backward passes does, and moves them to the host each
-            time. Default: "layer".
-        num_microbatch: how many slices the batch is cut into. Default: devices + 1, or fewer for a smaller batch.
+        tied_grad_accumulation: the order in which the gradients of a tied parameter are added. "layer" sums each
+            layer's gradients over the microbatches on the device, then adds the layers' sums. "microbatch" adds the
+            gradients of all layers for every microbatch, as a loop of backward passes does, and moves them to the host
+            each time. Default: "layer".
+        num_microbatch: number of microbatches of a batch. Default: devices + 1, or fewer for a smaller batch.
         split_input: `(args_spec | None, kwargs_spec | None)` of torch pipelining chunk specs, or a function
             `(args, kwargs, n) -> (list of args, list of kwargs)`. Default: tensors along dim 0.
         split_label: a chunk spec tree, or a function `(label, n) -> list`. Default: tensors along dim 0.
-        merge_output: True merges automatically, False hands on the unmerged microbatches; or a chunk spec
+        merge_output: True merges automatically, False returns the unmerged microbatches; or a chunk spec
             tree, or a function of the list of outputs. Default: True.
-        execute_plan: the stages, or a whole plan with devices, of one step (`RoundPipe.last_plan()`, the planner's
-            and the simulator's). Default: the planner's.
+        execute_plan: the stages, or a whole plan with devices, of one step (from `RoundPipe.last_plan()`, the planner
+            or the simulator). Default: the planner chooses.
 
     Raises:
         ValueError: a field has a value that is not listed above.
@@ -57,7 +56,7 @@ class RoundPipeRunConfig:
     split_label: Any = None
     merge_output: Any = None
     execute_plan: ModelExecutePlan | _core.Plan | None = None
-    tied_grad_accumulation: TiedGradAccumulation | None = None  # behind the published package's fields
+    tied_grad_accumulation: TiedGradAccumulation | None = None  # last: the published package's fields keep their order
 
     def __post_init__(self) -> None:
         check(self, "RoundPipeRunConfig")
@@ -67,11 +66,11 @@ class RoundPipeRunConfig:
 
 @dataclass(frozen=True)
 class ResolvedRunConfig:
-    """The options of one call with nothing left to inherit. See `RoundPipeRunConfig` for the fields.
+    """The options of one call, with nothing left to inherit. See `RoundPipeRunConfig` for the fields.
 
     Attributes:
-        num_microbatch_is_default: nobody asked for this number, so a small batch may lower it.
-        split_input: `None` is automatic, and so is `split_label`.
+        num_microbatch_is_default: the user did not ask for this number, so a small batch may lower it.
+        split_input: `None` is automatic; the same holds for `split_label`.
         merge_output: `True` is automatic.
         execute_plan: `None` asks the planner.
     """
@@ -90,7 +89,7 @@ class ResolvedRunConfig:
 
 
 def copied(config: RoundPipeRunConfig | None) -> RoundPipeRunConfig:
-    """A copy, whose stages and trees of chunk specs are its own; of None one that inherits everything."""
+    """Returns a copy with its own stages and chunk specs; for None, a config that inherits everything."""
     if not isinstance(config, RoundPipeRunConfig):
         check(config or RoundPipeRunConfig(), "RoundPipe")
         return RoundPipeRunConfig()
@@ -102,7 +101,7 @@ def copied(config: RoundPipeRunConfig | None) -> RoundPipeRunConfig:
 
 
 def layered(*configs: RoundPipeRunConfig | None) -> RoundPipeRunConfig:
-    """One config in which each field comes from the first of `configs` that sets it."""
+    """Returns one config that takes each field from the first of `configs` that sets it."""
     present = [config for config in configs if config is not None]
     return RoundPipeRunConfig(
         **{
@@ -115,17 +114,17 @@ def layered(*configs: RoundPipeRunConfig | None) -> RoundPipeRunConfig:
 def resolve(
     call_config: RoundPipeRunConfig | None, model_config: RoundPipeRunConfig | None, *, devices: int
 ) -> ResolvedRunConfig:
-    """The options of one call: the call's own, then the model's, then the defaults.
+    """Resolves the options of one call: the call's own, then the model's, then the defaults.
 
-    Call it in the thread of the caller, as it reads the current grad mode.
+    Call it in the caller's thread, because it reads the current grad mode.
 
     Args:
         call_config: the options given at the call.
-        model_config: the options the model was built with.
-        devices: how many devices there are.
+        model_config: the options that the model was built with.
+        devices: the number of devices.
 
     Raises:
-        ValueError: a field was set to something invalid after its config was built.
+        ValueError: a field was set to an invalid value after its config was built.
     """
     if call_config is not None:
         check(call_config, "run config of the call")
@@ -180,7 +179,7 @@ def check(config: RoundPipeRunConfig, where: str) -> None:
 def FullRoundPipeRunConfig(  # noqa: N802  the published package's name
     function_run_config: RoundPipeRunConfig, model_run_config: RoundPipeRunConfig
 ) -> ResolvedRunConfig:
-    """The options of a call: `resolve` with the devices of the pool."""
+    """Resolves the options of a call with the devices of the pool; see `resolve`."""
     from roundpipe.device.pool import devices
 
     return resolve(function_run_config, model_run_config, devices=len(devices()))

@@ -1,1 +1,1 @@
-"""Folders of safetensors files: what is in them, under which names, and how it is read straight into a model."""
+"""Folders of safetensors files: their contents and tensor names, and reading them straight into a model."""

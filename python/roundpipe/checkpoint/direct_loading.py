@@ -1,8 +1,8 @@
-"""Loads causal language models of transformers without a second copy of their weights.
+"""Loads transformers' causal language models without a second copy of their weights.
 
-Everything but the reading of files is transformers' own: which class, which dtype, what tensors are called, what is
-tied, buffers and generation config. Only the step that fills the empty model is replaced, and where that step does
-more than reading safetensors (quantised weights, several devices, other formats) it is transformers' own as well.
+transformers itself does everything except reading files: it decides class, dtype, tensor names, tied weights, buffers
+and generation config. Only the step that fills the empty model is replaced. If that step needs more than reading
+safetensors (quantised weights, several devices, other formats), transformers' own step runs too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _THREADS = 4
-_SHOWN_BYTES = 1_000_000_000  # from here on a bar shows how far it is
+_SHOWN_BYTES = 1_000_000_000  # models of at least this size show a progress bar
 _PLAIN_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -43,30 +43,30 @@ def load_causal_model(
     options: dict[str, Any],
     admit: Callable[[nn.Module], None] | None = None,
 ) -> PreTrainedModel:
-    """What `AutoModelForCausalLM.from_pretrained(base, **options)` returns.
+    """Returns the model of `AutoModelForCausalLM.from_pretrained(base, **options)`.
 
-    Memory peaks at the model's weights and the tensors that one of its parameters is made of.
+    Memory peaks at the model's weights plus the tensors that make up one of its parameters.
 
     Args:
-        base: a folder, or a model of the Hub.
+        base: a folder, or a model on the Hub.
         extra_tensors: "refuse" or "ignore".
-        mapped: leave parameters that are a tensor of the files in the mapped files.
-        options: of transformers, `dtype` among them.
-        admit: is given the empty model before any weight is read, and may refuse it with a BudgetError.
+        mapped: whether parameters that are one tensor of the files stay in the mapped files.
+        options: options of transformers, including `dtype`.
+        admit: receives the empty model before any weight is read, and may refuse it with a BudgetError.
 
     Raises:
-        CheckpointError: a file that is damaged; weights that are missing, of another shape or kind, or left over. All
+        CheckpointError: a file is damaged, or weights are missing, of another shape or kind, or left over. Raised
             before any weight is read.
-        Exception: what transformers raises.
+        Exception: whatever transformers raises.
     """
     fill = _Fill(base, extra_tensors, mapped, admit)
-    # A class of its own for the one call, so that no other is affected.
+    # A new class for this one call, so that no other call is affected.
     factory: Any = type(
         AutoModelForCausalLM.__name__,
         (AutoModelForCausalLM,),
         {"_model_mapping": _Mapping(AutoModelForCausalLM._model_mapping, fill)},
     )
-    # With mismatched sizes ignored they are told, by name.
+    # Ignored size mismatches are reported by name.
     model, info = factory.from_pretrained(base, **options, output_loading_info=True, ignore_mismatched_sizes=True)
     fill.check(info, type(model).__name__)
     loaded: PreTrainedModel = model
@@ -74,7 +74,7 @@ def load_causal_model(
 
 
 class _Mapping:
-    """transformers' table of model classes by config class, with the step that fills a model replaced in them."""
+    """transformers' table of model classes by config class, with the step that fills a model replaced."""
 
     def __init__(self, mapping: Any, fill: _Fill) -> None:
         self._mapping = mapping
@@ -118,11 +118,11 @@ class _Fill:
         self._mapped = mapped
 
     def run(self, model: Any, files: Iterable[str], config: Any) -> LoadStateDictInfo | None:
-        """Fills an empty model; None, with nothing done, if that takes more than reading.
+        """Fills an empty model; None, with nothing done, if that needs more than reading.
 
         Args:
             model: on the meta device.
-            files: of its weights.
+            files: the files of its weights.
             config: transformers' `LoadStateDictConfig`.
         """
         paths = [Path(file) for file in files]
@@ -140,8 +140,8 @@ class _Fill:
         except CheckpointError:
             raise
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-            # A conversion that needs values or cannot take these shapes, which transformers then says, or another
-            # version of transformers.
+            # The conversion needs values, or does not support these shapes (transformers then raises its own error),
+            # or this is another version of transformers.
             return None
         if self._admit is not None:
             self._admit(model)
@@ -155,7 +155,7 @@ class _Fill:
     def _compare(
         self, model: Any, checkpoint: Checkpoint, names: Names, dtypes: dict[str, torch.dtype]
     ) -> LoadStateDictInfo:
-        """Raises CheckpointError unless the files hold the model; what is tied may be missing."""
+        """Raises CheckpointError unless the files hold the model; tied tensors may be missing."""
         known = model.state_dict()
         found: dict[str, Any] = {
             "missing_keys": set(known) - set(names.sources),
@@ -176,12 +176,12 @@ class _Fill:
         found = info.to_dict()
         found["missing_keys"] = info.missing_keys - tied.keys() - set(tied.values())
         self.check(found, type(model).__name__)
-        info.missing_keys = kept  # transformers ties, and takes them out
+        info.missing_keys = kept  # transformers ties weights and removes them from this list
         report: LoadStateDictInfo = info
         return report
 
     def check(self, info: dict[str, Any], kind: str) -> None:
-        """Raises CheckpointError if transformers' report names anything."""
+        """Raises CheckpointError if transformers' report lists anything."""
         for found, what in (("missing_keys", "are not in its files"), ("mismatched_keys", "have another shape there")):
             if names := info.get(found):
                 raise CheckpointError(
@@ -197,11 +197,11 @@ class _Fill:
 
 
 class _Reader:
-    """Reads or maps tensors, with a few threads; leaving the block by an error, Ctrl+C included, stops them.
+    """Reads or maps tensors with a few threads. Leaving the block with an error, Ctrl+C included, stops the threads.
 
     Args:
-        checkpoint: where they lie.
-        dtypes: what each parameter is to be.
+        checkpoint: the files.
+        dtypes: the target dtype of each parameter.
         mappable: names of the parameters that may stay in mapped files.
     """
 
@@ -225,7 +225,7 @@ class _Reader:
         self._bar.close()
 
     def values(self, names: Names) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's parameters and persistent buffers by name, those that are one tensor of the files first."""
+        """Yields the model's parameters and persistent buffers by name; single tensors of the files come first."""
         sources = list(dict.fromkeys(names.sources.values()))
         order = {key: index for index, key in enumerate(self._checkpoint.tensors)}
         single = sorted((s for s in sources if s.converter is None), key=lambda s: order[s.keys[0][0]])
@@ -254,7 +254,7 @@ class _Reader:
             return value
 
         for name, made in names.load(source, take).items():
-            # Large memory from malloc would not go back to the system when blocks take the values over.
+            # Large memory from malloc would not return to the system when blocks take the values over.
             yield name, empty_on_host(made.shape, made.dtype).copy_(made) if made.is_contiguous() else made
             del made
         _trim_heap()
@@ -272,7 +272,7 @@ class _Reader:
 
 
 def _trim_heap() -> None:
-    """Gives back to the system what has been freed between things that are still in use."""
+    """Returns freed memory between live allocations to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
     if trim is not None:
         trim(0)
@@ -289,7 +289,7 @@ def _put(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def _dtypes(model: Any, config: Any) -> dict[str, torch.dtype]:
-    """What transformers casts each parameter to."""
+    """The dtype to which transformers casts each parameter."""
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     if config.dtype_plan:
         pattern, policies, _ = build_glob_alternation(list(config.dtype_plan))
@@ -300,7 +300,7 @@ def _dtypes(model: Any, config: Any) -> dict[str, torch.dtype]:
 
 
 def _refuse_other_kind(checkpoint: Checkpoint, key: str, dtype: torch.dtype) -> None:
-    """Raises CheckpointError for numbers that a cast would make no weights of: integers, or what a scale belongs to."""
+    """Raises CheckpointError for numbers that a cast would not turn into weights: integers, or scaled values."""
     stored = checkpoint.tensors[key]
     if stored.torch_dtype == dtype or (stored.torch_dtype in _PLAIN_FLOATS and dtype in _PLAIN_FLOATS):
         return

@@ -22,7 +22,7 @@ from roundpipe.checkpoint.safetensors_header import (
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-# Read at a time where values are cast, and between two looks at whether to go on.
+# Bytes read at a time when values are cast, and between two checks whether to continue.
 CHUNK_BYTES = 16 << 20
 _OWN_MAPPING_BYTES = 1 << 17
 
@@ -30,22 +30,22 @@ _OWN_MAPPING_BYTES = 1 << 17
 class Checkpoint:
     """The weights of a model folder: one `model.safetensors`, or shards and their index.
 
-    Opening it reads headers only, and checks that every file is there and whole.
+    Opening it reads only headers, and checks that every file exists and is complete.
 
     Args:
-        folder: where the files lie.
-        files: their names, where they are known already.
+        folder: the folder of the files.
+        files: their names, if they are already known.
 
     Attributes:
-        folder: where the files lie.
-        files: the names of the weight files, in the order of their names.
-        tensors: every tensor by its name in the files; those of one file in the order of their bytes.
+        folder: the folder of the files.
+        files: the names of the weight files, sorted.
+        tensors: every tensor by its name in the files; tensors of one file in the order of their bytes.
         metadata: the `__metadata__` of each file.
         index: the index's own metadata, or None for a single file.
 
     Raises:
-        CheckpointError: no safetensors, a file that is missing, damaged, or a pointer of Git LFS, a wrong index, a
-            tensor that two files hold.
+        CheckpointError: there are no safetensors, a file is missing, damaged or a pointer of Git LFS, the index is
+            wrong, or two files hold the same tensor.
     """
 
     def __init__(self, folder: Path, files: Sequence[str] | None = None) -> None:
@@ -73,7 +73,7 @@ class Checkpoint:
                 )
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor, in memory of its own."""
+        """Reads the tensor into new memory."""
         stored = self.tensors[name]
         tensor = empty_on_host(stored.shape, stored.torch_dtype)
         for _ in self.read_into(name, tensor):
@@ -83,8 +83,8 @@ class Checkpoint:
     def read_into(self, name: str, out: torch.Tensor) -> Iterator[int]:
         """Reads the tensor into `out`, which is contiguous and of its shape, piece by piece.
 
-        Where `out` has another dtype values are cast; then there are `CHUNK_BYTES` more in memory. May be called from
-        several threads.
+        If `out` has another dtype, values are cast, which takes `CHUNK_BYTES` more memory. Several threads may call
+        this.
 
         Yields:
             The bytes of each piece, once it is read.
@@ -111,7 +111,7 @@ class Checkpoint:
                 yield piece.numel() * stored.torch_dtype.itemsize
 
     def mapped(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """The tensor in its mapped file, see `_core.map_file`; None where that is not how `dtype` lies in memory."""
+        """The tensor in its mapped file, see `_core.map_file`; None for another dtype, or if misaligned or empty."""
         stored = self.tensors[name]
         if dtype != stored.torch_dtype or stored.start % dtype.itemsize or stored.start == stored.end:
             return None
@@ -170,7 +170,7 @@ class Checkpoint:
 
 
 def empty_on_host(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor whose memory the system has back as soon as the tensor is gone, if it is large."""
+    """An uninitialised tensor. A large one returns its memory to the system as soon as the tensor is gone."""
     like = torch.empty(shape, dtype=dtype, device="meta")
     if like.nbytes < _OWN_MAPPING_BYTES:
         return torch.empty(shape, dtype=dtype)

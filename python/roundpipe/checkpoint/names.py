@@ -1,8 +1,8 @@
-"""How the tensors in a model's files become the parameters of the model, and back.
+"""Maps the tensors in a model's files to the parameters of the model, and back.
 
 transformers renames some tensors when it loads a folder, and builds other parameters out of several tensors (the
-experts of a layer, for one). Its own rules are asked here, so a folder is read as transformers reads it, and written
-the way it was found.
+experts of a layer, for example). This module applies transformers' own rules, so a folder is read as transformers reads
+it and written in its original form.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Source:
     """Tensors of the files that belong together, and the parameters that they become.
 
     Attributes:
-        keys: names in the files, with the converter's pattern that each one matched.
-        converter: what transformers does with them; None for one tensor that is one parameter.
+        keys: names in the files, each with the converter's pattern that it matched.
+        converter: transformers' conversion; None for one tensor that is one parameter.
         parameters: names in the model.
     """
 
@@ -45,7 +45,7 @@ class Source:
 
 
 class Names:
-    """The parameters and persistent buffers of a model, and where the files hold them.
+    """The parameters and persistent buffers of a model, and their places in the files.
 
     Args:
         model: on the meta device.
@@ -54,10 +54,10 @@ class Names:
 
     Attributes:
         sources: by the name of each parameter that the files hold.
-        unplaced: by the name that transformers gives it, each tensor of the files that becomes nothing.
+        unplaced: tensors of the files that become nothing, by the names that transformers gives them.
 
     Raises:
-        CheckpointError: tensors that are stacked have several shapes.
+        CheckpointError: tensors to be stacked have different shapes.
     """
 
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, conversions: Iterable[Any]) -> None:
@@ -86,7 +86,7 @@ class Names:
             self.sources |= dict.fromkeys(source.parameters, source)
 
     def parameter_of(self, key: str) -> tuple[str, str | None]:
-        """The name that a tensor of the files gets, and the pattern of the converter it goes through, if any."""
+        """The name that a tensor of the files gets, and the pattern of the converter that handles it, if any."""
         prefix = self._model.base_model_prefix
         name, pattern = rename_source_key(key, self._renamings, self._converters, prefix, self._known)
         if name not in self._known and key in self._known:
@@ -94,16 +94,16 @@ class Names:
         return name, pattern
 
     def load(self, source: Source, read: Read) -> dict[str, torch.Tensor]:
-        """The parameters of a source. `read` gives a tensor of the files."""
+        """Loads the parameters of a source. `read` returns a tensor of the files."""
         if source.converter is None:
             return {source.parameters[0]: read(source.keys[0][0])}
         return self._convert(source, read)
 
     def store(self, source: Source, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What `load` undoes: the tensors of the files.
+        """Reverses `load`: returns the tensors of the files.
 
         Raises:
-            ValueError: transformers does not give the tensors back that the files hold.
+            ValueError: transformers' reverse conversion does not return the tensors that the files hold.
         """
         keys = [key for key, _ in source.keys]
         if source.converter is None:
@@ -127,7 +127,7 @@ class Names:
 
 
 def _refuse_unlike(checkpoint: Checkpoint, keys: list[tuple[str, str]], name: str) -> None:
-    """Raises CheckpointError for a tensor that has another shape than those that it is stacked with."""
+    """Raises CheckpointError for a tensor whose shape differs from those that it is stacked with."""
     for pattern in {pattern for _, pattern in keys}:
         shapes = {key: checkpoint.tensors[key].shape for key, found in keys if found == pattern}
         [(usual, _)] = Counter(shapes.values()).most_common(1)

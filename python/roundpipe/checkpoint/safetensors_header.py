@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read and checked without a look at the data."""
+"""Reads and checks the header of a safetensors file, without reading the data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DTYPES = {
 }
 """torch's dtypes by safetensors' names."""
 
-# The format's own limit, and what fits into torch's sizes and strides.
+# The format's own limit, and the limits of torch's sizes and strides.
 _MOST_HEADER_BYTES = 100_000_000
 _MOST_ELEMENTS = 1 << 60
 _MOST_DIMENSIONS = 64
@@ -40,12 +40,12 @@ _WHOLE_FILE = "a whole safetensors file"
 
 
 class CheckpointError(ValueError):
-    """Files of a model that are not there, damaged, or not of this model."""
+    """A model's files are missing, damaged, or belong to another model."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies. `start` and `end` are byte offsets in its file, `dtype` is safetensors' name."""
+    """The place of a tensor. `start` and `end` are byte offsets in its file, `dtype` is safetensors' name."""
 
     file: str
     dtype: str
@@ -59,12 +59,11 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-    """A file's `__metadata__`, and its tensors in the order of their bytes.
+    """Reads a file's `__metadata__`, and its tensors in the order of their bytes.
 
     Raises:
-        CheckpointError: it cannot be read, is a pointer of Git LFS, or is not exactly the file that its header
-            describes, where every byte of the data belongs to one tensor, and every tensor has the bytes of its dtype
-            and shape.
+        CheckpointError: the file cannot be read, is a pointer of Git LFS, or does not match its header exactly: every
+            byte of the data must belong to one tensor, and every tensor must have the bytes of its dtype and shape.
     """
     refuse_pointer(path)
     try:
@@ -91,16 +90,16 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
 
 
 def parse_table(text: bytes, path: Path, what: str, expected: str) -> dict[str, Any]:
-    """A JSON object in which no name comes twice.
+    """Parses a JSON object in which no name appears twice.
 
     Args:
         text: UTF-8.
-        path: of the file that it is from.
-        what: it is, for messages.
-        expected: of the file, for messages.
+        path: the file of the text.
+        what: names the text in messages.
+        expected: names the expected file in messages.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: the text is not such an object.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -121,7 +120,7 @@ def parse_table(text: bytes, path: Path, what: str, expected: str) -> dict[str, 
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raises CheckpointError when `path` is what Git leaves in place of a large file that was not fetched."""
+    """Raises CheckpointError if `path` is the pointer that Git leaves in place of a large file not yet fetched."""
     try:
         with path.open("rb") as file:
             start = file.read(len(_LFS_START))
@@ -166,7 +165,7 @@ def _stored(path: Path, name: str, entry: Any, begin: int) -> StoredTensor:
 
 
 def _check_cover(path: Path, found: dict[str, StoredTensor], begin: int, size: int) -> None:
-    """Raises CheckpointError unless the tensors lie one behind the other, from `begin` to the file's end."""
+    """Raises CheckpointError unless the tensors are adjacent, from `begin` to the file's end."""
     end, before = begin, "its header"
     for name, tensor in found.items():
         if tensor.start < end:

@@ -1,4 +1,4 @@
-"""Cuts a batch into microbatches of even work, where rows differ in length."""
+"""Cuts a batch of rows of different lengths into microbatches of even work."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 def balance(lengths: Sequence[int], parts: int, *, quadratic: float = 0.0) -> list[list[int]]:
-    """Deals samples out so that the parts cost about the same: the dearest first, each to the part that has least.
+    """Distributes samples over parts of about equal cost: the most expensive sample first, each to the cheapest part.
 
-    The costliest part is within 4/3 - 1/(3 parts) of the best possible. Equal costs go by number, so the result depends
+    The most expensive part is within 4/3 - 1/(3 parts) of the best possible. Ties go by number, so the result depends
     on the arguments only. No part is empty unless there are fewer samples than parts.
 
     Args:
         lengths: tokens of each sample.
-        parts: how many parts.
-        quadratic: a sample costs `n + quadratic * n * n`, for n tokens. 0 counts tokens; attention over long rows adds
+        parts: number of parts.
+        quadratic: a sample of n tokens costs `n + quadratic * n * n`. 0 counts tokens; attention over long rows adds
             about 1 / (12 * hidden size) for a plain causal transformer.
 
     Returns:
-        The samples of each part by their numbers, ascending.
+        The numbers of each part's samples, ascending.
 
     Raises:
         ValueError: no parts, or negative lengths or costs.
@@ -42,7 +42,7 @@ def balance(lengths: Sequence[int], parts: int, *, quadratic: float = 0.0) -> li
             raise ValueError(f"[balance] length {index} is {length}, expected 0 or more")
     costs = [length + quadratic * length * length for length in lengths]
     result: list[list[int]] = [[] for _ in range(parts)]
-    # Of parts that cost the same the one with fewer samples is next: none stays empty when samples cost nothing.
+    # Among equally cheap parts, the one with fewer samples is next: no part stays empty when samples cost nothing.
     heap = [(0.0, 0, part) for part in range(parts)]
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
         load, held, part = heapq.heappop(heap)
@@ -57,17 +57,17 @@ class BalancedSplit:
         split = BalancedSplit(batch["attention_mask"])
         config = RoundPipeRunConfig(split_input=split.inputs, split_label=split.labels)
 
-    Every tensor whose first dimension is the batch goes along by rows, and loses its last columns where its second
-    dimension is the tokens'; anything else is handed to every microbatch. Padding on the left stays, as cutting it off
-    would move positions. Rows come in another order than in the batch, so outputs that are kept for each row need
+    Every tensor whose first dimension is the batch is cut by rows. If its second dimension is the tokens, its last
+    columns are trimmed. Every microbatch gets all other values whole. Padding on the left stays, because trimming it
+    would shift positions. The rows' order differs from the batch's, so outputs kept for each row need
     `merge_output=False` and `parts(n)`.
 
     Args:
-        attention_mask: [rows, tokens], 0 where there is padding.
+        attention_mask: [rows, tokens], 0 for padding.
         quadratic: see `balance`.
 
     Raises:
-        ValueError: a mask of another shape.
+        ValueError: the mask has another shape.
     """
 
     def __init__(self, attention_mask: torch.Tensor, *, quadratic: float = 0.0) -> None:
@@ -101,7 +101,7 @@ class BalancedSplit:
         return [args for args, _ in cut], [kwargs for _, kwargs in cut]
 
     def labels(self, label: Any, n: int) -> list[Any]:
-        """For `RoundPipeRunConfig.split_label`: the same rows and columns of a tensor, or of a tree of tensors."""
+        """For `RoundPipeRunConfig.split_label`: cuts a tensor, or a tree of tensors, to the same rows and columns."""
         return [self._cut(label, rows) for rows in self.parts(n)]
 
     def _cut(self, tree: Any, rows: list[int]) -> Any:
@@ -121,11 +121,11 @@ class BalancedSplit:
 def split_balanced(
     args: tuple[Any, ...], kwargs: dict[str, Any], n: int
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """A `RoundPipeRunConfig.split_input` for every batch that comes with its `attention_mask`, or, as packed rows do,
-    with its `labels` alone. See `BalancedSplit`.
+    """A `RoundPipeRunConfig.split_input` for every batch with an `attention_mask` or, like packed rows, with `labels`
+    alone. See `BalancedSplit`.
 
-    Without a mask a row ends at its last label: in a causal model nothing is learnt from what stands behind it.
-    Labels have to be among the keyword arguments, or they would be cut otherwise; for labels of their own use a
+    Without a mask, a row ends at its last label: a causal model learns nothing from the tokens behind it. Labels must
+    be among the keyword arguments, or they would be cut differently. If labels are given separately, use a
     `BalancedSplit` for each batch.
 
     Raises:
@@ -135,12 +135,11 @@ def split_balanced(
 
 
 def balanced_config(batch: Mapping[str, Any], num_microbatch: int | None = None) -> RoundPipeRunConfig:
-    """The options of a call that cuts this batch into microbatches of even token counts, by `split_balanced`.
+    """The options of a call that cuts this batch into microbatches of even token counts, with `split_balanced`.
 
     Args:
         batch: the call's keyword arguments.
-        num_microbatch: how many microbatches, or as many as the batch has rows if these are fewer. None: one more than
-            there are devices.
+        num_microbatch: number of microbatches, at most as many as the batch has rows. None: devices + 1.
 
     Raises:
         ValueError: there are neither attention_mask nor labels.
@@ -154,7 +153,7 @@ def balanced_config(batch: Mapping[str, Any], num_microbatch: int | None = None)
 
 
 def _kept(batch: Mapping[str, Any], where: str) -> torch.Tensor:
-    """[rows, tokens], True for what has to be computed."""
+    """[rows, tokens], True for tokens that must be computed."""
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if isinstance(mask, torch.Tensor):
         return mask

@@ -1,6 +1,6 @@
-"""The microbatches of one call as an object, as scripts for the published package have it.
+"""The microbatches of one call as an object, in the published package's form.
 
-The pipeline itself calls `roundpipe.data.microbatch`; this is the same for scripts that cut and merge by themselves.
+The pipeline itself calls `roundpipe.data.microbatch`; this class is for scripts that cut and merge by themselves.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Batch:
         label: cut like the arguments.
 
     Attributes:
-        num_microbatch: how many there are.
-        flatten_states: of each microbatch the leaves of its `(args, kwargs)`; may be set to those of its outputs.
-        flatten_specs: of each the structure that they belong to.
-        label_list: of each the label.
-        forward_events: of each the events of packed arguments' arrivals; waited for before merging.
-        backward_events: of each the events of their gradients' arrivals.
+        num_microbatch: number of microbatches.
+        flatten_states: for each microbatch, the leaves of its `(args, kwargs)`; may be set to its outputs' leaves.
+        flatten_specs: for each microbatch, the structure of these leaves.
+        label_list: for each microbatch, its label.
+        forward_events: for each microbatch, the events of packed arguments' arrivals; `dump` waits for them.
+        backward_events: for each microbatch, the events of its gradients' arrivals.
 
     Raises:
-        ValueError: what a model refuses, too.
+        ValueError: a model would refuse these arguments too.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Batch:
         self.backward_events = [list(dict.fromkeys(gradient for _, gradient in pairs)) for pairs in events]
 
     def dump(self, run_config: ResolvedRunConfig) -> Any:
-        """The microbatches as one, as `run_config.merge_output` says; unmerged ones carry the events."""
+        """Merges the microbatches as `run_config.merge_output` asks; unmerged microbatches carry the events."""
         outputs = [pytree.tree_unflatten(*each) for each in zip(self.flatten_states, self.flatten_specs, strict=True)]
         if run_config.merge_output is not False:
             for event in (event for events in self.forward_events for event in events):

@@ -1,4 +1,4 @@
-"""Batches of about as many tokens each, epoch by epoch."""
+"""Batches with about equal numbers of tokens, epoch by epoch."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from roundpipe.data.samples import IGNORED, Sample, tokens_and_labels
 class Batches:
     """Cuts samples into batches of at most `batch_tokens` tokens.
 
-    They are made when iterated over, so nothing but the samples is held, and the same arguments give the same ones.
+    Batches are made during iteration, so only the samples are held. The same arguments give the same batches.
 
         for batch in Batches(samples, batch_tokens=16384, max_length=2048, pad_token_id=0, epochs=3, seed=0):
             model.forward_backward(input_kwargs=batch, run_config=balanced_config(batch))
 
     Args:
-        samples: each with `input_ids`, and `labels` where they are not the same. Those without a label that counts
-            among their first `max_length` tokens are left out.
-        batch_tokens: most tokens of a batch, padding aside.
-        max_length: most tokens of a row. Longer samples lose their end.
+        samples: each with `input_ids`, and with `labels` if they differ. A sample without a label that counts among
+            its first `max_length` tokens is left out.
+        batch_tokens: largest number of tokens in a batch, without padding.
+        max_length: largest number of tokens in a row. Longer samples lose their end.
         pad_token_id: fills shorter rows.
-        packed: several samples share a row, see `pack`: batches have `input_ids`, `position_ids` and `labels`, and the
-            model's attention has to keep samples apart, see `check_packing`. False: a row a sample, with an
+        packed: True: several samples share a row, see `pack`; batches have `input_ids`, `position_ids` and `labels`,
+            and the model's attention must keep samples apart, see `check_packing`. False: one sample per row, with an
             `attention_mask`.
-        epochs: how often each sample comes.
-        seed: shuffles each epoch in its own way; None keeps the samples' order.
+        epochs: how often each sample appears.
+        seed: shuffles each epoch differently; None keeps the samples' order.
 
     Attributes:
-        truncated: how many samples lost their end.
-        left_out: how many samples had no label that counts.
+        truncated: number of samples that lost their end.
+        left_out: number of samples without a label that counts.
 
     Raises:
-        ValueError: sizes that do not fit, samples that are malformed, or none that could be learnt from.
+        ValueError: sizes that do not fit, malformed samples, or no sample that the model could learn from.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Batches:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample, as far as it is used."""
+        """Tokens of the longest sample, after truncation."""
         return max(len(sample["input_ids"]) for sample in self._samples)
 
     def __len__(self) -> int:
-        """How many batches all epochs have together."""
+        """Number of batches in all epochs together."""
         return sum(1 for _ in self._groups())
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -96,7 +96,7 @@ class Batches:
             yield self._pack(samples) if self._packed else collate(samples, self._pad_token_id)
 
     def _groups(self) -> Iterator[list[int]]:
-        """The samples of each batch, by number."""
+        """The numbers of each batch's samples."""
         for epoch in range(self._epochs):
             order = list(range(len(self._samples)))
             if self._seed is not None:
@@ -115,19 +115,19 @@ class Batches:
     def _pack(self, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         rows = pack(samples, self._max_length)
         longest = max(row["input_ids"].shape[1] for row in rows)
-        rows = pack(samples, longest, pad_token_id=self._pad_token_id)  # the same rows, now of one length
+        rows = pack(samples, longest, pad_token_id=self._pad_token_id)  # the same rows, padded to one length
         return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
 
 def check_positions(model: Any, *batches: Batches | Sequence[Any]) -> None:
-    """Makes sure that a model of transformers has positions for the longest samples, before a run gets half-way.
+    """Checks before a run that a transformers model has positions for the longest samples.
 
     Args:
         model: plain or wrapped.
-        *batches: that it will be given; empty sequences stand for none.
+        *batches: the model's future batches; empty sequences count as none.
 
     Raises:
-        ValueError: it has fewer.
+        ValueError: the model has fewer positions.
     """
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max((each.longest for each in batches if isinstance(each, Batches)), default=0)

@@ -1,10 +1,10 @@
-"""Reads conversations from a JSONL file and turns them into samples that learn the assistant's words only.
+"""Reads conversations from a JSONL file and makes samples from which only the assistant's words are learned.
 
 A line is `{"messages": [{"role": "user", "content": "..."}, ...]}`, or `{"prompt": "...", "completion": "..."}`, which
 counts as a question and its answer.
 
-A tokenizer's own chat template is used where there is one. Without one, each message becomes a line of its role, a
-colon, a space and its content; a line of the assistant ends with the end-of-text token instead of a line break:
+If the tokenizer has a chat template, it is used. Otherwise each message becomes one line: its role, a colon, a space
+and its content. A line of the assistant ends with the end-of-text token instead of a line break:
 
     <bos>user: What is 2 + 2?
     assistant: 4<eos>
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ChatSample = dict[str, list[int]]
 
-# Which roles may follow a role; None stands for the beginning.
+# The roles that may follow a role; None stands for the beginning.
 _NEXT: dict[str | None, tuple[str, ...]] = {
     None: ("system", "user"),
     "system": ("user",),
@@ -52,8 +52,8 @@ class ChatData:
 
     Attributes:
         train: samples with `input_ids` and `labels`.
-        held_out: those that were kept back.
-        without_answer: file and line of the conversations in which the assistant says nothing. They are left out.
+        held_out: held-out samples.
+        without_answer: file and line of each conversation in which the assistant says nothing. They are left out.
     """
 
     train: list[ChatSample]
@@ -69,12 +69,12 @@ def load_chat(
     Args:
         path: the file.
         tokenizer: with or without a chat template.
-        held_out: the fraction of the conversations to keep back; at least one if above 0. The same file, fraction and
-            seed keep the same ones back.
-        seed: chooses them.
+        held_out: the fraction of the conversations to hold out; at least one conversation if above 0. The same file,
+            fraction and seed hold out the same conversations.
+        seed: selects the held-out conversations.
 
     Raises:
-        ValueError: a fraction that leaves nothing to train on, or as in `read_chat` and `encode_chat`.
+        ValueError: the fraction leaves nothing to train on, or as in `read_chat` and `encode_chat`.
     """
     if not 0 <= held_out < 1:
         raise ValueError(f"[chat] held_out is {held_out}, expected a fraction from 0 to below 1")
@@ -100,18 +100,18 @@ def load_chat(
 
 
 def read_chat(path: str | Path) -> list[Conversation]:
-    """The conversations of a file, checked. Empty lines are skipped.
+    """Reads and checks the conversations of a file. Empty lines are skipped.
 
     Raises:
-        ValueError: no such file, nothing in it, or, with the line's number, bad JSON, keys that are missing, contents
-            that are no text, and roles out of order.
+        ValueError: the file does not exist or is empty, or (with the line's number) JSON is malformed, keys are
+            missing, a content is not text, or roles are out of order.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"[chat] cannot read {path}: {error}; expected a JSONL file of conversations") from None
     found = []
-    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines, which ends lines inside strings too
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would also break lines inside strings
         if line.strip():
             where = f"{path}:{number}"
             found.append(Conversation(_messages(line, where), where))
@@ -121,14 +121,14 @@ def read_chat(path: str | Path) -> list[Conversation]:
 
 
 def encode_chat(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> ChatSample:
-    """Tokenizes a conversation. Labels are -100 except where the assistant speaks, its end-of-turn token included.
+    """Tokenizes a conversation. Labels are -100 except for the assistant's text, including its end-of-turn token.
 
-    With a template that marks what the assistant says (`{% generation %}`) those marks are taken. With any other, the
-    text up to a message and the text with it are rendered and compared.
+    If the template marks the assistant's text (`{% generation %}`), these marks are used. With any other template, the
+    text before a message and the text up to its end are rendered and compared.
 
     Raises:
-        ValueError: the template fails or renders a conversation's beginning differently from the whole, or the
-            tokenizer lacks what is needed.
+        ValueError: the template fails, or renders a conversation's beginning differently from the whole, or the
+            tokenizer lacks a required feature.
     """
     template = getattr(tokenizer, "chat_template", None)
     if not template:
@@ -144,10 +144,10 @@ def encode_chat(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) 
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside a model's weights, or that of a model of the Hub.
+    """Loads the tokenizer beside a model's weights, or the tokenizer of a model on the Hub.
 
     Raises:
-        ValueError: there is no such folder, or no tokenizer in it that can be loaded.
+        ValueError: the folder does not exist, or has no tokenizer that can be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -163,7 +163,7 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> PreTrainedTokenizerB
 
 
 def padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What to pad with: the padding token, or the end-of-text token, which does no harm as padding has no labels.
+    """Returns the padding token, or else the end-of-text token, which is harmless because padding has no labels.
 
     Raises:
         ValueError: the tokenizer has neither.
@@ -277,12 +277,12 @@ def _encode_by_prefixes(conversation: Conversation, tokenizer: PreTrainedTokeniz
 
 
 def _span(text: str, before: str, with_it: str, content: str, where: str) -> tuple[int, int]:
-    """Where an answer stands in `text`, given the text up to it and the text that ends with it."""
+    """The span of an answer in `text`, given the text before it and the text that ends with it."""
     if text.startswith(before) and with_it.startswith(before):
         if text.startswith(with_it):
             return len(before), len(with_it)
-        # Some templates write the last answer differently, with an empty thought for one: what follows the content
-        # is the same.
+        # Some templates render the last answer differently, for example with an empty thought: compare only the text
+        # after the content.
         answer = content.strip()
         ending = with_it[with_it.rfind(answer) + len(answer) :] if answer in with_it[len(before) :] else None
         if answer and ending is not None and text.startswith(answer + ending, len(before)):

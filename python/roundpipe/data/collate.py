@@ -10,18 +10,18 @@ from roundpipe.data.samples import IGNORED, Sample, tokens_and_labels
 
 
 def collate(samples: Sequence[Sample], pad_token_id: int, *, multiple_of: int = 1) -> dict[str, torch.Tensor]:
-    """A batch with one row a sample, padded on the right to the longest.
+    """Makes a batch with one row for each sample, padded on the right to the longest.
 
     Args:
-        samples: each with `input_ids`, and `labels` where they are not the same.
-        pad_token_id: stands in the padding, where the mask is 0 and the label -100.
-        multiple_of: the rows' length is rounded up to a multiple of this.
+        samples: each with `input_ids`, and with `labels` if they differ.
+        pad_token_id: the token of the padding, where the mask is 0 and the label -100.
+        multiple_of: rounds the rows' length up to a multiple of this.
 
     Returns:
         `input_ids`, `attention_mask` and `labels`, int64 of shape [samples, tokens].
 
     Raises:
-        ValueError: no samples, or one that is empty or malformed.
+        ValueError: there are no samples, or one is empty or malformed.
     """
     if not samples:
         raise ValueError("[collate] there are no samples, expected at least one")
@@ -43,5 +43,5 @@ def collate(samples: Sequence[Sample], pad_token_id: int, *, multiple_of: int = 
 
 
 def count_label_tokens(labels: torch.Tensor) -> int:
-    """How many tokens of a batch are predicted: the first of a row has nothing before it, and -100 is not learnt."""
+    """Counts the predicted tokens of a batch: a row's first token has no predecessor, and -100 is not learned."""
     return int((labels[..., 1:] != IGNORED).sum())

@@ -1,8 +1,8 @@
-"""Cuts a call's arguments into microbatches and puts the microbatches' outputs together.
+"""Cuts a call's arguments into microbatches and merges the microbatches' outputs.
 
 Arguments, labels and outputs are pytrees (`torch.utils._pytree`, which knows Hugging Face's `ModelOutput`).
-Left to itself a tensor whose first dimension is the batch's is cut along it into views, larger slices first, so
-gradients flow through; everything else is replicated.
+By default, a tensor whose first dimension is the batch's is cut along it into views, larger slices first, so that
+gradients flow back to it. Everything else is replicated.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Kwargs = dict[str, Any]
 
 
 def effective_microbatches(args: Args, kwargs: Kwargs, n: int, is_default: bool, split_input: Any = None) -> int:
-    """How many microbatches a call is cut into, unless a function cuts it.
+    """The number of microbatches of a call, unless a function cuts it.
 
-    Packed arguments decide the number, with a warning where another one was asked for. Otherwise there are at most as
-    many as the batch has rows. Where nothing can be split a default `n` becomes 1; a number that somebody asked for
-    stays, and every microbatch gets the same.
+    Packed arguments decide the number, with a warning if another number was requested. Otherwise there are at most as
+    many microbatches as the batch has rows. If nothing can be split, a default `n` becomes 1; a requested number stays,
+    and every microbatch gets the same values.
     """
     if _is_function(split_input):
         return n
@@ -63,18 +63,18 @@ def split_call(args: Args, kwargs: Kwargs, n: int, split_input: Any = None) -> l
     Args:
         args: positional arguments.
         kwargs: keyword arguments.
-        n: number of microbatches, from `effective_microbatches`. With 1 the tensors are passed on as they are.
+        n: number of microbatches, from `effective_microbatches`. With 1 the tensors are passed on unchanged.
         split_input: `None` for automatic splitting; `(args_spec | None, kwargs_spec | None)`, each a tree of
-            `TensorChunkSpec(dim)` and `_Replicate` in which an entry stands for all below it and a missing keyword or
-            `None` is automatic; or a function `(args, kwargs, n) -> (list of args, list of kwargs)`, which may return
-            another number of them than `n`.
+            `TensorChunkSpec(dim)` and `_Replicate`, in which an entry applies to everything below it and a missing
+            keyword or `None` is automatic; or a function `(args, kwargs, n) -> (list of args, list of kwargs)`, which
+            may return a number of microbatches other than `n`.
 
     Returns:
         `n` pairs (args, kwargs), or as many as the function has made.
 
     Raises:
-        ValueError: an empty batch, fewer rows than microbatches, a spec that does not match the arguments, or a
-            function that returns something else than described.
+        ValueError: the batch is empty, has fewer rows than microbatches, a spec does not match the arguments, or a
+            function returns something other than described.
     """
     if _is_function(split_input):
         return _split_by_function(split_input, args, kwargs, n)
@@ -104,15 +104,15 @@ def split_label(label: Any, n: int, spec: Any = None) -> list[Any]:
 
 
 def merge_outputs(outputs: list[Any], merge_output: Any = None) -> Any:
-    """Puts the outputs of all microbatches together.
+    """Merges the outputs of all microbatches.
 
     Args:
-        outputs: one pytree a microbatch, all of the same structure.
+        outputs: one pytree for each microbatch, all of the same structure.
         merge_output: `None` or True for automatic merging: tensors of shape (batch, ...) are concatenated along dim 0,
-            scalars (0-dim tensors of numbers, and Python floats) averaged, and anything else must be the same in all.
-            False packs them: the outputs' structure with a `RoundPipePackedData` at every leaf. A tree of
-            `TensorChunkSpec(dim)` (concatenate), `_Replicate` (take the first) and reducers says it leaf by leaf; a
-            function gets the list and returns the result.
+            scalars (0-dim tensors of numbers, and Python floats) are averaged, and anything else must be the same in
+            all microbatches. False packs them: the outputs' structure with a `RoundPipePackedData` at every leaf. A
+            tree of `TensorChunkSpec(dim)` (concatenate), `_Replicate` (take the first) and reducers decides for each
+            leaf; a function gets the list and returns the result.
 
     Raises:
         ValueError: no outputs, different structures, or leaves that cannot be merged.
@@ -147,10 +147,10 @@ def merge_outputs(outputs: list[Any], merge_output: Any = None) -> Any:
 
 
 def merge_what_fits(outputs: list[Any]) -> Any:
-    """Puts outputs together for code that takes them for those of a plain module, leaf by leaf.
+    """Merges outputs leaf by leaf, for code that expects the outputs of a plain module.
 
-    As `merge_outputs`, but what has one row in every microbatch, beside a batch of more rows, is the same for all rows
-    and taken once, and leaves that cannot be merged are packed: they can still be handed on.
+    Like `merge_outputs`, with two differences. If a leaf has one row in every microbatch while the batch has more rows,
+    it is the same for all rows and taken once. Leaves that cannot be merged are packed, so they can still be passed on.
     """
     columns, structures = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
     if len(outputs) == 1 or any(structure != structures[0] for structure in structures):
@@ -161,7 +161,7 @@ def merge_what_fits(outputs: list[Any]) -> Any:
 
 
 def _merged_or_packed(values: RoundPipePackedData, several: bool) -> Any:
-    """`several`: the microbatches have more than one row."""
+    """Merges one leaf, or packs it. `several`: the microbatches have more than one row."""
     if several and set(values.rows() or ()) == {1} and all(_same(value, values[0]) for value in values):
         return values[0]
     try:
@@ -171,7 +171,7 @@ def _merged_or_packed(values: RoundPipePackedData, several: bool) -> Any:
 
 
 def _packed(outputs: list[Any]) -> Any:
-    """Every leaf packed; outputs of different structures are packed as they are."""
+    """Packs every leaf; outputs of different structures are packed whole."""
     columns, structures = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
     if any(structure != structures[0] for structure in structures):
         return RoundPipePackedData(outputs)
@@ -214,13 +214,13 @@ def _same(a: Any, b: Any) -> bool:
         return torch.equal(a, b)
     try:
         return bool(a == b)
-    except (ValueError, TypeError, RuntimeError):  # arrays, whose comparison has no single truth value
+    except (ValueError, TypeError, RuntimeError):  # a comparison of arrays has no single truth value
         return False
 
 
 @dataclass
 class _Tree:
-    """A pytree, with one chunk spec or None a leaf, and what can be split in it."""
+    """A pytree with one chunk spec or None for each leaf, and the information which leaves can be split."""
 
     tree: Any
     root: str
@@ -229,10 +229,10 @@ class _Tree:
 
     def __post_init__(self) -> None:
         self.leaves, self.structure = pytree.tree_flatten(self.tree)
-        # The dimension along which a leaf is split; a leaf that is not in here is replicated, or packed.
+        # The dimension along which a leaf is split. A leaf without an entry is replicated, or packed.
         self.dims: dict[int, int] = {}
-        self.doubtful: list[int] = []  # replicated, although nothing says which of the tensors hold the batch
-        # Of packed tensors the rows of their microbatches; first by leaf, then those that make up the batch.
+        self.doubtful: list[int] = []  # replicated, although it is unclear which tensors hold the batch
+        # For packed tensors, the rows of their microbatches; first by leaf, then only those that make up the batch.
         packed = {i: leaf.rows() for i, leaf in enumerate(self.leaves) if isinstance(leaf, RoundPipePackedData)}
         self.packed_rows: list[int] | None = None
         automatic = []
@@ -253,19 +253,20 @@ class _Tree:
         self.sizes = {i: self.leaves[i].size(d) for i, d in sorted(self.dims.items())}
 
     def choose(self, automatic: list[int], packed: dict[int, list[int]], is_packed: bool) -> None:
-        """Which of the tensors without a spec are split: those that have as many rows as the batch.
+        """Chooses which tensors without a spec are split: those with as many rows as the batch.
 
-        That is what chunk specs say, else what most of the positional tensors have, else most of all; the first of them
-        where several are equally common. Packed tensors have the rows of their microbatches together.
+        Chunk specs give the number of the batch's rows; without specs it is the most common number among the positional
+        tensors, else among all tensors; the first one wins a tie. For packed tensors, the rows of their microbatches
+        are added up.
 
         Args:
             automatic: the tensors without a spec that have dimensions.
-            packed: of packed tensors, the rows of their microbatches.
-            is_packed: there are packed values, of tensors or others.
+            packed: for packed tensors, the rows of their microbatches.
+            is_packed: there are packed values, tensors or others.
         """
         sizes = {i: self.leaves[i].size(0) for i in automatic}
         if is_packed or (self.is_label and max(sizes.values(), default=1) > 1):
-            # A single row beside a batch stands for all, as broadcasting has it.
+            # A single row beside a batch stands for all rows, as in broadcasting.
             sizes = {i: size for i, size in sizes.items() if size != 1}
         if self.is_label:
             self.dims.update(dict.fromkeys(sizes, 0))
@@ -288,11 +289,11 @@ class _Tree:
 
     @property
     def positional(self) -> int:
-        """How many leaves of a call belong to positional arguments."""
+        """Number of a call's leaves that belong to positional arguments."""
         return len(pytree.tree_leaves(self.tree[0]))
 
     def warn_of_doubts(self) -> None:
-        """Warns of tensors that every microbatch gets whole, although they might have been meant to be cut."""
+        """Warns about tensors that every microbatch gets whole, although they may have been meant to be cut."""
         if not self.doubtful:
             return
         first = min(self.sizes, default=None)
@@ -321,7 +322,7 @@ class _Tree:
         return [pytree.tree_unflatten([column[k] for column in columns], self.structure) for k in range(n)]
 
     def check_sizes(self, n: int, where: str) -> None:
-        """Those without a spec have one size, and all have a row for each microbatch."""
+        """Checks that leaves without a spec have one size, and that all leaves have a row for each microbatch."""
         automatic = {i: size for i, size in self.sizes.items() if self.specs[i] is None}
         first = min(automatic or self.sizes)
         size = self.sizes[first]
@@ -341,7 +342,7 @@ class _Tree:
             )
 
     def column(self, index: int, n: int) -> list[Any]:
-        """What each of the `n` microbatches gets of a leaf."""
+        """Each of the `n` microbatches' values of a leaf."""
         leaf = self.leaves[index]
         if isinstance(leaf, RoundPipePackedData):
             return leaf[:n]
@@ -376,7 +377,7 @@ def _split_by_function(split: Callable[..., Any], args: Args, kwargs: Kwargs, n:
 
 @functools.cache
 def _spec_types() -> tuple[Any, Any, Any]:
-    """TensorChunkSpec, _Replicate and _CustomReducer; imported late because torch.distributed is slow to load."""
+    """Imports TensorChunkSpec, _Replicate and _CustomReducer; late, because torch.distributed is slow to load."""
     from torch.distributed.pipelining import microbatch
 
     return microbatch.TensorChunkSpec, microbatch._Replicate, microbatch._CustomReducer
@@ -395,7 +396,7 @@ def _call_specs(args: Args, kwargs: Kwargs, split_input: Any) -> list[Any]:
 
 
 def _spread(spec: Any, tree: Any, where: str, path: str) -> list[Any]:
-    """One spec or None for each leaf of `tree`; a spec stands for all leaves below its place."""
+    """One spec or None for each leaf of `tree`; a spec applies to all leaves below it."""
     if spec is None:
         return [None] * len(pytree.tree_leaves(tree))
     types = _spec_types()
@@ -422,10 +423,10 @@ def _spread(spec: Any, tree: Any, where: str, path: str) -> list[Any]:
 
 
 def _path(tree: Any, index: int, root: str) -> str:
-    """Names a leaf, as `kwargs['mask']`."""
+    """Names a leaf, for example `kwargs['mask']`."""
     try:
         path = pytree.keystr(pytree.tree_flatten_with_path(tree)[0][index][0])
-    except (ValueError, TypeError):  # a container registered without names of its children
+    except (ValueError, TypeError):  # a container registered without names for its children
         return f"leaf {index} of {root or 'the arguments'}"
     if not root:
         root, path = ("args", path[3:]) if path.startswith("[0]") else ("kwargs", path[3:])

@@ -1,4 +1,4 @@
-"""What a model hands on unmerged: one value of each microbatch."""
+"""Unmerged outputs of a model: one value for each microbatch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 class RoundPipePackedData(list[Any]):
-    """One leaf of a model's outputs that were not merged: element i is that of microbatch i.
+    """One leaf of a model's unmerged outputs: element i is the value of microbatch i.
 
-    The next RoundPipe model takes it anywhere among its arguments: its microbatch i gets element i.
+    The next RoundPipe model accepts it anywhere among its arguments, and its microbatch i gets element i.
 
     Args:
         data: the values.
-        transfer_event: for each value two events, of its own arrival and of its gradient's; anything with
-            `synchronize()`. A model's outputs have arrived when the call returns, and carry none.
+        transfer_event: two events for each value, for its own arrival and its gradient's; anything with
+            `synchronize()`. A model's outputs have arrived when the call returns, and carry no events.
     """
 
     def __init__(self, data: Iterable[Any] = (), transfer_event: Sequence[tuple[Any, Any]] = ()) -> None:
@@ -24,12 +24,12 @@ class RoundPipePackedData(list[Any]):
         self.transfer_event = list(transfer_event)
 
     def synchronize(self) -> None:
-        """Waits until every value is there."""
+        """Waits until every value has arrived."""
         for arrived, _ in self.transfer_event:
             arrived.synchronize()
 
     def rows(self) -> list[int] | None:
-        """How many rows each microbatch has, where all values are tensors with a first dimension."""
+        """The number of rows in each microbatch, if all values are tensors with a first dimension; else None."""
         if not all(isinstance(value, torch.Tensor) and value.dim() > 0 for value in self):
             return None
         return [value.size(0) for value in self]

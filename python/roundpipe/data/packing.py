@@ -1,4 +1,4 @@
-"""Packs short samples into rows of one length, so that no computation goes into padding."""
+"""Packs short samples into rows of one length, so that no computation is spent on padding."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ def pack(
     pad_token_id: int | None = None,
     too_long: Literal["error", "truncate"] = "error",
 ) -> list[dict[str, torch.Tensor]]:
-    """Puts samples together into rows of at most `length` tokens, in as few rows as best fit decreasing finds.
+    """Packs samples into rows of at most `length` tokens, in as few rows as best fit decreasing finds.
 
-    Positions begin at 0 with each sample and the first label of each is -100, so with an attention that keeps samples
-    apart (`attn_implementation="sdpa_packed"`) a row is worth its samples one by one.
+    Positions restart at 0 with each sample, and the first label of each sample is -100. With an attention that keeps
+    samples apart (`attn_implementation="sdpa_packed"`), a row is therefore equivalent to its samples one by one.
 
-    The result depends on the samples and their order only: rows stand in the order of the first sample they hold, and
-    samples within a row in the order they were given.
+    The result depends only on the samples and their order: rows are ordered by their first sample, and samples keep
+    their given order within a row.
 
     Args:
-        samples: each with `input_ids`, and `labels` where they are not the same.
-        length: most tokens of a row.
-        pad_token_id: fills rows up to `length` behind their samples. Padding is like more samples, as long as the
-            longest one that was given, all of whose labels are -100. None leaves rows as long as they are.
-        too_long: what becomes of samples with more than `length` tokens: "error", or "truncate" to keep the first.
+        samples: each with `input_ids`, and with `labels` if they differ.
+        length: largest number of tokens in a row.
+        pad_token_id: fills rows up to `length` behind their samples. Padding looks like more samples, each at most as
+            long as the longest given sample, with all labels -100. None leaves rows as long as they are.
+        too_long: for samples with more than `length` tokens: "error", or "truncate" to keep the first tokens.
 
     Returns:
-        One batch of one row for each: `input_ids`, `position_ids` and `labels`, int64 of shape [1, tokens].
+        One batch for each row, with `input_ids`, `position_ids` and `labels`, int64 of shape [1, tokens].
 
     Raises:
-        ValueError: a sample that is too long, empty or malformed.
+        ValueError: a sample is too long, empty or malformed.
     """
     if length < 1:
         raise ValueError(f"[pack] length is {length}, expected at least 1")
@@ -58,17 +58,17 @@ def pack(
 
 
 def assign_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Which samples share a row: best fit decreasing. The longest go first, each into the fullest row it fits into.
+    """Assigns samples to rows by best fit decreasing: the longest first, each into the fullest row with room for it.
 
     Args:
         lengths: of the samples, each from 0 to `capacity`.
         capacity: of a row.
 
     Returns:
-        The samples of each row by their numbers, ascending; rows by their first.
+        The numbers of each row's samples, ascending; rows are ordered by their first sample.
 
     Raises:
-        ValueError: a length that fits into no row.
+        ValueError: a length fits no row.
     """
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # room and row, ascending
@@ -93,10 +93,10 @@ def _row(
     tokens = [tokens for tokens, _ in pairs]
     labels = [labels.clone() for _, labels in pairs]
     for each in labels:
-        each[0] = IGNORED  # or the last token of the sample before would predict it
+        each[0] = IGNORED  # otherwise the last token of the previous sample would predict it
     room = length - sum(map(len, tokens))
     if pad_token_id is not None and room:
-        # In pieces, so that padding has no position that no sample has: the model may have no more.
+        # In pieces, so that padding uses only positions that samples use: the model may have no more.
         for piece in torch.split(torch.full((room,), pad_token_id), longest):
             tokens.append(piece)
             labels.append(torch.full((len(piece),), IGNORED))

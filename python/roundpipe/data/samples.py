@@ -1,4 +1,4 @@
-"""What a sample is: token numbers, and which of them are to be predicted."""
+"""Defines a sample: token numbers, and which of them are to be predicted."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-IGNORED = -100  # the label of a token that is not learnt, as torch's cross entropy has it
+IGNORED = -100  # the label of a token that is not learned, as in torch's cross entropy
 
 Sample = Mapping[str, Any]  # input_ids and perhaps labels, each a list of numbers or a tensor of one dimension
 
 
 def tokens_and_labels(sample: Sample, where: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sample as two int64 tensors of one length; labels that are missing are the tokens.
+    """Returns the sample as two int64 tensors of one length; missing labels are the tokens.
 
     Args:
         sample: see above.
-        where: names the sample in errors, as "[pack] sample 3".
+        where: names the sample in errors, for example "[pack] sample 3".
 
     Raises:
         ValueError: no tokens, labels of another length, or other shapes.

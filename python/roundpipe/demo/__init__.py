@@ -1,1 +1,1 @@
-"""`roundpipe demo`: proves what RoundPipe claims, then trains a small Llama on Python's own sources."""
+"""`roundpipe demo`: proves RoundPipe's claims, then trains a small Llama on Python's own sources."""

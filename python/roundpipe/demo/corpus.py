@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Tests repeat themselves, `encodings` is tables, site-packages differs from machine to machine.
+# Tests repeat themselves, `encodings` consists of tables, site-packages differs between machines.
 SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__", "_bundled"}
 )
 
-# One file in this many is held out.
+# One file out of this many is held out.
 HELD_OUT_ONE_IN = 16
 
-# Below this much training text the demo would learn the files by heart.
+# With less training text than this, the demo would learn the files by heart.
 LEAST_TRAINING_BYTES = 500_000
 
 
@@ -63,10 +63,10 @@ def _rank(path: str) -> int:
 
 
 def load_corpus(root: Path | None = None, limit_bytes: int = 6_000_000) -> Corpus:
-    """Reads at most `limit_bytes` of Python sources below `root`, the standard library when None.
+    """Reads at most `limit_bytes` of Python sources below `root`, or of the standard library if it is None.
 
-    Files are taken in an order that mixes the folders (by a hash of the relative path); those that are not UTF-8 are
-    left out. Raises ValueError when too little text is found.
+    Files are taken in an order that mixes the folders (by a hash of the relative path); files that are not UTF-8 are
+    left out. Raises ValueError if too little text is found.
     """
     folder = root if root is not None else Path(sysconfig.get_path("stdlib"))
     training: list[SourceFile] = []

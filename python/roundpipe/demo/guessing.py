@@ -1,4 +1,4 @@
-"""What one reaches without a model: the loss and the accuracy of guessing."""
+"""The results of guessing without a model: its loss and accuracy."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Guessing:
     """Losses in nats per token, accuracies as shares of the held-out tokens.
 
     Attributes:
-        uniform_loss: of equal probabilities for all tokens: ln(vocabulary).
+        uniform_loss: loss of equal probabilities for all tokens: ln(vocabulary).
         uniform_accuracy: 1 / vocabulary.
-        frequency_loss: of each token's frequency in the training text, whatever stands before it.
-        most_frequent_accuracy: of always guessing the training text's most frequent token.
+        frequency_loss: loss of each token's frequency in the training text, regardless of context.
+        most_frequent_accuracy: accuracy of always guessing the training text's most frequent token.
     """
 
     uniform_loss: float
@@ -32,7 +32,7 @@ class Guessing:
 def guess(training_text: Tensor, held_out: Sequence[Batch], vocabulary: int) -> Guessing:
     """Guesses the labels of `held_out` from the counts of tokens in `training_text` [tokens].
 
-    One is added to each count, so that a token that was never seen has a probability.
+    Each count is increased by one, so that tokens that were never seen have a probability.
     """
     labels = torch.cat([batch.labels.flatten() for batch in held_out])
     labels = labels[labels != IGNORED]

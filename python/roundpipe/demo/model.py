@@ -1,4 +1,4 @@
-"""A small Llama as the list of layers that the pipeline moves, and as the Hugging Face model it is made of."""
+"""A small Llama, as the pipeline's list of layers and as the Hugging Face model that provides them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 class Decoder(nn.Module):
     """One decoder layer with its own rotary embedding and causal attention.
 
-    Hidden states [batch, sequence, width] -> the same shape; positions count from 0 in every row.
+    Maps hidden states [batch, sequence, width] to the same shape; positions count from 0 in every row.
     """
 
     def __init__(self, layer: LlamaDecoderLayer, config: LlamaConfig) -> None:
@@ -22,7 +22,7 @@ class Decoder(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
         rotation = self.rotary(hidden, position_ids=positions)
-        # Scaled dot product attention is causal where it gets no mask.
+        # Scaled dot product attention is causal if it gets no mask.
         output: Tensor = self.layer(hidden, attention_mask=None, position_embeddings=rotation, position_ids=positions)
         return output
 
@@ -41,7 +41,7 @@ class Head(nn.Module):
 
 
 def build_llama(vocabulary_size: int, longest_sequence: int, seed: int, dtype: torch.dtype) -> LlamaForCausalLM:
-    """A Llama of about five million parameters, initialised in float32 from `seed` and then cast to `dtype`."""
+    """A Llama of about five million parameters, initialized in float32 from `seed` and then cast to `dtype`."""
     config = LlamaConfig(
         vocab_size=vocabulary_size,
         hidden_size=256,
@@ -59,11 +59,11 @@ def build_llama(vocabulary_size: int, longest_sequence: int, seed: int, dtype: t
         torch.manual_seed(seed)
         llama: LlamaForCausalLM = LlamaForCausalLM(config)
     with torch.no_grad():
-        # Layers that begin close to the identity learn faster in a run this short.
+        # Layers that start close to the identity learn faster in such a short run.
         for layer in llama.model.layers:
             layer.self_attn.o_proj.weight.mul_(0.1)
             layer.mlp.down_proj.weight.mul_(0.1)
-    # Not `llama.to(dtype)`: that would leave the rotary frequencies, a buffer, with 8 bits of mantissa.
+    # `llama.to(dtype)` would also cast the rotary frequencies, a buffer, to 8 bits of mantissa.
     for parameter in llama.parameters():
         parameter.data = parameter.data.to(dtype)
     return llama
@@ -72,7 +72,7 @@ def build_llama(vocabulary_size: int, longest_sequence: int, seed: int, dtype: t
 def as_layers(llama: LlamaForCausalLM) -> nn.Sequential:
     """The same modules as a Sequential: tokens [batch, sequence] int64 -> logits [batch, sequence, vocabulary].
 
-    Parameters are shared with `llama`, so whatever trains one trains the other.
+    Parameters are shared with `llama`, so training one trains the other.
     """
     return nn.Sequential(
         llama.model.embed_tokens,
@@ -88,7 +88,7 @@ def parameter_count(model: nn.Module) -> int:
 def training_bytes(model: nn.Module) -> dict[str, int]:
     """Bytes that plain training with Adam keeps: weights, gradients, and float32 optimizer state.
 
-    The state is two moments, and a float32 master copy where the weights are of a smaller type.
+    The state is two moments, and a float32 master copy if the weights have a smaller type.
     """
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     state = sum(parameter.numel() * (8 if parameter.dtype == torch.float32 else 12) for parameter in model.parameters())

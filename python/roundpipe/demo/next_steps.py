@@ -1,4 +1,4 @@
-"""How to train a model of one's own, in a form that works where the demo was started."""
+"""Instructions for training one's own model, in a form that works where the demo was started."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _LINES = """\
 
 
 def own_model(folder: Path) -> str:
-    """What to type for a model of one's own: a command where `folder` is a checkout, else the lines of a program."""
+    """How to train one's own model: a command if `folder` is a checkout, else the lines of a program."""
     program = folder / _PROGRAM
-    # Other projects have an examples/finetune.py, too.
+    # Other projects may have an examples/finetune.py as well.
     if program.is_file() and "import roundpipe" in program.read_text(encoding="utf-8", errors="replace"):
         return (
             "your own model, a folder or a name on the Hub, learns from conversations (docs/full-fine-tuning.md):\n"
@@ -33,7 +33,7 @@ def own_model(folder: Path) -> str:
 
 
 def _python(folder: Path) -> str:
-    """How to start this Python from `folder`."""
+    """The command that starts this Python from `folder`."""
     mine = Path(sys.executable)
     if mine.is_relative_to(folder):
         return str(mine.relative_to(folder))

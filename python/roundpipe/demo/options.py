@@ -1,10 +1,10 @@
-"""What a demo run can be told, with every default in this one place. Imports nothing heavy."""
+"""The options of a demo run, with every default in this one place. Imports nothing heavy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-# The device pool when no accelerator is found.
+# The device pool if no accelerator is found.
 VIRTUAL_DEVICES = "virtual:4,memory=48MiB"
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -22,30 +22,30 @@ class DemoOptions:
     sequence_length: int = 128
     # Seeds the initial weights and the batches.
     seed: int = 0
-    # Type of the weights: "float32", "bfloat16", or "auto", the one that a short measurement finds fast.
+    # Type of the weights: "float32", "bfloat16", or "auto", which measures briefly and takes the fast one.
     dtype: str = "auto"
     # At most this much text is read, held-out files included.
     corpus_bytes: int = 2_500_000
-    # Highest learning rate, reached at the end of the warmup. One that synchronous steps would still bear costs
+    # Highest learning rate, reached at the end of the warmup. A rate that synchronous steps still tolerate costs
     # asynchronous ones a tenth of their loss.
     learning_rate: float = 3e-4
-    # The embedding and the head learn faster by this factor: each of their rows sees few of the tokens.
+    # Factor of the learning rate of the embedding and the head: each of their rows sees few of the tokens.
     token_table_factor: float = 30.0
     # Share of the steps over which the learning rate rises linearly from zero.
     warmup_share: float = 0.1
-    # Share of the steps, the first ones, that are synchronous: weights that are one step old cost most there.
+    # Share of the steps, at the start, that are synchronous: a staleness of one costs most there.
     synchronous_share: float = 0.6
-    # How much of AdamW's running means remains from step to step.
+    # Decay factors of AdamW's running means.
     betas: tuple[float, float] = (0.8, 0.95)
     # Gradient norms above this are scaled down to it.
     clip_norm: float = 1.0
     # AdamW's decoupled weight decay.
     weight_decay: float = 0.1
-    # Held-out evaluations during the run, the one before and the one after not counted.
+    # Held-out evaluations during the run, without the first and the last one.
     evaluations: int = 1
     # Batches of held-out text in one evaluation.
     evaluation_batches: int = 16
-    # The held-out loss must end at least this share below ln(vocabulary), in a run whose other settings are these.
+    # The held-out loss must end at least this share below ln(vocabulary), in a run with these other settings.
     required_fall: float = 0.4
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class DemoOptions:
 
     @property
     def is_judged(self) -> bool:
-        """Whether `required_fall` was chosen for a run like this: only the seed and the type may be others."""
+        """Whether `required_fall` applies to this run: only the seed and the type may differ from the defaults."""
         return any(replace(self, seed=one.seed, dtype=one.dtype) == one for one in (DemoOptions(), FULL))
 
 

@@ -1,6 +1,6 @@
-"""The training loop that one writes by hand without a pipeline, slow and obvious: everything on one device.
+"""The slow and obvious training loop that one writes by hand without a pipeline: everything on one device.
 
-The demo holds the pipeline against it: it does not fit a device that the pipeline trains on, and where it fits, it
+The demo compares the pipeline with it. The loop does not fit a device that the pipeline trains on; where it fits, it
 gives the same bits.
 """
 
@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from roundpipe.demo.options import DemoOptions
 from roundpipe.demo.training import Batch, next_token_loss
 
-# What the loop is doing when a device runs out of memory.
+# The loop's activity when a device runs out of memory.
 WEIGHTS, GRADIENTS, OPTIMIZER = "moving the weights", "the forward and backward pass", "making AdamW's state"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a few steps leave, on the host.
+    """The results of a few steps, on the host.
 
-    `losses`: one a step, fp32 [steps]. `weights`: by name, in the model's type. `masters`: by name, fp32: what 16-bit
-    weights are rounded from; float32 weights have none.
+    `losses`: one for each step, fp32 [steps]. `weights`: by name, in the model's type. `masters`: by name, the fp32
+    values that 16-bit weights are rounded from; float32 weights have none.
     """
 
     losses: Tensor
@@ -35,7 +35,7 @@ class Outcome:
 
 
 def nearest(master: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weights of fp32 masters: in bfloat16 the nearest ones, ties away from zero."""
+    """The weights of fp32 masters: in bfloat16 the nearest values, with ties away from zero."""
     if dtype == torch.float32:
         return master
     bits = master.contiguous().view(torch.int32) + 0x8000
@@ -50,18 +50,18 @@ def plain_steps(
     state_device: torch.device | None = None,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Outcome:
-    """One AdamW step for each of `batches`, each row of a batch being a microbatch; `layers` stay as they are.
+    """Runs one AdamW step for each of `batches`, with each row as a microbatch; `layers` stay unchanged.
 
-    Weights in float32 are updated as they are. Weights in bfloat16 are rounded from fp32 masters; the gradients of a
-    step are summed in fp32 and then rounded once to bfloat16, as they are on their way to an optimizer on the host.
+    Weights in float32 are updated directly. Weights in bfloat16 are rounded from fp32 masters; the gradients of a
+    step are summed in fp32 and then rounded once to bfloat16, like gradients on their way to an optimizer on the host.
 
     Args:
         device: holds weights and gradients, and computes.
         state_device: holds the optimizer's state and computes its step; None = `device`.
-        on_stage: hears what begins: WEIGHTS, GRADIENTS or OPTIMIZER.
+        on_stage: called when an activity begins: WEIGHTS, GRADIENTS or OPTIMIZER.
 
     Raises:
-        torch.OutOfMemoryError: all of it does not fit `device`.
+        torch.OutOfMemoryError: the loop does not fit `device`.
     """
     on_stage(WEIGHTS)
     state_device = device if state_device is None else state_device

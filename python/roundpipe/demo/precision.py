@@ -1,4 +1,4 @@
-"""Which type of weights the machine computes fast, found by a short measurement."""
+"""Finds, by a short measurement, the type of weights that the machine computes fast."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-# bfloat16 costs accuracy, so it has to be clearly faster; the margin also keeps the choice the same from run to run.
+# bfloat16 costs accuracy, so it must be clearly faster; the margin also keeps the choice the same between runs.
 LEAST_SPEEDUP = 1.5
 
 

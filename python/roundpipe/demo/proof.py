@@ -1,4 +1,4 @@
-"""What the demo proves first: a plain loop is refused where the pipeline trains, and both give equal bits."""
+"""The demo's first proof: a plain loop is refused where the pipeline trains, and both give equal bits."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from roundpipe.demo.plain_loop import Outcome, plain_steps
 from roundpipe.demo.training import Batch, next_token_loss
 
 STEPS = 3
-# Rows of a batch, each a microbatch of its own: the smallest cut, which leaves a plain loop the most room.
+# Rows of a batch, each its own microbatch: the smallest cut, which leaves a plain loop the most room.
 ROWS = 5
-# The two numbers of devices that have to give the bits of the hand-written loop.
+# The two numbers of devices that must give the bits of the hand-written loop.
 DEVICE_COUNTS = (1, 4)
 
 
 @dataclass(frozen=True)
 class Room:
-    """How much a plain loop takes, and what one device said to it.
+    """The memory that a plain loop needs, and one device's answer to it.
 
     Attributes:
-        needed_bytes: the most that the loop held at once on the host, where there is room; on accelerators, whose
-            loops hold their own temporaries, weights, gradients and optimizer state alone.
-        limit_bytes: what one device may hold; 0 = it has no cap, and nothing was tried.
-        stage: what the loop was doing when the device refused; empty where it was not refused.
-        message: the allocator's words; empty where it did not refuse.
+        needed_bytes: the loop's peak on the host, where there is room; on accelerators, whose loops hold their own
+            temporaries, only weights, gradients and optimizer state.
+        limit_bytes: the cap of one device; 0 = it has no cap, and nothing was tried.
+        stage: the loop's activity when the device refused; empty if it did not.
+        message: the allocator's message; empty if it did not refuse.
     """
 
     needed_bytes: int
@@ -49,14 +49,14 @@ class Room:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Our steps against those of the hand-written loop.
+    """Our steps compared with those of the hand-written loop.
 
     Attributes:
-        devices: how many of which, in words.
-        numbers: how many numbers were compared: losses, weights and, of 16-bit weights, their fp32 masters.
+        devices: the number and kind of devices, in words.
+        numbers: how many numbers were compared: losses, weights and, for 16-bit weights, their fp32 masters.
         differing: how many of them differ in any bit.
-        largest: the largest absolute difference; nan where a number is missing or not finite.
-        where: the name of what it was found in.
+        largest: the largest absolute difference; nan if a number is missing or not finite.
+        where: the name of the tensor with that difference.
     """
 
     devices: str
@@ -71,17 +71,17 @@ class Comparison:
 
 
 class _OnDevice(nn.Module):
-    """Runs the whole plain loop where a layer runs: on the thread of a device, and so under its cap."""
+    """Runs the whole plain loop in place of a layer: on the thread of a device, and so under its cap."""
 
     def __init__(self, layers: nn.Sequential, batches: Sequence[Batch], options: DemoOptions) -> None:
         super().__init__()
-        # In a tuple: as a submodule the layers would be moved by the pipeline, and not by the loop.
+        # In a tuple, because the pipeline would move a submodule's weights; the loop must do that.
         self._loop = (layers, batches, options)
         self._said: list[tuple[str, str]] = []
         self._stage: list[str] = []
 
     def forward(self, value: Tensor) -> Tensor:
-        # Not raised further: the pipeline would try again in less memory.
+        # Not raised further: the pipeline would retry with less memory.
         try:
             with torch.enable_grad():
                 plain_steps(*self._loop, value.device, on_stage=self._stage.append)
@@ -92,7 +92,7 @@ class _OnDevice(nn.Module):
 
     @property
     def refusal(self) -> tuple[str, str] | None:
-        """The stage and the allocator's words, once it ran; None where all of it fitted."""
+        """The stage and the allocator's message, once it has run; None if all of it fitted."""
         if not self._stage:
             raise RuntimeError("[demo] the plain loop did not run on the device; expected one run; report this")
         return self._said[0] if self._said else None
@@ -106,9 +106,9 @@ def proof_batches(batches: Sequence[Batch]) -> list[Batch]:
 def measured_plain_steps(
     layers: nn.Sequential, batches: Sequence[Batch], options: DemoOptions, device: torch.device
 ) -> tuple[Outcome, int]:
-    """The hand-written loop, without a cap, and the most bytes that it held on a device that is the host.
+    """Runs the hand-written loop without a cap, and returns its peak in bytes if the device is the host.
 
-    On an accelerator the optimizer's state is on the host, as ours is, and weights, gradients and state are counted.
+    On an accelerator, the optimizer's state is on the host, like ours, and weights, gradients and state are counted.
     """
     if device.type == "cpu":
         with _core.MemoryMeter() as meter:
@@ -116,7 +116,7 @@ def measured_plain_steps(
             before = meter.current_bytes
             outcome = plain_steps(layers, batches, options, device)
             return outcome, meter.peak_bytes - before
-    # Without a cap of an earlier pool.
+    # Removes the cap of an earlier pool.
     roundpipe.devices(_specs(roundpipe.devices(), 1, is_capped=False)[0])
     return plain_steps(layers, batches, options, device, torch.device("cpu")), sum(training_bytes(layers).values())
 
@@ -149,14 +149,14 @@ def compare_with_ours(
     device_count: int,
     expected: Outcome,
 ) -> Comparison:
-    """Runs the same steps through the pipeline on `device_count` devices as those of `pool`, and compares every bit."""
+    """Runs the same steps in the pipeline on `device_count` devices like those of `pool`, and compares every bit."""
     spec, devices = _specs(pool, device_count)
     roundpipe.devices(spec)
     return compare(our_steps(layers, batches, options), expected, devices)
 
 
 def our_steps(layers: nn.Sequential, batches: Sequence[Batch], options: DemoOptions) -> Outcome:
-    """What `plain_steps` does, through the pipeline, with synchronous steps; `layers` stay as they are."""
+    """The counterpart of `plain_steps` in the pipeline, with synchronous steps; `layers` stay unchanged."""
     mine = copy.deepcopy(layers)
     rows = len(batches[0].tokens)
     model = roundpipe.RoundPipe(mine, name="proof", model_run_config=RoundPipeRunConfig(num_microbatch=rows))
@@ -189,7 +189,7 @@ def _master(weight: nn.Parameter, state: dict[str, Tensor]) -> Tensor:
 
 
 def compare(ours: Outcome, expected: Outcome, devices: str) -> Comparison:
-    """Every bit of the two. Raises ValueError when they do not have the same tensors."""
+    """Compares every bit of the two. Raises ValueError if they do not have the same tensors."""
     found = Comparison(devices, 0)
     for name, mine, theirs in _pairs(ours, expected):
         if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
@@ -219,13 +219,13 @@ def _pairs(ours: Outcome, expected: Outcome) -> list[tuple[str, Tensor, Tensor]]
 
 
 def _limit_bytes(pool: roundpipe.DevicePool) -> int:
-    """What one device may hold; of unequal devices the one that may hold most, and 0 = as much as there is."""
+    """The cap of one device, the largest one if devices differ; 0 = no cap."""
     limits = [int(device["limit_bytes"]) for device in pool.memory_report()]
     return 0 if 0 in limits else max(limits)
 
 
 def _specs(pool: roundpipe.DevicePool, count: int, is_capped: bool = True) -> tuple[str, str]:
-    """`count` devices like those of `pool` for `roundpipe.devices`, and in words."""
+    """`count` devices like those of `pool`, as a spec for `roundpipe.devices` and in words."""
     cards = list(dict.fromkeys(pool.torch_devices))
     limit_bytes = _limit_bytes(pool) if is_capped else 0
     cap = f",memory={limit_bytes}B" if limit_bytes else ""

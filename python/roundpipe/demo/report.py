@@ -1,4 +1,4 @@
-"""What a run leaves behind and shows: `metrics.jsonl`, the loss curve, the progress bar."""
+"""The files and the display of a run: `metrics.jsonl`, the loss curve, the progress bar."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CURVE_FILE = "loss.png"
 
 
 def prepare_folder(folder: Path) -> Path:
-    """Creates the run's folder. Raises ValueError when it holds a previous run or cannot be made."""
+    """Creates the run's folder. Raises ValueError if it holds a previous run or cannot be made."""
     if (folder / METRICS_FILE).exists():
         raise ValueError(
             f"[demo] {folder} holds the {METRICS_FILE} of a previous run; expected a new or empty folder; "
@@ -38,14 +38,14 @@ def prepare_folder(folder: Path) -> Path:
 
 
 class MetricsWriter:
-    """One JSON object a line, each flushed as it is written; `kind` says what it is. docs/demo.md lists the kinds."""
+    """Writes one JSON object per line, each flushed at once; `kind` names its type. docs/demo.md lists the kinds."""
 
     def __init__(self, path: Path) -> None:
         # "x": two runs that start in the same folder at once must not mix their lines.
         self._file = path.open("x", encoding="utf-8")
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
-        # JSON has no NaN or infinity; a reader of such a line gets null.
+        # JSON has no NaN or infinity; such values become null.
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in values.items()
@@ -65,7 +65,7 @@ class MetricsWriter:
 class RunReporter:
     """The loop's observer: writes metrics, moves the progress bar, keeps the records for the curve.
 
-    Where the output is no terminal it prints a line now and then instead of a bar. Use it as a context manager.
+    If the output is not a terminal, it occasionally prints a line instead of a bar. Use it as a context manager.
     """
 
     def __init__(self, metrics: MetricsWriter, console: Console, steps: int) -> None:
@@ -128,7 +128,7 @@ def draw_curve(
     guessing: Guessing,
     required_loss: float,
 ) -> None:
-    """Draws training and held-out loss over tokens as a PNG; the losses of guessing and the required one are lines."""
+    """Draws training and held-out loss over tokens as a PNG; lines mark the required loss and that of guessing."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""One demo run from text to verdict: what `roundpipe demo` does, in order."""
+"""One demo run from text to verdict: the steps of `roundpipe demo`, in order."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EXIT_OK, EXIT_NOT_TRUE, EXIT_OUT_OF_MEMORY, EXIT_INTERRUPTED = 0, 1, 1, 130
 
 
 def _say(console: Console, line: str) -> None:
-    """Prints one line as it is, never folded, so that it can be searched in a log."""
+    """Prints one line unfolded, so that it can be searched in a log."""
     console.print(line, markup=False, soft_wrap=True)
 
 
@@ -59,7 +59,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _device_spec(requested: str | None) -> str:
-    """What was asked for, else ROUNDPIPE_DEVICES, else all accelerators, else the virtual devices of the demo."""
+    """The requested devices, else ROUNDPIPE_DEVICES, else all accelerators, else the demo's virtual devices."""
     given = requested if requested is not None else os.environ.get("ROUNDPIPE_DEVICES") or None
     if given is not None:
         return given
@@ -71,7 +71,7 @@ def _device_spec(requested: str | None) -> str:
 
 @dataclass(frozen=True)
 class _Text:
-    """Tokens to train on and held out, int64 [tokens], and how many kinds of tokens there are."""
+    """Training and held-out tokens, int64 [tokens], and the size of the vocabulary."""
 
     training: Tensor
     held_out: Tensor
@@ -117,7 +117,7 @@ def _prepare_layers(console: Console, options: DemoOptions, vocabulary: int, dev
 def _prove(
     console: Console, metrics: MetricsWriter, layers: nn.Sequential, text: _Text, options: DemoOptions, device_spec: str
 ) -> tuple[proof.Room, list[proof.Comparison]]:
-    """Both proofs, said and recorded. The device pool is another one afterwards."""
+    """Runs, prints and records both proofs. Replaces the device pool."""
     pool = roundpipe.devices(device_spec)
     device = torch.device(pool.torch_devices[0])
     batches = proof.proof_batches(list(itertools.islice(random_batches(text.training, options), proof.STEPS)))
@@ -160,13 +160,13 @@ def _prove(
 
 @contextlib.contextmanager
 def _repeatable(device: torch.device) -> Iterator[None]:
-    """Without attention kernels whose backward adds up in an order that changes from run to run."""
+    """Disables attention kernels whose backward adds up in an order that varies between runs."""
     with contextlib.nullcontext() if device.type == "cpu" else sdpa_kernel(SDPBackend.MATH):
         yield
 
 
 def _print_peaks(console: Console) -> int:
-    """Says what each device held at most; returns the most of all, in bytes."""
+    """Prints each device's peak; returns the largest one, in bytes."""
     report = roundpipe.devices().memory_report()
     peaks = ", ".join(f"{device['name']} {mebibytes(device['peak_bytes'])}" for device in report)
     _say(console, f"most memory in use: {peaks}")
@@ -175,7 +175,7 @@ def _print_peaks(console: Console) -> int:
 
 @contextlib.contextmanager
 def _stop_on_interrupt(reporter: RunReporter, console: Console) -> Iterator[None]:
-    """The first Ctrl+C asks the loop to stop after its step; the second one interrupts at once."""
+    """Makes the first Ctrl+C ask the loop to stop after its step; the second one interrupts at once."""
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if reporter.stop_requested:
@@ -185,7 +185,7 @@ def _stop_on_interrupt(reporter: RunReporter, console: Console) -> Iterator[None
 
     try:
         previous = signal.signal(signal.SIGINT, on_signal)
-    except ValueError:  # Not the main thread: signals are the caller's business.
+    except ValueError:  # Not the main thread: the caller handles signals.
         yield
         return
     try:
@@ -238,7 +238,7 @@ def _prove_and_train(
     with _repeatable(torch.device(roundpipe.devices().torch_devices[0])):
         room, comparisons = _prove(console, metrics, layers, text, options, device_spec)
 
-    # A new pool: its peaks are those of the training alone.
+    # A new pool, so that peaks cover only the training.
     roundpipe.devices(device_spec)
     held_out = held_out_batches(text.held_out, options)
     guessing = guess(text.training, held_out, text.vocabulary)

@@ -1,4 +1,4 @@
-"""A byte-level BPE trained on the training files, and files as one row of tokens."""
+"""A byte-level BPE trained on the training files, and the encoding of files as one row of tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from roundpipe.demo.corpus import SourceFile
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Stands between files, so that one file's end does not predict the next one's beginning.
+# Separates files, so that one file's end does not predict the next one's beginning.
 END_OF_FILE = "<|end|>"
 
 VOCABULARY_SIZE = 2048
 
-# The units inside which bytes are merged: a line break with the indentation after it, a word with the blank before it,
-# one digit, underscores, blanks, a run of one punctuation character. Source code keeps its structure this way.
+# Bytes are merged within these units: a line break with its following indentation, a word with its preceding blank, one
+# digit, underscores, blanks, a run of one punctuation character. This preserves the structure of source code.
 _UNIT = r"\n\s*| ?[^\W\d_]+|\d|_+| +|([^\w\s])\1*"
 
 
@@ -46,7 +46,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int = VOCABULARY_SIZE
 
 
 def encode_files(tokenizer: Tokenizer, files: Sequence[SourceFile]) -> Tensor:
-    """All files one after another, END_OF_FILE after each: int64 [tokens]."""
+    """Concatenates all files, with END_OF_FILE after each: int64 [tokens]."""
     import torch
 
     end: int = tokenizer.encode(END_OF_FILE).ids[0]

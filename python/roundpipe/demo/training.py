@@ -1,4 +1,4 @@
-"""Batches, loss, learning rate and the training loop. The loop is what a user of RoundPipe would write."""
+"""Batches, loss, learning rate and the training loop, which is written as a user of RoundPipe would write it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from roundpipe.step.binding import Moments
 
 
 class Submitted(Protocol):
-    """What the loop needs of `roundpipe.Pending`."""
+    """The part of `roundpipe.Pending` that the loop uses."""
 
     def loss(self) -> Tensor: ...
 
 
 class Pipeline(Protocol):
-    """What the loop needs of `roundpipe.RoundPipe`."""
+    """The part of `roundpipe.RoundPipe` that the loop uses."""
 
     def __call__(self, tokens: Tensor) -> Tensor: ...
 
@@ -44,7 +44,7 @@ class Batch:
 
     @property
     def token_count(self) -> int:
-        """Tokens that count in the loss."""
+        """Number of tokens that count in the loss."""
         return int((self.labels != IGNORED).sum())
 
 
@@ -53,13 +53,13 @@ IGNORED = -100
 
 
 def cut_batch(text: Tensor, starts: Tensor, sequence_length: int) -> Batch:
-    """The rows of `text` [tokens] that begin at `starts` [batch]."""
+    """Cuts the rows of `text` [tokens] that begin at `starts` [batch]."""
     rows = text[starts.unsqueeze(1) + torch.arange(sequence_length + 1)]
     return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
 
 def check_length(text: Tensor, sequence_length: int, what: str) -> None:
-    """Raises ValueError when `text` [tokens] has no room for one sequence and its last label."""
+    """Raises ValueError if `text` [tokens] has no room for one sequence and its last label."""
     if len(text) < sequence_length + 1:
         raise ValueError(
             f"[demo] --sequence-length is {sequence_length}; the {what} text has {len(text)} tokens; "
@@ -68,7 +68,7 @@ def check_length(text: Tensor, sequence_length: int, what: str) -> None:
 
 
 def random_batches(text: Tensor, options: DemoOptions) -> Iterator[Batch]:
-    """Endless batches from random places of `text` [tokens], the same ones for the same seed."""
+    """Yields endless batches from random places of `text` [tokens]; the same seed gives the same batches."""
     generator = torch.Generator().manual_seed(options.seed)
     while True:
         starts = torch.randint(len(text) - options.sequence_length, (options.batch_size,), generator=generator)
@@ -89,8 +89,8 @@ def held_out_batches(text: Tensor, options: DemoOptions) -> list[Batch]:
 def next_token_loss(logits: Tensor, label: tuple[Tensor, int]) -> Tensor:
     """Cross-entropy of one microbatch in nats, divided by the token count of the whole batch.
 
-    `logits` [rows, sequence, vocabulary]; `label` = (labels [rows, sequence], tokens in the batch). Summed over the
-    microbatches this is the mean over the batch's tokens, however the batch was cut.
+    `logits` [rows, sequence, vocabulary]; `label` = (labels [rows, sequence], tokens in the batch). The sum over the
+    microbatches is the mean over the batch's tokens, however the batch was cut.
     """
     labels, token_count = label
     total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
@@ -100,7 +100,7 @@ def next_token_loss(logits: Tensor, label: tuple[Tensor, int]) -> Tensor:
 def held_out_scores(model: Pipeline, batches: Iterable[Batch]) -> tuple[float, float]:
     """Mean loss per token in nats, and the share of tokens to which the model gives the highest probability.
 
-    Computed through the pipeline with the weights of the last finished step.
+    Computed in the pipeline with the weights of the last finished step.
     """
     model.synchronize()
     total, right, tokens = 0.0, 0, 0
@@ -136,7 +136,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """After `step` steps: held-out loss in nats per token, and the share of held-out tokens predicted right."""
+    """An evaluation after `step` steps: held-out loss in nats per token, and the share of tokens predicted right."""
 
     step: int
     held_out_loss: float
@@ -146,7 +146,7 @@ class EvaluationRecord:
 
 
 class Observer(Protocol):
-    """Hears of each step and evaluation as it ends, and may ask the loop to stop after the current step."""
+    """Is notified after each step and evaluation, and may ask the loop to stop after the current step."""
 
     stop_requested: bool
 
@@ -156,14 +156,14 @@ class Observer(Protocol):
 
 
 class FusedSteps:
-    """AdamW that updates each layer as soon as its gradient has arrived; called once a step.
+    """AdamW that updates each layer as soon as its gradient has landed; called once in each step.
 
     Args:
-        model: what is trained.
+        model: the trained model.
         tables: the names of its token tables, see `token_tables`.
         is_async: whether, after the first `synchronous_share` of the steps, the next batch may still read the weights
             from before the step.
-        moments: how the optimizer keeps its moments, see `roundpipe.optim.AdamW`.
+        moments: the format of the moments, see `roundpipe.optim.AdamW`.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class FusedSteps:
 
 
 def token_tables(layers: torch.nn.Module) -> list[str]:
-    """The names of the parameters that have a row per token: of a chain of layers the first and the last."""
+    """The names of the parameters with one row per token: the first and the last of a chain of layers."""
     names = [name for name, _ in layers.named_parameters()]
     return [names[0], names[-1]]
 
@@ -214,12 +214,12 @@ def train(
     """Runs `options.steps` steps, with held-out evaluations before, during and after.
 
     `make_step` starts the step of the batch that was submitted last, for example `FusedSteps`. Each step's batch is
-    submitted before the last step's loss is read, so the devices never wait for this loop. Returns early, with all
-    steps applied but without the last evaluation, when the observer asks; the step that has been submitted by then is
-    still made. `elapsed_s` and `tokens_per_s` count training only, evaluations left out.
+    submitted before the last step's loss is read, so the devices never wait for this loop. If the observer asks, the
+    loop returns early, with all steps applied, including the one already submitted, but without the last evaluation.
+    `elapsed_s` and `tokens_per_s` count only training, without evaluations.
     """
     tokens, training_s = 0, 0.0
-    since = time.perf_counter()  # the last report, or the last evaluation
+    since = time.perf_counter()  # time of the last report or evaluation
 
     def report(step: int, count: int, submitted: Submitted) -> None:
         nonlocal tokens, training_s, since

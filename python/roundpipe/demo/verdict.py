@@ -1,4 +1,4 @@
-"""The end of a run: one line for each claim, true to what happened, and whether each of them holds."""
+"""The end of a run: one line for each claim, with the actual result, and whether the claim holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roundpipe.demo.training import EvaluationRecord
 
 @dataclass(frozen=True)
 class Verdict:
-    """One claim: `line` as it is printed; `complaint` says what is wrong, and is empty where nothing is."""
+    """One claim: `line` is printed; `complaint` says what is wrong, and is empty if the claim holds."""
 
     line: str
     complaint: str = ""
@@ -24,7 +24,7 @@ def mebibytes(size_bytes: int) -> str:
 
 
 def fits(room: Room, peak_bytes: int) -> Verdict:
-    """What the plain loop took, and what the pipeline took of its fullest device while it trained."""
+    """Compares the plain loop's memory with the pipeline's peak on its fullest device while it trained."""
     ours = f"RoundPipe trained in {mebibytes(peak_bytes)} a device at most"
     if not room.limit_bytes:
         return Verdict(f"FITS    not shown, as these devices have no limit of their own; {ours}")
@@ -35,7 +35,7 @@ def fits(room: Room, peak_bytes: int) -> Verdict:
 
 
 def exact(comparisons: Sequence[Comparison]) -> Verdict:
-    """Whether all of `comparisons` found equal bits."""
+    """Whether all `comparisons` found equal bits."""
     wrong = [one for one in comparisons if not one.is_exact]
     if not wrong:
         where = " and on ".join(one.devices for one in comparisons)
@@ -51,7 +51,7 @@ def exact(comparisons: Sequence[Comparison]) -> Verdict:
 
 
 def learns(first: EvaluationRecord, last: EvaluationRecord, guessing: Guessing, options: DemoOptions) -> Verdict:
-    """Held-out loss and accuracy before and after. Only a run whose settings are known is judged."""
+    """Held-out loss and accuracy before and after. Judges only a run with known settings."""
     line = (
         f"LEARNS  held-out loss {first.held_out_loss:.2f} -> {last.held_out_loss:.2f} (guessing by frequency "
         f"{guessing.frequency_loss:.2f}); next token right {last.held_out_accuracy:.1%} (guessing "
@@ -71,5 +71,5 @@ def learns(first: EvaluationRecord, last: EvaluationRecord, guessing: Guessing, 
 
 
 def required_loss(guessing: Guessing, options: DemoOptions) -> float:
-    """The held-out loss that a judged run has to reach, in nats per token."""
+    """The held-out loss that a judged run must reach, in nats per token."""
     return guessing.uniform_loss * (1 - options.required_fall)

@@ -1,4 +1,4 @@
-"""The devices of the pool, where the published package has them; see `roundpipe.devices`."""
+"""The published package's path to the devices of the pool; see `roundpipe.devices`."""
 
 from roundpipe.device.listed import Device as Device
 from roundpipe.device.listed import __getattr__ as __getattr__

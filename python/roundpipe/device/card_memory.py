@@ -1,4 +1,4 @@
-"""Keeps the process within what its workers may take of each card: the allocator's own cap, where torch offers one."""
+"""Keeps the process within its workers' memory caps on each card, by the allocator's own cap where torch has one."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable
 
 import torch
 
-# Cards that have a cap of ours; a user's own, on another card or before any of ours, stays.
+# Cards with a cap set here; a cap that the user set, on another card or before any set here, stays.
 _capped: set[torch.device] = set()
 
 
 def cap_cards(workers: Iterable[tuple[str, int]]) -> None:
-    """Caps the process on each card to the sum of its workers' caps, and takes back caps of earlier pools.
+    """Caps the process on each card to the sum of its workers' caps, and removes the caps of earlier pools.
 
     Args:
-        workers: torch's name of each worker's device, and how many bytes it was asked to keep to; 0: to no number, and
-            then the card has no cap.
+        workers: torch's name of each worker's device, and its cap in bytes. A cap of 0 means no limit, and then the
+            card has no cap.
     """
     caps: dict[torch.device, int] = defaultdict(int)
     open_cards: set[torch.device] = set()
@@ -42,7 +42,8 @@ def cap_cards(workers: Iterable[tuple[str, int]]) -> None:
 def _free_workspaces(cards: Iterable[torch.device]) -> None:
     """Frees the workspaces that torch keeps for cuBLAS, 8 to 32 MiB for each pair of a thread and a stream.
 
-    Workers of earlier pools have left theirs behind, which count towards a cap. Those still in use come back.
+    Workers of earlier pools leave theirs behind, and these count towards the cap. torch allocates workspaces again on
+    demand.
     """
     if any(card.type == "cuda" for card in cards) and hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
         torch._C._cuda_clearCublasWorkspaces()

@@ -1,8 +1,9 @@
-"""torch's default random number generators, as each thread has them.
+"""torch's default random number generators, one set for each thread.
 
-Layers draw from generators that belong to their worker. The engine leads operators there; here are the functions that
-ask for a default generator by name: `torch.manual_seed`, `torch.get_rng_state`, `torch.random.fork_rng` and, by them,
-`torch.utils.checkpoint` act on the worker's generator when a layer calls them, and on the process's one elsewhere.
+Layers draw from generators that belong to their worker. The engine redirects operators to them; this module redirects
+the functions that ask for a default generator by name. `torch.manual_seed`, `torch.get_rng_state`,
+`torch.random.fork_rng` and, because it uses these, `torch.utils.checkpoint` act on the worker's generator when a layer
+calls them, and on the process's generator elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from roundpipe import _core
 
-# What a generator is asked by those functions.
+# Methods of a generator that those functions call.
 _METHODS = (
     "get_state",
     "set_state",
@@ -41,7 +42,7 @@ def _on_own(name: str) -> Callable[..., Any]:
 
 
 class DefaultGenerator(torch.Generator):
-    """A default generator of torch, except on workers: there it is the worker's own one of that device."""
+    """A default generator of torch. On a worker, it stands for the worker's own generator of that device."""
 
 
 for _name in _METHODS:
@@ -58,7 +59,7 @@ def _standing_for(standard: torch.Generator) -> torch.Generator:
 
 
 def _lead_to_own(module: Any, kind: str) -> None:
-    """The same for a device's module that hands out no generators: its functions act on the worker's own one."""
+    """Redirects a device module that exposes no generators: its functions act on the worker's own generator."""
 
     def own(device: Any = kind) -> torch.Generator | None:
         place = torch.device(kind, device) if isinstance(device, int) else torch.device(device)
@@ -86,7 +87,7 @@ def _lead_to_own(module: Any, kind: str) -> None:
 
 
 def stand_in(torch_devices: Sequence[str]) -> None:
-    """Puts a `DefaultGenerator` in the place of torch's own, for the host and for the kind of these devices."""
+    """Replaces torch's default generators, for the host and for the kind of these devices, by `DefaultGenerator`s."""
     torch.default_generator = _standing_for(torch.default_generator)
     torch.random.__dict__["default_generator"] = torch.default_generator
     for kind in {torch.device(device).type for device in torch_devices} - {"cpu"}:

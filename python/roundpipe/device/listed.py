@@ -1,4 +1,4 @@
-"""The devices of the pool, as scripts for the published package look at them. See `roundpipe.devices`."""
+"""The devices of the pool, as scripts for the published package read them. See `roundpipe.devices`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Device:
 
     Attributes:
         id: its number in the pool.
-        device: where its tensors live, for torch; the CPU for a virtual device.
+        device: torch's device for its tensors; the CPU for a virtual device.
     """
 
     id: int
@@ -29,7 +29,7 @@ def get_num_devices() -> int:
 
 
 def __getattr__(name: str) -> Any:
-    # Made anew each time, as the pool may be another one.
+    # Made on each access, because the pool may have been replaced.
     if name == "device_list":
         return [Device(number, torch.device(device)) for number, device in enumerate(devices().torch_devices)]
     raise AttributeError(f"module 'roundpipe.device' has no attribute '{name}'")

@@ -12,7 +12,7 @@ from roundpipe.device.generators import stand_in
 
 atexit.register(_core.Engine.shut_down)
 
-_has_caps = False  # whether the cards are capped for the current pool; asked for at every call of a model
+_has_caps = False  # whether the current pool caps its cards; kept here because every call of a model asks
 
 
 class DevicePool:
@@ -60,15 +60,15 @@ class DevicePool:
         return report
 
     def reset_peak_memory(self) -> None:
-        """Starts `peak_bytes` anew from what is in use."""
+        """Restarts `peak_bytes` from the memory in use."""
         self._engine.reset_peak_memory()
 
     def transfer_report(self) -> list[dict[str, Any]]:
-        """Per device since the pool was made: `name`, `uploaded_bytes`, `downloaded_bytes`, and `classes`.
+        """Per device, since the pool was made: `name`, `uploaded_bytes`, `downloaded_bytes`, and `classes`.
 
-        `classes` has an entry for each direction ("up", "down") and class of transfers that arrived, most urgent first:
-        `direction`, `kind`, `transfers`, `bytes`, `queued_ms` (from when all was there until the first byte moved) and
-        `moving_ms` (from then until the last had arrived), summed over them.
+        `classes` has an entry for each direction ("up", "down") and class of completed transfers, most urgent first:
+        `direction`, `kind`, `transfers`, `bytes`, `queued_ms` (from when all data was ready until the first byte moved)
+        and `moving_ms` (from then until the last byte had arrived), both summed over the transfers.
         """
         report = []
         for index, name in enumerate(self):
@@ -91,18 +91,17 @@ def devices(spec: str | Sequence[str] | None = None) -> DevicePool:
 
     Args:
         spec: for example `"virtual:4,memory=2GiB,link=8GB/s"`, `"cuda:0,cuda:1"`, `"cuda:0x4"` (four workers that
-            share one card), or a list of such parts. None returns the current pool; if there is none yet, it is made
-            from the environment variable ROUNDPIPE_DEVICES, else from all accelerators that torch sees, else from as
-            many virtual devices as the host has cores. Options, each for the devices before it: `memory=` cap a
-            device (of a card, torch's allocator is capped to the sum of its workers' caps, where it can be),
-            `chunk=64MB` the most that moves at once before something more urgent may (0: whole layers), `fifo`
-            transfers in the order in which they are asked for; virtual only: `link=` GB/s each way, `host=` GB/s of
-            all links together, `threads=` CPU threads of a device's layers (as many as the process uses by default,
-            which gives a plain loop's bits), `debug`
-            (freed device memory is filled with NaN).
+            share one card), or a list of such parts. None returns the current pool. If there is none yet, it is made
+            from the environment variable ROUNDPIPE_DEVICES, else from all accelerators that torch sees, else with as
+            many virtual devices as the host has cores. An option applies to the device group before it. `memory=` caps
+            a device (for a card, torch's allocator is capped to the sum of its workers' caps, if it supports that).
+            `chunk=64MB` limits how much moves at once before a more urgent transfer may go (0: whole layers). `fifo`
+            runs transfers in the order of their requests. Only for virtual devices: `link=` GB/s in each direction,
+            `host=` GB/s of all links together, `threads=` CPU threads for a device's layers (by default as many as the
+            process uses, which gives the bits of a plain loop), `debug` (fills freed device memory with NaN).
 
     Raises:
-        ValueError: the spec cannot be read, or an accelerator in it is not there.
+        ValueError: the spec cannot be parsed, or an accelerator in it does not exist.
     """
     global _has_caps
     if spec is None:

@@ -1,1 +1,1 @@
-"""Turning what training leaves behind into folders that other programs load."""
+"""Turns the results of training into folders that other programs load."""

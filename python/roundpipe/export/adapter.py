@@ -1,4 +1,4 @@
-"""Reads a folder with a LoRA adapter as peft saves it."""
+"""Reads a folder with a LoRA adapter saved by peft."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roundpipe.checkpoint.safetensors_header import refuse_pointer
 CONFIG_FILE = "adapter_config.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
-# Settings under which the adapter is no sum on the base's weights, or needs a base that only its training had.
+# Settings under which the adapter does not add to the base's weights, or needs a base that only its training had.
 _REFUSED = {
     "layer_replication": "it repeats layers of the base, so the merged model would be another architecture",
     "alora_invocation_tokens": "it is active from certain tokens on only, which no weights can express",
@@ -32,9 +32,9 @@ class Adapter:
     """A LoRA adapter.
 
     Attributes:
-        folder: where it lies.
+        folder: the adapter's folder.
         config: peft's `LoraConfig`.
-        tensors: its weights under the names of the file, on the host.
+        tensors: its weights, on the host, under their names in the file.
     """
 
     folder: Path
@@ -43,10 +43,10 @@ class Adapter:
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """Reads an adapter and checks that its weights can be merged at all.
+    """Reads an adapter and checks that its weights can be merged.
 
     Raises:
-        ValueError: a file is missing or damaged, peft has another type for it, or its settings rule merging out.
+        ValueError: a file is missing or damaged, the adapter's type is not LoRA, or its settings rule out merging.
     """
     settings = _settings(folder)
     try:
@@ -87,7 +87,7 @@ def read_adapter(folder: Path) -> Adapter:
     refuse_pointer(path)
     try:
         tensors = load_peft_weights(str(folder), device="cpu")
-    except Exception as error:  # safetensors and pickle have a dozen types for a damaged file
+    except Exception as error:  # safetensors and pickle raise a dozen types for a damaged file
         raise ValueError(f"[export] {path} cannot be read: {error}; expected a whole file; fetch it again") from None
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
@@ -96,10 +96,10 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def base_named_by(folder: Path) -> str:
-    """The base model that the adapter's config names.
+    """The base model named in the adapter's config.
 
     Raises:
-        ValueError: it names none, or there is no config.
+        ValueError: the config does not name a base, or does not exist.
     """
     name = _settings(folder).get("base_model_name_or_path")
     if not name:

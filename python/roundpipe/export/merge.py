@@ -35,24 +35,23 @@ _TOKENIZER_FILES = (
 def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, progress: Progress | None = None) -> Path:
     """Writes the base model with the adapter merged in, as a folder that `from_pretrained` loads.
 
-    Values are those of `PeftModel.from_pretrained(base, adapter).merge_and_unload()` in the dtype of the base's files.
-    Names, files and everything else in the folder stay as they are. In memory are the adapter and the weights of one
-    layer's module at a time. `out` appears when all of it has been written; whatever ends the call before leaves
-    nothing behind.
+    The values are those of `PeftModel.from_pretrained(base, adapter).merge_and_unload()` in the dtype of the base's
+    files. Names, files and everything else in the folder stay the same. Memory holds the adapter and the weights of one
+    layer's module at a time. `out` appears once it is completely written; if the call ends earlier, nothing is left.
 
-    The tokenizer is the adapter's where its folder has one, for a training may have changed the chat template.
+    The tokenizer comes from the adapter's folder if it has one, because training may have changed the chat template.
 
     Args:
         base: folder of the base model, or the id of a model in the local Hugging Face cache.
-        adapter: folder of the adapter, as peft saves it.
+        adapter: folder of the adapter, as saved by peft.
         out: a folder that does not exist or is empty.
-        progress: called with the bytes written so far and in all.
+        progress: called with the bytes written so far and the total.
 
     Returns:
         `out`.
 
     Raises:
-        ValueError: anything that makes the merge impossible or its result doubtful, before the first byte is written.
+        ValueError: the merge is impossible or its result doubtful; raised before the first byte is written.
     """
     adapter, out = Path(adapter), Path(out)
     check_free(out)
@@ -98,7 +97,7 @@ def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, pro
 
 
 def find_base(base: str | Path) -> Path:
-    """The folder of a base model: itself, or where the local Hugging Face cache keeps it.
+    """Finds the folder of a base model: the given folder, or its place in the local Hugging Face cache.
 
     Raises:
         ValueError: there is no such folder, and no such model in the cache.
@@ -118,7 +117,7 @@ def find_base(base: str | Path) -> Path:
 
 
 def _entries(checkpoint: Checkpoint, placement: Placement) -> dict[str, list[Entry]]:
-    """What each file will hold. A tensor that is no longer tied follows the one it shared."""
+    """The contents of each file. A tensor that is no longer tied follows the one that it shared."""
     entries: dict[str, list[Entry]] = {file: [] for file in checkpoint.files}
     for name, tensor in checkpoint.tensors.items():
         followers = [other for other, key in placement.untied.items() if key == name]
@@ -128,7 +127,7 @@ def _entries(checkpoint: Checkpoint, placement: Placement) -> dict[str, list[Ent
 
 
 def _other_files(base: Path, adapter: Path) -> dict[str, Path]:
-    """Every file of the base that holds no weights, with the adapter's tokenizer if it has one."""
+    """Every file of the base without weights, and the adapter's tokenizer if it has one."""
     files = {
         path.name: path
         for path in sorted(base.iterdir())

@@ -1,4 +1,4 @@
-"""Writes a model folder that is whole or not there."""
+"""Writes a model folder atomically: it is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _COPY_BYTES = 8 << 20
 
 @contextmanager
 def new_folder(out: Path, size_bytes: int) -> Iterator[Path]:
-    """A temporary folder beside `out` that takes its name at the end; after an exception nothing of it is left.
+    """Makes a temporary folder beside `out` and renames it at the end; an exception leaves nothing behind.
 
     Args:
         out: a folder that does not exist, or is empty.
-        size_bytes: what will be written.
+        size_bytes: the amount that will be written.
 
     Raises:
         ValueError: `out` holds files or cannot be made, or its disk has less than `size_bytes` left.
@@ -51,7 +51,7 @@ def new_folder(out: Path, size_bytes: int) -> Iterator[Path]:
 
 
 def check_free(out: Path) -> None:
-    """Raises ValueError unless `out` is a folder that can be made, or an empty one."""
+    """Raises ValueError unless `out` is an empty folder, or one that can be made."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "is not empty" if out.is_dir() else "is a file"
         raise ValueError(f"[export] {out} {what}, expected a new or empty folder; choose another, or move it away")
@@ -70,13 +70,13 @@ class Entry:
 def write_safetensors(
     path: Path, metadata: Mapping[str, str], entries: Iterable[Entry], chunks: Callable[[str], Iterator[memoryview]]
 ) -> None:
-    """Writes one file, a tensor at a time, in the order of `entries`.
+    """Writes one file, one tensor at a time, in the order of `entries`.
 
     Args:
         path: the file.
         metadata: goes into the header, with `format: pt`.
-        entries: what the file holds.
-        chunks: the bytes of the tensor of that name, in pieces.
+        entries: the tensors of the file.
+        chunks: maps a tensor's name to its bytes, in pieces.
     """
     header: dict[str, object] = {"__metadata__": {**metadata, "format": "pt"}}
     offset = 0
@@ -86,7 +86,7 @@ def write_safetensors(
         header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
+    text += b" " * (-len(text) % 8)  # tensors must begin at a multiple of eight bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for entry in entries:
@@ -99,7 +99,7 @@ def write_safetensors(
 
 
 def bytes_of_file(path: Path, start: int, end: int) -> Iterator[memoryview]:
-    """Part of a file, in pieces."""
+    """Yields part of a file, in pieces."""
     with path.open("rb", buffering=0) as file:
         file.seek(start)
         while start < end:
@@ -111,7 +111,7 @@ def bytes_of_file(path: Path, start: int, end: int) -> Iterator[memoryview]:
 
 
 def bytes_of_tensor(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor on the host, as they lie in a file."""
+    """Yields the bytes of a tensor on the host, as stored in a file."""
     if tensor.numel():
         array: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
         yield memoryview(array)

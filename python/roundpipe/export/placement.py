@@ -1,7 +1,7 @@
 """Places an adapter on its base without the base's weights, and merges it one group of weights at a time.
 
-The base is built on the meta device and peft puts its own layers into it, so which weights an adapter changes, and the
-arithmetic with which it does, are peft's.
+The base is built on the meta device, and peft adds its own layers to it. So peft itself decides which weights an
+adapter changes, and computes the changes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _ADAPTER_NAME = "default"
 
 @dataclass(eq=False)
 class Unit:
-    """One of peft's layers. It is merged by itself.
+    """One of peft's layers, which is merged by itself.
 
     Attributes:
         path: its module's name in the base model.
         module: the layer on the meta device.
-        inputs: each parameter's name in the layer, with the identity of the parameter it takes.
-        outputs: each parameter's name in the merged module, with the identity of the parameter it becomes.
+        inputs: each parameter's name in the layer, with the identity of the parameter that it takes.
+        outputs: each parameter's name in the merged module, with the identity of the parameter that it becomes.
     """
 
     path: str
@@ -54,26 +54,26 @@ class Group:
 
 
 class Placement:
-    """What has to be done for one adapter on one base.
+    """The merge of one adapter into one base, worked out before any weight is read.
 
     Attributes:
-        groups: the group that each changed tensor of the files belongs to.
-        untied: parameters that shared a tensor of the files and no longer do, with the tensor they shared.
+        groups: maps each changed tensor of the files to its group.
+        untied: parameters that shared a tensor of the files and no longer do, with that tensor.
 
     Raises:
-        ValueError: the base's config or tensors are incomplete, or the adapter is not one of this base.
+        ValueError: the base's config or tensors are incomplete, or the adapter does not belong to this base.
     """
 
     def __init__(self, checkpoint: Checkpoint, adapter: Adapter) -> None:
         self._checkpoint = checkpoint
         model = _build(checkpoint.folder)
-        # What a loaded model keeps for being saved again. Names of long ago are read but not written.
+        # The conversions that a loaded model keeps for saving. Legacy names are read but not written.
         saved: Any = get_model_conversion_mapping(model, add_legacy=False)
         model._weight_conversions = saved
         self._names = Names(model, checkpoint, get_model_conversion_mapping(model))
         self._label = f"the adapter in {adapter.folder}"
-        # A parameter is known by its identity: it stays the same object when peft wraps its module, and tied modules
-        # have one between them.
+        # A parameter's identity identifies it: it stays the same object when peft wraps its module, and tied modules
+        # share one.
         self._aliases: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._aliases.setdefault(id(parameter), []).append(name)
@@ -82,7 +82,7 @@ class Placement:
         self._take_shapes()
         peft_model = _wrap(model, adapter)
         self._adapter = self._assign(peft_model, adapter)
-        self._final = dict(self._by_name)  # the parameter that stands under a name in the end
+        self._final = dict(self._by_name)  # the parameter under each name after the merge
         units = list(self._units(model))
         self.untied: dict[str, str] = {}
         self._find_untied(units)
@@ -90,7 +90,7 @@ class Placement:
         self._rehearse()
 
     def merge(self, group: Group) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """The merged tensors of a group under their names in the files, and those that are no longer tied."""
+        """The merged tensors of a group under their names in the files, and the tensors that are no longer tied."""
         return self._merge(group, self._checkpoint.read, self._adapter)
 
     def _merge(
@@ -99,7 +99,7 @@ class Placement:
         loaded: dict[str, torch.Tensor] = {}
         for source in group.sources:
             loaded |= self._names.load(source, read)
-        # A tensor of the adapter for a parameter of the base replaces it, in the base's dtype.
+        # An adapter's tensor for a parameter of the base replaces it, in the base's dtype.
         values: dict[int, torch.Tensor] = {}
         for name, value in loaded.items():
             key = self._by_name[name]
@@ -120,7 +120,7 @@ class Placement:
         return stored, split
 
     def _take_shapes(self) -> None:
-        """Gives each parameter the dtype it has in the files, as peft chooses the adapter's by it."""
+        """Gives each parameter its dtype from the files, because peft derives the adapter's dtype from it."""
         for key, names in self._aliases.items():
             sources = [self._names.sources[name] for name in names if name in self._names.sources]
             if not sources:
@@ -141,7 +141,7 @@ class Placement:
                     parameter.data = parameter.data.to(tensor.dtype)
 
     def _assign(self, peft_model: Any, adapter: Adapter) -> dict[int, torch.Tensor]:
-        """The adapter's tensors by the identity of the parameter they belong to, in that parameter's dtype."""
+        """The adapter's tensors by the identity of their parameters, in these parameters' dtypes."""
         parameters = dict(peft_model.named_parameters(remove_duplicate=False))
         buffers = dict(peft_model.named_buffers(remove_duplicate=False))
         assigned: dict[int, torch.Tensor] = {}
@@ -184,7 +184,7 @@ class Placement:
             inputs = {
                 name: id(value)
                 for name, value in module.named_parameters(remove_duplicate=False)
-                # A module that is replaced as a whole comes with the original, which nobody needs.
+                # A module that is replaced as a whole comes with its original, which is not needed.
                 if not (id(value) in self._base and id(value) not in kept)
             }
             for name, key in outputs.items():
@@ -210,7 +210,7 @@ class Placement:
                 self.untied[name] = keys[0][0]
 
     def _refuse_unequal(self, names: list[str]) -> None:
-        """Tied parameters that the files hold twice must be equal, or nobody knows which one is meant."""
+        """Raises if tied parameters that the files hold twice differ: it would be unclear which one is meant."""
         first, *others = [self._names.load(self._names.sources[name], self._checkpoint.read)[name] for name in names]
         for name, other in zip(names[1:], others, strict=True):
             if not torch.equal(first, other):
@@ -244,7 +244,7 @@ class Placement:
         return self._aliases.get(self._by_name.get(name, 0), [])
 
     def _rehearse(self) -> None:
-        """Merges everything on the meta device: what cannot be merged shows before anything is written."""
+        """Merges everything on the meta device, so that errors appear before anything is written."""
         adapter = {key: tensor.to("meta") for key, tensor in self._adapter.items()}
         for group in dict.fromkeys(self.groups.values()):
             where = group.units[0].path if group.units else group.sources[0].parameters[0]
@@ -292,7 +292,7 @@ def _wrap(model: PreTrainedModel, adapter: Adapter) -> Any:
     from peft import PeftModel
 
     try:
-        # peft warns of tied weights, which are dealt with here; its new layers draw random numbers.
+        # peft warns about tied weights, which are handled here; its new layers draw random numbers.
         with warnings.catch_warnings(), _core.OwnGenerators(seed=0):
             warnings.simplefilter("ignore")
             wrapped = PeftModel(model, adapter.config, adapter_name=_ADAPTER_NAME)
@@ -305,7 +305,7 @@ def _wrap(model: PreTrainedModel, adapter: Adapter) -> Any:
 
 
 def _named_by_peft(peft_model: Any, adapter: Adapter) -> dict[str, torch.Tensor]:
-    """The adapter's tensors under the names of the wrapped model: peft's loader, which only hands them over here."""
+    """The adapter's tensors under the names of the wrapped model; peft's own loader only passes them on here."""
     from peft import set_peft_model_state_dict
 
     seen: dict[str, torch.Tensor] = {}
@@ -333,7 +333,7 @@ def _named_by_peft(peft_model: Any, adapter: Adapter) -> dict[str, torch.Tensor]
 
 
 def _unload(module: nn.Module, merge: bool) -> nn.Module:
-    """What is left of one of peft's layers, as when it takes itself out of a model."""
+    """Returns the rest of one of peft's layers after peft has removed itself from it."""
     special = getattr(module, "unload_and_optionally_merge_module", None)
     if special is not None:
         left = special(merge=merge, safe_merge=False, adapter_names=None)

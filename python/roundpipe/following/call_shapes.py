@@ -1,4 +1,4 @@
-"""Shapes of what a layer call returns, in terms of what it is called with."""
+"""Shapes of a layer call's output, in terms of its arguments."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Like:
-    """A size that is that of dimension `dim` of the hidden states; -1 stands for rows times tokens."""
+    """A size equal to dimension `dim` of the hidden states; -1 stands for rows times tokens."""
 
     dim: int
 
 
 @dataclass(frozen=True)
 class OfArgument:
-    """A size that is that of dimension `dim` of another tensor among the arguments, by its place among them."""
+    """A size equal to dimension `dim` of another tensor argument, given by its place among the arguments."""
 
     path: str
     dim: int
@@ -42,7 +42,7 @@ class RowsTimes:
 
 @dataclass(frozen=True)
 class Computed:
-    """A size that can only be told by running the layer on shapes, as that of a picture behind a convolution."""
+    """A size that only running the layer on shapes can tell, such as that of a picture behind a convolution."""
 
 
 Size = int | Like | OfArgument | RowsTimes | Computed
@@ -54,7 +54,7 @@ class LeafShape:
 
     Attributes:
         sizes: of each dimension.
-        dtype: None for that of the hidden states.
+        dtype: None for the dtype of the hidden states.
     """
 
     sizes: tuple[Size, ...]
@@ -66,7 +66,7 @@ def _is_hidden(leaf: Any, dims: int) -> TypeGuard[torch.Tensor]:
 
 
 def hidden_states(arguments: Arguments) -> torch.Tensor:
-    """The tensor [rows, tokens, ...] that a layer is called with; [rows, ...] if there is none of three dimensions.
+    """The tensor [rows, tokens, ...] that a layer is called with; [rows, ...] if no tensor has three dimensions.
 
     Raises:
         CannotFollow: there is no tensor of floating-point numbers.
@@ -90,27 +90,27 @@ def _tensors(arguments: Arguments) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class OutputShape:
-    """What a layer call returns: a pytree whose leaves are tensors of known shapes, or plain values."""
+    """The output of a layer call: a pytree whose leaves are tensors of known shapes, or plain values."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
 
     @staticmethod
     def of(value: Any, arguments: Arguments) -> OutputShape:
-        """What a call with `arguments` has returned: its sizes are looked for among those of the arguments."""
+        """Describes the output of a call with `arguments`: its sizes are matched with sizes of the arguments."""
         leaves, spec = pytree.tree_flatten(value)
         like = hidden_states(arguments)
         others = _tensors(arguments)
         return OutputShape(spec, tuple(_leaf_shape(leaf, like, others) for leaf in leaves))
 
     def placeholders(self, call: int, layer: nn.Module, arguments: Arguments, kind: str = "output") -> list[Any]:
-        """The leaves of a call's output, tensors as placeholders.
+        """The leaves of a call's output, with tensors as placeholders.
 
         Args:
-            call: its number.
-            layer: that is called.
-            arguments: what it is called with.
-            kind: of source.
+            call: the call's number.
+            layer: the called layer.
+            arguments: the call's arguments.
+            kind: the kind of source, see `Source`.
         """
         like = hidden_states(arguments)
         computed: list[Any] | None = None
@@ -147,7 +147,7 @@ def _leaf_shape(leaf: Any, like: torch.Tensor, others: dict[str, torch.Tensor]) 
 def _size(size: int, dim: int, like: torch.Tensor, others: dict[str, torch.Tensor]) -> Size:
     if size == 1:
         return 1
-    # Features come last, and are as many in every call.
+    # Features come last, and their number is the same in every call.
     varying = range(like.dim() - 1)
     for place in sorted(varying, key=lambda place: place != dim):
         if like.shape[place] == size:
@@ -164,7 +164,7 @@ def _size(size: int, dim: int, like: torch.Tensor, others: dict[str, torch.Tenso
 
 
 def _run_on_shapes(layer: nn.Module, arguments: Arguments) -> list[Any]:
-    """What a layer returns, without values."""
+    """Runs a layer on shapes, without values, and returns its output's leaves."""
     tensors = [*layer.parameters(), *layer.buffers()]
     without = {id(t): torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors}
     shadow = ShadowTree(layer, without).root

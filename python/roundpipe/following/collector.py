@@ -1,4 +1,4 @@
-"""What transformers collects inside layers (router logits, attentions); its hooks write to the thread's collector."""
+"""Collects the values that transformers' hooks find inside layers (router logits, attentions), thread by thread."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ _SELECTION = "_hidden_states_layers"
 
 
 def install(model: nn.Module) -> None:
-    """Lets transformers put its hooks into a model now. Put in later, into a tree that shares hooks with the model's,
-    they would be there twice."""
+    """Lets transformers install its hooks in a model now. If they were installed later, in a tree that shares hooks
+    with the model's, they would exist twice."""
     inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    # Those inside are marked, too: once is enough.
+    # The modules inside are marked too: one installation is enough.
     if not any(getattr(module, "_output_capturing_hooks_installed", False) for module in inner):
         output_capturing.maybe_install_capturing_hooks(inner[0])
 
 
 def keys() -> tuple[str, ...]:
-    """Under what something is being collected in this thread."""
+    """The keys under which this thread is collecting."""
     collecting = _active.get()
     return () if collecting is None else tuple(collecting)
 
 
 def place() -> object:
-    """Where this thread collects: the same object as long as it is for the same call of a model."""
+    """The place where this thread collects: the same object during one call of a model."""
     return _active.get()
 
 
 def counts() -> dict[str, int]:
-    """How much this thread has collected so far, by key."""
+    """The number of values that this thread has collected so far, by key."""
     collecting = _active.get() or {}
     return {key: len(values) for key, values in collecting.items() if key != _SELECTION}
 
 
 def since(before: dict[str, int]) -> dict[str, tuple[Any, ...]]:
-    """What this thread has collected since `counts` returned `before`."""
+    """The values that this thread has collected since `counts` returned `before`."""
     collecting = _active.get() or {}
     return {key: tuple(collecting[key][count:]) for key, count in before.items()}
 
 
 def add(found: dict[str, tuple[Any, ...]]) -> None:
-    """Adds what a layer call has collected to this thread's collector."""
+    """Adds the values that a layer call has collected to this thread's collector."""
     collecting = _active.get()
     if collecting is None:
         return
@@ -61,12 +61,12 @@ def collecting(wanted: tuple[str, ...], first: bool) -> Iterator[Callable[[], di
 
     Args:
         wanted: keys.
-        first: of the calls that collect into one place: the first one also collects what goes into it.
+        first: whether this is the first call that collects into one place; it also collects its own input.
     """
     if not wanted:
         yield dict
         return
-    # A list that is not empty keeps the hooks from taking the input of this layer for that of the first.
+    # A non-empty list keeps the hooks from taking this layer's input for the first layer's.
     before = [] if first else [None]
     active: dict[str, list[Any]] = {key: list(before) for key in wanted if key != _SELECTION}
     token = _active.set(active)

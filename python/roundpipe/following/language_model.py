@@ -1,4 +1,4 @@
-"""A model of transformers as a chain of pipeline layers, and what its calls need besides."""
+"""A transformers model as a chain of pipeline layers, with the preparation that its calls need."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def language_model_in(model: nn.Module) -> PreTrainedModel | None:
-    """The causal language model of transformers that `model` is, or that peft has wrapped; None if there is none."""
+    """Returns `model`, or the model inside it if peft wrapped it, if that is a causal language model; else None."""
     from transformers import PreTrainedModel
 
     inner = without_adapters(model)
@@ -47,7 +47,7 @@ def language_model_in(model: nn.Module) -> PreTrainedModel | None:
 
 
 def transformers_model_in(model: nn.Module) -> PreTrainedModel | None:
-    """The model of transformers, of any kind, that `model` is, or that peft has wrapped; None if there is none."""
+    """Returns `model`, or the model inside it if peft wrapped it, if that is a transformers model; else None."""
     from transformers import PreTrainedModel
 
     inner = without_adapters(model)
@@ -55,24 +55,24 @@ def transformers_model_in(model: nn.Module) -> PreTrainedModel | None:
 
 
 class LanguageModel:
-    """A followed model: a causal language model, or any other of transformers.
+    """A followed model: a causal language model, or any other transformers model.
 
-    The forward that runs is the model's own: in the first layer of the chain until it calls the first of its own
-    layers, in the last one with those answering what they have returned. What lies between two of its layers is
-    recorded when the first part runs, and done again after each layer.
+    The model's own forward runs. The first layer of the chain runs it until it calls the first of the model's own
+    layers. The last layer of the chain runs it with the layers' real results as answers to its calls. Operations
+    between two of its layers are recorded when the first part runs, and repeated after each layer.
 
     Args:
-        model: a model of transformers, or one that peft has wrapped; on the CPU, with values.
-        loss_chunk_tokens: for how many tokens logits are held at a time where only the loss is asked for.
-        mlp_chunk_tokens: for how many tokens the inner activations of an MLP are held at a time.
+        model: a transformers model, or one that peft has wrapped; on the CPU, with values.
+        loss_chunk_tokens: number of tokens whose logits are held at a time if only the loss is needed.
+        mlp_chunk_tokens: number of tokens whose inner activations of an MLP are held at a time.
 
     Attributes:
         chain: the pipeline's layers. Parameters are the model's own.
-        name: of the model's class.
-        is_causal: it is a causal language model.
+        name: the name of the model's class.
+        is_causal: whether it is a causal language model.
 
     Raises:
-        CannotFollow: with the reason, if the chain would not compute the same.
+        CannotFollow: the chain would not compute the same; the message gives the reason.
     """
 
     def __init__(
@@ -128,12 +128,12 @@ class LanguageModel:
             found = verify(structure, self.chain, batch, expected, self.is_causal)
         except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
             raise CannotFollow(f"part by part it fails ({type(error).__name__}: {error})") from error
-        # From here on: what is computed in chunks has the same values, not the same bits.
+        # Set only now, after the comparison of bits: values computed in chunks are the same, but their bits differ.
         structure.loss_chunk_tokens, structure.mlp_chunk_tokens = loss_chunk_tokens, mlp_chunk_tokens
         return found
 
     def _watched(self, structure: Structure, inner: PreTrainedModel) -> tuple[dict[str, Any], Any]:
-        """A small batch that the model runs with, and its outputs."""
+        """A small batch that the model accepts, and the model's outputs for it."""
         if self.is_causal:
             batch = sample_batch(inner) | structure.forced
             return batch, watch(structure, batch)
@@ -144,7 +144,7 @@ class LanguageModel:
                 return batch, watch(structure, batch)
             except CannotFollow:
                 raise
-            except Exception as error:  # another batch may suit it
+            except Exception as error:  # the model may accept another batch
                 reason = reason or error
         raise CannotFollow(
             "no small batch is known that its forward runs with"
@@ -152,25 +152,25 @@ class LanguageModel:
         ) from reason
 
     def followed_anew(self) -> LanguageModel | None:
-        """The model as it is now, if modules or parameters were put in or taken out since it was followed."""
+        """Follows the model again if modules or parameters were added or removed since it was followed; else None."""
         return LanguageModel(self._model, *self._chunks) if _contents(self._model) != self._contents else None
 
     def memory_savers(self) -> tuple[str, ...]:
-        """Options of `wrap_model_to_roundpipe` with which a row takes less memory."""
+        """Options of `wrap_model_to_roundpipe` that reduce the memory of a row."""
         names = ("loss_chunk_tokens", "mlp_chunk_tokens")
         return tuple(f"a smaller {name} (now {chunk!r})" for name, chunk in zip(names, self._chunks, strict=True))
 
     def prepare(
         self, batch: list[tuple[tuple[Any, ...], dict[str, Any]]], loss_only: bool
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Adds to each microbatch's arguments what its loss counts for.
+        """Adds to each microbatch's arguments the weight of its loss.
 
         Args:
             batch: `(args, kwargs)` of each microbatch.
-            loss_only: nobody looks at more of the outputs than the loss.
+            loss_only: only the loss will be read from the outputs.
 
         Raises:
-            ValueError: more tokens than the model has positions, or no label that counts.
+            ValueError: there are more tokens than the model has positions, or no label counts.
         """
         batch, no_logits = take_return_logits(batch, self._signature.parameters)
         named = [self._named(args, kwargs) for args, kwargs in batch]
@@ -196,7 +196,7 @@ class LanguageModel:
         ]
 
     def _counts(self, batch: list[dict[str, Any]]) -> list[int | None]:
-        """How much of what the loss is the mean of is in each microbatch; None without labels."""
+        """For each microbatch, the number of items that the loss averages over; None without labels."""
         if self.is_causal:
             shifts = self._found.reduction is Reduction.LABELS_BUT_FIRST
             return [count_tokens(arguments, shifts) for arguments in batch]
@@ -204,20 +204,20 @@ class LanguageModel:
         return [count(reduction, each) if reduction and asks_for_loss(each) else None for each in batch]
 
     def splitting(self, split_input: Any, kwargs: dict[str, Any]) -> Any:
-        """How a call is cut into microbatches, where `split_input` leaves that open."""
+        """The way to cut a call into microbatches, if `split_input` leaves it open."""
         return self._splits(kwargs) if split_input is None else split_input
 
     def _splits(self, kwargs: dict[str, Any]) -> Any:
         return picture_splitting(self._config, kwargs)
 
     def microbatches(self, number: int, is_default: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Into how many microbatches a call may be cut, of the `number` that it would be.
+        """The number of microbatches that a call may be cut into, given that `number` were planned.
 
         Args:
-            is_default: nobody asked for that number.
+            is_default: whether `number` is the default instead of the user's choice.
 
         Raises:
-            ValueError: more than one were asked for, and would not mean the same.
+            ValueError: the user asked for more than one, and the result would change.
         """
         arguments = self._named(args, kwargs)
         reason = self._found.mixing
@@ -236,7 +236,7 @@ class LanguageModel:
         return 1
 
     def check_microbatches(self, number: int | None) -> None:
-        """Names what makes a row depend on others, when the model is wrapped.
+        """Reports, when the model is wrapped, why a row depends on others.
 
         Raises:
             ValueError: more than one microbatch (`number`) is asked for.
@@ -255,9 +255,9 @@ class LanguageModel:
             )
 
     def seen_by(self, loss_fn: Callable[[Any, Any], Any], microbatches: int) -> Callable[[Any, Any], Any]:
-        """The user's loss function, to which `outputs.loss` is the microbatch's part of the batch's loss.
+        """Adapts the user's loss function: its `outputs.loss` is the microbatch's part of the batch's loss.
 
-        That of a causal language model is a mean, as in the published package: scripts divide it.
+        For a causal language model it is a mean, as in the published package: scripts divide it.
         """
         if self.is_causal or microbatches == 1:
             return loss_fn
@@ -299,7 +299,7 @@ class LanguageModel:
 
     @staticmethod
     def mean_loss(microbatches: int) -> Callable[[Any, Any], Any]:
-        """A loss_fn: the model's own loss, such that the sum over the microbatches is that of the whole batch."""
+        """A loss_fn that returns the model's own loss, scaled so that the microbatches' losses sum to the batch's."""
 
         def loss(outputs: Any, _: Any) -> torch.Tensor:
             value = loss_in(outputs)
@@ -314,7 +314,7 @@ class LanguageModel:
 
 
 def _contents(model: nn.Module) -> list[int]:
-    """Changes when a parameter, its shape, a submodule or what is trainable changes."""
+    """A value that changes when a parameter, its shape, a submodule or `requires_grad` changes."""
     found: list[int] = []
     for module in model.modules():
         found.extend(map(id, module._modules.values()))

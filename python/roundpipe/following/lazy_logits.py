@@ -1,4 +1,4 @@
-"""Logits that are not there yet: what a loss needs to compute them in chunks."""
+"""Logits that are not computed yet, in the form in which a loss can compute them in chunks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _NAMES: dict[Any, str] = {
 
 
 class LazyLogits(torch.Tensor):
-    """Stands for `steps(hidden @ weight.T + bias)`. Element-wise steps are remembered; anything else computes it.
+    """Stands for `steps(hidden @ weight.T + bias)`. Element-wise steps are recorded; any other use computes it.
 
     Attributes:
         hidden: [..., width].
         weight: [vocabulary, width].
         bias: [vocabulary] or None.
-        steps: what the model did with the logits since, in order.
+        steps: the model's operations on the logits so far, in order.
     """
 
     hidden: torch.Tensor
@@ -40,20 +40,20 @@ class LazyLogits(torch.Tensor):
     def make(
         hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, steps: tuple[LogitStep, ...] = ()
     ) -> LazyLogits:
-        """Without computing them."""
+        """Makes logits without computing them."""
         dtype = hidden.dtype
         if not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
         if "float32" in steps:
             dtype = torch.float32
-        # Of one element: what counts bytes of tensors without data must not count these.
+        # One element, expanded: code that counts the bytes of tensors without data must not count these.
         meta = torch.empty((), dtype=dtype, device="meta").expand(*hidden.shape[:-1], weight.shape[0])
         made: LazyLogits = torch.Tensor._make_subclass(LazyLogits, meta, False)
         made.hidden, made.weight, made.bias, made.steps = hidden, weight, bias, steps
         return made
 
     def compute(self) -> torch.Tensor:
-        """The logits."""
+        """Computes the logits."""
         logits = F.linear(self.hidden, self.weight, self.bias)
         for step in self.steps:
             if step == "tanh":
@@ -94,7 +94,7 @@ class LazyLogits(torch.Tensor):
 
 
 def _step(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> LogitStep | None:
-    """The step that a call is, or None."""
+    """The step that a call performs, or None."""
     name = _NAMES.get(func)
     if name in ("multiply", "divide"):
         other = [value for value in args if not isinstance(value, LazyLogits)]

@@ -1,4 +1,4 @@
-"""Arguments of a followed model's call that say what its loss counts for, and what else it returns."""
+"""Arguments of a followed model's call that decide its loss's weight and its other outputs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def is_part_of_a_sum(arguments: Mapping[str, Any]) -> bool:
-    """Whether each microbatch's loss is its part of a sum, as transformers has it: `num_items_in_batch` is given."""
+    """Whether each microbatch's loss is a part of a sum, as in transformers: `num_items_in_batch` is given."""
     return arguments.get("num_items_in_batch") is not None
 
 
 def adding_losses(config: ResolvedRunConfig) -> ResolvedRunConfig:
-    """The options of a call whose losses are parts of a sum: where they are merged, they are added."""
+    """The options of a call whose losses are parts of a sum: merging adds them."""
     return replace(config, merge_output=_merge_adding_losses) if config.merge_output is True else config
 
 
@@ -38,11 +38,11 @@ def _merge_adding_losses(outputs: list[Any]) -> Any:
 
 
 def take_return_logits(calls: list[_Call], known: Mapping[str, Any]) -> tuple[list[_Call], bool]:
-    """Takes `return_logits` out of the arguments of each microbatch, and says whether it was False.
+    """Removes `return_logits` from the arguments of each microbatch, and returns whether it was False.
 
     Args:
         calls: `(args, kwargs)` of each microbatch.
-        known: the model's own arguments; one of that name stays.
+        known: the model's own arguments; if `return_logits` is one of them, it stays.
     """
     if "return_logits" in known or not any("return_logits" in kwargs for _, kwargs in calls):
         return calls, False

@@ -1,4 +1,4 @@
-"""The layers that a followed model becomes: what comes before its own layers, each of these, and what comes after."""
+"""The layers of a followed model: the part before its own layers, each of these, and the part after them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from roundpipe.following.token_loss import TokenLoss, loss_in
 from roundpipe.following.token_wise import ChunkTokens, TokenWise, chunk_of, in_chunks
 from roundpipe.layers.shadow import ShadowTree
 
-# "auto" computes the loss in chunks where float32 logits of a microbatch would take more than this.
+# "auto" computes the loss in chunks if a microbatch's float32 logits would take more than this.
 LEAST_LOGITS_BYTES = 16 << 20
 
 Collected = tuple[dict[str, tuple[Any, ...]], ...]
-"""What the model collected inside each layer call so far, by key."""
+"""The values that the model has collected inside each layer call so far, by key."""
 Shared = dict[int, dict[Any, Any]]
-"""What is in the mappings that layers share, by number."""
+"""The contents of the mappings that layers share, by number."""
 Flow = tuple[Program, Values, Shared, Collected]
 
 
 class Over(BaseException):
-    """The last layer has been called."""
+    """Ends a forward, because the last layer has been called."""
 
 
 @dataclass
@@ -50,18 +50,18 @@ class Structure:
 
     Attributes:
         model: the original.
-        language_model: the same, or the model of transformers inside it.
+        language_model: the same, or the transformers model inside it.
         layers: its own layers, in the order of the module list.
-        order: which layer each call is of.
-        outputs: what each call returns.
+        order: the layer of each call.
+        outputs: the output of each call.
         collected: what transformers collected inside each call in the plain run, by key.
         names: of every parameter and buffer, by id.
-        loss_chunk_tokens: see `LanguageModel`, as `mlp_chunk_tokens`.
+        loss_chunk_tokens: see `LanguageModel`; also for `mlp_chunk_tokens`.
         blocks: the token-wise parts of each call's layer.
         forced: arguments that the forward is always called with.
-        carried: by how the forward is called, what made before the last call its end reads. Written by the devices'
-            threads; a race costs a second look.
-        ends_early: parameters that are used before the first call, and once more for what the end reads of that.
+        carried: by the form of the call, the values made before the last call that the forward's end reads. Written by
+            the devices' threads; a race only costs a second look.
+        ends_early: parameters that are used before the first call, and again for values that the end reads from there.
     """
 
     model: nn.Module
@@ -80,7 +80,7 @@ class Structure:
 
 
 class Run:
-    """One run of a skeleton's forward; `called` answers for the layers."""
+    """One run of a skeleton's forward; `called` answers in place of the layers."""
 
     recorder: Recorder
 
@@ -89,7 +89,7 @@ class Run:
 
 
 class Phase(enum.IntEnum):
-    """Where a run of the forward is."""
+    """The position of a forward's run."""
 
     BEFORE = 0
     BETWEEN = 1
@@ -97,14 +97,14 @@ class Phase(enum.IntEnum):
 
 
 class Skeleton:
-    """The model's tree in which calls of its layers go to a `Run`.
+    """The model's tree, in which calls of its layers go to a `Run`.
 
     Args:
-        structure: of the model.
+        structure: the model's structure.
         present: parameters and buffers by name; all others are placeholders.
-        phases: in which the parameters among these are there. After the first layer call a parameter that was there
-            before it is a placeholder again, so that what is done with it then is done where it belongs.
-        owner: whose these are.
+        phases: the phases in which the given parameters are present. After the first layer call, a parameter that was
+            present before it is a placeholder again, so that later operations on it run in the part they belong to.
+        owner: the owner of these parameters.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class Skeleton:
                 state[name] = tensors[phase]  # type: ignore[assignment]  # stands for a parameter
 
     def _be_on(self, device: torch.device) -> None:
-        """What is missing is where the inputs are, not where the user's model has it: forwards ask, and put there what
-        they make."""
+        """Shows placeholders on the inputs' device instead of the user's model's: forwards ask for it, and create
+        tensors there."""
         if device != self._device:
             self._device = device
             for placeholder in self._missing:
@@ -163,7 +163,7 @@ class Skeleton:
 
     def _answer(self) -> None:
         for module in self._structure.model.modules():
-            # What is compiled would run the original's layers, and cannot be followed.
+            # Compiled code would run the original's layers and cannot be followed.
             self._tree.of(module).__dict__["_compiled_call_impl"] = None
         for index, layer in enumerate(self._structure.layers):
             state = self._tree.of(layer).__dict__
@@ -178,7 +178,7 @@ class Skeleton:
         return result
 
     def of(self, original: nn.Module) -> nn.Module:
-        """What stands for a module of the model."""
+        """The stand-in for a module of the model."""
         return self._tree.of(original)
 
     def run(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -197,7 +197,7 @@ class Skeleton:
 
 
 class RecordingRun(Run):
-    """Notes how layers are called, and answers with placeholders."""
+    """Records how layers are called, and answers with placeholders."""
 
     def __init__(self, structure: Structure, stops: bool) -> None:
         self.recorder = Recorder()
@@ -235,12 +235,12 @@ class RecordingRun(Run):
 
 def _shown(structure: Structure, call: int, arguments: Any, kind: str = "output") -> list[Any]:
     shape = (structure.outputs if kind == "output" else structure.collected)[call]
-    with torch._C.DisableTorchFunctionSubclass():  # only looks at shapes
+    with torch._C.DisableTorchFunctionSubclass():  # reads only shapes
         return shape.placeholders(call, structure.layers[structure.order[call]], arguments, kind)
 
 
 class ReplayingRun(Run):
-    """Answers with what the last layer has returned, and with placeholders for what others have."""
+    """Answers with the last layer's real output, and with placeholders for the other layers' outputs."""
 
     def __init__(self, structure: Structure, flow: Flow) -> None:
         self._structure = structure
@@ -289,10 +289,10 @@ class Part(nn.Module):
         self.followed_modules = [module for module in structure.model.modules() if id(module) not in inner]
 
     def skeleton(self) -> Skeleton:
-        """The model's tree over this part's tensors, made when first asked for."""
+        """The model's tree over this part's tensors, made on first use."""
         made: Skeleton | None = self.__dict__.get("_skeleton")
         if made is None or made.owner is not self:
-            # A device's shell of this part is given its attributes, but has tensors of its own.
+            # A device's shell of this part shares its attributes, but has its own tensors.
             present = {**self._parameters, **self._buffers}
             made = self.__dict__["_skeleton"] = Skeleton(self.structure, present, self.phases, self)
         return made
@@ -321,8 +321,8 @@ class Before(Part):
         return program, compiler.values, {}, ()
 
     def _carried(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Made]:
-        """What made before the last call the end of the forward reads, when it is called like this."""
-        # Numbers change from step to step, but not what is read.
+        """The values made before the last call that the forward's end reads when it is called like this."""
+        # Numbers change from step to step, but the values that are read do not.
         flags = {n: v if isinstance(v, (bool, str, type(None))) else type(v).__name__ for n, v in kwargs.items()}
         key = repr((len(args), sorted(flags.items())))
         known = self.structure.carried.get(key)
@@ -332,7 +332,7 @@ class Before(Part):
                 with torch.no_grad():
                     output = Skeleton(self.structure, self._buffers).run(run, args, kwargs)
             except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-                # It wants values, or what layers collect; should it need more than is carried, the last part says so.
+                # The end needs values, or collected ones. If it needs more than is carried, the last part reports it.
                 output = None
             known = self.structure.carried[key] = Ends(output, len(self.structure.order)).made
         return known
@@ -343,7 +343,7 @@ LOSS_ONLY = "roundpipe_loss_only"
 
 
 class OwnLayer(nn.Module):
-    """One call of one of the model's layers, and what follows until the next."""
+    """One call of one of the model's layers, and the operations until the next call."""
 
     def __init__(self, structure: Structure, index: int, parameters: dict[str, nn.Parameter]) -> None:
         super().__init__()
@@ -362,7 +362,7 @@ class OwnLayer(nn.Module):
             mapping.update(contents.get(n, {}))
         args, kwargs = call.arguments.join(values, own, shared)
         chunk = None
-        # What is collected inside would not be differentiated through a part that is computed in chunks.
+        # Values collected inside a part that is computed in chunks would not be differentiated.
         if self.blocks and not call.collected:
             chunk = chunk_of(self.structure.mlp_chunk_tokens, hidden_states((args, kwargs)).shape[1])
         chunks = in_chunks(self.layer, self.blocks, chunk) if chunk else nullcontext()
@@ -411,7 +411,7 @@ class After(Part):
         return outputs
 
     def _postpones(self, values: Values, program: Program) -> bool:
-        """Whether not computing the logits at once is asked for, possible, and saves much memory."""
+        """Whether postponing the logits is requested, possible, and saves much memory."""
         chunk = self.structure.loss_chunk_tokens
         if not program.loss_only or chunk is None:
             return False
@@ -424,7 +424,7 @@ class After(Part):
 
     @contextmanager
     def _postponing(self, skeleton: Skeleton) -> Iterator[None]:
-        """Within the block the head returns logits that are not computed, and the loss takes them."""
+        """Within the block, the head returns logits that are not computed, and the loss takes them."""
         model, chunk = self.structure.language_model, self.structure.loss_chunk_tokens
         head: Any = skeleton.of(model.get_output_embeddings())
         whole = skeleton.of(model)
@@ -451,13 +451,13 @@ def _only_the_loss(outputs: Any) -> Any:
 
 
 def _weighed(outputs: Any, share: float) -> Any:
-    """The model's outputs with its loss times `share`; without a token that counts the loss is 0, not 0 / 0."""
+    """The model's outputs with its loss times `share`; if no token counts, the loss is 0 instead of 0 / 0."""
     loss = loss_in(outputs)
     if loss is None:
         return outputs
     if share == 0:
         others = [leaf for leaf in pytree.tree_leaves(outputs) if leaf is not loss and isinstance(leaf, torch.Tensor)]
-        # Of each only an element: all that matters is what it depends on.
+        # One element of each is enough: only its dependencies matter.
         ends = [leaf.hidden if isinstance(leaf, LazyLogits) else leaf for leaf in others]
         ends += [leaf.weight for leaf in others if isinstance(leaf, LazyLogits)]
         parts = [end.flatten()[:1].sum() * 0 for end in ends if end.requires_grad]
@@ -471,28 +471,28 @@ def _weighed(outputs: Any, share: float) -> Any:
 
 
 def buffers_around(structure: Structure) -> dict[str, torch.Tensor]:
-    """The buffers outside of the model's own layers."""
+    """The buffers outside the model's own layers."""
     inside = {id(buffer) for layer in structure.layers for buffer in layer.buffers()}
     return {name: buffer for name, buffer in structure.model.named_buffers() if id(buffer) not in inside}
 
 
 def sources_of(outputs: Any) -> set[Source]:
-    """What the placeholders in a pytree go back to."""
+    """The sources of the placeholders in a pytree."""
     return {source for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Placeholder) for source in leaf.sources}
 
 
 class Ends:
-    """What a forward's output goes back to.
+    """The sources of a forward's output.
 
     Args:
-        output: of a `RecordingRun` that does not stop.
+        output: output of a `RecordingRun` that runs to the end.
         calls: number of layer calls.
 
     Attributes:
-        made: values that were made between the first call and the last one, and are read after it.
+        made: values made between the first call and the last one, and read after it.
         late: names of the parameters used after the last call.
-        early: names of those used before the first call, for what is read after the last one.
-        drawn: the function that draws random numbers for the latter; None if there is none.
+        early: names of parameters used before the first call, for values that are read after the last one.
+        drawn: the function that draws random numbers for these values; None if there is none.
     """
 
     def __init__(self, output: Any, calls: int) -> None:
@@ -530,7 +530,7 @@ class Ends:
 
 
 def draws(function: Any) -> bool:
-    """Whether a torch function draws random numbers, going by its name."""
+    """Whether a torch function draws random numbers, judged by its name."""
     name = getattr(function, "__name__", "")
     return any(part in name for part in ("dropout", "rand", "bernoulli", "multinomial", "normal_", "uniform_"))
 

@@ -1,4 +1,4 @@
-"""Cuts a batch of text and pictures by its rows: a row's pictures are those that its placeholder tokens stand for."""
+"""Cuts a batch of text and pictures by rows: a row's pictures are those that its placeholder tokens stand for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Split = Callable[[tuple[Any, ...], dict[str, Any], int], tuple[list[tuple[Any, .
 
 @dataclass(frozen=True)
 class _Kind:
-    """Names of what a kind of picture comes with."""
+    """Names of the arguments that come with a kind of picture."""
 
     tokens: tuple[str, ...]
     values: str
@@ -29,7 +29,8 @@ _KINDS = (
 
 
 def picture_splitting(config: Any, kwargs: dict[str, Any]) -> Split | None:
-    """How a call with pictures is cut; None if it has none, or as many for each row, in a dimension of their own.
+    """Returns the cut of a call with pictures. None without pictures, or if every row has equally many, in their own
+    dimension.
 
     Args:
         config: of the model.
@@ -72,7 +73,7 @@ def _token(config: Any, kind: _Kind) -> int | None:
 
 def _of_rows(value: Any, rows: int, parts: tuple[torch.Tensor, ...]) -> list[Any]:
     if isinstance(value, torch.Tensor):
-        # Rotary positions of pictures have a dimension before that of the rows.
+        # Rotary positions of pictures have a dimension before the rows.
         dim = next((dim for dim in range(min(2, value.dim())) if value.shape[dim] == rows), None)
         if dim is not None:
             return [value.narrow(dim, int(part[0]), len(part)) for part in parts]
@@ -80,7 +81,7 @@ def _of_rows(value: Any, rows: int, parts: tuple[torch.Tensor, ...]) -> list[Any
 
 
 def _pictures_of_rows(config: Any, kind: _Kind, ids: torch.Tensor, named: dict[str, Any]) -> torch.Tensor:
-    """How many pictures each row has."""
+    """The number of pictures in each row."""
     marks = torch.eq(ids, _token(config, kind) or 0)
     tokens = marks.sum(1)
     grid, values = named.get(kind.grid), named[kind.values]
@@ -98,7 +99,7 @@ def _pictures_of_rows(config: Any, kind: _Kind, ids: torch.Tensor, named: dict[s
 
 
 def _counted(tokens: torch.Tensor, ends: list[int], kind: _Kind) -> torch.Tensor:
-    """How many pictures lie in each row, whose tokens end at these places of all rows' tokens."""
+    """The number of pictures in each row; `ends` are the positions where rows end among all rows' tokens."""
     places = [0, *tokens.cumsum(0).tolist()]
     if any(place not in ends for place in places):
         raise ValueError(
@@ -110,7 +111,7 @@ def _counted(tokens: torch.Tensor, ends: list[int], kind: _Kind) -> torch.Tensor
 
 
 def _cut(kind: _Kind, named: dict[str, Any], sizes: list[int]) -> dict[str, list[Any]]:
-    """What belongs to pictures, by name, for so many pictures a microbatch."""
+    """The values that belong to pictures, by name, cut into the given numbers of pictures for each microbatch."""
     values, grid = named[kind.values], named.get(kind.grid)
     found: dict[str, list[Any]] = {}
     for name in (kind.grid, *kind.others):

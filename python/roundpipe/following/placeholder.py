@@ -1,4 +1,4 @@
-"""Tensors without values that remember what was done to them."""
+"""Tensors without values that remember the operations on them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 Source = tuple[str, Any]
-"""What a value goes back to: `("parameter", its name)`, or "late" for one that is used after the first layer call, or
-`("output", (call, leaf))` of a layer call, or the same with "collected" for what transformers collected inside it."""
+"""The origin of a value: `("parameter", its name)`, or "late" for one that is used after the first layer call, or
+`("output", (call, leaf))` of a layer call, or the same with "collected" for a value that transformers collected inside
+the call."""
 Made = tuple[Any, ...]
-"""Names a value that is there before the last layer is called: `("output", call, leaf)`, or `("op", segment, number,
+"""Names a value that exists before the last layer is called: `("output", call, leaf)`, or `("op", segment, number,
 result)` of a glue operation, by its number in its segment. The same in every run that is called alike."""
 
-# Whoever asks for these wants values, not tensors.
+# Callers of these need values, not tensors.
 _READS_VALUES = {
     torch.Tensor.__bool__,
     torch.Tensor.__float__,
@@ -28,7 +29,7 @@ _READS_VALUES = {
     torch.Tensor.numpy,
     torch.Tensor.tolist,
 }
-# What these make depends on shape and type alone.
+# The results of these depend only on shape and type.
 _MAKES_NEW = {
     torch.Tensor.new_empty,
     torch.Tensor.new_full,
@@ -41,12 +42,12 @@ _MAKES_NEW = {
 }
 _INDEXED = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 device_of = torch.Tensor.device.__get__
-"""What torch calls for `tensor.device`; compare with ==, as each look makes another object."""
+"""The function that torch calls for `tensor.device`; compare with ==, because each access makes another object."""
 _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ipow__"}
 
 
 class CannotFollow(ValueError):  # noqa: N818  a refusal, not a fault
-    """A model's forward does something that would not be the same in a pipeline."""
+    """A model's forward does something that a pipeline could not reproduce."""
 
 
 @dataclass(eq=False)
@@ -54,12 +55,13 @@ class Op:
     """One call of a torch function with a placeholder among its arguments.
 
     Attributes:
-        function: what was called.
-        arguments: `(args, kwargs)`; tensors and placeholders as they were given.
-        results: the placeholders it made, None where it made something else.
-        glue: to be done after a layer: what layers returned is among its arguments, or a parameter that is used then.
+        function: the called function.
+        arguments: `(args, kwargs)`; tensors and placeholders as given.
+        results: the placeholders it made, None for other results.
+        glue: whether it must be repeated after a layer: its arguments include a layer's output, or a parameter that is
+            used then.
         segment: number of layer calls before it.
-        number: among the glue of its segment.
+        number: its number among the glue of its segment.
         grad: whether gradients were enabled.
     """
 
@@ -81,11 +83,11 @@ class Recorder:
     """Collects the operations of one run of a forward, in order.
 
     Args:
-        known: values that placeholders of this run have got meanwhile.
+        known: values that placeholders of this run have received in the meantime.
 
     Attributes:
         segment: number of layer calls so far.
-        ended: the last one is over, so that values which are known are used.
+        ended: whether the last call has finished, so that known values are used.
     """
 
     def __init__(self, known: Mapping[Made, torch.Tensor] | None = None) -> None:
@@ -96,12 +98,12 @@ class Recorder:
         self._glue = 0
 
     def called(self) -> None:
-        """A layer call is over."""
+        """Notes that a layer call has finished."""
         self.segment += 1
         self._glue = 0
 
     def add(self, op: Op) -> None:
-        """Notes an operation."""
+        """Records an operation."""
         op.segment, op.number = self.segment, self._glue
         self.ops.append(op)
         if not op.glue:
@@ -112,7 +114,7 @@ class Recorder:
                 self.tell(result, ("op", op.segment, op.number, index))
 
     def tell(self, placeholder: Placeholder, made: Made) -> None:
-        """Gives a placeholder its value, if that is known."""
+        """Gives a placeholder its value, if the value is known."""
         value = self._known.get(made)
         if value is not None:
             placeholder.value = value
@@ -127,7 +129,7 @@ _active = _Active()
 
 @contextlib.contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Operations on placeholders in this thread go to `recorder`."""
+    """Sends operations on placeholders in this thread to `recorder`."""
     before = _active.recorder
     _active.recorder = recorder
     try:
@@ -137,16 +139,16 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 class Placeholder(torch.Tensor):
-    """Has the shape and dtype of a tensor, and shows its device, but no values.
+    """Has a tensor's shape and dtype and shows its device, but has no values.
 
     Attributes:
-        sources: what it was made of.
+        sources: the origins of its value.
         op: the operation that made it; None for an origin.
-        label: name of the parameter that it stands for, if it is one.
-        shown_device: where the tensor would be.
-        made: where a layer call has made it.
+        label: name of the parameter that it stands for, if any.
+        shown_device: the device that the tensor would be on.
+        made: the place where a layer call made it.
         writers: the operations that have changed it in place.
-        value: the tensor, where it is known by now.
+        value: the tensor, if it is already known.
     """
 
     sources: frozenset[Source]
@@ -161,7 +163,7 @@ class Placeholder(torch.Tensor):
     def make(
         meta: torch.Tensor, device: torch.device, sources: frozenset[Source], name: str | None = None
     ) -> Placeholder:
-        """A placeholder like `meta`, a tensor on the meta device."""
+        """Makes a placeholder like `meta`, a tensor on the meta device."""
         made: Placeholder = torch.Tensor._make_subclass(Placeholder, meta.detach(), False)
         made.sources, made.op, made.label, made.shown_device, made.value = sources, None, name, device, None
         made.made, made.writers = None, []
@@ -169,7 +171,7 @@ class Placeholder(torch.Tensor):
 
     @staticmethod
     def of_parameter(name: str, tensor: torch.Tensor, kind: str = "parameter") -> Placeholder:
-        """Stands for a parameter or buffer that is not here, as a source of this kind."""
+        """Makes a placeholder for an absent parameter or buffer, as a source of this kind."""
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return Placeholder.make(meta, tensor.device, frozenset({(kind, name)}), name)
 
@@ -252,7 +254,7 @@ class Placeholder(torch.Tensor):
 
 
 def _without_masks(index: Any) -> Any:
-    """An index for a tensor on the meta device: how many elements a mask selects is a matter of its values."""
+    """An index for a tensor on the meta device: the number of elements that a mask selects depends on its values."""
     parts: list[Any] = []
     for part in index if isinstance(index, tuple) else (index,):
         if isinstance(part, Placeholder):
@@ -267,7 +269,7 @@ def _without_masks(index: Any) -> Any:
 
 
 def with_values(tree: Any) -> Any:
-    """The pytree with placeholders whose values are known replaced by these."""
+    """The pytree with placeholders replaced by their values, where known."""
 
     def value_of(placeholder: Placeholder) -> torch.Tensor:
         return placeholder if placeholder.value is None else placeholder.value

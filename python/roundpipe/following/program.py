@@ -1,4 +1,4 @@
-"""What a pipeline's layers are called with: the calls of one run of a model's forward, and what lies between them."""
+"""The arguments of a pipeline's layers: the calls of one run of a model's forward, and the operations between them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.utils import _pytree as pytree
 from roundpipe.following.placeholder import CannotFollow, Made, Op, Placeholder
 
 Values = dict[int, torch.Tensor]
-"""Tensors on their way, by number."""
+"""Tensors in flight, by number."""
 
 
 @dataclass(frozen=True)
 class Ref:
-    """Stands for a tensor on its way."""
+    """Stands for a tensor in flight."""
 
     number: int
 
@@ -32,7 +32,7 @@ class ParameterRef:
 
 @dataclass(frozen=True)
 class SharedRef:
-    """Stands for a mapping that layers write to and others read, such as keys and values that layers share."""
+    """Stands for a mapping that some layers write and others read, such as shared keys and values."""
 
     number: int
     kind: Callable[[], MutableMapping[Any, Any]]
@@ -51,7 +51,7 @@ class Tree:
         parameters: Mapping[str, torch.Tensor],
         shared: Mapping[int, MutableMapping[Any, Any]] | None = None,
     ) -> Any:
-        """The pytree with tensors and shared mappings back in their places."""
+        """The pytree with tensors and shared mappings in their places."""
 
         def place(leaf: Any) -> Any:
             if isinstance(leaf, Ref):
@@ -73,7 +73,7 @@ class Tree:
 
 @dataclass
 class Glue:
-    """An operation between two layer calls, to be done again on the real values."""
+    """An operation between two layer calls, to be repeated on the real values."""
 
     function: Callable[..., Any]
     arguments: Tree
@@ -95,14 +95,14 @@ class LayerCall:
 
     Attributes:
         arguments: `(args, kwargs)`.
-        outputs: numbers of its output's leaves, None where a leaf is no tensor.
+        outputs: numbers of its output's leaves, None for a leaf that is not a tensor.
         output_spec: of its output.
-        glue: what is done between this call and the next.
-        kept: numbers of the values that something after the next call's beginning still needs.
+        glue: the operations between this call and the next.
+        kept: numbers of the values that are still needed after the next call begins.
         kept_shared: numbers of the shared mappings that later calls get.
-        collected: keys under which the model collects what is inside its layers.
-        first: of the calls that collect into the same place.
-        shapes: of its output's leaves, None where a leaf is no tensor.
+        collected: keys under which the model collects values inside its layers.
+        first: whether it is the first call that collects into the same place.
+        shapes: of its output's leaves, None for a leaf that is not a tensor.
     """
 
     arguments: Tree
@@ -118,14 +118,14 @@ class LayerCall:
 
 @dataclass
 class Program:
-    """One microbatch's way through the model.
+    """One microbatch's path through the model.
 
     Attributes:
         calls: in order.
         inputs: `(args, kwargs)` of the model's forward.
         carried: numbers of the values made before the last call that the end of the forward reads.
-        share: what the microbatch's loss is multiplied by; None: it is not.
-        loss_only: nobody sees anything but the loss, which may then be computed without the logits.
+        share: factor of the microbatch's loss; None: the loss is not scaled.
+        loss_only: only the loss is read, so it may be computed without the logits.
     """
 
     calls: list[LayerCall]
@@ -137,7 +137,7 @@ class Program:
 
 @dataclass
 class Recorded:
-    """One call of a layer as the recording run saw it."""
+    """One call of a layer, as seen in the recording run."""
 
     layer: int
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -148,7 +148,7 @@ class Recorded:
 
 
 class Compiler:
-    """Numbers the tensors of a recording run and keeps of its operations what the calls need."""
+    """Numbers the tensors of a recording run and keeps the operations that the calls need."""
 
     def __init__(self, ops: list[Op], calls: list[Recorded], inputs: tuple[Any, Any]) -> None:
         self._ops = ops
@@ -160,10 +160,10 @@ class Compiler:
         self.values: Values = {}
 
     def compile(self, ends: Iterable[Made]) -> Program:
-        """The program, which carries `ends` to its end; the values that the run has already are left in `values`.
+        """Makes the program, which carries `ends` to its end; values that the run already has stay in `values`.
 
         Raises:
-            CannotFollow: an argument holds tensors where they cannot be seen.
+            CannotFollow: an argument holds tensors in a place that cannot be inspected.
         """
         inputs = self._tree(self._inputs, "the model")
         calls = [
@@ -220,7 +220,7 @@ class Compiler:
         return Tree(marked, spec)
 
     def _place_glue(self, calls: list[LayerCall], carried: set[int]) -> None:
-        """Backwards: an operation stays if something later needs a result of it, or if it writes in place."""
+        """Works backwards: keeps an operation if something later needs its result, or if it writes in place."""
         needed = set(carried)
         segment = len(calls)
         for op in reversed(self._ops):
@@ -264,7 +264,7 @@ _DEEPEST = 4
 
 
 def holds_tensors(value: Any, depth: int = 0) -> bool:
-    """Whether an object that torch cannot take apart has tensors inside."""
+    """Whether an object that torch cannot take apart contains tensors."""
     if isinstance(value, torch.Tensor):
         return True
     if isinstance(value, (*_PLAIN, type, nn.Module)) or depth > _DEEPEST:

@@ -1,6 +1,6 @@
-"""What the loss of a model is the mean of, and whether a row's outputs depend on the batch's other rows.
+"""Finds what a model's loss averages over, and whether a row's outputs depend on the batch's other rows.
 
-Both are found out by running the model's chain on a small batch whole and on its rows in two parts.
+Both come from running the model's chain on a small batch, whole and cut by rows into two parts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from roundpipe.data.samples import IGNORED
 
 
 class Reduction(enum.Enum):
-    """What counts the same in the loss of a batch."""
+    """The items that count equally in the loss of a batch."""
 
     LABELS_BUT_FIRST = "labels that are not ignored, but the first of a row, which nothing predicts"
     LABELS = "labels that are not ignored"
@@ -41,20 +41,20 @@ _OF_LABELS = (Reduction.LABELS, Reduction.LABELS_BUT_FIRST, Reduction.ATTENDED_L
 
 
 def asks_for_loss(arguments: dict[str, Any]) -> bool:
-    """Whether a call's arguments hold what a loss is computed from."""
+    """Whether a call's arguments include something that a loss is computed from."""
     return bool(arguments.get("return_loss")) or any(
         arguments.get(name) is not None for name in arguments if name in LABEL_NAMES or name.endswith("labels")
     )
 
 
 def rows_of(arguments: dict[str, Any]) -> int:
-    """How many rows a call has; 1 if that cannot be seen."""
+    """The number of rows of a call; 1 if it is unknown."""
     shapes = [value.shape for value in arguments.values() if isinstance(value, torch.Tensor) and value.dim()]
     return max((shape[0] for shape in shapes), default=1)
 
 
 def count(reduction: Reduction, arguments: dict[str, Any]) -> int:
-    """How much of what counts is in one microbatch."""
+    """The number of counted items in one microbatch."""
     labels = arguments.get("labels")
     mask = arguments.get("attention_mask")
     if reduction in _OF_LABELS and isinstance(labels, torch.Tensor):
@@ -73,14 +73,14 @@ def count(reduction: Reduction, arguments: dict[str, Any]) -> int:
 
 
 def positions_are_inside(arguments: dict[str, Any]) -> bool:
-    """Whether no start or end position lies outside of its row, where it would not count."""
+    """Whether every start and end position lies inside its row; a position outside would not count."""
     length = next((t.shape[1] for n in ("input_ids", "inputs_embeds") if (t := arguments.get(n)) is not None), None)
     positions = [arguments.get(name) for name in ("start_positions", "end_positions")]
     return length is None or all(p is None or bool((p < length).all()) for p in positions)
 
 
 def weights(reduction: Reduction, counts: list[int]) -> list[float]:
-    """What each part's loss counts for in that of the whole."""
+    """The weight of each part's loss in the loss of the whole."""
     if reduction is Reduction.SUM:
         return [1.0] * len(counts)
     total = sum(counts)
@@ -90,12 +90,12 @@ def weights(reduction: Reduction, counts: list[int]) -> list[float]:
 def find_reduction(
     losses: Callable[[dict[str, Any]], tuple[Any, list[Any]]], parts: list[dict[str, Any]], exactness: float
 ) -> Reduction | None:
-    """Which reduction makes the loss of the whole from those of its parts; None if none does.
+    """Returns the reduction that makes the loss of the whole from the losses of its parts; None if none does.
 
     Args:
-        losses: of the whole batch and of its parts, with other arguments of the parts' rows in the place of theirs.
+        losses: losses of the whole batch and of its parts, and the same with other arguments in the parts' rows.
         parts: the arguments of each part.
-        exactness: greatest relative difference that rounding makes.
+        exactness: largest relative difference that rounding makes.
     """
     whole, each = losses({})
     if not isinstance(whole, torch.Tensor) or whole.numel() != 1 or not all(map(_is_number, (whole, *each))):
@@ -113,7 +113,7 @@ def find_reduction(
 def _ignoring(
     losses: Callable[[dict[str, Any]], tuple[Any, list[Any]]], parts: list[dict[str, Any]], exactness: float
 ) -> Reduction:
-    """Whether a row whose label is to be ignored counts, where labels are classes."""
+    """Whether a row with an ignored label counts, if labels are classes."""
     labels = parts[0].get("labels")
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.shape[0] < 2:
         return Reduction.ROWS
@@ -141,14 +141,14 @@ def _close(value: float, expected: Any, exactness: float) -> bool:
 
 
 def mixing(whole: Any, part: Any, rows: int, part_rows: int, exactness: float) -> str | None:
-    """What shows that a row's outputs depend on other rows; None if nothing does.
+    """Returns a sign that a row's outputs depend on other rows; None if there is none.
 
     Args:
         whole: outputs of a batch.
         part: outputs of its first rows alone.
-        rows: of the batch.
-        part_rows: of the part.
-        exactness: greatest difference that rounding makes, relative to the greatest value.
+        rows: number of rows of the batch.
+        part_rows: number of rows of the part.
+        exactness: largest difference that rounding makes, relative to the largest value.
     """
     named = pytree.tree_flatten_with_path(whole)[0]
     others = pytree.tree_leaves(part)
@@ -160,7 +160,7 @@ def mixing(whole: Any, part: Any, rows: int, part_rows: int, exactness: float) -
         place = pytree.keystr(path)
         if mine.shape[0] % rows:
             if mine.shape == theirs.shape and torch.equal(mine, theirs):
-                continue  # of the model, not of the batch
+                continue  # it belongs to the model, not to the batch
             return f"output{place} {tuple(mine.shape)} has no dimension of rows"
         expected = mine[: mine.shape[0] // rows * part_rows]
         if expected.shape != theirs.shape:

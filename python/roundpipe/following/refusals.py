@@ -1,4 +1,4 @@
-"""What is refused before a model is followed or cut: code and weights that cannot travel."""
+"""Refuses, before a model is followed or cut, code and weights that cannot be moved to devices."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def refuse_compiled(model: nn.Module, layers: Iterable[nn.Module] = ()) -> None:
-    """Raises ValueError if a model is compiled as a whole, or a module around its layers.
+    """Raises ValueError if a model, or a module around its layers, is compiled as a whole.
 
     Args:
-        layers: which may be compiled, one by one.
+        layers: modules that may be compiled, one by one.
     """
-    frame = sys.modules.get("torch._dynamo.eval_frame")  # slow to import, and nothing is compiled without it
+    frame = sys.modules.get("torch._dynamo.eval_frame")  # slow to import; without it, nothing is compiled
     kind = () if frame is None else frame.OptimizedModule
     inner = {id(layer) for layer in layers}
     around = [
@@ -38,7 +38,7 @@ def refuse_compiled(model: nn.Module, layers: Iterable[nn.Module] = ()) -> None:
 
 
 def left_out_at_random(model: nn.Module) -> str | None:
-    """The name and value of what makes a model leave out layers at random; None if it does not."""
+    """The name and value of the setting that makes a model skip layers at random; None if there is none."""
     built_in = [vars(module)["layerdrop"] for module in model.modules() if "layerdrop" in vars(module)]
     if built_in:
         return f"layerdrop = {max(built_in)}" if max(built_in) > 0 else None
@@ -48,11 +48,11 @@ def left_out_at_random(model: nn.Module) -> str | None:
 
 
 LEAST_BYTES = 1 << 20
-"""A model of less is a single layer without a warning."""
+"""A smaller model becomes a single layer without a warning."""
 
 
 def warn_single_layer(model: nn.Module) -> None:
-    """Warns if a model that holds lists of layers is about to become a single one."""
+    """Warns if a model that holds lists of layers is about to become a single layer."""
     size = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     lists = [
         m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1 and any(True for _ in m.parameters())
@@ -67,7 +67,7 @@ def warn_single_layer(model: nn.Module) -> None:
 
 
 def warn_batch_norm(name: str, parts: Iterable[nn.Module]) -> None:
-    """Warns if one of the modules of a model that several microbatches go through normalises over the batch's rows."""
+    """Warns if a module that runs several microbatches normalises over the batch's rows."""
     norms = (m for part in parts for m in part.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
     kind = min((type(norm).__name__ for norm in norms), default=None)
     if kind is not None:
@@ -79,9 +79,9 @@ def warn_batch_norm(name: str, parts: Iterable[nn.Module]) -> None:
 
 
 def refuse_weights(model: nn.Module) -> None:
-    """Raises ValueError if a parameter or buffer is no plain tensor, as those of torchao and bitsandbytes are.
+    """Raises ValueError if a parameter or buffer is not a plain tensor, as in torchao and bitsandbytes.
 
-    A layer's weights travel as one flat block of plain numbers, in which what such a tensor means would be lost.
+    A layer's weights move as one flat block of plain numbers, which would lose the meaning of such a tensor.
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         kinds = type(tensor), type(tensor.data)

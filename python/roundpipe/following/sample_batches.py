@@ -1,4 +1,4 @@
-"""Small batches with which any model of transformers runs: what they hold is read off its signature and its config."""
+"""Small batches that any transformers model can run: their contents follow from its signature and its config."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ _CHOICES = 2
 
 
 def sample_batches(model: nn.Module) -> Iterator[Batch]:
-    """Batches of `ROWS` rows that the model may run with, those that show most of it first.
+    """Yields batches of `ROWS` rows that the model may accept, the most revealing ones first.
 
-    Rows differ in how many tokens are attended to and in how many labels count, so that it shows what a loss is the
-    mean of.
+    Rows differ in how many tokens are attended to and in how many labels count, which shows what a loss averages over.
 
     Args:
         model: of transformers.
@@ -44,7 +43,7 @@ def sample_batches(model: nn.Module) -> Iterator[Batch]:
 
 
 class _Maker:
-    """Makes what a batch holds, of lengths that are no size of the model's."""
+    """Makes the contents of a batch, with lengths that differ from all sizes of the model."""
 
     def __init__(self, model: nn.Module) -> None:
         like: Any = model  # its accessors have no types
@@ -79,7 +78,7 @@ class _Maker:
             return int(getattr(self._config.get_text_config(), "vocab_size", 2))
 
     def tokens(self, length: int, *, shift: int = 0) -> torch.Tensor:
-        """Token ids [rows, length] without the special ones."""
+        """Token ids [rows, length] without special tokens."""
         vocabulary = self._vocabulary()
         ids = self._random(1, vocabulary, ROWS, length)
         special = {getattr(config, name, None) for name in _SPECIAL for config in _configs(self._config)}
@@ -90,7 +89,7 @@ class _Maker:
         return ids.roll(shift, 1)
 
     def inputs(self) -> Batch | None:
-        """What the model is given besides labels; None if that is not known."""
+        """The model's arguments besides labels; None if they are unknown."""
         made: Batch = {}
         main = getattr(self._model, "main_input_name", "input_ids")
         for name in dict.fromkeys((main, "input_ids", "pixel_values", "input_features", "input_values")):
@@ -145,7 +144,7 @@ class _Maker:
         return {"pixel_values": self._normal(ROWS, int(channels), int(height), int(width))}
 
     def labels(self, inputs: Batch) -> Iterator[Batch]:
-        """Labels that the model may take, the likely ones first."""
+        """Yields labels that the model may accept, the likely ones first."""
         if self.takes("start_positions") and self.takes("end_positions"):
             yield {name: self._random(1, 5, ROWS) for name in ("start_positions", "end_positions")}
         if not self.takes("labels"):
@@ -188,7 +187,7 @@ class _Maker:
             for row in range(ROWS):
                 marked[row, length - 2 * row - 1 :] = IGNORED
         yield marked
-        # What has no use for ignored labels, such as whether a token was replaced.
+        # For models that do not use ignored labels, such as whether a token was replaced.
         yield self._random(0, 2, ROWS, length)
 
 

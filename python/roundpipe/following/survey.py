@@ -1,4 +1,4 @@
-"""Finds out how a model calls its layers, which parameters what lies around them needs, and that nothing is lost."""
+"""Surveys a model: how it calls its layers, which parameters the code around them needs, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def find_layers(model: nn.Module) -> nn.ModuleList:
     return layers
 
 
-# A list of modules with less than this share of the largest list's parameters is no stack of layers of its own.
+# A module list with less than this share of the largest list's parameters is not a separate stack of layers.
 _LEAST_SHARE = 1 / 8
 
 
 def find_stacks(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model: the elements of its outermost module lists, those of an encoder and a decoder alike.
+    """The layers of a model: the elements of its outermost module lists, for an encoder and a decoder alike.
 
     Raises:
         CannotFollow: there is no module list.
@@ -78,7 +78,7 @@ def find_stacks(model: nn.Module) -> list[nn.Module]:
 
 
 class _Watch:
-    """What a plain run of the model does with its layers."""
+    """Records what a plain run of the model does with its layers."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self.order: list[int] = []
@@ -112,7 +112,7 @@ class _Watch:
 
 
 def _check_shared(arguments: Any, structure: pytree.TreeSpec, layer: int) -> None:
-    """Raises CannotFollow if a layer has left something in what it was called with, where it would not be seen."""
+    """Raises CannotFollow if a layer left something in its arguments where it would not be seen."""
     leaves, now = pytree.tree_flatten(arguments)
     if now != structure:
         raise CannotFollow(f"layer {layer} changes a container that it is called with")
@@ -123,12 +123,12 @@ def _check_shared(arguments: Any, structure: pytree.TreeSpec, layer: int) -> Non
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients within the block; what it leaves on the modules is taken away after it."""
+    """Evaluation mode without gradients within the block; afterwards removes what the block left on the modules."""
     before = [(changed, dict(changed.__dict__)) for changed in (*model.modules(), *_configurations(model))]
     model.eval()
     for module in model.modules():
         if module._compiled_call_impl is not None:
-            module._compiled_call_impl = None  # compiled, the same values have other bits
+            module._compiled_call_impl = None  # compiled code gives the same values other bits
     try:
         with torch.no_grad():
             yield
@@ -140,7 +140,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _configurations(model: nn.Module) -> Iterator[Any]:
-    """What a forward may note things in, such as the kind of problem that the labels are of."""
+    """The objects in which a forward may note things, such as the kind of problem that the labels belong to."""
     seen: dict[int, Any] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -163,15 +163,15 @@ def sample_batch(model: nn.Module) -> dict[str, Any]:
 
 
 def forced_arguments(model: nn.Module, inner: nn.Module) -> dict[str, Any]:
-    """What the forward is always given: no cache of keys and values, which training has no use for.
+    """Arguments that the forward is always given: no cache of keys and values, which training does not need.
 
     Args:
-        model: that is called.
-        inner: the model of transformers in it.
+        model: the called model.
+        inner: the transformers model in it.
     """
     parameters = inspect.signature(model.forward).parameters
     takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    # Others would pass it on to what does not know it.
+    # Other models would pass it on to functions that do not know it.
     knows = any(
         isinstance(module, PreTrainedModel) and "use_cache" in inspect.signature(module.forward).parameters
         for module in inner.modules()
@@ -180,7 +180,7 @@ def forced_arguments(model: nn.Module, inner: nn.Module) -> dict[str, Any]:
 
 
 def watch(structure: Structure, batch: dict[str, Any]) -> Any:
-    """Runs the plain model once and notes how it calls its layers; returns the model's output."""
+    """Runs the plain model once and records how it calls its layers; returns the model's output."""
     watch = _Watch(structure.layers)
     candidates = [Candidates(layer) for layer in structure.layers]
     with evaluating(structure.model):
@@ -200,20 +200,20 @@ def watch(structure: Structure, batch: dict[str, Any]) -> Any:
 
 
 def _keep_called(structure: Structure, order: list[int]) -> None:
-    """Layers that were not called belong to what lies around the others."""
+    """Drops layers that were not called: they belong to the code around the others."""
     called = sorted(set(order))
     structure.layers = [structure.layers[index] for index in called]
     structure.order = [called.index(index) for index in order]
 
 
 class Uses:
-    """Which parameters (by name) what lies before, between and after the layer calls needs.
+    """The parameters (by name) that the code before, between and after the layer calls needs.
 
     Attributes:
         before: used before the first call.
-        between: by call: those it is called with, and those used after it until the next.
-        ends: what the output goes back to.
-        ends_in_values: that could not be seen, as what comes after the last call reads values.
+        between: by call: those in its arguments, and those used after it until the next call.
+        ends: the sources of the output.
+        ends_in_values: whether the sources are unknown because code after the last call reads values.
     """
 
     def __init__(self, structure: Structure, batch: dict[str, Any]) -> None:
@@ -226,7 +226,7 @@ class Uses:
             except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
                 if not run.recorder.ended:
                     raise
-                # What comes after the last layer wants values, which it has when it really runs.
+                # Code after the last layer needs values, which it has when it really runs.
                 output, self.ends_in_values = None, True
         self.before: set[str] = set()
         self.between: list[set[str]] = [set() for _ in run.calls]
@@ -241,7 +241,7 @@ class Uses:
                 self._visit(result, seen, self.before)
 
     def _visit(self, leaf: Any, seen: set[int], direct: set[str]) -> None:
-        """Follows a value back; a parameter met directly goes to `direct`."""
+        """Traces a value back; a parameter met directly goes to `direct`."""
         if not isinstance(leaf, Placeholder):
             return
         if leaf.label is not None:
@@ -264,7 +264,7 @@ def parts_of(structure: Structure, uses: Uses) -> list[tuple[str, nn.Module]]:
     structure.ends_early = frozenset(uses.ends.early)
     after = uses.ends.late | uses.ends.early
     used = uses.before.union(after, *uses.between)
-    # What this run did not touch may be touched by others, with other arguments.
+    # Parameters that this run did not use may be used by others, with other arguments.
     idle = {
         structure.names[id(parameter)]
         for parameter in structure.model.parameters()

@@ -1,4 +1,4 @@
-"""The loss of a causal language model over microbatches: every token of the batch counts the same."""
+"""The loss of a causal language model over microbatches: every token of the batch has the same weight."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def loss_in(outputs: Any) -> Any:
 
 
 def count_tokens(kwargs: dict[str, Any], shifts: bool) -> int | None:
-    """How many labels of a batch count: those that are not ignored. None if there are none.
+    """Counts the labels of a batch that are not ignored. None if there are no labels.
 
     Args:
         kwargs: the model's arguments.
-        shifts: labels are shifted by the model, so that nothing predicts the first of a row.
+        shifts: whether the model shifts labels, so that nothing predicts the first token of a row.
     """
     shifted, labels = kwargs.get("shift_labels"), kwargs.get("labels")
     if isinstance(shifted, torch.Tensor):
@@ -34,13 +34,13 @@ def count_tokens(kwargs: dict[str, Any], shifts: bool) -> int | None:
 
 
 def shares(counts: list[int | None], summed: bool) -> list[float] | None:
-    """What each microbatch's mean loss counts for, so that the mean of the products is the mean over all tokens.
+    """The weight of each microbatch's mean loss, such that the mean of the products is the mean over all tokens.
 
-    None: no labels, one microbatch, or losses that are counted as they are.
+    None: no labels, one microbatch, or losses that need no weights.
 
     Args:
-        counts: of each microbatch's labels.
-        summed: the losses are sums divided by a number for the whole step, and are added.
+        counts: number of labels in each microbatch.
+        summed: whether the losses are sums divided by a number for the whole step, and are added.
     """
     n = len(counts)
     if n == 1:
@@ -54,11 +54,11 @@ def shares(counts: list[int | None], summed: bool) -> list[float] | None:
 
 
 class TokenLoss:
-    """In place of a model's loss function: may take logits that have not been computed, and knows rows without labels.
+    """Replaces a model's loss function: accepts logits that have not been computed, and rows without labels.
 
     Args:
         original: the model's own.
-        chunk_tokens: tokens whose logits are there at a time; 0 chooses.
+        chunk_tokens: number of tokens whose logits are held at a time; 0 chooses.
     """
 
     def __init__(self, original: Callable[..., Any], chunk_tokens: int) -> None:

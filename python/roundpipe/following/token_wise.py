@@ -1,4 +1,4 @@
-"""The parts of a layer that treat each token by itself and hold much meanwhile: its feed-forward blocks."""
+"""The parts of a layer that treat each token independently and hold much memory meanwhile: its feed-forward blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from roundpipe.ops.functional import Activation, chunked_mlp, gated_mlp
 LONG_ROW_TOKENS = 16384
 
 ChunkTokens = Literal["auto"] | int | None
-"""How many tokens at a time: "auto" where it saves much memory, None never."""
+"""The number of tokens at a time: "auto" if it saves much memory, None never."""
 
 _ACTIVATIONS: dict[str, Activation] = {
     "SiLU": "silu",
@@ -35,7 +35,7 @@ class TokenWise:
 
     Attributes:
         path: its name in the layer.
-        activation: of the native block that computes the same; None if there is none.
+        activation: activation of the native block that computes the same; None if there is no such block.
     """
 
     path: str
@@ -43,10 +43,10 @@ class TokenWise:
 
 
 class Candidates:
-    """Watches a layer run for modules that map hidden states to hidden states.
+    """Watches a running layer for modules that map hidden states to hidden states.
 
     Args:
-        layer: to watch, until `end`.
+        layer: watched until `end`.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -69,7 +69,7 @@ class Candidates:
             handle.remove()
 
     def blocks(self) -> list[TokenWise]:
-        """Those that treat each token by itself and have more inner features than the hidden states have."""
+        """The modules that treat each token independently and have more inner features than the hidden states."""
         found: list[TokenWise] = []
         for path, (states, output) in sorted(self._seen.items()):
             module = self._layer.get_submodule(path)
@@ -80,7 +80,7 @@ class Candidates:
             middle = states.shape[1] // 2
             try:
                 parts = [module(part.contiguous()) for part in (states[:, :middle], states[:, middle:])]
-            except (RuntimeError, ValueError):  # its second dimension is not that of tokens
+            except (RuntimeError, ValueError):  # its second dimension is not the tokens
                 continue
             if all(isinstance(part, torch.Tensor) for part in parts) and _close(torch.cat(parts, 1), output):
                 found.append(TokenWise(path, _native_activation(module, states, output)))
@@ -126,12 +126,12 @@ def _gated(module: Any, activation: Activation, chunk_tokens: int, states: torch
 
 
 def _on_whole_rows(forward: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """A chunk of several rows is not contiguous, which code that has only seen whole batches may count on."""
+    """Makes a chunk contiguous: a chunk of several rows is not, and code written for whole batches may rely on it."""
     return forward(tokens.contiguous())
 
 
 def chunk_of(option: ChunkTokens, tokens: int) -> int | None:
-    """How many tokens of a row are computed at a time; None: all."""
+    """The number of tokens of a row that are computed at a time; None: all."""
     if option == "auto":
         return LONG_ROW_TOKENS // 2 if tokens > LONG_ROW_TOKENS else None
     return option if option is not None and tokens > option else None
@@ -139,9 +139,9 @@ def chunk_of(option: ChunkTokens, tokens: int) -> int | None:
 
 @contextmanager
 def in_chunks(layer: nn.Module, blocks: tuple[TokenWise, ...], chunk_tokens: int) -> Iterator[None]:
-    """Within the block these parts of `layer` compute `chunk_tokens` tokens of a row at a time.
+    """Within the block, these parts of `layer` compute `chunk_tokens` tokens of a row at a time.
 
-    Between forward and backward they hold their input alone; the backward computes each chunk again.
+    Between forward and backward they hold only their input; the backward computes each chunk again.
     """
     changed: list[nn.Module] = []
     try:

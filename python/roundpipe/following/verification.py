@@ -1,4 +1,4 @@
-"""Whether a followed model computes what it computes whole, and what its loss and its rows are made of."""
+"""Verifies that a followed model computes the plain model's results, and finds how its loss and its rows depend."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from roundpipe.layers.shadow import ShadowTree
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What the verification found out about a model.
+    """The findings of the verification.
 
     Attributes:
-        reduction: what its loss is the mean of; None if that is not known, or it has shown none.
-        mixing: why a row's outputs depend on other rows; None if they do not.
-        adds_up: given `num_items_in_batch`, losses are sums divided by it.
+        reduction: what the loss averages over; None if it is unknown, or no loss was seen.
+        mixing: the reason why a row's outputs depend on other rows; None if they do not.
+        adds_up: whether, given `num_items_in_batch`, losses are sums divided by it.
     """
 
     reduction: Reduction | None
@@ -41,7 +41,7 @@ class Found:
 def verify(structure: Structure, chain: nn.Sequential, batch: dict[str, Any], expected: Any, is_causal: bool) -> Found:
     """Runs the chain on the host, as a device would, and compares every output with the plain model's, bit for bit."""
     with evaluating(structure.model):
-        # Trees of their own, as devices have: nothing reaches another part but what is handed on.
+        # Separate trees, as on devices: only values that are passed on reach another part.
         parts = [ShadowTree(part, {}).root for part in chain]
 
         def flow_of(inputs: dict[str, Any]) -> Any:
@@ -87,7 +87,7 @@ def verify(structure: Structure, chain: nn.Sequential, batch: dict[str, Any], ex
 
         if not asks_for_loss(batch):
             return Found(None)
-        # The same hidden states go into all of these, so that nothing is rounded but at the end.
+        # All of these start from the same hidden states, so that only the end rounds.
         exactness = 2e-3 if halves else 1e-5
         with _LossesInFloat():
             reduction = find_reduction(losses, pieces, exactness)
@@ -95,7 +95,7 @@ def verify(structure: Structure, chain: nn.Sequential, batch: dict[str, Any], ex
 
 
 class _LossesInFloat(TorchFunctionMode):
-    """Losses of 16-bit numbers are computed in fp32: rounded to 8 bits, a mean over labels looks like one over rows."""
+    """Computes losses of 16-bit numbers in fp32: rounded to 8 bits, a mean over labels looks like one over rows."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -109,7 +109,7 @@ def _in_float(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def try_training(structure: Structure, batch: dict[str, Any]) -> None:
-    """Raises CannotFollow if what lies between the layers can only be followed in evaluation mode."""
+    """Raises CannotFollow if the code between the layers can only be followed in evaluation mode."""
     buffers = {name: buffer.clone() for name, buffer in buffers_around(structure).items()}
     with evaluating(structure.model), torch.random.fork_rng(devices=[]):
         structure.model.train()
@@ -124,9 +124,9 @@ def _routes(model: nn.Module) -> bool:
 
 
 def _mixing_gradient(parts: list[nn.Module], batch: dict[str, Any], rows: int) -> str | None:
-    """What shows that the first row's outputs depend on other rows, however little: their gradient.
+    """Returns a sign that the first row's outputs depend on other rows, however little: their gradient.
 
-    A router that mixes rows may change so little that numbers of 16 bits hide it.
+    A router that mixes rows may change outputs so little that 16-bit numbers hide it.
     """
     program, values, *others = parts[0](**batch)
     leaves = {
@@ -168,7 +168,7 @@ def _rows_of(value: Any, rows: int, part: slice) -> Any:
 
 
 def _part_of(flow: Any, rows: int, part: slice) -> Any:
-    """Some rows of what is on its way to the end of the forward."""
+    """Some rows of the values that flow to the end of the forward."""
     program, values, *others = flow
 
     def cut(value: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ def _part_of(flow: Any, rows: int, part: slice) -> Any:
 
 
 def _called_with(flow: Any, changed: dict[str, Any]) -> Any:
-    """The flow of a call, as if some of its arguments had been others."""
+    """The flow of a call, as if some of its arguments had been different."""
     program, values, *others = flow
     args, kwargs = program.inputs.join(values, {})
     inputs = Tree(*pytree.tree_flatten((args, {**kwargs, **changed})))

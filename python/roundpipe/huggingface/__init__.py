@@ -1,1 +1,1 @@
-"""Models from transformers: loading a pretrained one, and evaluating it on held-out batches."""
+"""Models from transformers: loading pretrained models, and evaluating them on held-out batches."""

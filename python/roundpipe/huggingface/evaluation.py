@@ -1,4 +1,4 @@
-"""The loss of a language model in the pipeline over data that it does not learn from."""
+"""The loss of a language model in the pipeline on held-out data."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from roundpipe.model.pipe import RoundPipe
 def held_out_loss(model: RoundPipe, batches: Iterable[Mapping[str, Any]]) -> float:
     """The model's loss in evaluation mode, as the mean over all predicted tokens of all batches.
 
-    Waits for the steps made so far, so that it is the newest weights' loss. Modes are put back afterwards.
+    Waits for the steps made so far, so that the newest weights are evaluated. Restores the modes afterwards.
 
     Args:
         model: from `from_pretrained` or `wrap_model_to_roundpipe`.
         batches: keyword arguments of the model, with `labels`.
 
     Raises:
-        ValueError: a model that returns no loss, or no token that counts.
+        ValueError: the model returns no loss, or no token counts.
     """
     model.synchronize()
     training = [(module, module.training) for module in model.modules()]
@@ -51,7 +51,7 @@ def held_out_loss(model: RoundPipe, batches: Iterable[Mapping[str, Any]]) -> flo
 
 
 def _mean_loss(outputs: list[Any]) -> torch.Tensor:
-    """Of the microbatches, whose losses are weighted such that their mean is the batch's."""
+    """The batch's loss from the microbatches' losses, which are weighted so that their mean is the batch's."""
     losses = []
     for output in outputs:
         loss = loss_in(output)

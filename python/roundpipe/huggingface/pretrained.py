@@ -1,4 +1,4 @@
-"""A causal language model from a folder or the Hub, in the pipeline."""
+"""Loads a causal language model from a folder or the Hub into the pipeline."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ def from_pretrained(
     """Loads a causal language model on the host and wraps it.
 
     Args:
-        name_or_path: a folder that `save_pretrained` wrote or a model of the Hub. A folder with a PEFT adapter is
-            loaded with its base, and the adapter goes on being trained.
-        peft_config: adapters to put into the model, such as a `peft.LoraConfig`; all else is frozen.
-        extra_tensors: what to do when the files hold tensors that the model has no place for.
-        frozen_weights: where weights lie that do not train, which are those of the base under adapters. "mmap" leaves
-            them in their files, mapped, so that the system's file cache holds as many as there is room for. They are
-            then uploaded from there, which is slower than from page-locked memory. What is stored in another dtype, or
-            made of several tensors, is in memory all the same.
-        **options: those of `wrap_model_to_roundpipe` and `RoundPipe`; all others go to
-            `AutoModelForCausalLM.from_pretrained`. Its `dtype` is "auto" here: what the files hold.
+        name_or_path: a folder written by `save_pretrained`, or a model on the Hub. A folder with a PEFT adapter is
+            loaded with its base, and training of the adapter continues.
+        peft_config: adapters to add to the model, such as a `peft.LoraConfig`; all other parameters are frozen.
+        extra_tensors: "refuse" or "ignore" tensors in the files that the model has no place for.
+        frozen_weights: the place of weights that are not trained, such as the base under adapters. "mmap" leaves them
+            in their files, mapped, so that the system's file cache holds as many as it has room for. Uploads from
+            there are slower than from page-locked memory. Weights that are stored in another dtype, or made of several
+            tensors, are loaded into memory all the same.
+        **options: options of `wrap_model_to_roundpipe` and `RoundPipe`; all others go to
+            `AutoModelForCausalLM.from_pretrained`. Its `dtype` is "auto" here: the dtype in the files.
 
     Returns:
-        The model, in eval mode as from transformers: call `train()` before training. `save_pretrained` writes what
-        transformers and PEFT load.
+        The model, in eval mode as from transformers: call `train()` before training. `save_pretrained` writes a folder
+        that transformers and PEFT load.
 
     Raises:
-        ValueError: no such model, a kind of model that transformers does not know, a file that is missing or damaged,
-            weights that are missing, of another shape or left over, or a model that cannot be followed.
+        ValueError: the model does not exist or its kind is unknown to transformers, a file is missing or damaged,
+            weights are missing, of another shape or left over, or the model cannot be followed.
     """
     folder = Path(name_or_path)
     adapter = folder if (folder / ADAPTER_CONFIG).exists() else None
@@ -79,7 +79,7 @@ def from_pretrained(
         model = _peft().PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
     elif peft_config is not None:
         model = _peft().get_peft_model(model, peft_config)
-    model.eval()  # PEFT's own modules begin in training mode
+    model.eval()  # PEFT's own modules start in training mode
     wrapped: RoundPipe = wrap_model_to_roundpipe(model, **mine)
     return wrapped
 
@@ -90,7 +90,7 @@ def _wrap_options() -> set[str]:
 
 
 def _refuse_overwriting() -> None:
-    """Raises ValueError if saving writes into a file that exists, which would change what is mapped from it."""
+    """Raises ValueError if saving writes into existing files in place, which would change weights mapped from them."""
     installed = metadata.version("safetensors")
     if tuple(map(int, re.findall(r"\d+", installed)[:2])) < _REPLACES_FILES:
         raise ValueError(
@@ -122,7 +122,7 @@ def _base_of(adapter: Path) -> str:
 def _host_check(
     base: str | os.PathLike[str], host_memory: str | int | None, trains: bool
 ) -> Callable[[nn.Module], None] | None:
-    """Refuses a model that will not fit the host budget, from its shapes alone; None without a budget."""
+    """Returns a check, by shapes alone, that refuses a model too large for the host budget; None without a budget."""
     budget = budget_of(host_memory, "host_memory", HOST_VARIABLE)
     if budget is None:
         return None
@@ -135,7 +135,7 @@ def _host_check(
 
 
 def _refuse_other_kinds(base: str | os.PathLike[str], config: Any) -> None:
-    """Raises CheckpointError if files say that they hold another kind of model of transformers than a causal one."""
+    """Raises CheckpointError if the files hold a transformers model of another kind than a causal one."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

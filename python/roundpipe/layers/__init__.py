@@ -1,1 +1,1 @@
-"""The layers of a model, as the engine runs them: shells, shadows, values between layers, and recomputation."""
+"""A model's layers in the engine: shells, shadows, values between layers, and recomputation."""

@@ -1,4 +1,4 @@
-"""Models that peft has put adapters into."""
+"""Models wrapped by peft."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def without_adapters(model: Any) -> Any:
-    """The model that peft has put adapters into, or `model` itself."""
+    """Returns the model inside a peft model, or `model` itself."""
     return model.get_base_model() if hasattr(type(model), "get_base_model") else model

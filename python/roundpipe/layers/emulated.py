@@ -9,17 +9,17 @@ from roundpipe.layers.values import split
 
 
 class EmulatedLayer(nn.Module):
-    """A layer that occupies its virtual device for a given time and hands its input on.
+    """A layer that occupies its virtual device for a given time and returns its input.
 
     In a RoundPipe model on virtual devices, the real engine then schedules layers with a real model's durations, so
-    eight devices can be measured on two cores. Outside of one it is the identity.
+    eight devices can be measured on two cores. Outside a RoundPipe model, it is the identity.
 
     Args:
         forward_ms: duration of the forward of one microbatch, in ms.
-        backward_ms: duration of the backward without the recomputed forward, in ms.
-        weight_bytes: size of the weights that travel; at least 4.
+        backward_ms: duration of the backward without the recompute, in ms.
+        weight_bytes: size of the weights that are transferred; at least 4.
         update_ms: duration of a `roundpipe.optim` optimizer's update of the layer, in ms; 0 = a real update.
-        gradient_bytes: size of those of the weights that are trained, at least 4; None = all, the others are frozen.
+        gradient_bytes: size of the trained weights, at least 4; the others are frozen. None = all are trained.
     """
 
     def __init__(

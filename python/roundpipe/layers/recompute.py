@@ -1,8 +1,8 @@
-"""What a layer may carry from its forward to its recomputation.
+"""Values that a layer may carry from its forward to its recompute.
 
-A layer whose forward cannot be repeated from its inputs alone (it read a file, drew from a generator of its own)
-saves what it needs with `save_for_recompute` and takes it back when `doing_recompute()` says so. Outside of a
-RoundPipe model nothing is saved and `doing_recompute()` is False, so such a layer also runs on its own.
+A layer may be unable to repeat its forward from its inputs alone, because it read a file or drew from its own
+generator. It saves what it needs with `save_for_recompute` and retrieves it when `doing_recompute()` is True. Outside a
+RoundPipe model, nothing is saved and `doing_recompute()` is False, so such a layer also runs on its own.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.utils import _pytree as pytree
 
 from roundpipe import _core
 
-# Which execution of a layer: call, layer, microbatch, recompute.
+# One execution of a layer: call, layer, microbatch, recompute.
 LayerContext = tuple[int, int, int, bool]
 _Key = tuple[int, int]
 
 
 class _Running(threading.local):
-    """The execution that this thread is in, how many saved items it has taken, and these on its device."""
+    """This thread's current execution, how many saved items it has taken, and these items on its device."""
 
     context: LayerContext | None = None
     device: torch.device | None = None
@@ -35,9 +35,8 @@ class _Running(threading.local):
 
 
 _running = _Running()
-# By call. Without a lock, since the interpreter makes each operation whole and a layer's items belong to one thread.
-# The engine drops a call's entry when nothing of it runs any more; were that a Python function, a Ctrl+C that arrives
-# inside would be lost.
+# By call. Needs no lock: single operations are atomic in the interpreter, and a layer's items belong to one thread.
+# The engine drops a call's entry once nothing of it runs; in a Python function, a Ctrl+C would then be lost.
 _saved: dict[int, dict[_Key, list[tuple[Any, ...]]]] = {}
 _core.set_saved_by_call(_saved)
 
@@ -52,14 +51,14 @@ def layer_context(context: LayerContext, device: torch.device | None = None) -> 
     try:
         yield
         if not context[3]:
-            # An empty list: the forward is over, and has saved nothing.
+            # An empty list: the forward has finished and saved nothing.
             _saved.setdefault(context[0], {}).setdefault((context[1], context[2]), [])
     finally:
         _running.context, _running.device, _running.taken, _running.moved = previous
 
 
 def save_for_recompute(*data: Any) -> None:
-    """Keeps `data` (any objects; tensors are copied to the host) for this layer's recomputation."""
+    """Keeps `data` (any objects; tensors are copied to the host) for this layer's recompute."""
     context = _running.context
     if context is None or context[3]:
         return
@@ -69,9 +68,9 @@ def save_for_recompute(*data: Any) -> None:
 
 
 def may_save(module: nn.Module) -> bool:
-    """Whether a module, or one inside it, may save something for its recomputation.
+    """Whether a module, or one inside it, may save something for its recompute.
 
-    As far as that can be seen: the code of its class names these functions, or the file of the class has imported them.
+    This is a guess from the source: the code of its class names these functions, or the class's file imports them.
     """
     names = {"save_for_recompute", "get_recompute_data", "doing_recompute"}
     functions = (save_for_recompute, get_recompute_data, doing_recompute)
@@ -92,7 +91,7 @@ def may_save(module: nn.Module) -> bool:
 
 
 def forget_saved(call: int) -> None:
-    """Drops what layers have saved in a call that is not the engine's."""
+    """Drops the items that layers saved in a call that does not belong to the engine."""
     _saved.pop(call, None)
 
 
@@ -102,15 +101,15 @@ def doing_recompute() -> bool:
 
 
 def get_recompute_data() -> tuple[Any, ...] | None:
-    """What the forward has saved, tensors on the device that the layer runs on; None if it has saved nothing.
+    """Returns what the forward saved, with tensors on the layer's device; None if it saved nothing.
 
-    Returns the same tuple whenever it is asked. Where the forward has saved several times, the first call returns what
-    its first `save_for_recompute` got, the second call the second, and so on.
+    If the forward saved once, every call returns the same tuple. If it saved several times, the first call returns the
+    arguments of the first `save_for_recompute`, the second call those of the second, and so on.
 
     Raises:
         AssertionError: not recomputing.
-        ValueError: asked more often than the forward has saved, and it has saved more than once; or the layer's code
-            does not show that it asks, and it was recomputed before its forward.
+        ValueError: called more often than the forward saved, which was more than once; or the layer's code does not
+            show that it calls this function, and it was recomputed before its forward.
     """
     context = _running.context
     if context is None or not context[3]:

@@ -19,12 +19,12 @@ from roundpipe import _core
 _STATE = ("_parameters", "_buffers", "_modules")
 _DEEPEST_ATTRIBUTE = 6
 
-# By id of a module: its `__dict__` as it was at one moment. Never changed, so shared by threads.
+# By id of a module: its `__dict__` at one moment. Never changed, so threads may share it.
 Attributes = Mapping[int, dict[str, Any]]
 
 
 def attributes_of(modules: Iterable[nn.Module], before: Attributes) -> Attributes:
-    """The attributes of modules now: the very same as `before`, one by one and all together, where nothing changed."""
+    """The modules' current attributes; unchanged entries, or the whole mapping, are the same objects as in `before`."""
     now: dict[int, dict[str, Any]] = {}
     changed = False
     for module in modules:
@@ -36,7 +36,7 @@ def attributes_of(modules: Iterable[nn.Module], before: Attributes) -> Attribute
 
 
 class _Seen(threading.local):
-    """The attributes that shadows take over in this thread; modules that are missing are looked at as they are."""
+    """The attributes that shadows use in this thread; modules without an entry are read directly."""
 
     attributes: Attributes = types.MappingProxyType({})
 
@@ -46,7 +46,7 @@ _seen = _Seen()
 
 @contextmanager
 def seeing(attributes: Attributes) -> Iterator[None]:
-    """Trees that are made or refreshed in this thread see modules as they were when `attributes` were taken."""
+    """Makes trees that this thread makes or refreshes see modules as they were when `attributes` were taken."""
     previous = _seen.attributes
     _seen.attributes = attributes
     try:
@@ -57,12 +57,12 @@ def seeing(attributes: Attributes) -> Iterator[None]:
 
 def _attributes_seen(module: nn.Module) -> dict[str, Any]:
     seen = _seen.attributes.get(id(module))
-    # A copy, since another thread may be adding attributes.
+    # A copy, because another thread may be adding attributes.
     return dict(module.__dict__) if seen is None else seen
 
 
 def _compiled_again(compiled: types.FunctionType, code: Any) -> Any:
-    """`code` compiled with the options of what `nn.Module.compile` has made of the original's."""
+    """Compiles `code` with the options that `nn.Module.compile` used for the original."""
     cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True))
     if "self" not in cells:  # torch's compiling context, which holds the options
         raise ValueError(
@@ -73,11 +73,11 @@ def _compiled_again(compiled: types.FunctionType, code: Any) -> Any:
 
 
 class ShadowTree:
-    """Shares code and plain attributes with a tree of modules, but has parameters and buffers of its own.
+    """Shares code and plain attributes with a tree of modules, but has its own parameters and buffers.
 
     Args:
-        root: of the original tree.
-        tensors: by id of an original parameter or buffer, what stands in its place; others are shared.
+        root: the root of the original tree.
+        tensors: maps the id of an original parameter or buffer to its replacement; all others are shared.
     """
 
     def __init__(self, root: nn.Module, tensors: Mapping[int, torch.Tensor]) -> None:
@@ -98,7 +98,7 @@ class ShadowTree:
         return self._modules[id(original)]
 
     def _module(self, original: nn.Module) -> nn.Module:
-        """The shadow of a module of the tree, made when first asked for."""
+        """The shadow of a module of the tree, made on first use."""
         existing = self._modules.get(id(original))
         if existing is not None:
             return existing
@@ -129,12 +129,12 @@ class ShadowTree:
             if id(original) in self._taken_over:
                 shadow.__dict__.pop(name)
         self._taken_over[id(original)] = seen
-        compiled = sys.modules.get("torch._dynamo.eval_frame")  # slow to import, and nothing is compiled without it
+        compiled = sys.modules.get("torch._dynamo.eval_frame")  # slow to import; without it, nothing is compiled
         if compiled is not None and isinstance(original, compiled.OptimizedModule):
             shadow._initialize()  # type: ignore[operator]
 
     def _remapped(self, value: Any, depth: int) -> Any:
-        """`value` with modules and tensors of the tree replaced by their shadows; the same object if it has none."""
+        """Returns `value` with modules and tensors of the tree replaced by their shadows; the same object if none."""
         if isinstance(value, nn.Module):
             return self._module(value) if id(value) in self._originals else value
         if isinstance(value, torch.Tensor):
@@ -158,7 +158,7 @@ class ShadowTree:
         return value
 
     def refresh(self) -> bool:
-        """Takes over attributes of the original modules that have changed; whether there were any."""
+        """Takes over changed attributes of the original modules; returns whether there were any."""
         changed = False
         for key, original in self._originals.items():
             taken_over = self._taken_over[key]
@@ -169,7 +169,7 @@ class ShadowTree:
         return changed
 
     def bring_back_buffers(self) -> None:
-        """Copies buffers that a forward has replaced by new tensors into those that the tree was made with."""
+        """Copies buffers that a forward replaced with new tensors into the tree's original buffers."""
         for module, name, buffer in self._owned_buffers:
             current = module._buffers.get(name)
             if current is buffer:

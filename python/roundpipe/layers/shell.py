@@ -1,8 +1,7 @@
-"""Layers written in Python, as the engine sees them.
+"""Layers written in Python, in the form that the engine runs.
 
-The user's module is never touched while it trains: every device has a shell of it, a second tree of modules that
-shares the code and the plain attributes but has parameters and buffers of its own, which the engine points at the
-weights it has uploaded.
+Training never touches the user's module. Every device has a shell of it: a second tree of modules that shares the code
+and the plain attributes but has its own parameters and buffers, which the engine points at uploaded weights.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ _one_at_a_time = threading.Lock()
 
 
 def _describes(key: str, value: object) -> bool:
-    # Layers know their place in the model, which does not change what they do.
+    # A layer knows its place in the model, but its computation does not depend on it.
     return key != "layer_idx" and type(value) in (bool, int, float, str, type(None))
 
 
 def _uses_parametrize_cache(module: nn.Module) -> bool:
-    # peft parametrizes the weights of experts anew in each forward.
+    # peft parametrizes the weights of experts again in each forward.
     return hasattr(module, "parametrizations") or type(module).__name__ == "ParamWrapper"
 
 
 class _Compiling:
-    """Whether any layer of this process is compiled: from then on layers run one at a time."""
+    """Whether any layer of this process is compiled; once one is, layers run one at a time."""
 
     met = False
 
@@ -49,9 +48,9 @@ def _is_compiled(module: nn.Module) -> bool:
 
 @contextmanager
 def holding_nothing() -> Iterator[None]:
-    """Lets an error of a device that is full go without the tensors that its traceback's frames hold.
+    """Drops the tensors in the traceback frames of an error from a full device.
 
-    The error is kept until the caller has seen it, and so would they be.
+    The error is kept until the caller has seen it, and would otherwise keep these tensors as well.
     """
     try:
         yield
@@ -61,12 +60,12 @@ def holding_nothing() -> Iterator[None]:
 
 
 class PythonLayer:
-    """One layer of a model: a module, which the engine runs through shells of it.
+    """One layer of a model: a module that the engine runs in shells.
 
     Args:
         module: the user's module; any `nn.Module`.
-        name: for messages.
-        is_last: what it returns goes to no other layer.
+        name: the layer's name in messages.
+        is_last: whether this is the model's last layer, so that no other layer takes its result.
 
     Raises:
         ValueError: the module, or one inside it, is a TorchScript module.
@@ -76,7 +75,7 @@ class PythonLayer:
         self.name = name
         self._is_last = is_last
         self._module = module
-        # A layer may follow modules that are not its own: their flags and parts count, too.
+        # A layer may follow modules that it does not own: their flags and parts count as well.
         self._modules = [*module.modules(), *getattr(module, "followed_modules", ())]
         for inner in self._modules:
             if isinstance(inner, torch.jit.ScriptModule):
@@ -84,7 +83,7 @@ class PythonLayer:
                     f"[RoundPipe] layer {name} holds a TorchScript module ({type(inner).__name__}), expected Python "
                     "modules; wrap the module it was scripted from"
                 )
-        # The engine recomputes a layer with buffers once its forward is over, not as soon as its inputs are there.
+        # The engine recomputes a layer with buffers once its forward has finished, not as soon as its inputs arrive.
         self._order = [("recomputed after its forward", torch.zeros(1))] if may_save(module) else []
         self._contents = [self._content(inner) for inner in self._modules]
         self._attributes: Attributes = {}
@@ -104,7 +103,7 @@ class PythonLayer:
         return [*self._module.named_buffers(), *self._order]
 
     def kind(self) -> Hashable:
-        """The same for layers that do the same with other weights: their classes, shapes and plain attributes."""
+        """Equal for layers that differ only in their weights: by classes, shapes and plain attributes."""
         shapes = [(name, p.shape, p.dtype, p.requires_grad) for name, p in (*self.parameters(), *self.buffers())]
         parts = [
             (type(module), *((key, value) for key, value in vars(module).items() if _describes(key, value)))
@@ -113,7 +112,7 @@ class PythonLayer:
         return (*shapes, *parts)
 
     def mode_key(self) -> int:
-        """Changes with the training flags of the modules inside.
+        """A value that changes with the training flags of the modules inside.
 
         Raises:
             ValueError: a parameter, buffer or submodule was added, removed or replaced since the model was wrapped.
@@ -122,12 +121,12 @@ class PythonLayer:
         return self._mode_key
 
     def attributes(self) -> Attributes:
-        """What shells take over for a call that is made now."""
+        """The attributes that shells use for a call that is made now."""
         self._look()
         return self._attributes
 
     def _look(self) -> None:
-        """Takes note of what the modules are now. Cheap when that is what they were."""
+        """Records the modules' current state. Cheap if nothing has changed."""
         if self._snapshots and _core.modules_unchanged(self._modules, self._snapshots):
             return
         self._snapshots = []
@@ -154,7 +153,7 @@ class PythonLayer:
         ]
 
     def make_shell(self, device: str) -> DeviceShell:
-        """A shell for the device that calls this."""
+        """Makes a shell for the device that calls this."""
         with seeing(self._attributes):
             return DeviceShell(self._module, torch.device(device), self._is_last, len(self._order))
 
@@ -163,7 +162,7 @@ class DeviceShell:
     """A layer on one device. `parameters` and `buffers` are empty tensors that the engine points at its memory.
 
     Args:
-        further_buffers: how many the layer has beside those of the module.
+        further_buffers: number of buffers that the layer has beside the module's.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, is_last: bool, further_buffers: int = 0) -> None:
@@ -188,7 +187,7 @@ class DeviceShell:
         self._attributes: Attributes = {}
 
     def refresh(self, attributes: Attributes) -> None:
-        """Takes over those attributes of the user's modules that are other ones now."""
+        """Takes over changed attributes of the user's modules."""
         self._attributes = attributes
         with seeing(attributes):
             self._shadow.refresh()
@@ -196,7 +195,7 @@ class DeviceShell:
     def run(
         self, tensors: list[torch.Tensor], structure: Structure, context: LayerContext
     ) -> tuple[list[torch.Tensor], Structure]:
-        """Calls the module and takes its result apart."""
+        """Calls the module and splits its result into tensors and structure."""
         value = structure.join(tensors)
         alone: AbstractContextManager[Any] = _one_at_a_time if self._alone or _Compiling.met else nullcontext()
         with seeing(self._attributes), layer_context(context, self._device), alone, holding_nothing():

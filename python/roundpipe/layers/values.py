@@ -1,4 +1,4 @@
-"""Pytrees as the engine moves them: a list of tensors and a structure that says how to put them together."""
+"""Pytrees in the engine's form: a list of tensors, and a structure that says how to join them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 
 class _Slot:
-    """Stands in a structure where a tensor was."""
+    """Marks the place of a tensor in a structure."""
 
     __slots__ = ()
 
@@ -29,7 +29,7 @@ class Structure:
     Args:
         leaves: the leaves, with a marker for each tensor.
         spec: torch's tree spec.
-        is_call: the tree is `(args, kwargs)` of a call, not one value.
+        is_call: whether the tree is `(args, kwargs)` of a call instead of one value.
     """
 
     __slots__ = ("is_call", "leaves", "spec")
@@ -40,10 +40,10 @@ class Structure:
         self.is_call = is_call
 
     def check_open(self, where: str) -> None:
-        """Checks that no leaf is an object with tensors inside that carry gradients: those would not travel.
+        """Checks that no leaf is an object that contains tensors with gradients: these would not be transferred.
 
         Raises:
-            ValueError: one is.
+            ValueError: a leaf is such an object.
         """
         for leaf in self.leaves:
             if type(leaf) in _PLAIN or not hasattr(leaf, "__dict__"):
@@ -58,13 +58,13 @@ class Structure:
                     )
 
     def join(self, tensors: list[torch.Tensor]) -> Any:
-        """The pytree with `tensors` back in their places."""
+        """Returns the pytree with `tensors` in their places."""
         remaining = iter(tensors)
         return pytree.tree_unflatten([next(remaining) if leaf is _SLOT else leaf for leaf in self.leaves], self.spec)
 
 
 def split(value: Any, is_call: bool = False) -> tuple[list[torch.Tensor], Structure]:
-    """Takes a pytree apart into its tensors, in order, and its structure."""
+    """Splits a pytree into its tensors, in order, and its structure."""
     if type(value) is torch.Tensor:
         return [value], _SINGLE_CALL if is_call else _SINGLE
     leaves, spec = pytree.tree_flatten(value)
@@ -78,7 +78,7 @@ _SINGLE = Structure([_SLOT], _LEAF_SPEC, is_call=False)
 _SINGLE_CALL = Structure([_SLOT], _LEAF_SPEC, is_call=True)
 
 
-# What nobody can change, and what is copied so that nobody can.
+# Types that cannot be changed, or that are copied so that the caller cannot change them.
 _CONSTANT = (
     *_PLAIN,
     *(range, slice, type, types.FunctionType, types.BuiltinFunctionType, enum.Enum, frozenset, np.generic, np.dtype),
@@ -88,11 +88,11 @@ _COPIED = (np.ndarray, bytearray, array.array, set)
 
 
 def owned(value: Any) -> tuple[Any, bool]:
-    """Takes over what a pytree holds beside tensors, which the engine copies.
+    """Takes ownership of a pytree's leaves other than tensors, which the engine copies.
 
     Returns:
-        The pytree with arrays copied, and whether it holds other objects that its owner may change: a call that reads
-        such must be over before its caller goes on.
+        The pytree with arrays copied, and whether it holds other objects that its owner may change. A call that reads
+        such objects must finish before its caller continues.
     """
     leaves, spec = pytree.tree_flatten(value)
     if all(isinstance(leaf, _CONSTANT) for leaf in leaves):
@@ -103,10 +103,10 @@ def owned(value: Any) -> tuple[Any, bool]:
 
 
 def to_host(value: Any, where: str) -> Any:
-    """The pytree with every tensor on the CPU, autograd history kept.
+    """Moves every tensor of a pytree to the CPU and keeps the autograd history.
 
     Raises:
-        ValueError: a tensor has no data (meta), or is of a kind that cannot travel (sparse, nested, quantised).
+        ValueError: a tensor has no data (meta), or is of a kind that cannot be transferred (sparse, nested, quantised).
     """
 
     def move(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""What a model and a step take, on the host and on devices: budgets, predictions, and errors when it is too much."""
+"""Memory of a model and its steps, on the host and on devices: budgets, predictions, and errors when it runs out."""

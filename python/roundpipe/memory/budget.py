@@ -1,4 +1,4 @@
-"""Memory budgets: what a model may take on the host and on each device, checked before anything is taken."""
+"""Memory budgets: limits for a model on the host and on each device, checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ DEVICE_VARIABLE = "ROUNDPIPE_DEVICE_MEMORY"
 
 
 class BudgetError(ValueError):
-    """A model or a step that does not fit its budget."""
+    """A model or a step does not fit its budget."""
 
 
 def budget_of(given: str | int | None, option: str, variable: str) -> int | None:
-    """A budget in bytes: the argument's, else the environment variable's, else None.
+    """Returns a budget in bytes: the argument's, else the environment variable's, else None.
 
     Raises:
-        ValueError: neither a number of bytes above 0 nor a size such as "24GB".
+        ValueError: the value is neither a number of bytes above 0 nor a size such as "24GB".
     """
     value: Any = os.environ.get(variable) or None if given is None else given
     source = variable if given is None else option
@@ -49,15 +49,15 @@ def budget_of(given: str | int | None, option: str, variable: str) -> int | None
 
 @dataclass(frozen=True)
 class HostPrediction:
-    """Bytes that a model and its optimizer take on the host.
+    """Bytes of a model and its optimizer on the host.
 
     Attributes:
-        weights: of every parameter, and buffers.
-        gradients: of those that train.
-        masters: what fp32 masters of 16-bit weights have beyond them.
-        moments: Adam's two, in fp32 or, with `moments="8bit"`, in a byte each.
-        values: what the microbatches of a step keep on the host until their backward; 0 before a batch is known.
-        tied_sums: the sums of layers that share a parameter, until they are added up, beyond its gradient.
+        weights: all parameters and buffers.
+        gradients: gradients of the parameters that are trained.
+        masters: what fp32 masters of 16-bit weights take beyond the weights.
+        moments: Adam's two moments, in fp32 or, with `moments="8bit"`, in one byte each.
+        values: values that a step's microbatches keep on the host until their backward; 0 before a batch is known.
+        tied_sums: for a tied parameter, its layers' sums until they are added up, beyond the parameter's gradient.
     """
 
     weights: int
@@ -69,7 +69,7 @@ class HostPrediction:
 
     @property
     def total(self) -> int:
-        """All of them, in bytes."""
+        """The sum of all entries, in bytes."""
         return sum(self.rows().values())
 
     def rows(self) -> dict[str, int]:
@@ -91,12 +91,12 @@ _MOMENT_BYTES = {"float32": 8, "8bit": 2}
 def predict_host(
     blocks: Iterable[Sequence[torch.Tensor]], moments: str, values: int = 0, trains: bool = True, tied_sums: int = 0
 ) -> HostPrediction:
-    """What parameters and buffers take with a fused Adam; they may be on the meta device.
+    """Predicts the host memory of parameters and buffers with a fused Adam; they may be on the meta device.
 
     Args:
-        blocks: those that have their memory in one piece: if any of them trains, there are gradients for all.
+        blocks: parameters whose memory is one block: if any of them is trained, there are gradients for all of them.
         moments: "float32" or "8bit".
-        values: see `HostPrediction`, and for `tied_sums`.
+        values: see `HostPrediction`; the same for `tied_sums`.
         trains: False: nothing is trained, whatever `requires_grad` says.
     """
     weights = gradients = masters = moment_bytes = 0
@@ -114,10 +114,10 @@ def predict_host(
 def predict_model(
     model: nn.Module, moments: str, tied: Mapping[str, str] | None = None, trains: bool = True
 ) -> HostPrediction:
-    """The same for a model that has no blocks yet.
+    """Predicts the same for a model that has no blocks yet.
 
     Args:
-        tied: names of parameters that will be one with another, and its name.
+        tied: maps the name of each parameter that will be tied to another one to that parameter's name.
     """
     tied = tied or {}
     names: dict[int, set[str]] = defaultdict(set)
@@ -135,7 +135,7 @@ def predict_model(
 
 
 def _tied_sum_bytes(parameter: torch.Tensor, users: int) -> int:
-    """What the engine's `BlockState::sum_bytes` will be."""
+    """The future value of the engine's `BlockState::sum_bytes`."""
     if users < 2:
         return 0
     if parameter.element_size() < 4:
@@ -144,17 +144,17 @@ def _tied_sum_bytes(parameter: torch.Tensor, users: int) -> int:
 
 
 def table(title: str, rows: dict[str, int], beside: dict[str, int]) -> str:
-    """Sizes one below the other, their sum, and what they are compared with."""
+    """Formats sizes one below the other, then their sum and the sizes to compare it with."""
     entries = {name: size for name, size in rows.items() if size} | {"together": sum(rows.values())} | beside
     width = max(map(len, entries))
     return "\n".join([title, *(f"  {name:{width}} {_core.format_bytes(size):>12}" for name, size in entries.items())])
 
 
 def refuse_host(where: str, name: str, budget: int, predict: Callable[[str], HostPrediction]) -> None:
-    """Raises BudgetError when the model does not fit `budget` with fp32 moments, with what would fit.
+    """Raises BudgetError if the model does not fit `budget` with fp32 moments; the message says what would fit.
 
     Args:
-        predict: from the moments' format to the prediction.
+        predict: maps the moments' format to the prediction.
     """
     wanted = predict("float32")
     if wanted.total <= budget:

@@ -1,6 +1,6 @@
-"""What layers take on a device, found out by running each kind of layer once, beside the pipeline.
+"""The device memory of layers, measured by running each kind of layer once, outside the pipeline.
 
-Only shapes count, so the weights may be random, or not be loaded yet.
+Only shapes count, so the weights may be random or not loaded yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from roundpipe.layers.values import Structure
 
 Loss = Callable[[Any], list[torch.Tensor]]
 
-# Of executions that belong to no call of the engine, whose own numbers begin at 1.
+# Call number for executions that belong to no call of the engine, which numbers its calls from 1.
 _TRIAL = 0
 
 
@@ -28,12 +28,12 @@ class LayerFootprint:
     """Bytes that one layer takes on a device for one microbatch.
 
     Attributes:
-        inputs: what it is given.
-        outputs: what it hands on; with the loss, for the last layer.
-        output_gradients: those that its backward is given.
-        forward: the most while it runs, beyond its inputs.
-        saved: what its graph holds until the backward, its outputs included.
-        backward: the most during its backward, beyond its inputs and the gradients it is given.
+        inputs: the layer's inputs.
+        outputs: the values that it passes on; for the last layer, with the loss.
+        output_gradients: the gradients that its backward receives.
+        forward: the peak during the forward, beyond the inputs.
+        saved: the values that its graph holds until the backward, including its outputs.
+        backward: the peak during the backward, beyond the inputs and the received gradients.
     """
 
     inputs: int
@@ -45,9 +45,9 @@ class LayerFootprint:
 
 
 class _AcceleratorMeter:
-    """What `_core.MemoryMeter` is for the CPU, from torch's own statistics of one accelerator.
+    """The counterpart of `_core.MemoryMeter` for an accelerator, based on torch's statistics.
 
-    Nothing else may run there meanwhile.
+    Nothing else may run on that accelerator meanwhile.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,15 +82,15 @@ def measure(
     device: torch.device,
     trains: bool,
 ) -> list[LayerFootprint]:
-    """Runs one microbatch forward and, where it `trains`, backward through the layers, each kind of layer once.
+    """Runs one microbatch forward and, if it `trains`, backward through the layers, each kind of layer once.
 
     Args:
         batch: the first layer's inputs, on the host.
-        loss: takes the last layer's output; None = gradients of the outputs come from elsewhere, if at all.
+        loss: takes the last layer's output; None = gradients of the outputs, if any, come from elsewhere.
         device: where to run; the CPU stands for a virtual device.
 
     Raises:
-        Whatever a layer raises; torch.OutOfMemoryError when a single layer does not fit.
+        Exception: whatever a layer raises; torch.OutOfMemoryError if a single layer does not fit.
     """
     meter: Meter = _core.MemoryMeter() if device.type == "cpu" else _AcceleratorMeter(device)
     known: dict[Any, tuple[LayerFootprint, list[torch.Tensor], Structure]] = {}
@@ -121,7 +121,7 @@ def _measure_layer(
         shell = layer.make_shell(str(device))
         _fill(shell, layer, device, trains)
         leaves = [_core.crossed_copy(t, str(device)).requires_grad_(t.requires_grad) for t in tensors]
-        # A layer may write to what it is given, and must not be given leaves then.
+        # A layer may write to its inputs in place, which autograd forbids for leaves.
         inputs = _core.cross_boundary(leaves)
         base = meter.current_bytes
         meter.reset_peak()
@@ -151,7 +151,7 @@ def _measure_layer(
 
 def _fill(shell: DeviceShell, layer: PythonLayer, device: torch.device, trains: bool) -> None:
     def drop(parameter: torch.Tensor) -> None:
-        parameter.grad = None  # the engine sums it up elsewhere the moment it is complete
+        parameter.grad = None  # the engine sums a gradient elsewhere as soon as it is complete
 
     with torch.no_grad():
         for mine, (_, parameter) in zip(shell.parameters, layer.parameters(), strict=True):

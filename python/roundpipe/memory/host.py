@@ -1,4 +1,4 @@
-"""What models and their fused optimizers take on the host."""
+"""Host memory of models and their fused optimizers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class HostMemory:
     """Bytes on the host, by use; `print` shows them as a table.
 
     Attributes:
-        parameters: how many the optimizer trains.
+        parameters: number of parameters that the optimizer trains.
         weights_and_gradients: the buffers that weights and gradients take turns in.
-        masters: what fp32 masters of 16-bit weights have beyond them.
-        moments: the optimizer's, as they are once every parameter has had a step.
+        masters: what fp32 masters of 16-bit weights take beyond the weights.
+        moments: the optimizer's moments once every parameter has had a step.
     """
 
     parameters: int
@@ -25,7 +25,7 @@ class HostMemory:
 
     @property
     def total(self) -> int:
-        """All of them, in bytes."""
+        """The sum of all entries, in bytes."""
         return self.weights_and_gradients + self.masters + self.moments
 
     def __str__(self) -> str:
@@ -45,16 +45,16 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class HostArena:
-    """What all models in this process, and their steps, take from the system; `print` shows it.
+    """Memory that all models in this process, and their steps, have taken from the system; `print` shows it.
 
     Weights, gradients and the state of fused optimizers are held as long as the models. Inputs, activations between
-    stages and their gradients, losses and buffers come and go with every step; their memory is kept for the next one.
+    stages and their gradients, losses and buffers come and go with every step; their memory is kept for the next step.
 
     Attributes:
-        asked_bytes: what is in use now, buffers that wait for their next use included.
-        reserved_bytes: what was taken from the system for that.
-        locked_bytes: the page-locked part of it; 0 when all devices are virtual.
-        pieces: how many buffers there are.
+        asked_bytes: memory in use now, including buffers that wait for their next use.
+        reserved_bytes: memory taken from the system for it.
+        locked_bytes: the page-locked part of it; 0 if all devices are virtual.
+        pieces: number of buffers.
     """
 
     asked_bytes: int
@@ -64,7 +64,7 @@ class HostArena:
 
     @property
     def waste(self) -> float:
-        """The part of the reserved bytes that nobody asked for, from 0 to 1."""
+        """The share of the reserved bytes that is not asked for, from 0 to 1."""
         return 1 - self.asked_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
 
     def __str__(self) -> str:
@@ -76,6 +76,6 @@ class HostArena:
 
 
 def host_arena() -> HostArena:
-    """What all models in this process take from the system now, see `HostArena`. Memory of a model goes back to it when
-    nothing uses it any more, what steps used when a model is gone or memory runs short."""
+    """The current host memory of all models in this process, see `HostArena`. A model's memory returns to the system
+    when nothing uses it any more; memory of steps returns when a model is gone or memory runs short."""
     return HostArena(*_core.host_arena())

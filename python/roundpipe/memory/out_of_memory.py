@@ -1,4 +1,4 @@
-"""What users are told when a device has no memory for a call: the error, and the warning when it took longer."""
+"""Messages about a device without memory for a call: the error, and the warning when a retry took longer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from roundpipe import _core
 from roundpipe.layers.values import Structure
 from roundpipe.memory.step import Microbatch, StepShape, largest_of, rows_of, step_shape
 
-# Numbers that choose what a layer does: tokens, positions, masks. Those of other tensors only count by their shape.
+# Values that decide what a layer does: tokens, positions, masks. Of other tensors, only shapes count.
 _CHOOSING = frozenset({torch.bool, torch.int16, torch.int32, torch.int64})
 
 
 def warn(notice: str) -> None:
-    """Warns, at the line outside of this package and of torch that made the engine tell."""
+    """Warns, at the line outside this package and torch that made the engine warn."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("roundpipe", "torch"):
         level, frame = level + 1, frame.f_back
@@ -29,12 +29,12 @@ def warn(notice: str) -> None:
 
 
 def release(error: BaseException) -> None:
-    """Lets an error that ended on another thread go on without the tensors in its traceback's frames."""
+    """Drops the tensors in the traceback frames of an error that ended on another thread."""
     traceback.clear_frames(error.__traceback__)
 
 
 def said(error: BaseException, *parts: str) -> torch.OutOfMemoryError:
-    """The error of a device without memory, followed by what else there is to say. Its cause is `error`."""
+    """Makes the error for a device without memory, with `parts` as further lines. Its cause is `error`."""
     release(error)
     first = str(error).rstrip() or "[RoundPipe] out of memory"
     told = torch.OutOfMemoryError("\n".join([first, *parts]))
@@ -71,7 +71,7 @@ def _note(part: Microbatch) -> Noted:
 
 
 def _revive(noted: Noted, rows: int, most: int) -> Microbatch:
-    """The first `rows` of the noted microbatch's `most` rows."""
+    """Makes the first `rows` of the noted microbatch's `most` rows."""
     tensors = [entry.zeros() if isinstance(entry, _Shape) else entry for entry in noted[0]]
     cut = [
         t.detach()[:rows].requires_grad_(t.requires_grad) if rows < most and t.dim() and t.shape[0] == most else t
@@ -81,7 +81,7 @@ def _revive(noted: Noted, rows: int, most: int) -> Microbatch:
 
 
 class ExplainsLack(Protocol):
-    """A model in the pipeline, as far as it can say what a call of it takes."""
+    """A model in the pipeline, reduced to what explains the memory of its calls."""
 
     def _explain_lack(self, shape: Callable[[ExplainsLack, int], StepShape], rows: int, cap: int) -> str: ...
 
@@ -91,10 +91,10 @@ class ExplainsLack(Protocol):
 
 
 class StepNote:
-    """What a call looks like, so that it can be told why it did not fit. The values of the batch are not kept.
+    """Describes a call, to explain later why it did not fit. It does not keep the values of the batch.
 
-    The engine calls it with an error when a device had no memory for the call and nothing else helped; what comes back
-    is raised. Only then is anything predicted.
+    The engine calls it with an error if a device had no memory for the call and nothing else helped, and raises the
+    result. Memory is predicted only then.
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class StepNote:
         self._mode = mode
 
     def __call__(self, error: BaseException, where: str, cap: int) -> torch.OutOfMemoryError:
-        """The error to raise.
+        """Makes the error to raise.
 
         Args:
-            error: what was raised where there was no memory.
+            error: the original error of the allocation.
             where: a sentence: the device, its cap, layer and phase.
-            cap: of the device, in bytes; 0: none is known.
+            cap: the device's cap in bytes; 0: unknown.
         """
         release(error)
         pipe = self._pipe()
@@ -140,7 +140,7 @@ class StepNote:
         return said(error, where, told)
 
     def _shape(self, pipe: ExplainsLack, rows: int) -> StepShape:
-        """The step, with so many rows in its largest microbatch."""
+        """The step with `rows` rows in its largest microbatch."""
         return step_shape(
             [_revive(self._batch, rows, self._most_rows)],
             [_revive(self._label, rows, self._most_rows)] if self._label is not None else [],

@@ -1,4 +1,4 @@
-"""What a training step will hold on each device and on the host, worked out before it runs."""
+"""Predicts what a training step will hold on each device and on the host, before it runs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from roundpipe.call.run_config import RecomputeGrain
 from roundpipe.memory.footprint import LayerFootprint
 
 STAGED = 3
-"""Microbatches whose values are on a device at a time, across the end of a job: one runs, two come next."""
+"""Microbatches with values on a device at a time, across the end of a job: one is running, two are staged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on the device that holds most, at the moment when it does.
+    """Bytes on the device with the highest peak, at that peak.
 
     Attributes:
-        weights: of the stage that runs and of the next one, for which there is one arena as long as the step runs.
+        weights: the weights of the running stage and of the next one, in one arena that lasts for the step.
         gradients: parameter gradients, summed on the device.
-        values: what microbatches hand from stage to stage.
-        work: what the layers hold while they run: saved activations and temporaries.
-        measured: the most that a device has held since; None until a step has run.
+        values: values that microbatches pass from stage to stage.
+        work: memory of running layers: saved activations and temporaries.
+        measured: the highest peak of any device since; None until a step has run.
     """
 
     weights: int
@@ -33,7 +33,7 @@ class DeviceMemory:
 
     @property
     def total(self) -> int:
-        """All of them, in bytes."""
+        """The sum of all entries, in bytes."""
         return self.weights + self.gradients + self.values + self.work
 
     def rows(self) -> dict[str, int]:
@@ -43,8 +43,8 @@ class DeviceMemory:
 
 @dataclasses.dataclass(frozen=True)
 class LayerBytes:
-    """One layer's own bytes: in a weight slot, its gradients as they travel, their sums on the device, and those of the
-    gradients that are rounded into memory of their own before they go."""
+    """One layer's own bytes: in a weight slot, of its gradients in flight, of their sums on the device, and of
+    gradients that are rounded into separate memory before they go."""
 
     weights: int
     gradients: int
@@ -53,7 +53,7 @@ class LayerBytes:
 
 
 def waiting_on_host(plan: _core.Plan, footprints: Sequence[LayerFootprint], microbatches: int) -> int:
-    """Bytes that wait on the host between stages: every microbatch's inputs of each backward stage, and of the step."""
+    """Bytes that wait on the host between stages: all microbatches' inputs of each backward stage, and of the step."""
     kept = {job.layers.first for job in plan.jobs if job.phase != "forward"} | {0}
     return microbatches * sum(footprints[layer].inputs for layer in kept)
 
@@ -67,22 +67,22 @@ def predict_device(
     limit_bytes: int = 0,
     waits: bool = False,
 ) -> DeviceMemory:
-    """The most that any device holds while it runs the jobs of `plans`, one plan a step.
+    """Predicts the peak of any device while it runs the jobs of `plans`, one plan for each step.
 
-    Follows a device's jobs in their order: the weights and first values of the next job are uploaded while one runs,
-    and gradients go down while the next one begins.
+    Follows a device's jobs in their order: while one job runs, the weights and first values of the next job are
+    uploaded; gradients are downloaded while the next job begins.
 
     Args:
-        label_bytes: of one microbatch.
-        limit_bytes: of a device; where the next job's weights do not fit beside the running one they come later.
-        waits: a job begins when what the one before it sends has gone.
+        label_bytes: bytes of one microbatch's label.
+        limit_bytes: limit of a device; if the next job's weights do not fit beside the running job, they come later.
+        waits: a job begins only when everything that the previous job sends has gone.
     """
     visits = [_Visit(job, layers, footprints, grain, label_bytes) for plan in plans for job in plan.jobs]
     most = DeviceMemory(0, 0, 0, 0)
     for device in range(plans[0].devices):
         mine = [index for index, visit in enumerate(visits) if visit.device == device]
         nexts = [*(visits[index] for index in mine[1:]), None][: len(mine)]
-        # Of weights there is one arena, for any two jobs that follow each other and fit beside each other.
+        # Weights share one arena, large enough for any two consecutive jobs that fit beside each other.
         arena = max(
             (visits[index].pair_weights(after, limit_bytes) for index, after in zip(mine, nexts, strict=True)),
             default=0,
@@ -123,7 +123,7 @@ class _Visit:
         self.work = _work(stage, trains, grain)
 
     def _staged(self, after: _Visit | None) -> int:
-        """The most that is staged of this job's microbatches and, towards its end, of the next one's."""
+        """The most that is staged of this job's microbatches and, towards its end, of the next job's."""
         coming = after.count if after is not None else 0
         return max(
             own * self.values + (min(STAGED - own, coming) * after.values if after is not None else 0)
@@ -131,19 +131,19 @@ class _Visit:
         )
 
     def _has_room_for(self, after: _Visit, limit_bytes: int) -> bool:
-        """Whether the next job's weights, with which come its first values, fit beside this one."""
+        """Whether the next job's weights, with its first values, fit beside this job."""
         held = self.weights + self.sums + self._staged(after) + self.work
         return limit_bytes == 0 or held + after.weights <= limit_bytes
 
     def pair_weights(self, after: _Visit | None, limit_bytes: int) -> int:
-        """Of this job and, where it fits, of the next."""
+        """Bytes of this job's weights and, if they fit, of the next job's."""
         has_next = after is not None and self._has_room_for(after, limit_bytes)
         return self.weights + (after.weights if after is not None and has_next else 0)
 
     def moments(
         self, before: _Visit | None, after: _Visit | None, arena: int, limit_bytes: int, waits: bool
     ) -> list[DeviceMemory]:
-        """What is held while the job begins, runs and ends."""
+        """The bytes held while the job begins, runs and ends."""
         values = self._staged(None)
         if limit_bytes and arena + self.sums + values + self.work > limit_bytes:
             arena = self.weights
@@ -163,7 +163,7 @@ def _work(stage: Sequence[LayerFootprint], trains: bool, grain: RecomputeGrain) 
         for index, layer in enumerate(stage):
             most = max(most, (stage[index - 1].outputs if index > 0 else 0) + layer.forward)
         return most
-    below = 0  # held of the layers below
+    below = 0  # held by the layers below
     for layer in stage:
         most = max(most, below + layer.forward, below + layer.backward)
         below += layer.saved if grain == "stage" else layer.outputs

@@ -1,4 +1,4 @@
-"""Predicts what a model's steps take, holds them to their budgets, and compares afterwards."""
+"""Predicts the memory of a model's steps, keeps them within budgets, and compares afterwards."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _PLACES: dict[Activations, str] = {
     "recompute": "from a layer below",
 }
 Microbatch = tuple[list[torch.Tensor], Structure]
-# Steps that a prediction follows: devices are given out anew in each.
+# Steps that a prediction follows: each step assigns devices again.
 _STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPrediction:
-    """What a step of a model is predicted to take; `print` shows it as a table.
+    """The predicted memory of a model's step; `print` shows it as a table.
 
     Attributes:
-        device: on the device that holds most.
-        host: of the model and a fused Adam with fp32 moments.
-        recompute_grain: with which the step runs.
-        activations: for each layer where its activations are between forward and backward: "device" (kept there),
-            "host" (its inputs wait on the host, it is recomputed from them) or "recompute" (from a layer below).
+        device: memory of the device with the highest peak.
+        host: memory of the model and a fused Adam with fp32 moments.
+        recompute_grain: the grain that the step uses.
+        activations: for each layer, the place of its activations between forward and backward: "device" (kept there),
+            "host" (its inputs wait on the host, and it is recomputed from them) or "recompute" (from a layer below).
     """
 
     device: DeviceMemory
@@ -57,17 +57,17 @@ class MemoryPrediction:
 
 @dataclasses.dataclass(frozen=True)
 class StepShape:
-    """One step as it will be asked for.
+    """One requested step.
 
     Attributes:
         batch: the largest microbatch, on the host.
-        label_bytes: of its label.
-        loss: from the model's output to the losses; None: the pipeline takes none.
-        count: microbatches.
-        route: as the engine takes it.
+        label_bytes: bytes of its label.
+        loss: maps the model's output to the losses; None: the pipeline computes no loss.
+        count: number of microbatches.
+        route: the route in the engine's form.
         mode: the plan's mode.
-        total_rows: of all microbatches.
-        savers: options that would make a row take less, as a user reads them.
+        total_rows: rows of all microbatches.
+        savers: options that would reduce the memory of a row, worded for the user.
     """
 
     batch: Microbatch
@@ -86,17 +86,17 @@ class StepShape:
 
     @property
     def rows(self) -> int:
-        """Of the largest microbatch."""
+        """Rows of the largest microbatch."""
         return rows_of(self.batch)
 
 
 def rows_of(microbatch: Microbatch) -> int:
-    """What it can be cut by: the size of dim 0."""
+    """The size of dim 0, along which a microbatch can be cut."""
     return max((tensor.shape[0] for tensor in microbatch[0] if tensor.dim()), default=1)
 
 
 def largest_of(batch: Sequence[Microbatch]) -> int:
-    """The index of the microbatch that takes most."""
+    """The index of the microbatch that takes the most memory."""
     sizes = [sum(map(_core.settled_bytes, tensors)) for tensors, _ in batch]
     return sizes.index(max(sizes))
 
@@ -112,7 +112,7 @@ def step_shape(
     total_rows: int | None = None,
     savers: tuple[str, ...] = (),
 ) -> StepShape:
-    """The step that a call will make of these microbatches; `count` and `total_rows`, where they are but some of it."""
+    """The step that a call makes of these microbatches; `count` and `total_rows` apply if they are only part of it."""
     largest = largest_of(batch)
     label: Any = labels[largest] if labels else ([], None)
 
@@ -136,10 +136,10 @@ class StepMemory:
     """The memory of one model's steps.
 
     Args:
-        name: of the model, in messages.
-        layers: as the engine runs them.
-        host_budget: in bytes; None = none.
-        device_budget: in bytes, of each device; None = none.
+        name: the model's name, in messages.
+        layers: the layers in the engine's form.
+        host_budget: in bytes; None = no budget.
+        device_budget: in bytes, for each device; None = no budget.
     """
 
     def __init__(
@@ -158,10 +158,10 @@ class StepMemory:
         """Plans the step within the device budget. REQUIRES: there is one.
 
         Returns:
-            The grain to recompute with: "layer" where a stage's graph would not fit.
+            The recompute grain: "layer" if a stage's graph would not fit.
 
         Raises:
-            ValueError: the step fits in no way that keeps its microbatches as they are.
+            ValueError: the step cannot fit with these microbatches.
         """
         assert self.device_budget is not None
         engine = _core.Engine.current()
@@ -173,14 +173,14 @@ class StepMemory:
         return self._admitted[key]
 
     def predict(self, pipeline: _core.Pipeline, step: StepShape, grain: RecomputeGrain) -> MemoryPrediction:
-        """What the step would take. Plans from now on keep to it."""
+        """Predicts the step's memory. Plans from now on keep to that."""
         footprints = self._footprints(pipeline, step)
         self._tell_planner(pipeline, step, footprints, grain)
         found = self._device(pipeline, step, grain, footprints, self.device_budget or self._cap())
         return MemoryPrediction(found, self._host(pipeline, step), grain, _activations(pipeline, step))
 
     def last(self) -> MemoryPrediction | None:
-        """The last prediction that a step was planned with, and what has been measured since."""
+        """The last prediction that planned a step, with what has been measured since."""
         if self._last is None:
             return None
         return dataclasses.replace(self._last, device=dataclasses.replace(self._last.device, measured=_peak()))
@@ -203,12 +203,12 @@ class StepMemory:
         return tried
 
     def explain(self, pipeline: _core.Pipeline, shape: Callable[[int], StepShape], rows: int, cap: int) -> str:
-        """What a step takes that a device had no memory for, and the smallest change that would fit.
+        """Explains the memory of a step that a device had no memory for, and the smallest change that would fit.
 
         Args:
-            shape: the step, with so many rows in its largest microbatch.
-            rows: that it had.
-            cap: of the device, in bytes; 0: none is known.
+            shape: maps a number of rows in the largest microbatch to the step.
+            rows: the step's own number of rows.
+            cap: the device's cap in bytes; 0: unknown.
 
         Raises:
             Exception: nothing can be predicted.
@@ -225,7 +225,7 @@ class StepMemory:
         correction = self._correction
         try:
             if wanted.total <= cap:
-                # It did not fit, so what was not foreseen takes at least the rest.
+                # It did not fit, so the unpredicted part takes at least the rest.
                 self._correction *= 1 + (cap - wanted.total + 1) / max(1, wanted.work)
                 text += (
                     "\nthat would have fitted: something else is on the device, or a layer takes more than when it was "
@@ -245,7 +245,7 @@ class StepMemory:
         return len(self._layers) == layers
 
     def describe_layers(self, pipeline: _core.Pipeline) -> str:
-        """What is known of the layers without running any."""
+        """Describes the layers without running any."""
         most = max(_layer_bytes(pipeline), key=lambda layer: layer.weights + layer.sums)
         weights, sums = _core.format_bytes(most.weights), _core.format_bytes(most.sums)
         return f"the largest layer takes {weights} for its weights and, in a backward, {sums} for gradients"
@@ -253,7 +253,7 @@ class StepMemory:
     def _footprints_of_some(
         self, pipeline: _core.Pipeline, shape: Callable[[int], StepShape], rows: int
     ) -> tuple[list[LayerFootprint], int]:
-        """Footprints of a microbatch of `rows`, from as many of them as can be measured on a device, and how many."""
+        """Footprints of `rows` rows, scaled from as many rows as can be measured on a device, and that number."""
         measured = rows
         while True:
             try:
@@ -276,8 +276,8 @@ class StepMemory:
         """The smallest change to the step that would fit.
 
         Args:
-            memory: what a larger device is asked for with.
-            measured: footprints of so many rows; None: in proportion to those of the step.
+            memory: the start of a request for a larger device; the size follows it.
+            measured: maps a number of rows to footprints; None: in proportion to the step's footprints.
         """
         rows = step.rows
 
@@ -285,14 +285,14 @@ class StepMemory:
             return -(-step.total_rows // left)
 
         def taken(left: int, smaller: Sequence[LayerFootprint] | None = None) -> DeviceMemory:
-            """By as many microbatches as have at most so many rows."""
+            """The memory with as many microbatches as needed for at most this many rows each."""
             cut = dataclasses.replace(step, count=count_with(left))
             smaller = smaller or [_scaled(footprint, left, rows) for footprint in footprints]
             if self.device_budget is not None:
                 self._tell_planner(pipeline, cut, smaller, "layer")
             return self._device(pipeline, cut, "layer", smaller, budget)
 
-        # The most rows that fit, found by halves: fewer rows take less.
+        # Bisects for the most rows that fit: fewer rows take less.
         fits, too_many = 0, rows
         while too_many - fits > 1:
             left = (fits + too_many) // 2
@@ -319,7 +319,7 @@ class StepMemory:
     def _tell_planner(
         self, pipeline: _core.Pipeline, step: StepShape, footprints: Sequence[LayerFootprint], grain: RecomputeGrain
     ) -> None:
-        """Lets plans keep within the budget from now on, and never take more than the next one does."""
+        """Keeps plans within the budget from now on, and never above the demand of the next plan."""
         layers = _layer_bytes(pipeline)
         saved = [f.saved if grain == "stage" else f.outputs for f in footprints]
         outputs = [f.outputs for f in footprints]
@@ -361,7 +361,7 @@ class StepMemory:
     def _footprints(self, pipeline: _core.Pipeline, step: StepShape) -> list[LayerFootprint]:
         key = self._key(step)
         if key not in self._measured_for:
-            # Layers that run would draw from the same generator, and count in the same statistics.
+            # Running layers would draw from the same generator and count in the same statistics.
             pipeline.drain()
             pipeline.show_weights()
             device = torch.device(_core.Engine.current().torch_devices()[0])
@@ -378,7 +378,7 @@ class StepMemory:
         )
 
     def _compare(self) -> None:
-        """Takes over how far the last prediction was off, where it was too small."""
+        """Remembers how far off the last prediction was, if it was too small."""
         if self._last is None:
             return
         predicted = self._last.device
@@ -405,7 +405,7 @@ def _activations(pipeline: _core.Pipeline, step: StepShape) -> tuple[Activations
 
 
 def _scaled(footprint: LayerFootprint, rows: int, measured: int) -> LayerFootprint:
-    """That of `rows`, from the one of `measured` rows: nearly all that a layer takes grows with them."""
+    """Scales a footprint of `measured` rows to `rows`: nearly all memory of a layer is proportional to its rows."""
     if rows == measured:
         return footprint
     return LayerFootprint(*(-(-size * rows // measured) for size in dataclasses.astuple(footprint)))

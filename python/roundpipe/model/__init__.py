@@ -1,1 +1,1 @@
-"""Models in the pipeline: `RoundPipe`, `AutoRoundPipe`, how a model is wrapped, and what stands for the original."""
+"""Models in the pipeline: `RoundPipe`, `AutoRoundPipe`, wrapping, and access to the original model."""

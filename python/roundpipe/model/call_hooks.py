@@ -1,4 +1,4 @@
-"""Hooks that are registered on a model in the pipeline: they run around its calls, with whole batches, on the host."""
+"""Hooks registered on a model in the pipeline: they run around its calls, with whole batches, on the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Hooks = OrderedDict[int, tuple[Callable[..., Any], bool, bool]]  # hook, with_k
 
 
 class HasCallHooks(nn.Module):
-    """A model whose hooks are its own, and not those of the modules that devices have shadows of."""
+    """A model with hooks of its own, separate from the hooks of the modules that devices have shadows of."""
 
     _pre_hooks: _Hooks
     _after_hooks: _Hooks
@@ -27,7 +27,7 @@ class HasCallHooks(nn.Module):
     def register_forward_pre_hook(
         self, hook: Callable[..., Any], *, prepend: bool = False, with_kwargs: bool = False
     ) -> RemovableHandle:
-        """As of any module: `hook` runs before each `model(...)`, and may return other arguments."""
+        """As for any module: `hook` runs before each `model(...)` and may return other arguments."""
         return _register(self._pre_hooks, (hook, with_kwargs, False), prepend)
 
     def register_forward_hook(
@@ -38,7 +38,7 @@ class HasCallHooks(nn.Module):
         with_kwargs: bool = False,
         always_call: bool = False,
     ) -> RemovableHandle:
-        """As of any module: `hook` runs after each `model(...)` with its merged outputs, and may return others."""
+        """As for any module: `hook` runs after each `model(...)` with its merged outputs and may return others."""
         return _register(self._after_hooks, (hook, with_kwargs, always_call), prepend)
 
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -54,7 +54,7 @@ class HasCallHooks(nn.Module):
         _refuse("register_backward_hook")
 
     def call_with_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`self.forward(*args, **kwargs)`, with the hooks around it."""
+        """Runs `self.forward(*args, **kwargs)` with the hooks around it."""
         if not self._pre_hooks and not self._after_hooks:
             return self.forward(*args, **kwargs)
         for hook, with_kwargs, _ in list(self._pre_hooks.values()):
@@ -79,7 +79,7 @@ class HasCallHooks(nn.Module):
 
 
 def refuse_hooked(model: ModelFacade, where: str) -> None:
-    """Raises ValueError if there are hooks around calls: `where` has none of its outputs whole."""
+    """Raises ValueError if hooks are registered around calls: `where` never has whole outputs for them."""
     own = model.__dict__
     if own.get("_pre_hooks") or own.get("_after_hooks"):
         raise ValueError(
@@ -89,7 +89,7 @@ def refuse_hooked(model: ModelFacade, where: str) -> None:
 
 
 def refuse_hooks_of(module: nn.Module, what: str) -> None:
-    """Raises ValueError if a module that the pipeline takes apart has hooks of its own."""
+    """Raises ValueError if a module that the pipeline takes apart has its own hooks."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         raise ValueError(
             f"[RoundPipe] {what} has hooks, which nothing would run, as the pipeline takes it apart; register them on "

@@ -1,4 +1,4 @@
-"""What models in the pipeline have in common with the model that they stand for."""
+"""The common base of models in the pipeline: each stands for an original model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def facade_in(model: Any) -> ModelFacade | None:
-    """The model in the pipeline that `model` is, or that peft has put adapters into; None if there is none."""
+    """Returns `model` if it is a model in the pipeline, or the one inside it if peft wrapped that one; else None."""
     inner = without_adapters(model)
     if not isinstance(inner, ModelFacade):
         return None
@@ -33,8 +33,8 @@ def facade_in(model: Any) -> ModelFacade | None:
 
 @contextmanager
 def _values_in_place() -> Iterator[None]:
-    """torch loads values into the parameters that are there, also where a program or a device's module has told it to
-    swap them for others: the engine holds them, and torch does not swap what somebody holds."""
+    """Makes torch load values into the existing parameters, even if a program or a device's module has told it to swap
+    parameters: the engine holds them, and torch does not swap tensors that are held elsewhere."""
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(False)
     try:
@@ -44,7 +44,7 @@ def _values_in_place() -> Iterator[None]:
 
 
 def _own_names(facade: type[ModelFacade]) -> frozenset[str]:
-    """Names that `facade` and its bases below `nn.Module` define or declare, and those of a replaced forward."""
+    """Names that `facade` and its bases below `nn.Module` define or declare, and the names of a replaced forward."""
     names = set(model_forward.NAMES)
     for base in facade.__mro__[: facade.__mro__.index(nn.Module)]:
         names |= {*vars(base), *inspect.get_annotations(base)}
@@ -58,10 +58,10 @@ class ModelFacade(HostResident):
     `synchronize` and `optim_parameters`.
     """
 
-    # Names that are looked up here, see `_own_names`; all others belong to the original model.
+    # Names that are looked up here, see `_own_names`. All others belong to the original model.
     _OWN: ClassVar[frozenset[str]]
 
-    # Names that are looked up in the original model first, and made here where it has none of them.
+    # Names that are looked up in the original model first; if it does not have them, they are made here.
     _FALLBACK = COMMON
 
     _original_model: nn.Module
@@ -75,7 +75,7 @@ class ModelFacade(HostResident):
         cls._OWN = _own_names(cls)
 
     def set_original_model(self, original_model: nn.Module) -> None:
-        """Makes attributes read, written and deleted here those of `original_model`; what runs stays the same."""
+        """Makes attributes read, written and deleted here those of `original_model`; the pipeline stays the same."""
         if not isinstance(original_model, nn.Module):
             raise ValueError(f"[set_original_model] got a {type(original_model).__name__}, expected an nn.Module")
         object.__getattribute__(self, "__dict__")["_original_model"] = original_model
@@ -84,11 +84,11 @@ class ModelFacade(HostResident):
         raise NotImplementedError
 
     def _may_replace(self) -> bool:
-        """Whether parameters that are replaced now are taken over."""
+        """Whether the pipeline can still take over replaced parameters."""
         return False
 
     def _follow_changes(self) -> None:
-        """Takes over that modules were put in or taken out, where that is possible."""
+        """Takes over modules that were added or removed, if that is possible."""
 
     def optim_parameters(self) -> Iterable[nn.Parameter]:
         raise NotImplementedError
@@ -110,10 +110,10 @@ class ModelFacade(HostResident):
         elif name == "compile":
             return refuse_compiling
         elif name == torch._C._get_privateuse1_backend_name() and isinstance(value, MethodType):
-            # Such as Module.npu, which a backend outside of torch adds beside Module.cuda.
+            # For example Module.npu, which a backend outside torch adds beside Module.cuda.
             return lambda device=None: self._stay(name)
         if not name.startswith("_") and isinstance(value, (nn.Module, torch.Tensor, MethodType, list)):
-            # From here the user may reach parameters.
+            # From here on, the user may hold parameters.
             group = object.__getattribute__(self, "_step_group")
             group.show_weights()
             group.note_reach()
@@ -138,39 +138,39 @@ class ModelFacade(HostResident):
         return f"{type(self).__name__}({self._original_model!r})"
 
     def train(self, mode: bool = True) -> Self:
-        """Sets training mode of the original model."""
+        """Sets the original model to training mode."""
         for model in standing_for(self):
             model.train(mode)
         return self
 
     def eval(self) -> Self:
-        """Sets evaluation mode of the original model."""
+        """Sets the original model to evaluation mode."""
         return self.train(False)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Sets `requires_grad` of the original model's parameters."""
+        """Sets `requires_grad` on the original model's parameters."""
         for model in standing_for(self):
             model.requires_grad_(requires_grad)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The original model's, after everything that runs is done."""
+        """The original model's state dict, after all running work has finished."""
         self._step_group.synchronize()
         return self._original_model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The original model's, after everything that runs is done; the next step goes on from the loaded values."""
+        """Loads into the original model after all running work has finished; the next step starts from these values."""
         self._step_group.synchronize()
         with _values_in_place():
             return self._original_model.load_state_dict(*args, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """The original model's, for models of transformers and peft, after everything that runs is done."""
+        """Calls the original model's method (transformers and peft) after all running work has finished."""
         self._step_group.synchronize()
         return self._original_model.save_pretrained(*args, **kwargs)  # type: ignore[operator]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of `parameters()`; outside of `step_fn` also those that no step has consumed."""
+        """Clears the gradients of `parameters()`; outside `step_fn`, also the gradients that no step has consumed."""
         if in_optimizer_context():
             self._step_group.clear_copies(set_to_none)
             return

@@ -9,11 +9,11 @@ from typing import Any
 from roundpipe.model.host_resident import HostResident
 
 NAMES = frozenset({"forward", "_original_forward"})
-"""What may be assigned to the model in the pipeline; accelerate keeps the forward that it wraps as the second."""
+"""Names of `model.forward` that may be assigned; accelerate keeps the forward that it wraps under the second."""
 
 
 class ModelForward:
-    """Calls the pipeline, and has the signature of the original model's forward, which data collators look at."""
+    """Calls the pipeline with the signature of the original model's forward, which data collators inspect."""
 
     __name__ = "forward"
 
@@ -34,7 +34,7 @@ class ModelForward:
 
 
 def refuse_assigned(model: HostResident, where: str) -> None:
-    """Raises ValueError if `model.forward` was assigned: `where` does not go through it."""
+    """Raises ValueError if `model.forward` was assigned, because `where` does not call it."""
     if "forward" in model.__dict__:
         raise ValueError(
             f"[{where}] model.forward was assigned (accelerate does that for mixed precision), and {where} does not go "

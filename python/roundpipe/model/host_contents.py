@@ -1,4 +1,4 @@
-"""What stays on the host of a model whose parts are in the pipeline."""
+"""The modules and parameters that stay on the host in a model whose parts are in the pipeline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from roundpipe.model.facade import ModelFacade
 
 
 def host_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that run on the host, each once: all but what is inside a `RoundPipe`, and these themselves."""
+    """Yields each module that runs on the host once: all modules except `RoundPipe`s and their contents."""
     seen: set[int] = set()
     waiting = [model]
     while waiting:
@@ -23,7 +23,7 @@ def host_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def contents_of(model: nn.Module) -> list[int]:
-    """Changes when a parameter or module on the host is put in, taken out or replaced."""
+    """A value that changes when a parameter or module on the host is added, removed or replaced."""
     found: list[int] = []
     for module in host_modules(model):
         found.extend(map(id, module._parameters.values()))

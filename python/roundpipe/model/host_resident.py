@@ -1,4 +1,4 @@
-"""What `nn.Module` offers to move, convert and copy a model, for one whose weights the engine keeps on the host."""
+"""The `nn.Module` methods that move, convert and copy a model whose weights the engine keeps on the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_COPY = (
 
 
 class HostResident(nn.Module):
-    """Stays on the host, in the dtypes it was wrapped with: what asks for that does nothing, all else is refused.
+    """Stays on the host in its wrapped dtypes: requests for that do nothing, and all other requests are refused.
 
     A subclass has `_original_model` and `synchronize`.
     """
@@ -30,7 +30,7 @@ class HostResident(nn.Module):
         raise NotImplementedError
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """The model itself. A device other than the CPU gives a warning, since the engine brings the layers there.
+        """Returns the model itself. A device other than the CPU gives a warning, because the engine moves the layers.
 
         Raises:
             ValueError: a dtype that the parameters do not have, a memory format, or the meta device.
@@ -47,43 +47,43 @@ class HostResident(nn.Module):
         return self
 
     def cpu(self) -> Self:
-        """The model itself: that is where its weights are."""
+        """Returns the model itself: its weights are on the CPU already."""
         return self
 
     def cuda(self, device: Any = None) -> Self:
-        """The model itself, with a warning, see `to`."""
+        """Returns the model itself, with a warning, see `to`."""
         return self._stay("cuda")
 
     def xpu(self, device: Any = None) -> Self:
-        """The model itself, with a warning, see `to`."""
+        """Returns the model itself, with a warning, see `to`."""
         return self._stay("xpu")
 
     def ipu(self, device: Any = None) -> Self:
-        """The model itself, with a warning, see `to`."""
+        """Returns the model itself, with a warning, see `to`."""
         return self._stay("ipu")
 
     def mtia(self, device: Any = None) -> Self:
-        """The model itself, with a warning, see `to`."""
+        """Returns the model itself, with a warning, see `to`."""
         return self._stay("mtia")
 
     def float(self) -> Self:
-        """The model itself, if its floating-point parameters are in float32 already; see `to`."""
+        """Returns the model itself if its floating-point parameters are already in float32; see `to`."""
         return self._check_dtype("float()", torch.float32)
 
     def double(self) -> Self:
-        """The model itself, if its floating-point parameters are in float64 already; see `to`."""
+        """Returns the model itself if its floating-point parameters are already in float64; see `to`."""
         return self._check_dtype("double()", torch.float64)
 
     def half(self) -> Self:
-        """The model itself, if its floating-point parameters are in float16 already; see `to`."""
+        """Returns the model itself if its floating-point parameters are already in float16; see `to`."""
         return self._check_dtype("half()", torch.float16)
 
     def bfloat16(self) -> Self:
-        """The model itself, if its floating-point parameters are in bfloat16 already; see `to`."""
+        """Returns the model itself if its floating-point parameters are already in bfloat16; see `to`."""
         return self._check_dtype("bfloat16()", torch.bfloat16)
 
     def type(self, dst_type: torch.dtype | str) -> Self:
-        """The model itself, if its floating-point parameters have this type already; see `to`."""
+        """Returns the model itself if its floating-point parameters already have this type; see `to`."""
         dtype = torch.empty(0).type(dst_type).dtype if isinstance(dst_type, str) else dst_type
         return self._check_dtype(f"type({dst_type})", dtype)
 
@@ -92,9 +92,9 @@ class HostResident(nn.Module):
         _refuse("to_empty()", "fill the model with values first, then wrap it")
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Calls `fn` with every module of the original model, after everything that runs is done.
+        """Calls `fn` with every module of the original model, after all running work has finished.
 
-        It may write values in place, as initialisations do; replacing parameters is refused by the next call.
+        `fn` may write values in place, as initialization does. If it replaces parameters, the next call is refused.
         """
         self.synchronize()
         self._original_model.apply(fn)

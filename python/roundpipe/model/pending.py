@@ -1,4 +1,4 @@
-"""A batch on its way through the pipeline."""
+"""A batch in flight in the pipeline."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Pending:
     """A batch that `RoundPipe.submit` has started.
 
     Args:
-        submitted: the batch, as the engine has it.
-        finish: waits for it, and gives what `forward_backward` returns.
+        submitted: the engine's handle of the batch.
+        finish: waits for the batch and returns the result of `forward_backward`.
     """
 
     def __init__(self, submitted: _core.Submitted, finish: Callable[[], Any]) -> None:
@@ -21,15 +21,15 @@ class Pending:
         self._finish = finish
 
     def loss(self) -> Any:
-        """What `forward_backward` returns; waits for it. Once.
+        """Waits for the result of `forward_backward` and returns it. May be called once.
 
         Raises:
-            ValueError: it has been read already.
-            Exception: what `forward_backward` raises.
+            ValueError: the loss has been read already.
+            Exception: whatever `forward_backward` raises.
         """
         return self._finish()
 
     def records(self) -> list[_core.Record]:
-        """What has been executed of it so far, see `RoundPipe.last_records`, and when a backward had recomputed and
-        how long it then waited, in ms."""
+        """Records of the batch so far, see `RoundPipe.last_records`; for a backward they also say when it had
+        recomputed and how long it then waited, in ms."""
         return self._submitted.records()

@@ -52,7 +52,7 @@ def _outputs_as_loss(outputs: Any, label: Any) -> Any:
 
 
 def _merged(parts: list[Any], config: ResolvedRunConfig) -> Any:
-    """The outputs of all microbatches as one, where they are wanted."""
+    """Merges the outputs of all microbatches, as the call's options ask."""
     outputs = [structure.join(tensors) for tensors, structure in parts]
     if config.output_device.type != "cpu":
         outputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(config.output_device), outputs)
@@ -62,32 +62,32 @@ def _merged(parts: list[Any], config: ResolvedRunConfig) -> Any:
 class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
     """Trains a model whose weights stay on the host, on devices that hold one stage of it at a time.
 
-    An `nn.Sequential` is split into its children, each a layer; any other module is one layer. The model's parameters
+    An `nn.Sequential` is split into its children, one layer each; any other module is one layer. The model's parameters
     become views of flat host blocks. Attributes are read, written and deleted on the original model.
 
     Args:
         model: the model, on the CPU.
-        optim_dtype: dtype of the optimizer's parameters; None keeps each parameter's.
-        name: keys the random state, see `layer_seed`, and appears in messages; None takes the class name.
+        optim_dtype: dtype of the optimizer's parameters; None keeps each parameter's dtype.
+        name: keys the random state (see `layer_seed`) and appears in messages; None takes the class name.
         model_run_config: defaults of this model's calls.
-        pin_model: "alloc" page-locks the host's weights and gradients where accelerators read them; where the system
-            forbids it, they stay pageable, with a warning. "register" does the same: parameters move into blocks
-            of ours in any case, and the pages of these are registered in place where the accelerator's runtime can
-            (CUDA, ROCm). "off" leaves them pageable. See `roundpipe.host_arena`.
-        check_loss: raise when a loss is NaN (not while a GradScaler exists, which handles that).
-        host_memory: what the model, its gradients and a fused optimizer may take on the host, such as "64GB"; the
-            environment variable ROUNDPIPE_HOST_MEMORY stands in for None. Checked before anything is taken.
-        device_memory: what a step may take on each device; stands in for None: ROUNDPIPE_DEVICE_MEMORY. Steps are
-            planned within it, and one of a new shape is checked before it runs.
+        pin_model: "alloc" page-locks the host's weights and gradients if accelerators read them; where the system
+            forbids it, they stay pageable, with a warning. "register" does the same: parameters always move into
+            blocks that RoundPipe allocates, and the pages of these blocks are registered in place if the accelerator's
+            runtime can (CUDA, ROCm). "off" leaves them pageable. See `roundpipe.host_arena`.
+        check_loss: raise an error when a loss is NaN (not while a GradScaler exists, which handles NaN itself).
+        host_memory: limit for the model, its gradients and a fused optimizer on the host, such as "64GB"; None reads
+            the environment variable ROUNDPIPE_HOST_MEMORY. Checked before anything is allocated.
+        device_memory: limit for a step on each device; None reads ROUNDPIPE_DEVICE_MEMORY. Steps are planned within
+            it, and a step of a new shape is checked before it runs.
 
     Raises:
-        ValueError: no layers, a model that does not fit its budget, a parameter that is not on the CPU, or an argument
-            that is not listed above.
+        ValueError: the model has no layers, does not fit its budget or has a parameter that is not on the CPU, or an
+            argument is not one of those listed above.
     """
 
     _FALLBACK = OF_A_PIPE
 
-    _is_part = False  # of a larger model, whose wrapper says what there is to say of the whole
+    _is_part = False  # part of a larger model, whose wrapper issues the warnings for the whole
     _pipeline: _core.Pipeline
     _modules_in_order: list[tuple[str, nn.Module]]
     _run_config: RoundPipeRunConfig
@@ -110,7 +110,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         host_memory: str | int | None = None,
         device_memory: str | int | None = None,
     ) -> None:
-        # nn.Module.__init__ is left out on purpose: that state is the original model's.
+        # nn.Module.__init__ is left out on purpose: its state is the original model's.
         if not isinstance(model, nn.Module):
             raise ValueError(f"[RoundPipe] model is a {type(model).__name__}, expected an nn.Module")
         if isinstance(model, RoundPipe):
@@ -136,7 +136,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
             warn_batch_norm(self._name, [model])
 
     def _build(self, chain: nn.Module) -> None:
-        """Makes the pipeline of a chain of layers."""
+        """Builds the pipeline for a chain of layers."""
         if self._host_budget is not None:
             refuse_host("RoundPipe", self._name, self._host_budget, lambda moments: predict_model(chain, moments))
         modules = list(layers_of(chain))
@@ -194,12 +194,12 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         return self.call_with_hooks(args, kwargs)
 
     def _set_language_model(self, followed: LanguageModel, model: nn.Module) -> None:
-        """The layers are those of `followed`, which stands for `model`."""
+        """Registers that the pipeline's layers come from `followed`, which stands for `model`."""
         self.set_original_model(model)
         object.__getattribute__(self, "__dict__")["_language_model"] = followed
 
     def _follow_changes(self) -> None:
-        """Follows the model anew when adapters were put into it or parameters frozen, before it is stepped."""
+        """Follows the model again, before its first step, if adapters were added to it or parameters were frozen."""
         if self._language_model is None:
             self._take_over_layers()
             return
@@ -212,10 +212,10 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
             self._build(followed.chain)
 
     def _take_over_layers(self) -> None:
-        """Takes over that layers of an `nn.Sequential` were put in, taken out or replaced.
+        """Rebuilds the pipeline if layers of an `nn.Sequential` were added, removed or replaced.
 
         Raises:
-            ValueError: an optimizer has been made for those that were there.
+            ValueError: an optimizer has already been made for the previous layers.
         """
         chain = object.__getattribute__(self, "__dict__")["_wrapped"]
         before, now = self._modules_in_order, list(layers_of(chain))
@@ -234,7 +234,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """A followed model passes for its own class, too: peft looks whether it is one of transformers'."""
+        """The original model's class for a followed model, because peft checks whether the class is transformers'."""
         own = object.__getattribute__(self, "__dict__")
         return type(self) if own.get("_language_model") is None else type(own["_original_model"])
 
@@ -252,17 +252,18 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         Args:
             *args: arguments of the model; tensors are split along dim 0, see `RoundPipeRunConfig.split_input`.
             roundpipe_run_config: options of this call.
-            roundpipe_loss_only: of a language model that is given labels: the outputs hold the loss alone, for which
-                the logits of all tokens need not be there at once.
+            roundpipe_loss_only: for a language model that is given labels: the outputs hold only the loss, so the
+                logits of all tokens need not exist at once.
             **kwargs: keyword arguments of the model.
 
         Returns:
-            The merged outputs on `output_device`. With gradients required they carry an autograd graph whose backward
-            runs through the pipeline.
+            The merged outputs on `output_device`. If gradients are required, the outputs carry an autograd graph whose
+            backward runs in the pipeline.
 
         Raises:
-            ValueError: a batch, option or plan that does not fit.
-            torch.OutOfMemoryError: not even layer by layer does it fit a device; with the numbers and what would fit.
+            ValueError: a batch, option or plan does not fit.
+            torch.OutOfMemoryError: the model does not fit a device even layer by layer; the message gives the numbers
+                and says what would fit.
             Exception: whatever a layer raised, in this call or in work still running from an earlier one.
         """
         self._follow_changes()
@@ -298,7 +299,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         run_config: RoundPipeRunConfig | None = None,
         **unknown: Any,
     ) -> Any:
-        """Forward, loss and backward of one batch.
+        """Runs forward, loss and backward of one batch.
 
         Returns as soon as the losses are known; the backward may still be running. Gradients add up until `step`.
 
@@ -306,8 +307,8 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
             input_args: positional arguments of the model.
             input_kwargs: keyword arguments of the model.
             label: second argument of `loss_fn`, split like the inputs, see `RoundPipeRunConfig.split_label`.
-            loss_fn: `(outputs, label)` of one microbatch -> its loss, or several as a list or tuple, whose sum is
-                differentiated. Runs on the device's thread.
+            loss_fn: takes `(outputs, label)` of one microbatch and returns its loss, or several as a list or tuple,
+                whose sum is differentiated. Runs on the device's thread.
             return_outputs: also return the merged outputs, detached.
             run_config: options of this call.
 
@@ -316,9 +317,9 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
             `(loss, outputs)`.
 
         Raises:
-            ValueError: a batch, label, option, plan or loss that does not fit, or gradients are off.
+            ValueError: a batch, label, option, plan or loss does not fit, or gradients are off.
             RoundPipeError: the loss is NaN; the batch's gradients are dropped.
-            torch.OutOfMemoryError: as `forward`.
+            torch.OutOfMemoryError: see `forward`.
             Exception: whatever a layer or `loss_fn` raised, in this call or in work still running from an earlier one.
         """
         check_step_call(self, "forward_backward", input_args, unknown)
@@ -336,9 +337,9 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         run_config: RoundPipeRunConfig | None = None,
         **unknown: Any,
     ) -> Pending:
-        """Starts what `forward_backward` does and returns at once.
+        """Starts the work of `forward_backward` and returns at once.
 
-        With few microbatches the devices need the next batch before the last loss is read. A loop that gives it early:
+        With few microbatches, the devices need the next batch before the last loss is read. This loop submits it early:
 
             pending = None
             for batch in batches:
@@ -351,10 +352,10 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         The arguments are those of `forward_backward`. A NaN loss is found on the device, before its gradients are used.
 
         Returns:
-            The batch; read its loss once with `Pending.loss`.
+            The submitted batch; read its loss once with `Pending.loss`.
 
         Raises:
-            ValueError: a batch, label, option or plan that does not fit.
+            ValueError: a batch, label, option or plan does not fit.
             Exception: whatever a layer or `loss_fn` raised in work still running from an earlier call.
         """
         check_step_call(self, "submit", input_args, unknown)
@@ -370,8 +371,8 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         where: str,
         return_outputs: bool,
     ) -> tuple[ResolvedRunConfig, list[Any], list[Any], Callable[[Any, Any], Any], Any, bool]:
-        """The options, microbatches, labels, loss and route of one call of `forward_backward`, and whether it is given
-        objects that the caller may change."""
+        """Returns the options, microbatches, labels, loss function and route of one `forward_backward`, and whether its
+        arguments hold objects that the caller may change."""
         if not callable(loss_fn):
             raise ValueError(f"[{where}] loss_fn is a {type(loss_fn).__name__}, expected a function")
         self._follow_changes()
@@ -441,7 +442,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
     def _split_batch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedRunConfig, loss_only: bool = False
     ) -> tuple[list[Any], bool]:
-        """Per microbatch: the tensors of its arguments, and their structure; and whether they hold objects that the
+        """Returns each microbatch's tensors with their structure, and whether the arguments hold objects that the
         caller may change."""
         args, kwargs = to_host((args, kwargs), self._name)
         followed, how = self._language_model, config.split_input
@@ -463,13 +464,13 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         loss_fn: Callable[[Any, Any], Any] = _outputs_as_loss,
         run_config: RoundPipeRunConfig | None = None,
     ) -> MemoryPrediction:
-        """What `forward_backward` with these arguments would take, without a step being made.
+        """Predicts the memory that `forward_backward` with these arguments would take, without making a step.
 
-        Each kind of layer runs once, on the device's thread of nobody: beside the pipeline, with one microbatch. Only
-        shapes count, so the values may be anything that the model takes.
+        Each kind of layer runs once with one microbatch, outside the pipeline. Only shapes count, so the values may be
+        anything that the model accepts.
 
         Raises:
-            ValueError: what `forward_backward` refuses.
+            ValueError: `forward_backward` would refuse these arguments.
         """
         config, batch, labels, loss_fn, route, _ = self._prepare_step(
             input_args, input_kwargs, label, loss_fn, run_config, "predict_memory", return_outputs=False
@@ -479,8 +480,8 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
             return self._memory.predict(self._pipeline, shape, config.recompute_grain)
 
     def memory_prediction(self) -> MemoryPrediction | None:
-        """The prediction that the last kind of step was planned with, and the peak measured since; None before one, or
-        without `device_memory`."""
+        """Returns the prediction that planned the last kind of step, with the peak measured since; None before the
+        first step, or without `device_memory`."""
         return self._memory.last()
 
     def _memory_savers(self) -> tuple[str, ...]:
@@ -497,7 +498,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         return step_shape(batch, labels, loss_fn, route, mode, savers=self._memory_savers())
 
     def _explain_lack(self, shape: Callable[[ExplainsLack, int], StepShape], rows: int, cap: int) -> str:
-        """What a call takes that a device of `cap` bytes had no memory for; see `StepMemory.explain`."""
+        """Explains the memory needs of a call that a device of `cap` bytes could not run; see `StepMemory.explain`."""
         if not self._memory.knows(self._layer_count):
             raise ValueError("emulated layers take time, not memory")
         return self._memory.explain(self._pipeline, lambda some: shape(self, some), rows, cap)
@@ -508,8 +509,8 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
     def _options(
         self, config: ResolvedRunConfig, requires_grad: bool, changeable: bool, step: Callable[[], StepShape]
     ) -> _core.CallOptions:
-        """How the engine runs a call; `changeable`: it is given objects that the caller may change; `step` is what the
-        call is, asked for where there is a budget for it."""
+        """Returns the engine's options for a call. `changeable` says that its arguments hold objects that the caller
+        may change; `step` describes the call, and is evaluated only if there is a device budget."""
         grain = config.recompute_grain
         if self._memory.device_budget is not None:
             grain = self._memory.admit(self._pipeline, step(), grain)
@@ -524,7 +525,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
     def _route(
         self, run_type: Literal["infer", "train", "fused"], config: ResolvedRunConfig
     ) -> _core.Stages | _core.Plan | None:
-        """How a call is to run; None leaves it to the planner."""
+        """Returns the stages or the plan of a call; None leaves the choice to the planner."""
         plan = config.execute_plan
         if plan is None:
             return None

@@ -1,7 +1,7 @@
 """Attributes of wrapped models that scripts for the published package read.
 
-They are there where the original model has no attribute of that name: what the model itself calls `layers`, or `model`
-as Hugging Face's models do, is the model's own.
+They exist only if the original model has no attribute of that name: if it has its own `layers`, or `model` as Hugging
+Face's models do, that one is returned.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ def _original(facade: HostResident) -> Any:
 
 
 def standing_for(facade: HostResident) -> list[Any]:
-    """The modules that a wrapped model stands for: the original, and what runs if that was another one."""
+    """The modules that a wrapped model stands for: the original, and the module that runs if it is another one."""
     own = object.__getattribute__(facade, "__dict__")
     given = own["_original_model"] is not own["_wrapped"] and own.get("_language_model") is None
     return [own["_original_model"], own["_wrapped"]] if given else [own["_original_model"]]
 
 
 def source_of_names(facade: HostResident) -> Any:
-    """Whose parameters have the names that count: the original's, unless the pipeline has some that it has not."""
+    """The module whose parameter names count: the original, unless the pipeline has parameters that it lacks."""
     original, *others = standing_for(facade)
     known = {id(parameter) for parameter in original.parameters()}
     return next((other for other in others if any(id(p) not in known for p in other.parameters())), original)
 
 
-#: Of every wrapped model: what the pipeline runs (the module that was wrapped), the model that stands before it (None
-#: if it is the same), the name, and the dtype of the optimizer's parameters.
+#: For every wrapped model: the module that the pipeline runs (the one that was wrapped), the model in front of it
+#: (None if it is the same), the name, and the dtype of the optimizer's parameters.
 COMMON: Mapping[str, Callable[[HostResident], Any]] = {
     "model": _in_the_pipeline,
     "original_model": _original,
@@ -51,7 +51,7 @@ COMMON: Mapping[str, Callable[[HostResident], Any]] = {
     "optim_dtype": lambda facade: object.__getattribute__(facade, "_optim_dtype"),
 }
 
-#: Of a `RoundPipe` also: the list of its layers, and the options that its calls inherit.
+#: For a `RoundPipe` also: the list of its layers, and the options that its calls inherit.
 OF_A_PIPE: Mapping[str, Callable[[HostResident], Any]] = {
     **COMMON,
     "layers": _layers,

@@ -1,4 +1,4 @@
-"""Methods of a model that replace its parameters, which is too late once an optimizer holds them."""
+"""Methods that replace a model's parameters: they are refused once an optimizer holds the parameters."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 REPLACING = frozenset(
     {"resize_token_embeddings", "set_input_embeddings", "set_output_embeddings", "resize_position_embeddings"}
 )
-"""Names of such methods, as models of transformers have them."""
+"""Names of such methods in transformers models."""
 
 
 def guarded(name: str, method: Callable[..., Any], may_replace: Callable[[], bool]) -> Callable[..., Any]:
-    """The method, refused before it changes anything where the pipeline could not follow.
+    """Wraps a method so that it is refused, before it changes anything, if the pipeline could not follow.
 
     Args:
-        name: of the method.
-        method: the original model's.
-        may_replace: whether the pipeline takes over what is replaced.
+        name: the method's name.
+        method: the original model's method.
+        may_replace: whether the pipeline can take over replaced parameters.
     """
 
     @functools.wraps(method)
@@ -34,7 +34,7 @@ def guarded(name: str, method: Callable[..., Any], may_replace: Callable[[], boo
 
 
 def refuse_compiling(*_: Any, **__: Any) -> None:
-    """In the place of a wrapped model's `compile`, which would compile what never runs as a whole."""
+    """Replaces a wrapped model's `compile`, which would compile a forward that never runs as a whole."""
     raise ValueError(
         "[compile] the model is in the pipeline, where its layers run one by one, expected a plain model; compile each "
         "layer before wrapping: for layer in layers: layer.compile()"

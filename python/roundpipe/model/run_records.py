@@ -1,4 +1,4 @@
-"""What a model in the pipeline says of its calls."""
+"""Information about the calls of a model in the pipeline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from roundpipe import _core
 
 
 class RunRecords:
-    """Of a model with one pipeline."""
+    """The calls, costs and records of a model with one pipeline."""
 
     _pipeline: _core.Pipeline
     _name: str
@@ -16,12 +16,12 @@ class RunRecords:
 
     @property
     def num_layers(self) -> int:
-        """How many layers the pipeline sees."""
+        """How many layers the pipeline has."""
         return self._layer_count
 
     @property
     def calls(self) -> int:
-        """Pipelined calls so far; keys the random state of the next one. Set it when resuming a run."""
+        """Number of pipelined calls so far; keys the random state of the next one. Set it when resuming a run."""
         return self._pipeline.calls
 
     @calls.setter
@@ -41,14 +41,14 @@ class RunRecords:
         """The seed with which `layer` runs `microbatch` of pipelined call number `call` (0, 1, ...).
 
         A loop that calls `torch.manual_seed(model.layer_seed(call, microbatch, layer))` before each layer draws the
-        numbers that the pipeline draws. The loss function counts as layer `num_layers`. With `backward=True`, the seed
-        of what the layer's backward draws from, when its gradient arrives (a custom autograd function, a hook).
+        same numbers as the pipeline. The loss function counts as layer `num_layers`. `backward=True` gives the seed for
+        draws in the layer's backward, when its gradient arrives (in a custom autograd function or a hook).
         """
         seed = _core.layer_seed(self.random_seed, self._name, call, microbatch, layer)
         return _core.backward_seed(seed) if backward else seed
 
     def costs(self) -> list[_core.LayerCost]:
-        """What each layer is thought to take, for one microbatch; measured once calls have run."""
+        """The estimated costs of each layer for one microbatch; measured once calls have run."""
         return self._pipeline.costs()
 
     def host_bytes(self) -> int:
@@ -60,5 +60,5 @@ class RunRecords:
         return self._pipeline.last_plan()
 
     def last_records(self) -> list[tuple[str, int, int, int, int, float, float]]:
-        """What the last call executed: (phase, first layer, last layer, microbatch, device, start ms, end ms)."""
+        """The last call's executed stages: (phase, first layer, last layer, microbatch, device, start ms, end ms)."""
         return [record[:7] for record in self._pipeline.last_records()]

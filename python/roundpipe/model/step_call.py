@@ -1,4 +1,4 @@
-"""Checks of what `forward_backward` and its kin are called with, before anything is done."""
+"""Checks the arguments of `forward_backward` and its siblings before any work is done."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from roundpipe.call.run_config import ResolvedRunConfig
     from roundpipe.model.facade import ModelFacade
 
-_told: weakref.WeakSet[Any] = weakref.WeakSet()  # original models of which eval mode has been told
+_told: weakref.WeakSet[Any] = weakref.WeakSet()  # original models whose eval mode has been warned about
 
 
 def check_step_call(model: ModelFacade, where: str, input_args: Any, unknown: Mapping[str, Any]) -> None:
-    """Refuses calls that cannot mean what they say, and warns once of a model that trains in eval mode.
+    """Refuses calls with unclear arguments, and warns once about a model that trains in eval mode.
 
     Args:
         where: the method that is called.
-        input_args: what it was given first.
-        unknown: keyword arguments that it does not have.
+        input_args: its first argument.
+        unknown: keyword arguments that the method does not have.
 
     Raises:
         ValueError: the inputs are not given as `input_args` or `input_kwargs`, gradients are off, or `model.forward`
@@ -62,7 +62,7 @@ def check_step_call(model: ModelFacade, where: str, input_args: Any, unknown: Ma
 
 
 def check_gradients(config: ResolvedRunConfig, where: str) -> None:
-    """Raises ValueError if the options of a call that makes gradients turn them off."""
+    """Raises ValueError if a call that makes gradients has options that turn them off."""
     if not config.requires_grad:
         raise ValueError(
             f"[{where}] the run configuration says requires_grad=False, expected True or None, as {where} makes "
@@ -71,5 +71,5 @@ def check_gradients(config: ResolvedRunConfig, where: str) -> None:
 
 
 def _trains(model: Any) -> bool:
-    """Whether a model, and the one inside that peft has put adapters into, are in training mode."""
+    """Whether a model, and the model inside it if peft wrapped it, are in training mode."""
     return bool(model.training and without_adapters(model).training)

@@ -1,4 +1,4 @@
-"""How models in the pipeline are stepped, and what an optimizer gets."""
+"""Steps models in the pipeline, and provides the parameters for optimizers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SteppedModel(ModelFacade):
-    """A model whose weights its `StepGroup` updates."""
+    """A model whose weights are updated by its `StepGroup`."""
 
     @overload
     def step(
@@ -37,33 +37,35 @@ class SteppedModel(ModelFacade):
     def step(self, step_fn: Callable[..., Any], is_async: bool = ..., *args: Any, **kwargs: Any) -> None: ...
 
     def step(self, step_fn: Any, is_async: bool = True, *args: Any, **kwargs: Any) -> Step | None:
-        """Updates the weights with the gradients summed since the last step. Two ways:
+        """Updates the weights with the gradients summed since the last step, in one of two ways.
 
-        `step(optimizer)` with a `roundpipe.optim` optimizer that was made for this model: each layer is updated as soon
-        as its gradient has landed, and gates only itself. Returns at once, in both modes. Then, until the next call
-        or `synchronize()`, read parameters through this model only: your own references may show NaN.
+        `step(optimizer)`, with a `roundpipe.optim` optimizer made for this model, updates each layer as soon as its
+        gradient has landed; an update delays only its own layer. Returns at once, in both modes. After it, until the
+        next call or `synchronize()`, read parameters only from this model: your own references may show NaN.
 
-        `step(step_fn, is_async, *args, **kwargs)`: runs the function on the optimizer thread once all gradients are
-        there. Inside it, `model.parameters()` are the optimizer's parameters, with `.grad` filled; clear them there,
-        for example with `optimizer.zero_grad()`.
+        `step(step_fn, is_async, *args, **kwargs)` runs the function on the optimizer thread once all gradients have
+        landed. Inside it, `model.parameters()` are the optimizer's parameters, with `.grad` filled; clear their
+        gradients there, for example with `optimizer.zero_grad()`.
 
         Args:
             step_fn: the optimizer, or a function that updates the optimizer's parameters.
-            is_async: the next call still reads the weights from before this step, the one after it reads this step's
-                (staleness exactly one). False: the next call reads the new weights; with a function, waits for them.
+            is_async: True: the next call still reads the weights from before this step, and the call after it reads
+                this step's weights (staleness exactly one). False: the next call reads the new weights; with a
+                function, `step` waits for them.
             *args: for `step_fn`.
-            **kwargs: for `step_fn`. With an optimizer, any of these: `scaler`, a `roundpipe.GradScaler` that scaled the
-                losses: gradients are unscaled, a step with inf or NaN changes nothing, and the scale is updated.
-                `max_grad_norm`: gradients whose norm over the whole model is larger are scaled down to it; every update
-                then waits for all gradients. `lr_scheduler`: a torch scheduler (or several), stepped after this step.
+            **kwargs: for `step_fn`. An optimizer takes any of these: `scaler`, the `roundpipe.GradScaler` that scaled
+                the losses: gradients are unscaled, a step with inf or NaN changes nothing, and the scale is updated.
+                `max_grad_norm`: scales gradients down to this norm if their norm over the whole model is larger; every
+                update then waits for all gradients. `lr_scheduler`: a torch scheduler (or several), stepped after this
+                step.
 
         Returns:
-            With an optimizer the step, whose `grad_norm` and `skipped` can be read; else None.
+            With an optimizer, the step, with `grad_norm` and `skipped`; else None.
 
         Raises:
-            ValueError: the optimizer was not made for this model, or an option that does not fit.
-            Exception: what the last step or work still running raised; this step is then not made. With a function and
-                `is_async=False` also what this one raised.
+            ValueError: the optimizer was not made for this model, or an option does not fit.
+            Exception: whatever the last step or work still running raised; this step is then not made. With a function
+                and `is_async=False`, also whatever this step raised.
         """
         if isinstance(step_fn, torch.optim.Optimizer):
             return self._step_group.step_fused(step_fn, is_async, *args, **kwargs)
@@ -71,10 +73,10 @@ class SteppedModel(ModelFacade):
         return None
 
     def synchronize(self) -> None:
-        """Waits for everything: parameters up to date, `.grad` filled with what no step has consumed.
+        """Waits for all work. Then parameters are up to date, and `.grad` holds gradients that no step has consumed.
 
         Raises:
-            Exception: what work still running raised.
+            Exception: whatever the running work raised.
         """
         _core.require_engine()
         self._step_group.synchronize()
@@ -83,7 +85,7 @@ class SteppedModel(ModelFacade):
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The optimizer's parameters in `optim_dtype`, on the host, with the model's names. Parameters that were frozen
-        when these were made have none."""
+        when the optimizer's parameters were made have none."""
         self._follow_changes()
         return self._step_group.optim_named_parameters(prefix, remove_duplicate)
 
@@ -94,9 +96,9 @@ class SteppedModel(ModelFacade):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The original model's parameters, which hold the last published weights; in `step_fn` the optimizer's.
+        """The original model's parameters, with the last published weights; inside `step_fn`, the optimizer's.
 
-        Waits for gradients that no step has taken, which are then in `.grad`.
+        Waits for gradients that no step has consumed, and fills `.grad` with them.
         """
         if in_optimizer_context():
             return self.optim_named_parameters(prefix, remove_duplicate)
@@ -111,7 +113,7 @@ class SteppedModel(ModelFacade):
         return source_of_names(self).named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[no-any-return]
 
     def _all_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter under every name, for what steps the model."""
+        """Every parameter under every name, for code that steps the model."""
         return source_of_names(self).named_parameters(remove_duplicate=False)  # type: ignore[no-any-return]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""Prints how long layers take, while a model runs."""
+"""Prints layer times while a model runs."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from roundpipe.model.run_records import RunRecords
 
 
 class ModelTimer:
-    """Whether each call of a model prints its layers' times.
+    """Controls whether each call of a model prints its layers' times.
 
     Attributes:
-        VERBOSE: print, to stderr after each call, what a microbatch is thought to take in each layer, in ms: "fwd" its
-            forward, "re" the forward again for the backward where that is measured by itself, "bwd" its backward.
-            Estimates from sizes at first, then from what was measured. The same numbers as `RoundPipe.costs`.
+        VERBOSE: after each call, print to stderr the estimated time of one microbatch in each layer, in ms: "fwd" is
+            the forward, "re" the recompute where it is measured separately, "bwd" the backward. The times are first
+            estimated from sizes, then measured. They are the numbers of `RoundPipe.costs`.
     """
 
     VERBOSE = False
 
 
 def print_times(model: RunRecords) -> None:
-    """Prints the times of a model's layers, if that is asked for."""
+    """Prints the times of a model's layers, if `ModelTimer.VERBOSE` is set."""
     if not ModelTimer.VERBOSE:
         return
     for index, cost in enumerate(model.costs()):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from roundpipe.following.token_wise import ChunkTokens
 
 PRESETS = frozenset({"GptOssForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"})
-"""Classes of models that `use_sequential_preset=True` accepts."""
+"""Model classes that `use_sequential_preset=True` accepts."""
 
 
 def wrap_model_to_roundpipe(
@@ -47,47 +47,47 @@ def wrap_model_to_roundpipe(
     mlp_chunk_tokens: ChunkTokens = "auto",
     **roundpipe_kwargs: Any,
 ) -> Any:
-    """Wraps a model: those of transformers by following their own forward, others part by part.
+    """Wraps a model: a transformers model by following its own forward, any other model part by part.
 
-    Following: the model's own layers become the pipeline's layers, with one before them (embeddings, masks, positions)
-    and one after them (last norm, head, loss). Outputs, loss and gradients are those of the plain model, whatever its
-    forward does around its layers. A causal language model for which that does not hold is refused, any other is
-    wrapped part by part, with a warning. Its loss is that of the whole batch, however the batch is cut into
-    microbatches, and so are the losses of `forward_backward` without a `loss_fn`; what cannot be cut runs as one
-    microbatch. The model may be one that peft has wrapped.
+    Following: the model's own layers become the pipeline's layers, with one layer before them (embeddings, masks,
+    positions) and one after them (last norm, head, loss). Outputs, loss and gradients are those of the plain model,
+    whatever its forward does around its layers. If that does not hold, a causal language model is refused, and any
+    other model is wrapped part by part, with a warning. The model's loss is the loss of the whole batch, however the
+    batch is cut into microbatches; this includes `forward_backward` without a `loss_fn`. A batch that cannot be cut
+    runs as one microbatch. The model may be wrapped by peft.
 
-    Part by part, from the root down: an `nn.Sequential` becomes a `RoundPipe` of many layers. A module whose own
-    parameters hold at least `lower_threshold` bytes, or whose parameters and buffers hold at most `upper_threshold`
-    bytes, becomes one of a single layer; below `lower_threshold` bytes it runs as one microbatch. Each element of
-    an `nn.ModuleList` becomes one, whose outputs are merged where they can be; the rest is handed to the next one in
-    microbatches. Anything else stays on the host and its children are looked at; modules without parameters and
-    buffers stay there too. A module used in several places is wrapped once. Modules that share a parameter are wrapped
-    together, as one layer.
+    Part by part, from the root down: an `nn.Sequential` becomes a `RoundPipe` of many layers. A module becomes a
+    `RoundPipe` of a single layer if its own parameters hold at least `lower_threshold` bytes, or if its parameters and
+    buffers hold at most `upper_threshold` bytes; below `lower_threshold` bytes in total, it runs as one microbatch.
+    Each element of an `nn.ModuleList` becomes a `RoundPipe`. Its outputs are merged if they can be; the others go to
+    the next element as microbatches. Any other module stays on the host, and its children are examined. Modules
+    without parameters and buffers stay on the host too. A module used in several places is wrapped once. Modules that
+    share a parameter are wrapped together, as one layer.
 
     Args:
         model: changed in place: wrapped children are replaced.
-        use_sequential_preset: True demands a class of model with a preset, one whose following is tested with each
-            release; False wraps part by part; None follows every model of transformers that can be followed.
+        use_sequential_preset: True requires a model class with a preset, that is, one whose following is tested with
+            each release; False wraps part by part; None follows every transformers model that can be followed.
         lower_threshold: in bytes.
         upper_threshold: in bytes; by default the model's bytes / (devices + 1).
-        skip_modules: modules (or their names) that stay on the host, with all that is in them.
-        override_config: options for a module (or its name) and all below it; they win over `model_run_config`.
-        model_run_config: options for all.
-        name: of the model, in messages.
-        loss_chunk_tokens: of a followed model: where only the loss is asked for, the logits are held for this many
-            tokens at a time; "auto" does so when they would take more than 16 MiB, None never.
-        mlp_chunk_tokens: of a followed model: the inner activations of its MLPs are held for this many tokens at a
-            time; "auto" does so for rows of more than 16,384 tokens, None never.
-        **roundpipe_kwargs: for every `RoundPipe`.
+        skip_modules: modules (or their names) that stay on the host, with all their submodules.
+        override_config: options for a module (or its name) and all its submodules; they win over `model_run_config`.
+        model_run_config: options for all modules.
+        name: the model's name in messages.
+        loss_chunk_tokens: for a followed model: when only the loss is needed, logits are held for this many tokens at a
+            time; "auto" does so if they would take more than 16 MiB, None never does.
+        mlp_chunk_tokens: for a followed model: the inner activations of its MLPs are held for this many tokens at a
+            time; "auto" does so for rows of more than 16,384 tokens, None never does.
+        **roundpipe_kwargs: options for every `RoundPipe`.
 
     Returns:
         A `RoundPipe`, or an `AutoRoundPipe` if the root stays on the host.
 
     Raises:
-        NotImplementedError: a preset is demanded and there is none.
-        ValueError: a causal language model that cannot be followed, a model that is compiled as a whole or has weights
-            that are no plain tensors, more microbatches than mean the same, a name or module that is not in the model,
-            or a shared parameter that cannot be kept in one place.
+        NotImplementedError: a preset is required and the model's class has none.
+        ValueError: a causal language model cannot be followed, the model is compiled as a whole or has weights that
+            are not plain tensors, more microbatches would change the result, a name or module is not in the model, or
+            a shared parameter cannot be kept in one place.
     """
     if isinstance(model, (RoundPipe, AutoRoundPipe)):
         raise ValueError(
@@ -110,7 +110,7 @@ def wrap_model_to_roundpipe(
             pipe = RoundPipe(followed.chain, name=name or followed.name, model_run_config=config, **roundpipe_kwargs)
             pipe._set_language_model(followed, model)
             return pipe
-    # Each part checks its own; together they must fit, too.
+    # Each part checks its own budget; together they must fit as well.
     host_budget = budget_of(roundpipe_kwargs.get("host_memory"), "host_memory", HOST_VARIABLE)
     if host_budget is not None:
         name_of_kind = type(model).__name__
@@ -120,7 +120,7 @@ def wrap_model_to_roundpipe(
     wrapper.warn_unused_overrides(layout)
 
     pipes: dict[int, RoundPipe] = {}
-    cut: list[nn.Module] = []  # what several microbatches go through
+    cut: list[nn.Module] = []  # modules that run with more than one microbatch
     for unit in layout.units.values():
         if isinstance(unit.module, RoundPipe):
             pipes[id(unit.module)] = unit.module
@@ -148,7 +148,7 @@ def wrap_model(model: nn.Module, **roundpipe_kwargs: Any) -> Any:
 
 
 def _language_model_in(model: nn.Module) -> nn.Module | None:
-    """See `language_model_in`; a model of transformers has loaded it, and for others it would take seconds."""
+    """See `language_model_in`. Models outside transformers skip its import, which takes seconds."""
     if "transformers.modeling_utils" not in sys.modules:
         return None
     from roundpipe.following.language_model import language_model_in
@@ -159,7 +159,8 @@ def _language_model_in(model: nn.Module) -> nn.Module | None:
 def _followed(
     model: nn.Module, is_causal: bool, loss_chunk_tokens: ChunkTokens, mlp_chunk_tokens: ChunkTokens
 ) -> LanguageModel | None:
-    """A model of transformers as a chain of layers; None for others, and with a warning for those that cannot be."""
+    """Follows a transformers model as a chain of layers. None for other models, and, with a warning, for models that
+    cannot be followed; a causal language model that cannot be followed raises."""
     if "transformers.modeling_utils" not in sys.modules:
         return None
     from roundpipe.following.language_model import LanguageModel, transformers_model_in
@@ -182,17 +183,17 @@ def _followed(
 
 @dataclass
 class _Place:
-    """A module that was given its place: on the host, or (`unit`) as one RoundPipe."""
+    """A module with its place: on the host, or (`unit`) as one RoundPipe."""
 
     path: str
     module: nn.Module
     unit: bool
     override: RoundPipeRunConfig
-    whole: bool = False  # a host module with all that is in it: a skipped one
+    whole: bool = False  # a host module with all its submodules: a skipped one
     listed: bool = False  # element of a ModuleList
 
     def structure(self, lower_threshold: int) -> RoundPipeRunConfig:
-        """The options that follow from where the unit stands."""
+        """The options that follow from the unit's position."""
         tiny = not self.listed and not _is_sequential(self.module) and _total_bytes(self.module) < lower_threshold
         return RoundPipeRunConfig(
             num_microbatch=1 if tiny and self.path else None, merge_output=merge_what_fits if self.listed else None
@@ -201,19 +202,19 @@ class _Place:
 
 @dataclass
 class _Layout:
-    """Where every module goes, by id."""
+    """The place of every module, by id."""
 
     units: dict[int, _Place] = field(default_factory=dict)
     hosts: dict[int, _Place] = field(default_factory=dict)
 
     def parameters_of(self, place: _Place) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that live at `place`, with names relative to the root."""
+        """Yields the parameters that live at `place`, with names relative to the root."""
         recurse = place.unit or place.whole
         for name, parameter in place.module.named_parameters(recurse=recurse):
             yield _join(place.path, name), parameter
 
     def torn_parameter(self) -> tuple[str, str, list[_Place]] | None:
-        """A parameter that lives in two places (its two names and the places), or None. The host is one place."""
+        """Finds a parameter that lives in two places (its two names and the places), or None. The host is one place."""
         seen: dict[int, tuple[str, _Place]] = {}
         for place in [*self.hosts.values(), *self.units.values()]:
             for name, parameter in self.parameters_of(place):
@@ -243,7 +244,7 @@ class _Wrapper:
         self.members = {id(module) for module in model.modules()}
         self.skipped = {id(self.find(key, "skip_modules")) for key in skip_modules}
         self.overrides = {id(self.find(key, "override_config")): config for key, config in override_config.items()}
-        self.forced: set[int] = set()  # modules that must become one layer, for the parameters they share
+        self.forced: set[int] = set()  # modules that must be one layer because they share parameters
 
     def find(self, key: nn.Module | str, where: str) -> nn.Module:
         if isinstance(key, str):
@@ -271,7 +272,7 @@ class _Wrapper:
     def place(
         self, layout: _Layout, path: str, module: nn.Module, override: RoundPipeRunConfig, listed: bool
     ) -> _Place:
-        """Gives `module` and all below it their places; a module seen before keeps the one it has."""
+        """Places `module` and all its submodules; a module seen before keeps its place."""
         known = layout.units.get(id(module)) or layout.hosts.get(id(module))
         if known is not None:
             known.listed &= listed
@@ -303,7 +304,7 @@ class _Wrapper:
         return _is_sequential(module) or listed or _own_bytes(module) >= max(self.lower, 1) or total <= self.upper
 
     def holds_fixed(self, module: nn.Module) -> bool:
-        """Whether something in `module` has a place of its own already."""
+        """Whether `module` contains a skipped or an already wrapped module."""
         return any(id(part) in self.skipped or _is_wrapped(part) for part in module.modules())
 
     def common_module(self, name: str, other_name: str, places: list[_Place]) -> nn.Module:
@@ -356,21 +357,22 @@ def _outputs_as_loss(outputs: Any, label: Any) -> Any:
 class AutoRoundPipe(SteppedModel):
     """A model whose root runs on the host, with `RoundPipe` modules inside it.
 
-    Everything but what is defined here is the original model's: attributes are read, written and deleted there, and
-    calling this calls it. Made by `wrap_model_to_roundpipe`, or by hand of a model that holds `RoundPipe` modules.
+    All attributes that this class does not define are read, written and deleted on the original model, and calling
+    this object calls the original model. Made by `wrap_model_to_roundpipe`, or by hand from a model that holds
+    `RoundPipe` modules.
 
     Args:
-        model: the original model, its wrapped parts already in place.
-        name: for messages; None takes the class name.
-        optim_dtype: what the optimizer's parameters are in; None for the parameters' own.
+        model: the original model, with its wrapped parts in place.
+        name: the name in messages; None takes the class name.
+        optim_dtype: dtype of the optimizer's parameters; None keeps each parameter's dtype.
         **roundpipe_kwargs: other options of `RoundPipe`, which have no effect here.
 
     Raises:
-        ValueError: a model that is wrapped already, or a parameter that is used inside a `RoundPipe` and outside of it.
-        TypeError: an option that `RoundPipe` does not have.
+        ValueError: the model is already wrapped, or a parameter is used both inside and outside a `RoundPipe`.
+        TypeError: `RoundPipe` does not have such an option.
     """
 
-    _why_not_cut = (  # what `ModelExecutePlan.auto` says of it
+    _why_not_cut = (  # used in a message of `ModelExecutePlan.auto`
         "an AutoRoundPipe, whose root runs on the host and has no layers to cut; expected a RoundPipe: pass the "
         "RoundPipe modules inside it one by one"
     )
@@ -398,7 +400,7 @@ class AutoRoundPipe(SteppedModel):
         self._take_parts()
 
     def _take_parts(self) -> None:
-        """Takes what is in the pipeline and what is on the host as it is now."""
+        """Records the model's current pipelines and host contents."""
         own = object.__getattribute__(self, "__dict__")
         model = own["_wrapped"]
         pipes, host_parameters = _parts_of(model)
@@ -408,10 +410,10 @@ class AutoRoundPipe(SteppedModel):
         own["_contents"] = contents_of(model)
 
     def _follow_changes(self) -> None:
-        """Takes over that modules or parameters on the host were put in, taken out or replaced.
+        """Takes over modules or parameters on the host that were added, removed or replaced.
 
         Raises:
-            ValueError: an optimizer has been made for those that were there.
+            ValueError: an optimizer has already been made for the previous ones.
         """
         if contents_of(self._wrapped) == self._contents:
             return
@@ -427,7 +429,7 @@ class AutoRoundPipe(SteppedModel):
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the original model; the parts in it run on the devices."""
+        """Runs the original model; its wrapped parts run on the devices."""
         _core.require_engine()
         self._follow_changes()
         self._step_group.before_call()
@@ -443,16 +445,17 @@ class AutoRoundPipe(SteppedModel):
         run_config: RoundPipeRunConfig | None = None,
         **unknown: Any,
     ) -> Any:
-        """Forward, loss and backward of one batch, which the root sees whole.
+        """Runs forward, loss and backward of one batch; the root sees the whole batch.
 
         Args:
             input_args: positional arguments of the model.
             input_kwargs: keyword arguments of the model.
             label: second argument of `loss_fn`.
-            loss_fn: `(outputs, label)` -> the loss, or several as a list or tuple, whose sum is differentiated.
+            loss_fn: takes `(outputs, label)` and returns the loss, or several as a list or tuple, whose sum is
+                differentiated.
             return_outputs: also return the outputs.
-            run_config: only for calls that work with `RoundPipe` too: the parts follow the options they were wrapped
-                with, so options given here have no effect, and a warning says so.
+            run_config: accepted so that the same call works with `RoundPipe`. It has no effect, and a warning says so:
+                the parts follow the options that they were wrapped with.
 
         Returns:
             The detached loss (a list if there are several), or `(loss, detached outputs)`.
@@ -491,7 +494,7 @@ class AutoRoundPipe(SteppedModel):
     def optim_named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The optimizer's parameters, on the host, with their names and in their order in the original model."""
+        """The optimizer's parameters, on the host, with their names, in the order of the original model."""
         self._follow_changes()
         named = list(self._step_group.optim_named_parameters("", False))
         named.sort(key=lambda entry: self._order.get(entry[0], len(self._order)))
@@ -506,7 +509,7 @@ class AutoRoundPipe(SteppedModel):
 
 
 def _parts_of(model: nn.Module) -> tuple[dict[str, RoundPipe], dict[str, nn.Parameter]]:
-    """The `RoundPipe`s inside a model, each by its first name, and the parameters outside of them."""
+    """The `RoundPipe`s inside a model, by their first names, and the parameters outside them."""
     pipes: dict[str, RoundPipe] = {}
     outside: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
@@ -565,6 +568,6 @@ def _total_bytes(module: nn.Module) -> int:
 
 
 def _own_bytes(module: nn.Module) -> int:
-    """Bytes of the parameters that the module's own forward uses, those in parameter containers included."""
+    """Bytes of the parameters that the module's own forward uses, including those in parameter containers."""
     containers = [child for child in module.children() if isinstance(child, (nn.ParameterList, nn.ParameterDict))]
     return _bytes(p for part in [module, *containers] for p in part.parameters(recurse=False))

@@ -1,4 +1,4 @@
-"""Where the published package wraps models by preset, beside the operations of `roundpipe.ops`."""
+"""The published package's path to wrapping by preset, beside the operations of `roundpipe.ops`."""
 
 from roundpipe.model.wrap import wrap_model as wrap_model
 from roundpipe.ops import LogitStep as LogitStep

@@ -1,4 +1,4 @@
-"""Where the published package has the losses of causal language models; see `roundpipe.ops.causal_lm_loss`."""
+"""The published package's path to the losses of causal language models; see `roundpipe.ops.causal_lm_loss`."""
 
 from roundpipe.ops.causal_lm_loss import TOKEN_CHUNK_SIZE as TOKEN_CHUNK_SIZE
 from roundpipe.ops.causal_lm_loss import ChunkedCompileLinearForCausalLMLoss as ChunkedCompileLinearForCausalLMLoss

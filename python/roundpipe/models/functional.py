@@ -1,4 +1,4 @@
-"""Where documented programs import native operations from; see `roundpipe.ops.functional`."""
+"""The documented import path of native operations; see `roundpipe.ops.functional`."""
 
 from roundpipe.ops.functional import LogitStep as LogitStep
 from roundpipe.ops.functional import chunked_mlp as chunked_mlp

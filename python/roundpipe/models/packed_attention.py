@@ -1,4 +1,4 @@
-"""Where documented programs import the attention for packed rows from; see `roundpipe.ops.packed_attention`."""
+"""The documented import path of the attention for packed rows; see `roundpipe.ops.packed_attention`."""
 
 from roundpipe.ops.packed_attention import check_packing as check_packing
 from roundpipe.ops.packed_attention import document_lengths as document_lengths

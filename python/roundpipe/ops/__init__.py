@@ -1,8 +1,8 @@
-"""Parts of models, computed natively with less memory than their plain forms.
+"""Parts of models, computed natively with less memory than in their plain forms.
 
     from roundpipe.ops import chunked_mlp, linear_cross_entropy
 
-Each computes what the plain PyTorch code in its docstring computes, and its gradients; see `functional`.
+Each function computes the result and the gradients of the plain PyTorch code in its docstring; see `functional`.
 """
 
 from roundpipe.ops.functional import (

@@ -1,7 +1,7 @@
-"""Losses of causal language models, under the names that the published package has for them.
+"""Losses of causal language models, under the published package's names.
 
-They compute what transformers' loss of a causal language model computes; `linear_cross_entropy` is where the chunks are
-computed. Nothing is compiled: the names are those that scripts import.
+They compute the same as transformers' loss of a causal language model; `linear_cross_entropy` computes the chunks.
+Despite the names, which scripts import, nothing is compiled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from roundpipe.ops.functional import linear_cross_entropy
 
-#: How many tokens' logits `ChunkedCompileLinearForCausalLMLoss` holds at a time.
+#: Number of tokens whose logits `ChunkedCompileLinearForCausalLMLoss` holds at a time.
 TOKEN_CHUNK_SIZE = 4096
 
 
@@ -47,12 +47,12 @@ def CompileForCausalLMLoss(
 
     Args:
         logits: `[..., tokens, vocab_size]`.
-        labels: `[..., tokens]`; token i predicts label i + 1. Not looked at where `shift_labels` are given.
-        vocab_size: how many logits a token has.
-        num_items_in_batch: what the sum is divided by; by default how many labels count here.
+        labels: `[..., tokens]`; token i predicts label i + 1. Ignored if `shift_labels` are given.
+        vocab_size: number of logits of a token.
+        num_items_in_batch: divisor of the sum; by default the number of labels that count here.
         ignore_index: a label that does not count.
-        shift_labels: `[..., tokens]`, what each token predicts.
-        **kwargs: what else a model hands to its loss; not used.
+        shift_labels: `[..., tokens]`, the label that each token predicts.
+        **kwargs: further arguments that a model passes to its loss; not used.
     """
     targets, count = _targets(labels, shift_labels, num_items_in_batch, ignore_index, logits.device)
     return CompileCrossEntropy(logits.reshape(-1, vocab_size), targets, ignore_index) / count
@@ -71,8 +71,8 @@ def ChunkedCompileLinearForCausalLMLoss(
 
     Args:
         hidden_states: `[..., tokens, width]`.
-        lm_head: whose weight and bias make the logits; its own forward is not called.
-        labels: see `CompileForCausalLMLoss`, like the rest.
+        lm_head: its weight and bias make the logits; its forward is not called.
+        labels: see `CompileForCausalLMLoss`; the same holds for the arguments below.
         num_items_in_batch: see there.
         ignore_index: see there.
         shift_labels: see there.
@@ -93,7 +93,7 @@ def _targets(
     ignore_index: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor | int]:
-    """What each token predicts, `[tokens]` on `device`, and what the sum of the losses is divided by."""
+    """The label that each token predicts, `[tokens]` on `device`, and the divisor of the sum of the losses."""
     if shift_labels is None:
         if labels is None:
             raise ValueError("[models.function] there are neither labels nor shift_labels, expected one of them")

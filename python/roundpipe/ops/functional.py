@@ -1,6 +1,6 @@
 """A loss that never holds all logits, and feed-forward blocks that never hold all their intermediate results.
 
-They run inside a layer of a RoundPipe model and in any other PyTorch code, on every device that PyTorch has.
+They run inside a layer of a RoundPipe model and in any other PyTorch code, on every device that PyTorch supports.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """The cross-entropy of a language model's head, without the logits of all tokens.
 
-    Computes, chunk by chunk of tokens,
+    Computes, for one chunk of tokens after another,
 
         logits = F.linear(hidden, weight, bias)
         for each step: logits = step(logits)
         F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=..., reduction=...)
 
-    and, where autograd records, the gradients in the same pass, as loss and gradients need the same logits; the
-    backward pass scales them. Beside inputs and gradients one chunk's logits are held, in fp32 and in the dtype of
-    `hidden`, and in 16 bits the weight's gradient in fp32 while the loss is computed.
+    If autograd records, the same pass computes the gradients, because they need the same logits; the backward pass only
+    scales them. Beside inputs and gradients, memory holds one chunk's logits, in fp32 and in the dtype of `hidden`. In
+    16 bits, it also holds the weight's gradient in fp32 while the loss is computed.
 
-    In 16 bits logits are rounded as `F.linear` rounds them, the softmax is in fp32, and its gradient is rounded to 16
-    bits before the matrix products. The chunks' parts of the weight's gradient are rounded as the matrix product
-    leaves them, and summed in fp32. All this comes before the factor that `backward` brings, so a loss scale does not
-    help gradients below fp16's range. Under autocast inputs are cast as `F.linear` casts them.
+    In 16 bits, logits are rounded as `F.linear` rounds them, the softmax is in fp32, and its gradient is rounded to 16
+    bits before the matrix products. Each chunk's part of the weight's gradient is rounded by its matrix product, and
+    the parts are summed in fp32. All this happens before `backward` applies its factor, so a loss scale does not help
+    gradients below fp16's range. Under autocast, inputs are cast as `F.linear` casts them.
 
     Args:
         hidden: `[..., width]`, of dtype fp64, fp32, bf16 or fp16.
@@ -59,19 +59,19 @@ def linear_cross_entropy(
         ignore_index: tokens with this label count neither in the loss nor in the mean.
         reduction: "sum" over the tokens that are not ignored, or their "mean", which is 0 if there are none.
         softcap: the logits become `softcap * tanh(logits / softcap)`, as in Gemma 2 (arXiv:2408.00118, section 2).
-        scale: the logits are multiplied by this first, as Cohere's models do.
-        steps: instead of `softcap` and `scale`, a model's own operations in its own order, so that in 16 bits they
-            round as the model's do. All run in the dtype of `hidden` up to "float32", the rest in fp32. Gemma 2:
+        scale: first multiplies the logits, as in Cohere's models.
+        steps: instead of `softcap` and `scale`, a model's own operations in their order, so that in 16 bits they
+            round like the model's. Steps up to "float32" run in the dtype of `hidden`, later ones in fp32. Gemma 2:
             `[("divide", 30.0), "tanh", ("multiply", 30.0), "float32"]`.
         chunk_tokens: tokens in one chunk; 0 = as many as have 64 MiB of fp32 logits, but at most 4096, and at least 128
             (256 from a width of 1024).
 
     Returns:
-        A scalar in fp32, or in fp64 if `hidden` is. Second derivatives (`create_graph`) are not there.
+        A scalar in fp32, or in fp64 if `hidden` is. Second derivatives (`create_graph`) are not supported.
 
     Raises:
         ValueError: shapes, dtypes, devices, labels or options do not fit; the message says which.
-        RuntimeError: from `backward`, with `create_graph`, or a second time after one without `retain_graph`.
+        RuntimeError: raised by `backward` with `create_graph`, or by a second `backward` without `retain_graph` before.
     """
     if reduction not in ("sum", "mean"):
         raise ValueError(
@@ -96,27 +96,27 @@ def chunked_mlp(
     dim: int = -2,
     preserve_rng_state: bool = True,
 ) -> torch.Tensor:
-    """`body(hidden)`, computed for `chunk_tokens` tokens at a time, forward and backward.
+    """Computes `body(hidden)` for `chunk_tokens` tokens at a time, forward and backward.
 
-    Between forward and backward only `hidden` and the result are held; the backward pass runs `body` again, one chunk
-    at a time. Gradients of 16-bit parameters are summed over chunks in fp32. Chunks in which `body` draws random
-    numbers from the default generators (dropout) draw the same ones again.
+    Between forward and backward, only `hidden` and the result are held; the backward pass runs `body` again, one chunk
+    at a time. Gradients of 16-bit parameters are summed over chunks in fp32. If `body` draws random numbers from the
+    default generators (dropout), the second run of a chunk draws the same numbers.
 
     Args:
-        body: a module or function that maps each token by itself, such as a transformer's feed-forward block.
+        body: a module or function that maps each token independently, such as a transformer's feed-forward block.
         hidden: `[..., tokens, width]`.
-        chunk_tokens: tokens in one chunk, at least 1. With at most so many tokens `body` simply runs.
-        parameters: the tensors beside `hidden` that `body` uses and that may need gradients. May be left out for an
-            `nn.Module` or a method of one, whose parameters they then are.
+        chunk_tokens: tokens in one chunk, at least 1. With at most this many tokens, `body` simply runs once.
+        parameters: the tensors beside `hidden` that `body` uses and that may need gradients. May be omitted for an
+            `nn.Module` or its method; then they are the module's parameters.
         dim: the dimension of `hidden`, and of the result, that holds the tokens.
-        preserve_rng_state: False saves looking at the generators, for a body that draws nothing.
+        preserve_rng_state: False skips saving the generators' states, for a body that draws nothing.
 
     Returns:
-        What `body(hidden)` returns. Its backward pass cannot be differentiated (`create_graph`).
+        The result of `body(hidden)`. Its backward pass cannot be differentiated (`create_graph`).
 
     Raises:
-        ValueError: `chunk_tokens`, `dim` or the shape of what `body` returned do not fit, or `parameters` are missing.
-        Exception: what `body` raises, here or in `backward`.
+        ValueError: `chunk_tokens`, `dim` or the shape of `body`'s result does not fit, or `parameters` are missing.
+        Exception: whatever `body` raises, here or in `backward`.
     """
     if parameters is None:
         owner = body if isinstance(body, nn.Module) else getattr(body, "__self__", None)
@@ -149,7 +149,7 @@ def gated_mlp(
 
     Args:
         hidden: `[..., tokens, width]`.
-        gate_weight: `[inner, width]`, as `nn.Linear` has it, like the next two.
+        gate_weight: `[inner, width]`, in the layout of `nn.Linear`, like the next two.
         up_weight: `[inner, width]`.
         down_weight: `[width, inner]`.
         gate_bias: `[inner]`.
@@ -162,7 +162,7 @@ def gated_mlp(
         `[..., tokens, width]`.
 
     Raises:
-        ValueError: the activation has no such name, or `chunk_tokens` is negative.
+        ValueError: the activation has another name, or `chunk_tokens` is negative.
     """
     return _core.gated_mlp(
         hidden,

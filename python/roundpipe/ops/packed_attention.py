@@ -1,19 +1,19 @@
 """Attention for packed rows, one document at a time: `attn_implementation="sdpa_packed"`.
 
-A packed row holds several documents, and `position_ids` begin anew with each. transformers' own "sdpa" and "eager"
-build a mask of [tokens, tokens] for such rows; here a document's queries only ever meet its own keys, so memory and
-time grow with the documents and not with the square of the row. Importing this module registers the implementation:
+A packed row holds several documents, and `position_ids` restart with each. transformers' own "sdpa" and "eager" build a
+mask of [tokens, tokens] for such rows. Here, a document's queries meet only its own keys, so memory and time grow with
+the documents instead of the square of the row. Importing this module registers the implementation:
 
     import roundpipe.ops.packed_attention
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa_packed")
     model(input_ids=ids, position_ids=positions, use_cache=False)
 
-The same goes by the name "packed", which Gemma 2 and GPT-OSS need: transformers allows them no name with "sdpa" in it.
-Rows of one document with padding at either end take an `attention_mask` as usual; the padding itself attends to
-nothing and gets zeros. Generation with a cache goes to transformers' "sdpa".
+The implementation is also named "packed" for Gemma 2 and GPT-OSS, for which transformers refuses names with "sdpa".
+Rows of one document with padding at either end take an `attention_mask` as usual; the padding attends to nothing and
+gets zeros. Generation with a cache goes to transformers' "sdpa".
 
-transformers looks for documents in `position_ids` only without a cache and without an `attention_mask`. Here they count
-always, as long as the model hands its `position_ids` on to its attention, as most do.
+transformers looks for documents in `position_ids` only without a cache and without an `attention_mask`. Here,
+`position_ids` always count, provided that the model passes them to its attention, as most models do.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ NAME = "sdpa_packed"
 # transformers refuses every name with "sdpa" in it for models whose scores SDPA cannot compute: Gemma 2, GPT-OSS.
 OTHER_NAME = "packed"
 
-_QUERIES_AT_ONCE = 1024  # of a document that is longer than its window, or whose scores are computed here
+_QUERIES_AT_ONCE = 1024  # for a document that is longer than its window, or whose scores are computed here
 
 
 def register() -> None:
-    """Makes "sdpa_packed" and "packed" known to transformers. Importing the module has done it; again does no harm."""
+    """Registers "sdpa_packed" and "packed" with transformers. Importing the module does this; repeating it is safe."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for name in (NAME, OTHER_NAME):
@@ -54,17 +54,17 @@ def document_lengths(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """What stands in for a mask: which tokens of each row are a document. Called by transformers.
+    """Replaces the mask by the documents' lengths: which tokens of each row are a document. Called by transformers.
 
-    The boundaries are read off `mask_function`, by asking it for each token whether it sees the one before.
+    Document boundaries come from `mask_function`: it tells for each token whether the token sees its predecessor.
 
     Returns:
         int32 of shape [batch, 1 + n], on the host: the sliding window or 0, then the lengths of the row's documents
-        in their order, a run of padding as minus its length, then zeros. With a cache that holds tokens already,
+        in order, with a run of padding as its negative length, then zeros. If a cache holds tokens already,
         transformers' boolean mask instead.
 
     Raises:
-        ValueError: a mask that is not causal or was put together by the model, or padding inside a row.
+        ValueError: the mask is not causal, or was made by the model itself, or there is padding inside a row.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -83,7 +83,7 @@ def document_lengths(
             device=device,
             **kwargs | {"allow_is_causal_skip": False},
         )
-        assert mask is not None  # as the shortcut is ruled out
+        assert mask is not None  # the shortcut is ruled out above
         return mask
     if use_vmap:
         raise ValueError(f"[{NAME}] the model adds to the causal mask, expected a plain one; {_OTHERWISE}")
@@ -127,21 +127,22 @@ def packed_attention(
     Args:
         module: the model's attention module.
         query: [batch, heads, tokens, width].
-        key: [batch, key heads, tokens, width]; so is `value`.
-        attention_mask: what `document_lengths` returned.
-        dropout: of the attention's weights.
-        scaling: of the scores; None for 1 / sqrt(width).
+        key: [batch, key heads, tokens, width]; `value` has the same shape.
+        attention_mask: the result of `document_lengths`.
+        dropout: dropout of the attention's weights.
+        scaling: factor of the scores; None for 1 / sqrt(width).
         is_causal: must not be False.
         softcap: bound on the scores (Gemma 2). The scores are then computed without SDPA, some queries at a time.
-        s_aux: a score for each head that takes its share of the softmax and adds nothing (GPT-OSS). As for `softcap`.
-        position_ids: where given, a document ends also where they do not go on by one.
+        s_aux: a score for each head that takes its share of the softmax and adds nothing (GPT-OSS). Computed as with
+            `softcap`.
+        position_ids: if given, a document also ends where they do not increase by one.
         position_bias: not supported.
 
     Returns:
         [batch, tokens, heads, width], and no attention weights.
 
     Raises:
-        ValueError: a mask of another batch, or options that are not supported.
+        ValueError: the mask belongs to another batch, or an option is not supported.
     """
     if attention_mask is None or attention_mask.dim() == 4:
         return _transformers_sdpa(module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, kwargs)
@@ -170,8 +171,8 @@ def packed_attention(
 
     if all(row == [tokens] for row in documents):
         return attend(query, key, value).transpose(1, 2).contiguous(), None
-    # Documents of one length go together. Pieces return to their places by one concatenation, so that the backward
-    # needs no buffer of the row's size for each.
+    # Documents of equal length run together. One concatenation puts the pieces back, so that the backward needs no
+    # buffer of the row's size for each piece.
     places: dict[int, list[tuple[int, int]]] = {}
     for index, row in enumerate(documents):
         for start, length in _starts(row):
@@ -191,16 +192,16 @@ def packed_attention(
 
 
 def check_packing(model: Any) -> None:
-    """Makes sure that samples that share a row do not change each other, by running two small rows.
+    """Checks that samples in one row do not affect each other, by running two small rows.
 
-    The rows end in the same sample and begin with different ones. Models that carry more along a row than attention
-    does (state space models, short convolutions) fail, and so do those that were loaded with another attention.
+    The rows end in the same sample and begin with different ones. Models with other connections along a row than
+    attention (state space models, short convolutions) fail, and so do models loaded with another attention.
 
     Args:
         model: a causal language model, in the pipeline or plain. It is put into evaluation mode for the check.
 
     Raises:
-        ValueError: they do change each other.
+        ValueError: samples affect each other.
     """
     text_config = model.config.get_text_config()
     generator = torch.Generator().manual_seed(0)
@@ -229,7 +230,7 @@ _OTHERWISE = 'use attn_implementation="sdpa" for this model'
 
 
 def _starts(row: list[int]) -> Iterator[tuple[int, int]]:
-    """Where each document or run of padding of a row begins, and its length as the mask says it."""
+    """Yields the start of each document or run of padding in a row, and its length as in the mask."""
     start = 0
     for length in row:
         yield start, length
@@ -251,9 +252,9 @@ def _check_padding(kept: torch.Tensor) -> None:
 
 
 def _split_at_positions(mask: torch.Tensor, documents: list[list[int]], position_ids: torch.Tensor) -> list[list[int]]:
-    """Cuts documents where positions begin anew, for not every model tells its mask about them."""
+    """Cuts documents where positions restart, because not every model tells its mask about them."""
     known = getattr(mask, "_roundpipe_documents", None)
-    if known is not None and known[0] is position_ids:  # as in the layer before
+    if known is not None and known[0] is position_ids:  # the same tensor as in the previous layer
         split: list[list[int]] = known[1]
         return split
     jumps = (position_ids[:, 1:] != position_ids[:, :-1] + 1).cpu().expand(len(documents), -1)
@@ -274,7 +275,7 @@ def _by_sdpa(
 ) -> torch.Tensor:
     groups = query.shape[1] // key.shape[1]
     tokens = query.shape[2]
-    grouped = groups > 1 and key.shape[-1] == value.shape[-1] <= 256  # what the fast kernels know
+    grouped = groups > 1 and key.shape[-1] == value.shape[-1] <= 256  # supported by the fast kernels
     if not grouped:
         key, value = _repeat(key, groups), _repeat(value, groups)
 
@@ -292,7 +293,7 @@ def _by_sdpa(
 
     if not 0 < window < tokens:
         return sdpa(slice(None), slice(None), None)
-    outputs = [sdpa(slice(0, window), slice(0, window), None)]  # within the window it is plainly causal
+    outputs = [sdpa(slice(0, window), slice(0, window), None)]  # within the window, it is plainly causal
     for rows, keys in _bands(window, tokens, window):
         outputs.append(sdpa(rows, keys, _band(rows, keys, window, query.device)))
     return torch.cat(outputs, dim=2)
@@ -328,7 +329,7 @@ def _by_scores(
 
 
 def _bands(first: int, tokens: int, window: int) -> Iterator[tuple[slice, slice]]:
-    """Queries from `first` on, some at a time, and the keys that any of them sees."""
+    """Yields queries from `first` on, some at a time, and the keys that any of them sees."""
     step = min(window, _QUERIES_AT_ONCE)
     for start in range(first, tokens, step):
         end = min(start + step, tokens)
@@ -360,7 +361,7 @@ def _transformers_sdpa(
     sinks: torch.Tensor | None,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """A mask of transformers' own kind: generation, or one that the caller made."""
+    """Handles a mask of transformers' own kind: generation, or a mask that the caller made."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if softcap is not None or sinks is not None:

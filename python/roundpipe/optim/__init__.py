@@ -1,8 +1,8 @@
 """torch.optim's optimizers, computed by RoundPipe's host kernels.
 
-Given parameters, each class is the one of its name in `torch.optim`: arguments, param_groups, state, state_dict, hooks
+Given parameters, each class behaves as its namesake in `torch.optim`: arguments, param_groups, state, state_dict, hooks
 and schedulers are torch's. fp32 and complex64 parameters on the host are updated in one pass over memory by all cores;
-all others go through torch. `Lion` is not in torch.
+all other parameters go to torch. `Lion` is not in torch.
 
 Given a RoundPipe model, each updates the model's layers in place while gradients arrive, see `RoundPipe.step`.
 """

@@ -19,7 +19,7 @@ class Adagrad(HostStep, torch.optim.Adagrad):
         hyper = super().hyperparameters(group)
         hyper.eps = group["eps"]
         hyper.lr_decay = group["lr_decay"]
-        hyper.initial_accumulator_value = self.defaults["initial_accumulator_value"]  # torch reads no group's
+        hyper.initial_accumulator_value = self.defaults["initial_accumulator_value"]  # torch ignores the group's value
         return hyper
 
 

@@ -1,11 +1,11 @@
-"""Adam and those that came from it."""
+"""Adam and its variants."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
 import torch
-from torch.optim.adam import adam as adam  # under this name in the published package, too
+from torch.optim.adam import adam as adam  # the published package has it under this name
 
 from roundpipe import _core
 from roundpipe.optim.host_step import HostStep

@@ -1,4 +1,4 @@
-"""Optimizers that are given a model in the pipeline instead of parameters."""
+"""Optimizers that take a model in the pipeline instead of parameters."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from roundpipe.step.binding import MOMENTS, Binding, BoundOptimizer, Gradients, 
 if TYPE_CHECKING:
     from roundpipe.step.group import StepGroup
 
-# What the fp32 master of a 16-bit weight has beyond it, under these names in a state_dict.
+# Names in a state_dict of what the fp32 master of a 16-bit weight has beyond the weight.
 _RESTS = {torch.int16: "master_remainder", torch.float32: "master"}
 
 
 class ForModel(BoundOptimizer):
-    """Put before a torch optimizer among the bases: its first argument may then be a RoundPipe model, whose layers are
-    updated in place by `model.step(optimizer)`.
+    """Lets a torch optimizer take a RoundPipe model as its first argument; put it before the torch optimizer among the
+    bases. `model.step(optimizer)` then updates the model's layers in place.
 
     Args:
-        params: a model in the pipeline, or what the torch optimizer takes.
+        params: a model in the pipeline, or any value that the torch optimizer takes.
         *args: the torch optimizer's arguments.
-        groups: with a model: one dict for each group of parameters that has options of its own. "params" is a name or
+        groups: with a model: one dict for each group of parameters that has its own options. "params" is a name or
             a pattern like "*.bias", a compiled regular expression, a function (name, parameter) -> bool, a parameter,
             or a list of these; the other entries are options of the optimizer.
         decay_norms_and_biases: with a model: False sets `weight_decay` to 0 for parameters of less than two dimensions,
-            except in groups that give their own.
-        moments: with a model: "8bit" keeps Adam's and AdamW's moments in a byte each.
-        gradients: with a model: "float32" keeps the gradients of 16-bit weights in fp32 on the host, for summing up
+            except in groups that set `weight_decay`.
+        moments: with a model: "8bit" keeps the moments of Adam and AdamW in one byte each.
+        gradients: with a model: "float32" keeps the gradients of 16-bit weights in fp32 on the host, to sum them over
             several calls before a step.
         **kwargs: the torch optimizer's arguments.
 
     Raises:
-        ValueError: a group that fits no parameter, a parameter in two groups, or an option that does not fit.
+        ValueError: a group matches no parameter, a parameter is in two groups, or an option does not fit.
     """
 
     algorithm: ClassVar[_core.Algorithm]
@@ -106,11 +106,11 @@ class ForModel(BoundOptimizer):
         raise NotImplementedError
 
     def core_groups(self) -> list[_core.Hyperparameters]:
-        """The groups' hyperparameters of now."""
+        """The groups' current hyperparameters."""
         return [self.hyperparameters(group) for group in self.param_groups]
 
     def host_memory(self) -> HostMemory:
-        """What the model and this optimizer take on the host; gradients count once the first ones have landed.
+        """The host memory of the model and this optimizer; gradients count once the first ones have landed.
 
         Raises:
             ValueError: the optimizer was not made for a RoundPipe model.
@@ -124,14 +124,14 @@ class ForModel(BoundOptimizer):
         self._group.step_fused(self, is_async=False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients; of a model those that no step has taken yet, without waiting."""
+        """Clears gradients; for a model, the gradients that no step has consumed yet, without waiting."""
         if self.binding is None:
             super().zero_grad(set_to_none)
         else:
             self._group.zero_fused_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; a model's optimizer gets its groups when it is made."""
+        """Adds a group as torch does; a model's optimizer gets its groups only when it is made."""
         if self.binding is not None:
             raise ValueError(
                 "[optim] a model's optimizer cannot be given more parameters; make it anew with groups=..."
@@ -141,9 +141,9 @@ class ForModel(BoundOptimizer):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's layout. A model's 16-bit parameters also have what their fp32 masters have beyond the weights
-        ("master_remainder" or "master"), so that a run goes on exactly where it was. Tensors are those in use, as
-        torch's are: copy them before the next step, or save them at once.
+        """The state in torch's layout. For a model's 16-bit parameters it also holds the difference between fp32 master
+        and weight ("master_remainder") or the master itself ("master"), so that a run resumes exactly. As in torch, the
+        tensors are the ones in use: copy them before the next step, or save them at once.
         """
         if self.binding is None:
             return super().state_dict()
@@ -166,11 +166,11 @@ class ForModel(BoundOptimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's. Of a model's optimizer: load the model's weights first, then this; a state without masters
-        (torch's own) goes on from the weights.
+        """Loads a state as torch does. For a model's optimizer, load the model's weights first. Without masters in the
+        state (torch's own format), training resumes from the weights.
 
         Raises:
-            ValueError: a state that does not fit; nothing has been changed then.
+            ValueError: the state does not fit; nothing has been changed.
         """
         if self.binding is None:
             super().load_state_dict(state_dict)
@@ -199,7 +199,7 @@ class ForModel(BoundOptimizer):
             self.param_groups = before
             raise
         with torch.no_grad():
-            # One by one, each in place of what was there, so that memory holds one state and not two.
+            # Replaces states one by one, so that memory never holds two whole states.
             for parameter, hyper in hypers.items():
                 kept, rest = self.binding.state(parameter)
                 kept.tensors = []
@@ -219,7 +219,7 @@ class ForModel(BoundOptimizer):
     def _unpacked(
         self, parameter: torch.Tensor, state: dict[str, Any], hyper: _core.Hyperparameters, check_only: bool = False
     ) -> tuple[_core.Scalars, list[torch.Tensor]]:
-        """What a saved state says, in tensors of our own, checked; `check_only` leaves their values out."""
+        """Checks a saved state and returns it in new tensors; `check_only` leaves out their values."""
         scalars = _core.Scalars()
         names = self._state_names(hyper, parameter)
         present = [name for name in names if state.get(name) is not None]
@@ -233,7 +233,7 @@ class ForModel(BoundOptimizer):
         for name in self.counters:
             setattr(scalars, name, float(state[name]))
         if not self.counters:
-            scalars.step = 1.0  # as the presence of a momentum buffer says
+            scalars.step = 1.0  # a momentum buffer exists, so there was a step
         made = _core.make_state(self.algorithm, hyper, self._format, parameter).tensors
         for name, tensor in zip(names, made, strict=True):
             if tensor.shape != state[name].shape:

@@ -1,4 +1,4 @@
-"""The step that all of RoundPipe's optimizers share."""
+"""The step that all RoundPipe optimizers share."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _FORMAT = _core.MomentFormat.FLOAT32
 
 
 class HostStep(ForModel):
-    """Put before a torch optimizer among the bases: `step` then uses RoundPipe's kernels where they apply.
+    """Makes `step` use RoundPipe's kernels where they apply; put it before a torch optimizer among the bases.
 
-    They apply to dense fp32 and complex64 parameters on the host. The others are left to the torch optimizer's own
-    `step`, as is everything if a group asks for `differentiable` or `capturable`. State has torch's names, shapes and
-    dtypes, so that either may go on where the other stopped.
+    The kernels apply to dense fp32 and complex64 parameters on the host. The torch optimizer's own `step` updates all
+    other parameters, and every parameter if a group asks for `differentiable` or `capturable`. State has torch's names,
+    shapes and dtypes, so that either implementation can resume from the other's state.
     """
 
     algorithm: ClassVar[_core.Algorithm]
-    # What state holds besides tensors like the parameter, with its value before the first step; None: the group's lr.
+    # State besides tensors like the parameter, with its value before the first step; None: the group's lr.
     counters: ClassVar[dict[str, float | None]] = {"step": 0.0}
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.complex64)
-    state_is_like_parameter: ClassVar[bool] = True  # the tensors of the state, in shape and order
+    state_is_like_parameter: ClassVar[bool] = True  # the state's tensors have the parameter's shape and memory layout
 
     def hyperparameters(self, group: dict[str, Any]) -> _core.Hyperparameters:
-        """What `group` tells the kernels; classes add what they know."""
+        """The group's hyperparameters for the kernels; subclasses add their own."""
         hyper = _core.Hyperparameters()
         hyper.lr = float(group["lr"])
         hyper.weight_decay = float(group.get("weight_decay", 0))
@@ -42,7 +42,7 @@ class HostStep(ForModel):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates every parameter that has a gradient; `closure` computes the loss again and returns it.
 
-        Of an optimizer that was made for a model: `model.step(optimizer, is_async=False)`.
+        For an optimizer made for a model, this is `model.step(optimizer, is_async=False)`.
         """
         loss = None
         if closure is not None:
@@ -79,7 +79,7 @@ class HostStep(ForModel):
         )
 
     def _step_others(self, ours: set[torch.Tensor]) -> None:
-        """torch's step of the parameters that are not ours; it passes over parameters without a gradient."""
+        """Runs torch's step for the parameters outside `ours`; it skips parameters without a gradient."""
         groups = self.param_groups
         if all(p.grad is None or p in ours for group in groups for p in group["params"]):
             return
@@ -104,7 +104,7 @@ class HostStep(ForModel):
     def _prepare(
         self, parameter: torch.Tensor, names: list[str], hyper: _core.Hyperparameters
     ) -> tuple[dict[str, torch.Tensor], _core.Scalars]:
-        """The parameter's state, made if there is none yet, and what it counts."""
+        """Returns the parameter's state and its counters, and makes the state if there is none yet."""
         state: dict[str, torch.Tensor] = self.state[parameter]
         if len(state) == 0:
             dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
@@ -120,7 +120,7 @@ class HostStep(ForModel):
 
 
 def _torch_step(optimizer: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
-    """The step of the torch optimizer behind HostStep, without the hooks, which our own step has called."""
+    """The step of the torch optimizer behind HostStep, without the hooks, because our own step has called them."""
     bases = optimizer.__mro__
     step: Any = next(vars(base)["step"] for base in bases[bases.index(HostStep) + 1 :] if "step" in vars(base))
     return cast(Callable[[torch.optim.Optimizer], Any], step.__wrapped__ if getattr(step, "hooked", False) else step)
@@ -147,7 +147,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_order_of(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, laid out in memory like the parameter."""
+    """Returns `tensor` with the parameter's memory layout."""
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.stride() == parameter.stride():
         return tensor

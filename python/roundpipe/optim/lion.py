@@ -13,7 +13,7 @@ from roundpipe.optim.host_step import HostStep
 
 
 class _TorchLion(torch.optim.Optimizer):
-    """Lion with torch's operations, for parameters that are not RoundPipe's to update."""
+    """Lion with torch's operations, for parameters that RoundPipe does not update itself."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class Lion(HostStep, _TorchLion):
     """Lion: steps of size lr in the direction of the sign of a running mean; decoupled weight decay.
 
     Args:
-        params: parameters, or groups of them, as of every torch optimizer.
+        params: parameters, or groups of them, as in every torch optimizer.
         lr: step size; about a tenth of AdamW's.
-        betas: how much of the mean remains in the update, and from step to step.
-        weight_decay: share of the weights that is taken off, times lr; about ten times AdamW's.
-        maximize: go up the gradient instead of down.
+        betas: decay of the running mean, first in the update, then from step to step.
+        weight_decay: share of the weights that a step subtracts, times lr; about ten times AdamW's.
+        maximize: ascend the gradient instead of descending.
     """
 
     algorithm = _core.Algorithm.LION

@@ -1,4 +1,4 @@
-"""Which parameters of a model follow which hyperparameters."""
+"""Assigns a model's parameters to groups of hyperparameters."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Selector = str | re.Pattern[str] | nn.Parameter | Callable[[str, nn.Parameter], 
 def parameter_groups(
     named: Sequence[Named], groups: Iterable[dict[str, Any]] | None, decay_norms_and_biases: bool
 ) -> list[dict[str, Any]]:
-    """torch.optim's list of parameter groups for a model's parameters.
+    """Makes torch.optim's list of parameter groups from a model's parameters.
 
     Args:
         named: the model's trainable parameters with their names.
-        groups: one dict a group: "params" says which parameters it has, every other entry is an option of theirs. What
-            is in no group gets the optimizer's own options.
+        groups: one dict for each group: "params" selects its parameters, every other entry is an option. Parameters in
+            no group get the optimizer's own options.
         decay_norms_and_biases: False sets `weight_decay` to 0 for parameters of less than two dimensions, except in a
-            group that gives a `weight_decay` of its own.
+            group that sets `weight_decay`.
 
     Raises:
-        ValueError: no trainable parameter fits a "params", or one fits those of two groups.
+        ValueError: a "params" matches no trainable parameter, or a parameter matches two groups.
     """
     owner: dict[int, int] = {}
     names = {id(parameter): name for name, parameter in named}
@@ -66,7 +66,7 @@ def parameter_groups(
 
 
 def _choose(where: str, selector: Any, named: Sequence[Named]) -> list[nn.Parameter]:
-    """The parameters that one selector, or any of a list of them, fits; in the model's order."""
+    """The parameters that one selector, or any of a list of selectors, matches; in the model's order."""
     selectors = list(selector) if isinstance(selector, (list, tuple, set)) else [selector]
     chosen: set[int] = set()
     for single in selectors:

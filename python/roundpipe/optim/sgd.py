@@ -26,7 +26,7 @@ class SGD(HostStep, torch.optim.SGD):
     def _prepare(
         self, parameter: torch.Tensor, names: list[str], hyper: _core.Hyperparameters
     ) -> tuple[dict[str, torch.Tensor], _core.Scalars]:
-        # torch counts no steps: the first one is that without a momentum buffer.
+        # torch counts no steps: in the first step, there is no momentum buffer.
         scalars = _core.Scalars()
         if not names:
             return {}, scalars

@@ -1,1 +1,1 @@
-"""Costs, predicted schedules and their pictures: what `roundpipe simulate`, `plan` and `emulate` are made of."""
+"""Costs, predicted schedules and their pictures: the parts of `roundpipe simulate`, `plan` and `emulate`."""

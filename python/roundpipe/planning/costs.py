@@ -1,6 +1,6 @@
-"""Cost files: what the layers of a model and the machine cost.
+"""Cost files: the costs of a model's layers and of the machine.
 
-A cost file is JSON. All but `schema`, `version` and `layers` may be left out:
+A cost file is JSON. Everything except `schema`, `version` and `layers` may be omitted:
 
     {
       "schema": "roundpipe-costs", "version": 1, "name": "my model",
@@ -14,9 +14,9 @@ A cost file is JSON. All but `schema`, `version` and `layers` may be left out:
       "baseline_stages": {"pipeline": [4, 4], "chunks": [1, 1], "forward": [5, 5], "backward": [2, 2]}
     }
 
-Times are those of one microbatch on a device of speed 1; `backward_ms` is without the recomputed forward, and
-`recompute_ms` is `forward_ms` where it is left out. `gradient_bytes` is `weight_bytes`, or 0 for a layer that is not
-trainable. The head is one more layer at the end; without one, the last layer takes its place.
+Times are for one microbatch on a device of speed 1. `backward_ms` excludes the recompute; `recompute_ms` defaults to
+`forward_ms`. `gradient_bytes` defaults to `weight_bytes`, or to 0 for a layer that is not trainable. The head is one
+more layer at the end; without one, the last layer takes its place.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LAYER_FIELDS = (
     *("forward_ms", "backward_ms", "recompute_ms"),
     *("weight_bytes", "gradient_bytes", "activation_bytes", "saved_bytes"),
 )
-# bf16 with fused attention: about 34 bytes a token and hidden unit stay for a layer's backward (arXiv:2205.05198).
+# bf16 with fused attention: about 34 bytes per token and hidden unit stay for a layer's backward (arXiv:2205.05198).
 _SAVED_PER_BOUNDARY = 17
 _RATES = ("link_up_gb_per_s", "link_down_gb_per_s", "host_gb_per_s")
 _SIZES = ("pipeline", "chunks", "forward", "backward")
@@ -48,15 +48,15 @@ _SIZES = ("pipeline", "chunks", "forward", "backward")
 
 @dataclasses.dataclass
 class CostSet:
-    """Costs of a model and, where they are known, of its machine.
+    """Costs of a model and, if known, of its machine.
 
     Attributes:
-        layers: one entry a layer, the head last.
+        layers: one entry for each layer, the head last.
         first_backward_layer: layers below need no backward.
         hop_latency_ms: from one device to another.
-        devices: speed and memory (bytes, 0 = unlimited) of each; empty when the file names none.
+        devices: speed and memory (bytes, 0 = unlimited) of each; empty if the file lists none.
         rates: link and host bandwidths in GB/s, by field name.
-        stages: layers in each stage of the schedules to compare with; None lets them be balanced.
+        stages: number of layers in each stage of the schedules to compare with; None balances them.
     """
 
     name: str
@@ -68,9 +68,9 @@ class CostSet:
     stages: _core.BaselineSizes | None = None
 
     def cluster(self, devices: int | None, memory_bytes: int | None = None, with_links: bool = False) -> _core.Cluster:
-        """The machine with so many devices; None takes those of the file.
+        """The machine with `devices` devices; None takes those of the file.
 
-        `with_links`: with the bandwidths of the file in place of the hop latency, which stands for the same transfers.
+        `with_links` uses the file's bandwidths instead of the hop latency, which stands for the same transfers.
         """
         specs = list(self.devices)
         if devices is not None and devices != len(specs):
@@ -95,10 +95,10 @@ class CostSet:
 
 
 def load(source: str) -> CostSet:
-    """The preset of that name, or the cost file at that path.
+    """Loads the preset of that name, or the cost file at that path.
 
     Raises:
-        ValueError: no such preset or file, or a file that is not a cost file, with the field at fault.
+        ValueError: the preset or file does not exist, or is not a cost file; the message names the invalid field.
     """
     if source in PRESETS:
         return parse(PRESETS[source], source)
@@ -116,10 +116,10 @@ def load(source: str) -> CostSet:
 
 
 def save(layers: list[_core.LayerCost], path: str | Path, name: str) -> None:
-    """Writes costs, measured ones (`RoundPipe.costs()`) or estimated ones, to a cost file, the last layer as its head.
+    """Writes costs, measured (`RoundPipe.costs()`) or estimated, to a cost file, with the last layer as its head.
 
     Raises:
-        ValueError: no layers, or the file cannot be written.
+        ValueError: there are no layers, or the file cannot be written.
     """
     if not layers:
         raise ValueError("[costs] there are no layers, expected at least one")
@@ -131,19 +131,19 @@ def save(layers: list[_core.LayerCost], path: str | Path, name: str) -> None:
 
 
 def estimate(model: nn.Module, tokens: int, width: int, device_tflops: float) -> list[_core.LayerCost]:
-    """Costs of a model that has not run, from its shapes.
+    """Estimates the costs of a model that has not run, from its shapes.
 
-    A token takes 2 floating-point operations a parameter forward and 4 backward (arXiv:2001.08361, section 2.1);
-    attention over long sequences comes on top and is left out.
+    A token takes 2 floating-point operations per parameter in the forward and 4 in the backward (arXiv:2001.08361,
+    section 2.1). Attention over long sequences takes more, which is ignored.
 
     Args:
         model: its children are the layers if it is an `nn.Sequential` or a `RoundPipe` of one, else it is one layer.
-        tokens: of one microbatch.
-        width: values a token between two layers.
-        device_tflops: what a device computes, in 1e12 operations a second, as reached and not as advertised.
+        tokens: tokens in one microbatch.
+        width: number of values per token between two layers.
+        device_tflops: a device's achieved (not advertised) speed, in 1e12 operations per second.
 
     Raises:
-        ValueError: a number that is not positive.
+        ValueError: a number is not positive.
     """
     for field, value in (("tokens", tokens), ("width", width), ("device_tflops", device_tflops)):
         if not value > 0:
@@ -171,7 +171,7 @@ def estimate(model: nn.Module, tokens: int, width: int, device_tflops: float) ->
 
 
 def parse(document: Any, source: str) -> CostSet:
-    """A cost file that has been read as JSON; `source` names it in errors."""
+    """Makes costs from a cost file that has been read as JSON; `source` names the file in errors."""
     known = ("schema", "version", "name", "layers", "head", "hop_latency_ms", "devices", "baseline_stages", *_RATES)
     fields = _object(document, "the file", known)
     if fields.get("schema") != SCHEMA:
@@ -313,7 +313,7 @@ def _preset(
     }
 
 
-# Layer times, hops and stages as published for eight 24 GB cards and sequences of 8,192 tokens a microbatch; bytes
+# Layer times, hops and stages as published for eight 24 GB cards and sequences of 8,192 tokens in a microbatch; bytes
 # follow from the models' shapes in bf16.
 PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-1.7b": _preset(

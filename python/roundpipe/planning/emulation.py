@@ -16,16 +16,16 @@ from roundpipe import _core
 from roundpipe.planning.schedules import Prediction, Request
 
 Progress = Callable[[int, int], None]
-# What waits for an update in a synchronous step: the layer itself, the next step, or the update for all gradients, too.
+# Who waits for an update in a synchronous step: the layer itself, the next step, or also the update for all gradients.
 Gate = Literal["layer", "step", "model"]
 
 
 @dataclasses.dataclass
 class Emulation:
-    """What the engine measured.
+    """The engine's measurements.
 
     Attributes:
-        step_ms: of one synchronous step (median), or from step to step in the steady state.
+        step_ms: time of one synchronous step (median), or from step to step in the steady state.
         records: what each step executed, see `_core.Record`.
     """
 
@@ -35,13 +35,13 @@ class Emulation:
 
 @dataclasses.dataclass
 class Links:
-    """Real bytes over throttled links, in place of the hop latency.
+    """Real bytes over throttled links, instead of the hop latency.
 
     Attributes:
-        gb_per_s: each way, of each device.
+        gb_per_s: in each direction, for each device.
         host_gb_per_s: of all links together.
-        priorities: the most urgent transfer goes first, else the one asked for first.
-        chunk_bytes: the most that moves before something more urgent may; 0 = transfers are moved whole.
+        priorities: whether the most urgent transfer goes first, instead of the earliest request.
+        chunk_bytes: largest amount that moves before a more urgent transfer may go; 0 = transfers move whole.
     """
 
     gb_per_s: float
@@ -50,7 +50,7 @@ class Links:
     chunk_bytes: int = 64_000_000
 
     def scaled(self, time_factor: float, size_factor: float) -> Links:
-        """For costs that are `scaled` so: everything takes the same share of a step."""
+        """The links for costs `scaled` by the same factors: every transfer keeps its share of a step."""
         return dataclasses.replace(
             self,
             gb_per_s=self.gb_per_s * size_factor / time_factor,
@@ -60,15 +60,15 @@ class Links:
 
     @property
     def options(self) -> str:
-        """Of a virtual device."""
+        """The options of a virtual device."""
         options = f"link={self.gb_per_s:.9f}GB/s,host={self.host_gb_per_s:.9f}GB/s,chunk={self.chunk_bytes}B"
         return options if self.priorities else options + ",fifo"
 
 
 def scaled(request: Request, factor: float, size_factor: float = 1.0) -> Request:
-    """The same with every time multiplied, and with the engine's own rules: all values hop, the head is recomputed.
+    """Multiplies every time, and sets the engine's own rules: all values hop, the head is recomputed.
 
-    `size_factor`: of all bytes.
+    `size_factor` multiplies all bytes.
     """
     costs = dataclasses.replace(
         request.costs,
@@ -105,19 +105,19 @@ def emulate(
     links: Links | None = None,
     warm_up: int = 2,
 ) -> Emulation:
-    """Runs `prediction`'s plans for so many steps after the warm-up, in real time.
+    """Runs `steps` steps of `prediction`'s plans after the warm-up, in real time.
 
     Args:
-        request: what was predicted, see `scaled`.
-        progress: called with steps done and steps in all.
-        update_ms: what the host's update of each layer takes; None = nothing. Then `step_ms` of a synchronous run is
-            its pace, too, since steps overlap.
-        gate: with `update_ms`, what waits for updates.
-        links: moves weights, gradients and values of the sizes that the costs name; None = only the hop latency.
-        warm_up: steps until the pipeline runs at its pace, left out.
+        request: the request that was predicted, see `scaled`.
+        progress: called with the number of finished steps and of all steps.
+        update_ms: time of the host's update of each layer; None = no time. With updates, `step_ms` of a synchronous run
+            is also its pace, because steps overlap.
+        gate: with `update_ms`, the work that waits for updates.
+        links: moves weights, gradients and values of the sizes in the costs; None = only the hop latency.
+        warm_up: number of steps until the pipeline runs at its pace; not measured.
 
     Raises:
-        ValueError: the machine asked for has devices that are not alike, which virtual devices cannot be.
+        ValueError: the requested machine's devices differ, which virtual devices cannot.
     """
     speeds = {speed for speed, _ in request.costs.devices}
     if len(speeds) > 1:
@@ -138,7 +138,7 @@ def emulate(
     batch = torch.ones(request.microbatches, max(1, value_bytes // 4))
     target = torch.ones(request.microbatches, 1)
     count = warm_up + steps
-    # Until the engine knows that a layer draws no random numbers, it runs alone: let it find out beforehand.
+    # A layer runs alone until the engine knows that it draws no random numbers: let the engine find out beforehand.
     single = roundpipe.RoundPipeRunConfig(num_microbatch=1)
     model.forward_backward((batch[:1],), label=target[:1], loss_fn=_loss, run_config=single)
     update(False)
@@ -186,7 +186,7 @@ def emulate(
 
 
 def _updater(model: roundpipe.RoundPipe, update_ms: Sequence[float] | None, gate: Gate) -> Callable[[bool], None]:
-    """Makes a step, asynchronous or not."""
+    """Returns a function that makes a step, asynchronous or not."""
     if update_ms is not None and gate != "model":
         fused = roundpipe.optim.SGD(model, lr=0.0)
 
@@ -213,14 +213,14 @@ def _loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def _layer(cost: _core.LayerCost, update_ms: float, moves: bool) -> roundpipe.EmulatedLayer:
     if not moves:
         return roundpipe.EmulatedLayer(cost.forward_ms, cost.backward_ms, update_ms=update_ms)
-    # A layer that is all frozen still has something to train, or nothing would go backward.
+    # A layer whose weights are all frozen still has something to train, or nothing would go backward.
     trained_bytes = max(4, cost.gradient_bytes)
     weight_bytes = max(trained_bytes, cost.weight_bytes)
     return roundpipe.EmulatedLayer(cost.forward_ms, cost.backward_ms, weight_bytes, update_ms, trained_bytes)
 
 
 def _check(loss: torch.Tensor, batch: torch.Tensor) -> None:
-    # Emulated layers hand their input on, so anything else means that a value was lost or came twice.
+    # Emulated layers return their input, so any other result means that a value was lost or came twice.
     if loss.item() != batch.numel():
         raise _core.RoundPipeError(f"[emulate] the loss is {loss.item()}, expected {batch.numel()}")
 
@@ -231,5 +231,5 @@ def _pace(records: Sequence[Sequence[_core.Record]], overlap: bool) -> float:
     ends: list[float] = []
     for step in records:
         ends.append(max([*ends[-1:], *(record[6] for record in step)]))
-    # All of them: the warm-up is left out already.
+    # All steps count: the warm-up is already left out.
     return statistics.linear_regression(range(len(ends)), ends).slope

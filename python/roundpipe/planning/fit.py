@@ -1,4 +1,4 @@
-"""Whether a model fits a machine, predicted before anything is loaded: a plan within the devices' memory."""
+"""Predicts whether a model fits a machine, before anything is loaded: a plan within the devices' memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from roundpipe.planning.costs import CostSet
 from roundpipe.planning.schedules import Request, choose
 from roundpipe.planning.shapes import ModelShapes
 
-# Steps that a prediction follows: devices are given out anew in each.
+# Steps that a prediction follows: each step assigns devices again.
 _STEPS = 3
 _ATTEMPTS = 5
-# Lengths of rows that are tried are multiples of this.
+# Tried row lengths are multiples of this.
 ROW_STEP = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """What a plan is made for: the layers of a model, with one microbatch of their values."""
+    """The planner's input: the layers of a model, with one microbatch of their values."""
 
     sizes: Sequence[LayerBytes]
     footprints: Sequence[LayerFootprint]
@@ -30,15 +30,15 @@ class Layers:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """A plan and what it takes.
+    """A plan and its predicted memory.
 
     Attributes:
-        request: with the costs and the device memory that the plan was made with.
-        choices: the planner's, best first; the first one is what the rest is about.
-        device: on the device that holds most.
-        grain: of the recomputation.
+        request: the request, with the costs and the device memory that the plan was made with.
+        choices: the planner's choices, best first; the other attributes describe the first one.
+        device: memory of the device with the highest peak.
+        grain: the recompute grain.
         values: bytes that wait on the host between stages.
-        memory: of each device; 0 = not limited.
+        memory: memory of each device in bytes; 0 = not limited.
     """
 
     request: Request
@@ -50,17 +50,17 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """On the devices."""
+        """Whether the plan fits on the devices."""
         return not self.memory or self.device.total <= self.memory
 
 
 def layers_of_shapes(shapes: ModelShapes) -> Layers:
-    """Of a model without weights."""
+    """Layers of a model without weights."""
     return Layers([layer.size for layer in shapes.layers], [layer.footprint for layer in shapes.layers])
 
 
 def layers_of_costs(costs: CostSet) -> Layers:
-    """Of a cost file, as far as it goes: what a layer holds for a moment only is not known. Weights are 16-bit ones."""
+    """Layers of a cost file, which does not know temporary memory. Weights are assumed to be 16-bit."""
     sizes, footprints, given = [], [], 0
     for cost in costs.layers:
         sizes.append(LayerBytes(cost.weight_bytes, cost.gradient_bytes, 2 * cost.gradient_bytes, cost.gradient_bytes))
@@ -71,10 +71,10 @@ def layers_of_costs(costs: CostSet) -> Layers:
 
 
 def costs_of_shapes(shapes: ModelShapes, device_tflops: float) -> CostSet:
-    """Costs in time from operations.
+    """Derives times from numbers of operations.
 
     Args:
-        device_tflops: what a device computes, in 1e12 operations a second, as reached and not as advertised.
+        device_tflops: a device's achieved (not advertised) speed, in 1e12 operations per second.
     """
     per_ms = device_tflops * 1e9
     layers = [
@@ -92,15 +92,15 @@ def costs_of_shapes(shapes: ModelShapes, device_tflops: float) -> CostSet:
 
 
 def fit(request: Request, layers: Layers, memory: int, mode: _core.PlanMode = _core.PlanMode.FUSED) -> Fit:
-    """The best plan within `memory` bytes of each device, or, if there is none, the one that needs least.
+    """The best plan within `memory` bytes on each device or, if there is none, the plan that needs the least.
 
-    Recomputes by stage where that fits, else by layer.
+    Recomputes by stage if that fits, else by layer.
     """
     best: Fit | None = None
     grains: tuple[RecomputeGrain, ...] = ("stage", "layer")
     for grain in grains:
-        # The planner counts weights, gradients and saved activations. A plan that leaves room for all else is among
-        # those with less of them.
+        # The planner counts only weights, gradients and saved activations. So lower its limit until the plan leaves
+        # room for everything else.
         room = memory
         for _ in range(_ATTEMPTS):
             found = _with_room(request, layers, grain, room, memory, mode)
@@ -113,7 +113,7 @@ def fit(request: Request, layers: Layers, memory: int, mode: _core.PlanMode = _c
             room = int(room * min(0.97, memory / found.device.total))
     room = memory
     while best is None:
-        # Not even one layer has room: more than there is, so as to say how much it takes.
+        # Not even one layer fits: raise the limit above the memory, to report how much the layer takes.
         room += room // 4
         best = _with_room(request, layers, "layer", room, memory, mode)
     return best
@@ -150,12 +150,12 @@ def _with_room(
 
 
 def longest_row(predict: Callable[[int], Fit], limit: int = 1 << 20) -> tuple[int, Fit | None]:
-    """The longest row that is predicted to fit, within 1/32 of it and a multiple of `ROW_STEP`, and its prediction.
+    """The longest row that is predicted to fit, to within 1/32 and a multiple of `ROW_STEP`, with its prediction.
 
-    0 and None if not even `ROW_STEP` tokens do.
+    0 and None if not even `ROW_STEP` tokens fit.
 
     Args:
-        predict: from tokens to a prediction.
+        predict: maps a number of tokens to a prediction.
         limit: longer rows are not tried.
     """
     low, high, best = 0, 0, None

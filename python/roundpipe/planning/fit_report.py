@@ -1,4 +1,4 @@
-"""Says whether a model fits a machine, and if not, what the smallest change is."""
+"""Reports whether a model fits a machine, and if not, the smallest change that would help."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from roundpipe.planning.fit import ROW_STEP, Fit, longest_row
 
 @dataclasses.dataclass(frozen=True)
 class FitReport:
-    """Predicted bytes beside what there is.
+    """Predicted bytes beside the available memory.
 
     Attributes:
         host: with fp32 moments.
         host_8bit: with 8-bit moments.
-        host_memory: what there is; None: not said.
-        unknown: what the prediction leaves out; empty: nothing.
-        predict: from tokens of a row to a prediction; None where costs do not say how they grow.
-        adapters: the host's, were adapters alone trained; None: they are, or costs do not say.
+        host_memory: the available memory; None: not given.
+        unknown: what the prediction omits; empty: nothing.
+        predict: maps tokens of a row to a prediction; None if the costs do not say how they grow.
+        adapters: host memory if only adapters were trained; None: they are, or the costs do not say.
     """
 
     fit: Fit
@@ -38,7 +38,7 @@ class FitReport:
         return self.host_memory is None or self.host.total <= self.host_memory
 
     def document(self) -> dict[str, Any]:
-        """For JSON; sizes in bytes."""
+        """The report for JSON; sizes in bytes."""
         return {
             "predicted_host_bytes": {**_names(self.host.rows()), "together": self.host.total},
             "predicted_device_bytes": {**self.fit.device.rows(), "together": self.fit.device.total},
@@ -50,7 +50,7 @@ class FitReport:
         }
 
     def lines(self) -> list[str]:
-        """A table, what is not known, and the verdict."""
+        """The lines of a table, the unknown parts, and the verdict."""
         host = [("host", self.host.rows(), self.host.total, self.host_memory)]
         device = [("fullest device", self.fit.device.rows(), self.fit.device.total, self.fit.memory or None)]
         lines = _table(host) + _table(device)
@@ -100,10 +100,10 @@ class FitReport:
 
 
 def host_of_costs(costs: CostSet, values: int, moments_bytes: int) -> HostPrediction:
-    """What the weights that a cost file names take on the host, taken to be 16-bit ones.
+    """Host memory of a cost file's weights, assumed to be 16-bit.
 
     Args:
-        moments_bytes: of a parameter's two moments.
+        moments_bytes: bytes of one parameter's two moments.
     """
     weights = sum(cost.weight_bytes for cost in costs.layers)
     gradients = sum(cost.gradient_bytes for cost in costs.layers)

@@ -1,4 +1,4 @@
-"""A model's configuration in a folder, for the planner: offline, and without its weights."""
+"""Reads a model's configuration from a folder for the planner, offline and without the weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LORA_RANK = 16
 
 
 def is_model(source: str) -> bool:
-    """Whether it is a folder, or a JSON file that a model of transformers is made from."""
+    """Whether `source` is a folder, or a JSON file that configures a transformers model."""
     path = Path(source)
     if path.is_dir():
         return True
@@ -23,15 +23,15 @@ def is_model(source: str) -> bool:
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError):
-        return False  # and let the reader of cost files say what is wrong
+        return False  # the reader of cost files then reports the error
     return isinstance(document, dict) and "model_type" in document
 
 
 def measure_folder(source: str, tokens: int, train: Train) -> ModelShapes:
-    """What the model of a folder or of a config.json takes for a microbatch of one row, in bf16.
+    """Measures the model of a folder or of a config.json for a microbatch of one row, in bf16.
 
     Raises:
-        ValueError: no config.json, or one that transformers cannot make a causal language model of.
+        ValueError: there is no config.json, or transformers cannot make a causal language model of it.
     """
     from transformers import AutoConfig
 

@@ -1,4 +1,4 @@
-"""Timelines to look at: PNG, HTML and the trace format of Chrome and Perfetto."""
+"""Pictures of timelines: PNG, HTML and the trace format of Chrome and Perfetto."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roundpipe.files import write_text
 from roundpipe.model.pending import Pending
 from roundpipe.model.pipe import RoundPipe
 
-# Told apart by lightness, too, so that they stay apart without colours.
+# Differ in lightness as well, so that they can be told apart without colours.
 COLOURS = {
     "forward": "#4c9be8",
     "recompute": "#b8c4d0",
@@ -24,14 +24,14 @@ COLOURS = {
 }
 
 
-# Top and height in a device's row, as parts of it; what computes stands above the links.
+# Top and height in a device's row, as fractions of it; computation is drawn above the links.
 _COMPUTE = (0.0, 0.7)
 _PLACE = {"upload": (0.72, 0.13), "download": (0.87, 0.13)}
 
 
 @dataclasses.dataclass
 class Span:
-    """Something that a device does from `start_ms` to `end_ms`; `kind` is a key of `COLOURS`."""
+    """One activity of a device from `start_ms` to `end_ms`; `kind` is a key of `COLOURS`."""
 
     device: int
     kind: str
@@ -42,7 +42,7 @@ class Span:
 
 
 def spans_of(timeline: _core.Timeline, plans: Sequence[_core.Plan], steps: range) -> list[Span]:
-    """What a simulated timeline shows of `steps`, the recomputation told apart from the backward."""
+    """The spans of `steps` in a simulated timeline, with recompute separate from backward."""
     spans = []
     for step, job, microbatch, device, phase, start_ms, end_ms, recompute_ms in timeline.events():
         if step not in steps:
@@ -67,7 +67,7 @@ def spans_of_transfers(links: _core.LinkTimeline, steps: range) -> list[Span]:
 
 
 def spans_of_records(records: Iterable[_core.Record]) -> list[Span]:
-    """What real calls did, from `Pending.records()`; the first start is time 0."""
+    """The spans of real calls, from `Pending.records()`; the first start is time 0."""
     spans = []
     for phase, first, last, microbatch, device, start_ms, end_ms, recomputed_ms, waited_ms in records:
         kind = "head" if phase == "fused" else phase
@@ -84,13 +84,13 @@ def spans_of_records(records: Iterable[_core.Record]) -> list[Span]:
 
 
 def write_call(path: str | Path, call: RoundPipe | Pending) -> None:
-    """Draws what a real call executed: the last one of a model, or a submitted batch.
+    """Draws what a real call executed: the last call of a model, or a submitted batch.
 
     Args:
-        path: ends in .html, .png or .json (a trace), which says what is written.
+        path: ends in .html, .png or .json (a trace), which selects the format.
 
     Raises:
-        ValueError: another ending, nothing executed yet, or a file that cannot be written.
+        ValueError: the path has another ending, nothing has been executed yet, or the file cannot be written.
     """
     path = Path(path)
     records = call.records() if isinstance(call, Pending) else call._pipeline.last_records()
@@ -109,7 +109,7 @@ def write_call(path: str | Path, call: RoundPipe | Pending) -> None:
 
 
 def write_trace(path: Path, spans: Sequence[Span]) -> None:
-    """Writes a trace that chrome://tracing and ui.perfetto.dev open; a row a device."""
+    """Writes a trace that chrome://tracing and ui.perfetto.dev can open; one row for each device."""
     events: list[dict[str, object]] = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": device, "args": {"name": f"device {device}"}}
         for device in sorted({span.device for span in spans})
@@ -131,13 +131,13 @@ def write_trace(path: Path, spans: Sequence[Span]) -> None:
 
 
 def write_png(path: Path, rows: Sequence[tuple[str, Sequence[Span]]]) -> None:
-    """Writes one panel a schedule, each with a row a device and the same scale of time."""
+    """Writes one panel for each schedule, with one row for each device and a common time scale."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     heights = [1 + max((span.device for span in spans), default=0) for _, spans in rows]
-    # As wide as a page of text, so that the letters are as large as those around the picture.
+    # As wide as a page of text, so that the letters are as large as the text around the picture.
     figure = Figure(figsize=(9.2, 0.8 + sum(0.2 * height + 0.42 for height in heights)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -188,7 +188,7 @@ svg rect:hover {{ stroke: #000; stroke-width: 1; }}
 
 
 def write_html(path: Path, title: str, rows: Sequence[tuple[str, Sequence[Span]]]) -> None:
-    """Writes one page without outside files; what a bar is shows when the pointer rests on it."""
+    """Writes one self-contained page; a tooltip describes each bar."""
     end_ms = max((span.end_ms for _, spans in rows for span in spans), default=1.0) or 1.0
     width, left, row_px = 1400, 70, 22
     panels = []

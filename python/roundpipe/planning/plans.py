@@ -1,4 +1,4 @@
-"""Whole plans in files: every job of a step with its device, replicas and order included."""
+"""Whole plans in files: every job of a step with its device, replicas and order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIZES = ("layers", "microbatches", "devices", "first_backward_layer")
 
 
 def save_plan(plan: _core.Plan, path: str | Path) -> None:
-    """Writes a plan (`RoundPipe.last_plan()`, the planner's) to a JSON file, whole or not at all.
+    """Writes a plan (from `RoundPipe.last_plan()` or the planner) to a JSON file, atomically.
 
     Raises:
         ValueError: the file cannot be written.
@@ -36,10 +36,10 @@ def save_plan(plan: _core.Plan, path: str | Path) -> None:
 
 
 def load_plan(path: str | Path) -> _core.Plan:
-    """Reads what `save_plan` wrote; give it to `RoundPipeRunConfig(execute_plan=...)`.
+    """Reads a file written by `save_plan`; pass the plan to `RoundPipeRunConfig(execute_plan=...)`.
 
     Raises:
-        ValueError: no such file, or one that does not hold a valid plan.
+        ValueError: the file does not exist or does not hold a valid plan.
     """
     where = "load_plan"
     try:

@@ -1,4 +1,4 @@
-"""Predicts what a step takes: our planner's schedule and those of other systems, in one simulator."""
+"""Predicts the time of a step: our planner's schedule and those of other systems, in one simulator."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ _BASELINES = {
     "looped-bfs": _core.Baseline.LOOPED_BFS,
     "one-device": _core.Baseline.ONE_DEVICE,
 }
-# Finalists are compared over fewer of them where every byte is simulated, since that takes longer.
+# Finalists are compared over fewer steps when every byte is simulated, because that takes longer.
 _RANKING_STEPS = 25
-# Asynchronous steps until their pace is steady; it is taken over the second half.
+# Asynchronous steps until their pace is steady; the pace is measured over the second half.
 _STEPS = 193
 
 
 @dataclasses.dataclass
 class Request:
-    """What to schedule, and how.
+    """A schedule request and its options.
 
     Attributes:
-        mode: "async" repeats steps to the steady state, "sync" is one step by itself.
-        max_traffic: of weights, as a factor of one visit a direction; 0 = no limit.
+        mode: "async" repeats steps to the steady state, "sync" runs one step by itself.
+        max_traffic: limit of weight traffic, as a factor of one visit in each direction; 0 = no limit.
         published_rule: the published simulator's timing of its plan: a head's forward does not wait for its input.
-        keep_layers: most layers whose activations the fused stage may keep instead of recomputing; 1 = the head.
-        replicas: stages may be split over microbatch ranges.
-        effort: of the search, in microbatch visits.
+        keep_layers: largest number of layers whose activations the fused stage may keep instead of recomputing; 1 = the
+            head.
+        replicas: whether stages may be split over microbatch ranges.
+        effort: limit of the search, in microbatch visits.
         links: the same machine with its bandwidths, to simulate every byte; None = a fixed hop latency.
         update_gb_per_s: weight bytes that the host's optimizer updates per second, in 1e9, with `links`; 0 = at once.
-        interleave: the backward of a step may fall behind the forward of the next.
-        through_engine: predict what our engine does with a schedule: values hop even on their device, since they go
-            through the host, recomputation comes early, and the head is recomputed where it is not fused.
+        interleave: whether the backward of a step may fall behind the forward of the next.
+        through_engine: predict how our engine runs a schedule: values hop even when they stay on a device, because they
+            go through the host; recompute comes early; and the head is recomputed unless it is fused.
     """
 
     costs: CostSet
@@ -76,12 +77,12 @@ class Request:
 
 @dataclasses.dataclass
 class Prediction:
-    """One schedule and what the simulator says of it.
+    """One schedule and its simulation.
 
     Attributes:
-        traffic_ratio: uploads of weights over one visit a direction; 0 where stages stay on their devices.
-        plans: one a simulated step.
-        choice: of our planner.
+        traffic_ratio: uploads of weights over one visit in each direction; 0 if stages stay on their devices.
+        plans: one for each simulated step.
+        choice: our planner's choice.
         runners_up: the planner's next choices.
     """
 
@@ -125,7 +126,7 @@ def timeline_of(choice: _core.PlanChoice, request: Request) -> tuple[_core.Timel
 
 
 def _percent(bubble: float) -> float:
-    # The pace of many steps is a fit, which may come out a hair faster than their work.
+    # The pace of many steps is a fit, which may come out slightly faster than their work.
     return max(0.0, 100 * bubble)
 
 
@@ -208,7 +209,7 @@ def predict(name: str, request: Request) -> Prediction:
         timeline, plans = timeline_of(choice, request)
         traffic = choice.traffic
     elif name in _BASELINES:
-        # Others recompute when the gradient is there, and nobody recomputes the head.
+        # Other systems recompute when the gradient arrives, and none recomputes the head.
         rules = request.rules(
             late_recompute=name not in ("published", "one-device"),
             early_head=name == "published" and request.published_rule,

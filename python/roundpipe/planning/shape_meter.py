@@ -1,4 +1,4 @@
-"""Runs code on tensors without data (torch's meta device), and counts what it would hold and compute."""
+"""Runs code on tensors without data (torch's meta device), and counts the memory and operations that it would take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, backward: bool) -> int:
     *batch, tokens, width = query.shape
-    # Two products forward and five backward; a causal mask halves them.
+    # Two products in the forward and five in the backward; a causal mask halves them.
     return (5 if backward else 2) * torch.Size(batch).numel() * tokens * key.shape[-2] * width
 
 
@@ -27,7 +27,7 @@ def _attention_backward(_: Any, query: torch.Tensor, key: torch.Tensor, *__: Any
 
 
 def _grouped_product(left: torch.Tensor, right: torch.Tensor, *_: Any, out_val: torch.Tensor, **__: Any) -> int:
-    # Each row of `left` meets one of the groups, or, in a weight's gradient, is summed over.
+    # Each row of `left` meets one of the groups or, in a weight's gradient, is summed over.
     return 2 * left.numel() * (right.shape[-1] if left.dim() == 2 or right.dim() == 2 else out_val.shape[-1])
 
 
@@ -42,16 +42,16 @@ _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
 
 
 class ShapeMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within its block: the bytes of all tensors made there that still live, the most at a time, and operations.
+    """Counts, within its block, operations and the current and peak bytes of live tensors made there.
 
-    What a kernel takes for itself while it runs (workspaces, copies in another layout) is not seen.
+    It does not see memory that a kernel allocates while it runs (workspaces, copies in another layout).
 
     Args:
-        known: tensors that were there before and do not count, though operations return views of them.
+        known: tensors from before the block; they do not count, even if operations return views of them.
 
     Attributes:
-        current_bytes: of the tensors that live.
-        peak_bytes: the most since `reset_peak`.
+        current_bytes: of the live tensors.
+        peak_bytes: the peak since `reset_peak`.
         flops: floating-point operations of matrix products and attention.
     """
 
@@ -65,7 +65,7 @@ class ShapeMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(tensor, counts=False)
 
     def reset_peak(self) -> None:
-        """Forgets what was held before now."""
+        """Restarts the peak from the bytes that are live now."""
         self.peak_bytes = self.current_bytes
 
     def __torch_dispatch__(

@@ -1,8 +1,8 @@
-"""What the layers of a causal language model take, worked out from its configuration alone, without weights.
+"""The memory and operations of a causal language model's layers, derived from its configuration, without weights.
 
-The model is made on torch's meta device, so that nothing is allocated, and its own forward runs there once: up to its
-first layer, one layer of each kind, and from the last layer to the loss. `ShapeMeter` counts the tensors. Attention is
-taken to be fused, feed-forward blocks to treat each token by itself; a run checks both, with values.
+The model is made on torch's meta device, so nothing is allocated, and its own forward runs there once: up to its first
+layer, one layer of each kind, and from the last layer to the loss. `ShapeMeter` counts the tensors. This assumes that
+attention is fused and that feed-forward blocks treat each token independently; a real run checks both, with values.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class LayerShape:
     """One layer of the pipeline.
 
     Attributes:
-        name: as the pipeline names it.
-        footprint: of one microbatch.
-        size: of weights and gradients.
+        name: its name in the pipeline.
+        footprint: for one microbatch.
+        size: bytes of weights and gradients.
         forward_flops: floating-point operations of one microbatch.
-        backward_flops: without the recomputed forward.
+        backward_flops: without the recompute.
     """
 
     name: str
@@ -59,12 +59,12 @@ class LayerShape:
 
 @dataclasses.dataclass(frozen=True)
 class ModelShapes:
-    """A model, one microbatch of so many tokens in one row.
+    """A model, with one microbatch of one row of tokens.
 
     Attributes:
-        layers: before the model's own layers, those, and after them.
+        layers: the part before the model's own layers, these layers, and the part after them.
         first_trained: layers below need no backward.
-        parameters: all of them, and those that train.
+        parameters: the number of all parameters, and of the trained ones.
     """
 
     name: str
@@ -76,7 +76,7 @@ class ModelShapes:
     model: nn.Module
 
     def host(self, moments: str = "float32", values: int = 0) -> HostPrediction:
-        """What the host holds; see `predict_model`."""
+        """The model's host memory; see `predict_model`."""
         tied = getattr(self.model, "all_tied_weights_keys", {})
         return dataclasses.replace(predict_model(self.model, moments, tied), values=values)
 
@@ -84,11 +84,11 @@ class ModelShapes:
 def make_model(
     config: PretrainedConfig, lora_rank: int | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> nn.Module:
-    """The model on the meta device.
+    """Makes the model on the meta device.
 
     Args:
-        lora_rank: None trains everything; else only PEFT's adapters of that rank on every `nn.Linear` of the layers,
-            which experts that are one tensor are not.
+        lora_rank: None trains everything; otherwise only PEFT's adapters of that rank on every `nn.Linear` of the
+            layers. Experts stored as one tensor are not such modules.
 
     Raises:
         ValueError: transformers has no causal language model, or no fused attention, for the configuration.
@@ -123,13 +123,13 @@ def make_model(
 
 
 def measure(model: nn.Module, tokens: int, name: str = "model") -> ModelShapes:
-    """Works out what each layer takes for a microbatch of one row.
+    """Measures each layer for a microbatch of one row.
 
     Args:
         model: from `make_model`.
 
     Raises:
-        ValueError: its forward needs values, or it is no causal language model.
+        ValueError: its forward needs values, or it is not a causal language model.
     """
     inner = language_model_in(model)
     if inner is None:
@@ -157,7 +157,7 @@ def measure(model: nn.Module, tokens: int, name: str = "model") -> ModelShapes:
 
 
 class _FusedAttention(TorchFunctionMode):
-    """On the meta device torch takes attention apart, which no accelerator does."""
+    """Keeps attention fused: on the meta device, torch takes it apart, which no accelerator does."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -188,7 +188,7 @@ def _size(modules: list[nn.Module], tied: set[int]) -> LayerBytes:
     trained = [p for p in parameters if p.requires_grad]
     return LayerBytes(
         weights=sum(tensor.nbytes for tensor in (*parameters, *buffers)),
-        # 16-bit gradients are summed in fp32, and rounded before they go; the sums of tied weights go as they are.
+        # 16-bit gradients are summed in fp32 and rounded before they go; the sums of tied weights go as they are.
         gradients=sum(p.numel() * max(4, p.element_size()) if id(p) in tied else p.nbytes for p in trained),
         sums=sum(p.numel() * max(4, p.element_size()) for p in trained),
         rounded=sum(p.nbytes for p in trained if id(p) not in tied and p.element_size() < 4),
@@ -196,7 +196,7 @@ def _size(modules: list[nn.Module], tied: set[int]) -> LayerBytes:
 
 
 class _Walk:
-    """One forward of the model, with its layers run apart."""
+    """One forward of the model, with its layers run separately."""
 
     def __init__(self, model: nn.Module, inner: Any, tokens: int) -> None:
         self._model = model
@@ -209,7 +209,7 @@ class _Walk:
         self._known: dict[Any, tuple[LayerFootprint, int, int, Any]] = {}
         self._shapes: list[LayerShape] = []
         self._flops = self._base = 0
-        # Of the first and the last call of a layer: freed meanwhile, it would count as room made by what comes after.
+        # Arguments of a layer's first and last call: if freed early, they would count as room made by later code.
         self._held: list[Any] = []
 
     def run(self) -> list[LayerShape]:
@@ -249,7 +249,7 @@ class _Walk:
         return run
 
     def _travelling(self, args: Any, kwargs: Any) -> int:
-        """What goes from layer to layer: a layer's tensors, and the labels, which the last one needs."""
+        """Bytes that pass from layer to layer: a layer's tensors, and the labels, which the last layer needs."""
         return sum(tensor.nbytes for tensor in _tensors((args, kwargs))) + self._ids.nbytes
 
     def _before(self, args: Any, kwargs: Any) -> None:
@@ -259,7 +259,7 @@ class _Walk:
         given = [torch.ones_like(root) for root in roots]
         backward = saved + self._backward(roots, given)
         outputs = self._travelling(args, kwargs)
-        # Ids and labels come in.
+        # Token ids and labels come in.
         footprint = LayerFootprint(
             2 * self._ids.nbytes, outputs, sum(g.nbytes for g in given), forward, saved, max(saved, backward)
         )
@@ -279,7 +279,7 @@ class _Walk:
         forward_flops = meter.flops - flops
         roots = [tensor for tensor in _tensors(output) if tensor.requires_grad]
         given = [torch.ones_like(root) for root in roots]
-        # A layer hands on what it was given, with its hidden states in place of the others'.
+        # A layer passes on its inputs, with its own hidden states in place of the received ones.
         footprint = LayerFootprint(
             inputs=self._travelling(args, kwargs),
             outputs=sum(tensor.nbytes for tensor in _tensors(output)),
@@ -303,7 +303,7 @@ class _Walk:
         self._shapes.append(LayerShape("after", footprint, self._outside(first=False), forward_flops, backward_flops))
 
     def _backward(self, roots: list[torch.Tensor], given: list[torch.Tensor]) -> int:
-        """Runs it; the most it holds beyond what is held now."""
+        """Runs the backward; returns the peak above the bytes held now."""
         held = self._meter.current_bytes
         self._meter.reset_peak()
         handles = [
@@ -331,7 +331,7 @@ class _Walk:
             return tuple(candidates.blocks())
 
     def _outside(self, first: bool) -> LayerBytes:
-        """Of what is not in the layers: the embedding comes first, all else last."""
+        """Bytes of the weights outside the layers: the embedding belongs to the first part, all others to the last."""
         embedding = self._inner.get_input_embeddings()
         head = self._inner.get_output_embeddings()
         if first:
@@ -347,7 +347,7 @@ class _Walk:
 
     @contextmanager
     def _postponed_logits(self) -> Iterator[None]:
-        """As in a run that asks for the loss alone: the logits are computed in chunks where they would take much."""
+        """As in a run that needs only the loss: logits are computed in chunks if they would take much memory."""
         head = self._inner.get_output_embeddings()
         if type(head) is not nn.Linear or self._ids.numel() * head.out_features * 4 <= LEAST_LOGITS_BYTES:
             yield
@@ -365,4 +365,4 @@ class _Walk:
 
 
 def _drop(parameter: torch.Tensor) -> None:
-    parameter.grad = None  # the engine sums it up elsewhere the moment it is complete
+    parameter.grad = None  # the engine sums a gradient elsewhere as soon as it is complete

@@ -1,1 +1,1 @@
-"""How weights are updated: the optimizer's side of a model, plain steps, fused steps and loss scaling."""
+"""Updates of the weights: the optimizer's side of a model, plain steps, fused steps and loss scaling."""

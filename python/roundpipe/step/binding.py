@@ -17,29 +17,29 @@ Gradients = Literal["weights", "float32"]
 
 
 class Step:
-    """One step of a fused optimizer, as `model.step(optimizer)` returns it. `float(step)` is `step.grad_norm`."""
+    """One step of a fused optimizer, returned by `model.step(optimizer)`. `float(step)` is `step.grad_norm`."""
 
     def __init__(self, run: _core.StepRun) -> None:
         self._run = run
 
     @property
     def grad_norm(self) -> float:
-        """The norm of all gradients, unscaled, before clipping. Waits until the last one has landed.
+        """The norm of all gradients, unscaled, before clipping. Waits until the last gradient has landed.
 
-        NaN unless the step was given `max_grad_norm` or a `scaler` (`max_grad_norm=math.inf` only measures), and if the
-        backward failed.
+        NaN unless the step was given `max_grad_norm` or a `scaler` (`max_grad_norm=math.inf` only measures). Also NaN
+        if the backward failed.
         """
         self._run.wait_decided()
         return self._run.norm
 
     @property
     def skipped(self) -> bool:
-        """Whether a gradient was inf or NaN under a scaler, so that nothing changed. Waits like `grad_norm`."""
+        """Whether the step changed nothing because a gradient under a scaler was inf or NaN. Waits like `grad_norm`."""
         self._run.wait_decided()
         return self._run.overflowed
 
     def wait(self) -> None:
-        """Waits until the update is made."""
+        """Waits until the update has finished."""
         self._run.wait_finished()
 
     @property
@@ -50,7 +50,7 @@ class Step:
 
     @property
     def abandoned_blocks(self) -> int:
-        """How many were left as they are because the backward that makes their gradients failed. Waits for all."""
+        """How many blocks kept their values because the backward that makes their gradients failed. Waits for all."""
         self.wait()
         return self._run.abandoned_blocks
 
@@ -63,14 +63,14 @@ class Step:
 
 
 class Binding:
-    """What the fused optimizer of a group of models keeps, block by block.
+    """The state of a fused optimizer for a group of models, block by block.
 
     Args:
-        pipelines: all that hold parameters.
-        host: the one of them that holds those of the host, if there are any.
-        group_of: by id of a trained parameter, which hyperparameters it follows.
+        pipelines: all pipelines that hold parameters.
+        host: the pipeline among them that holds the host's parameters, if there are any.
+        group_of: maps the id of a trained parameter to the index of its hyperparameters.
         algorithm: the update rule.
-        moments: how moments are kept, see `roundpipe.optim.AdamW`.
+        moments: the format of the moments, see `roundpipe.optim.AdamW`.
         gradients: "float32" keeps the gradients of 16-bit weights in fp32 on the host.
     """
 
@@ -99,13 +99,13 @@ class Binding:
         self.hides_weights = False
 
     def make_room(self) -> None:
-        """Waits until a step can be started without waiting for another; raises what an earlier one raised."""
+        """Waits until a step can start without waiting for another one; raises whatever an earlier step raised."""
         self._core.make_room()
 
     def step(
         self, groups: list[_core.Hyperparameters], is_async: bool, max_grad_norm: float, loss_scale: float
     ) -> _core.StepRun:
-        """Starts a step; 0 = no clipping, no scale."""
+        """Starts a step. A `max_grad_norm` of 0 does not clip; a `loss_scale` of 0 means that losses are not scaled."""
         run = self._core.step(groups, is_async, max_grad_norm, loss_scale)
         self.hides_weights = True
         if self._host is not None:
@@ -113,45 +113,45 @@ class Binding:
         return run
 
     def show_weights(self) -> None:
-        """Waits until the weights that calls read are there, and lets the user's parameters show them."""
+        """Waits for the weights that calls read, and lets the user's parameters show them."""
         for pipeline in self._pipelines:
             pipeline.show_weights()
         self.hides_weights = False
 
     def finish(self) -> None:
-        """Waits for all steps; the newest weights are what calls read."""
+        """Waits for all steps; calls then read the newest weights."""
         self._core.finish()
         self.hides_weights = False
 
     def state(self, parameter: nn.Parameter) -> tuple[_core.ParameterState, torch.Tensor | None]:
-        """What is kept for a trained parameter, and what its fp32 master has beyond it. No step may be under way."""
+        """The state of a trained parameter and the remainder or master of its fp32 value. No step may be running."""
         place = self._places[id(parameter)]
         return self._core.state(*place), self._core.rest(*place)
 
     def restart_master(self, parameter: nn.Parameter) -> None:
-        """Makes the parameter's value its fp32 master. No step may be under way."""
+        """Restarts the fp32 master from the parameter's value. No step may be running."""
         self._core.restart_master(*self._places[id(parameter)], parameter)
 
     def accept_weights(self) -> None:
-        """The parameters' values and masters of now belong together."""
+        """Declares that the parameters' current values and masters belong together."""
         self._core.accept_weights()
 
     def host_bytes(self, groups: list[_core.Hyperparameters]) -> tuple[int, int, int, int]:
-        """Trained parameters, then bytes of weights with gradients, of remainders or masters, and of moments."""
+        """The number of trained parameters, then the bytes of weights with gradients, of masters, and of moments."""
         return self._core.host_bytes(groups)
 
 
 class BoundOptimizer(torch.optim.Optimizer):
-    """An optimizer that may have been made for models in the pipeline, which it then updates in place.
+    """An optimizer that may be bound to models in the pipeline, whose weights it then updates in place.
 
     Attributes:
-        binding: to those models; None for an optimizer of plain parameters.
+        binding: the binding to those models; None for an optimizer of plain parameters.
     """
 
     binding: Binding | None
 
     def core_groups(self) -> list[_core.Hyperparameters]:
-        """The groups' hyperparameters of now."""
+        """The groups' current hyperparameters."""
         raise NotImplementedError
 
     def count_step(self) -> None:
@@ -160,7 +160,7 @@ class BoundOptimizer(torch.optim.Optimizer):
 
 
 def as_schedulers(schedulers: Any) -> Sequence[Any]:
-    """One learning-rate scheduler or several; each has a `step` without arguments."""
+    """Returns one learning-rate scheduler or several as a sequence; each has a `step` without arguments."""
     if schedulers is None:
         return []
     given = list(schedulers) if isinstance(schedulers, Iterable) else [schedulers]

@@ -1,8 +1,8 @@
-"""The optimizer's side of a model: its parameters, its thread, and which weights a call reads.
+"""The optimizer's side of a model: its parameters, its thread, and the weights that a call reads.
 
 Asynchronous steps: call s + 1 reads the weights of update s - 1, so update s runs while call s + 1 computes, and
-staleness is exactly one. An update is published to the weights when the next step is made, never in between, so what
-a call reads does not depend on timing.
+staleness is exactly one. An update is published when the next step is made, never in between, so the weights that a
+call reads do not depend on timing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ watch_optimizers()
 
 
 class PipedModel(Protocol):
-    """A model in the pipeline, as far as an optimizer has to do with it."""
+    """A model in the pipeline, as the optimizer's side sees it."""
 
     _pipeline: _core.Pipeline
 
@@ -40,12 +40,12 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 class StepGroup:
-    """Models and host parameters that one optimizer steps together.
+    """The models and host parameters that one optimizer steps together.
 
     Args:
         pipes: the models in the pipeline, by the names of their modules in the whole model ("" for the root).
-        host_parameters: parameters that stay on the host and are used there, by name.
-        optim_dtype: dtype of the optimizer's copies; None keeps each parameter's.
+        host_parameters: parameters that stay and are used on the host, by name.
+        optim_dtype: dtype of the optimizer's copies; None keeps each parameter's dtype.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class StepGroup:
         host_parameters: dict[str, nn.Parameter],
         optim_dtype: torch.dtype | None,
     ) -> None:
-        # Not the models themselves: one holds this group, and a cycle would keep its memory until a garbage collection.
+        # Weak references: a model holds this group, and a cycle would keep its memory until a garbage collection.
         self._pipes = {path: weakref.ref(pipe) for path, pipe in pipes.items()}
         self._pipelines = [pipe._pipeline for pipe in pipes.values()]
         self._host_parameters = host_parameters
@@ -63,7 +63,7 @@ class StepGroup:
         self._ids = {id(parameter) for parameter in (*self._piped_parameters, *host_parameters.values())}
         self._optim_dtype = optim_dtype
         self._copies: dict[int, OptimizerParameter] = {}  # by id of the user's parameter; trainable ones only
-        self._sources: list[nn.Parameter] = []  # the users' parameters that _copies belong to, in their order
+        self._sources: list[nn.Parameter] = []  # the user's parameters of _copies, in the same order
         self._versions: list[int] = []  # of _sources, as last seen
         self._copy_versions: list[int] = []  # of _copies, as last seen
         self._names: list[tuple[str, nn.Parameter]] = []  # every name of every parameter
@@ -78,7 +78,7 @@ class StepGroup:
     # -- the optimizer's parameters ---------------------------------------------------------------------------------
 
     def optim_named_parameters(self, prefix: str, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:
-        """The optimizer's parameters with their names; frozen ones have none."""
+        """The optimizer's parameters with their names; frozen parameters have none."""
         self._check_unbound("optim_parameters")
         self._build()
         return self._iterate(prefix, remove_duplicate)
@@ -129,7 +129,7 @@ class StepGroup:
         self._built = True
 
     def check_trainable(self) -> None:
-        """Raises ValueError when a parameter became trainable after the optimizer's copies were made."""
+        """Raises ValueError if a parameter became trainable after the optimizer's copies were made."""
         known = self._copies if self._binding is None else self._trained
         for name, parameter in self._names:
             if parameter.requires_grad and id(parameter) not in known:
@@ -140,7 +140,7 @@ class StepGroup:
                 )
 
     def _refresh_copies(self) -> None:
-        """Takes over values that the user has written into the model's parameters."""
+        """Copies values that the user has written into the model's parameters."""
         with torch.no_grad():
             for index, source in enumerate(self._sources):
                 if source._version != self._versions[index]:
@@ -155,11 +155,11 @@ class StepGroup:
         self._copy_versions = _versions(list(self._copies.values()))
 
     def _copies_written(self) -> bool:
-        """Whether somebody but `step` has updated the optimizer's parameters."""
+        """Whether code other than `step` has updated the optimizer's parameters."""
         return self._built and self._pending is None and _versions(list(self._copies.values())) != self._copy_versions
 
     def before_call(self) -> None:
-        """What has to be so before a call reads the weights.
+        """Prepares the weights for a call that will read them.
 
         Raises:
             ValueError: see `check_trainable`; or the call is being traced or captured.
@@ -207,7 +207,7 @@ class StepGroup:
         self._refresh_copies()
         scales = self._hand_over_scales()
         with uninterrupted():
-            # May raise, so before anything is promised: a version that is begun has to be finished.
+            # May raise, so it comes first: a version that has begun must be finished.
             tickets = [pipeline.begin_step() for pipeline in self._pipelines]
             host_gradients = self._take_host_gradients()
             publish = self._unpublished
@@ -237,7 +237,7 @@ class StepGroup:
         scales: StepScales | None,
         step_fn: Callable[[], Any],
     ) -> bool:
-        """On the optimizer thread. False when the gradients' call had failed, and nothing was done."""
+        """Runs on the optimizer thread. Returns False, having done nothing, if the gradients' call has failed."""
         if publish:
             for pipeline in self._pipelines:
                 pipeline.finish_publish()
@@ -254,7 +254,7 @@ class StepGroup:
                     with scales.active():
                         step_fn()
         except BaseException:
-            # As if the step had not been made, as far as that is ours to undo.
+            # Undoes the step as far as possible: step_fn may have changed parameters already.
             self.clear_copies(set_to_none=True)
             raise
         return True
@@ -284,10 +284,10 @@ class StepGroup:
         return gradients
 
     def finish_update(self) -> None:
-        """Waits for the update that runs, and raises what it raised.
+        """Waits for the running update, and raises whatever it raised.
 
         Raises:
-            RoundPipeError: a layer or a step function waits, which would be for itself.
+            RoundPipeError: a layer or a step function waits here; it would wait for itself.
         """
         _core.require_callers_thread()
         if is_updating():
@@ -300,7 +300,7 @@ class StepGroup:
             return
         pending.wait()
         unpublished = self._unpublished
-        # Also when step_fn raised: it may have changed some parameters.
+        # Also when step_fn raised, because it may have changed some parameters.
         self._unpublished = True
         self._pending = None
         self._note_copies()
@@ -315,7 +315,7 @@ class StepGroup:
         self._versions = _versions(self._sources)
 
     def _publish_copies(self) -> None:
-        """Makes what somebody has written into the optimizer's parameters what calls read."""
+        """Publishes values that other code has written into the optimizer's parameters."""
         for pipeline in self._pipelines:
             pipeline.asynchronous = False
             pipeline.drain()
@@ -323,7 +323,7 @@ class StepGroup:
         self._publish_now()
 
     def _publish_now(self) -> None:
-        """Makes the latest update what calls read. Nothing may be running."""
+        """Publishes the latest update. Nothing may be running."""
         if self._binding is not None or not self._unpublished:
             return
         with uninterrupted():
@@ -335,7 +335,7 @@ class StepGroup:
             self._note_copies()
 
     def synchronize(self) -> None:
-        """Waits for everything; parameters up to date, `.grad` filled with what no step has consumed yet."""
+        """Waits for all work; parameters are then up to date, and `.grad` holds gradients that no step has consumed."""
         self.finish_update()
         for pipeline in self._pipelines:
             pipeline.drain()
@@ -350,19 +350,19 @@ class StepGroup:
         if _all_live():
             GradScaler._synchronize_all()
 
-    # -- steps outside of `step` ------------------------------------------------------------------------------------
+    # -- steps outside `step` ---------------------------------------------------------------------------------------
 
     def owns_any(self, ids: set[int]) -> bool:
-        """Whether one of the models' own parameters has one of these ids."""
+        """Whether one of these ids belongs to a parameter of the models."""
         return not self._ids.isdisjoint(ids)
 
     def owns_trained(self, ids: set[int]) -> bool:
-        """Whether one of the models' own parameters that have a copy has one of these ids."""
+        """Whether one of these ids belongs to a parameter of the models that has an optimizer's copy."""
         return not ids.isdisjoint(self._copies)
 
     def note_reach(self) -> None:
-        """The user may hold the models' own parameters now. Until an optimizer is made in one of our ways, their
-        `.grad` is filled when a backward returns."""
+        """Notes that the user may now hold the models' own parameters. Until an optimizer is made for the models, the
+        `.grad` of these parameters is filled when a backward returns."""
         if self.is_untouched:
             for pipeline in self._pipelines:
                 pipeline.exposes_gradients = True
@@ -371,7 +371,7 @@ class StepGroup:
         return any(pipeline.has_gradients for pipeline in self._pipelines)
 
     def show_gradients(self) -> None:
-        """Fills the `.grad` of the models' own parameters, if there are gradients that no step has taken."""
+        """Fills the `.grad` of the models' own parameters, if there are gradients that no step has consumed."""
         self.note_reach()
         if not self._has_gradients():
             return
@@ -382,9 +382,9 @@ class StepGroup:
             pipeline.expose()
 
     def hand_over(self) -> None:
-        """Waits for gradients that no step has taken, and adds them to those of the optimizer's parameters.
+        """Waits for gradients that no step has consumed, and adds them to those of the optimizer's parameters.
 
-        A step function that is still at work has the gradients there are: it is waited for first.
+        Waits first for a step function that is still running, because it uses the gradients handed over before.
         """
         self.finish_update()
         if not self._has_gradients() and all(p.grad is None for p in self._host_parameters.values()):
@@ -399,7 +399,7 @@ class StepGroup:
             self._add_host_gradients(host_gradients)
 
     def begin_plain_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """A torch optimizer is about to step parameters of these models, outside of `step`.
+        """Prepares for a step of a torch optimizer over parameters of these models, outside `step`.
 
         Raises:
             ValueError: a fused optimizer updates the models.
@@ -419,13 +419,13 @@ class StepGroup:
             self.note_reach()
 
     def changed_from_outside(self) -> None:
-        """The optimizer's parameters were changed after the step function that had them: publishes that."""
+        """Publishes changes made to the optimizer's parameters after the step function that used them."""
         self.finish_update()
         self._unpublished = True
 
     def finish_plain_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """That step was made: the next call reads its weights."""
-        # Not asked of the copies: torch's fused kernels do not count what they write.
+        """Makes the next call read the weights of that step."""
+        # Asks the optimizer, not the copies' version counters: torch's fused kernels do not count their writes.
         if self._has_copies_in(optimizer):
             self._publish_copies()
 
@@ -433,12 +433,12 @@ class StepGroup:
         return any(group is self for group in split_parameters(optimizer)[1])
 
     def zero_gradients(self, set_to_none: bool) -> None:
-        """Clears all gradients that no step has taken, once they are there."""
+        """Clears all gradients that no step has consumed, once they have landed."""
         self.synchronize()
         self.clear_copies(set_to_none)
 
     def clear_copies(self, set_to_none: bool) -> None:
-        """Clears the gradients that the optimizer's parameters have, without waiting."""
+        """Clears the current gradients of the optimizer's parameters, without waiting."""
         for copy in self._copies.values():
             if set_to_none:
                 copy.landed_grad = None
@@ -465,11 +465,11 @@ class StepGroup:
         return self._binding is not None
 
     def pipelines(self) -> list[_core.Pipeline]:
-        """All that hold parameters, those of the host last."""
+        """All pipelines that hold parameters; the host's comes last."""
         return [*self._pipelines, *([self.host_pipeline] if self.host_pipeline is not None else [])]
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The models' own parameters that require grad, each once, by its first name."""
+        """The models' own parameters that require grad, each once, under its first name."""
         seen: set[int] = set()
         named = []
         for name, parameter in self._all_names():
@@ -481,18 +481,18 @@ class StepGroup:
     def bind(
         self, group_of: dict[int, int], algorithm: _core.Algorithm, moments: Moments, gradients: Gradients
     ) -> Binding:
-        """Lets a fused optimizer update these models from now on. Moments of an earlier one are dropped, the fp32
+        """Makes a fused optimizer update these models from now on. Moments of an earlier one are dropped; the fp32
         masters stay.
 
         Args:
-            group_of: by id of each trained parameter, its group.
+            group_of: maps the id of each trained parameter to its group.
         """
         if self._built:
             raise ValueError(
                 "[optim] the model's optim_parameters() are in use, expected a model that is stepped in one way only; "
                 "give optim_parameters() to a torch.optim optimizer, or wrap the model again"
             )
-        # What they cannot be made with is refused before anything is changed.
+        # Refuses invalid requests before anything is changed.
         _core.require_engine()
         _core.threads()
         _core.instruction_set()
@@ -540,7 +540,7 @@ class StepGroup:
         loss_scale = 0.0
         if scaler is not None and scales is not None:
             loss_scale = scaler._scale_of(scales)
-        binding.make_room()  # outside of the block, so that Ctrl+C ends the wait
+        binding.make_room()  # outside the block, so that Ctrl+C ends the wait
         with uninterrupted():
             run = binding.step(groups, is_async, max_grad_norm or 0.0, loss_scale)
             if scaler is not None and scales is not None:
@@ -556,20 +556,20 @@ class StepGroup:
 
     @staticmethod
     def _update_scale(scaler: GradScaler, scales: StepScales, run: _core.StepRun) -> bool:
-        """On the optimizer thread. False: there is nothing to publish."""
+        """Runs on the optimizer thread. Returns False: there is nothing to publish."""
         run.wait_decided()
         with scales.active():
             scaler._update_after(run.overflowed)
         return False
 
     def show_weights(self) -> None:
-        """Lets the models' parameters show the weights that calls read, if a fused step has hidden them."""
+        """Makes the models' parameters show the weights that calls read, if a fused step has hidden them."""
         if self._binding is not None and self._binding.hides_weights:
             self._binding.show_weights()
         if self._copies_written():
             self._publish_copies()
 
     def zero_fused_gradients(self) -> None:
-        """Drops the gradients that no step has taken, without waiting."""
+        """Drops the gradients that no step has consumed, without waiting."""
         for pipeline in self.pipelines():
             pipeline.drop_gradients()

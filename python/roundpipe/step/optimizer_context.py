@@ -1,4 +1,4 @@
-"""Says whether the running code belongs to an optimizer step."""
+"""Tells whether the running code belongs to an optimizer step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _depth = _Depth()
 
 
 class OptimizerCtx:
-    """Inside this context `model.parameters()` means the optimizer's parameters.
+    """Makes `model.parameters()` return the optimizer's parameters inside the context.
 
-    It covers the current thread only, may be nested, and one instance may be entered again.
+    It covers the current thread only, may be nested, and one instance may be entered more than once.
     `model.step` enters it around the step function; enter it by hand to build an optimizer.
     """
 

@@ -1,4 +1,4 @@
-"""The optimizer's copy of a parameter, whose `.grad` is there when PyTorch's would be."""
+"""The optimizer's copy of a parameter, whose `.grad` appears when PyTorch's would."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _gradient: Any = torch.Tensor.grad
 
 
 class ParameterOwner(Protocol):
-    """The models whose parameters an optimizer steps together: `StepGroup`, as what it is made of sees it."""
+    """The part of `StepGroup` that its parameters use: the models whose parameters an optimizer steps together."""
 
     def hand_over(self) -> None: ...
 
@@ -35,25 +35,25 @@ class ParameterOwner(Protocol):
 
 
 class OptimizerParameter(nn.Parameter):
-    """What `optim_parameters()` gives to an optimizer.
+    """A parameter that `optim_parameters()` gives to an optimizer.
 
-    Gradients are summed by the engine. A step function of `model.step` finds them handed over; anywhere else, reading
-    or writing `.grad` waits for the backward and hands them over first, so that `optimizer.step()`,
-    `optimizer.zero_grad()` and `clip_grad_norm_` mean what they mean in a plain loop.
+    The engine sums the gradients. A step function of `model.step` finds them handed over. Elsewhere, reading or writing
+    `.grad` first waits for the backward and hands them over, so `optimizer.step()`, `optimizer.zero_grad()` and
+    `clip_grad_norm_` behave as in a plain loop.
     """
 
     def attach(self, group: ParameterOwner) -> None:
-        """Makes `group` the one that hands gradients over to this parameter."""
+        """Makes `group` hand gradients over to this parameter."""
         self.__dict__[_GROUP] = weakref.ref(group)
 
     def group(self) -> ParameterOwner | None:
-        """Whose parameter this is; None for a copy of it."""
+        """The group that owns this parameter; None for a copy of the parameter."""
         reference = self.__dict__.get(_GROUP)
         return None if reference is None else reference()
 
     @property
     def landed_grad(self) -> torch.Tensor | None:
-        """`.grad` as it is, without waiting."""
+        """The current `.grad`, without waiting."""
         gradient: torch.Tensor | None = _gradient.__get__(self)
         return gradient
 
@@ -81,7 +81,7 @@ class OptimizerParameter(nn.Parameter):
         self.grad = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A plain parameter when it is read back: it belongs to no model then.
+        # Unpickles as a plain parameter, because it then belongs to no model.
         plain = nn.Parameter(self.detach(), self.requires_grad)
         plain.__dict__.update({name: value for name, value in self.__dict__.items() if name != _GROUP})
         return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

@@ -1,12 +1,12 @@
-"""Optimizers that step outside of `model.step`, as in a plain PyTorch loop.
+"""Optimizers that step outside `model.step`, as in a plain PyTorch loop.
 
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 
 works with any torch optimizer over `model.optim_parameters()` or `model.parameters()`, and with a `roundpipe.optim`
-one that was made for the model. Such a step waits for the backward, and the next call reads its weights. torch tells
-every step of every optimizer through its hooks; those of other models are left alone.
+optimizer made for the model. Such a step waits for the backward, and the next call reads its weights. torch's hooks
+report every step of every optimizer; optimizers of other models are ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ owners: weakref.WeakSet[ParameterOwner] = weakref.WeakSet()
 
 
 def watch_optimizers() -> None:
-    """Looks at every step of a torch optimizer from now on."""
+    """Watches every step of a torch optimizer from now on."""
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if in_optimizer_context():
@@ -45,13 +45,13 @@ def watch_optimizers() -> None:
 
 
 def stepped_groups(optimizer: torch.optim.Optimizer) -> list[ParameterOwner]:
-    """The groups of models that one of the optimizer's parameters belongs to."""
+    """The groups of models that own parameters of the optimizer."""
     own, found = split_parameters(optimizer)
     return [group for group in list(owners) if any(group is known for known in found) or group.owns_any(own)]
 
 
 def split_parameters(optimizer: torch.optim.Optimizer) -> tuple[set[int], list[ParameterOwner]]:
-    """Ids of the optimizer's parameters that are nobody's copies, and whose copies the others are."""
+    """Ids of the optimizer's parameters that are not copies, and the groups that own its other parameters."""
     own: set[int] = set()
     found: list[ParameterOwner] = []
     for options in optimizer.param_groups:
@@ -65,13 +65,13 @@ def split_parameters(optimizer: torch.optim.Optimizer) -> tuple[set[int], list[P
 
 
 def show_gradients_of(optimizer: torch.optim.Optimizer) -> None:
-    """Fills the `.grad` of the parameters of models in the pipeline that `optimizer` steps, once they are there."""
+    """Waits for the gradients of models' own parameters that `optimizer` steps, and fills their `.grad`."""
     for group in stepped_groups(optimizer):
         group.show_gradients()
 
 
 def changed_from_outside(optimizer: torch.optim.Optimizer) -> None:
-    """Says that `optimizer` has changed parameters after the step function that had them, so that calls see it."""
+    """Publishes changes that `optimizer` made to parameters after the step function that used them."""
     for group in split_parameters(optimizer)[1]:
         group.changed_from_outside()
 

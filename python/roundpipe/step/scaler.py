@@ -1,10 +1,9 @@
 """Loss scaling for fp16 that works with asynchronous steps.
 
-Losses are scaled by workers while an earlier step may still be deciding the next scale. So there are two scales: losses
-use the *front* scale, `update` changes the *current* one. A queued step remembers the scale its own losses had, and
-unscales with that. The front scale moves only where the main thread says so: at `model.step` when the step function
-updates the scale, at `update` when the main thread does. Every scale a loss sees is thus decided by the program and
-never by timing.
+Workers scale losses while an earlier step may still be deciding the next scale. So there are two scales: losses use the
+*front* scale, `update` changes the *current* one. A queued step remembers the scale of its own losses and unscales with
+it. The main thread decides when the front scale moves: at `model.step` if the step function updates the scale, at
+`update` if the main thread does. So the program decides the scale of every loss; timing never does.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ _live: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # guarded by _live_lock
 
 
 class StepScales:
-    """The scale that each live scaler's losses of one step were multiplied with.
+    """The scale by which each live scaler multiplied the losses of one step.
 
-    Made by the main thread, then used by one optimizer thread: `with token.active(): step_fn()`.
+    The main thread makes it, then one optimizer thread uses it: `with token.active(): step_fn()`.
     """
 
     def __init__(self, scales: dict[GradScaler, torch.Tensor]) -> None:
         self._scales = weakref.WeakKeyDictionary(scales)
-        self._made = False  # the step function ran, and did not raise
+        self._made = False  # the step function ran and did not raise
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Until the end, this thread unscales with this step's scales; a scaler's `update` ends it for that scaler."""
+        """Makes this thread unscale with this step's scales until the block ends or, per scaler, until its `update`."""
         outer = _active.scales
         _active.scales = self._scales
         try:
@@ -61,7 +60,7 @@ def _default_device() -> str:
 
 
 def _bound(args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of torch's scaler by name; a first one that is no text is `init_scale`."""
+    """The arguments of torch's scaler by name; a first argument that is not a string is `init_scale`."""
     order = list(inspect.signature(torch.amp.GradScaler).parameters.values())
     if not (args and isinstance(args[0], str)):
         order = [*order[1:], order[0].replace(kind=inspect.Parameter.KEYWORD_ONLY)]
@@ -78,24 +77,24 @@ def _bound(args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` whose losses and steps may run in different threads.
 
-    `scale` may be called by any thread. `step` and `unscale_` belong into the function given to `model.step`; on the
-    main thread they wait for the steps that are queued, and return None after such a step. `update` may be called at
-    the end of that function, or on the main thread after `model.step`. Where no step is queued, each does what torch's
-    does. As an asynchronous step runs beside the next batch, a new scale reaches the losses one step later than it
-    would without; an overflow seen twice on the way backs off once.
+    Any thread may call `scale`. `step` and `unscale_` belong in the function given to `model.step`. On the main thread,
+    they wait for the queued steps, and return None after such a step. `update` may be called at the end of that
+    function, or on the main thread after `model.step`. If no step is queued, each of them behaves as torch's. Because
+    an asynchronous step runs beside the next batch, a new scale reaches the losses one step later than with
+    synchronous steps. If an overflow is seen twice in between, the scale backs off once.
 
-    Scale and growth tracker live on the host, where the optimizer's gradients are. Outside a step `get_scale()`
-    is the scale of the next losses; inside it is the one of the step's gradients, and after `update` the new one.
-    Save and load `state_dict` when no step is under way (`model.synchronize()`).
+    Scale and growth tracker live on the host, where the optimizer's gradients are. Outside a step, `get_scale()`
+    is the scale of the next losses. Inside a step, it is the scale of the step's gradients, and after `update` the new
+    one. Save and load `state_dict` only when no step is running (`model.synchronize()`).
 
     Args:
         init_scale: first scale.
-        growth_factor: the scale's factor after `growth_interval` steps without inf or NaN, > 1.
-        backoff_factor: the scale's factor after a step with inf or NaN, < 1.
-        growth_interval: how many steps.
-        enabled: False makes `step` a plain optimizer step and everything else do nothing.
-        device: the type of device the losses are on; by default the accelerator's, or "cpu". "cuda" where there is no
-            CUDA disables the scaler with a warning, as in torch. May also come first, where torch has it.
+        growth_factor: factor of the scale after `growth_interval` steps without inf or NaN, > 1.
+        backoff_factor: factor of the scale after a step with inf or NaN, < 1.
+        growth_interval: number of steps.
+        enabled: False makes `step` a plain optimizer step; everything else then does nothing.
+        device: type of the losses' device; by default the accelerator's type, or "cpu". "cuda" without CUDA disables
+            the scaler with a warning, as in torch. May also come first, as in torch's signature.
     """
 
     @overload
@@ -130,10 +129,10 @@ class GradScaler(torch.amp.GradScaler):
 
     def _make_scales(self) -> None:
         self._lock = threading.RLock()
-        # All guarded by _lock. Front tensors are replaced, never changed, so a reader may keep one.
+        # Guarded by _lock. Front tensors are replaced, never changed, so a reader may keep one.
         self._current: torch.Tensor | None = None  # () fp32, result of the latest update, changed in place
         self._front: torch.Tensor | None = None  # () fp32, for the next losses
-        self._used: torch.Tensor | None = None  # the front scale the latest losses were multiplied with
+        self._used: torch.Tensor | None = None  # the front scale of the latest losses
         self._pending = False  # losses were scaled since the last hand-over
         # Used by the main thread only.
         self._queued: StepScales | None = None  # of the last step function, until `update` on the main thread
@@ -142,7 +141,7 @@ class GradScaler(torch.amp.GradScaler):
         with _live_lock:
             _live.add(self)
 
-    # The base class reads and sets the scale through this one name. Each thread sees the scale that is right for it.
+    # The base class reads and sets the scale by this one name. Each thread sees the scale that applies to it.
     @property
     def _scale(self) -> torch.Tensor | None:
         scales = _active.scales
@@ -156,19 +155,19 @@ class GradScaler(torch.amp.GradScaler):
             self._restart()
 
     def _restart(self) -> None:
-        """Forgets what earlier losses used. Holds _lock."""
+        """Forgets the scales that earlier losses used. Holds _lock."""
         self._used, self._pending = None, False
         self._advance_front()
 
     def _advance_front(self) -> None:
-        """Gives the next losses the current scale. Holds _lock."""
+        """Makes the next losses use the current scale. Holds _lock."""
         self._front = None if self._current is None else self._current.clone()
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
     def scale(self, outputs: Any) -> Any:
-        """`outputs`, a tensor or a (nested) iterable of tensors, times the front scale."""
+        """Multiplies `outputs`, a tensor or a (nested) iterable of tensors, by the front scale."""
         if not self._enabled:
             return outputs
         scales = _active.scales
@@ -182,7 +181,7 @@ class GradScaler(torch.amp.GradScaler):
         return _times(outputs, front)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the optimizer's gradients by the scale of their losses, as torch's."""
+        """Divides the optimizer's gradients by the scale of their losses, as torch's `unscale_` does."""
         if self._is_behind_a_step:
             self._behind_the_step(lambda: super(GradScaler, self).unscale_(optimizer), optimizer)
         else:
@@ -190,7 +189,7 @@ class GradScaler(torch.amp.GradScaler):
             super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscales, where that was not done yet, and steps the optimizer unless there is inf or NaN, as torch's."""
+        """Unscales if that has not been done, and steps the optimizer unless there is inf or NaN, as torch's `step`."""
         if self._is_behind_a_step:
             self._behind_the_step(lambda: super(GradScaler, self).step(optimizer, *args, **kwargs), optimizer)
             return None
@@ -198,17 +197,17 @@ class GradScaler(torch.amp.GradScaler):
         return super().step(optimizer, *args, **kwargs)
 
     def _show_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Fills the `.grad` of a model's own parameters that `optimizer` steps, outside of a step function."""
+        """Fills the `.grad` of models' own parameters that `optimizer` steps, outside a step function."""
         if self._enabled and _active.scales is None:
             show_gradients_of(optimizer)
 
     @property
     def _is_behind_a_step(self) -> bool:
-        """Whether this is the main thread, and a step function was queued that it has not updated the scale for."""
+        """Whether this is the main thread and it has not yet updated the scale for a queued step function."""
         return self._enabled and _active.scales is None and self._queued is not None
 
     def _behind_the_step(self, work: Callable[[], Any], optimizer: torch.optim.Optimizer) -> None:
-        """Does `work` on the optimizer thread, as a part of the step that was queued last, and waits for it."""
+        """Runs `work` on the optimizer thread, as part of the step that was queued last, and waits for it."""
         scales = cast(StepScales, self._queued)
 
         def run() -> bool:
@@ -222,12 +221,12 @@ class GradScaler(torch.amp.GradScaler):
         changed_from_outside(optimizer)
 
     def update(self, new_scale: float | torch.Tensor | None = None, is_async: bool = True) -> None:
-        """Sets the scale after a step, as torch's.
+        """Sets the scale after a step, as torch's `update`.
 
         Args:
-            new_scale: instead of the one that follows from the step's gradients.
-            is_async: on the main thread after `model.step`: returns at once, and the losses get the new scale with the
-                next `update`. False waits for the step; the next losses have the new scale.
+            new_scale: replaces the scale that would follow from the step's gradients.
+            is_async: for the main thread after `model.step`. True returns at once, and the losses get the new scale
+                with the next `update`. False waits for the step, and the next losses use the new scale.
         """
         if not self._enabled:
             return
@@ -241,7 +240,7 @@ class GradScaler(torch.amp.GradScaler):
             self._advance_front()
 
         def run() -> bool:
-            # A step that was not made has raised, or its batch has.
+            # If the step was not made, the step or its batch has raised already.
             if scales._made:
                 with scales.active():
                     self._update_here(new_scale)
@@ -255,14 +254,14 @@ class GradScaler(torch.amp.GradScaler):
                 self._advance_front()
 
     def _finish_late(self) -> None:
-        """Waits for the queued update, and raises what it raised."""
+        """Waits for the queued update, and raises whatever it raised."""
         late, self._late = self._late, None
         if late is not None:
             late.wait()
             late.result()
 
     def _update_here(self, new_scale: float | torch.Tensor | None) -> None:
-        """`update` in this thread, at once."""
+        """Runs `update` in this thread, at once."""
         scales = _active.scales
         step_scale = None if scales is None else scales.pop(self, None)
         with self._lock:
@@ -272,7 +271,7 @@ class GradScaler(torch.amp.GradScaler):
                 self._restart()
             elif new_scale is None and step_scale is not None:
                 current, before = cast(torch.Tensor, self._current), cast(torch.Tensor, before)
-                if current < before:  # inf or NaN, and it was `step_scale` that was too large
+                if current < before:  # inf or NaN, caused by a `step_scale` that was too large
                     backed_off = (step_scale.double() * self._backoff_factor).float()
                     current.copy_(torch.minimum(before, backed_off))
 
@@ -282,7 +281,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._enabled
 
     def get_growth_factor(self, up_to_date: bool = False) -> float:
-        """The growth factor; with `up_to_date` after the steps that are queued, as these may set it."""
+        """The growth factor; `up_to_date` waits for the queued steps first, because they may set it."""
         return self._settled(up_to_date)._growth_factor
 
     def get_backoff_factor(self, up_to_date: bool = False) -> float:
@@ -294,32 +293,32 @@ class GradScaler(torch.amp.GradScaler):
         return self._settled(up_to_date)._growth_interval
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Sets the growth factor of the updates to come, not of those that are queued."""
+        """Sets the growth factor for future updates, but not for queued ones."""
         self._settled(True)._growth_factor = new_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Sets the backoff factor of the updates to come, not of those that are queued."""
+        """Sets the backoff factor for future updates, but not for queued ones."""
         self._settled(True)._backoff_factor = new_factor
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Sets the growth interval of the updates to come, not of those that are queued."""
+        """Sets the growth interval for future updates, but not for queued ones."""
         self._settled(True)._growth_interval = new_interval
 
     def _settled(self, wait: bool) -> GradScaler:
-        """This scaler; with `wait`, on the main thread, once no queued step can change it."""
+        """Returns this scaler; `wait` on the main thread first waits until no queued step can change it."""
         if wait and _active.scales is None and (self._queued is not None or self._late is not None):
             after_steps(lambda: False).wait()
         return self
 
     def _scale_of(self, scales: StepScales) -> float:
-        """The scale of the step's losses; raises ValueError when none was scaled."""
+        """The scale of the step's losses; raises ValueError if no loss was scaled."""
         scale = scales._scales.get(self)
         if scale is None:
             raise ValueError("[step] the scaler has scaled no loss yet, expected scaler.scale(loss) in loss_fn")
         return float(scale)
 
     def _update_after(self, overflowed: bool) -> None:
-        """`update` after a step whose gradients somebody else has looked at."""
+        """`update` after a step whose gradients other code has checked."""
         state = self._per_optimizer_states[id(self)]
         state["found_inf_per_device"] = {torch.device("cpu"): torch.tensor(float(overflowed))}
         self._update_here(None)
@@ -355,10 +354,10 @@ class GradScaler(torch.amp.GradScaler):
 
     @classmethod
     def _hand_over_all(cls) -> StepScales:
-        """The main thread calls it at each step, after every earlier step function has finished.
+        """Hands over the losses' scales. The main thread calls this at each step, once earlier step functions finished.
 
-        Returns the scales of the losses up to now, for the step that is about to be queued, and lets later
-        losses use the current scale. Two models stepped one after the other get the same scales.
+        Returns the scales of the losses so far, for the step that is about to be queued, and makes later losses use the
+        current scale. Two models stepped one after the other get the same scales.
         """
         scales = {}
         for scaler in _all_live():
@@ -374,18 +373,19 @@ class GradScaler(torch.amp.GradScaler):
 
     @classmethod
     def _queue_all(cls, scales: StepScales) -> None:
-        """The main thread calls it when it has queued a step function; the scale may be updated for it."""
+        """Notes a step function that the main thread has queued, so that the scale may be updated for it."""
         for scaler in _all_live():
             scaler._queued = scales
 
     @classmethod
     def _synchronize_all(cls, after_step: bool = False) -> None:
-        """Lets the next losses use the current scale; no step function may be running.
+        """Makes the next losses use the current scale; no step function may be running.
 
-        A scaler with losses that no step has taken yet keeps its front scale, as all losses of a step must share one.
+        A scaler keeps its front scale if no step has consumed its losses yet, because all losses of a step must share
+        one scale.
 
         Args:
-            after_step: of a synchronous step, which an `update` on the main thread may follow.
+            after_step: whether this follows a synchronous step, which an `update` on the main thread may follow.
         """
         for scaler in _all_live():
             scaler._finish_late()

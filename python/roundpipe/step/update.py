@@ -1,4 +1,4 @@
-"""The optimizer thread, and what runs on it."""
+"""The optimizer thread and its work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="roundpipe-optimi
 
 
 _Handler = Callable[[int, FrameType | None], Any]
-# Those whose handlers programs write: what they raise may come between any two statements.
+# Signals whose handlers are written by programs: such a handler may raise between any two statements.
 _SIGNALS = [
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPROF")
@@ -26,7 +26,7 @@ _SIGNALS = [
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Puts off Ctrl+C, and the handlers of other signals, until the block is over. For short blocks that must not stop
+    """Postpones Ctrl+C and the handlers of other signals until the block ends. For short blocks that must not stop
     half-way."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -42,7 +42,7 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         _restore(handlers)
-        with ExitStack() as stack:  # all are called, also when one raises
+        with ExitStack() as stack:  # calls all handlers, even if one raises
             for number, frame in arrived.items():
                 stack.callback(handlers[number], number, frame)
 
@@ -52,7 +52,7 @@ def _restore(handlers: dict[int, _Handler]) -> None:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     except BaseException:
-        # One that is back has raised: the others have to be back as well.
+        # One restored handler has raised; the others must be restored as well.
         _restore(handlers)
         raise
 
@@ -70,10 +70,10 @@ def is_updating() -> bool:
 
 
 class Update:
-    """One update, on the optimizer thread. REQUIRES: made where signals are put off: a thread pool that is
-    stopped while it starts its thread would wait for it forever when the process ends.
+    """One update on the optimizer thread. REQUIRES: made while signals are postponed. A thread pool that is interrupted
+    while it starts its thread would wait for it forever when the process ends.
 
-    In place of a Future, whose lock stays locked when Ctrl+C arrives at the wrong statement of a wait.
+    Replaces a Future, whose lock stays locked if Ctrl+C arrives at the wrong statement of a wait.
 
     Args:
         work: returns whether an update was made.
@@ -86,7 +86,7 @@ class Update:
         try:
             _thread.submit(self._run, work)
         except RuntimeError:
-            # In an exit handler, when Python starts threads no more.
+            # In an exit handler, where Python no longer starts threads.
             self._run(work)
 
     def _run(self, work: Callable[[], bool]) -> None:
@@ -100,17 +100,17 @@ class Update:
             self._over.fire()
 
     def wait(self) -> None:
-        """Waits until it is over."""
+        """Waits until the update has finished."""
         self._over.wait()
 
     def result(self) -> bool:
-        """Whether an update was made, or raises what the update raised. REQUIRES: it is over."""
+        """Whether an update was made; raises whatever the update raised. REQUIRES: the update has finished."""
         if self._error is not None:
             raise self._error
         return self._made
 
 
 def after_steps(work: Callable[[], bool]) -> Update:
-    """Does `work` on the optimizer thread, after the steps that are queued."""
+    """Runs `work` on the optimizer thread, after the queued steps."""
     with uninterrupted():
         return Update(work)
