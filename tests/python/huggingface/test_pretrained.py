@@ -119,7 +119,9 @@ def test_an_adapter_and_peft_config_together_are_refused(saved: Path, tmp_path: 
 def test_adapters_without_peft(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = lora(r=4)
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ValueError, match=r"^\[from_pretrained\] adapters need the peft package.*roundpipe-engine\[lora\]"):
+    with pytest.raises(
+        ValueError, match=r"^\[from_pretrained\] adapters need the peft package.*roundpipe-engine\[lora\]"
+    ):
         roundpipe.from_pretrained(saved, peft_config=config)
 
 
