@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 
-import pytest
 from hypothesis import settings
 
 # Models here are so small that threads would mostly wait for each other. Read when torch starts, by programs that
@@ -19,14 +17,3 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("quick", max_examples=30, derandomize=True, deadline=None)
 settings.register_profile("long", max_examples=300, print_blob=True, deadline=None)
 settings.load_profile("quick")  # --hypothesis-profile=long comes after this
-
-
-@pytest.fixture
-def one_torch_thread() -> Iterator[None]:
-    """torch computes on one thread, so that small models are quick and devices do not share its threads."""
-    import torch  # not before the settings above
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

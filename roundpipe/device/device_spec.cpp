@@ -124,6 +124,9 @@ std::vector<DeviceSpec> parse_devices(std::string_view text) {
     if (spec.is_virtual != specs.front().is_virtual || spec.type != specs.front().type) {
       refuse(text, "all devices must be of one type");
     }
+    if (spec.host_gb_per_s > 0 && spec.host_gb_per_s != specs.front().host_gb_per_s) {
+      refuse(text, "host= is the bandwidth of all links together; give it to the first group of devices");
+    }
   }
   for (size_t i = 0; i < specs.size(); ++i) {
     for (size_t j = 0; j < i; ++j) {

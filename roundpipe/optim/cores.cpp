@@ -57,7 +57,9 @@ int default_threads(int physical_cores, int device_threads, int memory_nodes) {
 void lower_own_priority() {
 #ifdef __linux__
   constexpr int kNice = 5;  // of 19; gives a third of a normal thread's share when both want a core
-  setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kNice);
+  const auto self = static_cast<id_t>(gettid());
+  // Root may raise a priority as well, and the program may have a lower one already.
+  if (getpriority(PRIO_PROCESS, self) < kNice) setpriority(PRIO_PROCESS, self, kNice);
 #endif
 }
 

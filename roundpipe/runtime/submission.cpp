@@ -225,7 +225,6 @@ void submit_jobs(const CallPtr& call, const Plan& plan, bool forward, bool backw
     if (job.phase == Phase::kFused) run->loss = call->loss;
     run->position = static_cast<double>(call->position) + job.order;
     run->last_layer = plan.layers;
-    run->first_backward_layer = plan.first_backward_layer;
     run->layout = lay_out_stage(model, job.layers.first, job.layers.last);
     run->uploaded = call->new_event();
     run->weights_read = device::make_event();

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 import roundpipe
 
@@ -11,6 +14,15 @@ import roundpipe
 def pool_of_a_file() -> None:
     """A file's tests begin with this pool, not with what the file before it has left: a cap on memory, for example."""
     roundpipe.devices("virtual:2")
+
+
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """torch computes on one thread, so that small models are quick and devices do not share its threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ Call::~Call() { frontend().call_over(id); }
 
 EventPtr Call::new_event() {
   EventPtr event = device::make_event();
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (error_) {
     event->fail(error_);
   } else {
@@ -56,7 +56,7 @@ EventPtr Call::new_event() {
 void Call::fail(std::exception_ptr error) {
   std::vector<EventPtr> events;
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (error_) return;
     error_ = error;
     failed_.store(true);
@@ -88,12 +88,12 @@ bool Call::attempt(const std::function<void()>& work) noexcept {
 }
 
 std::exception_ptr Call::error() const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return error_;
 }
 
 void Call::add_jobs(int count) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   // A new event even if the old one has not fired yet: job_over() may be about to fire it.
   if (jobs_left_ == 0) finished_ = device::make_event();
   jobs_left_ += count;
@@ -103,7 +103,7 @@ void Call::job_over() {
   EventPtr finished;
   std::shared_ptr<const void> step;  // dropped after the lock is released: it belongs to the interpreter
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (--jobs_left_ == 0) {
       finished = finished_;
       if (step_until_over_ && !full_) step.swap(step_);
@@ -119,23 +119,23 @@ std::shared_ptr<void> Call::hold() {
 }
 
 EventPtr Call::finished() const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return finished_;
 }
 
 void Call::keep_step(std::shared_ptr<const void> step, bool until_over) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   step_.swap(step);
   step_until_over_ = until_over;
 }
 
 void Call::ran_out(FullDevice full) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (!error_ && !full_) full_ = std::move(full);
 }
 
 std::optional<Call::Lack> Call::take_lack() {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (!full_) return std::nullopt;
   Lack lack{std::move(*full_), step_};
   full_.reset();
@@ -144,12 +144,12 @@ std::optional<Call::Lack> Call::take_lack() {
 }
 
 void Call::save_snapshot(int layer, int microbatch, BufferSnapshot snapshot) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   snapshots_[{layer, microbatch}] = std::move(snapshot);
 }
 
 std::optional<Call::BufferSnapshot> Call::snapshot(int layer, int microbatch) const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = snapshots_.find({layer, microbatch});
   return found == snapshots_.end() ? std::nullopt : std::optional(found->second);
 }

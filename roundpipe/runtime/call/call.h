@@ -5,13 +5,13 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <vector>
 
 #include <ATen/ThreadLocalState.h>
 
 #include <roundpipe/core/engine_life.h>
+#include <roundpipe/core/mutex.h>
 #include <roundpipe/device/event_list.h>
 #include <roundpipe/memory/host_value.h>
 #include <roundpipe/runtime/call/layer_sums.h>
@@ -54,18 +54,18 @@ struct ExecutionRecord {
 class ExecutionLog {
  public:
   void add(const ExecutionRecord& record) {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     records_.push_back(record);
   }
   std::vector<ExecutionRecord> records() const {
     require_own_process();
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return records_;
   }
 
  private:
-  mutable std::mutex mutex_;
-  std::vector<ExecutionRecord> records_;  // protected by mutex_
+  mutable Mutex mutex_;
+  std::vector<ExecutionRecord> records_ ROUNDPIPE_GUARDED_BY(mutex_);
 };
 
 enum class RecomputeGrain { kStage, kLayer };
@@ -102,7 +102,7 @@ struct AutocastState {
 //
 // Shared by the caller, the workers and pending transfers. Every event that others wait for is made by new_event(), so
 // fail() releases all waiters: the first error wins, remaining jobs are skipped, and `finished` still fires.
-// Thread safety: members are set before submission and read-only after, unless said otherwise.
+// Thread safety: methods from any thread; members are grouped by who may touch them.
 class Call : public std::enable_shared_from_this<Call> {
  public:
   Call(std::shared_ptr<ModelState> model, CallOptions options, uint64_t id, uint64_t index, uint64_t base_seed);
@@ -143,37 +143,39 @@ class Call : public std::enable_shared_from_this<Call> {
   const uint64_t index;  // among this model's calls; keys the random state
   const uint64_t base_seed;
 
-  bool committed = false;  // see Pipeline::commit_calls; caller's thread only
-  uint64_t position = 0;   // among the model's calls; never reused, unlike `index`
+  // Caller's thread only.
+  bool committed = false;                  // see Pipeline::commit_calls
+  std::vector<uint32_t> parameter_writes;  // [parameter of all blocks]: how often it had been written to
 
+  // Constant once the call is submitted.
+  uint64_t position = 0;  // among the model's calls; never reused, unlike `index`
   // The caller's thread-local state (autograd mode, dispatch modes, autocast).
   std::optional<at::ThreadLocalState> thread_state;
   AutocastState autocast;
-
   std::vector<LayerHabitsPtr> habits;                   // [layer]
   std::vector<std::vector<char>> trainable;             // [layer][parameter]
   std::vector<std::shared_ptr<const void>> attributes;  // [layer], see Layer::attributes
   std::vector<memory::WeightVersionPtr> readings;       // [block]
-  std::vector<uint32_t> parameter_writes;               // [parameter of all blocks]: how often it had been written to
   std::vector<char> saved_boundaries;                   // [layer]: values before this layer are kept
-  bool keep_values = false;                             // there may be another backward (retain_graph)
-
-  std::shared_ptr<Loss> loss;
-  std::vector<Values> labels;                   // [microbatch], host
-  std::vector<std::vector<at::Tensor>> losses;  // [microbatch], host; set by fused jobs
-  std::vector<device::EventPtr> loss_ready;     // [microbatch]
+  std::vector<device::EventPtr> loss_ready;             // [microbatch]
   bool keep_outputs = false;
-  // Control returns to the caller only when nothing of the call runs any more.
-  bool keeps_caller = false;
+  bool keeps_caller = false;  // control returns to the caller only when nothing of the call runs any more
+  bool input_gradients = false;
 
-  // Set when a backward is submitted. [block]; null if the block gets no gradients.
+  // Set with each backward that is submitted, while nothing of the call runs.
+  bool keep_values = false;  // there may be another backward (retain_graph)
+  // [block]; null if the block gets no gradients.
   std::vector<memory::GradientBlockPtr> bases;
   std::vector<memory::GradientBlockPtr> results;
   std::vector<std::unique_ptr<memory::RangeSum>> range_sums;
   // For tied blocks: one of the two.
   std::vector<std::unique_ptr<LayerSums>> layer_sums;
   std::vector<std::unique_ptr<memory::TiedSum>> tied_sums;
-  bool input_gradients = false;
+
+  // The jobs' until the caller has the losses, then the caller's, which drops the loss and the labels.
+  std::shared_ptr<Loss> loss;
+  std::vector<Values> labels;                   // [microbatch], host
+  std::vector<std::vector<at::Tensor>> losses;  // [microbatch], host; readable once its `loss_ready` has fired
 
   // The values of buffers before a forward that writes them: [layer][microbatch] -> one value per buffer.
   struct BufferSnapshot {
@@ -209,16 +211,15 @@ class Call : public std::enable_shared_from_this<Call> {
   std::vector<BoundaryGradients> gradients_;
   std::atomic<bool> failed_{false};
 
-  mutable std::mutex mutex_;
-  // Protected by mutex_.
-  device::EventList events_;
-  std::exception_ptr error_;
-  int jobs_left_ = 0;
-  device::EventPtr finished_;
-  std::map<std::pair<int, int>, BufferSnapshot> snapshots_;
-  std::shared_ptr<const void> step_;
-  bool step_until_over_ = false;
-  std::optional<FullDevice> full_;
+  mutable Mutex mutex_;
+  device::EventList events_ ROUNDPIPE_GUARDED_BY(mutex_);
+  std::exception_ptr error_ ROUNDPIPE_GUARDED_BY(mutex_);
+  int jobs_left_ ROUNDPIPE_GUARDED_BY(mutex_) = 0;
+  device::EventPtr finished_ ROUNDPIPE_GUARDED_BY(mutex_);
+  std::map<std::pair<int, int>, BufferSnapshot> snapshots_ ROUNDPIPE_GUARDED_BY(mutex_);
+  std::shared_ptr<const void> step_ ROUNDPIPE_GUARDED_BY(mutex_);
+  bool step_until_over_ ROUNDPIPE_GUARDED_BY(mutex_) = false;
+  std::optional<FullDevice> full_ ROUNDPIPE_GUARDED_BY(mutex_);
 };
 using CallPtr = std::shared_ptr<Call>;
 

@@ -30,37 +30,41 @@ struct StagedMicrobatch {
 // Thread safety: made on the caller's thread, then belongs to its worker (under the lock of the worker's queue until it
 // runs).
 struct JobRun {
+  // Constant once the job is submitted.
   CallPtr call;
   schedule::Job job;
   double position = 0;  // in the order of the model's calls: Call::position + Job::order
   int last_layer = 0;   // of the model
-  // Of a fused job. The call drops its own reference once the caller has the losses, while a microbatch may still run
-  // again.
-  std::shared_ptr<Loss> loss;
   StageLayout layout;
-
   // Per layer of the stage: events to wait for, and events to fire; null if there is none.
   std::vector<device::EventPtr> buffers_before;
   std::vector<device::EventPtr> buffers_after;
   // Per layer of the stage: the position of this job's microbatches among those of the layer's backward jobs, see
   // RangeSum.
   std::vector<size_t> range_index;
-  int first_backward_layer = 0;
-
-  int slot = -1;
-  at::Tensor weights;             // the slot, once uploaded
-  device::EventPtr uploaded;      // all weights and buffers
   device::EventPtr weights_read;  // fires when the job no longer reads the host's weights
-  at::Tensor parked;              // the weights on the host, while they are evicted for the running job
-  // Events of transfers that have taken device memory before the job runs; under the lock of the worker's queue.
-  std::vector<device::EventPtr> begun;
+
+  // Protected by the lock of the worker's queue.
+  int slot = -1;                        // constant once it is set
+  std::vector<device::EventPtr> begun;  // transfers that have taken device memory before the job runs
+
+  // Protected by that lock until the job runs, then the device's thread's.
+  device::EventPtr uploaded;  // all weights and buffers
   std::map<int, StagedMicrobatch> staged;
   // Transfer::settled of every transfer of this job. Once all of them and its compute are complete, its slot is
   // released and the job is over.
   std::vector<device::EventPtr> transfers;
   device::EventPtr new_transfer() { return transfers.emplace_back(device::make_event()); }
-  // Those of the transfers that go to the host; the device's thread only.
-  std::vector<device::EventPtr> outgoing;
+
+  // The link's thread's until `uploaded` fires, then the device's thread's.
+  at::Tensor weights;  // the slot, once uploaded
+  at::Tensor parked;   // the weights on the host, while they are evicted for the running job
+
+  // The device's thread only.
+  // Of a fused job. The call drops its own reference once the caller has the losses, while a microbatch may still run
+  // again.
+  std::shared_ptr<Loss> loss;
+  std::vector<device::EventPtr> outgoing;  // those of the transfers that go to the host
   // Blocks until the device holds nothing that the job has sent. Returns whether it had to wait.
   bool wait_sent() {
     bool waited = false;

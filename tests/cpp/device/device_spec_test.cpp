@@ -95,6 +95,8 @@ TEST_CASE("parse_devices: everything else is refused, with the text, the reason 
       {"cuda:0,npu:0", "of one type"},
       {"cuda:0,cuda:0", "cuda:0 is named twice"},
       {"cuda:0x2,cuda:0", "cuda:0 is named twice"},
+      {"virtual:1,virtual:1,host=20", "host= is the bandwidth of all links together"},
+      {"virtual:1,host=20,virtual:1,host=10", "host= is the bandwidth of all links together"},
   };
   for (const auto& [text, reason] : cases) {
     CAPTURE(text);
