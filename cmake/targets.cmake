@@ -28,8 +28,8 @@ function(roundpipe_level folder)
   add_library(roundpipe::${name} ALIAS ${target})
 endfunction()
 
-# roundpipe_test(LEVEL [USES_TORCH] [UNITY n]): the executable LEVEL_test from every .cpp below tests/cpp/LEVEL; nothing where there
-# is no test.
+# roundpipe_test(LEVEL [USES_TORCH] [UNITY n]): the executable LEVEL_test from every .cpp below tests/cpp/LEVEL; nothing
+# where there is no test.
 function(roundpipe_test level)
   cmake_parse_arguments(arg "USES_TORCH" "UNITY" "" ${ARGN})
   file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/${level}/*.cpp)

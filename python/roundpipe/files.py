@@ -1,9 +1,11 @@
-"""Atomic writes of files, and messages about missing ones."""
+"""Atomic writes of files, JSON documents with a schema, and messages about missing files."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 
 def write_text(path: Path, text: str) -> None:
@@ -21,6 +23,23 @@ def write_text(path: Path, text: str) -> None:
         raise ValueError(
             f"[files] cannot write {path}: {error.strerror}; expected a folder that exists and can be written"
         ) from None
+
+
+def read_document(path: str | Path, where: str, kind: str, schema: str, version: int) -> dict[str, Any]:
+    """Reads a JSON object whose `schema` and `version` are these. `kind` says in messages what the file should be.
+
+    Raises:
+        ValueError: tagged with `where`: no such file, no JSON, or another schema or version.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"[{where}] cannot read {path}: {error.strerror}; expected {kind}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"[{where}] {path} is not JSON: {error}; expected {kind}") from None
+    if not isinstance(document, dict) or (document.get("schema"), document.get("version")) != (schema, version):
+        raise ValueError(f"[{where}] {path} has no schema '{schema}' of version {version}; save the plan again")
+    return document
 
 
 def refuse_missing_folder(name_or_path: str | os.PathLike[str], where: str) -> None:

@@ -13,9 +13,8 @@
 
 // On a member: read and written only with this lock held.
 #define ROUNDPIPE_GUARDED_BY(...) ROUNDPIPE_ATTRIBUTE(guarded_by(__VA_ARGS__))
-// On a function: called with this lock held (REQUIRES), or without it (EXCLUDES).
+// On a function: called with this lock held.
 #define ROUNDPIPE_REQUIRES(...) ROUNDPIPE_ATTRIBUTE(requires_capability(__VA_ARGS__))
-#define ROUNDPIPE_EXCLUDES(...) ROUNDPIPE_ATTRIBUTE(locks_excluded(__VA_ARGS__))
 // On a function that returns a reference to this lock.
 #define ROUNDPIPE_RETURNS_LOCK(...) ROUNDPIPE_ATTRIBUTE(lock_returned(__VA_ARGS__))
 // On a function that holds a number of locks known only at run time.

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import roundpipe
+from torch_threads import one_torch_thread as one_torch_thread
 
 REQUIRED = os.environ.get("ROUNDPIPE_REQUIRE_GPU") == "1"
 
@@ -70,11 +71,8 @@ def make_target(kind: str) -> Target:
 
 # `make bench-gpu` runs these files without the conftest of the folder above, which asks for more packages.
 @pytest.fixture(autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def quick(one_torch_thread: None) -> None:
+    """Small models are quick."""
 
 
 @pytest.fixture(params=["virtual", "card"])

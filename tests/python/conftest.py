@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 import roundpipe
+from torch_threads import one_torch_thread as one_torch_thread
 
 
 @pytest.fixture(autouse=True, scope="module")
 def pool_of_a_file() -> None:
     """A file's tests begin with this pool, not with what the file before it has left: a cap on memory, for example."""
     roundpipe.devices("virtual:2")
-
-
-@pytest.fixture
-def one_torch_thread() -> Iterator[None]:
-    """torch computes on one thread, so that small models are quick and devices do not share its threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

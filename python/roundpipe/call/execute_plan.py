@@ -9,7 +9,7 @@ from typing import Any, get_args, overload
 from torch import nn
 
 from roundpipe.call.joint_plan import RunType, plan_together
-from roundpipe.files import write_text
+from roundpipe.files import read_document, write_text
 
 # Largest time of a stage, as a factor of the longest layer's time.
 DEFAULT_THRESHOLD = 1.1
@@ -67,14 +67,7 @@ class ModelExecutePlan:
             ValueError: the file does not exist or does not hold stages.
         """
         where = "ModelExecutePlan.load"
-        try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"[{where}] cannot read {path}: {error.strerror}; expected a file of stages") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"[{where}] {path} is not JSON: {error}; expected a file of stages") from None
-        if not isinstance(document, dict) or (document.get("schema"), document.get("version")) != (_SCHEMA, _VERSION):
-            raise ValueError(f"[{where}] {path} has no schema '{_SCHEMA}' of version {_VERSION}; save the plan again")
+        document = read_document(path, where, "a file of stages", _SCHEMA, _VERSION)
         plan = cls()
         plan.fwd_plan = _ranges(document.get("forward"), "forward", where)
         plan.bwd_plan = _ranges(document.get("backward"), "backward", where)

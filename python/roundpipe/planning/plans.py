@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe import _core
-from roundpipe.files import write_text
+from roundpipe.files import read_document, write_text
 
 SCHEMA = "roundpipe-plan"
 VERSION = 1
@@ -42,14 +42,7 @@ def load_plan(path: str | Path) -> _core.Plan:
         ValueError: the file does not exist or does not hold a valid plan.
     """
     where = "load_plan"
-    try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"[{where}] cannot read {path}: {error.strerror}; expected a plan file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"[{where}] {path} is not JSON: {error}; expected a plan file") from None
-    if not isinstance(document, dict) or (document.get("schema"), document.get("version")) != (SCHEMA, VERSION):
-        raise ValueError(f"[{where}] {path} has no schema '{SCHEMA}' of version {VERSION}; save the plan again")
+    document = read_document(path, where, "a plan file", SCHEMA, VERSION)
     sizes: list[Any] = [document.get(name) for name in _SIZES]
     if any(type(size) is not int for size in sizes):
         raise ValueError(f"[{where}] {', '.join(_SIZES)} are {sizes}, expected whole numbers")
