@@ -1,7 +1,11 @@
 #include "bindings.h"
 
+#include <roundpipe/torch_compat/vector_math.h>
+
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The C++ engine. Use the roundpipe package; this module is not a public interface.";
+  // The user's own plain loop gets the same bits in every run, too.
+  roundpipe::torch_compat::settle_vector_math();
   roundpipe::python::bind_errors(module);
   roundpipe::python::bind_frontend(module);
   roundpipe::python::bind_device(module);

@@ -11,6 +11,7 @@
 #include <roundpipe/device/make_devices.h>
 #include <roundpipe/optim/thread_pool.h>
 #include <roundpipe/runtime/step/update_thread.h>
+#include <roundpipe/torch_compat/vector_math.h>
 
 namespace roundpipe::runtime {
 
@@ -58,6 +59,7 @@ Engine::Engine(const std::vector<device::DeviceSpec>& specs)
 Engine::Engine(const std::vector<device::DeviceSpec>& specs, std::vector<std::unique_ptr<device::Device>> devices)
     : specs_(specs) {
   engine_begins();
+  torch_compat::settle_vector_math();
   int index = 0;
   for (auto& device : devices) {
     workers_.push_back(std::make_unique<Worker>(index++, std::move(device)));
