@@ -67,53 +67,44 @@ void ParameterBlock::add_reader(const WeightVersionPtr& version, EventPtr upload
   version->readers.add(std::move(uploaded));
 }
 
-void ParameterBlock::begin_publish(bool in_place) {
-  Publication publication{std::make_shared<WeightVersion>(), {}, {}};
-  const WeightVersionPtr replaced = in_place ? current_ : previous_;
-  if (replaced) {
-    replaced->given_up = true;
-    publication.readers = replaced->readers.take();
-    publication.flat = replaced->flat;
-  }
-  if (!in_place) previous_ = current_;
-  current_ = publication.version;
-  std::lock_guard lock(mutex_);
-  publications_.push_back(std::move(publication));
-}
-
-void ParameterBlock::finish_publish(const std::vector<at::Tensor>& values) {
-  Publication publication;
-  {
-    std::lock_guard lock(mutex_);
-    publication = std::move(publications_.front());
-    publications_.pop_front();
-  }
-  for (const EventPtr& reader : publication.readers) reader->wait_complete();
-  const at::NoGradGuard no_grad;
-  at::Tensor& flat = publication.version->flat;
-  flat = publication.flat.defined() ? publication.flat : buffers_->take();
-  for (size_t i = 0; i < parameters_.size(); ++i) layout_.view(flat, i).copy_(values[i]);
-  publication.version->published->fire();
-}
-
-void ParameterBlock::give_up(const WeightVersionPtr& version, const WeightVersionPtr& successor) {
-  version->given_up = true;
+void ParameterBlock::retire(const WeightVersionPtr& version, const WeightVersionPtr& successor, Update* update) {
+  version->retired = true;
   std::vector<EventPtr> uses = version->readers.take();
+  if (update && version->published->complete()) {
+    update->spare = version->flat;
+    update->reads = uses;
+  }
   uses.push_back(successor->published);
   device::when_all(uses, [version] { version->flat.reset(); });
 }
 
-ParameterBlock::Update ParameterBlock::begin_update(bool asynchronous) {
+ParameterBlock::Update ParameterBlock::begin_update(Reads reads) {
   settle();
-  Update update{current_, std::make_shared<WeightVersion>()};
-  next_ = update.after;
-  if (!asynchronous) settle();
+  Update update{current_, std::make_shared<WeightVersion>(), {}, {}};
+  const WeightVersionPtr previous = std::move(previous_);
+  if (reads == Reads::kBefore) {
+    next_ = update.after;
+  } else {
+    current_ = update.after;
+  }
+  if (reads == Reads::kAfterAndGraphs) previous_ = update.before;
+  if (previous) retire(previous, update.before, &update);
+  if (reads == Reads::kAfter) retire(update.before, update.after, &update);
   return update;
+}
+
+void ParameterBlock::copy_in(Update update, const std::vector<at::Tensor>& values) const {
+  for (const EventPtr& read : update.reads) read->wait_complete();
+  const at::NoGradGuard no_grad;
+  at::Tensor& flat = update.after->flat;
+  flat = update.spare.defined() ? std::move(update.spare) : buffers_->take();
+  for (size_t i = 0; i < parameters_.size(); ++i) layout_.view(flat, i).copy_(values[i]);
+  update.after->published->fire();
 }
 
 bool ParameterBlock::settle() {
   if (!next_) return false;
-  give_up(current_, next_);
+  retire(current_, next_, nullptr);
   current_ = std::move(next_);
   next_.reset();
   return true;

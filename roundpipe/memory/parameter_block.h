@@ -1,8 +1,6 @@
 #pragma once
 
-#include <deque>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -30,23 +28,21 @@ struct WeightVersion {
   std::vector<at::Tensor> parts;
   // Caller's thread only: the uploads submitted so far, and whether no more will follow.
   device::EventList readers;
-  bool given_up = false;
+  bool retired = false;
 };
 using WeightVersionPtr = std::shared_ptr<WeightVersion>;
 
 // Parameters that move together, flat on the host. Holds the version that calls read and, while an asynchronous step
 // runs, the next one. Never overwrites memory that a pending upload reads.
 //
-// A block uses one of two ways to make the next version. For a general optimizer, values are copied in (begin_publish,
-// finish_publish). A fused optimizer writes a version directly into memory in which gradients have landed
-// (begin_update), so that weights and gradients together take two buffers.
+// Every update makes one new version (begin_update). A general optimizer copies its values into it (copy_in). A fused
+// optimizer writes it into memory in which gradients have landed, so that weights and gradients take two buffers.
 //
 // If all parameters are frozen and lie in mapped files (see map_file), they stay there: the block takes no memory, and
 // devices read it tensor by tensor.
 //
 // Ownership: the user's parameters become views of the current version.
-// Thread safety: the caller's thread. Only finish_publish runs on the optimizer's thread, once for each begin_publish,
-// in order.
+// Thread safety: the caller's thread, except copy_in (the optimizer's).
 class ParameterBlock {
  public:
   // Copies the values of `parameters` and points them at the block, one by one, so that host memory peaks at one extra
@@ -63,20 +59,25 @@ class ParameterBlock {
   // Records an upload that reads `version` until `uploaded` is complete.
   void add_reader(const WeightVersionPtr& version, device::EventPtr uploaded);
 
-  // Starts the next version: calls submitted from now on read it. `in_place` reuses the buffer of the current version,
-  // otherwise the buffer of the version before it (at first, a new one).
-  void begin_publish(bool in_place);
-  // Waits for the last upload from the buffer to be reused, copies `values` (one host tensor per parameter, of any
-  // floating dtype) into it, and fires the `published` event.
-  void finish_publish(const std::vector<at::Tensor>& values);
-
+  // The version that calls read if they are submitted after begin_update().
+  enum class Reads {
+    kBefore,         // `before`, until the next begin_update or settle: an asynchronous update
+    kAfter,          // `after`; `before` is retired
+    kAfterAndGraphs  // `after`; `before` is retired by the next update, since graphs made earlier may read it
+  };
   struct Update {
     WeightVersionPtr before;  // the newest version, complete or still being made
-    WeightVersionPtr after;   // its successor; the caller sets `flat` and fires or fails `published`
+    WeightVersionPtr after;   // its successor; the maker sets `flat` and fires or fails `published`
+    // The memory of the version that is retired, for `after`: may be written once `reads` are complete. Undefined:
+    // there is none.
+    at::Tensor spare;
+    std::vector<device::EventPtr> reads;
   };
-  // Starts a fused update. If synchronous, calls submitted from now on read its result. If asynchronous, they read the
-  // result of the previous update, and calls after the next begin_update or settle read this one.
-  Update begin_update(bool asynchronous);
+  // Starts the update to the next version. An update begins when the one before has been made, or is a fused one.
+  Update begin_update(Reads reads);
+  // Makes the new version of `update` from `values`, one host tensor per parameter, of any floating dtype. Waits for
+  // uploads from the memory that it overwrites.
+  void copy_in(Update update, const std::vector<at::Tensor>& values) const;
   // Makes calls submitted from now on read the newest version. Returns false if they did already.
   bool settle();
   // Whether calls read the newest version, and that version is complete.
@@ -97,23 +98,16 @@ class ParameterBlock {
   void own_trainable();
 
  private:
-  struct Publication {
-    WeightVersionPtr version;
-    at::Tensor flat;  // undefined: takes a new buffer
-    std::vector<device::EventPtr> readers;
-  };
-  // Retires `version`: no new call reads it. Its buffer is released when its uploads and `successor` are complete.
-  static void give_up(const WeightVersionPtr& version, const WeightVersionPtr& successor);
+  // No call reads `version` from now on. Drops its buffer when its uploads and `successor` are complete.
+  static void retire(const WeightVersionPtr& version, const WeightVersionPtr& successor, Update* update);
 
   BlockLayout layout_;
   std::vector<NamedTensor> parameters_;
   std::shared_ptr<BufferPool> buffers_;
   WeightVersionPtr current_;
-  WeightVersionPtr previous_;  // with begin_publish: the version before, whose buffer the next one reuses
+  WeightVersionPtr previous_;  // the version before, if graphs may read it
   WeightVersionPtr next_;      // of an asynchronous update
   at::Tensor shown_;           // the tensor that the user's parameters are views of; undefined: they have no values
-  std::mutex mutex_;
-  std::deque<Publication> publications_;  // protected by mutex_; begun and not finished, oldest first
 };
 
 }  // namespace roundpipe::memory

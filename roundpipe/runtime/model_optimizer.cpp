@@ -11,6 +11,7 @@
 namespace roundpipe::runtime {
 
 using optim::Hyperparameters;
+using Reads = memory::ParameterBlock::Reads;
 
 ModelOptimizer::BoundBlock::BoundBlock(std::shared_ptr<ModelState> of, size_t block, size_t layers_before,
                                        std::vector<int> groups, optim::Algorithm algorithm, optim::MomentFormat format)
@@ -114,7 +115,8 @@ std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> group
       if (state.block->settle()) state.block->repoint();
       continue;
     }
-    const memory::ParameterBlock::Update versions = state.block->begin_update(options.asynchronous);
+    const memory::ParameterBlock::Update versions =
+        state.block->begin_update(options.asynchronous ? Reads::kBefore : Reads::kAfter);
     state.block->repoint();
     BlockStep& step = steps.emplace_back();
     step.block = &state;

@@ -302,7 +302,7 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
   if (const std::exception_ptr error = call->error()) std::rethrow_exception(error);
   gradients_.import();
   for (size_t b = 0; b < model_->blocks.size(); ++b) {
-    if (call->readings[b]->given_up) {
+    if (call->readings[b]->retired) {
       throw std::invalid_argument(
           "[backward] the weights have changed since this forward: a step was published in between; call backward "
           "before the next two steps");

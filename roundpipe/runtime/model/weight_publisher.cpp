@@ -19,17 +19,27 @@ bool WeightPublisher::changes(size_t block) const {
 }
 
 void WeightPublisher::begin(bool in_place) {
+  using Reads = memory::ParameterBlock::Reads;
+  Updates updates;
   for (size_t b = 0; b < model_.blocks.size(); ++b) {
-    if (changes(b)) model_.blocks[b].block->begin_publish(in_place);
+    if (!changes(b)) continue;
+    updates.emplace_back(b, model_.blocks[b].block->begin_update(in_place ? Reads::kAfter : Reads::kAfterAndGraphs));
   }
+  const MutexLock lock(mutex_);
+  begun_.push_back(std::move(updates));
 }
 
 void WeightPublisher::finish() {
-  for (size_t b = 0; b < model_.blocks.size(); ++b) {
-    if (!changes(b)) continue;
+  Updates updates;
+  {
+    const MutexLock lock(mutex_);
+    updates = std::move(begun_.front());
+    begun_.pop_front();
+  }
+  for (auto& [index, update] : updates) {
     std::vector<at::Tensor> values;
-    for (const at::Tensor& parameter : optimizer_parameters_[b]) values.push_back(parameter.detach());
-    model_.blocks[b].block->finish_publish(values);
+    for (const at::Tensor& parameter : optimizer_parameters_[index]) values.push_back(parameter.detach());
+    model_.blocks[index].block->copy_in(std::move(update), values);
   }
 }
 

@@ -1,7 +1,10 @@
 #pragma once
 
+#include <deque>
+#include <utility>
 #include <vector>
 
+#include <roundpipe/core/mutex.h>
 #include <roundpipe/runtime/model/model_state.h>
 
 namespace roundpipe::runtime {
@@ -17,8 +20,8 @@ class WeightPublisher {
   void set_optimizer_parameters(std::vector<std::vector<at::Tensor>> parameters);
   const std::vector<std::vector<at::Tensor>>& optimizer_parameters() const { return optimizer_parameters_; }
 
-  // Calls from now on read the optimizer's current values. `in_place`: no call is running. Each begin() is followed by
-  // one finish() on the optimizer's thread.
+  // Calls from now on read the optimizer's current values. Each begin() is followed by one finish() on the optimizer's
+  // thread, which copies them. `in_place`: into the memory of the weights that calls have read; no call is running.
   void begin(bool in_place);
   void finish();
 
@@ -28,10 +31,15 @@ class WeightPublisher {
   void show();
 
  private:
+  using Updates = std::vector<std::pair<size_t, memory::ParameterBlock::Update>>;  // with their blocks
+
   bool changes(size_t block) const;
 
   ModelState& model_;
   std::vector<std::vector<at::Tensor>> optimizer_parameters_;
+  Mutex mutex_;
+  // Begun and not finished, oldest first.
+  std::deque<Updates> begun_ ROUNDPIPE_GUARDED_BY(mutex_);
 };
 
 }  // namespace roundpipe::runtime

@@ -22,6 +22,7 @@
 using namespace roundpipe::memory;
 using roundpipe::device::EventPtr;
 using roundpipe::device::make_event;
+using Reads = ParameterBlock::Reads;
 
 namespace {
 
@@ -69,12 +70,12 @@ TEST_CASE("block: publishing out of place leaves the old version readable until 
   const at::Tensor parameter = at::zeros({8});
   ParameterBlock block = block_of({parameter});
   const WeightVersionPtr version0 = block.current();
-  block.begin_publish(/*in_place=*/false);
+  const ParameterBlock::Update first = block.begin_update(Reads::kAfterAndGraphs);
   const WeightVersionPtr version1 = block.current();
   CHECK_FALSE(version1->published->complete());
-  CHECK_FALSE(version0->given_up);
+  CHECK_FALSE(version0->retired);
 
-  block.finish_publish({at::ones({8})});
+  block.copy_in(first, {at::ones({8})});
   CHECK(version1->published->complete());
   CHECK(version1->flat.data_ptr() != version0->flat.data_ptr());
   CHECK(at::equal(read_values(block, version0)[0], at::zeros({8})));
@@ -85,10 +86,10 @@ TEST_CASE("block: publishing out of place leaves the old version readable until 
   block.repoint();
   CHECK(at::equal(parameter, at::ones({8})));
 
-  block.begin_publish(false);
-  CHECK(version0->given_up);
-  CHECK_FALSE(version1->given_up);
-  block.finish_publish({at::full({8}, 2.0)});
+  const ParameterBlock::Update second = block.begin_update(Reads::kAfterAndGraphs);
+  CHECK(version0->retired);
+  CHECK_FALSE(version1->retired);
+  block.copy_in(second, {at::full({8}, 2.0)});
   CHECK(at::equal(read_values(block, version1)[0], at::ones({8})));
   CHECK(at::equal(read_values(block, block.current())[0], at::full({8}, 2.0)));
 }
@@ -97,10 +98,10 @@ TEST_CASE("block: publishing in place keeps one buffer and ends the old version"
   const at::Tensor parameter = at::zeros({8});
   ParameterBlock block = block_of({parameter});
   const WeightVersionPtr version0 = block.current();
-  block.begin_publish(/*in_place=*/true);
-  CHECK(version0->given_up);
+  const ParameterBlock::Update first = block.begin_update(Reads::kAfter);
+  CHECK(version0->retired);
   CHECK_FALSE(block.current()->published->complete());
-  block.finish_publish({at::ones({8}, at::kDouble)});
+  block.copy_in(first, {at::ones({8}, at::kDouble)});
   CHECK(block.current()->published->complete());
   CHECK(block.buffers()->host_bytes() == block.layout().size_bytes);
   CHECK(at::equal(parameter, at::ones({8})));
@@ -113,12 +114,12 @@ TEST_CASE("block: publishing waits for the last upload from the place it overwri
     ParameterBlock block = block_of({parameter});
     if (!in_place) {  // the buffer that version 2 overwrites is version 0's
       const WeightVersionPtr version0 = block.current();
-      block.begin_publish(false);
-      block.finish_publish({at::ones({4})});
+      const ParameterBlock::Update first = block.begin_update(Reads::kAfterAndGraphs);
+      block.copy_in(first, {at::ones({4})});
       const EventPtr uploaded = make_event();
       block.add_reader(version0, uploaded);
-      block.begin_publish(false);
-      std::thread optimizer([&] { block.finish_publish({at::full({4}, 2.0)}); });
+      const ParameterBlock::Update second = block.begin_update(Reads::kAfterAndGraphs);
+      std::thread optimizer([&] { block.copy_in(second, {at::full({4}, 2.0)}); });
       CHECK_FALSE(block.current()->published->wait_for(30));
       CHECK(at::equal(read_values(block, version0)[0], at::zeros({4})));
       uploaded->fail(std::make_exception_ptr(std::runtime_error("upload failed")));
@@ -131,8 +132,8 @@ TEST_CASE("block: publishing waits for the last upload from the place it overwri
     const EventPtr second = make_event();
     block.add_reader(version0, first);
     block.add_reader(version0, second);
-    block.begin_publish(true);
-    std::thread optimizer([&] { block.finish_publish({at::ones({4})}); });
+    const ParameterBlock::Update update = block.begin_update(Reads::kAfter);
+    std::thread optimizer([&] { block.copy_in(update, {at::ones({4})}); });
     first->fire();
     CHECK_FALSE(block.current()->published->wait_for(30));
     CHECK(at::equal(read_values(block, version0)[0], at::zeros({4})));
@@ -146,8 +147,8 @@ TEST_CASE("block: uploads of the version in use do not hold up the next one") {
   ParameterBlock block = block_of({at::zeros({4})});
   const EventPtr never = make_event();
   block.add_reader(block.current(), never);
-  block.begin_publish(false);
-  block.finish_publish({at::ones({4})});
+  const ParameterBlock::Update first = block.begin_update(Reads::kAfterAndGraphs);
+  block.copy_in(first, {at::ones({4})});
   CHECK(block.current()->published->complete());
 }
 
@@ -174,10 +175,11 @@ TEST_CASE("block: many asynchronous steps with uploads on other threads never mi
     }
     // One publication runs at a time, as with an optimizer thread.
     if (optimizer.joinable()) optimizer.join();
-    block.begin_publish(/*in_place=*/random() % 3 == 0);
-    optimizer = std::thread([&block, step] {
+    const ParameterBlock::Update update =
+        block.begin_update(random() % 3 == 0 ? Reads::kAfter : Reads::kAfterAndGraphs);
+    optimizer = std::thread([&block, update, step] {
       const at::Tensor value = at::full({kCount}, (step + 1) % 128);
-      block.finish_publish({value, value});
+      block.copy_in(update, {value, value});
     });
     if (threads.size() > 8) {
       for (std::thread& thread : threads) thread.join();
@@ -234,8 +236,8 @@ TEST_CASE("block: parameters that are not on the host are refused by name") {
 TEST_CASE("block: no parameters, no bytes") {
   ParameterBlock block = block_of({});
   CHECK(block.buffers()->host_bytes() == 0);
-  block.begin_publish(false);
-  block.finish_publish({});
+  const ParameterBlock::Update first = block.begin_update(Reads::kAfterAndGraphs);
+  block.copy_in(first, {});
   CHECK(block.current()->published->complete());
 }
 
@@ -248,7 +250,7 @@ TEST_CASE("block: fused updates; a synchronous one is read at once, an asynchron
     update.after->published->fire();
   };
   const WeightVersionPtr version0 = block.current();
-  const ParameterBlock::Update first = block.begin_update(/*asynchronous=*/true);
+  const ParameterBlock::Update first = block.begin_update(Reads::kBefore);
   CHECK(first.before == version0);
   CHECK(block.current() == version0);
   CHECK_FALSE(block.settled());
@@ -256,10 +258,10 @@ TEST_CASE("block: fused updates; a synchronous one is read at once, an asynchron
   const EventPtr upload = make_event();
   block.add_reader(version0, upload);
 
-  const ParameterBlock::Update second = block.begin_update(true);
+  const ParameterBlock::Update second = block.begin_update(Reads::kBefore);
   CHECK(second.before == first.after);
   CHECK(block.current() == first.after);
-  CHECK(version0->given_up);
+  CHECK(version0->retired);
   CHECK(version0->flat.defined());  // an upload still reads it
   upload->fire();
   CHECK_FALSE(version0->flat.defined());
@@ -273,7 +275,7 @@ TEST_CASE("block: fused updates; a synchronous one is read at once, an asynchron
   CHECK(at::equal(parameter, at::full({8}, 2.0)));
   CHECK(block.settled());
 
-  const ParameterBlock::Update third = block.begin_update(/*asynchronous=*/false);
+  const ParameterBlock::Update third = block.begin_update(Reads::kAfter);
   CHECK(block.current() == third.after);
   make(third, 3);
   block.repoint();

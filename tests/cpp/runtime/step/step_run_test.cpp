@@ -13,6 +13,7 @@
 using namespace roundpipe;
 using namespace roundpipe::runtime;
 using namespace roundpipe::runtime::support;
+using Reads = memory::ParameterBlock::Reads;
 
 namespace {
 
@@ -46,7 +47,8 @@ struct Setup {
       gradient->flat = block.gradient_buffers->take();
       gradient->flat.zero_();
       gradient->received.assign(parameters, 1);
-      const memory::ParameterBlock::Update versions = block.block->begin_update(options.asynchronous);
+      const memory::ParameterBlock::Update versions =
+          block.block->begin_update(options.asynchronous ? Reads::kBefore : Reads::kAfter);
       BlockStep& step = steps.emplace_back();
       step.block = &block;
       step.optimizer = optimizers.back().get();
