@@ -78,6 +78,7 @@ void GradientSums::begin_sum(JobRun& run, int layer, size_t own, std::vector<Eve
   Sum& sum = sums_.emplace_back();
   sum.layer = layer;
   sum.block = own;
+  sum.sink = &sink;
   sum.layout = host_layout.widened();
   sum.flat = allocate(sum.layout.size_bytes);
   for (size_t i = 0; i < state.parameters.size(); ++i) {
@@ -181,13 +182,12 @@ void GradientSums::send(JobRun& run) {
   Call& call = *run.call;
   for (Sum& sum : sums_) {
     const LayerState& state = run.layer(sum.layer);
-    const GradientSink& sink = layers_.shell(run, sum.layer).sink;
     const BlockState& shared = call.model->blocks[sum.block];
     // Sums of layers that share a block are rounded after they have been added.
     const memory::BlockLayout& layout = shared.tied() ? sum.layout : shared.gradient_layout;
     std::vector<char> received(layout.tensors.size(), 0);
     for (size_t i = 0; i < state.parameters.size(); ++i) {
-      if (state.parameters[i].block == sum.block) received[state.parameters[i].index] = sink.received[i];
+      if (state.parameters[i].block == sum.block) received[state.parameters[i].index] = sum.sink->received[i];
     }
     at::Tensor rounded = sum.flat;
     if (!sum.layout.same_dtypes(layout)) {
@@ -225,7 +225,7 @@ void GradientSums::send(JobRun& run) {
 
 void GradientSums::drop(JobRun& run) {
   for (const Sum& sum : sums_) {
-    layers_.shell(run, sum.layer).sink.reset(run.layer(sum.layer).parameters.size());
+    sum.sink->reset(run.layer(sum.layer).parameters.size());
   }
   sums_.clear();
 }

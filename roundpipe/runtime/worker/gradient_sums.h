@@ -38,6 +38,7 @@ class GradientSums {
   struct Sum {
     int layer;
     size_t block;
+    GradientSink* sink;  // of the layer's shell, also while the job is not bound
     memory::BlockLayout layout;
     at::Tensor flat;
   };

@@ -14,33 +14,31 @@ using memory::HostValuePtr;
 using transfer::Piece;
 using transfer::Priority;
 
-Shell& LayerRunner::shell(JobRun& run, int layer) {
-  const auto place = static_cast<size_t>(layer);
-  return run.call->model->shells.get(worker_, place, *run.layer(layer).layer, device_.torch_device(),
-                                     run.call->attributes[place]);
-}
-
 void LayerRunner::bind(JobRun& run) {
   const at::NoGradGuard no_grad;
+  Call& call = *run.call;
   for (int l = run.job.layers.first; l < run.job.layers.last; ++l) {
     const LayerState& state = run.layer(l);
     const StageLayout::LayerPlace& place = run.layout.layers[run.place(l)];
-    LayerShell& layer = *shell(run, l).layer;
+    const auto number = static_cast<size_t>(l);
+    Shell& shell =
+        call.model->shells.get(worker_, number, *state.layer, device_.torch_device(), call.attributes[number]);
+    LayerShell& layer = *shell.layer;
     for (const auto* tensors : {&layer.parameters, &layer.buffers}) {
       for (const at::Tensor& tensor : *tensors) {
         at::Tensor& nothing = nothing_[tensor.scalar_type()];
         if (!nothing.defined()) nothing = at::empty({0}, tensor.options());
       }
     }
-    bound_.push_back(&layer);
+    bound_.push_back(&shell);
     for (size_t i = 0; i < state.parameters.size(); ++i) {
       const auto [block, index] = state.parameters[i];
       size_t position = 0;
       while (state.blocks[position] != block) ++position;
-      const memory::BlockLayout& layout = run.call->model->blocks[block].block->layout();
+      const memory::BlockLayout& layout = call.model->blocks[block].block->layout();
       at::Tensor& leaf = layer.parameters[i];
       leaf.set_data(layout.view(run.weights, index, place.blocks_at[position]));
-      leaf.set_requires_grad(run.call->options.requires_grad && run.call->trainable[static_cast<size_t>(l)][i] != 0);
+      leaf.set_requires_grad(call.options.requires_grad && call.trainable[number][i] != 0);
     }
     for (size_t i = 0; i < state.buffers.size(); ++i) {
       layer.buffers[i].set_data(state.buffer_layout.view(run.weights, i, place.buffers_at));
@@ -50,8 +48,8 @@ void LayerRunner::bind(JobRun& run) {
 
 void LayerRunner::unbind() {
   const at::NoGradGuard no_grad;
-  for (LayerShell* layer : bound_) {
-    for (auto* tensors : {&layer->parameters, &layer->buffers}) {
+  for (Shell* shell : bound_) {
+    for (auto* tensors : {&shell->layer->parameters, &shell->layer->buffers}) {
       for (at::Tensor& tensor : *tensors) tensor.set_data(nothing_.at(tensor.scalar_type()));
     }
   }

@@ -62,7 +62,8 @@ class LayerRunner {
   Values run_graph(JobRun& run, schedule::Range layers, const Flow& inputs, int microbatch, bool recompute,
                    bool for_loss, SegmentGraph& graph);
 
-  Shell& shell(JobRun& run, int layer);
+  // The shell of one of the job's layers. REQUIRES: the job is bound.
+  Shell& shell(const JobRun& run, int layer) const { return *bound_.at(run.place(layer)); }
 
   // Restores the buffers of a layer that writes them to their values before this microbatch, if these were saved.
   // Blocks until they are uploaded.
@@ -94,8 +95,8 @@ class LayerRunner {
   device::Device& device_;
   transfer::LinkScheduler& upload_;
   Outbox& outbox_;
-  const int worker_;  // its number in the pool
-  std::vector<LayerShell*> bound_;
+  const int worker_;           // its number in the pool
+  std::vector<Shell*> bound_;  // of the job's layers, in order
   std::shared_ptr<const void> held_;
   std::vector<Clocked> clocked_;
   std::map<at::ScalarType, at::Tensor> nothing_;  // empty tensors for idle shells, by dtype
