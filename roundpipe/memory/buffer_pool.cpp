@@ -13,7 +13,7 @@ BufferPool::BufferPool(int64_t size_bytes, bool pinned)
 }
 
 void BufferPool::keep(size_t spares) {
-  std::lock_guard lock(shelf_->mutex);
+  const MutexLock lock(shelf_->mutex);
   shelf_->most_spare = spares;
   shelf_->spare.reserve(spares);  // a piece may come back on any thread, which must not throw
 }
@@ -21,7 +21,7 @@ void BufferPool::keep(size_t spares) {
 at::Tensor BufferPool::take() const {
   at::Tensor piece;
   {
-    std::lock_guard lock(shelf_->mutex);
+    const MutexLock lock(shelf_->mutex);
     if (!shelf_->spare.empty()) {
       piece = std::move(shelf_->spare.back());
       shelf_->spare.pop_back();
@@ -33,7 +33,7 @@ at::Tensor BufferPool::take() const {
     try {
       piece = (pinned_ ? HostArena::page_locked() : HostArena::pageable()).allocate(size_bytes_);
     } catch (...) {
-      std::lock_guard lock(shelf_->mutex);
+      const MutexLock lock(shelf_->mutex);
       --shelf_->pieces;
       throw;
     }
@@ -41,7 +41,7 @@ at::Tensor BufferPool::take() const {
   void* data = piece.mutable_data_ptr();
   const auto give_back = [shelf = shelf_, piece](void*) {
     if (is_left_behind()) return;
-    std::lock_guard lock(shelf->mutex);
+    const MutexLock lock(shelf->mutex);
     if (shelf->spare.size() < shelf->most_spare) {
       shelf->spare.push_back(piece);
     } else {
@@ -52,12 +52,12 @@ at::Tensor BufferPool::take() const {
 }
 
 int64_t BufferPool::host_bytes() const {
-  std::lock_guard lock(shelf_->mutex);
+  const MutexLock lock(shelf_->mutex);
   return shelf_->pieces * size_bytes_;
 }
 
 int64_t BufferPool::peak_bytes() const {
-  std::lock_guard lock(shelf_->mutex);
+  const MutexLock lock(shelf_->mutex);
   return shelf_->most_pieces * size_bytes_;
 }
 

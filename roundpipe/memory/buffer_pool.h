@@ -2,10 +2,11 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+
+#include <roundpipe/core/mutex.h>
 
 namespace roundpipe::memory {
 
@@ -31,12 +32,11 @@ class BufferPool {
 
  private:
   struct Shelf {
-    std::mutex mutex;
-    // Protected by mutex.
-    std::vector<at::Tensor> spare;
-    size_t most_spare = 0;
-    int64_t pieces = 0;
-    int64_t most_pieces = 0;
+    Mutex mutex;
+    std::vector<at::Tensor> spare ROUNDPIPE_GUARDED_BY(mutex);
+    size_t most_spare ROUNDPIPE_GUARDED_BY(mutex) = 0;
+    int64_t pieces ROUNDPIPE_GUARDED_BY(mutex) = 0;
+    int64_t most_pieces ROUNDPIPE_GUARDED_BY(mutex) = 0;
   };
   const int64_t size_bytes_;
   const bool pinned_;

@@ -14,7 +14,7 @@ RangeSum::RangeSum(GradientBlockPtr result, const BlockLayout& layout, size_t ra
     : result_(std::move(result)), layout_(layout), parts_(ranges), missing_(ranges) {}
 
 void RangeSum::add(size_t range, at::Tensor flat, std::vector<char> received) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   parts_[range] = {std::move(flat), std::move(received)};
   if (--missing_ > 0) return;
   const at::NoGradGuard no_grad;
@@ -48,7 +48,7 @@ TiedSum::TiedSum(GradientBlockPtr result, GradientBlockPtr base, const BlockLayo
       missing_(microbatches, layers) {}
 
 void TiedSum::contribute(size_t layer, size_t microbatch, std::vector<at::Tensor> gradients) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (result_->landed->complete()) return;  // the call has failed
   contributions_[microbatch][layer] = std::move(gradients);
   --missing_[microbatch];

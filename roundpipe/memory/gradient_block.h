@@ -1,11 +1,11 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include <roundpipe/core/mutex.h>
 #include <roundpipe/device/event.h>
 #include <roundpipe/memory/block_layout.h>
 #include <roundpipe/memory/buffer_pool.h>
@@ -41,9 +41,9 @@ class RangeSum {
   };
   const GradientBlockPtr result_;
   const BlockLayout& layout_;
-  std::mutex mutex_;
-  std::vector<Part> parts_;  // protected by mutex_
-  size_t missing_;           // protected by mutex_
+  Mutex mutex_;
+  std::vector<Part> parts_ ROUNDPIPE_GUARDED_BY(mutex_);
+  size_t missing_ ROUNDPIPE_GUARDED_BY(mutex_);
 };
 
 // Sums the gradients of a parameter block that several layers share (tied weights). Each (layer, microbatch)
@@ -62,9 +62,9 @@ class TiedSum {
   void contribute(size_t layer, size_t microbatch, std::vector<at::Tensor> gradients);
 
  private:
-  void start();
-  void fold_microbatch(size_t microbatch);
-  void finish();
+  void start() ROUNDPIPE_REQUIRES(mutex_);
+  void fold_microbatch(size_t microbatch) ROUNDPIPE_REQUIRES(mutex_);
+  void finish() ROUNDPIPE_REQUIRES(mutex_);
   c10::ScalarType sum_dtype(size_t index) const;
 
   const GradientBlockPtr result_;
@@ -72,12 +72,12 @@ class TiedSum {
   const BlockLayout& layout_;
   const std::shared_ptr<BufferPool> buffers_;
   const size_t layers_;
-  std::mutex mutex_;
-  // Protected by mutex_.
-  std::vector<std::vector<std::vector<at::Tensor>>> contributions_;  // [microbatch][layer][parameter]
-  std::vector<size_t> missing_;                                      // per microbatch
-  std::vector<at::Tensor> sums_;                                     // per parameter; undefined = no gradient yet
-  size_t next_ = 0;                                                  // first microbatch not folded yet
+  Mutex mutex_;
+  std::vector<std::vector<std::vector<at::Tensor>>> contributions_
+      ROUNDPIPE_GUARDED_BY(mutex_);                            // [microbatch][layer][parameter]
+  std::vector<size_t> missing_ ROUNDPIPE_GUARDED_BY(mutex_);   // per microbatch
+  std::vector<at::Tensor> sums_ ROUNDPIPE_GUARDED_BY(mutex_);  // per parameter; undefined = no gradient yet
+  size_t next_ ROUNDPIPE_GUARDED_BY(mutex_) = 0;               // first microbatch not folded yet
 };
 
 }  // namespace roundpipe::memory

@@ -26,21 +26,21 @@ at::Tensor HostArena::allocate(int64_t size_bytes) {
   const int64_t taken_bytes = align_up(size_bytes, kAlignment_bytes);
   std::byte* piece = nullptr;
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     piece = take_free(taken_bytes);
     if (piece != nullptr) stats_.asked_bytes += size_bytes;
   }
   if (piece == nullptr) {
-    std::lock_guard growing(growing_);
+    const MutexLock growing(growing_);
     {
       // Another thread may have made a segment meanwhile and left room in it.
-      std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       piece = take_free(taken_bytes);
       if (piece != nullptr) stats_.asked_bytes += size_bytes;
     }
     if (piece == nullptr) {
       Segment segment = acquire(taken_bytes);
-      std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       piece = take_new(std::move(segment), taken_bytes);
       stats_.asked_bytes += size_bytes;
     }
@@ -58,13 +58,13 @@ Segment HostArena::acquire(int64_t size_bytes) {
   int64_t reserved_bytes = 0;
   std::vector<Segment> unused;
   if (empty_ == Empty::kKept) {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const int64_t most_bytes = std::max(most_used_bytes_, used_bytes_ + size_bytes);
     unused = take_unused(most_bytes + most_bytes / 2 - size_bytes);
   }
   for (Segment& segment : unused) source_->release(std::move(segment));
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     reserved_bytes = stats_.reserved_bytes;
   }
   try {
@@ -97,7 +97,7 @@ Segment HostArena::take_out(std::map<std::byte*, Held>::iterator held) {
 void HostArena::trim() noexcept {
   std::vector<Segment> unused;
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     most_used_bytes_ = used_bytes_;
     unused = take_unused(0);
   }
@@ -105,7 +105,7 @@ void HostArena::trim() noexcept {
 }
 
 HostArenaStats HostArena::stats() const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return stats_;
 }
 
@@ -172,7 +172,7 @@ void HostArena::give_back(std::byte* data, int64_t asked_bytes) noexcept {
   const int64_t taken_bytes = align_up(asked_bytes, kAlignment_bytes);
   Segment unused;
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     stats_.asked_bytes -= asked_bytes;
     --stats_.pieces;
     used_bytes_ -= taken_bytes;
@@ -200,23 +200,23 @@ std::unique_ptr<SegmentSource> locking_source() {
 // Leaked on purpose: the last tensor may be freed after everything else. A fork waits until no thread is in the middle
 // of the bookkeeping, so that the child finds it consistent.
 HostArena* HostArena::made_fork_safe(std::unique_ptr<SegmentSource> source, Empty empty) {
-  static std::mutex mutex;
+  static Mutex mutex;
   static auto* const arenas = new std::vector<HostArena*>;  // protected by mutex
-  constexpr auto lock_all = [] {
+  constexpr auto lock_all = []() ROUNDPIPE_NOT_ANALYZED {
     mutex.lock();
     for (HostArena* arena : *arenas) {
       arena->growing_.lock();
       arena->mutex_.lock();
     }
   };
-  constexpr auto unlock_all = [] {
+  constexpr auto unlock_all = []() ROUNDPIPE_NOT_ANALYZED {
     for (HostArena* arena : *arenas) {
       arena->mutex_.unlock();
       arena->growing_.unlock();
     }
     mutex.unlock();
   };
-  std::lock_guard lock(mutex);
+  const MutexLock lock(mutex);
   if (arenas->empty()) pthread_atfork(lock_all, unlock_all, unlock_all);
   arenas->push_back(new HostArena(std::move(source), empty));
   return arenas->back();

@@ -3,13 +3,13 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include <roundpipe/core/mutex.h>
 #include <roundpipe/memory/segment_source.h>
 
 namespace roundpipe::memory {
@@ -67,40 +67,38 @@ class HostArena {
     int64_t used_bytes = 0;  // by pieces, each rounded up to kAlignment_bytes
   };
 
-  // Takes a piece from the smallest free range that is large enough; null if there is none. REQUIRES: mutex_ is held,
-  // as for the functions below, up to holder_of.
-  std::byte* take_free(int64_t size_bytes);
-  std::byte* take_new(Segment segment, int64_t size_bytes);
-  void count_taken(int64_t size_bytes);
-  void add_free(std::byte* data, int64_t size_bytes);
-  void remove_free(std::map<std::byte*, int64_t>::iterator range);
-  std::map<std::byte*, Held>::iterator holder_of(std::byte* data);
+  // Takes a piece from the smallest free range that is large enough; null if there is none.
+  std::byte* take_free(int64_t size_bytes) ROUNDPIPE_REQUIRES(mutex_);
+  std::byte* take_new(Segment segment, int64_t size_bytes) ROUNDPIPE_REQUIRES(mutex_);
+  void count_taken(int64_t size_bytes) ROUNDPIPE_REQUIRES(mutex_);
+  void add_free(std::byte* data, int64_t size_bytes) ROUNDPIPE_REQUIRES(mutex_);
+  void remove_free(std::map<std::byte*, int64_t>::iterator range) ROUNDPIPE_REQUIRES(mutex_);
+  std::map<std::byte*, Held>::iterator holder_of(std::byte* data) ROUNDPIPE_REQUIRES(mutex_);
 
-  // Returns a new segment. A kept arena first releases excess unused segments. REQUIRES: growing_ is held, and mutex_
-  // is not.
-  Segment acquire(int64_t size_bytes);
+  // Returns a new segment. A kept arena first releases excess unused segments. REQUIRES: mutex_ is not held.
+  Segment acquire(int64_t size_bytes) ROUNDPIPE_REQUIRES(growing_);
 
   // Called when a piece's last tensor is destroyed. REQUIRES: mutex_ is not held.
   void give_back(std::byte* data, int64_t asked_bytes) noexcept;
 
-  // Removes an unused segment from the arena and returns it. REQUIRES: mutex_ is held, as for take_unused.
-  Segment take_out(std::map<std::byte*, Held>::iterator held);
+  // Removes an unused segment from the arena and returns it.
+  Segment take_out(std::map<std::byte*, Held>::iterator held) ROUNDPIPE_REQUIRES(mutex_);
   // Removes unused segments from the arena until at most `limit_bytes` are reserved, and returns them.
-  std::vector<Segment> take_unused(int64_t limit_bytes);
+  std::vector<Segment> take_unused(int64_t limit_bytes) ROUNDPIPE_REQUIRES(mutex_);
 
   static HostArena* made_fork_safe(std::unique_ptr<SegmentSource> source, Empty empty = Empty::kGivenBack);
 
   const std::unique_ptr<SegmentSource> source_;
   const Empty empty_;
-  std::mutex growing_;        // held while a segment is made; taken before mutex_
-  mutable std::mutex mutex_;  // held for bookkeeping only
-  // Protected by mutex_.
-  std::map<std::byte*, Held> segments_;                    // by first byte
-  std::map<std::byte*, int64_t> free_by_place_;            // ranges of shared segments, neighbours merged
-  std::set<std::pair<int64_t, std::byte*>> free_by_size_;  // the same ranges
-  HostArenaStats stats_;
-  int64_t used_bytes_ = 0;  // by pieces, each rounded up to kAlignment_bytes
-  int64_t most_used_bytes_ = 0;
+  Mutex growing_;        // held while a segment is made; taken before mutex_
+  mutable Mutex mutex_;  // held for bookkeeping only
+  std::map<std::byte*, Held> segments_ ROUNDPIPE_GUARDED_BY(mutex_);  // by first byte
+  std::map<std::byte*, int64_t> free_by_place_
+      ROUNDPIPE_GUARDED_BY(mutex_);  // ranges of shared segments, neighbours merged
+  std::set<std::pair<int64_t, std::byte*>> free_by_size_ ROUNDPIPE_GUARDED_BY(mutex_);  // the same ranges
+  HostArenaStats stats_ ROUNDPIPE_GUARDED_BY(mutex_);
+  int64_t used_bytes_ ROUNDPIPE_GUARDED_BY(mutex_) = 0;  // by pieces, each rounded up to kAlignment_bytes
+  int64_t most_used_bytes_ ROUNDPIPE_GUARDED_BY(mutex_) = 0;
 };
 
 // Like at::empty_strided, in memory of the arena.

@@ -24,7 +24,7 @@ at::Tensor bytes_on(const device::Device& device, int64_t size_bytes) {
 }  // namespace
 
 void WeightSlots::expect(int64_t pair_bytes) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   expected_bytes_ = pair_bytes;
 }
 
@@ -36,7 +36,7 @@ int64_t WeightSlots::place_of(int slot, int64_t size_bytes) const {
 
 int WeightSlots::try_acquire(int64_t size_bytes, int64_t reserve_bytes) {
   at::Tensor dropped;  // after the lock
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const int slot =
       together_ ? acquire_end(size_bytes, reserve_bytes, dropped) : acquire_own(size_bytes, reserve_bytes, dropped);
   if (slot < 0) return -1;
@@ -88,7 +88,7 @@ at::Tensor WeightSlots::buffer(int slot, int64_t size_bytes) {
   bool together = false;
   int64_t arena_bytes = 0;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     together = together_;
     arena_bytes = arena_bytes_;  // constant while a slot is held
     if (together && arena_.defined()) return arena_.narrow(0, place_of(slot, size_bytes), size_bytes);
@@ -101,7 +101,7 @@ at::Tensor WeightSlots::buffer(int slot, int64_t size_bytes) {
     return buffer;
   }
   at::Tensor arena = bytes_on(device_, arena_bytes);
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (!arena_.defined()) arena_ = std::move(arena);
   return arena_.narrow(0, place_of(slot, size_bytes), size_bytes);
 }
@@ -109,24 +109,24 @@ at::Tensor WeightSlots::buffer(int slot, int64_t size_bytes) {
 void WeightSlots::release(int slot) {
   at::Tensor buffer;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     buffer = buffers_[slot];
     if (together_ && arena_.defined()) buffer = arena_.narrow(0, place_of(slot, sizes_[slot]), sizes_[slot]);
   }
   device_.poison(buffer);
   buffer.reset();
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   held_[slot] = false;
 }
 
 bool WeightSlots::together() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return together_;
 }
 
 bool WeightSlots::separate() {
   at::Tensor arena;  // after the lock
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   arena = std::exchange(arena_, {});
   return std::exchange(together_, false);
 }
@@ -136,7 +136,7 @@ bool WeightSlots::drop(int slot) { return exchange(slot, {}).defined(); }
 bool WeightSlots::drop_idle() {
   at::Tensor arena;
   std::array<at::Tensor, kSlots> dropped;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (none_held()) arena = std::exchange(arena_, {});
   for (int slot = 0; slot < kSlots; ++slot) {
     if (!held_[slot]) dropped[slot] = std::exchange(buffers_[slot], {});
@@ -145,7 +145,7 @@ bool WeightSlots::drop_idle() {
 }
 
 at::Tensor WeightSlots::exchange(int slot, at::Tensor buffer) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return std::exchange(buffers_[slot], std::move(buffer));
 }
 

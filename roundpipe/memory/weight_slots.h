@@ -1,10 +1,10 @@
 #pragma once
 
 #include <array>
-#include <mutex>
 
 #include <ATen/core/Tensor.h>
 
+#include <roundpipe/core/mutex.h>
 #include <roundpipe/device/device.h>
 
 namespace roundpipe::memory {
@@ -50,24 +50,22 @@ class WeightSlots {
   bool drop_idle();
 
  private:
-  // REQUIRES: mutex_ is held.
-  bool none_held() const;
-  int64_t place_of(int slot, int64_t size_bytes) const;
-  int acquire_end(int64_t size_bytes, int64_t reserve_bytes, at::Tensor& dropped);
-  int acquire_own(int64_t size_bytes, int64_t reserve_bytes, at::Tensor& dropped);
+  bool none_held() const ROUNDPIPE_REQUIRES(mutex_);
+  int64_t place_of(int slot, int64_t size_bytes) const ROUNDPIPE_REQUIRES(mutex_);
+  int acquire_end(int64_t size_bytes, int64_t reserve_bytes, at::Tensor& dropped) ROUNDPIPE_REQUIRES(mutex_);
+  int acquire_own(int64_t size_bytes, int64_t reserve_bytes, at::Tensor& dropped) ROUNDPIPE_REQUIRES(mutex_);
   // Puts `buffer` into the slot and returns the previous buffer.
   at::Tensor exchange(int slot, at::Tensor buffer);
 
   device::Device& device_;
-  mutable std::mutex mutex_;
-  // Protected by mutex_.
-  std::array<bool, kSlots> held_{};
-  std::array<int64_t, kSlots> sizes_{};  // of held slots
-  int64_t expected_bytes_ = 0;
-  bool together_ = true;
-  at::Tensor arena_;  // made by the first buffer()
-  int64_t arena_bytes_ = 0;
-  std::array<at::Tensor, kSlots> buffers_;  // if the slots are separate
+  mutable Mutex mutex_;
+  std::array<bool, kSlots> held_ ROUNDPIPE_GUARDED_BY(mutex_){};
+  std::array<int64_t, kSlots> sizes_ ROUNDPIPE_GUARDED_BY(mutex_){};  // of held slots
+  int64_t expected_bytes_ ROUNDPIPE_GUARDED_BY(mutex_) = 0;
+  bool together_ ROUNDPIPE_GUARDED_BY(mutex_) = true;
+  at::Tensor arena_ ROUNDPIPE_GUARDED_BY(mutex_);  // made by the first buffer()
+  int64_t arena_bytes_ ROUNDPIPE_GUARDED_BY(mutex_) = 0;
+  std::array<at::Tensor, kSlots> buffers_ ROUNDPIPE_GUARDED_BY(mutex_);  // if the slots are separate
 };
 
 }  // namespace roundpipe::memory

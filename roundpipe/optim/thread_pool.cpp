@@ -3,10 +3,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
-#include <condition_variable>
 #include <cstdlib>
 #include <exception>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -16,6 +14,7 @@
 #include <unistd.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/mutex.h>
 #include <roundpipe/memory/numa.h>
 #include <roundpipe/optim/cores.h>
 
@@ -91,8 +90,8 @@ struct ThreadPool::Call {
   const int64_t part;
   const std::function<void(int64_t, int64_t)>& work;
   std::atomic<int64_t> next = 0;
-  std::mutex mutex;
-  std::exception_ptr error = nullptr;  // guarded by mutex
+  Mutex mutex;
+  std::exception_ptr error ROUNDPIPE_GUARDED_BY(mutex) = nullptr;
 
   bool has_work() const { return next.load() < count; }
 
@@ -104,7 +103,7 @@ struct ThreadPool::Call {
       try {
         work(begin, std::min(begin + part, count));
       } catch (...) {
-        const std::lock_guard lock(mutex);
+        const MutexLock lock(mutex);
         if (!error) error = std::current_exception();
       }
     }
@@ -112,34 +111,35 @@ struct ThreadPool::Call {
 };
 
 struct ThreadPool::Team {
-  std::mutex turn;  // held by the caller whose call runs
+  Mutex turn;  // held by the caller whose call runs
 
-  std::mutex mutex;  // guards call, helping and stopping
-  std::condition_variable changed;
-  Call* call = nullptr;
-  int helping = 0;  // threads inside call->help()
-  bool stopping = false;
+  Mutex mutex;
+  Condition changed;
+  Call* call ROUNDPIPE_GUARDED_BY(mutex) = nullptr;
+  int helping ROUNDPIPE_GUARDED_BY(mutex) = 0;  // threads inside call->help()
+  bool stopping ROUNDPIPE_GUARDED_BY(mutex) = false;
 
   std::vector<std::thread> threads;
 
   void run() {
-    std::unique_lock lock(mutex);
     for (;;) {
-      changed.wait(lock, [&] { return stopping || (call != nullptr && call->has_work()); });
-      if (stopping) return;
-      Call& current = *call;
-      ++helping;
-      lock.unlock();
-      current.help();
-      lock.lock();
-      --helping;
-      if (helping == 0) changed.notify_all();
+      Call* current = nullptr;
+      {
+        const MutexLock lock(mutex);
+        while (!stopping && (call == nullptr || !call->has_work())) changed.wait(mutex);
+        if (stopping) return;
+        current = call;
+        ++helping;
+      }
+      current->help();
+      const MutexLock lock(mutex);
+      if (--helping == 0) changed.notify_all();
     }
   }
 
   void stop() {
     {
-      const std::lock_guard lock(mutex);
+      const MutexLock lock(mutex);
       stopping = true;
     }
     changed.notify_all();
@@ -187,17 +187,17 @@ void ThreadPool::for_ranges(int64_t count, int64_t grain, const std::function<vo
   // Several parts per thread, so that a late thread delays the others only a little.
   const int64_t wanted = count / (int64_t{threads_} * 8);
   Call call(count, std::max<int64_t>(1, wanted / grain) * grain, work);
-  const std::lock_guard turn(team_->turn);
+  const MutexLock turn(team_->turn);
   {
-    const std::lock_guard lock(team_->mutex);
+    const MutexLock lock(team_->mutex);
     team_->call = &call;
   }
   team_->changed.notify_all();
   call.help();
   {
-    std::unique_lock lock(team_->mutex);
+    const MutexLock lock(team_->mutex);
     team_->call = nullptr;
-    team_->changed.wait(lock, [&] { return team_->helping == 0; });
+    while (team_->helping > 0) team_->changed.wait(team_->mutex);
   }
   if (call.error) std::rethrow_exception(call.error);
 }
@@ -209,9 +209,9 @@ struct Current {
   std::atomic<int> threads{0};  // 0 = from the environment, or the default
   std::atomic<int> device_threads{0};
   std::atomic<bool> pinned{false};
-  std::mutex mutex;
-  std::shared_ptr<ThreadPool> pool;  // guarded by mutex
-  bool by_default = false;           // guarded by mutex: whether the pool has the default number of threads
+  Mutex mutex;
+  std::shared_ptr<ThreadPool> pool ROUNDPIPE_GUARDED_BY(mutex);
+  bool by_default ROUNDPIPE_GUARDED_BY(mutex) = false;  // whether the pool has the default number of threads
 };
 std::atomic<Current*> shared_state = new Current;
 
@@ -230,7 +230,7 @@ Current& current_pool() { return *shared_state.load(); }
 }  // namespace
 
 std::shared_ptr<ThreadPool> ThreadPool::current() {
-  const std::lock_guard lock(current_pool().mutex);
+  const MutexLock lock(current_pool().mutex);
   std::shared_ptr<ThreadPool>& pool = current_pool().pool;
   if (pool) return pool;
   int threads = current_pool().threads.load();
@@ -247,7 +247,7 @@ std::shared_ptr<ThreadPool> ThreadPool::current() {
 
 void ThreadPool::set_current(int threads, bool pinned) {
   auto pool = std::make_shared<ThreadPool>(threads, pinned);
-  const std::lock_guard lock(current_pool().mutex);
+  const MutexLock lock(current_pool().mutex);
   current_pool().threads = threads;
   current_pool().pinned = pinned;
   current_pool().by_default = false;
@@ -256,7 +256,7 @@ void ThreadPool::set_current(int threads, bool pinned) {
 
 void ThreadPool::leave_cores(int device_threads) {
   std::shared_ptr<ThreadPool> old;  // declared before the lock: dropping it joins its threads
-  const std::lock_guard lock(current_pool().mutex);
+  const MutexLock lock(current_pool().mutex);
   if (current_pool().device_threads.exchange(device_threads) != device_threads && current_pool().by_default) {
     current_pool().by_default = false;
     old = std::move(current_pool().pool);

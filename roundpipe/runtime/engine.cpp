@@ -21,14 +21,12 @@ constexpr double kBehindAll = std::numeric_limits<double>::infinity();
 
 // Never destroyed: the user's threads may ask for the pool while the process ends.
 struct Pools {
-  std::mutex mutex;
-  // Protected by mutex.
-  std::shared_ptr<Engine> current;
-  std::vector<std::weak_ptr<Engine>> all;
-  bool ends_at_exit = false;
+  Mutex mutex;
+  std::shared_ptr<Engine> current ROUNDPIPE_GUARDED_BY(mutex);
+  std::vector<std::weak_ptr<Engine>> all ROUNDPIPE_GUARDED_BY(mutex);
+  bool ends_at_exit ROUNDPIPE_GUARDED_BY(mutex) = false;
 
-  // REQUIRES: mutex is held.
-  std::shared_ptr<Engine> make(const std::vector<device::DeviceSpec>& specs) {
+  std::shared_ptr<Engine> make(const std::vector<device::DeviceSpec>& specs) ROUNDPIPE_REQUIRES(mutex) {
     require_engine();
     // Registered late, so that it runs before most of what libraries and the user's statics do at process exit.
     if (!std::exchange(ends_at_exit, true)) std::atexit([] { Engine::shut_down(); });
@@ -75,14 +73,14 @@ Engine::~Engine() {
 void Engine::stop() {
   // A submission that has begun ends first; later ones are refused.
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
   }
   for (const auto& worker : workers_) worker->stop();
 }
 
 std::shared_ptr<Engine> Engine::current() {
   require_engine();
-  std::lock_guard lock(pools().mutex);
+  const MutexLock lock(pools().mutex);
   if (!pools().current) {
     engine_begins();
     const char* wanted = std::getenv("ROUNDPIPE_DEVICES");
@@ -96,7 +94,7 @@ std::shared_ptr<Engine> Engine::set_current(const std::vector<device::DeviceSpec
   require_engine();
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Engine> old;  // dropped after the lock is released, since that may join threads
-  std::lock_guard lock(pools().mutex);
+  const MutexLock lock(pools().mutex);
   // The new pool must not find memory taken that the old one keeps for later jobs.
   for (int i = 0; pools().current && i < pools().current->size(); ++i) pools().current->worker(i).trim();
   engine = pools().make(specs);
@@ -107,11 +105,11 @@ std::shared_ptr<Engine> Engine::set_current(const std::vector<device::DeviceSpec
 
 void Engine::shut_down() {
   if (is_left_behind()) return;
-  static std::mutex one_at_a_time;
-  const std::lock_guard alone(one_at_a_time);
+  static Mutex one_at_a_time;
+  const MutexLock alone(one_at_a_time);
   std::vector<std::shared_ptr<Engine>> engines;
   {
-    std::lock_guard lock(pools().mutex);
+    const MutexLock lock(pools().mutex);
     engine_ends();
     pools().current.reset();
     for (const std::weak_ptr<Engine>& engine : pools().all) engines.push_back(engine.lock());
@@ -125,7 +123,7 @@ void Engine::shut_down() {
 }
 
 void Engine::submit(const std::vector<std::shared_ptr<JobRun>>& runs) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   require_engine();
   if (runs.empty()) return;
   std::vector<std::unique_lock<Mutex>> queues;

@@ -1,11 +1,11 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include <roundpipe/core/engine_life.h>
+#include <roundpipe/core/mutex.h>
 #include <roundpipe/runtime/worker/worker.h>
 
 namespace roundpipe::runtime {
@@ -58,7 +58,7 @@ class Engine {
 
   const std::vector<device::DeviceSpec> specs_;
   std::vector<std::unique_ptr<Worker>> workers_;  // not changed while this lives, whether threads run or not
-  std::mutex mutex_;
+  Mutex mutex_;                                   // one submission at a time; taken before those of the queues
   std::atomic<int> next_device_{0};
 };
 

@@ -91,7 +91,7 @@ struct Registration {
 }  // namespace
 
 void OwnGenerators::seed(uint64_t seed) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   seed_ = seed;
   for (at::Generator& generator : generators_) {
     const std::lock_guard own_lock(generator.mutex());
@@ -104,7 +104,7 @@ void OwnGenerators::seed(uint64_t seed) {
 
 at::Generator OwnGenerators::of(c10::Device device) {
   if (device.is_cpu()) device = c10::Device(c10::kCPU);  // "cpu:0" has the same one
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (shared_.defined() && !device.is_cpu()) return {};
   for (const at::Generator& generator : generators_) {
     if (generator.device() == device) return generator;
@@ -133,12 +133,12 @@ at::Generator OwnGenerators::drawn_from(c10::Device device) {
 OwnGenerators::Scope::Scope(std::shared_ptr<OwnGenerators> generators) : info_(kind(), std::move(generators)) {}
 
 OwnGenerators::Shared::Shared(OwnGenerators& generators, const at::Generator& standard) : generators_(generators) {
-  const std::lock_guard lock(generators_.mutex_);
+  const MutexLock lock(generators_.mutex_);
   generators_.shared_ = standard;
 }
 
 OwnGenerators::Shared::~Shared() {
-  const std::lock_guard lock(generators_.mutex_);
+  const MutexLock lock(generators_.mutex_);
   generators_.shared_ = {};
 }
 

@@ -2,12 +2,13 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include <ATen/core/Generator.h>
 #include <c10/core/Device.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <roundpipe/core/mutex.h>
 
 namespace roundpipe::torch_compat {
 
@@ -56,11 +57,10 @@ class OwnGenerators : public c10::DebugInfoBase {
   };
 
  private:
-  std::mutex mutex_;
-  // Protected by mutex_.
-  uint64_t seed_ = kUnseeded;
-  std::vector<at::Generator> generators_;  // one per device
-  at::Generator shared_;                   // undefined without a Shared
+  Mutex mutex_;
+  uint64_t seed_ ROUNDPIPE_GUARDED_BY(mutex_) = kUnseeded;
+  std::vector<at::Generator> generators_ ROUNDPIPE_GUARDED_BY(mutex_);  // one per device
+  at::Generator shared_ ROUNDPIPE_GUARDED_BY(mutex_);                   // undefined without a Shared
 };
 
 }  // namespace roundpipe::torch_compat

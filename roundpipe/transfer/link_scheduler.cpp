@@ -62,7 +62,7 @@ struct LinkScheduler::Chunk {
     if (error) return done->fail(error);
     if (!last) return;
     {
-      const std::lock_guard lock(uses.mutex);
+      const MutexLock lock(uses.mutex);
       LinkUse& use = uses.of[static_cast<size_t>(entry->transfer.priority)];
       ++use.transfers;
       use.bytes += entry->bytes;
@@ -85,7 +85,7 @@ LinkScheduler::LinkScheduler(device::Queue& queue, LinkOptions options)
 void LinkScheduler::stop() {
   if (!thread_.joinable()) return;
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     stopping_ = true;
   }
   changed_.notify_all();
@@ -101,7 +101,7 @@ void LinkScheduler::submit(Transfer transfer) noexcept {
     if (settled) entry->untouched = {settled.get(), [settled](void*) { settled->fire(); }};
     entry->transfer = std::move(transfer);
     {
-      std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       // Reserve here, so that push_ready allocates nothing, whatever thread it runs on.
       if (ready_.capacity() <= unfinished_) ready_.reserve(2 * unfinished_ + 8);
       entry->order = next_order_++;
@@ -114,7 +114,7 @@ void LinkScheduler::submit(Transfer transfer) noexcept {
     done->fail(std::current_exception());
     if (settled) settled->fire();
     if (!counted) return;
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     --waiting_;
     --unfinished_;
     changed_.notify_all();
@@ -128,7 +128,7 @@ void LinkScheduler::push_ready(std::shared_ptr<Entry> entry) noexcept {
 }
 
 void LinkScheduler::forget_one() {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   --unfinished_;
 }
 
@@ -139,7 +139,7 @@ void LinkScheduler::ready(const std::shared_ptr<Entry>& entry) noexcept {
   }
   if (error) entry->transfer.done->fail(error);
   entry->ready_ms = now_ms();
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   --waiting_;
   if (error) {
     --unfinished_;
@@ -152,26 +152,26 @@ void LinkScheduler::ready(const std::shared_ptr<Entry>& entry) noexcept {
 
 bool LinkScheduler::wait(const EventPtr& done) {
   done->then([aside = aside_] {
-    const std::lock_guard lock(aside->mutex);
+    const MutexLock lock(aside->mutex);
     aside->changed.notify_all();
   });
   const auto is_it = [&](const std::shared_ptr<Entry>& entry) { return entry->transfer.done == done; };
-  std::unique_lock lock(aside_->mutex);
-  aside_->changed.wait(lock, [&] { return done->complete() || std::ranges::any_of(aside_->entries, is_it); });
+  const MutexLock lock(aside_->mutex);
+  while (!done->complete() && std::ranges::none_of(aside_->entries, is_it)) aside_->changed.wait(aside_->mutex);
   return done->complete();
 }
 
 void LinkScheduler::stand_aside(const std::shared_ptr<Entry>& entry, std::exception_ptr error) {
   entry->no_memory = std::move(error);
   {
-    const std::lock_guard lock(aside_->mutex);
+    const MutexLock lock(aside_->mutex);
     aside_->entries.push_back(entry);
     aside_->changed.notify_all();
   }
   // If the requester cancels the transfer (perhaps it has already), nobody resumes it: remove it then.
-  entry->transfer.done->then([aside = aside_, given_up = std::weak_ptr(entry)] {
-    const std::shared_ptr<Entry> left = given_up.lock();
-    const std::lock_guard lock(aside->mutex);
+  entry->transfer.done->then([aside = aside_, cancelled = std::weak_ptr(entry)] {
+    const std::shared_ptr<Entry> left = cancelled.lock();
+    const MutexLock lock(aside->mutex);
     std::erase(aside->entries, left);
   });
 }
@@ -179,18 +179,18 @@ void LinkScheduler::stand_aside(const std::shared_ptr<Entry>& entry, std::except
 void LinkScheduler::resume() {
   std::vector<std::shared_ptr<Entry>> resumed;
   {
-    const std::lock_guard lock(aside_->mutex);
+    const MutexLock lock(aside_->mutex);
     resumed.swap(aside_->entries);
   }
   if (resumed.empty()) return;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (std::shared_ptr<Entry>& entry : resumed) push_ready(std::move(entry));
 }
 
-void LinkScheduler::give_up(const EventPtr& done) {
+void LinkScheduler::cancel_aside(const EventPtr& done) {
   std::exception_ptr error;
   {
-    const std::lock_guard lock(aside_->mutex);
+    const MutexLock lock(aside_->mutex);
     for (const std::shared_ptr<Entry>& entry : aside_->entries) {
       if (entry->transfer.done == done) error = entry->no_memory;
     }
@@ -199,7 +199,7 @@ void LinkScheduler::give_up(const EventPtr& done) {
 }
 
 LinkUse LinkScheduler::use(Priority priority) const {
-  const std::lock_guard lock(uses_->mutex);
+  const MutexLock lock(uses_->mutex);
   return uses_->of[static_cast<size_t>(priority)];
 }
 
@@ -282,8 +282,8 @@ void LinkScheduler::limit_in_flight() {
 }
 
 std::shared_ptr<LinkScheduler::Entry> LinkScheduler::next() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return !ready_.empty() || (stopping_ && waiting_ == 0); });
+  const MutexLock lock(mutex_);
+  while (ready_.empty() && (!stopping_ || waiting_ > 0)) changed_.wait(mutex_);
   if (ready_.empty()) return nullptr;
   std::pop_heap(ready_.begin(), ready_.end(), less_urgent_);
   std::shared_ptr<Entry> entry = std::move(ready_.back());
@@ -330,7 +330,7 @@ void LinkScheduler::run() {
   // Nobody is left to make room.
   std::vector<std::shared_ptr<Entry>> left;
   {
-    const std::lock_guard lock(aside_->mutex);
+    const MutexLock lock(aside_->mutex);
     left.swap(aside_->entries);
   }
   for (const auto& entry : left) entry->transfer.done->fail(entry->no_memory);
@@ -357,7 +357,7 @@ void LinkScheduler::issue(const std::shared_ptr<Entry>& entry) {
   }
   const bool over = chunk->last || chunk->error;
   queue_.signal(arrived);
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (over) {
     --unfinished_;
   } else {

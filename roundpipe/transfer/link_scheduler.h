@@ -2,17 +2,16 @@
 
 #include <array>
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include <roundpipe/core/mutex.h>
 #include <roundpipe/device/device.h>
 #include <roundpipe/device/event.h>
 
@@ -58,8 +57,8 @@ struct LinkUse {
 // share a chunk. If the device has no memory for a transfer, the transfer stands aside until resume(), and others go
 // on. Once begun, a transfer does not stand aside: if the device has no memory for the contiguous copy that a strided
 // piece may need, the piece is cut into smaller ones.
-// Thread safety: any thread. submit(), resume(), give_up() and use() never block; wait() and stop() block. submit()
-// does not throw: if it cannot take a transfer, it fails the transfer's `done`.
+// Thread safety: any thread. submit(), resume(), cancel_aside() and use() never block; wait() and stop() block.
+// submit() does not throw: if it cannot take a transfer, it fails the transfer's `done`.
 class LinkScheduler {
  public:
   static constexpr size_t kInFlight = 2;
@@ -82,7 +81,7 @@ class LinkScheduler {
   // Retries the transfers that stand aside. Call it when memory has become free.
   void resume();
   // Cancels the transfer of `done` if it stands aside: fails it with its out-of-memory error.
-  void give_up(const device::EventPtr& done);
+  void cancel_aside(const device::EventPtr& done);
 
   // Bytes moved since construction.
   int64_t moved_bytes() const { return moved_bytes_.load(); }
@@ -98,16 +97,16 @@ class LinkScheduler {
   };
   // The transfers that had no memory. Shared, because callbacks of their events may outlive the scheduler.
   struct Aside {
-    std::mutex mutex;  // never held together with another lock
-    std::condition_variable changed;
-    std::vector<std::shared_ptr<Entry>> entries;  // protected by mutex
+    Mutex mutex;  // never held together with another lock
+    Condition changed;
+    std::vector<std::shared_ptr<Entry>> entries ROUNDPIPE_GUARDED_BY(mutex);
   };
 
   void run();
   // Waits for the next entry to issue; null when nothing is left and the link stops.
   std::shared_ptr<Entry> next();
-  // REQUIRES: mutex_ is held, and the entry counts in unfinished_, so that the heap has room for it.
-  void push_ready(std::shared_ptr<Entry> entry) noexcept;
+  // REQUIRES: the entry counts in unfinished_, so that the heap has room for it.
+  void push_ready(std::shared_ptr<Entry> entry) noexcept ROUNDPIPE_REQUIRES(mutex_);
   void forget_one();
   void issue(const std::shared_ptr<Entry>& entry);
   void stand_aside(const std::shared_ptr<Entry>& entry, std::exception_ptr error);
@@ -126,19 +125,19 @@ class LinkScheduler {
   const std::shared_ptr<Aside> aside_ = std::make_shared<Aside>();
 
   struct Uses {
-    mutable std::mutex mutex;
-    std::array<LinkUse, kPriorities> of;  // protected by mutex
+    mutable Mutex mutex;
+    std::array<LinkUse, kPriorities> of ROUNDPIPE_GUARDED_BY(mutex);
   };
   const std::shared_ptr<Uses> uses_ = std::make_shared<Uses>();
 
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  // Protected by mutex_.
-  std::vector<std::shared_ptr<Entry>> ready_;  // a heap by less_urgent_, with room for unfinished_
-  int64_t next_order_ = 0;
-  int64_t waiting_ = 0;    // submitted, not ready yet
-  size_t unfinished_ = 0;  // at least the number of entries that can become ready
-  bool stopping_ = false;
+  mutable Mutex mutex_;
+  Condition changed_;
+  std::vector<std::shared_ptr<Entry>> ready_
+      ROUNDPIPE_GUARDED_BY(mutex_);  // a heap by less_urgent_, with room for unfinished_
+  int64_t next_order_ ROUNDPIPE_GUARDED_BY(mutex_) = 0;
+  int64_t waiting_ ROUNDPIPE_GUARDED_BY(mutex_) = 0;    // submitted, not ready yet
+  size_t unfinished_ ROUNDPIPE_GUARDED_BY(mutex_) = 0;  // at least the number of entries that can become ready
+  bool stopping_ ROUNDPIPE_GUARDED_BY(mutex_) = false;
 
   std::deque<device::EventPtr> in_flight_;  // used by the link's thread only
   std::thread thread_;

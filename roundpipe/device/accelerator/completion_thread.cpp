@@ -56,7 +56,7 @@ CompletionThread::CompletionThread(c10::Stream stream, bool timed)
 
 CompletionThread::~CompletionThread() {
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     stopping_ = true;
   }
   changed_.notify_all();
@@ -65,7 +65,7 @@ CompletionThread::~CompletionThread() {
 
 std::unique_ptr<c10::Event> CompletionThread::take() {
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (!spare_.empty()) {
       std::unique_ptr<c10::Event> spare = std::move(spare_.back());
       spare_.pop_back();
@@ -79,7 +79,7 @@ void CompletionThread::watch(EventPtr event) {
   Pending pending{take(), now_ms(), std::move(event)};
   pending.recorded->record(stream_);
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     pending_.push_back(std::move(pending));
   }
   changed_.notify_all();
@@ -106,16 +106,18 @@ void CompletionThread::run() {
   prctl(PR_SET_TIMERSLACK, 1000UL);  // ns; by default, sleeps last 50 us longer than requested
 #endif
   while (true) {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return stopping_ || !pending_.empty(); });
-    if (pending_.empty()) {
-      spare_.clear();
-      last_.reset();
-      return;
+    Pending next;
+    {
+      const MutexLock lock(mutex_);
+      while (!stopping_ && pending_.empty()) changed_.wait(mutex_);
+      if (pending_.empty()) {
+        spare_.clear();
+        last_.reset();
+        return;
+      }
+      next = std::move(pending_.front());
+      pending_.pop_front();
     }
-    Pending next = std::move(pending_.front());
-    pending_.pop_front();
-    lock.unlock();
     double passed = 0;
     try {
       wait(*next.recorded);
@@ -128,9 +130,8 @@ void CompletionThread::run() {
     std::unique_ptr<c10::Event> spare = std::move(next.recorded);
     if (flag_ == c10::EventFlag::BACKEND_DEFAULT) spare.swap(last_);
     if (spare) {
-      lock.lock();
+      const MutexLock lock(mutex_);
       spare_.push_back(std::move(spare));
-      lock.unlock();
     }
     next.event->fire_at(passed);
   }

@@ -1,9 +1,7 @@
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <thread>
 #include <vector>
@@ -11,6 +9,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
+#include <roundpipe/core/mutex.h>
 #include <roundpipe/device/event.h>
 
 namespace roundpipe::device {
@@ -44,7 +43,7 @@ class CompletionThread {
  private:
   struct Pending {
     std::unique_ptr<c10::Event> recorded;
-    double recorded_ms;
+    double recorded_ms = 0;
     EventPtr event;
   };
   std::unique_ptr<c10::Event> take();
@@ -58,11 +57,11 @@ class CompletionThread {
   StreamClock clock_;
   std::unique_ptr<c10::Event> last_;  // the last one that the stream passed; only if it has a clock
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<Pending> pending_;                     // protected by mutex_
-  std::vector<std::unique_ptr<c10::Event>> spare_;  // protected by mutex_
-  bool stopping_ = false;                           // protected by mutex_
+  Mutex mutex_;
+  Condition changed_;
+  std::deque<Pending> pending_ ROUNDPIPE_GUARDED_BY(mutex_);
+  std::vector<std::unique_ptr<c10::Event>> spare_ ROUNDPIPE_GUARDED_BY(mutex_);
+  bool stopping_ ROUNDPIPE_GUARDED_BY(mutex_) = false;
   std::thread thread_;
 };
 

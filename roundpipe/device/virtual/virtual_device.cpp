@@ -12,7 +12,7 @@
 namespace roundpipe::device {
 
 Clock::time_point LinkThrottle::book(int64_t size_bytes, Clock::time_point from) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   free_at_ = std::max(free_at_, from) + from_ms(static_cast<double>(size_bytes) / bytes_per_ms_);
   return free_at_;
 }

@@ -1,9 +1,9 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 
 #include <roundpipe/core/clock.h>
+#include <roundpipe/core/mutex.h>
 #include <roundpipe/device/device.h>
 
 namespace roundpipe::device {
@@ -21,8 +21,8 @@ class LinkThrottle {
 
  private:
   const double bytes_per_ms_;
-  std::mutex mutex_;
-  Clock::time_point free_at_{};  // protected by mutex_
+  Mutex mutex_;
+  Clock::time_point free_at_ ROUNDPIPE_GUARDED_BY(mutex_){};
 };
 
 // Makes a device from host threads. Its queues work on the threads that issue to them, its memory is host memory that

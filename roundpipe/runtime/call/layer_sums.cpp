@@ -47,7 +47,7 @@ LayerSums::LayerSums(Target target, size_t layers, size_t microbatches)
     : target_(std::move(target)), microbatches_(microbatches), layers_(layers), incomplete_(layers) {}
 
 bool LayerSums::add(size_t layer, size_t count, at::Tensor flat, std::vector<char> received) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   Layer& sum = layers_[layer];
   sum.flat = std::move(flat);
   sum.received = std::move(received);
@@ -56,7 +56,7 @@ bool LayerSums::add(size_t layer, size_t count, at::Tensor flat, std::vector<cha
 }
 
 bool LayerSums::contribute(size_t layer, size_t microbatch, std::vector<at::Tensor> gradients) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   Layer& sum = layers_[layer];
   sum.waiting[microbatch] = std::move(gradients);
   return fold(sum);
@@ -118,7 +118,7 @@ void LayerSums::combine() {
   const at::NoGradGuard no_grad;
   memory::GradientBlock& block = *target_.result;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     for (size_t i = 0; i < target_.layout.tensors.size(); ++i) block.received.push_back(received(i) ? 1 : 0);
     const bool any = std::find(block.received.begin(), block.received.end(), 1) != block.received.end();
     const at::Tensor& last = layers_.back().flat;

@@ -3,11 +3,11 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include <roundpipe/core/mutex.h>
 #include <roundpipe/memory/gradient_block.h>
 
 namespace roundpipe::runtime {
@@ -51,17 +51,15 @@ class LayerSums {
     size_t next = 0;                                    // number of microbatches added
     std::map<size_t, std::vector<at::Tensor>> waiting;  // microbatches that arrived before an earlier one
   };
-  // REQUIRES: mutex_ is held.
-  bool fold(Layer& layer);
-  // REQUIRES: mutex_ is held.
-  bool received(size_t parameter) const;
-  void combine_into(const at::Tensor& result, size_t parameter);
+  bool fold(Layer& layer) ROUNDPIPE_REQUIRES(mutex_);
+  bool received(size_t parameter) const ROUNDPIPE_REQUIRES(mutex_);
+  void combine_into(const at::Tensor& result, size_t parameter) ROUNDPIPE_REQUIRES(mutex_);
 
   const Target target_;
   const size_t microbatches_;
-  std::mutex mutex_;
-  std::vector<Layer> layers_;  // protected by mutex_
-  size_t incomplete_;          // protected by mutex_
+  Mutex mutex_;
+  std::vector<Layer> layers_ ROUNDPIPE_GUARDED_BY(mutex_);
+  size_t incomplete_ ROUNDPIPE_GUARDED_BY(mutex_);
 };
 
 }  // namespace roundpipe::runtime

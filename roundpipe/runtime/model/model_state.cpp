@@ -148,13 +148,13 @@ std::vector<LayerHabitsPtr> ModelState::habits_of_now() {
 }
 
 void ModelState::ran_out_of_memory(std::string notice) {
-  const std::lock_guard lock(notice_mutex_);
+  const MutexLock lock(notice_mutex_);
   if (!noticed_) notice_ = std::move(notice);
   noticed_ = true;
 }
 
 std::string ModelState::take_notice() {
-  const std::lock_guard lock(notice_mutex_);
+  const MutexLock lock(notice_mutex_);
   return std::exchange(notice_, {});
 }
 

@@ -4,10 +4,10 @@
 #include <atomic>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include <roundpipe/core/mutex.h>
 #include <roundpipe/memory/gradient_block.h>
 #include <roundpipe/memory/parameter_block.h>
 #include <roundpipe/runtime/model/layer.h>
@@ -123,10 +123,9 @@ struct ModelState {
   int64_t host_bytes() const;
 
  private:
-  std::mutex notice_mutex_;
-  // Protected by notice_mutex_.
-  std::string notice_;
-  bool noticed_ = false;
+  Mutex notice_mutex_;
+  std::string notice_ ROUNDPIPE_GUARDED_BY(notice_mutex_);
+  bool noticed_ ROUNDPIPE_GUARDED_BY(notice_mutex_) = false;
 };
 
 // The places of the weights and buffers of consecutive layers in one slot.

@@ -31,7 +31,7 @@ void StepRun::start() noexcept {
   try {
     prepare(look_first);
   } catch (...) {
-    return give_up(std::current_exception());
+    return fail_all(std::current_exception());
   }
   if (blocks_.empty()) {
     decided_->fire();
@@ -56,7 +56,7 @@ void StepRun::prepare(bool look_first) {
                                  [self = shared_from_this(), part, &step] { (self.get()->*part)(step); });
   };
   for (BlockStep& step : blocks_) {
-    // Prepared work holds the step, which holds the work; handing it in, or give_up(), breaks the circle.
+    // Prepared work holds the step, which holds the work; handing it in, or fail_all(), breaks the circle.
     if (look_first) step.measure_work = work(UpdateThread::Kind::kNorm, &StepRun::measure, step);
     step.update_work = work(UpdateThread::Kind::kUpdate, &StepRun::update, step);
   }
@@ -82,7 +82,7 @@ void StepRun::hand_in(UpdateThread::Work& work, Part part, BlockStep& step) noex
   work = {};
 }
 
-void StepRun::give_up(const std::exception_ptr& error) {
+void StepRun::fail_all(const std::exception_ptr& error) {
   for (BlockStep& step : blocks_) {
     step.measure_work = {};
     step.update_work = {};

@@ -74,7 +74,7 @@ class StepRun : public std::enable_shared_from_this<StepRun> {
   void prepare(bool look_first);
   void wait_to_run(BlockStep& step, bool look_first);
   void hand_in(UpdateThread::Work& work, Part part, BlockStep& step) noexcept;
-  void give_up(const std::exception_ptr& error);
+  void fail_all(const std::exception_ptr& error);
   // On the update thread.
   void measure(BlockStep& step);
   void decide();

@@ -27,7 +27,7 @@ UpdateThread::Work UpdateThread::prepare(const Order& order, std::function<void(
 
 bool UpdateThread::submit(Work& work) noexcept {
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (stopped_) return false;
     ready_.insert(std::move(work));
   }
@@ -36,26 +36,28 @@ bool UpdateThread::submit(Work& work) noexcept {
 }
 
 void UpdateThread::drain() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return ready_.empty() && !working_; });
+  const MutexLock lock(mutex_);
+  while (!ready_.empty() || working_) changed_.wait(mutex_);
 }
 
 void UpdateThread::stop() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return ready_.empty() && !working_; });
+  const MutexLock lock(mutex_);
+  while (!ready_.empty() || working_) changed_.wait(mutex_);
   stopped_ = true;
 }
 
 void UpdateThread::run() {
-  std::unique_lock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [this] { return !ready_.empty(); });
-    std::function<void()> work = std::move(ready_.extract(ready_.begin()).mapped());
-    working_ = true;
-    lock.unlock();
+    std::function<void()> work;
+    {
+      const MutexLock lock(mutex_);
+      while (ready_.empty()) changed_.wait(mutex_);
+      work = std::move(ready_.extract(ready_.begin()).mapped());
+      working_ = true;
+    }
     device::run_callback(work, nullptr);
     work = nullptr;  // may hold the last reference to a model
-    lock.lock();
+    const MutexLock lock(mutex_);
     working_ = false;
     if (ready_.empty()) changed_.notify_all();
   }

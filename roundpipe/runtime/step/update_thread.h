@@ -1,11 +1,11 @@
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <mutex>
 #include <tuple>
+
+#include <roundpipe/core/mutex.h>
 
 namespace roundpipe::runtime {
 
@@ -43,12 +43,11 @@ class UpdateThread {
   UpdateThread();
   void run();
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  // Protected by mutex_.
-  bool working_ = false;
-  bool stopped_ = false;
-  std::multimap<Order, std::function<void()>> ready_;
+  Mutex mutex_;
+  Condition changed_;
+  bool working_ ROUNDPIPE_GUARDED_BY(mutex_) = false;
+  bool stopped_ ROUNDPIPE_GUARDED_BY(mutex_) = false;
+  std::multimap<Order, std::function<void()>> ready_ ROUNDPIPE_GUARDED_BY(mutex_);
 };
 
 }  // namespace roundpipe::runtime

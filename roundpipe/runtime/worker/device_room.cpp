@@ -117,7 +117,7 @@ void DeviceRoom::arrive(const EventPtr& done) {
   while (!upload_.wait(done)) {
     upload_.resume();
     if (upload_.wait(done)) break;
-    if (!make_room()) upload_.give_up(done);
+    if (!make_room()) upload_.cancel_aside(done);
   }
   done->wait();
 }

@@ -260,16 +260,16 @@ TEST_CASE("link: an error that the queue reports later fails the transfer") {
   CHECK_THROWS_WITH_AS(done->wait(), "link down", std::runtime_error);
 }
 
-TEST_CASE("link: a transfer that was given up before it started is dropped") {
+TEST_CASE("link: a transfer that was cancelled before it started is dropped") {
   std::vector<int> order;
   HeldQueue queue(false);
   LinkScheduler link(queue);
   const EventPtr gate = make_event();
-  Transfer given_up = labelled(Priority::kActivation, 1, order, gate);
-  given_up.done->fail(error_named("given up"));
+  Transfer cancelled = labelled(Priority::kActivation, 1, order, gate);
+  cancelled.done->fail(error_named("cancelled"));
   Transfer next = labelled(Priority::kActivation, 2, order, gate);
   const EventPtr next_done = next.done;
-  link.submit(std::move(given_up));
+  link.submit(std::move(cancelled));
   link.submit(std::move(next));
   gate->fire();
   next_done->wait();
@@ -382,7 +382,7 @@ TEST_CASE("link: a transfer that finds no memory stands aside until there is som
   link.submit(
       transfer_of(Priority::kActivation, [&] { return piece_of(at::empty({1024}, at::kByte), source); }, never));
   CHECK_FALSE(link.wait(never));
-  link.give_up(never);
+  link.cancel_aside(never);
   CHECK_THROWS_AS(never->wait(), c10::OutOfMemoryError);
 
   const EventPtr left = make_event();
@@ -445,7 +445,7 @@ TEST_CASE("link: tensors of a transfer live until their bytes are there, and not
       Priority::kWeight, [moved = std::move(source)]() mutable { return piece_of(at::empty({4}), std::move(moved)); },
       done));
   queue.wait_held(1);
-  done->fail(error_named("given up"));
+  done->fail(error_named("cancelled"));
   CHECK_FALSE(storage.expired());
   queue.complete_one();
 }
@@ -466,15 +466,15 @@ TEST_CASE("link: settled fires when the link is through with a transfer, however
   CHECK(moved_done->complete());
 
   // Cancelled from outside while its bytes are still moving.
-  Transfer given_up = labelled(Priority::kWeight, 2, order);
-  const EventPtr given_up_settled = given_up.settled;
-  const EventPtr given_up_done = given_up.done;
-  link.submit(std::move(given_up));
+  Transfer cancelled = labelled(Priority::kWeight, 2, order);
+  const EventPtr cancelled_settled = cancelled.settled;
+  const EventPtr cancelled_done = cancelled.done;
+  link.submit(std::move(cancelled));
   queue.wait_held(1);
-  given_up_done->fail(error_named("given up"));
-  CHECK_FALSE(given_up_settled->complete());
+  cancelled_done->fail(error_named("cancelled"));
+  CHECK_FALSE(cancelled_settled->complete());
   queue.complete_one();
-  given_up_settled->wait();
+  cancelled_settled->wait();
 
   Transfer refused = labelled(Priority::kWeight, 3, order, fired_event());
   const EventPtr dependency = make_event();
