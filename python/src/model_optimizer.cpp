@@ -43,10 +43,10 @@ void bind_model_optimizer(py::module_& module) {
           },
           py::arg("block"), py::arg("parameter"), py::return_value_policy::reference_internal)
       .def(
-          "rest",
+          "remainder",
           [](ModelOptimizer& optimizer, size_t block, size_t parameter) -> std::optional<at::Tensor> {
-            const at::Tensor& rest = optimizer.block(block).rest(parameter);
-            return rest.defined() ? std::optional(rest) : std::nullopt;
+            const at::Tensor& remainder = optimizer.block(block).remainder(parameter);
+            return remainder.defined() ? std::optional(remainder) : std::nullopt;
           },
           py::arg("block"), py::arg("parameter"))
       .def(
@@ -59,7 +59,7 @@ void bind_model_optimizer(py::module_& module) {
           "host_bytes",
           [](const ModelOptimizer& optimizer, const std::vector<optim::Hyperparameters>& groups) {
             const ModelOptimizer::HostBytes bytes = optimizer.host_bytes(groups);
-            return py::make_tuple(bytes.parameters, bytes.weights_and_gradients, bytes.rests, bytes.moments);
+            return py::make_tuple(bytes.parameters, bytes.weights_and_gradients, bytes.remainders, bytes.moments);
           },
           py::arg("groups"));
 

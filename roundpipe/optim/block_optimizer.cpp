@@ -12,10 +12,10 @@ using memory::BlockLayout;
 using memory::GradientBlock;
 
 BlockOptimizer::BlockOptimizer(const memory::ParameterBlock& block, std::vector<int> groups,
-                               std::vector<at::Tensor>& rest, Algorithm algorithm, MomentFormat format)
+                               std::vector<at::Tensor>& remainders, Algorithm algorithm, MomentFormat format)
     : layout_(block.layout()),
       groups_(std::move(groups)),
-      rest_(rest),
+      remainders_(remainders),
       algorithm_(algorithm),
       format_(format),
       states_(layout_.tensors.size()) {
@@ -28,13 +28,13 @@ BlockOptimizer::BlockOptimizer(const memory::ParameterBlock& block, std::vector<
                  "torch.optim optimizer over model.optim_parameters()"));
     }
   }
-  rest_.resize(layout_.tensors.size());
+  remainders_.resize(layout_.tensors.size());
   for (size_t i = 0; i < groups_.size(); ++i) {
     const c10::ScalarType dtype = layout_.tensors[i].dtype;
-    if (groups_[i] < 0 || rest_[i].defined() || dtype == at::kFloat) continue;
+    if (groups_[i] < 0 || remainders_[i].defined() || dtype == at::kFloat) continue;
     const memory::TensorLayout& tensor = layout_.tensors[i];
-    rest_[i] = memory::empty_strided(memory::HostArena::pageable(), tensor.sizes, tensor.strides,
-                                     dtype == at::kBFloat16 ? at::kShort : at::kFloat);
+    remainders_[i] = memory::empty_strided(memory::HostArena::pageable(), tensor.sizes, tensor.strides,
+                                           dtype == at::kBFloat16 ? at::kShort : at::kFloat);
     restart_master(i, layout_.view(block.current()->flat, i));
   }
 }
@@ -44,12 +44,12 @@ bool BlockOptimizer::trains_any() const {
 }
 
 void BlockOptimizer::restart_master(size_t index, const at::Tensor& weights) {
-  at::Tensor& rest = rest_[index];
-  if (!rest.defined()) return;
-  if (rest.scalar_type() == at::kFloat) {
-    rest.copy_(weights);
+  at::Tensor& remainder = remainders_[index];
+  if (!remainder.defined()) return;
+  if (remainder.scalar_type() == at::kFloat) {
+    remainder.copy_(weights);
   } else {
-    rest.zero_();
+    remainder.zero_();
   }
 }
 
@@ -66,7 +66,8 @@ void BlockOptimizer::update(const at::Tensor& before, const at::Tensor& after, c
     }
     const Hyperparameters& hyper = groups[static_cast<size_t>(groups_[i])];
     Weights weights{layout_.view(before, i), layout_.view(after, i), {}, {}};
-    if (rest_[i].defined()) (rest_[i].scalar_type() == at::kFloat ? weights.master : weights.remainder) = rest_[i];
+    if (remainders_[i].defined())
+      (remainders_[i].scalar_type() == at::kFloat ? weights.master : weights.remainder) = remainders_[i];
     if (states_[i].tensors.empty() && states_[i].scalars.step == 0) {
       states_[i] = make_state(algorithm_, hyper, format_, weights.before);
     }
@@ -93,9 +94,10 @@ int64_t BlockOptimizer::moment_bytes(const std::vector<Hyperparameters>& groups)
   return bytes;
 }
 
-int64_t BlockOptimizer::rest_bytes() const {
+int64_t BlockOptimizer::remainder_bytes() const {
   int64_t bytes = 0;
-  for (const at::Tensor& rest : rest_) bytes += rest.defined() ? static_cast<int64_t>(rest.nbytes()) : 0;
+  for (const at::Tensor& remainder : remainders_)
+    bytes += remainder.defined() ? static_cast<int64_t>(remainder.nbytes()) : 0;
   return bytes;
 }
 

@@ -14,12 +14,12 @@ namespace roundpipe::optim {
 // Thread safety: any thread, one at a time.
 class BlockOptimizer {
  public:
-  // `groups`: for each parameter, the group whose hyperparameters it uses, or -1 if it is not trained. `rest`: for each
-  // parameter, the part of its fp32 master that its weights lack: an int16 remainder for bf16, the master itself for
-  // fp16, undefined otherwise. It belongs to the model, so the block's owner keeps it; missing entries are made here.
-  // Throws std::invalid_argument if a trained parameter is neither fp32 nor bf16 nor fp16.
-  // REQUIRES: `block` and `rest` outlive the optimizer.
-  BlockOptimizer(const memory::ParameterBlock& block, std::vector<int> groups, std::vector<at::Tensor>& rest,
+  // `groups`: for each parameter, the group whose hyperparameters it uses, or -1 if it is not trained. `remainders`:
+  // for each parameter, the part of its fp32 master that its weights lack: an int16 remainder for bf16, the master
+  // itself for fp16, undefined otherwise. It belongs to the model, so the block's owner keeps it; missing entries are
+  // made here. Throws std::invalid_argument if a trained parameter is neither fp32 nor bf16 nor fp16. REQUIRES: `block`
+  // and `remainders` outlive the optimizer.
+  BlockOptimizer(const memory::ParameterBlock& block, std::vector<int> groups, std::vector<at::Tensor>& remainders,
                  Algorithm algorithm, MomentFormat format);
 
   bool trains_any() const;
@@ -41,16 +41,16 @@ class BlockOptimizer {
 
   // The state of a parameter; it has no tensors before its first update.
   ParameterState& state(size_t parameter) { return states_[parameter]; }
-  const at::Tensor& rest(size_t parameter) const { return rest_[parameter]; }
+  const at::Tensor& remainder(size_t parameter) const { return remainders_[parameter]; }
 
-  // Host memory of the moments, once every trained parameter has had a step, and of the rests.
+  // Host memory of the moments, once every trained parameter has had a step, and of the remainders.
   int64_t moment_bytes(const std::vector<Hyperparameters>& groups) const;
-  int64_t rest_bytes() const;
+  int64_t remainder_bytes() const;
 
  private:
   const memory::BlockLayout& layout_;
   const std::vector<int> groups_;
-  std::vector<at::Tensor>& rest_;
+  std::vector<at::Tensor>& remainders_;
   const Algorithm algorithm_;
   const MomentFormat format_;
   std::vector<ParameterState> states_;

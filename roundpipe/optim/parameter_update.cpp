@@ -299,19 +299,18 @@ void split(const at::Tensor& master, const at::Tensor& weight, const at::Tensor&
   check_split(master, weight, remainder, "split");
   const kernels::Kernels& kernels = current_kernels();
   const auto* const from = master.const_data_ptr<float>();
-  auto* const rest = remainder.mutable_data_ptr<int16_t>();
+  auto* const low = remainder.mutable_data_ptr<int16_t>();
   pool.for_ranges(master.numel(), kGrain,
-                  [&, to = bits_of(weight)](int64_t begin, int64_t end) { kernels.split(from, to, rest, begin, end); });
+                  [&, to = bits_of(weight)](int64_t begin, int64_t end) { kernels.split(from, to, low, begin, end); });
 }
 
 void join(const at::Tensor& weight, const at::Tensor& remainder, const at::Tensor& master, ThreadPool& pool) {
   check_split(master, weight, remainder, "join");
   const kernels::Kernels& kernels = current_kernels();
-  const auto* const rest = remainder.const_data_ptr<int16_t>();
+  const auto* const low = remainder.const_data_ptr<int16_t>();
   auto* const to = master.mutable_data_ptr<float>();
-  pool.for_ranges(master.numel(), kGrain, [&, from = bits_of(weight)](int64_t begin, int64_t end) {
-    kernels.join(from, rest, to, begin, end);
-  });
+  pool.for_ranges(master.numel(), kGrain,
+                  [&, from = bits_of(weight)](int64_t begin, int64_t end) { kernels.join(from, low, to, begin, end); });
 }
 
 }  // namespace roundpipe::optim

@@ -20,7 +20,7 @@ ModelOptimizer::BoundBlock::BoundBlock(std::shared_ptr<ModelState> of, size_t bl
       index(block),
       layer(layers_before + static_cast<size_t>(state.layers.front())),
       emulated_ms(model->layers[static_cast<size_t>(state.layers.front())]->layer->emulated_update_ms()),
-      optimizer(*state.block, std::move(groups), state.master_rest, algorithm, format) {
+      optimizer(*state.block, std::move(groups), state.master_remainders, algorithm, format) {
   see();
 }
 
@@ -151,7 +151,7 @@ ModelOptimizer::HostBytes ModelOptimizer::host_bytes(const std::vector<Hyperpara
     for (size_t i = 0; i < parameters.size(); ++i) {
       if (block->optimizer.group(i) >= 0) bytes.parameters += parameters[i].tensor.numel();
     }
-    bytes.rests += block->optimizer.rest_bytes();
+    bytes.remainders += block->optimizer.remainder_bytes();
     bytes.moments += block->optimizer.moment_bytes(groups);
   }
   return bytes;

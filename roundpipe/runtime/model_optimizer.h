@@ -43,7 +43,7 @@ class ModelOptimizer {
   struct HostBytes {
     int64_t parameters = 0;  // number of trained parameters
     int64_t weights_and_gradients = 0;
-    int64_t rests = 0;
+    int64_t remainders = 0;
     int64_t moments = 0;
   };
   HostBytes host_bytes(const std::vector<optim::Hyperparameters>& groups) const;

@@ -38,7 +38,7 @@ void validate(const Cluster& cluster) {
     throw std::invalid_argument("[validate] cluster.devices is empty, expected at least one device");
   for (std::size_t device = 0; device < cluster.devices.size(); ++device) {
     const std::string name = "cluster.devices[" + std::to_string(device) + "].";
-    const DeviceSpec& spec = cluster.devices[device];
+    const ClusterDevice& spec = cluster.devices[device];
     if (!(spec.speed > 0) || !std::isfinite(spec.speed))
       throw std::invalid_argument("[validate] " + name + "speed is " + std::to_string(spec.speed) +
                                   ", expected a finite number above 0");

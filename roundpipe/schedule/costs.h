@@ -21,14 +21,15 @@ struct LayerCost {
 
 using LayerCosts = std::vector<LayerCost>;
 
-struct DeviceSpec {
+// One device, as the planner sees it.
+struct ClusterDevice {
   double speed = 1;               // divides times
   std::int64_t memory_bytes = 0;  // 0 = unlimited
 };
 
 // The machine. Bandwidths are GB/s (1e9 bytes); 0 = infinite.
 struct Cluster {
-  std::vector<DeviceSpec> devices;
+  std::vector<ClusterDevice> devices;
   double link_up_gb_per_s = 0;    // host to device, for each device
   double link_down_gb_per_s = 0;  // device to host, for each device
   double host_gb_per_s = 0;       // shared by all links

@@ -95,58 +95,17 @@ double traffic_ratio(const Plan& plan, const CostSums& sums) {
   return once > 0 ? moved / once : 1;
 }
 
-PartitionTable::PartitionTable(const CostSums& sums, Range layers, bool backward, std::int64_t room_bytes)
-    : layers_(layers), width_(static_cast<std::size_t>(layers.size()) + 1), prefix_{0}, first_that_fits_{0} {
+PartitionTable partitions_of(const CostSums& sums, Range layers, bool backward, std::int64_t room_bytes) {
+  std::vector<double> prefix{0};
+  std::vector<int> first_that_fits{0};
   int first = layers.first;
   for (int end = layers.first + 1; end <= layers.last; ++end) {
     const Range whole{layers.first, end};
-    prefix_.push_back(backward ? sums.recompute_ms(whole) + sums.backward_ms(whole) : sums.forward_ms(whole));
+    prefix.push_back(backward ? sums.recompute_ms(whole) + sums.backward_ms(whole) : sums.forward_ms(whole));
     while (room_bytes > 0 && first < end - 1 && sums.visit_bytes({first, end}, backward) > room_bytes) ++first;
-    first_that_fits_.push_back(first - layers.first);
+    first_that_fits.push_back(first - layers.first);
   }
-  least_.assign(1, std::vector<double>(width_, std::numeric_limits<double>::infinity()));
-  least_[0][0] = 0;
-  begins_.assign(1, std::vector<int>(width_, -1));
-}
-
-void PartitionTable::extend(int stages) {
-  while (static_cast<int>(least_.size()) <= stages) {
-    const std::vector<double>& before = least_.back();
-    std::vector<double> now(width_, std::numeric_limits<double>::infinity());
-    std::vector<int> begin(width_, -1);
-    const int used = static_cast<int>(least_.size()) - 1;
-    for (int end = used + 1; end < static_cast<int>(width_); ++end) {
-      const auto e = static_cast<std::size_t>(end);
-      work_ += std::max(0, end - std::max(used, first_that_fits_[e])) / 4;  // each costs a quarter of a visit
-      for (int start = std::max(used, first_that_fits_[e]); start < end; ++start) {
-        const auto s = static_cast<std::size_t>(start);
-        const double cost = prefix_[e] - prefix_[s];
-        const double total = before[s] + cost * cost;
-        if (total < now[e]) {
-          now[e] = total;
-          begin[e] = start;
-        }
-      }
-    }
-    least_.push_back(std::move(now));
-    begins_.push_back(std::move(begin));
-  }
-}
-
-std::vector<Range> PartitionTable::cut(int stages) {
-  if (stages < 0 || stages > layers_.size()) return {};
-  extend(stages);
-  const std::size_t end = width_ - 1;
-  if (least_[static_cast<std::size_t>(stages)][end] == std::numeric_limits<double>::infinity()) return {};
-  std::vector<Range> result;
-  int last = layers_.size();
-  for (int stage = stages; stage > 0; --stage) {
-    const int first = begins_[static_cast<std::size_t>(stage)][static_cast<std::size_t>(last)];
-    result.push_back({first + layers_.first, last + layers_.first});
-    last = first;
-  }
-  std::ranges::reverse(result);
-  return result;
+  return {layers.first, std::move(prefix), std::move(first_that_fits)};
 }
 
 namespace {

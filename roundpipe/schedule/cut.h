@@ -2,10 +2,10 @@
 
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include <roundpipe/schedule/costs.h>
+#include <roundpipe/schedule/partition.h>
 #include <roundpipe/schedule/planner.h>
 
 namespace roundpipe::schedule {
@@ -44,32 +44,10 @@ Plan to_recipe(const Cut& cut, const CostSums& sums, int devices, const PlannerO
 // last layer is not counted, unless it is the only one: in any plan, each of its replicas needs a copy.
 double traffic_ratio(const Plan& plan, const CostSums& sums);
 
-// Cuts consecutive layers into stages by dynamic programming: for each number of stages, the cut with the least sum of
-// squared stage costs in which no stage of several layers exceeds the device memory cap. Exact. Each number of stages
-// costs O(layers^2) once.
-class PartitionTable {
- public:
-  // `backward`: a stage costs recompute + backward, and its memory includes gradients and saved activations; otherwise
-  // it costs its forward. `room_bytes`: the device memory for a visit, see CostSums::visit_bytes; 0 = no cap.
-  PartitionTable(const CostSums& sums, Range layers, bool backward, std::int64_t room_bytes);
-
-  // Returns the work done since the last call, in microbatch visits (see SearchOptions::effort).
-  std::int64_t take_work() { return std::exchange(work_, 0); }
-
-  // The stages, first layers first; empty if no partition into so many stages fits.
-  std::vector<Range> cut(int stages);
-
- private:
-  void extend(int stages);
-
-  const Range layers_;
-  const std::size_t width_;
-  std::vector<double> prefix_;        // prefix sums of costs
-  std::vector<int> first_that_fits_;  // [end]: first layer of the longest stage that fits and ends there
-  std::vector<std::vector<double>> least_;
-  std::vector<std::vector<int>> begins_;
-  std::int64_t work_ = 0;
-};
+// The partitions of `layers` in which no stage of several layers exceeds the device memory for a visit, `room_bytes` (0
+// = no cap; see CostSums::visit_bytes). `backward`: a stage costs recompute + backward, and its memory includes
+// gradients and saved activations; otherwise it costs its forward.
+PartitionTable partitions_of(const CostSums& sums, Range layers, bool backward, std::int64_t room_bytes);
 
 // Fills stages greedily up to threshold * max(longest layer, total / min_stages), as the published planner does.
 // Backward stages are filled from the last layers down.

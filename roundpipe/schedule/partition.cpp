@@ -53,89 +53,70 @@ int pack(std::span<const double> cost, double max_cost, std::span<const std::int
   return stages;
 }
 
-// Both passes of the dynamic program. Rows are numbers of stages; columns are numbers of layers.
-class Partitioner {
- public:
-  Partitioner(std::span<const double> cost, int stages, std::span<const std::int64_t> bytes, std::int64_t cap)
-      : layers_(static_cast<int>(cost.size())),
-        stages_(stages),
-        sum_(cost.size() + 1, 0.0),
-        reach_(cost.size() + 1, 0) {
-    std::int64_t window_bytes = 0;
-    for (std::size_t i = 1; i <= cost.size(); ++i) {
-      sum_[i] = sum_[i - 1] + cost[i - 1];
-      reach_[i] = reach_[i - 1];
-      if (cap == 0) continue;
-      window_bytes += bytes[i - 1];
-      while (window_bytes > cap) window_bytes -= bytes[static_cast<std::size_t>(reach_[i]++)];
+// The smallest possible cost of the largest of `stages` stages, each of which begins at first_that_fits[end] or later.
+double smallest_largest(const std::vector<double>& prefix, const std::vector<int>& first_that_fits, int stages) {
+  std::vector<double> before(prefix.size(), kInfinity), now(prefix.size());
+  before[0] = 0;
+  for (int stage = 1; stage <= stages; ++stage) {
+    std::ranges::fill(now, kInfinity);
+    for (auto end = static_cast<std::size_t>(stage); end < prefix.size(); ++end) {
+      const auto lowest = static_cast<std::size_t>(std::max(stage - 1, first_that_fits[end]));
+      for (std::size_t first = end; first-- > lowest && prefix[end] - prefix[first] < now[end];)
+        now[end] = std::min(now[end], std::max(before[first], prefix[end] - prefix[first]));
     }
+    std::swap(before, now);
   }
-
-  std::vector<Range> run() const {
-    const double limit = smallest_largest() * (1 + 1e3 * kRelativeTolerance);
-    return least_squares(limit);
-  }
-
- private:
-  double stage_cost(int first, int last) const {
-    return sum_[static_cast<std::size_t>(last)] - sum_[static_cast<std::size_t>(first)];
-  }
-
-  // The lowest start of the stage that ends at `last`: bytes limit it, and each stage before it needs a layer.
-  int lowest_first(int stage, int last) const { return std::max(stage - 1, reach_[static_cast<std::size_t>(last)]); }
-
-  double smallest_largest() const {
-    std::vector<double> before(sum_.size(), kInfinity), now(sum_.size());
-    before[0] = 0;
-    for (int stage = 1; stage <= stages_; ++stage) {
-      std::ranges::fill(now, kInfinity);
-      for (int last = stage; last <= layers_; ++last) {
-        double& best = now[static_cast<std::size_t>(last)];
-        for (int first = last - 1; first >= lowest_first(stage, last) && stage_cost(first, last) < best; --first)
-          best = std::min(best, std::max(before[static_cast<std::size_t>(first)], stage_cost(first, last)));
-      }
-      std::swap(before, now);
-    }
-    return before.back();
-  }
-
-  std::vector<Range> least_squares(double limit) const {
-    std::vector<double> before(sum_.size(), kInfinity), now(sum_.size());
-    std::vector<std::vector<int>> start(static_cast<std::size_t>(stages_) + 1, std::vector<int>(sum_.size(), -1));
-    before[0] = 0;
-    for (int stage = 1; stage <= stages_; ++stage) {
-      std::ranges::fill(now, kInfinity);
-      for (int last = stage; last <= layers_; ++last) {
-        double& best = now[static_cast<std::size_t>(last)];
-        for (int first = last - 1; first >= lowest_first(stage, last); --first) {
-          const double cost = stage_cost(first, last);
-          if (cost > limit) break;
-          const double squares = before[static_cast<std::size_t>(first)] + cost * cost;
-          // On a tie, the longer stage wins, so that larger stages come last.
-          if (squares == kInfinity || squares > best * (1 + kRelativeTolerance)) continue;
-          best = std::min(best, squares);
-          start[static_cast<std::size_t>(stage)][static_cast<std::size_t>(last)] = first;
-        }
-      }
-      std::swap(before, now);
-    }
-    std::vector<Range> result(static_cast<std::size_t>(stages_));
-    int last = layers_;
-    for (int stage = stages_; stage > 0; --stage) {
-      const int first = start[static_cast<std::size_t>(stage)][static_cast<std::size_t>(last)];
-      result[static_cast<std::size_t>(stage) - 1] = {first, last};
-      last = first;
-    }
-    return result;
-  }
-
-  const int layers_;
-  const int stages_;
-  std::vector<double> sum_;  // prefix sums of cost
-  std::vector<int> reach_;   // lowest start of a stage within the byte cap, by its end
-};
+  return before.back();
+}
 
 }  // namespace
+
+PartitionTable::PartitionTable(int first_layer, std::vector<double> prefix, std::vector<int> first_that_fits)
+    : first_layer_(first_layer), prefix_(std::move(prefix)), first_that_fits_(std::move(first_that_fits)) {
+  least_.assign(1, std::vector<double>(prefix_.size(), kInfinity));
+  least_[0][0] = 0;
+  begins_.assign(1, std::vector<int>(prefix_.size(), -1));
+}
+
+void PartitionTable::extend(int stages) {
+  while (static_cast<int>(least_.size()) <= stages) {
+    const std::vector<double>& before = least_.back();
+    std::vector<double> now(prefix_.size(), kInfinity);
+    std::vector<int> begin(prefix_.size(), -1);
+    const int used = static_cast<int>(least_.size()) - 1;
+    for (int end = used + 1; end < static_cast<int>(prefix_.size()); ++end) {
+      const auto e = static_cast<std::size_t>(end);
+      work_ += std::max(0, end - std::max(used, first_that_fits_[e])) / 4;  // each costs a quarter of a visit
+      // From the longest stage to the shortest, which must be better by more than rounding.
+      for (int start = std::max(used, first_that_fits_[e]); start < end; ++start) {
+        const auto s = static_cast<std::size_t>(start);
+        const double cost = prefix_[e] - prefix_[s];
+        const double total = before[s] + cost * cost;
+        if (total < now[e] * (1 - kRelativeTolerance)) {
+          now[e] = total;
+          begin[e] = start;
+        }
+      }
+    }
+    least_.push_back(std::move(now));
+    begins_.push_back(std::move(begin));
+  }
+}
+
+std::vector<Range> PartitionTable::cut(int stages) {
+  const int layers = static_cast<int>(prefix_.size()) - 1;
+  if (stages < 0 || stages > layers) return {};
+  extend(stages);
+  if (least_[static_cast<std::size_t>(stages)].back() == kInfinity) return {};
+  std::vector<Range> result(static_cast<std::size_t>(stages));
+  int last = layers;
+  for (int stage = stages; stage > 0; --stage) {
+    const int first = begins_[static_cast<std::size_t>(stage)][static_cast<std::size_t>(last)];
+    result[static_cast<std::size_t>(stage) - 1] = {first + first_layer_, last + first_layer_};
+    last = first;
+  }
+  return result;
+}
 
 std::vector<Range> balanced_partition(std::span<const double> cost, int stages, std::span<const std::int64_t> bytes,
                                       std::int64_t max_stage_bytes) {
@@ -144,7 +125,24 @@ std::vector<Range> balanced_partition(std::span<const double> cost, int stages, 
     throw std::invalid_argument("[balanced_partition] stages is " + std::to_string(stages) + ", expected at least 1");
   const int needed = pack(cost, kInfinity, bytes, max_stage_bytes);
   const int wanted = std::min(stages, static_cast<int>(cost.size()));
-  return Partitioner(cost, std::max(wanted, needed), bytes, max_stage_bytes).run();
+  const int count = std::max(wanted, needed);
+  std::vector<double> prefix{0};
+  std::vector<int> first_that_fits{0};
+  std::int64_t window_bytes = 0;
+  for (std::size_t layer = 0; layer < cost.size(); ++layer) {
+    prefix.push_back(prefix.back() + cost[layer]);
+    int first = first_that_fits.back();
+    if (max_stage_bytes > 0) window_bytes += bytes[layer];
+    while (window_bytes > max_stage_bytes) window_bytes -= bytes[static_cast<std::size_t>(first++)];
+    first_that_fits.push_back(first);
+  }
+  const double limit = smallest_largest(prefix, first_that_fits, count) * (1 + 1e3 * kRelativeTolerance);
+  for (std::size_t end = 1; end < prefix.size(); ++end) {
+    int& first = first_that_fits[end];
+    first = std::max(first, first_that_fits[end - 1]);
+    while (prefix[end] - prefix[static_cast<std::size_t>(first)] > limit) ++first;
+  }
+  return PartitionTable(0, std::move(prefix), std::move(first_that_fits)).cut(count);
 }
 
 int fewest_stages(std::span<const double> cost, double max_stage_cost, std::span<const std::int64_t> bytes,

@@ -16,9 +16,9 @@ Placer::Placer(Plan recipe, const LayerCosts& costs, const Cluster& cluster, Tim
   if (!rules.asynchronous && !recipe_.jobs.empty() && recipe_.jobs.back().order > 1)
     fail("the recipe interleaves steps, expected none of it in synchronous steps");
   for (int device = 0; device < recipe_.devices; ++device) {
-    const DeviceSpec& spec = cluster.devices[static_cast<std::size_t>(device)];
+    const ClusterDevice& spec = cluster.devices[static_cast<std::size_t>(device)];
     const auto same = std::ranges::find_if(classes_, [&](const std::vector<int>& members) {
-      const DeviceSpec& other = cluster.devices[static_cast<std::size_t>(members.front())];
+      const ClusterDevice& other = cluster.devices[static_cast<std::size_t>(members.front())];
       return other.speed == spec.speed && other.memory_bytes == spec.memory_bytes;
     });
     if (same == classes_.end()) {
@@ -126,7 +126,7 @@ Rating rate(const Plan& recipe, const LayerCosts& costs, const Cluster& cluster,
   rating.step_ms = pace_ms(ends);
   rating.work_ms = placer.work_ms();
   double speed = 0;
-  for (const DeviceSpec& device : cluster.devices) speed += device.speed;
+  for (const ClusterDevice& device : cluster.devices) speed += device.speed;
   rating.bubble = rating.step_ms > 0 ? 1 - rating.work_ms / (speed * rating.step_ms) : 0;
   return rating;
 }

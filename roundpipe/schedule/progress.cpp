@@ -12,7 +12,7 @@ Progress::Progress(const Plan& shape, const LayerCosts& costs, const Cluster& cl
       hop_ms_(cluster.hop_latency_ms),
       read_boundary_(static_cast<std::size_t>(shape.layers) + 1, 0),
       free_ms_(cluster.devices.size(), 0.0) {
-  for (const DeviceSpec& device : cluster.devices) speed_.push_back(device.speed);
+  for (const ClusterDevice& device : cluster.devices) speed_.push_back(device.speed);
   for (const Job& job : shape.jobs) read_boundary_[static_cast<std::size_t>(job.layers.first)] = 1;
 }
 

@@ -64,7 +64,7 @@ class Search {
         layers_(sums_.layers()),
         devices_(static_cast<int>(cluster.devices.size())),
         random_(options.seed) {
-    for (const DeviceSpec& device : cluster.devices) {
+    for (const ClusterDevice& device : cluster.devices) {
       if (device.memory_bytes == 0) {
         room_bytes_ = 0;
         break;
@@ -204,7 +204,7 @@ class Search {
     const auto key = std::make_tuple(layers.first, layers.last, backward);
     const auto found = tables_.find(key);
     if (found != tables_.end()) return found->second;
-    return tables_.emplace(key, PartitionTable(sums_, layers, backward, room_bytes_)).first->second;
+    return tables_.emplace(key, partitions_of(sums_, layers, backward, room_bytes_)).first->second;
   }
 
   int scaled(int replicas) const {

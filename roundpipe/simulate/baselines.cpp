@@ -187,7 +187,7 @@ BaselineSizes default_sizes(const LayerCosts& costs, int devices) {
   BaselineSizes sizes;
   if (body == 0) return sizes;
   const auto even = [&](int stages) {
-    PartitionTable table(sums, {0, body}, true, 0);
+    PartitionTable table = partitions_of(sums, {0, body}, true, 0);
     std::vector<int> cut = sizes_of(table.cut(std::min(stages, body)));
     cut.resize(static_cast<std::size_t>(stages), 0);
     return cut;

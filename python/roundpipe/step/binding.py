@@ -126,7 +126,7 @@ class Binding:
     def state(self, parameter: nn.Parameter) -> tuple[_core.ParameterState, torch.Tensor | None]:
         """The state of a trained parameter and the remainder or master of its fp32 value. No step may be running."""
         place = self._places[id(parameter)]
-        return self._core.state(*place), self._core.rest(*place)
+        return self._core.state(*place), self._core.remainder(*place)
 
     def restart_master(self, parameter: nn.Parameter) -> None:
         """Restarts the fp32 master from the parameter's value. No step may be running."""

@@ -74,7 +74,7 @@ struct BlockState {
   memory::BlockLayout sum_layout;
   std::shared_ptr<memory::BufferPool> sum_buffers;
   // The remainder of each parameter's fp32 master, once a fused optimizer trains it.
-  std::vector<at::Tensor> master_rest;
+  std::vector<at::Tensor> master_remainders;
 
   bool tied() const { return layers.size() > 1; }
   // The position of `layer` among the layers that share the block. REQUIRES: it is one of them.

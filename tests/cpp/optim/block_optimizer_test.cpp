@@ -84,7 +84,7 @@ TEST_CASE("block optimizer: each parameter by its group, written over the gradie
   CHECK(at::equal(weight(4), masters[4].to(at::kHalf)));
   CHECK(at::equal(weight(5), start[5]));
   CHECK(optimizer.moment_bytes(groups) == 8 * (128 + 128 + 5 + 6));
-  CHECK(optimizer.rest_bytes() == 2 * 5 + 4 * 6);
+  CHECK(optimizer.remainder_bytes() == 2 * 5 + 4 * 6);
 }
 
 TEST_CASE("block optimizer: the norm counts what is trained, and a new master starts from the weights") {
@@ -97,9 +97,9 @@ TEST_CASE("block optimizer: the norm counts what is trained, and a new master st
   rest[0].fill_(9);
   // Another optimizer takes over: the masters stay the model's.
   BlockOptimizer second(block, {0, -1}, rest, Algorithm::kSGD, MomentFormat::kFloat32);
-  CHECK(second.rest(0)[0].item<int>() == 9);
+  CHECK(second.remainder(0)[0].item<int>() == 9);
   second.restart_master(0, block.layout().view(block.current()->flat, 0));
-  CHECK(second.rest(0).count_nonzero().item<int64_t>() == 0);
+  CHECK(second.remainder(0).count_nonzero().item<int64_t>() == 0);
 }
 
 TEST_CASE("block optimizer: a type that cannot be trained is refused by name") {

@@ -18,7 +18,7 @@ TEST_CASE("partition table: the least sum of squares under a cap, against every 
                        .weight_bytes = 1 + static_cast<std::int64_t>(random() % 5)});
     const CostSums sums(costs);
     const std::int64_t room = random() % 2 ? 0 : 10 + static_cast<std::int64_t>(random() % 30);
-    PartitionTable table(sums, {0, layers}, false, room);
+    PartitionTable table = partitions_of(sums, {0, layers}, false, room);
     for (int stages = layers; stages >= 1; --stages) {
       double least = 1e300;
       for (unsigned cuts = 0; cuts < (1U << (layers - 1)); ++cuts) {

@@ -86,7 +86,7 @@ TEST_CASE("search: every plan is valid, keeps its limits and is predicted right"
     LayerCosts costs = random_costs(random, layers);
     Cluster cluster = cluster_of(devices, static_cast<double>(random() % 3));
     if (random() % 3 == 0) {
-      for (DeviceSpec& device : cluster.devices)
+      for (ClusterDevice& device : cluster.devices)
         device.memory_bytes = 5000 + static_cast<std::int64_t>(random() % 9000);
     }
     SearchOptions options = options_of(1 + static_cast<int>(random() % 64), random() % 2 == 0, 200'000);

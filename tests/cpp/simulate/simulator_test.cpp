@@ -218,7 +218,7 @@ TEST_CASE("simulator: agrees with slow relaxation on random plans") {
     for (int layer = 0; layer < plan.layers; ++layer)
       costs.push_back({static_cast<double>(random() % 8) / 4, static_cast<double>(random() % 16) / 4});
     Cluster cluster = cluster_of(plan.devices, static_cast<double>(random() % 4) / 2);
-    for (DeviceSpec& device : cluster.devices) device.speed = random() % 3 ? 1 : 2;
+    for (ClusterDevice& device : cluster.devices) device.speed = random() % 3 ? 1 : 2;
     const SimulateOptions options{1 + static_cast<int>(random() % 4), {.asynchronous = random() % 2 == 0}};
 
     const Timeline timeline = simulate(plan, costs, cluster, options);

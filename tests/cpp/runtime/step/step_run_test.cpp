@@ -41,7 +41,7 @@ struct Setup {
     for (BlockState& block : model->blocks) {
       const size_t parameters = block.block->parameters().size();
       optimizers.push_back(std::make_unique<optim::BlockOptimizer>(*block.block, std::vector<int>(parameters, 0),
-                                                                   block.master_rest, optim::Algorithm::kSGD,
+                                                                   block.master_remainders, optim::Algorithm::kSGD,
                                                                    optim::MomentFormat::kFloat32));
       auto gradient = std::make_shared<memory::GradientBlock>();
       gradient->flat = block.gradient_buffers->take();
