@@ -7,14 +7,14 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
-from roundpipe import _core
+from roundpipe.call.request import CallRequest, Microbatch
 from roundpipe.layers.values import Structure
-from roundpipe.memory.step import Microbatch, StepShape, largest_of, rows_of, step_shape
+from roundpipe.memory.step import StepShape, largest_of, rows_of, step_shape
 
 # Values that decide what a layer does: tokens, positions, masks. Of other tensors, only shapes count.
 _CHOOSING = frozenset({torch.bool, torch.int16, torch.int32, torch.int64})
@@ -83,11 +83,9 @@ def _revive(noted: Noted, rows: int, most: int) -> Microbatch:
 class ExplainsLack(Protocol):
     """A model in the pipeline, reduced to what explains the memory of its calls."""
 
-    def _explain_lack(self, shape: Callable[[ExplainsLack, int], StepShape], rows: int, cap: int) -> str: ...
+    def _explain_lack(self, shape: Callable[[int], StepShape], rows: int, cap: int) -> str: ...
 
     def _describe_layers(self) -> str: ...
-
-    def _memory_savers(self) -> tuple[str, ...]: ...
 
 
 class StepNote:
@@ -97,25 +95,16 @@ class StepNote:
     result. Memory is predicted only then.
     """
 
-    def __init__(
-        self,
-        pipe: ExplainsLack,
-        batch: list[Microbatch],
-        labels: list[Microbatch],
-        loss_fn: Callable[[Any, Any], Any] | None,
-        route: Any,
-        mode: _core.PlanMode,
-    ) -> None:
+    def __init__(self, pipe: ExplainsLack, request: CallRequest) -> None:
+        batch, labels = request.batch, request.labels
         largest = largest_of(batch)
         self._pipe = weakref.ref(pipe)
+        self._request = request.without_values()
         self._most_rows = rows_of(batch[largest])
         self._total_rows = sum(map(rows_of, batch))
         self._count = len(batch)
         self._batch = _note(batch[largest])
-        self._label = _note(labels[largest]) if labels else None
-        self._loss_fn = loss_fn
-        self._route = route
-        self._mode = mode
+        self._labels = [_note(labels[largest])] if labels else []
 
     def __call__(self, error: BaseException, where: str, cap: int) -> torch.OutOfMemoryError:
         """Makes the error to raise.
@@ -139,15 +128,9 @@ class StepNote:
             )
         return said(error, where, told)
 
-    def _shape(self, pipe: ExplainsLack, rows: int) -> StepShape:
+    def _shape(self, rows: int) -> StepShape:
         """The step with `rows` rows in its largest microbatch."""
-        return step_shape(
-            [_revive(self._batch, rows, self._most_rows)],
-            [_revive(self._label, rows, self._most_rows)] if self._label is not None else [],
-            self._loss_fn,
-            self._route,
-            self._mode,
-            count=self._count,
-            total_rows=self._total_rows,
-            savers=pipe._memory_savers(),
-        )
+        batch = _revive(self._batch, rows, self._most_rows)
+        labels = [_revive(label, rows, self._most_rows) for label in self._labels]
+        request = replace(self._request, batch=[batch], labels=labels)
+        return step_shape(request, count=self._count, total_rows=self._total_rows)

@@ -10,9 +10,9 @@ import torch
 
 from roundpipe import _core
 from roundpipe.call.loss_function import as_losses
+from roundpipe.call.request import CallRequest, Microbatch, Route
 from roundpipe.call.run_config import RecomputeGrain
 from roundpipe.layers.shell import PythonLayer
-from roundpipe.layers.values import Structure
 from roundpipe.memory.budget import HostPrediction, predict_host, refuse_device, refuse_host, table
 from roundpipe.memory.footprint import LayerFootprint, Loss, measure
 from roundpipe.memory.prediction import STAGED, DeviceMemory, LayerBytes, predict_device, waiting_on_host
@@ -23,7 +23,6 @@ _PLACES: dict[Activations, str] = {
     "host": "are recomputed from inputs on the host",
     "recompute": "from a layer below",
 }
-Microbatch = tuple[list[torch.Tensor], Structure]
 # Steps that a prediction follows: each step assigns devices again.
 _STEPS = 3
 
@@ -74,10 +73,10 @@ class StepShape:
     label_bytes: int
     loss: Loss | None
     count: int
-    route: Any
+    route: Route
     mode: _core.PlanMode
     total_rows: int
-    savers: tuple[str, ...] = ()
+    savers: tuple[str, ...]
 
     @property
     def trains(self) -> bool:
@@ -101,34 +100,25 @@ def largest_of(batch: Sequence[Microbatch]) -> int:
     return sizes.index(max(sizes))
 
 
-def step_shape(
-    batch: list[Microbatch],
-    labels: list[Microbatch],
-    loss_fn: Callable[[Any, Any], Any] | None,
-    route: Any,
-    mode: _core.PlanMode,
-    *,
-    count: int | None = None,
-    total_rows: int | None = None,
-    savers: tuple[str, ...] = (),
-) -> StepShape:
-    """The step that a call makes of these microbatches; `count` and `total_rows` apply if they are only part of it."""
-    largest = largest_of(batch)
-    label: Any = labels[largest] if labels else ([], None)
+def step_shape(request: CallRequest, *, count: int | None = None, total_rows: int | None = None) -> StepShape:
+    """The step that a call makes; `count` and `total_rows` apply if the request holds only a part of it."""
+    largest = largest_of(request.batch)
+    label: Any = request.labels[largest] if request.labels else ([], None)
+    loss_fn = request.loss_fn
 
     def loss(outputs: Any) -> list[torch.Tensor]:
         assert loss_fn is not None
         return as_losses(loss_fn(outputs, label[1].join(label[0])))
 
     return StepShape(
-        batch=batch[largest],
+        batch=request.batch[largest],
         label_bytes=sum(map(_core.settled_bytes, label[0])),
         loss=None if loss_fn is None else loss,
-        count=len(batch) if count is None else count,
-        route=route,
-        mode=mode,
-        total_rows=sum(map(rows_of, batch)) if total_rows is None else total_rows,
-        savers=savers,
+        count=len(request.batch) if count is None else count,
+        route=request.route,
+        mode=request.mode,
+        total_rows=sum(map(rows_of, request.batch)) if total_rows is None else total_rows,
+        savers=request.savers,
     )
 
 
@@ -154,16 +144,19 @@ class StepMemory:
         self._last: MemoryPrediction | None = None
         self._correction = 1.0
 
-    def admit(self, pipeline: _core.Pipeline, step: StepShape, grain: RecomputeGrain) -> RecomputeGrain:
-        """Plans the step within the device budget. REQUIRES: there is one.
+    def admit(self, pipeline: _core.Pipeline, request: CallRequest) -> RecomputeGrain:
+        """Plans the call within the device budget, if there is one.
 
         Returns:
             The recompute grain: "layer" if a stage's graph would not fit.
 
         Raises:
-            ValueError: the step cannot fit with these microbatches.
+            ValueError: the call cannot fit with these microbatches.
         """
-        assert self.device_budget is not None
+        grain = request.config.recompute_grain
+        if self.device_budget is None:
+            return grain
+        step = step_shape(request)
         engine = _core.Engine.current()
         engine.limit_memory(self.device_budget)
         key = (self._key(step), step.count, step.mode, grain, len(engine))
@@ -172,8 +165,9 @@ class StepMemory:
             self._admitted[key] = self._fit(pipeline, step, grain, self.device_budget)
         return self._admitted[key]
 
-    def predict(self, pipeline: _core.Pipeline, step: StepShape, grain: RecomputeGrain) -> MemoryPrediction:
-        """Predicts the step's memory. Plans from now on keep to that."""
+    def predict(self, pipeline: _core.Pipeline, request: CallRequest) -> MemoryPrediction:
+        """Predicts the call's memory. Plans from now on keep to that."""
+        step, grain = step_shape(request), request.config.recompute_grain
         footprints = self._footprints(pipeline, step)
         self._tell_planner(pipeline, step, footprints, grain)
         found = self._device(pipeline, step, grain, footprints, self.device_budget or self._cap())

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from roundpipe import _core
+from roundpipe.call.loss_function import outputs_as_loss
 from roundpipe.call.run_config import RoundPipeRunConfig, layered
 from roundpipe.data.microbatch import merge_what_fits
 from roundpipe.device.pool import devices
@@ -350,10 +351,6 @@ class _Wrapper:
                 )
 
 
-def _outputs_as_loss(outputs: Any, label: Any) -> Any:
-    return outputs
-
-
 class AutoRoundPipe(SteppedModel):
     """A model whose root runs on the host, with `RoundPipe` modules inside it.
 
@@ -440,7 +437,7 @@ class AutoRoundPipe(SteppedModel):
         input_args: tuple[Any, ...] = (),
         input_kwargs: dict[str, Any] | None = None,
         label: Any = None,
-        loss_fn: Callable[[Any, Any], Any] = _outputs_as_loss,
+        loss_fn: Callable[[Any, Any], Any] = outputs_as_loss,
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig | None = None,
         **unknown: Any,

@@ -20,7 +20,7 @@ from roundpipe.step.binding import Binding, BoundOptimizer, Gradients, Moments, 
 from roundpipe.step.optimizer_context import OptimizerCtx
 from roundpipe.step.optimizer_parameter import OptimizerParameter
 from roundpipe.step.plain_steps import owners, split_parameters, watch_optimizers
-from roundpipe.step.scaler import GradScaler, StepScales, _all_live
+from roundpipe.step.scaler import GradScaler, StepScales, live_scalers
 from roundpipe.step.update import Update, is_updating, uninterrupted
 
 watch_optimizers()
@@ -270,7 +270,7 @@ class StepGroup:
 
     @staticmethod
     def _hand_over_scales() -> StepScales | None:
-        if not _all_live():
+        if not live_scalers():
             return None
         for group in list(owners):
             group.finish_update()
@@ -347,7 +347,7 @@ class StepGroup:
         self._publish_now()
         for pipeline in self._pipelines:
             pipeline.expose()
-        if _all_live():
+        if live_scalers():
             GradScaler._synchronize_all()
 
     # -- steps outside `step` ---------------------------------------------------------------------------------------
