@@ -31,8 +31,8 @@ from roundpipe.model.run_records import RunRecords
 from roundpipe.model.step_call import check_gradients, check_step_call
 from roundpipe.model.stepped import SteppedModel
 from roundpipe.model.timer import print_times
-from roundpipe.step.group import StepGroup
 from roundpipe.step.scaler import live_scalers
+from roundpipe.step.torch_steps import TorchSteps
 
 if TYPE_CHECKING:
     from roundpipe.following.language_model import LanguageModel
@@ -131,7 +131,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         ]
         own = object.__getattribute__(self, "__dict__")
         own["_pipeline"] = _core.Pipeline(self._name, layers, self._pinned)
-        own["_step_group"] = StepGroup({"": self}, {}, self._optim_dtype)
+        own["_step_group"] = TorchSteps({"": self}, {}, self._optim_dtype)
         own["_layer_count"] = len(layers)
         own["_modules_in_order"] = modules
         real = [layer for layer in layers if isinstance(layer, PythonLayer)]

@@ -25,7 +25,7 @@ from roundpipe.model.host_contents import contents_of
 from roundpipe.model.pipe import RoundPipe
 from roundpipe.model.step_call import check_step_call
 from roundpipe.model.stepped import SteppedModel
-from roundpipe.step.group import StepGroup
+from roundpipe.step.torch_steps import TorchSteps
 
 if TYPE_CHECKING:
     from roundpipe.following.language_model import LanguageModel
@@ -402,7 +402,7 @@ class AutoRoundPipe(SteppedModel):
         model = own["_wrapped"]
         pipes, host_parameters = _parts_of(model)
         order = [parameter_name for parameter_name, _ in model.named_parameters(remove_duplicate=False)]
-        own["_step_group"] = StepGroup(pipes, host_parameters, own["_optim_dtype"])
+        own["_step_group"] = TorchSteps(pipes, host_parameters, own["_optim_dtype"])
         own["_order"] = {parameter_name: place for place, parameter_name in enumerate(order)}
         own["_contents"] = contents_of(model)
 
