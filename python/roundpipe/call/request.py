@@ -16,16 +16,9 @@ from roundpipe.layers.values import Structure
 Microbatch = tuple[list[torch.Tensor], Structure]
 Route = _core.Stages | _core.Plan | None
 
-MODES: dict[RunType, _core.PlanMode] = {
-    "infer": _core.PlanMode.INFERENCE,
-    "train": _core.PlanMode.TRAIN,
-    "fused": _core.PlanMode.FUSED,
-}
+MODES = {"infer": _core.PlanMode.INFERENCE, "train": _core.PlanMode.TRAIN, "fused": _core.PlanMode.FUSED}
 _GRAINS = {"stage": _core.RecomputeGrain.STAGE, "layer": _core.RecomputeGrain.LAYER}
-_ACCUMULATIONS = {
-    "layer": _core.TiedGradAccumulation.LAYER,
-    "microbatch": _core.TiedGradAccumulation.MICROBATCH,
-}
+_ACCUMULATIONS = {"layer": _core.TiedGradAccumulation.LAYER, "microbatch": _core.TiedGradAccumulation.MICROBATCH}
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,13 @@ import inspect
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
 from roundpipe.call.request import CallRequest, Microbatch
 from roundpipe.layers.values import Structure
-from roundpipe.memory.step import StepShape, largest_of, rows_of, step_shape
+from roundpipe.memory.step import StepMemory, StepShape, largest_of, rows_of, step_shape
 
 # Values that decide what a layer does: tokens, positions, masks. Of other tensors, only shapes count.
 _CHOOSING = frozenset({torch.bool, torch.int16, torch.int32, torch.int64})
@@ -80,14 +78,6 @@ def _revive(noted: Noted, rows: int, most: int) -> Microbatch:
     return cut, noted[1]
 
 
-class ExplainsLack(Protocol):
-    """A model in the pipeline, reduced to what explains the memory of its calls."""
-
-    def _explain_lack(self, shape: Callable[[int], StepShape], rows: int, cap: int) -> str: ...
-
-    def _describe_layers(self) -> str: ...
-
-
 class StepNote:
     """Describes a call, to explain later why it did not fit. It does not keep the values of the batch.
 
@@ -95,10 +85,10 @@ class StepNote:
     result. Memory is predicted only then.
     """
 
-    def __init__(self, pipe: ExplainsLack, request: CallRequest) -> None:
+    def __init__(self, memory: StepMemory, request: CallRequest) -> None:
         batch, labels = request.batch, request.labels
         largest = largest_of(batch)
-        self._pipe = weakref.ref(pipe)
+        self._memory = weakref.ref(memory)  # which ends with the model
         self._request = request.without_values()
         self._most_rows = rows_of(batch[largest])
         self._total_rows = sum(map(rows_of, batch))
@@ -115,14 +105,14 @@ class StepNote:
             cap: the device's cap in bytes; 0: unknown.
         """
         release(error)
-        pipe = self._pipe()
-        if pipe is None:
+        memory = self._memory()
+        if memory is None:
             return said(error, where)
         try:
             with torch.inference_mode(False), torch.enable_grad():
-                told = pipe._explain_lack(self._shape, self._most_rows, cap)
+                told = memory.explain(self._shape, self._most_rows, cap)
         except Exception as failed:
-            told = pipe._describe_layers() + (
+            told = memory.describe_layers() + (
                 f"\nwhat the step needs could not be predicted ({type(failed).__name__}: {failed}); "
                 "what may help: more microbatches, shorter rows, or more memory for each device"
             )

@@ -22,7 +22,7 @@ from roundpipe.layers.emulated import EmulatedLayer, NativeEmulatedLayer
 from roundpipe.layers.shell import PythonLayer, layers_of
 from roundpipe.memory.budget import DEVICE_VARIABLE, HOST_VARIABLE, budget_of, predict_model, refuse_host
 from roundpipe.memory.out_of_memory import StepNote
-from roundpipe.memory.step import MemoryPrediction, StepMemory, StepShape
+from roundpipe.memory.step import MemoryPrediction, StepMemory
 from roundpipe.model.call_hooks import HasCallHooks, refuse_hooks_of
 from roundpipe.model.pending import Pending, merged
 from roundpipe.model.preparation import Preparation, StepArguments
@@ -134,10 +134,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         own["_step_group"] = TorchSteps({"": self}, {}, self._optim_dtype)
         own["_layer_count"] = len(layers)
         own["_modules_in_order"] = modules
-        real = [layer for layer in layers if isinstance(layer, PythonLayer)]
-        # Emulated layers take time, not memory.
-        budget = self._device_budget if len(real) == len(layers) else None
-        own["_memory"] = StepMemory(self._name, real, self._host_budget, budget)
+        own["_memory"] = StepMemory(self._name, own["_pipeline"], layers, self._host_budget, self._device_budget)
 
     # -- the original model shows through ---------------------------------------------------------------------------
 
@@ -252,8 +249,8 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
                 modes.enter_context(torch.inference_mode(False))
                 modes.enter_context(torch.no_grad())
             modes.enter_context(torch.set_grad_enabled(requires_grad))
-            options = request.options(self._memory.admit(self._pipeline, request))
-            parts = self._pipeline.forward(request.batch, options, request.route, StepNote(self, request))
+            options = request.options(self._memory.admit(request))
+            parts = self._pipeline.forward(request.batch, options, request.route, StepNote(self._memory, request))
             for _, structure in parts:
                 structure.check_open("forward")
             print_times(self._pipeline)
@@ -350,15 +347,10 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         assert request.loss_fn is not None
         loss = MicrobatchLoss(request.loss_fn, refuses_nan)
         with torch.inference_mode(False), torch.enable_grad():
-            options = request.options(self._memory.admit(self._pipeline, request))
+            options = request.options(self._memory.admit(request))
+            note = StepNote(self._memory, request)
             submitted = self._pipeline.submit(
-                request.batch,
-                request.labels,
-                loss,
-                request.return_outputs,
-                options,
-                request.route,
-                StepNote(self, request),
+                request.batch, request.labels, loss, request.return_outputs, options, request.route, note
             )
         return Pending(self._pipeline, submitted, request, loss, self._check_loss)
 
@@ -381,21 +373,12 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         given = StepArguments("predict_memory", input_args, input_kwargs, label, loss_fn, False, run_config)
         request = self._prepare_step(given)
         with torch.inference_mode(False), torch.enable_grad():
-            return self._memory.predict(self._pipeline, request)
+            return self._memory.predict(request)
 
     def memory_prediction(self) -> MemoryPrediction | None:
         """Returns the prediction that planned the last kind of step, with the peak measured since; None before the
         first step, or without `device_memory`."""
         return self._memory.last()
-
-    def _explain_lack(self, shape: Callable[[int], StepShape], rows: int, cap: int) -> str:
-        """Explains the memory needs of a call that a device of `cap` bytes could not run; see `StepMemory.explain`."""
-        if not self._memory.knows(self._layer_count):
-            raise ValueError("emulated layers take time, not memory")
-        return self._memory.explain(self._pipeline, shape, rows, cap)
-
-    def _describe_layers(self) -> str:
-        return self._memory.describe_layers(self._pipeline)
 
     def _auto_plan(
         self,

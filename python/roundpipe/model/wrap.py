@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from roundpipe import _core
-from roundpipe.call.loss_function import outputs_as_loss
+from roundpipe.call.loss_function import as_losses, outputs_as_loss
 from roundpipe.call.run_config import RoundPipeRunConfig, layered
 from roundpipe.data.microbatch import merge_what_fits
 from roundpipe.device.pool import devices
@@ -471,7 +471,7 @@ class AutoRoundPipe(SteppedModel):
             args = tuple(input_args) if isinstance(input_args, (list, tuple)) else (input_args,)
             outputs = self._original_model(*args, **(input_kwargs or {}))
             result = loss_fn(outputs, label)
-            losses = list(result) if isinstance(result, (list, tuple)) else [result]
+            losses = as_losses(result)
             for loss in losses:
                 if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                     raise ValueError(
