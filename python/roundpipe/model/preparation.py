@@ -50,7 +50,8 @@ class Preparation:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_only: bool) -> CallRequest:
         """The request of `model(...)`; `loss_only` says that only the loss will be read from the outputs."""
         batch, changeable = self._split(args, kwargs, loss_only)
-        config = adding_losses(self.config) if self._adds_losses(args, kwargs) else self.config
+        adds = self.followed is not None and self.followed.adds_losses(args, kwargs)
+        config = adding_losses(self.config) if adds else self.config
         run_type: RunType = "train" if config.requires_grad else "infer"
         route = route_of(config, run_type, self.layers)
         return CallRequest(config, MODES[run_type], batch, route, changeable, self._savers())
@@ -63,7 +64,7 @@ class Preparation:
         batch, changeable = self._split(args, kwargs, loss_only=own_loss and not given.return_outputs)
         config, loss_fn = self.config, given.loss_fn
         if self.followed is not None:
-            adds = self._adds_losses(args, kwargs)
+            adds = self.followed.adds_losses(args, kwargs)
             config = adding_losses(config) if adds else config
             parts = 1 if adds else len(batch)
             loss_fn = self.followed.mean_loss(parts) if own_loss else self.followed.seen_by(loss_fn, parts)
@@ -74,9 +75,6 @@ class Preparation:
         return CallRequest(
             config, MODES["fused"], batch, route, changeable, self._savers(), labels, loss_fn, given.return_outputs
         )
-
-    def _adds_losses(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return self.followed is not None and self.followed.adds_losses(args, kwargs)
 
     def _savers(self) -> tuple[str, ...]:
         return () if self.followed is None else self.followed.memory_savers()

@@ -107,12 +107,7 @@ class StepGroup(ABC):
         self.models.drain()
         self._settle()
         self.models.expose()
-        if live_scalers():
-            GradScaler._synchronize_all()
-
-    def owns_any(self, ids: set[int]) -> bool:
-        """Whether one of these ids belongs to a parameter of the models."""
-        return self.models.owns_any(ids)
+        GradScaler._synchronize_all()
 
     def show_gradients(self) -> None:
         """Fills the `.grad` of the models' own parameters, if there are gradients that no step has consumed."""

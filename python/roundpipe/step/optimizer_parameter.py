@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from roundpipe.step.models import SteppedModels
 from roundpipe.step.optimizer_context import in_optimizer_context
 
 _GROUP = "_roundpipe_group"
@@ -17,11 +18,11 @@ _gradient: Any = torch.Tensor.grad
 class ParameterOwner(Protocol):
     """The part of `TorchSteps` and `FusedSteps` that torch's hooks use."""
 
+    models: SteppedModels
+
     def finish_update(self) -> None: ...
 
     def show_gradients(self) -> None: ...
-
-    def owns_any(self, ids: set[int]) -> bool: ...
 
     def owns_trained(self, ids: set[int]) -> bool: ...
 

@@ -47,7 +47,7 @@ def watch_optimizers() -> None:
 def stepped_groups(optimizer: torch.optim.Optimizer) -> list[ParameterOwner]:
     """The groups of models that own parameters of the optimizer."""
     own, found = split_parameters(optimizer)
-    return [group for group in list(owners) if any(group is known for known in found) or group.owns_any(own)]
+    return [group for group in list(owners) if any(group is known for known in found) or group.models.owns_any(own)]
 
 
 def split_parameters(optimizer: torch.optim.Optimizer) -> tuple[set[int], list[CopyOwner]]:
