@@ -71,8 +71,12 @@ double smallest_largest(const std::vector<double>& prefix, const std::vector<int
 
 }  // namespace
 
-PartitionTable::PartitionTable(int first_layer, std::vector<double> prefix, std::vector<int> first_that_fits)
-    : first_layer_(first_layer), prefix_(std::move(prefix)), first_that_fits_(std::move(first_that_fits)) {
+PartitionTable::PartitionTable(int first_layer, std::vector<double> prefix, std::vector<int> first_that_fits,
+                               double tolerance)
+    : first_layer_(first_layer),
+      prefix_(std::move(prefix)),
+      first_that_fits_(std::move(first_that_fits)),
+      tolerance_(tolerance) {
   least_.assign(1, std::vector<double>(prefix_.size(), kInfinity));
   least_[0][0] = 0;
   begins_.assign(1, std::vector<int>(prefix_.size(), -1));
@@ -87,12 +91,12 @@ void PartitionTable::extend(int stages) {
     for (int end = used + 1; end < static_cast<int>(prefix_.size()); ++end) {
       const auto e = static_cast<std::size_t>(end);
       work_ += std::max(0, end - std::max(used, first_that_fits_[e])) / 4;  // each costs a quarter of a visit
-      // From the longest stage to the shortest, which must be better by more than rounding.
+      // From the longest stage to the shortest, which must be better by more than a tie.
       for (int start = std::max(used, first_that_fits_[e]); start < end; ++start) {
         const auto s = static_cast<std::size_t>(start);
         const double cost = prefix_[e] - prefix_[s];
         const double total = before[s] + cost * cost;
-        if (total < now[e] * (1 - kRelativeTolerance)) {
+        if (total < now[e] * (1 - tolerance_)) {
           now[e] = total;
           begin[e] = start;
         }
@@ -142,7 +146,7 @@ std::vector<Range> balanced_partition(std::span<const double> cost, int stages, 
     first = std::max(first, first_that_fits[end - 1]);
     while (prefix[end] - prefix[static_cast<std::size_t>(first)] > limit) ++first;
   }
-  return PartitionTable(0, std::move(prefix), std::move(first_that_fits)).cut(count);
+  return PartitionTable(0, std::move(prefix), std::move(first_that_fits), kRelativeTolerance).cut(count);
 }
 
 int fewest_stages(std::span<const double> cost, double max_stage_cost, std::span<const std::int64_t> bytes,

@@ -16,8 +16,8 @@ class PartitionTable {
  public:
   // `prefix`: the prefix sums of the layers' costs, from 0. `first_that_fits`: by the number of layers before the end
   // of a stage, the first layer of the longest stage that fits and ends there; ascending. Layers count from
-  // `first_layer`.
-  PartitionTable(int first_layer, std::vector<double> prefix, std::vector<int> first_that_fits);
+  // `first_layer`. `tolerance`: sums of squares that differ by less, relatively, are a tie.
+  PartitionTable(int first_layer, std::vector<double> prefix, std::vector<int> first_that_fits, double tolerance = 0);
 
   // Returns the work done since the last call, in microbatch visits (see SearchOptions::effort).
   std::int64_t take_work() { return std::exchange(work_, 0); }
@@ -31,6 +31,7 @@ class PartitionTable {
   const int first_layer_;
   const std::vector<double> prefix_;
   const std::vector<int> first_that_fits_;
+  const double tolerance_;
   std::vector<std::vector<double>> least_;  // [stages][end]
   std::vector<std::vector<int>> begins_;
   std::int64_t work_ = 0;

@@ -15,6 +15,7 @@ namespace roundpipe::simulate {
 using schedule::Job;
 using schedule::Phase;
 using schedule::Plan;
+using schedule::Priority;
 
 namespace {
 
@@ -160,7 +161,7 @@ class LinkSimulator {
     return boundary == 0 ? 0 : static_cast<double>(costs_[static_cast<std::size_t>(boundary) - 1].activation_bytes);
   }
 
-  void ask(int device, bool up, TransferKind kind, const JobRun& run, int microbatch, double bytes) {
+  void ask(int device, bool up, Priority kind, const JobRun& run, int microbatch, double bytes) {
     Transfer transfer;
     transfer.priority = rules_.priorities ? static_cast<int>(kind) : 0;
     transfer.order = asked_++;
@@ -194,7 +195,7 @@ class LinkSimulator {
     bool any = false;
     if (!run.weights_asked && weights_published(run)) {
       run.weights_asked = any = true;
-      ask(device, true, TransferKind::kWeights, run, -1, static_cast<double>(sums_.weight_bytes(run.job->layers)));
+      ask(device, true, Priority::kWeight, run, -1, static_cast<double>(sums_.weight_bytes(run.job->layers)));
     }
     const int count = run.job->microbatches.size();
     while (run.next_asked < std::min(count, run.next + rules_.prefetched_values)) {
@@ -209,14 +210,14 @@ class LinkSimulator {
       const Job& job = *of.job;
       if (!wanted.input_asked && job.layers.first > 0 && value_on_host_[at_cell(of.step, job.layers.first, wanted.m)]) {
         wanted.input_asked = any = true;
-        ask(wanted.device, true, TransferKind::kValue, of, wanted.m, boundary_bytes(job.layers.first));
+        ask(wanted.device, true, Priority::kActivation, of, wanted.m, boundary_bytes(job.layers.first));
       }
       const bool loss = outside_loss_ && job.layers.last == layers_;
       if (!wanted.gradient_asked && job.phase == Phase::kBackward &&
           (loss ? outputs_left_[static_cast<std::size_t>(of.step)] == 0
                 : gradient_on_host_[at_cell(of.step, job.layers.last, wanted.m)])) {
         wanted.gradient_asked = any = true;
-        ask(wanted.device, true, TransferKind::kGradient, of, wanted.m, boundary_bytes(job.layers.last));
+        ask(wanted.device, true, Priority::kBoundaryGradient, of, wanted.m, boundary_bytes(job.layers.last));
       }
       return (wanted.input_asked || job.layers.first == 0) && (wanted.gradient_asked || job.phase != Phase::kBackward);
     });
@@ -317,15 +318,15 @@ class LinkSimulator {
     const Job& job = *run.job;
     const auto place = static_cast<std::size_t>(transfer.microbatch - job.microbatches.first);
     if (transfer.what.up) {
-      if (transfer.what.kind == TransferKind::kWeights) run.weights_here = true;
-      if (transfer.what.kind == TransferKind::kValue) run.input_here[place] = 1;
-      if (transfer.what.kind == TransferKind::kGradient) run.gradient_here[place] = 1;
+      if (transfer.what.kind == Priority::kWeight) run.weights_here = true;
+      if (transfer.what.kind == Priority::kActivation) run.input_here[place] = 1;
+      if (transfer.what.kind == Priority::kBoundaryGradient) run.gradient_here[place] = 1;
       return;
     }
-    if (transfer.what.kind == TransferKind::kValue) value_on_host_[cell_of_[transfer.order]] = 1;
-    if (transfer.what.kind == TransferKind::kGradient)
+    if (transfer.what.kind == Priority::kActivation) value_on_host_[cell_of_[transfer.order]] = 1;
+    if (transfer.what.kind == Priority::kBoundaryGradient)
       gradient_on_host_[at_cell(run.step, job.layers.first, transfer.microbatch)] = 1;
-    if (transfer.what.kind == TransferKind::kParameterGradients) landed(run);
+    if (transfer.what.kind == Priority::kParameterGradient) landed(run);
   }
 
   void compute_over(int d, DeviceRun& device) {
@@ -352,15 +353,15 @@ class LinkSimulator {
         if (!read_[static_cast<std::size_t>(boundary)]) continue;
         cell_of_.resize(static_cast<std::size_t>(asked_) + 1);
         cell_of_[static_cast<std::size_t>(asked_)] = at_cell(run.step, boundary, m);
-        ask(d, false, TransferKind::kValue, run, m, boundary_bytes(boundary));
+        ask(d, false, Priority::kActivation, run, m, boundary_bytes(boundary));
       }
     }
     if (job.phase != Phase::kForward && job.layers.first > 0 && job.layers.first > lowest_)
-      ask(d, false, TransferKind::kGradient, run, m, boundary_bytes(job.layers.first));
+      ask(d, false, Priority::kBoundaryGradient, run, m, boundary_bytes(job.layers.first));
     run.state = JobRun::kIdle;
     if (++run.next < job.microbatches.size()) return;
     if (job.phase != Phase::kForward)
-      ask(d, false, TransferKind::kParameterGradients, run, -1, static_cast<double>(sums_.gradient_bytes(job.layers)));
+      ask(d, false, Priority::kParameterGradient, run, -1, static_cast<double>(sums_.gradient_bytes(job.layers)));
     ++device.at;
   }
 

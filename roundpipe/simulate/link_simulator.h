@@ -12,19 +12,17 @@ namespace roundpipe::simulate {
 struct LinkRules {
   schedule::TimingRules timing;           // only `asynchronous` applies: every value goes by way of the host
   std::int64_t chunk_bytes = 64'000'000;  // transfers are cut into chunks of this size; 0 = not cut
-  bool priorities = true;                 // activations, boundary gradients, weights, parameter gradients; else FIFO
+  bool priorities = true;                 // by schedule::Priority, as the engine's links do; else FIFO
   int prefetched_values = 2;              // microbatches whose values are prefetched, counting the running one
   // Weights that the host's optimizer updates, in 1e9 bytes per second; 0 = at once. One layer at a time, lowest first.
   double update_gb_per_s = 0;
 };
 
-enum class TransferKind { kValue, kGradient, kWeights, kParameterGradients };
-
 // The time that one chunk of a transfer occupied its link.
 struct TransferEvent {
   int device = 0;
   bool up = true;  // host to device
-  TransferKind kind = TransferKind::kValue;
+  schedule::Priority kind = schedule::Priority::kActivation;
   int step = 0;
   int job = 0;
   double start_ms = 0;

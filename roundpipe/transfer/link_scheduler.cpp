@@ -16,20 +16,6 @@ namespace roundpipe::transfer {
 
 using device::EventPtr;
 
-const char* name_of(Priority priority) {
-  switch (priority) {
-    case Priority::kActivation:
-      return "activations";
-    case Priority::kBoundaryGradient:
-      return "boundary gradients";
-    case Priority::kWeight:
-      return "weights";
-    case Priority::kParameterGradient:
-      return "parameter gradients";
-  }
-  return "?";
-}
-
 struct LinkScheduler::Entry {
   // Its deleter fires `settled`. Declared first, so destroyed last. Chunks in flight hold the entry.
   std::shared_ptr<void> untouched;

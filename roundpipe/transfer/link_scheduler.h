@@ -14,13 +14,13 @@
 #include <roundpipe/core/mutex.h>
 #include <roundpipe/device/device.h>
 #include <roundpipe/device/event.h>
+#include <roundpipe/schedule/priority.h>
 
 namespace roundpipe::transfer {
 
-// Urgency class of a transfer. Lower values go first; within a class, submission order decides.
-enum class Priority { kActivation, kBoundaryGradient, kWeight, kParameterGradient };
-inline constexpr size_t kPriorities = 4;
-const char* name_of(Priority priority);
+using schedule::kPriorities;
+using schedule::name_of;
+using schedule::Priority;
 
 using device::LinkOptions;
 using device::Piece;

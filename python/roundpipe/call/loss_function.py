@@ -21,18 +21,31 @@ def as_losses(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def run_loss(loss_fn: Callable[[Any, Any], Any], single: list[bool], check: bool) -> Callable[..., list[torch.Tensor]]:
-    """Returns the function that the engine calls with `(tensors, structure)` pairs for the losses of one microbatch.
+def outputs_as_loss(outputs: Any, label: Any) -> Any:
+    """The default loss function: the model's outputs are the losses."""
+    return outputs
+
+
+class MicrobatchLoss:
+    """The function that the engine calls with `(tensors, structure)` pairs for the losses of one microbatch.
 
     Args:
-        single: a list of one entry, set to whether `loss_fn` returned one loss instead of a list.
-        check: refuse a NaN loss.
+        loss_fn: the user's loss function.
+        refuses_nan: refuse a NaN loss on the device.
+
+    Attributes:
+        is_single: whether `loss_fn` returned one loss instead of a list. Set by calls.
     """
 
-    def run(outputs: Any, label: Any, context: Any) -> list[torch.Tensor]:
+    def __init__(self, loss_fn: Callable[[Any, Any], Any], refuses_nan: bool) -> None:
+        self._loss_fn = loss_fn
+        self._refuses_nan = refuses_nan
+        self.is_single = True
+
+    def __call__(self, outputs: Any, label: Any, context: Any) -> list[torch.Tensor]:
         with holding_nothing():
-            result = loss_fn(outputs[1].join(outputs[0]), label[1].join(label[0]))
-        single[0] = not isinstance(result, (list, tuple))
+            result = self._loss_fn(outputs[1].join(outputs[0]), label[1].join(label[0]))
+        self.is_single = not isinstance(result, (list, tuple))
         losses = as_losses(result)
         for loss in losses:
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -43,8 +56,6 @@ def run_loss(loss_fn: Callable[[Any, Any], Any], single: list[bool], check: bool
                 )
         if not losses:
             raise ValueError("[forward_backward] loss_fn returned no loss, expected at least one")
-        if check and any(bool(loss.isnan()) for loss in losses):
+        if self._refuses_nan and any(bool(loss.isnan()) for loss in losses):
             raise _core.RoundPipeError(NAN_LOSS.format(""))
         return losses
-
-    return run

@@ -6,15 +6,13 @@ import inspect
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
 
 import torch
 
-from roundpipe import _core
+from roundpipe.call.request import CallRequest, Microbatch
 from roundpipe.layers.values import Structure
-from roundpipe.memory.step import Microbatch, StepShape, largest_of, rows_of, step_shape
+from roundpipe.memory.step import StepMemory, StepShape, largest_of, rows_of, step_shape
 
 # Values that decide what a layer does: tokens, positions, masks. Of other tensors, only shapes count.
 _CHOOSING = frozenset({torch.bool, torch.int16, torch.int32, torch.int64})
@@ -80,16 +78,6 @@ def _revive(noted: Noted, rows: int, most: int) -> Microbatch:
     return cut, noted[1]
 
 
-class ExplainsLack(Protocol):
-    """A model in the pipeline, reduced to what explains the memory of its calls."""
-
-    def _explain_lack(self, shape: Callable[[ExplainsLack, int], StepShape], rows: int, cap: int) -> str: ...
-
-    def _describe_layers(self) -> str: ...
-
-    def _memory_savers(self) -> tuple[str, ...]: ...
-
-
 class StepNote:
     """Describes a call, to explain later why it did not fit. It does not keep the values of the batch.
 
@@ -97,25 +85,16 @@ class StepNote:
     result. Memory is predicted only then.
     """
 
-    def __init__(
-        self,
-        pipe: ExplainsLack,
-        batch: list[Microbatch],
-        labels: list[Microbatch],
-        loss_fn: Callable[[Any, Any], Any] | None,
-        route: Any,
-        mode: _core.PlanMode,
-    ) -> None:
+    def __init__(self, memory: StepMemory, request: CallRequest) -> None:
+        batch, labels = request.batch, request.labels
         largest = largest_of(batch)
-        self._pipe = weakref.ref(pipe)
+        self._memory = weakref.ref(memory)  # which ends with the model
+        self._request = request.without_values()
         self._most_rows = rows_of(batch[largest])
         self._total_rows = sum(map(rows_of, batch))
         self._count = len(batch)
         self._batch = _note(batch[largest])
-        self._label = _note(labels[largest]) if labels else None
-        self._loss_fn = loss_fn
-        self._route = route
-        self._mode = mode
+        self._labels = [_note(labels[largest])] if labels else []
 
     def __call__(self, error: BaseException, where: str, cap: int) -> torch.OutOfMemoryError:
         """Makes the error to raise.
@@ -126,28 +105,22 @@ class StepNote:
             cap: the device's cap in bytes; 0: unknown.
         """
         release(error)
-        pipe = self._pipe()
-        if pipe is None:
+        memory = self._memory()
+        if memory is None:
             return said(error, where)
         try:
             with torch.inference_mode(False), torch.enable_grad():
-                told = pipe._explain_lack(self._shape, self._most_rows, cap)
+                told = memory.explain(self._shape, self._most_rows, cap)
         except Exception as failed:
-            told = pipe._describe_layers() + (
+            told = memory.describe_layers() + (
                 f"\nwhat the step needs could not be predicted ({type(failed).__name__}: {failed}); "
                 "what may help: more microbatches, shorter rows, or more memory for each device"
             )
         return said(error, where, told)
 
-    def _shape(self, pipe: ExplainsLack, rows: int) -> StepShape:
+    def _shape(self, rows: int) -> StepShape:
         """The step with `rows` rows in its largest microbatch."""
-        return step_shape(
-            [_revive(self._batch, rows, self._most_rows)],
-            [_revive(self._label, rows, self._most_rows)] if self._label is not None else [],
-            self._loss_fn,
-            self._route,
-            self._mode,
-            count=self._count,
-            total_rows=self._total_rows,
-            savers=pipe._memory_savers(),
-        )
+        batch = _revive(self._batch, rows, self._most_rows)
+        labels = [_revive(label, rows, self._most_rows) for label in self._labels]
+        request = replace(self._request, batch=[batch], labels=labels)
+        return step_shape(request, count=self._count, total_rows=self._total_rows)

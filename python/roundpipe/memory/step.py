@@ -10,9 +10,10 @@ import torch
 
 from roundpipe import _core
 from roundpipe.call.loss_function import as_losses
+from roundpipe.call.request import CallRequest, Microbatch, Route
 from roundpipe.call.run_config import RecomputeGrain
+from roundpipe.layers.emulated import NativeEmulatedLayer
 from roundpipe.layers.shell import PythonLayer
-from roundpipe.layers.values import Structure
 from roundpipe.memory.budget import HostPrediction, predict_host, refuse_device, refuse_host, table
 from roundpipe.memory.footprint import LayerFootprint, Loss, measure
 from roundpipe.memory.prediction import STAGED, DeviceMemory, LayerBytes, predict_device, waiting_on_host
@@ -23,7 +24,6 @@ _PLACES: dict[Activations, str] = {
     "host": "are recomputed from inputs on the host",
     "recompute": "from a layer below",
 }
-Microbatch = tuple[list[torch.Tensor], Structure]
 # Steps that a prediction follows: each step assigns devices again.
 _STEPS = 3
 
@@ -74,10 +74,10 @@ class StepShape:
     label_bytes: int
     loss: Loss | None
     count: int
-    route: Any
+    route: Route
     mode: _core.PlanMode
     total_rows: int
-    savers: tuple[str, ...] = ()
+    savers: tuple[str, ...]
 
     @property
     def trains(self) -> bool:
@@ -101,34 +101,25 @@ def largest_of(batch: Sequence[Microbatch]) -> int:
     return sizes.index(max(sizes))
 
 
-def step_shape(
-    batch: list[Microbatch],
-    labels: list[Microbatch],
-    loss_fn: Callable[[Any, Any], Any] | None,
-    route: Any,
-    mode: _core.PlanMode,
-    *,
-    count: int | None = None,
-    total_rows: int | None = None,
-    savers: tuple[str, ...] = (),
-) -> StepShape:
-    """The step that a call makes of these microbatches; `count` and `total_rows` apply if they are only part of it."""
-    largest = largest_of(batch)
-    label: Any = labels[largest] if labels else ([], None)
+def step_shape(request: CallRequest, *, count: int | None = None, total_rows: int | None = None) -> StepShape:
+    """The step that a call makes; `count` and `total_rows` apply if the request holds only a part of it."""
+    largest = largest_of(request.batch)
+    label: Any = request.labels[largest] if request.labels else ([], None)
+    loss_fn = request.loss_fn
 
     def loss(outputs: Any) -> list[torch.Tensor]:
         assert loss_fn is not None
         return as_losses(loss_fn(outputs, label[1].join(label[0])))
 
     return StepShape(
-        batch=batch[largest],
+        batch=request.batch[largest],
         label_bytes=sum(map(_core.settled_bytes, label[0])),
         loss=None if loss_fn is None else loss,
-        count=len(batch) if count is None else count,
-        route=route,
-        mode=mode,
-        total_rows=sum(map(rows_of, batch)) if total_rows is None else total_rows,
-        savers=savers,
+        count=len(request.batch) if count is None else count,
+        route=request.route,
+        mode=request.mode,
+        total_rows=sum(map(rows_of, request.batch)) if total_rows is None else total_rows,
+        savers=request.savers,
     )
 
 
@@ -137,47 +128,59 @@ class StepMemory:
 
     Args:
         name: the model's name, in messages.
-        layers: the layers in the engine's form.
+        pipeline: runs the model.
+        layers: the layers in the engine's form. Emulated ones take time, not memory: with them nothing is predicted.
         host_budget: in bytes; None = no budget.
         device_budget: in bytes, for each device; None = no budget.
     """
 
     def __init__(
-        self, name: str, layers: Sequence[PythonLayer], host_budget: int | None, device_budget: int | None
+        self,
+        name: str,
+        pipeline: _core.Pipeline,
+        layers: Sequence[PythonLayer | NativeEmulatedLayer],
+        host_budget: int | None,
+        device_budget: int | None,
     ) -> None:
         self._name = name
-        self._layers = list(layers)
+        self._pipeline = pipeline
+        self._layers = [layer for layer in layers if isinstance(layer, PythonLayer)]
+        self._has_emulated = len(self._layers) < len(layers)
         self._host_budget = host_budget
-        self.device_budget = device_budget
+        self._device_budget = None if self._has_emulated else device_budget
         self._measured_for: dict[Any, list[LayerFootprint]] = {}
         self._admitted: dict[Any, RecomputeGrain] = {}
         self._last: MemoryPrediction | None = None
         self._correction = 1.0
 
-    def admit(self, pipeline: _core.Pipeline, step: StepShape, grain: RecomputeGrain) -> RecomputeGrain:
-        """Plans the step within the device budget. REQUIRES: there is one.
+    def admit(self, request: CallRequest) -> RecomputeGrain:
+        """Plans the call within the device budget, if there is one.
 
         Returns:
             The recompute grain: "layer" if a stage's graph would not fit.
 
         Raises:
-            ValueError: the step cannot fit with these microbatches.
+            ValueError: the call cannot fit with these microbatches.
         """
-        assert self.device_budget is not None
+        grain = request.config.recompute_grain
+        if self._device_budget is None:
+            return grain
+        step = step_shape(request)
         engine = _core.Engine.current()
-        engine.limit_memory(self.device_budget)
+        engine.limit_memory(self._device_budget)
         key = (self._key(step), step.count, step.mode, grain, len(engine))
         if key not in self._admitted:
             self._compare()
-            self._admitted[key] = self._fit(pipeline, step, grain, self.device_budget)
+            self._admitted[key] = self._fit(step, grain, self._device_budget)
         return self._admitted[key]
 
-    def predict(self, pipeline: _core.Pipeline, step: StepShape, grain: RecomputeGrain) -> MemoryPrediction:
-        """Predicts the step's memory. Plans from now on keep to that."""
-        footprints = self._footprints(pipeline, step)
-        self._tell_planner(pipeline, step, footprints, grain)
-        found = self._device(pipeline, step, grain, footprints, self.device_budget or self._cap())
-        return MemoryPrediction(found, self._host(pipeline, step), grain, _activations(pipeline, step))
+    def predict(self, request: CallRequest) -> MemoryPrediction:
+        """Predicts the call's memory. Plans from now on keep to that."""
+        step, grain = step_shape(request), request.config.recompute_grain
+        footprints = self._footprints(step)
+        self._tell_planner(step, footprints, grain)
+        found = self._device(step, grain, footprints, self._device_budget or self._cap())
+        return MemoryPrediction(found, self._host(step), grain, _activations(self._pipeline, step))
 
     def last(self) -> MemoryPrediction | None:
         """The last prediction that planned a step, with what has been measured since."""
@@ -185,24 +188,24 @@ class StepMemory:
             return None
         return dataclasses.replace(self._last, device=dataclasses.replace(self._last.device, measured=_peak()))
 
-    def _fit(self, pipeline: _core.Pipeline, step: StepShape, grain: RecomputeGrain, budget: int) -> RecomputeGrain:
-        footprints = self._footprints(pipeline, step)
+    def _fit(self, step: StepShape, grain: RecomputeGrain, budget: int) -> RecomputeGrain:
+        footprints = self._footprints(step)
         tried: RecomputeGrain = grain
         while True:
-            self._tell_planner(pipeline, step, footprints, tried)
-            wanted = self._device(pipeline, step, tried, footprints, budget)
+            self._tell_planner(step, footprints, tried)
+            wanted = self._device(step, tried, footprints, budget)
             if wanted.total <= budget or tried == "layer":
                 break
             tried = "layer"
-        self._last = MemoryPrediction(wanted, self._host(pipeline, step), tried, _activations(pipeline, step))
+        self._last = MemoryPrediction(wanted, self._host(step), tried, _activations(self._pipeline, step))
         if self._host_budget is not None:
-            refuse_host("RoundPipe", self._name, self._host_budget, lambda moments: self._host(pipeline, step, moments))
+            refuse_host("RoundPipe", self._name, self._host_budget, lambda moments: self._host(step, moments))
         if wanted.total > budget:
-            change = self._change(pipeline, step, footprints, budget, "device_memory=")
+            change = self._change(step, footprints, budget, "device_memory=")
             refuse_device("RoundPipe", self._name, budget, wanted, change)
         return tried
 
-    def explain(self, pipeline: _core.Pipeline, shape: Callable[[int], StepShape], rows: int, cap: int) -> str:
+    def explain(self, shape: Callable[[int], StepShape], rows: int, cap: int) -> str:
         """Explains the memory of a step that a device had no memory for, and the smallest change that would fit.
 
         Args:
@@ -213,9 +216,11 @@ class StepMemory:
         Raises:
             Exception: nothing can be predicted.
         """
+        if self._has_emulated:
+            raise ValueError("emulated layers take time, not memory")
         step = shape(rows)
-        footprints, measured = self._footprints_of_some(pipeline, shape, rows)
-        wanted = self._device(pipeline, step, "layer", footprints, cap)
+        footprints, measured = self._footprints_of_some(shape, rows)
+        wanted = self._device(step, "layer", footprints, cap)
         title = f"layer by layer, a step of {self._name} is predicted to take on the fullest device"
         if measured < rows:
             title += f" (worked out from {measured} of {rows} rows, as more did not fit)"
@@ -231,33 +236,25 @@ class StepMemory:
                     "\nthat would have fitted: something else is on the device, or a layer takes more than when it was "
                     "measured. If it takes as much as did not fit:"
                 )
-            change = self._change(
-                pipeline, step, footprints, cap, "a cap of ", lambda some: self._footprints(pipeline, shape(some))
-            )
+            change = self._change(step, footprints, cap, "a cap of ", lambda some: self._footprints(shape(some)))
         finally:
             self._correction = correction
-            if self.device_budget is not None:
-                self._tell_planner(pipeline, step, footprints, self._last.recompute_grain if self._last else "stage")
+            if self._device_budget is not None:
+                self._tell_planner(step, footprints, self._last.recompute_grain if self._last else "stage")
         return f"{text}\nsmallest change that would fit: {change}"
 
-    def knows(self, layers: int) -> bool:
-        """Whether all of a model's layers can be measured."""
-        return len(self._layers) == layers
-
-    def describe_layers(self, pipeline: _core.Pipeline) -> str:
+    def describe_layers(self) -> str:
         """Describes the layers without running any."""
-        most = max(_layer_bytes(pipeline), key=lambda layer: layer.weights + layer.sums)
+        most = max(_layer_bytes(self._pipeline), key=lambda layer: layer.weights + layer.sums)
         weights, sums = _core.format_bytes(most.weights), _core.format_bytes(most.sums)
         return f"the largest layer takes {weights} for its weights and, in a backward, {sums} for gradients"
 
-    def _footprints_of_some(
-        self, pipeline: _core.Pipeline, shape: Callable[[int], StepShape], rows: int
-    ) -> tuple[list[LayerFootprint], int]:
+    def _footprints_of_some(self, shape: Callable[[int], StepShape], rows: int) -> tuple[list[LayerFootprint], int]:
         """Footprints of `rows` rows, scaled from as many rows as can be measured on a device, and that number."""
         measured = rows
         while True:
             try:
-                footprints = self._footprints(pipeline, shape(measured))
+                footprints = self._footprints(shape(measured))
                 return [_scaled(footprint, rows, measured) for footprint in footprints], measured
             except torch.OutOfMemoryError:
                 if measured == 1:
@@ -266,7 +263,6 @@ class StepMemory:
 
     def _change(
         self,
-        pipeline: _core.Pipeline,
         step: StepShape,
         footprints: Sequence[LayerFootprint],
         budget: int,
@@ -288,9 +284,9 @@ class StepMemory:
             """The memory with as many microbatches as needed for at most this many rows each."""
             cut = dataclasses.replace(step, count=count_with(left))
             smaller = smaller or [_scaled(footprint, left, rows) for footprint in footprints]
-            if self.device_budget is not None:
-                self._tell_planner(pipeline, cut, smaller, "layer")
-            return self._device(pipeline, cut, "layer", smaller, budget)
+            if self._device_budget is not None:
+                self._tell_planner(cut, smaller, "layer")
+            return self._device(cut, "layer", smaller, budget)
 
         # Bisects for the most rows that fit: fewer rows take less.
         fits, too_many = 0, rows
@@ -305,7 +301,7 @@ class StepMemory:
         if fits:
             return f"num_microbatch={count_with(fits)} and recompute_grain='layer'"
         one = taken(1)
-        wanted = self._device(pipeline, step, "layer", footprints, budget)
+        wanted = self._device(step, "layer", footprints, budget)
         larger = f"{memory}{_core.format_bytes(max(wanted.total, budget + 1))!r}"
         fixed = one.weights + one.gradients
         if fixed > budget:
@@ -316,54 +312,48 @@ class StepMemory:
         savers = ", ".join(["shorter rows", *step.savers])
         return f"{larger}. No number of microbatches helps: one row takes {_core.format_bytes(one.total)}. Or {savers}"
 
-    def _tell_planner(
-        self, pipeline: _core.Pipeline, step: StepShape, footprints: Sequence[LayerFootprint], grain: RecomputeGrain
-    ) -> None:
+    def _tell_planner(self, step: StepShape, footprints: Sequence[LayerFootprint], grain: RecomputeGrain) -> None:
         """Keeps plans within the budget from now on, and never above the demand of the next plan."""
-        layers = _layer_bytes(pipeline)
+        layers = _layer_bytes(self._pipeline)
         saved = [f.saved if grain == "stage" else f.outputs for f in footprints]
         outputs = [f.outputs for f in footprints]
         most = 0
-        if self.device_budget is not None:
+        if self._device_budget is not None:
             values = STAGED * max(f.inputs + f.output_gradients for f in footprints) + step.label_bytes
             beyond = max(max(f.backward, f.forward) - kept for f, kept in zip(footprints, saved, strict=True))
-            most = max(1, self.device_budget - max(layer.weights for layer in layers) - values - beyond)
-        pipeline.set_bytes(saved, outputs, most, 0)
+            most = max(1, self._device_budget - max(layer.weights for layer in layers) - values - beyond)
+        self._pipeline.set_bytes(saved, outputs, most, 0)
         largest = 0
-        for plan in pipeline.preview_plans(step.route, step.mode, step.count, _STEPS):
+        for plan in self._pipeline.preview_plans(step.route, step.mode, step.count, _STEPS):
             for job in plan.jobs:
                 stage = slice(job.layers.first, job.layers.last)
                 if job.phase != "forward":
                     own = sum(layer.weights + layer.gradients for layer in layers[stage])
                     largest = max(largest, own + sum(saved[stage]))
-        wanted = self._device(pipeline, step, grain, footprints, self.device_budget or 0)
-        pipeline.set_bytes(saved, outputs, largest, max(1, wanted.total - wanted.weights))
+        wanted = self._device(step, grain, footprints, self._device_budget or 0)
+        self._pipeline.set_bytes(saved, outputs, largest, max(1, wanted.total - wanted.weights))
 
     def _device(
-        self,
-        pipeline: _core.Pipeline,
-        step: StepShape,
-        grain: RecomputeGrain,
-        footprints: Sequence[LayerFootprint],
-        limit: int,
+        self, step: StepShape, grain: RecomputeGrain, footprints: Sequence[LayerFootprint], limit: int
     ) -> DeviceMemory:
-        plans = pipeline.preview_plans(step.route, step.mode, step.count, _STEPS)
+        plans = self._pipeline.preview_plans(step.route, step.mode, step.count, _STEPS)
         waits = _core.Engine.current().copies_on_compute_cores()
-        found = predict_device(plans, _layer_bytes(pipeline), footprints, grain, step.label_bytes, limit, waits)
+        found = predict_device(plans, _layer_bytes(self._pipeline), footprints, grain, step.label_bytes, limit, waits)
         return dataclasses.replace(found, work=int(found.work * self._correction))
 
-    def _host(self, pipeline: _core.Pipeline, step: StepShape, moments: str = "float32") -> HostPrediction:
-        footprints = self._footprints(pipeline, step)
+    def _host(self, step: StepShape, moments: str = "float32") -> HostPrediction:
+        footprints = self._footprints(step)
+        pipeline = self._pipeline
         plan = pipeline.preview_plans(step.route, step.mode, step.count, 1)[0]
         values = waiting_on_host(plan, footprints, step.count)
         return predict_host(pipeline.block_parameters(), moments, values, tied_sums=pipeline.tied_sum_bytes())
 
-    def _footprints(self, pipeline: _core.Pipeline, step: StepShape) -> list[LayerFootprint]:
+    def _footprints(self, step: StepShape) -> list[LayerFootprint]:
         key = self._key(step)
         if key not in self._measured_for:
             # Running layers would draw from the same generator and count in the same statistics.
-            pipeline.drain()
-            pipeline.show_weights()
+            self._pipeline.drain()
+            self._pipeline.show_weights()
             device = torch.device(_core.Engine.current().torch_devices()[0])
             self._measured_for[key] = measure(self._layers, step.batch, step.loss, device, step.trains)
         return self._measured_for[key]

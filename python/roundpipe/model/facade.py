@@ -19,7 +19,9 @@ from roundpipe.model.replacing import REPLACING, guarded, refuse_compiling
 from roundpipe.step.optimizer_context import in_optimizer_context
 
 if TYPE_CHECKING:
-    from roundpipe.step.group import StepGroup
+    from roundpipe.step.binding import BoundOptimizer, Gradients, Moments
+    from roundpipe.step.fused_steps import FusedSteps
+    from roundpipe.step.torch_steps import TorchSteps
 
 
 def facade_in(model: Any) -> ModelFacade | None:
@@ -68,7 +70,7 @@ class ModelFacade(HostResident):
     _wrapped: nn.Module
     _name: str
     _optim_dtype: torch.dtype | None
-    _step_group: StepGroup
+    _step_group: TorchSteps | FusedSteps
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -79,6 +81,12 @@ class ModelFacade(HostResident):
         if not isinstance(original_model, nn.Module):
             raise ValueError(f"[set_original_model] got a {type(original_model).__name__}, expected an nn.Module")
         object.__getattribute__(self, "__dict__")["_original_model"] = original_model
+
+    def _bind_optimizer(self, optimizer: BoundOptimizer, moments: Moments, gradients: Gradients) -> FusedSteps:
+        """Makes `optimizer` update the model in place from now on; see `FusedSteps`."""
+        steps = self._step_group.bind(optimizer, moments, gradients)
+        object.__getattribute__(self, "__dict__")["_step_group"] = steps
+        return steps
 
     def synchronize(self) -> None:
         raise NotImplementedError
@@ -174,11 +182,7 @@ class ModelFacade(HostResident):
         if in_optimizer_context():
             self._step_group.clear_copies(set_to_none)
             return
-        if self._step_group.is_fused and set_to_none:
-            self._step_group.zero_fused_gradients()
-            return
-        self._step_group.zero_gradients(set_to_none)
-        self._original_model.zero_grad(set_to_none)
+        self._step_group.zero_gradients(self._original_model, set_to_none)
 
 
 ModelFacade._OWN = _own_names(ModelFacade)

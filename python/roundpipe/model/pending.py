@@ -1,24 +1,53 @@
-"""A batch in flight in the pipeline."""
+"""A batch in flight in the pipeline, and its results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.utils import _pytree as pytree
+
 from roundpipe import _core
+from roundpipe.call.loss_function import NAN_LOSS, MicrobatchLoss
+from roundpipe.call.request import CallRequest
+from roundpipe.call.run_config import ResolvedRunConfig
+from roundpipe.data.microbatch import merge_outputs
+from roundpipe.model.timer import print_times
+from roundpipe.step.scaler import live_scalers
+
+
+def merged(parts: list[Any], config: ResolvedRunConfig) -> Any:
+    """Merges the outputs of all microbatches, as the call's options ask."""
+    outputs = [structure.join(tensors) for tensors, structure in parts]
+    if config.output_device.type != "cpu":
+        outputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(config.output_device), outputs)
+    return merge_outputs(outputs, config.merge_output)
 
 
 class Pending:
     """A batch that `RoundPipe.submit` has started.
 
     Args:
+        pipeline: runs the batch.
         submitted: the engine's handle of the batch.
-        finish: waits for the batch and returns the result of `forward_backward`.
+        request: what was asked for; its values are dropped.
+        loss: computes the losses.
+        checks_loss: whether a NaN loss is an error while no GradScaler exists.
     """
 
-    def __init__(self, submitted: _core.Submitted, finish: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        pipeline: _core.Pipeline,
+        submitted: _core.Submitted,
+        request: CallRequest,
+        loss: MicrobatchLoss,
+        checks_loss: bool,
+    ) -> None:
+        self._pipeline = pipeline
         self._submitted = submitted
-        self._finish = finish
+        self._request = request.without_values()
+        self._loss = loss
+        self._checks_loss = checks_loss
 
     def loss(self) -> Any:
         """Waits for the result of `forward_backward` and returns it. May be called once.
@@ -27,7 +56,20 @@ class Pending:
             ValueError: the loss has been read already.
             Exception: whatever `forward_backward` raises.
         """
-        return self._finish()
+        with torch.inference_mode(False), torch.enable_grad():
+            losses, parts = self._pipeline.finish(self._submitted)
+        print_times(self._pipeline)
+        if self._checks_loss and not live_scalers():
+            for index, microbatch in enumerate(losses):
+                if any(bool(loss.isnan()) for loss in microbatch):
+                    self._pipeline.discard_last_call(NAN_LOSS.format(f" of microbatch {index}"))
+        with torch.no_grad():
+            totals = [sum(values[1:], values[0]) for values in zip(*losses, strict=True)]
+        if self._pipeline.exposes_gradients:
+            self._pipeline.drain()
+            self._pipeline.expose()
+        value = totals[0] if self._loss.is_single else totals
+        return (value, merged(parts, self._request.config)) if self._request.return_outputs else value
 
     def records(self) -> list[_core.Record]:
         """Records of the batch so far, see `RoundPipe.last_records`; for a backward they also say when it had

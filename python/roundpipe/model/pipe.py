@@ -9,54 +9,33 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from roundpipe import _core
 from roundpipe.call.execute_plan import DEFAULT_THRESHOLD, ModelExecutePlan
-from roundpipe.call.loss_function import NAN_LOSS, run_loss
-from roundpipe.call.run_config import ResolvedRunConfig, RoundPipeRunConfig, copied, resolve
-from roundpipe.data.microbatch import effective_microbatches, merge_outputs, split_call, split_label
+from roundpipe.call.joint_plan import RunType
+from roundpipe.call.loss_function import MicrobatchLoss, outputs_as_loss
+from roundpipe.call.request import MODES, CallRequest
+from roundpipe.call.run_config import RoundPipeRunConfig, copied, resolve
 from roundpipe.device.pool import devices
-from roundpipe.following.loss_arguments import adding_losses
 from roundpipe.following.refusals import refuse_weights, warn_batch_norm, warn_single_layer
 from roundpipe.layers.emulated import EmulatedLayer, NativeEmulatedLayer
 from roundpipe.layers.shell import PythonLayer, layers_of
-from roundpipe.layers.values import owned, split, to_host
 from roundpipe.memory.budget import DEVICE_VARIABLE, HOST_VARIABLE, budget_of, predict_model, refuse_host
-from roundpipe.memory.out_of_memory import ExplainsLack, StepNote
-from roundpipe.memory.step import MemoryPrediction, StepMemory, StepShape, step_shape
+from roundpipe.memory.out_of_memory import StepNote
+from roundpipe.memory.step import MemoryPrediction, StepMemory
 from roundpipe.model.call_hooks import HasCallHooks, refuse_hooks_of
-from roundpipe.model.pending import Pending
+from roundpipe.model.pending import Pending, merged
+from roundpipe.model.preparation import Preparation, StepArguments
 from roundpipe.model.published_attributes import OF_A_PIPE
 from roundpipe.model.run_records import RunRecords
 from roundpipe.model.step_call import check_gradients, check_step_call
 from roundpipe.model.stepped import SteppedModel
 from roundpipe.model.timer import print_times
-from roundpipe.step.group import StepGroup
-from roundpipe.step.scaler import _all_live
+from roundpipe.step.scaler import live_scalers
+from roundpipe.step.torch_steps import TorchSteps
 
 if TYPE_CHECKING:
     from roundpipe.following.language_model import LanguageModel
-
-_MODES = {"infer": _core.PlanMode.INFERENCE, "train": _core.PlanMode.TRAIN, "fused": _core.PlanMode.FUSED}
-_FUSED, _TRAIN, _INFERENCE = _core.PlanMode.FUSED, _core.PlanMode.TRAIN, _core.PlanMode.INFERENCE
-_GRAINS = {"stage": _core.RecomputeGrain.STAGE, "layer": _core.RecomputeGrain.LAYER}
-_ACCUMULATIONS = {
-    "layer": _core.TiedGradAccumulation.LAYER,
-    "microbatch": _core.TiedGradAccumulation.MICROBATCH,
-}
-
-
-def _outputs_as_loss(outputs: Any, label: Any) -> Any:
-    return outputs
-
-
-def _merged(parts: list[Any], config: ResolvedRunConfig) -> Any:
-    """Merges the outputs of all microbatches, as the call's options ask."""
-    outputs = [structure.join(tensors) for tensors, structure in parts]
-    if config.output_device.type != "cpu":
-        outputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(config.output_device), outputs)
-    return merge_outputs(outputs, config.merge_output)
 
 
 class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
@@ -152,13 +131,10 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         ]
         own = object.__getattribute__(self, "__dict__")
         own["_pipeline"] = _core.Pipeline(self._name, layers, self._pinned)
-        own["_step_group"] = StepGroup({"": self}, {}, self._optim_dtype)
+        own["_step_group"] = TorchSteps({"": self}, {}, self._optim_dtype)
         own["_layer_count"] = len(layers)
         own["_modules_in_order"] = modules
-        real = [layer for layer in layers if isinstance(layer, PythonLayer)]
-        # Emulated layers take time, not memory.
-        budget = self._device_budget if len(real) == len(layers) else None
-        own["_memory"] = StepMemory(self._name, real, self._host_budget, budget)
+        own["_memory"] = StepMemory(self._name, own["_pipeline"], layers, self._host_budget, self._device_budget)
 
     # -- the original model shows through ---------------------------------------------------------------------------
 
@@ -266,35 +242,26 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
                 and says what would fit.
             Exception: whatever a layer raised, in this call or in work still running from an earlier one.
         """
-        self._follow_changes()
-        self._step_group.before_call()
-        config = resolve(roundpipe_run_config, self._run_config, devices=len(devices()))
-        batch, changeable = self._split_batch(args, kwargs, config, roundpipe_loss_only)
-        if self._language_model is not None and self._language_model.adds_losses(args, kwargs):
-            config = adding_losses(config)
-        requires_grad = config.requires_grad
-        route = self._route("train" if requires_grad else "infer", config)
+        request = self._prepare(roundpipe_run_config).call(args, kwargs, roundpipe_loss_only)
+        requires_grad = request.config.requires_grad
         with ExitStack() as modes:
             if torch.is_inference_mode_enabled():
                 modes.enter_context(torch.inference_mode(False))
                 modes.enter_context(torch.no_grad())
             modes.enter_context(torch.set_grad_enabled(requires_grad))
-            mode = _TRAIN if requires_grad else _INFERENCE
-            options = self._options(
-                config, requires_grad, changeable, lambda: self._step_shape(batch, [], None, route, mode)
-            )
-            parts = self._pipeline.forward(batch, options, route, StepNote(self, batch, [], None, route, mode))
+            options = request.options(self._memory.admit(request))
+            parts = self._pipeline.forward(request.batch, options, request.route, StepNote(self._memory, request))
             for _, structure in parts:
                 structure.check_open("forward")
-            print_times(self)
-            return _merged(parts, config)
+            print_times(self._pipeline)
+            return merged(parts, request.config)
 
     def forward_backward(
         self,
         input_args: tuple[Any, ...] = (),
         input_kwargs: dict[str, Any] | None = None,
         label: Any = None,
-        loss_fn: Callable[[Any, Any], Any] = _outputs_as_loss,
+        loss_fn: Callable[[Any, Any], Any] = outputs_as_loss,
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig | None = None,
         **unknown: Any,
@@ -323,16 +290,15 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
             Exception: whatever a layer or `loss_fn` raised, in this call or in work still running from an earlier one.
         """
         check_step_call(self, "forward_backward", input_args, unknown)
-        return self._submit(
-            "forward_backward", input_args, input_kwargs, label, loss_fn, return_outputs, run_config
-        ).loss()
+        given = StepArguments("forward_backward", input_args, input_kwargs, label, loss_fn, return_outputs, run_config)
+        return self._submit(given, refuses_nan=False).loss()
 
     def submit(
         self,
         input_args: tuple[Any, ...] = (),
         input_kwargs: dict[str, Any] | None = None,
         label: Any = None,
-        loss_fn: Callable[[Any, Any], Any] = _outputs_as_loss,
+        loss_fn: Callable[[Any, Any], Any] = outputs_as_loss,
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig | None = None,
         **unknown: Any,
@@ -359,109 +325,41 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
             Exception: whatever a layer or `loss_fn` raised in work still running from an earlier call.
         """
         check_step_call(self, "submit", input_args, unknown)
-        return self._submit("submit", input_args, input_kwargs, label, loss_fn, return_outputs, run_config)
+        given = StepArguments("submit", input_args, input_kwargs, label, loss_fn, return_outputs, run_config)
+        return self._submit(given, refuses_nan=self._check_loss and not live_scalers())
 
-    def _prepare_step(
-        self,
-        input_args: tuple[Any, ...],
-        input_kwargs: dict[str, Any] | None,
-        label: Any,
-        loss_fn: Callable[[Any, Any], Any],
-        run_config: RoundPipeRunConfig | None,
-        where: str,
-        return_outputs: bool,
-    ) -> tuple[ResolvedRunConfig, list[Any], list[Any], Callable[[Any, Any], Any], Any, bool]:
-        """Returns the options, microbatches, labels, loss function and route of one `forward_backward`, and whether its
-        arguments hold objects that the caller may change."""
-        if not callable(loss_fn):
-            raise ValueError(f"[{where}] loss_fn is a {type(loss_fn).__name__}, expected a function")
+    def _prepare(self, run_config: RoundPipeRunConfig | None) -> Preparation:
+        """Prepares the model for a call with these options."""
         self._follow_changes()
         self._step_group.before_call()
         config = resolve(run_config, self._run_config, devices=len(devices()))
-        check_gradients(config, where)
-        args = tuple(input_args) if isinstance(input_args, (list, tuple)) else (input_args,)
-        own_loss = self._language_model is not None and loss_fn is _outputs_as_loss
-        batch, changeable = self._split_batch(
-            args, dict(input_kwargs or {}), config, loss_only=own_loss and not return_outputs
-        )
-        if self._language_model is not None:
-            followed = self._language_model
-            adds = followed.adds_losses(args, dict(input_kwargs or {}))
-            config = adding_losses(config) if adds else config
-            parts = 1 if adds else len(batch)
-            loss_fn = followed.mean_loss(parts) if own_loss else followed.seen_by(loss_fn, parts)
-        label_parts, changeable_label = owned(split_label(label, len(batch), config.split_label))
-        labels = [split(to_host(part, where)) for part in label_parts]
-        route = self._route("fused", config)
-        return config, batch, labels, loss_fn, route, changeable or changeable_label
+        return Preparation(self._name, self._layer_count, self._language_model, config)
 
-    def _submit(
-        self,
-        where: str,
-        input_args: tuple[Any, ...],
-        input_kwargs: dict[str, Any] | None,
-        label: Any,
-        loss_fn: Callable[[Any, Any], Any],
-        return_outputs: bool,
-        run_config: RoundPipeRunConfig | None,
-    ) -> Pending:
-        config, batch, labels, loss_fn, route, changeable = self._prepare_step(
-            input_args, input_kwargs, label, loss_fn, run_config, where, return_outputs
-        )
-        single = [True]
-        early_check = where == "submit" and self._check_loss and not _all_live()
+    def _prepare_step(self, given: StepArguments) -> CallRequest:
+        if not callable(given.loss_fn):
+            raise ValueError(f"[{given.where}] loss_fn is a {type(given.loss_fn).__name__}, expected a function")
+        preparation = self._prepare(given.run_config)
+        check_gradients(preparation.config, given.where)
+        return preparation.step(given)
+
+    def _submit(self, given: StepArguments, refuses_nan: bool) -> Pending:
+        request = self._prepare_step(given)
+        assert request.loss_fn is not None
+        loss = MicrobatchLoss(request.loss_fn, refuses_nan)
         with torch.inference_mode(False), torch.enable_grad():
-            options = self._options(
-                config, True, changeable, lambda: self._step_shape(batch, labels, loss_fn, route, _FUSED)
+            options = request.options(self._memory.admit(request))
+            note = StepNote(self._memory, request)
+            submitted = self._pipeline.submit(
+                request.batch, request.labels, loss, request.return_outputs, options, request.route, note
             )
-            losses = run_loss(loss_fn, single, early_check)
-            note = StepNote(self, batch, labels, loss_fn, route, _FUSED)
-            submitted = self._pipeline.submit(batch, labels, losses, return_outputs, options, route, note)
-        return Pending(submitted, lambda: self._finish(submitted, single, return_outputs, config))
-
-    def _finish(
-        self, submitted: _core.Submitted, single: list[bool], return_outputs: bool, config: ResolvedRunConfig
-    ) -> Any:
-        with torch.inference_mode(False), torch.enable_grad():
-            losses, parts = self._pipeline.finish(submitted)
-        print_times(self)
-        if self._check_loss and not _all_live():
-            for index, microbatch in enumerate(losses):
-                if any(bool(loss.isnan()) for loss in microbatch):
-                    self._pipeline.discard_last_call(NAN_LOSS.format(f" of microbatch {index}"))
-        with torch.no_grad():
-            totals = [sum(values[1:], values[0]) for values in zip(*losses, strict=True)]
-        if self._pipeline.exposes_gradients:
-            self._pipeline.drain()
-            self._pipeline.expose()
-        value = totals[0] if single[0] else totals
-        if not return_outputs:
-            return value
-        return value, _merged(parts, config)
-
-    def _split_batch(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedRunConfig, loss_only: bool = False
-    ) -> tuple[list[Any], bool]:
-        """Returns each microbatch's tensors with their structure, and whether the arguments hold objects that the
-        caller may change."""
-        args, kwargs = to_host((args, kwargs), self._name)
-        followed, how = self._language_model, config.split_input
-        if followed is not None:
-            how = followed.splitting(how, kwargs)
-        count = effective_microbatches(args, kwargs, config.num_microbatch, config.num_microbatch_is_default, how)
-        if followed is not None:
-            count = followed.microbatches(count, config.num_microbatch_is_default, args, kwargs)
-        calls, changeable = owned(split_call(args, kwargs, count, how))
-        if self._language_model is not None:
-            calls = self._language_model.prepare(calls, loss_only)
-        return [split(call, is_call=True) for call in calls], changeable
+        return Pending(self._pipeline, submitted, request, loss, self._check_loss)
 
     def predict_memory(
         self,
         input_args: tuple[Any, ...] = (),
         input_kwargs: dict[str, Any] | None = None,
         label: Any = None,
-        loss_fn: Callable[[Any, Any], Any] = _outputs_as_loss,
+        loss_fn: Callable[[Any, Any], Any] = outputs_as_loss,
         run_config: RoundPipeRunConfig | None = None,
     ) -> MemoryPrediction:
         """Predicts the memory that `forward_backward` with these arguments would take, without making a step.
@@ -472,75 +370,19 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         Raises:
             ValueError: `forward_backward` would refuse these arguments.
         """
-        config, batch, labels, loss_fn, route, _ = self._prepare_step(
-            input_args, input_kwargs, label, loss_fn, run_config, "predict_memory", return_outputs=False
-        )
-        shape = self._step_shape(batch, labels, loss_fn, route, _FUSED)
+        given = StepArguments("predict_memory", input_args, input_kwargs, label, loss_fn, False, run_config)
+        request = self._prepare_step(given)
         with torch.inference_mode(False), torch.enable_grad():
-            return self._memory.predict(self._pipeline, shape, config.recompute_grain)
+            return self._memory.predict(request)
 
     def memory_prediction(self) -> MemoryPrediction | None:
         """Returns the prediction that planned the last kind of step, with the peak measured since; None before the
         first step, or without `device_memory`."""
         return self._memory.last()
 
-    def _memory_savers(self) -> tuple[str, ...]:
-        return () if self._language_model is None else self._language_model.memory_savers()
-
-    def _step_shape(
-        self,
-        batch: list[Any],
-        labels: list[Any],
-        loss_fn: Callable[[Any, Any], Any] | None,
-        route: Any,
-        mode: _core.PlanMode,
-    ) -> StepShape:
-        return step_shape(batch, labels, loss_fn, route, mode, savers=self._memory_savers())
-
-    def _explain_lack(self, shape: Callable[[ExplainsLack, int], StepShape], rows: int, cap: int) -> str:
-        """Explains the memory needs of a call that a device of `cap` bytes could not run; see `StepMemory.explain`."""
-        if not self._memory.knows(self._layer_count):
-            raise ValueError("emulated layers take time, not memory")
-        return self._memory.explain(self._pipeline, lambda some: shape(self, some), rows, cap)
-
-    def _describe_layers(self) -> str:
-        return self._memory.describe_layers(self._pipeline)
-
-    def _options(
-        self, config: ResolvedRunConfig, requires_grad: bool, changeable: bool, step: Callable[[], StepShape]
-    ) -> _core.CallOptions:
-        """Returns the engine's options for a call. `changeable` says that its arguments hold objects that the caller
-        may change; `step` describes the call, and is evaluated only if there is a device budget."""
-        grain = config.recompute_grain
-        if self._memory.device_budget is not None:
-            grain = self._memory.admit(self._pipeline, step(), grain)
-        options = _core.CallOptions()
-        options.requires_grad = requires_grad
-        options.preserve_rng_state = config.preserve_rng_state
-        options.keeps_caller = changeable
-        options.recompute_grain = _GRAINS[grain]
-        options.tied_grad_accumulation = _ACCUMULATIONS[config.tied_grad_accumulation]
-        return options
-
-    def _route(
-        self, run_type: Literal["infer", "train", "fused"], config: ResolvedRunConfig
-    ) -> _core.Stages | _core.Plan | None:
-        """Returns the stages or the plan of a call; None leaves the choice to the planner."""
-        plan = config.execute_plan
-        if plan is None:
-            return None
-        if isinstance(plan, _core.Plan):
-            return plan
-        plan.check_valid(self._layer_count, run_type)
-        stages = _core.Stages()
-        stages.forward = [_core.Range(stage.start, stage.stop) for stage in plan.fwd_plan]
-        if run_type != "infer":
-            stages.backward = [_core.Range(stage.start, stage.stop) for stage in plan.bwd_plan]
-        return stages
-
     def _auto_plan(
         self,
-        run_type: Literal["infer", "train", "fused"],
+        run_type: RunType,
         min_stages: int,
         upper_threshold: float,
         model_memory_limit: float | None,
@@ -548,9 +390,9 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         limit_bytes = 0 if model_memory_limit is None else int(model_memory_limit * 1e9)
         if min_stages == 0 and upper_threshold == DEFAULT_THRESHOLD and not limit_bytes:
             microbatches = resolve(None, self._run_config, devices=len(devices())).num_microbatch
-            stages = self._pipeline.planned_stages(_MODES[run_type], microbatches)
+            stages = self._pipeline.planned_stages(MODES[run_type], microbatches)
         else:
-            stages = self._pipeline.choose_stages(_MODES[run_type], min_stages, upper_threshold, limit_bytes)
+            stages = self._pipeline.choose_stages(MODES[run_type], min_stages, upper_threshold, limit_bytes)
         plan = ModelExecutePlan()
         plan.fwd_plan = [range(stage.first, stage.last) for stage in stages.forward]
         plan.bwd_plan = [range(stage.first, stage.last) for stage in stages.backward]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SteppedModel(ModelFacade):
-    """A model whose weights are updated by its `StepGroup`."""
+    """A model whose weights are updated by its `TorchSteps` or `FusedSteps`."""
 
     @overload
     def step(
@@ -104,7 +104,7 @@ class SteppedModel(ModelFacade):
             return self.optim_named_parameters(prefix, remove_duplicate)
         self._step_group.show_weights()
         self._step_group.show_gradients()
-        if not self._step_group.is_untouched and not self._step_group.is_fused:
+        if self._step_group.has_copies:
             warnings.warn(
                 "[RoundPipe] parameters() outside of step_fn are the model's own, and the optimizer updates copies of "
                 "them; give optim_parameters() to what is to see these",

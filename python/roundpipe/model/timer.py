@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from roundpipe.model.run_records import RunRecords
+from roundpipe import _core
 
 
 class ModelTimer:
@@ -19,11 +19,11 @@ class ModelTimer:
     VERBOSE = False
 
 
-def print_times(model: RunRecords) -> None:
-    """Prints the times of a model's layers, if `ModelTimer.VERBOSE` is set."""
+def print_times(pipeline: _core.Pipeline) -> None:
+    """Prints the times of a pipeline's layers, if `ModelTimer.VERBOSE` is set."""
     if not ModelTimer.VERBOSE:
         return
-    for index, cost in enumerate(model.costs()):
+    for index, cost in enumerate(pipeline.costs()):
         for action, time_ms in (("fwd", cost.forward_ms), ("re", cost.recompute_ms), ("bwd", cost.backward_ms)):
             if time_ms is not None:
                 print(f"Layer {index} {action}  new estimate: {time_ms:.3f} ms", file=sys.stderr)

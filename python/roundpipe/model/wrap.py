@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from roundpipe import _core
+from roundpipe.call.loss_function import as_losses, outputs_as_loss
 from roundpipe.call.run_config import RoundPipeRunConfig, layered
 from roundpipe.data.microbatch import merge_what_fits
 from roundpipe.device.pool import devices
@@ -24,7 +25,7 @@ from roundpipe.model.host_contents import contents_of
 from roundpipe.model.pipe import RoundPipe
 from roundpipe.model.step_call import check_step_call
 from roundpipe.model.stepped import SteppedModel
-from roundpipe.step.group import StepGroup
+from roundpipe.step.torch_steps import TorchSteps
 
 if TYPE_CHECKING:
     from roundpipe.following.language_model import LanguageModel
@@ -350,10 +351,6 @@ class _Wrapper:
                 )
 
 
-def _outputs_as_loss(outputs: Any, label: Any) -> Any:
-    return outputs
-
-
 class AutoRoundPipe(SteppedModel):
     """A model whose root runs on the host, with `RoundPipe` modules inside it.
 
@@ -405,7 +402,7 @@ class AutoRoundPipe(SteppedModel):
         model = own["_wrapped"]
         pipes, host_parameters = _parts_of(model)
         order = [parameter_name for parameter_name, _ in model.named_parameters(remove_duplicate=False)]
-        own["_step_group"] = StepGroup(pipes, host_parameters, own["_optim_dtype"])
+        own["_step_group"] = TorchSteps(pipes, host_parameters, own["_optim_dtype"])
         own["_order"] = {parameter_name: place for place, parameter_name in enumerate(order)}
         own["_contents"] = contents_of(model)
 
@@ -440,7 +437,7 @@ class AutoRoundPipe(SteppedModel):
         input_args: tuple[Any, ...] = (),
         input_kwargs: dict[str, Any] | None = None,
         label: Any = None,
-        loss_fn: Callable[[Any, Any], Any] = _outputs_as_loss,
+        loss_fn: Callable[[Any, Any], Any] = outputs_as_loss,
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig | None = None,
         **unknown: Any,
@@ -474,7 +471,7 @@ class AutoRoundPipe(SteppedModel):
             args = tuple(input_args) if isinstance(input_args, (list, tuple)) else (input_args,)
             outputs = self._original_model(*args, **(input_kwargs or {}))
             result = loss_fn(outputs, label)
-            losses = list(result) if isinstance(result, (list, tuple)) else [result]
+            losses = as_losses(result)
             for loss in losses:
                 if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                     raise ValueError(

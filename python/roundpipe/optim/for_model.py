@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,9 +14,6 @@ from roundpipe.memory.host import HostMemory
 from roundpipe.model.facade import facade_in
 from roundpipe.optim.parameter_groups import parameter_groups
 from roundpipe.step.binding import MOMENTS, Binding, BoundOptimizer, Gradients, Moments
-
-if TYPE_CHECKING:
-    from roundpipe.step.group import StepGroup
 
 # Names in a state_dict of what the fp32 master of a 16-bit weight has beyond the weight.
 _RESTS = {torch.int16: "master_remainder", torch.float32: "master"}
@@ -43,7 +40,6 @@ class ForModel(BoundOptimizer):
         ValueError: a group matches no parameter, a parameter is in two groups, or an option does not fit.
     """
 
-    algorithm: ClassVar[_core.Algorithm]
     counters: ClassVar[dict[str, float | None]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -80,8 +76,7 @@ class ForModel(BoundOptimizer):
             raise ValueError(f"[optim] moments is {moments!r}, expected 'float32' or '8bit'")
         if gradients not in ("weights", "float32"):
             raise ValueError(f"[optim] gradients is {gradients!r}, expected 'weights' or 'float32'")
-        group: StepGroup = model._step_group
-        named = group.trainable_parameters()
+        named = model._step_group.models.trainable_parameters()
         if not named:
             raise ValueError("[optim] the model has no trainable parameter; set requires_grad of what is to be trained")
         super().__init__(parameter_groups(named, groups, decay_norms_and_biases), *args, **kwargs)
@@ -98,9 +93,8 @@ class ForModel(BoundOptimizer):
         self._format = MOMENTS[moments]
         for hyper in self.core_groups():
             _core.state_names(self.algorithm, hyper, self._format, (1,))
-        group_of = {id(p): index for index, options in enumerate(self.param_groups) for p in options["params"]}
-        self._group = group
-        self.binding = group.bind(group_of, self.algorithm, moments, gradients)
+        self._group = model._bind_optimizer(self, moments, gradients)
+        self.binding = self._group.binding
 
     def hyperparameters(self, group: dict[str, Any]) -> _core.Hyperparameters:
         raise NotImplementedError
@@ -117,18 +111,14 @@ class ForModel(BoundOptimizer):
         """
         if self.binding is None:
             raise ValueError("[optim] host_memory() is for an optimizer that was made for a RoundPipe model")
-        return HostMemory(*self.binding.host_bytes(self.core_groups()))
-
-    def step_model(self) -> None:
-        """Steps the model that the optimizer was made for; the next call reads the new weights."""
-        self._group.step_fused(self, is_async=False)
+        return HostMemory(*self.binding.core.host_bytes(self.core_groups()))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients; for a model, the gradients that no step has consumed yet, without waiting."""
         if self.binding is None:
             super().zero_grad(set_to_none)
         else:
-            self._group.zero_fused_gradients()
+            self._group.drop_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as torch does; a model's optimizer gets its groups only when it is made."""
@@ -211,7 +201,7 @@ class ForModel(BoundOptimizer):
                     rest.copy_(states[parameter][name])
                 else:
                     self.binding.restart_master(parameter)
-        self.binding.accept_weights()
+        self.binding.core.accept_weights()
 
     def _state_names(self, hyper: _core.Hyperparameters, parameter: torch.Tensor) -> list[str]:
         return _core.state_names(self.algorithm, hyper, self._format, tuple(parameter.shape))

@@ -25,7 +25,6 @@ class HostStep(ForModel):
     shapes and dtypes, so that either implementation can resume from the other's state.
     """
 
-    algorithm: ClassVar[_core.Algorithm]
     # State besides tensors like the parameter, with its value before the first step; None: the group's lr.
     counters: ClassVar[dict[str, float | None]] = {"step": 0.0}
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.complex64)
@@ -49,7 +48,7 @@ class HostStep(ForModel):
             with torch.enable_grad():
                 loss = closure()
         if self.binding is not None:
-            self.step_model()
+            self._group.step_fused(self, is_async=False)
             return loss
         with torch.no_grad():
             ours = [[p for p in group["params"] if self._is_ours(p, group)] for group in self.param_groups]

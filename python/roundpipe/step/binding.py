@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -67,25 +67,21 @@ class Binding:
 
     Args:
         pipelines: all pipelines that hold parameters.
-        host: the pipeline among them that holds the host's parameters, if there are any.
-        group_of: maps the id of a trained parameter to the index of its hyperparameters.
-        algorithm: the update rule.
+        optimizer: has trained parameters in its groups.
         moments: the format of the moments, see `roundpipe.optim.AdamW`.
         gradients: "float32" keeps the gradients of 16-bit weights in fp32 on the host.
+
+    Attributes:
+        core: the engine's optimizer.
+        trained: ids of the trained parameters.
     """
 
     def __init__(
-        self,
-        pipelines: list[_core.Pipeline],
-        host: _core.Pipeline | None,
-        group_of: Mapping[int, int],
-        algorithm: _core.Algorithm,
-        moments: Moments,
-        gradients: Gradients,
+        self, pipelines: list[_core.Pipeline], optimizer: BoundOptimizer, moments: Moments, gradients: Gradients
     ) -> None:
-        self._pipelines = pipelines
-        self._host = host
-        blocks = [pipeline.block_parameters() for pipeline in self._pipelines]
+        group_of = {id(p): index for index, options in enumerate(optimizer.param_groups) for p in options["params"]}
+        self.trained = frozenset(group_of)
+        blocks = [pipeline.block_parameters() for pipeline in pipelines]
         groups = [[[group_of.get(id(parameter), -1) for parameter in block] for block in of] for of in blocks]
         self._places = {
             id(parameter): (b, i)
@@ -93,61 +89,29 @@ class Binding:
             for i, parameter in enumerate(block)
         }
         if gradients == "float32":
-            for pipeline in self._pipelines:
+            for pipeline in pipelines:
                 pipeline.keep_gradients_in_fp32()
-        self._core = _core.ModelOptimizer(self._pipelines, groups, algorithm, MOMENTS[moments])
-        self.hides_weights = False
-
-    def make_room(self) -> None:
-        """Waits until a step can start without waiting for another one; raises whatever an earlier step raised."""
-        self._core.make_room()
-
-    def step(
-        self, groups: list[_core.Hyperparameters], is_async: bool, max_grad_norm: float, loss_scale: float
-    ) -> _core.StepRun:
-        """Starts a step. A `max_grad_norm` of 0 does not clip; a `loss_scale` of 0 means that losses are not scaled."""
-        run = self._core.step(groups, is_async, max_grad_norm, loss_scale)
-        self.hides_weights = True
-        if self._host is not None:
-            self._host.show_weights()
-        return run
-
-    def show_weights(self) -> None:
-        """Waits for the weights that calls read, and lets the user's parameters show them."""
-        for pipeline in self._pipelines:
-            pipeline.show_weights()
-        self.hides_weights = False
-
-    def finish(self) -> None:
-        """Waits for all steps; calls then read the newest weights."""
-        self._core.finish()
-        self.hides_weights = False
+        self.core = _core.ModelOptimizer(pipelines, groups, optimizer.algorithm, MOMENTS[moments])
 
     def state(self, parameter: nn.Parameter) -> tuple[_core.ParameterState, torch.Tensor | None]:
         """The state of a trained parameter and the remainder or master of its fp32 value. No step may be running."""
         place = self._places[id(parameter)]
-        return self._core.state(*place), self._core.remainder(*place)
+        return self.core.state(*place), self.core.remainder(*place)
 
     def restart_master(self, parameter: nn.Parameter) -> None:
         """Restarts the fp32 master from the parameter's value. No step may be running."""
-        self._core.restart_master(*self._places[id(parameter)], parameter)
-
-    def accept_weights(self) -> None:
-        """Declares that the parameters' current values and masters belong together."""
-        self._core.accept_weights()
-
-    def host_bytes(self, groups: list[_core.Hyperparameters]) -> tuple[int, int, int, int]:
-        """The number of trained parameters, then the bytes of weights with gradients, of masters, and of moments."""
-        return self._core.host_bytes(groups)
+        self.core.restart_master(*self._places[id(parameter)], parameter)
 
 
 class BoundOptimizer(torch.optim.Optimizer):
     """An optimizer that may be bound to models in the pipeline, whose weights it then updates in place.
 
     Attributes:
+        algorithm: the update rule.
         binding: the binding to those models; None for an optimizer of plain parameters.
     """
 
+    algorithm: ClassVar[_core.Algorithm]
     binding: Binding | None
 
     def core_groups(self) -> list[_core.Hyperparameters]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from roundpipe.step.models import SteppedModels
 from roundpipe.step.optimizer_context import in_optimizer_context
 
 _GROUP = "_roundpipe_group"
@@ -15,23 +16,27 @@ _gradient: Any = torch.Tensor.grad
 
 
 class ParameterOwner(Protocol):
-    """The part of `StepGroup` that its parameters use: the models whose parameters an optimizer steps together."""
+    """The part of `TorchSteps` and `FusedSteps` that torch's hooks use."""
 
-    def hand_over(self) -> None: ...
-
-    def show_gradients(self) -> None: ...
+    models: SteppedModels
 
     def finish_update(self) -> None: ...
 
-    def changed_from_outside(self) -> None: ...
-
-    def owns_any(self, ids: set[int]) -> bool: ...
+    def show_gradients(self) -> None: ...
 
     def owns_trained(self, ids: set[int]) -> bool: ...
 
     def begin_plain_step(self, optimizer: torch.optim.Optimizer) -> None: ...
 
     def finish_plain_step(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+
+class CopyOwner(ParameterOwner, Protocol):
+    """The part of `TorchSteps` that its copies of parameters use."""
+
+    def hand_over(self) -> None: ...
+
+    def changed_from_outside(self) -> None: ...
 
 
 class OptimizerParameter(nn.Parameter):
@@ -42,11 +47,11 @@ class OptimizerParameter(nn.Parameter):
     `clip_grad_norm_` behave as in a plain loop.
     """
 
-    def attach(self, group: ParameterOwner) -> None:
+    def attach(self, group: CopyOwner) -> None:
         """Makes `group` hand gradients over to this parameter."""
         self.__dict__[_GROUP] = weakref.ref(group)
 
-    def group(self) -> ParameterOwner | None:
+    def group(self) -> CopyOwner | None:
         """The group that owns this parameter; None for a copy of the parameter."""
         reference = self.__dict__.get(_GROUP)
         return None if reference is None else reference()

@@ -18,7 +18,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from roundpipe.step.optimizer_context import in_optimizer_context
-from roundpipe.step.optimizer_parameter import OptimizerParameter, ParameterOwner
+from roundpipe.step.optimizer_parameter import CopyOwner, OptimizerParameter, ParameterOwner
 
 owners: weakref.WeakSet[ParameterOwner] = weakref.WeakSet()
 """All groups of models that are stepped together."""
@@ -47,13 +47,13 @@ def watch_optimizers() -> None:
 def stepped_groups(optimizer: torch.optim.Optimizer) -> list[ParameterOwner]:
     """The groups of models that own parameters of the optimizer."""
     own, found = split_parameters(optimizer)
-    return [group for group in list(owners) if any(group is known for known in found) or group.owns_any(own)]
+    return [group for group in list(owners) if any(group is known for known in found) or group.models.owns_any(own)]
 
 
-def split_parameters(optimizer: torch.optim.Optimizer) -> tuple[set[int], list[ParameterOwner]]:
+def split_parameters(optimizer: torch.optim.Optimizer) -> tuple[set[int], list[CopyOwner]]:
     """Ids of the optimizer's parameters that are not copies, and the groups that own its other parameters."""
     own: set[int] = set()
-    found: list[ParameterOwner] = []
+    found: list[CopyOwner] = []
     for options in optimizer.param_groups:
         for parameter in options["params"]:
             group = parameter.group() if isinstance(parameter, OptimizerParameter) else None

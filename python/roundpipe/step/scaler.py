@@ -360,7 +360,7 @@ class GradScaler(torch.amp.GradScaler):
         current scale. Two models stepped one after the other get the same scales.
         """
         scales = {}
-        for scaler in _all_live():
+        for scaler in live_scalers():
             scaler._finish_late()
             with scaler._lock:
                 step_scale = scaler._front if scaler._used is None else scaler._used
@@ -374,7 +374,7 @@ class GradScaler(torch.amp.GradScaler):
     @classmethod
     def _queue_all(cls, scales: StepScales) -> None:
         """Notes a step function that the main thread has queued, so that the scale may be updated for it."""
-        for scaler in _all_live():
+        for scaler in live_scalers():
             scaler._queued = scales
 
     @classmethod
@@ -387,14 +387,15 @@ class GradScaler(torch.amp.GradScaler):
         Args:
             after_step: whether this follows a synchronous step, which an `update` on the main thread may follow.
         """
-        for scaler in _all_live():
+        for scaler in live_scalers():
             scaler._finish_late()
             with scaler._lock:
                 if not (scaler._pending or (after_step and scaler._updates_on_main)):
                     scaler._advance_front()
 
 
-def _all_live() -> list[GradScaler]:
+def live_scalers() -> list[GradScaler]:
+    """All scalers that exist."""
     with _live_lock:
         return list(_live)
 

@@ -114,7 +114,7 @@ def test_only_adapters_take_gradient_and_optimizer_memory(order: str) -> None:
     assert memory.parameters == trained
     assert memory.moments == 8 * trained
     # Two buffers of the adapters' size beside the weights, and what alignment costs each block.
-    blocks = [block for pipeline in optimizer._group.pipelines() for block in pipeline.block_parameters()]
+    blocks = [block for pipeline in optimizer._group.models.all_pipelines() for block in pipeline.block_parameters()]
     assert all(len({p.requires_grad for p in block}) == 1 for block in blocks)
     assert memory.weights_and_gradients - weights < 2 * 4 * trained + 256 * 16 * len(blocks)
 
@@ -152,7 +152,7 @@ def test_what_is_frozen_after_wrapping_takes_no_gradient_memory() -> None:
     model.forward_backward(input_kwargs=padded_batch())
     model.step(optimizer)
     model.synchronize()
-    blocks = optimizer._group.pipelines()[0].block_parameters()
+    blocks = optimizer._group.models.all_pipelines()[0].block_parameters()
     assert {len({p.requires_grad for p in block}) for block in blocks} == {1}
 
 

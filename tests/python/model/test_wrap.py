@@ -59,7 +59,7 @@ class FakeSteps:
     def synchronize(self) -> None:
         self.synchronized += 1
 
-    is_fused = False
+    has_copies = False
 
     def show_weights(self) -> None:
         pass
@@ -81,7 +81,7 @@ class FakeSteps:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The structure is decided without an engine, so these tests need none."""
-    for name, fake in {"RoundPipe": FakePipe, "StepGroup": FakeSteps}.items():
+    for name, fake in {"RoundPipe": FakePipe, "TorchSteps": FakeSteps}.items():
         monkeypatch.setattr(f"roundpipe.model.wrap.{name}", fake)
 
 

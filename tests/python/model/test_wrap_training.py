@@ -252,7 +252,7 @@ def test_a_fused_optimizer_steps_parts_and_host_parameters_together(is_async: bo
     wrapped = wrap_model_to_roundpipe(
         model, use_sequential_preset=False, lower_threshold=1024, skip_modules=[model.lm_head]
     )
-    assert isinstance(wrapped, AutoRoundPipe) and wrapped._step_group._host_parameters
+    assert isinstance(wrapped, AutoRoundPipe) and wrapped._step_group.models.host_parameters
     options = {"lr": 1e-3, "weight_decay": 0.1}
     optimizer = roundpipe.optim.AdamW(wrapped, **options)
     reference = torch.optim.AdamW(plain.parameters(), **options)

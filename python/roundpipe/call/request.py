@@ -1,0 +1,79 @@
+"""One call of a model, ready for the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from roundpipe import _core
+from roundpipe.call.joint_plan import RunType
+from roundpipe.call.run_config import RecomputeGrain, ResolvedRunConfig
+from roundpipe.layers.values import Structure
+
+Microbatch = tuple[list[torch.Tensor], Structure]
+Route = _core.Stages | _core.Plan | None
+
+MODES = {"infer": _core.PlanMode.INFERENCE, "train": _core.PlanMode.TRAIN, "fused": _core.PlanMode.FUSED}
+_GRAINS = {"stage": _core.RecomputeGrain.STAGE, "layer": _core.RecomputeGrain.LAYER}
+_ACCUMULATIONS = {"layer": _core.TiedGradAccumulation.LAYER, "microbatch": _core.TiedGradAccumulation.MICROBATCH}
+
+
+@dataclass(frozen=True)
+class CallRequest:
+    """One call of a model, ready for the engine.
+
+    Attributes:
+        config: the call's options.
+        mode: the mode of its plan.
+        batch: the microbatches, on the host.
+        route: the stages or the plan; None leaves the choice to the planner.
+        changeable: whether the arguments hold objects that the caller may change.
+        savers: options that would reduce the memory of a row, worded for the user.
+        labels: the microbatches' labels; empty if the pipeline computes no loss.
+        loss_fn: maps the outputs and the label of a microbatch to the losses; None: the pipeline computes no loss.
+        return_outputs: whether the outputs are wanted beside the losses.
+    """
+
+    config: ResolvedRunConfig
+    mode: _core.PlanMode
+    batch: list[Microbatch]
+    route: Route
+    changeable: bool
+    savers: tuple[str, ...]
+    labels: list[Microbatch] = field(default_factory=list)
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    return_outputs: bool = False
+
+    def without_values(self) -> CallRequest:
+        """The request without its microbatches, for what outlives the call."""
+        return replace(self, batch=[], labels=[])
+
+    def options(self, grain: RecomputeGrain) -> _core.CallOptions:
+        """The engine's options, with the recompute grain that the call's memory allows."""
+        options = _core.CallOptions()
+        options.requires_grad = self.mode != _core.PlanMode.INFERENCE
+        options.preserve_rng_state = self.config.preserve_rng_state
+        options.keeps_caller = self.changeable
+        options.recompute_grain = _GRAINS[grain]
+        options.tied_grad_accumulation = _ACCUMULATIONS[self.config.tied_grad_accumulation]
+        return options
+
+
+def route_of(config: ResolvedRunConfig, run_type: RunType, layers: int) -> Route:
+    """Returns the stages or the plan of a call over so many layers; None leaves the choice to the planner.
+
+    Raises:
+        ValueError: the stages do not fit the model or the run type.
+    """
+    plan = config.execute_plan
+    if plan is None or isinstance(plan, _core.Plan):
+        return plan
+    plan.check_valid(layers, run_type)
+    stages = _core.Stages()
+    stages.forward = [_core.Range(stage.start, stage.stop) for stage in plan.fwd_plan]
+    if run_type != "infer":
+        stages.backward = [_core.Range(stage.start, stage.stop) for stage in plan.bwd_plan]
+    return stages

@@ -1,0 +1,95 @@
+"""From the arguments of a call to a request that the engine can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from roundpipe.call.joint_plan import RunType
+from roundpipe.call.loss_function import outputs_as_loss
+from roundpipe.call.request import MODES, CallRequest, Microbatch, route_of
+from roundpipe.call.run_config import ResolvedRunConfig, RoundPipeRunConfig
+from roundpipe.data.microbatch import effective_microbatches, split_call, split_label
+from roundpipe.following.loss_arguments import adding_losses
+from roundpipe.layers.values import owned, split, to_host
+
+if TYPE_CHECKING:
+    from roundpipe.following.language_model import LanguageModel
+
+
+@dataclass(frozen=True)
+class StepArguments:
+    """The arguments of `forward_backward` or a sibling, as the user gave them; `where` is the method's name."""
+
+    where: str
+    input_args: Any
+    input_kwargs: dict[str, Any] | None
+    label: Any
+    loss_fn: Callable[[Any, Any], Any]
+    return_outputs: bool
+    run_config: RoundPipeRunConfig | None
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Cuts one call's arguments into microbatches and finds its route.
+
+    Attributes:
+        name: the model's name, in messages.
+        layers: how many layers the model has.
+        followed: the language model that the layers come from, if they do.
+        config: the call's options.
+    """
+
+    name: str
+    layers: int
+    followed: LanguageModel | None
+    config: ResolvedRunConfig
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_only: bool) -> CallRequest:
+        """The request of `model(...)`; `loss_only` says that only the loss will be read from the outputs."""
+        batch, changeable = self._split(args, kwargs, loss_only)
+        adds = self.followed is not None and self.followed.adds_losses(args, kwargs)
+        config = adding_losses(self.config) if adds else self.config
+        run_type: RunType = "train" if config.requires_grad else "infer"
+        route = route_of(config, run_type, self.layers)
+        return CallRequest(config, MODES[run_type], batch, route, changeable, self._savers())
+
+    def step(self, given: StepArguments) -> CallRequest:
+        """The request of one `forward_backward`."""
+        args = tuple(given.input_args) if isinstance(given.input_args, (list, tuple)) else (given.input_args,)
+        kwargs = dict(given.input_kwargs or {})
+        own_loss = self.followed is not None and given.loss_fn is outputs_as_loss
+        batch, changeable = self._split(args, kwargs, loss_only=own_loss and not given.return_outputs)
+        config, loss_fn = self.config, given.loss_fn
+        if self.followed is not None:
+            adds = self.followed.adds_losses(args, kwargs)
+            config = adding_losses(config) if adds else config
+            parts = 1 if adds else len(batch)
+            loss_fn = self.followed.mean_loss(parts) if own_loss else self.followed.seen_by(loss_fn, parts)
+        label_parts, changeable_label = owned(split_label(given.label, len(batch), config.split_label))
+        labels = [split(to_host(part, given.where)) for part in label_parts]
+        route = route_of(config, "fused", self.layers)
+        changeable = changeable or changeable_label
+        return CallRequest(
+            config, MODES["fused"], batch, route, changeable, self._savers(), labels, loss_fn, given.return_outputs
+        )
+
+    def _savers(self) -> tuple[str, ...]:
+        return () if self.followed is None else self.followed.memory_savers()
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_only: bool) -> tuple[list[Microbatch], bool]:
+        """Returns each microbatch's tensors with their structure, and whether the arguments hold objects that the
+        caller may change."""
+        args, kwargs = to_host((args, kwargs), self.name)
+        followed, config, how = self.followed, self.config, self.config.split_input
+        if followed is not None:
+            how = followed.splitting(how, kwargs)
+        count = effective_microbatches(args, kwargs, config.num_microbatch, config.num_microbatch_is_default, how)
+        if followed is not None:
+            count = followed.microbatches(count, config.num_microbatch_is_default, args, kwargs)
+        calls, changeable = owned(split_call(args, kwargs, count, how))
+        if followed is not None:
+            calls = followed.prepare(calls, loss_only)
+        return [split(call, is_call=True) for call in calls], changeable

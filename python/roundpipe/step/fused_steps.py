@@ -1,0 +1,182 @@
+"""Steps of a fused optimizer: the engine updates each layer in place as soon as its gradient has landed."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from roundpipe import _core
+from roundpipe.step.binding import Binding, BoundOptimizer, Gradients, Moments, Step, as_schedulers
+from roundpipe.step.group import StepGroup, hand_over_scales
+from roundpipe.step.plain_steps import owners
+from roundpipe.step.scaler import GradScaler, StepScales
+from roundpipe.step.update import Update, uninterrupted
+
+
+def refuse_optimizer(optimizer: torch.optim.Optimizer) -> NoReturn:
+    """Raises ValueError: `optimizer` does not update the model in place."""
+    raise ValueError(
+        f"[step] the {type(optimizer).__name__} was not made for this model (or another one was made since); "
+        "make it with roundpipe.optim.AdamW(model, ...), or give step a function that calls optimizer.step()"
+    )
+
+
+def _refuse_other_ways(what: str) -> NoReturn:
+    raise ValueError(
+        f"[RoundPipe] {what}: a roundpipe.optim optimizer was made for this model and updates it in place; "
+        "use model.step(optimizer), or wrap the model again for another way of stepping"
+    )
+
+
+class FusedSteps(StepGroup):
+    """Models that a `roundpipe.optim` optimizer updates in place; every other way of stepping them is refused.
+
+    There are no copies of parameters. A step starts the update of each block in the engine, which waits for the block's
+    gradients by itself, so the pending update of this class is only that of a loss scale. From a step until
+    `show_weights` or `synchronize`, the models' parameters may show neither the old nor the new weights.
+
+    Another optimizer may be made for the same models: it replaces the binding, and the earlier optimizer's steps are
+    refused.
+
+    Args:
+        earlier: the models' steps until now.
+        optimizer: has the models' parameters in its groups.
+        moments: see `Binding`.
+        gradients: see `Binding`.
+
+    Attributes:
+        binding: the optimizer's state for these models.
+    """
+
+    has_copies = False
+    is_untouched = False
+
+    def __init__(self, earlier: StepGroup, optimizer: BoundOptimizer, moments: Moments, gradients: Gradients) -> None:
+        super().__init__(earlier.models)
+        self._hides_weights = False
+        self._bind(earlier, optimizer, moments, gradients)
+        owners.add(self)
+
+    def bind(self, optimizer: BoundOptimizer, moments: Moments, gradients: Gradients) -> FusedSteps:
+        """Makes another optimizer update these models from now on. The earlier one's moments are dropped; the fp32
+        masters stay."""
+        self._bind(self, optimizer, moments, gradients)
+        return self
+
+    def _bind(self, earlier: StepGroup, optimizer: BoundOptimizer, moments: Moments, gradients: Gradients) -> None:
+        # Refuses invalid requests before anything is changed.
+        _core.require_engine()
+        _core.threads()
+        _core.instruction_set()
+        earlier.synchronize()
+        self.models.give_host_parameters_a_pipeline()
+        self.models.expose_gradients_of_backwards(False)
+        self.binding = Binding(self.models.all_pipelines(), optimizer, moments, gradients)
+        self._names = self.models.named_parameters()
+        self._trained = self.binding.trained
+
+    def step(self, step_fn: Any, is_async: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+        """Raises ValueError: a fused optimizer updates the models."""
+        _core.require_engine()
+        _refuse_other_ways("step with a function")
+
+    def step_fused(
+        self,
+        optimizer: torch.optim.Optimizer,
+        is_async: bool,
+        scaler: GradScaler | None = None,
+        max_grad_norm: float | None = None,
+        lr_scheduler: Any = None,
+    ) -> Step:
+        """See `RoundPipe.step`."""
+        _core.require_engine()
+        if not isinstance(optimizer, BoundOptimizer) or optimizer.binding is not self.binding:
+            refuse_optimizer(optimizer)
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"[step] max_grad_norm is {max_grad_norm}, expected a positive number or None")
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise ValueError(f"[step] scaler is a {type(scaler).__name__}, expected a roundpipe.GradScaler")
+        schedulers = as_schedulers(lr_scheduler)
+        groups = optimizer.core_groups()
+        self.check_trainable()
+        self.finish_update()
+        self.models.begin_step(is_async)
+        scales = hand_over_scales() if scaler is not None and scaler.is_enabled() else None
+        loss_scale = 0.0  # losses are not scaled
+        if scaler is not None and scales is not None:
+            loss_scale = scaler._scale_of(scales)
+        core, host = self.binding.core, self.models.host_pipeline
+        core.make_room()  # outside the block, so that Ctrl+C ends the wait
+        with uninterrupted():
+            run = core.step(groups, is_async, max_grad_norm or 0.0, loss_scale)
+            self._hides_weights = True
+            if host is not None:
+                host.show_weights()
+            if scaler is not None and scales is not None:
+                self._pending = Update(lambda: self._update_scale(scaler, scales, run))
+        if self._pending is not None and not is_async:
+            # The scale of the next losses depends on these gradients.
+            self.finish_update()
+            GradScaler._synchronize_all()
+        optimizer.count_step()
+        for scheduler in schedulers:
+            scheduler.step()
+        return Step(run)
+
+    @staticmethod
+    def _update_scale(scaler: GradScaler, scales: StepScales, run: _core.StepRun) -> bool:
+        """Runs on the optimizer thread. Returns False: there is nothing to publish."""
+        run.wait_decided()
+        with scales.active():
+            scaler._update_after(run.overflowed)
+        return False
+
+    def _settle(self) -> None:
+        self.binding.core.finish()
+        self._hides_weights = False
+
+    def show_weights(self) -> None:
+        """Makes the models' parameters show the weights that calls read, if a step has hidden them."""
+        if self._hides_weights:
+            for pipeline in self.models.all_pipelines():
+                pipeline.show_weights()
+            self._hides_weights = False
+
+    def zero_gradients(self, model: nn.Module, set_to_none: bool) -> None:
+        """Clears the gradients of `model` that no step has consumed; without waiting if `set_to_none`."""
+        if set_to_none:
+            self.drop_gradients()
+        else:
+            self.synchronize()
+            model.zero_grad(set_to_none)
+
+    def drop_gradients(self) -> None:
+        """Drops the gradients that no step has consumed, without waiting."""
+        for pipeline in self.models.all_pipelines():
+            pipeline.drop_gradients()
+
+    def begin_plain_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises ValueError for a step of any optimizer but the one that updates these models."""
+        if not isinstance(optimizer, BoundOptimizer) or optimizer.binding is not self.binding:
+            _refuse_other_ways(f"{type(optimizer).__name__}.step()")
+
+    def finish_plain_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Does nothing: the optimizer's step was made by `step_fused`."""
+
+    def note_reach(self) -> None:
+        """Does nothing: gradients go to the optimizer, so `.grad` is filled only when it is asked for."""
+
+    # -- there are no copies ----------------------------------------------------------------------------------------
+
+    def optim_named_parameters(self, prefix: str, remove_duplicate: bool) -> NoReturn:
+        """Raises ValueError: a fused optimizer updates the models."""
+        _refuse_other_ways("optim_parameters")
+
+    def clear_copies(self, set_to_none: bool) -> None:
+        """Does nothing."""
+
+    def owns_trained(self, ids: set[int]) -> bool:
+        """Returns False."""
+        return False
