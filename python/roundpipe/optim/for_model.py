@@ -18,8 +18,8 @@ from roundpipe.step.binding import MOMENTS, Binding, BoundOptimizer, Gradients, 
 if TYPE_CHECKING:
     from roundpipe.step.group import StepGroup
 
-# Names in a state_dict of what the fp32 master of a 16-bit weight has beyond the weight.
-_RESTS = {torch.int16: "master_remainder", torch.float32: "master"}
+# Names in a state_dict of the part of the fp32 master that a weight lacks: all of it for fp16.
+_REMAINDERS = {torch.int16: "master_remainder", torch.float32: "master"}
 
 
 class ForModel(BoundOptimizer):
@@ -151,14 +151,14 @@ class ForModel(BoundOptimizer):
         self.state = defaultdict(dict)
         for group, hyper in zip(self.param_groups, self.core_groups(), strict=True):
             for parameter in group["params"]:
-                kept, rest = self.binding.state(parameter)
+                kept, remainder = self.binding.state(parameter)
                 entry = self.state[parameter]
                 if kept.tensors or kept.scalars.step:
                     for name in self.counters:
                         entry[name] = torch.tensor(getattr(kept.scalars, name), dtype=torch.float32)
                     entry.update(zip(self._state_names(hyper, parameter), kept.tensors, strict=True))
-                if rest is not None:
-                    entry[_RESTS[rest.dtype]] = rest
+                if remainder is not None:
+                    entry[_REMAINDERS[remainder.dtype]] = remainder
                 if not entry:
                     del self.state[parameter]
         packed = super().state_dict()
@@ -201,14 +201,14 @@ class ForModel(BoundOptimizer):
         with torch.no_grad():
             # Replaces states one by one, so that memory never holds two whole states.
             for parameter, hyper in hypers.items():
-                kept, rest = self.binding.state(parameter)
+                kept, remainder = self.binding.state(parameter)
                 kept.tensors = []
                 kept.scalars, kept.tensors = self._unpacked(parameter, states[parameter], hyper)
-                if rest is None:
+                if remainder is None:
                     continue
-                name = _RESTS[rest.dtype]
+                name = _REMAINDERS[remainder.dtype]
                 if name in states[parameter]:
-                    rest.copy_(states[parameter][name])
+                    remainder.copy_(states[parameter][name])
                 else:
                     self.binding.restart_master(parameter)
         self.binding.accept_weights()
