@@ -21,8 +21,8 @@ class ExportOptions:
         str | None,
         typer.Option(
             metavar="BASE_DIR",
-            help="The base model's folder, or its id in the local Hugging Face cache; left out, the one that the "
-            "adapter names.",
+            help="The base model's folder, or its id in the local Hugging Face cache (default: the one that the "
+            "adapter names).",
             show_default=False,
         ),
     ] = None
@@ -34,7 +34,7 @@ def export(options: ExportOptions) -> None:
     roundpipe export --merge ADAPTER_DIR --base BASE_DIR OUT_DIR
 
     OUT_DIR gets the base's files with the merged weights in them, and loads with from_pretrained. The weights are those
-    that peft's merge_and_unload() gives, in the dtype of the base's files. Nothing is left of a run that fails.
+    that peft's merge_and_unload() gives, in the dtype of the base's files. A run that fails leaves nothing behind.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn

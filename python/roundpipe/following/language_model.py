@@ -80,7 +80,7 @@ class LanguageModel:
     ) -> None:
         inner = transformers_model_in(model)
         if inner is None:
-            raise CannotFollow(f"[follow] {type(model).__name__} is no model of transformers")
+            raise CannotFollow(f"[follow] {type(model).__name__} is not a model of transformers")
         _check_chunk("loss_chunk_tokens", loss_chunk_tokens)
         _check_chunk("mlp_chunk_tokens", mlp_chunk_tokens)
         self._model = model
@@ -119,7 +119,7 @@ class LanguageModel:
             uses = Uses(followed, batch)
             if uses.ends.drawn is not None:
                 raise CannotFollow(
-                    f"what its end reads comes from before its layers, through random numbers ({uses.ends.drawn})"
+                    f"its end reads values that random numbers made before its layers ({uses.ends.drawn})"
                 )
             for name, part in parts_of(followed, uses):
                 self.chain.add_module(name, part)
@@ -285,8 +285,8 @@ class LanguageModel:
         if isinstance(self._positions, int) and 0 < self._positions < needed:
             raise ValueError(
                 f"[forward] the batch has {needed} positions, the model has max_position_embeddings = "
-                f"{self._positions}; shorten the rows, or raise config.max_position_embeddings before wrapping where "
-                "positions are rotary"
+                f"{self._positions}; shorten the rows, or, if positions are rotary, raise "
+                "config.max_position_embeddings before wrapping"
             )
 
     def adds_losses(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -118,7 +118,7 @@ def _check_shared(arguments: Any, structure: pytree.TreeSpec, layer: int) -> Non
         raise CannotFollow(f"layer {layer} changes a container that it is called with")
     for leaf in leaves:
         if not isinstance(leaf, (torch.Tensor, MutableMapping)) and holds_tensors(leaf):
-            raise CannotFollow(f"layer {layer} is called with a {type(leaf).__name__} in which tensors stay")
+            raise CannotFollow(f"layer {layer} is called with a {type(leaf).__name__} that keeps tensors")
 
 
 @contextmanager

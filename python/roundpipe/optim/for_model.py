@@ -134,7 +134,7 @@ class ForModel(BoundOptimizer):
         """Adds a group as torch does; a model's optimizer gets its groups only when it is made."""
         if self.binding is not None:
             raise ValueError(
-                "[optim] a model's optimizer cannot be given more parameters; make it anew with groups=..."
+                "[optim] a model's optimizer cannot be given more parameters; make a new one with groups=..."
             )
         super().add_param_group(param_group)
 
@@ -180,7 +180,7 @@ class ForModel(BoundOptimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         if len(saved) != len(parameters):
             raise ValueError(
-                f"[optim] the state is of {len(saved)} parameters, expected {len(parameters)}; load one that was saved "
+                f"[optim] the state has {len(saved)} parameters, expected {len(parameters)}; load one that was saved "
                 "for this model and these groups"
             )
         entries = [state_dict["state"].get(index, {}) for index in saved]

@@ -20,7 +20,7 @@ class EmulateOptions(PlanningOptions):
 
     costs: CostsArgument
     schedule: Annotated[str, typer.Option(help="As for simulate; several with commas."), After("mode")] = "roundpipe"
-    steps: Annotated[int, typer.Option(help="Steps to measure, after two left out."), After("effort")] = 6
+    steps: Annotated[int, typer.Option(help="Steps to measure, after two that are left out."), After("effort")] = 6
     time_scale: Annotated[
         float, typer.Option(help="Multiplies every time: 0.5 runs twice as fast."), After("steps")
     ] = 1.0

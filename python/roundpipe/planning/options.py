@@ -42,24 +42,25 @@ class PlanningOptions:
 
     modes: ClassVar[tuple[str, ...]] = ("async", "sync")
     devices: Annotated[
-        int | None, typer.Option(help="Devices. [default: those of the cost file, else 8]", show_default=False)
+        int | None,
+        typer.Option(help="Number of devices (default: those of the cost file, else 8).", show_default=False),
     ] = None
-    microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 16
+    microbatches: Annotated[int, typer.Option(help="Microbatches per step.")] = 16
     mode: Annotated[str, typer.Option(help="async (steps overlap, staleness one) or sync.")] = "async"
     max_traffic: Annotated[
         float,
-        typer.Option(help="Most uploads of weights, as a factor of one visit a direction; 0 = no limit."),
+        typer.Option(help="Limit of weight uploads, as a factor of one visit in each direction; 0 = no limit."),
     ] = 0.0
     memory: Annotated[
         str | None,
-        typer.Option(help="Memory of each device, such as 24GB. [default: the cost file's]", show_default=False),
+        typer.Option(help="Memory of each device, such as 24GB (default: the cost file's).", show_default=False),
     ] = None
     keep: Annotated[
-        int, typer.Option(help="Most last layers that keep their activations instead of recomputing; 1 = the head.")
+        int, typer.Option(help="Up to this many last layers keep their activations, without recompute; 1 = the head.")
     ] = 1
-    replicas: Annotated[bool, typer.Option(help="Let devices share a stage, each some of the microbatches.")] = True
+    replicas: Annotated[bool, typer.Option(help="Let devices share a stage and divide its microbatches.")] = True
     effort: Annotated[
-        int | None, typer.Option(help="Of the search, in microbatch visits. [default: about half a second]")
+        int | None, typer.Option(help="Effort of the search, in microbatch visits (default: about half a second).")
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False
     steps_shown: Annotated[int, typer.Option(help="Steps that a picture shows.")] = 2

@@ -34,29 +34,29 @@ class PlanOptions(PlanningOptions):
         str,
         typer.Argument(
             metavar="MODEL",
-            help="The folder (or config.json) of a model of transformers, of which only the shapes are read; or a cost "
-            "file; or a preset: qwen3-1.7b, llama3.1-8b, gpt-oss-20b, qwen3-32b, qwen3-235b-lora.",
+            help="The folder (or config.json) of a transformers model, of which only the shapes are read; a cost file; "
+            "or a preset: qwen3-1.7b, llama3.1-8b, gpt-oss-20b, qwen3-32b, qwen3-235b-lora.",
         ),
     ]
     mode: Annotated[str, typer.Option(help="async, sync or inference.")] = "async"
     host_memory: Annotated[
         str | None,
-        typer.Option(help="Memory of the host, such as 512GB. [default: not compared]", show_default=False),
+        typer.Option(help="Memory of the host, such as 512GB (default: not compared).", show_default=False),
         After("memory"),
     ] = None
     tokens: Annotated[
         int | None,
-        typer.Option(help="Of a model: tokens of a microbatch, in one row. [default: 8192]"),
+        typer.Option(help=f"For a model: tokens of a microbatch, in one row (default: {_TOKENS})."),
         After("host_memory"),
     ] = None
     train: Annotated[
         str | None,
-        typer.Option(help="Of a model: full (all weights) or lora (adapters of rank 16). [default: full]"),
+        typer.Option(help="For a model: full (all weights, the default) or lora (adapters of rank 16)."),
         After("tokens"),
     ] = None
     tflops: Annotated[
         float | None,
-        typer.Option(help="Of a model: 1e12 operations a second that a device reaches. [default: 100]"),
+        typer.Option(help=f"For a model: 1e12 operations per second that a device reaches (default: {_TFLOPS:g})."),
         After("train"),
     ] = None
     save: Annotated[
@@ -73,7 +73,7 @@ class PlanOptions(PlanningOptions):
 def plan(options: PlanOptions) -> None:
     """Choose stages, replicas and order for a model and a machine, say why, and whether the model fits.
 
-    Memory is predicted: with bf16 weights, fp32 masters and Adam's moments on the host, and attention that is fused.
+    The predicted memory is that of bf16 weights, fp32 masters and Adam's moments on the host, and fused attention.
     """
     from roundpipe import _core
     from roundpipe.call.execute_plan import ModelExecutePlan

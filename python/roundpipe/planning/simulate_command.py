@@ -41,7 +41,7 @@ class SimulateOptions(PlanningOptions):
     ] = False
     update_rate: Annotated[
         float,
-        typer.Option(help="With --links: GB of weights that the host's optimizer updates a second; 0 = at once."),
+        typer.Option(help="With --links: GB of weights that the host's optimizer updates per second; 0 = at once."),
         After("links"),
     ] = 0.0
 
