@@ -63,7 +63,7 @@ def emulate(options: EmulateOptions) -> None:
     if options.as_json:
         typer.echo(json.dumps({**head, "schedules": results}, indent=2))
     else:
-        title = f"{request.costs.name}: {options.run(request)}, times x {options.time_scale:g}"
+        title = f"{request.costs.name}: {options.setting(request)}, times x {options.time_scale:g}"
         _print_measured(title, results)
     options.write_pictures(rows, f"{request.costs.name}, {request.devices} devices, measured")
 

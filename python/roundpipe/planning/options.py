@@ -104,7 +104,7 @@ class PlanningOptions:
             "mode": self.mode,
         }
 
-    def run(self, request: Request) -> str:
+    def setting(self, request: Request) -> str:
         """The machine and the batch, for titles."""
         return f"{request.devices} devices, {request.microbatches} microbatches, {self.mode}"
 

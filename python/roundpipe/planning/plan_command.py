@@ -107,7 +107,7 @@ def plan(options: PlanOptions) -> None:
         document = report if memory_report is None else report | {"memory": memory_report.document()}
         typer.echo(json.dumps(document, indent=2))
     else:
-        _print_choice(f"{request.costs.name}: {options.run(request)}", report, shapes)
+        _print_choice(f"{request.costs.name}: {options.setting(request)}", report, shapes)
         for line in [] if memory_report is None else memory_report.lines():
             typer.echo(line)
     if options.save is not None:
@@ -120,7 +120,7 @@ def plan(options: PlanOptions) -> None:
         from roundpipe.planning.pictures import spans_of
 
         spans = spans_of(timeline, plans, range(options.steps_shown))
-        options.write_pictures([(best.cut, spans)], f"{request.costs.name}, {options.run(request)}")
+        options.write_pictures([(best.cut, spans)], f"{request.costs.name}, {options.setting(request)}")
 
 
 def _shapes(options: PlanOptions) -> ModelShapes:

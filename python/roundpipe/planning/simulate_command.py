@@ -69,10 +69,10 @@ def simulate(options: SimulateOptions) -> None:
         schedules = [prediction.document() for prediction in predictions]
         typer.echo(json.dumps({**options.document(request), "schedules": schedules}, indent=2))
     else:
-        _print_table(f"{request.costs.name}: {options.run(request)}", predictions)
+        _print_table(f"{request.costs.name}: {options.setting(request)}", predictions)
     options.write_pictures(
         [(_title(p), _spans(p, options.steps_shown)) for p in predictions],
-        f"{request.costs.name}, {options.run(request)}",
+        f"{request.costs.name}, {options.setting(request)}",
     )
 
 
