@@ -60,7 +60,7 @@ def verify(
             for a, b in zip(mine, theirs, strict=True)
         )
         if not same:
-            raise CannotFollow("run part by part, it does not compute the same as whole: its layers share something")
+            raise CannotFollow("part by part it does not compute the same as whole: its layers share something")
         rows = max(value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor))
         cut = rows - 1
         pieces = [{n: _rows_of(v, rows, part) for n, v in batch.items()} for part in (slice(cut), slice(cut, rows))]
