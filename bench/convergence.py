@@ -2,9 +2,9 @@
 
 Each row trains the demo's model from the same weights on the same batches. Weights of bf16 with the 16 bits that make
 them fp32 are compared with fp32 weights; 8-bit moments and asynchronous steps with the row that differs in nothing
-else; and bf16 weights without the rest, stepped by torch's AdamW, show what would be lost. The held-out loss is that of
-the demo, after the last step. Asynchronous rows begin as the demo does, with a share of synchronous steps. The program
-fails when a held-out loss is further off than stated.
+else; and bf16 weights without the remainder, stepped by torch's AdamW, show what would be lost. The held-out loss is
+that of the demo, after the last step. Asynchronous rows begin as the demo does, with a share of synchronous steps. The
+program fails when a held-out loss is further off than stated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The `roundpipe` command line.
 
 Each command lives in a module of its own that is cheap to import; torch and other heavy packages are imported when a
-command runs, so `roundpipe --help` answers at once. A new command is one `app.command(...)` line below.
+command runs, so `roundpipe --help` answers at once. A command is a function of one dataclass of options, whose fields
+typer shows and fills. A new command is one `app.command(...)` line below.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import Annotated
 import typer
 
 import roundpipe
+from roundpipe.command_options import of_fields
 from roundpipe.demo.command import demo
 from roundpipe.export.command import export
-from roundpipe.planning.commands import emulate, simulate
+from roundpipe.planning.emulate_command import emulate
 from roundpipe.planning.plan_command import plan
+from roundpipe.planning.simulate_command import simulate
 
 app = typer.Typer(
     name="roundpipe",
@@ -43,10 +46,10 @@ def options(
 
 
 app.command("demo")(demo)
-app.command("simulate")(simulate)
-app.command("plan")(plan)
-app.command("emulate")(emulate)
-app.command("export")(export)
+app.command("simulate")(of_fields(simulate))
+app.command("plan")(of_fields(plan))
+app.command("emulate")(of_fields(emulate))
+app.command("export")(of_fields(export))
 
 
 def main() -> None:

@@ -48,7 +48,8 @@ def refuse_missing_folder(name_or_path: str | os.PathLike[str], where: str) -> N
     written_as_path = isinstance(name_or_path, os.PathLike) or text.startswith((".", "/", "~")) or text.count("/") > 1
     if written_as_path and not Path(text).is_dir():
         raise ValueError(
-            f"[{where}] {text} is no folder, expected one that save_pretrained wrote, or the name of a model on the Hub"
+            f"[{where}] {text} is not a folder, expected one that save_pretrained wrote, or the name of a model on the "
+            "Hub"
         )
 
 

@@ -31,17 +31,16 @@ bool engine_has_ended() noexcept { return ended.load(); }
 void require_own_process() {
   if (!is_left_behind()) return;
   throw Error(
-      "[engine] this process was made by fork, and the engine's threads are in its parent alone; expected a process "
-      "that has used no RoundPipe model before the fork; start it with 'spawn', or fork before the first model is "
-      "made");
+      "[engine] this process was made by fork after its parent had used a RoundPipe model, and the engine's threads "
+      "exist only in the parent; start the process with 'spawn', or fork before the first model is made");
 }
 
 void require_engine() {
   require_own_process();
   if (!engine_has_ended()) return;
   throw Error(
-      "[engine] the engine has ended with the process, and nothing can run any more; expected a call before that; make "
-      "it in the program itself, or in an exit handler that is registered after roundpipe has been imported");
+      "[engine] the process is exiting and the engine has ended, expected a call before that; make it in the program "
+      "itself, or in an exit handler that is registered after roundpipe has been imported");
 }
 
 void become_device_thread() noexcept { runs_layers = true; }
@@ -50,7 +49,7 @@ void require_callers_thread() {
   if (!runs_layers) return;
   throw Error(
       "[engine] a layer or a loss function has called a model in the pipeline, and would wait for the device that it "
-      "runs on itself; expected calls from outside of the pipeline; call the plain module there, or make the other "
+      "occupies itself; expected calls from outside the pipeline; call the plain module there, or make the other "
       "model's call before or after this one");
 }
 

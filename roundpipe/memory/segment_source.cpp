@@ -64,7 +64,7 @@ void warn_pageable_once(int64_t size_bytes, std::string_view why) {
   static std::atomic<bool> warned{false};
   if (warned.exchange(true)) return;
   TORCH_WARN("[memory] could not page-lock ", format_bytes(size_bytes), " of host memory: ", why,
-             "; expected room for the whole model. Going on with pageable memory, transfers will be slower; raise the "
+             "; expected room for the whole model. Pageable memory is used instead, so transfers are slower; raise the "
              "limit (ulimit -l unlimited, or the container's memlock), or pass pin_model=\"off\" to the model");
 }
 

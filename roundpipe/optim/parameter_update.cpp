@@ -81,10 +81,12 @@ void check_weights(const Weights& weights) {
   check_like(weights.after, weights.before, weights.before.scalar_type(), where, "the weight after");
   const Element type = element_of(weights.before, where, "the weight");
   if (weights.remainder.defined() != (type == Element::kBFloat16)) {
-    throw std::invalid_argument("[update] bfloat16 weights need a remainder, and only they; pass it with them");
+    throw std::invalid_argument(
+        "[update] expected a remainder with bfloat16 weights and with no others; pass it only then");
   }
   if (weights.master.defined() != (type == Element::kFloat16)) {
-    throw std::invalid_argument("[update] float16 weights need a master, and only they; pass it with them");
+    throw std::invalid_argument(
+        "[update] expected a master with float16 weights and with no others; pass it only then");
   }
   if (weights.remainder.defined()) {
     check_like(weights.remainder, weights.before, at::kShort, where, "the remainder");

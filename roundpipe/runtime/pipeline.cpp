@@ -311,7 +311,7 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
   if (call->parameter_writes != parameter_writes()) {
     throw std::invalid_argument(
         "[backward] parameters have been changed in place since this forward, so the recomputation would not repeat "
-        "it; call backward before the optimizer's step, or make the forward again");
+        "it; call backward before the optimizer's step, or run the forward again");
   }
   call->keep_values = keep_graph;
   const std::shared_ptr<Engine> engine = engine_;

@@ -18,7 +18,7 @@ struct PipelineNode final : public torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
     if (!call) {
       throw Error(
-          "[backward] this graph has been through its backward already and its activations are freed; pass "
+          "[backward] the backward of this graph has already run and has freed its activations; pass "
           "retain_graph=True to the first backward");
     }
     if (at::GradMode::is_enabled()) {

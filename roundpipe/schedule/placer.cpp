@@ -14,7 +14,7 @@ Placer::Placer(Plan recipe, const LayerCosts& costs, const Cluster& cluster, Tim
     fail("cluster has " + std::to_string(cluster.devices.size()) + " devices, expected " +
          std::to_string(recipe_.devices));
   if (!rules.asynchronous && !recipe_.jobs.empty() && recipe_.jobs.back().order > 1)
-    fail("the recipe interleaves steps, expected none of it in synchronous steps");
+    fail("the recipe interleaves steps, which synchronous steps cannot do; expected one without it");
   for (int device = 0; device < recipe_.devices; ++device) {
     const ClusterDevice& spec = cluster.devices[static_cast<std::size_t>(device)];
     const auto same = std::ranges::find_if(classes_, [&](const std::vector<int>& members) {

@@ -4,6 +4,7 @@
 #include <span>
 #include <vector>
 
+#include <roundpipe/schedule/priority.h>
 #include <roundpipe/simulate/simulator.h>
 
 namespace roundpipe::simulate {

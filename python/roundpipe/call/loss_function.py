@@ -11,7 +11,7 @@ from roundpipe import _core
 from roundpipe.layers.shell import holding_nothing
 
 NAN_LOSS = (
-    "[forward_backward] the loss{} is NaN; the batch's gradients are dropped; look for it in the data, lower the "
+    "[forward_backward] the loss{} is NaN; the batch's gradients are dropped; check the data, lower the "
     "learning rate, or pass check_loss=False to RoundPipe"
 )
 

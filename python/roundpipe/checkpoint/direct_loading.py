@@ -185,14 +185,14 @@ class _Fill:
         for found, what in (("missing_keys", "are not in its files"), ("mismatched_keys", "have another shape there")):
             if names := info.get(found):
                 raise CheckpointError(
-                    f"[from_pretrained] of the weights of {kind} {len(names)} {what}: {_listed(names)}; expected every "
-                    f"weight in {self._base}, since others would begin at random"
+                    f"[from_pretrained] weights of {kind} {what} ({len(names)}): {_listed(names)}; expected every "
+                    f"weight in {self._base}, since the others would start at random"
                 )
         if (names := info.get("unexpected_keys")) and self._extra_tensors == "refuse":
             raise CheckpointError(
                 f"[from_pretrained] {self._base} holds {len(names)} tensors that {kind} has no place for: "
-                f"{_listed(names)}; expected a model of this kind and nothing else, since what they did would be lost; "
-                "extra_tensors='ignore' loads it without them"
+                f"{_listed(names)}; expected only tensors of such a model, since the effect of others would be lost; "
+                "extra_tensors='ignore' loads the model without them"
             )
 
 

@@ -82,7 +82,7 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
     if metadata is None:
         metadata = {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _damaged(path, "the __metadata__ in its header is no table of texts")
+        raise _damaged(path, "the __metadata__ in its header is not a table of texts")
     found = {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
     found = dict(sorted(found.items(), key=lambda item: (item[1].start, item[1].end)))
     _check_cover(path, found, 8 + length, size)
@@ -113,9 +113,9 @@ def parse_table(text: bytes, path: Path, what: str, expected: str) -> dict[str, 
     try:
         table = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _damaged(path, f"{what} is no JSON ({error})", expected) from None
+        raise _damaged(path, f"{what} is not JSON ({error})", expected) from None
     if not isinstance(table, dict):
-        raise _damaged(path, f"{what} is no JSON table", expected)
+        raise _damaged(path, f"{what} is not a JSON table", expected)
     return table
 
 

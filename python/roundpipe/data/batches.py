@@ -133,7 +133,7 @@ def check_positions(model: Any, *batches: Batches | Sequence[Any]) -> None:
     longest = max((each.longest for each in batches if isinstance(each, Batches)), default=0)
     if isinstance(most, int) and 0 < most < longest:
         raise ValueError(
-            f"[check_positions] a sample has {longest} tokens, and the model max_position_embeddings = {most}; lower "
-            f"max_length (--max-length) to {most} or less, or raise config.max_position_embeddings before wrapping "
-            "where positions are rotary"
+            f"[check_positions] a sample has {longest} tokens, and the model has max_position_embeddings = {most}; "
+            f"lower max_length (--max-length) to {most} or less, or, if positions are rotary, raise "
+            "config.max_position_embeddings before wrapping"
         )

@@ -46,8 +46,8 @@ def effective_microbatches(args: Args, kwargs: Kwargs, n: int, is_default: bool,
             )
         elif not is_default and lengths != {n}:
             warnings.warn(
-                f"[RoundPipe] the packed arguments hold {fewest} microbatches, and num_microbatch is {n}; there are "
-                f"{fewest}. Give the models in a row the same num_microbatch, or leave it out",
+                f"[RoundPipe] the packed arguments hold {fewest} microbatches, and num_microbatch is {n}; "
+                f"{fewest} are run. Give the models in a row the same num_microbatch, or leave it out",
                 stacklevel=3,
             )
         return fewest
@@ -300,8 +300,8 @@ class _Tree:
         batch = "" if first is None else f" of {self.sizes[first]} rows, as {self.path(first)}"
         others = ", ".join(f"{self.path(i)} {tuple(self.leaves[i].shape)}" for i in self.doubtful)
         warnings.warn(
-            f"[RoundPipe] not all tensors have the rows of the batch{batch}, so every microbatch gets these whole: "
-            f"{others}; a chunk spec in split_input says how to cut them, _Replicate that this is meant",
+            f"[RoundPipe] some tensors do not have the rows of the batch{batch}, so every microbatch gets these whole: "
+            f"{others}; give split_input a chunk spec that cuts them, or _Replicate if this is intended",
             stacklevel=3,
         )
 
@@ -330,8 +330,8 @@ class _Tree:
             if other != size:
                 raise ValueError(
                     f"[{where}] {self.path(i)} has {other} samples (shape {tuple(self.leaves[i].shape)}, split along "
-                    f"dim {self.dims[i]}) and {self.path(first)} has {size}, expected the same batch size; say with a "
-                    "chunk spec or a function how to split them, _Replicate for what is no batch"
+                    f"dim {self.dims[i]}) and {self.path(first)} has {size}, expected the same batch size; give "
+                    "split_input a chunk spec or a function that splits them, and _Replicate for what is not cut"
                 )
         first = min(self.sizes, key=self.sizes.__getitem__)
         size = self.sizes[first]
@@ -364,7 +364,7 @@ def _split_by_function(split: Callable[..., Any], args: Args, kwargs: Kwargs, n:
         if not isinstance(part, (tuple, list)) or not part or len(part) != len(result[0]):
             raise ValueError(
                 f"[split_call] the split_input function returned {_describe(part)} for the {name}, "
-                f"expected a list with one entry a microbatch, {n} or another number, as many as for the args"
+                f"expected a list with one entry for each microbatch, as long as the list of args"
             )
         for i, entry in enumerate(part):
             if not isinstance(entry, types):

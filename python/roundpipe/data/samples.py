@@ -37,7 +37,7 @@ def _numbers(values: Sequence[int] | torch.Tensor, where: str) -> torch.Tensor:
     try:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{where} is no list of numbers ({error}), expected whole numbers") from None
+        raise ValueError(f"{where} is not a list of numbers ({error}), expected whole numbers") from None
     if tensor.dim() != 1 or (tensor.numel() and (tensor.is_floating_point() or tensor.dtype == torch.bool)):
         raise ValueError(
             f"{where} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected whole numbers in one dimension"

@@ -45,20 +45,20 @@ def demo(
     ] = False,
     steps: Annotated[
         int | None,
-        typer.Option(help=f"Training steps. [default: {_DEFAULT.steps}, with --full {FULL.steps}]", show_default=False),
+        typer.Option(help=f"Training steps (default: {_DEFAULT.steps}, with --full {FULL.steps}).", show_default=False),
     ] = None,
     devices: Annotated[
         str | None,
         typer.Option(
-            help="Device pool, such as virtual:4,memory=64MiB. "
-            f"[default: ROUNDPIPE_DEVICES, else the accelerators found, else {VIRTUAL_DEVICES}]",
+            help="Device pool, such as virtual:4,memory=64MiB "
+            f"(default: ROUNDPIPE_DEVICES, else the accelerators found, else {VIRTUAL_DEVICES}).",
             show_default=False,
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seeds weights and batches.")] = _DEFAULT.seed,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for metrics and curve. [default: runs/demo-<date>-<time>]", show_default=False),
+        typer.Option(help="Folder for metrics and curve (default: runs/demo-<date>-<time>).", show_default=False),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = _DEFAULT.batch_size,
     sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = _DEFAULT.sequence_length,

@@ -213,7 +213,9 @@ def _pairs(ours: Outcome, expected: Outcome) -> list[tuple[str, Tensor, Tensor]]
     pairs = [("the losses", ours.losses, expected.losses)]
     for what, mine, theirs in (("", ours.weights, expected.weights), ("master of ", ours.masters, expected.masters)):
         if mine.keys() != theirs.keys():
-            raise ValueError("[demo] the two have other parameters; expected the same names; compare the same model")
+            raise ValueError(
+                "[demo] the two models have different parameters; expected the same names; compare the same model"
+            )
         pairs += [(what + name, mine[name], theirs[name]) for name in theirs]
     return pairs
 

@@ -88,10 +88,12 @@ def read_adapter(folder: Path) -> Adapter:
     try:
         tensors = load_peft_weights(str(folder), device="cpu")
     except Exception as error:  # safetensors and pickle raise a dozen types for a damaged file
-        raise ValueError(f"[export] {path} cannot be read: {error}; expected a whole file; fetch it again") from None
+        raise ValueError(f"[export] {path} cannot be read: {error}; expected a complete file; fetch it again") from None
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ValueError(f"[export] {name} in {path} holds NaN or infinity; expected an adapter whose training ran")
+            raise ValueError(
+                f"[export] {name} in {path} holds NaN or infinity; expected finite numbers; its training has failed"
+            )
     return Adapter(folder, config, tensors)
 
 
@@ -117,5 +119,5 @@ def _settings(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"[export] {path} is not JSON: {error}; expected the config of an adapter") from None
     if not isinstance(settings, dict):
-        raise ValueError(f"[export] {path} is no JSON object, expected the config of an adapter")
+        raise ValueError(f"[export] {path} is not a JSON object, expected the config of an adapter")
     return settings

@@ -111,8 +111,8 @@ def find_base(base: str | Path) -> Path:
         return Path(snapshot_download(str(base), local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError, OSError):
         raise ValueError(
-            f"[export] the base {str(base)!r} is no folder and no model in the local Hugging Face cache; give --base "
-            "with its folder, or fetch it with `hf download`"
+            f"[export] the base {str(base)!r} is neither a folder nor a model in the local Hugging Face cache; give "
+            "--base with its folder, or fetch it with `hf download`"
         ) from None
 
 

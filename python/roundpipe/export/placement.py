@@ -280,7 +280,7 @@ def _build(folder: Path) -> PreTrainedModel:
     except (ValueError, OSError, KeyError, ImportError) as error:
         raise ValueError(
             f"[export] cannot build the model of {folder}: {str(error).strip()}; expected the folder of a causal "
-            "language model that transformers knows by itself"
+            "language model whose code is part of transformers"
         ) from None
     model.eval()
     model.tie_weights()

@@ -110,7 +110,7 @@ class OutputShape:
             call: the call's number.
             layer: the called layer.
             arguments: the call's arguments.
-            kind: the kind of source, see `Source`.
+            kind: the kind of origin, see `Origin`.
         """
         like = hidden_states(arguments)
         computed: list[Any] | None = None

@@ -12,7 +12,7 @@ from torch import nn
 
 from roundpipe.following import collector
 from roundpipe.following.loss_arguments import is_part_of_a_sum, take_return_logits
-from roundpipe.following.parts import LOSS_ONLY, SHARE, Structure
+from roundpipe.following.parts import LOSS_ONLY, SHARE, FollowedModel
 from roundpipe.following.pictures import picture_splitting
 from roundpipe.following.placeholder import CannotFollow
 from roundpipe.following.reduction import Reduction, asks_for_loss, count, positions_are_inside, rows_of
@@ -80,7 +80,7 @@ class LanguageModel:
     ) -> None:
         inner = transformers_model_in(model)
         if inner is None:
-            raise CannotFollow(f"[follow] {type(model).__name__} is no model of transformers")
+            raise CannotFollow(f"[follow] {type(model).__name__} is not a model of transformers")
         _check_chunk("loss_chunk_tokens", loss_chunk_tokens)
         _check_chunk("mlp_chunk_tokens", mlp_chunk_tokens)
         self._model = model
@@ -110,38 +110,38 @@ class LanguageModel:
         dropped = left_out_at_random(inner)
         if dropped is not None:
             raise CannotFollow(f"it leaves out layers at random ({dropped}; 0 is followed)")
-        structure = Structure(self._model, inner, find_stacks(inner), names, forced_arguments(self._model, inner))
+        followed = FollowedModel(self._model, inner, find_stacks(inner), names, forced_arguments(self._model, inner))
         collector.install(self._model)
-        batch, expected = self._watched(structure, inner)
-        if not structure.order:
+        batch, expected = self._watched(followed, inner)
+        if not followed.order:
             raise CannotFollow("its forward calls none of the layers in its largest nn.ModuleList")
         try:
-            uses = Uses(structure, batch)
+            uses = Uses(followed, batch)
             if uses.ends.drawn is not None:
                 raise CannotFollow(
-                    f"what its end reads comes from before its layers, through random numbers ({uses.ends.drawn})"
+                    f"its end reads values that random numbers made before its layers ({uses.ends.drawn})"
                 )
-            for name, part in parts_of(structure, uses):
+            for name, part in parts_of(followed, uses):
                 self.chain.add_module(name, part)
             if not self.is_causal:
-                try_training(structure, batch)
-            found = verify(structure, self.chain, batch, expected, self.is_causal)
+                try_training(followed, batch)
+            found = verify(followed, self.chain, batch, expected, self.is_causal)
         except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
             raise CannotFollow(f"part by part it fails ({type(error).__name__}: {error})") from error
         # Set only now, after the comparison of bits: values computed in chunks are the same, but their bits differ.
-        structure.loss_chunk_tokens, structure.mlp_chunk_tokens = loss_chunk_tokens, mlp_chunk_tokens
+        followed.loss_chunk_tokens, followed.mlp_chunk_tokens = loss_chunk_tokens, mlp_chunk_tokens
         return found
 
-    def _watched(self, structure: Structure, inner: PreTrainedModel) -> tuple[dict[str, Any], Any]:
+    def _watched(self, followed: FollowedModel, inner: PreTrainedModel) -> tuple[dict[str, Any], Any]:
         """A small batch that the model accepts, and the model's outputs for it."""
         if self.is_causal:
-            batch = sample_batch(inner) | structure.forced
-            return batch, watch(structure, batch)
+            batch = sample_batch(inner) | followed.forced
+            return batch, watch(followed, batch)
         reason: Exception | None = None
         for inputs in sample_batches(inner):
-            batch = inputs | structure.forced
+            batch = inputs | followed.forced
             try:
-                return batch, watch(structure, batch)
+                return batch, watch(followed, batch)
             except CannotFollow:
                 raise
             except Exception as error:  # the model may accept another batch
@@ -285,8 +285,8 @@ class LanguageModel:
         if isinstance(self._positions, int) and 0 < self._positions < needed:
             raise ValueError(
                 f"[forward] the batch has {needed} positions, the model has max_position_embeddings = "
-                f"{self._positions}; shorten the rows, or raise config.max_position_embeddings before wrapping where "
-                "positions are rotary"
+                f"{self._positions}; shorten the rows, or, if positions are rotary, raise "
+                "config.max_position_embeddings before wrapping"
             )
 
     def adds_losses(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

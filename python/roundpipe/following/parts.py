@@ -19,13 +19,13 @@ from roundpipe.following.lazy_logits import LazyLogits
 from roundpipe.following.placeholder import (
     CannotFollow,
     Made,
+    Origin,
     Placeholder,
     Recorder,
-    Source,
     recording,
     with_values,
 )
-from roundpipe.following.program import Compiler, LayerCall, Program, Recorded, Values
+from roundpipe.following.program import Compiler, LayerCall, NumberedValues, Program, Recorded
 from roundpipe.following.token_loss import TokenLoss, loss_in
 from roundpipe.following.token_wise import ChunkTokens, TokenWise, chunk_of, in_chunks
 from roundpipe.layers.shadow import ShadowTree
@@ -37,7 +37,8 @@ Collected = tuple[dict[str, tuple[Any, ...]], ...]
 """The values that the model has collected inside each layer call so far, by key."""
 Shared = dict[int, dict[Any, Any]]
 """The contents of the mappings that layers share, by number."""
-Flow = tuple[Program, Values, Shared, Collected]
+PartState = tuple[Program, NumberedValues, Shared, Collected]
+"""The input of each part but the first one, and the output of each but the last one."""
 
 
 class Over(BaseException):
@@ -45,8 +46,8 @@ class Over(BaseException):
 
 
 @dataclass
-class Structure:
-    """How a model is followed; shared by all its parts.
+class FollowedModel:
+    """A model that is followed, and how; shared by all its parts.
 
     Attributes:
         model: the original.
@@ -100,7 +101,7 @@ class Skeleton:
     """The model's tree, in which calls of its layers go to a `Run`.
 
     Args:
-        structure: the model's structure.
+        followed: the followed model.
         present: parameters and buffers by name; all others are placeholders.
         phases: the phases in which the given parameters are present. After the first layer call, a parameter that was
             present before it is a placeholder again, so that later operations on it run in the part they belong to.
@@ -109,20 +110,20 @@ class Skeleton:
 
     def __init__(
         self,
-        structure: Structure,
+        followed: FollowedModel,
         present: Mapping[str, Any],
         phases: tuple[Phase, ...] = (Phase.BEFORE,),
         owner: object = None,
     ) -> None:
         self.owner = owner
         self._run: Run | None = None
-        self._structure = structure
+        self._followed = followed
         self._missing: list[Placeholder] = []
         self._device = torch.device("cpu")
         tensors: dict[int, torch.Tensor] = {}
         shown: list[dict[int, torch.Tensor]] = [{}, {}, {}]
-        for tensor in [*structure.model.parameters(), *structure.model.buffers()]:
-            name = structure.names[id(tensor)]
+        for tensor in [*followed.model.parameters(), *followed.model.buffers()]:
+            name = followed.names[id(tensor)]
             if name in present and not isinstance(tensor, nn.Parameter):
                 tensors[id(tensor)] = present[name]
                 continue
@@ -130,15 +131,15 @@ class Skeleton:
             later = Placeholder.of_parameter(name, tensor, "late")
             self._missing += [missing, later]
             for phase in Phase:
-                here = phase in phases or (phase is Phase.BEFORE and name in structure.ends_early)
+                here = phase in phases or (phase is Phase.BEFORE and name in followed.ends_early)
                 absent = missing if phase is Phase.BEFORE else later
                 shown[phase][id(tensor)] = present[name] if here and name in present else absent
             tensors[id(tensor)] = shown[Phase.BEFORE][id(tensor)]
-        self._tree = ShadowTree(structure.model, tensors)
-        inside = {id(module) for layer in structure.layers for module in layer.modules()}
+        self._tree = ShadowTree(followed.model, tensors)
+        inside = {id(module) for layer in followed.layers for module in layer.modules()}
         self._places = [
             (state, name, tuple(tensors_then[id(parameter)] for tensors_then in shown))
-            for module in structure.model.modules()
+            for module in followed.model.modules()
             if id(module) not in inside
             for state in (self._tree.of(module)._parameters,)
             for name, parameter in module._parameters.items()
@@ -162,10 +163,10 @@ class Skeleton:
                 placeholder.shown_device = device
 
     def _answer(self) -> None:
-        for module in self._structure.model.modules():
+        for module in self._followed.model.modules():
             # Compiled code would run the original's layers and cannot be followed.
             self._tree.of(module).__dict__["_compiled_call_impl"] = None
-        for index, layer in enumerate(self._structure.layers):
+        for index, layer in enumerate(self._followed.layers):
             state = self._tree.of(layer).__dict__
             state["forward"] = functools.partial(self._called, index)
             for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
@@ -199,23 +200,23 @@ class Skeleton:
 class RecordingRun(Run):
     """Records how layers are called, and answers with placeholders."""
 
-    def __init__(self, structure: Structure, stops: bool) -> None:
+    def __init__(self, followed: FollowedModel, stops: bool) -> None:
         self.recorder = Recorder()
         self.calls: list[Recorded] = []
-        self._structure = structure
+        self._followed = followed
         self._stops = stops
         self._place: Any = None
 
     def called(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         index = len(self.calls)
-        order = self._structure.order
+        order = self._followed.order
         if index >= len(order) or order[index] != layer:
             raise CannotFollow(
                 f"its forward called layer {layer} as call {index}, expected the order seen when it was wrapped, "
                 f"{order[:8]}..."
             )
-        shape = self._structure.outputs[index]
-        outputs = _shown(self._structure, index, (args, kwargs))
+        shape = self._followed.outputs[index]
+        outputs = _shown(self._followed, index, (args, kwargs))
         place = collector.place()
         self.calls.append(
             Recorded(layer, (args, kwargs), outputs, shape.spec, collector.keys(), place is not self._place)
@@ -226,37 +227,37 @@ class RecordingRun(Run):
         if self._stops and self.recorder.ended:
             raise Over
         if not self._stops:
-            inside = self._structure.collected[index]
+            inside = self._followed.collected[index]
             if pytree.tree_unflatten(inside.leaves, inside.spec).keys() <= set(collector.keys()):
-                found = _shown(self._structure, index, (args, kwargs), "collected")
+                found = _shown(self._followed, index, (args, kwargs), "collected")
                 collector.add(pytree.tree_unflatten(found, inside.spec))
         return pytree.tree_unflatten(outputs, shape.spec)
 
 
-def _shown(structure: Structure, call: int, arguments: Any, kind: str = "output") -> list[Any]:
-    shape = (structure.outputs if kind == "output" else structure.collected)[call]
+def _shown(followed: FollowedModel, call: int, arguments: Any, kind: str = "output") -> list[Any]:
+    shape = (followed.outputs if kind == "output" else followed.collected)[call]
     with torch._C.DisableTorchFunctionSubclass():  # reads only shapes
-        return shape.placeholders(call, structure.layers[structure.order[call]], arguments, kind)
+        return shape.placeholders(call, followed.layers[followed.order[call]], arguments, kind)
 
 
 class ReplayingRun(Run):
     """Answers with the last layer's real output, and with placeholders for the other layers' outputs."""
 
-    def __init__(self, structure: Structure, flow: Flow) -> None:
-        self._structure = structure
-        self._program, self._values, _, self._collected = flow
+    def __init__(self, followed: FollowedModel, state: PartState) -> None:
+        self._followed = followed
+        self._program, self._values, _, self._collected = state
         self._index = 0
         self.recorder = Recorder({made: self._values[number] for made, number in self._program.carried.items()})
 
     def called(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         index = self._index
         self._index += 1
-        if index >= len(self._program.calls) or self._structure.order[index] != layer:
+        if index >= len(self._program.calls) or self._followed.order[index] != layer:
             raise CannotFollow(f"its forward calls other layers the second time (call {index} is of layer {layer})")
         call = self._program.calls[index]
         if index < len(self._collected):
             collector.add(self._collected[index])
-        shape = self._structure.outputs[index]
+        shape = self._followed.outputs[index]
         self.recorder.called()
         if index == len(self._program.calls) - 1:
             self.recorder.ended = True
@@ -265,7 +266,7 @@ class ReplayingRun(Run):
                 for leaf, number in zip(shape.leaves, call.outputs, strict=True)
             ]
         else:
-            leaves = _shown(self._structure, index, (args, kwargs))
+            leaves = _shown(self._followed, index, (args, kwargs))
             for position, leaf in enumerate(leaves):
                 if isinstance(leaf, Placeholder):
                     self.recorder.tell(leaf, ("output", index, position))
@@ -275,18 +276,18 @@ class ReplayingRun(Run):
 class Part(nn.Module):
     """A piece of the model's forward as a layer: it holds the parameters and buffers that it needs, by their names."""
 
-    structure: Structure
+    followed: FollowedModel
     phases: tuple[Phase, ...] = (Phase.BEFORE,)
 
-    def __init__(self, structure: Structure, names: set[str], buffers: dict[str, torch.Tensor]) -> None:
+    def __init__(self, followed: FollowedModel, names: set[str], buffers: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self.structure = structure
-        for name, parameter in structure.model.named_parameters():
+        self.followed = followed
+        for name, parameter in followed.model.named_parameters():
             if name in names:
                 self._parameters[name] = parameter
         self._buffers.update(buffers)
-        inner = {id(module) for layer in structure.layers for module in layer.modules()}
-        self.followed_modules = [module for module in structure.model.modules() if id(module) not in inner]
+        inner = {id(module) for layer in followed.layers for module in layer.modules()}
+        self.followed_modules = [module for module in followed.model.modules() if id(module) not in inner]
 
     def skeleton(self) -> Skeleton:
         """The model's tree over this part's tensors, made on first use."""
@@ -294,26 +295,26 @@ class Part(nn.Module):
         if made is None or made.owner is not self:
             # A device's shell of this part shares its attributes, but has its own tensors.
             present = {**self._parameters, **self._buffers}
-            made = self.__dict__["_skeleton"] = Skeleton(self.structure, present, self.phases, self)
+            made = self.__dict__["_skeleton"] = Skeleton(self.followed, present, self.phases, self)
         return made
 
 
 class Before(Part):
     """Everything until the first of the model's layers is called: embeddings, masks, positions."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Flow:
+    def forward(self, *args: Any, **kwargs: Any) -> PartState:
         share = kwargs.pop(SHARE, None)
         loss_only = kwargs.pop(LOSS_ONLY, False)
-        structure = self.structure
-        kwargs.update(structure.forced)
-        run = RecordingRun(structure, stops=True)
+        followed = self.followed
+        kwargs.update(followed.forced)
+        run = RecordingRun(followed, stops=True)
         try:
             self.skeleton().run(run, args, kwargs)
         except Over:
             pass
         else:
             raise CannotFollow(
-                f"its forward called {len(run.calls)} layers, expected {len(structure.order)} as when it was wrapped"
+                f"its forward called {len(run.calls)} layers, expected {len(followed.order)} as when it was wrapped"
             )
         compiler = Compiler(run.recorder.ops, run.calls, (args, kwargs))
         program = compiler.compile(self._carried(args, kwargs))
@@ -325,16 +326,16 @@ class Before(Part):
         # Numbers change from step to step, but the values that are read do not.
         flags = {n: v if isinstance(v, (bool, str, type(None))) else type(v).__name__ for n, v in kwargs.items()}
         key = repr((len(args), sorted(flags.items())))
-        known = self.structure.carried.get(key)
+        known = self.followed.carried.get(key)
         if known is None:
-            run = RecordingRun(self.structure, stops=False)
+            run = RecordingRun(self.followed, stops=False)
             try:
                 with torch.no_grad():
-                    output = Skeleton(self.structure, self._buffers).run(run, args, kwargs)
+                    output = Skeleton(self.followed, self._buffers).run(run, args, kwargs)
             except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
                 # The end needs values, or collected ones. If it needs more than is carried, the last part reports it.
                 output = None
-            known = self.structure.carried[key] = Ends(output, len(self.structure.order)).made
+            known = self.followed.carried[key] = Ends(output, len(self.followed.order)).made
         return known
 
 
@@ -345,16 +346,16 @@ LOSS_ONLY = "roundpipe_loss_only"
 class OwnLayer(nn.Module):
     """One call of one of the model's layers, and the operations until the next call."""
 
-    def __init__(self, structure: Structure, index: int, parameters: dict[str, nn.Parameter]) -> None:
+    def __init__(self, followed: FollowedModel, index: int, parameters: dict[str, nn.Parameter]) -> None:
         super().__init__()
-        self.layer = structure.layers[structure.order[index]]
+        self.layer = followed.layers[followed.order[index]]
         self.index = index
-        self.blocks = structure.blocks[index]
-        self.structure = structure
+        self.blocks = followed.blocks[index]
+        self.followed = followed
         self._parameters.update(parameters)
 
-    def forward(self, flow: Flow) -> Flow:
-        program, values, contents, collected = flow
+    def forward(self, state: PartState) -> PartState:
+        program, values, contents, collected = state
         call: LayerCall = program.calls[self.index]
         own: dict[str, Any] = {**self._parameters}
         shared = {n: kind() for n, kind in call.arguments.shared().items()}
@@ -364,7 +365,7 @@ class OwnLayer(nn.Module):
         chunk = None
         # Values collected inside a part that is computed in chunks would not be differentiated.
         if self.blocks and not call.collected:
-            chunk = chunk_of(self.structure.mlp_chunk_tokens, hidden_states((args, kwargs)).shape[1])
+            chunk = chunk_of(self.followed.mlp_chunk_tokens, hidden_states((args, kwargs)).shape[1])
         chunks = in_chunks(self.layer, self.blocks, chunk) if chunk else nullcontext()
         with collector.collecting(call.collected, call.first) as found, chunks:
             output = self.layer(*args, **kwargs)
@@ -397,12 +398,12 @@ class After(Part):
 
     phases = (Phase.END,)
 
-    def forward(self, flow: Flow) -> Any:
-        program, values, _, _ = flow
+    def forward(self, state: PartState) -> Any:
+        program, values, _, _ = state
         args, kwargs = program.inputs.join(values, {})
         skeleton = self.skeleton()
         with self._postponing(skeleton) if self._postpones(values, program) else nullcontext():
-            outputs = skeleton.run(ReplayingRun(self.structure, flow), args, kwargs)
+            outputs = skeleton.run(ReplayingRun(self.followed, state), args, kwargs)
         if program.share is not None:
             outputs = _weighed(outputs, program.share)
         if program.loss_only:
@@ -410,12 +411,12 @@ class After(Part):
         check_real(outputs)
         return outputs
 
-    def _postpones(self, values: Values, program: Program) -> bool:
+    def _postpones(self, values: NumberedValues, program: Program) -> bool:
         """Whether postponing the logits is requested, possible, and saves much memory."""
-        chunk = self.structure.loss_chunk_tokens
+        chunk = self.followed.loss_chunk_tokens
         if not program.loss_only or chunk is None:
             return False
-        head = self.structure.language_model.get_output_embeddings()
+        head = self.followed.language_model.get_output_embeddings()
         if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
             return False
         hidden = next(values[number] for number in program.calls[-1].outputs if number is not None)
@@ -425,7 +426,7 @@ class After(Part):
     @contextmanager
     def _postponing(self, skeleton: Skeleton) -> Iterator[None]:
         """Within the block, the head returns logits that are not computed, and the loss takes them."""
-        model, chunk = self.structure.language_model, self.structure.loss_chunk_tokens
+        model, chunk = self.followed.language_model, self.followed.loss_chunk_tokens
         head: Any = skeleton.of(model.get_output_embeddings())
         whole = skeleton.of(model)
         before = whole.__dict__.get("_loss_function")
@@ -470,19 +471,19 @@ def _weighed(outputs: Any, share: float) -> Any:
     return outputs
 
 
-def buffers_around(structure: Structure) -> dict[str, torch.Tensor]:
+def buffers_around(followed: FollowedModel) -> dict[str, torch.Tensor]:
     """The buffers outside the model's own layers."""
-    inside = {id(buffer) for layer in structure.layers for buffer in layer.buffers()}
-    return {name: buffer for name, buffer in structure.model.named_buffers() if id(buffer) not in inside}
+    inside = {id(buffer) for layer in followed.layers for buffer in layer.buffers()}
+    return {name: buffer for name, buffer in followed.model.named_buffers() if id(buffer) not in inside}
 
 
-def sources_of(outputs: Any) -> set[Source]:
-    """The sources of the placeholders in a pytree."""
-    return {source for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Placeholder) for source in leaf.sources}
+def origins_of(outputs: Any) -> set[Origin]:
+    """The origins of the placeholders in a pytree."""
+    return {origin for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Placeholder) for origin in leaf.origins}
 
 
 class Ends:
-    """The sources of a forward's output.
+    """The origins of a forward's output.
 
     Args:
         output: output of a `RecordingRun` that runs to the end.
@@ -513,7 +514,7 @@ class Ends:
         op = leaf.op
         if op is None:
             if leaf.label is not None:
-                is_late = any(kind == "late" for kind, _ in leaf.sources)
+                is_late = any(kind == "late" for kind, _ in leaf.origins)
                 (self.late if is_late else self.early).add(leaf.label)
             elif leaf.made is not None and leaf.made[1] != self._calls - 1:
                 found.add(leaf.made)
@@ -541,5 +542,5 @@ def check_real(outputs: Any) -> None:
         if isinstance(leaf, Placeholder):
             raise CannotFollow(
                 f"its output{pytree.keystr(path)} depends on more than what its last layer returned: "
-                f"{sorted(map(str, leaf.sources))[:4]}"
+                f"{sorted(map(str, leaf.origins))[:4]}"
             )

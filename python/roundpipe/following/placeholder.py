@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-Source = tuple[str, Any]
+Origin = tuple[str, Any]
 """The origin of a value: `("parameter", its name)`, or "late" for one that is used after the first layer call, or
 `("output", (call, leaf))` of a layer call, or the same with "collected" for a value that transformers collected inside
 the call."""
@@ -142,7 +142,7 @@ class Placeholder(torch.Tensor):
     """Has a tensor's shape and dtype and shows its device, but has no values.
 
     Attributes:
-        sources: the origins of its value.
+        origins: the origins of its value.
         op: the operation that made it; None for an origin.
         label: name of the parameter that it stands for, if any.
         shown_device: the device that the tensor would be on.
@@ -151,7 +151,7 @@ class Placeholder(torch.Tensor):
         value: the tensor, if it is already known.
     """
 
-    sources: frozenset[Source]
+    origins: frozenset[Origin]
     op: Op | None
     label: str | None
     shown_device: torch.device
@@ -161,22 +161,22 @@ class Placeholder(torch.Tensor):
 
     @staticmethod
     def make(
-        meta: torch.Tensor, device: torch.device, sources: frozenset[Source], name: str | None = None
+        meta: torch.Tensor, device: torch.device, origins: frozenset[Origin], name: str | None = None
     ) -> Placeholder:
         """Makes a placeholder like `meta`, a tensor on the meta device."""
         made: Placeholder = torch.Tensor._make_subclass(Placeholder, meta.detach(), False)
-        made.sources, made.op, made.label, made.shown_device, made.value = sources, None, name, device, None
+        made.origins, made.op, made.label, made.shown_device, made.value = origins, None, name, device, None
         made.made, made.writers = None, []
         return made
 
     @staticmethod
     def of_parameter(name: str, tensor: torch.Tensor, kind: str = "parameter") -> Placeholder:
-        """Makes a placeholder for an absent parameter or buffer, as a source of this kind."""
+        """Makes a placeholder for an absent parameter or buffer, as an origin of this kind."""
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return Placeholder.make(meta, tensor.device, frozenset({(kind, name)}), name)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Placeholder({sorted(map(str, self.sources))})"
+        return f"Placeholder({sorted(map(str, self.origins))})"
 
     @classmethod
     def __torch_function__(
@@ -204,14 +204,14 @@ class Placeholder(torch.Tensor):
         known: dict[int, Any] = {}
         device: torch.device | None = None
         asked: torch.device | None = None
-        sources: frozenset[Source] = frozenset()
+        origins: frozenset[Origin] = frozenset()
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for leaf in leaves:
                 value = leaf
                 if isinstance(leaf, Placeholder):
                     value = known.setdefault(id(leaf), leaf.as_subclass(torch.Tensor))
                     device = leaf.shown_device if device is None else device
-                    sources |= leaf.sources
+                    origins |= leaf.origins
                 elif isinstance(leaf, torch.Tensor):
                     value = known.setdefault(id(leaf), leaf.detach().to("meta"))
                 elif isinstance(leaf, torch.device) or (isinstance(leaf, str) and _is_device(leaf)):
@@ -228,7 +228,7 @@ class Placeholder(torch.Tensor):
             result = func(*meta_args, **meta_kwargs)
         result_leaves, result_spec = pytree.tree_flatten(result)
         shown = asked or device or torch.device("cpu")
-        glue = any(kind != "parameter" for kind, _ in sources)
+        glue = any(kind != "parameter" for kind, _ in origins)
         op = Op(func, (args, kwargs), [], glue, torch.is_grad_enabled())
         by_meta = {id(meta): leaf for leaf in leaves if (meta := known.get(id(leaf))) is not None}
         if op.in_place and not (args and isinstance(args[0], Placeholder)):
@@ -241,12 +241,12 @@ class Placeholder(torch.Tensor):
                 continue
             original = by_meta.get(id(leaf))
             if original is None:
-                original = Placeholder.make(leaf, shown, sources)
+                original = Placeholder.make(leaf, shown, origins)
                 original.op = op
             op.results.append(original)
             values.append(original)
         if op.in_place and isinstance(args[0], Placeholder):
-            args[0].sources |= sources
+            args[0].origins |= origins
             args[0].writers.append(op)
         if recorder is not None and (op.in_place or any(isinstance(r, Placeholder) for r in op.results)):
             recorder.add(op)

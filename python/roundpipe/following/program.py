@@ -12,13 +12,13 @@ from torch.utils import _pytree as pytree
 
 from roundpipe.following.placeholder import CannotFollow, Made, Op, Placeholder
 
-Values = dict[int, torch.Tensor]
-"""Tensors in flight, by number."""
+NumberedValues = dict[int, torch.Tensor]
+"""Tensors that the parts pass on, by number."""
 
 
 @dataclass(frozen=True)
 class Ref:
-    """Stands for a tensor in flight."""
+    """Stands for one of the `NumberedValues`."""
 
     number: int
 
@@ -47,7 +47,7 @@ class Tree:
 
     def join(
         self,
-        values: Values,
+        values: NumberedValues,
         parameters: Mapping[str, torch.Tensor],
         shared: Mapping[int, MutableMapping[Any, Any]] | None = None,
     ) -> Any:
@@ -80,7 +80,7 @@ class Glue:
     results: list[int | None]
     grad: bool
 
-    def run(self, values: Values, parameters: Mapping[str, torch.Tensor]) -> None:
+    def run(self, values: NumberedValues, parameters: Mapping[str, torch.Tensor]) -> None:
         args, kwargs = self.arguments.join(values, parameters)
         with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
             result = self.function(*args, **kwargs)
@@ -157,7 +157,7 @@ class Compiler:
         self._numbers: dict[int, int] = {}
         self._held: list[torch.Tensor] = []
         self._shared: dict[int, int] = {}
-        self.values: Values = {}
+        self.values: NumberedValues = {}
 
     def compile(self, ends: Iterable[Made]) -> Program:
         """Makes the program, which carries `ends` to its end; values that the run already has stay in `values`.

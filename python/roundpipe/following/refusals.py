@@ -32,7 +32,7 @@ def refuse_compiled(model: nn.Module, layers: Iterable[nn.Module] = ()) -> None:
         name = next((name for name, module in model.named_modules() if around and module is around[0]), "")
         raise ValueError(
             f"[wrap_model_to_roundpipe] {f'its module {name}' if name else 'the model'} is compiled as a whole, "
-            "expected plain ones, whose layers run on different devices; compile each layer instead, before wrapping: "
+            "expected a plain one, since its layers run on different devices; compile each layer before wrapping: "
             "for layer in layers: layer.compile()"
         )
 
@@ -61,7 +61,7 @@ def warn_single_layer(model: nn.Module) -> None:
         warnings.warn(
             f"[RoundPipe] {type(model).__name__} becomes a single layer of {size} bytes: each device has to hold all "
             "of its weights, gradients and activations at once, and devices share nothing but the batch; "
-            "wrap_model_to_roundpipe makes a layer of each of its own",
+            "wrap_model_to_roundpipe makes each layer inside it a layer of the pipeline",
             stacklevel=4,
         )
 

@@ -18,10 +18,10 @@ from roundpipe.following.parts import (
     After,
     Before,
     Ends,
+    FollowedModel,
     OwnLayer,
     RecordingRun,
     Skeleton,
-    Structure,
     buffers_around,
 )
 from roundpipe.following.placeholder import CannotFollow, Op, Placeholder
@@ -118,7 +118,7 @@ def _check_shared(arguments: Any, structure: pytree.TreeSpec, layer: int) -> Non
         raise CannotFollow(f"layer {layer} changes a container that it is called with")
     for leaf in leaves:
         if not isinstance(leaf, (torch.Tensor, MutableMapping)) and holds_tensors(leaf):
-            raise CannotFollow(f"layer {layer} is called with a {type(leaf).__name__} in which tensors stay")
+            raise CannotFollow(f"layer {layer} is called with a {type(leaf).__name__} that keeps tensors")
 
 
 @contextmanager
@@ -179,31 +179,31 @@ def forced_arguments(model: nn.Module, inner: nn.Module) -> dict[str, Any]:
     return {"use_cache": False} if "use_cache" in parameters or (takes_more and knows) else {}
 
 
-def watch(structure: Structure, batch: dict[str, Any]) -> Any:
+def watch(followed: FollowedModel, batch: dict[str, Any]) -> Any:
     """Runs the plain model once and records how it calls its layers; returns the model's output."""
-    watch = _Watch(structure.layers)
-    candidates = [Candidates(layer) for layer in structure.layers]
-    with evaluating(structure.model):
+    watch = _Watch(followed.layers)
+    candidates = [Candidates(layer) for layer in followed.layers]
+    with evaluating(followed.model):
         try:
-            output = structure.model(**batch)
+            output = followed.model(**batch)
         finally:
             watch.end()
             for candidate in candidates:
                 candidate.end()
         blocks = [tuple(candidate.blocks()) for candidate in candidates]
-    _keep_called(structure, watch.order)
-    structure.blocks = [blocks[index] for index in watch.order]
+    _keep_called(followed, watch.order)
+    followed.blocks = [blocks[index] for index in watch.order]
     for (arguments, returned), collected in zip(watch.returned, watch.collected, strict=True):
-        structure.outputs.append(OutputShape.of(returned, arguments))
-        structure.collected.append(OutputShape.of(collected, arguments))
+        followed.outputs.append(OutputShape.of(returned, arguments))
+        followed.collected.append(OutputShape.of(collected, arguments))
     return output
 
 
-def _keep_called(structure: Structure, order: list[int]) -> None:
+def _keep_called(followed: FollowedModel, order: list[int]) -> None:
     """Drops layers that were not called: they belong to the code around the others."""
     called = sorted(set(order))
-    structure.layers = [structure.layers[index] for index in called]
-    structure.order = [called.index(index) for index in order]
+    followed.layers = [followed.layers[index] for index in called]
+    followed.order = [called.index(index) for index in order]
 
 
 class Uses:
@@ -212,15 +212,15 @@ class Uses:
     Attributes:
         before: used before the first call.
         between: by call: those in its arguments, and those used after it until the next call.
-        ends: the sources of the output.
-        ends_in_values: whether the sources are unknown because code after the last call reads values.
+        ends: the origins of the output.
+        ends_in_values: whether the origins are unknown because code after the last call reads values.
     """
 
-    def __init__(self, structure: Structure, batch: dict[str, Any]) -> None:
-        run = RecordingRun(structure, stops=False)
-        skeleton = Skeleton(structure, buffers_around(structure))
+    def __init__(self, followed: FollowedModel, batch: dict[str, Any]) -> None:
+        run = RecordingRun(followed, stops=False)
+        skeleton = Skeleton(followed, buffers_around(followed))
         self.ends_in_values = False
-        with evaluating(structure.model):
+        with evaluating(followed.model):
             try:
                 output = skeleton.run(run, (), batch)
             except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
@@ -245,7 +245,7 @@ class Uses:
         if not isinstance(leaf, Placeholder):
             return
         if leaf.label is not None:
-            is_late = any(kind == "late" for kind, _ in leaf.sources)
+            is_late = any(kind == "late" for kind, _ in leaf.origins)
             (direct if is_late else self.before).add(leaf.label)
             return
         if id(leaf) in seen:
@@ -257,25 +257,25 @@ class Uses:
                 self._visit(argument, seen, self.between[op.segment - 1] if op.segment else self.before)
 
 
-def parts_of(structure: Structure, uses: Uses) -> list[tuple[str, nn.Module]]:
+def parts_of(followed: FollowedModel, uses: Uses) -> list[tuple[str, nn.Module]]:
     """The pipeline's layers, with their names."""
-    buffers = buffers_around(structure)
-    in_layers = {id(p) for index in set(structure.order) for p in structure.layers[index].parameters()}
-    structure.ends_early = frozenset(uses.ends.early)
+    buffers = buffers_around(followed)
+    in_layers = {id(p) for index in set(followed.order) for p in followed.layers[index].parameters()}
+    followed.ends_early = frozenset(uses.ends.early)
     after = uses.ends.late | uses.ends.early
     used = uses.before.union(after, *uses.between)
     # Parameters that this run did not use may be used by others, with other arguments.
     idle = {
-        structure.names[id(parameter)]
-        for parameter in structure.model.parameters()
-        if id(parameter) not in in_layers and structure.names[id(parameter)] not in used
+        followed.names[id(parameter)]
+        for parameter in followed.model.parameters()
+        if id(parameter) not in in_layers and followed.names[id(parameter)] not in used
     }
-    parameters = {structure.names[id(p)]: p for p in structure.model.parameters()}
+    parameters = {followed.names[id(p)]: p for p in followed.model.parameters()}
     if uses.ends_in_values:
         after, idle = after | idle, set()
-    parts: list[tuple[str, nn.Module]] = [("before", Before(structure, uses.before | idle, buffers))]
-    for call in range(len(structure.order)):
+    parts: list[tuple[str, nn.Module]] = [("before", Before(followed, uses.before | idle, buffers))]
+    for call in range(len(followed.order)):
         own = {name: parameters[name] for name in sorted(uses.between[call])}
-        parts.append((f"layer{call}", OwnLayer(structure, call, own)))
-    parts.append(("after", After(structure, after, buffers)))
+        parts.append((f"layer{call}", OwnLayer(followed, call, own)))
+    parts.append(("after", After(followed, after, buffers)))
     return parts

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from roundpipe.data.samples import IGNORED
-from roundpipe.following.parts import Over, RecordingRun, Skeleton, Structure, buffers_around
+from roundpipe.following.parts import FollowedModel, Over, RecordingRun, Skeleton, buffers_around
 from roundpipe.following.placeholder import CannotFollow
 from roundpipe.following.program import Tree
 from roundpipe.following.reduction import Reduction, asks_for_loss, find_reduction, mixing, weights
@@ -38,51 +38,53 @@ class Found:
     adds_up: bool = False
 
 
-def verify(structure: Structure, chain: nn.Sequential, batch: dict[str, Any], expected: Any, is_causal: bool) -> Found:
+def verify(
+    followed: FollowedModel, chain: nn.Sequential, batch: dict[str, Any], expected: Any, is_causal: bool
+) -> Found:
     """Runs the chain on the host, as a device would, and compares every output with the plain model's, bit for bit."""
-    with evaluating(structure.model):
+    with evaluating(followed.model):
         # Separate trees, as on devices: only values that are passed on reach another part.
         parts = [ShadowTree(part, {}).root for part in chain]
 
-        def flow_of(inputs: dict[str, Any]) -> Any:
-            flow: Any = parts[0](**inputs)
+        def state_of(inputs: dict[str, Any]) -> Any:
+            state: Any = parts[0](**inputs)
             for part in parts[1:-1]:
-                flow = part(flow)
-            return flow
+                state = part(state)
+            return state
 
-        flow = flow_of(batch)
-        outputs = parts[-1](flow)
+        state = state_of(batch)
+        outputs = parts[-1](state)
         mine, theirs = pytree.tree_leaves(outputs), pytree.tree_leaves(expected)
         same = len(mine) == len(theirs) and all(
             torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) if isinstance(a, torch.Tensor) else a == b
             for a, b in zip(mine, theirs, strict=True)
         )
         if not same:
-            raise CannotFollow("part by part it does not compute what it computes whole; its layers share something")
+            raise CannotFollow("part by part it does not compute the same as whole: its layers share something")
         rows = max(value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor))
         cut = rows - 1
         pieces = [{n: _rows_of(v, rows, part) for n, v in batch.items()} for part in (slice(cut), slice(cut, rows))]
-        halves = any(p.dtype in (torch.bfloat16, torch.float16) for p in structure.model.parameters())
-        found = mixing(outputs, parts[-1](flow_of(pieces[0])), rows, cut, 0.1 if halves else 1e-3)
-        if found is None and halves and _routes(structure.model):
+        halves = any(p.dtype in (torch.bfloat16, torch.float16) for p in followed.model.parameters())
+        found = mixing(outputs, parts[-1](state_of(pieces[0])), rows, cut, 0.1 if halves else 1e-3)
+        if found is None and halves and _routes(followed.model):
             found = _mixing_gradient(parts, batch, rows)
         if is_causal:
-            program, values, *_ = flow
+            program, values, *_ = state
             labels = program.inputs.join(values, {})[1]["labels"]
             labels[:, 0] = IGNORED
-            again, loss = parts[-1](flow).loss, expected.loss
+            again, loss = parts[-1](state).loss, expected.loss
             shifts = torch.allclose(again, loss, rtol=0, atol=0, equal_nan=True)
             return Found(Reduction.LABELS_BUT_FIRST if shifts else Reduction.LABELS, found, adds_up=True)
         if found is not None:
             return Found(None, found)
-        flows = [_part_of(flow, rows, part) for part in (slice(cut), slice(cut, rows))]
+        states = [_part_of(state, rows, part) for part in (slice(cut), slice(cut, rows))]
 
         def losses(changed: dict[str, Any]) -> tuple[Any, list[Any]]:
             whole = {n: torch.cat(v) if isinstance(v, list) else v for n, v in changed.items()}
-            each = [{n: v[i] if isinstance(v, list) else v for n, v in changed.items()} for i in range(len(flows))]
+            each = [{n: v[i] if isinstance(v, list) else v for n, v in changed.items()} for i in range(len(states))]
             return (
-                loss_in(parts[-1](_called_with(flow, whole))),
-                [loss_in(parts[-1](_called_with(f, c))) for f, c in zip(flows, each, strict=True)],
+                loss_in(parts[-1](_called_with(state, whole))),
+                [loss_in(parts[-1](_called_with(s, c))) for s, c in zip(states, each, strict=True)],
             )
 
         if not asks_for_loss(batch):
@@ -91,7 +93,7 @@ def verify(structure: Structure, chain: nn.Sequential, batch: dict[str, Any], ex
         exactness = 2e-3 if halves else 1e-5
         with _LossesInFloat():
             reduction = find_reduction(losses, pieces, exactness)
-        return Found(reduction, adds_up=reduction is not None and _adds_up(structure, losses, exactness))
+        return Found(reduction, adds_up=reduction is not None and _adds_up(followed, losses, exactness))
 
 
 class _LossesInFloat(TorchFunctionMode):
@@ -108,13 +110,13 @@ def _in_float(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-def try_training(structure: Structure, batch: dict[str, Any]) -> None:
+def try_training(followed: FollowedModel, batch: dict[str, Any]) -> None:
     """Raises CannotFollow if the code between the layers can only be followed in evaluation mode."""
-    buffers = {name: buffer.clone() for name, buffer in buffers_around(structure).items()}
-    with evaluating(structure.model), torch.random.fork_rng(devices=[]):
-        structure.model.train()
+    buffers = {name: buffer.clone() for name, buffer in buffers_around(followed).items()}
+    with evaluating(followed.model), torch.random.fork_rng(devices=[]):
+        followed.model.train()
         with contextlib.suppress(Over):
-            Skeleton(structure, buffers).run(RecordingRun(structure, stops=True), (), batch)
+            Skeleton(followed, buffers).run(RecordingRun(followed, stops=True), (), batch)
 
 
 def _routes(model: nn.Module) -> bool:
@@ -136,11 +138,11 @@ def _mixing_gradient(parts: list[nn.Module], batch: dict[str, Any], rows: int) -
     }
     try:
         with torch.enable_grad():
-            flow: Any = (program, {**values, **leaves}, *others)
+            state: Any = (program, {**values, **leaves}, *others)
             for part in parts[1:-1]:
-                flow = part(flow)
+                state = part(state)
             last = program.calls[-1].outputs
-            ends = [flow[1][number] for number in last if number is not None]
+            ends = [state[1][number] for number in last if number is not None]
             total = sum(end[0].float().sum() for end in ends if end.requires_grad and end.shape[0] == rows)
             found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     except (RuntimeError, TypeError):
@@ -149,8 +151,10 @@ def _mixing_gradient(parts: list[nn.Module], batch: dict[str, Any], rows: int) -
     return "what its layers return for a row changes with the batch's other rows" if mixed else None
 
 
-def _adds_up(structure: Structure, losses: Callable[[dict[str, Any]], tuple[Any, list[Any]]], exactness: float) -> bool:
-    parameters = inspect.signature(structure.model.forward).parameters.values()
+def _adds_up(
+    followed: FollowedModel, losses: Callable[[dict[str, Any]], tuple[Any, list[Any]]], exactness: float
+) -> bool:
+    parameters = inspect.signature(followed.model.forward).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD or p.name == "num_items_in_batch" for p in parameters):
         return False
     try:
@@ -167,9 +171,9 @@ def _rows_of(value: Any, rows: int, part: slice) -> Any:
     return value[part] if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows else value
 
 
-def _part_of(flow: Any, rows: int, part: slice) -> Any:
-    """Some rows of the values that flow to the end of the forward."""
-    program, values, *others = flow
+def _part_of(state: Any, rows: int, part: slice) -> Any:
+    """Some rows of the values that reach the end of the forward."""
+    program, values, *others = state
 
     def cut(value: torch.Tensor) -> torch.Tensor:
         if not value.dim() or value.shape[0] % rows:
@@ -179,9 +183,9 @@ def _part_of(flow: Any, rows: int, part: slice) -> Any:
     return (program, {number: cut(value) for number, value in values.items()}, *others)
 
 
-def _called_with(flow: Any, changed: dict[str, Any]) -> Any:
-    """The flow of a call, as if some of its arguments had been different."""
-    program, values, *others = flow
+def _called_with(state: Any, changed: dict[str, Any]) -> Any:
+    """The state after a call, as if some of its arguments had been different."""
+    program, values, *others = state
     args, kwargs = program.inputs.join(values, {})
     inputs = Tree(*pytree.tree_flatten((args, {**kwargs, **changed})))
     return (dataclasses.replace(program, inputs=inputs), values, *others)

@@ -62,7 +62,7 @@ def from_pretrained(
     if adapter is not None and peft_config is not None:
         raise ValueError(
             f"[from_pretrained] {adapter} is a PEFT adapter and peft_config was given too, expected one of them; leave "
-            "peft_config out to go on with the adapter"
+            "peft_config out to continue with the adapter"
         )
     if extra_tensors not in ("refuse", "ignore"):
         raise ValueError(f"[from_pretrained] extra_tensors is {extra_tensors!r}, expected 'refuse' or 'ignore'")
@@ -105,7 +105,7 @@ def _peft() -> Any:
         import peft
     except ImportError:
         raise ValueError(
-            "[from_pretrained] adapters need the peft package, which is not there; pip install 'roundpipe-engine[lora]'"
+            "[from_pretrained] adapters need peft, which is not installed; pip install 'roundpipe-engine[lora]'"
         ) from None
     return peft
 

@@ -52,9 +52,9 @@ class Structure:
                 if isinstance(inner, torch.Tensor) and inner.grad_fn is not None:
                     name = type(leaf).__name__
                     raise ValueError(
-                        f"[{where}] a {name} holds tensors that carry gradients, and is no container that torch knows, "
-                        "so they cannot be moved or differentiated; use a tuple, list or dict, or register the class: "
-                        f"torch.utils._pytree.register_dataclass({name})"
+                        f"[{where}] a {name} holds tensors that carry gradients, but torch does not know it as a "
+                        "container, so they cannot be moved or differentiated; use a tuple, list or dict, or register "
+                        f"the class: torch.utils._pytree.register_dataclass({name})"
                     )
 
     def join(self, tensors: list[torch.Tensor]) -> Any:

@@ -13,8 +13,8 @@ from torch import nn
 """The methods of `HostResident` that users call."""
 
 _NO_COPY = (
-    "[RoundPipe] a model in the pipeline is neither copied nor pickled: its weights lie in memory of the engine's; "
-    "expected its values: copy or save model.state_dict(), and load that into a model that was made anew"
+    "[RoundPipe] a model in the pipeline is neither copied nor pickled, as its weights lie in the engine's memory; "
+    "copy or save model.state_dict() instead, and load that into a new model"
 )
 
 

@@ -25,7 +25,7 @@ def guarded(name: str, method: Callable[..., Any], may_replace: Callable[[], boo
     def call(*args: Any, **kwargs: Any) -> Any:
         if not may_replace():
             raise ValueError(
-                f"[{name}] it would replace parameters that an optimizer or the pipeline holds, expected none to; call "
+                f"[{name}] it would replace parameters that an optimizer or the pipeline holds; call "
                 "it before an optimizer is made, or better before the model is wrapped"
             )
         return method(*args, **kwargs)

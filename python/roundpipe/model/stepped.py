@@ -107,7 +107,7 @@ class SteppedModel(ModelFacade):
         if self._step_group.has_copies:
             warnings.warn(
                 "[RoundPipe] parameters() outside of step_fn are the model's own, and the optimizer updates copies of "
-                "them; give optim_parameters() to what is to see these",
+                "them; use optim_parameters() to see the copies",
                 stacklevel=3,
             )
         return source_of_names(self).named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[no-any-return]

@@ -122,7 +122,7 @@ def chunked_mlp(
         owner = body if isinstance(body, nn.Module) else getattr(body, "__self__", None)
         if not isinstance(owner, nn.Module):
             raise ValueError(
-                "[chunked_mlp] the body is no nn.Module and came without parameters, which would get no gradients; "
+                "[chunked_mlp] the body is not an nn.Module, so its parameters are unknown and would get no gradients; "
                 "pass parameters=[...], the tensors that it uses, or parameters=[] if it uses none"
             )
         parameters = owner.parameters()
@@ -200,7 +200,7 @@ def _logit_steps(
     if steps is not None:
         if softcap is not None or scale is not None:
             raise ValueError(
-                "[linear_cross_entropy] got steps together with softcap or scale, expected one way to say it; "
+                "[linear_cross_entropy] got steps together with softcap or scale, expected one or the other; "
                 "write softcap and scale as steps"
             )
         return [_native_step(step) for step in steps]

@@ -158,7 +158,7 @@ def packed_attention(
     if sizes != [tokens] * query.shape[0]:
         raise ValueError(
             f"[{NAME}] the documents of the mask have {sizes} tokens, expected {tokens} in each of {query.shape[0]} "
-            "rows; give the model no mask of two dimensions but of zeros and ones"
+            "rows; a mask of two dimensions may hold only zeros and ones"
         )
     if position_ids is not None and position_ids.dim() == 2:
         documents = _split_at_positions(attention_mask, documents, position_ids)
@@ -247,7 +247,7 @@ def _check_padding(kept: torch.Tensor) -> None:
         row = int((runs > 1).nonzero()[0])
         raise ValueError(
             f"[{NAME}] the attention_mask of row {row} has padding between tokens, expected it at the row's ends; for "
-            "packed rows give position_ids that begin anew with each document, and no attention_mask"
+            "packed rows give position_ids that restart with each document, and no attention_mask"
         )
 
 

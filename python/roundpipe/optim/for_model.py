@@ -15,8 +15,8 @@ from roundpipe.model.facade import facade_in
 from roundpipe.optim.parameter_groups import parameter_groups
 from roundpipe.step.binding import MOMENTS, Binding, BoundOptimizer, Gradients, Moments
 
-# Names in a state_dict of what the fp32 master of a 16-bit weight has beyond the weight.
-_RESTS = {torch.int16: "master_remainder", torch.float32: "master"}
+# Names in a state_dict of the part of the fp32 master that a weight lacks: all of it for fp16.
+_REMAINDERS = {torch.int16: "master_remainder", torch.float32: "master"}
 
 
 class ForModel(BoundOptimizer):
@@ -124,7 +124,7 @@ class ForModel(BoundOptimizer):
         """Adds a group as torch does; a model's optimizer gets its groups only when it is made."""
         if self.binding is not None:
             raise ValueError(
-                "[optim] a model's optimizer cannot be given more parameters; make it anew with groups=..."
+                "[optim] a model's optimizer cannot be given more parameters; make a new one with groups=..."
             )
         super().add_param_group(param_group)
 
@@ -141,14 +141,14 @@ class ForModel(BoundOptimizer):
         self.state = defaultdict(dict)
         for group, hyper in zip(self.param_groups, self.core_groups(), strict=True):
             for parameter in group["params"]:
-                kept, rest = self.binding.state(parameter)
+                kept, remainder = self.binding.state(parameter)
                 entry = self.state[parameter]
                 if kept.tensors or kept.scalars.step:
                     for name in self.counters:
                         entry[name] = torch.tensor(getattr(kept.scalars, name), dtype=torch.float32)
                     entry.update(zip(self._state_names(hyper, parameter), kept.tensors, strict=True))
-                if rest is not None:
-                    entry[_RESTS[rest.dtype]] = rest
+                if remainder is not None:
+                    entry[_REMAINDERS[remainder.dtype]] = remainder
                 if not entry:
                     del self.state[parameter]
         packed = super().state_dict()
@@ -170,7 +170,7 @@ class ForModel(BoundOptimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         if len(saved) != len(parameters):
             raise ValueError(
-                f"[optim] the state is of {len(saved)} parameters, expected {len(parameters)}; load one that was saved "
+                f"[optim] the state has {len(saved)} parameters, expected {len(parameters)}; load one that was saved "
                 "for this model and these groups"
             )
         entries = [state_dict["state"].get(index, {}) for index in saved]
@@ -191,14 +191,14 @@ class ForModel(BoundOptimizer):
         with torch.no_grad():
             # Replaces states one by one, so that memory never holds two whole states.
             for parameter, hyper in hypers.items():
-                kept, rest = self.binding.state(parameter)
+                kept, remainder = self.binding.state(parameter)
                 kept.tensors = []
                 kept.scalars, kept.tensors = self._unpacked(parameter, states[parameter], hyper)
-                if rest is None:
+                if remainder is None:
                     continue
-                name = _RESTS[rest.dtype]
+                name = _REMAINDERS[remainder.dtype]
                 if name in states[parameter]:
-                    rest.copy_(states[parameter][name])
+                    remainder.copy_(states[parameter][name])
                 else:
                     self.binding.restart_master(parameter)
         self.binding.core.accept_weights()

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from roundpipe.planning.commands import (
-    DevicesOption,
-    EffortOption,
-    HtmlOption,
-    JsonOption,
-    KeepOption,
-    MemoryOption,
-    MicrobatchesOption,
-    PngOption,
-    ReplicasOption,
-    StepsShownOption,
-    TraceOption,
-    TrafficOption,
-    describe_choice,
-    make_request,
-    write_pictures,
-)
+from roundpipe.command_options import After
+from roundpipe.planning.options import PlanningOptions, require
 
 if TYPE_CHECKING:
     from roundpipe.memory.budget import HostPrediction
-    from roundpipe.planning.fit import Fit, Layers
+    from roundpipe.planning.fit import Fit
     from roundpipe.planning.fit_report import FitReport
     from roundpipe.planning.schedules import Request
     from roundpipe.planning.shapes import ModelShapes
@@ -40,121 +25,113 @@ _TFLOPS = 100.0
 _QUICK_EFFORT = 2_000_000
 
 
-def plan(
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(PlanningOptions):
+    """Options of `roundpipe plan`."""
+
+    modes: ClassVar[tuple[str, ...]] = ("async", "sync", "inference")
     model: Annotated[
         str,
         typer.Argument(
             metavar="MODEL",
-            help="The folder (or config.json) of a model of transformers, of which only the shapes are read; or a cost "
-            "file; or a preset: qwen3-1.7b, llama3.1-8b, gpt-oss-20b, qwen3-32b, qwen3-235b-lora.",
+            help="The folder (or config.json) of a transformers model, of which only the shapes are read; a cost file; "
+            "or a preset: qwen3-1.7b, llama3.1-8b, gpt-oss-20b, qwen3-32b, qwen3-235b-lora.",
         ),
-    ],
-    devices: DevicesOption = None,
-    microbatches: MicrobatchesOption = 16,
-    mode: Annotated[str, typer.Option(help="async, sync or inference.")] = "async",
-    max_traffic: TrafficOption = 0.0,
-    memory: MemoryOption = None,
+    ]
+    mode: Annotated[str, typer.Option(help="async, sync or inference.")] = "async"
     host_memory: Annotated[
-        str | None, typer.Option(help="Memory of the host, such as 512GB. [default: not compared]", show_default=False)
-    ] = None,
+        str | None,
+        typer.Option(help="Memory of the host, such as 512GB (default: not compared).", show_default=False),
+        After("memory"),
+    ] = None
     tokens: Annotated[
-        int | None, typer.Option(help="Of a model: tokens of a microbatch, in one row. [default: 8192]")
-    ] = None,
+        int | None,
+        typer.Option(help=f"For a model: tokens of a microbatch, in one row (default: {_TOKENS})."),
+        After("host_memory"),
+    ] = None
     train: Annotated[
         str | None,
-        typer.Option(help="Of a model: full (all weights) or lora (adapters of rank 16). [default: full]"),
-    ] = None,
+        typer.Option(help="For a model: full (all weights, the default) or lora (adapters of rank 16)."),
+        After("tokens"),
+    ] = None
     tflops: Annotated[
         float | None,
-        typer.Option(help="Of a model: 1e12 operations a second that a device reaches. [default: 100]"),
-    ] = None,
-    keep: KeepOption = 1,
-    replicas: ReplicasOption = True,
-    effort: EffortOption = None,
-    as_json: JsonOption = False,
-    save: Annotated[Path | None, typer.Option(help="Write the stages to this file, for ModelExecutePlan.load.")] = None,
-    steps_shown: StepsShownOption = 2,
-    png: PngOption = None,
-    html: HtmlOption = None,
-    trace: TraceOption = None,
-) -> None:
+        typer.Option(help=f"For a model: 1e12 operations per second that a device reaches (default: {_TFLOPS:g})."),
+        After("train"),
+    ] = None
+    save: Annotated[
+        Path | None, typer.Option(help="Write the stages to this file, for ModelExecutePlan.load."), After("as_json")
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.tokens is None or self.tokens > 0, "tokens", self.tokens, "a number above 0")
+        require(self.train in (None, "full", "lora"), "train", self.train, "full or lora")
+        require(self.tflops is None or self.tflops > 0, "tflops", self.tflops, "a number above 0")
+
+
+def plan(options: PlanOptions) -> None:
     """Choose stages, replicas and order for a model and a machine, say why, and whether the model fits.
 
-    Memory is predicted: with bf16 weights, fp32 masters and Adam's moments on the host, and attention that is fused.
+    The predicted memory is that of bf16 weights, fp32 masters and Adam's moments on the host, and fused attention.
     """
     from roundpipe import _core
     from roundpipe.call.execute_plan import ModelExecutePlan
     from roundpipe.planning import fit as fitting
     from roundpipe.planning.costs import load
     from roundpipe.planning.model_folder import is_model
-    from roundpipe.planning.schedules import timeline_of
+    from roundpipe.planning.schedules import describe_choice, timeline_of
 
-    inference = mode == "inference"
+    inference = options.mode == "inference"
     shapes = None
-    if is_model(model):
-        shapes = _shapes(model, tokens, train, inference)
-        costs = fitting.costs_of_shapes(shapes, _positive("tflops", tflops, _TFLOPS))
+    if is_model(options.model):
+        shapes = _shapes(options)
+        costs = fitting.costs_of_shapes(shapes, _TFLOPS if options.tflops is None else options.tflops)
         layers = fitting.layers_of_shapes(shapes)
     else:
-        for option, value in (("tokens", tokens), ("train", train), ("tflops", tflops)):
-            if value is not None:
-                raise ValueError(f"[options] --{option} is {value}, expected none: costs are for their own batch")
-        costs = load(model)
+        for option in ("tokens", "train", "tflops"):
+            value = getattr(options, option)
+            require(value is None, option, value, "none: costs are for their own batch")
+        costs = load(options.model)
         layers = fitting.layers_of_costs(costs)
-    pace = "async" if inference else mode
-    request = make_request(costs, devices, microbatches, pace, max_traffic, memory, keep, replicas, effort)
+    request = options.request(costs)
     plan_mode = _core.PlanMode.INFERENCE if inference else _core.PlanMode.FUSED
     named = min((size for _, size in costs.devices), default=0)
-    capacity = named if memory is None else _core.parse_bytes(memory)
+    capacity = named if options.memory is None else _core.parse_bytes(options.memory)
     found = fitting.fit(request, layers, capacity, plan_mode)
     best = found.choices[0]
-    report = {
-        "costs": request.costs.name,
-        "devices": request.devices,
-        "microbatches": request.microbatches,
-        "mode": mode,
-        **describe_choice(best, found.choices[1:]),
-    }
-    host_bytes = None if host_memory is None else _core.parse_bytes(host_memory)
-    memory_report = None if inference else _memory(found, layers, shapes, host_bytes, model)
-    if as_json:
+    report = options.document(request) | describe_choice(best, found.choices[1:])
+    host_memory = None if options.host_memory is None else _core.parse_bytes(options.host_memory)
+    memory_report = None if inference else _memory(found, shapes, host_memory)
+    if options.as_json:
         document = report if memory_report is None else report | {"memory": memory_report.document()}
         typer.echo(json.dumps(document, indent=2))
     else:
-        _print_choice(report, shapes)
+        _print_choice(f"{request.costs.name}: {options.setting(request)}", report, shapes)
         for line in [] if memory_report is None else memory_report.lines():
             typer.echo(line)
-    if save is not None:
+    if options.save is not None:
         stages = ModelExecutePlan()
         stages.fwd_plan = [range(stage.first, stage.last) for stage in best.stages.forward]
         stages.bwd_plan = [range(stage.first, stage.last) for stage in best.stages.backward]
-        stages.save(save)
-    if png or html or trace:
+        stages.save(options.save)
+    if options.png or options.html or options.trace:
         timeline, plans = timeline_of(best, found.request)
         from roundpipe.planning.pictures import spans_of
 
-        spans = spans_of(timeline, plans, range(steps_shown))
-        title = f"{request.costs.name}, {request.devices} devices, {request.microbatches} microbatches, {mode}"
-        write_pictures([(best.cut, spans)], title, png, html, trace)
+        spans = spans_of(timeline, plans, range(options.steps_shown))
+        options.write_pictures([(best.cut, spans)], f"{request.costs.name}, {options.setting(request)}")
 
 
-def _positive(option: str, value: float | None, default: float) -> float:
-    if value is not None and not value > 0:
-        raise ValueError(f"[options] --{option} is {value}, expected a number above 0")
-    return default if value is None else value
-
-
-def _shapes(model: str, tokens: int | None, train: str | None, inference: bool) -> ModelShapes:
+def _shapes(options: PlanOptions) -> ModelShapes:
     from roundpipe.planning.model_folder import measure_folder
 
-    if inference:
-        raise ValueError("[options] --mode is inference, expected async or sync for a model's folder")
-    if train not in (None, "full", "lora"):
-        raise ValueError(f"[options] --train is {train}, expected full or lora")
-    return measure_folder(model, int(_positive("tokens", tokens, _TOKENS)), "lora" if train == "lora" else "full")
+    require(options.mode != "inference", "mode", options.mode, "async or sync for a model's folder")
+    tokens = _TOKENS if options.tokens is None else options.tokens
+    return measure_folder(options.model, tokens, "lora" if options.train == "lora" else "full")
 
 
-def _memory(found: Fit, layers: Layers, shapes: ModelShapes | None, host_memory: int | None, source: str) -> FitReport:
+def _memory(found: Fit, shapes: ModelShapes | None, host_memory: int | None) -> FitReport:
     from roundpipe.planning.fit_report import FitReport, host_of_costs
 
     if shapes is None:
@@ -173,7 +150,7 @@ def _memory(found: Fit, layers: Layers, shapes: ModelShapes | None, host_memory:
 
         longer = measure(meta, tokens, shapes.name)
         costs = fitting.costs_of_shapes(longer, _TFLOPS)
-        request: Request = dataclasses.replace(found.request, costs=costs, effort=_QUICK_EFFORT)
+        request: Request = replace(found.request, costs=costs, effort=_QUICK_EFFORT)
         return fitting.fit(request, fitting.layers_of_shapes(longer), found.memory)
 
     def adapters() -> HostPrediction:
@@ -193,10 +170,8 @@ def _memory(found: Fit, layers: Layers, shapes: ModelShapes | None, host_memory:
     )
 
 
-def _print_choice(report: dict[str, Any], shapes: ModelShapes | None) -> None:
-    typer.echo(
-        f"{report['costs']}: {report['devices']} devices, {report['microbatches']} microbatches, {report['mode']}"
-    )
+def _print_choice(title: str, report: dict[str, Any], shapes: ModelShapes | None) -> None:
+    typer.echo(title)
     if shapes is not None:
         typer.echo(
             f"  model      {shapes.parameters / 1e9:.2f} G parameters, {shapes.trained / 1e9:.2f} G train, "

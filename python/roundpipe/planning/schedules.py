@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from roundpipe import _core
 from roundpipe.planning.costs import CostSet
@@ -95,6 +95,37 @@ class Prediction:
     choice: _core.PlanChoice | None = None
     runners_up: list[_core.PlanChoice] = dataclasses.field(default_factory=list)
     links: _core.LinkTimeline | None = None
+
+    def document(self) -> dict[str, Any]:
+        """The prediction for JSON."""
+        entry: dict[str, Any] = {
+            "schedule": self.name,
+            "step_ms": self.step_ms,
+            "bubble_percent": self.bubble_percent,
+            "traffic_ratio": self.traffic_ratio,
+        }
+        return entry if self.choice is None else entry | {"plan": describe_choice(self.choice, self.runners_up)}
+
+
+def describe_choice(best: _core.PlanChoice, runners_up: list[_core.PlanChoice]) -> dict[str, Any]:
+    """What the planner chose and why, for JSON."""
+    report: dict[str, Any] = {
+        "step_ms": best.step_ms,
+        "bubble_percent": 100 * best.bubble,
+        "traffic_ratio": best.traffic,
+        "limit": best.limit,
+        "interleave": best.interleave,
+        "forward": [{"layers": [s.first, s.last], "replicas": replicas} for s, replicas in best.forward],
+        "backward": [{"layers": [s.first, s.last], "replicas": replicas} for s, replicas in best.backward],
+        "summary": best.cut,
+    }
+    if runners_up:
+        report["next_best"] = {
+            "step_ms": runners_up[0].step_ms,
+            "traffic_ratio": runners_up[0].traffic,
+            "summary": runners_up[0].cut,
+        }
+    return report
 
 
 def choose(request: Request, mode: _core.PlanMode = _core.PlanMode.FUSED) -> list[_core.PlanChoice]:

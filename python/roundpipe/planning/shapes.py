@@ -103,11 +103,11 @@ def make_model(
         with _META:
             model: Any = maker.from_config(config, dtype=dtype)
     except (KeyError, ValueError) as error:
-        raise ValueError(f"[shapes] transformers makes no causal language model of it: {error}") from None
+        raise ValueError(f"[shapes] transformers cannot make a causal language model of it: {error}") from None
     if model.config._attn_implementation != "sdpa":
         raise ValueError(
             f"[shapes] {type(model).__name__} runs with attention '{model.config._attn_implementation}', expected "
-            "'sdpa'; what other kinds hold cannot be told from shapes"
+            "'sdpa': the memory of other kinds cannot be predicted"
         )
     model.set_attn_implementation(_ATTENTION)
     if lora_rank is not None:
@@ -133,7 +133,7 @@ def measure(model: nn.Module, tokens: int, name: str = "model") -> ModelShapes:
     """
     inner = language_model_in(model)
     if inner is None:
-        raise ValueError(f"[shapes] {type(model).__name__} is no causal language model of transformers")
+        raise ValueError(f"[shapes] {type(model).__name__} is not a causal language model of transformers")
     walk = _Walk(model, inner, tokens)
     try:
         layers = walk.run()

@@ -94,7 +94,7 @@ class Binding:
         self.core = _core.ModelOptimizer(pipelines, groups, optimizer.algorithm, MOMENTS[moments])
 
     def state(self, parameter: nn.Parameter) -> tuple[_core.ParameterState, torch.Tensor | None]:
-        """The state of a trained parameter and the remainder or master of its fp32 value. No step may be running."""
+        """The state of a trained parameter, and its remainder (for fp16, the master). No step may be running."""
         place = self._places[id(parameter)]
         return self.core.state(*place), self.core.remainder(*place)
 

@@ -74,9 +74,7 @@ class StepGroup(ABC):
                 "nothing of what the engine's own streams do; capture what is around it, after model.synchronize()"
             )
         if torch._C._get_tracing_state() is not None:
-            raise ValueError(
-                "[RoundPipe] tracing sees nothing of what runs on the devices, expected a call; trace the plain model"
-            )
+            raise ValueError("[RoundPipe] tracing does not see what runs on the devices; trace the plain model instead")
         self.check_trainable()
         refuse_gradient_hooks(self.models.parameters)
 

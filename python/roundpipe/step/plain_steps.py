@@ -82,7 +82,6 @@ def _refuse_own_parameters(optimizer: torch.optim.Optimizer) -> None:
     for group in list(owners):
         if group.owns_trained(own):
             raise ValueError(
-                f"[step] the {type(optimizer).__name__} of the step function has the model's own parameters, whose "
-                "gradients go to the optimizer's; give it model.optim_parameters(), or call optimizer.step() outside "
-                "of model.step"
+                f"[step] the {type(optimizer).__name__} of the step function has the model's own parameters, which get "
+                "no gradients here; give it model.optim_parameters(), or call optimizer.step() outside of model.step"
             )

@@ -121,7 +121,7 @@ std::unique_ptr<Device> make_accelerator_device(const DeviceSpec& spec, int shar
   const int count = type ? static_cast<int>(at::accelerator::deviceCount()) : 0;
   const std::string found = type ? c10::DeviceTypeName(*type, /*lower_case=*/true) : "none";
   if (count == 0 || spec.type != found || spec.index >= count) {
-    throw std::invalid_argument(concat("[devices] '", spec.name(), "' is not here: torch sees ", count,
+    throw std::invalid_argument(concat("[devices] '", spec.name(), "' does not exist: torch sees ", count,
                                        " accelerators of type ", found, "; name one of those or use 'virtual:N'"));
   }
   at::globalContext().lazyInitDevice(*type);  // for streams and statistics, if this is the first use

@@ -101,7 +101,7 @@ def test_errors_while_splitting() -> None:
         for config in (RoundPipeRunConfig(split_input=failing), RoundPipeRunConfig(split_label=failing)):
             with pytest.raises(SplitError, match="in the user's function"):
                 pipe.forward_backward((GOOD,), label=GOOD, loss_fn=mean, run_config=config)
-        with pytest.raises(ValueError, match="as many as for the args"):
+        with pytest.raises(ValueError, match="as long as the list of args"):
             pipe(GOOD, roundpipe_run_config=RoundPipeRunConfig(split_input=lambda args, kwargs, n: ([args], [])))
         with pytest.raises(ValueError, match="expected a pair"):
             pipe(GOOD, roundpipe_run_config=RoundPipeRunConfig(split_input=lambda args, kwargs, n: 3))

@@ -162,7 +162,7 @@ def test_mistakes_end_with_a_message(run: Run, base: Path, tmp_path: Path) -> No
     long.write_text("".join(json.dumps({"prompt": "a", "completion": answer}) + "\n" for answer in answers))
     for arguments, message in (
         ((base, tmp_path / "none.jsonl"), "[chat] cannot read"),
-        ((base, long), "[check_positions] a sample has 422 tokens, and the model max_position_embeddings = 256"),
+        ((base, long), "[check_positions] a sample has 422 tokens, and the model has max_position_embeddings = 256"),
     ):
         result = run(*arguments, tmp_path / "out")
         assert result.returncode == 1

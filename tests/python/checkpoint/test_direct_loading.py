@@ -93,7 +93,9 @@ def test_experts_that_are_not_all_there_or_not_alike(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     key = "model.layers.1.mlp.experts.2.down_proj.weight"
     save_file({n: value for n, value in weights.items() if n != key}, tmp_path / "model.safetensors", {"format": "pt"})
-    message = r"1 have another shape there: model.layers.1.mlp.experts.down_proj \(3, 32, 16\) instead of \(4, 32, 16\)"
+    message = (
+        r"have another shape there \(1\): model.layers.1.mlp.experts.down_proj \(3, 32, 16\) instead of \(4, 32, 16\)"
+    )
     with pytest.raises(ValueError, match=message):
         roundpipe.from_pretrained(tmp_path)
     save_file(weights | {key: torch.ones(3, 3)}, tmp_path / "model.safetensors", {"format": "pt"})

@@ -70,11 +70,15 @@ DAMAGED: dict[str, tuple[Any, bytes, str]] = {
     "many dimensions": (changed("d", shape=[1] * 65), DATA, "'d' has the shape"),
     "no shape": ({"a": {"dtype": "F32", "data_offsets": [0, 40]}}, DATA, "'a' has no dtype, shape and data_offsets"),
     "no entry": ({"a": 3}, DATA, "'a' has no dtype, shape and data_offsets"),
-    "list": ([], DATA, "its header is no JSON table"),
+    "list": ([], DATA, "its header is not a JSON table"),
     "twice": (TWICE, DATA, "its header has two entries for 'a'"),
-    "metadata": (HEADER | {"__metadata__": {"format": 1}}, DATA, "the __metadata__ in its header is no table of texts"),
-    "nested": (b"[" * 100_000, DATA, "its header is no JSON"),
-    "not utf-8": (b'{"\xff": 1}', DATA, "its header is no JSON"),
+    "metadata": (
+        HEADER | {"__metadata__": {"format": 1}},
+        DATA,
+        "the __metadata__ in its header is not a table of texts",
+    ),
+    "nested": (b"[" * 100_000, DATA, "its header is not JSON"),
+    "not utf-8": (b'{"\xff": 1}', DATA, "its header is not JSON"),
 }
 
 
@@ -137,7 +141,7 @@ def outside(folder: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "name in two": (one_name_in_two, r"t1 lies in .*part-2.safetensors and in part-1.safetensors, expected"),
     "outside": (outside, r"puts t1 into '../part-1.safetensors', which is not in"),
-    "index damaged": (damage_index("{"), r"index.json is damaged: the index is no JSON .*expected a JSON table"),
+    "index damaged": (damage_index("{"), r"index.json is damaged: the index is not JSON .*expected a JSON table"),
     "no map": (damage_index('{"weight_map": []}'), r"index.json has no weight_map"),
     "name twice": (damage_index('{"weight_map": {"t1": "x", "t1": "y"}}'), r"the index has two entries for 't1'"),
     "index a pointer": (damage_index("version https://git-lfs.github.com/spec/v1"), r"index.json is a pointer of Git"),

@@ -94,7 +94,7 @@ def test_packing_leaves_the_samples_alone() -> None:
         ({"input_ids": [1, 2], "labels": [1]}, "2 tokens and 1 labels"),
         ({"input_ids": [0.5]}, "float32 of shape"),
         ({"input_ids": [[1]]}, "expected whole numbers in one dimension"),
-        ({"input_ids": ["a"]}, "is no list of numbers"),
+        ({"input_ids": ["a"]}, "is not a list of numbers"),
     ],
 )
 def test_malformed_samples_are_refused(sample: dict[str, Any], message: str) -> None:
@@ -346,6 +346,8 @@ def test_samples_longer_than_the_model_can_take() -> None:
     sizes: dict[str, Any] = {"batch_tokens": 32, "pad_token_id": 0}
     short = Batches(numbered([3, 8]), max_length=16, **sizes)  # packed rows may be longer than a sample
     check_positions(model, short, [])
-    with pytest.raises(ValueError, match=r"a sample has 9 tokens, and the model max_position_embeddings = 8; lower"):
+    with pytest.raises(
+        ValueError, match=r"a sample has 9 tokens, and the model has max_position_embeddings = 8; lower"
+    ):
         check_positions(model, short, Batches(numbered([3, 9]), max_length=16, **sizes))
     check_positions(model, Batches(numbered([3, 9]), max_length=8, **sizes))

@@ -229,7 +229,7 @@ def test_a_saved_tokenizer_is_loaded(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^\[load_tokenizer\] .*none is no folder, expected one that save_pretrained"):
+    with pytest.raises(ValueError, match=r"^\[load_tokenizer\] .*none is not a folder, expected one that save_"):
         load_tokenizer(str(tmp_path / "none"))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match=r"^\[load_tokenizer\] .* has no tokenizer that can be loaded, expected its"):

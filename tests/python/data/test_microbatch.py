@@ -277,8 +277,8 @@ def test_split_function() -> None:
     ("result", "message"),
     [
         (None, "returned None, expected a pair"),
-        (([()], [{}, {}]), "a list of 2 for the kwargs, expected a list with one entry a microbatch"),
-        (([(), ()], [{}]), "a list of 1 for the kwargs, expected a list with one entry a microbatch"),
+        (([()], [{}, {}]), "a list of 2 for the kwargs, expected a list with one entry for each microbatch"),
+        (([(), ()], [{}]), "a list of 1 for the kwargs, expected a list with one entry for each microbatch"),
         (([], []), "a list of 0 for the args"),
         (([(), 3], [{}, {}]), "returned 3 as the args of microbatch 1, expected a tuple"),
         (([(), ()], [{}, ()]), "as the kwargs of microbatch 1, expected a dict"),

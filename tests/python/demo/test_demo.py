@@ -271,7 +271,7 @@ def test_a_sign_and_a_nan_are_differences() -> None:
     assert (found.differing, found.where) == (2, "the losses")
     assert math.isnan(found.largest)
     del changed.masters["b"]
-    with pytest.raises(ValueError, match=r"^\[demo\] the two have other parameters"):
+    with pytest.raises(ValueError, match=r"^\[demo\] the two models have different parameters"):
         proof.compare(changed, small_outcome(), "")
 
 

@@ -416,7 +416,7 @@ def quantised(base: Path, adapter: Path) -> None:
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 Break = Callable[[Path, Path], object]
 REFUSED: dict[str, tuple[Break, str]] = {
-    "no base": (lambda b, a: shutil.rmtree(b), "no folder and no model in the local Hugging Face cache"),
+    "no base": (lambda b, a: shutil.rmtree(b), "neither a folder nor a model in the local Hugging Face cache"),
     "no weights": (lambda b, a: [f.unlink() for f in b.glob("*.safetensors*")], "holds no weights, expected model"),
     "shard missing": (lambda b, a: first_shard(b).unlink(), "which is not in .*fetch the missing shard"),
     "index wrong": (an_index_that_lies, "says that model.norm.weight lies in .*which does not hold it"),
@@ -436,7 +436,7 @@ REFUSED: dict[str, tuple[Break, str]] = {
     "other family": (other_family, "peft cannot place the adapter"),
     "no adapter": (lambda b, a: shutil.rmtree(a), "holds no adapter_config.json"),
     "adapter config damaged": (lambda b, a: (a / "adapter_config.json").write_text("{"), "is not JSON"),
-    "adapter config a list": (lambda b, a: (a / "adapter_config.json").write_text("[]"), "is no JSON object"),
+    "adapter config a list": (lambda b, a: (a / "adapter_config.json").write_text("[]"), "is not a JSON object"),
     "no adapter weights": (lambda b, a: (a / "adapter_model.safetensors").unlink(), "holds no weights, expected adap"),
     "adapter damaged": (lambda b, a: (a / "adapter_model.safetensors").write_bytes(b"abc"), "cannot be read"),
     "adapter pointer": (lambda b, a: (a / "adapter_model.safetensors").write_text(POINTER), "is a pointer of Git LFS"),

@@ -86,7 +86,7 @@ def test_layers_that_share_a_mapping() -> None:
         (lambda: odd(lambda model, states, index: states * states.std().item()), "reads the values"),
         (lambda: odd(lambda model, states, index: model.first.add_(states)), "into another tensor"),
         (lambda: odd(notes=list), "changes a container"),
-        (lambda: odd(notes=Box), "called with a Box in which tensors stay"),
+        (lambda: odd(notes=Box), "called with a Box that keeps tensors"),
     ],
     ids=["branch", "item", "into_another", "list", "object"],
 )

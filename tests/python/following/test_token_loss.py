@@ -87,7 +87,7 @@ def test_a_step_of_several_batches(options: Any) -> None:
     # How the forward is called is looked at once, not for each number of tokens.
     wrapped.forward_backward(input_kwargs={**batches[0], "num_items_in_batch": total + 1})
     wrapped.synchronize()
-    assert len(wrapped._language_model.chain[0].structure.carried) == 2
+    assert len(wrapped._language_model.chain[0].followed.carried) == 2
 
 
 def test_logits_are_computed_for_whoever_looks_at_them() -> None:

@@ -96,7 +96,7 @@ def test_stepping(pipe: RoundPipe) -> None:
         (lambda: pipe.step(torch.optim.SGD([torch.ones(1)], lr=1.0)), "was not made for this model"),
         (lambda: pipe.optim_parameters(), ""),
         (lambda: list(pipe.optim_parameters()), "updates it in place"),
-        (lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}), "make it anew"),
+        (lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}), "make a new one"),
     ]
     for call, message in refused:
         if message:
@@ -172,7 +172,7 @@ def test_sparse_gradients_become_dense() -> None:
     [
         (lambda sd: sd["state"][0].pop("exp_avg"), "expected exp_avg, exp_avg_sq"),
         (lambda sd: sd["state"][0].update(exp_avg=torch.zeros(3)), "exp_avg of a parameter of shape"),
-        (lambda sd: sd["param_groups"][0]["params"].pop(), "the state is of 5 parameters, expected 6"),
+        (lambda sd: sd["param_groups"][0]["params"].pop(), "the state has 5 parameters, expected 6"),
     ],
 )
 def test_states_that_do_not_fit(pipe: RoundPipe, change: Callable[[dict[str, Any]], Any], message: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from roundpipe import ModelExecutePlan, _core
@@ -106,6 +108,26 @@ def test_an_unequal_pool_is_used_to_the_sum_of_its_speeds() -> None:
 
 
 # --- commands ---
+
+
+def test_help_lists_options_in_their_order_and_drops_nothing() -> None:
+    commands: Any = typer.main.get_command(app)
+    for name in ("simulate", "plan", "emulate", "export", "demo"):
+        for option in commands.commands[name].params:
+            assert not re.search(r"\[\w", option.help or ""), option.help  # rich takes it for markup
+    names = [option.name for option in commands.commands["simulate"].params]
+    shown = [
+        "mode",
+        "schedule",
+        "max_traffic",
+        "replicas",
+        "published_rule",
+        "links",
+        "update_rate",
+        "effort",
+        "as_json",
+    ]
+    assert [name for name in names if name in shown] == shown
 
 
 def test_simulate_prints_every_schedule() -> None:
@@ -224,8 +246,6 @@ def test_a_bad_cost_file_is_refused_by_field(changes: dict[str, Any], message: s
 def test_bad_options_end_with_code_2(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import re
-
     monkeypatch.setattr("sys.argv", ["roundpipe", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -223,7 +223,7 @@ process.start(); process.join(60)
 expect(process.exitcode == 1, process.exitcode)
 """,
         0,
-        "start it with 'spawn', or fork before the first model is made",
+        "'spawn', or fork before the first model is made",
     ),
     "workers of a DataLoader in the middle of calls": Program(
         """

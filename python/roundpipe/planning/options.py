@@ -1,0 +1,123 @@
+"""What the options of the planning commands share. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from roundpipe.planning.costs import CostSet
+    from roundpipe.planning.pictures import Span
+    from roundpipe.planning.schedules import Request
+
+CostsArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="COSTS",
+        help="A cost file, or a preset: qwen3-1.7b, llama3.1-8b, gpt-oss-20b, qwen3-32b, qwen3-235b-lora.",
+    ),
+]
+
+
+def require(ok: bool, option: str, value: object, expected: str) -> None:
+    """Raises a ValueError that names the option, unless `ok`."""
+    if not ok:
+        raise ValueError(f"[options] --{option} is {value}, expected {expected}")
+
+
+def schedules_in(text: str, every: Iterable[str]) -> list[str]:
+    """The names in `--schedule`, which commas separate; "all" is `every`."""
+    names = [name.strip() for name in text.split(",")]
+    return list(every) if names == ["all"] else names
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningOptions:
+    """Options of every planning command."""
+
+    modes: ClassVar[tuple[str, ...]] = ("async", "sync")
+    devices: Annotated[
+        int | None,
+        typer.Option(help="Number of devices (default: those of the cost file, else 8).", show_default=False),
+    ] = None
+    microbatches: Annotated[int, typer.Option(help="Microbatches per step.")] = 16
+    mode: Annotated[str, typer.Option(help="async (steps overlap, staleness one) or sync.")] = "async"
+    max_traffic: Annotated[
+        float,
+        typer.Option(help="Limit of weight uploads, as a factor of one visit in each direction; 0 = no limit."),
+    ] = 0.0
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Memory of each device, such as 24GB (default: the cost file's).", show_default=False),
+    ] = None
+    keep: Annotated[
+        int, typer.Option(help="Up to this many last layers keep their activations, without recompute; 1 = the head.")
+    ] = 1
+    replicas: Annotated[bool, typer.Option(help="Let devices share a stage and divide its microbatches.")] = True
+    effort: Annotated[
+        int | None, typer.Option(help="Effort of the search, in microbatch visits (default: about half a second).")
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False
+    steps_shown: Annotated[int, typer.Option(help="Steps that a picture shows.")] = 2
+    png: Annotated[Path | None, typer.Option(help="Write the timelines to this PNG.")] = None
+    html: Annotated[Path | None, typer.Option(help="Write the timelines to this HTML page.")] = None
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the first schedule's timeline for chrome://tracing and Perfetto.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        *others, last = self.modes
+        require(self.mode in self.modes, "mode", self.mode, f"{', '.join(others)} or {last}")
+        require(self.devices is None or 1 <= self.devices <= 1024, "devices", self.devices, "1 to 1024")
+        require(1 <= self.microbatches <= 4096, "microbatches", self.microbatches, "1 to 4096")
+        require(self.max_traffic >= 0, "max-traffic", self.max_traffic, "0 (no limit) or more")
+        require(self.keep >= 1, "keep", self.keep, "at least 1")
+        require(self.effort is None or self.effort >= 0, "effort", self.effort, "0 or more")
+
+    def request(self, costs: CostSet) -> Request:
+        """The schedule to plan."""
+        from roundpipe import _core
+        from roundpipe.planning.schedules import Request
+
+        return Request(
+            costs=costs,
+            cluster=costs.cluster(self.devices, None if self.memory is None else _core.parse_bytes(self.memory)),
+            microbatches=self.microbatches,
+            mode="sync" if self.mode == "sync" else "async",
+            max_traffic=self.max_traffic,
+            keep_layers=self.keep,
+            replicas=self.replicas,
+            effort=self.effort,
+        )
+
+    def document(self, request: Request) -> dict[str, Any]:
+        """The fields with which each command's JSON begins."""
+        return {
+            "costs": request.costs.name,
+            "devices": request.devices,
+            "microbatches": request.microbatches,
+            "mode": self.mode,
+        }
+
+    def setting(self, request: Request) -> str:
+        """The machine and the batch, for titles."""
+        return f"{request.devices} devices, {request.microbatches} microbatches, {self.mode}"
+
+    def write_pictures(self, rows: list[tuple[str, list[Span]]], title: str) -> None:
+        """Writes the pictures that were asked for, and says so on the error stream."""
+        from roundpipe.planning import pictures
+
+        if self.png is not None:
+            pictures.write_png(self.png, rows)
+        if self.html is not None:
+            pictures.write_html(self.html, title, rows)
+        if self.trace is not None:
+            pictures.write_trace(self.trace, rows[0][1])
+        for path in (self.png, self.html, self.trace):
+            if path is not None:
+                typer.echo(f"wrote {path}", err=True)

@@ -1,0 +1,105 @@
+"""The `roundpipe simulate` command. The work is imported when it runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from roundpipe.command_options import After
+from roundpipe.planning.options import CostsArgument, PlanningOptions, require, schedules_in
+
+if TYPE_CHECKING:
+    from roundpipe.planning.pictures import Span
+    from roundpipe.planning.schedules import Prediction
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions(PlanningOptions):
+    """Options of `roundpipe simulate`."""
+
+    costs: CostsArgument
+    schedule: Annotated[
+        str,
+        typer.Option(
+            help="roundpipe, published, gpipe, 1f1b, interleaved-1f1b, looped-bfs, one-device, or all; "
+            "several with commas."
+        ),
+        After("mode"),
+    ] = "all"
+    published_rule: Annotated[
+        bool,
+        typer.Option(help="Time the head as the published simulator does: its forward waits for nothing."),
+        After("replicas"),
+    ] = False
+    links: Annotated[
+        bool,
+        typer.Option("--links", help="Simulate every byte over the cost file's links, not a fixed hop latency."),
+        After("published_rule"),
+    ] = False
+    update_rate: Annotated[
+        float,
+        typer.Option(help="With --links: GB of weights that the host's optimizer updates per second; 0 = at once."),
+        After("links"),
+    ] = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.update_rate >= 0, "update-rate", self.update_rate, "0 (at once) or more")
+
+
+def simulate(options: SimulateOptions) -> None:
+    """Predict what a step takes, with our planner's schedule and with those of other systems."""
+    from roundpipe.planning.costs import load
+    from roundpipe.planning.schedules import NAMES, predict
+
+    request = options.request(load(options.costs))
+    request.published_rule = options.published_rule
+    every = [name for name in NAMES if name != "one-device"]
+    if options.links:
+        request.links = request.costs.cluster(request.devices, with_links=True)
+        request.update_gb_per_s = options.update_rate
+        every = ["roundpipe", "published"]
+    elif request.microbatches % request.devices:
+        every.remove("interleaved-1f1b")  # it needs a multiple of the devices
+    predictions = [predict(name, request) for name in schedules_in(options.schedule, every)]
+    if options.as_json:
+        schedules = [prediction.document() for prediction in predictions]
+        typer.echo(json.dumps({**options.document(request), "schedules": schedules}, indent=2))
+    else:
+        _print_table(f"{request.costs.name}: {options.setting(request)}", predictions)
+    options.write_pictures(
+        [(_title(p), _spans(p, options.steps_shown)) for p in predictions],
+        f"{request.costs.name}, {options.setting(request)}",
+    )
+
+
+def _title(prediction: Prediction) -> str:
+    return f"{prediction.name}: {prediction.step_ms:,.1f} ms a step, bubble {prediction.bubble_percent:.2f} %"
+
+
+def _spans(prediction: Prediction, steps: int) -> list[Span]:
+    from roundpipe.planning.pictures import spans_of, spans_of_transfers
+
+    spans = spans_of(prediction.timeline, prediction.plans, range(steps))
+    return spans if prediction.links is None else spans + spans_of_transfers(prediction.links, range(steps))
+
+
+def _print_table(title: str, predictions: list[Prediction]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    table.add_column("schedule")
+    for column in ("step ms", "bubble %", "weight traffic"):
+        table.add_column(column, justify="right")
+    for prediction in predictions:
+        traffic = f"{prediction.traffic_ratio:.2f} x" if prediction.traffic_ratio else "stays"
+        table.add_row(prediction.name, f"{prediction.step_ms:,.1f}", f"{prediction.bubble_percent:.2f}", traffic)
+    console = Console()
+    console.print(table)
+    for prediction in predictions:
+        if prediction.choice is not None:
+            console.print(f"{prediction.name}: {prediction.choice.cut}", highlight=False, soft_wrap=True)
