@@ -57,6 +57,7 @@ help:
 	@echo 'make test-all       the long forms of the tests, other processors, and a wheel in an empty environment'
 	@echo 'make setup          the virtual environment in .venv, nothing compiled'
 	@echo 'make build          the package, importable in .venv; again after a change to the C++'
+	@echo 'make build-tests    compile the C++ tests'
 	@echo 'make test-cpp       C++ tests only'
 	@echo 'make test-python    Python tests only'
 	@echo 'make test-card      a short form of the tests for accelerators, on the test card of docs/test-card.md'
@@ -134,7 +135,7 @@ $(BUILD)/.with_tests: $(BUILD)/.configured
 # --- Tests -------------------------------------------------------------------------------------------------------
 
 build-tests: $(BUILD)/.with_tests
-	$(call say,3,compiling and running the C++ tests. About 3 minutes on two cores)
+	$(call say,3,compiling the C++ tests. About 3 minutes on two cores)
 	@$(NINJA) -C $(BUILD)
 
 test-cpp: build-tests

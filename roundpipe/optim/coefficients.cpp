@@ -100,9 +100,17 @@ bool decays_decoupled(Algorithm algorithm, const Hyperparameters& hyper) {
     case Algorithm::kNAdam:
     case Algorithm::kRAdam:
       return hyper.decoupled_weight_decay;
-    default:
+    case Algorithm::kSGD:
+    case Algorithm::kAdagrad:
+    case Algorithm::kAdadelta:
+    case Algorithm::kAdamax:
+    case Algorithm::kRMSprop:
+    case Algorithm::kRprop:
+    case Algorithm::kASGD:
+    case Algorithm::kAdafactor:
       return false;
   }
+  return false;
 }
 
 }  // namespace
