@@ -23,10 +23,12 @@ void bind_memory(py::module_& module) {
       "cross_boundary", [](const std::vector<at::Tensor>& outputs) { return torch_compat::cross_boundary(outputs); },
       py::arg("outputs"), py::call_guard<py::gil_scoped_release>());
   module.def("is_mapped", &memory::is_mapped, py::arg("tensor"));
-  module.def("host_arena", [] {
-    const memory::HostArenaStats stats = memory::host_arena_stats();
-    return py::make_tuple(stats.asked_bytes, stats.reserved_bytes, stats.locked_bytes, stats.pieces);
-  });
+  ValueClass<memory::HostArenaStats>(module, "HostArenaStats")
+      .attribute("asked_bytes", &memory::HostArenaStats::asked_bytes)
+      .attribute("reserved_bytes", &memory::HostArenaStats::reserved_bytes)
+      .attribute("locked_bytes", &memory::HostArenaStats::locked_bytes)
+      .attribute("pieces", &memory::HostArenaStats::pieces);
+  module.def("host_arena", &memory::host_arena_stats);
 }
 
 }  // namespace roundpipe::python

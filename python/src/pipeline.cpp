@@ -13,6 +13,7 @@ namespace roundpipe::python {
 namespace py = pybind11;
 using runtime::CallOptions;
 using runtime::Engine;
+using runtime::ExecutionRecord;
 using runtime::Pipeline;
 using runtime::StepTicket;
 using runtime::Values;
@@ -31,16 +32,14 @@ py::list values_list(const std::vector<Values>& list) {
   return result;
 }
 
-// (phase, first layer, last layer, microbatch, device, start ms, end ms, end of the recompute ms, waited ms)
-py::list records_list(const std::vector<runtime::ExecutionRecord>& records) {
-  py::list list;
-  for (const runtime::ExecutionRecord& record : records) {
-    list.append(py::make_tuple(schedule::phase_name(record.phase), record.layers.first, record.layers.last,
-                               record.microbatch, record.device, record.start_ms, record.end_ms, record.recomputed_ms,
-                               record.waited_ms));
-  }
-  return list;
-}
+// One layer's own bytes: in a weight slot, of its gradients in flight, of their sums on the device, and of gradients
+// that are rounded into separate memory before they go.
+struct LayerBytes {
+  int64_t weights;
+  int64_t gradients;
+  int64_t sums;
+  int64_t rounded;
+};
 
 // Makes a native layer for an object that describes one, else a Python layer. REQUIRES: the interpreter lock.
 std::unique_ptr<runtime::Layer> make_layer(const py::handle& object) {
@@ -87,11 +86,33 @@ void bind_pipeline(py::module_& module) {
   py::class_<StepTicket>(module, "StepTicket")
       .def("hand_over", &StepTicket::hand_over, py::call_guard<py::gil_scoped_release>());
 
+  ValueClass<ExecutionRecord>(module, "Record")
+      .attribute("phase", [](const ExecutionRecord& record) { return schedule::phase_name(record.phase); })
+      .attribute("layers", &ExecutionRecord::layers)
+      .attribute("microbatch", &ExecutionRecord::microbatch)
+      .attribute("device", &ExecutionRecord::device)
+      .attribute("start_ms", &ExecutionRecord::start_ms)
+      .attribute("end_ms", &ExecutionRecord::end_ms)
+      .attribute("recomputed_ms", &ExecutionRecord::recomputed_ms)
+      .attribute("waited_ms", &ExecutionRecord::waited_ms);
+  ValueClass<Pipeline::TrainResult>(module, "TrainResult")
+      .attribute("losses", &Pipeline::TrainResult::losses)
+      .attribute("outputs", [](const Pipeline::TrainResult& result) { return values_list(result.outputs); });
+  ValueClass<LayerBytes>(module, "LayerBytes")
+      .attribute("weights", &LayerBytes::weights)
+      .attribute("gradients", &LayerBytes::gradients)
+      .attribute("sums", &LayerBytes::sums)
+      .attribute("rounded", &LayerBytes::rounded)
+      .def(py::init([](int64_t weights, int64_t gradients, int64_t sums, int64_t rounded) {
+             return LayerBytes{weights, gradients, sums, rounded};
+           }),
+           py::arg("weights"), py::arg("gradients"), py::arg("sums"), py::arg("rounded"));
+
   py::class_<Pipeline::Submitted, std::shared_ptr<Pipeline::Submitted>>(module, "Submitted")
-      .def("records", [](const Pipeline::Submitted& submitted) { return records_list(submitted.log->records()); });
+      .def("records", [](const Pipeline::Submitted& submitted) { return submitted.log->records(); });
 
   py::class_<runtime::ExecutionLog, std::shared_ptr<runtime::ExecutionLog>>(module, "ExecutionLog")
-      .def("records", [](const runtime::ExecutionLog& log) { return records_list(log.records()); });
+      .def("records", &runtime::ExecutionLog::records);
 
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(module, "Pipeline")
       .def(py::init([](std::string name, const py::list& layers, bool pinned) {
@@ -130,16 +151,8 @@ void bind_pipeline(py::module_& module) {
           py::arg("inputs"), py::arg("labels"), py::arg("loss"), py::arg("keep_outputs"), py::arg("options"),
           py::arg("route"), py::arg("explain"))
       .def(
-          "finish",
-          [](Pipeline& pipeline, Pipeline::Submitted& submitted) {
-            Pipeline::TrainResult result;
-            {
-              const py::gil_scoped_release no_gil;
-              result = pipeline.finish(submitted);
-            }
-            return py::make_tuple(result.losses, values_list(result.outputs));
-          },
-          py::arg("submitted"))
+          "finish", [](Pipeline& pipeline, Pipeline::Submitted& submitted) { return pipeline.finish(submitted); },
+          py::arg("submitted"), py::call_guard<py::gil_scoped_release>())
       .def("raise_pending", &Pipeline::raise_pending, py::call_guard<py::gil_scoped_release>())
       .def("discard_last_call", &Pipeline::discard_last_call, py::arg("message"),
            py::call_guard<py::gil_scoped_release>())
@@ -204,10 +217,10 @@ void bind_pipeline(py::module_& module) {
           py::arg("saved_bytes"), py::arg("activation_bytes"), py::arg("most_stage_bytes"), py::arg("work_bytes"))
       .def("layer_bytes",
            [](const Pipeline& pipeline) {
-             std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> layers;
+             std::vector<LayerBytes> layers;
              for (int l = 0; l < pipeline.model().layer_count(); ++l) {
                const runtime::StageLayout layout = runtime::lay_out_stage(pipeline.model(), l, l + 1);
-               layers.emplace_back(layout.size_bytes, layout.gradient_bytes, layout.sum_bytes, layout.rounded_bytes);
+               layers.push_back({layout.size_bytes, layout.gradient_bytes, layout.sum_bytes, layout.rounded_bytes});
              }
              return layers;
            })
@@ -235,7 +248,7 @@ void bind_pipeline(py::module_& module) {
       .def_property("calls", &Pipeline::calls, &Pipeline::set_calls)
       .def("last_plan", &Pipeline::last_plan)
       .def("last_log", &Pipeline::last_log)
-      .def("last_records", [](const Pipeline& pipeline) { return records_list(pipeline.last_records()); });
+      .def("last_records", &Pipeline::last_records);
 }
 
 }  // namespace roundpipe::python

@@ -41,17 +41,6 @@ class DeviceMemory:
         return {"weights": self.weights, "gradients": self.gradients, "values": self.values, "work": self.work}
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerBytes:
-    """One layer's own bytes: in a weight slot, of its gradients in flight, of their sums on the device, and of
-    gradients that are rounded into separate memory before they go."""
-
-    weights: int
-    gradients: int
-    sums: int
-    rounded: int
-
-
 def waiting_on_host(plan: _core.Plan, footprints: Sequence[LayerFootprint], microbatches: int) -> int:
     """Bytes that wait on the host between stages: all microbatches' inputs of each backward stage, and of the step."""
     kept = {job.layers.first for job in plan.jobs if job.phase != "forward"} | {0}
@@ -60,7 +49,7 @@ def waiting_on_host(plan: _core.Plan, footprints: Sequence[LayerFootprint], micr
 
 def predict_device(
     plans: Sequence[_core.Plan],
-    layers: Sequence[LayerBytes],
+    layers: Sequence[_core.LayerBytes],
     footprints: Sequence[LayerFootprint],
     grain: RecomputeGrain,
     label_bytes: int,
@@ -101,7 +90,7 @@ class _Visit:
     def __init__(
         self,
         job: _core.Job,
-        layers: Sequence[LayerBytes],
+        layers: Sequence[_core.LayerBytes],
         footprints: Sequence[LayerFootprint],
         grain: RecomputeGrain,
         label_bytes: int,

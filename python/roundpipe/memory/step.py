@@ -15,7 +15,7 @@ from roundpipe.layers.shell import PythonLayer
 from roundpipe.layers.values import Structure
 from roundpipe.memory.budget import HostPrediction, predict_host, refuse_device, refuse_host, table
 from roundpipe.memory.footprint import LayerFootprint, Loss, measure
-from roundpipe.memory.prediction import STAGED, DeviceMemory, LayerBytes, predict_device, waiting_on_host
+from roundpipe.memory.prediction import STAGED, DeviceMemory, predict_device, waiting_on_host
 
 Activations = Literal["device", "host", "recompute"]
 _PLACES: dict[Activations, str] = {
@@ -246,7 +246,7 @@ class StepMemory:
 
     def describe_layers(self, pipeline: _core.Pipeline) -> str:
         """Describes the layers without running any."""
-        most = max(_layer_bytes(pipeline), key=lambda layer: layer.weights + layer.sums)
+        most = max(pipeline.layer_bytes(), key=lambda layer: layer.weights + layer.sums)
         weights, sums = _core.format_bytes(most.weights), _core.format_bytes(most.sums)
         return f"the largest layer takes {weights} for its weights and, in a backward, {sums} for gradients"
 
@@ -320,7 +320,7 @@ class StepMemory:
         self, pipeline: _core.Pipeline, step: StepShape, footprints: Sequence[LayerFootprint], grain: RecomputeGrain
     ) -> None:
         """Keeps plans within the budget from now on, and never above the demand of the next plan."""
-        layers = _layer_bytes(pipeline)
+        layers = pipeline.layer_bytes()
         saved = [f.saved if grain == "stage" else f.outputs for f in footprints]
         outputs = [f.outputs for f in footprints]
         most = 0
@@ -349,7 +349,7 @@ class StepMemory:
     ) -> DeviceMemory:
         plans = pipeline.preview_plans(step.route, step.mode, step.count, _STEPS)
         waits = _core.Engine.current().copies_on_compute_cores()
-        found = predict_device(plans, _layer_bytes(pipeline), footprints, grain, step.label_bytes, limit, waits)
+        found = predict_device(plans, pipeline.layer_bytes(), footprints, grain, step.label_bytes, limit, waits)
         return dataclasses.replace(found, work=int(found.work * self._correction))
 
     def _host(self, pipeline: _core.Pipeline, step: StepShape, moments: str = "float32") -> HostPrediction:
@@ -389,7 +389,7 @@ class StepMemory:
     @staticmethod
     def _cap() -> int:
         engine = _core.Engine.current()
-        caps = [engine.memory(index)[2] for index in range(len(engine))]
+        caps = [engine.memory(index).limit_bytes for index in range(len(engine))]
         return min((cap for cap in caps if cap), default=0)
 
 
@@ -413,8 +413,4 @@ def _scaled(footprint: LayerFootprint, rows: int, measured: int) -> LayerFootpri
 
 def _peak() -> int:
     engine = _core.Engine.current()
-    return max(engine.memory(index)[1] for index in range(len(engine)))
-
-
-def _layer_bytes(pipeline: _core.Pipeline) -> list[LayerBytes]:
-    return [LayerBytes(*sizes) for sizes in pipeline.layer_bytes()]
+    return max(engine.memory(index).peak_bytes for index in range(len(engine)))

@@ -7,6 +7,23 @@ from typing import Any
 
 from roundpipe import _core
 
+RecordFields = tuple[str, int, int, int, int, float, float, float, float]
+
+
+def record_fields(record: _core.Record) -> RecordFields:
+    """A record in its public form."""
+    return (
+        record.phase,
+        record.layers.first,
+        record.layers.last,
+        record.microbatch,
+        record.device,
+        record.start_ms,
+        record.end_ms,
+        record.recomputed_ms,
+        record.waited_ms,
+    )
+
 
 class Pending:
     """A batch that `RoundPipe.submit` has started.
@@ -29,7 +46,7 @@ class Pending:
         """
         return self._finish()
 
-    def records(self) -> list[_core.Record]:
+    def records(self) -> list[RecordFields]:
         """Records of the batch so far, see `RoundPipe.last_records`; for a backward they also say when it had
         recomputed and how long it then waited, in ms."""
-        return self._submitted.records()
+        return [record_fields(record) for record in self._submitted.records()]

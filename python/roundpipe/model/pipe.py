@@ -423,7 +423,8 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         self, submitted: _core.Submitted, single: list[bool], return_outputs: bool, config: ResolvedRunConfig
     ) -> Any:
         with torch.inference_mode(False), torch.enable_grad():
-            losses, parts = self._pipeline.finish(submitted)
+            result = self._pipeline.finish(submitted)
+        losses = result.losses
         print_times(self)
         if self._check_loss and not _all_live():
             for index, microbatch in enumerate(losses):
@@ -437,7 +438,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         value = totals[0] if single[0] else totals
         if not return_outputs:
             return value
-        return value, _merged(parts, config)
+        return value, _merged(result.outputs, config)
 
     def _split_batch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedRunConfig, loss_only: bool = False

@@ -117,7 +117,8 @@ class ForModel(BoundOptimizer):
         """
         if self.binding is None:
             raise ValueError("[optim] host_memory() is for an optimizer that was made for a RoundPipe model")
-        return HostMemory(*self.binding.host_bytes(self.core_groups()))
+        size = self.binding.host_bytes(self.core_groups())
+        return HostMemory(size.parameters, size.weights_and_gradients, size.masters, size.moments)
 
     def step_model(self) -> None:
         """Steps the model that the optimizer was made for; the next call reads the new weights."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from roundpipe import _core
 from roundpipe.call.run_config import RecomputeGrain
 from roundpipe.memory.footprint import LayerFootprint
-from roundpipe.memory.prediction import DeviceMemory, LayerBytes, predict_device, waiting_on_host
+from roundpipe.memory.prediction import DeviceMemory, predict_device, waiting_on_host
 from roundpipe.planning.costs import CostSet
 from roundpipe.planning.schedules import Request, choose
 from roundpipe.planning.shapes import ModelShapes
@@ -24,7 +24,7 @@ ROW_STEP = 1024
 class Layers:
     """The planner's input: the layers of a model, with one microbatch of their values."""
 
-    sizes: Sequence[LayerBytes]
+    sizes: Sequence[_core.LayerBytes]
     footprints: Sequence[LayerFootprint]
 
 
@@ -63,7 +63,8 @@ def layers_of_costs(costs: CostSet) -> Layers:
     """Layers of a cost file, which does not know temporary memory. Weights are assumed to be 16-bit."""
     sizes, footprints, given = [], [], 0
     for cost in costs.layers:
-        sizes.append(LayerBytes(cost.weight_bytes, cost.gradient_bytes, 2 * cost.gradient_bytes, cost.gradient_bytes))
+        gradients = cost.gradient_bytes
+        sizes.append(_core.LayerBytes(cost.weight_bytes, gradients, 2 * gradients, gradients))
         out = cost.activation_bytes
         footprints.append(LayerFootprint(given, out, out, cost.saved_bytes, cost.saved_bytes, cost.saved_bytes))
         given = out

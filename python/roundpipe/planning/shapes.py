@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from roundpipe import _core
 from roundpipe.following.language_model import language_model_in
 from roundpipe.following.lazy_logits import LazyLogits
 from roundpipe.following.parts import LEAST_LOGITS_BYTES
@@ -28,7 +29,6 @@ from roundpipe.following.token_wise import Candidates, chunk_of, in_chunks
 from roundpipe.layers.shell import PythonLayer
 from roundpipe.memory.budget import HostPrediction, predict_model
 from roundpipe.memory.footprint import LayerFootprint
-from roundpipe.memory.prediction import LayerBytes
 from roundpipe.planning.shape_meter import ShapeMeter
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class LayerShape:
 
     name: str
     footprint: LayerFootprint
-    size: LayerBytes
+    size: _core.LayerBytes
     forward_flops: int
     backward_flops: int
 
@@ -182,11 +182,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return list(distinct.values())
 
 
-def _size(modules: list[nn.Module], tied: set[int]) -> LayerBytes:
+def _size(modules: list[nn.Module], tied: set[int]) -> _core.LayerBytes:
     parameters = {id(p): p for module in modules for p in module.parameters()}.values()
     buffers = {id(b): b for module in modules for b in module.buffers()}.values()
     trained = [p for p in parameters if p.requires_grad]
-    return LayerBytes(
+    return _core.LayerBytes(
         weights=sum(tensor.nbytes for tensor in (*parameters, *buffers)),
         # 16-bit gradients are summed in fp32 and rounded before they go; the sums of tied weights go as they are.
         gradients=sum(p.numel() * max(4, p.element_size()) if id(p) in tied else p.nbytes for p in trained),
@@ -330,7 +330,7 @@ class _Walk:
         with torch.no_grad():
             return tuple(candidates.blocks())
 
-    def _outside(self, first: bool) -> LayerBytes:
+    def _outside(self, first: bool) -> _core.LayerBytes:
         """Bytes of the weights outside the layers: the embedding belongs to the first part, all others to the last."""
         embedding = self._inner.get_input_embeddings()
         head = self._inner.get_output_embeddings()

@@ -136,8 +136,8 @@ class Binding:
         """Declares that the parameters' current values and masters belong together."""
         self._core.accept_weights()
 
-    def host_bytes(self, groups: list[_core.Hyperparameters]) -> tuple[int, int, int, int]:
-        """The number of trained parameters, then the bytes of weights with gradients, of masters, and of moments."""
+    def host_bytes(self, groups: list[_core.Hyperparameters]) -> _core.HostBytes:
+        """The number of trained parameters, and the bytes of weights with gradients, of masters, and of moments."""
         return self._core.host_bytes(groups)
 
 
