@@ -1,6 +1,6 @@
 # Types of the C++ engine, see python/src. Not a public interface.
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -19,33 +19,22 @@ def require_callers_thread() -> None: ...
 def interpreter_lock_acquisitions() -> int: ...
 
 class MemoryStats:
-    @property
-    def current_bytes(self) -> int: ...
-    @property
-    def peak_bytes(self) -> int: ...
-    @property
-    def limit_bytes(self) -> int: ...
+    current_bytes: int
+    peak_bytes: int
+    limit_bytes: int
 
 class MovedBytes:
-    @property
-    def uploaded_bytes(self) -> int: ...
-    @property
-    def downloaded_bytes(self) -> int: ...
+    uploaded_bytes: int
+    downloaded_bytes: int
 
 # Totals of one class of completed transfers in one direction.
 class LinkUse:
-    @property
-    def direction(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def transfers(self) -> int: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def queued_ms(self) -> float: ...
-    @property
-    def moving_ms(self) -> float: ...
+    direction: str
+    kind: str
+    transfers: int
+    bytes: int
+    queued_ms: float
+    moving_ms: float
 
 class Engine:
     @staticmethod
@@ -82,14 +71,10 @@ def same_items(a: dict[str, Any], b: dict[str, Any]) -> bool: ...
 def modules_unchanged(modules: list[nn.Module], snapshots: list[tuple[dict[str, Any], ...]]) -> bool: ...
 
 class HostArenaStats:
-    @property
-    def asked_bytes(self) -> int: ...
-    @property
-    def reserved_bytes(self) -> int: ...
-    @property
-    def locked_bytes(self) -> int: ...
-    @property
-    def pieces(self) -> int: ...
+    asked_bytes: int
+    reserved_bytes: int
+    locked_bytes: int
+    pieces: int
 
 def host_arena() -> HostArenaStats: ...
 
@@ -184,10 +169,8 @@ class TimingRules:
     ) -> None: ...
 
 class CutStage:
-    @property
-    def layers(self) -> Range: ...
-    @property
-    def replicas(self) -> int: ...
+    layers: Range
+    replicas: int
 
 class PlanChoice:
     cut: str
@@ -249,22 +232,14 @@ def baseline_plan(
 
 # One microbatch of one job of one step.
 class TimelineEvent:
-    @property
-    def step(self) -> int: ...
-    @property
-    def job(self) -> int: ...
-    @property
-    def microbatch(self) -> int: ...
-    @property
-    def device(self) -> int: ...
-    @property
-    def phase(self) -> str: ...
-    @property
-    def start_ms(self) -> float: ...
-    @property
-    def end_ms(self) -> float: ...
-    @property
-    def recompute_ms(self) -> float: ...
+    step: int
+    job: int
+    microbatch: int
+    device: int
+    phase: str
+    start_ms: float
+    end_ms: float
+    recompute_ms: float
 
 class Timeline:
     makespan_ms: float
@@ -275,20 +250,13 @@ class Timeline:
 
 # One chunk of a transfer.
 class TransferEvent:
-    @property
-    def step(self) -> int: ...
-    @property
-    def job(self) -> int: ...
-    @property
-    def device(self) -> int: ...
-    @property
-    def up(self) -> bool: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def start_ms(self) -> float: ...
-    @property
-    def end_ms(self) -> float: ...
+    step: int
+    job: int
+    device: int
+    up: bool
+    kind: str
+    start_ms: float
+    end_ms: float
 
 class LinkTimeline:
     timeline: Timeline
@@ -315,10 +283,6 @@ class MemoryMeter:
     def peak_bytes(self) -> int: ...
     def reset_peak(self) -> None: ...
 
-class RecomputeGrain:
-    STAGE: RecomputeGrain
-    LAYER: RecomputeGrain
-
 class TiedGradAccumulation:
     LAYER: TiedGradAccumulation
     MICROBATCH: TiedGradAccumulation
@@ -341,51 +305,86 @@ class StepTicket:
 
 # One execution of a stage on a microbatch.
 class Record:
-    @property
-    def phase(self) -> str: ...
-    @property
-    def layers(self) -> Range: ...
-    @property
-    def microbatch(self) -> int: ...
-    @property
-    def device(self) -> int: ...
-    @property
-    def start_ms(self) -> float: ...
-    @property
-    def end_ms(self) -> float: ...
+    phase: str
+    layers: Range
+    microbatch: int
+    device: int
+    start_ms: float
+    end_ms: float
     # When the recompute of a backward ended; 0 for other phases.
-    @property
-    def recomputed_ms(self) -> float: ...
+    recomputed_ms: float
     # How long the device then was idle, until the gradient arrived.
-    @property
-    def waited_ms(self) -> float: ...
+    waited_ms: float
 
 class TrainResult:
     # Of each microbatch, as the loss returned them.
-    @property
-    def losses(self) -> list[list[torch.Tensor]]: ...
+    losses: list[list[torch.Tensor]]
     # Of each microbatch, if asked for.
-    @property
-    def outputs(self) -> list[tuple[list[torch.Tensor], Any]]: ...
-
-# One layer's own bytes: in a weight slot, of its gradients in flight, of their sums on the device, and of gradients
-# that are rounded into separate memory before they go.
-class LayerBytes:
-    def __init__(self, weights: int, gradients: int, sums: int, rounded: int) -> None: ...
-    @property
-    def weights(self) -> int: ...
-    @property
-    def gradients(self) -> int: ...
-    @property
-    def sums(self) -> int: ...
-    @property
-    def rounded(self) -> int: ...
+    outputs: list[tuple[list[torch.Tensor], Any]]
 
 class Submitted:
     def records(self) -> list[Record]: ...
 
 class ExecutionLog:
     def records(self) -> list[Record]: ...
+
+class RecomputeGrain:
+    STAGE: RecomputeGrain
+    LAYER: RecomputeGrain
+
+# One layer's own bytes: in a weight slot, of its gradients in flight, of their sums on the device, and of gradients
+# that are rounded into separate memory before they go.
+class LayerBytes:
+    weights: int
+    gradients: int
+    sums: int
+    rounded: int
+    def __init__(self, weights: int, gradients: int, sums: int, rounded: int) -> None: ...
+
+# Bytes that one layer takes on a device for one microbatch, see simulate/memory_simulator.h.
+class LayerFootprint:
+    inputs: int
+    outputs: int
+    output_gradients: int
+    forward: int
+    saved: int
+    backward: int
+    def __init__(
+        self, inputs: int, outputs: int, output_gradients: int, forward: int, saved: int, backward: int
+    ) -> None: ...
+    def scaled(self, rows: int, measured_rows: int) -> LayerFootprint: ...
+    def kept_bytes(self, grain: RecomputeGrain) -> int: ...
+
+class StepSizes:
+    def __init__(
+        self,
+        layers: Sequence[LayerBytes],
+        footprints: Sequence[LayerFootprint],
+        grain: RecomputeGrain,
+        label_bytes: int,
+    ) -> None: ...
+
+class DeviceMemory:
+    weights: int
+    gradients: int
+    values: int
+    work: int
+
+class HostMemory:
+    weights: int
+    gradients: int
+    masters: int
+    moments: int
+
+STAGED_MICROBATCHES: int
+
+def layer_bytes(tensors: list[torch.Tensor], tied: list[bool]) -> LayerBytes: ...
+def predict_device(plans: Sequence[Plan], sizes: StepSizes, cap_bytes: int, waits: bool) -> DeviceMemory: ...
+def stage_limit_bytes(sizes: StepSizes, budget_bytes: int) -> int: ...
+def largest_stage_bytes(plans: Sequence[Plan], sizes: StepSizes) -> int: ...
+def waiting_on_host(plan: Plan, footprints: Sequence[LayerFootprint], microbatches: int) -> int: ...
+def predict_host(blocks: list[Sequence[torch.Tensor]], moments_8bit: bool, trains: bool) -> HostMemory: ...
+def tied_sum_bytes(parameter: torch.Tensor, layers: int) -> int: ...
 
 class Pipeline:
     asynchronous: bool
@@ -450,14 +449,10 @@ class StepRun:
 
 class HostBytes:
     # Number of trained parameters.
-    @property
-    def parameters(self) -> int: ...
-    @property
-    def weights_and_gradients(self) -> int: ...
-    @property
-    def masters(self) -> int: ...
-    @property
-    def moments(self) -> int: ...
+    parameters: int
+    weights_and_gradients: int
+    masters: int
+    moments: int
 
 class ModelOptimizer:
     def __init__(

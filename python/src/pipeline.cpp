@@ -3,6 +3,7 @@
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/layers/emulated_layer.h>
 #include <roundpipe/runtime/pipeline.h>
+#include <roundpipe/simulate/memory_simulator.h>
 
 #include "bindings.h"
 #include "python_layer.h"
@@ -32,15 +33,6 @@ py::list values_list(const std::vector<Values>& list) {
   return result;
 }
 
-// One layer's own bytes: in a weight slot, of its gradients in flight, of their sums on the device, and of gradients
-// that are rounded into separate memory before they go.
-struct LayerBytes {
-  int64_t weights;
-  int64_t gradients;
-  int64_t sums;
-  int64_t rounded;
-};
-
 // Makes a native layer for an object that describes one, else a Python layer. REQUIRES: the interpreter lock.
 std::unique_ptr<runtime::Layer> make_layer(const py::handle& object) {
   if (py::hasattr(object, "emulated")) {
@@ -69,9 +61,6 @@ void drop(Pipeline* pipeline) {
 }  // namespace
 
 void bind_pipeline(py::module_& module) {
-  py::enum_<runtime::RecomputeGrain>(module, "RecomputeGrain")
-      .value("STAGE", runtime::RecomputeGrain::kStage)
-      .value("LAYER", runtime::RecomputeGrain::kLayer);
   py::enum_<runtime::TiedGradAccumulation>(module, "TiedGradAccumulation")
       .value("LAYER", runtime::TiedGradAccumulation::kLayer)
       .value("MICROBATCH", runtime::TiedGradAccumulation::kMicrobatch);
@@ -98,15 +87,6 @@ void bind_pipeline(py::module_& module) {
   ValueClass<Pipeline::TrainResult>(module, "TrainResult")
       .attribute("losses", &Pipeline::TrainResult::losses)
       .attribute("outputs", [](const Pipeline::TrainResult& result) { return values_list(result.outputs); });
-  ValueClass<LayerBytes>(module, "LayerBytes")
-      .attribute("weights", &LayerBytes::weights)
-      .attribute("gradients", &LayerBytes::gradients)
-      .attribute("sums", &LayerBytes::sums)
-      .attribute("rounded", &LayerBytes::rounded)
-      .def(py::init([](int64_t weights, int64_t gradients, int64_t sums, int64_t rounded) {
-             return LayerBytes{weights, gradients, sums, rounded};
-           }),
-           py::arg("weights"), py::arg("gradients"), py::arg("sums"), py::arg("rounded"));
 
   py::class_<Pipeline::Submitted, std::shared_ptr<Pipeline::Submitted>>(module, "Submitted")
       .def("records", [](const Pipeline::Submitted& submitted) { return submitted.log->records(); });
@@ -217,7 +197,7 @@ void bind_pipeline(py::module_& module) {
           py::arg("saved_bytes"), py::arg("activation_bytes"), py::arg("most_stage_bytes"), py::arg("work_bytes"))
       .def("layer_bytes",
            [](const Pipeline& pipeline) {
-             std::vector<LayerBytes> layers;
+             std::vector<simulate::LayerBytes> layers;
              for (int l = 0; l < pipeline.model().layer_count(); ++l) {
                const runtime::StageLayout layout = runtime::lay_out_stage(pipeline.model(), l, l + 1);
                layers.push_back({layout.size_bytes, layout.gradient_bytes, layout.sum_bytes, layout.rounded_bytes});

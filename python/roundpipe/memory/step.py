@@ -10,12 +10,12 @@ import torch
 
 from roundpipe import _core
 from roundpipe.call.loss_function import as_losses
-from roundpipe.call.run_config import RecomputeGrain
+from roundpipe.call.run_config import GRAINS, RecomputeGrain
 from roundpipe.layers.shell import PythonLayer
 from roundpipe.layers.values import Structure
 from roundpipe.memory.budget import HostPrediction, predict_host, refuse_device, refuse_host, table
-from roundpipe.memory.footprint import LayerFootprint, Loss, measure
-from roundpipe.memory.prediction import STAGED, DeviceMemory, predict_device, waiting_on_host
+from roundpipe.memory.footprint import Loss, measure
+from roundpipe.memory.prediction import DeviceMemory, predict_device
 
 Activations = Literal["device", "host", "recompute"]
 _PLACES: dict[Activations, str] = {
@@ -149,7 +149,7 @@ class StepMemory:
         self._layers = list(layers)
         self._host_budget = host_budget
         self.device_budget = device_budget
-        self._measured_for: dict[Any, list[LayerFootprint]] = {}
+        self._measured_for: dict[Any, list[_core.LayerFootprint]] = {}
         self._admitted: dict[Any, RecomputeGrain] = {}
         self._last: MemoryPrediction | None = None
         self._correction = 1.0
@@ -252,13 +252,13 @@ class StepMemory:
 
     def _footprints_of_some(
         self, pipeline: _core.Pipeline, shape: Callable[[int], StepShape], rows: int
-    ) -> tuple[list[LayerFootprint], int]:
+    ) -> tuple[list[_core.LayerFootprint], int]:
         """Footprints of `rows` rows, scaled from as many rows as can be measured on a device, and that number."""
         measured = rows
         while True:
             try:
                 footprints = self._footprints(pipeline, shape(measured))
-                return [_scaled(footprint, rows, measured) for footprint in footprints], measured
+                return [footprint.scaled(rows, measured) for footprint in footprints], measured
             except torch.OutOfMemoryError:
                 if measured == 1:
                     raise
@@ -268,10 +268,10 @@ class StepMemory:
         self,
         pipeline: _core.Pipeline,
         step: StepShape,
-        footprints: Sequence[LayerFootprint],
+        footprints: Sequence[_core.LayerFootprint],
         budget: int,
         memory: str,
-        measured: Callable[[int], Sequence[LayerFootprint]] | None = None,
+        measured: Callable[[int], Sequence[_core.LayerFootprint]] | None = None,
     ) -> str:
         """The smallest change to the step that would fit.
 
@@ -284,10 +284,10 @@ class StepMemory:
         def count_with(left: int) -> int:
             return -(-step.total_rows // left)
 
-        def taken(left: int, smaller: Sequence[LayerFootprint] | None = None) -> DeviceMemory:
+        def taken(left: int, smaller: Sequence[_core.LayerFootprint] | None = None) -> DeviceMemory:
             """The memory with as many microbatches as needed for at most this many rows each."""
             cut = dataclasses.replace(step, count=count_with(left))
-            smaller = smaller or [_scaled(footprint, left, rows) for footprint in footprints]
+            smaller = smaller or [footprint.scaled(left, rows) for footprint in footprints]
             if self.device_budget is not None:
                 self._tell_planner(pipeline, cut, smaller, "layer")
             return self._device(pipeline, cut, "layer", smaller, budget)
@@ -317,48 +317,43 @@ class StepMemory:
         return f"{larger}. No number of microbatches helps: one row takes {_core.format_bytes(one.total)}. Or {savers}"
 
     def _tell_planner(
-        self, pipeline: _core.Pipeline, step: StepShape, footprints: Sequence[LayerFootprint], grain: RecomputeGrain
+        self,
+        pipeline: _core.Pipeline,
+        step: StepShape,
+        footprints: Sequence[_core.LayerFootprint],
+        grain: RecomputeGrain,
     ) -> None:
         """Keeps plans within the budget from now on, and never above the demand of the next plan."""
-        layers = pipeline.layer_bytes()
-        saved = [f.saved if grain == "stage" else f.outputs for f in footprints]
-        outputs = [f.outputs for f in footprints]
-        most = 0
-        if self.device_budget is not None:
-            values = STAGED * max(f.inputs + f.output_gradients for f in footprints) + step.label_bytes
-            beyond = max(max(f.backward, f.forward) - kept for f, kept in zip(footprints, saved, strict=True))
-            most = max(1, self.device_budget - max(layer.weights for layer in layers) - values - beyond)
-        pipeline.set_bytes(saved, outputs, most, 0)
-        largest = 0
-        for plan in pipeline.preview_plans(step.route, step.mode, step.count, _STEPS):
-            for job in plan.jobs:
-                stage = slice(job.layers.first, job.layers.last)
-                if job.phase != "forward":
-                    own = sum(layer.weights + layer.gradients for layer in layers[stage])
-                    largest = max(largest, own + sum(saved[stage]))
+        sizes = _sizes(pipeline, step, grain, footprints)
+        kept = [footprint.kept_bytes(GRAINS[grain]) for footprint in footprints]
+        outputs = [footprint.outputs for footprint in footprints]
+        most = 0 if self.device_budget is None else _core.stage_limit_bytes(sizes, self.device_budget)
+        pipeline.set_bytes(kept, outputs, most, 0)
+        plans = pipeline.preview_plans(step.route, step.mode, step.count, _STEPS)
+        largest = _core.largest_stage_bytes(plans, sizes)
         wanted = self._device(pipeline, step, grain, footprints, self.device_budget or 0)
-        pipeline.set_bytes(saved, outputs, largest, max(1, wanted.total - wanted.weights))
+        pipeline.set_bytes(kept, outputs, largest, max(1, wanted.total - wanted.weights))
 
     def _device(
         self,
         pipeline: _core.Pipeline,
         step: StepShape,
         grain: RecomputeGrain,
-        footprints: Sequence[LayerFootprint],
+        footprints: Sequence[_core.LayerFootprint],
         limit: int,
     ) -> DeviceMemory:
         plans = pipeline.preview_plans(step.route, step.mode, step.count, _STEPS)
         waits = _core.Engine.current().copies_on_compute_cores()
-        found = predict_device(plans, pipeline.layer_bytes(), footprints, grain, step.label_bytes, limit, waits)
+        found = predict_device(plans, _sizes(pipeline, step, grain, footprints), limit, waits)
         return dataclasses.replace(found, work=int(found.work * self._correction))
 
     def _host(self, pipeline: _core.Pipeline, step: StepShape, moments: str = "float32") -> HostPrediction:
         footprints = self._footprints(pipeline, step)
         plan = pipeline.preview_plans(step.route, step.mode, step.count, 1)[0]
-        values = waiting_on_host(plan, footprints, step.count)
+        values = _core.waiting_on_host(plan, footprints, step.count)
         return predict_host(pipeline.block_parameters(), moments, values, tied_sums=pipeline.tied_sum_bytes())
 
-    def _footprints(self, pipeline: _core.Pipeline, step: StepShape) -> list[LayerFootprint]:
+    def _footprints(self, pipeline: _core.Pipeline, step: StepShape) -> list[_core.LayerFootprint]:
         key = self._key(step)
         if key not in self._measured_for:
             # Running layers would draw from the same generator and count in the same statistics.
@@ -404,11 +399,10 @@ def _activations(pipeline: _core.Pipeline, step: StepShape) -> tuple[Activations
     return tuple(places)
 
 
-def _scaled(footprint: LayerFootprint, rows: int, measured: int) -> LayerFootprint:
-    """Scales a footprint of `measured` rows to `rows`: nearly all memory of a layer is proportional to its rows."""
-    if rows == measured:
-        return footprint
-    return LayerFootprint(*(-(-size * rows // measured) for size in dataclasses.astuple(footprint)))
+def _sizes(
+    pipeline: _core.Pipeline, step: StepShape, grain: RecomputeGrain, footprints: Sequence[_core.LayerFootprint]
+) -> _core.StepSizes:
+    return _core.StepSizes(pipeline.layer_bytes(), footprints, GRAINS[grain], step.label_bytes)
 
 
 def _peak() -> int:

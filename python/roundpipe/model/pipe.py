@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from roundpipe import _core
 from roundpipe.call.execute_plan import DEFAULT_THRESHOLD, ModelExecutePlan
 from roundpipe.call.loss_function import NAN_LOSS, run_loss
-from roundpipe.call.run_config import ResolvedRunConfig, RoundPipeRunConfig, copied, resolve
+from roundpipe.call.run_config import GRAINS, ResolvedRunConfig, RoundPipeRunConfig, copied, resolve
 from roundpipe.data.microbatch import effective_microbatches, merge_outputs, split_call, split_label
 from roundpipe.device.pool import devices
 from roundpipe.following.loss_arguments import adding_losses
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 _MODES = {"infer": _core.PlanMode.INFERENCE, "train": _core.PlanMode.TRAIN, "fused": _core.PlanMode.FUSED}
 _FUSED, _TRAIN, _INFERENCE = _core.PlanMode.FUSED, _core.PlanMode.TRAIN, _core.PlanMode.INFERENCE
-_GRAINS = {"stage": _core.RecomputeGrain.STAGE, "layer": _core.RecomputeGrain.LAYER}
 _ACCUMULATIONS = {
     "layer": _core.TiedGradAccumulation.LAYER,
     "microbatch": _core.TiedGradAccumulation.MICROBATCH,
@@ -519,7 +518,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         options.requires_grad = requires_grad
         options.preserve_rng_state = config.preserve_rng_state
         options.keeps_caller = changeable
-        options.recompute_grain = _GRAINS[grain]
+        options.recompute_grain = GRAINS[grain]
         options.tied_grad_accumulation = _ACCUMULATIONS[config.tied_grad_accumulation]
         return options
 

@@ -54,4 +54,4 @@ def test_a_value_shows_its_attributes_and_keeps_them() -> None:
     value = _core.LayerBytes(weights=1, gradients=2, sums=3, rounded=4)
     assert repr(value) == "LayerBytes(weights=1, gradients=2, sums=3, rounded=4)"
     with pytest.raises(AttributeError):
-        value.weights = 5  # type: ignore[misc]
+        value.weights = 5
