@@ -14,9 +14,7 @@ What a card's driver and libraries take for themselves is in no number here.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
-import math
 import os
 import subprocess
 import sys
@@ -119,9 +117,8 @@ def run_layers(name: str, model: PublishedModel, layers: int, tokens: int, quick
     shapes = measure(make_model(config, RANK if model.lora else None), tokens)
     like = layers_of_shapes(shapes)
     waits = _core.Engine.current().copies_on_compute_cores()
-    from_shapes = predict_device(
-        [wrapped.last_plan()] * 3, like.sizes, like.footprints, "stage", 0, limit_bytes=MEMORY_BYTES, waits=waits
-    )
+    sizes = _core.StepSizes(like.sizes, like.footprints, _core.RecomputeGrain.STAGE, label_bytes=0)
+    from_shapes = predict_device([wrapped.last_plan()] * 3, sizes, cap_bytes=MEMORY_BYTES, waits=waits)
     return {
         "name": name,
         "layers": layers,
@@ -180,7 +177,6 @@ def run_head(name: str, model: PublishedModel, tokens: int, quick: bool) -> dict
         "layer_bytes": shapes.size.weights,
         "measured": max(real.forward, real.backward),
         "shapes": max(shapes.footprint.forward, shapes.footprint.backward),
-        "finite": all(math.isfinite(value) for value in dataclasses.astuple(real)),
     }
 
 

@@ -27,7 +27,7 @@ from support.report import Report, parser
 from torch import nn
 
 import roundpipe
-from roundpipe import RoundPipe, RoundPipeRunConfig
+from roundpipe import RoundPipe, RoundPipeRunConfig, _core
 
 
 def copy_limit_gb_per_s(size_bytes: int, device: torch.device, direction: str, rounds: int) -> float:
@@ -54,11 +54,11 @@ def copy_limit_gb_per_s(size_bytes: int, device: torch.device, direction: str, r
     return statistics.median(rates[1:])
 
 
-def waiting_share(records: Sequence[tuple]) -> float:
+def waiting_share(records: Sequence[_core.Record]) -> float:
     """Which part of the time the devices ran no job, or one that waited; the mean over the devices."""
     spans: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
     for record in records:
-        spans[record[4]].append((record[5], record[6], record[8]))
+        spans[record.device].append((record.start_ms, record.end_ms, record.waited_ms))
     shares = []
     for jobs in spans.values():
         jobs.sort()
@@ -71,7 +71,7 @@ def waiting_share(records: Sequence[tuple]) -> float:
 
 
 def measure(
-    pool: roundpipe.DevicePool, run: Callable[[], Sequence[tuple]], rounds: int
+    pool: roundpipe.DevicePool, run: Callable[[], Sequence[_core.Record]], rounds: int
 ) -> tuple[float, float, float, float]:
     """Milliseconds of a run, GB/s up and down, and the waiting share; medians after one run that warms up."""
     figures = []
@@ -122,24 +122,24 @@ def main() -> None:
     if not torch.equal(got, expected):
         raise SystemExit(f"the outputs differ by {(got - expected).abs().max().item()!r}")
 
-    def forward() -> Sequence[tuple]:
+    def forward() -> Sequence[_core.Record]:
         with torch.no_grad():
             model(inputs)
         model.synchronize()
         return model._pipeline.last_records()
 
-    def training(rows: int) -> Callable[[], Sequence[tuple]]:
+    def training(rows: int) -> Callable[[], Sequence[_core.Record]]:
         batch = torch.randn(2 * rows, options.width, dtype=dtype)
         config = RoundPipeRunConfig(num_microbatch=2)
 
-        def run() -> Sequence[tuple]:
+        def run() -> Sequence[_core.Record]:
             pending = model.submit((batch,), loss_fn=lambda out, _: out.float().square().mean(), run_config=config)
             loss = pending.loss()
             model.synchronize()
             if not loss.isfinite():
                 raise SystemExit(f"the loss is {loss.item()}")
             model.zero_grad()
-            return pending.records()
+            return pending._submitted.records()
 
         return run
 

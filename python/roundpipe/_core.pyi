@@ -1,6 +1,6 @@
 # Types of the C++ engine, see python/src. Not a public interface.
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +18,24 @@ def require_callers_thread() -> None: ...
 # Acquisitions by the engine since the process began; a layer's own code is not counted.
 def interpreter_lock_acquisitions() -> int: ...
 
+class MemoryStats:
+    current_bytes: int
+    peak_bytes: int
+    limit_bytes: int
+
+class MovedBytes:
+    uploaded_bytes: int
+    downloaded_bytes: int
+
+# Totals of one class of completed transfers in one direction.
+class LinkUse:
+    direction: str
+    kind: str
+    transfers: int
+    bytes: int
+    queued_ms: float
+    moving_ms: float
+
 class Engine:
     @staticmethod
     def current() -> Engine: ...
@@ -29,12 +47,12 @@ class Engine:
     def device_names(self) -> list[str]: ...
     def torch_devices(self) -> list[str]: ...
     def memory_caps(self) -> list[int]: ...
-    def memory(self, index: int) -> tuple[int, int, int]: ...
+    def memory(self, index: int) -> MemoryStats: ...
     def reset_peak_memory(self) -> None: ...
-    def moved_bytes(self, index: int) -> tuple[int, int]: ...
+    def moved_bytes(self, index: int) -> MovedBytes: ...
     def copies_on_compute_cores(self) -> bool: ...
     def limit_memory(self, limit_bytes: int) -> None: ...
-    def link_use(self, index: int) -> list[tuple[str, str, int, int, float, float]]: ...
+    def link_use(self, index: int) -> list[LinkUse]: ...
 
 def device_names(devices: str) -> list[str]: ...
 def parse_bytes(text: str) -> int: ...
@@ -52,8 +70,13 @@ def same_items(a: dict[str, Any], b: dict[str, Any]) -> bool: ...
 # its dicts and a copy of that dict, and so on.
 def modules_unchanged(modules: list[nn.Module], snapshots: list[tuple[dict[str, Any], ...]]) -> bool: ...
 
-# asked, reserved and locked bytes, pieces
-def host_arena() -> tuple[int, int, int, int]: ...
+class HostArenaStats:
+    asked_bytes: int
+    reserved_bytes: int
+    locked_bytes: int
+    pieces: int
+
+def host_arena() -> HostArenaStats: ...
 
 class PlanMode:
     INFERENCE: PlanMode
@@ -145,11 +168,15 @@ class TimingRules:
         late_recompute: bool = False,
     ) -> None: ...
 
+class CutStage:
+    layers: Range
+    replicas: int
+
 class PlanChoice:
     cut: str
     stages: Stages
-    forward: list[tuple[Range, int]]
-    backward: list[tuple[Range, int]]
+    forward: list[CutStage]
+    backward: list[CutStage]
     interleave: float
     recipe: Plan
     step_ms: float
@@ -203,16 +230,37 @@ def baseline_plan(
     baseline: Baseline, sizes: BaselineSizes, layers: int, devices: int, microbatches: int, first_device: int = 0
 ) -> Plan: ...
 
+# One microbatch of one job of one step.
+class TimelineEvent:
+    step: int
+    job: int
+    microbatch: int
+    device: int
+    phase: str
+    start_ms: float
+    end_ms: float
+    recompute_ms: float
+
 class Timeline:
     makespan_ms: float
     steady_step_ms: float
     bubble: float
     steady_bubble: float
-    def events(self) -> list[tuple[int, int, int, int, str, float, float, float]]: ...
+    events: list[TimelineEvent]
+
+# One chunk of a transfer.
+class TransferEvent:
+    step: int
+    job: int
+    device: int
+    up: bool
+    kind: str
+    start_ms: float
+    end_ms: float
 
 class LinkTimeline:
     timeline: Timeline
-    def transfers(self) -> list[tuple[int, int, int, bool, str, float, float]]: ...
+    transfers: list[TransferEvent]
 
 def simulate_links(
     plans: list[Plan],
@@ -235,10 +283,6 @@ class MemoryMeter:
     def peak_bytes(self) -> int: ...
     def reset_peak(self) -> None: ...
 
-class RecomputeGrain:
-    STAGE: RecomputeGrain
-    LAYER: RecomputeGrain
-
 class TiedGradAccumulation:
     LAYER: TiedGradAccumulation
     MICROBATCH: TiedGradAccumulation
@@ -259,14 +303,88 @@ class Event:
 class StepTicket:
     def hand_over(self) -> bool: ...
 
-# phase, first layer, last layer, microbatch, device, start, end and end of the recompute in ms, waited ms
-Record: TypeAlias = tuple[str, int, int, int, int, float, float, float, float]
+# One execution of a stage on a microbatch.
+class Record:
+    phase: str
+    layers: Range
+    microbatch: int
+    device: int
+    start_ms: float
+    end_ms: float
+    # When the recompute of a backward ended; 0 for other phases.
+    recomputed_ms: float
+    # How long the device then was idle, until the gradient arrived.
+    waited_ms: float
+
+class TrainResult:
+    # Of each microbatch, as the loss returned them.
+    losses: list[list[torch.Tensor]]
+    # Of each microbatch, if asked for.
+    outputs: list[tuple[list[torch.Tensor], Any]]
 
 class Submitted:
     def records(self) -> list[Record]: ...
 
 class ExecutionLog:
     def records(self) -> list[Record]: ...
+
+class RecomputeGrain:
+    STAGE: RecomputeGrain
+    LAYER: RecomputeGrain
+
+# One layer's own bytes: in a weight slot, of its gradients in flight, of their sums on the device, and of gradients
+# that are rounded into separate memory before they go.
+class LayerBytes:
+    weights: int
+    gradients: int
+    sums: int
+    rounded: int
+    def __init__(self, weights: int, gradients: int, sums: int, rounded: int) -> None: ...
+
+# Bytes that one layer takes on a device for one microbatch, see simulate/memory_simulator.h.
+class LayerFootprint:
+    inputs: int
+    outputs: int
+    output_gradients: int
+    forward: int
+    saved: int
+    backward: int
+    def __init__(
+        self, inputs: int, outputs: int, output_gradients: int, forward: int, saved: int, backward: int
+    ) -> None: ...
+    def scaled(self, rows: int, measured_rows: int) -> LayerFootprint: ...
+    def kept_bytes(self, grain: RecomputeGrain) -> int: ...
+
+class StepSizes:
+    def __init__(
+        self,
+        layers: Sequence[LayerBytes],
+        footprints: Sequence[LayerFootprint],
+        grain: RecomputeGrain,
+        label_bytes: int,
+    ) -> None: ...
+
+class DeviceMemory:
+    weights: int
+    gradients: int
+    values: int
+    work: int
+
+class HostMemory:
+    weights: int
+    gradients: int
+    masters: int
+    moments: int
+
+STAGED_MICROBATCHES: int
+
+def layer_bytes(tensors: list[torch.Tensor], tied: list[bool]) -> LayerBytes: ...
+def predict_device(plans: Sequence[Plan], sizes: StepSizes, cap_bytes: int, waits: bool) -> DeviceMemory: ...
+def stage_limit_bytes(sizes: StepSizes, budget_bytes: int) -> int: ...
+def largest_stage_bytes(plans: Sequence[Plan], sizes: StepSizes) -> int: ...
+def waiting_on_host(plan: Plan, footprints: Sequence[LayerFootprint], microbatches: int) -> int: ...
+def predict_host(blocks: list[Sequence[torch.Tensor]], moments_8bit: bool, trains: bool) -> HostMemory: ...
+def tied_sum_bytes(parameter: torch.Tensor, layers: int) -> int: ...
 
 class Pipeline:
     asynchronous: bool
@@ -286,7 +404,7 @@ class Pipeline:
         route: Stages | Plan | None,
         explain: Explain,
     ) -> Submitted: ...
-    def finish(self, submitted: Submitted) -> tuple[list[list[torch.Tensor]], list[tuple[list[torch.Tensor], Any]]]: ...
+    def finish(self, submitted: Submitted) -> TrainResult: ...
     def planned_stages(self, mode: PlanMode, microbatches: int) -> Stages: ...
     def costs(self) -> list[LayerCost]: ...
     def set_bytes(
@@ -295,7 +413,7 @@ class Pipeline:
     def preview_plans(
         self, route: Stages | Plan | None, mode: PlanMode, microbatches: int, steps: int
     ) -> list[Plan]: ...
-    def layer_bytes(self) -> list[tuple[int, int, int, int]]: ...
+    def layer_bytes(self) -> list[LayerBytes]: ...
     def tied_sum_bytes(self) -> int: ...
     def raise_pending(self) -> None: ...
     def discard_last_call(self, message: str) -> None: ...
@@ -329,6 +447,13 @@ class StepRun:
     def wait_decided(self) -> None: ...
     def wait_finished(self) -> None: ...
 
+class HostBytes:
+    # Number of trained parameters.
+    parameters: int
+    weights_and_gradients: int
+    masters: int
+    moments: int
+
 class ModelOptimizer:
     def __init__(
         self,
@@ -346,7 +471,7 @@ class ModelOptimizer:
     def state(self, block: int, parameter: int) -> ParameterState: ...
     def remainder(self, block: int, parameter: int) -> torch.Tensor | None: ...
     def restart_master(self, block: int, parameter: int, weights: torch.Tensor) -> None: ...
-    def host_bytes(self, groups: list[Hyperparameters]) -> tuple[int, int, int, int]: ...
+    def host_bytes(self, groups: list[Hyperparameters]) -> HostBytes: ...
 
 def host_parameters(name: str, names: list[str], tensors: list[torch.Tensor]) -> Pipeline: ...
 def set_saved_by_call(saved: dict[int, Any]) -> None: ...
@@ -467,7 +592,6 @@ class LinearCrossEntropyOptions:
     ignore_index: int
     chunk_tokens: int
     steps: list[LogitStep]
-    token_losses: bool
     def __init__(self) -> None: ...
 
 CHUNK_LOGIT_BYTES: int
@@ -479,7 +603,7 @@ def linear_cross_entropy(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     options: LinearCrossEntropyOptions,
-) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+) -> torch.Tensor: ...
 
 class ChunkedMapOptions:
     chunk_tokens: int

@@ -35,6 +35,31 @@ class MemoryMeter {
   std::optional<device::AccountScope> scope_;
 };
 
+// The bytes that a device's link has moved in each direction.
+struct MovedBytes {
+  int64_t uploaded;
+  int64_t downloaded;
+};
+
+// What one class of transfers has used of one direction of a link.
+struct LinkClass {
+  const char* direction;
+  transfer::Priority kind;
+  transfer::LinkUse use;
+};
+
+std::vector<LinkClass> link_use(Engine& engine, int index) {
+  std::vector<LinkClass> classes;
+  for (const auto& [link, direction] :
+       {std::pair{&engine.worker(index).upload(), "up"}, std::pair{&engine.worker(index).download(), "down"}}) {
+    for (size_t i = 0; i < transfer::kPriorities; ++i) {
+      const auto kind = static_cast<transfer::Priority>(i);
+      classes.push_back({direction, kind, link->use(kind)});
+    }
+  }
+  return classes;
+}
+
 // Releases the interpreter lock while the last owner of an engine waits for its threads, which may need the lock.
 std::shared_ptr<Engine> dropped_without_lock(std::shared_ptr<Engine> engine) {
   Engine* pointer = engine.get();
@@ -51,6 +76,20 @@ std::shared_ptr<Engine> dropped_without_lock(std::shared_ptr<Engine> engine) {
 }  // namespace
 
 void bind_device(py::module_& module) {
+  ValueClass<device::MemoryStats>(module, "MemoryStats")
+      .attribute("current_bytes", &device::MemoryStats::current_bytes)
+      .attribute("peak_bytes", &device::MemoryStats::peak_bytes)
+      .attribute("limit_bytes", &device::MemoryStats::limit_bytes);
+  ValueClass<MovedBytes>(module, "MovedBytes")
+      .attribute("uploaded_bytes", &MovedBytes::uploaded)
+      .attribute("downloaded_bytes", &MovedBytes::downloaded);
+  ValueClass<LinkClass>(module, "LinkUse")
+      .attribute("direction", &LinkClass::direction)
+      .attribute("kind", [](const LinkClass& row) { return transfer::name_of(row.kind); })
+      .attribute("transfers", [](const LinkClass& row) { return row.use.transfers; })
+      .attribute("bytes", [](const LinkClass& row) { return row.use.bytes; })
+      .attribute("queued_ms", [](const LinkClass& row) { return row.use.queued_ms; })
+      .attribute("moving_ms", [](const LinkClass& row) { return row.use.moving_ms; });
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
       .def_static(
           "current", [] { return dropped_without_lock(Engine::current()); }, py::call_guard<py::gil_scoped_release>())
@@ -84,11 +123,7 @@ void bind_device(py::module_& module) {
              for (const device::DeviceSpec& spec : engine.specs()) caps.push_back(spec.memory_bytes);
              return caps;
            })
-      .def("memory",
-           [](Engine& engine, int index) {
-             const device::MemoryStats stats = engine.worker(index).device().memory();
-             return py::make_tuple(stats.current_bytes, stats.peak_bytes, stats.limit_bytes);
-           })
+      .def("memory", [](Engine& engine, int index) { return engine.worker(index).device().memory(); })
       .def("reset_peak_memory",
            [](Engine& engine) {
              for (int i = 0; i < engine.size(); ++i) engine.worker(i).device().reset_peak_memory();
@@ -101,21 +136,10 @@ void bind_device(py::module_& module) {
            })
       .def("moved_bytes",
            [](Engine& engine, int index) {
-             return py::make_tuple(engine.worker(index).upload().moved_bytes(),
-                                   engine.worker(index).download().moved_bytes());
+             return MovedBytes{engine.worker(index).upload().moved_bytes(),
+                               engine.worker(index).download().moved_bytes()};
            })
-      .def("link_use", [](Engine& engine, int index) {
-        py::list rows;
-        for (const auto& [link, way] :
-             {std::pair{&engine.worker(index).upload(), "up"}, std::pair{&engine.worker(index).download(), "down"}}) {
-          for (size_t i = 0; i < transfer::kPriorities; ++i) {
-            const transfer::LinkUse use = link->use(static_cast<transfer::Priority>(i));
-            rows.append(py::make_tuple(way, transfer::name_of(static_cast<transfer::Priority>(i)), use.transfers,
-                                       use.bytes, use.queued_ms, use.moving_ms));
-          }
-        }
-        return rows;
-      });
+      .def("link_use", &link_use);
   module.def("require_engine", &require_engine);
   module.def("require_callers_thread", &require_callers_thread);
   module.def("interpreter_lock_acquisitions", &InterpreterLock::acquisitions);

@@ -1,6 +1,8 @@
 #include <roundpipe/memory/crossing.h>
 #include <roundpipe/memory/host_arena.h>
 #include <roundpipe/memory/mapped_file.h>
+#include <roundpipe/optim/block_optimizer.h>
+#include <roundpipe/simulate/memory_simulator.h>
 #include <roundpipe/torch_compat/autograd_nodes.h>
 
 #include "bindings.h"
@@ -9,7 +11,114 @@ namespace roundpipe::python {
 
 namespace py = pybind11;
 
+namespace {
+
+using simulate::LayerBytes;
+using simulate::LayerFootprint;
+using simulate::ParameterSize;
+using simulate::StepSizes;
+
+ParameterSize size_of(const at::Tensor& tensor, bool trains, bool tied) {
+  const std::optional<c10::ScalarType> remainder = optim::remainder_dtype(tensor.scalar_type());
+  return {tensor.numel(), tensor.element_size(), remainder ? static_cast<int64_t>(c10::elementSize(*remainder)) : 0,
+          trains && tensor.requires_grad(), tied};
+}
+
+void bind_memory_simulator(py::module_& module) {
+  module.attr("STAGED_MICROBATCHES") = kStagedMicrobatches;
+  py::enum_<RecomputeGrain>(module, "RecomputeGrain")
+      .value("STAGE", RecomputeGrain::kStage)
+      .value("LAYER", RecomputeGrain::kLayer);
+  ValueClass<LayerBytes>(module, "LayerBytes")
+      .attribute("weights", &LayerBytes::weights)
+      .attribute("gradients", &LayerBytes::gradients)
+      .attribute("sums", &LayerBytes::sums)
+      .attribute("rounded", &LayerBytes::rounded)
+      .def(py::init([](int64_t weights, int64_t gradients, int64_t sums, int64_t rounded) {
+             return LayerBytes{weights, gradients, sums, rounded};
+           }),
+           py::arg("weights"), py::arg("gradients"), py::arg("sums"), py::arg("rounded"));
+  ValueClass<LayerFootprint>(module, "LayerFootprint")
+      .attribute("inputs", &LayerFootprint::inputs)
+      .attribute("outputs", &LayerFootprint::outputs)
+      .attribute("output_gradients", &LayerFootprint::output_gradients)
+      .attribute("forward", &LayerFootprint::forward)
+      .attribute("saved", &LayerFootprint::saved)
+      .attribute("backward", &LayerFootprint::backward)
+      .def(py::init([](int64_t inputs, int64_t outputs, int64_t output_gradients, int64_t forward, int64_t saved,
+                       int64_t backward) {
+             return LayerFootprint{inputs, outputs, output_gradients, forward, saved, backward};
+           }),
+           py::arg("inputs"), py::arg("outputs"), py::arg("output_gradients"), py::arg("forward"), py::arg("saved"),
+           py::arg("backward"))
+      .def("scaled", &simulate::scaled, py::arg("rows"), py::arg("measured_rows"))
+      .def("kept_bytes", &simulate::kept_bytes, py::arg("grain"));
+  py::class_<StepSizes>(module, "StepSizes")
+      .def(py::init([](std::vector<LayerBytes> layers, std::vector<LayerFootprint> footprints, RecomputeGrain grain,
+                       int64_t label_bytes) {
+             return StepSizes{std::move(layers), std::move(footprints), grain, label_bytes};
+           }),
+           py::arg("layers"), py::arg("footprints"), py::arg("grain"), py::arg("label_bytes"));
+  ValueClass<simulate::DeviceMemory>(module, "DeviceMemory")
+      .attribute("weights", &simulate::DeviceMemory::weights)
+      .attribute("gradients", &simulate::DeviceMemory::gradients)
+      .attribute("values", &simulate::DeviceMemory::values)
+      .attribute("work", &simulate::DeviceMemory::work);
+  ValueClass<simulate::HostMemory>(module, "HostMemory")
+      .attribute("weights", &simulate::HostMemory::weights)
+      .attribute("gradients", &simulate::HostMemory::gradients)
+      .attribute("masters", &simulate::HostMemory::masters)
+      .attribute("moments", &simulate::HostMemory::moments);
+  module.def(
+      "layer_bytes",
+      [](const std::vector<at::Tensor>& tensors, const std::vector<bool>& tied) {
+        std::vector<ParameterSize> sizes;
+        for (size_t i = 0; i < tensors.size(); ++i) sizes.push_back(size_of(tensors[i], /*trains=*/true, tied.at(i)));
+        return simulate::layer_bytes(sizes);
+      },
+      py::arg("tensors"), py::arg("tied"));
+  module.def(
+      "predict_device",
+      [](const std::vector<schedule::Plan>& plans, const StepSizes& sizes, int64_t cap_bytes, bool waits) {
+        return simulate::predict_device(plans, sizes, {cap_bytes, waits});
+      },
+      py::arg("plans"), py::arg("sizes"), py::arg("cap_bytes"), py::arg("waits"));
+  module.def("stage_limit_bytes", &simulate::stage_limit_bytes, py::arg("sizes"), py::arg("budget_bytes"));
+  module.def(
+      "largest_stage_bytes",
+      [](const std::vector<schedule::Plan>& plans, const StepSizes& sizes) {
+        return simulate::largest_stage_bytes(plans, sizes);
+      },
+      py::arg("plans"), py::arg("sizes"));
+  module.def(
+      "waiting_on_host",
+      [](const schedule::Plan& plan, const std::vector<LayerFootprint>& footprints, int microbatches) {
+        return simulate::waiting_on_host(plan, footprints, microbatches);
+      },
+      py::arg("plan"), py::arg("footprints"), py::arg("microbatches"));
+  module.def(
+      "predict_host",
+      [](const std::vector<std::vector<at::Tensor>>& blocks, bool moments_8bit, bool trains) {
+        std::vector<std::vector<ParameterSize>> sizes;
+        for (const std::vector<at::Tensor>& block : blocks) {
+          auto& of_block = sizes.emplace_back();
+          for (const at::Tensor& tensor : block) of_block.push_back(size_of(tensor, trains, /*tied=*/false));
+        }
+        return simulate::predict_host(sizes, moments_8bit);
+      },
+      py::arg("blocks"), py::arg("moments_8bit"), py::arg("trains"));
+  module.def(
+      "tied_sum_bytes",
+      [](const at::Tensor& parameter, int layers) {
+        return simulate::tied_sum_bytes(size_of(parameter, /*trains=*/true, /*tied=*/true), layers);
+      },
+      py::arg("parameter"), py::arg("layers"));
+}
+
+}  // namespace
+
 void bind_memory(py::module_& module) {
+  bind_memory_simulator(module);
   module.def("map_file", &memory::map_file, py::arg("path"), py::call_guard<py::gil_scoped_release>());
   module.def("settled_bytes", &memory::settled_bytes, py::arg("tensor"));
   module.def(
@@ -23,10 +132,12 @@ void bind_memory(py::module_& module) {
       "cross_boundary", [](const std::vector<at::Tensor>& outputs) { return torch_compat::cross_boundary(outputs); },
       py::arg("outputs"), py::call_guard<py::gil_scoped_release>());
   module.def("is_mapped", &memory::is_mapped, py::arg("tensor"));
-  module.def("host_arena", [] {
-    const memory::HostArenaStats stats = memory::host_arena_stats();
-    return py::make_tuple(stats.asked_bytes, stats.reserved_bytes, stats.locked_bytes, stats.pieces);
-  });
+  ValueClass<memory::HostArenaStats>(module, "HostArenaStats")
+      .attribute("asked_bytes", &memory::HostArenaStats::asked_bytes)
+      .attribute("reserved_bytes", &memory::HostArenaStats::reserved_bytes)
+      .attribute("locked_bytes", &memory::HostArenaStats::locked_bytes)
+      .attribute("pieces", &memory::HostArenaStats::pieces);
+  module.def("host_arena", &memory::host_arena_stats);
 }
 
 }  // namespace roundpipe::python

@@ -23,6 +23,11 @@ void bind_model_optimizer(py::module_& module) {
       .def_property_readonly("updated_blocks", &StepRun::updated_blocks)
       .def_property_readonly("abandoned_blocks", &StepRun::abandoned_blocks);
 
+  ValueClass<ModelOptimizer::HostBytes>(module, "HostBytes")
+      .attribute("parameters", &ModelOptimizer::HostBytes::parameters)
+      .attribute("weights_and_gradients", &ModelOptimizer::HostBytes::weights_and_gradients)
+      .attribute("masters", &ModelOptimizer::HostBytes::remainders)
+      .attribute("moments", &ModelOptimizer::HostBytes::moments);
   py::class_<ModelOptimizer>(module, "ModelOptimizer")
       .def(py::init<std::vector<std::shared_ptr<runtime::Pipeline>>, const std::vector<std::vector<std::vector<int>>>&,
                     optim::Algorithm, optim::MomentFormat>(),
@@ -55,13 +60,7 @@ void bind_model_optimizer(py::module_& module) {
             optimizer.block(block).restart_master(parameter, weights.detach());
           },
           py::arg("block"), py::arg("parameter"), py::arg("weights"), py::call_guard<py::gil_scoped_release>())
-      .def(
-          "host_bytes",
-          [](const ModelOptimizer& optimizer, const std::vector<optim::Hyperparameters>& groups) {
-            const ModelOptimizer::HostBytes bytes = optimizer.host_bytes(groups);
-            return py::make_tuple(bytes.parameters, bytes.weights_and_gradients, bytes.remainders, bytes.moments);
-          },
-          py::arg("groups"));
+      .def("host_bytes", &ModelOptimizer::host_bytes, py::arg("groups"));
 
   module.def(
       "host_parameters",

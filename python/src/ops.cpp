@@ -42,17 +42,14 @@ void bind_linear_cross_entropy(py::module_& module) {
       .def(py::init<>())
       .def_readwrite("ignore_index", &LinearCrossEntropyOptions::ignore_index)
       .def_readwrite("chunk_tokens", &LinearCrossEntropyOptions::chunk_tokens)
-      .def_readwrite("steps", &LinearCrossEntropyOptions::steps)
-      .def_readwrite("token_losses", &LinearCrossEntropyOptions::token_losses);
+      .def_readwrite("steps", &LinearCrossEntropyOptions::steps);
   module.attr("CHUNK_LOGIT_BYTES") = kChunkLogitBytes;
   module.def("softcap_steps", &softcap_steps, py::arg("cap"));
   module.def(
       "linear_cross_entropy",
       [](const at::Tensor& hidden, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
          const at::Tensor& labels, const LinearCrossEntropyOptions& options) {
-        LinearCrossEntropyResult result = linear_cross_entropy(hidden, weight, bias, labels, options);
-        const bool with_tokens = result.token_losses.defined();
-        return std::pair(result.sum, with_tokens ? std::optional(result.token_losses) : std::nullopt);
+        return linear_cross_entropy(hidden, weight, bias, labels, options).sum;
       },
       py::arg("hidden"), py::arg("weight"), py::arg("bias"), py::arg("labels"), py::arg("options"),
       py::call_guard<py::gil_scoped_release>());

@@ -3,6 +3,7 @@
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/layers/emulated_layer.h>
 #include <roundpipe/runtime/pipeline.h>
+#include <roundpipe/simulate/memory_simulator.h>
 
 #include "bindings.h"
 #include "python_layer.h"
@@ -13,6 +14,7 @@ namespace roundpipe::python {
 namespace py = pybind11;
 using runtime::CallOptions;
 using runtime::Engine;
+using runtime::ExecutionRecord;
 using runtime::Pipeline;
 using runtime::StepTicket;
 using runtime::Values;
@@ -29,17 +31,6 @@ py::list values_list(const std::vector<Values>& list) {
   py::list result;
   for (const Values& values : list) result.append(values_to(values));
   return result;
-}
-
-// (phase, first layer, last layer, microbatch, device, start ms, end ms, end of the recompute ms, waited ms)
-py::list records_list(const std::vector<runtime::ExecutionRecord>& records) {
-  py::list list;
-  for (const runtime::ExecutionRecord& record : records) {
-    list.append(py::make_tuple(schedule::phase_name(record.phase), record.layers.first, record.layers.last,
-                               record.microbatch, record.device, record.start_ms, record.end_ms, record.recomputed_ms,
-                               record.waited_ms));
-  }
-  return list;
 }
 
 // Makes a native layer for an object that describes one, else a Python layer. REQUIRES: the interpreter lock.
@@ -70,9 +61,6 @@ void drop(Pipeline* pipeline) {
 }  // namespace
 
 void bind_pipeline(py::module_& module) {
-  py::enum_<runtime::RecomputeGrain>(module, "RecomputeGrain")
-      .value("STAGE", runtime::RecomputeGrain::kStage)
-      .value("LAYER", runtime::RecomputeGrain::kLayer);
   py::enum_<runtime::TiedGradAccumulation>(module, "TiedGradAccumulation")
       .value("LAYER", runtime::TiedGradAccumulation::kLayer)
       .value("MICROBATCH", runtime::TiedGradAccumulation::kMicrobatch);
@@ -87,11 +75,24 @@ void bind_pipeline(py::module_& module) {
   py::class_<StepTicket>(module, "StepTicket")
       .def("hand_over", &StepTicket::hand_over, py::call_guard<py::gil_scoped_release>());
 
+  ValueClass<ExecutionRecord>(module, "Record")
+      .attribute("phase", [](const ExecutionRecord& record) { return schedule::phase_name(record.phase); })
+      .attribute("layers", &ExecutionRecord::layers)
+      .attribute("microbatch", &ExecutionRecord::microbatch)
+      .attribute("device", &ExecutionRecord::device)
+      .attribute("start_ms", &ExecutionRecord::start_ms)
+      .attribute("end_ms", &ExecutionRecord::end_ms)
+      .attribute("recomputed_ms", &ExecutionRecord::recomputed_ms)
+      .attribute("waited_ms", &ExecutionRecord::waited_ms);
+  ValueClass<Pipeline::TrainResult>(module, "TrainResult")
+      .attribute("losses", &Pipeline::TrainResult::losses)
+      .attribute("outputs", [](const Pipeline::TrainResult& result) { return values_list(result.outputs); });
+
   py::class_<Pipeline::Submitted, std::shared_ptr<Pipeline::Submitted>>(module, "Submitted")
-      .def("records", [](const Pipeline::Submitted& submitted) { return records_list(submitted.log->records()); });
+      .def("records", [](const Pipeline::Submitted& submitted) { return submitted.log->records(); });
 
   py::class_<runtime::ExecutionLog, std::shared_ptr<runtime::ExecutionLog>>(module, "ExecutionLog")
-      .def("records", [](const runtime::ExecutionLog& log) { return records_list(log.records()); });
+      .def("records", &runtime::ExecutionLog::records);
 
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(module, "Pipeline")
       .def(py::init([](std::string name, const py::list& layers, bool pinned) {
@@ -130,16 +131,8 @@ void bind_pipeline(py::module_& module) {
           py::arg("inputs"), py::arg("labels"), py::arg("loss"), py::arg("keep_outputs"), py::arg("options"),
           py::arg("route"), py::arg("explain"))
       .def(
-          "finish",
-          [](Pipeline& pipeline, Pipeline::Submitted& submitted) {
-            Pipeline::TrainResult result;
-            {
-              const py::gil_scoped_release no_gil;
-              result = pipeline.finish(submitted);
-            }
-            return py::make_tuple(result.losses, values_list(result.outputs));
-          },
-          py::arg("submitted"))
+          "finish", [](Pipeline& pipeline, Pipeline::Submitted& submitted) { return pipeline.finish(submitted); },
+          py::arg("submitted"), py::call_guard<py::gil_scoped_release>())
       .def("raise_pending", &Pipeline::raise_pending, py::call_guard<py::gil_scoped_release>())
       .def("discard_last_call", &Pipeline::discard_last_call, py::arg("message"),
            py::call_guard<py::gil_scoped_release>())
@@ -204,10 +197,10 @@ void bind_pipeline(py::module_& module) {
           py::arg("saved_bytes"), py::arg("activation_bytes"), py::arg("most_stage_bytes"), py::arg("work_bytes"))
       .def("layer_bytes",
            [](const Pipeline& pipeline) {
-             std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> layers;
+             std::vector<simulate::LayerBytes> layers;
              for (int l = 0; l < pipeline.model().layer_count(); ++l) {
                const runtime::StageLayout layout = runtime::lay_out_stage(pipeline.model(), l, l + 1);
-               layers.emplace_back(layout.size_bytes, layout.gradient_bytes, layout.sum_bytes, layout.rounded_bytes);
+               layers.push_back({layout.size_bytes, layout.gradient_bytes, layout.sum_bytes, layout.rounded_bytes});
              }
              return layers;
            })
@@ -235,7 +228,7 @@ void bind_pipeline(py::module_& module) {
       .def_property("calls", &Pipeline::calls, &Pipeline::set_calls)
       .def("last_plan", &Pipeline::last_plan)
       .def("last_log", &Pipeline::last_log)
-      .def("last_records", [](const Pipeline& pipeline) { return records_list(pipeline.last_records()); });
+      .def("last_records", &Pipeline::last_records);
 }
 
 }  // namespace roundpipe::python

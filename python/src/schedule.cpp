@@ -25,12 +25,12 @@ void bind_schedule(py::module_& module) {
       .def_readonly("first", &Range::first)
       .def_readonly("last", &Range::last)
       .def("__repr__", [](const Range& range) { return to_string(range); });
-  py::class_<Job>(module, "Job")
-      .def_property_readonly("phase", [](const Job& job) { return phase_name(job.phase); })
-      .def_readonly("layers", &Job::layers)
-      .def_readonly("microbatches", &Job::microbatches)
-      .def_readonly("device", &Job::device)
-      .def_readonly("order", &Job::order);
+  ValueClass<Job>(module, "Job")
+      .attribute("phase", [](const Job& job) { return phase_name(job.phase); })
+      .attribute("layers", &Job::layers)
+      .attribute("microbatches", &Job::microbatches)
+      .attribute("device", &Job::device)
+      .attribute("order", &Job::order);
   py::class_<Plan>(module, "Plan")
       .def(py::init([](int layers, int microbatches, int devices, int first_backward_layer,
                        const std::vector<std::tuple<std::string, int, int, int, int, int, double>>& jobs) {
@@ -92,23 +92,14 @@ void bind_schedule(py::module_& module) {
            }),
            py::kw_only(), py::arg("asynchronous") = true, py::arg("hop_on_same_device") = false,
            py::arg("early_fused_forward") = false, py::arg("late_recompute") = false);
+  ValueClass<CutStage>(module, "CutStage")
+      .attribute("layers", &CutStage::layers)
+      .attribute("replicas", &CutStage::replicas);
   py::class_<PlanChoice>(module, "PlanChoice")
       .def_property_readonly("cut", [](const PlanChoice& choice) { return to_string(choice.cut); })
       .def_property_readonly("stages", [](const PlanChoice& choice) { return to_stages(choice.cut); })
-      .def_property_readonly("forward",
-                             [](const PlanChoice& choice) {
-                               std::vector<std::pair<Range, int>> stages;
-                               for (const CutStage& stage : choice.cut.forward)
-                                 stages.emplace_back(stage.layers, stage.replicas);
-                               return stages;
-                             })
-      .def_property_readonly("backward",
-                             [](const PlanChoice& choice) {
-                               std::vector<std::pair<Range, int>> stages;
-                               for (const CutStage& stage : choice.cut.backward)
-                                 stages.emplace_back(stage.layers, stage.replicas);
-                               return stages;
-                             })
+      .def_property_readonly("forward", [](const PlanChoice& choice) { return choice.cut.forward; })
+      .def_property_readonly("backward", [](const PlanChoice& choice) { return choice.cut.backward; })
       .def_property_readonly("interleave", [](const PlanChoice& choice) { return choice.cut.interleave; })
       .def_readonly("recipe", &PlanChoice::recipe)
       .def_property_readonly("step_ms", [](const PlanChoice& choice) { return choice.rating.step_ms; })
@@ -166,19 +157,21 @@ void bind_schedule(py::module_& module) {
   module.def("baseline_plan", &baseline_plan, py::arg("baseline"), py::arg("sizes"), py::arg("layers"),
              py::arg("devices"), py::arg("microbatches"), py::arg("first_device") = 0);
 
+  ValueClass<TimelineEvent>(module, "TimelineEvent")
+      .attribute("step", &TimelineEvent::step)
+      .attribute("job", &TimelineEvent::job)
+      .attribute("microbatch", &TimelineEvent::microbatch)
+      .attribute("device", &TimelineEvent::device)
+      .attribute("phase", [](const TimelineEvent& event) { return phase_name(event.phase); })
+      .attribute("start_ms", &TimelineEvent::start_ms)
+      .attribute("end_ms", &TimelineEvent::end_ms)
+      .attribute("recompute_ms", &TimelineEvent::recompute_ms);
   py::class_<simulate::Timeline>(module, "Timeline")
       .def_readonly("makespan_ms", &simulate::Timeline::makespan_ms)
       .def_readonly("steady_step_ms", &simulate::Timeline::steady_step_ms)
       .def_readonly("bubble", &simulate::Timeline::bubble)
       .def_readonly("steady_bubble", &simulate::Timeline::steady_bubble)
-      .def("events", [](const simulate::Timeline& timeline) {
-        py::list events;
-        for (const simulate::TimelineEvent& event : timeline.events) {
-          events.append(py::make_tuple(event.step, event.job, event.microbatch, event.device, phase_name(event.phase),
-                                       event.start_ms, event.end_ms, event.recompute_ms));
-        }
-        return events;
-      });
+      .def_readonly("events", &simulate::Timeline::events);
   module.def(
       "simulate",
       [](const std::vector<Plan>& plans, const LayerCosts& costs, const Cluster& cluster, TimingRules rules) {
@@ -188,17 +181,21 @@ void bind_schedule(py::module_& module) {
       },
       py::arg("plans"), py::arg("costs"), py::arg("cluster"), py::arg("rules") = TimingRules{},
       py::call_guard<py::gil_scoped_release>(), "Runs one plan a step, and checks the result against the rules.");
+  ValueClass<TransferEvent>(module, "TransferEvent")
+      .attribute("step", &TransferEvent::step)
+      .attribute("job", &TransferEvent::job)
+      .attribute("device", &TransferEvent::device)
+      .attribute("up", &TransferEvent::up)
+      .attribute("kind",
+                 [](const TransferEvent& event) {
+                   static constexpr std::array kNames{"value", "gradient", "weights", "parameter gradients"};
+                   return kNames[static_cast<size_t>(event.kind)];
+                 })
+      .attribute("start_ms", &TransferEvent::start_ms)
+      .attribute("end_ms", &TransferEvent::end_ms);
   py::class_<simulate::LinkTimeline>(module, "LinkTimeline")
       .def_readonly("timeline", &simulate::LinkTimeline::timeline)
-      .def("transfers", [](const simulate::LinkTimeline& links) {
-        static constexpr std::array kNames{"value", "gradient", "weights", "parameter gradients"};
-        py::list transfers;
-        for (const simulate::TransferEvent& event : links.transfers) {
-          transfers.append(py::make_tuple(event.step, event.job, event.device, event.up,
-                                          kNames[static_cast<size_t>(event.kind)], event.start_ms, event.end_ms));
-        }
-        return transfers;
-      });
+      .def_readonly("transfers", &simulate::LinkTimeline::transfers);
   module.def(
       "simulate_links",
       [](const std::vector<Plan>& plans, const LayerCosts& costs, const Cluster& cluster, TimingRules rules,

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 
 #include <roundpipe/core/bytes.h>
+#include <roundpipe/core/memory_rules.h>
 
 namespace roundpipe::memory {
 
@@ -47,7 +48,7 @@ int WeightSlots::try_acquire(int64_t size_bytes, int64_t reserve_bytes) {
 
 int WeightSlots::acquire_end(int64_t size_bytes, int64_t reserve_bytes, at::Tensor& dropped) {
   const int64_t limit_bytes = device_.memory_limit_bytes();
-  const auto leaves_reserve = [&](int64_t bytes) { return limit_bytes == 0 || bytes + reserve_bytes <= limit_bytes; };
+  const auto leaves_reserve = [&](int64_t bytes) { return fits_cap(bytes + reserve_bytes, limit_bytes); };
   if (none_held()) {
     const int64_t pair_bytes = std::max(expected_bytes_, size_bytes);
     const int64_t wanted_bytes = leaves_reserve(pair_bytes) ? pair_bytes : size_bytes;
@@ -72,11 +73,10 @@ int WeightSlots::acquire_own(int64_t size_bytes, int64_t reserve_bytes, at::Tens
     if (!held_[slot] && better) chosen = slot;
   }
   if (chosen < 0) return -1;
-  const int64_t limit_bytes = device_.memory_limit_bytes();
   at::Tensor& other = buffers_[1 - chosen];
   const int64_t other_bytes = other.defined() ? other.numel() : 0;
   const int64_t own_bytes = fits(buffers_[chosen], size_bytes) ? buffers_[chosen].numel() : size_bytes;
-  if (limit_bytes > 0 && other_bytes + own_bytes + reserve_bytes > limit_bytes) {
+  if (!fits_cap(other_bytes + own_bytes + reserve_bytes, device_.memory_limit_bytes())) {
     if (held_[1 - chosen]) return -1;
     // A job that runs alone must not fail because of the other slot's idle buffer.
     if (size_bytes > 0) dropped = std::exchange(other, {});

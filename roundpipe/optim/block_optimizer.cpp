@@ -11,6 +11,12 @@ namespace roundpipe::optim {
 using memory::BlockLayout;
 using memory::GradientBlock;
 
+std::optional<c10::ScalarType> remainder_dtype(c10::ScalarType weights) {
+  if (weights == at::kBFloat16) return at::kShort;
+  if (weights == at::kHalf) return at::kFloat;
+  return std::nullopt;
+}
+
 BlockOptimizer::BlockOptimizer(const memory::ParameterBlock& block, std::vector<int> groups,
                                std::vector<at::Tensor>& remainders, Algorithm algorithm, MomentFormat format)
     : layout_(block.layout()),
@@ -30,11 +36,10 @@ BlockOptimizer::BlockOptimizer(const memory::ParameterBlock& block, std::vector<
   }
   remainders_.resize(layout_.tensors.size());
   for (size_t i = 0; i < groups_.size(); ++i) {
-    const c10::ScalarType dtype = layout_.tensors[i].dtype;
-    if (groups_[i] < 0 || remainders_[i].defined() || dtype == at::kFloat) continue;
     const memory::TensorLayout& tensor = layout_.tensors[i];
-    remainders_[i] = memory::empty_strided(memory::HostArena::pageable(), tensor.sizes, tensor.strides,
-                                           dtype == at::kBFloat16 ? at::kShort : at::kFloat);
+    const std::optional<c10::ScalarType> dtype = remainder_dtype(tensor.dtype);
+    if (groups_[i] < 0 || remainders_[i].defined() || !dtype) continue;
+    remainders_[i] = memory::empty_strided(memory::HostArena::pageable(), tensor.sizes, tensor.strides, *dtype);
     restart_master(i, layout_.view(block.current()->flat, i));
   }
 }

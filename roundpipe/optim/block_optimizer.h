@@ -1,5 +1,6 @@
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -10,15 +11,19 @@
 
 namespace roundpipe::optim {
 
+// The dtype of the part of an fp32 master that weights of such a dtype lack: int16 for bf16, whose master's other half
+// the weight is, and float32 for fp16. None for other dtypes.
+std::optional<c10::ScalarType> remainder_dtype(c10::ScalarType weights);
+
 // The state that a fused optimizer keeps for the parameters of one block, and their update.
 // Thread safety: any thread, one at a time.
 class BlockOptimizer {
  public:
   // `groups`: for each parameter, the group whose hyperparameters it uses, or -1 if it is not trained. `remainders`:
-  // for each parameter, the part of its fp32 master that its weights lack: an int16 remainder for bf16, the master
-  // itself for fp16, undefined otherwise. It belongs to the model, so the block's owner keeps it; missing entries are
-  // made here. Throws std::invalid_argument if a trained parameter is neither fp32 nor bf16 nor fp16. REQUIRES: `block`
-  // and `remainders` outlive the optimizer.
+  // for each parameter, the part of its fp32 master that its weights lack, see remainder_dtype(); undefined if there is
+  // none. It belongs to the model, so the block's owner keeps it; missing entries are made here. Throws
+  // std::invalid_argument if a trained parameter is neither fp32 nor bf16 nor fp16. REQUIRES: `block` and `remainders`
+  // outlive the optimizer.
   BlockOptimizer(const memory::ParameterBlock& block, std::vector<int> groups, std::vector<at::Tensor>& remainders,
                  Algorithm algorithm, MomentFormat format);
 

@@ -10,14 +10,13 @@ import torch
 
 from roundpipe import _core
 from roundpipe.call.joint_plan import RunType
-from roundpipe.call.run_config import RecomputeGrain, ResolvedRunConfig
+from roundpipe.call.run_config import GRAINS, RecomputeGrain, ResolvedRunConfig
 from roundpipe.layers.values import Structure
 
 Microbatch = tuple[list[torch.Tensor], Structure]
 Route = _core.Stages | _core.Plan | None
 
 MODES = {"infer": _core.PlanMode.INFERENCE, "train": _core.PlanMode.TRAIN, "fused": _core.PlanMode.FUSED}
-_GRAINS = {"stage": _core.RecomputeGrain.STAGE, "layer": _core.RecomputeGrain.LAYER}
 _ACCUMULATIONS = {"layer": _core.TiedGradAccumulation.LAYER, "microbatch": _core.TiedGradAccumulation.MICROBATCH}
 
 
@@ -57,7 +56,7 @@ class CallRequest:
         options.requires_grad = self.mode != _core.PlanMode.INFERENCE
         options.preserve_rng_state = self.config.preserve_rng_state
         options.keeps_caller = self.changeable
-        options.recompute_grain = _GRAINS[grain]
+        options.recompute_grain = GRAINS[grain]
         options.tied_grad_accumulation = _ACCUMULATIONS[self.config.tied_grad_accumulation]
         return options
 

@@ -13,6 +13,7 @@ from roundpipe import _core
 from roundpipe.call.execute_plan import ModelExecutePlan
 
 RecomputeGrain = Literal["stage", "layer"]
+GRAINS = {"stage": _core.RecomputeGrain.STAGE, "layer": _core.RecomputeGrain.LAYER}
 TiedGradAccumulation = Literal["layer", "microbatch"]
 SplitInputFn = Callable[[tuple[Any, ...], dict[str, Any], int], tuple[list[tuple[Any, ...]], list[dict[str, Any]]]]
 SplitInput = tuple[Any, Any] | SplitInputFn

@@ -34,7 +34,7 @@ class DevicePool:
     def description(self) -> str:
         """The pool as a spec string, for example "virtual:4,memory=64.00 MiB"."""
         names = self._engine.device_names()
-        limits = {self._engine.memory(index)[2] for index in range(len(names))}
+        limits = {self._engine.memory(index).limit_bytes for index in range(len(names))}
         kind = f"virtual:{len(names)}" if names[0].startswith("virtual:") else ",".join(names)
         limit = limits.pop() if len(limits) == 1 else 0
         return f"{kind},memory={_core.format_bytes(limit).replace(' ', '')}" if limit else kind
@@ -48,13 +48,13 @@ class DevicePool:
         """Per device: `name`, `limit_bytes` (0 = no cap), `current_bytes`, `peak_bytes`."""
         report = []
         for index, name in enumerate(self):
-            current_bytes, peak_bytes, limit_bytes = self._engine.memory(index)
+            memory = self._engine.memory(index)
             report.append(
                 {
                     "name": name,
-                    "limit_bytes": limit_bytes,
-                    "current_bytes": current_bytes,
-                    "peak_bytes": peak_bytes,
+                    "limit_bytes": memory.limit_bytes,
+                    "current_bytes": memory.current_bytes,
+                    "peak_bytes": memory.peak_bytes,
                 }
             )
         return report
@@ -70,16 +70,16 @@ class DevicePool:
         `direction`, `kind`, `transfers`, `bytes`, `queued_ms` (from when all data was ready until the first byte moved)
         and `moving_ms` (from then until the last byte had arrived), both summed over the transfers.
         """
+        fields = ("direction", "kind", "transfers", "bytes", "queued_ms", "moving_ms")
         report = []
         for index, name in enumerate(self):
-            uploaded_bytes, downloaded_bytes = self._engine.moved_bytes(index)
-            fields = ("direction", "kind", "transfers", "bytes", "queued_ms", "moving_ms")
-            classes = [dict(zip(fields, row, strict=True)) for row in self._engine.link_use(index)]
+            moved = self._engine.moved_bytes(index)
+            classes = [{field: getattr(use, field) for field in fields} for use in self._engine.link_use(index)]
             report.append(
                 {
                     "name": name,
-                    "uploaded_bytes": uploaded_bytes,
-                    "downloaded_bytes": downloaded_bytes,
+                    "uploaded_bytes": moved.uploaded_bytes,
+                    "downloaded_bytes": moved.downloaded_bytes,
                     "classes": classes,
                 }
             )

@@ -84,10 +84,6 @@ class HostPrediction:
         }
 
 
-_MASTER_BYTES = {torch.bfloat16: 2, torch.float16: 4}
-_MOMENT_BYTES = {"float32": 8, "8bit": 2}
-
-
 def predict_host(
     blocks: Iterable[Sequence[torch.Tensor]], moments: str, values: int = 0, trains: bool = True, tied_sums: int = 0
 ) -> HostPrediction:
@@ -99,16 +95,8 @@ def predict_host(
         values: see `HostPrediction`; the same for `tied_sums`.
         trains: False: nothing is trained, whatever `requires_grad` says.
     """
-    weights = gradients = masters = moment_bytes = 0
-    for block in blocks:
-        size = sum(tensor.nbytes for tensor in block)
-        trained = [tensor for tensor in block if trains and tensor.requires_grad]
-        weights += size
-        if trained:
-            gradients += size
-        masters += sum(_MASTER_BYTES.get(tensor.dtype, 0) * tensor.numel() for tensor in trained)
-        moment_bytes += sum(_MOMENT_BYTES[moments] * tensor.numel() for tensor in trained)
-    return HostPrediction(weights, gradients, masters, moment_bytes, values, tied_sums)
+    size = _core.predict_host(list(blocks), moments == "8bit", trains)
+    return HostPrediction(size.weights, size.gradients, size.masters, size.moments, values, tied_sums)
 
 
 def predict_model(
@@ -128,19 +116,10 @@ def predict_model(
     for parameter in kept:
         mine = names[id(parameter)]
         users = mine | {name for name, other in tied.items() if other in mine}
-        if trains and parameter.requires_grad:
-            tied_sums += _tied_sum_bytes(parameter, len(users))
+        if trains:
+            tied_sums += _core.tied_sum_bytes(parameter, len(users))
     blocks = [*((parameter,) for parameter in kept), *((buffer,) for buffer in model.buffers())]
     return predict_host(blocks, moments, trains=trains, tied_sums=tied_sums)
-
-
-def _tied_sum_bytes(parameter: torch.Tensor, users: int) -> int:
-    """The future value of the engine's `BlockState::sum_bytes`."""
-    if users < 2:
-        return 0
-    if parameter.element_size() < 4:
-        return 4 * parameter.numel() * users
-    return parameter.nbytes * (users - 1)
 
 
 def table(title: str, rows: dict[str, int], beside: dict[str, int]) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,27 +20,6 @@ Loss = Callable[[Any], list[torch.Tensor]]
 
 # Call number for executions that belong to no call of the engine, which numbers its calls from 1.
 _TRIAL = 0
-
-
-@dataclass(frozen=True)
-class LayerFootprint:
-    """Bytes that one layer takes on a device for one microbatch.
-
-    Attributes:
-        inputs: the layer's inputs.
-        outputs: the values that it passes on; for the last layer, with the loss.
-        output_gradients: the gradients that its backward receives.
-        forward: the peak during the forward, beyond the inputs.
-        saved: the values that its graph holds until the backward, including its outputs.
-        backward: the peak during the backward, beyond the inputs and the received gradients.
-    """
-
-    inputs: int
-    outputs: int
-    output_gradients: int
-    forward: int
-    saved: int
-    backward: int
 
 
 class _AcceleratorMeter:
@@ -81,7 +59,7 @@ def measure(
     loss: Loss | None,
     device: torch.device,
     trains: bool,
-) -> list[LayerFootprint]:
+) -> list[_core.LayerFootprint]:
     """Runs one microbatch forward and, if it `trains`, backward through the layers, each kind of layer once.
 
     Args:
@@ -93,7 +71,7 @@ def measure(
         Exception: whatever a layer raises; torch.OutOfMemoryError if a single layer does not fit.
     """
     meter: Meter = _core.MemoryMeter() if device.type == "cpu" else _AcceleratorMeter(device)
-    known: dict[Any, tuple[LayerFootprint, list[torch.Tensor], Structure]] = {}
+    known: dict[Any, tuple[_core.LayerFootprint, list[torch.Tensor], Structure]] = {}
     footprints = []
     tensors, structure = batch
     with _core.OwnGenerators(seed=0), torch.enable_grad(), _forgetting():
@@ -116,7 +94,7 @@ def _measure_layer(
     loss: Loss | None,
     device: torch.device,
     meter: Meter,
-) -> tuple[LayerFootprint, list[torch.Tensor], Structure]:
+) -> tuple[_core.LayerFootprint, list[torch.Tensor], Structure]:
     with meter:
         shell = layer.make_shell(str(device))
         _fill(shell, layer, device, trains)
@@ -145,7 +123,7 @@ def _measure_layer(
         backward = saved + meter.peak_bytes - held
         del roots, gradients
     taken = sum(map(_core.settled_bytes, tensors))
-    footprint = LayerFootprint(taken, size, given, forward, saved, max(backward, saved))
+    footprint = _core.LayerFootprint(taken, size, given, forward, saved, max(backward, saved))
     return footprint, handed_on, output_structure
 
 

@@ -78,4 +78,5 @@ class HostArena:
 def host_arena() -> HostArena:
     """The current host memory of all models in this process, see `HostArena`. A model's memory returns to the system
     when nothing uses it any more; memory of steps returns when a model is gone or memory runs short."""
-    return HostArena(*_core.host_arena())
+    stats = _core.host_arena()
+    return HostArena(stats.asked_bytes, stats.reserved_bytes, stats.locked_bytes, stats.pieces)

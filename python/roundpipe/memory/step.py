@@ -11,12 +11,12 @@ import torch
 from roundpipe import _core
 from roundpipe.call.loss_function import as_losses
 from roundpipe.call.request import CallRequest, Microbatch, Route
-from roundpipe.call.run_config import RecomputeGrain
+from roundpipe.call.run_config import GRAINS, RecomputeGrain
 from roundpipe.layers.emulated import NativeEmulatedLayer
 from roundpipe.layers.shell import PythonLayer
 from roundpipe.memory.budget import HostPrediction, predict_host, refuse_device, refuse_host, table
-from roundpipe.memory.footprint import LayerFootprint, Loss, measure
-from roundpipe.memory.prediction import STAGED, DeviceMemory, LayerBytes, predict_device, waiting_on_host
+from roundpipe.memory.footprint import Loss, measure
+from roundpipe.memory.prediction import DeviceMemory, predict_device
 
 Activations = Literal["device", "host", "recompute"]
 _PLACES: dict[Activations, str] = {
@@ -148,7 +148,7 @@ class StepMemory:
         self._has_emulated = len(self._layers) < len(layers)
         self._host_budget = host_budget
         self._device_budget = None if self._has_emulated else device_budget
-        self._measured_for: dict[Any, list[LayerFootprint]] = {}
+        self._measured_for: dict[Any, list[_core.LayerFootprint]] = {}
         self._admitted: dict[Any, RecomputeGrain] = {}
         self._last: MemoryPrediction | None = None
         self._correction = 1.0
@@ -245,17 +245,19 @@ class StepMemory:
 
     def describe_layers(self) -> str:
         """Describes the layers without running any."""
-        most = max(_layer_bytes(self._pipeline), key=lambda layer: layer.weights + layer.sums)
+        most = max(self._pipeline.layer_bytes(), key=lambda layer: layer.weights + layer.sums)
         weights, sums = _core.format_bytes(most.weights), _core.format_bytes(most.sums)
         return f"the largest layer takes {weights} for its weights and, in a backward, {sums} for gradients"
 
-    def _footprints_of_some(self, shape: Callable[[int], StepShape], rows: int) -> tuple[list[LayerFootprint], int]:
+    def _footprints_of_some(
+        self, shape: Callable[[int], StepShape], rows: int
+    ) -> tuple[list[_core.LayerFootprint], int]:
         """Footprints of `rows` rows, scaled from as many rows as can be measured on a device, and that number."""
         measured = rows
         while True:
             try:
                 footprints = self._footprints(shape(measured))
-                return [_scaled(footprint, rows, measured) for footprint in footprints], measured
+                return [footprint.scaled(rows, measured) for footprint in footprints], measured
             except torch.OutOfMemoryError:
                 if measured == 1:
                     raise
@@ -264,10 +266,10 @@ class StepMemory:
     def _change(
         self,
         step: StepShape,
-        footprints: Sequence[LayerFootprint],
+        footprints: Sequence[_core.LayerFootprint],
         budget: int,
         memory: str,
-        measured: Callable[[int], Sequence[LayerFootprint]] | None = None,
+        measured: Callable[[int], Sequence[_core.LayerFootprint]] | None = None,
     ) -> str:
         """The smallest change to the step that would fit.
 
@@ -280,10 +282,10 @@ class StepMemory:
         def count_with(left: int) -> int:
             return -(-step.total_rows // left)
 
-        def taken(left: int, smaller: Sequence[LayerFootprint] | None = None) -> DeviceMemory:
+        def taken(left: int, smaller: Sequence[_core.LayerFootprint] | None = None) -> DeviceMemory:
             """The memory with as many microbatches as needed for at most this many rows each."""
             cut = dataclasses.replace(step, count=count_with(left))
-            smaller = smaller or [_scaled(footprint, left, rows) for footprint in footprints]
+            smaller = smaller or [footprint.scaled(left, rows) for footprint in footprints]
             if self._device_budget is not None:
                 self._tell_planner(cut, smaller, "layer")
             return self._device(cut, "layer", smaller, budget)
@@ -312,43 +314,43 @@ class StepMemory:
         savers = ", ".join(["shorter rows", *step.savers])
         return f"{larger}. No number of microbatches helps: one row takes {_core.format_bytes(one.total)}. Or {savers}"
 
-    def _tell_planner(self, step: StepShape, footprints: Sequence[LayerFootprint], grain: RecomputeGrain) -> None:
+    def _tell_planner(
+        self,
+        step: StepShape,
+        footprints: Sequence[_core.LayerFootprint],
+        grain: RecomputeGrain,
+    ) -> None:
         """Keeps plans within the budget from now on, and never above the demand of the next plan."""
-        layers = _layer_bytes(self._pipeline)
-        saved = [f.saved if grain == "stage" else f.outputs for f in footprints]
-        outputs = [f.outputs for f in footprints]
-        most = 0
-        if self._device_budget is not None:
-            values = STAGED * max(f.inputs + f.output_gradients for f in footprints) + step.label_bytes
-            beyond = max(max(f.backward, f.forward) - kept for f, kept in zip(footprints, saved, strict=True))
-            most = max(1, self._device_budget - max(layer.weights for layer in layers) - values - beyond)
-        self._pipeline.set_bytes(saved, outputs, most, 0)
-        largest = 0
-        for plan in self._pipeline.preview_plans(step.route, step.mode, step.count, _STEPS):
-            for job in plan.jobs:
-                stage = slice(job.layers.first, job.layers.last)
-                if job.phase != "forward":
-                    own = sum(layer.weights + layer.gradients for layer in layers[stage])
-                    largest = max(largest, own + sum(saved[stage]))
+        sizes = _sizes(self._pipeline, step, grain, footprints)
+        kept = [footprint.kept_bytes(GRAINS[grain]) for footprint in footprints]
+        outputs = [footprint.outputs for footprint in footprints]
+        most = 0 if self._device_budget is None else _core.stage_limit_bytes(sizes, self._device_budget)
+        self._pipeline.set_bytes(kept, outputs, most, 0)
+        plans = self._pipeline.preview_plans(step.route, step.mode, step.count, _STEPS)
+        largest = _core.largest_stage_bytes(plans, sizes)
         wanted = self._device(step, grain, footprints, self._device_budget or 0)
-        self._pipeline.set_bytes(saved, outputs, largest, max(1, wanted.total - wanted.weights))
+        self._pipeline.set_bytes(kept, outputs, largest, max(1, wanted.total - wanted.weights))
 
     def _device(
-        self, step: StepShape, grain: RecomputeGrain, footprints: Sequence[LayerFootprint], limit: int
+        self,
+        step: StepShape,
+        grain: RecomputeGrain,
+        footprints: Sequence[_core.LayerFootprint],
+        limit: int,
     ) -> DeviceMemory:
         plans = self._pipeline.preview_plans(step.route, step.mode, step.count, _STEPS)
         waits = _core.Engine.current().copies_on_compute_cores()
-        found = predict_device(plans, _layer_bytes(self._pipeline), footprints, grain, step.label_bytes, limit, waits)
+        found = predict_device(plans, _sizes(self._pipeline, step, grain, footprints), limit, waits)
         return dataclasses.replace(found, work=int(found.work * self._correction))
 
     def _host(self, step: StepShape, moments: str = "float32") -> HostPrediction:
         footprints = self._footprints(step)
         pipeline = self._pipeline
         plan = pipeline.preview_plans(step.route, step.mode, step.count, 1)[0]
-        values = waiting_on_host(plan, footprints, step.count)
+        values = _core.waiting_on_host(plan, footprints, step.count)
         return predict_host(pipeline.block_parameters(), moments, values, tied_sums=pipeline.tied_sum_bytes())
 
-    def _footprints(self, step: StepShape) -> list[LayerFootprint]:
+    def _footprints(self, step: StepShape) -> list[_core.LayerFootprint]:
         key = self._key(step)
         if key not in self._measured_for:
             # Running layers would draw from the same generator and count in the same statistics.
@@ -379,7 +381,7 @@ class StepMemory:
     @staticmethod
     def _cap() -> int:
         engine = _core.Engine.current()
-        caps = [engine.memory(index)[2] for index in range(len(engine))]
+        caps = [engine.memory(index).limit_bytes for index in range(len(engine))]
         return min((cap for cap in caps if cap), default=0)
 
 
@@ -394,17 +396,12 @@ def _activations(pipeline: _core.Pipeline, step: StepShape) -> tuple[Activations
     return tuple(places)
 
 
-def _scaled(footprint: LayerFootprint, rows: int, measured: int) -> LayerFootprint:
-    """Scales a footprint of `measured` rows to `rows`: nearly all memory of a layer is proportional to its rows."""
-    if rows == measured:
-        return footprint
-    return LayerFootprint(*(-(-size * rows // measured) for size in dataclasses.astuple(footprint)))
+def _sizes(
+    pipeline: _core.Pipeline, step: StepShape, grain: RecomputeGrain, footprints: Sequence[_core.LayerFootprint]
+) -> _core.StepSizes:
+    return _core.StepSizes(pipeline.layer_bytes(), footprints, GRAINS[grain], step.label_bytes)
 
 
 def _peak() -> int:
     engine = _core.Engine.current()
-    return max(engine.memory(index)[1] for index in range(len(engine)))
-
-
-def _layer_bytes(pipeline: _core.Pipeline) -> list[LayerBytes]:
-    return [LayerBytes(*sizes) for sizes in pipeline.layer_bytes()]
+    return max(engine.memory(index).peak_bytes for index in range(len(engine)))

@@ -24,6 +24,24 @@ def merged(parts: list[Any], config: ResolvedRunConfig) -> Any:
     return merge_outputs(outputs, config.merge_output)
 
 
+RecordFields = tuple[str, int, int, int, int, float, float, float, float]
+
+
+def record_fields(record: _core.Record) -> RecordFields:
+    """A record in its public form."""
+    return (
+        record.phase,
+        record.layers.first,
+        record.layers.last,
+        record.microbatch,
+        record.device,
+        record.start_ms,
+        record.end_ms,
+        record.recomputed_ms,
+        record.waited_ms,
+    )
+
+
 class Pending:
     """A batch that `RoundPipe.submit` has started.
 
@@ -57,7 +75,8 @@ class Pending:
             Exception: whatever `forward_backward` raises.
         """
         with torch.inference_mode(False), torch.enable_grad():
-            losses, parts = self._pipeline.finish(self._submitted)
+            result = self._pipeline.finish(self._submitted)
+        losses = result.losses
         print_times(self._pipeline)
         if self._checks_loss and not live_scalers():
             for index, microbatch in enumerate(losses):
@@ -69,9 +88,9 @@ class Pending:
             self._pipeline.drain()
             self._pipeline.expose()
         value = totals[0] if self._loss.is_single else totals
-        return (value, merged(parts, self._request.config)) if self._request.return_outputs else value
+        return (value, merged(result.outputs, self._request.config)) if self._request.return_outputs else value
 
-    def records(self) -> list[_core.Record]:
+    def records(self) -> list[RecordFields]:
         """Records of the batch so far, see `RoundPipe.last_records`; for a backward they also say when it had
         recomputed and how long it then waited, in ms."""
-        return self._submitted.records()
+        return [record_fields(record) for record in self._submitted.records()]

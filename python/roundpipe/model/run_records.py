@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from roundpipe import _core
-
-"""The members of `RunRecords`."""
+from roundpipe.model.pending import record_fields
 
 
 class RunRecords:
@@ -61,4 +60,4 @@ class RunRecords:
 
     def last_records(self) -> list[tuple[str, int, int, int, int, float, float]]:
         """The last call's executed stages: (phase, first layer, last layer, microbatch, device, start ms, end ms)."""
-        return [record[:7] for record in self._pipeline.last_records()]
+        return [record_fields(record)[:7] for record in self._pipeline.last_records()]

@@ -81,7 +81,7 @@ def linear_cross_entropy(
     options.ignore_index = ignore_index
     options.chunk_tokens = chunk_tokens
     options.steps = _logit_steps(softcap, scale, steps)
-    total, _ = _core.linear_cross_entropy(hidden, weight, bias, labels, options)
+    total = _core.linear_cross_entropy(hidden, weight, bias, labels, options)
     if reduction == "sum":
         return total
     return total / (labels != ignore_index).sum().clamp(min=1)

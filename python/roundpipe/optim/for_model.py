@@ -111,7 +111,8 @@ class ForModel(BoundOptimizer):
         """
         if self.binding is None:
             raise ValueError("[optim] host_memory() is for an optimizer that was made for a RoundPipe model")
-        return HostMemory(*self.binding.core.host_bytes(self.core_groups()))
+        size = self.binding.core.host_bytes(self.core_groups())
+        return HostMemory(size.parameters, size.weights_and_gradients, size.masters, size.moments)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients; for a model, the gradients that no step has consumed yet, without waiting."""

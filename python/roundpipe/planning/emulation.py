@@ -160,7 +160,7 @@ def emulate(
                     progress(step, count)
             _check(submitted[-1].loss(), batch)
             model.synchronize()
-            records = [list(pending.records()) for pending in submitted]
+            records = [pending._submitted.records() for pending in submitted]
         else:
             for step, plan in enumerate(plans):
                 config = roundpipe.RoundPipeRunConfig(num_microbatch=request.microbatches, execute_plan=plan)
@@ -172,12 +172,12 @@ def emulate(
                 _check(loss, batch)
                 update(False)
                 if update_ms is None:
-                    records.append(list(model._pipeline.last_records()))
+                    records.append(model._pipeline.last_records())
                 else:
                     pending.append(model._pipeline.last_log())
                 progress(step + 1, count)
             model.synchronize()
-            records += [list(log.records()) for log in pending]
+            records += [log.records() for log in pending]
     finally:
         model.synchronize()
     progress(count, count)
@@ -227,9 +227,9 @@ def _check(loss: torch.Tensor, batch: torch.Tensor) -> None:
 
 def _pace(records: Sequence[Sequence[_core.Record]], overlap: bool) -> float:
     if not overlap:
-        return statistics.median(max(r[6] for r in step) - min(r[5] for r in step) for step in records)
+        return statistics.median(max(r.end_ms for r in step) - min(r.start_ms for r in step) for step in records)
     ends: list[float] = []
     for step in records:
-        ends.append(max([*ends[-1:], *(record[6] for record in step)]))
+        ends.append(max([*ends[-1:], *(record.end_ms for record in step)]))
     # All steps count: the warm-up is already left out.
     return statistics.linear_regression(range(len(ends)), ends).slope

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from roundpipe import _core
-from roundpipe.call.run_config import RecomputeGrain
-from roundpipe.memory.footprint import LayerFootprint
-from roundpipe.memory.prediction import DeviceMemory, LayerBytes, predict_device, waiting_on_host
+from roundpipe.call.run_config import GRAINS, RecomputeGrain
+from roundpipe.memory.prediction import DeviceMemory, predict_device
 from roundpipe.planning.costs import CostSet
 from roundpipe.planning.schedules import Request, choose
 from roundpipe.planning.shapes import ModelShapes
@@ -24,8 +23,8 @@ ROW_STEP = 1024
 class Layers:
     """The planner's input: the layers of a model, with one microbatch of their values."""
 
-    sizes: Sequence[LayerBytes]
-    footprints: Sequence[LayerFootprint]
+    sizes: Sequence[_core.LayerBytes]
+    footprints: Sequence[_core.LayerFootprint]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +62,10 @@ def layers_of_costs(costs: CostSet) -> Layers:
     """Layers of a cost file, which does not know temporary memory. Weights are assumed to be 16-bit."""
     sizes, footprints, given = [], [], 0
     for cost in costs.layers:
-        sizes.append(LayerBytes(cost.weight_bytes, cost.gradient_bytes, 2 * cost.gradient_bytes, cost.gradient_bytes))
+        gradients = cost.gradient_bytes
+        sizes.append(_core.LayerBytes(cost.weight_bytes, gradients, 2 * gradients, gradients))
         out = cost.activation_bytes
-        footprints.append(LayerFootprint(given, out, out, cost.saved_bytes, cost.saved_bytes, cost.saved_bytes))
+        footprints.append(_core.LayerFootprint(given, out, out, cost.saved_bytes, cost.saved_bytes, cost.saved_bytes))
         given = out
     return Layers(sizes, footprints)
 
@@ -131,7 +131,7 @@ def _with_room(
             weight_bytes=cost.weight_bytes,
             gradient_bytes=cost.gradient_bytes,
             activation_bytes=cost.activation_bytes,
-            saved_bytes=footprint.saved if grain == "stage" else footprint.outputs,
+            saved_bytes=footprint.kept_bytes(GRAINS[grain]),
         )
         for cost, footprint in zip(request.costs.layers, layers.footprints, strict=True)
     ]
@@ -144,8 +144,9 @@ def _with_room(
     placer = _core.Placer(choices[0].recipe, kept, asked.cluster, asked.rules())
     plans = [placer.next() for _ in range(_STEPS)]
     # The labels are counted with the last layer's inputs.
-    device = predict_device(plans, layers.sizes, layers.footprints, grain, label_bytes=0, limit_bytes=memory)
-    values = waiting_on_host(plans[0], layers.footprints, request.microbatches)
+    sizes = _core.StepSizes(layers.sizes, layers.footprints, GRAINS[grain], label_bytes=0)
+    device = predict_device(plans, sizes, cap_bytes=memory)
+    values = _core.waiting_on_host(plans[0], layers.footprints, request.microbatches)
     return Fit(asked, choices, device, grain, values, memory)
 
 

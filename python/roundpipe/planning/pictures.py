@@ -44,38 +44,47 @@ class Span:
 def spans_of(timeline: _core.Timeline, plans: Sequence[_core.Plan], steps: range) -> list[Span]:
     """The spans of `steps` in a simulated timeline, with recompute separate from backward."""
     spans = []
-    for step, job, microbatch, device, phase, start_ms, end_ms, recompute_ms in timeline.events():
-        if step not in steps:
+    for event in timeline.events:
+        if event.step not in steps:
             continue
-        layers = plans[step].jobs[job].layers
-        label = f"step {step}, layers {layers!r}, microbatch {microbatch}"
-        kind = "head" if phase == "fused" else phase
-        if phase == "backward" and recompute_ms > 0:
-            spans.append(Span(device, "recompute", start_ms, start_ms + recompute_ms, label, step))
-            start_ms += recompute_ms
-        spans.append(Span(device, kind, start_ms, end_ms, label, step))
+        layers = plans[event.step].jobs[event.job].layers
+        label = f"step {event.step}, layers {layers!r}, microbatch {event.microbatch}"
+        kind = "head" if event.phase == "fused" else event.phase
+        start_ms = event.start_ms
+        if event.phase == "backward" and event.recompute_ms > 0:
+            spans.append(Span(event.device, "recompute", start_ms, start_ms + event.recompute_ms, label, event.step))
+            start_ms += event.recompute_ms
+        spans.append(Span(event.device, kind, start_ms, event.end_ms, label, event.step))
     return spans
 
 
 def spans_of_transfers(links: _core.LinkTimeline, steps: range) -> list[Span]:
     """The chunks of `steps` on every device's links."""
     return [
-        Span(device, "upload" if up else "download", start_ms, end_ms, f"step {step}, job {job}: {kind}", step)
-        for step, job, device, up, kind, start_ms, end_ms in links.transfers()
-        if step in steps
+        Span(
+            chunk.device,
+            "upload" if chunk.up else "download",
+            chunk.start_ms,
+            chunk.end_ms,
+            f"step {chunk.step}, job {chunk.job}: {chunk.kind}",
+            chunk.step,
+        )
+        for chunk in links.transfers
+        if chunk.step in steps
     ]
 
 
 def spans_of_records(records: Iterable[_core.Record]) -> list[Span]:
-    """The spans of real calls, from `Pending.records()`; the first start is time 0."""
+    """The spans of real calls, from their records; the first start is time 0."""
     spans = []
-    for phase, first, last, microbatch, device, start_ms, end_ms, recomputed_ms, waited_ms in records:
-        kind = "head" if phase == "fused" else phase
-        label = f"layers [{first}, {last}), microbatch {microbatch}"
-        if recomputed_ms > 0:
-            spans.append(Span(device, "recompute", start_ms, recomputed_ms, label))
-            start_ms = recomputed_ms + waited_ms
-        spans.append(Span(device, kind, start_ms, end_ms, label))
+    for record in records:
+        kind = "head" if record.phase == "fused" else record.phase
+        label = f"layers [{record.layers.first}, {record.layers.last}), microbatch {record.microbatch}"
+        start_ms = record.start_ms
+        if record.recomputed_ms > 0:
+            spans.append(Span(record.device, "recompute", start_ms, record.recomputed_ms, label))
+            start_ms = record.recomputed_ms + record.waited_ms
+        spans.append(Span(record.device, kind, start_ms, record.end_ms, label))
     earliest = min((span.start_ms for span in spans), default=0.0)
     for span in spans:
         span.start_ms -= earliest
@@ -93,7 +102,7 @@ def write_call(path: str | Path, call: RoundPipe | Pending) -> None:
         ValueError: the path has another ending, nothing has been executed yet, or the file cannot be written.
     """
     path = Path(path)
-    records = call.records() if isinstance(call, Pending) else call._pipeline.last_records()
+    records = call._submitted.records() if isinstance(call, Pending) else call._pipeline.last_records()
     if not records:
         raise ValueError("[write_call] nothing has been executed yet, expected a call before")
     spans = spans_of_records(records)

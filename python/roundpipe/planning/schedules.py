@@ -115,8 +115,8 @@ def describe_choice(best: _core.PlanChoice, runners_up: list[_core.PlanChoice]) 
         "traffic_ratio": best.traffic,
         "limit": best.limit,
         "interleave": best.interleave,
-        "forward": [{"layers": [s.first, s.last], "replicas": replicas} for s, replicas in best.forward],
-        "backward": [{"layers": [s.first, s.last], "replicas": replicas} for s, replicas in best.backward],
+        "forward": _stages(best.forward),
+        "backward": _stages(best.backward),
         "summary": best.cut,
     }
     if runners_up:
@@ -126,6 +126,10 @@ def describe_choice(best: _core.PlanChoice, runners_up: list[_core.PlanChoice]) 
             "summary": runners_up[0].cut,
         }
     return report
+
+
+def _stages(stages: list[_core.CutStage]) -> list[dict[str, Any]]:
+    return [{"layers": [stage.layers.first, stage.layers.last], "replicas": stage.replicas} for stage in stages]
 
 
 def choose(request: Request, mode: _core.PlanMode = _core.PlanMode.FUSED) -> list[_core.PlanChoice]:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from roundpipe import _core
 from roundpipe.following.language_model import language_model_in
 from roundpipe.following.lazy_logits import LazyLogits
 from roundpipe.following.parts import LEAST_LOGITS_BYTES
@@ -27,8 +28,6 @@ from roundpipe.following.token_loss import TokenLoss
 from roundpipe.following.token_wise import Candidates, chunk_of, in_chunks
 from roundpipe.layers.shell import PythonLayer
 from roundpipe.memory.budget import HostPrediction, predict_model
-from roundpipe.memory.footprint import LayerFootprint
-from roundpipe.memory.prediction import LayerBytes
 from roundpipe.planning.shape_meter import ShapeMeter
 
 if TYPE_CHECKING:
@@ -51,8 +50,8 @@ class LayerShape:
     """
 
     name: str
-    footprint: LayerFootprint
-    size: LayerBytes
+    footprint: _core.LayerFootprint
+    size: _core.LayerBytes
     forward_flops: int
     backward_flops: int
 
@@ -182,17 +181,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return list(distinct.values())
 
 
-def _size(modules: list[nn.Module], tied: set[int]) -> LayerBytes:
+def _size(modules: list[nn.Module], tied: set[int]) -> _core.LayerBytes:
     parameters = {id(p): p for module in modules for p in module.parameters()}.values()
     buffers = {id(b): b for module in modules for b in module.buffers()}.values()
-    trained = [p for p in parameters if p.requires_grad]
-    return LayerBytes(
-        weights=sum(tensor.nbytes for tensor in (*parameters, *buffers)),
-        # 16-bit gradients are summed in fp32 and rounded before they go; the sums of tied weights go as they are.
-        gradients=sum(p.numel() * max(4, p.element_size()) if id(p) in tied else p.nbytes for p in trained),
-        sums=sum(p.numel() * max(4, p.element_size()) for p in trained),
-        rounded=sum(p.nbytes for p in trained if id(p) not in tied and p.element_size() < 4),
-    )
+    tensors = [*parameters, *buffers]
+    return _core.layer_bytes(tensors, [id(tensor) in tied for tensor in tensors])
 
 
 class _Walk:
@@ -206,7 +199,7 @@ class _Walk:
         ends = self._inner.get_input_embeddings(), self._inner.get_output_embeddings()
         self._tied = {id(p) for p in ends[0].parameters()} & {id(p) for p in ends[1].parameters()}
         self._meter = ShapeMeter([*model.parameters(), *model.buffers(), self._ids])
-        self._known: dict[Any, tuple[LayerFootprint, int, int, Any]] = {}
+        self._known: dict[Any, tuple[_core.LayerFootprint, int, int, Any]] = {}
         self._shapes: list[LayerShape] = []
         self._flops = self._base = 0
         # Arguments of a layer's first and last call: if freed early, they would count as room made by later code.
@@ -260,12 +253,14 @@ class _Walk:
         backward = saved + self._backward(roots, given)
         outputs = self._travelling(args, kwargs)
         # Token ids and labels come in.
-        footprint = LayerFootprint(
+        footprint = _core.LayerFootprint(
             2 * self._ids.nbytes, outputs, sum(g.nbytes for g in given), forward, saved, max(saved, backward)
         )
         self._shapes.append(LayerShape("before", footprint, self._outside(first=True), flops, meter.flops - flops))
 
-    def _layer(self, layer: nn.Module, forward: Any, args: Any, kwargs: Any) -> tuple[LayerFootprint, int, int, Any]:
+    def _layer(
+        self, layer: nn.Module, forward: Any, args: Any, kwargs: Any
+    ) -> tuple[_core.LayerFootprint, int, int, Any]:
         meter = self._meter
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._leaf, (args, kwargs))
         layer.__dict__.pop("forward", None)
@@ -280,7 +275,7 @@ class _Walk:
         roots = [tensor for tensor in _tensors(output) if tensor.requires_grad]
         given = [torch.ones_like(root) for root in roots]
         # A layer passes on its inputs, with its own hidden states in place of the received ones.
-        footprint = LayerFootprint(
+        footprint = _core.LayerFootprint(
             inputs=self._travelling(args, kwargs),
             outputs=sum(tensor.nbytes for tensor in _tensors(output)),
             output_gradients=sum(gradient.nbytes for gradient in given),
@@ -298,7 +293,7 @@ class _Walk:
         given = [torch.ones_like(loss)]
         backward = saved + self._backward([loss], given)
         inputs = self._shapes[-1].footprint.outputs + self._ids.nbytes
-        footprint = LayerFootprint(inputs, loss.nbytes, given[0].nbytes, forward, saved, max(saved, backward))
+        footprint = _core.LayerFootprint(inputs, loss.nbytes, given[0].nbytes, forward, saved, max(saved, backward))
         backward_flops = meter.flops - self._flops - forward_flops
         self._shapes.append(LayerShape("after", footprint, self._outside(first=False), forward_flops, backward_flops))
 
@@ -330,7 +325,7 @@ class _Walk:
         with torch.no_grad():
             return tuple(candidates.blocks())
 
-    def _outside(self, first: bool) -> LayerBytes:
+    def _outside(self, first: bool) -> _core.LayerBytes:
         """Bytes of the weights outside the layers: the embedding belongs to the first part, all others to the last."""
         embedding = self._inner.get_input_embeddings()
         head = self._inner.get_output_embeddings()

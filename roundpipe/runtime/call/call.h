@@ -11,6 +11,7 @@
 #include <ATen/ThreadLocalState.h>
 
 #include <roundpipe/core/engine_life.h>
+#include <roundpipe/core/memory_rules.h>
 #include <roundpipe/core/mutex.h>
 #include <roundpipe/device/event_list.h>
 #include <roundpipe/memory/host_value.h>
@@ -68,7 +69,7 @@ class ExecutionLog {
   std::vector<ExecutionRecord> records_ ROUNDPIPE_GUARDED_BY(mutex_);
 };
 
-enum class RecomputeGrain { kStage, kLayer };
+using roundpipe::RecomputeGrain;
 
 // The order in which gradients of a parameter that several layers share are added.
 enum class TiedGradAccumulation {

@@ -6,6 +6,7 @@
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/memory_rules.h>
 #include <roundpipe/memory/mapped_file.h>
 
 namespace roundpipe::runtime {
@@ -56,9 +57,7 @@ bool BlockState::trainable() const {
 
 int64_t BlockState::sum_bytes() const {
   if (!tied() || !trainable()) return 0;
-  // A sum that can become the gradient takes no extra memory.
-  const size_t beside = sum_buffers == gradient_buffers ? layers.size() - 1 : layers.size();
-  return sum_layout.size_bytes * static_cast<int64_t>(beside);
+  return sum_layout.size_bytes * tied_sums(static_cast<int64_t>(layers.size()), sum_buffers != gradient_buffers);
 }
 
 ModelState::ModelState(std::string model_name, std::vector<std::unique_ptr<Layer>> model_layers, bool pinned)
@@ -181,10 +180,11 @@ StageLayout lay_out_stage(const ModelState& model, int first_layer, int last_lay
       if (!model.blocks[block].trainable()) continue;
       const memory::BlockLayout& narrow = model.blocks[block].gradient_layout;
       const memory::BlockLayout wide = narrow.widened();
-      const bool rounds = !model.blocks[block].tied() && !wide.same_dtypes(narrow);
-      stage.gradient_bytes += model.blocks[block].tied() ? wide.size_bytes : narrow.size_bytes;
-      stage.sum_bytes += wide.size_bytes;
-      stage.rounded_bytes += rounds ? narrow.size_bytes : 0;
+      const GradientBytes gradients =
+          gradient_bytes(narrow.size_bytes, wide.size_bytes, !wide.same_dtypes(narrow), model.blocks[block].tied());
+      stage.gradient_bytes += gradients.sent;
+      stage.sum_bytes += gradients.sums;
+      stage.rounded_bytes += gradients.rounded;
     }
     place.buffers_at = stage.size_bytes;
     stage.size_bytes = align_up(stage.size_bytes + layer.buffer_layout.size_bytes, kBlockAlignment_bytes);

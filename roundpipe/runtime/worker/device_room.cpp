@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include <roundpipe/core/memory_rules.h>
 #include <roundpipe/memory/host_arena.h>
 
 namespace roundpipe::runtime {
@@ -15,9 +16,8 @@ void DeviceRoom::enqueued() {
   const auto& jobs = queue_.jobs();
   int64_t most_bytes = 0;
   const auto expect = [&](const JobRun& run, const JobRun& next) {
-    const int64_t limit_bytes = device_.memory_limit_bytes();
     const int64_t pair_bytes = run.layout.size_bytes + next.layout.size_bytes;
-    const bool fits = limit_bytes == 0 || pair_bytes + reserve_bytes(next, &run) <= limit_bytes;
+    const bool fits = fits_cap(pair_bytes + reserve_bytes(next, &run), device_.memory_limit_bytes());
     if (fits) most_bytes = std::max(most_bytes, pair_bytes);
   };
   for (size_t i = 0; i + 1 < jobs.size(); ++i) expect(*jobs[i], *jobs[i + 1]);
@@ -45,14 +45,14 @@ void DeviceRoom::prefetch() {
   for (size_t i = 0; i < std::min<size_t>(2, jobs.size()); ++i) {
     const std::shared_ptr<JobRun>& run = jobs[i];
     if (run->slot >= 0) {
-      if (i == 0 && !queue_.runs()) stage_first(*run, kStaged);
+      if (i == 0 && !queue_.runs()) stage_first(*run, kStagedMicrobatches);
       continue;
     }
     if (i > 0 && queue_.alone()) return;
     const JobRun* const before = i > 0 ? jobs[i - 1].get() : nullptr;
     run->slot = slots_.try_acquire(run->layout.size_bytes, reserve_bytes(*run, before));
     if (run->slot < 0) return;
-    const int count = i == 0 ? kStaged : queue_.next_staged();
+    const int count = i == 0 ? kStagedMicrobatches : queue_.next_staged();
     // The thread here may have nothing to do with this job's call, so an error fails that call.
     const bool asked = run->call->attempt([&] { upload_weights(run); });
     if (!asked) run->weights_read->fire();

@@ -68,9 +68,6 @@ class DeviceRoom {
   // and transfers are complete. Not inside the compute scope.
   void release(const std::shared_ptr<JobRun>& run);
 
-  // How many microbatches are staged at a time, also across the end of a job: the running one and two ahead.
-  static constexpr int kStaged = 3;
-
  private:
   // Starts all uploads that can start for the running and the next job. Any thread.
   void prefetch() ROUNDPIPE_REQUIRES(queue_.mutex());

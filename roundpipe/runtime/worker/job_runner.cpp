@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/memory_rules.h>
 #include <roundpipe/runtime/model/out_of_memory.h>
 
 namespace roundpipe::runtime {
@@ -65,10 +66,10 @@ void JobRunner::run_job(JobRun& run) {
   if (run.job.phase != Phase::kForward) sums_.begin(run);
   const Range microbatches = run.job.microbatches;
   for (int microbatch = microbatches.first; microbatch < microbatches.last; ++microbatch) {
-    for (int ahead = microbatch; ahead < std::min(microbatch + DeviceRoom::kStaged, microbatches.last); ++ahead) {
+    for (int ahead = microbatch; ahead < std::min(microbatch + kStagedMicrobatches, microbatches.last); ++ahead) {
       room_.stage(run, ahead);
     }
-    if (const int left = microbatch + DeviceRoom::kStaged - microbatches.last; left > 0) room_.stage_next(left);
+    if (const int left = microbatch + kStagedMicrobatches - microbatches.last; left > 0) room_.stage_next(left);
     if (const std::exception_ptr error = run.call->error()) std::rethrow_exception(error);
     microbatch_ = microbatch;
     doing_ = {"the inputs", run.job.layers};

@@ -48,3 +48,10 @@ def test_a_class(stub: ast.ClassDef) -> None:
     says = {name for name in named(stub.body) if not name.startswith("__")}
     assert has - GIVEN == says - GIVEN
     assert all(hasattr(getattr(_core, stub.name), name) for name in named(stub.body))
+
+
+def test_a_value_shows_its_attributes_and_keeps_them() -> None:
+    value = _core.LayerBytes(weights=1, gradients=2, sums=3, rounded=4)
+    assert repr(value) == "LayerBytes(weights=1, gradients=2, sums=3, rounded=4)"
+    with pytest.raises(AttributeError):
+        value.weights = 5

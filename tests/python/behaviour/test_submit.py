@@ -86,7 +86,7 @@ def test_replicas_sum_their_gradients_in_a_fixed_order() -> None:
     cluster = _core.Cluster(devices=[(1.0, 0)] * 4)
     rules = _core.TimingRules(asynchronous=False)
     choice = _core.search(costs, cluster, microbatches=8, rules=rules)[0]
-    assert max(replicas for _, replicas in [*choice.forward, *choice.backward]) > 1
+    assert max(stage.replicas for stage in [*choice.forward, *choice.backward]) > 1
     plan = _core.Placer(choice.recipe, costs, cluster, rules).next()
     roundpipe.devices("virtual:4,debug")
     ends = []

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
-from roundpipe.memory.prediction import STAGED, DeviceMemory
+from roundpipe import RoundPipe, RoundPipeRunConfig, _core, wrap_model_to_roundpipe
+from roundpipe.memory.prediction import DeviceMemory
 
 MIB = 2**20
 
@@ -149,7 +149,7 @@ def test_the_peak_is_as_predicted(name: str) -> None:
 def test_the_peak_is_as_predicted_where_devices_wait_for_each_other(name: str) -> None:
     """What is staged ahead comes when the other device has made it, which may be too late to be held at the peak."""
     predicted, measured = predict_and_measure(name, devices=2, steps=4)
-    staged_ahead = predicted.values * (STAGED - 1) // STAGED
+    staged_ahead = predicted.values * (_core.STAGED_MICROBATCHES - 1) // _core.STAGED_MICROBATCHES
     assert 0.97 * measured <= predicted.total
     assert predicted.total - staged_ahead <= 1.1 * measured
 

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from typer.testing import CliRunner
 
 import roundpipe
+from roundpipe import _core
 from roundpipe.cli import app, main
 from roundpipe.following.language_model import LanguageModel
 from roundpipe.layers.shell import PythonLayer
 from roundpipe.layers.values import split
-from roundpipe.memory.footprint import LayerFootprint
 from roundpipe.memory.footprint import measure as measure_run
 from roundpipe.planning.fit import ROW_STEP, Fit, costs_of_shapes, fit, layers_of_shapes, longest_row
 from roundpipe.planning.schedules import Request
@@ -38,7 +38,7 @@ CONFIGS = {
 SMALL = Qwen3Config(hidden_size=128, intermediate_size=512, tie_word_embeddings=False, **SIZES | {"vocab_size": 1000})
 
 
-def run_with_values(config: PretrainedConfig, tokens: int) -> tuple[list[LayerFootprint], list[PythonLayer]]:
+def run_with_values(config: PretrainedConfig, tokens: int) -> tuple[list[_core.LayerFootprint], list[PythonLayer]]:
     """What each layer of the followed model really holds."""
     roundpipe.devices("virtual:1")
     torch.manual_seed(0)

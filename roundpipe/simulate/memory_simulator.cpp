@@ -1,0 +1,219 @@
+#include <roundpipe/simulate/memory_simulator.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace roundpipe::simulate {
+
+using schedule::Job;
+using schedule::Phase;
+using schedule::Plan;
+using std::int64_t;
+
+namespace {
+
+constexpr int64_t kSumElement_bytes = 4;  // 16-bit gradients are summed in fp32
+
+bool has_wider_sums(const ParameterSize& parameter) { return parameter.element_bytes < kSumElement_bytes; }
+
+int64_t sum_bytes(const ParameterSize& parameter) {
+  return parameter.elements * std::max(parameter.element_bytes, kSumElement_bytes);
+}
+
+void check(const StepSizes& sizes, std::size_t layers) {
+  if (sizes.layers.size() == layers && sizes.footprints.size() == layers) return;
+  throw std::invalid_argument("[memory] got " + std::to_string(sizes.layers.size()) + " layers and " +
+                              std::to_string(sizes.footprints.size()) + " footprints, expected " +
+                              std::to_string(layers) + " of each");
+}
+
+template <typename T>
+std::span<const T> of_stage(const std::vector<T>& layers, const Job& job) {
+  return std::span(layers).subspan(static_cast<std::size_t>(job.layers.first),
+                                   static_cast<std::size_t>(job.layers.size()));
+}
+
+// The most that the layers of a stage hold for one microbatch, beyond its inputs.
+int64_t work_bytes(std::span<const LayerFootprint> stage, bool trains, RecomputeGrain grain) {
+  int64_t most = 0;
+  int64_t below = 0;  // held by the layers below
+  for (const LayerFootprint& layer : stage) {
+    most = std::max({most, below + layer.forward, trains ? below + layer.backward : 0});
+    below = trains ? below + kept_bytes(layer, grain) : layer.outputs;
+  }
+  return most;
+}
+
+// One job on its device.
+struct Visit {
+  Visit(const Job& job, const StepSizes& sizes) : microbatches(job.microbatches.size()) {
+    const bool trains = job.phase != Phase::kForward;
+    const auto stage = of_stage(sizes.footprints, job);
+    for (const LayerBytes& layer : of_stage(sizes.layers, job)) {
+      weights += layer.weights;
+      if (!trains) continue;
+      sums += layer.sums;
+      leaving += layer.gradients;
+      rounded += layer.rounded;
+    }
+    values = stage.front().inputs;
+    if (job.phase == Phase::kFused) values += sizes.label_bytes;
+    if (job.phase == Phase::kBackward) values += stage.back().output_gradients;
+    work = work_bytes(stage, trains, sizes.grain);
+  }
+
+  // The most that is staged of this job's microbatches and, towards its end, of the next job's.
+  int64_t staged_bytes(const Visit* after) const {
+    int64_t most = 0;
+    for (int own = 1; own <= std::min(kStagedMicrobatches, microbatches); ++own) {
+      const int coming = after != nullptr ? std::min(kStagedMicrobatches - own, after->microbatches) : 0;
+      most = std::max(most, own * values + (coming > 0 ? coming * after->values : 0));
+    }
+    return most;
+  }
+
+  // Whether the next job's weights, with its first values, fit beside this job.
+  bool has_room_for(const Visit& after, int64_t cap_bytes) const {
+    return fits_cap(weights + sums + staged_bytes(&after) + work + after.weights, cap_bytes);
+  }
+
+  int microbatches;
+  int64_t weights = 0, sums = 0, leaving = 0, rounded = 0, values = 0, work = 0;
+};
+
+// The highest peak of one device that makes these visits.
+DeviceMemory peak_of(const std::vector<Visit>& visits, const DeviceRules& rules) {
+  const auto next_of = [&](std::size_t i) -> const Visit* {
+    const bool is_prefetched = i + 1 < visits.size() && visits[i].has_room_for(visits[i + 1], rules.cap_bytes);
+    return is_prefetched ? &visits[i + 1] : nullptr;
+  };
+  // Weights share one arena, large enough for any two consecutive jobs that fit beside each other.
+  int64_t arena = 0;
+  for (std::size_t i = 0; i < visits.size(); ++i) {
+    const Visit* const next = next_of(i);
+    arena = std::max(arena, visits[i].weights + (next != nullptr ? next->weights : 0));
+  }
+  DeviceMemory most;
+  for (std::size_t i = 0; i < visits.size(); ++i) {
+    const Visit& visit = visits[i];
+    const bool fits = fits_cap(arena + visit.sums + visit.staged_bytes(nullptr) + visit.work, rules.cap_bytes);
+    const int64_t weights = fits ? arena : visit.weights;
+    const int64_t values = visit.staged_bytes(next_of(i));
+    const int64_t leaving = i > 0 && !rules.waits ? visits[i - 1].leaving : 0;
+    for (const DeviceMemory& moment :
+         {DeviceMemory{weights, visit.sums + leaving, values, 0}, DeviceMemory{weights, visit.sums, values, visit.work},
+          DeviceMemory{weights, visit.sums + visit.rounded, values, 0}}) {
+      if (moment.total() > most.total()) most = moment;
+    }
+  }
+  return most;
+}
+
+}  // namespace
+
+LayerBytes layer_bytes(std::span<const ParameterSize> parameters) {
+  LayerBytes layer;
+  for (const ParameterSize& parameter : parameters) {
+    layer.weights += parameter.bytes();
+    if (!parameter.trained) continue;
+    const GradientBytes gradients =
+        gradient_bytes(parameter.bytes(), sum_bytes(parameter), has_wider_sums(parameter), parameter.tied);
+    layer.gradients += gradients.sent;
+    layer.sums += gradients.sums;
+    layer.rounded += gradients.rounded;
+  }
+  return layer;
+}
+
+LayerFootprint scaled(const LayerFootprint& footprint, int64_t rows, int64_t measured_rows) {
+  const auto of_rows = [&](int64_t bytes) { return (bytes * rows + measured_rows - 1) / measured_rows; };
+  return {of_rows(footprint.inputs),  of_rows(footprint.outputs), of_rows(footprint.output_gradients),
+          of_rows(footprint.forward), of_rows(footprint.saved),   of_rows(footprint.backward)};
+}
+
+int64_t kept_bytes(const LayerFootprint& footprint, RecomputeGrain grain) {
+  return grain == RecomputeGrain::kStage ? footprint.saved : footprint.outputs;
+}
+
+DeviceMemory predict_device(std::span<const Plan> plans, const StepSizes& sizes, const DeviceRules& rules) {
+  std::vector<std::vector<Visit>> visits;  // of each device
+  for (const Plan& plan : plans) {
+    check(sizes, static_cast<std::size_t>(plan.layers));
+    visits.resize(std::max(visits.size(), static_cast<std::size_t>(plan.devices)));
+    for (const Job& job : plan.jobs) visits[static_cast<std::size_t>(job.device)].emplace_back(job, sizes);
+  }
+  DeviceMemory most;
+  for (const std::vector<Visit>& of_device : visits) {
+    const DeviceMemory peak = peak_of(of_device, rules);
+    if (peak.total() > most.total()) most = peak;
+  }
+  return most;
+}
+
+int64_t stage_limit_bytes(const StepSizes& sizes, int64_t budget_bytes) {
+  check(sizes, std::max<std::size_t>(1, sizes.layers.size()));
+  const auto most = [](const auto& layers, auto bytes_of) {
+    return bytes_of(*std::ranges::max_element(layers, {}, bytes_of));
+  };
+  const int64_t weights = most(sizes.layers, [](const LayerBytes& layer) { return layer.weights; });
+  const int64_t values =
+      most(sizes.footprints, [](const LayerFootprint& layer) { return layer.inputs + layer.output_gradients; });
+  const int64_t beyond = most(sizes.footprints, [&](const LayerFootprint& layer) {
+    return std::max(layer.forward, layer.backward) - kept_bytes(layer, sizes.grain);
+  });
+  const int64_t others = weights + kStagedMicrobatches * values + sizes.label_bytes + beyond;
+  return std::max<int64_t>(1, budget_bytes - others);
+}
+
+int64_t largest_stage_bytes(std::span<const Plan> plans, const StepSizes& sizes) {
+  int64_t largest = 0;
+  for (const Plan& plan : plans) {
+    check(sizes, static_cast<std::size_t>(plan.layers));
+    for (const Job& job : plan.jobs) {
+      if (job.phase == Phase::kForward) continue;
+      int64_t bytes = 0;
+      for (const LayerBytes& layer : of_stage(sizes.layers, job)) bytes += layer.weights + layer.gradients;
+      for (const LayerFootprint& layer : of_stage(sizes.footprints, job)) bytes += kept_bytes(layer, sizes.grain);
+      largest = std::max(largest, bytes);
+    }
+  }
+  return largest;
+}
+
+int64_t waiting_on_host(const Plan& plan, std::span<const LayerFootprint> footprints, int microbatches) {
+  std::vector<bool> kept(footprints.size());
+  kept.at(0) = true;
+  for (const Job& job : plan.jobs) {
+    if (job.phase != Phase::kForward) kept.at(static_cast<std::size_t>(job.layers.first)) = true;
+  }
+  int64_t bytes = 0;
+  for (std::size_t l = 0; l < kept.size(); ++l) bytes += kept[l] ? microbatches * footprints[l].inputs : 0;
+  return bytes;
+}
+
+HostMemory predict_host(std::span<const std::vector<ParameterSize>> blocks, bool moments_8bit) {
+  constexpr int64_t kMoments = 2;
+  HostMemory host;
+  for (const std::vector<ParameterSize>& block : blocks) {
+    int64_t size = 0;
+    bool trained = false;
+    for (const ParameterSize& parameter : block) {
+      size += parameter.bytes();
+      if (!parameter.trained) continue;
+      trained = true;
+      host.masters += parameter.elements * parameter.master_bytes;
+      host.moments += parameter.elements * kMoments * (moments_8bit ? 1 : 4);
+    }
+    host.weights += size;
+    if (trained) host.gradients += size;
+  }
+  return host;
+}
+
+int64_t tied_sum_bytes(const ParameterSize& parameter, int layers) {
+  if (!parameter.trained || layers < 2) return 0;
+  return sum_bytes(parameter) * tied_sums(layers, has_wider_sums(parameter));
+}
+
+}  // namespace roundpipe::simulate

@@ -1,0 +1,96 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include <roundpipe/core/memory_rules.h>
+#include <roundpipe/schedule/plan.h>
+
+namespace roundpipe::simulate {
+
+// One parameter or buffer of a model.
+struct ParameterSize {
+  std::int64_t elements = 0;
+  std::int64_t element_bytes = 0;
+  std::int64_t master_bytes = 0;  // what the fp32 master of an element takes beyond the weight
+  bool trained = false;
+  bool tied = false;  // several layers share it
+
+  std::int64_t bytes() const { return elements * element_bytes; }
+};
+
+// One layer's own bytes on a device.
+struct LayerBytes {
+  std::int64_t weights = 0;    // in a weight slot
+  std::int64_t gradients = 0;  // in flight to the host
+  std::int64_t sums = 0;       // of gradients
+  std::int64_t rounded = 0;    // gradients that are rounded into separate memory before they go
+};
+LayerBytes layer_bytes(std::span<const ParameterSize> parameters);
+
+// Bytes that one layer takes on a device for one microbatch.
+struct LayerFootprint {
+  std::int64_t inputs = 0;            // the layer's inputs
+  std::int64_t outputs = 0;           // the values that it passes on; for the last layer, with the loss
+  std::int64_t output_gradients = 0;  // the gradients that its backward receives
+  std::int64_t forward = 0;           // the peak during the forward, beyond the inputs
+  std::int64_t saved = 0;             // the values that its graph holds until the backward, including its outputs
+  std::int64_t backward = 0;          // the peak during the backward, beyond the inputs and the received gradients
+};
+// The footprint of `rows` rows by that of `measured_rows`: nearly all memory of a layer is proportional to its rows.
+LayerFootprint scaled(const LayerFootprint& footprint, std::int64_t rows, std::int64_t measured_rows);
+// What a layer holds while the layers above it in its stage are recomputed and go backward.
+std::int64_t kept_bytes(const LayerFootprint& footprint, RecomputeGrain grain);
+
+// The layers of a model, and one microbatch of a step.
+struct StepSizes {
+  std::vector<LayerBytes> layers;
+  std::vector<LayerFootprint> footprints;  // one for each layer
+  RecomputeGrain grain = RecomputeGrain::kStage;
+  std::int64_t label_bytes = 0;
+};
+
+// Bytes on a device at its peak.
+struct DeviceMemory {
+  std::int64_t weights = 0;    // of the running stage and of the next one, in one arena that lasts for the step
+  std::int64_t gradients = 0;  // parameter gradients, summed on the device
+  std::int64_t values = 0;     // what microbatches pass from stage to stage
+  std::int64_t work = 0;       // of running layers: saved activations and temporaries
+
+  std::int64_t total() const { return weights + gradients + values + work; }
+};
+
+struct DeviceRules {
+  std::int64_t cap_bytes = 0;  // if the next job's weights do not fit beside the running job, they come later; 0 = none
+  bool waits = false;          // a job begins only when everything that the previous job sends has gone
+};
+
+// The highest peak of any device while it runs the jobs of `plans`, one plan for each step. Follows a device's jobs in
+// their order: while one job runs, the weights and first values of the next job are uploaded; gradients are downloaded
+// while the next job begins. Throws std::invalid_argument if sizes and plans do not match.
+DeviceMemory predict_device(std::span<const schedule::Plan> plans, const StepSizes& sizes, const DeviceRules& rules);
+
+// The most that a stage may take of a device with `budget_bytes`, in weights, gradients in flight and kept activations.
+// At least 1. Throws std::invalid_argument without layers.
+std::int64_t stage_limit_bytes(const StepSizes& sizes, std::int64_t budget_bytes);
+// The most that a backward stage of `plans` takes of them; 0 if there is none.
+std::int64_t largest_stage_bytes(std::span<const schedule::Plan> plans, const StepSizes& sizes);
+
+// Bytes that wait on the host between stages: all microbatches' inputs of each backward stage, and of the step.
+std::int64_t waiting_on_host(const schedule::Plan& plan, std::span<const LayerFootprint> footprints, int microbatches);
+
+// Bytes of a model and a fused Adam on the host.
+struct HostMemory {
+  std::int64_t weights = 0;
+  std::int64_t gradients = 0;
+  std::int64_t masters = 0;  // what fp32 masters of 16-bit weights take beyond the weights
+  std::int64_t moments = 0;
+};
+// `blocks`: tensors whose memory is one block; if any of them is trained, there are gradients for all of them.
+// `moments_8bit`: each of Adam's two moments takes one byte an element, instead of four.
+HostMemory predict_host(std::span<const std::vector<ParameterSize>> blocks, bool moments_8bit);
+// The sums of a parameter that `layers` layers share, until they are added up, beyond its gradient.
+std::int64_t tied_sum_bytes(const ParameterSize& parameter, int layers);
+
+}  // namespace roundpipe::simulate

@@ -1,0 +1,325 @@
+#include <roundpipe/simulate/memory_simulator.h>
+
+#include <algorithm>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+using namespace roundpipe::schedule;
+using namespace roundpipe::simulate;
+using roundpipe::RecomputeGrain;
+using std::int64_t;
+
+namespace {
+
+// Memory that is taken and given back piece by piece.
+class Ledger {
+ public:
+  void take(int64_t bytes) { peak_ = std::max(peak_, held_ += bytes); }
+  void give(int64_t bytes) { held_ -= bytes; }
+  void use(int64_t bytes) {
+    take(bytes);
+    give(bytes);
+  }
+  int64_t peak() const { return peak_; }
+
+ private:
+  int64_t held_ = 0;
+  int64_t peak_ = 0;
+};
+
+// Runs the jobs of one device, one layer of one microbatch after the other.
+class Replay {
+ public:
+  Replay(std::vector<Job> jobs, const StepSizes& sizes, DeviceRules rules)
+      : jobs_(std::move(jobs)), sizes_(sizes), rules_(rules) {}
+
+  int64_t peak() const {
+    int64_t arena = 0;
+    for (std::size_t i = 0; i < jobs_.size(); ++i) {
+      int64_t held = own(jobs_[i], &LayerBytes::weights);
+      if (is_next_prefetched(i)) held += own(jobs_[i + 1], &LayerBytes::weights);
+      arena = std::max(arena, held);
+    }
+    int64_t most = 0;
+    for (std::size_t i = 0; i < jobs_.size(); ++i) most = std::max(most, peak_of_job(i, arena));
+    return most;
+  }
+
+ private:
+  int64_t own(const Job& job, int64_t LayerBytes::* bytes) const {
+    int64_t sum = 0;
+    if (job.phase == Phase::kForward && bytes != &LayerBytes::weights) return sum;
+    for (int l = job.layers.first; l < job.layers.last; ++l) sum += layer(l).*bytes;
+    return sum;
+  }
+  const LayerBytes& layer(int l) const { return sizes_.layers[static_cast<std::size_t>(l)]; }
+  const LayerFootprint& footprint(int l) const { return sizes_.footprints[static_cast<std::size_t>(l)]; }
+
+  int64_t values_of_microbatch(const Job& job) const {
+    int64_t bytes = footprint(job.layers.first).inputs;
+    if (job.phase == Phase::kFused) bytes += sizes_.label_bytes;
+    if (job.phase == Phase::kBackward) bytes += footprint(job.layers.last - 1).output_gradients;
+    return bytes;
+  }
+
+  // The running microbatch and two more, first of this job, then of the next.
+  int64_t staged(const Job& job, const Job* next) const {
+    int64_t most = 0;
+    for (int running = 0; running < job.microbatches.size(); ++running) {
+      std::vector<int64_t> coming(static_cast<std::size_t>(job.microbatches.size() - running),
+                                  values_of_microbatch(job));
+      for (int m = 0; next != nullptr && m < next->microbatches.size(); ++m) {
+        coming.push_back(values_of_microbatch(*next));
+      }
+      Ledger ledger;
+      for (std::size_t m = 0; m < std::min<std::size_t>(3, coming.size()); ++m) ledger.take(coming[m]);
+      most = std::max(most, ledger.peak());
+    }
+    return most;
+  }
+
+  int64_t work(const Job& job) const {
+    Ledger ledger;
+    const bool by_stage = sizes_.grain == RecomputeGrain::kStage;
+    if (job.phase == Phase::kForward) {
+      for (int l = job.layers.first; l < job.layers.last; ++l) {
+        ledger.use(footprint(l).forward);
+        if (l > job.layers.first) ledger.give(footprint(l - 1).outputs);
+        ledger.take(footprint(l).outputs);
+      }
+      return ledger.peak();
+    }
+    for (int l = job.layers.first; l < job.layers.last; ++l) {
+      ledger.use(footprint(l).forward);
+      ledger.take(by_stage ? footprint(l).saved : footprint(l).outputs);
+    }
+    for (int l = job.layers.last - 1; l >= job.layers.first; --l) {
+      ledger.give(by_stage ? footprint(l).saved : footprint(l).outputs);
+      if (!by_stage) ledger.use(footprint(l).forward);
+      ledger.use(footprint(l).backward);
+    }
+    return ledger.peak();
+  }
+
+  bool is_next_prefetched(std::size_t i) const {
+    if (i + 1 == jobs_.size()) return false;
+    const Job& job = jobs_[i];
+    const Job& next = jobs_[i + 1];
+    const int64_t held = own(job, &LayerBytes::weights) + own(next, &LayerBytes::weights) +
+                         own(job, &LayerBytes::sums) + staged(job, &next) + work(job);
+    return rules_.cap_bytes == 0 || held <= rules_.cap_bytes;
+  }
+
+  int64_t peak_of_job(std::size_t i, int64_t arena) const {
+    const Job& job = jobs_[i];
+    const int64_t sums = own(job, &LayerBytes::sums);
+    const bool shares_arena =
+        rules_.cap_bytes == 0 || arena + sums + staged(job, nullptr) + work(job) <= rules_.cap_bytes;
+    Ledger ledger;
+    ledger.take(shares_arena ? arena : own(job, &LayerBytes::weights));
+    ledger.take(staged(job, is_next_prefetched(i) ? &jobs_[i + 1] : nullptr));
+    ledger.take(sums);
+    if (i > 0 && !rules_.waits) ledger.use(own(jobs_[i - 1], &LayerBytes::gradients));
+    ledger.use(work(job));
+    ledger.use(own(job, &LayerBytes::rounded));
+    return ledger.peak();
+  }
+
+  std::vector<Job> jobs_;
+  const StepSizes& sizes_;
+  DeviceRules rules_;
+};
+
+int64_t replayed(const std::vector<Plan>& plans, const StepSizes& sizes, DeviceRules rules) {
+  int64_t most = 0;
+  for (int device = 0; device < plans.front().devices; ++device) {
+    std::vector<Job> jobs;
+    for (const Plan& plan : plans) {
+      std::ranges::copy_if(plan.jobs, std::back_inserter(jobs), [&](const Job& job) { return job.device == device; });
+    }
+    most = std::max(most, Replay(jobs, sizes, rules).peak());
+  }
+  return most;
+}
+
+class Dice {
+ public:
+  explicit Dice(unsigned seed) : random_(seed) {}
+  int from_1_to(int most) { return 1 + static_cast<int>(random_() % static_cast<unsigned>(most)); }
+
+  StepSizes sizes(int layers) {
+    StepSizes sizes;
+    for (int l = 0; l < layers; ++l) {
+      const int64_t gradients = from_1_to(500);
+      sizes.layers.push_back({from_1_to(1000), gradients, 2 * gradients, from_1_to(2) == 1 ? gradients : 0});
+      const int64_t outputs = from_1_to(100), saved = outputs + from_1_to(300), forward = saved + from_1_to(100);
+      sizes.footprints.push_back({from_1_to(100), outputs, from_1_to(100), forward, saved, saved + from_1_to(300)});
+    }
+    sizes.grain = from_1_to(2) == 1 ? RecomputeGrain::kStage : RecomputeGrain::kLayer;
+    sizes.label_bytes = from_1_to(50);
+    return sizes;
+  }
+
+  Range part_of(int size) {
+    const int first = from_1_to(size) - 1;
+    return {first, first + from_1_to(size - first)};
+  }
+
+  std::vector<Plan> plans(int layers) {
+    const int devices = from_1_to(3), microbatches = from_1_to(6);
+    std::vector<Plan> plans;
+    for (int step = from_1_to(3); step > 0; --step) {
+      Plan& plan = plans.emplace_back(Plan{layers, microbatches, devices, 0, {}});
+      for (int job = from_1_to(8); job > 0; --job) {
+        const Phase phase = std::vector{Phase::kForward, Phase::kFused, Phase::kBackward}.at(
+            static_cast<std::size_t>(from_1_to(3) - 1));
+        plan.jobs.push_back({phase, part_of(layers), part_of(microbatches), from_1_to(devices) - 1});
+      }
+    }
+    return plans;
+  }
+
+ private:
+  std::mt19937 random_;
+};
+
+// Forward of the first layer, the second one fused, backward of the first: all on one device.
+Plan two_layers(int microbatches) {
+  const Range all{0, microbatches};
+  return {2,
+          microbatches,
+          1,
+          0,
+          {{Phase::kForward, {0, 1}, all, 0}, {Phase::kFused, {1, 2}, all, 0}, {Phase::kBackward, {0, 1}, all, 0}}};
+}
+
+StepSizes two_sizes(RecomputeGrain grain = RecomputeGrain::kStage) {
+  return {{{1000, 500, 500, 0}, {3000, 1500, 3000, 1500}},
+          {{10, 20, 20, 80, 60, 90}, {20, 4, 4, 200, 150, 260}},
+          grain,
+          /*label_bytes=*/5};
+}
+
+}  // namespace
+
+TEST_CASE("memory simulator: a step of two layers, in numbers") {
+  const std::vector plans{two_layers(4)};
+  // The end of the fused job: its weights and the next job's, sums with the rounded copy, three of 20 + 5 staged. The
+  // backward's values are larger (10 + 20), so two of the next job's beside one of its own count.
+  const DeviceMemory peak = predict_device(plans, two_sizes(), {});
+  CHECK(peak.weights == 4000);
+  CHECK(peak.gradients == 4500);
+  CHECK(peak.values == 25 + 2 * 30);
+  CHECK(peak.work == 0);
+  CHECK(peak.total() == replayed(plans, two_sizes(), {}));
+}
+
+TEST_CASE("memory simulator: under a cap, the next job's weights come later") {
+  const std::vector plans{two_layers(1)};
+  // Running: 3000 of weights, 3000 of sums, 25 of values, 260 of work; the next job's 1000 do not fit beside them.
+  const DeviceMemory tight = predict_device(plans, two_sizes(), {.cap_bytes = 7000});
+  CHECK(tight.weights == 3000);
+  CHECK(tight.values == 25);
+  const DeviceMemory ample = predict_device(plans, two_sizes(), {.cap_bytes = 8000});
+  CHECK(ample.weights == 4000);
+}
+
+TEST_CASE("memory simulator: gradients that leave count while the next job begins") {
+  const std::vector plans{two_layers(1), two_layers(1)};
+  StepSizes sizes = two_sizes();
+  for (LayerBytes& layer : sizes.layers) layer.rounded = 0;
+  sizes.layers[1].gradients = 9000;
+  CHECK(predict_device(plans, sizes, {}).gradients == 500 + 9000);
+  CHECK(predict_device(plans, sizes, {.waits = true}).gradients == 3000);
+}
+
+TEST_CASE("memory simulator: the peak is that of a replay, layer by layer") {
+  for (unsigned seed = 0; seed < 2000; ++seed) {
+    CAPTURE(seed);
+    Dice dice(seed);
+    const int layers = dice.from_1_to(6);
+    const StepSizes sizes = dice.sizes(layers);
+    const std::vector<Plan> plans = dice.plans(layers);
+    for (const int64_t cap_bytes : {0, dice.from_1_to(5000), dice.from_1_to(15000)}) {
+      for (const bool waits : {false, true}) {
+        const DeviceRules rules{cap_bytes, waits};
+        CHECK(predict_device(plans, sizes, rules).total() == replayed(plans, sizes, rules));
+      }
+    }
+  }
+}
+
+TEST_CASE("memory simulator: sizes that do not match the plan are refused") {
+  const std::vector plans{two_layers(1)};
+  StepSizes sizes = two_sizes();
+  sizes.footprints.pop_back();
+  CHECK_THROWS_AS(predict_device(plans, sizes, {}), std::invalid_argument);
+  CHECK_THROWS_AS(largest_stage_bytes(plans, sizes), std::invalid_argument);
+  CHECK_THROWS_AS(stage_limit_bytes({}, 5000), std::invalid_argument);
+}
+
+TEST_CASE("memory simulator: a stage that keeps to its limit fits the budget") {
+  CHECK(stage_limit_bytes(two_sizes(), 5000) == 5000 - 3000 - 3 * 30 - 5 - 110);
+  CHECK(stage_limit_bytes(two_sizes(RecomputeGrain::kLayer), 5000) == 5000 - 3000 - 3 * 30 - 5 - 256);
+  CHECK(stage_limit_bytes(two_sizes(), 100) == 1);
+  CHECK(largest_stage_bytes(std::vector{two_layers(1)}, two_sizes()) == 3000 + 1500 + 150);
+  CHECK(largest_stage_bytes(std::vector{two_layers(1)}, two_sizes(RecomputeGrain::kLayer)) == 3000 + 1500 + 4);
+}
+
+TEST_CASE("memory simulator: inputs of backward stages wait on the host") {
+  CHECK(waiting_on_host(two_layers(4), two_sizes().footprints, 4) == 4 * (10 + 20));
+  Plan inference = two_layers(4);
+  inference.jobs.resize(1);
+  CHECK(waiting_on_host(inference, two_sizes().footprints, 4) == 4 * 10);
+}
+
+TEST_CASE("memory simulator: rows scale a footprint, rounded up") {
+  const LayerFootprint ten{10, 20, 21, 80, 60, 99};
+  const LayerFootprint three = scaled(ten, 3, 10);
+  CHECK(three.inputs == 3);
+  CHECK(three.output_gradients == 7);
+  CHECK(three.backward == 30);
+  CHECK(scaled(ten, 10, 10).backward == 99);
+}
+
+TEST_CASE("memory simulator: a layer's gradients are summed in fp32") {
+  const ParameterSize narrow{.elements = 100, .element_bytes = 2, .master_bytes = 2, .trained = true};
+  ParameterSize frozen = narrow, tied = narrow, wide = narrow;
+  frozen.trained = false;
+  tied.tied = true;
+  wide.element_bytes = 4;
+  const auto is = [](const LayerBytes& layer, const LayerBytes& expected) {
+    return layer.weights == expected.weights && layer.gradients == expected.gradients && layer.sums == expected.sums &&
+           layer.rounded == expected.rounded;
+  };
+  CHECK(is(layer_bytes(std::vector{narrow}), {200, 200, 400, 200}));
+  CHECK(is(layer_bytes(std::vector{frozen}), {200, 0, 0, 0}));
+  CHECK(is(layer_bytes(std::vector{tied}), {200, 400, 400, 0}));
+  CHECK(is(layer_bytes(std::vector{wide}), {400, 400, 400, 0}));
+  CHECK(is(layer_bytes(std::vector{narrow, frozen, tied, wide}), {1000, 1000, 1200, 200}));
+}
+
+TEST_CASE("memory simulator: a model and a fused Adam on the host") {
+  const ParameterSize bfloat16{.elements = 100, .element_bytes = 2, .master_bytes = 2, .trained = true};
+  const ParameterSize frozen{.elements = 50, .element_bytes = 4};
+  const std::vector<std::vector<ParameterSize>> blocks{{bfloat16, frozen}, {frozen}};
+  const HostMemory host = predict_host(blocks, /*moments_8bit=*/false);
+  CHECK(host.weights == 600);
+  CHECK(host.gradients == 400);  // of the first block, the frozen tensor's too
+  CHECK(host.masters == 200);
+  CHECK(host.moments == 800);
+  CHECK(predict_host(blocks, /*moments_8bit=*/true).moments == 200);
+}
+
+TEST_CASE("memory simulator: sums of a tied parameter beside its gradient") {
+  ParameterSize parameter{.elements = 100, .element_bytes = 2, .trained = true};
+  CHECK(tied_sum_bytes(parameter, 1) == 0);
+  CHECK(tied_sum_bytes(parameter, 3) == 3 * 400);
+  parameter.element_bytes = 4;  // one of the sums becomes the gradient
+  CHECK(tied_sum_bytes(parameter, 3) == 2 * 400);
+  parameter.trained = false;
+  CHECK(tied_sum_bytes(parameter, 3) == 0);
+}
