@@ -3,7 +3,7 @@
 Layers of a given duration (emulated: they occupy their virtual device without computing) run through the real engine
 on 1 to 8 virtual devices, in synchronous and asynchronous steps. Ideal is the work of a step divided by the devices;
 predicted is what the simulator says of the plan that was run, in the steady state, without any cost for the engine.
-The first steps, in which the engine measures the layers and plans anew, are left out.
+The first steps, in which the engine measures the layers and plans again, are left out.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 #
 #   tools/test_wheel.sh PYTHON DIST ENVIRONMENT
 #
-# ENVIRONMENT is made anew. torch comes from the same index as everything else.
+# ENVIRONMENT is replaced. torch comes from the same index as everything else.
 set -euo pipefail
 python=$1 dist=$(realpath "$2") environment=$3
 
