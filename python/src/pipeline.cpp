@@ -18,6 +18,7 @@ using runtime::ExecutionRecord;
 using runtime::Pipeline;
 using runtime::StepTicket;
 using runtime::Values;
+using runtime::WeightUpdate;
 
 namespace {
 
@@ -71,6 +72,9 @@ void bind_pipeline(py::module_& module) {
       .def_readwrite("keeps_caller", &CallOptions::keeps_caller)
       .def_readwrite("recompute_grain", &CallOptions::recompute_grain)
       .def_readwrite("tied_grad_accumulation", &CallOptions::tied_grad_accumulation);
+
+  py::class_<WeightUpdate>(module, "WeightUpdate")
+      .def("make", &WeightUpdate::make, py::call_guard<py::gil_scoped_release>());
 
   py::class_<StepTicket>(module, "StepTicket")
       .def("hand_over", &StepTicket::hand_over, py::call_guard<py::gil_scoped_release>());
@@ -145,11 +149,8 @@ void bind_pipeline(py::module_& module) {
           py::arg("parameters"))
       .def("begin_step", &Pipeline::begin_step, py::call_guard<py::gil_scoped_release>())
       .def(
-          "begin_publish", [](Pipeline& pipeline, bool in_place) { pipeline.weights().begin(in_place); },
+          "begin_update", [](Pipeline& pipeline, bool in_place) { return pipeline.weights().begin_update(in_place); },
           py::arg("in_place"), py::call_guard<py::gil_scoped_release>())
-      .def(
-          "finish_publish", [](Pipeline& pipeline) { pipeline.weights().finish(); },
-          py::call_guard<py::gil_scoped_release>())
       .def(
           "drop_gradients", [](Pipeline& pipeline) { pipeline.gradients().drop(); },
           py::call_guard<py::gil_scoped_release>())

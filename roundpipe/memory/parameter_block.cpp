@@ -93,7 +93,7 @@ ParameterBlock::Update ParameterBlock::begin_update(Reads reads) {
   return update;
 }
 
-void ParameterBlock::copy_in(Update update, const std::vector<at::Tensor>& values) const {
+void ParameterBlock::copy_in(Update& update, const std::vector<at::Tensor>& values) const {
   for (const EventPtr& read : update.reads) read->wait_complete();
   const at::NoGradGuard no_grad;
   at::Tensor& flat = update.after->flat;

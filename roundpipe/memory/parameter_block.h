@@ -77,7 +77,7 @@ class ParameterBlock {
   Update begin_update(Reads reads);
   // Makes the new version of `update` from `values`, one host tensor per parameter, of any floating dtype. Waits for
   // uploads from the memory that it overwrites.
-  void copy_in(Update update, const std::vector<at::Tensor>& values) const;
+  void copy_in(Update& update, const std::vector<at::Tensor>& values) const;
   // Makes calls submitted from now on read the newest version. Returns false if they did already.
   bool settle();
   // Whether calls read the newest version, and that version is complete.

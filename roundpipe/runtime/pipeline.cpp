@@ -27,7 +27,7 @@ using schedule::PlanMode;
 Pipeline::Pipeline(std::string name, std::vector<std::unique_ptr<Layer>> layers, bool pinned)
     : model_(std::make_shared<ModelState>(std::move(name), std::move(layers), pinned)),
       gradients_(*model_),
-      weights_(*model_),
+      weights_(model_),
       planner_(*model_),
       random_seed_(at::detail::getDefaultCPUGenerator().current_seed()) {
   require_own_process();

@@ -166,14 +166,9 @@ class TorchSteps(StepGroup):
             # May raise, so it comes first: a version that has begun must be finished.
             tickets = [pipeline.begin_step() for pipeline in self.models.pipelines]
             host_gradients = self._take_host_gradients()
-            publish = self._unpublished
-            self._unpublished = False
-            if publish:
-                self._publish_host_parameters()
-                for pipeline in self.models.pipelines:
-                    pipeline.begin_publish(False)
+            weights = self._begin_updates(in_place=False)
             self._pending = Update(
-                lambda: self._update(publish, tickets, host_gradients, scales, lambda: step_fn(*args, **kwargs))
+                lambda: self._update(weights, tickets, host_gradients, scales, lambda: step_fn(*args, **kwargs))
             )
             if scales is not None:
                 GradScaler._queue_all(scales)
@@ -186,16 +181,15 @@ class TorchSteps(StepGroup):
 
     def _update(
         self,
-        publish: bool,
+        weights: list[_core.WeightUpdate],
         tickets: list[_core.StepTicket],
         host_gradients: list[torch.Tensor | None],
         scales: StepScales | None,
         step_fn: Callable[[], Any],
     ) -> bool:
         """Runs on the optimizer thread. Returns False, having done nothing, if the gradients' call has failed."""
-        if publish:
-            for pipeline in self.models.pipelines:
-                pipeline.finish_publish()
+        for update in weights:
+            update.make()
         landed = [ticket.hand_over() for ticket in tickets]
         if not all(landed):
             self.clear_copies(set_to_none=True)
@@ -236,13 +230,18 @@ class TorchSteps(StepGroup):
 
     # -- publishing -------------------------------------------------------------------------------------------------
 
-    def _publish_host_parameters(self) -> None:
+    def _begin_updates(self, in_place: bool) -> list[_core.WeightUpdate]:
+        """Begins the updates that publish what the last step function has written; none if all is published."""
+        if not self._unpublished:
+            return []
+        self._unpublished = False
         with torch.no_grad():
             for parameter in self.models.host_parameters.values():
                 copy = self._copies.get(id(parameter))
                 if copy is not None:
                     parameter.copy_(copy)
         self._versions = _versions(self._sources)
+        return [pipeline.begin_update(in_place) for pipeline in self.models.pipelines]
 
     def _publish_copies(self) -> None:
         """Publishes values that other code has written into the optimizer's parameters."""
@@ -257,11 +256,8 @@ class TorchSteps(StepGroup):
         if not self._unpublished:
             return
         with uninterrupted():
-            self._unpublished = False
-            self._publish_host_parameters()
-            for pipeline in self.models.pipelines:
-                pipeline.begin_publish(True)
-                pipeline.finish_publish()
+            for update in self._begin_updates(in_place=True):
+                update.make()
             self._note_copies()
 
     def _settle(self) -> None:

@@ -70,7 +70,7 @@ TEST_CASE("block: publishing out of place leaves the old version readable until 
   const at::Tensor parameter = at::zeros({8});
   ParameterBlock block = block_of({parameter});
   const WeightVersionPtr version0 = block.current();
-  const ParameterBlock::Update first = block.begin_update(Reads::kAfterAndGraphs);
+  ParameterBlock::Update first = block.begin_update(Reads::kAfterAndGraphs);
   const WeightVersionPtr version1 = block.current();
   CHECK_FALSE(version1->published->complete());
   CHECK_FALSE(version0->retired);
@@ -86,7 +86,7 @@ TEST_CASE("block: publishing out of place leaves the old version readable until 
   block.repoint();
   CHECK(at::equal(parameter, at::ones({8})));
 
-  const ParameterBlock::Update second = block.begin_update(Reads::kAfterAndGraphs);
+  ParameterBlock::Update second = block.begin_update(Reads::kAfterAndGraphs);
   CHECK(version0->retired);
   CHECK_FALSE(version1->retired);
   block.copy_in(second, {at::full({8}, 2.0)});
@@ -98,7 +98,7 @@ TEST_CASE("block: publishing in place keeps one buffer and ends the old version"
   const at::Tensor parameter = at::zeros({8});
   ParameterBlock block = block_of({parameter});
   const WeightVersionPtr version0 = block.current();
-  const ParameterBlock::Update first = block.begin_update(Reads::kAfter);
+  ParameterBlock::Update first = block.begin_update(Reads::kAfter);
   CHECK(version0->retired);
   CHECK_FALSE(block.current()->published->complete());
   block.copy_in(first, {at::ones({8}, at::kDouble)});
@@ -114,11 +114,11 @@ TEST_CASE("block: publishing waits for the last upload from the place it overwri
     ParameterBlock block = block_of({parameter});
     if (!in_place) {  // the buffer that version 2 overwrites is version 0's
       const WeightVersionPtr version0 = block.current();
-      const ParameterBlock::Update first = block.begin_update(Reads::kAfterAndGraphs);
+      ParameterBlock::Update first = block.begin_update(Reads::kAfterAndGraphs);
       block.copy_in(first, {at::ones({4})});
       const EventPtr uploaded = make_event();
       block.add_reader(version0, uploaded);
-      const ParameterBlock::Update second = block.begin_update(Reads::kAfterAndGraphs);
+      ParameterBlock::Update second = block.begin_update(Reads::kAfterAndGraphs);
       std::thread optimizer([&] { block.copy_in(second, {at::full({4}, 2.0)}); });
       CHECK_FALSE(block.current()->published->wait_for(30));
       CHECK(at::equal(read_values(block, version0)[0], at::zeros({4})));
@@ -132,7 +132,7 @@ TEST_CASE("block: publishing waits for the last upload from the place it overwri
     const EventPtr second = make_event();
     block.add_reader(version0, first);
     block.add_reader(version0, second);
-    const ParameterBlock::Update update = block.begin_update(Reads::kAfter);
+    ParameterBlock::Update update = block.begin_update(Reads::kAfter);
     std::thread optimizer([&] { block.copy_in(update, {at::ones({4})}); });
     first->fire();
     CHECK_FALSE(block.current()->published->wait_for(30));
@@ -147,7 +147,7 @@ TEST_CASE("block: uploads of the version in use do not hold up the next one") {
   ParameterBlock block = block_of({at::zeros({4})});
   const EventPtr never = make_event();
   block.add_reader(block.current(), never);
-  const ParameterBlock::Update first = block.begin_update(Reads::kAfterAndGraphs);
+  ParameterBlock::Update first = block.begin_update(Reads::kAfterAndGraphs);
   block.copy_in(first, {at::ones({4})});
   CHECK(block.current()->published->complete());
 }
@@ -175,9 +175,8 @@ TEST_CASE("block: many asynchronous steps with uploads on other threads never mi
     }
     // One publication runs at a time, as with an optimizer thread.
     if (optimizer.joinable()) optimizer.join();
-    const ParameterBlock::Update update =
-        block.begin_update(random() % 3 == 0 ? Reads::kAfter : Reads::kAfterAndGraphs);
-    optimizer = std::thread([&block, update, step] {
+    ParameterBlock::Update update = block.begin_update(random() % 3 == 0 ? Reads::kAfter : Reads::kAfterAndGraphs);
+    optimizer = std::thread([&block, update, step]() mutable {
       const at::Tensor value = at::full({kCount}, (step + 1) % 128);
       block.copy_in(update, {value, value});
     });
@@ -236,7 +235,7 @@ TEST_CASE("block: parameters that are not on the host are refused by name") {
 TEST_CASE("block: no parameters, no bytes") {
   ParameterBlock block = block_of({});
   CHECK(block.buffers()->host_bytes() == 0);
-  const ParameterBlock::Update first = block.begin_update(Reads::kAfterAndGraphs);
+  ParameterBlock::Update first = block.begin_update(Reads::kAfterAndGraphs);
   block.copy_in(first, {});
   CHECK(block.current()->published->complete());
 }
@@ -250,7 +249,7 @@ TEST_CASE("block: fused updates; a synchronous one is read at once, an asynchron
     update.after->published->fire();
   };
   const WeightVersionPtr version0 = block.current();
-  const ParameterBlock::Update first = block.begin_update(Reads::kBefore);
+  ParameterBlock::Update first = block.begin_update(Reads::kBefore);
   CHECK(first.before == version0);
   CHECK(block.current() == version0);
   CHECK_FALSE(block.settled());
@@ -258,7 +257,7 @@ TEST_CASE("block: fused updates; a synchronous one is read at once, an asynchron
   const EventPtr upload = make_event();
   block.add_reader(version0, upload);
 
-  const ParameterBlock::Update second = block.begin_update(Reads::kBefore);
+  ParameterBlock::Update second = block.begin_update(Reads::kBefore);
   CHECK(second.before == first.after);
   CHECK(block.current() == first.after);
   CHECK(version0->retired);
@@ -275,7 +274,7 @@ TEST_CASE("block: fused updates; a synchronous one is read at once, an asynchron
   CHECK(at::equal(parameter, at::full({8}, 2.0)));
   CHECK(block.settled());
 
-  const ParameterBlock::Update third = block.begin_update(Reads::kAfter);
+  ParameterBlock::Update third = block.begin_update(Reads::kAfter);
   CHECK(block.current() == third.after);
   make(third, 3);
   block.repoint();

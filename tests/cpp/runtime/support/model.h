@@ -264,9 +264,10 @@ class PipedModel {
     pipeline_->raise_pending();
     std::shared_ptr<StepTicket> ticket = pipeline_->begin_step();
     const bool publish = std::exchange(unpublished_, false);
-    if (publish) pipeline_->weights().begin(/*in_place=*/false);
-    update_ = std::async(std::launch::async, [this, ticket = std::move(ticket), publish, rate]() mutable {
-      if (publish) pipeline_->weights().finish();
+    std::unique_ptr<WeightUpdate> weights;
+    if (publish) weights = pipeline_->weights().begin_update(/*in_place=*/false);
+    update_ = std::async(std::launch::async, [this, ticket = std::move(ticket), weights = std::move(weights), rate] {
+      if (weights) weights->make();
       if (!ticket->hand_over()) return false;
       const at::NoGradGuard no_grad;
       for (at::Tensor& master : masters_) {
@@ -297,8 +298,7 @@ class PipedModel {
   }
   void publish_now() {
     if (!std::exchange(unpublished_, false)) return;
-    pipeline_->weights().begin(/*in_place=*/true);
-    pipeline_->weights().finish();
+    pipeline_->weights().begin_update(/*in_place=*/true)->make();
   }
 
   const std::vector<LayerSpec> layers_;
