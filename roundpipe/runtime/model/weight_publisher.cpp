@@ -14,7 +14,9 @@ WeightUpdate::WeightUpdate(std::shared_ptr<ModelState> model, std::vector<std::v
 WeightUpdate::~WeightUpdate() {
   for (const auto& [index, update] : blocks_) {
     if (update.after->published->complete()) continue;
-    update.after->published->fail(std::make_exception_ptr(Error("[step] the update of the weights was not made")));
+    update.after->published->fail(
+        std::make_exception_ptr(Error("[step] an update of the weights was dropped before it was made, so the new "
+                                      "weights do not exist; report this")));
   }
 }
 
