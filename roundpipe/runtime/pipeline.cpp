@@ -305,7 +305,7 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
     if (call->readings[b]->retired) {
       throw std::invalid_argument(
           "[backward] the weights have changed since this forward: a step was published in between; call backward "
-          "before the next two steps");
+          "before the next step");
     }
   }
   if (call->parameter_writes != parameter_writes()) {
