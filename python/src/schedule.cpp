@@ -2,8 +2,6 @@
 #include <roundpipe/simulate/baselines.h>
 #include <roundpipe/simulate/link_simulator.h>
 
-#include <array>
-
 #include <pybind11/operators.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -186,11 +184,7 @@ void bind_schedule(py::module_& module) {
       .attribute("job", &TransferEvent::job)
       .attribute("device", &TransferEvent::device)
       .attribute("up", &TransferEvent::up)
-      .attribute("kind",
-                 [](const TransferEvent& event) {
-                   static constexpr std::array kNames{"value", "gradient", "weights", "parameter gradients"};
-                   return kNames[static_cast<size_t>(event.kind)];
-                 })
+      .attribute("kind", [](const TransferEvent& event) { return name_of(event.kind); })
       .attribute("start_ms", &TransferEvent::start_ms)
       .attribute("end_ms", &TransferEvent::end_ms);
   py::class_<simulate::LinkTimeline>(module, "LinkTimeline")
