@@ -11,10 +11,15 @@ namespace roundpipe::python {
 //
 // A thread that already holds the lock takes and counts nothing. Releases by code that runs under the lock are not
 // counted either: torch releases the lock and takes it again around each of its own operations.
+// A fork waits until no thread is being given its interpreter state here.
 class InterpreterLock {
  public:
-  InterpreterLock() : taken_(PyGILState_Check() == 0) {
+  InterpreterLock() : made_state_(make_state()), taken_(PyGILState_Check() == 0) {
     if (taken_) count_.fetch_add(1, std::memory_order_relaxed);
+  }
+  ~InterpreterLock() {
+    // The reference that a new state begins with; pybind11 drops its own and with it the state.
+    if (made_state_) lock_.dec_ref();
   }
   InterpreterLock(const InterpreterLock&) = delete;
   InterpreterLock& operator=(const InterpreterLock&) = delete;
@@ -23,10 +28,14 @@ class InterpreterLock {
   static uint64_t acquisitions() { return count_.load(std::memory_order_relaxed); }
 
  private:
+  // Gives the calling thread an interpreter state, without the lock. Returns false if it has one.
+  static bool make_state();
+
   static inline std::atomic<uint64_t> count_{0};
 
+  const bool made_state_;
   const bool taken_;  // declared before the lock: reads whether the lock is held already
-  const pybind11::gil_scoped_acquire lock_;
+  pybind11::gil_scoped_acquire lock_;
 };
 
 }  // namespace roundpipe::python

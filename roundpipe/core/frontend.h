@@ -15,8 +15,9 @@ class Frontend {
  public:
   virtual ~Frontend() = default;
 
-  // Called when a compute thread starts. The thread drops the result when it ends. Until the engine has taken it, an
-  // error of code that a backward calls lives in the thread's interpreter state, so that state must last.
+  // Called when a thread starts that runs code of the interpreter's or drops its objects. The thread drops the result
+  // when it ends. Until the engine has taken it, an error of code that a backward calls lives in the thread's
+  // interpreter state, so that state must last.
   virtual std::shared_ptr<void> attach_thread() { return nullptr; }
   // Called about every 50 ms while a caller waits. May throw to abandon the wait.
   virtual void check_interrupt() {}

@@ -11,6 +11,7 @@
 
 #include <roundpipe/core/clock.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/frontend.h>
 
 namespace roundpipe::transfer {
 
@@ -278,6 +279,7 @@ std::shared_ptr<LinkScheduler::Entry> LinkScheduler::next() {
 }
 
 void LinkScheduler::run() {
+  const std::shared_ptr<void> attached = frontend().attach_thread();
   const c10::InferenceMode plain(false);
   at::NoGradGuard no_grad;
   while (true) {

@@ -1,7 +1,9 @@
 #include <roundpipe/runtime/step/update_thread.h>
 
+#include <memory>
 #include <thread>
 
+#include <roundpipe/core/frontend.h>
 #include <roundpipe/device/event.h>
 #include <roundpipe/optim/cores.h>
 
@@ -47,6 +49,7 @@ void UpdateThread::stop() {
 }
 
 void UpdateThread::run() {
+  std::shared_ptr<void> attached;
   while (true) {
     std::function<void()> work;
     {
@@ -55,6 +58,8 @@ void UpdateThread::run() {
       work = std::move(ready_.extract(ready_.begin()).mapped());
       working_ = true;
     }
+    // Not at the start: a process that ends may start the thread only to stop it.
+    if (!attached) attached = frontend().attach_thread();
     device::run_callback(work, nullptr);
     work = nullptr;  // may hold the last reference to a model
     const MutexLock lock(mutex_);

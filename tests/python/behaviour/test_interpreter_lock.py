@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
+
 import torch
 from torch import nn
 
@@ -55,3 +58,38 @@ def test_every_taking_counts_once_and_what_is_held_already_does_not() -> None:
     assert body_calls == [3] * chunks
     # The callable itself was dropped here, under the lock that this thread holds.
     assert _core.interpreter_lock_acquisitions() - before == chunks
+
+
+def thread_states_so_far() -> int:
+    """How many interpreter states this process has made for threads: CPython numbers them, this one included."""
+    number = []
+
+    def read() -> None:
+        ctypes.pythonapi.PyThreadState_Get.restype = ctypes.c_void_p
+        ctypes.pythonapi.PyThreadState_GetID.restype = ctypes.c_uint64
+        state = ctypes.c_void_p(ctypes.pythonapi.PyThreadState_Get())
+        number.append(ctypes.pythonapi.PyThreadState_GetID(state))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    return number[0]
+
+
+def test_threads_keep_their_interpreter_states() -> None:
+    """A state is linked under a lock of CPython's that a child made by fork meanwhile would find locked for ever."""
+    roundpipe.devices("virtual:2")
+    model = RoundPipe(nn.Sequential(*[nn.Linear(4, 4) for _ in range(LAYERS)]))
+    optimizer = roundpipe.optim.AdamW(model)
+
+    def step() -> None:
+        waiting = [model.submit((torch.ones(2, 4),), loss_fn=lambda outputs, _: outputs.sum()) for _ in range(2)]
+        model.step(optimizer)
+        assert all(pending.loss().isfinite() for pending in waiting)
+        model.synchronize()
+
+    step()
+    before = thread_states_so_far()
+    for _ in range(10):
+        step()
+    assert thread_states_so_far() == before + 1
