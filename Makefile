@@ -31,8 +31,8 @@ CONFIGURE = $(CMAKE) -G Ninja -S . -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python"
 NINJA = $(TOOLS) ninja --quiet -j $(JOBS)
 CTEST = $(TOOLS) ctest --output-on-failure --no-tests=error $(CTEST_FLAGS)
 PYTEST = $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
-# A few files take most of the time there.
-PYTEST_ON_CARD = $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
+# Where a few files take most of the time, so that no process is left alone with one of them.
+PYTEST_BALANCED = $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
 # $(1): the name of an extra in pyproject.toml; prints what it asks for
 extra = $(shell $(PYTHON) tools/extra.py $(1))
 EDITABLE := --no-build-isolation -C editable.mode=inplace -C wheel.cmake=false -e .
@@ -142,8 +142,8 @@ test-cpp: build-tests
 	@$(CTEST) --test-dir $(BUILD)
 
 test-python: build $(VENV)/.test
-	$(call say,4,the Python tests. About 5 minutes on two cores)
-	@$(PYTEST) $(PYTEST_FLAGS)
+	$(call say,4,the Python tests. About 7 minutes on two cores)
+	@$(PYTEST_BALANCED) $(PYTEST_FLAGS)
 
 # --- The test card -----------------------------------------------------------------------------------------------
 
@@ -158,23 +158,23 @@ ON_CARD := $(patsubst %,tests/python/%.py,behaviour/test_equality_layouts behavi
 test-card: build $(BUILD)/.with_tests $(VENV)/.test
 	$(call say,5,the tests for accelerators on the test card. About 2 minutes on two cores)
 	@$(NINJA) -C $(BUILD) _fake_card
-	@env $(CARD) $(PYTEST_ON_CARD) tests/fake_card tests/gpu/test_equality.py tests/gpu/test_faults_and_memory.py \
+	@env $(CARD) $(PYTEST_BALANCED) tests/fake_card tests/gpu/test_equality.py tests/gpu/test_faults_and_memory.py \
 	  tests/gpu/test_random_state.py -k "not virtual and not card-1 and not card-2" $(PYTEST_FLAGS)
 
 # $(1): seed of the delays, $(2): which cases
 define on_card_with_delays
 	@echo "== the test card, delays of seed $(1)"
-	@env $(CARD) CARD_DELAYS=$(1) $(PYTEST_ON_CARD) tests/gpu -k "$(2)" $(PYTEST_FLAGS)
+	@env $(CARD) CARD_DELAYS=$(1) $(PYTEST_BALANCED) tests/gpu -k "$(2)" $(PYTEST_FLAGS)
 endef
 
 test-card-all: build $(BUILD)/.with_tests $(VENV)/.test
 	@$(NINJA) -C $(BUILD) _fake_card
 	@echo "== the test card"
-	@env $(CARD) $(PYTEST_ON_CARD) tests/gpu -k "not virtual and not card-2" $(PYTEST_FLAGS)
+	@env $(CARD) $(PYTEST_BALANCED) tests/gpu -k "not virtual and not card-2" $(PYTEST_FLAGS)
 	$(call on_card_with_delays,1,card-1 or cards-2)
 	$(call on_card_with_delays,2,card-4)
 	@echo "== tests of virtual devices, on the test card"
-	@env $(CARD_PYTHON) CARD_DELAYS=1 $(PYTEST_ON_CARD) -p on_the_card $(ON_CARD) $(PYTEST_FLAGS)
+	@env $(CARD_PYTHON) CARD_DELAYS=1 $(PYTEST_BALANCED) -p on_the_card $(ON_CARD) $(PYTEST_FLAGS)
 
 test-mutants: build $(BUILD)/.with_tests $(VENV)/.test
 	@$(NINJA) -C $(BUILD) _fake_card
