@@ -203,6 +203,26 @@ def search(
     seed: int = ...,
 ) -> list[PlanChoice]: ...
 
+def search_links(
+    costs: list[LayerCost],
+    cluster: Cluster,
+    *,
+    microbatches: int,
+    mode: PlanMode = ...,
+    rules: TimingRules = ...,
+    first_backward_layer: int = 0,
+    max_traffic: float = 0.0,
+    replicas: bool = True,
+    interleave: bool = True,
+    max_fused_layers: int = 1,
+    effort: int = ...,
+    seed: int = ...,
+    update_gb_per_s: float = 0.0,
+) -> list[PlanChoice]: ...
+def place_over_links(
+    recipe: Plan, costs: list[LayerCost], cluster: Cluster, *, rules: TimingRules = ..., steps: int = 1
+) -> list[Plan]: ...
+
 class Placer:
     def __init__(self, recipe: Plan, costs: list[LayerCost], cluster: Cluster, rules: TimingRules) -> None: ...
     def next(self) -> Plan: ...

@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <tuple>
 
+#include <roundpipe/schedule/moved_bytes.h>
+
 namespace roundpipe::schedule {
 
 namespace {
@@ -22,6 +24,7 @@ constexpr std::int64_t kFinalVisits = 1'000'000;  // for each finalist
 constexpr double kTemperature = 0.001;
 constexpr int kPatience = 300;
 constexpr std::int64_t kNeighbour = 200;  // effort of making a neighbour, in visits; each stage adds one
+constexpr double kFullness = 8;           // how sharply a score rises when transfers take nearly as long as a step
 constexpr std::size_t kDescents = 12;
 constexpr std::size_t kRounds = 8;       // descents whose results annealing starts from;
 constexpr std::size_t kAsyncRounds = 3;  // fewer if each cut is clocked over many steps
@@ -76,8 +79,8 @@ class Search {
 
   std::vector<PlanChoice> run() {
     consider(single_layers());
-    consider(limited(to_cut(greedy_stages(costs_, devices_, options_.plan))));
-    consider(limited(to_cut(choose_stages(costs_, devices_, balanced_options()))));
+    consider(limited_cut(to_cut(greedy_stages(costs_, devices_, options_.plan)), layers_, options_));
+    consider(limited_cut(to_cut(choose_stages(costs_, devices_, balanced_options())), layers_, options_));
     look_under_little_traffic();
     descend();
     anneal();
@@ -99,19 +102,6 @@ class Search {
     if (has_fused()) cut.backward.push_back({{end, layers_}, 1});
     for (int layer = end - 1; trains() && layer >= options_.plan.first_backward_layer; --layer)
       cut.backward.push_back({{layer, layer + 1}, 1});
-    return cut;
-  }
-
-  // Shrinks the fused stage to max_fused_layers; the other layers get a forward and a backward stage of their own.
-  Cut limited(Cut cut) const {
-    if (!has_fused()) return cut;
-    const Range fused = cut.backward.front().layers;
-    const int first = std::max(fused.first, layers_ - options_.max_fused_layers);
-    if (first == fused.first) return cut;
-    cut.backward.front().layers.first = first;
-    cut.forward.push_back({{fused.first, first}, 1});
-    const int lowest = std::max(fused.first, options_.plan.first_backward_layer);
-    if (lowest < first) cut.backward.insert(cut.backward.begin() + 1, {{lowest, first}, 1});
     return cut;
   }
 
@@ -170,9 +160,11 @@ class Search {
     }
     const int steps = options_.rules.asynchronous ? kRatedSteps : 1;
     spent_ += (steps + 1) * visits(recipe);
-    const Rating rating = rate(recipe, costs_, cluster_, options_.rules, steps);
-    keep({cut, std::move(recipe), rating, traffic, {}});
-    return rating.step_ms;
+    PlanChoice choice{cut, std::move(recipe), {}, 0, traffic, {}};
+    score(choice, costs_, cluster_, options_, steps);
+    const double score_ms = choice.score_ms;
+    keep(std::move(choice));
+    return score_ms;
   }
 
   // The effort of clocking one step, in microbatch visits. Each job adds a fixed effort and one visit per device.
@@ -187,8 +179,7 @@ class Search {
     for (const PlanChoice& known : best_) {
       if (known.cut == choice.cut) return;
     }
-    const auto place = std::ranges::upper_bound(best_, choice.rating.step_ms, {},
-                                                [](const PlanChoice& known) { return known.rating.step_ms; });
+    const auto place = std::ranges::upper_bound(best_, choice.score_ms, {}, &PlanChoice::score_ms);
     if (place - best_.begin() >= options_.finalists) return;
     best_.insert(place, std::move(choice));
     if (static_cast<int>(best_.size()) > options_.finalists) best_.pop_back();
@@ -447,7 +438,7 @@ class Search {
       const double share = begin + (1 - begin) * static_cast<double>(round + 1) / static_cast<double>(rounds + 1);
       anneal(descended_[round].second, descended_[round].first, share);
     }
-    if (!best_.empty()) anneal(best_.front().cut, best_.front().rating.step_ms, 1);
+    if (!best_.empty()) anneal(best_.front().cut, best_.front().score_ms, 1);
   }
 
   // Stops when `share` of the effort is spent.
@@ -495,12 +486,13 @@ class Search {
       for (PlanChoice& choice : best_) {
         const int affordable = static_cast<int>(kFinalVisits / visits(choice.recipe));
         const int steps = std::clamp(affordable, kFewestFinalSteps, kFinalSteps);
-        choice.rating = rate(choice.recipe, costs_, cluster_, options_.rules, steps);
+        score(choice, costs_, cluster_, options_, steps);
       }
-      std::ranges::stable_sort(best_, {}, [](const PlanChoice& choice) { return choice.rating.step_ms; });
+      std::ranges::stable_sort(best_, {}, &PlanChoice::score_ms);
     }
     for (PlanChoice& choice : best_) {
       constexpr double kSmall = 0.005;
+      if (!choice.limit.empty()) continue;
       if (choice.rating.bubble < kSmall) {
         choice.limit = "compute";
       } else if (traffic_binds_) {
@@ -532,6 +524,36 @@ class Search {
 };
 
 }  // namespace
+
+void score(PlanChoice& choice, const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options,
+           int steps) {
+  choice.rating = rate(choice.recipe, costs, cluster, options.rules, steps);
+  const CostSums sums(costs, options.plan.first_backward_layer);
+  const LeastTime least = least_time(moved_bytes(choice.recipe, costs, sums), cluster, options.update_gb_per_s);
+  const double clocked_ms = choice.rating.step_ms, longer_ms = std::max(clocked_ms, least.ms);
+  choice.score_ms = longer_ms;
+  choice.limit.clear();
+  if (least.ms <= 0) return;
+  // Transfers wait for each other long before a link is full: at 80 % of the step, this adds 2 %.
+  const double ratio = std::min(clocked_ms, least.ms) / longer_ms;
+  choice.score_ms *= std::pow(1 + std::pow(ratio, kFullness), 1 / kFullness);
+  if (least.ms <= clocked_ms) return;
+  choice.rating.bubble = 1 - (1 - choice.rating.bubble) * clocked_ms / least.ms;
+  choice.rating.step_ms = least.ms;
+  choice.limit = least.limit;
+}
+
+Cut limited_cut(Cut cut, int layers, const SearchOptions& options) {
+  if (options.plan.mode != PlanMode::kFused) return cut;
+  const Range fused = cut.backward.front().layers;
+  const int first = std::max(fused.first, layers - options.max_fused_layers);
+  if (first == fused.first) return cut;
+  cut.backward.front().layers.first = first;
+  cut.forward.push_back({{fused.first, first}, 1});
+  const int lowest = std::max(fused.first, options.plan.first_backward_layer);
+  if (lowest < first) cut.backward.insert(cut.backward.begin() + 1, {{lowest, first}, 1});
+  return cut;
+}
 
 std::vector<PlanChoice> search(const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options) {
   validate(costs);

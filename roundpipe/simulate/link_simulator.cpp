@@ -21,8 +21,12 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr double kBytesPerMs = 1e6;  // of 1 GB/s
+constexpr double kByte = 0.5;        // less than this is rounding
+
+struct JobRun;
 
 struct Transfer {
+  JobRun* run = nullptr;  // whose it is; of a device's list, which never grows while it runs
   int priority = 0;
   std::int64_t order = 0;  // by request
   double left_bytes = 0;
@@ -36,7 +40,8 @@ struct Link {
   std::vector<Transfer> waiting;
   bool busy = false;
   Transfer current;
-  double chunk_bytes = 0;  // left of the current chunk
+  double chunk_bytes = 0;  // left of the current chunk; 0: at its end, where a more urgent transfer may go first
+  bool outranked = false;  // a more urgent transfer waits
 };
 
 struct JobRun {
@@ -57,6 +62,7 @@ struct DeviceRun {
   std::vector<JobRun> jobs;
   std::size_t at = 0;
   double ends_ms = kNever;  // of the running computation
+  bool may_start = true;    // something has changed that its jobs wait for
 };
 
 class LinkSimulator {
@@ -98,8 +104,7 @@ class LinkSimulator {
 
   LinkTimeline run() {
     while (true) {
-      while (start_what_can()) {
-      }
+      start_what_can();
       const double next_ms = next_event();
       if (next_ms == kNever) break;
       advance(next_ms);
@@ -161,112 +166,119 @@ class LinkSimulator {
     return boundary == 0 ? 0 : static_cast<double>(costs_[static_cast<std::size_t>(boundary) - 1].activation_bytes);
   }
 
-  void ask(int device, bool up, Priority kind, const JobRun& run, int microbatch, double bytes) {
+  void ask(int device, bool up, Priority kind, JobRun& run, int microbatch, double bytes) {
     Transfer transfer;
+    transfer.run = &run;
     transfer.priority = rules_.priorities ? static_cast<int>(kind) : 0;
     transfer.order = asked_++;
     transfer.left_bytes = bytes;
     transfer.what = {device, up, kind, run.step, run.number, 0, 0};
     transfer.microbatch = microbatch;
-    links_[static_cast<std::size_t>(2 * device + (up ? 0 : 1))].waiting.push_back(transfer);
+    Link& link = links_[static_cast<std::size_t>(2 * device + (up ? 0 : 1))];
+    link.outranked |= link.busy && transfer.priority < link.current.priority;
+    link.waiting.push_back(transfer);
   }
 
-  JobRun& run_of(const Transfer& transfer) {
-    DeviceRun& device = devices_[static_cast<std::size_t>(transfer.what.device)];
-    return *std::ranges::find_if(device.jobs, [&](const JobRun& run) {
-      return run.step == transfer.what.step && run.number == transfer.what.job;
-    });
-  }
-
-  // Starts everything that can start now. Returns whether anything did.
-  bool start_what_can() {
-    bool any = false;
+  // Starts everything that can start now.
+  void start_what_can() {
     for (std::size_t d = 0; d < devices_.size(); ++d) {
       DeviceRun& device = devices_[d];
+      if (!std::exchange(device.may_start, false)) continue;
       for (std::size_t i = device.at; i < std::min(device.at + 2, device.jobs.size()); ++i)
-        any |= prefetch(static_cast<int>(d), device.jobs[i]);
-      any |= compute(device);
+        prefetch(static_cast<int>(d), device.jobs[i]);
+      compute(device);
     }
-    for (Link& link : links_) any |= send(link);
-    return any;
+    upload_what_arrived();
+    for (Link& link : links_) send(link);
   }
 
-  bool prefetch(int device, JobRun& run) {
-    bool any = false;
+  void prefetch(int device, JobRun& run) {
     if (!run.weights_asked && weights_published(run)) {
-      run.weights_asked = any = true;
+      run.weights_asked = true;
       ask(device, true, Priority::kWeight, run, -1, static_cast<double>(sums_.weight_bytes(run.job->layers)));
     }
     const int count = run.job->microbatches.size();
     while (run.next_asked < std::min(count, run.next + rules_.prefetched_values)) {
       const int m = run.job->microbatches.first + run.next_asked;
-      if (run.job->layers.first > 0 || run.job->phase == Phase::kBackward) wanted_.push_back({device, &run, m});
+      if (run.job->layers.first > 0 || run.job->phase == Phase::kBackward) {
+        wanted_.push_back({device, &run, m});
+        host_changed_ = true;
+      }
       ++run.next_asked;
-      any = true;
     }
-    // Uploads the values that have arrived on the host since.
+    upload_what_arrived();
+  }
+
+  // Requests the wanted values that are on the host by now.
+  void upload_what_arrived() {
+    if (!std::exchange(host_changed_, false)) return;
     std::erase_if(wanted_, [&](Wanted& wanted) {
       JobRun& of = *wanted.run;
       const Job& job = *of.job;
       if (!wanted.input_asked && job.layers.first > 0 && value_on_host_[at_cell(of.step, job.layers.first, wanted.m)]) {
-        wanted.input_asked = any = true;
+        wanted.input_asked = true;
         ask(wanted.device, true, Priority::kActivation, of, wanted.m, boundary_bytes(job.layers.first));
       }
       const bool loss = outside_loss_ && job.layers.last == layers_;
       if (!wanted.gradient_asked && job.phase == Phase::kBackward &&
           (loss ? outputs_left_[static_cast<std::size_t>(of.step)] == 0
                 : gradient_on_host_[at_cell(of.step, job.layers.last, wanted.m)])) {
-        wanted.gradient_asked = any = true;
+        wanted.gradient_asked = true;
         ask(wanted.device, true, Priority::kBoundaryGradient, of, wanted.m, boundary_bytes(job.layers.last));
       }
       return (wanted.input_asked || job.layers.first == 0) && (wanted.gradient_asked || job.phase != Phase::kBackward);
     });
-    return any;
   }
 
-  bool compute(DeviceRun& device) {
-    if (device.ends_ms != kNever || device.at >= device.jobs.size()) return false;
+  void compute(DeviceRun& device) {
+    if (device.ends_ms != kNever || device.at >= device.jobs.size()) return;
     JobRun& run = device.jobs[device.at];
-    if (!run.weights_here) return false;
+    if (!run.weights_here) return;
     // The caller takes the loss of the whole batch, and only then asks for the backward.
     if (outside_loss_ && run.job->phase == Phase::kBackward && outputs_left_[static_cast<std::size_t>(run.step)] > 0)
-      return false;
+      return;
     const auto place = static_cast<std::size_t>(run.next);
     if (run.state == JobRun::kIdle) {
-      if (!run.input_here[place]) return false;
+      if (!run.input_here[place]) return;
       run.started_ms = now_ms_;
       run.state = run.recompute_ms > 0 ? JobRun::kRecompute : JobRun::kWait;
       if (run.state == JobRun::kRecompute) {
         device.ends_ms = now_ms_ + run.recompute_ms;
-        return true;
+        return;
       }
     }
-    if (run.state != JobRun::kWait || !run.gradient_here[place]) return false;
+    if (run.state != JobRun::kWait || !run.gradient_here[place]) return;
     run.state = JobRun::kRest;
     device.ends_ms = now_ms_ + run.rest_ms;
-    return true;
   }
 
-  bool send(Link& link) {
-    if (link.busy || link.waiting.empty()) return false;
+  void send(Link& link) {
+    if (link.busy || link.waiting.empty()) return;
     const auto best = std::ranges::min_element(link.waiting, {},
                                                [](const Transfer& t) { return std::make_pair(t.priority, t.order); });
     link.current = *best;
     link.waiting.erase(best);
     link.busy = true;
+    ++busy_links_;
     link.current.what.start_ms = now_ms_;
-    link.chunk_bytes = rules_.chunk_bytes > 0
-                           ? std::min(link.current.left_bytes, static_cast<double>(rules_.chunk_bytes))
-                           : link.current.left_bytes;
-    return true;
+    link.chunk_bytes = next_chunk_bytes(link);
+  }
+
+  double next_chunk_bytes(const Link& link) const {
+    const auto most = static_cast<double>(rules_.chunk_bytes);
+    return rules_.chunk_bytes > 0 ? std::min(link.current.left_bytes, most) : link.current.left_bytes;
+  }
+
+  // Until when a busy link moves its transfer without a choice: the end of the chunk if another is more urgent.
+  double bytes_before_choice(const Link& link) const {
+    return link.outranked ? std::clamp(link.chunk_bytes, 0.0, link.current.left_bytes) : link.current.left_bytes;
   }
 
   // Bytes per millisecond that a busy link moves now, at most its share of the host's bandwidth.
   double rate(const Link& link) const {
     double rate = link.rate > 0 ? link.rate : kNever;
     if (cluster_.host_gb_per_s > 0) {
-      const auto busy = std::ranges::count_if(links_, [](const Link& other) { return other.busy; });
-      rate = std::min(rate, cluster_.host_gb_per_s * kBytesPerMs / static_cast<double>(busy));
+      rate = std::min(rate, cluster_.host_gb_per_s * kBytesPerMs / busy_links_);
     }
     return rate;
   }
@@ -275,7 +287,7 @@ class LinkSimulator {
     double next_ms = update_ends_ms_;
     for (const DeviceRun& device : devices_) next_ms = std::min(next_ms, device.ends_ms);
     for (const Link& link : links_) {
-      if (link.busy) next_ms = std::min(next_ms, now_ms_ + (link.chunk_bytes > 0 ? link.chunk_bytes / rate(link) : 0));
+      if (link.busy) next_ms = std::min(next_ms, now_ms_ + bytes_before_choice(link) / rate(link));
     }
     return next_ms;
   }
@@ -285,44 +297,51 @@ class LinkSimulator {
     for (std::size_t i = 0; i < links_.size(); ++i) {
       Link& link = links_[i];
       if (!link.busy) continue;
-      const double speed = rate(link);
-      const double moved = speed == kNever ? link.chunk_bytes : std::min(link.chunk_bytes, speed * (to_ms - now_ms_));
-      link.chunk_bytes -= moved;
+      const double speed = rate(link), most = bytes_before_choice(link);
+      const double moved = speed == kNever ? most : std::min(most, speed * (to_ms - now_ms_));
       link.current.left_bytes -= moved;
-      constexpr double kByte = 0.5;
-      if (link.chunk_bytes <= kByte) ended.push_back(i);
+      link.chunk_bytes -= moved;
+      if (link.chunk_bytes < -kByte) {
+        const auto chunk = static_cast<double>(rules_.chunk_bytes);
+        link.chunk_bytes = chunk + std::fmod(link.chunk_bytes, chunk);
+        if (link.chunk_bytes > chunk - kByte) link.chunk_bytes = 0;
+      }
+      if (most - moved <= kByte) ended.push_back(i);
     }
     now_ms_ = to_ms;
-    for (const std::size_t i : ended) chunk_over(links_[i]);
+    for (const std::size_t i : ended) release(links_[i]);
     for (std::size_t d = 0; d < devices_.size(); ++d) {
       if (devices_[d].ends_ms <= now_ms_) compute_over(static_cast<int>(d), devices_[d]);
     }
     if (update_ends_ms_ <= now_ms_) {
-      published_[updating_] = 1;
+      publish();
       update_ends_ms_ = kNever;
       update_next();
     }
   }
 
-  void chunk_over(Link& link) {
-    link.busy = false;
+  // The transfer has ended, or has to wait for a more urgent one.
+  void release(Link& link) {
+    link.busy = link.outranked = false;
+    --busy_links_;
     Transfer transfer = link.current;
     transfer.what.end_ms = now_ms_;
     transfers_.push_back(transfer.what);
-    constexpr double kByte = 0.5;
     if (transfer.left_bytes > kByte) {
       link.waiting.push_back(transfer);
       return;
     }
-    JobRun& run = run_of(transfer);
+    JobRun& run = *transfer.run;
     const Job& job = *run.job;
     const auto place = static_cast<std::size_t>(transfer.microbatch - job.microbatches.first);
     if (transfer.what.up) {
+      devices_[static_cast<std::size_t>(transfer.what.device)].may_start = true;
       if (transfer.what.kind == Priority::kWeight) run.weights_here = true;
       if (transfer.what.kind == Priority::kActivation) run.input_here[place] = 1;
       if (transfer.what.kind == Priority::kBoundaryGradient) run.gradient_here[place] = 1;
       return;
     }
+    host_changed_ = true;
     if (transfer.what.kind == Priority::kActivation) value_on_host_[cell_of_[transfer.order]] = 1;
     if (transfer.what.kind == Priority::kBoundaryGradient)
       gradient_on_host_[at_cell(run.step, job.layers.first, transfer.microbatch)] = 1;
@@ -333,6 +352,7 @@ class LinkSimulator {
     JobRun& run = device.jobs[device.at];
     const Job& job = *run.job;
     device.ends_ms = kNever;
+    device.may_start = true;
     if (run.state == JobRun::kRecompute) {
       run.state = JobRun::kWait;
       return;
@@ -347,7 +367,9 @@ class LinkSimulator {
       for (int boundary = job.layers.first + 1; boundary <= job.layers.last; ++boundary) {
         if (job.phase == Phase::kFused) break;
         if (boundary == layers_) {
-          --outputs_left_[static_cast<std::size_t>(run.step)];
+          if (--outputs_left_[static_cast<std::size_t>(run.step)] > 0) continue;
+          host_changed_ = true;
+          all_may_start();
           continue;
         }
         if (!read_[static_cast<std::size_t>(boundary)]) continue;
@@ -373,6 +395,15 @@ class LinkSimulator {
     update_next();
   }
 
+  void publish() {
+    published_[updating_] = 1;
+    all_may_start();
+  }
+
+  void all_may_start() {
+    for (DeviceRun& device : devices_) device.may_start = true;
+  }
+
   void update_next() {
     while (update_ends_ms_ == kNever && !to_update_.empty()) {
       const auto lowest = std::ranges::min_element(to_update_);
@@ -381,7 +412,7 @@ class LinkSimulator {
       const auto layer = updating_ % static_cast<std::size_t>(layers_);
       const double bytes = static_cast<double>(costs_[layer].gradient_bytes > 0 ? costs_[layer].weight_bytes : 0);
       if (rules_.update_gb_per_s <= 0 || bytes == 0) {
-        published_[updating_] = 1;
+        publish();
       } else {
         update_ends_ms_ = now_ms_ + bytes / (rules_.update_gb_per_s * kBytesPerMs);
       }
@@ -431,10 +462,12 @@ class LinkSimulator {
   double busy_ms_ = 0;
   std::vector<DeviceRun> devices_;
   std::vector<Link> links_;  // up and down of each device
+  int busy_links_ = 0;
   std::int64_t asked_ = 0;
   std::vector<std::size_t> cell_of_;  // by Transfer::order, for values that are downloaded
   std::vector<Wanted> wanted_;
   std::vector<char> value_on_host_, gradient_on_host_;
+  bool host_changed_ = false;      // one of them, or the last output of a step
   std::vector<char> read_;         // whether some job starts at the boundary
   std::vector<int> outputs_left_;  // [step]: outputs of a train plan still to come
   std::vector<char> published_;    // [step, layer]

@@ -19,7 +19,7 @@ struct LinkRules {
   double update_gb_per_s = 0;
 };
 
-// The time that one chunk of a transfer occupied its link.
+// The time that a transfer occupied its link: one or more chunks without a break.
 struct TransferEvent {
   int device = 0;
   bool up = true;  // host to device

@@ -1,0 +1,63 @@
+#include <roundpipe/schedule/moved_bytes.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace roundpipe::schedule {
+
+namespace {
+
+constexpr double kBytesPerMs = 1e6;  // of 1 GB/s
+
+double ms(double bytes, double gb_per_s) { return gb_per_s > 0 ? bytes / (gb_per_s * kBytesPerMs) : 0; }
+
+}  // namespace
+
+MovedBytes moved_bytes(const Plan& plan, const LayerCosts& costs, const CostSums& sums) {
+  const auto boundary_bytes = [&](int boundary) {
+    return static_cast<double>(costs[static_cast<std::size_t>(boundary) - 1].activation_bytes);
+  };
+  MovedBytes moved;
+  std::vector<char> read(costs.size() + 1, 0);
+  for (const Job& job : plan.jobs) {
+    const bool backward = job.phase != Phase::kForward;
+    const auto [first, last] = job.layers;
+    moved.up += static_cast<double>(sums.weight_bytes(job.layers));
+    if (backward) moved.down += static_cast<double>(sums.gradient_bytes(job.layers));
+    if (first > 0) {
+      read[static_cast<std::size_t>(first)] = 1;
+      moved.up += boundary_bytes(first) * job.microbatches.size();
+    }
+    if (job.phase == Phase::kBackward && last < plan.layers) moved.up += boundary_bytes(last) * job.microbatches.size();
+    if (backward && first > plan.first_backward_layer) moved.down += boundary_bytes(first) * job.microbatches.size();
+  }
+  for (int boundary = 1; boundary < plan.layers; ++boundary) {
+    if (read[static_cast<std::size_t>(boundary)]) moved.down += boundary_bytes(boundary) * plan.microbatches;
+  }
+  if (mode_of(plan) != PlanMode::kInference) {
+    for (int layer = plan.first_backward_layer; layer < plan.layers; ++layer) {
+      const LayerCost& cost = costs[static_cast<std::size_t>(layer)];
+      if (cost.gradient_bytes > 0) moved.updated += static_cast<double>(cost.weight_bytes);
+    }
+  }
+  return moved;
+}
+
+LeastTime least_time(const MovedBytes& moved, const Cluster& cluster, double update_gb_per_s) {
+  const auto links = static_cast<double>(cluster.devices.size());
+  return std::ranges::max({LeastTime{ms(moved.up, links * cluster.link_up_gb_per_s), "links up"},
+                           LeastTime{ms(moved.down, links * cluster.link_down_gb_per_s), "links down"},
+                           LeastTime{ms(moved.up + moved.down, cluster.host_gb_per_s), "host memory"},
+                           LeastTime{ms(moved.updated, update_gb_per_s), "optimizer"}},
+                          {}, &LeastTime::ms);
+}
+
+double hop_ms(const LayerCosts& costs, const Cluster& cluster) {
+  double bytes = 0;
+  for (std::size_t layer = 0; layer + 1 < costs.size(); ++layer)
+    bytes = std::max(bytes, static_cast<double>(costs[layer].activation_bytes));
+  const auto slowest = [&](double link) { return std::max(ms(bytes, link), ms(bytes, cluster.host_gb_per_s)); };
+  return slowest(cluster.link_up_gb_per_s) + slowest(cluster.link_down_gb_per_s);
+}
+
+}  // namespace roundpipe::schedule

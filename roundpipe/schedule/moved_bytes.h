@@ -1,0 +1,32 @@
+#pragma once
+
+#include <roundpipe/schedule/costs.h>
+#include <roundpipe/schedule/plan.h>
+
+namespace roundpipe::schedule {
+
+// What one step moves over all links, and what the host's optimizer updates after it.
+struct MovedBytes {
+  double up = 0;       // weights of each job, inputs of stages, boundary gradients
+  double down = 0;     // boundary values, each once; boundary gradients; parameter gradients of each job
+  double updated = 0;  // weights of layers with gradients
+};
+
+// REQUIRES: a valid plan for these costs.
+MovedBytes moved_bytes(const Plan& plan, const LayerCosts& costs, const CostSums& sums);
+
+// A bound from below on the time of a step, and what sets it: "links up", "links down", "host memory" or "optimizer".
+struct LeastTime {
+  double ms = 0;
+  const char* limit = "";
+};
+
+// The time to move `moved` over links that share the load evenly and through the host's memory, and to update at
+// `update_gb_per_s` (1e9 bytes per second). Rates of 0 are infinite.
+LeastTime least_time(const MovedBytes& moved, const Cluster& cluster, double update_gb_per_s);
+
+// Milliseconds that a value takes from one device to another by way of the host, on links that move nothing else: the
+// largest boundary value of `costs`, down and up.
+double hop_ms(const LayerCosts& costs, const Cluster& cluster);
+
+}  // namespace roundpipe::schedule

@@ -1,0 +1,375 @@
+#include <roundpipe/simulate/link_search.h>
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include <roundpipe/schedule/moved_bytes.h>
+
+namespace roundpipe::simulate {
+
+using schedule::Cluster;
+using schedule::Cut;
+using schedule::CutStage;
+using schedule::LayerCosts;
+using schedule::PlanChoice;
+using schedule::PlanMode;
+using schedule::Range;
+using schedule::SearchOptions;
+
+namespace {
+
+constexpr double kTie = 0.001;
+constexpr double kSmallBubble = 0.005;
+constexpr std::size_t kOfEachSearch = 4;
+constexpr std::size_t kEven = 16;
+constexpr std::size_t kRefined = 6;
+constexpr std::size_t kFinal = 4;
+// Effort, in simulated visits of a microbatch to a stage; one takes about 3 us.
+constexpr std::int64_t kPoolVisits = 150'000;
+constexpr std::int64_t kRefineVisits = 150'000;
+constexpr std::int64_t kFinalVisits = 100'000;
+constexpr int kFewestSteps = 5, kMostSteps = 25;         // to compare plans
+constexpr int kFewestFinalSteps = 13, kFinalSteps = 49;  // to rate the last few
+constexpr int kClockedSteps = 9;
+constexpr double kMostInterleave = 1.5;
+
+// A cut of even stages that visits each layer but the last once in each direction.
+struct Even {
+  int forward = 0, backward = 0;
+  int head = 1;  // devices that share the fused stage
+  int interleave_percent = 100;
+
+  auto operator<=>(const Even&) const = default;
+};
+
+struct Candidate {
+  PlanChoice choice;
+  std::optional<Even> even;
+};
+
+Cluster with_hops(const LayerCosts& costs, Cluster cluster) {
+  cluster.hop_latency_ms = schedule::hop_ms(costs, cluster);
+  return cluster;
+}
+
+schedule::TimingRules through_host(schedule::TimingRules timing) {
+  timing.hop_on_same_device = true;
+  return timing;
+}
+
+class LinkSearch {
+ public:
+  LinkSearch(const LayerCosts& costs, const Cluster& cluster, SearchOptions options, const LinkRules& rules)
+      : costs_(costs),
+        cluster_(cluster),
+        hops_(with_hops(costs, cluster)),
+        options_(std::move(options)),
+        rules_(rules),
+        sums_(costs, options_.plan.first_backward_layer),
+        devices_(static_cast<int>(cluster.devices.size())) {
+    options_.rules = through_host(rules.timing);
+    options_.update_gb_per_s = rules.update_gb_per_s;
+    options_.effort /= 2;
+    options_.finalists = static_cast<int>(2 * kOfEachSearch);
+  }
+
+  std::vector<PlanChoice> run() {
+    add_searched(options_);
+    if (options_.max_traffic == 0 || options_.max_traffic > 1) {
+      SearchOptions once = options_;
+      once.max_traffic = 1;
+      once.effort /= 4;
+      add_searched(once);
+    }
+    add_greedy();
+    add_even();
+    simulate_all(steps_for(kPoolVisits, kFewestSteps, kMostSteps));
+    refine();
+    pool_.resize(std::min(pool_.size(), kFinal));
+    if (rules_.timing.asynchronous) simulate_all(steps_for(kFinalVisits, kFewestFinalSteps, kFinalSteps));
+    settle_ties();
+    std::vector<PlanChoice> choices;
+    for (Candidate& candidate : pool_) choices.push_back(std::move(candidate.choice));
+    choices.front().limit = limit_of(choices.front());
+    return choices;
+  }
+
+ private:
+  bool has_fused() const { return options_.plan.mode == PlanMode::kFused; }
+  bool trains() const { return options_.plan.mode != PlanMode::kInference; }
+
+  void add(PlanChoice choice, std::optional<Even> even = {}) {
+    for (Candidate& known : pool_) {
+      if (known.choice.cut != choice.cut) continue;
+      if (even) known.even = even;
+      return;
+    }
+    pool_.push_back({std::move(choice), even});
+  }
+
+  PlanChoice choice_of(const Cut& cut) const {
+    PlanChoice choice;
+    choice.cut = cut;
+    choice.recipe = schedule::to_recipe(cut, sums_, devices_, options_.plan);
+    choice.traffic = schedule::traffic_ratio(choice.recipe, sums_);
+    return choice;
+  }
+
+  void add_searched(const SearchOptions& options) {
+    std::vector<PlanChoice> found;
+    try {
+      found = schedule::search(costs_, hops_, options);
+    } catch (const schedule::LayerTooLarge&) {
+      throw;
+    } catch (const std::invalid_argument&) {
+      if (pool_.empty()) throw;  // else no plan keeps the tighter limit
+    }
+    for (std::size_t i = 0; i < std::min(found.size(), kOfEachSearch); ++i) add(std::move(found[i]));
+  }
+
+  void add_greedy() {
+    const Cut greedy = schedule::to_cut(schedule::greedy_stages(costs_, devices_, options_.plan));
+    PlanChoice choice = choice_of(schedule::limited_cut(greedy, sums_.layers(), options_));
+    if (options_.max_traffic > 0 && choice.traffic > options_.max_traffic) return;
+    if (fits(choice.cut)) add(std::move(choice));
+  }
+
+  bool fits(const Cut& cut) const {
+    const std::int64_t room = largest_room();
+    const auto fit = [&](const CutStage& stage, bool backward) {
+      return room == 0 || sums_.visit_bytes(stage.layers, backward, stage.layers.size() == 1) <= room;
+    };
+    return std::ranges::all_of(cut.forward, [&](const CutStage& stage) { return fit(stage, false); }) &&
+           std::ranges::all_of(cut.backward, [&](const CutStage& stage) { return fit(stage, true); });
+  }
+
+  std::int64_t largest_room() const {
+    std::int64_t room = 0;
+    for (const schedule::ClusterDevice& device : cluster_.devices) {
+      if (device.memory_bytes == 0) return 0;
+      room = std::max(room, device.memory_bytes);
+    }
+    return room;
+  }
+
+  // The cuts into `stages` stages of even cost; nothing if there is none.
+  std::vector<Range> stages_of(Range layers, bool backward, int stages) {
+    const auto key = std::make_pair(backward, layers.first);
+    auto found = tables_.find(key);
+    if (found == tables_.end())
+      found = tables_.emplace(key, schedule::partitions_of(sums_, layers, backward, largest_room())).first;
+    return found->second.cut(stages);
+  }
+
+  int end() const { return has_fused() ? sums_.layers() - 1 : sums_.layers(); }
+  int lowest() const { return std::min(options_.plan.first_backward_layer, end()); }
+  int backward_layers() const { return trains() ? end() - lowest() : 0; }
+  int most_heads() const {
+    return has_fused() && options_.replicas ? std::min(devices_, options_.plan.microbatches) : 1;
+  }
+  bool overlaps() const { return rules_.timing.asynchronous && options_.interleave && has_fused(); }
+
+  std::optional<Cut> cut_of(const Even& even) {
+    const int percent = even.interleave_percent;
+    if (percent < 100 || percent > 100 * kMostInterleave || (percent > 100 && !overlaps())) return std::nullopt;
+    if (even.head < 1 || even.head > most_heads()) return std::nullopt;
+    if (even.forward > end() || even.backward > backward_layers()) return std::nullopt;
+    if ((even.forward > 0) != (end() > 0) || (even.backward > 0) != (backward_layers() > 0)) return std::nullopt;
+    Cut cut;
+    cut.interleave = percent / 100.0;
+    if (even.forward > 0) {
+      for (const Range& layers : stages_of({0, end()}, false, even.forward)) cut.forward.push_back({layers, 1});
+      if (cut.forward.empty()) return std::nullopt;
+    }
+    if (has_fused()) cut.backward.push_back({{end(), sums_.layers()}, even.head});
+    if (even.backward > 0) {
+      const std::vector<Range> stages = stages_of({lowest(), end()}, true, even.backward);
+      if (stages.empty()) return std::nullopt;
+      for (auto layers = stages.rbegin(); layers != stages.rend(); ++layers) cut.backward.push_back({*layers, 1});
+    }
+    return cut;
+  }
+
+  std::vector<int> stage_numbers(int layers) const {
+    std::set<int> numbers{layers};
+    for (const int rounds : {1, 2, 3, 4, 6, 8, 12}) numbers.insert(std::min(layers, rounds * devices_));
+    return {numbers.begin(), numbers.end()};
+  }
+
+  void add_scored(const Even& even, std::vector<Candidate>& candidates) {
+    const std::optional<Cut> cut = cut_of(even);
+    if (!cut) return;
+    PlanChoice choice = choice_of(*cut);
+    schedule::score(choice, costs_, hops_, options_, rules_.timing.asynchronous ? kClockedSteps : 1);
+    candidates.push_back({std::move(choice), even});
+  }
+
+  // Even cuts: those that the clock and the bytes rate best.
+  void add_even() {
+    std::vector<Candidate> candidates;
+    for (const int forward : stage_numbers(end())) {
+      for (const int backward : stage_numbers(backward_layers())) {
+        for (const int head : std::set{1, most_heads()}) {
+          for (const int percent : {100, 115, 130}) add_scored({forward, backward, head, percent}, candidates);
+        }
+      }
+    }
+    std::ranges::stable_sort(candidates, {}, [](const Candidate& candidate) { return candidate.choice.score_ms; });
+    for (std::size_t i = 0; i < std::min(candidates.size(), kEven); ++i)
+      add(std::move(candidates[i].choice), candidates[i].even);
+  }
+
+  // Varies the best even cuts while the simulated step gets shorter.
+  void refine() {
+    const int steps = steps_for(kPoolVisits, kFewestSteps, kMostSteps);
+    std::set<Even> tried;
+    std::vector<Candidate> starts;
+    for (const Candidate& candidate : pool_) {
+      if (!candidate.even) continue;
+      tried.insert(*candidate.even);
+      if (starts.size() < kRefined) starts.push_back(candidate);
+    }
+    std::int64_t visits = 0;
+    for (Candidate& at : starts) {
+      for (bool better = true; better;) {
+        better = false;
+        for (const Even& even : near(*at.even)) {
+          if (visits > kRefineVisits) return sort();
+          if (!tried.insert(even).second) continue;
+          const std::optional<Cut> cut = cut_of(even);
+          if (!cut) continue;
+          PlanChoice choice = choice_of(*cut);
+          visits += visits_of(choice) * steps;
+          simulate(choice, steps);
+          better |= choice.score_ms < at.choice.score_ms;
+          add(choice, even);
+          if (choice.score_ms < at.choice.score_ms) at = {std::move(choice), even};
+        }
+      }
+    }
+    sort();
+  }
+
+  std::vector<Even> near(const Even& even) const {
+    std::vector<Even> result;
+    const auto add = [&](int Even::* field, int by) {
+      Even other = even;
+      other.*field += by;
+      result.push_back(other);
+    };
+    for (const int by : {1, -1, 2, -2, devices_, -devices_}) {
+      add(&Even::forward, by);
+      add(&Even::backward, by);
+    }
+    for (const int by : {10, -10, 5, -5}) add(&Even::interleave_percent, by);
+    for (const int by : {1, -1, most_heads() - even.head, 1 - even.head}) add(&Even::head, by);
+    return result;
+  }
+
+  static std::int64_t visits_of(const PlanChoice& choice) {
+    std::int64_t visits = 0;
+    for (const schedule::Job& job : choice.recipe.jobs) visits += job.microbatches.size() + 1;
+    return visits;
+  }
+
+  // Steps for each plan of the pool, so that all of them take about `visits`.
+  int steps_for(std::int64_t visits, int fewest, int most) const {
+    std::int64_t once = 1;
+    for (const Candidate& candidate : pool_) once += visits_of(candidate.choice);
+    return static_cast<int>(std::clamp<std::int64_t>(visits / once, fewest, most));
+  }
+
+  Timeline simulated(const PlanChoice& choice, const Cluster& cluster, const LinkRules& rules, int steps) const {
+    const int count = rules.timing.asynchronous ? steps : 1;
+    return simulate_links(place_over_links(choice.recipe, costs_, cluster_, rules, count), costs_, cluster, rules)
+        .timeline;
+  }
+
+  // Rates a choice by the simulated links.
+  void simulate(PlanChoice& choice, int steps) const {
+    const Timeline timeline = simulated(choice, cluster_, rules_, steps);
+    choice.rating.step_ms = choice.score_ms = timeline.steady_step_ms;
+    choice.rating.bubble = timeline.steady_bubble;
+  }
+
+  void simulate_all(int steps) {
+    for (Candidate& candidate : pool_) simulate(candidate.choice, steps);
+    sort();
+  }
+
+  void sort() {
+    std::ranges::stable_sort(pool_, {}, [](const Candidate& candidate) { return candidate.choice.score_ms; });
+  }
+
+  // What shortens the step most if it is made infinitely fast; else compute, or what the search was limited by.
+  std::string limit_of(const PlanChoice& choice) const {
+    if (choice.rating.bubble < kSmallBubble) return "compute";
+    double least_ms = choice.rating.step_ms * (1 - kSmallBubble);
+    std::string limit = rules_.timing.asynchronous ? "dependencies" : "fill and drain";
+    const auto consider = [&](const char* name, const Cluster& cluster, const LinkRules& rules) {
+      const double ms = simulated(choice, cluster, rules, kFewestFinalSteps).steady_step_ms;
+      if (ms >= least_ms) return;
+      least_ms = ms;
+      limit = name;
+    };
+    Cluster up = cluster_, down = cluster_, host = cluster_;
+    up.link_up_gb_per_s = down.link_down_gb_per_s = host.host_gb_per_s = 0;
+    consider("links up", up, rules_);
+    consider("links down", down, rules_);
+    consider("host memory", host, rules_);
+    LinkRules at_once = rules_;
+    at_once.update_gb_per_s = 0;
+    consider("optimizer", cluster_, at_once);
+    return limit;
+  }
+
+  double longest_ms(const Cut& cut) const {
+    double longest = 0;
+    for (const CutStage& stage : cut.forward) longest = std::max(longest, sums_.forward_ms(stage.layers));
+    for (const CutStage& stage : cut.backward)
+      longest = std::max(longest, sums_.recompute_ms(stage.layers) + sums_.backward_ms(stage.layers));
+    return longest;
+  }
+
+  void settle_ties() {
+    const double most_ms = pool_.front().choice.score_ms * (1 + kTie);
+    const auto first_worse =
+        std::ranges::find_if(pool_, [&](const Candidate& candidate) { return candidate.choice.score_ms > most_ms; });
+    std::ranges::stable_sort(pool_.begin(), first_worse, {}, [&](const Candidate& candidate) {
+      const PlanChoice& choice = candidate.choice;
+      return std::make_tuple(choice.traffic, choice.cut.interleave, longest_ms(choice.cut));
+    });
+  }
+
+  const LayerCosts& costs_;
+  const Cluster& cluster_;
+  const Cluster hops_;
+  SearchOptions options_;
+  const LinkRules rules_;
+  const schedule::CostSums sums_;
+  const int devices_;
+  std::map<std::pair<bool, int>, schedule::PartitionTable> tables_;
+  std::vector<Candidate> pool_;  // best first, once simulated
+};
+
+}  // namespace
+
+std::vector<schedule::Plan> place_over_links(const schedule::Plan& recipe, const LayerCosts& costs,
+                                             const Cluster& cluster, const LinkRules& rules, int steps) {
+  schedule::Placer placer(recipe, costs, with_hops(costs, cluster), through_host(rules.timing));
+  std::vector<schedule::Plan> plans;
+  for (int step = 0; step < steps; ++step) plans.push_back(placer.next());
+  return plans;
+}
+
+std::vector<PlanChoice> search_links(const LayerCosts& costs, const Cluster& cluster, SearchOptions options,
+                                     const LinkRules& rules) {
+  return LinkSearch(costs, cluster, std::move(options), rules).run();
+}
+
+}  // namespace roundpipe::simulate

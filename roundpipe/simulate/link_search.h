@@ -1,0 +1,26 @@
+#pragma once
+
+#include <vector>
+
+#include <roundpipe/schedule/search.h>
+#include <roundpipe/simulate/link_simulator.h>
+
+namespace roundpipe::simulate {
+
+// One plan for each of `steps` steps: `recipe` with devices. Values take the time of their transfers on idle links.
+std::vector<schedule::Plan> place_over_links(const schedule::Plan& recipe, const schedule::LayerCosts& costs,
+                                             const schedule::Cluster& cluster, const LinkRules& rules, int steps);
+
+// The best plans found for a machine with bandwidths, best first, rated by simulate_links.
+//
+// schedule::search counts bytes by the least time that they take. Transfers also wait for each other, so this simulates
+// a pool of plans that differ: the finalists of searches with and without a limit on traffic, the greedy plan, and even
+// cuts that visit each layer once and overlap steps little. Among plans within 0.1 % of the best, the one with the
+// least traffic comes first, then the least interleaving, then the evenest stages. Deterministic.
+//
+// `options`: its rules, update_gb_per_s and finalists are not used: `rules` says them. Throws like search() and
+// simulate_links().
+std::vector<schedule::PlanChoice> search_links(const schedule::LayerCosts& costs, const schedule::Cluster& cluster,
+                                               schedule::SearchOptions options, const LinkRules& rules);
+
+}  // namespace roundpipe::simulate

@@ -1,0 +1,211 @@
+#include <roundpipe/simulate/link_search.h>
+
+#include <algorithm>
+#include <limits>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include "naive_links.h"
+
+using namespace roundpipe::schedule;
+using namespace roundpipe::simulate;
+
+namespace {
+
+constexpr double kMB = 1e6;
+
+struct Case {
+  std::string name;
+  LayerCosts costs;
+  Cluster cluster;
+  int microbatches;
+};
+
+Cluster machine(int devices, double link, double host, std::int64_t memory_bytes = 0) {
+  Cluster cluster;
+  cluster.devices.assign(static_cast<std::size_t>(devices), {1, memory_bytes});
+  cluster.link_up_gb_per_s = cluster.link_down_gb_per_s = link;
+  cluster.host_gb_per_s = host;
+  return cluster;
+}
+
+LayerCost layer(double forward_ms, double backward_ms, double weight_mb, double activation_mb) {
+  return {.forward_ms = forward_ms,
+          .backward_ms = backward_ms,
+          .weight_bytes = static_cast<std::int64_t>(weight_mb * kMB),
+          .gradient_bytes = static_cast<std::int64_t>(weight_mb * kMB),
+          .activation_bytes = static_cast<std::int64_t>(activation_mb * kMB)};
+}
+
+// Layers whose compute takes about as long as their transfers, on links of 12 or 25 GB/s.
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  const LayerCost even = layer(4, 9, 100, 8), head = layer(8, 16, 250, 0);
+  LayerCosts plain(11, even);
+  plain.push_back(head);
+  all.push_back({"even layers, shared host", plain, machine(4, 25, 50), 5});
+  all.push_back({"even layers, slow links", plain, machine(2, 12, 0), 4});
+  all.push_back({"one device", plain, machine(1, 25, 0), 3});
+  all.push_back({"memory for three layers", plain, machine(2, 25, 60, 1'000'000'000), 3});
+  LayerCosts experts;
+  for (int i = 0; i < 10; ++i) experts.push_back(i % 2 ? layer(3, 7, 400, 8) : layer(5, 11, 60, 8));
+  experts.push_back(head);
+  all.push_back({"every second layer has experts", experts, machine(3, 25, 0), 6});
+  LayerCosts giant(9, even);
+  giant[4] = layer(20, 45, 500, 8);
+  giant.push_back(head);
+  all.push_back({"one giant layer", giant, machine(4, 25, 80), 4});
+  LayerCosts heavy(8, even);
+  heavy.push_back(layer(30, 60, 300, 0));
+  all.push_back({"a heavy head", heavy, machine(4, 12, 0), 4});
+  Cluster unequal = machine(3, 25, 0);
+  unequal.devices[0].speed = 2;
+  all.push_back({"unequal devices", plain, unequal, 4});
+  return all;
+}
+
+constexpr int kManySteps = 49;
+
+double step_ms(const Plan& recipe, const Case& of, const LinkRules& rules, int most_steps) {
+  const int steps = rules.timing.asynchronous ? most_steps : 1;
+  const std::vector<Plan> plans = place_over_links(recipe, of.costs, of.cluster, rules, steps);
+  return simulate_links(plans, of.costs, of.cluster, rules).timeline.steady_step_ms;
+}
+
+PlannerOptions planner(int microbatches) {
+  PlannerOptions options;
+  options.microbatches = microbatches;
+  return options;
+}
+
+// Every cut into even stages, with the head whole or shared, at three interleavings: the best simulated step.
+double best_of_family(const Case& of, const LinkRules& rules) {
+  const CostSums sums(of.costs);
+  const int end = sums.layers() - 1, devices = static_cast<int>(of.cluster.devices.size());
+  const std::int64_t room = of.cluster.devices.front().memory_bytes;
+  std::vector<std::pair<double, Plan>> family;
+  for (int forward = 1; forward <= end; ++forward) {
+    for (int backward = 1; backward <= end; ++backward) {
+      Cut cut;
+      for (const Range& layers : partitions_of(sums, {0, end}, false, room).cut(forward))
+        cut.forward.push_back({layers, 1});
+      std::vector<Range> stages = partitions_of(sums, {0, end}, true, room).cut(backward);
+      if (cut.forward.empty() || stages.empty()) continue;
+      std::ranges::reverse(stages);
+      cut.backward.push_back({{end, end + 1}, 1});
+      for (const Range& layers : stages) cut.backward.push_back({layers, 1});
+      for (const int replicas : {1, devices}) {
+        cut.backward.front().replicas = std::min(replicas, of.microbatches);
+        for (const double interleave : {1.0, 1.15, 1.3}) {
+          if (interleave > 1 && !rules.timing.asynchronous) continue;
+          cut.interleave = interleave;
+          const Plan recipe = to_recipe(cut, sums, devices, planner(of.microbatches));
+          family.emplace_back(step_ms(recipe, of, rules, 9), recipe);
+        }
+      }
+    }
+  }
+  std::ranges::stable_sort(family, {}, [](const auto& member) { return member.first; });
+  double best_ms = std::numeric_limits<double>::infinity();
+  for (std::size_t i = 0; i < std::min<std::size_t>(12, family.size()); ++i)
+    best_ms = std::min(best_ms, step_ms(family[i].second, of, rules, kManySteps));
+  return best_ms;
+}
+
+}  // namespace
+
+TEST_CASE("links: every computation ends as a slow simulation of the same rules says") {
+  std::mt19937 random(10);
+  const auto below = [&](int most) { return static_cast<int>(random() % static_cast<unsigned>(most)); };
+  const auto about = [&](double value) { return value * (0.5 + below(1000) / 1000.0); };
+  for (int round = 0; round < 200; ++round) {
+    CAPTURE(round);
+    LinkRules rules;
+    LayerCosts costs;
+    const int layers = 2 + below(5), devices = 1 + below(3), microbatches = 1 + below(4);
+    for (int l = 0; l < layers; ++l) costs.push_back(layer(about(3), about(6), about(150), about(12)));
+    Cluster cluster = machine(devices, about(20), below(2) ? about(30) : 0);
+    // Unequal, so that no two requests come at the same moment by accident.
+    for (ClusterDevice& device : cluster.devices) device.speed = about(1);
+    rules.timing.asynchronous = below(2) == 0;
+    rules.priorities = below(4) > 0;
+    rules.chunk_bytes = below(3) ? static_cast<std::int64_t>(about(20 * kMB)) : 0;
+    rules.update_gb_per_s = below(2) ? about(40) : 0;
+    CAPTURE(rules.priorities);
+    CAPTURE(rules.timing.asynchronous);
+    Cut cut;
+    cut.interleave = rules.timing.asynchronous ? 1 + below(4) / 10.0 : 1;
+    for (int first = 0; first < layers - 1;) {
+      const int last = std::min(layers - 1, first + 1 + below(3));
+      cut.forward.push_back({{first, last}, 1 + below(2)});
+      first = last;
+    }
+    cut.backward.push_back({{layers - 1, layers}, 1 + below(2)});
+    for (int last = layers - 1; last > 0;) {
+      const int first = std::max(0, last - 1 - below(3));
+      cut.backward.push_back({{first, last}, 1 + below(2)});
+      last = first;
+    }
+    const Plan recipe = to_recipe(cut, CostSums(costs), devices, planner(microbatches));
+    const std::vector<Plan> plans = place_over_links(recipe, costs, cluster, rules, 3);
+    const LinkTimeline fast = simulate_links(plans, costs, cluster, rules);
+    naive::Links slow(plans, costs, cluster, rules);
+    const auto ends_ms = slow.run();
+    CHECK(fast.timeline.events.size() == ends_ms.size());
+    for (const TimelineEvent& event : fast.timeline.events) {
+      CAPTURE(event.step);
+      CAPTURE(event.job);
+      CHECK(event.end_ms == doctest::Approx(ends_ms.at({event.step, event.job, event.microbatch})).epsilon(1e-6));
+    }
+    CHECK(fast.landed_ms == doctest::Approx(slow.landed_ms()).epsilon(1e-6));
+  }
+}
+
+TEST_CASE("link search: within 2 % of the best even cut, and never worse than the greedy plan") {
+  for (const bool asynchronous : {true, false}) {
+    for (const Case& of : cases()) {
+      CAPTURE(of.name);
+      CAPTURE(asynchronous);
+      LinkRules rules;
+      rules.timing.asynchronous = asynchronous;
+      SearchOptions options;
+      options.plan = planner(of.microbatches);
+      options.effort = 20'000'000;
+      const std::vector<PlanChoice> found = search_links(of.costs, of.cluster, options, rules);
+      const double chosen_ms = step_ms(found.front().recipe, of, rules, kManySteps);
+      CHECK(found.front().rating.step_ms == doctest::Approx(chosen_ms).epsilon(0.01));
+      CHECK(chosen_ms <= 1.02 * best_of_family(of, rules));
+      const int devices = static_cast<int>(of.cluster.devices.size());
+      const Cut greedy = limited_cut(to_cut(greedy_stages(of.costs, devices, options.plan)),
+                                     static_cast<int>(of.costs.size()), options);
+      if (of.cluster.devices.front().memory_bytes > 0) continue;
+      const Plan recipe = to_recipe(greedy, CostSums(of.costs), devices, options.plan);
+      CHECK(chosen_ms <= 1.0011 * step_ms(recipe, of, rules, kManySteps));
+    }
+  }
+}
+
+TEST_CASE("link search: what limits the step is what shortens it if it is made fast") {
+  const Case slow_links{"slow links", LayerCosts(8, layer(1, 2, 300, 1)), machine(2, 10, 0), 2};
+  const auto limit = [](const Case& of, double update_gb_per_s) {
+    LinkRules rules;
+    rules.update_gb_per_s = update_gb_per_s;
+    SearchOptions options;
+    options.plan = planner(of.microbatches);
+    options.effort = 2'000'000;
+    return search_links(of.costs, of.cluster, options, rules).front().limit;
+  };
+  CHECK(limit(slow_links, 0) == "links up");
+  Case shared = slow_links;
+  shared.cluster = machine(2, 100, 12);
+  CHECK(limit(shared, 0) == "host memory");
+  Case optimizer = slow_links;
+  optimizer.cluster = machine(2, 100, 0);
+  CHECK(limit(optimizer, 10) == "optimizer");
+  const Case compute{"compute", LayerCosts(8, layer(20, 40, 10, 1)), machine(2, 25, 0), 4};
+  CHECK(limit(compute, 0) == "compute");
+}
