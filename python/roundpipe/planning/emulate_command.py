@@ -28,7 +28,7 @@ class EmulateOptions(PlanningOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(1 <= self.steps <= 10_000, "steps", self.steps, "1 to 10000")
-        require(0 < self.time_scale <= 1000, "time-scale", self.time_scale, "a factor above 0")
+        require(1e-6 <= self.time_scale <= 1000, "time-scale", self.time_scale, "1e-06 to 1000")
 
 
 def emulate(options: EmulateOptions) -> None:
@@ -40,18 +40,18 @@ def emulate(options: EmulateOptions) -> None:
 
     request = emulation.scaled(options.request(load(options.costs)), options.time_scale)
     rows, results = [], []
-    for name in schedules_in(options.schedule, NAMES):
+    for name in schedules_in(options.schedule, NAMES, NAMES):
         prediction = predict(name, request)
         with _progress(name, options.as_json) as report:
             measured = emulation.emulate(prediction, request, options.steps, report)
-        ratio = measured.step_ms / prediction.step_ms
-        bubble = 100 * (1 - (1 - prediction.bubble_percent / 100) / ratio)
+        work_ms = (1 - prediction.bubble_percent / 100) * prediction.step_ms
+        bubble = 100 * max(0.0, 1 - work_ms / measured.step_ms)
         results.append(
             {
                 "schedule": name,
                 "predicted_ms": prediction.step_ms,
                 "measured_ms": measured.step_ms,
-                "measured_over_predicted": ratio,
+                "measured_over_predicted": measured.step_ms / prediction.step_ms if prediction.step_ms else None,
                 "predicted_bubble_percent": prediction.bubble_percent,
                 "measured_bubble_percent": bubble,
             }
@@ -80,18 +80,20 @@ def _progress(name: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
 
 def _print_measured(title: str, results: list[dict[str, Any]]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table(title=escape(title), title_justify="left")
     table.add_column("schedule")
     for column in ("predicted ms", "measured ms", "measured / predicted", "bubble % measured"):
         table.add_column(column, justify="right")
     for result in results:
+        ratio = result["measured_over_predicted"]
         table.add_row(
             result["schedule"],
             f"{result['predicted_ms']:,.1f}",
             f"{result['measured_ms']:,.1f}",
-            f"{result['measured_over_predicted']:.4f}",
+            "-" if ratio is None else f"{ratio:.4f}",
             f"{result['measured_bubble_percent']:.2f}",
         )
     Console().print(table)

@@ -47,7 +47,8 @@ class SimulateOptions(PlanningOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.update_rate >= 0, "update-rate", self.update_rate, "0 (at once) or more")
+        rate_ok = self.update_rate == 0 or 1e-6 <= self.update_rate <= 1e9
+        require(rate_ok, "update-rate", self.update_rate, "0 (at once), or 1e-06 to 1e+09")
 
 
 def simulate(options: SimulateOptions) -> None:
@@ -64,7 +65,7 @@ def simulate(options: SimulateOptions) -> None:
         every = ["roundpipe", "published"]
     elif request.microbatches % request.devices:
         every.remove("interleaved-1f1b")  # it needs a multiple of the devices
-    predictions = [predict(name, request) for name in schedules_in(options.schedule, every)]
+    predictions = [predict(name, request) for name in schedules_in(options.schedule, NAMES, every)]
     if options.as_json:
         schedules = [prediction.document() for prediction in predictions]
         typer.echo(json.dumps({**options.document(request), "schedules": schedules}, indent=2))
@@ -89,9 +90,10 @@ def _spans(prediction: Prediction, steps: int) -> list[Span]:
 
 def _print_table(title: str, predictions: list[Prediction]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table(title=escape(title), title_justify="left")
     table.add_column("schedule")
     for column in ("step ms", "bubble %", "weight traffic"):
         table.add_column(column, justify="right")
