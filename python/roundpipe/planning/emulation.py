@@ -13,7 +13,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe import _core
-from roundpipe.planning.schedules import Prediction, Request
+from roundpipe.planning.schedules import ImpossibleScheduleError, Prediction, Request
 
 Progress = Callable[[int, int], None]
 _LONGEST_STEP_MS = 3_600_000
@@ -118,7 +118,9 @@ def emulate(
         warm_up: number of steps until the pipeline runs at its pace; not measured.
 
     Raises:
-        ValueError: the requested machine's devices differ, which virtual devices cannot.
+        ImpossibleScheduleError: the schedule cannot run asynchronously.
+        ValueError: the requested machine's devices differ, which virtual devices cannot; layers that do not train; or a
+            step that takes more than an hour.
     """
     speeds = {speed for speed, _ in request.costs.devices}
     if len(speeds) > 1:
@@ -127,6 +129,12 @@ def emulate(
         raise ValueError(
             f"[emulate] the first {request.costs.first_backward_layer} layers do not train, expected costs whose "
             "layers all do: emulated layers always train"
+        )
+    recipe = prediction.plans[0]
+    splits_head = any(job.phase == "backward" and job.layers.last == recipe.layers for job in recipe.jobs)
+    if splits_head and request.mode == "async":
+        raise ImpossibleScheduleError(
+            f"[emulate] {prediction.name} takes its loss between the phases, expected --mode sync for it"
         )
     if prediction.step_ms > _LONGEST_STEP_MS:
         raise ValueError(
@@ -156,9 +164,6 @@ def emulate(
     records: list[list[_core.Record]] = []
     pending: list[_core.ExecutionLog] = []
     plans = [prediction.plans[step % len(prediction.plans)] for step in range(count)]
-    splits_head = any(job.phase == "backward" and job.layers.last == plans[0].layers for job in plans[0].jobs)
-    if splits_head and request.mode == "async":
-        raise ValueError(f"[emulate] {prediction.name} takes its loss between the phases, expected --mode sync for it")
     try:
         if request.mode == "async":
             submitted: list[roundpipe.Pending] = []

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from roundpipe.planning.costs import CostSet
     from roundpipe.planning.pictures import Span
-    from roundpipe.planning.schedules import Request
+    from roundpipe.planning.schedules import Impossible, Request
 
 CostsArgument = Annotated[
     str,
@@ -26,6 +26,7 @@ CostsArgument = Annotated[
 ]
 
 _LONGEST_SHOWN = 100
+_WIDEST_TABLE = 250
 _MOST_STEPS_SHOWN = 64
 
 
@@ -62,6 +63,29 @@ def require_files(paths: dict[str, Path | None]) -> None:
         require(os.access(path.parent, os.W_OK | os.X_OK), option, path, "a file in a folder that can be written")
         other = seen.setdefault(path.absolute(), option)
         require(other == option, option, path, f"another file than --{other}")
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str] | Impossible]) -> None:
+    """Prints one line for each schedule; that of an impossible one says why."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(title), title_justify="left")
+    table.add_column("schedule")
+    for column in columns:
+        table.add_column(column, justify="right")
+    if not all(isinstance(row, list) for row in rows):
+        table.add_column("impossible because", no_wrap=True)
+    for row in rows:
+        if isinstance(row, list):
+            table.add_row(*row)
+        else:
+            table.add_row(row.name, *["-"] * len(columns), escape(row.reason))
+    console = Console()
+    # A reason stays on its line, however narrow the terminal is.
+    console.width = max(console.width, _WIDEST_TABLE)
+    console.print(table)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 from roundpipe import _core
 from roundpipe.planning.costs import CostSet
 from roundpipe.planning.simulation_size import steps_to_simulate
 
 Mode = Literal["async", "sync"]
+T = TypeVar("T")
 NAMES = ("roundpipe", "published", "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "one-device")
 
 _BASELINES = {
@@ -22,6 +24,22 @@ _BASELINES = {
 }
 # Finalists are compared over fewer steps when every byte is simulated, because that takes longer.
 _RANKING_STEPS = 25
+
+
+class ImpossibleScheduleError(ValueError):
+    """A schedule to compare with does not exist for the sizes of a request; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Impossible:
+    """A schedule that does not exist for the sizes of a request, and why."""
+
+    name: str
+    reason: str
+
+    def document(self) -> dict[str, Any]:
+        """The schedule for JSON."""
+        return {"schedule": self.name, "impossible": self.reason}
 
 
 @dataclasses.dataclass
@@ -219,14 +237,22 @@ def _predict_over_links(name: str, request: Request) -> Prediction:
 
 def _baselines(name: str, request: Request) -> list[_core.Plan]:
     """A plan for each step; the published one begins on the device after the last step's."""
-    plans = [_baseline(name, request, 0)]
+    try:
+        plans = [_baseline(name, request, 0)]
+        steps = steps_to_simulate(request, plans[0])
+    except ValueError as error:
+        raise ImpossibleScheduleError(str(error)) from None
     turn = len(plans[0].jobs) if name == "published" else 0
-    for step in range(1, steps_to_simulate(request, plans[0])):
+    for step in range(1, steps):
         plans.append(_baseline(name, request, turn * step % request.devices) if turn else plans[0])
     return plans
 
 
 def _baseline(name: str, request: Request, first_device: int) -> _core.Plan:
+    if len(request.costs.layers) == 1 and name not in ("published", "one-device"):
+        raise ValueError(
+            f"[schedule] {name} puts the layers below the head on the devices, expected at least two layers"
+        )
     sizes = request.costs.stages
     if sizes is None or len(sizes.pipeline) != request.devices:
         sizes = _core.default_sizes(request.costs.layers, request.devices)
@@ -241,7 +267,12 @@ def _baseline(name: str, request: Request, first_device: int) -> _core.Plan:
 
 
 def predict(name: str, request: Request) -> Prediction:
-    """Simulates the schedule of that name, one of `NAMES`."""
+    """Simulates the schedule of that name, one of `NAMES`.
+
+    Raises:
+        ImpossibleScheduleError: the schedule to compare with does not exist for these sizes.
+        ValueError: our planner finds no plan within the request's limits.
+    """
     if request.links is not None:
         return _predict_over_links(name, request)
     choice, runners_up = None, []
@@ -273,3 +304,20 @@ def predict(name: str, request: Request) -> Prediction:
         choice=choice,
         runners_up=runners_up,
     )
+
+
+def each_possible(names: Sequence[str], work: Callable[[str], T]) -> list[T | Impossible]:
+    """What `work` returns for every name, and the reason for those that are impossible.
+
+    Raises:
+        ImpossibleScheduleError: every one is.
+    """
+    results: list[T | Impossible] = []
+    for name in names:
+        try:
+            results.append(work(name))
+        except ImpossibleScheduleError as error:
+            results.append(Impossible(name, str(error).partition("] ")[2]))
+            if len(results) == len(names) and all(isinstance(result, Impossible) for result in results):
+                raise
+    return results

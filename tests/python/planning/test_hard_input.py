@@ -251,3 +251,39 @@ def test_a_name_in_brackets_is_not_markup(tmp_path: Path) -> None:
 def test_a_schedule_is_named_once() -> None:
     assert "gpipe only once" in refused("simulate", "qwen3-1.7b", "--schedule", "gpipe, gpipe")
     assert "no schedule ''" in refused("simulate", "qwen3-1.7b", "--schedule", ",")
+
+
+# --- schedules that do not exist for the sizes ---
+
+
+@pytest.mark.parametrize("links", [False, True])
+def test_an_impossible_baseline_is_a_line_of_the_table(links: bool, tmp_path: Path) -> None:
+    path = write_costs(tmp_path / "costs.json", layers=one(1, 2), link_up_gb_per_s=25)
+    more = ("--links",) if links else ()
+    output = run("simulate", path, "--mode", "sync", *more, *QUICK)
+    lines = {line.split()[1]: line for line in output.splitlines() if len(line.split()) > 4}
+    for name in () if links else ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs"):
+        assert f"{name} puts the layers below the head on the devices, expected at least two layers" in lines[name]
+    assert ("impossible because" in output) == (not links)
+    entries = json.loads(run("simulate", path, "--mode", "sync", "--json", *more, *QUICK))["schedules"]
+    assert [entry["schedule"] for entry in entries if "step_ms" in entry] == ["roundpipe", "published"]
+    assert all("expected" in entry["impossible"] for entry in entries if "step_ms" not in entry)
+
+
+def test_stages_of_another_model_are_a_line_of_the_table(tmp_path: Path) -> None:
+    stages = {"pipeline": [9, 9], "chunks": [1, 1, 1], "forward": [3], "backward": [3]}
+    path = write_costs(tmp_path / "costs.json", baseline_stages=stages)
+    picture = tmp_path / "x.html"
+    output = run("simulate", path, "--schedule", "1f1b,published,looped-bfs", "--html", str(picture), *QUICK)
+    assert "pipeline has 18 layers, expected the 3 below the head" in output
+    assert "chunks has 3 stages, expected a multiple of the 2 devices" in output
+    assert picture.read_text().count("<svg") == 1
+    assert "pipeline has 18 layers" in refused("simulate", path, "--schedule", "1f1b", *QUICK)
+
+
+def test_a_schedule_that_cannot_run_asynchronously_is_a_line_of_the_table(tmp_path: Path) -> None:
+    path = write_costs(tmp_path / "costs.json")
+    options = ("--steps", "1", "--time-scale", "0.1", "--schedule", "gpipe,1f1b", *QUICK)
+    assert "expected --mode sync" in run("emulate", path, *options)
+    entries = json.loads(run("emulate", path, *options, "--json"))["schedules"]
+    assert "expected --mode sync" in entries[0]["impossible"] and entries[1]["measured_ms"] > 0
