@@ -4,25 +4,56 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replaces `path` by a file with `text`, atomically: no reader, and no crash, sees half of it.
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a temporary path to write to; at the end, that file replaces `path`, atomically.
+
+    No reader, and no crash, sees half of the file.
 
     Raises:
-        ValueError: the folder does not exist or cannot be written.
+        ValueError: the path names no file, or its folder does not exist or cannot be written.
     """
+    if not path.name:
+        raise ValueError(f"[files] cannot write '{path}': it names no file; expected a file's path")
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        yield temporary
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ValueError(
             f"[files] cannot write {path}: {error.strerror}; expected a folder that exists and can be written"
         ) from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces `path` by a file with `text`, atomically; see `replacing`."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def read_json(path: str | Path, where: str, kind: str) -> Any:
+    """Reads any JSON. `kind` says in messages what the file should be.
+
+    Raises:
+        ValueError: tagged with `where`: no such file, no JSON, or JSON nested too deeply to read.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ValueError(f"[{where}] cannot read {path}: {error.strerror}; expected {kind}") from None
+    except RecursionError:
+        raise ValueError(f"[{where}] {path} is nested too deeply; expected {kind}") from None
+    except ValueError as error:
+        raise ValueError(f"[{where}] {path} is not JSON: {error}; expected {kind}") from None
 
 
 def read_document(path: str | Path, where: str, kind: str, schema: str, version: int) -> dict[str, Any]:
@@ -31,12 +62,7 @@ def read_document(path: str | Path, where: str, kind: str, schema: str, version:
     Raises:
         ValueError: tagged with `where`: no such file, no JSON, or another schema or version.
     """
-    try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"[{where}] cannot read {path}: {error.strerror}; expected {kind}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"[{where}] {path} is not JSON: {error}; expected {kind}") from None
+    document = read_json(path, where, kind)
     if not isinstance(document, dict) or (document.get("schema"), document.get("version")) != (schema, version):
         raise ValueError(f"[{where}] {path} has no schema '{schema}' of version {version}; save the plan again")
     return document

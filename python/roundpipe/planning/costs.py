@@ -17,20 +17,23 @@ A cost file is JSON. Everything except `schema`, `version` and `layers` may be o
 Times are for one microbatch on a device of speed 1. `backward_ms` excludes the recompute; `recompute_ms` defaults to
 `forward_ms`. `gradient_bytes` defaults to `weight_bytes`, or to 0 for a layer that is not trainable. The head is one
 more layer at the end; without one, the last layer takes its place.
+
+There are at most 2,000 layers, which take at most 1e12 ms and 1e14 bytes of each kind together, and at most 1,024
+devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import reprlib
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from roundpipe import _core
-from roundpipe.files import write_text
+from roundpipe.files import read_json, write_text
 from roundpipe.layers.shell import layers_of
 
 SCHEMA = "roundpipe-costs"
@@ -44,6 +47,15 @@ _LAYER_FIELDS = (
 _SAVED_PER_BOUNDARY = 17
 _RATES = ("link_up_gb_per_s", "link_down_gb_per_s", "host_gb_per_s")
 _SIZES = ("pipeline", "chunks", "forward", "backward")
+# Beyond these, a search takes minutes, or sums of times lose their digits and sums of bytes their 63 bits.
+_MOST_LAYERS = 2000
+MOST_DEVICES = 1024
+_MOST_MS = 1e12
+_MOST_BYTES = 10**14
+_MOST_MEMORY_BYTES = 10**18
+_SPEEDS = (1e-6, 1e6)
+# GB/s of a link, and of the host's optimizer.
+RATES_RANGE = (1e-6, 1e9)
 
 
 @dataclasses.dataclass
@@ -66,6 +78,17 @@ class CostSet:
     devices: list[tuple[float, int]] = dataclasses.field(default_factory=list)
     rates: dict[str, float] = dataclasses.field(default_factory=dict)
     stages: _core.BaselineSizes | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.layers) > _MOST_LAYERS:
+            raise ValueError(f"[costs] {self.name} has {len(self.layers)} layers, expected at most {_MOST_LAYERS}")
+        for field in _LAYER_FIELDS:
+            total = sum(getattr(cost, field) or 0 for cost in self.layers)
+            if not total <= _most(field):
+                raise ValueError(
+                    f"[costs] the layers of {self.name} have {total:g} {field} together, expected at most "
+                    f"{_most(field):g}"
+                )
 
     def cluster(self, devices: int | None, memory_bytes: int | None = None, with_links: bool = False) -> _core.Cluster:
         """The machine with `devices` devices; None takes those of the file.
@@ -102,16 +125,16 @@ def load(source: str) -> CostSet:
     """
     if source in PRESETS:
         return parse(PRESETS[source], source)
-    path = Path(source)
-    if not path.is_file():
-        raise ValueError(
-            f"[costs] there is no file '{source}' and no preset of that name; expected a JSON file or one of "
-            + ", ".join(PRESETS)
-        )
     try:
-        document = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"[costs] {source} is not JSON: {error}; expected a cost file") from None
+        is_file = Path(source).is_file()
+    except OSError:
+        is_file = False  # a name that no file can have
+    if not is_file:
+        raise ValueError(
+            f"[costs] there is no file {reprlib.repr(source)} and no preset of that name; expected a JSON file or one "
+            "of " + ", ".join(PRESETS)
+        )
+    document = read_json(source, "costs", "a cost file")
     return parse(document, source)
 
 
@@ -175,9 +198,10 @@ def parse(document: Any, source: str) -> CostSet:
     known = ("schema", "version", "name", "layers", "head", "hop_latency_ms", "devices", "baseline_stages", *_RATES)
     fields = _object(document, "the file", known)
     if fields.get("schema") != SCHEMA:
-        raise ValueError(f"[costs] schema is {fields.get('schema')!r}, expected '{SCHEMA}'")
-    if fields.get("version") != VERSION:
-        raise ValueError(f"[costs] version is {fields.get('version')!r}, expected {VERSION}")
+        raise ValueError(f"[costs] schema is {reprlib.repr(fields.get('schema'))}, expected '{SCHEMA}'")
+    version = fields.get("version")
+    if version != VERSION or isinstance(version, bool):
+        raise ValueError(f"[costs] version is {reprlib.repr(version)}, expected {VERSION}")
     entries = _list(fields.get("layers"), "layers")
     if not entries:
         raise ValueError("[costs] layers is empty, expected at least one layer")
@@ -186,7 +210,7 @@ def parse(document: Any, source: str) -> CostSet:
     for index, entry in enumerate(entries):
         where = f"layers[{index}]"
         cost, trains = _layer(entry, where, ("count",))
-        count = _count(entry, where)
+        count = _count(entry, where, _MOST_LAYERS)
         layers += [cost] * count
         trainable += [trains] * count
     if "head" in fields:
@@ -197,17 +221,22 @@ def parse(document: Any, source: str) -> CostSet:
     for index, entry in enumerate(_list(fields.get("devices", []), "devices")):
         where = f"devices[{index}]"
         spec = _object(entry, where, ("count", "speed", "memory_bytes"))
-        speed = _number(spec.get("speed", 1.0), f"{where}.speed")
-        if speed <= 0:
-            raise ValueError(f"[costs] {where}.speed is {speed}, expected a number above 0")
-        devices += [(speed, int(_number(spec.get("memory_bytes", 0), f"{where}.memory_bytes")))] * _count(spec, where)
+        speed = _number(spec.get("speed", 1.0), f"{where}.speed", *_SPEEDS)
+        memory = _number(spec.get("memory_bytes", 0), f"{where}.memory_bytes", 0, _MOST_MEMORY_BYTES)
+        devices += [(float(speed), int(memory))] * _count(spec, where, MOST_DEVICES)
+    if len(devices) > MOST_DEVICES:
+        raise ValueError(f"[costs] devices are {len(devices)}, expected at most {MOST_DEVICES}")
+    stem = Path(source).stem
+    name = fields.get("name", stem if stem.isprintable() else "costs")
+    if not isinstance(name, str) or not name.isprintable() or len(name) > 200:
+        raise ValueError(f"[costs] name is {reprlib.repr(name)}, expected one line of at most 200 letters")
     return CostSet(
-        name=str(fields.get("name", Path(source).stem)),
+        name=name,
         layers=layers,
         first_backward_layer=trainable.index(True) if True in trainable else len(layers),
-        hop_latency_ms=_number(fields.get("hop_latency_ms", 0), "hop_latency_ms"),
+        hop_latency_ms=float(_number(fields.get("hop_latency_ms", 0), "hop_latency_ms", 0, _MOST_MS)),
         devices=devices,
-        rates={name: _number(fields[name], name) for name in _RATES if name in fields},
+        rates={name: _rate(fields[name], name) for name in _RATES if name in fields},
         stages=_stages(fields["baseline_stages"]) if "baseline_stages" in fields else None,
     )
 
@@ -217,7 +246,9 @@ def _object(value: Any, where: str, known: tuple[str, ...]) -> dict[str, Any]:
         raise ValueError(f"[costs] {where} is a {type(value).__name__}, expected an object")
     for name in value:
         if name not in known:
-            raise ValueError(f"[costs] {where} has an unknown field '{name}', expected one of {', '.join(known)}")
+            raise ValueError(
+                f"[costs] {where} has an unknown field {reprlib.repr(name)}, expected one of {', '.join(known)}"
+            )
     return value
 
 
@@ -227,16 +258,25 @@ def _list(value: Any, where: str) -> list[Any]:
     return value
 
 
-def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"[costs] {where} is {value!r}, expected a finite number that is not negative")
-    return float(value)
+def _number(value: Any, where: str, least: float, most: float) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise ValueError(f"[costs] {where} is {reprlib.repr(value)}, expected a number from {least:g} to {most:g}")
+    return value
 
 
-def _count(entry: dict[str, Any], where: str) -> int:
+def _rate(value: Any, where: str) -> float:
+    # 0 is a link without a limit.
+    return 0.0 if value == 0 and not isinstance(value, bool) else float(_number(value, where, *RATES_RANGE))
+
+
+def _most(field: str) -> float:
+    return _MOST_BYTES if field.endswith("_bytes") else _MOST_MS
+
+
+def _count(entry: dict[str, Any], where: str, most: int) -> int:
     count = entry.get("count", 1)
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 10_000:
-        raise ValueError(f"[costs] {where}.count is {count!r}, expected an integer of at least 1")
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= most:
+        raise ValueError(f"[costs] {where}.count is {reprlib.repr(count)}, expected a whole number from 1 to {most}")
     return count
 
 
@@ -247,12 +287,12 @@ def _layer(entry: Any, where: str, more: tuple[str, ...]) -> tuple[_core.LayerCo
             raise ValueError(f"[costs] {where}.{name} is missing, expected milliseconds of one microbatch")
     trains = fields.get("trainable", True)
     if not isinstance(trains, bool):
-        raise ValueError(f"[costs] {where}.trainable is {trains!r}, expected true or false")
+        raise ValueError(f"[costs] {where}.trainable is {reprlib.repr(trains)}, expected true or false")
     values: dict[str, Any] = {}
     for name in _LAYER_FIELDS:
         if name in fields:
-            number = _number(fields[name], f"{where}.{name}")
-            values[name] = int(number) if name.endswith("_bytes") else number
+            number = _number(fields[name], f"{where}.{name}", 0, _most(name))
+            values[name] = int(number) if name.endswith("_bytes") else float(number)
     values.setdefault("gradient_bytes", values.get("weight_bytes", 0) if trains else 0)
     return _core.LayerCost(**values), trains
 
@@ -262,8 +302,8 @@ def _stages(value: Any) -> _core.BaselineSizes:
     sizes = _core.BaselineSizes()
     for name in _SIZES:
         stages = _list(fields.get(name, []), f"baseline_stages.{name}")
-        if any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in stages):
-            raise ValueError(f"[costs] baseline_stages.{name} is {stages}, expected numbers of layers")
+        if any(isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= _MOST_LAYERS for n in stages):
+            raise ValueError(f"[costs] baseline_stages.{name} is {reprlib.repr(stages)}, expected numbers of layers")
         setattr(sizes, name, stages)
     return sizes
 

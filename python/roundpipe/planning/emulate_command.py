@@ -6,12 +6,17 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from roundpipe.command_options import After
-from roundpipe.planning.options import CostsArgument, PlanningOptions, require, schedules_in
+from roundpipe.planning.options import CostsArgument, PlanningOptions, print_table, require, schedules_in
+
+if TYPE_CHECKING:
+    from roundpipe import _core
+    from roundpipe.planning.emulation import Emulation
+    from roundpipe.planning.schedules import Impossible, Prediction, Request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +33,7 @@ class EmulateOptions(PlanningOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(1 <= self.steps <= 10_000, "steps", self.steps, "1 to 10000")
-        require(0 < self.time_scale <= 1000, "time-scale", self.time_scale, "a factor above 0")
+        require(1e-6 <= self.time_scale <= 1000, "time-scale", self.time_scale, "1e-06 to 1000")
 
 
 def emulate(options: EmulateOptions) -> None:
@@ -36,36 +41,76 @@ def emulate(options: EmulateOptions) -> None:
     from roundpipe.planning import emulation
     from roundpipe.planning.costs import load
     from roundpipe.planning.pictures import spans_of_records
-    from roundpipe.planning.schedules import NAMES, predict
+    from roundpipe.planning.schedules import NAMES, Impossible, each_possible
 
     request = emulation.scaled(options.request(load(options.costs)), options.time_scale)
-    rows, results = [], []
-    for name in schedules_in(options.schedule, NAMES):
-        prediction = predict(name, request)
-        with _progress(name, options.as_json) as report:
-            measured = emulation.emulate(prediction, request, options.steps, report)
-        ratio = measured.step_ms / prediction.step_ms
-        bubble = 100 * (1 - (1 - prediction.bubble_percent / 100) / ratio)
-        results.append(
-            {
-                "schedule": name,
-                "predicted_ms": prediction.step_ms,
-                "measured_ms": measured.step_ms,
-                "measured_over_predicted": ratio,
-                "predicted_bubble_percent": prediction.bubble_percent,
-                "measured_bubble_percent": bubble,
-            }
-        )
-        shown = [record for step in measured.records[-options.steps_shown :] for record in step]
-        title = f"{name}, measured: bubble {bubble:.1f} %, {measured.step_ms:,.0f} ms a step"
-        rows.append((title, spans_of_records(shown)))
+    names = schedules_in(options.schedule, NAMES, NAMES)
+    results = each_possible(names, lambda name: _measure(name, request, options))
+    measured = [result for result in results if not isinstance(result, Impossible)]
     head = options.document(request) | {"time_scale": options.time_scale, "steps": options.steps}
     if options.as_json:
-        typer.echo(json.dumps({**head, "schedules": results}, indent=2))
+        typer.echo(json.dumps({**head, "schedules": [result.document() for result in results]}, indent=2))
     else:
         title = f"{request.costs.name}: {options.setting(request)}, times x {options.time_scale:g}"
         _print_measured(title, results)
+    rows = [(entry.title, spans_of_records(entry.shown(options.steps_shown))) for entry in measured]
     options.write_pictures(rows, f"{request.costs.name}, {request.devices} devices, measured")
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A schedule's prediction beside what the engine took."""
+
+    prediction: Prediction
+    emulation: Emulation
+
+    @property
+    def bubble_percent(self) -> float:
+        work_ms = (1 - self.prediction.bubble_percent / 100) * self.prediction.step_ms
+        return 100 * max(0.0, 1 - work_ms / self.emulation.step_ms)
+
+    @property
+    def ratio(self) -> float | None:
+        return self.emulation.step_ms / self.prediction.step_ms if self.prediction.step_ms else None
+
+    @property
+    def title(self) -> str:
+        step_ms = self.emulation.step_ms
+        return f"{self.prediction.name}, measured: bubble {self.bubble_percent:.1f} %, {step_ms:,.0f} ms a step"
+
+    def shown(self, steps: int) -> list[_core.Record]:
+        """What the last steps executed."""
+        return [record for step in self.emulation.records[-steps:] for record in step]
+
+    def row(self) -> list[str]:
+        """The schedule's line of the table."""
+        return [
+            self.prediction.name,
+            f"{self.prediction.step_ms:,.1f}",
+            f"{self.emulation.step_ms:,.1f}",
+            "-" if self.ratio is None else f"{self.ratio:.4f}",
+            f"{self.bubble_percent:.2f}",
+        ]
+
+    def document(self) -> dict[str, Any]:
+        """The schedule for JSON."""
+        return {
+            "schedule": self.prediction.name,
+            "predicted_ms": self.prediction.step_ms,
+            "measured_ms": self.emulation.step_ms,
+            "measured_over_predicted": self.ratio,
+            "predicted_bubble_percent": self.prediction.bubble_percent,
+            "measured_bubble_percent": self.bubble_percent,
+        }
+
+
+def _measure(name: str, request: Request, options: EmulateOptions) -> _Measured:
+    from roundpipe.planning import emulation
+    from roundpipe.planning.schedules import predict
+
+    prediction = predict(name, request)
+    with _progress(name, options.as_json) as report:
+        return _Measured(prediction, emulation.emulate(prediction, request, options.steps, report))
 
 
 @contextmanager
@@ -78,20 +123,8 @@ def _progress(name: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _print_measured(title: str, results: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _print_measured(title: str, results: list[_Measured | Impossible]) -> None:
+    from roundpipe.planning.schedules import Impossible
 
-    table = Table(title=title, title_justify="left")
-    table.add_column("schedule")
-    for column in ("predicted ms", "measured ms", "measured / predicted", "bubble % measured"):
-        table.add_column(column, justify="right")
-    for result in results:
-        table.add_row(
-            result["schedule"],
-            f"{result['predicted_ms']:,.1f}",
-            f"{result['measured_ms']:,.1f}",
-            f"{result['measured_over_predicted']:.4f}",
-            f"{result['measured_bubble_percent']:.2f}",
-        )
-    Console().print(table)
+    columns = ["predicted ms", "measured ms", "measured / predicted", "bubble % measured"]
+    print_table(title, columns, [result if isinstance(result, Impossible) else result.row() for result in results])

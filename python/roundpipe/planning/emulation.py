@@ -13,9 +13,10 @@ from torch import nn
 
 import roundpipe
 from roundpipe import _core
-from roundpipe.planning.schedules import Prediction, Request
+from roundpipe.planning.schedules import ImpossibleScheduleError, Prediction, Request
 
 Progress = Callable[[int, int], None]
+_LONGEST_STEP_MS = 3_600_000
 # Who waits for an update in a synchronous step: the layer itself, the next step, or also the update for all gradients.
 Gate = Literal["layer", "step", "model"]
 
@@ -117,11 +118,29 @@ def emulate(
         warm_up: number of steps until the pipeline runs at its pace; not measured.
 
     Raises:
-        ValueError: the requested machine's devices differ, which virtual devices cannot.
+        ImpossibleScheduleError: the schedule cannot run asynchronously.
+        ValueError: the requested machine's devices differ, which virtual devices cannot; layers that do not train; or a
+            step that takes more than an hour.
     """
     speeds = {speed for speed, _ in request.costs.devices}
     if len(speeds) > 1:
         raise ValueError("[emulate] the devices differ in speed, expected equal ones: virtual devices cannot be slower")
+    if request.costs.first_backward_layer > 0:
+        raise ValueError(
+            f"[emulate] the first {request.costs.first_backward_layer} layers do not train, expected costs whose "
+            "layers all do: emulated layers always train"
+        )
+    recipe = prediction.plans[0]
+    splits_head = any(job.phase == "backward" and job.layers.last == recipe.layers for job in recipe.jobs)
+    if splits_head and request.mode == "async":
+        raise ImpossibleScheduleError(
+            f"[emulate] {prediction.name} takes its loss between the phases, expected --mode sync for it"
+        )
+    if prediction.step_ms > _LONGEST_STEP_MS:
+        raise ValueError(
+            f"[emulate] a step of {prediction.name} takes {prediction.step_ms:,.0f} ms in real time, expected at most "
+            f"{_LONGEST_STEP_MS:,} (an hour); pass a smaller --time-scale"
+        )
     way = links.options if links is not None else f"latency={request.costs.hop_latency_ms / 2:.6f}ms"
     roundpipe.devices(f"virtual:{request.devices},threads=1,{way}")
     model = roundpipe.RoundPipe(
@@ -145,9 +164,6 @@ def emulate(
     records: list[list[_core.Record]] = []
     pending: list[_core.ExecutionLog] = []
     plans = [prediction.plans[step % len(prediction.plans)] for step in range(count)]
-    splits_head = any(job.phase == "backward" and job.layers.last == plans[0].layers for job in plans[0].jobs)
-    if splits_head and request.mode == "async":
-        raise ValueError(f"[emulate] {prediction.name} takes its loss between the phases, expected --mode sync for it")
     try:
         if request.mode == "async":
             submitted: list[roundpipe.Pending] = []
@@ -182,7 +198,7 @@ def emulate(
         model.synchronize()
     progress(count, count)
     overlap = request.mode == "async" or update_ms is not None
-    return Emulation(step_ms=_pace(records[warm_up:], overlap), records=records)
+    return Emulation(step_ms=_pace(records, warm_up) if overlap else _median(records[warm_up:]), records=records)
 
 
 def _updater(model: roundpipe.RoundPipe, update_ms: Sequence[float] | None, gate: Gate) -> Callable[[bool], None]:
@@ -225,11 +241,14 @@ def _check(loss: torch.Tensor, batch: torch.Tensor) -> None:
         raise _core.RoundPipeError(f"[emulate] the loss is {loss.item()}, expected {batch.numel()}")
 
 
-def _pace(records: Sequence[Sequence[_core.Record]], overlap: bool) -> float:
-    if not overlap:
-        return statistics.median(max(r.end_ms for r in step) - min(r.start_ms for r in step) for step in records)
+def _median(records: Sequence[Sequence[_core.Record]]) -> float:
+    return statistics.median(max(r.end_ms for r in step) - min(r.start_ms for r in step) for step in records)
+
+
+def _pace(records: Sequence[Sequence[_core.Record]], warm_up: int) -> float:
     ends: list[float] = []
     for step in records:
         ends.append(max([*ends[-1:], *(record.end_ms for record in step)]))
-    # All steps count: the warm-up is already left out.
-    return statistics.linear_regression(range(len(ends)), ends).slope
+    # From where the warm-up ends, so that one step is enough.
+    measured = ends[max(0, warm_up - 1) :]
+    return statistics.linear_regression(range(len(measured)), measured).slope

@@ -110,11 +110,12 @@ def fit(request: Request, layers: Layers, memory: int, mode: _core.PlanMode = _c
                 best = found
             if best.fits:
                 return best
-            room = int(room * min(0.97, memory / found.device.total))
+            # 0 would be no limit.
+            room = max(1, int(room * min(0.97, memory / found.device.total)))
     room = memory
     while best is None:
         # Not even one layer fits: raise the limit above the memory, to report how much the layer takes.
-        room += room // 4
+        room += max(1, room // 4)
         best = _with_room(request, layers, "layer", room, memory, mode)
     return best
 

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import reprlib
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from roundpipe.files import first_lines
+from roundpipe.files import first_lines, read_json
 from roundpipe.planning.shapes import ModelShapes, make_model, measure
 
 Train = Literal["full", "lora"]
 LORA_RANK = 16
+# By a part of the field's name.
+_MOST = {"num_": 4096, "_size": 1 << 20}
 
 
 def is_model(source: str) -> bool:
     """Whether `source` is a folder, or a JSON file that configures a transformers model."""
     path = Path(source)
-    if path.is_dir():
-        return True
-    if path.suffix != ".json" or not path.is_file():
-        return False
     try:
-        document = json.loads(path.read_text())
+        if path.is_dir():
+            return True
+        if path.suffix != ".json" or not path.is_file():
+            return False
+        document = read_json(path, "plan", "a cost file")
     except (OSError, ValueError):
         return False  # the reader of cost files then reports the error
     return isinstance(document, dict) and "model_type" in document
@@ -39,9 +41,22 @@ def measure_folder(source: str, tokens: int, train: Train) -> ModelShapes:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"[plan] {path} has no config.json, expected the folder of a model of transformers")
+    document = read_json(file, "plan", "a configuration of transformers")
+    _refuse_huge(document, file)
     try:
         config = AutoConfig.from_pretrained(str(file), local_files_only=True)
-    except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"[plan] {file} is not a configuration of transformers: {first_lines(error)}") from error
-    model = make_model(config, LORA_RANK if train == "lora" else None)
-    return measure(model, tokens, (path if path.is_dir() else path.parent).resolve().name)
+        # Its validators, and the models themselves, raise errors of any type for a field that makes no sense.
+        model = make_model(config, LORA_RANK if train == "lora" else None)
+        return measure(model, tokens, (path if path.is_dir() else path.parent).resolve().name)
+    except Exception as error:
+        if str(error).startswith("["):
+            raise
+        raise ValueError(f"[plan] transformers makes no model of {file}: {first_lines(error)}") from error
+
+
+def _refuse_huge(document: Any, file: Path) -> None:
+    """Refuses numbers for which making the model would take hours, even without data."""
+    for field, value in document.items() if isinstance(document, dict) else ():
+        for part, most in _MOST.items():
+            if part in field and isinstance(value, int) and value > most:
+                raise ValueError(f"[plan] {field} in {file} is {reprlib.repr(value)}, expected at most {most}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -9,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from roundpipe.planning.costs import CostSet
     from roundpipe.planning.pictures import Span
-    from roundpipe.planning.schedules import Request
+    from roundpipe.planning.schedules import Impossible, Request
 
 CostsArgument = Annotated[
     str,
@@ -23,17 +25,67 @@ CostsArgument = Annotated[
     ),
 ]
 
+_LONGEST_SHOWN = 100
+_WIDEST_TABLE = 250
+_MOST_STEPS_SHOWN = 64
+
 
 def require(ok: bool, option: str, value: object, expected: str) -> None:
     """Raises a ValueError that names the option, unless `ok`."""
     if not ok:
-        raise ValueError(f"[options] --{option} is {value}, expected {expected}")
+        shown = str(value)
+        shown = shown if len(shown) <= _LONGEST_SHOWN else shown[:_LONGEST_SHOWN] + "..."
+        raise ValueError(f"[options] --{option} is {shown}, expected {expected}")
 
 
-def schedules_in(text: str, every: Iterable[str]) -> list[str]:
-    """The names in `--schedule`, which commas separate; "all" is `every`."""
+def schedules_in(text: str, known: Collection[str], every: Iterable[str]) -> list[str]:
+    """The names in `--schedule`, which commas separate and which are `known`; "all" is `every`."""
     names = [name.strip() for name in text.split(",")]
-    return list(every) if names == ["all"] else names
+    if names == ["all"]:
+        return list(every)
+    for place, name in enumerate(names):
+        if name not in known:
+            raise ValueError(f"[schedule] there is no schedule '{name}', expected one of {', '.join(known)} or all")
+        require(name not in names[:place], "schedule", text, f"{name} only once")
+    return names
+
+
+def require_files(paths: dict[str, Path | None]) -> None:
+    """Raises a ValueError, before any work is done, if an output cannot be written. `paths`: by option."""
+    seen: dict[Path, str] = {}
+    for option, path in paths.items():
+        if path is None:
+            continue
+        require(bool(path.name), option, f"'{path}'", "the path of a file")
+        # These also answer for a name that no file can have.
+        require(not os.path.isdir(path), option, path, "a file, not a folder")
+        require(os.path.isdir(path.parent), option, path, "a file in a folder that exists")
+        require(os.access(path.parent, os.W_OK | os.X_OK), option, path, "a file in a folder that can be written")
+        other = seen.setdefault(path.absolute(), option)
+        require(other == option, option, path, f"another file than --{other}")
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str] | Impossible]) -> None:
+    """Prints one line for each schedule; that of an impossible one says why."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(title), title_justify="left")
+    table.add_column("schedule")
+    for column in columns:
+        table.add_column(column, justify="right")
+    if not all(isinstance(row, list) for row in rows):
+        table.add_column("impossible because", no_wrap=True)
+    for row in rows:
+        if isinstance(row, list):
+            table.add_row(*row)
+        else:
+            table.add_row(row.name, *["-"] * len(columns), escape(row.reason))
+    console = Console()
+    # A reason stays on its line, however narrow the terminal is.
+    console.width = max(console.width, _WIDEST_TABLE)
+    console.print(table)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +127,19 @@ class PlanningOptions:
         require(self.mode in self.modes, "mode", self.mode, f"{', '.join(others)} or {last}")
         require(self.devices is None or 1 <= self.devices <= 1024, "devices", self.devices, "1 to 1024")
         require(1 <= self.microbatches <= 4096, "microbatches", self.microbatches, "1 to 4096")
-        require(self.max_traffic >= 0, "max-traffic", self.max_traffic, "0 (no limit) or more")
-        require(self.keep >= 1, "keep", self.keep, "at least 1")
-        require(self.effort is None or self.effort >= 0, "effort", self.effort, "0 or more")
+        traffic_ok = self.max_traffic >= 0 and math.isfinite(self.max_traffic)
+        require(traffic_ok, "max-traffic", self.max_traffic, "0 (no limit), or a finite number above it")
+        require(1 <= self.keep <= 10_000, "keep", self.keep, "1 to 10000")
+        require(self.effort is None or 0 <= self.effort <= 10**12, "effort", self.effort, "0 to 1000000000000")
+        require(
+            1 <= self.steps_shown <= _MOST_STEPS_SHOWN, "steps-shown", self.steps_shown, f"1 to {_MOST_STEPS_SHOWN}"
+        )
+        require_files(self.outputs)
+
+    @property
+    def outputs(self) -> dict[str, Path | None]:
+        """The files to write, by option."""
+        return {"png": self.png, "html": self.html, "trace": self.trace}
 
     def request(self, costs: CostSet) -> Request:
         """The schedule to plan."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from roundpipe import _core
-from roundpipe.files import write_text
+from roundpipe.files import replacing, write_text
 from roundpipe.model.pending import Pending
 from roundpipe.model.pipe import RoundPipe
 
@@ -24,6 +24,8 @@ COLOURS = {
 }
 
 
+# Height of a PNG; beyond twice as many, matplotlib refuses.
+_MOST_PIXELS = 30_000
 # Top and height in a device's row, as fractions of it; computation is drawn above the links.
 _COMPUTE = (0.0, 0.7)
 _PLACE = {"upload": (0.72, 0.13), "download": (0.87, 0.13)}
@@ -174,9 +176,8 @@ def write_png(path: Path, rows: Sequence[tuple[str, Sequence[Span]]]) -> None:
     legend = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in used]
     if legend:
         figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), fontsize=9, frameon=False)
-    temporary = path.with_name(path.name + ".part")
-    figure.savefig(temporary, dpi=200, format="png")
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=min(200, _MOST_PIXELS / figure.get_figheight()), format="png")
 
 
 _PAGE = """<!doctype html>

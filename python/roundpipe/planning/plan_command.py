@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from roundpipe.planning.shapes import ModelShapes
 
 _TOKENS = 8192
+_MOST_TOKENS = 1 << 24
 _TFLOPS = 100.0
 # Of the search, in the planner's microbatch visits, while only memory is asked for.
 _QUICK_EFFORT = 2_000_000
@@ -65,9 +66,13 @@ class PlanOptions(PlanningOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.tokens is None or self.tokens > 0, "tokens", self.tokens, "a number above 0")
+        require(self.tokens is None or 1 <= self.tokens <= _MOST_TOKENS, "tokens", self.tokens, f"1 to {_MOST_TOKENS}")
         require(self.train in (None, "full", "lora"), "train", self.train, "full or lora")
-        require(self.tflops is None or self.tflops > 0, "tflops", self.tflops, "a number above 0")
+        require(self.tflops is None or 1e-6 <= self.tflops <= 1e9, "tflops", self.tflops, "1e-06 to 1e+09")
+
+    @property
+    def outputs(self) -> dict[str, Path | None]:
+        return {**super().outputs, "save": self.save}
 
 
 def plan(options: PlanOptions) -> None:
@@ -96,7 +101,7 @@ def plan(options: PlanOptions) -> None:
         layers = fitting.layers_of_costs(costs)
     request = options.request(costs)
     plan_mode = _core.PlanMode.INFERENCE if inference else _core.PlanMode.FUSED
-    named = min((size for _, size in costs.devices), default=0)
+    named = min((size for _, size in costs.devices if size), default=0)
     capacity = named if options.memory is None else _core.parse_bytes(options.memory)
     found = fitting.fit(request, layers, capacity, plan_mode)
     best = found.choices[0]
@@ -184,7 +189,7 @@ def _print_choice(title: str, report: dict[str, Any], shapes: ModelShapes | None
     typer.echo(f"  limited by {report['limit']}")
     if "next_best" in report:
         other = report["next_best"]
-        slower = 100 * (other["step_ms"] / report["step_ms"] - 1)
+        slower = 100 * (other["step_ms"] / report["step_ms"] - 1) if report["step_ms"] else 0.0
         typer.echo(
             f"  next best  {other['summary']}: {slower:+.2f} % time, {other['traffic_ratio']:.2f} x traffic",
         )

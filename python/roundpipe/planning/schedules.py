@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 from roundpipe import _core
 from roundpipe.planning.costs import CostSet
+from roundpipe.planning.simulation_size import steps_to_simulate
 
 Mode = Literal["async", "sync"]
+T = TypeVar("T")
 NAMES = ("roundpipe", "published", "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "one-device")
 
 _BASELINES = {
@@ -21,8 +24,22 @@ _BASELINES = {
 }
 # Finalists are compared over fewer steps when every byte is simulated, because that takes longer.
 _RANKING_STEPS = 25
-# Asynchronous steps until their pace is steady; the pace is measured over the second half.
-_STEPS = 193
+
+
+class ImpossibleScheduleError(ValueError):
+    """A schedule to compare with does not exist for the sizes of a request; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Impossible:
+    """A schedule that does not exist for the sizes of a request, and why."""
+
+    name: str
+    reason: str
+
+    def document(self) -> dict[str, Any]:
+        """The schedule for JSON."""
+        return {"schedule": self.name, "impossible": self.reason}
 
 
 @dataclasses.dataclass
@@ -155,9 +172,14 @@ def _without_recompute(cost: _core.LayerCost) -> _core.LayerCost:
 
 def timeline_of(choice: _core.PlanChoice, request: Request) -> tuple[_core.Timeline, list[_core.Plan]]:
     """Simulates a choice: one synchronous step, or asynchronous ones to the steady state."""
-    placer = _core.Placer(choice.recipe, request.costs.layers, request.cluster, request.rules())
-    plans = [placer.next() for _ in range(_STEPS if request.mode == "async" else 1)]
+    plans = _placed(choice, request)
     return _core.simulate(plans, request.costs.layers, request.cluster, request.rules()), plans
+
+
+def _placed(choice: _core.PlanChoice, request: Request) -> list[_core.Plan]:
+    placer = _core.Placer(choice.recipe, request.costs.layers, request.cluster, request.rules())
+    first = placer.next()
+    return [first, *(placer.next() for _ in range(steps_to_simulate(request, first) - 1))]
 
 
 def _percent(bubble: float) -> float:
@@ -177,15 +199,13 @@ def _over_links(plans: list[_core.Plan], request: Request) -> _core.LinkTimeline
 
 
 def _predict_over_links(name: str, request: Request) -> Prediction:
-    steps = _STEPS if request.mode == "async" else 1
     choice: _core.PlanChoice | None = None
     runners_up: list[_core.PlanChoice] = []
     if name == "roundpipe":
         # The order of the finalists can change when every byte counts.
         ranked: list[tuple[float, int, _core.PlanChoice, list[_core.Plan]]] = []
         for candidate in choose(request):
-            placer = _core.Placer(candidate.recipe, request.costs.layers, request.cluster, request.rules())
-            plans = [placer.next() for _ in range(steps)]
+            plans = _placed(candidate, request)
             step_ms = _over_links(plans[:_RANKING_STEPS], request).timeline.steady_step_ms
             ranked.append((step_ms, len(ranked), candidate, plans))
         ranked.sort(key=lambda entry: entry[:2])
@@ -194,10 +214,7 @@ def _predict_over_links(name: str, request: Request) -> Prediction:
         runners_up = [entry[2] for entry in ranked[1:]]
         traffic = choice.traffic
     elif name == "published":
-        plans, first = [], 0
-        for _ in range(steps):
-            plans.append(_baseline(name, request, first))
-            first = (first + len(plans[-1].jobs)) % request.devices
+        plans = _baselines(name, request)
         links = _over_links(plans, request)
         traffic = _core.traffic_ratio(plans[0], request.costs.layers)
     else:
@@ -218,7 +235,24 @@ def _predict_over_links(name: str, request: Request) -> Prediction:
     )
 
 
+def _baselines(name: str, request: Request) -> list[_core.Plan]:
+    """A plan for each step; the published one begins on the device after the last step's."""
+    try:
+        plans = [_baseline(name, request, 0)]
+        steps = steps_to_simulate(request, plans[0])
+    except ValueError as error:
+        raise ImpossibleScheduleError(str(error)) from None
+    turn = len(plans[0].jobs) if name == "published" else 0
+    for step in range(1, steps):
+        plans.append(_baseline(name, request, turn * step % request.devices) if turn else plans[0])
+    return plans
+
+
 def _baseline(name: str, request: Request, first_device: int) -> _core.Plan:
+    if len(request.costs.layers) == 1 and name not in ("published", "one-device"):
+        raise ValueError(
+            f"[schedule] {name} puts the layers below the head on the devices, expected at least two layers"
+        )
     sizes = request.costs.stages
     if sizes is None or len(sizes.pipeline) != request.devices:
         sizes = _core.default_sizes(request.costs.layers, request.devices)
@@ -233,10 +267,14 @@ def _baseline(name: str, request: Request, first_device: int) -> _core.Plan:
 
 
 def predict(name: str, request: Request) -> Prediction:
-    """Simulates the schedule of that name, one of `NAMES`."""
+    """Simulates the schedule of that name, one of `NAMES`.
+
+    Raises:
+        ImpossibleScheduleError: the schedule to compare with does not exist for these sizes.
+        ValueError: our planner finds no plan within the request's limits.
+    """
     if request.links is not None:
         return _predict_over_links(name, request)
-    steps = _STEPS if request.mode == "async" else 1
     choice, runners_up = None, []
     rules, costs = request.rules(), request.costs.layers
     if name == "roundpipe":
@@ -251,12 +289,7 @@ def predict(name: str, request: Request) -> Prediction:
         )
         if not request.through_engine:
             costs = [*costs[:-1], _without_recompute(costs[-1])]
-        plans, first = [], 0
-        for _ in range(steps):
-            plan = _baseline(name, request, first)
-            if name == "published":
-                first = (first + len(plan.jobs)) % request.devices
-            plans.append(plan)
+        plans = _baselines(name, request)
         traffic = _core.traffic_ratio(plans[0], request.costs.layers) if name == "published" else 0.0
         timeline = _core.simulate(plans, costs, request.cluster, rules)
     else:
@@ -271,3 +304,20 @@ def predict(name: str, request: Request) -> Prediction:
         choice=choice,
         runners_up=runners_up,
     )
+
+
+def each_possible(names: Sequence[str], work: Callable[[str], T]) -> list[T | Impossible]:
+    """What `work` returns for every name, and the reason for those that are impossible.
+
+    Raises:
+        ImpossibleScheduleError: every one is.
+    """
+    results: list[T | Impossible] = []
+    for name in names:
+        try:
+            results.append(work(name))
+        except ImpossibleScheduleError as error:
+            results.append(Impossible(name, str(error).partition("] ")[2]))
+            if len(results) == len(names) and all(isinstance(result, Impossible) for result in results):
+                raise
+    return results

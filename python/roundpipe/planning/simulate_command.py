@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from roundpipe.command_options import After
-from roundpipe.planning.options import CostsArgument, PlanningOptions, require, schedules_in
+from roundpipe.planning.options import CostsArgument, PlanningOptions, print_table, require, schedules_in
 
 if TYPE_CHECKING:
     from roundpipe.planning.pictures import Span
-    from roundpipe.planning.schedules import Prediction
+    from roundpipe.planning.schedules import Impossible, Prediction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +47,14 @@ class SimulateOptions(PlanningOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.update_rate >= 0, "update-rate", self.update_rate, "0 (at once) or more")
+        rate_ok = self.update_rate == 0 or 1e-6 <= self.update_rate <= 1e9
+        require(rate_ok, "update-rate", self.update_rate, "0 (at once), or 1e-06 to 1e+09")
 
 
 def simulate(options: SimulateOptions) -> None:
     """Predict what a step takes, with our planner's schedule and with those of other systems."""
     from roundpipe.planning.costs import load
-    from roundpipe.planning.schedules import NAMES, predict
+    from roundpipe.planning.schedules import NAMES, Impossible, each_possible, predict
 
     request = options.request(load(options.costs))
     request.published_rule = options.published_rule
@@ -62,14 +63,13 @@ def simulate(options: SimulateOptions) -> None:
         request.links = request.costs.cluster(request.devices, with_links=True)
         request.update_gb_per_s = options.update_rate
         every = ["roundpipe", "published"]
-    elif request.microbatches % request.devices:
-        every.remove("interleaved-1f1b")  # it needs a multiple of the devices
-    predictions = [predict(name, request) for name in schedules_in(options.schedule, every)]
+    results = each_possible(schedules_in(options.schedule, NAMES, every), lambda name: predict(name, request))
+    predictions = [result for result in results if not isinstance(result, Impossible)]
     if options.as_json:
-        schedules = [prediction.document() for prediction in predictions]
+        schedules = [result.document() for result in results]
         typer.echo(json.dumps({**options.document(request), "schedules": schedules}, indent=2))
     else:
-        _print_table(f"{request.costs.name}: {options.setting(request)}", predictions)
+        _print_table(f"{request.costs.name}: {options.setting(request)}", results)
     options.write_pictures(
         [(_title(p), _spans(p, options.steps_shown)) for p in predictions],
         f"{request.costs.name}, {options.setting(request)}",
@@ -87,19 +87,16 @@ def _spans(prediction: Prediction, steps: int) -> list[Span]:
     return spans if prediction.links is None else spans + spans_of_transfers(prediction.links, range(steps))
 
 
-def _print_table(title: str, predictions: list[Prediction]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _print_table(title: str, results: list[Prediction | Impossible]) -> None:
+    from roundpipe.planning.schedules import Impossible
 
-    table = Table(title=title, title_justify="left")
-    table.add_column("schedule")
-    for column in ("step ms", "bubble %", "weight traffic"):
-        table.add_column(column, justify="right")
-    for prediction in predictions:
-        traffic = f"{prediction.traffic_ratio:.2f} x" if prediction.traffic_ratio else "stays"
-        table.add_row(prediction.name, f"{prediction.step_ms:,.1f}", f"{prediction.bubble_percent:.2f}", traffic)
-    console = Console()
-    console.print(table)
-    for prediction in predictions:
-        if prediction.choice is not None:
-            console.print(f"{prediction.name}: {prediction.choice.cut}", highlight=False, soft_wrap=True)
+    rows = [result if isinstance(result, Impossible) else _row(result) for result in results]
+    print_table(title, ["step ms", "bubble %", "weight traffic"], rows)
+    for result in results:
+        if not isinstance(result, Impossible) and result.choice is not None:
+            typer.echo(f"{result.name}: {result.choice.cut}")
+
+
+def _row(prediction: Prediction) -> list[str]:
+    traffic = f"{prediction.traffic_ratio:.2f} x" if prediction.traffic_ratio else "stays"
+    return [prediction.name, f"{prediction.step_ms:,.1f}", f"{prediction.bubble_percent:.2f}", traffic]

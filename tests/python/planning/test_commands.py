@@ -239,7 +239,7 @@ def test_a_bad_cost_file_is_refused_by_field(changes: dict[str, Any], message: s
         (["simulate", "qwen3-1.7b", "--links", "--schedule", "gpipe"], "--links does not know 'gpipe'"),
         (["simulate", "qwen3-1.7b", "--links", "--update-rate", "-1"], "--update-rate is -1"),
         (["plan", "qwen3-1.7b", "--max-traffic", "0.2"], "max_traffic is 0.2"),
-        (["plan", "qwen3-1.7b", "--save", "/no/such/folder/plan.json"], "cannot write"),
+        (["plan", "qwen3-1.7b", "--save", "/no/such/folder/plan.json"], "--save is /no/such/folder"),
         (["emulate", "qwen3-1.7b", "--time-scale", "0"], "--time-scale is 0"),
     ],
 )
