@@ -202,7 +202,6 @@ def search(
     effort: int = ...,
     seed: int = ...,
 ) -> list[PlanChoice]: ...
-
 def search_links(
     costs: list[LayerCost],
     cluster: Cluster,

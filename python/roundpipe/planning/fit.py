@@ -9,7 +9,7 @@ from roundpipe import _core
 from roundpipe.call.run_config import GRAINS, RecomputeGrain
 from roundpipe.memory.prediction import DeviceMemory, predict_device
 from roundpipe.planning.costs import CostSet
-from roundpipe.planning.schedules import Request, choose
+from roundpipe.planning.schedules import Request, choose, placed
 from roundpipe.planning.shapes import ModelShapes
 
 # Steps that a prediction follows: each step assigns devices again.
@@ -137,13 +137,13 @@ def _with_room(
         for cost, footprint in zip(request.costs.layers, layers.footprints, strict=True)
     ]
     costs = dataclasses.replace(request.costs, layers=kept)
-    asked = dataclasses.replace(request, costs=costs, cluster=costs.cluster(request.devices, room))
+    links = None if request.links is None else costs.cluster(request.devices, room, with_links=True)
+    asked = dataclasses.replace(request, costs=costs, cluster=costs.cluster(request.devices, room), links=links)
     try:
         choices = choose(asked, mode)
     except _core.LayerTooLargeError:
         return None
-    placer = _core.Placer(choices[0].recipe, kept, asked.cluster, asked.rules())
-    plans = [placer.next() for _ in range(_STEPS)]
+    plans = placed(choices[0], asked, _STEPS)
     # The labels are counted with the last layer's inputs.
     sizes = _core.StepSizes(layers.sizes, layers.footprints, GRAINS[grain], label_bytes=0)
     device = predict_device(plans, sizes, cap_bytes=memory)

@@ -22,8 +22,6 @@ _BASELINES = {
     "looped-bfs": _core.Baseline.LOOPED_BFS,
     "one-device": _core.Baseline.ONE_DEVICE,
 }
-# Finalists are compared over fewer steps when every byte is simulated, because that takes longer.
-_RANKING_STEPS = 25
 
 
 class ImpossibleScheduleError(ValueError):
@@ -150,20 +148,21 @@ def _stages(stages: list[_core.CutStage]) -> list[dict[str, Any]]:
 
 
 def choose(request: Request, mode: _core.PlanMode = _core.PlanMode.FUSED) -> list[_core.PlanChoice]:
-    """The planner's choices, best first."""
-    return _core.search(
-        request.costs.layers,
-        request.cluster,
-        microbatches=request.microbatches,
-        mode=mode,
-        rules=request.rules(),
-        first_backward_layer=request.costs.first_backward_layer,
-        max_traffic=request.max_traffic,
-        replicas=request.replicas,
-        interleave=request.interleave,
-        max_fused_layers=request.keep_layers,
-        effort=_core.SEARCH_EFFORT if request.effort is None else request.effort,
-    )
+    """The planner's choices, best first; with links, rated by the simulation of every byte."""
+    limits: dict[str, Any] = {
+        "microbatches": request.microbatches,
+        "mode": mode,
+        "rules": request.rules(),
+        "first_backward_layer": request.costs.first_backward_layer,
+        "max_traffic": request.max_traffic,
+        "replicas": request.replicas,
+        "interleave": request.interleave,
+        "max_fused_layers": request.keep_layers,
+        "effort": _core.SEARCH_EFFORT if request.effort is None else request.effort,
+    }
+    if request.links is None:
+        return _core.search(request.costs.layers, request.cluster, **limits)
+    return _core.search_links(request.costs.layers, request.links, **limits, update_gb_per_s=request.update_gb_per_s)
 
 
 def _without_recompute(cost: _core.LayerCost) -> _core.LayerCost:
@@ -172,14 +171,20 @@ def _without_recompute(cost: _core.LayerCost) -> _core.LayerCost:
 
 def timeline_of(choice: _core.PlanChoice, request: Request) -> tuple[_core.Timeline, list[_core.Plan]]:
     """Simulates a choice: one synchronous step, or asynchronous ones to the steady state."""
-    plans = _placed(choice, request)
+    plans = placed(choice, request, steps_to_simulate(request, choice.recipe))
+    if request.links is not None:
+        return _over_links(plans, request).timeline, plans
     return _core.simulate(plans, request.costs.layers, request.cluster, request.rules()), plans
 
 
-def _placed(choice: _core.PlanChoice, request: Request) -> list[_core.Plan]:
+def placed(choice: _core.PlanChoice, request: Request, steps: int) -> list[_core.Plan]:
+    """A choice with devices, one plan a step."""
+    if request.links is not None:
+        return _core.place_over_links(
+            choice.recipe, request.costs.layers, request.links, rules=request.rules(), steps=steps
+        )
     placer = _core.Placer(choice.recipe, request.costs.layers, request.cluster, request.rules())
-    first = placer.next()
-    return [first, *(placer.next() for _ in range(steps_to_simulate(request, first) - 1))]
+    return [placer.next() for _ in range(steps)]
 
 
 def _percent(bubble: float) -> float:
@@ -202,16 +207,9 @@ def _predict_over_links(name: str, request: Request) -> Prediction:
     choice: _core.PlanChoice | None = None
     runners_up: list[_core.PlanChoice] = []
     if name == "roundpipe":
-        # The order of the finalists can change when every byte counts.
-        ranked: list[tuple[float, int, _core.PlanChoice, list[_core.Plan]]] = []
-        for candidate in choose(request):
-            plans = _placed(candidate, request)
-            step_ms = _over_links(plans[:_RANKING_STEPS], request).timeline.steady_step_ms
-            ranked.append((step_ms, len(ranked), candidate, plans))
-        ranked.sort(key=lambda entry: entry[:2])
-        _, _, choice, plans = ranked[0]
+        choice, *runners_up = choose(request)
+        plans = placed(choice, request, steps_to_simulate(request, choice.recipe))
         links = _over_links(plans, request)
-        runners_up = [entry[2] for entry in ranked[1:]]
         traffic = choice.traffic
     elif name == "published":
         plans = _baselines(name, request)
