@@ -117,6 +117,7 @@ class LinkSearch {
     choice.cut = cut;
     choice.recipe = schedule::to_recipe(cut, sums_, devices_, options_.plan);
     choice.traffic = schedule::traffic_ratio(choice.recipe, sums_);
+    choice.rating.work_ms = schedule::Placer(choice.recipe, costs_, hops_, options_.rules).work_ms();
     return choice;
   }
 
@@ -134,9 +135,10 @@ class LinkSearch {
 
   void add_greedy() {
     const Cut greedy = schedule::to_cut(schedule::greedy_stages(costs_, devices_, options_.plan));
-    PlanChoice choice = choice_of(schedule::limited_cut(greedy, sums_.layers(), options_));
-    if (options_.max_traffic > 0 && choice.traffic > options_.max_traffic) return;
-    if (fits(choice.cut)) add(std::move(choice));
+    const Cut cut = schedule::limited_cut(greedy, sums_.layers(), options_);
+    if (!fits(cut)) return;
+    PlanChoice choice = choice_of(cut);
+    if (options_.max_traffic == 0 || choice.traffic <= options_.max_traffic) add(std::move(choice));
   }
 
   bool fits(const Cut& cut) const {

@@ -177,6 +177,10 @@ TEST_CASE("link search: within 2 % of the best even cut, and never worse than th
       options.effort = 20'000'000;
       const std::vector<PlanChoice> found = search_links(of.costs, of.cluster, options, rules);
       const double chosen_ms = step_ms(found.front().recipe, of, rules, kManySteps);
+      double work_ms = 0;
+      for (const LayerCost& cost : of.costs) work_ms += of.microbatches * (2 * cost.forward_ms + cost.backward_ms);
+      work_ms -= of.microbatches * of.costs.back().forward_ms;  // the head's values are kept
+      for (const PlanChoice& choice : found) CHECK(choice.rating.work_ms == doctest::Approx(work_ms));
       CHECK(found.front().rating.step_ms == doctest::Approx(chosen_ms).epsilon(0.01));
       CHECK(chosen_ms <= 1.02 * best_of_family(of, rules));
       const int devices = static_cast<int>(of.cluster.devices.size());
