@@ -43,8 +43,10 @@ def emulate(options: EmulateOptions) -> None:
     from roundpipe.planning.pictures import spans_of_records
     from roundpipe.planning.schedules import NAMES, Impossible, each_possible
 
-    request = emulation.scaled(options.request(load(options.costs)), options.time_scale)
+    asked = options.request(load(options.costs))
+    request = emulation.scaled(asked, options.time_scale, memory_bytes=options.memory_bytes())
     names = schedules_in(options.schedule, NAMES, NAMES)
+    options.refuse_planner_options(names)
     results = each_possible(names, lambda name: _measure(name, request, options))
     measured = [result for result in results if not isinstance(result, Impossible)]
     head = options.document(request) | {"time_scale": options.time_scale, "steps": options.steps}

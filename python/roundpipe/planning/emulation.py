@@ -66,10 +66,10 @@ class Links:
         return options if self.priorities else options + ",fifo"
 
 
-def scaled(request: Request, factor: float, size_factor: float = 1.0) -> Request:
+def scaled(request: Request, factor: float, size_factor: float = 1.0, memory_bytes: int | None = None) -> Request:
     """Multiplies every time, and sets the engine's own rules: all values hop, the head is recomputed.
 
-    `size_factor` multiplies all bytes.
+    `size_factor` multiplies all bytes of the layers; `memory_bytes` is of each device, None takes that of the costs.
     """
     costs = dataclasses.replace(
         request.costs,
@@ -89,7 +89,7 @@ def scaled(request: Request, factor: float, size_factor: float = 1.0) -> Request
     return dataclasses.replace(
         request,
         costs=costs,
-        cluster=costs.cluster(request.devices),
+        cluster=costs.cluster(request.devices, memory_bytes),
         through_engine=True,
         interleave=False,
         published_rule=False,

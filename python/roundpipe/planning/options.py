@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from dataclasses import dataclass
@@ -135,20 +136,43 @@ class PlanningOptions:
             1 <= self.steps_shown <= _MOST_STEPS_SHOWN, "steps-shown", self.steps_shown, f"1 to {_MOST_STEPS_SHOWN}"
         )
         require_files(self.outputs)
+        if self.png is None and self.html is None and self.trace is None:
+            self.refuse(["steps_shown"], "a picture: --png, --html or --trace")
+
+    def refuse(self, fields: Iterable[str], needs: str) -> None:
+        """Raises a ValueError for the first of these options that was given: they have no effect without `needs`."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for field in fields:
+            value = getattr(self, field)
+            if value != defaults[field]:
+                option = "no-" + field if value is False else field.replace("_", "-")
+                raise ValueError(
+                    f"[options] --{option} has no effect here, expected it only with {needs}; leave it out"
+                )
+
+    def refuse_planner_options(self, schedules: Collection[str]) -> None:
+        """Raises a ValueError if an option of our planner was given, but its schedule is not among these."""
+        if "roundpipe" not in schedules:
+            self.refuse(["max_traffic", "memory", "keep", "replicas", "effort"], "roundpipe in --schedule")
 
     @property
     def outputs(self) -> dict[str, Path | None]:
         """The files to write, by option."""
         return {"png": self.png, "html": self.html, "trace": self.trace}
 
+    def memory_bytes(self) -> int | None:
+        """Memory of each device; None: that of the costs."""
+        from roundpipe import _core
+
+        return None if self.memory is None else _core.parse_bytes(self.memory)
+
     def request(self, costs: CostSet) -> Request:
         """The schedule to plan."""
-        from roundpipe import _core
         from roundpipe.planning.schedules import Request
 
         return Request(
             costs=costs,
-            cluster=costs.cluster(self.devices, None if self.memory is None else _core.parse_bytes(self.memory)),
+            cluster=costs.cluster(self.devices, self.memory_bytes()),
             microbatches=self.microbatches,
             mode="sync" if self.mode == "sync" else "async",
             max_traffic=self.max_traffic,

@@ -68,6 +68,8 @@ class PlanOptions(PlanningOptions):
         super().__post_init__()
         require(self.tokens is None or 1 <= self.tokens <= _MOST_TOKENS, "tokens", self.tokens, f"1 to {_MOST_TOKENS}")
         require(self.train in (None, "full", "lora"), "train", self.train, "full or lora")
+        if self.mode == "inference":
+            self.refuse(["host_memory", "keep"], "--mode async or sync")
         require(self.tflops is None or 1e-6 <= self.tflops <= 1e9, "tflops", self.tflops, "1e-06 to 1e+09")
 
     @property
@@ -94,15 +96,14 @@ def plan(options: PlanOptions) -> None:
         costs = fitting.costs_of_shapes(shapes, _TFLOPS if options.tflops is None else options.tflops)
         layers = fitting.layers_of_shapes(shapes)
     else:
-        for option in ("tokens", "train", "tflops"):
-            value = getattr(options, option)
-            require(value is None, option, value, "none: costs are for their own batch")
+        options.refuse(["tokens", "train", "tflops"], "a model's folder, because costs are for their own batch")
         costs = load(options.model)
         layers = fitting.layers_of_costs(costs)
     request = options.request(costs)
     plan_mode = _core.PlanMode.INFERENCE if inference else _core.PlanMode.FUSED
     named = min((size for _, size in costs.devices if size), default=0)
-    capacity = named if options.memory is None else _core.parse_bytes(options.memory)
+    memory = options.memory_bytes()
+    capacity = named if memory is None else memory
     found = fitting.fit(request, layers, capacity, plan_mode)
     best = found.choices[0]
     report = options.document(request) | describe_choice(best, found.choices[1:])

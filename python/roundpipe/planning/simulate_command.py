@@ -49,6 +49,8 @@ class SimulateOptions(PlanningOptions):
         super().__post_init__()
         rate_ok = self.update_rate == 0 or 1e-6 <= self.update_rate <= 1e9
         require(rate_ok, "update-rate", self.update_rate, "0 (at once), or 1e-06 to 1e+09")
+        if not self.links:
+            self.refuse(["update_rate"], "--links")
 
 
 def simulate(options: SimulateOptions) -> None:
@@ -63,7 +65,11 @@ def simulate(options: SimulateOptions) -> None:
         request.links = request.costs.cluster(request.devices, with_links=True)
         request.update_gb_per_s = options.update_rate
         every = ["roundpipe", "published"]
-    results = each_possible(schedules_in(options.schedule, NAMES, every), lambda name: predict(name, request))
+    names = schedules_in(options.schedule, NAMES, every)
+    options.refuse_planner_options(names)
+    if options.links or "published" not in names:
+        options.refuse(["published_rule"], "published in --schedule and without --links")
+    results = each_possible(names, lambda name: predict(name, request))
     predictions = [result for result in results if not isinstance(result, Impossible)]
     if options.as_json:
         schedules = [result.document() for result in results]

@@ -274,16 +274,50 @@ def test_stages_of_another_model_are_a_line_of_the_table(tmp_path: Path) -> None
     stages = {"pipeline": [9, 9], "chunks": [1, 1, 1], "forward": [3], "backward": [3]}
     path = write_costs(tmp_path / "costs.json", baseline_stages=stages)
     picture = tmp_path / "x.html"
-    output = run("simulate", path, "--schedule", "1f1b,published,looped-bfs", "--html", str(picture), *QUICK)
+    output = run("simulate", path, "--schedule", "1f1b,published,looped-bfs", "--html", str(picture), *QUICK[2:])
     assert "pipeline has 18 layers, expected the 3 below the head" in output
     assert "chunks has 3 stages, expected a multiple of the 2 devices" in output
     assert picture.read_text().count("<svg") == 1
-    assert "pipeline has 18 layers" in refused("simulate", path, "--schedule", "1f1b", *QUICK)
+    assert "pipeline has 18 layers" in refused("simulate", path, "--schedule", "1f1b", *QUICK[2:])
 
 
 def test_a_schedule_that_cannot_run_asynchronously_is_a_line_of_the_table(tmp_path: Path) -> None:
     path = write_costs(tmp_path / "costs.json")
-    options = ("--steps", "1", "--time-scale", "0.1", "--schedule", "gpipe,1f1b", *QUICK)
+    options = ("--steps", "1", "--time-scale", "0.1", "--schedule", "gpipe,1f1b", *QUICK[2:])
     assert "expected --mode sync" in run("emulate", path, *options)
     entries = json.loads(run("emulate", path, *options, "--json"))["schedules"]
     assert "expected --mode sync" in entries[0]["impossible"] and entries[1]["measured_ms"] > 0
+
+
+# --- options without effect ---
+
+
+def test_emulate_keeps_to_the_memory(tmp_path: Path) -> None:
+    message = refused("emulate", write_costs(tmp_path / "costs.json"), "--memory", "1B", "--schedule", "roundpipe")
+    assert "bytes on a device, expected at most the largest device's 1" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "needs"),
+    [
+        (["simulate", "--update-rate", "2"], "--update-rate", "--links"),
+        (["simulate", "--steps-shown", "3"], "--steps-shown", "a picture"),
+        (["emulate", "--steps-shown", "3"], "--steps-shown", "a picture"),
+        (["plan", "--steps-shown", "3"], "--steps-shown", "a picture"),
+        (["simulate", "--published-rule", "--schedule", "gpipe"], "--published-rule", "published in --schedule"),
+        (["simulate", "--published-rule", "--links"], "--published-rule", "without --links"),
+        (["simulate", "--schedule", "gpipe", "--keep", "2"], "--keep", "roundpipe in --schedule"),
+        (["simulate", "--schedule", "gpipe", "--no-replicas"], "--no-replicas", "roundpipe in --schedule"),
+        (["simulate", "--schedule", "1f1b", "--memory", "24GB"], "--memory", "roundpipe in --schedule"),
+        (["emulate", "--schedule", "1f1b", "--max-traffic", "2"], "--max-traffic", "roundpipe in --schedule"),
+        (["emulate", "--schedule", "1f1b", "--effort", "2"], "--effort", "roundpipe in --schedule"),
+        (["plan", "--mode", "inference", "--host-memory", "1GB"], "--host-memory", "--mode async or sync"),
+        (["plan", "--mode", "inference", "--keep", "2"], "--keep", "--mode async or sync"),
+        (["plan", "--tokens", "5"], "--tokens", "a model's folder"),
+        (["plan", "--train", "lora"], "--train", "a model's folder"),
+        (["plan", "--tflops", "5"], "--tflops", "a model's folder"),
+    ],
+)
+def test_options_without_effect_are_refused_by_name(arguments: list[str], option: str, needs: str) -> None:
+    message = refused(*arguments, "qwen3-1.7b")
+    assert message.startswith(f"[options] {option} has no effect here") and needs in message
