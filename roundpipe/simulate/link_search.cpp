@@ -35,6 +35,8 @@ constexpr std::int64_t kRefineVisits = 150'000;
 constexpr std::int64_t kFinalVisits = 100'000;
 constexpr int kFewestSteps = 5, kMostSteps = 25;         // to compare plans
 constexpr int kFewestFinalSteps = 13, kFinalSteps = 49;  // to rate the last few
+constexpr std::int64_t kReportVisits = 400'000;
+constexpr int kReportSteps = 193;  // of the plan that is chosen
 constexpr int kClockedSteps = 9;
 constexpr double kMostInterleave = 1.5;
 
@@ -95,6 +97,8 @@ class LinkSearch {
     settle_ties();
     std::vector<PlanChoice> choices;
     for (Candidate& candidate : pool_) choices.push_back(std::move(candidate.choice));
+    const std::int64_t affordable = kReportVisits / visits_of(choices.front());
+    simulate(choices.front(), static_cast<int>(std::clamp<std::int64_t>(affordable, kFinalSteps, kReportSteps)));
     choices.front().limit = limit_of(choices.front());
     return choices;
   }
@@ -295,8 +299,12 @@ class LinkSearch {
   // Rates a choice by the simulated links.
   void simulate(PlanChoice& choice, int steps) const {
     const Timeline timeline = simulated(choice, cluster_, rules_, steps);
-    choice.rating.step_ms = choice.score_ms = timeline.steady_step_ms;
-    choice.rating.bubble = timeline.steady_bubble;
+    double speeds = 0;
+    for (const schedule::ClusterDevice& device : cluster_.devices) speeds += device.speed;
+    // The pace of a few steps is a fit, which may come out faster than their work.
+    const double least_ms = choice.rating.work_ms / speeds;
+    choice.rating.step_ms = choice.score_ms = std::max(timeline.steady_step_ms, least_ms);
+    choice.rating.bubble = choice.rating.step_ms > 0 ? 1 - least_ms / choice.rating.step_ms : 0;
   }
 
   void simulate_all(int steps) {

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from roundpipe.command_options import After
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
@@ -207,3 +209,33 @@ class PlanningOptions:
         for path in (self.png, self.html, self.trace):
             if path is not None:
                 typer.echo(f"wrote {path}", err=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkOptions(PlanningOptions):
+    """Options of the commands that can count every byte."""
+
+    links: Annotated[
+        bool,
+        typer.Option("--links", help="Simulate every byte over the cost file's links, not a fixed hop latency."),
+        After("replicas"),
+    ] = False
+    update_rate: Annotated[
+        float,
+        typer.Option(help="With --links: GB of weights that the host's optimizer updates per second; 0 = at once."),
+        After("links"),
+    ] = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rate_ok = self.update_rate == 0 or 1e-6 <= self.update_rate <= 1e9
+        require(rate_ok, "update-rate", self.update_rate, "0 (at once), or 1e-06 to 1e+09")
+        if not self.links:
+            self.refuse(["update_rate"], "--links")
+
+    def request(self, costs: CostSet) -> Request:
+        request = super().request(costs)
+        if self.links:
+            request.links = costs.cluster(self.devices, self.memory_bytes(), with_links=True)
+            request.update_gb_per_s = self.update_rate
+        return request

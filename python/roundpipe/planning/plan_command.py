@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from roundpipe.command_options import After
-from roundpipe.planning.options import PlanningOptions, require
+from roundpipe.planning.options import LinkOptions, require
 
 if TYPE_CHECKING:
     from roundpipe.memory.budget import HostPrediction
@@ -27,7 +27,7 @@ _QUICK_EFFORT = 2_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(PlanningOptions):
+class PlanOptions(LinkOptions):
     """Options of `roundpipe plan`."""
 
     modes: ClassVar[tuple[str, ...]] = ("async", "sync", "inference")
@@ -69,7 +69,7 @@ class PlanOptions(PlanningOptions):
         require(self.tokens is None or 1 <= self.tokens <= _MOST_TOKENS, "tokens", self.tokens, f"1 to {_MOST_TOKENS}")
         require(self.train in (None, "full", "lora"), "train", self.train, "full or lora")
         if self.mode == "inference":
-            self.refuse(["host_memory", "keep"], "--mode async or sync")
+            self.refuse(["host_memory", "keep", "update_rate"], "--mode async or sync")
         require(self.tflops is None or 1e-6 <= self.tflops <= 1e9, "tflops", self.tflops, "1e-06 to 1e+09")
 
     @property

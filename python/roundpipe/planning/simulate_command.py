@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from roundpipe.command_options import After
-from roundpipe.planning.options import CostsArgument, PlanningOptions, print_table, require, schedules_in
+from roundpipe.planning.options import CostsArgument, LinkOptions, print_table, schedules_in
 
 if TYPE_CHECKING:
     from roundpipe.planning.pictures import Span
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateOptions(PlanningOptions):
+class SimulateOptions(LinkOptions):
     """Options of `roundpipe simulate`."""
 
     costs: CostsArgument
@@ -34,23 +34,6 @@ class SimulateOptions(PlanningOptions):
         typer.Option(help="Time the head as the published simulator does: its forward waits for nothing."),
         After("replicas"),
     ] = False
-    links: Annotated[
-        bool,
-        typer.Option("--links", help="Simulate every byte over the cost file's links, not a fixed hop latency."),
-        After("published_rule"),
-    ] = False
-    update_rate: Annotated[
-        float,
-        typer.Option(help="With --links: GB of weights that the host's optimizer updates per second; 0 = at once."),
-        After("links"),
-    ] = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rate_ok = self.update_rate == 0 or 1e-6 <= self.update_rate <= 1e9
-        require(rate_ok, "update-rate", self.update_rate, "0 (at once), or 1e-06 to 1e+09")
-        if not self.links:
-            self.refuse(["update_rate"], "--links")
 
 
 def simulate(options: SimulateOptions) -> None:
@@ -62,8 +45,6 @@ def simulate(options: SimulateOptions) -> None:
     request.published_rule = options.published_rule
     every = [name for name in NAMES if name != "one-device"]
     if options.links:
-        request.links = request.costs.cluster(request.devices, with_links=True)
-        request.update_gb_per_s = options.update_rate
         every = ["roundpipe", "published"]
     names = schedules_in(options.schedule, NAMES, every)
     options.refuse_planner_options(names)

@@ -146,6 +146,20 @@ def test_simulate_prints_every_schedule() -> None:
 
 
 @pytest.mark.long
+def test_plan_counts_bytes_as_simulate_does() -> None:
+    machine = ("gpt-oss-20b", "--devices", "4", "--microbatches", "5", "--links", "--effort", "20000000", "--json")
+    planned = json.loads(run("plan", *machine).stdout)
+    blind = json.loads(run("plan", *[option for option in machine if option != "--links"]).stdout)
+    simulated = json.loads(run("simulate", *machine, "--schedule", "roundpipe").stdout)["schedules"][0]
+    assert planned["summary"] == simulated["plan"]["summary"] != blind["summary"]
+    assert planned["step_ms"] == pytest.approx(simulated["step_ms"], rel=1e-3)
+    assert planned["limit"] == "compute"
+    updates = json.loads(run("plan", *machine, "--update-rate", "2").stdout)
+    assert updates["limit"] == "optimizer"
+    # The optimizer updates all of 24 layers and the head once a step.
+    assert updates["step_ms"] == pytest.approx((24 * 1.645e9 + 2 * 201_088 * 2880) / 2e6, rel=0.02)
+
+
 def test_simulate_over_links(tmp_path: Path) -> None:
     page = tmp_path / "links.html"
     result = run("simulate", "qwen3-1.7b", "--links", "--mode", "sync", "--json", "--html", str(page))
