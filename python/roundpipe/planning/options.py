@@ -26,6 +26,10 @@ CostsArgument = Annotated[
     ),
 ]
 
+# Of the planner's summary of its stages.
+STAGES_LEGEND = (
+    "5x3*2 = 5 stages of 3 layers, 2 devices share each; interleave 1.5 = a step's jobs are spread over 1.5 steps"
+)
 _LONGEST_SHOWN = 100
 _WIDEST_TABLE = 250
 _MOST_STEPS_SHOWN = 64
@@ -116,7 +120,7 @@ class PlanningOptions:
         int | None, typer.Option(help="Effort of the search, in microbatch visits (default: about half a second).")
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False
-    steps_shown: Annotated[int, typer.Option(help="Steps that a picture shows.")] = 2
+    steps_shown: Annotated[int, typer.Option(help="Steps that a picture shows, at the printed pace.")] = 2
     png: Annotated[Path | None, typer.Option(help="Write the timelines to this PNG.")] = None
     html: Annotated[Path | None, typer.Option(help="Write the timelines to this HTML page.")] = None
     trace: Annotated[
@@ -136,8 +140,13 @@ class PlanningOptions:
             1 <= self.steps_shown <= _MOST_STEPS_SHOWN, "steps-shown", self.steps_shown, f"1 to {_MOST_STEPS_SHOWN}"
         )
         require_files(self.outputs)
-        if self.png is None and self.html is None and self.trace is None:
+        if not self.draws:
             self.refuse(["steps_shown"], "a picture: --png, --html or --trace")
+
+    @property
+    def draws(self) -> bool:
+        """Whether a picture was asked for."""
+        return any(path is not None for path in (self.png, self.html, self.trace))
 
     def refuse(self, fields: Iterable[str], needs: str) -> None:
         """Raises a ValueError for the first of these options that was given: they have no effect without `needs`."""

@@ -128,7 +128,7 @@ def describe_choice(best: _core.PlanChoice, runners_up: list[_core.PlanChoice]) 
     """What the planner chose and why, for JSON."""
     report: dict[str, Any] = {
         "step_ms": best.step_ms,
-        "bubble_percent": 100 * best.bubble,
+        "bubble_percent": _percent(best.bubble),
         "traffic_ratio": best.traffic,
         "limit": best.limit,
         "interleave": best.interleave,

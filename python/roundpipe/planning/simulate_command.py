@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from roundpipe.command_options import After
-from roundpipe.planning.options import CostsArgument, PlanningOptions, print_table, require, schedules_in
+from roundpipe.planning.options import STAGES_LEGEND, CostsArgument, PlanningOptions, print_table, require, schedules_in
 
 if TYPE_CHECKING:
     from roundpipe.planning.pictures import Span
@@ -49,6 +49,8 @@ class SimulateOptions(PlanningOptions):
         super().__post_init__()
         rate_ok = self.update_rate == 0 or 1e-6 <= self.update_rate <= 1e9
         require(rate_ok, "update-rate", self.update_rate, "0 (at once), or 1e-06 to 1e+09")
+        if self.mode == "sync":
+            self.refuse(["steps_shown"], "--mode async")
         if not self.links:
             self.refuse(["update_rate"], "--links")
 
@@ -76,10 +78,9 @@ def simulate(options: SimulateOptions) -> None:
         typer.echo(json.dumps({**options.document(request), "schedules": schedules}, indent=2))
     else:
         _print_table(f"{request.costs.name}: {options.setting(request)}", results)
-    options.write_pictures(
-        [(_title(p), _spans(p, options.steps_shown)) for p in predictions],
-        f"{request.costs.name}, {options.setting(request)}",
-    )
+    if options.draws:
+        rows = [(_title(prediction), _spans(prediction, options.steps_shown)) for prediction in predictions]
+        options.write_pictures(rows, f"{request.costs.name}, {options.setting(request)}")
 
 
 def _title(prediction: Prediction) -> str:
@@ -87,10 +88,11 @@ def _title(prediction: Prediction) -> str:
 
 
 def _spans(prediction: Prediction, steps: int) -> list[Span]:
-    from roundpipe.planning.pictures import spans_of, spans_of_transfers
+    from roundpipe.planning.pictures import spans_of, spans_of_transfers, steady_window
 
-    spans = spans_of(prediction.timeline, prediction.plans, range(steps))
-    return spans if prediction.links is None else spans + spans_of_transfers(prediction.links, range(steps))
+    window = steady_window(prediction.timeline, prediction.plans, steps)
+    spans = spans_of(prediction.timeline, prediction.plans, window)
+    return spans if prediction.links is None else spans + spans_of_transfers(prediction.links, window)
 
 
 def _print_table(title: str, results: list[Prediction | Impossible]) -> None:
@@ -101,6 +103,7 @@ def _print_table(title: str, results: list[Prediction | Impossible]) -> None:
     for result in results:
         if not isinstance(result, Impossible) and result.choice is not None:
             typer.echo(f"{result.name}: {result.choice.cut}")
+            typer.echo(f"notation: {STAGES_LEGEND}")
 
 
 def _row(prediction: Prediction) -> list[str]:
