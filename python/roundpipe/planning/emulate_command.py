@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class EmulateOptions(PlanningOptions):
     """Options of `roundpipe emulate`."""
 
+    schema: ClassVar[str] = "roundpipe.emulate/1"
     costs: CostsArgument
     schedule: Annotated[str, typer.Option(help="As for simulate; several with commas."), After("mode")] = "roundpipe"
     steps: Annotated[int, typer.Option(help="Steps to measure, after two that are left out."), After("effort")] = 6

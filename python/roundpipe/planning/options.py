@@ -97,6 +97,7 @@ def print_table(title: str, columns: list[str], rows: list[list[str] | Impossibl
 class PlanningOptions:
     """Options of every planning command."""
 
+    schema: ClassVar[str]
     modes: ClassVar[tuple[str, ...]] = ("async", "sync")
     devices: Annotated[
         int | None,
@@ -191,8 +192,11 @@ class PlanningOptions:
         )
 
     def document(self, request: Request) -> dict[str, Any]:
-        """The fields with which each command's JSON begins."""
+        """The fields with which each command's JSON begins; `inputs` holds every option, as it was given."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "as_json"}
         return {
+            "schema": self.schema,
+            "inputs": {name: str(value) if isinstance(value, Path) else value for name, value in given.items()},
             "costs": request.costs.name,
             "devices": request.devices,
             "microbatches": request.microbatches,

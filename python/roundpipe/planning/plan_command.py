@@ -30,6 +30,7 @@ _QUICK_EFFORT = 2_000_000
 class PlanOptions(PlanningOptions):
     """Options of `roundpipe plan`."""
 
+    schema: ClassVar[str] = "roundpipe.plan/1"
     modes: ClassVar[tuple[str, ...]] = ("async", "sync", "inference")
     model: Annotated[
         str,

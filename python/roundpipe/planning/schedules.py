@@ -22,6 +22,8 @@ _BASELINES = {
     "looped-bfs": _core.Baseline.LOOPED_BFS,
     "one-device": _core.Baseline.ONE_DEVICE,
 }
+# Of idle time, below which a step is limited by compute; as in the search.
+_COMPUTE_BOUND_PERCENT = 0.5
 # Finalists are compared over fewer steps when every byte is simulated, because that takes longer.
 _RANKING_STEPS = 25
 
@@ -101,6 +103,8 @@ class Prediction:
         plans: one for each simulated step.
         choice: our planner's choice.
         runners_up: the planner's next choices.
+        next_step_ms: time of a step of the first of them; None if there is none.
+        links: the simulation of every byte; None = a fixed hop latency.
     """
 
     name: str
@@ -111,6 +115,7 @@ class Prediction:
     timeline: _core.Timeline
     choice: _core.PlanChoice | None = None
     runners_up: list[_core.PlanChoice] = dataclasses.field(default_factory=list)
+    next_step_ms: float | None = None
     links: _core.LinkTimeline | None = None
 
     def document(self) -> dict[str, Any]:
@@ -121,11 +126,20 @@ class Prediction:
             "bubble_percent": self.bubble_percent,
             "traffic_ratio": self.traffic_ratio,
         }
-        return entry if self.choice is None else entry | {"plan": describe_choice(self.choice, self.runners_up)}
+        if self.choice is None:
+            return entry
+        plan = describe_choice(self.choice, self.runners_up)
+        # The planner's own times know nothing of links.
+        plan |= {"step_ms": self.step_ms, "bubble_percent": self.bubble_percent}
+        if self.next_step_ms is not None:
+            plan["next_best"]["step_ms"] = self.next_step_ms
+        if self.links is not None and plan["limit"] == "compute" and self.bubble_percent >= _COMPUTE_BOUND_PERCENT:
+            plan["limit"] = "links"
+        return entry | {"plan": plan}
 
 
 def describe_choice(best: _core.PlanChoice, runners_up: list[_core.PlanChoice]) -> dict[str, Any]:
-    """What the planner chose and why, for JSON."""
+    """What the planner chose and why, with its own times, for JSON."""
     report: dict[str, Any] = {
         "step_ms": best.step_ms,
         "bubble_percent": _percent(best.bubble),
@@ -201,6 +215,7 @@ def _over_links(plans: list[_core.Plan], request: Request) -> _core.LinkTimeline
 def _predict_over_links(name: str, request: Request) -> Prediction:
     choice: _core.PlanChoice | None = None
     runners_up: list[_core.PlanChoice] = []
+    next_step_ms = None
     if name == "roundpipe":
         # The order of the finalists can change when every byte counts.
         ranked: list[tuple[float, int, _core.PlanChoice, list[_core.Plan]]] = []
@@ -212,6 +227,7 @@ def _predict_over_links(name: str, request: Request) -> Prediction:
         _, _, choice, plans = ranked[0]
         links = _over_links(plans, request)
         runners_up = [entry[2] for entry in ranked[1:]]
+        next_step_ms = ranked[1][0] if runners_up else None
         traffic = choice.traffic
     elif name == "published":
         plans = _baselines(name, request)
@@ -231,6 +247,7 @@ def _predict_over_links(name: str, request: Request) -> Prediction:
         timeline=links.timeline,
         choice=choice,
         runners_up=runners_up,
+        next_step_ms=next_step_ms,
         links=links,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 class SimulateOptions(PlanningOptions):
     """Options of `roundpipe simulate`."""
 
+    schema: ClassVar[str] = "roundpipe.simulate/1"
     costs: CostsArgument
     schedule: Annotated[
         str,
