@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -14,8 +14,8 @@ from roundpipe.command_options import After
 from roundpipe.planning.options import CostsArgument, PlanningOptions, print_table, require, schedules_in
 
 if TYPE_CHECKING:
-    from roundpipe import _core
     from roundpipe.planning.emulation import Emulation
+    from roundpipe.planning.pictures import Span
     from roundpipe.planning.schedules import Impossible, Prediction, Request
 
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class EmulateOptions(PlanningOptions):
     """Options of `roundpipe emulate`."""
 
+    schema: ClassVar[str] = "roundpipe.emulate/1"
     costs: CostsArgument
     schedule: Annotated[str, typer.Option(help="As for simulate; several with commas."), After("mode")] = "roundpipe"
     steps: Annotated[int, typer.Option(help="Steps to measure, after two that are left out."), After("effort")] = 6
@@ -40,7 +41,6 @@ def emulate(options: EmulateOptions) -> None:
     """Run schedules through the real engine in real time, on virtual devices whose layers only take time."""
     from roundpipe.planning import emulation
     from roundpipe.planning.costs import load
-    from roundpipe.planning.pictures import spans_of_records
     from roundpipe.planning.schedules import NAMES, Impossible, each_possible
 
     asked = options.request(load(options.costs))
@@ -55,8 +55,9 @@ def emulate(options: EmulateOptions) -> None:
     else:
         title = f"{request.costs.name}: {options.setting(request)}, times x {options.time_scale:g}"
         _print_measured(title, results)
-    rows = [(entry.title, spans_of_records(entry.shown(options.steps_shown))) for entry in measured]
-    options.write_pictures(rows, f"{request.costs.name}, {request.devices} devices, measured")
+    if options.draws:
+        rows = [(entry.title, entry.spans(options.steps_shown, options.mode)) for entry in measured]
+        options.write_pictures(rows, f"{request.costs.name}, {request.devices} devices, measured")
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,20 @@ class _Measured:
         step_ms = self.emulation.step_ms
         return f"{self.prediction.name}, measured: bubble {self.bubble_percent:.1f} %, {step_ms:,.0f} ms a step"
 
-    def shown(self, steps: int) -> list[_core.Record]:
-        """What the last steps executed."""
-        return [record for step in self.emulation.records[-steps:] for record in step]
+    def spans(self, steps: int, mode: str) -> list[Span]:
+        """What a picture shows: the last synchronous steps, or what ran at the measured pace."""
+        from roundpipe.planning.pictures import cut_to_window, spans_of_records
+
+        records, warm_up = self.emulation.records, self.emulation.warm_up
+        if mode == "sync":
+            return spans_of_records(record for step in records[-steps:] for record in step)
+        zero_ms = min(record.start_ms for step in records for record in step)
+        start_ms = max(record.end_ms for step in records[:warm_up] for record in step) - zero_ms
+        # The last two steps drain the pipeline.
+        length_ms = max(1, min(steps, len(records) - warm_up - 2)) * self.emulation.step_ms
+        return cut_to_window(
+            spans_of_records(record for step in records for record in step), (start_ms, start_ms + length_ms)
+        )
 
     def row(self) -> list[str]:
         """The schedule's line of the table."""

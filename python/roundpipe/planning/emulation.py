@@ -28,10 +28,12 @@ class Emulation:
     Attributes:
         step_ms: time of one synchronous step (median), or from step to step in the steady state.
         records: what each step executed, see `_core.Record`.
+        warm_up: number of first steps that are not measured.
     """
 
     step_ms: float
     records: list[list[_core.Record]]
+    warm_up: int
 
 
 @dataclasses.dataclass
@@ -198,7 +200,9 @@ def emulate(
         model.synchronize()
     progress(count, count)
     overlap = request.mode == "async" or update_ms is not None
-    return Emulation(step_ms=_pace(records, warm_up) if overlap else _median(records[warm_up:]), records=records)
+    return Emulation(
+        step_ms=_pace(records, warm_up) if overlap else _median(records[warm_up:]), records=records, warm_up=warm_up
+    )
 
 
 def _updater(model: roundpipe.RoundPipe, update_ms: Sequence[float] | None, gate: Gate) -> Callable[[bool], None]:

@@ -28,6 +28,10 @@ CostsArgument = Annotated[
     ),
 ]
 
+# Of the planner's summary of its stages.
+STAGES_LEGEND = (
+    "5x3*2 = 5 stages of 3 layers, 2 devices share each; interleave 1.5 = a step's jobs are spread over 1.5 steps"
+)
 _LONGEST_SHOWN = 100
 _WIDEST_TABLE = 250
 _MOST_STEPS_SHOWN = 64
@@ -95,6 +99,7 @@ def print_table(title: str, columns: list[str], rows: list[list[str] | Impossibl
 class PlanningOptions:
     """Options of every planning command."""
 
+    schema: ClassVar[str]
     modes: ClassVar[tuple[str, ...]] = ("async", "sync")
     devices: Annotated[
         int | None,
@@ -118,7 +123,7 @@ class PlanningOptions:
         int | None, typer.Option(help="Effort of the search, in microbatch visits (default: about half a second).")
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False
-    steps_shown: Annotated[int, typer.Option(help="Steps that a picture shows.")] = 2
+    steps_shown: Annotated[int, typer.Option(help="Steps that a picture shows, at the printed pace.")] = 2
     png: Annotated[Path | None, typer.Option(help="Write the timelines to this PNG.")] = None
     html: Annotated[Path | None, typer.Option(help="Write the timelines to this HTML page.")] = None
     trace: Annotated[
@@ -138,8 +143,13 @@ class PlanningOptions:
             1 <= self.steps_shown <= _MOST_STEPS_SHOWN, "steps-shown", self.steps_shown, f"1 to {_MOST_STEPS_SHOWN}"
         )
         require_files(self.outputs)
-        if self.png is None and self.html is None and self.trace is None:
+        if not self.draws:
             self.refuse(["steps_shown"], "a picture: --png, --html or --trace")
+
+    @property
+    def draws(self) -> bool:
+        """Whether a picture was asked for."""
+        return any(path is not None for path in (self.png, self.html, self.trace))
 
     def refuse(self, fields: Iterable[str], needs: str) -> None:
         """Raises a ValueError for the first of these options that was given: they have no effect without `needs`."""
@@ -184,8 +194,11 @@ class PlanningOptions:
         )
 
     def document(self, request: Request) -> dict[str, Any]:
-        """The fields with which each command's JSON begins."""
+        """The fields with which each command's JSON begins; `inputs` holds every option, as it was given."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "as_json"}
         return {
+            "schema": self.schema,
+            "inputs": {name: str(value) if isinstance(value, Path) else value for name, value in given.items()},
             "costs": request.costs.name,
             "devices": request.devices,
             "microbatches": request.microbatches,

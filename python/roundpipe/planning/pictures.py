@@ -43,11 +43,36 @@ class Span:
     step: int = 0
 
 
-def spans_of(timeline: _core.Timeline, plans: Sequence[_core.Plan], steps: range) -> list[Span]:
-    """The spans of `steps` in a simulated timeline, with recompute separate from backward."""
+def steady_window(timeline: _core.Timeline, plans: Sequence[_core.Plan], steps: int) -> tuple[float, float]:
+    """Start and end in milliseconds of what a picture shows: `steps` steps at the pace that is printed.
+
+    A single step is shown whole. Of many, the first fill the pipeline and the last drain it, so the window begins where
+    the pace is measured from, at the end of a step in the middle, and ends before the last two.
+    """
+    if len(plans) == 1:
+        return 0.0, timeline.makespan_ms
+    before = len(plans) // 2 - 1
+    start_ms = max((event.end_ms for event in timeline.events if event.step == before), default=0.0)
+    return start_ms, start_ms + min(steps, len(plans) - before - 3) * timeline.steady_step_ms
+
+
+def cut_to_window(spans: Iterable[Span], window: tuple[float, float]) -> list[Span]:
+    """The parts of spans within a window, whose start becomes time 0."""
+    start_ms, end_ms = window
+    return [
+        dataclasses.replace(
+            span, start_ms=max(span.start_ms, start_ms) - start_ms, end_ms=min(span.end_ms, end_ms) - start_ms
+        )
+        for span in spans
+        if span.start_ms < end_ms and span.end_ms > start_ms
+    ]
+
+
+def spans_of(timeline: _core.Timeline, plans: Sequence[_core.Plan], window: tuple[float, float]) -> list[Span]:
+    """The spans of a simulated timeline within a window, with recompute separate from backward."""
     spans = []
     for event in timeline.events:
-        if event.step not in steps:
+        if event.start_ms >= window[1] or event.end_ms <= window[0]:
             continue
         layers = plans[event.step].jobs[event.job].layers
         label = f"step {event.step}, layers {layers!r}, microbatch {event.microbatch}"
@@ -57,12 +82,12 @@ def spans_of(timeline: _core.Timeline, plans: Sequence[_core.Plan], steps: range
             spans.append(Span(event.device, "recompute", start_ms, start_ms + event.recompute_ms, label, event.step))
             start_ms += event.recompute_ms
         spans.append(Span(event.device, kind, start_ms, event.end_ms, label, event.step))
-    return spans
+    return cut_to_window(spans, window)
 
 
-def spans_of_transfers(links: _core.LinkTimeline, steps: range) -> list[Span]:
-    """The chunks of `steps` on every device's links."""
-    return [
+def spans_of_transfers(links: _core.LinkTimeline, window: tuple[float, float]) -> list[Span]:
+    """The chunks on every device's links within a window."""
+    chunks = (
         Span(
             chunk.device,
             "upload" if chunk.up else "download",
@@ -72,8 +97,8 @@ def spans_of_transfers(links: _core.LinkTimeline, steps: range) -> list[Span]:
             chunk.step,
         )
         for chunk in links.transfers
-        if chunk.step in steps
-    ]
+    )
+    return cut_to_window(chunks, window)
 
 
 def spans_of_records(records: Iterable[_core.Record]) -> list[Span]:

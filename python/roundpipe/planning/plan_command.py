@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from roundpipe.command_options import After
-from roundpipe.planning.options import LinkOptions, require
+from roundpipe.planning.options import STAGES_LEGEND, LinkOptions, require
 
 if TYPE_CHECKING:
     from roundpipe.memory.budget import HostPrediction
@@ -30,6 +30,7 @@ _QUICK_EFFORT = 2_000_000
 class PlanOptions(LinkOptions):
     """Options of `roundpipe plan`."""
 
+    schema: ClassVar[str] = "roundpipe.plan/1"
     modes: ClassVar[tuple[str, ...]] = ("async", "sync", "inference")
     model: Annotated[
         str,
@@ -68,6 +69,8 @@ class PlanOptions(LinkOptions):
         super().__post_init__()
         require(self.tokens is None or 1 <= self.tokens <= _MOST_TOKENS, "tokens", self.tokens, f"1 to {_MOST_TOKENS}")
         require(self.train in (None, "full", "lora"), "train", self.train, "full or lora")
+        if self.mode == "sync":
+            self.refuse(["steps_shown"], "--mode async or inference")
         if self.mode == "inference":
             self.refuse(["host_memory", "keep", "update_rate"], "--mode async or sync")
         require(self.tflops is None or 1e-6 <= self.tflops <= 1e9, "tflops", self.tflops, "1e-06 to 1e+09")
@@ -121,11 +124,11 @@ def plan(options: PlanOptions) -> None:
         stages.fwd_plan = [range(stage.first, stage.last) for stage in best.stages.forward]
         stages.bwd_plan = [range(stage.first, stage.last) for stage in best.stages.backward]
         stages.save(options.save)
-    if options.png or options.html or options.trace:
+    if options.draws:
         timeline, plans = timeline_of(best, found.request)
-        from roundpipe.planning.pictures import spans_of
+        from roundpipe.planning.pictures import spans_of, steady_window
 
-        spans = spans_of(timeline, plans, range(options.steps_shown))
+        spans = spans_of(timeline, plans, steady_window(timeline, plans, options.steps_shown))
         options.write_pictures([(best.cut, spans)], f"{request.costs.name}, {options.setting(request)}")
 
 
@@ -184,13 +187,13 @@ def _print_choice(title: str, report: dict[str, Any], shapes: ModelShapes | None
             f"{shapes.tokens:,} tokens a microbatch"
         )
     typer.echo(f"  stages     {report['summary']}")
+    typer.echo(f"  notation   {STAGES_LEGEND}")
     step = f"{report['step_ms']:,.1f} ms" + ("" if shapes is None else " at the operations a second of --tflops")
-    typer.echo(f"  step       {step}, bubble {abs(report['bubble_percent']):.2f} %")
+    typer.echo(f"  step       {step}, bubble {report['bubble_percent']:.2f} %")
     typer.echo(f"  traffic    {report['traffic_ratio']:.2f} x one visit to each layer in each direction")
     typer.echo(f"  limited by {report['limit']}")
     if "next_best" in report:
         other = report["next_best"]
         slower = 100 * (other["step_ms"] / report["step_ms"] - 1) if report["step_ms"] else 0.0
-        typer.echo(
-            f"  next best  {other['summary']}: {slower:+.2f} % time, {other['traffic_ratio']:.2f} x traffic",
-        )
+        time = f"{round(slower, 2) + 0.0:+.2f} % time"  # adding 0 makes 0 of -0
+        typer.echo(f"  next best  {other['summary']}: {time}, {other['traffic_ratio']:.2f} x traffic")

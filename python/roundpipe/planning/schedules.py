@@ -99,6 +99,7 @@ class Prediction:
         plans: one for each simulated step.
         choice: our planner's choice.
         runners_up: the planner's next choices.
+        links: the simulation of every byte; None = a fixed hop latency.
     """
 
     name: str
@@ -119,14 +120,19 @@ class Prediction:
             "bubble_percent": self.bubble_percent,
             "traffic_ratio": self.traffic_ratio,
         }
-        return entry if self.choice is None else entry | {"plan": describe_choice(self.choice, self.runners_up)}
+        if self.choice is None:
+            return entry
+        plan = describe_choice(self.choice, self.runners_up)
+        # One time for a step, though the planner clocks fewer of them.
+        plan |= {"step_ms": self.step_ms, "bubble_percent": self.bubble_percent}
+        return entry | {"plan": plan}
 
 
 def describe_choice(best: _core.PlanChoice, runners_up: list[_core.PlanChoice]) -> dict[str, Any]:
-    """What the planner chose and why, for JSON."""
+    """What the planner chose and why, with its own times, for JSON."""
     report: dict[str, Any] = {
         "step_ms": best.step_ms,
-        "bubble_percent": 100 * best.bubble,
+        "bubble_percent": _percent(best.bubble),
         "traffic_ratio": best.traffic,
         "limit": best.limit,
         "interleave": best.interleave,

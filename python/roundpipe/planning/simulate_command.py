@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
 from roundpipe.command_options import After
-from roundpipe.planning.options import CostsArgument, LinkOptions, print_table, schedules_in
+from roundpipe.planning.options import STAGES_LEGEND, CostsArgument, LinkOptions, print_table, schedules_in
 
 if TYPE_CHECKING:
     from roundpipe.planning.pictures import Span
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 class SimulateOptions(LinkOptions):
     """Options of `roundpipe simulate`."""
 
+    schema: ClassVar[str] = "roundpipe.simulate/1"
     costs: CostsArgument
     schedule: Annotated[
         str,
@@ -34,6 +35,11 @@ class SimulateOptions(LinkOptions):
         typer.Option(help="Time the head as the published simulator does: its forward waits for nothing."),
         After("replicas"),
     ] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mode == "sync":
+            self.refuse(["steps_shown"], "--mode async")
 
 
 def simulate(options: SimulateOptions) -> None:
@@ -57,10 +63,9 @@ def simulate(options: SimulateOptions) -> None:
         typer.echo(json.dumps({**options.document(request), "schedules": schedules}, indent=2))
     else:
         _print_table(f"{request.costs.name}: {options.setting(request)}", results)
-    options.write_pictures(
-        [(_title(p), _spans(p, options.steps_shown)) for p in predictions],
-        f"{request.costs.name}, {options.setting(request)}",
-    )
+    if options.draws:
+        rows = [(_title(prediction), _spans(prediction, options.steps_shown)) for prediction in predictions]
+        options.write_pictures(rows, f"{request.costs.name}, {options.setting(request)}")
 
 
 def _title(prediction: Prediction) -> str:
@@ -68,10 +73,11 @@ def _title(prediction: Prediction) -> str:
 
 
 def _spans(prediction: Prediction, steps: int) -> list[Span]:
-    from roundpipe.planning.pictures import spans_of, spans_of_transfers
+    from roundpipe.planning.pictures import spans_of, spans_of_transfers, steady_window
 
-    spans = spans_of(prediction.timeline, prediction.plans, range(steps))
-    return spans if prediction.links is None else spans + spans_of_transfers(prediction.links, range(steps))
+    window = steady_window(prediction.timeline, prediction.plans, steps)
+    spans = spans_of(prediction.timeline, prediction.plans, window)
+    return spans if prediction.links is None else spans + spans_of_transfers(prediction.links, window)
 
 
 def _print_table(title: str, results: list[Prediction | Impossible]) -> None:
@@ -82,6 +88,7 @@ def _print_table(title: str, results: list[Prediction | Impossible]) -> None:
     for result in results:
         if not isinstance(result, Impossible) and result.choice is not None:
             typer.echo(f"{result.name}: {result.choice.cut}")
+            typer.echo(f"notation: {STAGES_LEGEND}")
 
 
 def _row(prediction: Prediction) -> list[str]:
