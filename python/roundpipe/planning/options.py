@@ -30,7 +30,7 @@ CostsArgument = Annotated[
 
 # Of the planner's summary of its stages.
 STAGES_LEGEND = (
-    "5x3*2 = 5 stages of 3 layers, 2 devices share each; interleave 1.5 = a step's jobs are spread over 1.5 steps"
+    "5x3*2 = 5 stages of 3 layers, 2 devices share each; interleave 1.5 = a step's jobs spread over 1.5 steps"
 )
 _LONGEST_SHOWN = 100
 _WIDEST_TABLE = 250
