@@ -5,15 +5,21 @@
 #include <stdexcept>
 #include <string>
 
+#include <roundpipe/core/error.h>
+
 namespace roundpipe::schedule {
 
 namespace {
 
+// Far above any layer, and so low that no sum or square of a search overflows.
+constexpr double kMostMs = 1e100;
+constexpr double kMostBytes = 1e15;
+
 template <typename T>
-void require_not_negative(T value, const std::string& field) {
-  if (!(value >= 0) || !std::isfinite(static_cast<double>(value)))
-    throw std::invalid_argument("[validate] " + field + " is " + std::to_string(value) +
-                                ", expected a finite number that is not negative");
+void require_not_negative(T value, const std::string& field, double most = kMostMs) {
+  if (!(value >= 0) || !(static_cast<double>(value) <= most))
+    throw std::invalid_argument(
+        concat("[validate] ", field, " is ", value, ", expected a number that is not negative and at most ", most));
 }
 
 }  // namespace
@@ -25,10 +31,10 @@ void validate(const LayerCosts& costs) {
     const std::string name = "costs[" + std::to_string(layer) + "].";
     require_not_negative(cost.forward_ms, name + "forward_ms");
     require_not_negative(cost.backward_ms, name + "backward_ms");
-    require_not_negative(cost.weight_bytes, name + "weight_bytes");
-    require_not_negative(cost.gradient_bytes, name + "gradient_bytes");
-    require_not_negative(cost.activation_bytes, name + "activation_bytes");
-    require_not_negative(cost.saved_bytes, name + "saved_bytes");
+    require_not_negative(cost.weight_bytes, name + "weight_bytes", kMostBytes);
+    require_not_negative(cost.gradient_bytes, name + "gradient_bytes", kMostBytes);
+    require_not_negative(cost.activation_bytes, name + "activation_bytes", kMostBytes);
+    require_not_negative(cost.saved_bytes, name + "saved_bytes", kMostBytes);
     if (cost.recompute_ms) require_not_negative(*cost.recompute_ms, name + "recompute_ms");
   }
 }
@@ -42,7 +48,7 @@ void validate(const Cluster& cluster) {
     if (!(spec.speed > 0) || !std::isfinite(spec.speed))
       throw std::invalid_argument("[validate] " + name + "speed is " + std::to_string(spec.speed) +
                                   ", expected a finite number above 0");
-    require_not_negative(spec.memory_bytes, name + "memory_bytes");
+    require_not_negative(spec.memory_bytes, name + "memory_bytes", kMostBytes);
   }
   require_not_negative(cluster.link_up_gb_per_s, "cluster.link_up_gb_per_s");
   require_not_negative(cluster.link_down_gb_per_s, "cluster.link_down_gb_per_s");

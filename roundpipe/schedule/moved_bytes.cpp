@@ -1,6 +1,7 @@
 #include <roundpipe/schedule/moved_bytes.h>
 
 #include <algorithm>
+#include <array>
 #include <vector>
 
 namespace roundpipe::schedule {
@@ -45,11 +46,11 @@ MovedBytes moved_bytes(const Plan& plan, const LayerCosts& costs, const CostSums
 
 LeastTime least_time(const MovedBytes& moved, const Cluster& cluster, double update_gb_per_s) {
   const auto links = static_cast<double>(cluster.devices.size());
-  return std::ranges::max({LeastTime{ms(moved.up, links * cluster.link_up_gb_per_s), "links up"},
-                           LeastTime{ms(moved.down, links * cluster.link_down_gb_per_s), "links down"},
-                           LeastTime{ms(moved.up + moved.down, cluster.host_gb_per_s), "host memory"},
-                           LeastTime{ms(moved.updated, update_gb_per_s), "optimizer"}},
-                          {}, &LeastTime::ms);
+  const std::array times = {LeastTime{ms(moved.up, links * cluster.link_up_gb_per_s), "links up"},
+                            LeastTime{ms(moved.down, links * cluster.link_down_gb_per_s), "links down"},
+                            LeastTime{ms(moved.up + moved.down, cluster.host_gb_per_s), "host memory"},
+                            LeastTime{ms(moved.updated, update_gb_per_s), "optimizer"}};
+  return *std::ranges::max_element(times, {}, &LeastTime::ms);
 }
 
 double hop_ms(const LayerCosts& costs, const Cluster& cluster) {

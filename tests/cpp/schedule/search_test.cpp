@@ -197,6 +197,9 @@ TEST_CASE("search: bad input") {
   costs[2].forward_ms = -1;
   CHECK_THROWS_WITH_AS(search(costs, cluster, options_of(4, true, 1000)), Contains("costs[2].forward_ms"),
                        std::invalid_argument);
+  costs[2].forward_ms = 1e300;
+  CHECK_THROWS_WITH_AS(search(costs, cluster, options_of(4, true, 1000)),
+                       Contains("costs[2].forward_ms is 1e+300, expected a number"), std::invalid_argument);
   costs[2] = costs[0];
   costs[3].weight_bytes = 5000;
   cluster.devices[0].memory_bytes = 1000;
