@@ -48,7 +48,7 @@ void validate(const Cluster& cluster) {
     if (!(spec.speed > 0) || !std::isfinite(spec.speed))
       throw std::invalid_argument("[validate] " + name + "speed is " + std::to_string(spec.speed) +
                                   ", expected a finite number above 0");
-    require_not_negative(spec.memory_bytes, name + "memory_bytes", kMostBytes);
+    require_not_negative(spec.memory_bytes, name + "memory_bytes");
   }
   require_not_negative(cluster.link_up_gb_per_s, "cluster.link_up_gb_per_s");
   require_not_negative(cluster.link_down_gb_per_s, "cluster.link_down_gb_per_s");

@@ -81,6 +81,16 @@ class Request:
     def devices(self) -> int:
         return len(self.cluster)
 
+    def steps(self, plan: _core.Plan) -> int:
+        """How many steps to simulate, of which `plan` is the first: one synchronous, or many to a steady state."""
+        return steps_to_simulate(
+            plan,
+            self.costs.layers,
+            self.microbatches,
+            repeated=self.mode == "async",
+            with_links=self.links is not None,
+        )
+
     def rules(self, late_recompute: bool = False, early_head: bool = False) -> _core.TimingRules:
         return _core.TimingRules(
             asynchronous=self.mode == "async",
@@ -177,7 +187,7 @@ def _without_recompute(cost: _core.LayerCost) -> _core.LayerCost:
 
 def timeline_of(choice: _core.PlanChoice, request: Request) -> tuple[_core.Timeline, list[_core.Plan]]:
     """Simulates a choice: one synchronous step, or asynchronous ones to the steady state."""
-    plans = placed(choice, request, steps_to_simulate(request, choice.recipe))
+    plans = placed(choice, request, request.steps(choice.recipe))
     if request.links is not None:
         return _over_links(plans, request).timeline, plans
     return _core.simulate(plans, request.costs.layers, request.cluster, request.rules()), plans
@@ -214,7 +224,7 @@ def _predict_over_links(name: str, request: Request) -> Prediction:
     runners_up: list[_core.PlanChoice] = []
     if name == "roundpipe":
         choice, *runners_up = choose(request)
-        plans = placed(choice, request, steps_to_simulate(request, choice.recipe))
+        plans = placed(choice, request, request.steps(choice.recipe))
         links = _over_links(plans, request)
         traffic = choice.traffic
     elif name == "published":
@@ -243,7 +253,7 @@ def _baselines(name: str, request: Request) -> list[_core.Plan]:
     """A plan for each step; the published one begins on the device after the last step's."""
     try:
         plans = [_baseline(name, request, 0)]
-        steps = steps_to_simulate(request, plans[0])
+        steps = request.steps(plans[0])
     except ValueError as error:
         raise ImpossibleScheduleError(str(error)) from None
     turn = len(plans[0].jobs) if name == "published" else 0

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from roundpipe import _core
-    from roundpipe.planning.schedules import Request
+from roundpipe import _core
 
 # Asynchronous steps until their pace is steady; the pace is measured over the second half.
 _STEPS = 193
@@ -17,23 +13,24 @@ _MOST_CHUNKS = 6_000_000
 _CHUNK_BYTES = 64_000_000
 
 
-def steps_to_simulate(request: Request, plan: _core.Plan) -> int:
-    """One synchronous step, or asynchronous ones to the steady state. `plan` is the first of them.
+def steps_to_simulate(
+    plan: _core.Plan, layers: list[_core.LayerCost], microbatches: int, *, repeated: bool, with_links: bool
+) -> int:
+    """One step, or enough `repeated` ones for the steady state. `plan` is the first of them.
 
     Raises:
         ValueError: one step is too long to be simulated.
     """
-    layers = request.costs.layers
-    fewest = _FEWEST_STEPS if request.mode == "async" else 1
-    cells = len(plan.jobs) * request.microbatches
+    fewest = _FEWEST_STEPS if repeated else 1
+    cells = len(plan.jobs) * microbatches
     steps = _steps(cells, _MOST_CELLS // fewest, fewest, "jobs x microbatches", "take fewer microbatches")
-    if request.links is not None:
+    if with_links:
         moved = sum(2 * cost.weight_bytes + cost.gradient_bytes for cost in layers)
-        moved += 2 * request.microbatches * sum(cost.activation_bytes for cost in layers)
+        moved += 2 * microbatches * sum(cost.activation_bytes for cost in layers)
         steps = min(
             steps, _steps(moved // _CHUNK_BYTES, _MOST_CHUNKS // fewest, fewest, "chunks of 64 MB", "leave out --links")
         )
-    return steps if request.mode == "async" else 1
+    return steps if repeated else 1
 
 
 def _steps(of_one_step: int, most: int, fewest: int, what: str, instead: str) -> int:
