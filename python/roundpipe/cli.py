@@ -16,6 +16,7 @@ import roundpipe
 from roundpipe.command_options import of_fields
 from roundpipe.demo.command import demo
 from roundpipe.export.command import export
+from roundpipe.machine.command import machine
 from roundpipe.planning.emulate_command import emulate
 from roundpipe.planning.plan_command import plan
 from roundpipe.planning.simulate_command import simulate
@@ -49,6 +50,7 @@ app.command("demo")(demo)
 app.command("simulate")(of_fields(simulate))
 app.command("plan")(of_fields(plan))
 app.command("emulate")(of_fields(emulate))
+app.command("machine")(of_fields(machine))
 app.command("export")(of_fields(export))
 
 

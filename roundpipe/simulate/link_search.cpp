@@ -29,14 +29,15 @@ constexpr std::size_t kOfEachSearch = 4;
 constexpr std::size_t kEven = 16;
 constexpr std::size_t kRefined = 6;
 constexpr std::size_t kFinal = 4;
+constexpr std::size_t kReported = 2;
 // Effort, in simulated visits of a microbatch to a stage; one takes about 3 us.
 constexpr std::int64_t kPoolVisits = 150'000;
 constexpr std::int64_t kRefineVisits = 150'000;
 constexpr std::int64_t kFinalVisits = 100'000;
 constexpr int kFewestSteps = 5, kMostSteps = 25;         // to compare plans
 constexpr int kFewestFinalSteps = 13, kFinalSteps = 49;  // to rate the last few
-constexpr std::int64_t kReportVisits = 400'000;
-constexpr int kReportSteps = 193;  // of the plan that is chosen
+constexpr std::int64_t kReportVisits = 800'000;
+constexpr int kReportSteps = 193;  // of those that are returned
 constexpr int kClockedSteps = 9;
 constexpr double kMostInterleave = 1.5;
 
@@ -95,10 +96,11 @@ class LinkSearch {
     pool_.resize(std::min(pool_.size(), kFinal));
     if (rules_.timing.asynchronous) simulate_all(steps_for(kFinalVisits, kFewestFinalSteps, kFinalSteps));
     settle_ties();
+    pool_.resize(std::min(pool_.size(), kReported));
+    simulate_all(steps_for(kReportVisits, kFinalSteps, kReportSteps));
+    settle_ties();
     std::vector<PlanChoice> choices;
     for (Candidate& candidate : pool_) choices.push_back(std::move(candidate.choice));
-    const std::int64_t affordable = kReportVisits / visits_of(choices.front());
-    simulate(choices.front(), static_cast<int>(std::clamp<std::int64_t>(affordable, kFinalSteps, kReportSteps)));
     choices.front().limit = limit_of(choices.front());
     return choices;
   }

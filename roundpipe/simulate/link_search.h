@@ -11,7 +11,7 @@ namespace roundpipe::simulate {
 std::vector<schedule::Plan> place_over_links(const schedule::Plan& recipe, const schedule::LayerCosts& costs,
                                              const schedule::Cluster& cluster, const LinkRules& rules, int steps);
 
-// The best plans found for a machine with bandwidths, best first, rated by simulate_links.
+// The best plan found for a machine with bandwidths and, if there is another, the next best, rated by simulate_links.
 //
 // schedule::search counts bytes by the least time that they take. Transfers also wait for each other, so this simulates
 // a pool of plans that differ: the finalists of searches with and without a limit on traffic, the greedy plan, and even

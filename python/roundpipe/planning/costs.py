@@ -45,7 +45,7 @@ _LAYER_FIELDS = (
 )
 # bf16 with fused attention: about 34 bytes per token and hidden unit stay for a layer's backward (arXiv:2205.05198).
 _SAVED_PER_BOUNDARY = 17
-_RATES = ("link_up_gb_per_s", "link_down_gb_per_s", "host_gb_per_s")
+RATES = ("link_up_gb_per_s", "link_down_gb_per_s", "host_gb_per_s")
 _SIZES = ("pipeline", "chunks", "forward", "backward")
 # Beyond these, a search takes minutes, or sums of times lose their digits and sums of bytes their 63 bits.
 _MOST_LAYERS = 2000
@@ -195,8 +195,8 @@ def estimate(model: nn.Module, tokens: int, width: int, device_tflops: float) ->
 
 def parse(document: Any, source: str) -> CostSet:
     """Makes costs from a cost file that has been read as JSON; `source` names the file in errors."""
-    known = ("schema", "version", "name", "layers", "head", "hop_latency_ms", "devices", "baseline_stages", *_RATES)
-    fields = _object(document, "the file", known)
+    known = ("schema", "version", "name", "layers", "head", "hop_latency_ms", "devices", "baseline_stages", *RATES)
+    fields = object_of(document, "the file", known)
     if fields.get("schema") != SCHEMA:
         raise ValueError(f"[costs] schema is {reprlib.repr(fields.get('schema'))}, expected '{SCHEMA}'")
     version = fields.get("version")
@@ -217,31 +217,41 @@ def parse(document: Any, source: str) -> CostSet:
         cost, trains = _layer(fields["head"], "head", ())
         layers.append(cost)
         trainable.append(trains)
+    return CostSet(
+        name=name_of(fields, source),
+        layers=layers,
+        first_backward_layer=trainable.index(True) if True in trainable else len(layers),
+        hop_latency_ms=float(_number(fields.get("hop_latency_ms", 0), "hop_latency_ms", 0, _MOST_MS)),
+        devices=devices_of(fields.get("devices", [])),
+        rates={name: rate_of(fields[name], name) for name in RATES if name in fields},
+        stages=_stages(fields["baseline_stages"]) if "baseline_stages" in fields else None,
+    )
+
+
+def devices_of(value: Any) -> list[tuple[float, int]]:
+    """Speed and memory of each device, from the list of a file."""
     devices: list[tuple[float, int]] = []
-    for index, entry in enumerate(_list(fields.get("devices", []), "devices")):
+    for index, entry in enumerate(_list(value, "devices")):
         where = f"devices[{index}]"
-        spec = _object(entry, where, ("count", "speed", "memory_bytes"))
+        spec = object_of(entry, where, ("count", "speed", "memory_bytes"))
         speed = _number(spec.get("speed", 1.0), f"{where}.speed", *_SPEEDS)
         memory = _number(spec.get("memory_bytes", 0), f"{where}.memory_bytes", 0, _MOST_MEMORY_BYTES)
         devices += [(float(speed), int(memory))] * _count(spec, where, MOST_DEVICES)
     if len(devices) > MOST_DEVICES:
         raise ValueError(f"[costs] devices are {len(devices)}, expected at most {MOST_DEVICES}")
+    return devices
+
+
+def name_of(fields: dict[str, Any], source: str) -> str:
+    """The name in a file, else that of the file."""
     stem = Path(source).stem
     name = fields.get("name", stem if stem.isprintable() else "costs")
     if not isinstance(name, str) or not name.isprintable() or len(name) > 200:
         raise ValueError(f"[costs] name is {reprlib.repr(name)}, expected one line of at most 200 letters")
-    return CostSet(
-        name=name,
-        layers=layers,
-        first_backward_layer=trainable.index(True) if True in trainable else len(layers),
-        hop_latency_ms=float(_number(fields.get("hop_latency_ms", 0), "hop_latency_ms", 0, _MOST_MS)),
-        devices=devices,
-        rates={name: _rate(fields[name], name) for name in _RATES if name in fields},
-        stages=_stages(fields["baseline_stages"]) if "baseline_stages" in fields else None,
-    )
+    return name
 
 
-def _object(value: Any, where: str, known: tuple[str, ...]) -> dict[str, Any]:
+def object_of(value: Any, where: str, known: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"[costs] {where} is a {type(value).__name__}, expected an object")
     for name in value:
@@ -264,7 +274,7 @@ def _number(value: Any, where: str, least: float, most: float) -> int | float:
     return value
 
 
-def _rate(value: Any, where: str) -> float:
+def rate_of(value: Any, where: str) -> float:
     # 0 is a link without a limit.
     return 0.0 if value == 0 and not isinstance(value, bool) else float(_number(value, where, *RATES_RANGE))
 
@@ -281,7 +291,7 @@ def _count(entry: dict[str, Any], where: str, most: int) -> int:
 
 
 def _layer(entry: Any, where: str, more: tuple[str, ...]) -> tuple[_core.LayerCost, bool]:
-    fields = _object(entry, where, (*_LAYER_FIELDS, "trainable", *more))
+    fields = object_of(entry, where, (*_LAYER_FIELDS, "trainable", *more))
     for name in ("forward_ms", "backward_ms"):
         if name not in fields:
             raise ValueError(f"[costs] {where}.{name} is missing, expected milliseconds of one microbatch")
@@ -298,7 +308,7 @@ def _layer(entry: Any, where: str, more: tuple[str, ...]) -> tuple[_core.LayerCo
 
 
 def _stages(value: Any) -> _core.BaselineSizes:
-    fields = _object(value, "baseline_stages", _SIZES)
+    fields = object_of(value, "baseline_stages", _SIZES)
     sizes = _core.BaselineSizes()
     for name in _SIZES:
         stages = _list(fields.get(name, []), f"baseline_stages.{name}")

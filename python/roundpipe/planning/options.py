@@ -228,6 +228,13 @@ class PlanningOptions:
 class LinkOptions(PlanningOptions):
     """Options of the commands that can count every byte."""
 
+    machine: Annotated[
+        Path | None,
+        typer.Option(
+            help="A machine file, as `roundpipe machine` writes it, in place of the cost file's; with --links."
+        ),
+        After("devices"),
+    ] = None
     links: Annotated[
         bool,
         typer.Option("--links", help="Simulate every byte over the cost file's links, not a fixed hop latency."),
@@ -244,11 +251,19 @@ class LinkOptions(PlanningOptions):
         rate_ok = self.update_rate == 0 or 1e-6 <= self.update_rate <= 1e9
         require(rate_ok, "update-rate", self.update_rate, "0 (at once), or 1e-06 to 1e+09")
         if not self.links:
-            self.refuse(["update_rate"], "--links")
+            self.refuse(["machine", "update_rate"], "--links")
 
     def request(self, costs: CostSet) -> Request:
+        from roundpipe.planning import machine as machines
+
+        if self.machine is None:
+            machine = None
+        else:
+            machine = machines.load(self.machine)
+            costs = machine.costs(costs)
         request = super().request(costs)
         if self.links:
             request.links = costs.cluster(self.devices, self.memory_bytes(), with_links=True)
-            request.update_gb_per_s = self.update_rate
+            own_rate = 0.0 if machine is None else machine.update_gb_per_s
+            request.update_gb_per_s = self.update_rate or own_rate
         return request

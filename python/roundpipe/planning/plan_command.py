@@ -104,7 +104,7 @@ def plan(options: PlanOptions) -> None:
         layers = fitting.layers_of_costs(costs)
     request = options.request(costs)
     plan_mode = _core.PlanMode.INFERENCE if inference else _core.PlanMode.FUSED
-    named = min((size for _, size in costs.devices if size), default=0)
+    named = min((size for _, size in request.costs.devices if size), default=0)
     memory = options.memory_bytes()
     capacity = named if memory is None else memory
     found = fitting.fit(request, layers, capacity, plan_mode)
@@ -158,7 +158,8 @@ def _memory(found: Fit, shapes: ModelShapes | None, host_memory: int | None) -> 
         from roundpipe.planning.shapes import measure
 
         longer = measure(meta, tokens, shapes.name)
-        costs = fitting.costs_of_shapes(longer, _TFLOPS)
+        machine = found.request.costs
+        costs = replace(fitting.costs_of_shapes(longer, _TFLOPS), devices=machine.devices, rates=machine.rates)
         request: Request = replace(found.request, costs=costs, effort=_QUICK_EFFORT)
         return fitting.fit(request, fitting.layers_of_shapes(longer), found.memory)
 

@@ -1,0 +1,89 @@
+"""Machine files: devices, links and host, for the planning commands.
+
+A machine file is TOML, as `roundpipe machine` writes it. Everything except `schema`, `version` and `devices` may be
+omitted; a rate that is not given, or 0, is infinite:
+
+    schema = "roundpipe-machine"
+    version = 1
+    name = "two cards on one host"
+    link_up_gb_per_s = 25.0    # of each device, host to device; 1e9 bytes per second
+    link_down_gb_per_s = 25.0  # of each device, device to host
+    host_gb_per_s = 40.0       # of all links together
+    update_gb_per_s = 3.5      # weights that the host's optimizer updates
+
+    [[devices]]
+    count = 2
+    speed = 1.0                # divides the times of a cost file
+    memory_bytes = 24000000000
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import tomllib
+from pathlib import Path
+
+from roundpipe.planning.costs import RATES, CostSet, devices_of, name_of, object_of, rate_of
+
+SCHEMA = "roundpipe-machine"
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A machine as the planner sees it.
+
+    Attributes:
+        devices: speed, relative to that of a cost file's times, and memory in bytes of each; 0 bytes = unlimited.
+        rates: bandwidths in GB/s, by field name.
+        update_gb_per_s: weights that the host's optimizer updates; 0 = at once.
+    """
+
+    name: str
+    devices: list[tuple[float, int]]
+    rates: dict[str, float]
+    update_gb_per_s: float = 0.0
+
+    def costs(self, costs: CostSet) -> CostSet:
+        """These costs on this machine."""
+        return dataclasses.replace(costs, devices=self.devices, rates=dict.fromkeys(RATES, 0.0) | self.rates)
+
+    def text(self) -> str:
+        """The machine file."""
+        lines = [f'schema = "{SCHEMA}"', f"version = {VERSION}", f"name = {json.dumps(self.name)}"]
+        lines += [f"{name} = {rate!r}" for name, rate in self.rates.items()]
+        lines.append(f"update_gb_per_s = {self.update_gb_per_s!r}")
+        for (speed, memory_bytes), alike in itertools.groupby(self.devices):
+            lines += ["", "[[devices]]", f"count = {len(list(alike))}", f"speed = {speed!r}"]
+            lines.append(f"memory_bytes = {memory_bytes}")
+        return "\n".join(lines) + "\n"
+
+
+def load(path: str | Path) -> Machine:
+    """Reads a machine file.
+
+    Raises:
+        ValueError: the file cannot be read or is no machine file; the message names the field.
+    """
+    try:
+        fields = object_of(
+            tomllib.loads(Path(path).read_text(encoding="utf-8-sig")),
+            str(path),
+            ("schema", "version", "name", "devices", "update_gb_per_s", *RATES),
+        )
+        if fields.get("schema") != SCHEMA or type(fields.get("version")) is not int or fields["version"] != VERSION:
+            raise ValueError(f"[costs] {path} has no schema '{SCHEMA}' of version {VERSION}")
+        devices = devices_of(fields.get("devices", []))
+        if not devices:
+            raise ValueError(f"[costs] {path} has no devices, expected at least one [[devices]]")
+        rates = {name: rate_of(fields[name], name) for name in RATES if name in fields}
+        update = rate_of(fields.get("update_gb_per_s", 0), "update_gb_per_s")
+        return Machine(name_of(fields, str(path)), devices, rates, update)
+    except OSError as error:
+        raise ValueError(f"[machine] cannot read {path}: {error.strerror}; expected a machine file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"[machine] {path} is not TOML: {error}; expected a machine file") from None
+    except ValueError as error:
+        raise ValueError(str(error).replace("[costs]", "[machine]", 1)) from None

@@ -1,0 +1,43 @@
+"""What the meter says of devices whose caps are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import roundpipe
+from roundpipe.cli import app
+from roundpipe.machine.meter import measure
+from roundpipe.planning.machine import load
+
+
+def test_links_with_caps_and_a_cap_of_memory() -> None:
+    said: list[str] = []
+    machine = measure(
+        roundpipe.devices("virtual:2,link=1GB/s,memory=200MB"), rounds=1, say=said.append, layer_bytes=8_000_000
+    )
+    assert [memory for _, memory in machine.devices] == [200_000_000] * 2
+    assert max(speed for speed, _ in machine.devices) == 1.0
+    # Nothing is faster than its cap; how much slower it is depends on the host.
+    assert 0 < machine.rates["link_up_gb_per_s"] <= 1.05
+    assert 0 < machine.rates["link_down_gb_per_s"] <= 1.05
+    assert 0 <= machine.rates["host_gb_per_s"] <= 4.2
+    assert machine.update_gb_per_s > 0
+    assert said == ["device 0: link and speed", "device 1: link and speed", "all links together", "optimizer"]
+
+
+def test_a_cap_of_the_host_is_found() -> None:
+    machine = measure(roundpipe.devices("virtual:2,link=2GB/s,host=0.5GB/s"), rounds=1, layer_bytes=8_000_000)
+    assert 0 < machine.rates["host_gb_per_s"] <= 0.55
+
+
+def test_the_command_writes_a_file_that_plan_reads(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    run = CliRunner()
+    done = run.invoke(app, ["machine", "virtual:1,memory=100MB", "--rounds", "1", "--save", str(path)])
+    assert done.exit_code == 0, done.output
+    assert load(path).devices == [(1.0, 100_000_000)]
+    with pytest.raises(ValueError, match="--rounds is 0"):
+        run.invoke(app, ["machine", "--rounds", "0"], catch_exceptions=False)
