@@ -201,21 +201,7 @@ def search(
     max_fused_layers: int = 1,
     effort: int = ...,
     seed: int = ...,
-) -> list[PlanChoice]: ...
-def search_links(
-    costs: list[LayerCost],
-    cluster: Cluster,
-    *,
-    microbatches: int,
-    mode: PlanMode = ...,
-    rules: TimingRules = ...,
-    first_backward_layer: int = 0,
-    max_traffic: float = 0.0,
-    replicas: bool = True,
-    interleave: bool = True,
-    max_fused_layers: int = 1,
-    effort: int = ...,
-    seed: int = ...,
+    over_links: bool = False,
     update_gb_per_s: float = 0.0,
 ) -> list[PlanChoice]: ...
 def place_over_links(

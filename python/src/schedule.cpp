@@ -13,27 +13,6 @@ namespace py = pybind11;
 using namespace schedule;  // NOLINT: this file binds these namespaces
 using namespace simulate;  // NOLINT
 
-namespace {
-
-SearchOptions options_of(int microbatches, PlanMode mode, TimingRules rules, int first_backward_layer,
-                         double max_traffic, bool replicas, bool interleave, int max_fused_layers, std::int64_t effort,
-                         unsigned seed) {
-  SearchOptions options;
-  options.plan.mode = mode;
-  options.plan.microbatches = microbatches;
-  options.plan.first_backward_layer = first_backward_layer;
-  options.rules = rules;
-  options.max_traffic = max_traffic;
-  options.replicas = replicas;
-  options.interleave = interleave;
-  options.max_fused_layers = max_fused_layers;
-  options.effort = effort;
-  options.seed = seed;
-  return options;
-}
-
-}  // namespace
-
 void bind_schedule(py::module_& module) {
   py::enum_<PlanMode>(module, "PlanMode")
       .value("INFERENCE", PlanMode::kInference)
@@ -131,23 +110,20 @@ void bind_schedule(py::module_& module) {
       "search",
       [](const LayerCosts& costs, const Cluster& cluster, int microbatches, PlanMode mode, TimingRules rules,
          int first_backward_layer, double max_traffic, bool replicas, bool interleave, int max_fused_layers,
-         std::int64_t effort, unsigned seed) {
-        const SearchOptions options = options_of(microbatches, mode, rules, first_backward_layer, max_traffic, replicas,
-                                                 interleave, max_fused_layers, effort, seed);
-        return search(costs, cluster, options);
-      },
-      py::arg("costs"), py::arg("cluster"), py::kw_only(), py::arg("microbatches"), py::arg("mode") = PlanMode::kFused,
-      py::arg("rules") = TimingRules{}, py::arg("first_backward_layer") = 0, py::arg("max_traffic") = 0.0,
-      py::arg("replicas") = true, py::arg("interleave") = true, py::arg("max_fused_layers") = 1,
-      py::arg("effort") = SearchOptions{}.effort, py::arg("seed") = SearchOptions{}.seed,
-      py::call_guard<py::gil_scoped_release>(), "The best plans found, best first.");
-  module.def(
-      "search_links",
-      [](const LayerCosts& costs, const Cluster& cluster, int microbatches, PlanMode mode, TimingRules rules,
-         int first_backward_layer, double max_traffic, bool replicas, bool interleave, int max_fused_layers,
-         std::int64_t effort, unsigned seed, double update_gb_per_s) {
-        const SearchOptions options = options_of(microbatches, mode, rules, first_backward_layer, max_traffic, replicas,
-                                                 interleave, max_fused_layers, effort, seed);
+         std::int64_t effort, unsigned seed, bool over_links, double update_gb_per_s) {
+        SearchOptions options;
+        options.plan.mode = mode;
+        options.plan.microbatches = microbatches;
+        options.plan.first_backward_layer = first_backward_layer;
+        options.rules = rules;
+        options.update_gb_per_s = update_gb_per_s;
+        options.max_traffic = max_traffic;
+        options.replicas = replicas;
+        options.interleave = interleave;
+        options.max_fused_layers = max_fused_layers;
+        options.effort = effort;
+        options.seed = seed;
+        if (!over_links) return search(costs, cluster, options);
         simulate::LinkRules links;
         links.timing = rules;
         links.update_gb_per_s = update_gb_per_s;
@@ -156,9 +132,9 @@ void bind_schedule(py::module_& module) {
       py::arg("costs"), py::arg("cluster"), py::kw_only(), py::arg("microbatches"), py::arg("mode") = PlanMode::kFused,
       py::arg("rules") = TimingRules{}, py::arg("first_backward_layer") = 0, py::arg("max_traffic") = 0.0,
       py::arg("replicas") = true, py::arg("interleave") = true, py::arg("max_fused_layers") = 1,
-      py::arg("effort") = SearchOptions{}.effort, py::arg("seed") = SearchOptions{}.seed,
+      py::arg("effort") = SearchOptions{}.effort, py::arg("seed") = SearchOptions{}.seed, py::arg("over_links") = false,
       py::arg("update_gb_per_s") = 0.0, py::call_guard<py::gil_scoped_release>(),
-      "The best plans found for a machine with bandwidths, rated by simulate_links, best first.");
+      "The best plans found, best first; over_links: rated by simulate_links.");
   module.def(
       "place_over_links",
       [](const Plan& recipe, const LayerCosts& costs, const Cluster& cluster, TimingRules rules, int steps) {

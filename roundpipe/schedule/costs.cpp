@@ -1,5 +1,6 @@
 #include <roundpipe/schedule/costs.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <stdexcept>
@@ -54,6 +55,15 @@ void validate(const Cluster& cluster) {
   require_not_negative(cluster.link_down_gb_per_s, "cluster.link_down_gb_per_s");
   require_not_negative(cluster.host_gb_per_s, "cluster.host_gb_per_s");
   require_not_negative(cluster.hop_latency_ms, "cluster.hop_latency_ms");
+}
+
+std::int64_t largest_room_bytes(const Cluster& cluster) {
+  std::int64_t room_bytes = 0;
+  for (const ClusterDevice& device : cluster.devices) {
+    if (device.memory_bytes == 0) return 0;
+    room_bytes = std::max(room_bytes, device.memory_bytes);
+  }
+  return room_bytes;
 }
 
 CostSums::CostSums(const LayerCosts& costs, int first_backward_layer)

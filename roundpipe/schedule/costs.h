@@ -41,6 +41,9 @@ struct Cluster {
 void validate(const LayerCosts& costs);
 void validate(const Cluster& cluster);
 
+// Memory of the largest device; 0 = unlimited.
+std::int64_t largest_room_bytes(const Cluster& cluster);
+
 // Sums costs over consecutive layers in constant time.
 class CostSums {
  public:
@@ -60,6 +63,10 @@ class CostSums {
   // boundary values in and two out and, if it goes backward, gradients and one microbatch's saved activations.
   // `least`: without the weights of the next visit.
   std::int64_t visit_bytes(Range layers, bool backward, bool least = false) const;
+  // Whether a visit fits `room_bytes` (0 = unlimited). A single layer may do without the weights of the next visit.
+  bool fits(Range layers, bool backward, std::int64_t room_bytes) const {
+    return room_bytes == 0 || visit_bytes(layers, backward, layers.size() == 1) <= room_bytes;
+  }
 
  private:
   template <typename T>

@@ -44,6 +44,10 @@ MovedBytes moved_bytes(const Plan& plan, const LayerCosts& costs, const CostSums
   return moved;
 }
 
+bool has_rates(const Cluster& cluster) {
+  return cluster.link_up_gb_per_s > 0 || cluster.link_down_gb_per_s > 0 || cluster.host_gb_per_s > 0;
+}
+
 LeastTime least_time(const MovedBytes& moved, const Cluster& cluster, double update_gb_per_s) {
   const auto links = static_cast<double>(cluster.devices.size());
   const std::array times = {LeastTime{ms(moved.up, links * cluster.link_up_gb_per_s), "links up"},

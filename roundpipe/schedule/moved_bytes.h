@@ -15,6 +15,9 @@ struct MovedBytes {
 // REQUIRES: a valid plan for these costs.
 MovedBytes moved_bytes(const Plan& plan, const LayerCosts& costs, const CostSums& sums);
 
+// Whether any bandwidth of the cluster is finite.
+bool has_rates(const Cluster& cluster);
+
 // A bound from below on the time of a step, and what sets it: "links up", "links down", "host memory" or "optimizer".
 struct LeastTime {
   double ms = 0;

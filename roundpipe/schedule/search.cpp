@@ -66,14 +66,8 @@ class Search {
         sums_(costs, options.plan.first_backward_layer),
         layers_(sums_.layers()),
         devices_(static_cast<int>(cluster.devices.size())),
+        room_bytes_(largest_room_bytes(cluster)),
         random_(options.seed) {
-    for (const ClusterDevice& device : cluster.devices) {
-      if (device.memory_bytes == 0) {
-        room_bytes_ = 0;
-        break;
-      }
-      room_bytes_ = std::max(room_bytes_, device.memory_bytes);
-    }
     check_layers();
   }
 
@@ -110,9 +104,7 @@ class Search {
 
   bool overlaps() const { return options_.rules.asynchronous && options_.interleave && has_fused(); }
 
-  bool fits(Range layers, bool backward) const {
-    return room_bytes_ == 0 || sums_.visit_bytes(layers, backward, layers.size() == 1) <= room_bytes_;
-  }
+  bool fits(Range layers, bool backward) const { return sums_.fits(layers, backward, room_bytes_); }
 
   void check_layers() const {
     for (int layer = 0; layer < layers_; ++layer) {
@@ -161,7 +153,7 @@ class Search {
     const int steps = options_.rules.asynchronous ? kRatedSteps : 1;
     spent_ += (steps + 1) * visits(recipe);
     PlanChoice choice{cut, std::move(recipe), {}, 0, traffic, {}};
-    score(choice, costs_, cluster_, options_, steps);
+    score(choice, costs_, sums_, cluster_, options_, steps);
     const double score_ms = choice.score_ms;
     keep(std::move(choice));
     return score_ms;
@@ -486,7 +478,7 @@ class Search {
       for (PlanChoice& choice : best_) {
         const int affordable = static_cast<int>(kFinalVisits / visits(choice.recipe));
         const int steps = std::clamp(affordable, kFewestFinalSteps, kFinalSteps);
-        score(choice, costs_, cluster_, options_, steps);
+        score(choice, costs_, sums_, cluster_, options_, steps);
       }
       std::ranges::stable_sort(best_, {}, &PlanChoice::score_ms);
     }
@@ -512,7 +504,7 @@ class Search {
   const CostSums sums_;
   const int layers_;
   const int devices_;
-  std::int64_t room_bytes_ = 0;  // of the largest device; 0 = no cap
+  const std::int64_t room_bytes_;
   std::mt19937 random_;
   std::map<std::tuple<int, int, bool>, PartitionTable> tables_;
   std::map<Shape, double> rated_;
@@ -525,18 +517,18 @@ class Search {
 
 }  // namespace
 
-void score(PlanChoice& choice, const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options,
-           int steps) {
+void score(PlanChoice& choice, const LayerCosts& costs, const CostSums& sums, const Cluster& cluster,
+           const SearchOptions& options, int steps) {
   choice.rating = rate(choice.recipe, costs, cluster, options.rules, steps);
-  const CostSums sums(costs, options.plan.first_backward_layer);
-  const LeastTime least = least_time(moved_bytes(choice.recipe, costs, sums), cluster, options.update_gb_per_s);
-  const double clocked_ms = choice.rating.step_ms, longer_ms = std::max(clocked_ms, least.ms);
-  choice.score_ms = longer_ms;
+  choice.score_ms = choice.rating.step_ms;
   choice.limit.clear();
+  if (!has_rates(cluster) && options.update_gb_per_s == 0) return;
+  const LeastTime least = least_time(moved_bytes(choice.recipe, costs, sums), cluster, options.update_gb_per_s);
   if (least.ms <= 0) return;
+  const double clocked_ms = choice.rating.step_ms, longer_ms = std::max(clocked_ms, least.ms);
   // Transfers wait for each other long before a link is full: at 80 % of the step, this adds 2 %.
   const double ratio = std::min(clocked_ms, least.ms) / longer_ms;
-  choice.score_ms *= std::pow(1 + std::pow(ratio, kFullness), 1 / kFullness);
+  choice.score_ms = longer_ms * std::pow(1 + std::pow(ratio, kFullness), 1 / kFullness);
   if (least.ms <= clocked_ms) return;
   choice.rating.bubble = 1 - (1 - choice.rating.bubble) * clocked_ms / least.ms;
   choice.rating.step_ms = least.ms;

@@ -43,8 +43,9 @@ struct PlanChoice {
 
 // Sets the rating and the score of a choice from its recipe, over `steps` steps (asynchronous) or one; and the limit,
 // if transfers or updates set the time of the step. Other fields are not read.
-void score(PlanChoice& choice, const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options,
-           int steps);
+// `sums`: of these costs, from the options' first backward layer.
+void score(PlanChoice& choice, const LayerCosts& costs, const CostSums& sums, const Cluster& cluster,
+           const SearchOptions& options, int steps);
 
 // Shrinks the fused stage to max_fused_layers; the other layers get a forward and a backward stage of their own.
 Cut limited_cut(Cut cut, int layers, const SearchOptions& options);

@@ -74,7 +74,8 @@ class LinkSearch {
         options_(std::move(options)),
         rules_(rules),
         sums_(costs, options_.plan.first_backward_layer),
-        devices_(static_cast<int>(cluster.devices.size())) {
+        devices_(static_cast<int>(cluster.devices.size())),
+        room_bytes_(schedule::largest_room_bytes(cluster)) {
     options_.rules = through_host(rules.timing);
     options_.update_gb_per_s = rules.update_gb_per_s;
     options_.effort /= 2;
@@ -148,21 +149,10 @@ class LinkSearch {
   }
 
   bool fits(const Cut& cut) const {
-    const std::int64_t room = largest_room();
-    const auto fit = [&](const CutStage& stage, bool backward) {
-      return room == 0 || sums_.visit_bytes(stage.layers, backward, stage.layers.size() == 1) <= room;
+    const auto fit = [&](bool backward) {
+      return [this, backward](const CutStage& stage) { return sums_.fits(stage.layers, backward, room_bytes_); };
     };
-    return std::ranges::all_of(cut.forward, [&](const CutStage& stage) { return fit(stage, false); }) &&
-           std::ranges::all_of(cut.backward, [&](const CutStage& stage) { return fit(stage, true); });
-  }
-
-  std::int64_t largest_room() const {
-    std::int64_t room = 0;
-    for (const schedule::ClusterDevice& device : cluster_.devices) {
-      if (device.memory_bytes == 0) return 0;
-      room = std::max(room, device.memory_bytes);
-    }
-    return room;
+    return std::ranges::all_of(cut.forward, fit(false)) && std::ranges::all_of(cut.backward, fit(true));
   }
 
   // The cuts into `stages` stages of even cost; nothing if there is none.
@@ -170,7 +160,7 @@ class LinkSearch {
     const auto key = std::make_pair(backward, layers.first);
     auto found = tables_.find(key);
     if (found == tables_.end())
-      found = tables_.emplace(key, schedule::partitions_of(sums_, layers, backward, largest_room())).first;
+      found = tables_.emplace(key, schedule::partitions_of(sums_, layers, backward, room_bytes_)).first;
     return found->second.cut(stages);
   }
 
@@ -213,7 +203,7 @@ class LinkSearch {
     const std::optional<Cut> cut = cut_of(even);
     if (!cut) return;
     PlanChoice choice = choice_of(*cut);
-    schedule::score(choice, costs_, hops_, options_, rules_.timing.asynchronous ? kClockedSteps : 1);
+    schedule::score(choice, costs_, sums_, hops_, options_, rules_.timing.asynchronous ? kClockedSteps : 1);
     candidates.push_back({std::move(choice), even});
   }
 
@@ -365,6 +355,7 @@ class LinkSearch {
   const LinkRules rules_;
   const schedule::CostSums sums_;
   const int devices_;
+  const std::int64_t room_bytes_;
   std::map<std::pair<bool, int>, schedule::PartitionTable> tables_;
   std::vector<Candidate> pool_;  // best first, once simulated
 };

@@ -165,20 +165,21 @@ def _stages(stages: list[_core.CutStage]) -> list[dict[str, Any]]:
 
 def choose(request: Request, mode: _core.PlanMode = _core.PlanMode.FUSED) -> list[_core.PlanChoice]:
     """The planner's choices, best first; with links, rated by the simulation of every byte."""
-    limits: dict[str, Any] = {
-        "microbatches": request.microbatches,
-        "mode": mode,
-        "rules": request.rules(),
-        "first_backward_layer": request.costs.first_backward_layer,
-        "max_traffic": request.max_traffic,
-        "replicas": request.replicas,
-        "interleave": request.interleave,
-        "max_fused_layers": request.keep_layers,
-        "effort": _core.SEARCH_EFFORT if request.effort is None else request.effort,
-    }
-    if request.links is None:
-        return _core.search(request.costs.layers, request.cluster, **limits)
-    return _core.search_links(request.costs.layers, request.links, **limits, update_gb_per_s=request.update_gb_per_s)
+    return _core.search(
+        request.costs.layers,
+        request.cluster if request.links is None else request.links,
+        microbatches=request.microbatches,
+        mode=mode,
+        rules=request.rules(),
+        first_backward_layer=request.costs.first_backward_layer,
+        max_traffic=request.max_traffic,
+        replicas=request.replicas,
+        interleave=request.interleave,
+        max_fused_layers=request.keep_layers,
+        effort=_core.SEARCH_EFFORT if request.effort is None else request.effort,
+        over_links=request.links is not None,
+        update_gb_per_s=request.update_gb_per_s,
+    )
 
 
 def _without_recompute(cost: _core.LayerCost) -> _core.LayerCost:
