@@ -145,7 +145,7 @@ def _with_room(
         return None
     plans = placed(choices[0], asked, _STEPS)
     # The labels are counted with the last layer's inputs.
-    sizes = _core.StepSizes(layers.sizes, layers.footprints, GRAINS[grain], label_bytes=0)
+    sizes = _core.StepSizes(layers.sizes, layers.footprints, GRAINS[grain], label_bytes=0, gradient_groups=1)
     device = predict_device(plans, sizes, cap_bytes=memory)
     values = _core.waiting_on_host(plans[0], layers.footprints, request.microbatches)
     return Fit(asked, choices, device, grain, values, memory)
