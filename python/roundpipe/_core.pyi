@@ -197,6 +197,7 @@ def search(
     first_backward_layer: int = 0,
     max_traffic: float = 0.0,
     replicas: bool = True,
+    gradient_groups: int = 0,
     interleave: bool = True,
     max_fused_layers: int = 1,
     effort: int = ...,

@@ -109,12 +109,13 @@ void bind_schedule(py::module_& module) {
   module.def(
       "search",
       [](const LayerCosts& costs, const Cluster& cluster, int microbatches, PlanMode mode, TimingRules rules,
-         int first_backward_layer, double max_traffic, bool replicas, bool interleave, int max_fused_layers,
-         std::int64_t effort, unsigned seed, bool over_links, double update_gb_per_s) {
+         int first_backward_layer, double max_traffic, bool replicas, int gradient_groups, bool interleave,
+         int max_fused_layers, std::int64_t effort, unsigned seed, bool over_links, double update_gb_per_s) {
         SearchOptions options;
         options.plan.mode = mode;
         options.plan.microbatches = microbatches;
         options.plan.first_backward_layer = first_backward_layer;
+        options.plan.gradient_groups = gradient_groups;
         options.rules = rules;
         options.update_gb_per_s = update_gb_per_s;
         options.max_traffic = max_traffic;
@@ -131,9 +132,10 @@ void bind_schedule(py::module_& module) {
       },
       py::arg("costs"), py::arg("cluster"), py::kw_only(), py::arg("microbatches"), py::arg("mode") = PlanMode::kFused,
       py::arg("rules") = TimingRules{}, py::arg("first_backward_layer") = 0, py::arg("max_traffic") = 0.0,
-      py::arg("replicas") = true, py::arg("interleave") = true, py::arg("max_fused_layers") = 1,
-      py::arg("effort") = SearchOptions{}.effort, py::arg("seed") = SearchOptions{}.seed, py::arg("over_links") = false,
-      py::arg("update_gb_per_s") = 0.0, py::call_guard<py::gil_scoped_release>(),
+      py::arg("replicas") = true, py::arg("gradient_groups") = PlannerOptions{}.gradient_groups,
+      py::arg("interleave") = true, py::arg("max_fused_layers") = 1, py::arg("effort") = SearchOptions{}.effort,
+      py::arg("seed") = SearchOptions{}.seed, py::arg("over_links") = false, py::arg("update_gb_per_s") = 0.0,
+      py::call_guard<py::gil_scoped_release>(),
       "The best plans found, best first; over_links: rated by simulate_links.");
   module.def(
       "place_over_links",

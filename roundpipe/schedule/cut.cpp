@@ -58,15 +58,44 @@ std::string to_string(const Cut& cut) {
   return text;
 }
 
+namespace {
+
+// Whether the gradients of a visit are summed in groups of microbatches.
+bool sums_in_groups(Range layers, bool backward, const CostSums& sums, const PlannerOptions& options) {
+  return options.gradient_groups > 0 && backward && sums.gradient_bytes(layers) > 0;
+}
+
+// Part `part` of `count` things that are split into `parts`, of which the first are larger by one, as
+// torch.Tensor.tensor_split does.
+Range part_of(int count, int parts, int part) {
+  const int least = count / parts, larger = count % parts;
+  const int first = part * least + std::min(part, larger);
+  return {first, first + least + (part < larger ? 1 : 0)};
+}
+
+}  // namespace
+
+int most_replicas(Range layers, bool backward, const CostSums& sums, const PlannerOptions& options) {
+  if (!sums_in_groups(layers, backward, sums, options)) return options.microbatches;
+  return std::min(options.gradient_groups, options.microbatches);
+}
+
 Plan to_recipe(const Cut& cut, const CostSums& sums, int devices, const PlannerOptions& options) {
   Plan plan{sums.layers(), options.microbatches, devices, options.first_backward_layer, {}};
   std::vector<double> start_ms;
   double work_ms = 0;
   const auto add = [&](Phase phase, const CutStage& stage) {
-    const int replicas = std::min(stage.replicas, options.microbatches);
+    const bool goes_backward = phase != Phase::kForward;
+    const int most = most_replicas(stage.layers, goes_backward, sums, options);
+    const bool by_groups = sums_in_groups(stage.layers, goes_backward, sums, options);
+    const int replicas = std::min(stage.replicas, most);
     for (int replica = 0; replica < replicas; ++replica) {
-      const Range microbatches{options.microbatches * replica / replicas,
-                               options.microbatches * (replica + 1) / replicas};
+      Range microbatches{options.microbatches * replica / replicas, options.microbatches * (replica + 1) / replicas};
+      if (by_groups) {
+        const Range groups = part_of(most, replicas, replica);
+        microbatches = {part_of(options.microbatches, most, groups.first).first,
+                        part_of(options.microbatches, most, groups.last - 1).last};
+      }
       plan.jobs.push_back({phase, stage.layers, microbatches, 0});
       start_ms.push_back(work_ms);
     }
