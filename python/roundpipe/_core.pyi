@@ -134,6 +134,7 @@ class LayerCost:
     gradient_bytes: int
     activation_bytes: int
     saved_bytes: int
+    trained: bool
     def __init__(
         self,
         *,
@@ -144,6 +145,7 @@ class LayerCost:
         gradient_bytes: int = 0,
         activation_bytes: int = 0,
         saved_bytes: int = 0,
+        trained: bool = True,
     ) -> None: ...
 
 class Cluster:

@@ -60,20 +60,21 @@ void bind_schedule(py::module_& module) {
   py::class_<LayerCost>(module, "LayerCost")
       .def(py::init([](double forward_ms, double backward_ms, std::optional<double> recompute_ms,
                        std::int64_t weight_bytes, std::int64_t gradient_bytes, std::int64_t activation_bytes,
-                       std::int64_t saved_bytes) {
+                       std::int64_t saved_bytes, bool trained) {
              return LayerCost{forward_ms,       backward_ms, weight_bytes, gradient_bytes,
-                              activation_bytes, saved_bytes, recompute_ms};
+                              activation_bytes, saved_bytes, recompute_ms, trained};
            }),
            py::kw_only(), py::arg("forward_ms"), py::arg("backward_ms"), py::arg("recompute_ms") = py::none(),
            py::arg("weight_bytes") = 0, py::arg("gradient_bytes") = 0, py::arg("activation_bytes") = 0,
-           py::arg("saved_bytes") = 0)
+           py::arg("saved_bytes") = 0, py::arg("trained") = true)
       .def_readonly("forward_ms", &LayerCost::forward_ms)
       .def_readonly("backward_ms", &LayerCost::backward_ms)
       .def_readonly("recompute_ms", &LayerCost::recompute_ms)
       .def_readonly("weight_bytes", &LayerCost::weight_bytes)
       .def_readonly("gradient_bytes", &LayerCost::gradient_bytes)
       .def_readonly("activation_bytes", &LayerCost::activation_bytes)
-      .def_readonly("saved_bytes", &LayerCost::saved_bytes);
+      .def_readonly("saved_bytes", &LayerCost::saved_bytes)
+      .def_readonly("trained", &LayerCost::trained);
   py::class_<Cluster>(module, "Cluster")
       .def(py::init([](const std::vector<std::pair<double, std::int64_t>>& devices, double link_up, double link_down,
                        double host, double hop_latency_ms) {

@@ -32,9 +32,9 @@ at::Tensor gradient(const GradientBlock& block, const BlockLayout& layout, size_
 // Thread safety: contribute from any thread.
 class TiedSum {
  public:
-  // `base` holds the sums of earlier calls, or is null. The sum goes into a piece of `buffers`. `group_ends`: where each
-  // group ends, the last one at the number of microbatches. REQUIRES: contribute is called once for each of layers x
-  // microbatches, after `base` has landed; `layout` outlives the sum.
+  // `base` holds the sums of earlier calls, or is null. The sum goes into a piece of `buffers`. `group_ends`: where
+  // each group ends, the last one at the number of microbatches. REQUIRES: contribute is called once for each of layers
+  // x microbatches, after `base` has landed; `layout` outlives the sum.
   TiedSum(GradientBlockPtr result, GradientBlockPtr base, const BlockLayout& layout,
           std::shared_ptr<BufferPool> buffers, size_t layers, std::vector<size_t> group_ends);
   // `gradients`: one host tensor per parameter, undefined if there is no gradient. `layer` counts the sharing layers,
@@ -56,12 +56,12 @@ class TiedSum {
   const std::vector<size_t> group_ends_;
   Mutex mutex_;
   std::vector<std::vector<std::vector<at::Tensor>>> contributions_
-      ROUNDPIPE_GUARDED_BY(mutex_);                            // [microbatch][layer][parameter]
-  std::vector<size_t> missing_ ROUNDPIPE_GUARDED_BY(mutex_);   // per microbatch
-  std::vector<at::Tensor> sums_ ROUNDPIPE_GUARDED_BY(mutex_);  // per parameter, of the group; undefined = no gradient
+      ROUNDPIPE_GUARDED_BY(mutex_);                              // [microbatch][layer][parameter]
+  std::vector<size_t> missing_ ROUNDPIPE_GUARDED_BY(mutex_);     // per microbatch
+  std::vector<at::Tensor> sums_ ROUNDPIPE_GUARDED_BY(mutex_);    // per parameter, of the group; undefined = no gradient
   std::vector<at::Tensor> totals_ ROUNDPIPE_GUARDED_BY(mutex_);  // the same, of the groups before
   size_t group_ ROUNDPIPE_GUARDED_BY(mutex_) = 0;
-  size_t next_ ROUNDPIPE_GUARDED_BY(mutex_) = 0;               // first microbatch not folded yet
+  size_t next_ ROUNDPIPE_GUARDED_BY(mutex_) = 0;  // first microbatch not folded yet
 };
 
 }  // namespace roundpipe::memory

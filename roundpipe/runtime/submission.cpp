@@ -66,7 +66,8 @@ void check_groups(const Plan& plan, const Call& call) {
       throw std::invalid_argument(
           concat("[plan] the job \"", to_string(job), "\" divides the trainable layer ", l,
                  " within a group of gradients: gradient_groups is ", call.options.gradient_groups, " for ",
-                 call.options.microbatches, " microbatches, and devices share a trainable layer by whole groups; set "
+                 call.options.microbatches,
+                 " microbatches, and devices share a trainable layer by whole groups; set "
                  "RoundPipeRunConfig(gradient_groups=...) to the number of groups that the plan was made for"));
     }
   }
@@ -236,10 +237,10 @@ void open_gradients(Call& call, const Plan& plan) {
           std::make_unique<memory::TiedSum>(result, base, layout, state.gradient_buffers, sharers, std::move(ends));
     } else if (const int count = parts_of(state, parts); count > 1) {
       state.sum_buffers->keep(static_cast<size_t>(count));
-      call.block_sums[block] = std::make_unique<BlockSum>(
-          BlockSum::Target{result, state.tied() ? base : nullptr, layout, state.gradient_buffers, state.sum_layout,
-                           state.sum_buffers},
-          sharers, groups.count());
+      call.block_sums[block] =
+          std::make_unique<BlockSum>(BlockSum::Target{result, state.tied() ? base : nullptr, layout,
+                                                      state.gradient_buffers, state.sum_layout, state.sum_buffers},
+                                     sharers, groups.count());
     }
   }
 }

@@ -4,6 +4,8 @@
 #include <limits>
 #include <stdexcept>
 
+#include <roundpipe/schedule/gradient_groups.h>
+
 namespace roundpipe::schedule {
 
 Cut to_cut(const Stages& stages) {
@@ -62,15 +64,7 @@ namespace {
 
 // Whether the gradients of a visit are summed in groups of microbatches.
 bool sums_in_groups(Range layers, bool backward, const CostSums& sums, const PlannerOptions& options) {
-  return options.gradient_groups > 0 && backward && sums.gradient_bytes(layers) > 0;
-}
-
-// Part `part` of `count` things that are split into `parts`, of which the first are larger by one, as
-// torch.Tensor.tensor_split does.
-Range part_of(int count, int parts, int part) {
-  const int least = count / parts, larger = count % parts;
-  const int first = part * least + std::min(part, larger);
-  return {first, first + least + (part < larger ? 1 : 0)};
+  return options.gradient_groups > 0 && backward && sums.trains(layers);
 }
 
 }  // namespace
@@ -92,9 +86,9 @@ Plan to_recipe(const Cut& cut, const CostSums& sums, int devices, const PlannerO
     for (int replica = 0; replica < replicas; ++replica) {
       Range microbatches{options.microbatches * replica / replicas, options.microbatches * (replica + 1) / replicas};
       if (by_groups) {
-        const Range groups = part_of(most, replicas, replica);
-        microbatches = {part_of(options.microbatches, most, groups.first).first,
-                        part_of(options.microbatches, most, groups.last - 1).last};
+        // The groups themselves are shared out as evenly.
+        const Range groups = GradientGroups(most, replicas).microbatches({replica, replica + 1});
+        microbatches = GradientGroups(options.microbatches, most).microbatches(groups);
       }
       plan.jobs.push_back({phase, stage.layers, microbatches, 0});
       start_ms.push_back(work_ms);

@@ -35,9 +35,7 @@ class GradientGroups {
   }
 
  private:
-  int begin_of(int group) const {
-    return group * (microbatches_ / count_) + std::min(group, microbatches_ % count_);
-  }
+  int begin_of(int group) const { return group * (microbatches_ / count_) + std::min(group, microbatches_ % count_); }
 
   int microbatches_;
   int count_;

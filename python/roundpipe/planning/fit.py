@@ -83,6 +83,7 @@ def costs_of_shapes(shapes: ModelShapes, device_tflops: float) -> CostSet:
             backward_ms=layer.backward_flops / per_ms,
             weight_bytes=layer.size.weights,
             gradient_bytes=layer.size.gradients,
+            trained=layer.size.gradients > 0,
             activation_bytes=layer.footprint.outputs,
             saved_bytes=layer.footprint.saved,
         )
@@ -131,6 +132,7 @@ def _with_room(
             recompute_ms=cost.recompute_ms,
             weight_bytes=cost.weight_bytes,
             gradient_bytes=cost.gradient_bytes,
+            trained=cost.trained,
             activation_bytes=cost.activation_bytes,
             saved_bytes=footprint.kept_bytes(GRAINS[grain]),
         )

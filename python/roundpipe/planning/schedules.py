@@ -201,8 +201,10 @@ def choose_with_more_groups(request: Request, best: _core.PlanChoice) -> tuple[R
     Returns:
         None if the step is not shorter by 0.1 percent, or if `best` is not of one group.
     """
-    trains_weights = any(cost.gradient_bytes for cost in request.costs.layers[request.costs.first_backward_layer :])
+    trains_weights = any(cost.trained for cost in request.costs.layers[request.costs.first_backward_layer :])
     if request.gradient_groups != 1 or not request.replicas or request.devices == 1 or not trains_weights:
+        return None
+    if best.step_ms <= 0:
         return None
     most = request.with_groups(request.microbatches)
     choices = choose(most)
@@ -218,7 +220,9 @@ def choose_with_more_groups(request: Request, best: _core.PlanChoice) -> tuple[R
 
 
 def _without_recompute(cost: _core.LayerCost) -> _core.LayerCost:
-    return _core.LayerCost(forward_ms=cost.forward_ms, backward_ms=cost.backward_ms, recompute_ms=0.0)
+    return _core.LayerCost(
+        forward_ms=cost.forward_ms, backward_ms=cost.backward_ms, recompute_ms=0.0, trained=cost.trained
+    )
 
 
 def timeline_of(choice: _core.PlanChoice, request: Request) -> tuple[_core.Timeline, list[_core.Plan]]:

@@ -103,10 +103,13 @@ def _print_table(title: str, results: list[Prediction | Impossible]) -> None:
 
     rows = [result if isinstance(result, Impossible) else _row(result) for result in results]
     print_table(title, ["step ms", "bubble %", "weight traffic"], rows)
-    for result in results:
-        if not isinstance(result, Impossible) and result.choice is not None:
-            typer.echo(f"{result.name}: {result.choice.cut}")
-            typer.echo(f"notation: {STAGES_LEGEND}")
+    lines = [
+        f"{result.name}: {result.choice.cut}"
+        for result in results
+        if not isinstance(result, Impossible) and result.choice is not None
+    ]
+    if lines:
+        typer.echo("\n".join([*lines, f"notation: {STAGES_LEGEND}"]))
 
 
 def _row(prediction: Prediction) -> list[str]:

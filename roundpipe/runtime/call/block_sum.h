@@ -66,8 +66,8 @@ class BlockSum {
   const int groups_;
   std::vector<Part> sums_;  // [layer]; the thread in add_up()
   Mutex mutex_;
-  std::vector<Queue> queues_ ROUNDPIPE_GUARDED_BY(mutex_);    // [layer]
-  bool adding_ ROUNDPIPE_GUARDED_BY(mutex_) = false;  // whether somebody sees to add_up()
+  std::vector<Queue> queues_ ROUNDPIPE_GUARDED_BY(mutex_);  // [layer]
+  bool adding_ ROUNDPIPE_GUARDED_BY(mutex_) = false;        // whether somebody sees to add_up()
 };
 
 }  // namespace roundpipe::runtime

@@ -69,7 +69,8 @@ struct BlockState {
   // The layout of gradients on the host, and the pool of their memory: those of the weights, unless kept in fp32.
   memory::BlockLayout gradient_layout;
   std::shared_ptr<memory::BufferPool> gradient_buffers;
-  // The layout of partial sums, and the pool of their memory, which is that of the gradients if the dtypes are the same.
+  // The layout of partial sums, and the pool of their memory, which is that of the gradients if the dtypes are the
+  // same.
   memory::BlockLayout sum_layout;
   std::shared_ptr<memory::BufferPool> sum_buffers;
   // The remainder of each parameter's fp32 master, once a fused optimizer trains it.

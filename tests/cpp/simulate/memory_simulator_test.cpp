@@ -120,8 +120,8 @@ class Replay {
     if (i + 1 == jobs_.size()) return false;
     const Job& job = jobs_[i];
     const Job& next = jobs_[i + 1];
-    const int64_t held = own(job, &LayerBytes::weights) + own(next, &LayerBytes::weights) +
-                         sums(job) + staged(job, &next) + work(job);
+    const int64_t held =
+        own(job, &LayerBytes::weights) + own(next, &LayerBytes::weights) + sums(job) + staged(job, &next) + work(job);
     return rules_.cap_bytes == 0 || held <= rules_.cap_bytes;
   }
 

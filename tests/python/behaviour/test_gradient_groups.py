@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import roundpipe
 from reference_loops import BASE_SEED, Pair, groups_of, use_devices
@@ -55,7 +55,7 @@ def tied_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 def parts_of(microbatches: int, ends: list[int], dice: random.Random) -> list[tuple[int, int]]:
     """Ranges of microbatches, cut at some of `ends`."""
     edges = [0, *[end for end in ends if dice.random() < 0.6], microbatches]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))
 
 
 def plan_with_replicas(
@@ -69,7 +69,7 @@ def plan_with_replicas(
 
     def stages(first: int, last: int) -> list[tuple[int, int]]:
         edges = [first, *sorted(dice.sample(range(first + 1, last), dice.randrange(last - first))), last]
-        return list(zip(edges[:-1], edges[1:], strict=True))
+        return list(itertools.pairwise(edges))
 
     jobs: list[Any] = []
 
@@ -233,7 +233,7 @@ def test_a_graph_that_is_kept_gives_each_backward_its_groups() -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
 def test_other_numbers_of_groups_are_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match="gradient_groups is .*, expected an integer of at least 1"):
+    with pytest.raises(ValueError, match=r"gradient_groups is .*, expected an integer of at least 1"):
         RoundPipeRunConfig(gradient_groups=value)
 
 

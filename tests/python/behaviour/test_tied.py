@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import roundpipe
-from reference_loops import BASE_SEED, Pair, assert_same, fused_loop, plan_of, seeds_of, use_devices
-from roundpipe import RoundPipe, RoundPipeRunConfig, _core
+from reference_loops import BASE_SEED, Pair, fused_loop, plan_of, use_devices
+from roundpipe import RoundPipe, RoundPipeRunConfig
 
 MICROBATCHES = 6
 TOKENS = torch.arange(24) % 11

@@ -378,16 +378,12 @@ class Pair:
                 seeds = seeds_of(self.pipe, self.pipe.calls, microbatches)
                 if fused:
                     loss = self.pipe.forward_backward(args, kwargs, label, self.loss_fn, run_config=options)
-                    expected = fused_loop(
-                        self.layers, args, kwargs, label, self.loss_fn, seeds, by_microbatch, groups
-                    )
+                    expected = fused_loop(self.layers, args, kwargs, label, self.loss_fn, seeds, by_microbatch, groups)
                 else:
                     total = self.loss_fn(self.pipe(*args, roundpipe_run_config=options, **kwargs), label)
                     total.backward()
                     loss = total.detach()
-                    expected = split_loop(
-                        self.layers, args, kwargs, label, self.loss_fn, seeds, by_microbatch, groups
-                    )
+                    expected = split_loop(self.layers, args, kwargs, label, self.loss_fn, seeds, by_microbatch, groups)
                 assert_same(loss, expected, f"step {step} call {call}: loss")
                 if after_call:
                     after_call()
