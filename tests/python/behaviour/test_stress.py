@@ -118,6 +118,7 @@ class Case:
     calls_per_step: int
     input_gradients: bool
     training: bool
+    groups: int
 
     def build(self) -> nn.Sequential:
         torch.manual_seed(11)
@@ -184,6 +185,7 @@ def cases(draw: Draw) -> Case:
         calls_per_step=draw(st.integers(1, 2)),
         input_gradients=draw(st.booleans()),
         training=draw(st.sampled_from([True, True, False])),
+        groups=draw(st.sampled_from([1, 1, 2, 3])),
     )
 
 
@@ -192,8 +194,10 @@ def cases(draw: Draw) -> Case:
 def test_same_bits_as_the_slow_loop(case: Case) -> None:
     roundpipe.devices(f"virtual:{case.devices}{case.cap},debug")
     model = case.build()
-    pipe = pipe_of(model, case.microbatches, recompute_grain=case.grain, execute_plan=case.plan())
-    reference = ReferenceLoop(case.build(), pipe.layer_seed, case.is_async)
+    pipe = pipe_of(
+        model, case.microbatches, recompute_grain=case.grain, execute_plan=case.plan(), gradient_groups=case.groups
+    )
+    reference = ReferenceLoop(case.build(), pipe.layer_seed, case.is_async, case.groups)
     generator = torch.Generator().manual_seed(1)
     for _ in range(2):
         for _ in range(case.calls_per_step):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import roundpipe
-from reference_loops import TiedGradients
+from reference_loops import TiedGradients, grouped_gradients
 from roundpipe import RoundPipe, RoundPipeRunConfig
 
 PACKAGE_PARENT = Path(roundpipe.__file__).resolve().parents[1]
@@ -132,19 +132,24 @@ class ReferenceLoop:
         model: an `nn.Sequential`; copied.
         seed_of: `(call, microbatch, layer)` -> the seed of that execution.
         is_async: whether steps are published one step late.
+        groups: of gradients.
     """
 
-    def __init__(self, model: nn.Sequential, seed_of: Callable[[int, int, int], int], is_async: bool) -> None:
+    def __init__(
+        self, model: nn.Sequential, seed_of: Callable[[int, int, int], int], is_async: bool, groups: int = 1
+    ) -> None:
         self.model = copy.deepcopy(model)
         self.seed_of = seed_of
         self.is_async = is_async
+        self.groups = groups
         self.calls = 0
         self.masters = {id(p): p.detach().clone() for p in self.model.parameters()}
         self.updated = False
 
     def forward_backward(self, inputs: Sequence[Any], labels: Sequence[Any], loss_fn: Loss) -> torch.Tensor:
         losses = []
-        tied = TiedGradients(self.model)
+        tied = TiedGradients(self.model, self.groups, len(inputs))
+        grouped = grouped_gradients(list(self.model), self.groups, len(inputs), tied)
         for microbatch, (value, label) in enumerate(zip(inputs, labels, strict=True)):
             for index, layer in enumerate(self.model):
                 torch.manual_seed(self.seed_of(self.calls, microbatch, index))
@@ -153,8 +158,10 @@ class ReferenceLoop:
             loss = loss_fn(value, label)
             loss.backward()
             losses.append(loss.detach())
-            tied.collect()
-        tied.add()
+            for sums in filter(None, (tied, grouped)):
+                sums.collect(microbatch)
+        for sums in filter(None, (tied, grouped)):
+            sums.add()
         self.calls += 1
         return sum(losses[1:], losses[0])
 
