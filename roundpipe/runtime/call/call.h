@@ -51,9 +51,27 @@ struct ExecutionRecord {
   double waited_ms = 0;      // how long the device then was idle, until the gradient arrived
 };
 
+// The time that one layer took on a device for one microbatch, by the device's own clock, and what it put out.
+struct LayerTime {
+  int layer;
+  int device;
+  bool backward;
+  double ms;
+  int64_t output_bytes = 0;  // of a forward
+};
+
 // The records of one call so far. Thread safety: any thread.
 class ExecutionLog {
  public:
+  void add(const LayerTime& time) {
+    const MutexLock lock(mutex_);
+    layer_times_.push_back(time);
+  }
+  std::vector<LayerTime> layer_times() const {
+    require_own_process();
+    const MutexLock lock(mutex_);
+    return layer_times_;
+  }
   void add(const ExecutionRecord& record) {
     const MutexLock lock(mutex_);
     records_.push_back(record);
@@ -67,6 +85,7 @@ class ExecutionLog {
  private:
   mutable Mutex mutex_;
   std::vector<ExecutionRecord> records_ ROUNDPIPE_GUARDED_BY(mutex_);
+  std::vector<LayerTime> layer_times_ ROUNDPIPE_GUARDED_BY(mutex_);
 };
 
 using roundpipe::RecomputeGrain;
