@@ -174,6 +174,14 @@ class StepMemory:
             self._admitted[key] = self._fit(step, grain, self._device_budget)
         return self._admitted[key]
 
+    def fits(self, request: CallRequest) -> bool:
+        """Whether the device budget, if there is one, has room for the call, layer by layer if need be."""
+        if self._device_budget is None:
+            return True
+        step = step_shape(request)
+        _, wanted = self._least(step, request.config.recompute_grain, self._footprints(step), self._device_budget)
+        return wanted.total <= self._device_budget
+
     def predict(self, request: CallRequest) -> MemoryPrediction:
         """Predicts the call's memory. Plans from now on keep to that."""
         step, grain = step_shape(request), request.config.recompute_grain
@@ -190,13 +198,7 @@ class StepMemory:
 
     def _fit(self, step: StepShape, grain: RecomputeGrain, budget: int) -> RecomputeGrain:
         footprints = self._footprints(step)
-        tried: RecomputeGrain = grain
-        while True:
-            self._tell_planner(step, footprints, tried)
-            wanted = self._device(step, tried, footprints, budget)
-            if wanted.total <= budget or tried == "layer":
-                break
-            tried = "layer"
+        tried, wanted = self._least(step, grain, footprints, budget)
         self._last = MemoryPrediction(wanted, self._host(step), tried, _activations(self._pipeline, step))
         if self._host_budget is not None:
             refuse_host("RoundPipe", self._name, self._host_budget, lambda moments: self._host(step, moments))
@@ -204,6 +206,18 @@ class StepMemory:
             change = self._change(step, footprints, budget, "device_memory=")
             refuse_device("RoundPipe", self._name, budget, wanted, change)
         return tried
+
+    def _least(
+        self, step: StepShape, grain: RecomputeGrain, footprints: Sequence[_core.LayerFootprint], budget: int
+    ) -> tuple[RecomputeGrain, DeviceMemory]:
+        """The recompute grain with which the step fits, else "layer", and what it takes then. Plans keep to that."""
+        tried: RecomputeGrain = grain
+        while True:
+            self._tell_planner(step, footprints, tried)
+            wanted = self._device(step, tried, footprints, budget)
+            if wanted.total <= budget or tried == "layer":
+                return tried, wanted
+            tried = "layer"
 
     def explain(self, shape: Callable[[int], StepShape], rows: int, cap: int) -> str:
         """Explains the memory of a step that a device had no memory for, and the smallest change that would fit.
