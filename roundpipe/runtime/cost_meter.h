@@ -5,7 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include <roundpipe/runtime/call/call.h>
+#include <roundpipe/runtime/call/execution_log.h>
+#include <roundpipe/runtime/model/model_state.h>
 #include <roundpipe/schedule/costs.h>
 
 namespace roundpipe::runtime {
