@@ -99,6 +99,31 @@ void bind_pipeline(py::module_& module) {
   py::class_<runtime::ExecutionLog, std::shared_ptr<runtime::ExecutionLog>>(module, "ExecutionLog")
       .def("records", &runtime::ExecutionLog::records);
 
+  using runtime::MeasuredMachine, runtime::MeasuredStep, runtime::LinkRates;
+  ValueClass<LinkRates>(module, "LinkRates")
+      .attribute("up_gb_per_s", &LinkRates::up_gb_per_s)
+      .attribute("down_gb_per_s", &LinkRates::down_gb_per_s);
+  ValueClass<MeasuredMachine>(module, "MeasuredMachine")
+      .attribute("devices",
+                 [](const MeasuredMachine& machine) {
+                   std::vector<std::pair<double, int64_t>> devices;
+                   for (const auto& [speed, memory_bytes] : machine.cluster.devices)
+                     devices.emplace_back(speed, memory_bytes);
+                   return devices;
+                 })
+      .attribute("links", &MeasuredMachine::links)
+      .attribute("link_up_gb_per_s", [](const MeasuredMachine& machine) { return machine.cluster.link_up_gb_per_s; })
+      .attribute("link_down_gb_per_s",
+                 [](const MeasuredMachine& machine) { return machine.cluster.link_down_gb_per_s; })
+      .attribute("host_gb_per_s", [](const MeasuredMachine& machine) { return machine.cluster.host_gb_per_s; })
+      .attribute("hop_latency_ms", [](const MeasuredMachine& machine) { return machine.cluster.hop_latency_ms; })
+      .attribute("update_gb_per_s", &MeasuredMachine::update_gb_per_s);
+  ValueClass<MeasuredStep>(module, "MeasuredStep")
+      .attribute("microbatches", &MeasuredStep::microbatches)
+      .attribute("start_ms", &MeasuredStep::start_ms)
+      .attribute("end_ms", &MeasuredStep::end_ms)
+      .attribute("busy_ms", &MeasuredStep::busy_ms);
+
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(module, "Pipeline")
       .def(py::init([](std::string name, const py::list& layers, bool pinned) {
              std::vector<std::unique_ptr<runtime::Layer>> made;
@@ -180,14 +205,43 @@ void bind_pipeline(py::module_& module) {
           },
           py::arg("mode"), py::arg("microbatches"), py::call_guard<py::gil_scoped_release>())
       .def("costs", [](const Pipeline& pipeline) { return pipeline.planner().costs(); })
+      .def("knows_costs", [](const Pipeline& pipeline) { return pipeline.planner().knows_costs(); })
+      .def(
+          "machine", [](const Pipeline& pipeline) { return pipeline.planner().machine(*Engine::current()); },
+          py::call_guard<py::gil_scoped_release>())
+      .def("measured_steps", [](const Pipeline& pipeline) { return pipeline.planner().steps(); })
+      .def(
+          "planned",
+          [](const Pipeline& pipeline, const schedule::Plan& plan) {
+            return pipeline.planner().cut_of(plan).has_value();
+          },
+          py::arg("plan"))
+      .def(
+          "notation",
+          [](const Pipeline& pipeline, const schedule::Plan& plan) {
+            const schedule::Stages stages{plan.forward_stages(), plan.backward_stages()};
+            return to_string(pipeline.planner().cut_of(plan).value_or(schedule::to_cut(stages)));
+          },
+          py::arg("plan"))
+      .def(
+          "predicted_ms",
+          [](const Pipeline& pipeline, int microbatches, int gradient_groups, double scale) {
+            return pipeline.planner().predicted_ms(*Engine::current(), microbatches, gradient_groups, scale);
+          },
+          py::arg("microbatches"), py::arg("gradient_groups"), py::arg("scale"), py::call_guard<py::gil_scoped_release>())
+      .def("last_step_plan", &Pipeline::last_step_plan)
+      .def(
+          "note_update",
+          [](Pipeline& pipeline, int64_t weight_bytes, double ms) { pipeline.model().updates.add(weight_bytes, ms); },
+          py::arg("weight_bytes"), py::arg("ms"))
       .def(
           "preview_plans",
           [](const Pipeline& pipeline, const runtime::Route& route, schedule::PlanMode mode, int microbatches,
-             int steps) {
-            return runtime::preview_plans(pipeline.model(), route, mode, microbatches, pipeline.planner(),
-                                          *Engine::current(), steps);
+             int gradient_groups, int steps) {
+            return runtime::preview_plans(pipeline.model(), route, mode, microbatches, gradient_groups,
+                                          pipeline.planner(), *Engine::current(), steps);
           },
-          py::arg("route"), py::arg("mode"), py::arg("microbatches"), py::arg("steps"),
+          py::arg("route"), py::arg("mode"), py::arg("microbatches"), py::arg("gradient_groups"), py::arg("steps"),
           py::call_guard<py::gil_scoped_release>())
       .def(
           "set_bytes",

@@ -1,5 +1,6 @@
 #include <roundpipe/runtime/engine.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <limits>
 #include <thread>
@@ -55,12 +56,13 @@ Engine::Engine(const std::vector<device::DeviceSpec>& specs)
     : Engine(specs, (engine_begins(), renew_torch_threads(), device::make_devices(specs))) {}
 
 Engine::Engine(const std::vector<device::DeviceSpec>& specs, std::vector<std::unique_ptr<device::Device>> devices)
-    : specs_(specs) {
+    : specs_(specs), meter_(static_cast<int>(devices.size())) {
   engine_begins();
   torch_compat::settle_vector_math();
   int index = 0;
   for (auto& device : devices) {
-    workers_.push_back(std::make_unique<Worker>(index++, std::move(device)));
+    LinkObservers observers{meter_.link(index, LinkWay::kUp), meter_.link(index, LinkWay::kDown)};
+    workers_.push_back(std::make_unique<Worker>(index++, std::move(device), std::move(observers)));
   }
 }
 
@@ -134,6 +136,16 @@ void Engine::submit(const std::vector<std::shared_ptr<JobRun>>& runs) {
   for (const auto& worker : workers_) alone &= worker->queue().look(*runs.front()->call->model, begun);
   for (const auto& run : runs) worker(run->job.device % size()).queue().enqueue(run, alone ? begun : kBehindAll);
   for (const auto& worker : workers_) worker->enqueued();
+}
+
+bool Engine::fused_waits(const Call& call) {
+  return std::ranges::any_of(workers_, [&](const auto& worker) {
+    JobQueue& queue = worker->queue();
+    const MutexLock lock(queue.mutex());
+    return std::ranges::any_of(queue.jobs(), [&](const JobQueue::JobPtr& run) {
+      return run->call.get() == &call && run->slot < 0 && run->job.phase == schedule::Phase::kFused;
+    });
+  });
 }
 
 void Engine::advance(int jobs) { next_device_.store((next_device_.load() + jobs) % size()); }

@@ -6,6 +6,7 @@
 
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/mutex.h>
+#include <roundpipe/runtime/machine_meter.h>
 #include <roundpipe/runtime/worker/worker.h>
 
 namespace roundpipe::runtime {
@@ -48,6 +49,12 @@ class Engine {
   // jobs that have begun on any device, and those before them, stay in front.
   void submit(const std::vector<std::shared_ptr<JobRun>>& runs) ROUNDPIPE_NOT_ANALYZED;
 
+  // Whether a fused job of `call` is queued and has not begun: no device fetches its weights yet.
+  bool fused_waits(const Call& call);
+
+  // What the transfers of this pool tell about its links.
+  const MachineMeter& meter() const { return meter_; }
+
   // The device at which the next plan's round robin starts. advance() moves it on by the `jobs` jobs of a plan.
   int first_device() const { return next_device_; }
   void advance(int jobs);
@@ -57,6 +64,7 @@ class Engine {
   void stop();
 
   const std::vector<device::DeviceSpec> specs_;
+  MachineMeter meter_;
   std::vector<std::unique_ptr<Worker>> workers_;  // not changed while this lives, whether threads run or not
   Mutex mutex_;                                   // one submission at a time; taken before those of the queues
   std::atomic<int> next_device_{0};

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <map>
+#include <utility>
 
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
@@ -127,6 +128,7 @@ std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> group
     step.after = versions.after;
     step.written = written;
     step.emulated_ms = block->emulated_ms;
+    if (std::exchange(block->stepped, true)) step.meter = &block->model->updates;
   }
   const auto run = std::make_shared<StepRun>(next_number++, std::move(steps), std::move(groups), options, blocks_);
   runs_.push_back(run);

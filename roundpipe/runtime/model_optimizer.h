@@ -64,6 +64,7 @@ class ModelOptimizer {
     const size_t layer;  // its first layer, counted over all models
     const double emulated_ms;
     optim::BlockOptimizer optimizer;
+    bool stepped = false;        // whether a step has been begun; caller's thread only
     std::vector<uint32_t> seen;  // versions of the user's parameters at the last look; caller's thread only
   };
   using Blocks = std::vector<std::unique_ptr<BoundBlock>>;

@@ -1,10 +1,18 @@
 #include <roundpipe/runtime/model_planner.h>
 
-#include <algorithm>
 #include <cmath>
+#include <utility>
+
+#include <roundpipe/schedule/moved_bytes.h>
+#include <roundpipe/simulate/link_search.h>
 
 namespace roundpipe::runtime {
 
+using schedule::Cluster;
+using schedule::Cut;
+using schedule::CutStage;
+using schedule::LayerCost;
+using schedule::LayerCosts;
 using schedule::Phase;
 using schedule::Plan;
 using schedule::PlanMode;
@@ -12,27 +20,19 @@ using schedule::Range;
 
 namespace {
 
-// Until times are measured, a layer's cost is estimated from the size of its weights, with a lower bound.
-constexpr double kBytesPerMs = 1e6;
-constexpr double kLeast_ms = 0.01;
-// The weight of a new measurement. The second one replaces the first, which includes one-time work and choices.
-double weight_of_new(int calls) { return calls < 2 ? 1 : 0.3; }
-
 constexpr int kCallsToMeasure = 2;
 constexpr int kCallsBetweenPlans = 8;
 constexpr double kDrift = 0.2;
 constexpr std::int64_t kEffort = 20'000'000;
+constexpr std::int64_t kLittleEffort = 2'000'000;
 constexpr size_t kMostPlans = 16;
-
-double median(std::vector<double>& values) {
-  // The shorter of two: a job's first microbatch may include waiting.
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>((values.size() - 1) / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
+constexpr size_t kMostSteps = 32;
+// Transfers matter if they take this share of a step's compute, however they are spread.
+constexpr double kLinksMatter = 0.02;
+constexpr double kEarly = 0.5;  // steps may overlap if a larger share of calls comes early
 
 // The share of a step's work that has moved between layers.
-double drift(const schedule::LayerCosts& before, const schedule::LayerCosts& now) {
+double drift(const LayerCosts& before, const LayerCosts& now) {
   double moved_ms = 0, total_ms = 0;
   for (size_t l = 0; l < now.size(); ++l) {
     const double was_ms = before[l].forward_ms + before[l].backward_ms;
@@ -43,127 +43,114 @@ double drift(const schedule::LayerCosts& before, const schedule::LayerCosts& now
   return total_ms > 0 ? moved_ms / total_ms : 0;
 }
 
+bool has_drifted(double before, double now) { return std::abs(now - before) > kDrift * std::max(before, now); }
+
+bool has_drifted(const MeasuredMachine& before, const MeasuredMachine& now) {
+  for (size_t i = 0; i < now.cluster.devices.size(); ++i) {
+    if (has_drifted(before.cluster.devices[i].speed, now.cluster.devices[i].speed)) return true;
+  }
+  return has_drifted(before.cluster.link_up_gb_per_s, now.cluster.link_up_gb_per_s) ||
+         has_drifted(before.cluster.link_down_gb_per_s, now.cluster.link_down_gb_per_s) ||
+         has_drifted(before.cluster.host_gb_per_s, now.cluster.host_gb_per_s) ||
+         has_drifted(before.update_gb_per_s, now.update_gb_per_s);
+}
+
+// The engine's rules: every value goes by way of the host.
+schedule::TimingRules rules_of(bool asynchronous) {
+  schedule::TimingRules rules;
+  rules.asynchronous = asynchronous;
+  rules.hop_on_same_device = true;
+  return rules;
+}
+
+schedule::PlannerOptions options_of(const PlanRequest& request) {
+  schedule::PlannerOptions options;
+  options.mode = request.mode;
+  options.microbatches = request.microbatches;
+  options.gradient_groups = request.gradient_groups;
+  options.first_backward_layer = request.first_backward_layer;
+  return options;
+}
+
+// The part of a device's memory that the weights of one stage may take; 0 = no limit.
+int64_t device_share_bytes(const device::Device& device) {
+  constexpr int64_t kStageShare = 6;
+  return device.memory_limit_bytes() / kStageShare;
+}
+
+int64_t bytes_of(const std::vector<int64_t>& held_bytes, Range layers) {
+  int64_t bytes = 0;
+  for (int l = layers.first; l < layers.last; ++l) bytes += held_bytes[static_cast<size_t>(l)];
+  return bytes;
+}
+
+// Forward stages that hold at most `most_bytes`, or one layer: longer ones are halved.
+std::vector<CutStage> halved(const std::vector<CutStage>& stages, const std::vector<int64_t>& held_bytes,
+                             int64_t most_bytes) {
+  std::vector<CutStage> result;
+  std::vector<CutStage> left(stages.rbegin(), stages.rend());
+  while (!left.empty()) {
+    const CutStage stage = left.back();
+    left.pop_back();
+    const auto [first, last] = stage.layers;
+    if (last - first == 1 || bytes_of(held_bytes, stage.layers) <= most_bytes) {
+      result.push_back(stage);
+      continue;
+    }
+    const int middle = (first + last) / 2;
+    left.push_back({{middle, last}, stage.replicas});
+    left.push_back({{first, middle}, stage.replicas});
+  }
+  return result;
+}
+
+// The step that a finished training call made; empty for other calls.
+std::optional<MeasuredStep> step_of(const std::vector<ExecutionRecord>& records) {
+  MeasuredStep step;
+  bool trains = false;
+  for (const ExecutionRecord& record : records) {
+    trains |= record.phase != Phase::kForward;
+    step.microbatches = std::max(step.microbatches, record.microbatch + 1);
+    step.start_ms = step.busy_ms > 0 ? std::min(step.start_ms, record.start_ms) : record.start_ms;
+    step.end_ms = std::max(step.end_ms, record.end_ms);
+    step.busy_ms += record.end_ms - record.start_ms - record.waited_ms;
+  }
+  return trains ? std::optional(step) : std::nullopt;
+}
+
 }  // namespace
 
-CostMeter::CostMeter(const ModelState& model) : model_(model) {
-  for (int l = 0; l < model.layer_count(); ++l) {
-    weight_bytes_.push_back(lay_out_stage(model, l, l + 1).size_bytes);
-    const double guess_ms = std::max(kLeast_ms, static_cast<double>(weight_bytes_.back()) / kBytesPerMs);
-    layers_.push_back({guess_ms, 2 * guess_ms});
-  }
+std::vector<char> trained_layers(const std::vector<std::vector<char>>& trainable) {
+  std::vector<char> trained;
+  for (const std::vector<char>& layer : trainable) trained.push_back(std::ranges::count(layer, 1) > 0 ? 1 : 0);
+  return trained;
 }
 
-double CostMeter::forward_ms(Range layers) const {
-  double total = 0;
-  for (int l = layers.first; l < layers.last; ++l) total += layers_[static_cast<size_t>(l)].forward_ms;
-  return total;
-}
-
-void CostMeter::add(const std::vector<ExecutionRecord>& records) {
-  std::map<std::tuple<Phase, int, int>, std::vector<double>> times;
-  for (const ExecutionRecord& record : records) {
-    const double busy_ms = record.end_ms - record.start_ms - record.waited_ms;
-    times[{record.phase, record.layers.first, record.layers.last}].push_back(busy_ms);
-  }
-  for (size_t l = 0; l < layers_.size(); ++l) {
-    Layer& layer = layers_[l];
-    const auto take = [](double clocked_ms, double& known_ms, int& calls) {
-      known_ms += weight_of_new(calls) * (clocked_ms - known_ms);
-      ++calls;
-    };
-    const double forward_ms = model_.layers[l]->forward_ms.load();
-    if (forward_ms > 0) {
-      take(forward_ms, layer.forward_ms, layer.forward_calls);
-      if (layer.backward_calls == 0) layer.backward_ms = 2 * layer.forward_ms;
-    }
-    const double backward_ms = model_.layers[l]->backward_ms.exchange(0);
-    if (backward_ms > 0) {
-      take(backward_ms, layer.backward_ms, layer.backward_calls);
-      layer.backward_clocked = true;
-    }
-  }
-  const bool clocked = model_.layers.front()->forward_ms.load() > 0;
-  // Forwards first: the time of a backward includes the forward that it recomputes.
-  for (const bool forward : {true, false}) {
-    for (auto& [stage, values] : times) {
-      const auto [phase, first_layer, end] = stage;
-      const schedule::Range layers{first_layer, end};
-      if ((phase == Phase::kForward) != forward) continue;
-      const double measured_ms = std::max(kLeast_ms, median(values));
-      const auto scale = [&](double Layer::* field, int Layer::* calls, double thought_ms, double target_ms) {
-        const double factor = thought_ms > 0 ? target_ms / thought_ms : 1;
-        for (int l = layers.first; l < layers.last; ++l) {
-          Layer& layer = layers_[static_cast<size_t>(l)];
-          layer.*field *= 1 + weight_of_new(layer.*calls) * (factor - 1);
-          ++(layer.*calls);
-        }
-      };
-      const double thought_ms = forward_ms(layers);
-      if (forward && clocked) continue;
-      if (forward) {
-        scale(&Layer::forward_ms, &Layer::forward_calls, thought_ms, measured_ms);
-        continue;
-      }
-      double backward_ms = 0;
-      bool forward_known = true, backward_clocked = true;
-      for (int l = layers.first; l < layers.last; ++l) {
-        backward_ms += layers_[static_cast<size_t>(l)].backward_ms;
-        forward_known &= layers_[static_cast<size_t>(l)].forward_calls > 0;
-        backward_clocked &= layers_[static_cast<size_t>(l)].backward_clocked;
-      }
-      if (clocked && backward_clocked) continue;
-      if (!forward_known || (phase == Phase::kFused && !clocked)) {
-        // Only measured together: divided in the usual ratio.
-        if (!clocked) scale(&Layer::forward_ms, &Layer::forward_calls, thought_ms, measured_ms / 3);
-        scale(&Layer::backward_ms, &Layer::backward_calls, backward_ms, measured_ms * 2 / 3);
-      } else {
-        scale(&Layer::backward_ms, &Layer::backward_calls, backward_ms,
-              std::max(measured_ms - thought_ms, measured_ms / 10));
-      }
-    }
-  }
-}
-
-bool CostMeter::knows(bool backward, int calls) const {
-  return std::all_of(layers_.begin(), layers_.end(), [&](const Layer& layer) {
-    return layer.forward_calls >= calls && (!backward || layer.backward_calls >= calls);
-  });
-}
-
-void CostMeter::set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes) {
-  saved_bytes_ = std::move(saved_bytes);
-  activation_bytes_ = std::move(activation_bytes);
-}
-
-schedule::LayerCosts CostMeter::costs() const {
-  schedule::LayerCosts costs;
-  for (size_t l = 0; l < layers_.size(); ++l) {
-    schedule::LayerCost cost;
-    cost.forward_ms = layers_[l].forward_ms;
-    cost.backward_ms = layers_[l].backward_ms;
-    cost.weight_bytes = weight_bytes_[l];
-    if (!saved_bytes_.empty()) {
-      cost.saved_bytes = saved_bytes_[l];
-      cost.activation_bytes = activation_bytes_[l];
-      for (const size_t block : model_.layers[l]->blocks) {
-        if (model_.blocks[block].trainable()) cost.gradient_bytes += model_.blocks[block].block->layout().size_bytes;
-      }
-    }
-    costs.push_back(cost);
-  }
-  return costs;
-}
-
-int64_t stage_share_bytes(Engine& engine, const schedule::LayerCosts& costs, int64_t limit_bytes) {
-  constexpr int64_t kStageShare = 6;
+int64_t stage_share_bytes(Engine& engine, const LayerCosts& costs, int64_t limit_bytes) {
   int64_t share_bytes = limit_bytes;
   for (int i = 0; i < engine.size(); ++i) {
-    const int64_t bytes = engine.worker(i).device().memory_limit_bytes() / kStageShare;
+    const int64_t bytes = device_share_bytes(engine.worker(i).device());
     if (bytes > 0 && (share_bytes == 0 || bytes < share_bytes)) share_bytes = bytes;
   }
   if (share_bytes == 0) return 0;
-  for (const schedule::LayerCost& cost : costs) share_bytes = std::max(share_bytes, cost.weight_bytes);
+  for (const LayerCost& cost : costs) share_bytes = std::max(share_bytes, cost.weight_bytes);
   return share_bytes;
+}
+
+void ModelPlanner::observe(const ExecutionLog& log) {
+  const std::vector<ExecutionRecord> records = log.records();
+  meter_.add(records, log.layer_times());
+  if (std::optional<MeasuredStep> step = step_of(records)) {
+    steps_.push_back(*step);
+    if (steps_.size() > kMostSteps) steps_.erase(steps_.begin());
+  }
+}
+
+void ModelPlanner::forget_devices() {
+  meter_.forget_devices();
+  current_.clear();
+  steps_.clear();
+  early_share_ = 0;
 }
 
 void ModelPlanner::set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes,
@@ -173,101 +160,204 @@ void ModelPlanner::set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64
   current_.clear();
 }
 
-int64_t ModelPlanner::stage_bytes(Engine& engine, const schedule::LayerCosts& costs) const {
-  if (most_stage_bytes_ < 0) return stage_share_bytes(engine, costs);
-  int64_t most_bytes = most_stage_bytes_;
-  // The largest layer by itself is tried in any case: only the device can tell whether it fits.
-  for (const schedule::LayerCost& cost : costs) {
-    if (most_bytes > 0) most_bytes = std::max(most_bytes, cost.weight_bytes + cost.gradient_bytes + cost.saved_bytes);
-  }
-  return most_bytes;
+bool ModelPlanner::knows_costs() const { return meter_.knows(/*backward=*/true, kCallsToMeasure); }
+
+MeasuredMachine ModelPlanner::machine(Engine& engine) const {
+  const MachineRates rates = engine.meter().rates();
+  MeasuredMachine machine;
+  const std::vector<double> speeds = meter_.speeds(engine.size());
+  for (int i = 0; i < engine.size(); ++i)
+    machine.cluster.devices.push_back({speeds[static_cast<size_t>(i)], engine.worker(i).device().memory_limit_bytes()});
+  machine.cluster.link_up_gb_per_s = rates.up_gb_per_s();
+  machine.cluster.link_down_gb_per_s = rates.down_gb_per_s();
+  machine.cluster.host_gb_per_s = rates.host_gb_per_s;
+  machine.cluster.hop_latency_ms = rates.hop_latency_ms;
+  machine.links = rates.links;
+  machine.update_gb_per_s = model_.updates.gb_per_s();
+  return machine;
 }
 
-Plan ModelPlanner::recipe(Engine& engine, const Key& key, bool measured) const {
-  schedule::LayerCosts costs = meter_.costs();
+ModelPlanner::Key ModelPlanner::key_of(Engine& engine, PlanRequest request) const {
+  return {std::move(request), engine.size(), asynchronous_};
+}
+
+PlanRequest ModelPlanner::request_of(PlanMode mode, int microbatches) const {
+  PlanRequest request;
+  request.mode = mode;
+  request.microbatches = microbatches;
+  request.trained = trained_layers(model_.trainable());
+  return request;
+}
+
+ModelPlanner::Basis ModelPlanner::basis(Engine& engine, const Key& key) const {
+  const PlanRequest& request = key.request;
+  const bool backward = request.mode != PlanMode::kInference && request.first_backward_layer == 0;
+  Basis basis;
+  basis.costs = meter_.costs();
+  for (size_t l = 0; l < basis.costs.size(); ++l) basis.costs[l].trained = request.trained[l] != 0;
+  basis.machine = machine(engine);
+  basis.measured = meter_.knows(backward, kCallsToMeasure);
+  basis.early = key.asynchronous && early_share_ > kEarly;
+  return basis;
+}
+
+ModelPlanner::Room ModelPlanner::room(Engine& engine, const LayerCosts& costs) const {
+  const bool known = most_stage_bytes_ >= 0;
+  Room room;
+  for (const LayerCost& cost : costs)
+    room.held_bytes.push_back(cost.weight_bytes + (known ? cost.gradient_bytes + cost.saved_bytes : 0));
+  const int64_t largest_bytes = *std::ranges::max_element(room.held_bytes);
+  for (int i = 0; i < engine.size(); ++i) {
+    const int64_t share_bytes = known ? most_stage_bytes_ : device_share_bytes(engine.worker(i).device());
+    // The largest layer by itself is tried in any case: only the device can tell whether it fits.
+    room.share_bytes.push_back(share_bytes > 0 ? std::max(share_bytes, largest_bytes) : 0);
+  }
+  return room;
+}
+
+Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, const schedule::Stages& simple,
+                        std::int64_t effort) const {
+  const PlanRequest& request = key.request;
+  LayerCosts costs = basis.costs;
+  Cluster cluster = basis.machine.cluster;
+  // What a stage holds is limited as held_bytes say; what it moves stays as it is. Saved bytes do not travel, so they
+  // take up the difference: a backward visit then counts `times` held bytes, and the room as many shares.
+  int64_t times = 2;
+  for (size_t l = 0; l < costs.size(); ++l) {
+    const int64_t moved_bytes = 2 * costs[l].weight_bytes + costs[l].gradient_bytes;
+    if (room.held_bytes[l] > 0) times = std::max(times, (moved_bytes + room.held_bytes[l] - 1) / room.held_bytes[l]);
+  }
+  for (size_t l = 0; l < costs.size(); ++l) {
+    const int64_t moved_bytes = 2 * costs[l].weight_bytes + costs[l].gradient_bytes;
+    costs[l].saved_bytes = std::max<int64_t>(0, times * room.held_bytes[l] - moved_bytes);
+  }
+  const schedule::CostSums sums(costs, request.first_backward_layer);
+  int64_t single_bytes = 0;  // each layer by itself must be possible
+  for (int l = 0; l < sums.layers(); ++l)
+    single_bytes = std::max(single_bytes, sums.visit_bytes({l, l + 1}, request.mode != PlanMode::kInference));
+  for (size_t i = 0; i < cluster.devices.size(); ++i) {
+    const int64_t share_bytes = room.share_bytes[i];
+    cluster.devices[i].memory_bytes = share_bytes > 0 ? std::max(times * share_bytes, single_bytes) : 0;
+  }
+
   schedule::SearchOptions options;
-  options.plan.mode = key.mode;
-  options.plan.microbatches = key.microbatches;
-  options.plan.first_backward_layer = key.first_backward_layer;
-  const int64_t share_bytes = stage_bytes(engine, costs);
-  for (schedule::LayerCost& cost : costs) {
-    if (most_stage_bytes_ < 0) break;
-    // Forward stages keep to the same cap, since their weights lie in memory beside the values of a backward stage.
-    cost.weight_bytes += cost.gradient_bytes + cost.saved_bytes;
-    cost.gradient_bytes = cost.saved_bytes = 0;
+  options.plan = options_of(request);
+  options.rules = rules_of(key.asynchronous);
+  options.update_gb_per_s = request.mode == PlanMode::kInference ? 0 : basis.machine.update_gb_per_s;
+  options.interleave = basis.early;
+  options.effort = effort;
+  options.max_fused_layers = sums.layers();
+  if (room.least() > 0 && request.mode == PlanMode::kFused) options.max_fused_layers = simple.backward.front().size();
+
+  const Plan least = schedule::to_recipe(schedule::to_cut(simple), sums, key.devices, options.plan);
+  const double moves_ms =
+      schedule::least_time(schedule::moved_bytes(least, costs, sums), cluster, options.update_gb_per_s).ms;
+  const double work_ms = schedule::Placer(least, costs, cluster, options.rules).work_ms();
+  Cut cut;
+  if (moves_ms * key.devices > kLinksMatter * work_ms) {
+    simulate::LinkRules links;
+    links.timing = options.rules;
+    links.update_gb_per_s = options.update_gb_per_s;
+    cut = simulate::search_links(costs, cluster, options, links).front().cut;
+  } else {
+    cluster.hop_latency_ms = std::max(cluster.hop_latency_ms, schedule::hop_ms(costs, cluster));
+    cut = schedule::search(costs, cluster, options).front().cut;
   }
-  options.plan.max_stage_bytes = share_bytes;
-  const schedule::CostSums sums(costs, key.first_backward_layer);
-  const schedule::Stages simple = schedule::choose_stages(costs, key.devices, options.plan);
-  if (!measured) return schedule::to_recipe(schedule::to_cut(simple), sums, key.devices, options.plan);
-  schedule::Cluster cluster;
-  // The bytes of a visit as the search computes them; each layer by itself must be possible.
-  int64_t room_bytes = 2 * share_bytes;
-  for (int l = 0; share_bytes > 0 && l < static_cast<int>(costs.size()); ++l) {
-    room_bytes = std::max(room_bytes, sums.visit_bytes({l, l + 1}, key.mode != PlanMode::kInference, /*least=*/false));
+  // Forward stages keep to the limit of backward stages, since their weights lie in memory beside the values of one.
+  if (room.least() > 0) cut.forward = halved(cut.forward, room.held_bytes, room.least());
+  return cut;
+}
+
+ModelPlanner::Made ModelPlanner::make(Engine& engine, const Key& key, const Basis& basis) const {
+  const Room limits = room(engine, basis.costs);
+  schedule::PlannerOptions options = options_of(key.request);
+  options.max_stage_bytes = limits.least();
+  LayerCosts held = basis.costs;
+  for (size_t l = 0; l < held.size(); ++l) {
+    held[l].weight_bytes = limits.held_bytes[l];
+    held[l].gradient_bytes = held[l].saved_bytes = 0;
   }
-  for (int i = 0; i < key.devices; ++i) cluster.devices.push_back({1, room_bytes});
-  options.rules.asynchronous = key.asynchronous;
-  // Every value goes by way of the host.
-  options.rules.hop_on_same_device = true;
-  options.replicas = false;
-  // A call is submitted when much of the previous one has begun, too late for a plan that puts its jobs before those.
+  const schedule::Stages simple = schedule::choose_stages(held, key.devices, options);
+  const schedule::CostSums sums(basis.costs, options.first_backward_layer);
+  const Cut cut = basis.measured ? found(key, basis, limits, simple, kEffort) : schedule::to_cut(simple);
+  const Plan recipe = schedule::to_recipe(cut, sums, key.devices, options);
+  Cluster cluster;
+  for (const schedule::ClusterDevice& device : basis.machine.cluster.devices)
+    cluster.devices.push_back({basis.measured ? device.speed : 1});
+  if (basis.measured) cluster.hop_latency_ms = schedule::hop_ms(basis.costs, basis.machine.cluster);
+  return {cut, recipe, schedule::Placer(recipe, basis.costs, cluster, rules_of(key.asynchronous))};
+}
+
+double ModelPlanner::predicted_ms(Engine& engine, int microbatches, int gradient_groups, double scale) const {
+  Key key = key_of(engine, request_of(PlanMode::kFused, microbatches));
+  key.request.gradient_groups = gradient_groups;
+  Basis now = basis(engine, key);
+  for (LayerCost& cost : now.costs) {
+    cost.forward_ms *= scale;
+    cost.backward_ms *= scale;
+    cost.activation_bytes = std::llround(static_cast<double>(cost.activation_bytes) * scale);
+  }
+  if (!now.measured) {
+    // Estimated times are in no proportion to measured rates.
+    now.machine = {};
+    now.machine.cluster.devices.resize(static_cast<size_t>(key.devices));
+  }
+  const LayerCosts& costs = now.costs;
+  schedule::SearchOptions options;
+  options.plan = options_of(key.request);
+  options.rules = rules_of(key.asynchronous);
   options.interleave = false;
-  options.effort = kEffort;
+  options.update_gb_per_s = now.machine.update_gb_per_s;
+  options.effort = kLittleEffort;
   options.max_fused_layers = static_cast<int>(costs.size());
-  if (share_bytes > 0 && key.mode == PlanMode::kFused) options.max_fused_layers = simple.backward.front().size();
-  return schedule::search(costs, cluster, options).front().recipe;
+  Cluster cluster = now.machine.cluster;
+  for (schedule::ClusterDevice& device : cluster.devices) device.memory_bytes = 0;
+  cluster.hop_latency_ms = std::max(cluster.hop_latency_ms, schedule::hop_ms(costs, cluster));
+  return schedule::search(costs, cluster, options).front().rating.step_ms;
 }
 
-schedule::Placer ModelPlanner::placer(Engine& engine, const Key& key, bool measured) const {
-  schedule::Cluster cluster;
-  cluster.devices.resize(static_cast<size_t>(key.devices));
-  schedule::TimingRules rules;
-  rules.asynchronous = key.asynchronous;
-  rules.hop_on_same_device = true;
-  return schedule::Placer(recipe(engine, key, measured), meter_.costs(), cluster, rules);
-}
-
-std::vector<Plan> ModelPlanner::preview(Engine& engine, PlanMode mode, int microbatches, int first_backward_layer,
-                                        int steps) const {
-  const Key key{mode, microbatches, first_backward_layer, engine.size(), asynchronous_};
+std::vector<Plan> ModelPlanner::preview(Engine& engine, const PlanRequest& request, int steps) const {
+  const Key key = key_of(engine, request);
   const auto found = current_.find(key);
-  const bool known = meter_.knows(mode != PlanMode::kInference && first_backward_layer == 0, kCallsToMeasure);
-  schedule::Placer next =
-      found != current_.end() && found->second.placer ? *found->second.placer : placer(engine, key, known);
+  schedule::Placer next = found != current_.end() && found->second.made ? found->second.made->placer
+                                                                        : make(engine, key, basis(engine, key)).placer;
   std::vector<Plan> plans;
   for (int step = 0; step < steps; ++step) plans.push_back(next.next());
   return plans;
 }
 
-Plan ModelPlanner::next(Engine& engine, PlanMode mode, int microbatches, int first_backward_layer) {
-  const Key key{mode, microbatches, first_backward_layer, engine.size(), asynchronous_};
+Plan ModelPlanner::next(Engine& engine, const PlanRequest& request) {
+  const Key key = key_of(engine, request);
   if (current_.size() >= kMostPlans && !current_.contains(key)) current_.clear();
   Current& current = current_[key];
-  const bool known = meter_.knows(mode != PlanMode::kInference && first_backward_layer == 0, kCallsToMeasure);
-  const bool drifted =
-      current.measured && current.calls >= kCallsBetweenPlans && drift(current.costs, meter_.costs()) > kDrift;
-  if (!current.placer || (known && !current.measured) || drifted) {
-    current.placer.emplace(placer(engine, key, known));
-    current.costs = meter_.costs();
-    current.measured = known;
-    current.calls = 0;
+  const bool may_have_drifted = current.basis.measured && current.calls >= kCallsBetweenPlans;
+  if (!current.made || !current.basis.measured || may_have_drifted) {
+    Basis now = basis(engine, key);
+    const bool drifted =
+        may_have_drifted && (drift(current.basis.costs, now.costs) > kDrift ||
+                             has_drifted(current.basis.machine, now.machine) || current.basis.early != now.early);
+    if (!current.made || now.measured != current.basis.measured || drifted) {
+      current.made.emplace(make(engine, key, now));
+      current.basis = std::move(now);
+      current.calls = 0;
+    }
   }
   ++current.calls;
-  return current.placer->next();
+  return current.made->placer.next();
 }
 
 schedule::Stages ModelPlanner::stages(Engine& engine, PlanMode mode, int microbatches) const {
-  const Key key{mode, microbatches, 0, engine.size(), asynchronous_};
-  const Plan made = recipe(engine, key, meter_.knows(mode != PlanMode::kInference, kCallsToMeasure));
-  schedule::Stages stages{made.forward_stages(), {}};
-  if (mode != PlanMode::kInference) stages.backward = made.backward_stages();
+  const Key key = key_of(engine, request_of(mode, microbatches));
+  const Plan recipe = make(engine, key, basis(engine, key)).recipe;
+  schedule::Stages stages{recipe.forward_stages(), {}};
+  if (mode != PlanMode::kInference) stages.backward = recipe.backward_stages();
   return stages;
 }
 
 schedule::Stages ModelPlanner::balanced_stages(Engine& engine, PlanMode mode, int min_stages, double upper_threshold,
                                                int64_t memory_limit_bytes) const {
-  const schedule::LayerCosts costs = meter_.costs();
+  LayerCosts costs = meter_.costs();
+  for (LayerCost& cost : costs) cost.gradient_bytes = most_stage_bytes_ < 0 ? 0 : cost.gradient_bytes;
   schedule::PlannerOptions options;
   options.mode = mode;
   options.microbatches = 1;
@@ -275,6 +365,16 @@ schedule::Stages ModelPlanner::balanced_stages(Engine& engine, PlanMode mode, in
   options.upper_threshold = upper_threshold;
   options.max_stage_bytes = stage_share_bytes(engine, costs, memory_limit_bytes);
   return schedule::choose_stages(costs, engine.size(), options);
+}
+
+std::optional<Cut> ModelPlanner::cut_of(const Plan& plan) const {
+  const auto alike = [](const schedule::Job& a, const schedule::Job& b) {
+    return a.phase == b.phase && a.layers == b.layers && a.microbatches == b.microbatches && a.order == b.order;
+  };
+  for (const auto& [key, current] : current_) {
+    if (current.made && std::ranges::equal(current.made->recipe.jobs, plan.jobs, alike)) return current.made->cut;
+  }
+  return std::nullopt;
 }
 
 }  // namespace roundpipe::runtime

@@ -1,107 +1,148 @@
 #pragma once
 
+#include <algorithm>
+#include <compare>
 #include <map>
-#include <memory>
 #include <optional>
-#include <tuple>
 #include <vector>
 
-#include <roundpipe/runtime/call/call.h>
+#include <roundpipe/runtime/cost_meter.h>
 #include <roundpipe/runtime/engine.h>
 #include <roundpipe/schedule/search.h>
 
 namespace roundpipe::runtime {
-
-// The times of a model's layers, learned from executed calls: smoothed, for one microbatch, in milliseconds. If layers
-// are not timed one by one (LayerState::forward_ms, backward_ms), a stage's time is divided among them in proportion to
-// the current estimates, so that different cuts refine the estimates. Thread safety: one thread at a time.
-class CostMeter {
- public:
-  // `model` outlives the meter.
-  explicit CostMeter(const ModelState& model);
-
-  // The bytes that each layer holds per microbatch from its forward to its backward, and the bytes of its outputs.
-  void set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes);
-
-  void add(const std::vector<ExecutionRecord>& records);
-  // Whether the forward of every layer (and the backward, if `backward`) has been measured in at least `calls` calls.
-  bool knows(bool backward, int calls) const;
-  schedule::LayerCosts costs() const;
-
- private:
-  struct Layer {
-    double forward_ms;
-    double backward_ms;
-    int forward_calls = 0;
-    int backward_calls = 0;
-    bool backward_clocked = false;
-  };
-  double forward_ms(schedule::Range layers) const;
-
-  const ModelState& model_;
-  std::vector<Layer> layers_;
-  std::vector<int64_t> weight_bytes_;
-  // Per layer; empty = unknown.
-  std::vector<int64_t> saved_bytes_;
-  std::vector<int64_t> activation_bytes_;
-};
 
 // The bytes that the weights of one stage may take on the engine's devices: the weights of two stages, the gradients of
 // one and its activations must fit together. At most `limit_bytes`, unless that is 0; at least the largest layer, which
 // is tried in any case, since only the device can tell whether it fits. 0 = no limit.
 int64_t stage_share_bytes(Engine& engine, const schedule::LayerCosts& costs, int64_t limit_bytes = 0);
 
-// Plans a model's calls: from estimated costs at first, from measured ones after two calls, and again if measured costs
-// have drifted by more than a fifth, at the earliest after eight calls. Devices are placed step by step
-// (schedule::Placer). No plan has replicas, so that sums of gradients do not depend on it. Thread safety: one thread at
-// a time.
+// A machine as it has been measured for one model: what its plans are made for.
+struct MeasuredMachine {
+  schedule::Cluster cluster;     // bandwidths that are not measured are 0; memory: the devices' limits
+  std::vector<LinkRates> links;  // of each device, of which the cluster has the slowest
+  double update_gb_per_s = 0;    // of the model's optimizer; 0 = not measured
+};
+
+// One finished training step.
+struct MeasuredStep {
+  int microbatches = 0;
+  double start_ms = 0;  // Clock milliseconds of the first and the last work on any device
+  double end_ms = 0;
+  double busy_ms = 0;  // of all devices together, without waiting
+};
+
+// What a call asks a plan for.
+struct PlanRequest {
+  schedule::PlanMode mode = schedule::PlanMode::kFused;
+  int microbatches = 1;
+  int gradient_groups = 1;  // see schedule::GradientGroups
+  int first_backward_layer = 0;
+  std::vector<char> trained;  // [layer]: whether it sums gradients
+
+  auto operator<=>(const PlanRequest&) const = default;
+};
+// Layers with a trainable parameter: [layer][parameter] -> [layer].
+std::vector<char> trained_layers(const std::vector<std::vector<char>>& trainable);
+
+// Plans a model's calls: from estimated costs at first, from measured ones after two calls, and again if costs, speeds
+// or rates have drifted by more than a fifth or batches come earlier or later than before, at the earliest after eight
+// calls. A plan from measurements counts every byte where the links' rates matter (simulate::search_links). Steps
+// overlap only while batches are submitted early. Devices are placed step by step (schedule::Placer), and share layers
+// that sum gradients by whole groups only, so that the sums do not depend on the plan. The search's effort is counted:
+// about 0.2 s on an idle core.
+// Thread safety: one thread at a time.
 class ModelPlanner {
  public:
-  explicit ModelPlanner(const ModelState& model) : meter_(model) {}
+  explicit ModelPlanner(const ModelState& model) : model_(model), meter_(model) {}
 
-  void observe(const std::vector<ExecutionRecord>& records) { meter_.add(records); }
+  // What a finished call has measured.
+  void observe(const ExecutionLog& log);
+  // A training call follows one whose losses no device has begun to compute (`early`), or has.
+  void note_submission(bool early) { early_share_ += kNewShare * ((early ? 1 : 0) - early_share_); }
+  // The pool has other devices from now on.
+  void forget_devices();
 
   // Whether steps are asynchronous, which plans take into account.
   bool asynchronous() const { return asynchronous_; }
   void set_asynchronous(bool asynchronous) { asynchronous_ = asynchronous; }
 
   // The plan of the next call.
-  schedule::Plan next(Engine& engine, schedule::PlanMode mode, int microbatches, int first_backward_layer);
+  schedule::Plan next(Engine& engine, const PlanRequest& request);
   // The plans of the next `steps` calls, if nothing changes.
-  std::vector<schedule::Plan> preview(Engine& engine, schedule::PlanMode mode, int microbatches,
-                                      int first_backward_layer, int steps) const;
+  std::vector<schedule::Plan> preview(Engine& engine, const PlanRequest& request, int steps) const;
   // The stages that a plan made now would have.
   schedule::Stages stages(Engine& engine, schedule::PlanMode mode, int microbatches) const;
   // The stages that simple balancing by measured (or estimated) costs gives now, see schedule::choose_stages.
   schedule::Stages balanced_stages(Engine& engine, schedule::PlanMode mode, int min_stages, double upper_threshold,
                                    int64_t memory_limit_bytes) const;
+
   schedule::LayerCosts costs() const { return meter_.costs(); }
+  // Whether calls have measured every layer's forward and backward, from `first_backward_layer` 0.
+  bool knows_costs() const;
+  MeasuredMachine machine(Engine& engine) const;
+  // The latest finished training steps, oldest first.
+  const std::vector<MeasuredStep>& steps() const { return steps_; }
+  // The cut of a plan that next() has returned; empty for another, and for one that has been forgotten.
+  std::optional<schedule::Cut> cut_of(const schedule::Plan& plan) const;
+
+  // The predicted milliseconds of a training step of that many microbatches, each of which takes `scale` times the
+  // current costs, by a search of little effort.
+  double predicted_ms(Engine& engine, int microbatches, int gradient_groups, double scale) const;
 
   // From now on, no planned stage takes more than `most_stage_bytes` for its weights, gradients and saved activations,
   // unless it is one layer; 0 = no cap. See CostMeter::set_bytes.
   void set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes, int64_t most_stage_bytes);
 
  private:
-  int64_t stage_bytes(Engine& engine, const schedule::LayerCosts& costs) const;
   struct Key {
-    schedule::PlanMode mode;
-    int microbatches, first_backward_layer, devices;
+    PlanRequest request;
+    int devices;
     bool asynchronous;
     auto operator<=>(const Key&) const = default;
   };
-  struct Current {
-    std::optional<schedule::Placer> placer;
-    schedule::LayerCosts costs;  // used for the plan
+  // What a plan is made from.
+  struct Basis {
+    schedule::LayerCosts costs;
+    MeasuredMachine machine;
     bool measured = false;
+    bool early = false;
+  };
+  struct Made {
+    schedule::Cut cut;
+    schedule::Plan recipe;
+    schedule::Placer placer;
+  };
+  struct Current {
+    std::optional<Made> made;
+    Basis basis;
     int calls = 0;  // since it was planned
   };
-  schedule::Plan recipe(Engine& engine, const Key& key, bool measured) const;
-  schedule::Placer placer(Engine& engine, const Key& key, bool measured) const;
+  // The limits of stages: what the layers of one may hold on a device. See CostMeter::set_bytes.
+  struct Room {
+    std::vector<int64_t> held_bytes;   // of each layer
+    std::vector<int64_t> share_bytes;  // of a stage, on each device; 0 = no limit
+    int64_t least() const { return *std::ranges::min_element(share_bytes); }
+  };
 
+  Key key_of(Engine& engine, PlanRequest request) const;
+  // Of the model as it is.
+  PlanRequest request_of(schedule::PlanMode mode, int microbatches) const;
+  Basis basis(Engine& engine, const Key& key) const;
+  Room room(Engine& engine, const schedule::LayerCosts& costs) const;
+  Made make(Engine& engine, const Key& key, const Basis& basis) const;
+  schedule::Cut found(const Key& key, const Basis& basis, const Room& room, const schedule::Stages& simple,
+                      std::int64_t effort) const;
+
+  static constexpr double kNewShare = 0.3;  // the weight of the latest call in a smoothed share
+
+  const ModelState& model_;
   CostMeter meter_;
   bool asynchronous_ = true;
+  double early_share_ = 0;         // of calls that come early, smoothed
   int64_t most_stage_bytes_ = -1;  // -1 = unknown
   std::map<Key, Current> current_;
+  std::vector<MeasuredStep> steps_;
 };
 
 }  // namespace roundpipe::runtime

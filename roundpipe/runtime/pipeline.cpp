@@ -134,6 +134,7 @@ void Pipeline::take_engine() {
   if (engine_ && engine_ != engine) {
     drain();
     model_->shells.clear();
+    planner_.forget_devices();
   }
   engine_ = engine;
 }
@@ -147,6 +148,7 @@ void Pipeline::note_plan(Call& call, const Plan& plan) {
   positions_ += same ? 1 : 2;
   call.position = positions_;
   last_plan_ = plan;
+  if (schedule::mode_of(plan) != PlanMode::kInference) last_step_plan_ = plan;
 }
 
 Pipeline::Outputs Pipeline::forward(const std::vector<Values>& inputs, CallOptions options, const Route& route,
@@ -215,6 +217,7 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
   // Before the call gets its number, so that an error leaves no gap in the random states.
   raise_pending();
   gradients_.import();
+  const CallPtr before = last_call_;
   const CallPtr call = begin_call(options, *engine);
   call->loss = std::move(loss);
   call->keep_step(std::move(step), /*until_over=*/true);
@@ -228,6 +231,7 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
   submit_or_undo(call, [&] {
     const bool pinned = engine->wants_pinned_host_memory();
     call->labels = taken_over(labels, pinned);
+    if (before != nullptr && before->options.requires_grad) planner_.note_submission(engine->fused_waits(*before));
     const Plan plan = plan_call(*call, route, PlanMode::kFused, planner_, *engine);
     note_plan(*call, plan);
     open_boundaries(*call, plan);
@@ -369,7 +373,7 @@ void Pipeline::raise_pending() {
   if (error) recover_from(error);
   std::erase_if(active_, [&](const CallPtr& call) {
     if (!call->finished()->complete() || call->failed()) return false;
-    planner_.observe(call->records());
+    planner_.observe(*call->log);
     return true;
   });
   tell();

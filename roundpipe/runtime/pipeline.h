@@ -106,6 +106,8 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
   // The log of these records, which grows until the call is over; null before the first call.
   std::shared_ptr<ExecutionLog> last_log() const { return last_call_ ? last_call_->log : nullptr; }
   const std::optional<schedule::Plan>& last_plan() const { return last_plan_; }
+  // The plan of the last call with a backward.
+  const std::optional<schedule::Plan>& last_step_plan() const { return last_step_plan_; }
 
   std::vector<std::vector<at::Tensor>> backward(const CallPtr& call, const schedule::Plan& plan,
                                                 std::vector<std::vector<at::Tensor>> gradients,
@@ -133,6 +135,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
   std::vector<CallPtr> active_;  // submitted and not yet known to have succeeded; oldest first
   CallPtr last_call_;
   std::optional<schedule::Plan> last_plan_;
+  std::optional<schedule::Plan> last_step_plan_;
   GradientLedger gradients_;
   WeightPublisher weights_;
   ModelPlanner planner_;

@@ -107,15 +107,20 @@ Plan plan_call(const Call& call, const Route& route, PlanMode mode, ModelPlanner
     check_fits(*plan, call, mode, first_backward_layer, engine);
     return *plan;
   }
-  return planner.next(engine, mode, call.options.microbatches, first_backward_layer);
+  return planner.next(engine, {mode, call.options.microbatches, call.options.gradient_groups, first_backward_layer,
+                               trained_layers(call.trainable)});
 }
 
 std::vector<Plan> preview_plans(const ModelState& model, const Route& route, PlanMode mode, int microbatches,
-                                const ModelPlanner& planner, Engine& engine, int steps) {
+                                int gradient_groups, const ModelPlanner& planner, Engine& engine, int steps) {
   if (const auto* plan = std::get_if<Plan>(&route)) return std::vector<Plan>(static_cast<size_t>(steps), *plan);
-  const int first_backward_layer = mode == PlanMode::kInference ? 0 : lowest_trainable(model.trainable());
+  const std::vector<std::vector<char>> trainable = model.trainable();
+  const int first_backward_layer = mode == PlanMode::kInference ? 0 : lowest_trainable(trainable);
   const auto* stages = std::get_if<schedule::Stages>(&route);
-  if (stages == nullptr) return planner.preview(engine, mode, microbatches, first_backward_layer, steps);
+  if (stages == nullptr) {
+    const PlanRequest request{mode, microbatches, gradient_groups, first_backward_layer, trained_layers(trainable)};
+    return planner.preview(engine, request, steps);
+  }
   schedule::PlannerOptions options;
   options.mode = mode;
   options.microbatches = microbatches;

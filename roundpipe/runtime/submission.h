@@ -21,7 +21,8 @@ schedule::Plan plan_call(const Call& call, const Route& route, schedule::PlanMod
 
 // Returns the plans that the next calls would have, one each, without making a call.
 std::vector<schedule::Plan> preview_plans(const ModelState& model, const Route& route, schedule::PlanMode mode,
-                                          int microbatches, const ModelPlanner& planner, Engine& engine, int steps);
+                                          int microbatches, int gradient_groups, const ModelPlanner& planner,
+                                          Engine& engine, int steps);
 
 // Makes the events of every boundary that the plan's jobs write or read, and notes which values the backward needs.
 void open_boundaries(Call& call, const schedule::Plan& plan);

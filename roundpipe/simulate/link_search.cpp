@@ -1,6 +1,7 @@
 #include <roundpipe/simulate/link_search.h>
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <optional>
 #include <set>
@@ -75,7 +76,9 @@ class LinkSearch {
         rules_(rules),
         sums_(costs, options_.plan.first_backward_layer),
         devices_(static_cast<int>(cluster.devices.size())),
-        room_bytes_(schedule::largest_room_bytes(cluster)) {
+        room_bytes_(schedule::largest_room_bytes(cluster)),
+        effort_share_(std::min(
+            1.0, std::sqrt(static_cast<double>(options_.effort) / static_cast<double>(SearchOptions{}.effort)))) {
     options_.rules = through_host(rules.timing);
     options_.update_gb_per_s = rules.update_gb_per_s;
     options_.effort /= 2;
@@ -98,7 +101,7 @@ class LinkSearch {
     if (rules_.timing.asynchronous) simulate_all(steps_for(kFinalVisits, kFewestFinalSteps, kFinalSteps));
     settle_ties();
     pool_.resize(std::min(pool_.size(), kReported));
-    simulate_all(steps_for(kReportVisits, kFinalSteps, kReportSteps));
+    simulate_all(steps_for(kReportVisits, effort_share_ < 1 ? kFewestFinalSteps : kFinalSteps, kReportSteps));
     settle_ties();
     std::vector<PlanChoice> choices;
     for (Candidate& candidate : pool_) choices.push_back(std::move(candidate.choice));
@@ -238,7 +241,7 @@ class LinkSearch {
       for (bool better = true; better;) {
         better = false;
         for (const Even& even : near(*at.even)) {
-          if (visits > kRefineVisits) return sort();
+          if (visits > with_effort(kRefineVisits)) return sort();
           if (!tried.insert(even).second) continue;
           const std::optional<Cut> cut = cut_of(even);
           if (!cut) continue;
@@ -276,8 +279,14 @@ class LinkSearch {
     return visits;
   }
 
+  // The part of `visits` that a search of little effort spends: the root, since few simulated steps say little.
+  std::int64_t with_effort(std::int64_t visits) const {
+    return static_cast<std::int64_t>(effort_share_ * static_cast<double>(visits));
+  }
+
   // Steps for each plan of the pool, so that all of them take about `visits`.
   int steps_for(std::int64_t visits, int fewest, int most) const {
+    visits = with_effort(visits);
     std::int64_t once = 1;
     for (const Candidate& candidate : pool_) once += visits_of(candidate.choice);
     return static_cast<int>(std::clamp<std::int64_t>(visits / once, fewest, most));
@@ -357,6 +366,7 @@ class LinkSearch {
   const schedule::CostSums sums_;
   const int devices_;
   const std::int64_t room_bytes_;
+  const double effort_share_;  // the root of the share of the default effort, at most 1
   std::map<std::pair<bool, int>, schedule::PartitionTable> tables_;
   std::vector<Candidate> pool_;  // best first, once simulated
 };

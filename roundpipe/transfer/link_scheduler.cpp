@@ -38,15 +38,18 @@ struct LinkScheduler::Entry {
 struct LinkScheduler::Chunk {
   // Keeps both ends of the copies alive until the bytes have arrived, even if `done` was failed from outside.
   std::shared_ptr<Entry> entry;
+  int64_t bytes = 0;
+  double issued_ms = 0;
   bool last = false;
   std::exception_ptr error;  // the reason why the rest was not issued; then nothing more is issued
 
-  void arrived(const device::Event& event, Uses& uses) {
+  void arrived(const device::Event& event, Uses& uses, LinkObserver* observer) {
     const EventPtr done = entry->transfer.done;
     // Drop the pieces before `done` completes, because whoever waits for it may need their memory.
     if (last || error) entry->pieces.clear();
     if (!error) error = event.error();
     if (error) return done->fail(error);
+    if (observer != nullptr && bytes > 0) observer->arrived(bytes, issued_ms, event.time_ms());
     if (!last) return;
     {
       const MutexLock lock(uses.mutex);
@@ -66,8 +69,12 @@ bool LinkScheduler::LessUrgent::operator()(const std::shared_ptr<Entry>& a, cons
          std::pair(by_class ? b->transfer.priority : none, b->order);
 }
 
-LinkScheduler::LinkScheduler(device::Queue& queue, LinkOptions options)
-    : queue_(queue), options_(options), less_urgent_{!options.first_come}, thread_([this] { run(); }) {}
+LinkScheduler::LinkScheduler(device::Queue& queue, LinkOptions options, std::shared_ptr<LinkObserver> observer)
+    : queue_(queue),
+      options_(options),
+      less_urgent_{!options.first_come},
+      observer_(std::move(observer)),
+      thread_([this] { run(); }) {}
 
 void LinkScheduler::stop() {
   if (!thread_.joinable()) return;
@@ -336,10 +343,15 @@ void LinkScheduler::issue(const std::shared_ptr<Entry>& entry) {
   const auto chunk = std::make_shared<Chunk>();
   chunk->entry = entry;
   const EventPtr arrived = device::make_event();
-  arrived->then([chunk, uses = uses_, self = arrived.get()] { chunk->arrived(*self, *uses); });
+  arrived->then([chunk, uses = uses_, observer = observer_, self = arrived.get()] {
+    chunk->arrived(*self, *uses, observer.get());
+  });
   in_flight_.push_back(arrived);
+  chunk->issued_ms = now_ms();
+  const int64_t before_bytes = entry->bytes;
   try {
     chunk->last = issue_chunk(*entry);
+    chunk->bytes = entry->bytes - before_bytes;
   } catch (...) {
     chunk->error = std::current_exception();
   }

@@ -50,6 +50,15 @@ struct LinkUse {
   double moving_ms = 0;  // from then until the last byte had arrived
 };
 
+// Learns how long a link takes for its bytes, from the chunks of its transfers.
+class LinkObserver {
+ public:
+  virtual ~LinkObserver() = default;
+  // A chunk of `bytes` that was issued at `issued_ms` has arrived at `arrived_ms` (Clock milliseconds). Chunks of one
+  // link come in the order of their arrival, one at a time, from any thread. Must not block.
+  virtual void arrived(int64_t bytes, double issued_ms, double arrived_ms) noexcept = 0;
+};
+
 // Schedules all transfers in one direction of one device's link.
 //
 // One thread issues chunks of at most LinkOptions::chunk_bytes, those of the most urgent ready transfer first, and
@@ -63,7 +72,9 @@ class LinkScheduler {
  public:
   static constexpr size_t kInFlight = 2;
 
-  explicit LinkScheduler(device::Queue& queue, LinkOptions options = {});
+  // `observer` is told of every chunk that has arrived; null: nobody is.
+  explicit LinkScheduler(device::Queue& queue, LinkOptions options = {},
+                         std::shared_ptr<LinkObserver> observer = nullptr);
   ~LinkScheduler() { stop(); }
   LinkScheduler(const LinkScheduler&) = delete;
   LinkScheduler& operator=(const LinkScheduler&) = delete;
@@ -121,6 +132,7 @@ class LinkScheduler {
   device::Queue& queue_;
   const LinkOptions options_;
   const LessUrgent less_urgent_;
+  const std::shared_ptr<LinkObserver> observer_;
   std::atomic<int64_t> moved_bytes_{0};
   const std::shared_ptr<Aside> aside_ = std::make_shared<Aside>();
 

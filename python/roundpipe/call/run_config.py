@@ -39,7 +39,8 @@ class RoundPipeRunConfig:
             gradients are summed within each group, then over the groups. Devices may share a trainable layer by whole
             groups, which shortens a step; sums differ in their last bits from those of one loop. At most one group a
             microbatch. Default: 1.
-        num_microbatch: number of microbatches of a batch. Default: devices + 1, or fewer for a smaller batch.
+        num_microbatch: number of microbatches of a batch. Default: devices + 1, or fewer for a smaller batch. "auto"
+            lets the planner choose once, for the first training call; see `RoundPipe.auto_microbatches`.
         split_input: `(args_spec | None, kwargs_spec | None)` of torch pipelining chunk specs, or a function
             `(args, kwargs, n) -> (list of args, list of kwargs)`. Default: tensors along dim 0.
         split_label: a chunk spec tree, or a function `(label, n) -> list`. Default: tensors along dim 0.
@@ -56,7 +57,7 @@ class RoundPipeRunConfig:
     output_device: torch.device | str | int | None = None
     preserve_rng_state: bool | None = None
     recompute_grain: RecomputeGrain | None = None
-    num_microbatch: int | None = None
+    num_microbatch: int | Literal["auto"] | None = None
     split_input: SplitInput | None = None
     split_label: Any = None
     merge_output: Any = None
@@ -77,6 +78,7 @@ class ResolvedRunConfig:
 
     Attributes:
         num_microbatch_is_default: the user did not ask for this number, so a small batch may lower it.
+        num_microbatch_is_open: the planner is to choose the number, and has not done so; until then it is the default.
         split_input: `None` is automatic; the same holds for `split_label`.
         merge_output: `True` is automatic.
         execute_plan: `None` asks the planner.
@@ -90,6 +92,7 @@ class ResolvedRunConfig:
     gradient_groups: int
     num_microbatch: int
     num_microbatch_is_default: bool
+    num_microbatch_is_open: bool
     split_input: SplitInput | None
     split_label: Any
     merge_output: Any
@@ -120,7 +123,11 @@ def layered(*configs: RoundPipeRunConfig | None) -> RoundPipeRunConfig:
 
 
 def resolve(
-    call_config: RoundPipeRunConfig | None, model_config: RoundPipeRunConfig | None, *, devices: int
+    call_config: RoundPipeRunConfig | None,
+    model_config: RoundPipeRunConfig | None,
+    *,
+    devices: int,
+    chosen: int | None = None,
 ) -> ResolvedRunConfig:
     """Resolves the options of one call: the call's own, then the model's, then the defaults.
 
@@ -130,6 +137,7 @@ def resolve(
         call_config: the options given at the call.
         model_config: the options that the model was built with.
         devices: the number of devices.
+        chosen: the number of microbatches that "auto" stands for; None: it has not been chosen.
 
     Raises:
         ValueError: a field was set to an invalid value after its config was built.
@@ -139,6 +147,7 @@ def resolve(
     if model_config is not None:
         check(model_config, "run config of the model")
     config = layered(call_config, model_config)
+    number = config.num_microbatch
     return ResolvedRunConfig(
         requires_grad=torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad,
         output_device=torch.device("cpu" if config.output_device is None else config.output_device),
@@ -146,8 +155,9 @@ def resolve(
         recompute_grain=config.recompute_grain or "stage",
         tied_grad_accumulation=config.tied_grad_accumulation or "layer",
         gradient_groups=config.gradient_groups or 1,
-        num_microbatch=config.num_microbatch or devices + 1,
-        num_microbatch_is_default=config.num_microbatch is None,
+        num_microbatch=(chosen if number == "auto" else number) or devices + 1,
+        num_microbatch_is_default=number in (None, "auto"),
+        num_microbatch_is_open=number == "auto" and chosen is None,
         split_input=config.split_input,
         split_label=config.split_label,
         merge_output=True if config.merge_output is None else config.merge_output,
@@ -175,10 +185,12 @@ def check(config: RoundPipeRunConfig, where: str) -> None:
         raise fail("recompute_grain", "'stage', 'layer'")
     if config.tied_grad_accumulation not in (None, "layer", "microbatch"):
         raise fail("tied_grad_accumulation", "'layer', 'microbatch'")
-    for name in ("num_microbatch", "gradient_groups"):
-        n = getattr(config, name)
-        if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
-            raise fail(name, "an integer of at least 1")
+    n = config.num_microbatch
+    if n not in (None, "auto") and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
+        raise fail("num_microbatch", "an integer of at least 1, 'auto'")
+    groups = config.gradient_groups
+    if groups is not None and (not isinstance(groups, int) or isinstance(groups, bool) or groups < 1):
+        raise fail("gradient_groups", "an integer of at least 1")
     split = config.split_input
     if split is not None and not callable(split) and not (isinstance(split, (tuple, list)) and len(split) == 2):
         raise fail("split_input", "a pair (args_spec, kwargs_spec), a function (args, kwargs, n)")

@@ -38,6 +38,10 @@ class Batch:
     def __init__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], run_config: ResolvedRunConfig, label: Any = None
     ) -> None:
+        if run_config.num_microbatch_is_open:
+            raise ValueError(
+                "[Batch] num_microbatch is 'auto', expected a number: a model chooses it at its first training call"
+            )
         count = effective_microbatches(
             args, kwargs, run_config.num_microbatch, run_config.num_microbatch_is_default, run_config.split_input
         )

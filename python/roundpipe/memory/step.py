@@ -179,6 +179,14 @@ class StepMemory:
             self._admitted[key] = self._fit(step, grain, self._device_budget)
         return self._admitted[key]
 
+    def fits(self, request: CallRequest) -> bool:
+        """Whether the device budget, if there is one, has room for the call, layer by layer if need be."""
+        if self._device_budget is None:
+            return True
+        step = step_shape(request)
+        _, wanted = self._least(step, request.config.recompute_grain, self._footprints(step), self._device_budget)
+        return wanted.total <= self._device_budget
+
     def predict(self, request: CallRequest) -> MemoryPrediction:
         """Predicts the call's memory. Plans from now on keep to that."""
         step, grain = step_shape(request), request.config.recompute_grain
@@ -195,13 +203,7 @@ class StepMemory:
 
     def _fit(self, step: StepShape, grain: RecomputeGrain, budget: int) -> RecomputeGrain:
         footprints = self._footprints(step)
-        tried: RecomputeGrain = grain
-        while True:
-            self._tell_planner(step, footprints, tried)
-            wanted = self._device(step, tried, footprints, budget)
-            if wanted.total <= budget or tried == "layer":
-                break
-            tried = "layer"
+        tried, wanted = self._least(step, grain, footprints, budget)
         self._last = MemoryPrediction(wanted, self._host(step), tried, _activations(self._pipeline, step))
         if self._host_budget is not None:
             refuse_host("RoundPipe", self._name, self._host_budget, lambda moments: self._host(step, moments))
@@ -209,6 +211,18 @@ class StepMemory:
             change = self._change(step, footprints, budget, "device_memory=")
             refuse_device("RoundPipe", self._name, budget, wanted, change)
         return tried
+
+    def _least(
+        self, step: StepShape, grain: RecomputeGrain, footprints: Sequence[_core.LayerFootprint], budget: int
+    ) -> tuple[RecomputeGrain, DeviceMemory]:
+        """The recompute grain with which the step fits, else "layer", and what it takes then. Plans keep to that."""
+        tried: RecomputeGrain = grain
+        while True:
+            self._tell_planner(step, footprints, tried)
+            wanted = self._device(step, tried, footprints, budget)
+            if wanted.total <= budget or tried == "layer":
+                return tried, wanted
+            tried = "layer"
 
     def explain(self, shape: Callable[[int], StepShape], rows: int, cap: int) -> str:
         """Explains the memory of a step that a device had no memory for, and the smallest change that would fit.
@@ -331,7 +345,7 @@ class StepMemory:
         outputs = [footprint.outputs for footprint in footprints]
         most = 0 if self._device_budget is None else _core.stage_limit_bytes(sizes, self._device_budget)
         self._pipeline.set_bytes(kept, outputs, most, 0)
-        plans = self._pipeline.preview_plans(step.route, step.mode, step.count, _STEPS)
+        plans = self._pipeline.preview_plans(step.route, step.mode, step.count, step.gradient_groups, _STEPS)
         largest = _core.largest_stage_bytes(plans, sizes)
         wanted = self._device(step, grain, footprints, self._device_budget or 0)
         self._pipeline.set_bytes(kept, outputs, largest, max(1, wanted.total - wanted.weights))
@@ -343,7 +357,7 @@ class StepMemory:
         footprints: Sequence[_core.LayerFootprint],
         limit: int,
     ) -> DeviceMemory:
-        plans = self._pipeline.preview_plans(step.route, step.mode, step.count, _STEPS)
+        plans = self._pipeline.preview_plans(step.route, step.mode, step.count, step.gradient_groups, _STEPS)
         waits = _core.Engine.current().copies_on_compute_cores()
         found = predict_device(plans, _sizes(self._pipeline, step, grain, footprints), limit, waits)
         return dataclasses.replace(found, work=int(found.work * self._correction))
@@ -351,7 +365,7 @@ class StepMemory:
     def _host(self, step: StepShape, moments: str = "float32") -> HostPrediction:
         footprints = self._footprints(step)
         pipeline = self._pipeline
-        plan = pipeline.preview_plans(step.route, step.mode, step.count, 1)[0]
+        plan = pipeline.preview_plans(step.route, step.mode, step.count, step.gradient_groups, 1)[0]
         values = _core.waiting_on_host(plan, footprints, step.count)
         accumulation = ACCUMULATIONS[step.tied_grad_accumulation]
         sums = pipeline.partial_sum_bytes(plan, step.gradient_groups, accumulation)
@@ -393,7 +407,7 @@ class StepMemory:
 
 
 def _activations(pipeline: _core.Pipeline, step: StepShape) -> tuple[Activations, ...]:
-    plan = pipeline.preview_plans(step.route, step.mode, step.count, 1)[0]
+    plan = pipeline.preview_plans(step.route, step.mode, step.count, step.gradient_groups, 1)[0]
     places: list[Activations] = ["recompute"] * plan.layers
     for job in plan.jobs:
         if job.phase == "fused":

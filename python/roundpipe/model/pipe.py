@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -31,6 +32,7 @@ from roundpipe.model.run_records import RunRecords
 from roundpipe.model.step_call import check_gradients, check_step_call
 from roundpipe.model.stepped import SteppedModel
 from roundpipe.model.timer import print_times
+from roundpipe.performance.microbatches import choose
 from roundpipe.step.scaler import live_scalers
 from roundpipe.step.torch_steps import TorchSteps
 
@@ -106,6 +108,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         own["_check_loss"] = check_loss
         own["_pre_hooks"], own["_after_hooks"] = OrderedDict(), OrderedDict()
         own["_language_model"] = None
+        own["_auto_microbatches"] = None
         own["_optim_dtype"] = optim_dtype
         own["_pinned"] = pin_model != "off" and any(device != "cpu" for device in devices().torch_devices)
         own["_host_budget"] = budget_of(host_memory, "host_memory", HOST_VARIABLE)
@@ -139,7 +142,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
     # -- the original model shows through ---------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("calls", "random_seed"):
+        if name in ("calls", "random_seed", "auto_microbatches"):
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
@@ -242,7 +245,11 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
                 and says what would fit.
             Exception: whatever a layer raised, in this call or in work still running from an earlier one.
         """
-        request = self._prepare(roundpipe_run_config).call(args, kwargs, roundpipe_loss_only)
+        preparation = self._prepare(roundpipe_run_config)
+        if preparation.config.requires_grad:
+            request = self._request(preparation, lambda ready: ready.call(args, kwargs, roundpipe_loss_only))
+        else:
+            request = preparation.call(args, kwargs, roundpipe_loss_only)
         requires_grad = request.config.requires_grad
         with ExitStack() as modes:
             if torch.is_inference_mode_enabled():
@@ -332,15 +339,38 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         """Prepares the model for a call with these options."""
         self._follow_changes()
         self._step_group.before_call()
-        config = resolve(run_config, self._run_config, devices=len(devices()))
+        config = resolve(run_config, self._run_config, devices=len(devices()), chosen=self._auto_microbatches)
         return Preparation(self._name, self._layer_count, self._language_model, config)
+
+    def _request(self, preparation: Preparation, made: Callable[[Preparation], CallRequest]) -> CallRequest:
+        """The request that `made` makes of the preparation; the first that trains with `num_microbatch="auto"` decides
+        the number."""
+        if not preparation.config.num_microbatch_is_open:
+            return made(preparation)
+
+        if callable(preparation.config.split_input):
+            raise ValueError(
+                f"[{self._name}] num_microbatch is 'auto' and split_input is a function, expected a number beside a "
+                "function, since only the function knows how far a batch can be cut"
+            )
+
+        def with_number(count: int) -> CallRequest:
+            return made(preparation.with_microbatches(count))
+
+        most = len(with_number(preparation.MOST_MICROBATCHES).batch)
+        with torch.inference_mode(False), torch.enable_grad():
+            groups = preparation.config.gradient_groups
+            chosen = choose(self._pipeline, most, groups, lambda count: self._memory.fits(with_number(count)))
+        print(f'[RoundPipe] num_microbatch="auto" of {self._name} is {chosen.count} ({chosen.reason})', file=sys.stderr)
+        self.auto_microbatches = chosen.count
+        return with_number(chosen.count)
 
     def _prepare_step(self, given: StepArguments) -> CallRequest:
         if not callable(given.loss_fn):
             raise ValueError(f"[{given.where}] loss_fn is a {type(given.loss_fn).__name__}, expected a function")
         preparation = self._prepare(given.run_config)
         check_gradients(preparation.config, given.where)
-        return preparation.step(given)
+        return self._request(preparation, lambda ready: ready.step(given))
 
     def _submit(self, given: StepArguments, refuses_nan: bool) -> Pending:
         request = self._prepare_step(given)
@@ -389,7 +419,8 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
     ) -> ModelExecutePlan:
         limit_bytes = 0 if model_memory_limit is None else int(model_memory_limit * 1e9)
         if min_stages == 0 and upper_threshold == DEFAULT_THRESHOLD and not limit_bytes:
-            microbatches = resolve(None, self._run_config, devices=len(devices())).num_microbatch
+            chosen = self._auto_microbatches
+            microbatches = resolve(None, self._run_config, devices=len(devices()), chosen=chosen).num_microbatch
             stages = self._pipeline.planned_stages(MODES[run_type], microbatches)
         else:
             stages = self._pipeline.choose_stages(MODES[run_type], min_stages, upper_threshold, limit_bytes)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from roundpipe.call.joint_plan import RunType
 from roundpipe.call.loss_function import outputs_as_loss
@@ -42,10 +42,17 @@ class Preparation:
         config: the call's options.
     """
 
+    # Of a call of which the planner chooses the number.
+    MOST_MICROBATCHES: ClassVar[int] = 256
+
     name: str
     layers: int
     followed: LanguageModel | None
     config: ResolvedRunConfig
+
+    def with_microbatches(self, count: int) -> Preparation:
+        """The same call in so many microbatches, or fewer for a smaller batch."""
+        return replace(self, config=replace(self.config, num_microbatch=count, num_microbatch_is_open=False))
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_only: bool) -> CallRequest:
         """The request of `model(...)`; `loss_only` says that only the loss will be read from the outputs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from roundpipe import _core
 from roundpipe.model.pending import record_fields
+from roundpipe.performance.step_report import StepReport, report
 
 
 class RunRecords:
@@ -12,6 +13,19 @@ class RunRecords:
     _pipeline: _core.Pipeline
     _name: str
     _layer_count: int
+    _auto_microbatches: int | None
+
+    @property
+    def auto_microbatches(self) -> int | None:
+        """The number of microbatches that `num_microbatch="auto"` stands for; None until the first training call has
+        chosen it. It does not change in a run. Set it when resuming a run, like `calls`."""
+        return self._auto_microbatches
+
+    @auto_microbatches.setter
+    def auto_microbatches(self, count: int | None) -> None:
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise ValueError(f"[RoundPipe] auto_microbatches is {count!r}, expected an integer of at least 1 or None")
+        object.__getattribute__(self, "__dict__")["_auto_microbatches"] = count
 
     @property
     def num_layers(self) -> int:
@@ -49,6 +63,28 @@ class RunRecords:
     def costs(self) -> list[_core.LayerCost]:
         """The estimated costs of each layer for one microbatch; measured once calls have run."""
         return self._pipeline.costs()
+
+    @property
+    def costs_are_measured(self) -> bool:
+        """Whether `costs` holds measured times only."""
+        return self._pipeline.knows_costs()
+
+    def machine(self) -> _core.MeasuredMachine:
+        """The devices, links and optimizer as this model's calls have measured them; a rate of 0 is not known, or no
+        limit. `roundpipe.planning.machine.measured` makes a machine file of it."""
+        return self._pipeline.machine()
+
+    def step_report(self) -> StepReport:
+        """A training step as it is predicted and as it was measured, and what limits it; `print` shows it as a table.
+
+        Measured are the latest steps with the number of microbatches of the last one. Predicted is the last step's
+        plan, in the simulator, with the costs and rates that were measured. Takes about a second.
+
+        Raises:
+            ValueError: too few training steps have been made and measured.
+            Exception: whatever a layer raised in work still running.
+        """
+        return report(self._pipeline, self._name)
 
     def host_bytes(self) -> int:
         """Host memory of weights and gradients, in bytes."""

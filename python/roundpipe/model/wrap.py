@@ -107,7 +107,7 @@ def wrap_model_to_roundpipe(
     if use_sequential_preset or (not by_parts and (language_model is not None or upper_threshold is None)):
         followed = _followed(model, language_model is not None, loss_chunk_tokens, mlp_chunk_tokens)
         if followed is not None:
-            followed.check_microbatches(config.num_microbatch)
+            followed.check_microbatches(None if config.num_microbatch == "auto" else config.num_microbatch)
             pipe = RoundPipe(followed.chain, name=name or followed.name, model_run_config=config, **roundpipe_kwargs)
             pipe._set_language_model(followed, model)
             return pipe

@@ -24,8 +24,14 @@ import itertools
 import json
 import tomllib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from roundpipe import _core
+from roundpipe.files import write_text
 from roundpipe.planning.costs import RATES, CostSet, devices_of, name_of, object_of, rate_of
+
+if TYPE_CHECKING:
+    from roundpipe.model.run_records import RunRecords
 
 SCHEMA = "roundpipe-machine"
 VERSION = 1
@@ -59,6 +65,47 @@ class Machine:
             lines += ["", "[[devices]]", f"count = {len(list(alike))}", f"speed = {speed!r}"]
             lines.append(f"memory_bytes = {memory_bytes}")
         return "\n".join(lines) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Writes the machine file.
+
+        Raises:
+            ValueError: the file cannot be written.
+        """
+        write_text(Path(path), self.text())
+
+
+def measured(model: RunRecords) -> Machine:
+    """The machine as the calls of `model` have measured it: nothing is moved to measure.
+
+    With `roundpipe.planning.costs.save(model.costs(), ...)`, `roundpipe plan --machine` plans for a run as it was.
+
+    Raises:
+        ValueError: the layers, a link's direction or the optimizer have not been measured.
+    """
+    found = model.machine()
+    if not model.costs_are_measured:
+        raise ValueError(
+            "[machine] the model has made too few training steps to be measured, expected at least three; train a few "
+            "steps first, or measure the machine with the command roundpipe machine"
+        )
+    figures = (
+        ("link up", found.link_up_gb_per_s),
+        ("link down", found.link_down_gb_per_s),
+        ("optimizer", found.update_gb_per_s),
+    )
+    for what, rate in figures:
+        if not rate:
+            raise ValueError(
+                f"[machine] no rate of the {what} has been measured: nothing kept it busy for long enough; train more "
+                "or with larger layers, or measure the machine with the command roundpipe machine"
+            )
+    return Machine(
+        name=", ".join(dict.fromkeys(_core.Engine.current().device_names())),
+        devices=[(round(speed, 3), memory_bytes) for speed, memory_bytes in found.devices],
+        rates={name: float(f"{getattr(found, name):.4g}") for name in RATES},
+        update_gb_per_s=float(f"{found.update_gb_per_s:.4g}"),
+    )
 
 
 def load(path: str | Path) -> Machine:

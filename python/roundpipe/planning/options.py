@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from roundpipe.command_options import After
+from roundpipe.performance.notation import STAGES_LEGEND as STAGES_LEGEND
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -28,10 +29,6 @@ CostsArgument = Annotated[
     ),
 ]
 
-# Of the planner's summary of its stages.
-STAGES_LEGEND = (
-    "5x3*2 = 5 stages of 3 layers, 2 devices share each; interleave 1.5 = a step's jobs spread over 1.5 steps"
-)
 _LONGEST_SHOWN = 100
 _WIDEST_TABLE = 250
 _MOST_STEPS_SHOWN = 64

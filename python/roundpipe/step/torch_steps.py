@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn
@@ -58,6 +59,7 @@ class TorchSteps(StepGroup):
         self._versions: list[int] = []  # of _sources, as last seen
         self._copy_versions: list[int] = []  # of _copies, as last seen
         self._unpublished = False
+        self._has_updated = False
         self.has_copies = False
         owners.add(self)
 
@@ -196,13 +198,23 @@ class TorchSteps(StepGroup):
             return False
         self._add_host_gradients(host_gradients)
         try:
+            began = time.perf_counter()
             with OptimizerCtx(), nullcontext() if scales is None else scales.active():
                 step_fn()
+            self._note_update(1000 * (time.perf_counter() - began))
         except BaseException:
             # Undoes the step as far as possible: step_fn may have changed parameters already.
             self.clear_copies(set_to_none=True)
             raise
         return True
+
+    def _note_update(self, ms: float) -> None:
+        """Tells the planner how long the step function took; not the first time, when it sets up its state."""
+        if self._has_updated:
+            weight_bytes = sum(source.nbytes for source in self._sources)
+            for pipeline in self.models.pipelines:
+                pipeline.note_update(weight_bytes, ms)
+        self._has_updated = True
 
     def _take_host_gradients(self) -> list[torch.Tensor | None]:
         gradients = []

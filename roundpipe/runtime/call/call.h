@@ -10,12 +10,12 @@
 
 #include <ATen/ThreadLocalState.h>
 
-#include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/memory_rules.h>
 #include <roundpipe/core/mutex.h>
 #include <roundpipe/device/event_list.h>
 #include <roundpipe/memory/host_value.h>
 #include <roundpipe/runtime/call/block_sum.h>
+#include <roundpipe/runtime/call/execution_log.h>
 #include <roundpipe/runtime/model/layer.h>
 #include <roundpipe/runtime/model/model_state.h>
 #include <roundpipe/runtime/model/out_of_memory.h>
@@ -37,37 +37,6 @@ struct BoundaryValues {
 struct BoundaryGradients {
   std::vector<at::Tensor> tensors;
   device::EventPtr produced;
-};
-
-// The times of one execution of a stage on a microbatch, in Clock milliseconds: when the device ran it, not when the
-// host issued it. Records of one device do not overlap.
-struct ExecutionRecord {
-  schedule::Phase phase;
-  schedule::Range layers;
-  int microbatch;
-  int device;
-  double start_ms;
-  double end_ms;
-  double recomputed_ms = 0;  // when the recompute of a backward ended; 0 for other phases
-  double waited_ms = 0;      // how long the device then was idle, until the gradient arrived
-};
-
-// The records of one call so far. Thread safety: any thread.
-class ExecutionLog {
- public:
-  void add(const ExecutionRecord& record) {
-    const MutexLock lock(mutex_);
-    records_.push_back(record);
-  }
-  std::vector<ExecutionRecord> records() const {
-    require_own_process();
-    const MutexLock lock(mutex_);
-    return records_;
-  }
-
- private:
-  mutable Mutex mutex_;
-  std::vector<ExecutionRecord> records_ ROUNDPIPE_GUARDED_BY(mutex_);
 };
 
 using roundpipe::RecomputeGrain;

@@ -13,6 +13,7 @@
 #include <roundpipe/runtime/model/layer.h>
 #include <roundpipe/runtime/model/random.h>
 #include <roundpipe/runtime/model/shells.h>
+#include <roundpipe/runtime/model/update_meter.h>
 
 namespace roundpipe::runtime {
 
@@ -53,9 +54,6 @@ struct LayerState {
   std::map<uint64_t, LayerHabitsPtr> habits;  // by Layer::mode_key(); caller's thread only
   // How frugally the layer must run: raised when it has run out of memory.
   std::atomic<Frugality> frugality{Frugality::kStage};
-  // How long the device took for the latest timed forward and backward of one microbatch; 0 = unknown.
-  std::atomic<double> forward_ms{0};
-  std::atomic<double> backward_ms{0};
   // Fires when the buffers hold the result of the last submitted forward; caller's thread only.
   device::EventPtr buffers_current;
 };
@@ -102,6 +100,7 @@ struct ModelState {
   std::vector<std::unique_ptr<LayerState>> layers;
   std::vector<BlockState> blocks;
   SharedDraws loss_shared_draws;  // of the loss functions that this model is called with
+  UpdateMeter updates;            // of its weights on the host
   Shells shells;                  // on the workers of the pool that its calls run on
   // Bytes that a device needs for a job, at most, beside its weights; 0 = not known.
   std::atomic<int64_t> work_bytes{0};

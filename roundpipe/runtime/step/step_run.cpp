@@ -5,6 +5,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <roundpipe/core/clock.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/device/emulated_time.h>
 #include <roundpipe/optim/thread_pool.h>
@@ -97,6 +98,7 @@ void StepRun::note(const std::exception_ptr& error) {
 }
 
 void StepRun::measure(BlockStep& step) {
+  const double began_ms = now_ms();
   try {
     if (step.error) std::rethrow_exception(step.error);
     if (step.gradients->landed->error()) {
@@ -108,6 +110,7 @@ void StepRun::measure(BlockStep& step) {
   } catch (...) {
     note(std::current_exception());
   }
+  step.measured_ms = now_ms() - began_ms;
   if (--to_measure_ == 0) decide();
 }
 
@@ -133,6 +136,13 @@ void StepRun::pass_on(BlockStep& step) {
 }
 
 void StepRun::make(BlockStep& step) {
+  const double began_ms = now_ms();
+  compute(step);
+  if (step.meter == nullptr || !step.before->flat.defined()) return;
+  step.meter->add(static_cast<int64_t>(step.before->flat.nbytes()), step.measured_ms + now_ms() - began_ms);
+}
+
+void StepRun::compute(BlockStep& step) {
   if (step.emulated_ms > 0) {
     static device::EmulatedTime time;  // used by the update thread only
     time.spend(step.emulated_ms);

@@ -27,9 +27,11 @@ struct BlockStep {
   memory::GradientBlockPtr gradients;
   memory::WeightVersionPtr before;
   memory::WeightVersionPtr after;
-  std::vector<size_t> written;  // parameters that the user has written into since the last step
-  double squares = 0;           // of the gradients, once measured
-  double emulated_ms = 0;       // how long the update is pretended to take; 0: it is really made
+  std::vector<size_t> written;   // parameters that the user has written into since the last step
+  double squares = 0;            // of the gradients, once measured
+  double emulated_ms = 0;        // how long the update is pretended to take; 0: it is really made
+  UpdateMeter* meter = nullptr;  // learns how long the update takes; null: the first one, which sets up more
+  double measured_ms = 0;        // that measuring the gradients took
   // Used by StepRun only.
   UpdateThread::Work measure_work;
   UpdateThread::Work update_work;
@@ -81,6 +83,7 @@ class StepRun : public std::enable_shared_from_this<StepRun> {
   void update(BlockStep& step);
   void publish(BlockStep& step);
   void make(BlockStep& step);
+  void compute(BlockStep& step);
   static void pass_on(BlockStep& step);
   void note(const std::exception_ptr& error);
 

@@ -9,17 +9,17 @@ void BackwardClock::reached(int layer) {
   if (!event) event = queue_.mark();
 }
 
-void BackwardClock::over(Call& call) {
+void BackwardClock::over(Call& call, int device) {
   const device::EventPtr end = queue_.mark();
   std::vector<device::EventPtr> events = reached_;
   events.push_back(end);
-  call.then(events, [model = call.model, layers = layers_, reached = reached_, end] {
+  call.then(events, [log = call.log, device, layers = layers_, reached = reached_, end] {
     double end_ms = end->time_ms();
     for (int l = layers.first; l < layers.last; ++l) {
       const device::EventPtr& begin = reached[static_cast<size_t>(l - layers.first)];
       if (!begin) continue;
       const double begin_ms = begin->time_ms();
-      if (end_ms > begin_ms) model->layers[static_cast<size_t>(l)]->backward_ms.store(end_ms - begin_ms);
+      if (end_ms > begin_ms) log->add(LayerTime{l, device, /*backward=*/true, end_ms - begin_ms});
       end_ms = begin_ms;
     }
   });

@@ -19,9 +19,9 @@ class BackwardClock {
 
   // The backward of `layer` comes next. A layer can have several outputs: the first gradient that arrives counts.
   void reached(int layer);
-  // Called after the backward has been issued. Once the device has finished it, stores each layer's time in
-  // LayerState::backward_ms. The time of a layer that no gradient reached counts for the next layer above it.
-  void over(Call& call);
+  // Called after the backward has been issued on device number `device`. Once the device has finished it, the call's
+  // log gets each layer's time. The time of a layer that no gradient reached counts for the next layer above it.
+  void over(Call& call, int device);
 
  private:
   device::Queue& queue_;

@@ -69,6 +69,15 @@ std::vector<uint32_t> versions_of(const std::vector<at::Tensor>& inputs, const s
 // One microbatch of a job is enough: the last, since kernels are chosen or compiled during the first.
 bool times_layers(const JobRun& run, int microbatch) { return microbatch + 1 == run.job.microbatches.last; }
 
+// Of the tensors as they cross to another device, each once.
+int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
+  int64_t bytes = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].defined() && memory::place_of(tensors[i], tensors) == i) bytes += memory::settled_bytes(tensors[i]);
+  }
+  return bytes;
+}
+
 }  // namespace
 
 void LayerRunner::hold(const JobRun& run, int l) {
@@ -84,9 +93,9 @@ void LayerRunner::let_go() noexcept {
 void LayerRunner::pause(JobRun& run) {
   held_.reset();
   for (const Clocked& clocked : clocked_) {
-    run.call->then({clocked.begun, clocked.done}, [model = run.call->model, clocked] {
-      model->layers[static_cast<size_t>(clocked.layer)]->forward_ms.store(clocked.done->time_ms() -
-                                                                          clocked.begun->time_ms());
+    run.call->then({clocked.begun, clocked.done}, [log = run.call->log, device = run.job.device, clocked] {
+      const double took_ms = clocked.done->time_ms() - clocked.begun->time_ms();
+      log->add(LayerTime{clocked.layer, device, /*backward=*/false, took_ms, clocked.output_bytes});
     });
   }
   clocked_.clear();
@@ -133,7 +142,7 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
     if (times_layers(run, microbatch)) {
       const EventPtr begun = device_.compute().mark();
       outputs = layer.forward(inputs, context);
-      clocked_.push_back({l, begun, device_.compute().mark()});
+      clocked_.push_back({l, bytes_of(outputs.tensors), begun, device_.compute().mark()});
     } else {
       outputs = layer.forward(inputs, context);
     }

@@ -73,6 +73,7 @@ class LayerRunner {
   // A layer's forward on the device, recorded once it has finished there.
   struct Clocked {
     int layer;
+    int64_t output_bytes;
     device::EventPtr begun;
     device::EventPtr done;
   };

@@ -9,10 +9,10 @@
 
 namespace roundpipe::runtime {
 
-Worker::Worker(int index, std::unique_ptr<device::Device> device)
+Worker::Worker(int index, std::unique_ptr<device::Device> device, LinkObservers observers)
     : device_(std::move(device)),
-      upload_(device_->upload(), device_->link_options()),
-      download_(device_->download(), device_->link_options()),
+      upload_(device_->upload(), device_->link_options(), std::move(observers.up)),
+      download_(device_->download(), device_->link_options(), std::move(observers.down)),
       outbox_(*device_, download_),
       layers_(*device_, upload_, outbox_, index),
       room_(*device_, queue_, upload_, download_, layers_),

@@ -9,11 +9,17 @@
 
 namespace roundpipe::runtime {
 
+// Who learns from the transfers of a device's link; null: nobody does.
+struct LinkObservers {
+  std::shared_ptr<transfer::LinkObserver> up;    // host to device
+  std::shared_ptr<transfer::LinkObserver> down;  // device to host
+};
+
 // One device with its compute thread and both directions of its link. Runs the jobs of its queue in order.
 // Thread safety: any thread.
 class Worker {
  public:
-  Worker(int index, std::unique_ptr<device::Device> device);
+  Worker(int index, std::unique_ptr<device::Device> device, LinkObservers observers = {});
   ~Worker() { stop(); }
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;

@@ -122,7 +122,7 @@ TEST_SUITE("execution records") {
         }
       }
       CostMeter meter(*pool.model);
-      for (const CallPtr& call : calls) meter.add(call->records());
+      for (const CallPtr& call : calls) meter.add(call->records(), call->log->layer_times());
       for (const auto& cost : meter.costs()) {
         CHECK(cost.forward_ms >= kForward_ms - kRounding_ms);
         CHECK(cost.backward_ms >= kBackward_ms - kRounding_ms);
@@ -142,7 +142,7 @@ TEST_SUITE("execution records") {
       REQUIRE(call->finished()->wait_for(300000));
       REQUIRE_FALSE(call->failed());
       CostMeter meter(*pool.model);
-      meter.add(call->records());
+      meter.add(call->records(), call->log->layer_times());
       const auto costs = meter.costs();
       for (int l = 0; l < kLayers; ++l) {
         const double backward_ms = costs[static_cast<size_t>(l)].backward_ms;

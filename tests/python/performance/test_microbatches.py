@@ -1,0 +1,84 @@
+"""How many microbatches the planner chooses: once, within the batch, and the same again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe import RoundPipe, RoundPipeRunConfig
+
+AUTO = RoundPipeRunConfig(num_microbatch="auto")
+
+
+def model_of(config: RoundPipeRunConfig | None = AUTO, layers: int = 8, **options: object) -> RoundPipe:
+    chain = nn.Sequential(*[nn.Linear(16, 16) for _ in range(layers)])
+    return RoundPipe(chain, name="chain", model_run_config=config, **options)  # type: ignore[arg-type]
+
+
+def train(model: RoundPipe, rows: int, config: RoundPipeRunConfig | None = None) -> int:
+    """The number of microbatches of one step."""
+    model.forward_backward((torch.ones(rows, 16),), loss_fn=lambda outputs, _: outputs.sum(), run_config=config)
+    model.synchronize()
+    plan = model.last_plan()
+    assert plan is not None
+    return plan.microbatches
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_it_is_chosen_once_and_said_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    model = model_of()
+    assert model.auto_microbatches is None
+    first = train(model, 32)
+    said = capsys.readouterr().err
+    assert f'num_microbatch="auto" of chain is {first} (' in said and "estimated costs" in said
+    assert model.auto_microbatches == first > 1
+    for rows in (32, 64, 32):
+        assert train(model, rows) == first
+    assert train(model, 1) == 1  # a batch cannot have more microbatches than rows
+    assert model.auto_microbatches == first
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_the_same_model_and_batch_get_the_same_number_and_a_resumed_run_its_own() -> None:
+    assert train(model_of(), 32) == train(model_of(), 32)
+    resumed = model_of()
+    resumed.auto_microbatches = 5
+    assert train(resumed, 32) == 5
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_rows_bound_it_and_evaluation_does_not_choose() -> None:
+    model = model_of()
+    with torch.no_grad():
+        model(torch.ones(2, 16))
+    assert model.auto_microbatches is None
+    assert train(model, 2) == 2
+    assert model.auto_microbatches == 2
+
+
+@pytest.mark.usefixtures("one_device")
+def test_one_call_may_ask_for_it_and_memory_may_need_more() -> None:
+    wide = model_of(None)
+    fixed = train(wide, 32)
+    assert fixed == 2  # devices + 1
+    assert train(wide, 32, AUTO) == wide.auto_microbatches
+    assert train(wide, 32) == fixed
+    roundpipe.devices("virtual:1,debug")
+    plenty = train(model_of(device_memory="1GB"), 4096)
+    roundpipe.devices("virtual:1,debug")
+    little = train(model_of(device_memory="300KB"), 4096)
+    assert plenty < little
+
+
+@pytest.mark.usefixtures("one_device")
+def test_other_texts_and_functions_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"num_microbatch is 'many', expected an integer of at least 1, 'auto'"):
+        RoundPipeRunConfig(num_microbatch="many")  # type: ignore[arg-type]
+    config = RoundPipeRunConfig(num_microbatch="auto", split_input=lambda args, kwargs, n: ([args] * n, [kwargs] * n))
+    with pytest.raises(ValueError, match=r"num_microbatch is 'auto' and split_input is a function"):
+        train(model_of(config), 8)
+    with pytest.raises(ValueError, match=r"auto_microbatches is 0"):
+        model_of().auto_microbatches = 0

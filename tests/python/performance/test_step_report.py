@@ -1,0 +1,124 @@
+"""A step, predicted beside measured: on virtual devices whose links have known rates and whose layers known times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe import EmulatedLayer, RoundPipe, RoundPipeRunConfig, _core, optim
+from roundpipe.performance.step_report import StepReport
+from roundpipe.planning import costs as cost_files
+from roundpipe.planning.machine import load, measured
+
+MICROBATCHES = 3
+LINK_GB_PER_S = 0.2
+
+
+def trained(steps: int, forward_ms: float, weight_bytes: int, is_async: bool = True, layers: int = 6) -> RoundPipe:
+    chain = nn.Sequential(*[EmulatedLayer(forward_ms, 2 * forward_ms, weight_bytes) for _ in range(layers)])
+    model = RoundPipe(chain, name="emulated", model_run_config=RoundPipeRunConfig(num_microbatch=MICROBATCHES))
+    optimizer = optim.SGD(model, lr=0.0)
+    batch = torch.ones(MICROBATCHES, 1000)
+    for _ in range(steps):
+        assert model.forward_backward((batch,), loss_fn=lambda outputs, _: outputs.sum()) == batch.numel()
+        model.step(optimizer, is_async)
+    model.synchronize()
+    return model
+
+
+def test_links_that_limit_a_step_are_named_and_measured(tmp_path: Path) -> None:
+    roundpipe.devices(f"virtual:2,threads=1,link={LINK_GB_PER_S}GB/s")
+    model = trained(12, forward_ms=1, weight_bytes=4_000_000)
+    report = model.step_report()
+    for up, down in report.links_gb_per_s:
+        # Nothing is faster than its cap; a busy machine wakes threads late.
+        assert 0.6 * LINK_GB_PER_S <= up <= 1.02 * LINK_GB_PER_S
+        assert 0.6 * LINK_GB_PER_S <= down <= 1.02 * LINK_GB_PER_S
+    assert report.limited_by in ("links up", "links down", "link of device 0 (up)", "link of device 1 (up)")
+    assert report.measured_steps >= 3
+    # Six layers go up twice and down once, over two links: what no plan can undercut.
+    least_ms = 6 * 2 * 4 / (2 * LINK_GB_PER_S)
+    assert report.measured_ms >= 0.98 * least_ms
+    assert report.predicted_ms >= 0.98 * least_ms
+    assert report.compute_ms < report.predicted_ms
+    assert 0 < report.predicted_bubble_percent < 100
+    assert json.loads(json.dumps(report.document()))["limited_by"] == report.limited_by
+    text = str(report)
+    assert "predicted" in text and "measured" in text and report.plan in text and "notation" in text
+
+    path = tmp_path / "machine.toml"
+    machine = measured(model)
+    machine.save(path)
+    assert load(path) == machine
+    assert machine.rates["link_up_gb_per_s"] == pytest.approx(min(up for up, _ in report.links_gb_per_s), rel=0.01)
+    cost_files.save(model.costs(), tmp_path / "costs.json", "emulated")
+    assert all(cost.gradient_bytes == 4_000_000 for cost in cost_files.load(str(tmp_path / "costs.json")).layers)
+
+
+def test_the_plan_after_measuring_is_the_planner_s_for_that_machine() -> None:
+    roundpipe.devices(f"virtual:2,threads=1,link={LINK_GB_PER_S}GB/s")
+    model = trained(14, forward_ms=8, weight_bytes=2_000_000, layers=8)
+    plan = model.last_plan()
+    assert plan is not None
+    layers = [
+        _core.LayerCost(
+            forward_ms=8, backward_ms=16, weight_bytes=2_000_000, gradient_bytes=2_000_000, activation_bytes=4000
+        )
+        for _ in range(8)
+    ]
+    cluster = _core.Cluster(devices=[(1.0, 0)] * 2, link_up_gb_per_s=LINK_GB_PER_S, link_down_gb_per_s=LINK_GB_PER_S)
+    rules = _core.TimingRules(asynchronous=True, hop_on_same_device=True)
+    best = _core.search(
+        layers,
+        cluster,
+        microbatches=MICROBATCHES,
+        rules=rules,
+        replicas=False,
+        interleave=False,
+        max_fused_layers=8,
+        over_links=True,
+    )[0]
+
+    def step_ms(recipe: _core.Plan) -> float:
+        plans = _core.place_over_links(recipe, layers, cluster, rules=rules, steps=97)
+        return _core.simulate_links(plans, layers, cluster, rules=rules).timeline.steady_step_ms
+
+    assert step_ms(plan) <= 1.003 * step_ms(best.recipe)
+
+
+def test_compute_that_limits_a_step_is_named() -> None:
+    roundpipe.devices("virtual:1,threads=1")
+    report = trained(6, forward_ms=3, weight_bytes=4000).step_report()
+    assert report.limited_by == "compute"
+    assert report.speeds == (1.0,)
+    assert report.predicted_ms == pytest.approx(report.compute_ms, rel=0.01)
+    # Each of the layers but the fused ones is recomputed; sleeping takes at least its time.
+    assert report.measured_ms >= 6 * MICROBATCHES * 9
+
+
+def test_a_step_in_synchronous_training() -> None:
+    roundpipe.devices("virtual:2,threads=1")
+    report = trained(6, forward_ms=3, weight_bytes=4000, is_async=False).step_report()
+    assert not report.asynchronous
+    assert report.limited_by in ("compute", "fill and drain", "links up", "links down", "host memory", "optimizer")
+    assert report.predicted_bubble_percent > 0
+
+
+def test_nothing_is_said_before_something_is_measured() -> None:
+    roundpipe.devices("virtual:1")
+    model = RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), name="fresh")
+    with pytest.raises(ValueError, match=r"^\[step_report\] 0 training steps of fresh have been measured"):
+        model.step_report()
+    with pytest.raises(ValueError, match=r"^\[machine\] the model has made too few training steps"):
+        measured(model)
+    for _ in range(4):
+        model.forward_backward((torch.ones(4, 4),), loss_fn=lambda outputs, _: outputs.sum())
+    model.synchronize()
+    assert isinstance(model.step_report(), StepReport)
+    with pytest.raises(ValueError, match=r"^\[machine\] no rate of the link up has been measured"):
+        measured(model)
