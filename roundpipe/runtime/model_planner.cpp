@@ -21,7 +21,6 @@ double weight_of_new(int calls) { return calls < 2 ? 1 : 0.3; }
 constexpr int kCallsToMeasure = 2;
 constexpr int kCallsBetweenPlans = 8;
 constexpr double kDrift = 0.2;
-constexpr std::int64_t kEffort = 20'000'000;
 constexpr size_t kMostPlans = 16;
 
 double median(std::vector<double>& values) {
@@ -213,7 +212,6 @@ Plan ModelPlanner::recipe(Engine& engine, const Key& key, bool measured) const {
   options.replicas = false;
   // A call is submitted when much of the previous one has begun, too late for a plan that puts its jobs before those.
   options.interleave = false;
-  options.effort = kEffort;
   options.max_fused_layers = static_cast<int>(costs.size());
   if (share_bytes > 0 && key.mode == PlanMode::kFused) options.max_fused_layers = simple.backward.front().size();
   return schedule::search(costs, cluster, options).front().recipe;
