@@ -1,10 +1,11 @@
-"""Atomic writes of files, JSON documents with a schema, and messages about missing files."""
+"""Atomic writes of files, JSON and TOML documents, and messages about missing files."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -46,14 +47,23 @@ def read_json(path: str | Path, where: str, kind: str) -> Any:
     Raises:
         ValueError: tagged with `where`: no such file, no JSON, or JSON nested too deeply to read.
     """
+    return _read(path, where, kind, "JSON", json.loads)
+
+
+def read_toml(path: str | Path, where: str, kind: str) -> Any:
+    """Reads any TOML, as `read_json` reads JSON."""
+    return _read(path, where, kind, "TOML", tomllib.loads)
+
+
+def _read(path: str | Path, where: str, kind: str, language: str, parse: Callable[[str], Any]) -> Any:
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        return parse(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"[{where}] cannot read {path}: {error.strerror}; expected {kind}") from None
     except RecursionError:
         raise ValueError(f"[{where}] {path} is nested too deeply; expected {kind}") from None
     except ValueError as error:
-        raise ValueError(f"[{where}] {path} is not JSON: {error}; expected {kind}") from None
+        raise ValueError(f"[{where}] {path} is not {language}: {error}; expected {kind}") from None
 
 
 def read_document(path: str | Path, where: str, kind: str, schema: str, version: int) -> dict[str, Any]:

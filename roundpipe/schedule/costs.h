@@ -42,7 +42,7 @@ struct Cluster {
 void validate(const LayerCosts& costs);
 void validate(const Cluster& cluster);
 
-// Memory of the largest device; 0 = unlimited.
+// Memory of the largest device; 0 = unlimited. No stage can be larger; a Placer knows where smaller ones fit.
 std::int64_t largest_room_bytes(const Cluster& cluster);
 
 // Sums costs over consecutive layers in constant time.

@@ -31,6 +31,7 @@ Placer::Placer(Plan recipe, const LayerCosts& costs, const Cluster& cluster, Tim
     auto& row = fits_.emplace_back();
     const bool backward = job.phase != Phase::kForward;
     const std::int64_t bytes = progress_.sums().visit_bytes(job.layers, backward, /*least=*/true);
+    bytes_.push_back(bytes);
     bool any = false;
     for (const std::vector<int>& members : classes_) {
       const std::int64_t room = cluster.devices[static_cast<std::size_t>(members.front())].memory_bytes;
@@ -41,17 +42,32 @@ Placer::Placer(Plan recipe, const LayerCosts& costs, const Cluster& cluster, Tim
       fail("job " + to_string(job) + " needs " + std::to_string(bytes) +
            " bytes, more than any device has; use smaller stages");
   }
+  const auto limited = [](const ClusterDevice& device) { return device.memory_bytes > 0; };
+  if (std::ranges::any_of(cluster.devices, limited)) {
+    for (const ClusterDevice& device : cluster.devices) room_bytes_.push_back(device.memory_bytes);
+  }
+  last_.assign(cluster.devices.size(), -1);
 }
 
-int Placer::choose_device(const Job& job, std::size_t number, int step) {
+bool Placer::fits_beside(std::size_t number, int device) const {
+  const int before = last_[static_cast<std::size_t>(device)];
+  if (room_bytes_.empty() || before < 0) return true;
+  const std::int64_t room = room_bytes_[static_cast<std::size_t>(device)];
+  if (room == 0 || recipe_.jobs[static_cast<std::size_t>(before)].layers.size() == 1) return true;
+  return bytes_[static_cast<std::size_t>(before)] + progress_.sums().weight_bytes(recipe_.jobs[number].layers) <= room;
+}
+
+int Placer::choose_device(const Job& job, std::size_t number, int step, bool beside) {
   int best = -1;
   double best_ms = 0;
   for (std::size_t c = 0; c < classes_.size(); ++c) {
     if (!fits_[number][c]) continue;
-    int candidate = classes_[c].front();
+    int candidate = -1;
     for (const int device : classes_[c]) {
-      if (progress_.free_ms(device) < progress_.free_ms(candidate)) candidate = device;
+      if (beside && !fits_beside(number, device)) continue;
+      if (candidate < 0 || progress_.free_ms(device) < progress_.free_ms(candidate)) candidate = device;
     }
+    if (candidate < 0) continue;
     const double ms = classes_.size() == 1 ? 0 : progress_.peek(job, candidate, step);
     if (best < 0 || ms < best_ms) {
       best = candidate;
@@ -65,7 +81,12 @@ void Placer::place(int ahead) {
   Placed& placed = placed_[static_cast<std::size_t>(ahead)];
   const std::size_t number = placed.devices.size();
   const Job& job = recipe_.jobs[number];
-  const int device = choose_device(job, number, step_ + ahead);
+  int device = choose_device(job, number, step_ + ahead, /*beside=*/true);
+  if (device < 0) {
+    ++crowded_;
+    device = choose_device(job, number, step_ + ahead, /*beside=*/false);
+  }
+  last_[static_cast<std::size_t>(device)] = static_cast<int>(number);
   placed.end_ms = std::max(placed.end_ms, progress_.run(job, device, step_ + ahead, [](const Progress::Visit&) {}));
   placed.devices.push_back(device);
 }
@@ -125,6 +146,7 @@ Rating rate(const Plan& recipe, const LayerCosts& costs, const Cluster& cluster,
   Rating rating;
   rating.step_ms = pace_ms(ends);
   rating.work_ms = placer.work_ms();
+  rating.crowded = placer.crowded();
   double speed = 0;
   for (const ClusterDevice& device : cluster.devices) speed += device.speed;
   rating.bubble = rating.step_ms > 0 ? 1 - rating.work_ms / (speed * rating.step_ms) : 0;

@@ -15,8 +15,10 @@ namespace roundpipe::schedule {
 // devices, because devices do not finish a step at the same time; several steps together load the devices evenly.
 class Placer {
  public:
-  // `recipe`: a valid plan; its devices are not read. A job never goes to a device whose memory is too small for it.
-  // Throws std::invalid_argument if the arguments do not match, and for a job that fits no device.
+  // `recipe`: a valid plan; its devices are not read. A job goes to a device that has memory for it, and for its
+  // weights beside the device's job before it; a job of a single layer may do without the latter. If no device has room
+  // beside its job, the weights have to come late, on any device that has memory for the job; see crowded(). Throws
+  // std::invalid_argument if the arguments do not match, and for a job that fits no device.
   Placer(Plan recipe, const LayerCosts& costs, const Cluster& cluster, TimingRules rules);
 
   // Places the next step and returns its plan.
@@ -26,12 +28,16 @@ class Placer {
 
   // When the last placed step ends, counted from the start of the first.
   double end_ms() const { return end_ms_; }
+  // How many of the jobs placed so far have weights that do not fit beside the job before them.
+  int crowded() const { return crowded_; }
   // The time of a step on one device of speed 1.
   double work_ms() const;
 
  private:
   void place(int ahead);
-  int choose_device(const Job& job, std::size_t number, int step);
+  // -1 if there is none. `beside`: only devices that have room for the job's weights beside the job before.
+  int choose_device(const Job& job, std::size_t number, int step, bool beside);
+  bool fits_beside(std::size_t number, int device) const;
 
   struct Placed {
     std::vector<int> devices;  // of the jobs placed so far
@@ -42,6 +48,10 @@ class Placer {
   Progress progress_;
   std::vector<std::vector<int>> classes_;  // devices grouped by speed and memory
   std::vector<std::vector<char>> fits_;    // [job][class]
+  std::vector<std::int64_t> room_bytes_;   // of each device; empty if all are unlimited
+  std::vector<std::int64_t> bytes_;        // of each job, without the weights of the next one
+  std::vector<int> last_;                  // the job that each device was given last; -1 = none
+  int crowded_ = 0;
   int step_ = 0;
   std::array<Placed, 2> placed_;  // this step and the next
   double end_ms_ = 0;
@@ -52,6 +62,7 @@ struct Rating {
   double step_ms = 0;  // synchronous: makespan of one step; asynchronous: from step end to step end in steady state
   double work_ms = 0;  // of a step, on one device of speed 1
   double bubble = 0;   // 1 - work / (sum of speeds * step)
+  int crowded = 0;     // see Placer::crowded
 };
 
 // Milliseconds from step to step, fitted to the second half of the steps' end times. For a single step, its end.

@@ -4,567 +4,107 @@
 #include <array>
 #include <cmath>
 #include <limits>
-#include <map>
-#include <random>
+#include <optional>
 #include <stdexcept>
-#include <tuple>
+#include <string>
+#include <utility>
 
-#include <roundpipe/schedule/moved_bytes.h>
+#include <roundpipe/schedule/cut_search.h>
 
 namespace roundpipe::schedule {
 
 namespace {
 
-constexpr int kRatedSteps = 17;
-constexpr int kFinalSteps = 193;
-constexpr int kFewestFinalSteps = 49;
-constexpr std::int64_t kFinalVisits = 1'000'000;  // for each finalist
-// At first, annealing accepts a cut that is slower by this share once in e times. After kPatience tries without a
-// better cut, it returns to the best one.
-constexpr double kTemperature = 0.001;
-constexpr int kPatience = 300;
-constexpr std::int64_t kNeighbour = 200;  // effort of making a neighbour, in visits; each stage adds one
-constexpr double kFullness = 8;           // how sharply a score rises when transfers take nearly as long as a step
-constexpr std::size_t kDescents = 12;
-constexpr std::size_t kRounds = 8;       // descents whose results annealing starts from;
-constexpr std::size_t kAsyncRounds = 3;  // fewer if each cut is clocked over many steps
-constexpr double kDescentShare = 0.15;   // of the effort
-// A synchronous search with a looser traffic limit first searches under this one, with a share of its effort: starting
-// from little traffic finds better plans than starting from more.
-constexpr double kLittleTraffic = 1.25;
-constexpr double kLittleTrafficShare = 0.2;
-constexpr std::array kInterleaves = {1.0, 1.25, 1.5, 1.6, 1.75};
-constexpr double kMostInterleave = 1.85;  // near 2, every step waits for the previous one
+// All runs of a search with replicas, overlap and gradient groups; each takes what run_parts() says, whatever the
+// limits of the search are.
+constexpr std::int64_t kParts = 56;
+constexpr std::array kTrafficRungs = {1.0, 1.25, 2.0};
+constexpr std::size_t kInherited = 2;
+constexpr int kFinalistsOfRun = 4;
+// Less idle time than this is not worth another run.
+constexpr double kNoBubble = 0.0002;
+constexpr double kSmallBubble = 0.005;
 
-// Replicas of the first forward and the last backward stages, for eight devices.
-const std::vector<std::vector<int>> kHeads = {
-    {}, {2}, {3, 2}, {4, 2}, {6, 3}, {6, 3, 2}, {8, 4, 2}, {7, 5, 3, 2}, {8, 6, 5, 4, 3, 2}};
-const std::vector<std::vector<int>> kTails = {
-    {}, {2}, {8}, {4, 8}, {2, 4, 8}, {4, 8, 8}, {4, 6, 6, 7}, {2, 3, 5, 7, 8}, {2, 4, 6, 7, 7, 8}};
+double limit_or_infinity(double traffic) { return traffic > 0 ? traffic : std::numeric_limits<double>::infinity(); }
 
-// The numbers that describe a cut made of exact partitions.
-enum Coordinate {
-  kFused,
-  kFusedReplicas,
-  kHeadOnes,
-  kForward,
-  kTailOnes,
-  kBackward,
-  kHead,
-  kTail,
-  kInterleave,
-  kCount
-};
-using Shape = std::array<int, kCount>;
+// Whether every plan that `tight` may find is one that `loose` may find.
+bool is_within(const SearchOptions& tight, const SearchOptions& loose) {
+  return tight.replicas <= loose.replicas && tight.interleave <= loose.interleave &&
+         tight.max_fused_layers <= loose.max_fused_layers &&
+         (!tight.replicas || tight.plan.gradient_groups == loose.plan.gradient_groups ||
+          tight.plan.gradient_groups == 1) &&
+         (!tight.replicas || limit_or_infinity(tight.max_traffic) <= limit_or_infinity(loose.max_traffic));
+}
 
-class Search {
- public:
-  Search(const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options)
-      : costs_(costs),
-        cluster_(cluster),
-        options_(options),
-        sums_(costs, options.plan.first_backward_layer),
-        layers_(sums_.layers()),
-        devices_(static_cast<int>(cluster.devices.size())),
-        room_bytes_(largest_room_bytes(cluster)),
-        random_(options.seed) {
-    check_layers();
-  }
+// Of the effort. Replicas are worth most in synchronous steps, which fill and drain.
+std::int64_t run_parts(const SearchOptions& run) {
+  const bool asynchronous = run.rules.asynchronous;
+  if (!run.replicas) return asynchronous ? 2 : 1;
+  if (run.max_traffic == kTrafficRungs[0]) return 1;
+  if (run.max_traffic == kTrafficRungs[1]) return asynchronous ? 2 : 12;
+  if (run.max_traffic == kTrafficRungs[2]) return asynchronous ? 2 : 9;
+  return asynchronous ? 3 : 5;
+}
 
-  std::vector<PlanChoice> run() {
-    consider(single_layers());
-    consider(limited_cut(to_cut(greedy_stages(costs_, devices_, options_.plan)), layers_, options_));
-    consider(limited_cut(to_cut(choose_stages(costs_, devices_, balanced_options())), layers_, options_));
-    look_under_little_traffic();
-    descend();
-    anneal();
-    return finish();
-  }
-
- private:
-  PlannerOptions balanced_options() const {
-    PlannerOptions options = options_.plan;
-    options.max_stage_bytes = 0;
-    return options;
-  }
-
-  // Every layer in a stage of its own, which fits if any plan does.
-  Cut single_layers() const {
-    Cut cut;
-    const int end = has_fused() ? layers_ - 1 : layers_;
-    for (int layer = 0; layer < end; ++layer) cut.forward.push_back({{layer, layer + 1}, 1});
-    if (has_fused()) cut.backward.push_back({{end, layers_}, 1});
-    for (int layer = end - 1; trains() && layer >= options_.plan.first_backward_layer; --layer)
-      cut.backward.push_back({{layer, layer + 1}, 1});
-    return cut;
-  }
-
-  bool trains() const { return options_.plan.mode != PlanMode::kInference; }
-  bool has_fused() const { return options_.plan.mode == PlanMode::kFused; }
-
-  bool overlaps() const { return options_.rules.asynchronous && options_.interleave && has_fused(); }
-
-  bool fits(Range layers, bool backward) const { return sums_.fits(layers, backward, room_bytes_); }
-
-  void check_layers() const {
-    for (int layer = 0; layer < layers_; ++layer) {
-      const bool backward = trains() && layer >= options_.plan.first_backward_layer;
-      if (fits({layer, layer + 1}, backward)) continue;
-      throw LayerTooLarge("[plan] costs[" + std::to_string(layer) + "] needs " +
-                          std::to_string(sums_.visit_bytes({layer, layer + 1}, backward, true)) +
-                          " bytes on a device, expected at most the largest device's " + std::to_string(room_bytes_) +
-                          "; split the layer or use fewer samples a microbatch");
+// The runs of a search: tighter limits first. A search with looser limits makes the same runs and more, so it finds no
+// worse plan.
+std::vector<SearchOptions> runs_of(const SearchOptions& options, bool has_gradients) {
+  SearchOptions run = options;
+  run.finalists = std::min(options.finalists, kFinalistsOfRun);
+  const bool fused = options.plan.mode == PlanMode::kFused, trains = options.plan.mode != PlanMode::kInference;
+  std::vector<SearchOptions> runs;
+  const auto add = [&] {
+    run.effort = options.effort * run_parts(run) / kParts;
+    runs.push_back(run);
+  };
+  const auto add_without_replicas = [&] {
+    run.replicas = false;
+    run.max_traffic = options.max_traffic < 1 ? options.max_traffic : 0;
+    for (const unsigned other : {0U, 1U}) {
+      run.seed = options.seed + other;
+      add();
     }
-  }
-
-  void look_under_little_traffic() {
-    const bool loose = options_.max_traffic == 0 || options_.max_traffic > kLittleTraffic;
-    if (options_.rules.asynchronous || !options_.replicas || !trains() || !loose) return;
-    SearchOptions options = options_;
-    options.max_traffic = kLittleTraffic;
-    options.effort = static_cast<std::int64_t>(kLittleTrafficShare * static_cast<double>(options_.effort));
-    Search inner(costs_, cluster_, options);
-    for (const PlanChoice& choice : inner.run()) {
-      const double ms = consider(choice.cut);
-      if (std::isfinite(ms)) descended_.emplace_back(ms, choice.cut);
+    run.seed = options.seed;
+  };
+  const auto add_with_replicas = [&] {
+    run.replicas = true;
+    for (const double rung : kTrafficRungs) {
+      if (rung >= limit_or_infinity(options.max_traffic)) break;
+      run.max_traffic = rung;
+      add();
     }
-    descended_.resize(std::min<std::size_t>(descended_.size(), 1));
-    spent_ += inner.spent_;
-  }
-
-  // --- rating ---
-
-  // Returns milliseconds per step, or infinity for a cut that breaks a limit. Remembers the best cuts.
-  double consider(const Cut& cut) {
-    for (std::size_t i = 0; i < cut.forward.size() + cut.backward.size(); ++i) {
-      const bool forward = i < cut.forward.size();
-      const CutStage& stage = forward ? cut.forward[i] : cut.backward[i - cut.forward.size()];
-      if (!fits(stage.layers, !forward)) {
-        memory_binds_ = true;
-        return std::numeric_limits<double>::infinity();
-      }
-    }
-    Plan recipe = to_recipe(cut, sums_, devices_, options_.plan);
-    const double traffic = traffic_ratio(recipe, sums_);
-    if (options_.max_traffic > 0 && traffic > options_.max_traffic + 1e-9) {
-      traffic_binds_ = true;
-      return std::numeric_limits<double>::infinity();
-    }
-    const int steps = options_.rules.asynchronous ? kRatedSteps : 1;
-    spent_ += (steps + 1) * visits(recipe);
-    PlanChoice choice{cut, std::move(recipe), {}, 0, traffic, {}};
-    score(choice, costs_, sums_, cluster_, options_, steps);
-    const double score_ms = choice.score_ms;
-    keep(std::move(choice));
-    return score_ms;
-  }
-
-  // The effort of clocking one step, in microbatch visits. Each job adds a fixed effort and one visit per device.
-  static std::int64_t visits(const Plan& recipe) {
-    constexpr std::int64_t kJob = 12;
-    std::int64_t count = 0;
-    for (const Job& job : recipe.jobs) count += job.microbatches.size() + kJob + recipe.devices;
-    return count;
-  }
-
-  void keep(PlanChoice choice) {
-    for (const PlanChoice& known : best_) {
-      if (known.cut == choice.cut) return;
-    }
-    const auto place = std::ranges::upper_bound(best_, choice.score_ms, {}, &PlanChoice::score_ms);
-    if (place - best_.begin() >= options_.finalists) return;
-    best_.insert(place, std::move(choice));
-    if (static_cast<int>(best_.size()) > options_.finalists) best_.pop_back();
-  }
-
-  bool has_effort(double share) const {
-    return static_cast<double>(spent_) < share * static_cast<double>(options_.effort);
-  }
-
-  // --- shapes ---
-
-  PartitionTable& table(Range layers, bool backward) {
-    const auto key = std::make_tuple(layers.first, layers.last, backward);
-    const auto found = tables_.find(key);
-    if (found != tables_.end()) return found->second;
-    return tables_.emplace(key, partitions_of(sums_, layers, backward, room_bytes_)).first->second;
-  }
-
-  int scaled(int replicas) const {
-    const int most = std::min(devices_, options_.plan.microbatches);
-    return std::clamp(static_cast<int>(std::lround(replicas * devices_ / 8.0)), 1, std::max(1, most));
-  }
-
-  // The most devices that can share a stage.
-  int most_shared(Range layers, bool backward) const {
-    return std::min(devices_, most_replicas(layers, backward, sums_, options_.plan));
-  }
-
-  void limit_replicas(Cut& cut) const {
-    for (CutStage& stage : cut.forward) stage.replicas = std::min(stage.replicas, most_shared(stage.layers, false));
-    for (CutStage& stage : cut.backward) stage.replicas = std::min(stage.replicas, most_shared(stage.layers, true));
-  }
-
-  // Returns nothing if no cut has this shape.
-  std::optional<Cut> build(const Shape& shape) {
-    std::optional<Cut> cut = build_unlimited(shape);
-    if (cut) limit_replicas(*cut);
-    return cut;
-  }
-
-  // Does not limit the replicas.
-  std::optional<Cut> build_unlimited(const Shape& shape) {
-    const int fused = has_fused() ? shape[kFused] : 0;
-    if (has_fused() && (fused < 1 || fused > std::min(layers_, std::max(1, options_.max_fused_layers))))
-      return std::nullopt;
-    const int end = layers_ - fused;
-    Cut cut;
-    cut.interleave = kInterleaves[static_cast<std::size_t>(shape[kInterleave])];
-    if (end > 0) {
-      const int ones = shape[kHeadOnes];
-      if (ones < 0 || ones > end || (ones == end) != (shape[kForward] == 0)) return std::nullopt;
-      for (int layer = 0; layer < ones; ++layer) cut.forward.push_back({{layer, layer + 1}, 1});
-      if (ones < end) {
-        PartitionTable& partitions = table({ones, end}, false);
-        const std::vector<Range> rest = partitions.cut(shape[kForward]);
-        spent_ += partitions.take_work();
-        if (rest.empty()) return std::nullopt;
-        for (const Range& layers : rest) cut.forward.push_back({layers, 1});
-      }
-      const std::vector<int>& head = kHeads[static_cast<std::size_t>(shape[kHead])];
-      for (std::size_t i = 0; i < std::min(head.size(), cut.forward.size()); ++i)
-        cut.forward[i].replicas = scaled(head[i]);
-    }
-    if (!trains()) return cut;
-    if (fused > 0) cut.backward.push_back({{end, layers_}, std::max(1, shape[kFusedReplicas])});
-    const int lowest = options_.plan.first_backward_layer;
-    if (lowest < end) {
-      const int ones = shape[kTailOnes], first = lowest + ones;
-      if (ones < 0 || first > end || (first == end) != (shape[kBackward] == 0)) return std::nullopt;
-      if (first < end) {
-        PartitionTable& partitions = table({first, end}, true);
-        const std::vector<Range> rest = partitions.cut(shape[kBackward]);
-        spent_ += partitions.take_work();
-        if (rest.empty()) return std::nullopt;
-        for (auto layers = rest.rbegin(); layers != rest.rend(); ++layers) cut.backward.push_back({*layers, 1});
-      }
-      for (int layer = first - 1; layer >= lowest; --layer) cut.backward.push_back({{layer, layer + 1}, 1});
-      const std::vector<int>& tail = kTails[static_cast<std::size_t>(shape[kTail])];
-      const std::size_t count = std::min(tail.size(), cut.backward.size() - (fused > 0 ? 1 : 0));
-      for (std::size_t i = 0; i < count; ++i)
-        cut.backward[cut.backward.size() - count + i].replicas = scaled(tail[tail.size() - count + i]);
-    }
-    return cut;
-  }
-
-  double consider(const Shape& shape) {
-    const auto known = rated_.find(shape);
-    if (known != rated_.end()) return known->second;
-    const std::optional<Cut> cut = build(shape);
-    return rated_[shape] = cut ? consider(*cut) : std::numeric_limits<double>::infinity();
-  }
-
-  // The values to try for a coordinate, given its present value.
-  std::vector<int> choices(const Shape& shape, int coordinate) const {
-    const auto window = [&](int lowest, int highest) {
-      std::vector<int> values;
-      const int at = shape[static_cast<std::size_t>(coordinate)];
-      for (int value = std::max(lowest, at - 6); value <= std::min(highest, at + 6); ++value) values.push_back(value);
-      return values;
-    };
-    const auto all = [](std::size_t count) {
-      std::vector<int> values;
-      for (std::size_t i = 0; i < count; ++i) values.push_back(static_cast<int>(i));
-      return values;
-    };
-    const int most = std::min(devices_, options_.plan.microbatches);
-    switch (coordinate) {
-      case kFused:
-        return has_fused() ? window(1, std::min(layers_, options_.max_fused_layers)) : std::vector<int>{};
-      case kFusedReplicas:
-        return has_fused() && options_.replicas ? window(1, most_shared({layers_ - shape[kFused], layers_}, true))
-                                                : std::vector<int>{};
-      case kHeadOnes:
-      case kForward:
-        return window(0, layers_);
-      case kTailOnes:
-      case kBackward:
-        return trains() ? window(0, layers_) : std::vector<int>{};
-      case kHead:
-        return options_.replicas && most > 1 ? all(kHeads.size()) : std::vector<int>{};
-      case kTail:
-        return options_.replicas && most > 1 && trains() ? all(kTails.size()) : std::vector<int>{};
-      case kInterleave:
-        return overlaps() ? all(kInterleaves.size()) : std::vector<int>{};
-      default:
-        return {};
-    }
-  }
-
-  std::vector<Shape> starts() const {
-    const int n = devices_;
-    const int fused = has_fused() ? 1 : 0;
-    const int forward = layers_ - fused, backward = std::max(0, forward - options_.plan.first_backward_layer);
-    std::vector<Shape> shapes;
-    for (const int f : {n, 2 * n, forward, (n + 1) / 2, 3 * n}) {
-      for (const int b : {backward, 2 * n, 3 * n, n}) {
-        for (const int replicas : {1, std::max(1, n - 1)}) {
-          Shape shape{};
-          shape[kFused] = 1;
-          shape[kFusedReplicas] = options_.replicas ? std::min(replicas, options_.plan.microbatches) : 1;
-          shape[kForward] = std::min(f, forward);
-          shape[kBackward] = std::min(b, backward);
-          shapes.push_back(shape);
-        }
-      }
-    }
-    if (options_.replicas && !options_.rules.asynchronous) {
-      // A step that fills and drains alone wants one-layer stages at both ends, shared by many devices.
-      for (const int tail : {4, 7, 8}) {
-        for (const int head : {4, 5, 8}) {
-          for (const int replicas : {1, std::max(1, n / 2 + 1)}) {
-            Shape shape{};
-            shape[kFused] = 1;
-            shape[kFusedReplicas] = std::min(replicas, options_.plan.microbatches);
-            shape[kHeadOnes] = std::min(2 * n, forward);
-            shape[kForward] = (forward - shape[kHeadOnes] + 1) / 2;
-            shape[kBackward] = backward;
-            shape[kHead] = head;
-            shape[kTail] = tail;
-            shapes.push_back(shape);
-          }
-        }
-      }
-    }
-    return shapes;
-  }
-
-  void descend() {
-    std::vector<std::pair<double, Shape>> ranked;
-    const double already =
-        static_cast<double>(spent_) / static_cast<double>(std::max<std::int64_t>(1, options_.effort));
-    for (const Shape& shape : starts()) {
-      const double ms = consider(shape);
-      if (std::isfinite(ms)) ranked.emplace_back(ms, shape);
-      if (!has_effort(0.05 + already)) break;
-    }
-    std::ranges::sort(ranked);
-    const std::size_t count = std::min<std::size_t>(kDescents, ranked.size());
-    const double first = static_cast<double>(spent_) / static_cast<double>(std::max<std::int64_t>(1, options_.effort));
-    for (std::size_t start = 0; start < count; ++start) {
-      auto [ms, shape] = ranked[start];
-      for (bool better = true; better && has_effort(first + (kDescentShare - 0.05) * static_cast<double>(start + 1) /
-                                                                static_cast<double>(count));) {
-        better = false;
-        for (int coordinate = 0; coordinate < kCount; ++coordinate) {
-          for (const int value : choices(shape, coordinate)) {
-            Shape other = shape;
-            other[static_cast<std::size_t>(coordinate)] = value;
-            better |= take(other, ms, shape);
-            // Also try it with the total number of stages unchanged: one-layer stages replace others.
-            const int pair = coordinate == kHeadOnes ? kForward : coordinate == kTailOnes ? kBackward : -1;
-            if (pair < 0) continue;
-            const auto p = static_cast<std::size_t>(pair), c = static_cast<std::size_t>(coordinate);
-            other[p] = std::max(0, shape[p] - (value - shape[c]));
-            better |= take(other, ms, shape);
-          }
-        }
-      }
-      if (const std::optional<Cut> cut = build(shape)) descended_.emplace_back(ms, *cut);
-    }
-  }
-
-  bool take(const Shape& other, double& ms, Shape& shape) {
-    const double other_ms = consider(other);
-    if (!(other_ms < ms * (1 - 1e-9))) return false;
-    ms = other_ms;
-    shape = other;
-    return true;
-  }
-
-  // --- annealing ---
-
-  int below(std::size_t count) { return static_cast<int>(random_() % static_cast<unsigned>(count)); }
-
-  // Returns a cut that differs in one to three moves, or nothing if a move is impossible.
-  std::optional<Cut> neighbour(const Cut& from) {
-    std::optional<Cut> cut = from;
-    for (int moves = 1 + below(3); cut && moves > 0; --moves) cut = moved(std::move(*cut));
-    if (cut) limit_replicas(*cut);
-    return cut;
-  }
-
-  std::optional<Cut> moved(Cut cut) {
-    if (overlaps() && below(10) == 0) {
-      cut.interleave = std::clamp(cut.interleave + 0.05 * (below(5) - 2), 1.0, kMostInterleave);
-      return cut;
-    }
-    const bool forward = trains() ? below(2) == 0 : true;
-    std::vector<CutStage>& stages = forward ? cut.forward : cut.backward;
-    // The fused stage keeps its layers.
-    const std::size_t fixed = !forward && has_fused() ? 1 : 0;
-    if (stages.size() <= fixed) return std::nullopt;
-    const std::size_t i = fixed + static_cast<std::size_t>(below(stages.size() - fixed));
-    const int move = below(options_.replicas ? 12 : 7);
-    if (move < 5) {  // a layer to the neighbour
-      if (i + 1 >= stages.size()) return std::nullopt;
-      CutStage& low = forward ? stages[i] : stages[i + 1];
-      CutStage& high = forward ? stages[i + 1] : stages[i];
-      const int by = below(2) == 0 ? 1 : -1;
-      low.layers.last += by;
-      high.layers.first += by;
-      if (low.layers.size() < 1 || high.layers.size() < 1) return std::nullopt;
-    } else if (move == 5) {  // split
-      const Range layers = stages[i].layers;
-      if (layers.size() < 2) return std::nullopt;
-      const int middle = layers.first + 1 + below(static_cast<std::size_t>(layers.size() - 1));
-      const Range lower{layers.first, middle}, upper{middle, layers.last};
-      stages[i].layers = forward ? lower : upper;
-      stages.insert(stages.begin() + static_cast<std::ptrdiff_t>(i) + 1, {forward ? upper : lower, stages[i].replicas});
-    } else if (move == 6) {  // merge
-      if (i + 1 >= stages.size()) return std::nullopt;
-      Range& layers = stages[i].layers;
-      const Range next = stages[i + 1].layers;
-      layers = {std::min(layers.first, next.first), std::max(layers.last, next.last)};
-      stages.erase(stages.begin() + static_cast<std::ptrdiff_t>(i) + 1);
-    } else {  // replicas
-      // Replicas pay at the ends of a step (the first forward, the last backward stages) and in the fused stage.
-      std::size_t any = static_cast<std::size_t>(below(stages.size()));
-      if (below(4) > 0) {
-        const std::size_t near = static_cast<std::size_t>(below(std::min<std::size_t>(stages.size(), 10)));
-        any = forward ? near : below(6) == 0 ? 0 : stages.size() - 1 - near;
-      }
-      const int most = most_shared(stages[any].layers, !forward);
-      stages[any].replicas = 1 + below(static_cast<std::size_t>(most));
-    }
-    return cut;
-  }
-
-  // Starts from the result of each descent, best first, and finally from the best cut of all.
-  void anneal() {
-    std::ranges::stable_sort(descended_, {}, [](const auto& result) { return result.first; });
-    const std::size_t rounds = std::min(options_.rules.asynchronous ? kAsyncRounds : kRounds, descended_.size());
-    const double begin = static_cast<double>(spent_) / static_cast<double>(std::max<std::int64_t>(1, options_.effort));
-    for (std::size_t round = 0; round < rounds; ++round) {
-      const double share = begin + (1 - begin) * static_cast<double>(round + 1) / static_cast<double>(rounds + 1);
-      anneal(descended_[round].second, descended_[round].first, share);
-    }
-    if (!best_.empty()) anneal(best_.front().cut, best_.front().score_ms, 1);
-  }
-
-  // Stops when `share` of the effort is spent.
-  void anneal(const Cut& from, double from_ms, double share) {
-    Cut at = from, best = from;
-    double at_ms = from_ms, best_ms = from_ms;
-    const double begin = static_cast<double>(spent_), end = share * static_cast<double>(options_.effort);
-    int since_best = 0;
-    // Tries that clock no plan spend almost no effort, so the number of tries is bounded too.
-    for (int tries = 0; tries < 100'000 && has_effort(share); ++tries) {
-      const double left = 1 - (static_cast<double>(spent_) - begin) / std::max(1.0, end - begin);
-      const std::optional<Cut> other = neighbour(at);
-      spent_ += kNeighbour + static_cast<std::int64_t>(at.forward.size() + at.backward.size());
-      if (!other) continue;
-      const double ms = consider(*other);
-      const double worse = (ms - at_ms) / at_ms;
-      const double temperature = kTemperature * left;
-      const double chance = static_cast<double>(random_()) / static_cast<double>(random_.max());
-      if (worse <= 0 || (std::isfinite(worse) && temperature > 0 && chance < std::exp(-worse / temperature))) {
-        at = *other;
-        at_ms = ms;
-      }
-      ++since_best;
-      if (ms < best_ms) {
-        best = *other;
-        best_ms = ms;
-        since_best = 0;
-      }
-      if (since_best > kPatience) {
-        at = best;
-        at_ms = best_ms;
-        since_best = 0;
+    run.max_traffic = options.max_traffic;
+    add();
+  };
+  std::vector<int> most_fused{1};
+  if (fused && options.max_fused_layers > 1) most_fused.push_back(options.max_fused_layers);
+  std::vector<bool> interleaves{false};
+  if (fused && options.rules.asynchronous && options.interleave) interleaves.push_back(true);
+  std::vector<int> groups{options.plan.gradient_groups};
+  if (trains && has_gradients && options.plan.gradient_groups != 1) groups.insert(groups.begin(), 1);
+  for (const int layers : most_fused) {
+    run.max_fused_layers = layers;
+    for (const bool interleave : interleaves) {
+      run.interleave = interleave;
+      run.plan.gradient_groups = groups.front();
+      add_without_replicas();
+      for (const int count : groups) {
+        run.plan.gradient_groups = count;
+        if (options.replicas && options.plan.microbatches > 1) add_with_replicas();
       }
     }
   }
+  return runs;
+}
 
-  std::vector<PlanChoice> finish() {
-    if (best_.empty()) {
-      throw std::invalid_argument(traffic_binds_
-                                      ? "[plan] max_traffic is " + std::to_string(options_.max_traffic) +
-                                            ", expected at least what one visit to each stage takes; raise it"
-                                      : std::string("[plan] no plan fits the devices' memory; use larger devices"));
-    }
-    if (options_.rules.asynchronous) {
-      for (PlanChoice& choice : best_) {
-        const int affordable = static_cast<int>(kFinalVisits / visits(choice.recipe));
-        const int steps = std::clamp(affordable, kFewestFinalSteps, kFinalSteps);
-        score(choice, costs_, sums_, cluster_, options_, steps);
-      }
-      std::ranges::stable_sort(best_, {}, &PlanChoice::score_ms);
-    }
-    for (PlanChoice& choice : best_) {
-      constexpr double kSmall = 0.005;
-      if (!choice.limit.empty()) continue;
-      if (choice.rating.bubble < kSmall) {
-        choice.limit = "compute";
-      } else if (traffic_binds_) {
-        choice.limit = "traffic limit";
-      } else if (memory_binds_) {
-        choice.limit = "device memory";
-      } else {
-        choice.limit = options_.rules.asynchronous ? "dependencies" : "fill and drain";
-      }
-    }
-    return std::move(best_);
+void merge(std::vector<PlanChoice>& all, std::vector<PlanChoice> found) {
+  for (PlanChoice& choice : found) {
+    if (std::ranges::find(all, choice.cut, &PlanChoice::cut) == all.end()) all.push_back(std::move(choice));
   }
-
-  const LayerCosts& costs_;
-  const Cluster& cluster_;
-  const SearchOptions options_;
-  const CostSums sums_;
-  const int layers_;
-  const int devices_;
-  const std::int64_t room_bytes_;
-  std::mt19937 random_;
-  std::map<std::tuple<int, int, bool>, PartitionTable> tables_;
-  std::map<Shape, double> rated_;
-  std::vector<PlanChoice> best_;  // best first
-  std::vector<std::pair<double, Cut>> descended_;
-  std::int64_t spent_ = 0;
-  bool traffic_binds_ = false;
-  bool memory_binds_ = false;
-};
+  std::ranges::stable_sort(all, {}, &PlanChoice::score_ms);
+}
 
 }  // namespace
-
-void score(PlanChoice& choice, const LayerCosts& costs, const CostSums& sums, const Cluster& cluster,
-           const SearchOptions& options, int steps) {
-  choice.rating = rate(choice.recipe, costs, cluster, options.rules, steps);
-  choice.score_ms = choice.rating.step_ms;
-  choice.limit.clear();
-  if (!has_rates(cluster) && options.update_gb_per_s == 0) return;
-  const LeastTime least = least_time(moved_bytes(choice.recipe, costs, sums), cluster, options.update_gb_per_s);
-  if (least.ms <= 0) return;
-  const double clocked_ms = choice.rating.step_ms, longer_ms = std::max(clocked_ms, least.ms);
-  // Transfers wait for each other long before a link is full: at 80 % of the step, this adds 2 %.
-  const double ratio = std::min(clocked_ms, least.ms) / longer_ms;
-  choice.score_ms = longer_ms * std::pow(1 + std::pow(ratio, kFullness), 1 / kFullness);
-  if (least.ms <= clocked_ms) return;
-  choice.rating.bubble = 1 - (1 - choice.rating.bubble) * clocked_ms / least.ms;
-  choice.rating.step_ms = least.ms;
-  choice.limit = least.limit;
-}
-
-Cut limited_cut(Cut cut, int layers, const SearchOptions& options) {
-  if (options.plan.mode != PlanMode::kFused) return cut;
-  const Range fused = cut.backward.front().layers;
-  const int first = std::max(fused.first, layers - options.max_fused_layers);
-  if (first == fused.first) return cut;
-  cut.backward.front().layers.first = first;
-  cut.forward.push_back({{fused.first, first}, 1});
-  const int lowest = std::max(fused.first, options.plan.first_backward_layer);
-  if (lowest < first) cut.backward.insert(cut.backward.begin() + 1, {{lowest, first}, 1});
-  return cut;
-}
 
 std::vector<PlanChoice> search(const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options) {
   validate(costs);
@@ -582,7 +122,48 @@ std::vector<PlanChoice> search(const LayerCosts& costs, const Cluster& cluster, 
   require(options.effort >= 0 && options.finalists >= 1, "effort or finalists is too small");
   require(options.plan.first_backward_layer >= 0 && options.plan.first_backward_layer <= static_cast<int>(costs.size()),
           "first_backward_layer is " + std::to_string(options.plan.first_backward_layer) + ", expected a layer");
-  return Search(costs, cluster, options).run();
+  const CostSums sums(costs, options.plan.first_backward_layer);
+  const std::vector<SearchOptions> runs = runs_of(options, sums.gradient_bytes({0, sums.layers()}) > 0);
+  std::vector<PlanChoice> all;
+  std::vector<std::optional<PlanChoice>> best_of(runs.size());
+  CutsFound last;
+  int settled = 0;  // fused layers with which no device idles; only more of them make less work
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    if (runs[i].max_fused_layers == settled) continue;
+    std::vector<PlanChoice> inherited;
+    for (std::size_t j = 0; j < i; ++j) {
+      if (best_of[j] && is_within(runs[j], runs[i])) merge(inherited, {*best_of[j]});
+    }
+    std::vector<Cut> starts;
+    for (std::size_t j = 0; j < std::min(inherited.size(), kInherited); ++j) starts.push_back(inherited[j].cut);
+    last = search_cuts(costs, cluster, runs[i], starts);
+    if (!last.choices.empty()) {
+      best_of[i] = last.choices.front();
+      if (best_of[i]->rating.bubble < kNoBubble) settled = runs[i].max_fused_layers;
+    }
+    merge(all, std::move(last.choices));
+  }
+  if (all.empty()) {
+    throw std::invalid_argument(last.traffic_binds
+                                    ? "[plan] max_traffic is " + std::to_string(options.max_traffic) +
+                                          ", expected at least what one visit to each stage takes; raise it"
+                                    : std::string("[plan] no plan fits the devices' memory; use larger devices"));
+  }
+  settle_ties(all, sums);
+  all.resize(std::min(all.size(), static_cast<std::size_t>(options.finalists)));
+  for (PlanChoice& choice : all) {
+    if (!choice.limit.empty()) continue;
+    if (choice.rating.bubble < kSmallBubble) {
+      choice.limit = "compute";
+    } else if (last.traffic_binds) {
+      choice.limit = "traffic limit";
+    } else if (last.memory_binds) {
+      choice.limit = "device memory";
+    } else {
+      choice.limit = options.rules.asynchronous ? "dependencies" : "fill and drain";
+    }
+  }
+  return all;
 }
 
 }  // namespace roundpipe::schedule

@@ -1,6 +1,7 @@
 #include <roundpipe/simulate/link_search.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <map>
 #include <optional>
@@ -24,16 +25,18 @@ using schedule::SearchOptions;
 
 namespace {
 
-constexpr double kTie = 0.001;
 constexpr double kSmallBubble = 0.005;
-constexpr std::size_t kOfEachSearch = 4;
-constexpr std::size_t kEven = 16;
-constexpr std::size_t kRefined = 6;
-constexpr std::size_t kFinal = 4;
+constexpr int kSearched = 200;
+constexpr std::size_t kOfEachKind = 3;  // of those, how many are simulated
+constexpr std::array kTrafficKinds = {1.0, 1.25, 2.0};
+constexpr std::size_t kEvenOfEachKind = 6, kRefinedOfEachKind = 2;
+constexpr std::size_t kNarrow = 24;
+constexpr std::size_t kFinal = 6;
 constexpr std::size_t kReported = 2;
 // Effort, in simulated visits of a microbatch to a stage; one takes about 3 us.
+constexpr std::int64_t kEvenVisits = 200'000;
 constexpr std::int64_t kPoolVisits = 150'000;
-constexpr std::int64_t kRefineVisits = 150'000;
+constexpr std::int64_t kRefineVisits = 40'000;  // for each start
 constexpr std::int64_t kFinalVisits = 100'000;
 constexpr int kFewestSteps = 5, kMostSteps = 25;         // to compare plans
 constexpr int kFewestFinalSteps = 13, kFinalSteps = 49;  // to rate the last few
@@ -82,29 +85,26 @@ class LinkSearch {
     options_.rules = through_host(rules.timing);
     options_.update_gb_per_s = rules.update_gb_per_s;
     options_.effort /= 2;
-    options_.finalists = static_cast<int>(2 * kOfEachSearch);
+    options_.finalists = kSearched;
   }
 
   std::vector<PlanChoice> run() {
-    add_searched(options_);
-    if (options_.max_traffic == 0 || options_.max_traffic > 1) {
-      SearchOptions once = options_;
-      once.max_traffic = 1;
-      once.effort /= 4;
-      add_searched(once);
-    }
+    add_searched();
     add_greedy();
     add_even();
     simulate_all(steps_for(kPoolVisits, kFewestSteps, kMostSteps));
+    narrow();
+    simulate_all(steps_for(kPoolVisits, kFewestSteps, kMostSteps));
     refine();
-    pool_.resize(std::min(pool_.size(), kFinal));
-    if (rules_.timing.asynchronous) simulate_all(steps_for(kFinalVisits, kFewestFinalSteps, kFinalSteps));
-    settle_ties();
-    pool_.resize(std::min(pool_.size(), kReported));
-    simulate_all(steps_for(kReportVisits, effort_share_ < 1 ? kFewestFinalSteps : kFinalSteps, kReportSteps));
-    settle_ties();
     std::vector<PlanChoice> choices;
-    for (Candidate& candidate : pool_) choices.push_back(std::move(candidate.choice));
+    for (Candidate& candidate : pool_) {
+      if (choices.size() < kFinal) choices.push_back(std::move(candidate.choice));
+    }
+    if (rules_.timing.asynchronous) simulate_all(choices, kFinalVisits, kFewestFinalSteps, kFinalSteps);
+    schedule::settle_ties(choices, sums_);
+    choices.resize(std::min(choices.size(), kReported));
+    simulate_all(choices, kReportVisits, effort_share_ < 1 ? kFewestFinalSteps : kFinalSteps, kReportSteps);
+    schedule::settle_ties(choices, sums_);
     choices.front().limit = limit_of(choices.front());
     return choices;
   }
@@ -127,20 +127,22 @@ class LinkSearch {
     choice.cut = cut;
     choice.recipe = schedule::to_recipe(cut, sums_, devices_, options_.plan);
     choice.traffic = schedule::traffic_ratio(choice.recipe, sums_);
-    choice.rating.work_ms = schedule::Placer(choice.recipe, costs_, hops_, options_.rules).work_ms();
+    // Only memory makes steps differ in whether they are possible.
+    choice.rating = schedule::rate(choice.recipe, costs_, hops_, options_.rules, room_bytes_ > 0 ? kReportSteps : 1);
     return choice;
   }
 
-  void add_searched(const SearchOptions& options) {
-    std::vector<PlanChoice> found;
-    try {
-      found = schedule::search(costs_, hops_, options);
-    } catch (const schedule::LayerTooLarge&) {
-      throw;
-    } catch (const std::invalid_argument&) {
-      if (pool_.empty()) throw;  // else no plan keeps the tighter limit
+  // The plans of each kind that the clock and the bytes rate best: transfers may change their order.
+  void add_searched() {
+    std::map<std::tuple<std::ptrdiff_t, bool, bool, bool>, std::size_t> taken;
+    for (PlanChoice& choice : schedule::search(costs_, hops_, options_)) {
+      const auto kind = std::ranges::lower_bound(kTrafficKinds, choice.traffic - 1e-9) - kTrafficKinds.begin();
+      const std::vector<CutStage>& backward = choice.cut.backward;
+      const bool shared = std::ranges::any_of(backward, [](const CutStage& stage) { return stage.replicas > 1; });
+      const bool keeps_more = has_fused() && backward.front().layers.size() > 1;
+      std::size_t& of_kind = taken[{kind, choice.cut.interleave > 1, shared, keeps_more}];
+      if (of_kind++ < kOfEachKind) add(std::move(choice));
     }
-    for (std::size_t i = 0; i < std::min(found.size(), kOfEachSearch); ++i) add(std::move(found[i]));
   }
 
   void add_greedy() {
@@ -148,7 +150,8 @@ class LinkSearch {
     const Cut cut = schedule::limited_cut(greedy, sums_.layers(), options_);
     if (!fits(cut)) return;
     PlanChoice choice = choice_of(cut);
-    if (options_.max_traffic == 0 || choice.traffic <= options_.max_traffic) add(std::move(choice));
+    const bool moves_little = options_.max_traffic == 0 || choice.traffic <= options_.max_traffic;
+    if (moves_little && choice.rating.crowded == 0) add(std::move(choice));
   }
 
   bool fits(const Cut& cut) const {
@@ -199,7 +202,8 @@ class LinkSearch {
 
   std::vector<int> stage_numbers(int layers) const {
     std::set<int> numbers{layers};
-    for (const int rounds : {1, 2, 3, 4, 6, 8, 12}) numbers.insert(std::min(layers, rounds * devices_));
+    for (const int quarters : {1, 2, 3, 4, 8, 12, 16, 24, 32, 48})
+      numbers.insert(std::min(layers, std::max(1, quarters * devices_ / 4)));
     return {numbers.begin(), numbers.end()};
   }
 
@@ -207,11 +211,15 @@ class LinkSearch {
     const std::optional<Cut> cut = cut_of(even);
     if (!cut) return;
     PlanChoice choice = choice_of(*cut);
+    if (choice.rating.crowded > 0 || (options_.max_traffic > 0 && choice.traffic > options_.max_traffic)) return;
     schedule::score(choice, costs_, sums_, hops_, options_, rules_.timing.asynchronous ? kClockedSteps : 1);
     candidates.push_back({std::move(choice), even});
   }
 
-  // Even cuts: those that the clock and the bytes rate best.
+  // Whether the head is shared and steps overlap. Each kind is searched alike, however many kinds are allowed.
+  static std::pair<bool, bool> kind_of(const Even& even) { return {even.head > 1, even.interleave_percent > 100}; }
+
+  // Even cuts: those of each kind that the clock and the bytes rate best.
   void add_even() {
     std::vector<Candidate> candidates;
     for (const int forward : stage_numbers(end())) {
@@ -222,39 +230,56 @@ class LinkSearch {
       }
     }
     std::ranges::stable_sort(candidates, {}, [](const Candidate& candidate) { return candidate.choice.score_ms; });
-    for (std::size_t i = 0; i < std::min(candidates.size(), kEven); ++i)
-      add(std::move(candidates[i].choice), candidates[i].even);
+    std::map<std::pair<bool, bool>, std::size_t> taken;
+    std::int64_t visits = 0;
+    for (Candidate& candidate : candidates) {
+      visits += visits_of(candidate.choice) * kFewestSteps;
+      if (taken[kind_of(*candidate.even)]++ < kEvenOfEachKind || visits < with_effort(kEvenVisits))
+        add(std::move(candidate.choice), candidate.even);
+    }
   }
 
-  // Varies the best even cuts while the simulated step gets shorter.
+  // Keeps the best of all, and of each kind of even cuts those from which refine() starts.
+  void narrow() {
+    std::map<std::pair<bool, bool>, std::size_t> taken;
+    std::size_t place = 0;
+    std::erase_if(pool_, [&](const Candidate& candidate) {
+      const bool starts = candidate.even && taken[kind_of(*candidate.even)]++ < kRefinedOfEachKind;
+      return place++ >= kNarrow && !starts;
+    });
+  }
+
+  // Varies the best even cuts of each kind while the simulated step gets shorter.
   void refine() {
     const int steps = steps_for(kPoolVisits, kFewestSteps, kMostSteps);
-    std::set<Even> tried;
+    std::map<std::pair<bool, bool>, std::size_t> taken;
     std::vector<Candidate> starts;
     for (const Candidate& candidate : pool_) {
-      if (!candidate.even) continue;
-      tried.insert(*candidate.even);
-      if (starts.size() < kRefined) starts.push_back(candidate);
+      if (candidate.even && taken[kind_of(*candidate.even)]++ < kRefinedOfEachKind) starts.push_back(candidate);
     }
+    for (Candidate& start : starts) descend(start, steps);
+    sort();
+  }
+
+  void descend(Candidate& at, int steps) {
     std::int64_t visits = 0;
-    for (Candidate& at : starts) {
-      for (bool better = true; better;) {
-        better = false;
-        for (const Even& even : near(*at.even)) {
-          if (visits > with_effort(kRefineVisits)) return sort();
-          if (!tried.insert(even).second) continue;
-          const std::optional<Cut> cut = cut_of(even);
-          if (!cut) continue;
-          PlanChoice choice = choice_of(*cut);
-          visits += visits_of(choice) * steps;
-          simulate(choice, steps);
-          better |= choice.score_ms < at.choice.score_ms;
-          add(choice, even);
-          if (choice.score_ms < at.choice.score_ms) at = {std::move(choice), even};
-        }
+    for (bool better = true; better;) {
+      better = false;
+      for (const Even& even : near(*at.even)) {
+        if (visits > with_effort(kRefineVisits)) return;
+        if (kind_of(even) != kind_of(*at.even)) continue;
+        if (!tried_.insert(even).second) continue;
+        const std::optional<Cut> cut = cut_of(even);
+        if (!cut) continue;
+        PlanChoice choice = choice_of(*cut);
+        if (choice.rating.crowded > 0) continue;
+        visits += visits_of(choice) * steps;
+        simulate(choice, steps);
+        better |= choice.score_ms < at.choice.score_ms;
+        add(choice, even);
+        if (choice.score_ms < at.choice.score_ms) at = {std::move(choice), even};
       }
     }
-    sort();
   }
 
   std::vector<Even> near(const Even& even) const {
@@ -284,12 +309,15 @@ class LinkSearch {
     return static_cast<std::int64_t>(effort_share_ * static_cast<double>(visits));
   }
 
-  // Steps for each plan of the pool, so that all of them take about `visits`.
+  // Steps for each of several plans, so that all of them take about `visits`; `once` is what one step of each takes.
+  int steps_for(std::int64_t once, std::int64_t visits, int fewest, int most) const {
+    return static_cast<int>(std::clamp<std::int64_t>(with_effort(visits) / (1 + once), fewest, most));
+  }
+
   int steps_for(std::int64_t visits, int fewest, int most) const {
-    visits = with_effort(visits);
-    std::int64_t once = 1;
+    std::int64_t once = 0;
     for (const Candidate& candidate : pool_) once += visits_of(candidate.choice);
-    return static_cast<int>(std::clamp<std::int64_t>(visits / once, fewest, most));
+    return steps_for(once, visits, fewest, most);
   }
 
   Timeline simulated(const PlanChoice& choice, const Cluster& cluster, const LinkRules& rules, int steps) const {
@@ -312,6 +340,13 @@ class LinkSearch {
   void simulate_all(int steps) {
     for (Candidate& candidate : pool_) simulate(candidate.choice, steps);
     sort();
+  }
+
+  void simulate_all(std::vector<PlanChoice>& choices, std::int64_t visits, int fewest, int most) const {
+    std::int64_t once = 0;
+    for (const PlanChoice& choice : choices) once += visits_of(choice);
+    for (PlanChoice& choice : choices) simulate(choice, steps_for(once, visits, fewest, most));
+    std::ranges::stable_sort(choices, {}, &PlanChoice::score_ms);
   }
 
   void sort() {
@@ -340,24 +375,6 @@ class LinkSearch {
     return limit;
   }
 
-  double longest_ms(const Cut& cut) const {
-    double longest = 0;
-    for (const CutStage& stage : cut.forward) longest = std::max(longest, sums_.forward_ms(stage.layers));
-    for (const CutStage& stage : cut.backward)
-      longest = std::max(longest, sums_.recompute_ms(stage.layers) + sums_.backward_ms(stage.layers));
-    return longest;
-  }
-
-  void settle_ties() {
-    const double most_ms = pool_.front().choice.score_ms * (1 + kTie);
-    const auto first_worse =
-        std::ranges::find_if(pool_, [&](const Candidate& candidate) { return candidate.choice.score_ms > most_ms; });
-    std::ranges::stable_sort(pool_.begin(), first_worse, {}, [&](const Candidate& candidate) {
-      const PlanChoice& choice = candidate.choice;
-      return std::make_tuple(choice.traffic, choice.cut.interleave, longest_ms(choice.cut));
-    });
-  }
-
   const LayerCosts& costs_;
   const Cluster& cluster_;
   const Cluster hops_;
@@ -368,6 +385,7 @@ class LinkSearch {
   const std::int64_t room_bytes_;
   const double effort_share_;  // the root of the share of the default effort, at most 1
   std::map<std::pair<bool, int>, schedule::PartitionTable> tables_;
+  std::set<Even> tried_;         // by descend()
   std::vector<Candidate> pool_;  // best first, once simulated
 };
 

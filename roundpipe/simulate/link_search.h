@@ -14,8 +14,8 @@ std::vector<schedule::Plan> place_over_links(const schedule::Plan& recipe, const
 // The best plan found for a machine with bandwidths and, if there is another, the next best, rated by simulate_links.
 //
 // schedule::search counts bytes by the least time that they take. Transfers also wait for each other, so this simulates
-// a pool of plans that differ: the finalists of searches with and without a limit on traffic, the greedy plan, and even
-// cuts that visit each layer once and overlap steps little. Among plans within 0.1 % of the best, the one with the
+// a pool of plans that differ: what a search finds, with much traffic and with little, the greedy plan, and even cuts
+// that visit each layer once and overlap steps little. Among plans within 0.1 % of the best, the one with the
 // least traffic comes first, then the least interleaving, then the evenest stages. Deterministic.
 //
 // `options`: its rules, update_gb_per_s and finalists are not used: `rules` says them. Throws like search() and

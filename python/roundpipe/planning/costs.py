@@ -1,6 +1,7 @@
 """Cost files: the costs of a model's layers and of the machine.
 
-A cost file is JSON. Everything except `schema`, `version` and `layers` may be omitted:
+A cost file is JSON, or TOML with the same fields if its name ends in .toml. Everything except `schema`, `version` and
+`layers` may be omitted:
 
     {
       "schema": "roundpipe-costs", "version": 1, "name": "my model",
@@ -33,7 +34,7 @@ from typing import Any
 from torch import nn
 
 from roundpipe import _core
-from roundpipe.files import read_json, write_text
+from roundpipe.files import read_json, read_toml, write_text
 from roundpipe.layers.shell import layers_of
 
 SCHEMA = "roundpipe-costs"
@@ -131,11 +132,11 @@ def load(source: str) -> CostSet:
         is_file = False  # a name that no file can have
     if not is_file:
         raise ValueError(
-            f"[costs] there is no file {reprlib.repr(source)} and no preset of that name; expected a JSON file or one "
+            f"[costs] there is no file {reprlib.repr(source)} and no preset of that name; expected a cost file or one "
             "of " + ", ".join(PRESETS)
         )
-    document = read_json(source, "costs", "a cost file")
-    return parse(document, source)
+    read = read_toml if Path(source).suffix == ".toml" else read_json
+    return parse(read(source, "costs", "a cost file"), source)
 
 
 def save(layers: list[_core.LayerCost], path: str | Path, name: str) -> None:

@@ -22,12 +22,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roundpipe import _core
-from roundpipe.files import write_text
+from roundpipe.files import read_toml, write_text
 from roundpipe.planning.costs import RATES, CostSet, devices_of, name_of, object_of, rate_of
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ def load(path: str | Path) -> Machine:
     """
     try:
         fields = object_of(
-            tomllib.loads(Path(path).read_text(encoding="utf-8-sig")),
+            read_toml(path, "machine", "a machine file"),
             str(path),
             ("schema", "version", "name", "devices", "update_gb_per_s", *RATES),
         )
@@ -128,9 +127,5 @@ def load(path: str | Path) -> Machine:
         rates = {name: rate_of(fields[name], name) for name in RATES if name in fields}
         update = rate_of(fields.get("update_gb_per_s", 0), "update_gb_per_s")
         return Machine(name_of(fields, str(path)), devices, rates, update)
-    except OSError as error:
-        raise ValueError(f"[machine] cannot read {path}: {error.strerror}; expected a machine file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"[machine] {path} is not TOML: {error}; expected a machine file") from None
     except ValueError as error:
         raise ValueError(str(error).replace("[costs]", "[machine]", 1)) from None

@@ -29,6 +29,9 @@ CostsArgument = Annotated[
     ),
 ]
 
+# Of the search, in microbatch visits. A fixed rate, so that a time limit gives the same plan on every machine.
+EFFORT_PER_SECOND = 300_000_000
+_MOST_SECONDS = 3600
 _LONGEST_SHOWN = 100
 _WIDEST_TABLE = 250
 _MOST_STEPS_SHOWN = 64
@@ -126,6 +129,14 @@ class PlanningOptions:
     effort: Annotated[
         int | None, typer.Option(help="Effort of the search, in microbatch visits (default: about half a second).")
     ] = None
+    search_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help=f"The effort as seconds of an idle core, each {EFFORT_PER_SECOND:,} visits on any machine: the same "
+            "seconds always give the same plan.",
+            show_default=False,
+        ),
+    ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False
     steps_shown: Annotated[int, typer.Option(help="Steps that a picture shows, at the printed pace.")] = 2
     png: Annotated[Path | None, typer.Option(help="Write the timelines to this PNG.")] = None
@@ -147,6 +158,10 @@ class PlanningOptions:
             self.refuse(["gradient_groups"], "replicas")
         require(1 <= self.keep <= 10_000, "keep", self.keep, "1 to 10000")
         require(self.effort is None or 0 <= self.effort <= 10**12, "effort", self.effort, "0 to 1000000000000")
+        seconds_ok = self.search_seconds is None or 0 <= self.search_seconds <= _MOST_SECONDS
+        require(seconds_ok, "search-seconds", self.search_seconds, f"0 to {_MOST_SECONDS}")
+        if self.effort is not None:
+            require(self.search_seconds is None, "search-seconds", self.search_seconds, "it without --effort")
         require(
             1 <= self.steps_shown <= _MOST_STEPS_SHOWN, "steps-shown", self.steps_shown, f"1 to {_MOST_STEPS_SHOWN}"
         )
@@ -173,7 +188,7 @@ class PlanningOptions:
     def refuse_planner_options(self, schedules: Collection[str]) -> None:
         """Raises a ValueError if an option of our planner was given, but its schedule is not among these."""
         if "roundpipe" not in schedules:
-            planner = ["max_traffic", "memory", "keep", "replicas", "gradient_groups", "effort"]
+            planner = ["max_traffic", "memory", "keep", "replicas", "gradient_groups", "effort", "search_seconds"]
             self.refuse(planner, "roundpipe in --schedule")
 
     @property
@@ -200,7 +215,7 @@ class PlanningOptions:
             keep_layers=self.keep,
             replicas=self.replicas,
             gradient_groups=self.gradient_groups,
-            effort=self.effort,
+            effort=self.effort if self.search_seconds is None else round(EFFORT_PER_SECOND * self.search_seconds),
         )
 
     def document(self, request: Request) -> dict[str, Any]:

@@ -12,6 +12,8 @@ using namespace roundpipe::schedule;
 
 namespace {
 
+constexpr double kTie = 0.0011;  // plans within 0.1 % are equal to the search
+
 Cluster cluster_of(int devices, double hop_ms = 0) {
   Cluster cluster;
   cluster.devices.resize(static_cast<std::size_t>(devices));
@@ -101,7 +103,8 @@ TEST_CASE("search: every plan is valid, keeps its limits and is predicted right"
     const CostSums sums(costs, options.plan.first_backward_layer);
     for (const PlanChoice& choice : choices) {
       REQUIRE_NOTHROW(validate(choice.recipe, options.plan.mode));
-      REQUIRE(choice.rating.step_ms >= choices.front().rating.step_ms);
+      // A tie goes to the plan that moves less.
+      REQUIRE(choice.rating.step_ms >= choices.front().rating.step_ms * (1 - kTie));
       REQUIRE(choice.traffic == doctest::Approx(traffic_ratio(choice.recipe, sums)));
       if (options.max_traffic > 0) REQUIRE(choice.traffic <= options.max_traffic + 1e-6);
       for (const Job& job : choice.recipe.jobs) {
@@ -149,6 +152,93 @@ TEST_CASE("search: jobs with gradients begin and end between groups of microbatc
   CHECK(shared > 0);
 }
 
+TEST_CASE("search: looser limits never give a worse plan") {
+  std::mt19937 random(16);
+  for (int round = 0; round < 30; ++round) {
+    CAPTURE(round);
+    LayerCosts costs = random_costs(random, 6 + static_cast<int>(random() % 20));
+    for (LayerCost& cost : costs) cost.gradient_bytes = random() % 4 ? cost.weight_bytes : 0;
+    if (round % 3 == 0) costs[costs.size() / 2].forward_ms *= 4;
+    const Cluster cluster = cluster_of(2 + static_cast<int>(random() % 7), 1);
+    SearchOptions tight = options_of(2 + static_cast<int>(random() % 15), random() % 3 > 0, 4'000'000);
+    tight.plan.gradient_groups = 1;
+    tight.max_traffic = 1.25;
+    tight.interleave = false;
+    const auto step_ms = [&](const SearchOptions& options) {
+      return search(costs, cluster, options).front().rating.step_ms * (1 - kTie);
+    };
+    const double least_ms = search(costs, cluster, tight).front().rating.step_ms;
+    SearchOptions loose = tight;
+    loose.max_traffic = 2;
+    CHECK(step_ms(loose) <= least_ms);
+    loose.max_traffic = 0;
+    loose.interleave = true;
+    CHECK(step_ms(loose) <= least_ms);
+    loose.plan.gradient_groups = 2 + static_cast<int>(random() % 6);
+    CHECK(step_ms(loose) <= least_ms);
+    loose.max_fused_layers = 3;
+    CHECK(step_ms(loose) <= least_ms);
+    SearchOptions one_device_each = tight;
+    one_device_each.replicas = false;
+    CHECK(least_ms * (1 - kTie) <= search(costs, cluster, one_device_each).front().rating.step_ms);
+  }
+}
+
+TEST_CASE("search: devices of unequal memory get what fits beside the job before") {
+  std::mt19937 random(17);
+  int uneven = 0;
+  for (int round = 0; round < 25; ++round) {
+    CAPTURE(round);
+    LayerCosts costs;
+    for (int layer = 0; layer < 6 + static_cast<int>(random() % 20); ++layer) {
+      const std::int64_t weights = 500 + static_cast<std::int64_t>(random() % 3500);
+      costs.push_back({.forward_ms = 10,
+                       .backward_ms = 20 + static_cast<double>(random() % 10),
+                       .weight_bytes = weights,
+                       .gradient_bytes = weights,
+                       .activation_bytes = 50,
+                       .saved_bytes = 200});
+    }
+    Cluster cluster = cluster_of(3, 1);
+    for (const int device : {0, 1, 2})
+      cluster.devices[static_cast<std::size_t>(device)].memory_bytes =
+          1000 * std::vector{24, 16, 12}[static_cast<std::size_t>(device)];
+    const SearchOptions options = options_of(4, round % 2 == 0, 2'000'000);
+    const CostSums sums(costs);
+    const PlanChoice best = search(costs, cluster, options).front();
+    Placer placer(best.recipe, costs, cluster, options.rules);
+    std::vector<const Job*> last(3, nullptr);
+    std::vector<Plan> plans;
+    for (int step = 0; step < 20; ++step) plans.push_back(placer.next());
+    CHECK(placer.crowded() == 0);
+    for (std::size_t device = 0; device < 3; ++device) {
+      // A device runs its jobs by step + order.
+      std::vector<std::pair<double, const Job*>> jobs;
+      for (std::size_t step = 0; step < plans.size(); ++step) {
+        for (const Job& job : plans[step].jobs) {
+          if (job.device == static_cast<int>(device)) jobs.emplace_back(static_cast<double>(step) + job.order, &job);
+        }
+      }
+      std::ranges::stable_sort(jobs, {}, [](const auto& entry) { return entry.first; });
+      const std::int64_t room = cluster.devices[device].memory_bytes;
+      for (std::size_t i = 0; i < jobs.size(); ++i) {
+        const Job& job = *jobs[i].second;
+        std::int64_t bytes = 2 * 50 + (job.layers.first > 0 ? 2 * 50 : 0);
+        for (int layer = job.layers.first; layer < job.layers.last; ++layer) {
+          const LayerCost& cost = costs[static_cast<std::size_t>(layer)];
+          bytes += cost.weight_bytes + (job.phase == Phase::kForward ? 0 : cost.gradient_bytes + cost.saved_bytes);
+        }
+        REQUIRE(bytes <= room);
+        if (i + 1 == jobs.size()) continue;
+        const std::int64_t next = sums.weight_bytes(jobs[i + 1].second->layers);
+        REQUIRE((bytes + next <= room || job.layers.size() == 1));
+        if (bytes + next > 12'000) ++uneven;
+      }
+    }
+  }
+  CHECK(uneven > 0);  // the larger devices take more
+}
+
 TEST_CASE("search: the predicted synchronous step is what the plan takes") {
   std::mt19937 random(12);
   for (int round = 0; round < 60; ++round) {
@@ -173,7 +263,7 @@ TEST_CASE("search: never worse than the greedy plan, on uneven layers of many si
     const int devices = static_cast<int>(cluster.devices.size());
     const Plan greedy = to_recipe(to_cut(greedy_stages(costs, devices, options.plan)), sums, devices, options.plan);
     const double greedy_ms = rate(greedy, costs, cluster, options.rules, 97).step_ms;
-    REQUIRE(search(costs, cluster, options).front().rating.step_ms <= greedy_ms * (1 + 1e-9));
+    REQUIRE(search(costs, cluster, options).front().rating.step_ms <= greedy_ms * (1 + kTie));
   }
 }
 
@@ -183,7 +273,7 @@ TEST_CASE("search: tiny cases against every plan without replicas") {
     const int layers = 2 + static_cast<int>(random() % 4), devices = 1 + static_cast<int>(random() % 3);
     const LayerCosts costs = random_costs(random, layers);
     const Cluster cluster = cluster_of(devices);
-    SearchOptions options = options_of(1 + static_cast<int>(random() % 4), false, 2'000'000);
+    SearchOptions options = options_of(1 + static_cast<int>(random() % 4), false, 40'000'000);
     options.replicas = false;
     const CostSums sums(costs);
     double least_ms = 1e300;
@@ -209,7 +299,9 @@ TEST_CASE("search: tiny cases against every plan without replicas") {
         least_ms = std::min(least_ms, rate(recipe, costs, cluster, options.rules, 1).step_ms);
       }
     }
-    REQUIRE(search(costs, cluster, options).front().rating.step_ms == doctest::Approx(least_ms));
+    const double found_ms = search(costs, cluster, options).front().rating.step_ms;
+    REQUIRE(found_ms >= least_ms * (1 - 1e-9));
+    REQUIRE(found_ms <= least_ms * (1 + kTie));
   }
 }
 

@@ -212,6 +212,51 @@ TEST_CASE("link search: replicas of stages with gradients keep to the groups of 
   }
 }
 
+TEST_CASE("link search: looser limits and faster links never give a worse plan") {
+  // The steps that a plan is rated by depend on the plans beside it; a faster link may change where jobs are placed.
+  constexpr double kRated = 0.01;
+  for (const bool asynchronous : {true, false}) {
+    for (const Case& of : cases()) {
+      CAPTURE(of.name);
+      CAPTURE(asynchronous);
+      LinkRules rules;
+      rules.timing.asynchronous = asynchronous;
+      SearchOptions options;
+      options.plan = planner(of.microbatches);
+      options.plan.gradient_groups = 1;
+      options.max_traffic = 1.25;
+      options.interleave = false;
+      options.effort = 20'000'000;
+      const auto found_ms = [&](const Cluster& cluster) {
+        const PlanChoice choice = search_links(of.costs, cluster, options, rules).front();
+        return step_ms(choice.recipe, {of.name, of.costs, cluster, of.microbatches}, rules, 2 * kManySteps);
+      };
+      double least_ms = found_ms(of.cluster);
+      const auto loosened = [&](const std::string& what, const Cluster& cluster) {
+        CAPTURE(what);
+        const double ms = found_ms(cluster);
+        CHECK(ms <= least_ms * (1 + kRated));
+        least_ms = ms;
+      };
+      options.max_traffic = 0;
+      loosened("traffic", of.cluster);
+      options.interleave = true;
+      loosened("interleave", of.cluster);
+      options.plan.gradient_groups = of.microbatches;
+      loosened("gradient groups", of.cluster);
+      options.max_fused_layers = 2;
+      loosened("fused layers", of.cluster);
+      Cluster cluster = of.cluster;
+      for (ClusterDevice& device : cluster.devices) device.memory_bytes = 0;
+      loosened("memory", cluster);
+      cluster.link_up_gb_per_s *= 2;
+      cluster.link_down_gb_per_s *= 2;
+      cluster.host_gb_per_s *= 2;
+      loosened("links", cluster);
+    }
+  }
+}
+
 TEST_CASE("link search: what limits the step is what shortens it if it is made fast") {
   const Case slow_links{"slow links", LayerCosts(8, layer(1, 2, 300, 1)), machine(2, 10, 0), 2};
   const auto limit = [](const Case& of, double update_gb_per_s) {

@@ -1,3 +1,4 @@
+#include <roundpipe/schedule/search.h>
 #include <roundpipe/simulate/memory_simulator.h>
 
 #include <algorithm>
@@ -335,4 +336,46 @@ TEST_CASE("memory simulator: sums of a tied parameter beside its gradient") {
   CHECK(tied_sum_bytes(parameter, 3) == 2 * 400);
   parameter.trained = false;
   CHECK(tied_sum_bytes(parameter, 3) == 0);
+}
+
+TEST_CASE("memory: what the planner places on devices of unequal memory fits each of them") {
+  std::mt19937 random(18);
+  const std::vector<int64_t> rooms{24'000, 16'000, 12'000};
+  for (int round = 0; round < 20; ++round) {
+    CAPTURE(round);
+    LayerCosts costs;
+    StepSizes sizes;
+    for (int l = 0; l < 6 + static_cast<int>(random() % 16); ++l) {
+      const int64_t weights = 500 + static_cast<int64_t>(random() % 3500), saved = 300, out = 40;
+      costs.push_back({.forward_ms = 10,
+                       .backward_ms = 20 + static_cast<double>(random() % 10),
+                       .weight_bytes = weights,
+                       .gradient_bytes = weights,
+                       .activation_bytes = out,
+                       .saved_bytes = saved});
+      // fp32 weights: their gradients are summed in place.
+      sizes.layers.push_back({.weights = weights, .gradients = weights, .sums = weights});
+      sizes.footprints.push_back({.inputs = l > 0 ? out : 0,
+                                  .outputs = out,
+                                  .output_gradients = out,
+                                  .forward = out,
+                                  .saved = saved,
+                                  .backward = saved});
+    }
+    Cluster cluster;
+    for (const int64_t room : rooms) cluster.devices.push_back({1, room});
+    SearchOptions options;
+    options.plan.microbatches = 4;
+    options.rules.asynchronous = round % 2 == 0;
+    options.effort = 2'000'000;
+    Placer placer(search(costs, cluster, options).front().recipe, costs, cluster, options.rules);
+    std::vector<Plan> plans;
+    for (int step = 0; step < 6; ++step) plans.push_back(placer.next());
+    for (std::size_t device = 0; device < rooms.size(); ++device) {
+      std::vector<Plan> own = plans;
+      for (Plan& plan : own)
+        std::erase_if(plan.jobs, [&](const Job& job) { return job.device != static_cast<int>(device); });
+      CHECK(predict_device(own, sizes, {.cap_bytes = rooms[device], .waits = true}).total() <= rooms[device]);
+    }
+  }
 }

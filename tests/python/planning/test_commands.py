@@ -70,8 +70,8 @@ def test_the_head_waits_for_its_input_unless_asked_otherwise() -> None:
     [
         pytest.param(16, "async", 0, [0.7, 0.1, 0.1, 0.1, 0.1], marks=pytest.mark.long),
         pytest.param(8, "async", 0, [0.8, 0.2, 0.8, 0.1, 0.1], marks=pytest.mark.long),
-        (16, "sync", 1.25, [7, 4.3, 6, 1.5, 0.7]),
-        pytest.param(16, "sync", 2, [3, 3, 4, 1.2, 0.7], marks=pytest.mark.long),
+        (16, "sync", 1.25, [7, 4.3, 6, 1.5, 0.8]),
+        pytest.param(16, "sync", 2, [3, 3.4, 4.5, 1.5, 0.8], marks=pytest.mark.long),
     ],
 )
 def test_almost_no_bubble(microbatches: int, mode: str, max_traffic: float, limits: list[float]) -> None:
@@ -198,6 +198,15 @@ def test_more_gradient_groups_are_shown_where_they_shorten_the_step() -> None:
         assert "more_groups" not in json.loads(run("plan", *machine, *none).stdout)
 
 
+def test_seconds_of_search_are_effort() -> None:
+    timed = json.loads(run("plan", "qwen3-1.7b", "--search-seconds", "0.01", "--json").stdout)
+    counted = json.loads(run("plan", "qwen3-1.7b", "--effort", "3000000", "--json").stdout)
+    assert timed["inputs"]["search_seconds"] == 0.01 and timed["inputs"]["effort"] is None
+    assert {name: value for name, value in timed.items() if name != "inputs"} == {
+        name: value for name, value in counted.items() if name != "inputs"
+    }
+
+
 def test_plan_explains_itself_and_its_stages_can_be_used(tmp_path: Path) -> None:
     path = tmp_path / "stages.json"
     report = json.loads(run("plan", "qwen3-1.7b", "--mode", "sync", "--json", "--save", str(path)).stdout)
@@ -275,6 +284,11 @@ def test_a_bad_cost_file_is_refused_by_field(changes: dict[str, Any], message: s
         (["simulate", "qwen3-1.7b", "--schedule", "interleaved-1f1b", "--microbatches", "9"], "microbatches is 9"),
         (["simulate", "qwen3-1.7b", "--links", "--schedule", "gpipe"], "--links does not know 'gpipe'"),
         (["simulate", "qwen3-1.7b", "--links", "--update-rate", "-1"], "--update-rate is -1"),
+        (["plan", "qwen3-1.7b", "--search-seconds", "-1"], "--search-seconds is -1"),
+        (
+            ["plan", "qwen3-1.7b", "--search-seconds", "1", "--effort", "1000"],
+            "--search-seconds is 1.0, expected it with",
+        ),
         (["plan", "qwen3-1.7b", "--gradient-groups", "-1"], "--gradient-groups is -1"),
         (["plan", "qwen3-1.7b", "--gradient-groups", "2", "--no-replicas"], "--gradient-groups has no effect"),
         (["plan", "qwen3-1.7b", "--max-traffic", "0.2"], "max_traffic is 0.2"),
@@ -297,6 +311,24 @@ def test_malformed_json(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text("{")
     with pytest.raises(ValueError, match=r"costs.json is not JSON.*expected a cost file"):
+        load(str(path))
+
+
+def test_a_cost_file_may_be_toml(tmp_path: Path) -> None:
+    path = tmp_path / "costs.toml"
+    path.write_text(
+        'schema = "roundpipe-costs"\nversion = 1\nhead = {forward_ms = 3, backward_ms = 5}\n'
+        "layers = [\n  {count = 6, forward_ms = 2, backward_ms = 4, weight_bytes = 100},\n]\n"
+    )
+    read, made = load(str(path)), parse(document(), "costs.json")
+    assert [(c.forward_ms, c.backward_ms, c.weight_bytes, c.gradient_bytes) for c in read.layers] == [
+        (c.forward_ms, c.backward_ms, c.weight_bytes, c.gradient_bytes) for c in made.layers
+    ]
+    path.write_text("layers = [")
+    with pytest.raises(ValueError, match=r"\[costs\].*costs.toml is not TOML.*expected a cost file"):
+        load(str(path))
+    path.write_text('schema = "other"')
+    with pytest.raises(ValueError, match="schema is 'other'"):
         load(str(path))
 
 

@@ -43,7 +43,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         ('schema = "roundpipe-machine"\nversion = true', "no schema"),
         ('schema = "roundpipe-machine"\nversion = 1', "no devices, expected at least one"),
         ("= 3", "is not TOML"),
-        ("a = " + 2000 * "[", "is not TOML"),
+        ("a = " + 2000 * "[", "is nested too deeply"),
         ("speed = 3", "unknown field 'speed'"),
         (MACHINE.text().replace("24.5", "-1"), "link_up_gb_per_s is -1"),
         (MACHINE.text().replace("0.5", "0"), "devices[1].speed is 0"),

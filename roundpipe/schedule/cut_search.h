@@ -1,0 +1,22 @@
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include <roundpipe/schedule/plan_choice.h>
+
+namespace roundpipe::schedule {
+
+struct CutsFound {
+  std::vector<PlanChoice> choices;  // best first; empty if no plan keeps the limits
+  bool traffic_binds = false;       // whether a cut was refused for its traffic
+  bool memory_binds = false;        // or for its memory
+};
+
+// One run of the search with one stream of random numbers: coordinate descent over shapes of cuts, and annealing of
+// single stages. `starts`: cuts that keep the limits, to begin with beside its own.
+// Deterministic. REQUIRES: costs, cluster and options that search() accepts. Throws LayerTooLarge.
+CutsFound search_cuts(const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options,
+                      std::span<const Cut> starts = {});
+
+}  // namespace roundpipe::schedule
