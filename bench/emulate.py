@@ -27,7 +27,13 @@ OTHERS = ["roundpipe", "published", "looped-bfs", "interleaved-1f1b", "1f1b", "g
 
 def measure(name: str, preset: str, scale: float, mode: str, microbatches: int, steps: int) -> list[str]:
     costs = load(preset)
-    request = Request(costs, costs.cluster(8), microbatches=microbatches, mode="sync" if mode == "sync" else "async")
+    request = Request(
+        costs,
+        costs.cluster(8),
+        microbatches=microbatches,
+        mode="sync" if mode == "sync" else "async",
+        gradient_groups=0,
+    )
     request = emulation.scaled(request, scale)
     prediction = predict(name, request)
     measured = emulation.emulate(prediction, request, steps, lambda done, total: None)

@@ -45,12 +45,12 @@ def row(name: str, model: PublishedModel) -> list[str]:
         ours.gradients,
         ours.masters,
         ours.moments,
-        ours.tied_sums,
+        ours.partial_sums,
         ours.total,
         small.total,
         published,
     ]
-    untied = (ours.total - ours.tied_sums) / trained
+    untied = (ours.total - ours.partial_sums) / trained
     if not model.lora and abs(untied - 14) > 0.01:
         raise SystemExit(f"{name}: {untied:.3f} bytes a parameter beside tied sums, expected 14")
     return [

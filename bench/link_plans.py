@@ -64,7 +64,11 @@ CASES = [
 def measure(case: Case, steps: int) -> list[str]:
     costs = case.costs()
     request = Request(
-        costs=costs, cluster=costs.cluster(case.devices, MEMORY), microbatches=case.microbatches, through_engine=True
+        costs=costs,
+        cluster=costs.cluster(case.devices, MEMORY),
+        microbatches=case.microbatches,
+        gradient_groups=0,
+        through_engine=True,
     )
     linked = dataclasses.replace(request, links=costs.cluster(case.devices, MEMORY, with_links=True))
     blind, seeing = choose(request)[0], choose(linked)[0]

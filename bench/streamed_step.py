@@ -37,7 +37,9 @@ DEVICES, MICROBATCHES = 8, 16
 def measure(preset: str, schedule: str, gate: emulation.Gate, way: str, expected_ms: float, steps: int) -> list[str]:
     scale, layer_ms, _, _ = CASES[preset]
     costs = load(preset)
-    request = Request(costs, costs.cluster(DEVICES), microbatches=MICROBATCHES, mode="sync", max_traffic=1.25)
+    request = Request(
+        costs, costs.cluster(DEVICES), microbatches=MICROBATCHES, mode="sync", max_traffic=1.25, gradient_groups=0
+    )
     request = emulation.scaled(request, scale)
     # The head, which is last, has no weights of its own in these cases.
     update_ms = [layer_ms * scale] * (len(costs.layers) - 1) + [0.0]

@@ -117,7 +117,7 @@ def run_layers(name: str, model: PublishedModel, layers: int, tokens: int, quick
     shapes = measure(make_model(config, RANK if model.lora else None), tokens)
     like = layers_of_shapes(shapes)
     waits = _core.Engine.current().copies_on_compute_cores()
-    sizes = _core.StepSizes(like.sizes, like.footprints, _core.RecomputeGrain.STAGE, label_bytes=0)
+    sizes = _core.StepSizes(like.sizes, like.footprints, _core.RecomputeGrain.STAGE, label_bytes=0, gradient_groups=1)
     from_shapes = predict_device([wrapped.last_plan()] * 3, sizes, cap_bytes=MEMORY_BYTES, waits=waits)
     return {
         "name": name,

@@ -134,6 +134,7 @@ class LayerCost:
     gradient_bytes: int
     activation_bytes: int
     saved_bytes: int
+    trained: bool
     def __init__(
         self,
         *,
@@ -144,6 +145,7 @@ class LayerCost:
         gradient_bytes: int = 0,
         activation_bytes: int = 0,
         saved_bytes: int = 0,
+        trained: bool = True,
     ) -> None: ...
 
 class Cluster:
@@ -197,6 +199,7 @@ def search(
     first_backward_layer: int = 0,
     max_traffic: float = 0.0,
     replicas: bool = True,
+    gradient_groups: int = 0,
     interleave: bool = True,
     max_fused_layers: int = 1,
     effort: int = ...,
@@ -298,6 +301,7 @@ class CallOptions:
     keeps_caller: bool
     recompute_grain: RecomputeGrain
     tied_grad_accumulation: TiedGradAccumulation
+    gradient_groups: int
     def __init__(self) -> None: ...
 
 class Event:
@@ -370,6 +374,7 @@ class StepSizes:
         footprints: Sequence[LayerFootprint],
         grain: RecomputeGrain,
         label_bytes: int,
+        gradient_groups: int,
     ) -> None: ...
 
 class DeviceMemory:
@@ -450,7 +455,9 @@ class Pipeline:
         self, route: Stages | Plan | None, mode: PlanMode, microbatches: int, steps: int
     ) -> list[Plan]: ...
     def layer_bytes(self) -> list[LayerBytes]: ...
-    def tied_sum_bytes(self) -> int: ...
+    def partial_sum_bytes(
+        self, plan: Plan, gradient_groups: int, tied_grad_accumulation: TiedGradAccumulation
+    ) -> int: ...
     def raise_pending(self) -> None: ...
     def discard_last_call(self, message: str) -> None: ...
     def drain(self) -> None: ...

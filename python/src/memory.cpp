@@ -55,10 +55,11 @@ void bind_memory_simulator(py::module_& module) {
       .def("kept_bytes", &simulate::kept_bytes, py::arg("grain"));
   py::class_<StepSizes>(module, "StepSizes")
       .def(py::init([](std::vector<LayerBytes> layers, std::vector<LayerFootprint> footprints, RecomputeGrain grain,
-                       int64_t label_bytes) {
-             return StepSizes{std::move(layers), std::move(footprints), grain, label_bytes};
+                       int64_t label_bytes, int gradient_groups) {
+             return StepSizes{std::move(layers), std::move(footprints), grain, label_bytes, gradient_groups};
            }),
-           py::arg("layers"), py::arg("footprints"), py::arg("grain"), py::arg("label_bytes"));
+           py::arg("layers"), py::arg("footprints"), py::arg("grain"), py::arg("label_bytes"),
+           py::arg("gradient_groups"));
   ValueClass<simulate::DeviceMemory>(module, "DeviceMemory")
       .attribute("weights", &simulate::DeviceMemory::weights)
       .attribute("gradients", &simulate::DeviceMemory::gradients)

@@ -71,7 +71,8 @@ void bind_pipeline(py::module_& module) {
       .def_readwrite("preserve_rng_state", &CallOptions::preserve_rng_state)
       .def_readwrite("keeps_caller", &CallOptions::keeps_caller)
       .def_readwrite("recompute_grain", &CallOptions::recompute_grain)
-      .def_readwrite("tied_grad_accumulation", &CallOptions::tied_grad_accumulation);
+      .def_readwrite("tied_grad_accumulation", &CallOptions::tied_grad_accumulation)
+      .def_readwrite("gradient_groups", &CallOptions::gradient_groups);
 
   py::class_<WeightUpdate>(module, "WeightUpdate")
       .def("make", &WeightUpdate::make, py::call_guard<py::gil_scoped_release>());
@@ -272,12 +273,13 @@ void bind_pipeline(py::module_& module) {
              }
              return blocks;
            })
-      .def("tied_sum_bytes",
-           [](const Pipeline& pipeline) {
-             int64_t bytes = 0;
-             for (const runtime::BlockState& block : pipeline.model().blocks) bytes += block.sum_bytes();
-             return bytes;
-           })
+      .def(
+          "partial_sum_bytes",
+          [](const Pipeline& pipeline, const schedule::Plan& plan, int gradient_groups,
+             runtime::TiedGradAccumulation tied) {
+            return runtime::partial_sum_bytes(pipeline.model(), plan, gradient_groups, tied);
+          },
+          py::arg("plan"), py::arg("gradient_groups"), py::arg("tied_grad_accumulation"))
       .def("host_bytes", [](const Pipeline& pipeline) { return pipeline.model().host_bytes(); })
       .def_property("random_seed", &Pipeline::random_seed, &Pipeline::set_random_seed)
       .def_property("calls", &Pipeline::calls, &Pipeline::set_calls)

@@ -60,20 +60,21 @@ void bind_schedule(py::module_& module) {
   py::class_<LayerCost>(module, "LayerCost")
       .def(py::init([](double forward_ms, double backward_ms, std::optional<double> recompute_ms,
                        std::int64_t weight_bytes, std::int64_t gradient_bytes, std::int64_t activation_bytes,
-                       std::int64_t saved_bytes) {
+                       std::int64_t saved_bytes, bool trained) {
              return LayerCost{forward_ms,       backward_ms, weight_bytes, gradient_bytes,
-                              activation_bytes, saved_bytes, recompute_ms};
+                              activation_bytes, saved_bytes, recompute_ms, trained};
            }),
            py::kw_only(), py::arg("forward_ms"), py::arg("backward_ms"), py::arg("recompute_ms") = py::none(),
            py::arg("weight_bytes") = 0, py::arg("gradient_bytes") = 0, py::arg("activation_bytes") = 0,
-           py::arg("saved_bytes") = 0)
+           py::arg("saved_bytes") = 0, py::arg("trained") = true)
       .def_readonly("forward_ms", &LayerCost::forward_ms)
       .def_readonly("backward_ms", &LayerCost::backward_ms)
       .def_readonly("recompute_ms", &LayerCost::recompute_ms)
       .def_readonly("weight_bytes", &LayerCost::weight_bytes)
       .def_readonly("gradient_bytes", &LayerCost::gradient_bytes)
       .def_readonly("activation_bytes", &LayerCost::activation_bytes)
-      .def_readonly("saved_bytes", &LayerCost::saved_bytes);
+      .def_readonly("saved_bytes", &LayerCost::saved_bytes)
+      .def_readonly("trained", &LayerCost::trained);
   py::class_<Cluster>(module, "Cluster")
       .def(py::init([](const std::vector<std::pair<double, std::int64_t>>& devices, double link_up, double link_down,
                        double host, double hop_latency_ms) {
@@ -109,12 +110,13 @@ void bind_schedule(py::module_& module) {
   module.def(
       "search",
       [](const LayerCosts& costs, const Cluster& cluster, int microbatches, PlanMode mode, TimingRules rules,
-         int first_backward_layer, double max_traffic, bool replicas, bool interleave, int max_fused_layers,
-         std::int64_t effort, unsigned seed, bool over_links, double update_gb_per_s) {
+         int first_backward_layer, double max_traffic, bool replicas, int gradient_groups, bool interleave,
+         int max_fused_layers, std::int64_t effort, unsigned seed, bool over_links, double update_gb_per_s) {
         SearchOptions options;
         options.plan.mode = mode;
         options.plan.microbatches = microbatches;
         options.plan.first_backward_layer = first_backward_layer;
+        options.plan.gradient_groups = gradient_groups;
         options.rules = rules;
         options.update_gb_per_s = update_gb_per_s;
         options.max_traffic = max_traffic;
@@ -131,9 +133,10 @@ void bind_schedule(py::module_& module) {
       },
       py::arg("costs"), py::arg("cluster"), py::kw_only(), py::arg("microbatches"), py::arg("mode") = PlanMode::kFused,
       py::arg("rules") = TimingRules{}, py::arg("first_backward_layer") = 0, py::arg("max_traffic") = 0.0,
-      py::arg("replicas") = true, py::arg("interleave") = true, py::arg("max_fused_layers") = 1,
-      py::arg("effort") = SearchOptions{}.effort, py::arg("seed") = SearchOptions{}.seed, py::arg("over_links") = false,
-      py::arg("update_gb_per_s") = 0.0, py::call_guard<py::gil_scoped_release>(),
+      py::arg("replicas") = true, py::arg("gradient_groups") = PlannerOptions{}.gradient_groups,
+      py::arg("interleave") = true, py::arg("max_fused_layers") = 1, py::arg("effort") = SearchOptions{}.effort,
+      py::arg("seed") = SearchOptions{}.seed, py::arg("over_links") = false, py::arg("update_gb_per_s") = 0.0,
+      py::call_guard<py::gil_scoped_release>(),
       "The best plans found, best first; over_links: rated by simulate_links.");
   module.def(
       "place_over_links",

@@ -30,8 +30,8 @@ constexpr GradientBytes gradient_bytes(std::int64_t own_bytes, std::int64_t sum_
   return {tied ? sum_bytes : own_bytes, sum_bytes, wider_sums && !tied ? own_bytes : 0};
 }
 
-// How many sums of a tied parameter with so many layers the host keeps beside its gradient: a sum of the gradient's own
-// dtype can become the gradient.
-constexpr std::int64_t tied_sums(std::int64_t layers, bool wider_sums) { return wider_sums ? layers : layers - 1; }
+// How many of the partial sums of a gradient, at least two, the host keeps beside it: one of the gradient's own dtype
+// can become the gradient.
+constexpr std::int64_t partial_sums(std::int64_t parts, bool wider_sums) { return wider_sums ? parts : parts - 1; }
 
 }  // namespace roundpipe

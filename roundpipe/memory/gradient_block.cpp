@@ -1,5 +1,7 @@
 #include <roundpipe/memory/gradient_block.h>
 
+#include <utility>
+
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 
@@ -10,42 +12,16 @@ at::Tensor gradient(const GradientBlock& block, const BlockLayout& layout, size_
   return layout.view(block.flat, index);
 }
 
-RangeSum::RangeSum(GradientBlockPtr result, const BlockLayout& layout, size_t ranges)
-    : result_(std::move(result)), layout_(layout), parts_(ranges), missing_(ranges) {}
-
-void RangeSum::add(size_t range, at::Tensor flat, std::vector<char> received) {
-  const MutexLock lock(mutex_);
-  parts_[range] = {std::move(flat), std::move(received)};
-  if (--missing_ > 0) return;
-  const at::NoGradGuard no_grad;
-  Part sum = std::move(parts_[0]);
-  for (size_t part = 1; part < parts_.size(); ++part) {
-    for (size_t i = 0; i < layout_.tensors.size(); ++i) {
-      if (!parts_[part].received[i]) continue;
-      const at::Tensor term = layout_.view(parts_[part].flat, i);
-      if (sum.received[i]) {
-        layout_.view(sum.flat, i).add_(term);
-      } else {
-        layout_.view(sum.flat, i).copy_(term);
-        sum.received[i] = 1;
-      }
-    }
-  }
-  parts_.clear();
-  result_->flat = std::move(sum.flat);
-  result_->received = std::move(sum.received);
-  result_->landed->fire();
-}
-
 TiedSum::TiedSum(GradientBlockPtr result, GradientBlockPtr base, const BlockLayout& layout,
-                 std::shared_ptr<BufferPool> buffers, size_t layers, size_t microbatches)
+                 std::shared_ptr<BufferPool> buffers, size_t layers, std::vector<size_t> group_ends)
     : result_(std::move(result)),
       base_(std::move(base)),
       layout_(layout),
       buffers_(std::move(buffers)),
       layers_(layers),
-      contributions_(microbatches, std::vector<std::vector<at::Tensor>>(layers)),
-      missing_(microbatches, layers) {}
+      group_ends_(std::move(group_ends)),
+      contributions_(group_ends_.back(), std::vector<std::vector<at::Tensor>>(layers)),
+      missing_(group_ends_.back(), layers) {}
 
 void TiedSum::contribute(size_t layer, size_t microbatch, std::vector<at::Tensor> gradients) {
   const MutexLock lock(mutex_);
@@ -53,7 +29,10 @@ void TiedSum::contribute(size_t layer, size_t microbatch, std::vector<at::Tensor
   contributions_[microbatch][layer] = std::move(gradients);
   --missing_[microbatch];
   const at::NoGradGuard no_grad;
-  while (next_ < missing_.size() && missing_[next_] == 0) fold_microbatch(next_++);
+  while (next_ < missing_.size() && missing_[next_] == 0) {
+    fold_microbatch(next_++);
+    if (next_ == group_ends_[group_]) end_group();
+  }
   if (next_ == missing_.size()) finish();
 }
 
@@ -89,14 +68,31 @@ void TiedSum::fold_microbatch(size_t microbatch) {
   contributions_[microbatch].clear();
 }
 
+void TiedSum::end_group() {
+  ++group_;
+  if (totals_.empty()) {
+    totals_ = std::exchange(sums_, std::vector<at::Tensor>(sums_.size()));
+    return;
+  }
+  for (size_t i = 0; i < sums_.size(); ++i) {
+    const at::Tensor sum = std::exchange(sums_[i], {});
+    if (!sum.defined()) continue;
+    if (totals_[i].defined()) {
+      totals_[i].add_(sum);
+    } else {
+      totals_[i] = sum;
+    }
+  }
+}
+
 void TiedSum::finish() {
   result_->flat = buffers_->take();
-  result_->received.assign(sums_.size(), 0);
-  for (size_t i = 0; i < sums_.size(); ++i) {
-    if (!sums_[i].defined()) continue;
-    layout_.view(result_->flat, i).copy_(sums_[i]);
+  result_->received.assign(totals_.size(), 0);
+  for (size_t i = 0; i < totals_.size(); ++i) {
+    if (!totals_[i].defined()) continue;
+    layout_.view(result_->flat, i).copy_(totals_[i]);
     result_->received[i] = 1;
-    sums_[i].reset();
+    totals_[i].reset();
   }
   result_->landed->fire();
 }

@@ -28,9 +28,11 @@ int lowest_trainable(const std::vector<std::vector<char>>& trainable) {
 }
 
 bool has_trainable(const Call& call, size_t block) {
-  const BlockState& state = call.model->blocks[block];
-  for (const memory::NamedTensor& parameter : state.block->parameters()) {
-    if (parameter.tensor.requires_grad()) return true;
+  for (const int l : call.model->blocks[block].layers) {
+    const auto& places = call.model->layers[static_cast<size_t>(l)]->parameters;
+    for (size_t i = 0; i < places.size(); ++i) {
+      if (places[i].block == block && call.trainable[static_cast<size_t>(l)][i]) return true;
+    }
   }
   return false;
 }
@@ -54,6 +56,23 @@ Plan plan_stages(schedule::Stages stages, int layers, const schedule::PlannerOpt
   return schedule::make_plan(stages, layers, devices, options);
 }
 
+// Throws unless every job that makes gradients makes those of whole groups.
+void check_groups(const Plan& plan, const Call& call) {
+  const schedule::GradientGroups groups = call.groups();
+  for (const Job& job : plan.jobs) {
+    if (job.phase == Phase::kForward || groups.are_whole(job.microbatches)) continue;
+    for (int l = job.layers.first; l < job.layers.last; ++l) {
+      if (std::ranges::count(call.trainable[static_cast<size_t>(l)], 1) == 0) continue;
+      throw std::invalid_argument(
+          concat("[plan] the job \"", to_string(job), "\" divides the trainable layer ", l,
+                 " within a group of gradients: gradient_groups is ", call.options.gradient_groups, " for ",
+                 call.options.microbatches,
+                 " microbatches, and devices share a trainable layer by whole groups; set "
+                 "RoundPipeRunConfig(gradient_groups=...) to the number of groups that the plan was made for"));
+    }
+  }
+}
+
 void check_fits(const Plan& plan, const Call& call, PlanMode mode, int first_backward_layer, const Engine& engine) {
   const auto require = [](int value, int expected, const char* what) {
     if (value != expected)
@@ -66,6 +85,7 @@ void check_fits(const Plan& plan, const Call& call, PlanMode mode, int first_bac
   require(plan.devices, engine.size(), "devices");
   if (mode != PlanMode::kInference)
     require(plan.first_backward_layer, first_backward_layer, "as the first layer with a backward");
+  check_groups(plan, call);
 }
 
 }  // namespace
@@ -161,30 +181,42 @@ void put_inputs(Call& call, int microbatch, const Values& inputs, bool copy, boo
 
 namespace {
 
-// Per layer: the first microbatches of its backward jobs, ascending.
-std::vector<std::vector<int>> backward_ranges(const Plan& plan) {
-  std::vector<std::vector<int>> begins(static_cast<size_t>(plan.layers));
+// For each layer, the number of parts that a backward sends of its gradients: see BlockSum.
+std::vector<int> parts_of(const Plan& plan, const schedule::GradientGroups& groups) {
+  std::vector<int> parts(static_cast<size_t>(plan.layers), 0);
   for (const Job& job : plan.jobs) {
     if (job.phase == Phase::kForward) continue;
-    for (int l = job.layers.first; l < job.layers.last; ++l) {
-      begins[static_cast<size_t>(l)].push_back(job.microbatches.first);
-    }
+    const int sent = job.microbatches.first == 0 ? 1 : groups.groups_of(job.microbatches).size();
+    for (int l = job.layers.first; l < job.layers.last; ++l) parts[static_cast<size_t>(l)] += sent;
   }
-  for (std::vector<int>& layer : begins) std::ranges::sort(layer);
-  return begins;
+  return parts;
+}
+
+int parts_of(const BlockState& block, const std::vector<int>& of_layers) {
+  int parts = 0;
+  for (const int layer : block.layers) parts += of_layers[static_cast<size_t>(layer)];
+  return parts;
 }
 
 }  // namespace
 
+int64_t partial_sum_bytes(const ModelState& model, const Plan& plan, int gradient_groups, TiedGradAccumulation tied) {
+  const std::vector<int> parts = parts_of(plan, {plan.microbatches, gradient_groups});
+  int64_t bytes = 0;
+  for (const BlockState& block : model.blocks) {
+    if (!block.tied() || tied == TiedGradAccumulation::kLayer) bytes += block.sum_bytes(parts_of(block, parts));
+  }
+  return bytes;
+}
+
 void open_gradients(Call& call, const Plan& plan) {
   ModelState& model = *call.model;
-  const std::vector<std::vector<int>> ranges = backward_ranges(plan);
+  const schedule::GradientGroups groups = call.groups();
+  const std::vector<int> parts = parts_of(plan, groups);
   call.bases.assign(model.blocks.size(), nullptr);
   call.results.assign(model.blocks.size(), nullptr);
-  call.range_sums.clear();
-  call.range_sums.resize(model.blocks.size());
-  call.layer_sums.clear();
-  call.layer_sums.resize(model.blocks.size());
+  call.block_sums.clear();
+  call.block_sums.resize(model.blocks.size());
   call.tied_sums.clear();
   call.tied_sums.resize(model.blocks.size());
   for (size_t block = 0; block < model.blocks.size(); ++block) {
@@ -196,25 +228,25 @@ void open_gradients(Call& call, const Plan& plan) {
     call.results[block] = result;
     model.gradients[block] = result;
     const memory::BlockLayout& layout = state.gradient_layout;
-    if (state.tied() && call.options.tied_grad_accumulation == TiedGradAccumulation::kLayer) {
-      call.layer_sums[block] =
-          std::make_unique<LayerSums>(LayerSums::Target{result, call.bases[block], layout, state.gradient_buffers,
-                                                        state.sum_layout, state.sum_buffers},
-                                      state.layers.size(), static_cast<size_t>(call.options.microbatches));
-    } else if (state.tied()) {
+    const memory::GradientBlockPtr base = call.bases[block];
+    const size_t sharers = state.layers.size();
+    if (state.tied() && call.options.tied_grad_accumulation == TiedGradAccumulation::kMicrobatch) {
+      std::vector<size_t> ends;
+      for (int g = 1; g <= groups.count(); ++g) ends.push_back(static_cast<size_t>(groups.microbatches({0, g}).last));
       call.tied_sums[block] =
-          std::make_unique<memory::TiedSum>(result, call.bases[block], layout, state.gradient_buffers,
-                                            state.layers.size(), static_cast<size_t>(call.options.microbatches));
-    } else {
-      const size_t parts = ranges[static_cast<size_t>(state.layers.front())].size();
-      call.range_sums[block] = std::make_unique<memory::RangeSum>(result, layout, parts);
+          std::make_unique<memory::TiedSum>(result, base, layout, state.gradient_buffers, sharers, std::move(ends));
+    } else if (const int count = parts_of(state, parts); count > 1) {
+      state.sum_buffers->keep(static_cast<size_t>(count));
+      call.block_sums[block] =
+          std::make_unique<BlockSum>(BlockSum::Target{result, state.tied() ? base : nullptr, layout,
+                                                      state.gradient_buffers, state.sum_layout, state.sum_buffers},
+                                     sharers, groups.count());
     }
   }
 }
 
 void submit_jobs(const CallPtr& call, const Plan& plan, bool forward, bool backward, Engine& engine) {
   ModelState& model = *call->model;
-  const std::vector<std::vector<int>> ranges = backward_ranges(plan);
   std::vector<std::shared_ptr<JobRun>> runs;
   for (const Job& job : plan.jobs) {
     const bool is_backward = job.phase == Phase::kBackward;
@@ -230,7 +262,6 @@ void submit_jobs(const CallPtr& call, const Plan& plan, bool forward, bool backw
     run->weights_read = device::make_event();
     run->buffers_before.resize(static_cast<size_t>(job.layers.size()));
     run->buffers_after.resize(run->buffers_before.size());
-    run->range_index.resize(run->buffers_before.size());
     for (int l = job.layers.first; l < job.layers.last; ++l) {
       LayerState& layer = *model.layers[static_cast<size_t>(l)];
       const size_t place = run->place(l);
@@ -246,9 +277,6 @@ void submit_jobs(const CallPtr& call, const Plan& plan, bool forward, bool backw
           layer.buffers_current = run->buffers_after[place];
         }
       }
-      const std::vector<int>& begins = ranges[static_cast<size_t>(l)];
-      run->range_index[place] =
-          static_cast<size_t>(std::ranges::lower_bound(begins, job.microbatches.first) - begins.begin());
     }
     runs.push_back(std::move(run));
   }

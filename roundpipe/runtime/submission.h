@@ -34,6 +34,10 @@ void put_inputs(Call& call, int microbatch, const Values& inputs, bool copy, boo
 // submitted.
 void open_gradients(Call& call, const schedule::Plan& plan);
 
+// Host bytes of the partial sums of gradients that a backward of `plan` sends, beyond the gradients.
+int64_t partial_sum_bytes(const ModelState& model, const schedule::Plan& plan, int gradient_groups,
+                          TiedGradAccumulation tied);
+
 // Submits the plan's jobs of the forward part (forward and fused), of the backward part, or of both.
 void submit_jobs(const CallPtr& call, const schedule::Plan& plan, bool forward, bool backward, Engine& engine);
 

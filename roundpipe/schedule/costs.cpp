@@ -67,7 +67,7 @@ std::int64_t largest_room_bytes(const Cluster& cluster) {
 }
 
 CostSums::CostSums(const LayerCosts& costs, int first_backward_layer)
-    : forward_{0}, recompute_{0}, backward_{0}, weight_{0}, gradient_{0}, saved_{0} {
+    : forward_{0}, recompute_{0}, backward_{0}, weight_{0}, gradient_{0}, saved_{0}, trained_{0} {
   for (std::size_t layer = 0; layer < costs.size(); ++layer) {
     const LayerCost& cost = costs[layer];
     const bool backward = static_cast<int>(layer) >= first_backward_layer;
@@ -77,6 +77,7 @@ CostSums::CostSums(const LayerCosts& costs, int first_backward_layer)
     weight_.push_back(weight_.back() + cost.weight_bytes);
     gradient_.push_back(gradient_.back() + (backward ? cost.gradient_bytes : 0));
     saved_.push_back(saved_.back() + cost.saved_bytes);
+    trained_.push_back(trained_.back() + (backward && cost.trained ? 1 : 0));
     activation_.push_back(cost.activation_bytes);
   }
 }

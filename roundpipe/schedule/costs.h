@@ -13,10 +13,11 @@ struct LayerCost {
   double forward_ms = 0;
   double backward_ms = 0;                             // without the recompute
   std::int64_t weight_bytes = 0;                      // uploaded on each visit
-  std::int64_t gradient_bytes = 0;                    // downloaded after a backward visit; 0 for a frozen layer
+  std::int64_t gradient_bytes = 0;                    // downloaded after a backward visit
   std::int64_t activation_bytes = 0;                  // the layer's output, one microbatch
   std::int64_t saved_bytes = 0;                       // kept on the device from forward to backward, one microbatch
   std::optional<double> recompute_ms = std::nullopt;  // the recompute before the backward; if unset, forward_ms
+  bool trained = true;                                // false for a frozen layer, which has no sums of gradients
 };
 
 using LayerCosts = std::vector<LayerCost>;
@@ -59,6 +60,9 @@ class CostSums {
   std::int64_t gradient_bytes(Range layers) const { return between(gradient_, layers); }
   std::int64_t saved_bytes(Range layers) const { return between(saved_, layers); }
 
+  // Whether a backward of these layers sums gradients.
+  bool trains(Range layers) const { return between(trained_, layers) > 0; }
+
   // Device memory of a visit: its weights, the prefetched weights of the next visit (assumed equally large), two
   // boundary values in and two out and, if it goes backward, gradients and one microbatch's saved activations.
   // `least`: without the weights of the next visit.
@@ -76,6 +80,7 @@ class CostSums {
 
   std::vector<double> forward_, recompute_, backward_;
   std::vector<std::int64_t> weight_, gradient_, saved_, activation_;
+  std::vector<int> trained_;
 };
 
 }  // namespace roundpipe::schedule

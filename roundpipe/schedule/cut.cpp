@@ -4,6 +4,8 @@
 #include <limits>
 #include <stdexcept>
 
+#include <roundpipe/schedule/gradient_groups.h>
+
 namespace roundpipe::schedule {
 
 Cut to_cut(const Stages& stages) {
@@ -58,15 +60,36 @@ std::string to_string(const Cut& cut) {
   return text;
 }
 
+namespace {
+
+// Whether the gradients of a visit are summed in groups of microbatches.
+bool sums_in_groups(Range layers, bool backward, const CostSums& sums, const PlannerOptions& options) {
+  return options.gradient_groups > 0 && backward && sums.trains(layers);
+}
+
+}  // namespace
+
+int most_replicas(Range layers, bool backward, const CostSums& sums, const PlannerOptions& options) {
+  if (!sums_in_groups(layers, backward, sums, options)) return options.microbatches;
+  return std::min(options.gradient_groups, options.microbatches);
+}
+
 Plan to_recipe(const Cut& cut, const CostSums& sums, int devices, const PlannerOptions& options) {
   Plan plan{sums.layers(), options.microbatches, devices, options.first_backward_layer, {}};
   std::vector<double> start_ms;
   double work_ms = 0;
   const auto add = [&](Phase phase, const CutStage& stage) {
-    const int replicas = std::min(stage.replicas, options.microbatches);
+    const bool goes_backward = phase != Phase::kForward;
+    const int most = most_replicas(stage.layers, goes_backward, sums, options);
+    const bool by_groups = sums_in_groups(stage.layers, goes_backward, sums, options);
+    const int replicas = std::min(stage.replicas, most);
     for (int replica = 0; replica < replicas; ++replica) {
-      const Range microbatches{options.microbatches * replica / replicas,
-                               options.microbatches * (replica + 1) / replicas};
+      Range microbatches{options.microbatches * replica / replicas, options.microbatches * (replica + 1) / replicas};
+      if (by_groups) {
+        // The groups themselves are shared out as evenly.
+        const Range groups = GradientGroups(most, replicas).microbatches({replica, replica + 1});
+        microbatches = GradientGroups(options.microbatches, most).microbatches(groups);
+      }
       plan.jobs.push_back({phase, stage.layers, microbatches, 0});
       start_ms.push_back(work_ms);
     }

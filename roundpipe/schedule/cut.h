@@ -10,7 +10,8 @@
 
 namespace roundpipe::schedule {
 
-// A stage. Its microbatches are split into `replicas` contiguous ranges, one job each.
+// A stage. Its microbatches are split into `replicas` contiguous ranges, one job each; see
+// PlannerOptions::gradient_groups.
 struct CutStage {
   Range layers;
   int replicas = 1;
@@ -36,8 +37,12 @@ Stages to_stages(const Cut& cut);
 // fused stage is the first of `backward`; an interleave of 1 is left out.
 std::string to_string(const Cut& cut);
 
+// The most replicas that a stage can have: its microbatches or, if it goes backward and has gradients, their groups.
+int most_replicas(Range layers, bool backward, const CostSums& sums, const PlannerOptions& options);
+
 // Makes the plan of `cut` with every job on device 0; a Placer chooses the devices. Does not validate the plan.
-// REQUIRES: the stages fit `sums` and the options.
+// Replicas above most_replicas() are left out.
+// REQUIRES: the stages fit `sums`, which are from the options' first backward layer.
 Plan to_recipe(const Cut& cut, const CostSums& sums, int devices, const PlannerOptions& options);
 
 // The weight bytes that a step uploads, divided by the bytes of one forward and one backward visit to each layer. The

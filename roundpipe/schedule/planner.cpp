@@ -26,6 +26,7 @@ void check_options(const std::string& where, int layers, int devices, const Plan
   require(options.max_stage_bytes >= 0, "max_stage_bytes", options.max_stage_bytes, "0 (no cap) or more");
   require(options.first_backward_layer >= 0 && options.first_backward_layer <= layers, "first_backward_layer",
           options.first_backward_layer, "0 to " + std::to_string(layers));
+  require(options.gradient_groups >= 0, "gradient_groups", options.gradient_groups, "0 (cut anywhere) or more");
   require(options.first_device >= 0 && options.first_device < devices, "first_device", options.first_device,
           "0 to " + std::to_string(devices - 1));
 }

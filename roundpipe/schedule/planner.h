@@ -22,6 +22,10 @@ struct PlannerOptions {
   std::int64_t max_stage_bytes = 0;
   // Layers below this one are frozen and their inputs need no gradient. No effect in kInference.
   int first_backward_layer = 0;
+  // Groups of microbatches whose gradients are summed by themselves, see GradientGroups. A fused or backward job of a
+  // stage with gradients covers whole groups, so such a stage has at most this many replicas. 0 = replicas may cut
+  // microbatches anywhere.
+  int gradient_groups = 0;
   // The device of the first job. A caller can continue where the last plan stopped.
   int first_device = 0;
 };

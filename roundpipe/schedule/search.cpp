@@ -195,8 +195,25 @@ class Search {
     return std::clamp(static_cast<int>(std::lround(replicas * devices_ / 8.0)), 1, std::max(1, most));
   }
 
+  // The most devices that can share a stage.
+  int most_shared(Range layers, bool backward) const {
+    return std::min(devices_, most_replicas(layers, backward, sums_, options_.plan));
+  }
+
+  void limit_replicas(Cut& cut) const {
+    for (CutStage& stage : cut.forward) stage.replicas = std::min(stage.replicas, most_shared(stage.layers, false));
+    for (CutStage& stage : cut.backward) stage.replicas = std::min(stage.replicas, most_shared(stage.layers, true));
+  }
+
   // Returns nothing if no cut has this shape.
   std::optional<Cut> build(const Shape& shape) {
+    std::optional<Cut> cut = build_unlimited(shape);
+    if (cut) limit_replicas(*cut);
+    return cut;
+  }
+
+  // Does not limit the replicas.
+  std::optional<Cut> build_unlimited(const Shape& shape) {
     const int fused = has_fused() ? shape[kFused] : 0;
     if (has_fused() && (fused < 1 || fused > std::min(layers_, std::max(1, options_.max_fused_layers))))
       return std::nullopt;
@@ -265,7 +282,8 @@ class Search {
       case kFused:
         return has_fused() ? window(1, std::min(layers_, options_.max_fused_layers)) : std::vector<int>{};
       case kFusedReplicas:
-        return has_fused() && options_.replicas ? window(1, most) : std::vector<int>{};
+        return has_fused() && options_.replicas ? window(1, most_shared({layers_ - shape[kFused], layers_}, true))
+                                                : std::vector<int>{};
       case kHeadOnes:
       case kForward:
         return window(0, layers_);
@@ -372,6 +390,7 @@ class Search {
   std::optional<Cut> neighbour(const Cut& from) {
     std::optional<Cut> cut = from;
     for (int moves = 1 + below(3); cut && moves > 0; --moves) cut = moved(std::move(*cut));
+    if (cut) limit_replicas(*cut);
     return cut;
   }
 
@@ -415,7 +434,7 @@ class Search {
         const std::size_t near = static_cast<std::size_t>(below(std::min<std::size_t>(stages.size(), 10)));
         any = forward ? near : below(6) == 0 ? 0 : stages.size() - 1 - near;
       }
-      const int most = std::min(devices_, options_.plan.microbatches);
+      const int most = most_shared(stages[any].layers, !forward);
       stages[any].replicas = 1 + below(static_cast<std::size_t>(most));
     }
     return cut;
@@ -555,6 +574,8 @@ std::vector<PlanChoice> search(const LayerCosts& costs, const Cluster& cluster, 
   };
   require(options.plan.microbatches >= 1,
           "microbatches is " + std::to_string(options.plan.microbatches) + ", expected at least 1");
+  require(options.plan.gradient_groups >= 0, "gradient_groups is " + std::to_string(options.plan.gradient_groups) +
+                                                 ", expected 0 (replicas cut anywhere) or more");
   require(options.max_traffic >= 0 && std::isfinite(options.max_traffic),
           "max_traffic is " + std::to_string(options.max_traffic) + ", expected 0 (no limit) or more");
   require(options.max_fused_layers >= 1, "max_fused_layers is less than 1, expected at least the last layer");

@@ -171,7 +171,8 @@ class LinkSearch {
   int lowest() const { return std::min(options_.plan.first_backward_layer, end()); }
   int backward_layers() const { return trains() ? end() - lowest() : 0; }
   int most_heads() const {
-    return has_fused() && options_.replicas ? std::min(devices_, options_.plan.microbatches) : 1;
+    if (!has_fused() || !options_.replicas) return 1;
+    return std::min(devices_, schedule::most_replicas({end(), sums_.layers()}, true, sums_, options_.plan));
   }
   bool overlaps() const { return rules_.timing.asynchronous && options_.interleave && has_fused(); }
 

@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include <roundpipe/schedule/gradient_groups.h>
+
 namespace roundpipe::simulate {
 
 using schedule::Job;
@@ -47,15 +49,19 @@ int64_t work_bytes(std::span<const LayerFootprint> stage, bool trains, Recompute
 
 // One job on its device.
 struct Visit {
-  Visit(const Job& job, const StepSizes& sizes) : microbatches(job.microbatches.size()) {
+  Visit(const Job& job, const Plan& plan, const StepSizes& sizes) : microbatches(job.microbatches.size()) {
     const bool trains = job.phase != Phase::kForward;
+    const schedule::GradientGroups groups(plan.microbatches, sizes.gradient_groups);
+    const bool has_several = groups.groups_of(job.microbatches).size() > 1;
+    const bool is_part = microbatches < plan.microbatches;
     const auto stage = of_stage(sizes.footprints, job);
     for (const LayerBytes& layer : of_stage(sizes.layers, job)) {
       weights += layer.weights;
       if (!trains) continue;
-      sums += layer.sums;
-      leaving += layer.gradients;
-      rounded += layer.rounded;
+      // Of several groups, one is being summed while those before it are kept, or on their way.
+      sums += layer.sums * (has_several ? 2 : 1);
+      leaving += is_part ? layer.sums : layer.gradients;
+      rounded += is_part ? 0 : layer.rounded;
     }
     values = stage.front().inputs;
     if (job.phase == Phase::kFused) values += sizes.label_bytes;
@@ -141,7 +147,7 @@ DeviceMemory predict_device(std::span<const Plan> plans, const StepSizes& sizes,
   for (const Plan& plan : plans) {
     check(sizes, static_cast<std::size_t>(plan.layers));
     visits.resize(std::max(visits.size(), static_cast<std::size_t>(plan.devices)));
-    for (const Job& job : plan.jobs) visits[static_cast<std::size_t>(job.device)].emplace_back(job, sizes);
+    for (const Job& job : plan.jobs) visits[static_cast<std::size_t>(job.device)].emplace_back(job, plan, sizes);
   }
   DeviceMemory most;
   for (const std::vector<Visit>& of_device : visits) {
@@ -213,7 +219,7 @@ HostMemory predict_host(std::span<const std::vector<ParameterSize>> blocks, bool
 
 int64_t tied_sum_bytes(const ParameterSize& parameter, int layers) {
   if (!parameter.trained || layers < 2) return 0;
-  return sum_bytes(parameter) * tied_sums(layers, has_wider_sums(parameter));
+  return sum_bytes(parameter) * partial_sums(layers, has_wider_sums(parameter));
 }
 
 }  // namespace roundpipe::simulate

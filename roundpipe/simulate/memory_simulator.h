@@ -23,7 +23,7 @@ struct ParameterSize {
 // One layer's own bytes on a device.
 struct LayerBytes {
   std::int64_t weights = 0;    // in a weight slot
-  std::int64_t gradients = 0;  // in flight to the host
+  std::int64_t gradients = 0;  // in flight to the host, if one job makes the whole sum; parts go as they are
   std::int64_t sums = 0;       // of gradients
   std::int64_t rounded = 0;    // gradients that are rounded into separate memory before they go
 };
@@ -49,6 +49,7 @@ struct StepSizes {
   std::vector<LayerFootprint> footprints;  // one for each layer
   RecomputeGrain grain = RecomputeGrain::kStage;
   std::int64_t label_bytes = 0;
+  int gradient_groups = 1;  // see schedule::GradientGroups
 };
 
 // Bytes on a device at its peak.

@@ -17,7 +17,7 @@ Microbatch = tuple[list[torch.Tensor], Structure]
 Route = _core.Stages | _core.Plan | None
 
 MODES = {"infer": _core.PlanMode.INFERENCE, "train": _core.PlanMode.TRAIN, "fused": _core.PlanMode.FUSED}
-_ACCUMULATIONS = {"layer": _core.TiedGradAccumulation.LAYER, "microbatch": _core.TiedGradAccumulation.MICROBATCH}
+ACCUMULATIONS = {"layer": _core.TiedGradAccumulation.LAYER, "microbatch": _core.TiedGradAccumulation.MICROBATCH}
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class CallRequest:
         options.preserve_rng_state = self.config.preserve_rng_state
         options.keeps_caller = self.changeable
         options.recompute_grain = GRAINS[grain]
-        options.tied_grad_accumulation = _ACCUMULATIONS[self.config.tied_grad_accumulation]
+        options.tied_grad_accumulation = ACCUMULATIONS[self.config.tied_grad_accumulation]
+        options.gradient_groups = self.config.gradient_groups
         return options
 
 

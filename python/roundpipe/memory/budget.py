@@ -57,7 +57,8 @@ class HostPrediction:
         masters: what fp32 masters of 16-bit weights take beyond the weights.
         moments: Adam's two moments, in fp32 or, with `moments="8bit"`, in one byte each.
         values: values that a step's microbatches keep on the host until their backward; 0 before a batch is known.
-        tied_sums: for a tied parameter, its layers' sums until they are added up, beyond the parameter's gradient.
+        partial_sums: sums of gradients until they are added up, beyond the gradients: those of the layers that share a
+            parameter, and those of devices that share a layer.
     """
 
     weights: int
@@ -65,7 +66,7 @@ class HostPrediction:
     masters: int
     moments: int
     values: int = 0
-    tied_sums: int = 0
+    partial_sums: int = 0
 
     @property
     def total(self) -> int:
@@ -77,7 +78,7 @@ class HostPrediction:
         return {
             "weights": self.weights,
             "gradients": self.gradients,
-            "sums of tied gradients": self.tied_sums,
+            "partial sums of gradients": self.partial_sums,
             "fp32 masters": self.masters,
             "moments": self.moments,
             "values between stages": self.values,
@@ -85,18 +86,18 @@ class HostPrediction:
 
 
 def predict_host(
-    blocks: Iterable[Sequence[torch.Tensor]], moments: str, values: int = 0, trains: bool = True, tied_sums: int = 0
+    blocks: Iterable[Sequence[torch.Tensor]], moments: str, values: int = 0, trains: bool = True, partial_sums: int = 0
 ) -> HostPrediction:
     """Predicts the host memory of parameters and buffers with a fused Adam; they may be on the meta device.
 
     Args:
         blocks: parameters whose memory is one block: if any of them is trained, there are gradients for all of them.
         moments: "float32" or "8bit".
-        values: see `HostPrediction`; the same for `tied_sums`.
+        values: see `HostPrediction`; the same for `partial_sums`.
         trains: False: nothing is trained, whatever `requires_grad` says.
     """
     size = _core.predict_host(list(blocks), moments == "8bit", trains)
-    return HostPrediction(size.weights, size.gradients, size.masters, size.moments, values, tied_sums)
+    return HostPrediction(size.weights, size.gradients, size.masters, size.moments, values, partial_sums)
 
 
 def predict_model(
@@ -112,14 +113,14 @@ def predict_model(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].add(name)
     kept = [parameter for name, parameter in model.named_parameters() if name not in tied]
-    tied_sums = 0
+    partial_sums = 0
     for parameter in kept:
         mine = names[id(parameter)]
         users = mine | {name for name, other in tied.items() if other in mine}
         if trains:
-            tied_sums += _core.tied_sum_bytes(parameter, len(users))
+            partial_sums += _core.tied_sum_bytes(parameter, len(users))
     blocks = [*((parameter,) for parameter in kept), *((buffer,) for buffer in model.buffers())]
-    return predict_host(blocks, moments, trains=trains, tied_sums=tied_sums)
+    return predict_host(blocks, moments, trains=trains, partial_sums=partial_sums)
 
 
 def table(title: str, rows: dict[str, int], beside: dict[str, int]) -> str:

@@ -10,8 +10,8 @@ import torch
 
 from roundpipe import _core
 from roundpipe.call.loss_function import as_losses
-from roundpipe.call.request import CallRequest, Microbatch, Route
-from roundpipe.call.run_config import GRAINS, RecomputeGrain
+from roundpipe.call.request import ACCUMULATIONS, CallRequest, Microbatch, Route
+from roundpipe.call.run_config import GRAINS, RecomputeGrain, TiedGradAccumulation
 from roundpipe.layers.emulated import NativeEmulatedLayer
 from roundpipe.layers.shell import PythonLayer
 from roundpipe.memory.budget import HostPrediction, predict_host, refuse_device, refuse_host, table
@@ -68,6 +68,7 @@ class StepShape:
         mode: the plan's mode.
         total_rows: rows of all microbatches.
         savers: options that would reduce the memory of a row, worded for the user.
+        gradient_groups: see `RoundPipeRunConfig`; also for `tied_grad_accumulation`.
     """
 
     batch: Microbatch
@@ -78,6 +79,8 @@ class StepShape:
     mode: _core.PlanMode
     total_rows: int
     savers: tuple[str, ...]
+    gradient_groups: int
+    tied_grad_accumulation: TiedGradAccumulation
 
     @property
     def trains(self) -> bool:
@@ -120,6 +123,8 @@ def step_shape(request: CallRequest, *, count: int | None = None, total_rows: in
         mode=request.mode,
         total_rows=sum(map(rows_of, request.batch)) if total_rows is None else total_rows,
         savers=request.savers,
+        gradient_groups=request.config.gradient_groups,
+        tied_grad_accumulation=request.config.tied_grad_accumulation,
     )
 
 
@@ -168,7 +173,7 @@ class StepMemory:
         step = step_shape(request)
         engine = _core.Engine.current()
         engine.limit_memory(self._device_budget)
-        key = (self._key(step), step.count, step.mode, grain, len(engine))
+        key = (self._key(step), step.count, step.gradient_groups, step.mode, grain, len(engine))
         if key not in self._admitted:
             self._compare()
             self._admitted[key] = self._fit(step, grain, self._device_budget)
@@ -362,7 +367,9 @@ class StepMemory:
         pipeline = self._pipeline
         plan = pipeline.preview_plans(step.route, step.mode, step.count, 1)[0]
         values = _core.waiting_on_host(plan, footprints, step.count)
-        return predict_host(pipeline.block_parameters(), moments, values, tied_sums=pipeline.tied_sum_bytes())
+        accumulation = ACCUMULATIONS[step.tied_grad_accumulation]
+        sums = pipeline.partial_sum_bytes(plan, step.gradient_groups, accumulation)
+        return predict_host(pipeline.block_parameters(), moments, values, partial_sums=sums)
 
     def _footprints(self, step: StepShape) -> list[_core.LayerFootprint]:
         key = self._key(step)
@@ -413,7 +420,7 @@ def _activations(pipeline: _core.Pipeline, step: StepShape) -> tuple[Activations
 def _sizes(
     pipeline: _core.Pipeline, step: StepShape, grain: RecomputeGrain, footprints: Sequence[_core.LayerFootprint]
 ) -> _core.StepSizes:
-    return _core.StepSizes(pipeline.layer_bytes(), footprints, GRAINS[grain], step.label_bytes)
+    return _core.StepSizes(pipeline.layer_bytes(), footprints, GRAINS[grain], step.label_bytes, step.gradient_groups)
 
 
 def _peak() -> int:

@@ -147,7 +147,9 @@ def save(layers: list[_core.LayerCost], path: str | Path, name: str) -> None:
     if not layers:
         raise ValueError("[costs] there are no layers, expected at least one")
     entries = [
-        {field: getattr(cost, field) for field in _LAYER_FIELDS if getattr(cost, field) is not None} for cost in layers
+        {field: getattr(cost, field) for field in _LAYER_FIELDS if getattr(cost, field) is not None}
+        | {"trainable": cost.trained}
+        for cost in layers
     ]
     document: dict[str, Any] = {"schema": SCHEMA, "version": VERSION, "name": name, "layers": entries}
     write_text(Path(path), json.dumps(document, indent=1) + "\n")
@@ -185,6 +187,7 @@ def estimate(model: nn.Module, tokens: int, width: int, device_tflops: float) ->
                 backward_ms=2 * forward_ms,
                 weight_bytes=weight_bytes,
                 gradient_bytes=trained_bytes,
+                trained=any(parameter.requires_grad for parameter in parameters),
                 activation_bytes=boundary,
                 # As in the presets.
                 saved_bytes=_SAVED_PER_BOUNDARY * boundary,
@@ -304,7 +307,7 @@ def _layer(entry: Any, where: str, more: tuple[str, ...]) -> tuple[_core.LayerCo
             number = _number(fields[name], f"{where}.{name}", 0, _most(name))
             values[name] = int(number) if name.endswith("_bytes") else float(number)
     values.setdefault("gradient_bytes", values.get("weight_bytes", 0) if trains else 0)
-    return _core.LayerCost(**values), trains
+    return _core.LayerCost(**values, trained=trains), trains
 
 
 def _stages(value: Any) -> _core.BaselineSizes:
@@ -351,6 +354,7 @@ def _preset(
             "backward_ms": head_backward_ms,
             "weight_bytes": head_bytes,
             "gradient_bytes": 0 if lora else head_bytes,
+            "trainable": not lora,
             "activation_bytes": 0,
             "saved_bytes": 2 * boundary,
         },

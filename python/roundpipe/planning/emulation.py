@@ -76,6 +76,7 @@ def scaled(request: Request, factor: float, size_factor: float = 1.0, memory_byt
     costs = dataclasses.replace(
         request.costs,
         layers=[
+            # Emulated layers all train.
             _core.LayerCost(
                 forward_ms=cost.forward_ms * factor,
                 backward_ms=cost.backward_ms * factor,
@@ -96,6 +97,16 @@ def scaled(request: Request, factor: float, size_factor: float = 1.0, memory_byt
         interleave=False,
         published_rule=False,
     )
+
+
+def _groups(prediction: Prediction) -> int:
+    """The gradient groups that the plans need; other systems' schedules divide a backward anywhere."""
+    microbatches = prediction.plans[0].microbatches
+    jobs = [job for plan in prediction.plans for job in plan.jobs if job.phase != "forward"]
+    ends = {job.microbatches.last for job in jobs}
+    groups = prediction.gradient_groups or microbatches
+    parts = torch.arange(microbatches).tensor_split(groups)
+    return groups if ends <= {int(part[-1]) + 1 for part in parts if len(part)} else microbatches
 
 
 def emulate(
@@ -161,6 +172,7 @@ def emulate(
     count = warm_up + steps
     # A layer runs alone until the engine knows that it draws no random numbers: let the engine find out beforehand.
     single = roundpipe.RoundPipeRunConfig(num_microbatch=1)
+    options = roundpipe.RoundPipeRunConfig(num_microbatch=request.microbatches, gradient_groups=_groups(prediction))
     model.forward_backward((batch[:1],), label=target[:1], loss_fn=_loss, run_config=single)
     update(False)
     records: list[list[_core.Record]] = []
@@ -170,7 +182,7 @@ def emulate(
         if request.mode == "async":
             submitted: list[roundpipe.Pending] = []
             for step, plan in enumerate(plans):
-                config = roundpipe.RoundPipeRunConfig(num_microbatch=request.microbatches, execute_plan=plan)
+                config = dataclasses.replace(options, execute_plan=plan)
                 submitted.append(model.submit((batch,), label=target, loss_fn=_loss, run_config=config))
                 update(True)
                 if step > 0:
@@ -181,7 +193,7 @@ def emulate(
             records = [pending._submitted.records() for pending in submitted]
         else:
             for step, plan in enumerate(plans):
-                config = roundpipe.RoundPipeRunConfig(num_microbatch=request.microbatches, execute_plan=plan)
+                config = dataclasses.replace(options, execute_plan=plan)
                 if splits_head:
                     loss = _loss(model(batch.clone().requires_grad_(False), roundpipe_run_config=config), target)
                     torch.autograd.backward(loss)

@@ -83,6 +83,7 @@ def costs_of_shapes(shapes: ModelShapes, device_tflops: float) -> CostSet:
             backward_ms=layer.backward_flops / per_ms,
             weight_bytes=layer.size.weights,
             gradient_bytes=layer.size.gradients,
+            trained=layer.size.gradients > 0,
             activation_bytes=layer.footprint.outputs,
             saved_bytes=layer.footprint.saved,
         )
@@ -131,6 +132,7 @@ def _with_room(
             recompute_ms=cost.recompute_ms,
             weight_bytes=cost.weight_bytes,
             gradient_bytes=cost.gradient_bytes,
+            trained=cost.trained,
             activation_bytes=cost.activation_bytes,
             saved_bytes=footprint.kept_bytes(GRAINS[grain]),
         )
@@ -145,7 +147,7 @@ def _with_room(
         return None
     plans = placed(choices[0], asked, _STEPS)
     # The labels are counted with the last layer's inputs.
-    sizes = _core.StepSizes(layers.sizes, layers.footprints, GRAINS[grain], label_bytes=0)
+    sizes = _core.StepSizes(layers.sizes, layers.footprints, GRAINS[grain], label_bytes=0, gradient_groups=1)
     device = predict_device(plans, sizes, cap_bytes=memory)
     values = _core.waiting_on_host(plans[0], layers.footprints, request.microbatches)
     return Fit(asked, choices, device, grain, values, memory)

@@ -116,6 +116,13 @@ class PlanningOptions:
         int, typer.Option(help="Up to this many last layers keep their activations, without recompute; 1 = the head.")
     ] = 1
     replicas: Annotated[bool, typer.Option(help="Let devices share a stage and divide its microbatches.")] = True
+    gradient_groups: Annotated[
+        int,
+        typer.Option(
+            help="Groups of microbatches whose gradients a step sums by themselves: devices share a backward stage by "
+            "whole groups. 0 = they divide its microbatches anywhere."
+        ),
+    ] = 1
     effort: Annotated[
         int | None, typer.Option(help="Effort of the search, in microbatch visits (default: about half a second).")
     ] = None
@@ -134,6 +141,10 @@ class PlanningOptions:
         require(1 <= self.microbatches <= 4096, "microbatches", self.microbatches, "1 to 4096")
         traffic_ok = self.max_traffic >= 0 and math.isfinite(self.max_traffic)
         require(traffic_ok, "max-traffic", self.max_traffic, "0 (no limit), or a finite number above it")
+        groups_ok = 0 <= self.gradient_groups <= 4096
+        require(groups_ok, "gradient-groups", self.gradient_groups, "0 (anywhere) to 4096")
+        if not self.replicas:
+            self.refuse(["gradient_groups"], "replicas")
         require(1 <= self.keep <= 10_000, "keep", self.keep, "1 to 10000")
         require(self.effort is None or 0 <= self.effort <= 10**12, "effort", self.effort, "0 to 1000000000000")
         require(
@@ -162,7 +173,8 @@ class PlanningOptions:
     def refuse_planner_options(self, schedules: Collection[str]) -> None:
         """Raises a ValueError if an option of our planner was given, but its schedule is not among these."""
         if "roundpipe" not in schedules:
-            self.refuse(["max_traffic", "memory", "keep", "replicas", "effort"], "roundpipe in --schedule")
+            planner = ["max_traffic", "memory", "keep", "replicas", "gradient_groups", "effort"]
+            self.refuse(planner, "roundpipe in --schedule")
 
     @property
     def outputs(self) -> dict[str, Path | None]:
@@ -187,6 +199,7 @@ class PlanningOptions:
             max_traffic=self.max_traffic,
             keep_layers=self.keep,
             replicas=self.replicas,
+            gradient_groups=self.gradient_groups,
             effort=self.effort,
         )
 

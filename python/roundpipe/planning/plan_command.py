@@ -72,7 +72,7 @@ class PlanOptions(LinkOptions):
         if self.mode == "sync":
             self.refuse(["steps_shown"], "--mode async or inference")
         if self.mode == "inference":
-            self.refuse(["host_memory", "keep", "update_rate"], "--mode async or sync")
+            self.refuse(["host_memory", "keep", "gradient_groups", "update_rate"], "--mode async or sync")
         require(self.tflops is None or 1e-6 <= self.tflops <= 1e9, "tflops", self.tflops, "1e-06 to 1e+09")
 
     @property
@@ -90,7 +90,7 @@ def plan(options: PlanOptions) -> None:
     from roundpipe.planning import fit as fitting
     from roundpipe.planning.costs import load
     from roundpipe.planning.model_folder import is_model
-    from roundpipe.planning.schedules import describe_choice, timeline_of
+    from roundpipe.planning.schedules import choose_with_more_groups, describe_choice, timeline_of
 
     inference = options.mode == "inference"
     shapes = None
@@ -110,6 +110,15 @@ def plan(options: PlanOptions) -> None:
     found = fitting.fit(request, layers, capacity, plan_mode)
     best = found.choices[0]
     report = options.document(request) | describe_choice(best, found.choices[1:])
+    more = None if inference else choose_with_more_groups(found.request, best)
+    if more is not None:
+        with_groups, choices = more
+        less = 100 * (1 - choices[0].step_ms / best.step_ms)
+        report["more_groups"] = {
+            "gradient_groups": with_groups.gradient_groups,
+            "less_time_percent": less,
+            **describe_choice(choices[0], []),
+        }
     host_memory = None if options.host_memory is None else _core.parse_bytes(options.host_memory)
     memory_report = None if inference else _memory(found, shapes, host_memory)
     if options.as_json:
@@ -198,3 +207,8 @@ def _print_choice(title: str, report: dict[str, Any], shapes: ModelShapes | None
         slower = 100 * (other["step_ms"] / report["step_ms"] - 1) if report["step_ms"] else 0.0
         time = f"{round(slower, 2) + 0.0:+.2f} % time"  # adding 0 makes 0 of -0
         typer.echo(f"  next best  {other['summary']}: {time}, {other['traffic_ratio']:.2f} x traffic")
+    if "more_groups" in report:
+        more = report["more_groups"]
+        typer.echo(
+            f"  groups     with gradient_groups={more['gradient_groups']}: {more['less_time_percent']:.1f} % less time"
+        )

@@ -13,7 +13,7 @@ from roundpipe.planning.options import STAGES_LEGEND, CostsArgument, LinkOptions
 
 if TYPE_CHECKING:
     from roundpipe.planning.pictures import Span
-    from roundpipe.planning.schedules import Impossible, Prediction
+    from roundpipe.planning.schedules import Impossible, Prediction, Request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,11 @@ def simulate(options: SimulateOptions) -> None:
     if options.links or "published" not in names:
         options.refuse(["published_rule"], "published in --schedule and without --links")
     results = each_possible(names, lambda name: predict(name, request))
+    for place, result in enumerate(results):
+        if result.name != "roundpipe":
+            continue
+        results[place + 1 : place + 1] = _with_more_groups(result, request)
+        break
     predictions = [result for result in results if not isinstance(result, Impossible)]
     if options.as_json:
         schedules = [result.document() for result in results]
@@ -66,6 +71,19 @@ def simulate(options: SimulateOptions) -> None:
     if options.draws:
         rows = [(_title(prediction), _spans(prediction, options.steps_shown)) for prediction in predictions]
         options.write_pictures(rows, f"{request.costs.name}, {options.setting(request)}")
+
+
+def _with_more_groups(ours: Prediction | Impossible, request: Request) -> list[Prediction | Impossible]:
+    """Our schedule with as many gradient groups as shorten the step; empty if none do."""
+    from roundpipe.planning.schedules import Impossible, choose_with_more_groups, predict_choice
+
+    if isinstance(ours, Impossible) or ours.choice is None:
+        return []
+    more = choose_with_more_groups(request, ours.choice)
+    if more is None:
+        return []
+    with_groups, choices = more
+    return [predict_choice(f"{ours.name}, {with_groups.gradient_groups} gradient groups", with_groups, choices)]
 
 
 def _title(prediction: Prediction) -> str:
@@ -85,10 +103,13 @@ def _print_table(title: str, results: list[Prediction | Impossible]) -> None:
 
     rows = [result if isinstance(result, Impossible) else _row(result) for result in results]
     print_table(title, ["step ms", "bubble %", "weight traffic"], rows)
-    for result in results:
-        if not isinstance(result, Impossible) and result.choice is not None:
-            typer.echo(f"{result.name}: {result.choice.cut}")
-            typer.echo(f"notation: {STAGES_LEGEND}")
+    lines = [
+        f"{result.name}: {result.choice.cut}"
+        for result in results
+        if not isinstance(result, Impossible) and result.choice is not None
+    ]
+    if lines:
+        typer.echo("\n".join([*lines, f"notation: {STAGES_LEGEND}"]))
 
 
 def _row(prediction: Prediction) -> list[str]:

@@ -14,12 +14,13 @@
 #include <roundpipe/core/mutex.h>
 #include <roundpipe/device/event_list.h>
 #include <roundpipe/memory/host_value.h>
+#include <roundpipe/runtime/call/block_sum.h>
 #include <roundpipe/runtime/call/execution_log.h>
-#include <roundpipe/runtime/call/layer_sums.h>
 #include <roundpipe/runtime/model/layer.h>
 #include <roundpipe/runtime/model/model_state.h>
 #include <roundpipe/runtime/model/out_of_memory.h>
 #include <roundpipe/runtime/model/random.h>
+#include <roundpipe/schedule/gradient_groups.h>
 #include <roundpipe/schedule/plan.h>
 
 namespace roundpipe::runtime {
@@ -42,7 +43,7 @@ using roundpipe::RecomputeGrain;
 
 // The order in which gradients of a parameter that several layers share are added.
 enum class TiedGradAccumulation {
-  kLayer,       // over each layer's microbatches first, then over the layers (see LayerSums)
+  kLayer,       // over each layer's microbatches first, then over the layers (see BlockSum)
   kMicrobatch,  // over each microbatch's layers first, then over the microbatches (see memory::TiedSum)
 };
 
@@ -52,6 +53,7 @@ struct CallOptions {
   bool preserve_rng_state = true;
   RecomputeGrain recompute_grain = RecomputeGrain::kStage;
   TiedGradAccumulation tied_grad_accumulation = TiedGradAccumulation::kLayer;
+  int gradient_groups = 1;
   // The call reads something that the caller may change, so it returns only after the last read.
   bool keeps_caller = false;
 };
@@ -98,6 +100,9 @@ class Call : public std::enable_shared_from_this<Call> {
   // Returns an object that counts as a job until it is dropped. REQUIRES: a job is left.
   std::shared_ptr<void> hold();
 
+  // How gradients are summed over the microbatches.
+  schedule::GradientGroups groups() const { return {options.microbatches, options.gradient_groups}; }
+
   BoundaryValues& values(int layer, int microbatch) { return values_[at(layer, microbatch)]; }
   BoundaryGradients& gradients(int layer, int microbatch) { return gradients_[at(layer, microbatch)]; }
 
@@ -137,9 +142,8 @@ class Call : public std::enable_shared_from_this<Call> {
   // [block]; null if the block gets no gradients.
   std::vector<memory::GradientBlockPtr> bases;
   std::vector<memory::GradientBlockPtr> results;
-  std::vector<std::unique_ptr<memory::RangeSum>> range_sums;
-  // For tied blocks: one of the two.
-  std::vector<std::unique_ptr<LayerSums>> layer_sums;
+  // One of the two; neither if one job makes the whole sum.
+  std::vector<std::unique_ptr<BlockSum>> block_sums;
   std::vector<std::unique_ptr<memory::TiedSum>> tied_sums;
 
   // The jobs' until the caller has the losses, then the caller's, which drops the loss and the labels.

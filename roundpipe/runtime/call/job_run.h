@@ -39,9 +39,6 @@ struct JobRun {
   // Per layer of the stage: events to wait for, and events to fire; null if there is none.
   std::vector<device::EventPtr> buffers_before;
   std::vector<device::EventPtr> buffers_after;
-  // Per layer of the stage: the position of this job's microbatches among those of the layer's backward jobs, see
-  // RangeSum.
-  std::vector<size_t> range_index;
   device::EventPtr weights_read;  // fires when the job no longer reads the host's weights
 
   // Protected by the lock of the worker's queue.

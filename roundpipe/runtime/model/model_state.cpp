@@ -35,12 +35,11 @@ BlockState::BlockState(std::vector<NamedTensor> parameters, std::vector<int> blo
 }
 
 void BlockState::make_sum_buffers() {
-  if (!tied()) return;
   sum_layout = gradient_layout.widened();
   const bool same = sum_layout.same_dtypes(gradient_layout);
   sum_buffers =
       same ? gradient_buffers : std::make_shared<memory::BufferPool>(sum_layout.size_bytes, block->buffers()->pinned());
-  sum_buffers->keep(layers.size());
+  if (tied()) sum_buffers->keep(layers.size());
 }
 
 void BlockState::keep_gradients_in_fp32() {
@@ -55,9 +54,9 @@ bool BlockState::trainable() const {
   return std::any_of(parameters.begin(), parameters.end(), [](const auto& p) { return p.tensor.requires_grad(); });
 }
 
-int64_t BlockState::sum_bytes() const {
-  if (!tied() || !trainable()) return 0;
-  return sum_layout.size_bytes * tied_sums(static_cast<int64_t>(layers.size()), sum_buffers != gradient_buffers);
+int64_t BlockState::sum_bytes(int64_t parts) const {
+  if (parts < 2 || !trainable()) return 0;
+  return sum_layout.size_bytes * partial_sums(parts, sum_buffers != gradient_buffers);
 }
 
 ModelState::ModelState(std::string model_name, std::vector<std::unique_ptr<Layer>> model_layers, bool pinned)
@@ -163,7 +162,7 @@ int64_t ModelState::host_bytes() const {
   for (const BlockState& block : blocks) {
     bytes += block.block->buffers()->host_bytes();
     if (block.gradient_buffers != block.block->buffers()) bytes += block.gradient_buffers->host_bytes();
-    if (block.sum_buffers && block.sum_buffers != block.gradient_buffers) bytes += block.sum_buffers->host_bytes();
+    if (block.sum_buffers != block.gradient_buffers) bytes += block.sum_buffers->host_bytes();
   }
   return bytes;
 }

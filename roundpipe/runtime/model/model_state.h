@@ -67,8 +67,8 @@ struct BlockState {
   // The layout of gradients on the host, and the pool of their memory: those of the weights, unless kept in fp32.
   memory::BlockLayout gradient_layout;
   std::shared_ptr<memory::BufferPool> gradient_buffers;
-  // Of a tied block: the layout of each layer's own sum, and the pool of their memory, which is that of the gradients
-  // if the dtypes are the same.
+  // The layout of partial sums, and the pool of their memory, which is that of the gradients if the dtypes are the
+  // same.
   memory::BlockLayout sum_layout;
   std::shared_ptr<memory::BufferPool> sum_buffers;
   // The remainder of each parameter's fp32 master, once a fused optimizer trains it.
@@ -81,8 +81,8 @@ struct BlockState {
   }
   // Whether any parameter is trainable, by the user's current flags.
   bool trainable() const;
-  // Host bytes of the layers' sums, beyond those of the gradients; 0 for a block that is not tied.
-  int64_t sum_bytes() const;
+  // Host bytes of so many partial sums, beyond those of the gradients; 0 if nothing is trainable.
+  int64_t sum_bytes(int64_t parts) const;
   // From now on, 16-bit weights have fp32 gradients on the host. REQUIRES: no gradient has been made yet.
   void keep_gradients_in_fp32();
 

@@ -51,7 +51,7 @@ void GradientSums::begin(JobRun& run) {
     const LayerState& state = run.layer(l);
     layers_.shell(run, l).sink.reset(state.parameters.size());
     for (const size_t block : state.blocks) {
-      if (is_summed_here(run, l, block)) begin_sum(run, l, block, arrived, spread);
+      if (is_summed_here(*run.call, block)) begin_sum(run, l, block, arrived, spread);
     }
   }
   for (size_t i = 0; i < arrived.size(); ++i) {
@@ -60,12 +60,8 @@ void GradientSums::begin(JobRun& run) {
   }
 }
 
-bool GradientSums::is_summed_here(const JobRun& run, int layer, size_t block) {
-  const Call& call = *run.call;
-  if (!call.results[block]) return false;
-  if (!call.model->blocks[block].tied()) return true;
-  // A layer's sum is made in the order of its microbatches, so only the job with the first microbatches makes it.
-  return call.layer_sums[block] && run.range_index[run.place(layer)] == 0;
+bool GradientSums::is_summed_here(const Call& call, size_t block) {
+  return call.results[block] && !call.tied_sums[block];
 }
 
 void GradientSums::begin_sum(JobRun& run, int layer, size_t own, std::vector<EventPtr>& arrived,
@@ -80,14 +76,10 @@ void GradientSums::begin_sum(JobRun& run, int layer, size_t own, std::vector<Eve
   sum.block = own;
   sum.sink = &sink;
   sum.layout = host_layout.widened();
-  sum.flat = allocate(sum.layout.size_bytes);
-  for (size_t i = 0; i < state.parameters.size(); ++i) {
-    if (state.parameters[i].block != own || !call.trainable[static_cast<size_t>(layer)][i]) continue;
-    sink.targets[i] = sum.layout.view(sum.flat, state.parameters[i].index);
-  }
+  take_up(run, sum);
   // The sum continues from that of earlier calls, so that bits are those of one loop over all microbatches.
   const memory::GradientBlockPtr base = shared.tied() ? nullptr : call.bases[own];
-  if (!base || run.range_index[run.place(layer)] != 0) return;
+  if (!base || run.job.microbatches.first != 0) return;
   auto uploaded = std::make_shared<at::Tensor>();
   EventPtr done = run.call->new_event();
   upload_.submit({Priority::kBoundaryGradient,
@@ -115,14 +107,26 @@ void GradientSums::begin_sum(JobRun& run, int layer, size_t own, std::vector<Eve
   });
 }
 
+// Gives the layer new memory to sum in.
+void GradientSums::take_up(const JobRun& run, Sum& sum) {
+  const LayerState& state = run.layer(sum.layer);
+  const std::vector<char>& trainable = run.call->trainable[static_cast<size_t>(sum.layer)];
+  sum.flat = allocate(sum.layout.size_bytes);
+  for (size_t i = 0; i < state.parameters.size(); ++i) {
+    if (state.parameters[i].block != sum.block || !trainable[i]) continue;
+    sum.sink->targets[i] = sum.layout.view(sum.flat, state.parameters[i].index);
+    sum.sink->received[i] = 0;
+  }
+}
+
 namespace {
 
-// Combines the layers' sums of a block on the update thread, once the sums of earlier calls have landed. The call is
-// not finished before that. REQUIRES: a job of the call is left.
-void combine(const CallPtr& call, size_t block) {
-  const memory::GradientBlockPtr& base = call->layer_sums[block]->target().base;
+// Adds up the parts of a block on the update thread, once the sums of earlier calls have landed. The call is not
+// finished before that. REQUIRES: a job of the call is left.
+void add_up(const CallPtr& call, size_t block) {
+  const memory::GradientBlockPtr& base = call->block_sums[block]->target().base;
   call->then({base ? base->landed : nullptr}, [call, block, hold = call->hold()] {
-    const auto work = [call, block, hold] { call->attempt([&] { call->layer_sums[block]->combine(); }); };
+    const auto work = [call, block, hold] { call->attempt([&] { call->block_sums[block]->add_up(); }); };
     UpdateThread::Work prepared = UpdateThread::prepare({0, UpdateThread::Kind::kNorm, block}, work);
     if (!UpdateThread::instance().submit(prepared)) work();
   });
@@ -137,7 +141,7 @@ void GradientSums::contribute_tied(JobRun& run, int microbatch, bool ran) {
     GradientSink& sink = layers_.shell(run, l).sink;
     for (const size_t block : state.blocks) {
       const BlockState& shared = call.model->blocks[block];
-      if (!call.results[block] || is_summed_here(run, l, block)) continue;
+      if (!call.results[block] || is_summed_here(call, block)) continue;
       std::vector<Piece> pieces;
       std::vector<size_t> indices;
       for (size_t i = 0; i < state.parameters.size(); ++i) {
@@ -162,12 +166,6 @@ void GradientSums::contribute_tied(JobRun& run, int microbatch, bool ran) {
           done);
       const auto place = static_cast<size_t>(microbatch);
       const size_t sharer = shared.sharer(l);
-      if (call.layer_sums[block]) {
-        run.call->then({done}, [call_ptr = run.call, block, sharer, place, landed] {
-          if (call_ptr->layer_sums[block]->contribute(sharer, place, std::move(*landed))) combine(call_ptr, block);
-        });
-        continue;
-      }
       // The sum starts from that of the call before, which may still be in flight.
       const EventPtr base = call.bases[block] ? call.bases[block]->landed : nullptr;
       run.call->then({done, base}, [call_ptr = run.call, block, sharer, place, landed] {
@@ -177,50 +175,98 @@ void GradientSums::contribute_tied(JobRun& run, int microbatch, bool ran) {
   }
 }
 
+void GradientSums::end_group(JobRun& run, int microbatch) {
+  const schedule::GradientGroups groups = run.call->groups();
+  if (microbatch + 1 == run.job.microbatches.last || !groups.is_boundary(microbatch + 1)) return;
+  const at::NoGradGuard no_grad;
+  for (Sum& sum : sums_) {
+    if (run.job.microbatches.first == 0) {
+      add_to_total(run, sum);
+    } else {
+      const int group = groups.group_of(microbatch);
+      send(run, sum, {group, group + 1});
+    }
+    if (!sum.flat.defined()) take_up(run, sum);
+  }
+}
+
+void GradientSums::add_to_total(JobRun& run, Sum& sum) {
+  const LayerState& state = run.layer(sum.layer);
+  const bool first = !sum.total.defined();
+  if (first) {
+    sum.total = std::exchange(sum.flat, {});
+    sum.in_total.assign(state.parameters.size(), 0);
+  }
+  for (size_t i = 0; i < state.parameters.size(); ++i) {
+    const auto [block, index] = state.parameters[i];
+    if (block != sum.block || !sum.sink->received[i]) continue;
+    if (!first && sum.in_total[i]) {
+      sum.layout.view(sum.total, index).add_(sum.sink->targets[i]);
+    } else if (!first) {
+      sum.layout.view(sum.total, index).copy_(sum.sink->targets[i]);
+    }
+    sum.in_total[i] = 1;
+    sum.sink->received[i] = 0;
+  }
+}
+
 void GradientSums::send(JobRun& run) {
   const at::NoGradGuard no_grad;
-  Call& call = *run.call;
+  const schedule::Range groups = run.call->groups().groups_of(run.job.microbatches);
   for (Sum& sum : sums_) {
-    const LayerState& state = run.layer(sum.layer);
-    const BlockState& shared = call.model->blocks[sum.block];
-    // Sums of layers that share a block are rounded after they have been added.
-    const memory::BlockLayout& layout = shared.tied() ? sum.layout : shared.gradient_layout;
-    std::vector<char> received(layout.tensors.size(), 0);
-    for (size_t i = 0; i < state.parameters.size(); ++i) {
-      if (state.parameters[i].block == sum.block) received[state.parameters[i].index] = sum.sink->received[i];
+    if (sum.total.defined()) {
+      add_to_total(run, sum);
+      sum.flat = std::exchange(sum.total, {});
+      for (size_t i = 0; i < sum.in_total.size(); ++i) sum.sink->received[i] |= sum.in_total[i];
     }
-    at::Tensor rounded = sum.flat;
-    if (!sum.layout.same_dtypes(layout)) {
-      rounded = allocate(layout.size_bytes);
-      for (size_t index = 0; index < received.size(); ++index) {
-        if (received[index]) layout.view(rounded, index).copy_(sum.layout.view(sum.flat, index));
-      }
-    }
-    const bool any = std::find(received.begin(), received.end(), 1) != received.end();
-    auto landed = std::make_shared<at::Tensor>();
-    EventPtr done = run.call->new_event();
-    outbox_.send(
-        run, Priority::kParameterGradient,
-        [rounded, any, landed,
-         buffers = shared.tied() ? call.layer_sums[sum.block]->target().wide_buffers : shared.gradient_buffers] {
-          std::vector<Piece> pieces;
-          if (!any) return pieces;
-          *landed = buffers->take();
-          pieces.push_back({*landed, rounded});
-          return pieces;
-        },
-        done);
-    if (shared.tied()) {
-      call.then({done}, [call_ptr = run.call, block = sum.block, sharer = shared.sharer(sum.layer),
-                         count = static_cast<size_t>(run.job.microbatches.last), landed, received] {
-        if (call_ptr->layer_sums[block]->add(sharer, count, std::move(*landed), received)) combine(call_ptr, block);
-      });
-      continue;
-    }
-    call.then({done}, [call_ptr = run.call, block = sum.block, range = run.range_index[run.place(sum.layer)], landed,
-                       received] { call_ptr->range_sums[block]->add(range, std::move(*landed), received); });
+    send(run, sum, run.job.microbatches.first == 0 ? groups : schedule::Range{groups.last - 1, groups.last});
   }
   drop(run);
+}
+
+void GradientSums::send(JobRun& run, Sum& sum, schedule::Range groups) {
+  Call& call = *run.call;
+  const LayerState& state = run.layer(sum.layer);
+  const BlockState& shared = call.model->blocks[sum.block];
+  // Parts are rounded after they have been added.
+  const bool whole = !call.block_sums[sum.block];
+  const memory::BlockLayout& layout = whole ? shared.gradient_layout : sum.layout;
+  std::vector<char> received(layout.tensors.size(), 0);
+  for (size_t i = 0; i < state.parameters.size(); ++i) {
+    if (state.parameters[i].block == sum.block) received[state.parameters[i].index] = sum.sink->received[i];
+  }
+  at::Tensor sent = std::exchange(sum.flat, {});
+  if (!sum.layout.same_dtypes(layout)) {
+    const at::Tensor rounded = allocate(layout.size_bytes);
+    for (size_t index = 0; index < received.size(); ++index) {
+      if (received[index]) layout.view(rounded, index).copy_(sum.layout.view(sent, index));
+    }
+    sent = rounded;
+  }
+  const bool any = std::ranges::find(received, 1) != received.end();
+  auto landed = std::make_shared<at::Tensor>();
+  EventPtr done = run.call->new_event();
+  outbox_.send(
+      run, Priority::kParameterGradient,
+      [sent, any, landed, buffers = whole ? shared.gradient_buffers : shared.sum_buffers] {
+        std::vector<Piece> pieces;
+        if (!any) return pieces;
+        *landed = buffers->take();
+        pieces.push_back({*landed, sent});
+        return pieces;
+      },
+      done);
+  call.then({done}, [call_ptr = run.call, block = sum.block, sharer = shared.sharer(sum.layer), groups, landed,
+                     received, whole] {
+    if (whole) {
+      const memory::GradientBlockPtr& result = call_ptr->results[block];
+      result->flat = std::move(*landed);
+      result->received = received;
+      result->landed->fire();
+    } else if (call_ptr->block_sums[block]->add(sharer, groups, std::move(*landed), received)) {
+      add_up(call_ptr, block);
+    }
+  });
 }
 
 void GradientSums::drop(JobRun& run) {

@@ -10,7 +10,8 @@
 namespace roundpipe::runtime {
 
 // The parameter gradients of the running job of one device, summed on the device over its microbatches: one sum for
-// each layer and block.
+// each layer and block. Each gradient group after the first one has a sum of its own, which is added to those before it
+// here if the job has them all, else on the host (see BlockSum).
 // Used by the device's thread, inside its compute scope.
 class GradientSums {
  public:
@@ -18,11 +19,14 @@ class GradientSums {
                LayerRunner& layers)
       : device_(device), upload_(upload), room_(room), outbox_(outbox), layers_(layers) {}
 
-  // Allocates the sums, and starts them from the sums of earlier calls. Blocks until those are on the device.
+  // Allocates the sums, and starts that of the first group from the sums of earlier calls. Blocks until those are on
+  // the device.
   void begin(JobRun& run);
   // Sends this microbatch's gradients of tied parameters that are not summed here to the sums on the host. `ran`:
   // whether the backward of the microbatch ran.
   void contribute_tied(JobRun& run, int microbatch, bool ran);
+  // Ends the group of `microbatch` if that is the last one of a group, but not of the job.
+  void end_group(JobRun& run, int microbatch);
   // Sends the sums to the host and drops them.
   void send(JobRun& run);
   // Drops the sums, also after an error: nothing of the job stays on the device.
@@ -40,11 +44,17 @@ class GradientSums {
     size_t block;
     GradientSink* sink;  // of the layer's shell, also while the job is not bound
     memory::BlockLayout layout;
-    at::Tensor flat;
+    at::Tensor flat;  // of the group, or of the first groups of a job that has only one part
+    // Of the groups before, if the job begins with the first one; undefined at first.
+    at::Tensor total;
+    std::vector<char> in_total;  // per parameter of the layer
   };
-  static bool is_summed_here(const JobRun& run, int layer, size_t block);
+  static bool is_summed_here(const Call& call, size_t block);
   void begin_sum(JobRun& run, int layer, size_t block, std::vector<device::EventPtr>& arrived,
                  std::vector<std::function<void()>>& spread);
+  void take_up(const JobRun& run, Sum& sum);
+  void add_to_total(JobRun& run, Sum& sum);
+  void send(JobRun& run, Sum& sum, schedule::Range groups);
   at::Tensor allocate(int64_t size_bytes);
 
   device::Device& device_;

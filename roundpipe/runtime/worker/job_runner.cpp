@@ -80,6 +80,8 @@ void JobRunner::run_job(JobRun& run) {
     const EventPtr begun = device_.compute().mark();
     run_microbatch(run, microbatch);
     run.staged.erase(microbatch);
+    doing_ = {"the gradient sums", run.job.layers};
+    if (run.job.phase != Phase::kForward) sums_.end_group(run, microbatch);
     const EventPtr done = device_.compute().mark();
     record(run, microbatch, begun, done);
     limit_run_ahead(done);

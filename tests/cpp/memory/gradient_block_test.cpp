@@ -116,43 +116,8 @@ TEST_CASE("gradient: undefined where nothing was received") {
   CHECK_FALSE(gradient(block, layout, 1).defined());
 }
 
-TEST_CASE("range sum: adds in range order whatever the order of arrival, bit for bit") {
-  for (unsigned seed = 0; seed < 40; ++seed) {
-    CAPTURE(seed);
-    Case c(seed);
-    const size_t ranges = 1 + seed % 6;
-    std::vector<Gradients> parts;
-    for (size_t range = 0; range < ranges; ++range) parts.push_back(c.gradients());
-    Gradients expected(c.parameters.size());
-    for (const Gradients& part : parts) add_into(expected, part);
-
-    const auto result = std::make_shared<GradientBlock>();
-    RangeSum sum(result, c.layout, ranges);
-    std::vector<std::function<void()>> tasks;
-    for (size_t range = 0; range < ranges; ++range) {
-      tasks.emplace_back([&, range] {
-        auto [flat, received] = packed(c.layout, parts[range]);
-        sum.add(range, flat, received);
-      });
-    }
-    run_shuffled(tasks, c.random, 3);
-    check_equal(*result, c.layout, expected);
-  }
-}
-
-TEST_CASE("range sum: lands with the last part, not before") {
-  const BlockLayout layout = layout_of({at::empty({3})});
-  const auto result = std::make_shared<GradientBlock>();
-  RangeSum sum(result, layout, 2);
-  const auto [flat, received] = packed(layout, {at::ones({3})});
-  sum.add(1, flat.clone(), received);
-  CHECK_FALSE(result->landed->complete());
-  sum.add(0, flat.clone(), received);
-  CHECK(result->landed->complete());
-}
-
 TEST_CASE(
-    "tied sum: within a microbatch from the last layer to the first, then microbatches in order, 16-bit ones in fp32") {
+    "tied sum: within a microbatch from the last layer to the first, then microbatches and groups in order, in fp32") {
   for (unsigned seed = 0; seed < 40; ++seed) {
     CAPTURE(seed);
     Case c(100 + seed);
@@ -171,6 +136,10 @@ TEST_CASE(
       base->landed->fire();
     }
     const Gradients before = expected;
+    std::vector<size_t> ends;
+    for (size_t m = 1; m <= microbatches; ++m) {
+      if (m == microbatches || c.random() % 2 == 0) ends.push_back(m);
+    }
     const auto cast = [&](Gradients& gradients, bool wide) {
       for (size_t i = 0; i < gradients.size(); ++i) {
         const c10::ScalarType dtype = c.parameters[i].scalar_type();
@@ -178,16 +147,21 @@ TEST_CASE(
       }
     };
     cast(expected, /*wide=*/true);
-    for (const auto& microbatch : made) {
-      Gradients folded(c.parameters.size());
-      for (size_t layer = layers; layer-- > 0;) add_into(folded, microbatch[layer]);
-      cast(folded, /*wide=*/true);
-      add_into(expected, folded);
+    size_t next = 0;
+    for (const size_t end : ends) {
+      Gradients group(c.parameters.size());
+      for (Gradients& sum = next == 0 ? expected : group; next < end; ++next) {
+        Gradients folded(c.parameters.size());
+        for (size_t layer = layers; layer-- > 0;) add_into(folded, made[next][layer]);
+        cast(folded, /*wide=*/true);
+        add_into(sum, folded);
+      }
+      add_into(expected, group);
     }
     cast(expected, /*wide=*/false);
 
     const auto result = std::make_shared<GradientBlock>();
-    TiedSum sum(result, base, c.layout, buffers_of(c.layout), layers, microbatches);
+    TiedSum sum(result, base, c.layout, buffers_of(c.layout), layers, ends);
     std::vector<std::function<void()>> tasks;
     for (size_t m = 0; m < microbatches; ++m) {
       for (size_t layer = 0; layer < layers; ++layer) {
@@ -204,7 +178,7 @@ TEST_CASE(
 TEST_CASE("tied sum: contributions are not changed, and a base that received nothing counts as none") {
   const BlockLayout layout = layout_of({at::empty({3})});
   const auto result = std::make_shared<GradientBlock>();
-  TiedSum sum(result, std::make_shared<GradientBlock>(), layout, buffers_of(layout), 2, 1);
+  TiedSum sum(result, std::make_shared<GradientBlock>(), layout, buffers_of(layout), 2, {1});
   const at::Tensor first = at::full({3}, 1.0);
   const at::Tensor second = at::full({3}, 2.0);
   sum.contribute(0, 0, {first});
@@ -223,7 +197,7 @@ TEST_CASE("tied sum: 16-bit gradients of microbatches are summed in fp32 and rou
   std::tie(base->flat, base->received) = packed(layout, {bf16(256)});
   base->landed->fire();
   const auto result = std::make_shared<GradientBlock>();
-  TiedSum sum(result, base, layout, buffers_of(layout), 1, 2);
+  TiedSum sum(result, base, layout, buffers_of(layout), 1, {2});
   for (size_t microbatch : {0, 1}) sum.contribute(0, microbatch, {bf16(1)});
   CHECK(at::equal(gradient(*result, layout, 0), bf16(258)));
 }
@@ -231,7 +205,7 @@ TEST_CASE("tied sum: 16-bit gradients of microbatches are summed in fp32 and rou
 TEST_CASE("tied sum: after the call has failed, contributions are ignored") {
   const BlockLayout layout = layout_of({at::empty({3})});
   const auto result = std::make_shared<GradientBlock>();
-  TiedSum sum(result, nullptr, layout, buffers_of(layout), 1, 1);
+  TiedSum sum(result, nullptr, layout, buffers_of(layout), 1, {1});
   result->landed->fail(std::make_exception_ptr(std::runtime_error("call failed")));
   sum.contribute(0, 0, {at::ones({3})});
   CHECK_FALSE(result->flat.defined());

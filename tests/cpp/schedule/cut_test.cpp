@@ -72,6 +72,45 @@ TEST_CASE("cut: recipe, order and traffic") {
   CHECK(to_string(cut) == "forward 1x1*2 1x2 | backward 1x1 1x3 | interleave 1.50");
 }
 
+TEST_CASE("cut: replicas with gradients cover whole groups of microbatches, others cut anywhere") {
+  LayerCosts costs(4, {.forward_ms = 1, .backward_ms = 2, .weight_bytes = 10, .gradient_bytes = 10});
+  costs[0].gradient_bytes = costs[1].gradient_bytes = 0;
+  Cut cut;
+  cut.forward = {{{0, 3}, 2}};
+  cut.backward = {{{3, 4}, 2}, {{2, 3}, 5}, {{1, 2}, 5}, {{0, 1}, 1}};
+  const auto ranges = [&](int groups, int microbatches, Range layers, Phase phase) {
+    PlannerOptions options;
+    options.microbatches = microbatches;
+    options.gradient_groups = groups;
+    std::vector<Range> found;
+    for (const Job& job : to_recipe(cut, CostSums(costs), 2, options).jobs) {
+      if (job.layers == layers && job.phase == phase) found.push_back(job.microbatches);
+    }
+    return found;
+  };
+  using Ranges = std::vector<Range>;
+  // Seven microbatches in three groups: [0, 3), [3, 5), [5, 7). Two replicas take two groups and one.
+  CHECK(ranges(3, 7, {3, 4}, Phase::kFused) == Ranges{{0, 5}, {5, 7}});
+  CHECK(ranges(3, 7, {2, 3}, Phase::kBackward) == Ranges{{0, 3}, {3, 5}, {5, 7}});
+  CHECK(ranges(3, 7, {1, 2}, Phase::kBackward) == Ranges{{0, 1}, {1, 2}, {2, 4}, {4, 5}, {5, 7}});
+  CHECK(ranges(3, 7, {0, 3}, Phase::kForward) == Ranges{{0, 3}, {3, 7}});
+  CHECK(ranges(1, 7, {2, 3}, Phase::kBackward) == Ranges{{0, 7}});
+  CHECK(ranges(9, 2, {2, 3}, Phase::kBackward) == Ranges{{0, 1}, {1, 2}});
+  CHECK(ranges(0, 7, {3, 4}, Phase::kFused) == Ranges{{0, 3}, {3, 7}});
+}
+
+TEST_CASE("cut: gradients below the first backward layer need no groups") {
+  const LayerCosts costs(3, {.forward_ms = 1, .backward_ms = 2, .weight_bytes = 10, .gradient_bytes = 10});
+  PlannerOptions options;
+  options.microbatches = 6;
+  options.gradient_groups = 2;
+  options.first_backward_layer = 3;
+  const CostSums frozen(costs, 3), trained(costs);
+  CHECK(most_replicas({2, 3}, true, frozen, options) == 6);
+  CHECK(most_replicas({2, 3}, true, trained, options) == 2);
+  CHECK(most_replicas({2, 3}, false, trained, options) == 6);
+}
+
 TEST_CASE("cut: greedy stages fill up to the threshold") {
   const LayerCosts costs(7, {.forward_ms = 1, .backward_ms = 2});
   PlannerOptions options;

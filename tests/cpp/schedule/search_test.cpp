@@ -116,6 +116,39 @@ TEST_CASE("search: every plan is valid, keeps its limits and is predicted right"
   }
 }
 
+TEST_CASE("search: jobs with gradients begin and end between groups of microbatches") {
+  std::mt19937 random(15);
+  int shared = 0;
+  for (int round = 0; round < 40; ++round) {
+    LayerCosts costs = random_costs(random, 4 + static_cast<int>(random() % 12));
+    for (LayerCost& cost : costs) cost.gradient_bytes = random() % 2 ? cost.weight_bytes : 0;
+    SearchOptions options = options_of(2 + static_cast<int>(random() % 15), random() % 2 == 0, 300'000);
+    options.plan.gradient_groups = 1 + static_cast<int>(random() % 4);
+    const int groups = std::min(options.plan.gradient_groups, options.plan.microbatches);
+    std::vector<int> ends{0};
+    for (int group = 0; group < groups; ++group) {
+      const bool larger = group < options.plan.microbatches % groups;
+      ends.push_back(ends.back() + options.plan.microbatches / groups + (larger ? 1 : 0));
+    }
+    const Cluster cluster = cluster_of(2 + static_cast<int>(random() % 7), 1);
+    for (const PlanChoice& choice : search(costs, cluster, options)) {
+      REQUIRE_NOTHROW(validate(choice.recipe, options.plan.mode));
+      for (const Job& job : choice.recipe.jobs) {
+        if (job.phase == Phase::kForward || CostSums(costs).gradient_bytes(job.layers) == 0) continue;
+        REQUIRE(std::ranges::find(ends, job.microbatches.first) != ends.end());
+        REQUIRE(std::ranges::find(ends, job.microbatches.last) != ends.end());
+        if (job.microbatches.size() < options.plan.microbatches) ++shared;
+      }
+      // The description of a cut names the replicas that its plan has.
+      std::size_t replicas = 0;
+      for (const CutStage& stage : choice.cut.forward) replicas += static_cast<std::size_t>(stage.replicas);
+      for (const CutStage& stage : choice.cut.backward) replicas += static_cast<std::size_t>(stage.replicas);
+      REQUIRE(choice.recipe.jobs.size() == replicas);
+    }
+  }
+  CHECK(shared > 0);
+}
+
 TEST_CASE("search: the predicted synchronous step is what the plan takes") {
   std::mt19937 random(12);
   for (int round = 0; round < 60; ++round) {
@@ -208,6 +241,9 @@ TEST_CASE("search: bad input") {
                        std::invalid_argument);
   cluster = cluster_of(2);
   SearchOptions options = options_of(4, true, 1000);
+  options.plan.gradient_groups = -1;
+  CHECK_THROWS_WITH_AS(search(costs, cluster, options), Contains("gradient_groups is -1"), std::invalid_argument);
+  options.plan.gradient_groups = 0;
   options.max_traffic = 0.01;
   CHECK_THROWS_WITH_AS(search(costs, cluster, options), Contains("max_traffic"), std::invalid_argument);
 }

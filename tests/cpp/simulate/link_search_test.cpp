@@ -193,6 +193,25 @@ TEST_CASE("link search: within 2 % of the best even cut, and never worse than th
   }
 }
 
+TEST_CASE("link search: replicas of stages with gradients keep to the groups of microbatches") {
+  for (const bool asynchronous : {true, false}) {
+    for (const Case& of : cases()) {
+      CAPTURE(of.name);
+      LinkRules rules;
+      rules.timing.asynchronous = asynchronous;
+      SearchOptions options;
+      options.plan = planner(of.microbatches);
+      options.plan.gradient_groups = 1;
+      options.effort = 2'000'000;
+      for (const PlanChoice& choice : search_links(of.costs, of.cluster, options, rules)) {
+        for (const Job& job : choice.recipe.jobs) {
+          if (job.phase != Phase::kForward) CHECK(job.microbatches == Range{0, of.microbatches});
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("link search: what limits the step is what shortens it if it is made fast") {
   const Case slow_links{"slow links", LayerCosts(8, layer(1, 2, 300, 1)), machine(2, 10, 0), 2};
   const auto limit = [](const Case& of, double update_gb_per_s) {

@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <random>
+#include <set>
 #include <stdexcept>
 #include <vector>
 
 #include <doctest/doctest.h>
+
+#include <roundpipe/schedule/gradient_groups.h>
 
 using namespace roundpipe::schedule;
 using namespace roundpipe::simulate;
@@ -33,8 +36,8 @@ class Ledger {
 // Runs the jobs of one device, one layer of one microbatch after the other.
 class Replay {
  public:
-  Replay(std::vector<Job> jobs, const StepSizes& sizes, DeviceRules rules)
-      : jobs_(std::move(jobs)), sizes_(sizes), rules_(rules) {}
+  Replay(std::vector<Job> jobs, int microbatches, const StepSizes& sizes, DeviceRules rules)
+      : jobs_(std::move(jobs)), microbatches_(microbatches), sizes_(sizes), rules_(rules) {}
 
   int64_t peak() const {
     int64_t arena = 0;
@@ -57,6 +60,15 @@ class Replay {
   }
   const LayerBytes& layer(int l) const { return sizes_.layers[static_cast<std::size_t>(l)]; }
   const LayerFootprint& footprint(int l) const { return sizes_.footprints[static_cast<std::size_t>(l)]; }
+
+  bool is_part(const Job& job) const { return job.microbatches.size() < microbatches_; }
+  int64_t sums(const Job& job) const {
+    const GradientGroups groups(microbatches_, sizes_.gradient_groups);
+    std::set<int> held;
+    for (int m = job.microbatches.first; m < job.microbatches.last; ++m) held.insert(groups.group_of(m));
+    return (held.size() > 1 ? 2 : 1) * own(job, &LayerBytes::sums);
+  }
+  int64_t leaving(const Job& job) const { return own(job, is_part(job) ? &LayerBytes::sums : &LayerBytes::gradients); }
 
   int64_t values_of_microbatch(const Job& job) const {
     int64_t bytes = footprint(job.layers.first).inputs;
@@ -108,27 +120,27 @@ class Replay {
     if (i + 1 == jobs_.size()) return false;
     const Job& job = jobs_[i];
     const Job& next = jobs_[i + 1];
-    const int64_t held = own(job, &LayerBytes::weights) + own(next, &LayerBytes::weights) +
-                         own(job, &LayerBytes::sums) + staged(job, &next) + work(job);
+    const int64_t held =
+        own(job, &LayerBytes::weights) + own(next, &LayerBytes::weights) + sums(job) + staged(job, &next) + work(job);
     return rules_.cap_bytes == 0 || held <= rules_.cap_bytes;
   }
 
   int64_t peak_of_job(std::size_t i, int64_t arena) const {
     const Job& job = jobs_[i];
-    const int64_t sums = own(job, &LayerBytes::sums);
     const bool shares_arena =
-        rules_.cap_bytes == 0 || arena + sums + staged(job, nullptr) + work(job) <= rules_.cap_bytes;
+        rules_.cap_bytes == 0 || arena + sums(job) + staged(job, nullptr) + work(job) <= rules_.cap_bytes;
     Ledger ledger;
     ledger.take(shares_arena ? arena : own(job, &LayerBytes::weights));
     ledger.take(staged(job, is_next_prefetched(i) ? &jobs_[i + 1] : nullptr));
-    ledger.take(sums);
-    if (i > 0 && !rules_.waits) ledger.use(own(jobs_[i - 1], &LayerBytes::gradients));
+    ledger.take(sums(job));
+    if (i > 0 && !rules_.waits) ledger.use(leaving(jobs_[i - 1]));
     ledger.use(work(job));
-    ledger.use(own(job, &LayerBytes::rounded));
+    if (!is_part(job)) ledger.use(own(job, &LayerBytes::rounded));
     return ledger.peak();
   }
 
   std::vector<Job> jobs_;
+  int microbatches_;
   const StepSizes& sizes_;
   DeviceRules rules_;
 };
@@ -140,7 +152,7 @@ int64_t replayed(const std::vector<Plan>& plans, const StepSizes& sizes, DeviceR
     for (const Plan& plan : plans) {
       std::ranges::copy_if(plan.jobs, std::back_inserter(jobs), [&](const Job& job) { return job.device == device; });
     }
-    most = std::max(most, Replay(jobs, sizes, rules).peak());
+    most = std::max(most, Replay(jobs, plans.front().microbatches, sizes, rules).peak());
   }
   return most;
 }
@@ -241,7 +253,8 @@ TEST_CASE("memory simulator: the peak is that of a replay, layer by layer") {
     CAPTURE(seed);
     Dice dice(seed);
     const int layers = dice.from_1_to(6);
-    const StepSizes sizes = dice.sizes(layers);
+    StepSizes sizes = dice.sizes(layers);
+    sizes.gradient_groups = dice.from_1_to(4);
     const std::vector<Plan> plans = dice.plans(layers);
     for (const int64_t cap_bytes : {0, dice.from_1_to(5000), dice.from_1_to(15000)}) {
       for (const bool waits : {false, true}) {

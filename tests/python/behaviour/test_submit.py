@@ -80,32 +80,6 @@ def test_steps_that_overlap_in_their_order_give_the_same_bits() -> None:
     assert_same(state_of(overlapped), state_of(plain))
 
 
-def test_replicas_sum_their_gradients_in_a_fixed_order() -> None:
-    """By range, each from zero: another order than the loop's, so close but other bits; always the same ones."""
-    costs = [_core.LayerCost(forward_ms=1.0, backward_ms=2.0)] * 6
-    cluster = _core.Cluster(devices=[(1.0, 0)] * 4)
-    rules = _core.TimingRules(asynchronous=False)
-    choice = _core.search(costs, cluster, microbatches=8, rules=rules)[0]
-    assert max(stage.replicas for stage in [*choice.forward, *choice.backward]) > 1
-    plan = _core.Placer(choice.recipe, costs, cluster, rules).next()
-    roundpipe.devices("virtual:4,debug")
-    ends = []
-    for _ in range(4):
-        pipe = pipe_of(model_of(), 8)
-        for value, label in batches(3, rows=8):
-            config = RoundPipeRunConfig(num_microbatch=8, execute_plan=plan)
-            pipe.forward_backward((value,), label=label, loss_fn=squared_error, run_config=config)
-            pipe.step(sgd_step(pipe), is_async=False)
-        ends.append(state_of(pipe))
-    for end in ends[1:]:
-        assert_same(end, ends[0])
-    plain = pipe_of(model_of(), 8)
-    for value, label in batches(3, rows=8):
-        plain.forward_backward((value,), label=label, loss_fn=squared_error)
-        plain.step(sgd_step(plain), is_async=False)
-    torch.testing.assert_close(ends[0], state_of(plain), rtol=1e-5, atol=1e-6)
-
-
 def test_a_loss_is_read_once() -> None:
     pipe = pipe_of(model_of(), 2)
     pending = pipe.submit((torch.ones(4, 4),), loss_fn=lambda outputs, _: outputs.sum())

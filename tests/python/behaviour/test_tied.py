@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import roundpipe
-from reference_loops import BASE_SEED, Pair, assert_same, fused_loop, plan_of, seeds_of, use_devices
-from roundpipe import RoundPipe, RoundPipeRunConfig, _core
+from reference_loops import BASE_SEED, Pair, fused_loop, plan_of, use_devices
+from roundpipe import RoundPipe, RoundPipeRunConfig
 
 MICROBATCHES = 6
 TOKENS = torch.arange(24) % 11
@@ -47,15 +46,6 @@ def three_sharers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return model
 
 
-def replicas(layers: int, ranges: list[tuple[int, int]], devices: int) -> _core.Plan:
-    """Two stages, whose jobs are divided among the devices by microbatches."""
-    half, jobs = layers // 2, []
-    for phase, first, last in (("forward", 0, half), ("fused", half, layers), ("backward", 0, half)):
-        for index, (begin, end) in enumerate(ranges):
-            jobs.append((phase, first, last, begin, end, index % devices, len(jobs) / 100))
-    return _core.Plan(layers, ranges[-1][1], devices, 0, jobs)
-
-
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("order", ["layer", "microbatch"])
 @pytest.mark.parametrize("plan", PLANS, ids=range(len(PLANS)))
@@ -75,24 +65,6 @@ def test_the_orders_differ() -> None:
         ends.append(model[0].weight.grad)
     torch.testing.assert_close(*ends)
     assert not torch.equal(*ends)
-
-
-@pytest.mark.parametrize("ranges", [[(0, 2), (2, 6)], [(0, 1), (1, 2), (2, 3), (3, 6)]])
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_microbatches_that_a_plan_divides_are_summed_in_their_order(
-    devices: int, ranges: list[tuple[int, int]]
-) -> None:
-    use_devices(devices)
-    model = three_sharers()
-    plain = copy.deepcopy(model)
-    pipe = RoundPipe(model, name="pair")
-    for _ in range(2):
-        seeds = seeds_of(pipe, pipe.calls, MICROBATCHES)
-        config = RoundPipeRunConfig(num_microbatch=MICROBATCHES, execute_plan=replicas(6, ranges, devices))
-        loss = pipe.forward_backward((TOKENS,), label=TOKENS, loss_fn=F.cross_entropy, run_config=config)
-        assert_same(loss, fused_loop(list(plain), (TOKENS,), {}, TOKENS, F.cross_entropy, seeds), "loss")
-    pipe.synchronize()
-    assert_same(model[0].weight.grad, plain[0].weight.grad, "the shared gradient")
 
 
 def test_only_one_sum_a_layer_moves_whatever_the_number_of_microbatches() -> None:

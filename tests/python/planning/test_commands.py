@@ -76,7 +76,8 @@ def test_the_head_waits_for_its_input_unless_asked_otherwise() -> None:
 )
 def test_almost_no_bubble(microbatches: int, mode: str, max_traffic: float, limits: list[float]) -> None:
     for name, limit in zip(PRESET_NAMES, limits, strict=True):
-        request = request_of(name, microbatches=microbatches, mode=mode, max_traffic=max_traffic)
+        options = {"microbatches": microbatches, "mode": mode, "max_traffic": max_traffic, "gradient_groups": 0}
+        request = request_of(name, **options)
         prediction = predict("roundpipe", request)  # simulated anew, and checked against the rules
         assert prediction.bubble_percent <= limit, name
         if max_traffic:
@@ -135,7 +136,9 @@ def test_simulate_prints_every_schedule() -> None:
     report = json.loads(result.stdout)
     assert (report["devices"], report["microbatches"], report["mode"]) == (8, 16, "sync")
     by_name = {entry["schedule"]: entry for entry in report["schedules"]}
-    assert list(by_name) == ["roundpipe", "published", "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs"]
+    ours, with_groups, *others = by_name
+    assert ours == "roundpipe" and re.fullmatch(r"roundpipe, \d+ gradient groups", with_groups)
+    assert others == ["published", "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs"]
     for entry in by_name.values():
         assert entry["step_ms"] > 0 and 0 <= entry["bubble_percent"] < 50 and entry["traffic_ratio"] >= 0
     assert by_name["published"]["traffic_ratio"] == pytest.approx(2)
@@ -164,6 +167,7 @@ def test_simulate_over_links(tmp_path: Path) -> None:
     page = tmp_path / "links.html"
     result = run("simulate", "qwen3-1.7b", "--links", "--mode", "sync", "--json", "--html", str(page))
     entries = json.loads(result.stdout)["schedules"]
+    entries = [entry for entry in entries if "gradient groups" not in entry["schedule"]]
     assert [entry["schedule"] for entry in entries] == ["roundpipe", "published"]
     hops = json.loads(run("simulate", "qwen3-1.7b", "--mode", "sync", "--schedule", "roundpipe", "--json").stdout)
     # The first upload and the last download show, and a link carries more than hops.
@@ -173,6 +177,25 @@ def test_simulate_over_links(tmp_path: Path) -> None:
     slow = run("simulate", "qwen3-1.7b", "--links", "--schedule", "roundpipe", "--update-rate", "0.5", "--json")
     # Updates of 3.4 GB of weights take 6.8 s a step: then nothing else counts.
     assert json.loads(slow.stdout)["schedules"][0]["step_ms"] > 6000
+
+
+def test_more_gradient_groups_are_shown_where_they_shorten_the_step() -> None:
+    machine = ("qwen3-1.7b", "--mode", "sync", "--effort", "10000000", "--json")
+    report = json.loads(run("simulate", *machine, "--schedule", "roundpipe,1f1b").stdout)
+    one, more, other = report["schedules"]
+    assert report["inputs"]["gradient_groups"] == one["gradient_groups"] == 1 and other["schedule"] == "1f1b"
+    assert all(stage["replicas"] == 1 for stage in one["plan"]["backward"])
+    groups = more["gradient_groups"]
+    assert more["schedule"] == f"roundpipe, {groups} gradient groups" and more["step_ms"] < 0.999 * one["step_ms"]
+    assert 1 < max(stage["replicas"] for stage in more["plan"]["backward"]) <= groups <= 16
+    planned = json.loads(run("plan", *machine).stdout)
+    found = planned["more_groups"]
+    assert found["gradient_groups"] == groups and found["step_ms"] < planned["step_ms"]
+    assert found["less_time_percent"] == pytest.approx(100 * (1 - found["step_ms"] / planned["step_ms"]))
+    line = f"with gradient_groups={groups}: {found['less_time_percent']:.1f} % less time"
+    assert line in run("plan", *machine[:-1]).stdout
+    for none in (["--gradient-groups", "0"], ["--gradient-groups", str(groups)], ["--no-replicas"]):
+        assert "more_groups" not in json.loads(run("plan", *machine, *none).stdout)
 
 
 def test_plan_explains_itself_and_its_stages_can_be_used(tmp_path: Path) -> None:
@@ -252,6 +275,8 @@ def test_a_bad_cost_file_is_refused_by_field(changes: dict[str, Any], message: s
         (["simulate", "qwen3-1.7b", "--schedule", "interleaved-1f1b", "--microbatches", "9"], "microbatches is 9"),
         (["simulate", "qwen3-1.7b", "--links", "--schedule", "gpipe"], "--links does not know 'gpipe'"),
         (["simulate", "qwen3-1.7b", "--links", "--update-rate", "-1"], "--update-rate is -1"),
+        (["plan", "qwen3-1.7b", "--gradient-groups", "-1"], "--gradient-groups is -1"),
+        (["plan", "qwen3-1.7b", "--gradient-groups", "2", "--no-replicas"], "--gradient-groups has no effect"),
         (["plan", "qwen3-1.7b", "--max-traffic", "0.2"], "max_traffic is 0.2"),
         (["plan", "qwen3-1.7b", "--save", "/no/such/folder/plan.json"], "--save is /no/such/folder"),
         (["emulate", "qwen3-1.7b", "--time-scale", "0"], "--time-scale is 0"),

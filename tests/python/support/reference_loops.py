@@ -86,11 +86,61 @@ def crossed(tree: Any) -> Any:
     return pytree.tree_map(cross, tree)
 
 
+def wide(gradient: torch.Tensor) -> torch.Tensor:
+    """16-bit gradients are summed in fp32."""
+    return gradient.float() if gradient.dtype.itemsize < 4 else gradient
+
+
+def groups_of(microbatches: int, groups: int) -> list[int]:
+    """The gradient group of each microbatch."""
+    parts = torch.arange(microbatches).tensor_split(min(groups, microbatches))
+    return [group for group, part in enumerate(parts) for _ in part]
+
+
+class GroupedSum:
+    """Sums over consecutive groups, one after the other, and then over the groups."""
+
+    def __init__(self) -> None:
+        self.groups: dict[int, torch.Tensor] = {}
+
+    def add(self, group: int, term: torch.Tensor) -> None:
+        self.groups[group] = self.groups[group] + wide(term) if group in self.groups else wide(term)
+
+    def total(self) -> torch.Tensor:
+        return functools.reduce(torch.add, [self.groups[group] for group in sorted(self.groups)])
+
+
+class GroupedGradients:
+    """Gradients by the rule of docs/exactness.md: the first group goes on from what was there, the others begin at
+    zero; their sums are added in order, and rounded once."""
+
+    def __init__(self, layers: Iterable[nn.Module], groups: int, microbatches: int, without: Iterable[Any]) -> None:
+        own = {parameter for layer in layers for parameter in layer.parameters()} - set(without)
+        self.group = groups_of(microbatches, groups)
+        self.sums = {parameter: GroupedSum() for parameter in own}
+        for parameter, sums in self.sums.items():
+            if parameter.grad is not None:
+                sums.add(0, parameter.grad)
+            parameter.grad = None
+
+    def collect(self, microbatch: int) -> None:
+        for parameter, sums in self.sums.items():
+            if parameter.grad is not None:
+                sums.add(self.group[microbatch], parameter.grad)
+            parameter.grad = None
+
+    def add(self) -> None:
+        for parameter, sums in self.sums.items():
+            if sums.groups:
+                parameter.grad = sums.total().to(parameter.dtype)
+
+
 class TiedGradients:
     """Gradients of parameters that several layers share, by the rule of docs/exactness.md: each layer has one sum over
     the microbatches, and those are added from the last layer to the first, then to what was there."""
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
+    def __init__(self, layers: Iterable[nn.Module], groups: int = 1, microbatches: int = 1) -> None:
+        self.group = groups_of(microbatches, groups)
         users: dict[nn.Parameter, list[int]] = {}
         for index, layer in enumerate(layers):
             for parameter in layer.parameters():
@@ -100,7 +150,7 @@ class TiedGradients:
             for parameter, indices in users.items()
             if len(indices) > 1 and parameter.requires_grad
         }
-        self.sums: dict[nn.Parameter, dict[int, torch.Tensor]] = {}
+        self.sums: dict[nn.Parameter, dict[int, GroupedSum]] = {}
 
     def run(self, index: int, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The layer, with a copy of its own of each parameter that it shares."""
@@ -109,14 +159,13 @@ class TiedGradients:
         }
         return torch.func.functional_call(layer, mine, args, kwargs) if mine else layer(*args, **kwargs)
 
-    def collect(self) -> None:
-        """Takes the gradients of a microbatch into the sums, 16-bit ones in fp32."""
+    def collect(self, microbatch: int = 0) -> None:
+        """Takes the gradients of a microbatch into the sums; without groups, it need not be said which."""
         for parameter, copies in self.own.items():
             sums = self.sums.setdefault(parameter, {})
             for index, copy_ in copies.items():
                 if copy_.grad is not None:
-                    wide = copy_.grad.float() if copy_.dtype.itemsize < 4 else copy_.grad
-                    sums[index] = sums[index] + wide if index in sums else wide
+                    sums.setdefault(index, GroupedSum()).add(self.group[microbatch], copy_.grad)
                 copy_.grad = None
 
     def total(self, parameter: nn.Parameter, before: torch.Tensor | None) -> torch.Tensor | None:
@@ -124,13 +173,22 @@ class TiedGradients:
         sums = self.sums.get(parameter, {})
         if not sums:
             return before
-        together = functools.reduce(torch.add, [sums[index] for index in sorted(sums, reverse=True)])
+        together = functools.reduce(torch.add, [sums[index].total() for index in sorted(sums, reverse=True)])
         return together if before is None else before + together
 
     def add(self) -> None:
         """Into the shared parameters' `.grad`, once, at the end."""
         for parameter in self.own:
-            parameter.grad = self.total(parameter, parameter.grad)
+            total = self.total(parameter, parameter.grad)
+            parameter.grad = total if total is None else total.to(parameter.dtype)
+
+
+def grouped_gradients(
+    layers: Sequence[nn.Module], groups: int, microbatches: int, tied: TiedGradients | None
+) -> GroupedGradients | None:
+    """None where the rule is what autograd does."""
+    narrow = any(parameter.dtype.itemsize < 4 for layer in layers for parameter in layer.parameters())
+    return GroupedGradients(layers, groups, microbatches, tied.own if tied else []) if groups > 1 or narrow else None
 
 
 def run_layers(
@@ -155,23 +213,27 @@ def fused_loop(
     loss_fn: Loss,
     seeds: Seeds,
     by_microbatch: bool = False,
+    groups: int = 1,
 ) -> torch.Tensor:
     """`forward_backward`: forward, loss and backward, one microbatch after the other. Returns the sum of the losses.
-    `by_microbatch`: gradients of shared parameters are added microbatch by microbatch, as autograd does."""
+    `by_microbatch`: gradients of shared parameters are added microbatch by microbatch, as autograd does. `groups`: of
+    gradients; with more than one, or 16-bit ones, sums are not left to autograd."""
     count = len(seeds)
     losses = []
-    tied = None if by_microbatch else TiedGradients(layers)
+    tied = None if by_microbatch else TiedGradients(layers, groups, count)
+    grouped = grouped_gradients(layers, groups, count, tied)
     with torch.random.fork_rng(devices=[]):
-        for (part, named), target, seed in zip(cut((args, kwargs), count), cut(label, count), seeds, strict=True):
+        parts = zip(cut((args, kwargs), count), cut(label, count), seeds, strict=True)
+        for microbatch, ((part, named), target, seed) in enumerate(parts):
             outputs = run_layers(layers, part, named, seed, tied)
             torch.manual_seed(seed[len(layers)])
             loss = loss_fn(outputs, crossed(target))
             loss.backward()
             losses.append(loss.detach())
-            if tied:
-                tied.collect()
-    if tied:
-        tied.add()
+            for sums in filter(None, (tied, grouped)):
+                sums.collect(microbatch)
+    for sums in filter(None, (tied, grouped)):
+        sums.add()
     return sum(losses[1:], losses[0])
 
 
@@ -183,12 +245,14 @@ def split_loop(
     loss_fn: Loss,
     seeds: Seeds,
     by_microbatch: bool = False,
+    groups: int = 1,
 ) -> torch.Tensor:
     """`loss_fn(model(batch), label).backward()`: the loss sees the merged outputs, the backward goes on microbatch by
-    microbatch. `by_microbatch`: see `fused_loop`."""
+    microbatch. `by_microbatch`, `groups`: see `fused_loop`."""
     count = len(seeds)
     parts = []
-    tied = None if by_microbatch else TiedGradients(layers)
+    tied = None if by_microbatch else TiedGradients(layers, groups, count)
+    grouped = grouped_gradients(layers, groups, count, tied)
     with torch.random.fork_rng(devices=[]):
         for (part, named), seed in zip(cut((args, kwargs), count), seeds, strict=True):
             parts.append(pytree.tree_flatten(run_layers(layers, part, named, seed, tied)))
@@ -210,10 +274,10 @@ def split_loop(
     for m, (leaves, _) in enumerate(parts):
         roots = [(leaf, cut_gradients[i][m]) for i, leaf in enumerate(leaves) if gradients[i] is not None]
         torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
-        if tied:
-            tied.collect()
-    if tied:
-        tied.add()
+        for sums in filter(None, (tied, grouped)):
+            sums.collect(m)
+    for sums in filter(None, (tied, grouped)):
+        sums.add()
     return loss.detach()
 
 
@@ -308,18 +372,18 @@ class Pair:
         kwargs = kwargs or {}
         options = copy.copy(config) or RoundPipeRunConfig()
         options.num_microbatch = microbatches
-        by_microbatch = options.tied_grad_accumulation == "microbatch"
+        by_microbatch, groups = options.tied_grad_accumulation == "microbatch", options.gradient_groups or 1
         for step in range(steps):
             for call in range(calls):
                 seeds = seeds_of(self.pipe, self.pipe.calls, microbatches)
                 if fused:
                     loss = self.pipe.forward_backward(args, kwargs, label, self.loss_fn, run_config=options)
-                    expected = fused_loop(self.layers, args, kwargs, label, self.loss_fn, seeds, by_microbatch)
+                    expected = fused_loop(self.layers, args, kwargs, label, self.loss_fn, seeds, by_microbatch, groups)
                 else:
                     total = self.loss_fn(self.pipe(*args, roundpipe_run_config=options, **kwargs), label)
                     total.backward()
                     loss = total.detach()
-                    expected = split_loop(self.layers, args, kwargs, label, self.loss_fn, seeds, by_microbatch)
+                    expected = split_loop(self.layers, args, kwargs, label, self.loss_fn, seeds, by_microbatch, groups)
                 assert_same(loss, expected, f"step {step} call {call}: loss")
                 if after_call:
                     after_call()

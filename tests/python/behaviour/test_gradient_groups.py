@@ -1,0 +1,258 @@
+"""Devices that share trainable layers by groups of microbatches: the bits of the rule, whatever the plan."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import roundpipe
+from reference_loops import BASE_SEED, Pair, groups_of, use_devices
+from roundpipe import RoundPipe, RoundPipeRunConfig, _core
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+WIDTH = 6
+
+
+def squared(outputs: Tensor, label: Tensor) -> Tensor:
+    return ((outputs - label).float() ** 2).sum()
+
+
+class Sometimes(nn.Module):
+    """Uses its weight only for microbatches with a positive first value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight if x.flatten()[0] > 0 else x
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(BASE_SEED)
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH),
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)),
+        Sometimes(),
+        nn.Linear(WIDTH, WIDTH, bias=False),
+        nn.LayerNorm(WIDTH),
+        nn.Linear(WIDTH, WIDTH),
+    ).to(dtype)
+
+
+def tied_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    model = model_of(dtype)
+    model[3].weight = model[5].weight = model[0].weight
+    return model
+
+
+def parts_of(microbatches: int, ends: list[int], dice: random.Random) -> list[tuple[int, int]]:
+    """Ranges of microbatches, cut at some of `ends`."""
+    edges = [0, *[end for end in ends if dice.random() < 0.6], microbatches]
+    return list(itertools.pairwise(edges))
+
+
+def plan_with_replicas(
+    layers: int, microbatches: int, groups: int, devices: int, *, fused: bool, seed: int
+) -> _core.Plan:
+    """Random stages, each divided among random devices: anywhere on the way up, between groups on the way down."""
+    dice = random.Random(seed)
+    group = groups_of(microbatches, groups)
+    anywhere = list(range(1, microbatches))
+    ends = [m for m in anywhere if group[m] != group[m - 1]]
+
+    def stages(first: int, last: int) -> list[tuple[int, int]]:
+        edges = [first, *sorted(dice.sample(range(first + 1, last), dice.randrange(last - first))), last]
+        return list(itertools.pairwise(edges))
+
+    jobs: list[Any] = []
+
+    def add(phase: str, stage: tuple[int, int], at: list[int]) -> None:
+        for first, last in parts_of(microbatches, at, dice):
+            jobs.append((phase, *stage, first, last, dice.randrange(devices), len(jobs) / 1000))
+
+    head = dice.randrange(1, layers) if fused else layers
+    for stage in stages(0, head):
+        add("forward", stage, anywhere)
+    if fused:
+        add("fused", (head, layers), ends)
+    for stage in reversed(stages(0, head)):
+        add("backward", stage, ends)
+    return _core.Plan(layers, microbatches, devices, 0, jobs)
+
+
+def data(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(3)
+    return torch.randn(rows, WIDTH).to(dtype), torch.randn(rows, WIDTH).to(dtype)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(("microbatches", "groups"), [(6, 1), (6, 2), (7, 3), (5, 5), (4, 9)])
+def test_bits_are_those_of_the_rule_on_any_number_of_devices(
+    microbatches: int, groups: int, dtype: torch.dtype, fused: bool
+) -> None:
+    x, y = data(microbatches * 2 + 1, dtype)
+    for devices in (1, 2, 4):
+        use_devices(devices)
+        for seed in range(2):
+            plan = plan_with_replicas(6, microbatches, groups, devices, fused=fused, seed=seed + devices)
+            config = RoundPipeRunConfig(execute_plan=plan, gradient_groups=groups)
+            pair = Pair(model_of(dtype), squared)
+            pair.train((x,), label=y, microbatches=microbatches, fused=fused, calls=2, config=config)
+
+
+@pytest.mark.parametrize("order", ["layer", "microbatch"])
+@pytest.mark.parametrize(("microbatches", "groups"), [(6, 1), (6, 3), (7, 3), (4, 4)])
+def test_tied_parameters_keep_to_the_rule(microbatches: int, groups: int, order: Any) -> None:
+    x, y = data(microbatches * 2)
+    for devices in (1, 3):
+        use_devices(devices)
+        for seed in range(3):
+            plan = plan_with_replicas(6, microbatches, groups, devices, fused=True, seed=seed)
+            config = RoundPipeRunConfig(execute_plan=plan, gradient_groups=groups, tied_grad_accumulation=order)
+            pair = Pair(tied_model(), squared)
+            pair.train((x,), label=y, microbatches=microbatches, calls=2, config=config)
+
+
+def test_groups_without_replicas_have_the_same_bits_as_with_them() -> None:
+    x, y = data(9)
+    for config in (
+        RoundPipeRunConfig(gradient_groups=4),
+        RoundPipeRunConfig(gradient_groups=4, execute_plan=plan_with_replicas(6, 9, 4, 3, fused=True, seed=1)),
+    ):
+        use_devices(3)
+        Pair(model_of(), squared).train((x,), label=y, microbatches=9, calls=2, config=config)
+
+
+def test_the_rules_differ() -> None:
+    """Otherwise the tests above would say nothing of the groups."""
+    use_devices(2)
+    x, y = data(12)
+    sums = []
+    for groups in (1, 3):
+        model = model_of()
+        pipe = RoundPipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=6, gradient_groups=groups))
+        pipe.forward_backward((x,), label=y, loss_fn=squared)
+        pipe.synchronize()
+        sums.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*sums)
+    assert any(not torch.equal(a, b) for a, b in zip(*sums, strict=True))
+
+
+def test_bf16_gradients_are_rounded_once() -> None:
+    """256 + 1 is 256 in bf16: partial sums that were rounded would lose every second gradient."""
+    use_devices(4)
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1)
+    jobs: list[Any] = [("forward", 0, 1, m, m + 1, m, m / 100) for m in range(4)]
+    jobs += [("fused", 1, 2, m, m + 1, m, 0.1 + m / 100) for m in range(4)]
+    jobs += [("backward", 0, 1, m, m + 1, m, 0.2 + m / 100) for m in range(4)]
+    config = RoundPipeRunConfig(num_microbatch=4, gradient_groups=4, execute_plan=_core.Plan(2, 4, 4, 0, jobs))
+    pipe = RoundPipe(model)
+    x = torch.tensor([[256.0], [1.0], [1.0], [1.0]], dtype=torch.bfloat16)
+    pipe.forward_backward((x,), loss_fn=lambda outputs, _: outputs.sum(), run_config=config)
+    pipe.synchronize()
+    assert [parameter.grad.item() for parameter in model.parameters()] == [260.0, 260.0]  # 259, rounded once
+
+
+def test_a_plan_that_cuts_a_group_is_refused_before_anything_runs() -> None:
+    use_devices(2)
+    model = model_of()
+    pipe = RoundPipe(model)
+    x, y = data(6)
+    plan = plan_with_replicas(6, 6, 6, 2, fused=True, seed=2)
+    assert any(job.phase != "forward" and job.microbatches.last < 6 for job in plan.jobs)
+    with pytest.raises(ValueError, match=r"trainable layer \d within a group of gradients: gradient_groups is 1 for 6"):
+        config = RoundPipeRunConfig(num_microbatch=6, execute_plan=plan)
+        pipe.forward_backward((x,), label=y, loss_fn=squared, run_config=config)
+    assert pipe.forward_backward((x,), label=y, loss_fn=squared).isfinite()
+
+
+def test_layers_that_do_not_train_may_be_divided_anywhere() -> None:
+    use_devices(3)
+    model = model_of()
+    for parameter in [*model[3].parameters(), *model[4].parameters()]:
+        parameter.requires_grad_(False)
+    jobs: list[Any] = [("forward", 0, 5, 0, 6, 0, 0.0), ("fused", 5, 6, 0, 6, 1, 0.1)]
+    jobs += [("backward", 3, 5, m, m + 2, m // 2, 0.2 + m / 100) for m in (0, 2, 4)]
+    jobs += [("backward", 0, 3, 0, 6, 2, 0.5)]
+    config = RoundPipeRunConfig(execute_plan=_core.Plan(6, 6, 3, 0, jobs))
+    x, y = data(12)
+    Pair(model, squared).train((x,), label=y, microbatches=6, calls=2, config=config)
+
+
+def test_a_failed_call_leaves_the_gradients_of_the_one_before() -> None:
+    use_devices(3)
+    model = model_of()
+    pipe = RoundPipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=6, gradient_groups=3))
+    x, y = data(6)
+    plan = plan_with_replicas(6, 6, 3, 3, fused=True, seed=4)
+    config = RoundPipeRunConfig(execute_plan=plan)
+    pipe.forward_backward((x,), label=y, loss_fn=squared, run_config=config)
+    pipe.synchronize()
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+
+    def fails_late(outputs: Tensor, label: Tensor) -> Tensor:
+        if torch.equal(label, y[4:5]):
+            raise RuntimeError("late")
+        return squared(outputs, label)
+
+    with pytest.raises(RuntimeError, match="late"):
+        pipe.forward_backward((x,), label=y, loss_fn=fails_late, run_config=config)
+    pipe.synchronize()
+    assert all(torch.equal(a, p.grad) for a, p in zip(before, model.parameters(), strict=True))
+    pipe.forward_backward((x,), label=y, loss_fn=squared, run_config=config)
+    pipe.synchronize()
+    assert not torch.equal(before[0], model[0].weight.grad)
+
+
+def test_a_graph_that_is_kept_gives_each_backward_its_groups() -> None:
+    use_devices(2)
+    x, y = data(6)
+    model = model_of()
+    plan = plan_with_replicas(6, 6, 3, 2, fused=False, seed=5)
+    pipe = RoundPipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=6, gradient_groups=3))
+    loss = squared(pipe(x, roundpipe_run_config=RoundPipeRunConfig(execute_plan=plan)), y)
+    loss.backward(retain_graph=True)
+    pipe.synchronize()
+    once = [parameter.grad.clone() for parameter in model.parameters()]
+    loss.backward()
+    pipe.synchronize()
+    for first, parameter in zip(once, model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * first)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
+def test_other_numbers_of_groups_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"gradient_groups is .*, expected an integer of at least 1"):
+        RoundPipeRunConfig(gradient_groups=value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory_is_what_was_predicted(dtype: torch.dtype) -> None:
+    """Parts of a layer that four devices share: on the host at most the predicted bytes, and more than one of them."""
+    roundpipe.devices("virtual:4")
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).to(dtype)
+    pipe = RoundPipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=4, gradient_groups=4))
+    jobs: list[Any] = [("forward", 0, 1, 0, 4, 0, 0.0)]
+    jobs += [("fused", 1, 2, m, m + 1, m, 0.1 + m / 100) for m in range(4)] + [("backward", 0, 1, 0, 4, 0, 0.2)]
+    config = RoundPipeRunConfig(execute_plan=_core.Plan(2, 4, 4, 0, jobs))
+    x = torch.randn(4, 256).to(dtype)
+    arguments: Any = {"loss_fn": lambda outputs, _: outputs.float().square().sum(), "run_config": config}
+    predicted = pipe.predict_memory((x,), **arguments)
+    layer = sum(parameter.numel() for parameter in model[1].parameters()) * 4
+    assert predicted.host.partial_sums >= (4 if dtype == torch.bfloat16 else 3) * layer
+    pipe.forward_backward((x,), **arguments)
+    pipe.synchronize()
+    held = predicted.host.weights + predicted.host.gradients + predicted.host.partial_sums
+    assert pipe.host_bytes() <= held * 1.01
+    assert predicted.host.weights + predicted.host.gradients < pipe.host_bytes()
