@@ -69,6 +69,18 @@ int64_t device_share_bytes(const device::Device& device) {
   return device.memory_limit_bytes() / kStageShare;
 }
 
+// The time of a step on one device of speed 1.
+double work_of(const Plan& plan, const schedule::CostSums& sums) {
+  double work_ms = 0;
+  for (const schedule::Job& job : plan.jobs) {
+    const bool again = job.phase == Phase::kBackward;
+    double visit_ms = again ? sums.recompute_ms(job.layers) : sums.forward_ms(job.layers);
+    if (job.phase != Phase::kForward) visit_ms += sums.backward_ms(job.layers);
+    work_ms += visit_ms * job.microbatches.size();
+  }
+  return work_ms;
+}
+
 int64_t bytes_of(const std::vector<int64_t>& held_bytes, Range layers) {
   int64_t bytes = 0;
   for (int l = layers.first; l < layers.last; ++l) bytes += held_bytes[static_cast<size_t>(l)];
@@ -225,7 +237,7 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
   const Plan least = schedule::to_recipe(schedule::to_cut(simple), sums, key.devices, options.plan);
   const double moves_ms =
       schedule::least_time(schedule::moved_bytes(least, costs, sums), cluster, options.update_gb_per_s).ms;
-  const double work_ms = schedule::Placer(least, costs, cluster, options.rules).work_ms();
+  const double work_ms = work_of(least, sums);
   Cut cut;
   if (moves_ms * key.devices > kLinksMatter * work_ms) {
     simulate::LinkRules links;

@@ -171,6 +171,9 @@ TEST_CASE("model planner: bytes that are held count for the limit of stages, and
   CHECK(planner.costs().front().gradient_bytes == cost.gradient_bytes);
   for (const bool asynchronous : {true, false}) {
     planner.set_asynchronous(asynchronous);
+    // Values between stages may be larger than what a stage holds.
+    planner.set_bytes(std::vector<int64_t>(8, 1000), std::vector<int64_t>(8, asynchronous ? 10 : 100 * held_bytes),
+                      2 * held_bytes);
     const schedule::Plan plan = planner.next(engine, schedule::PlanMode::kFused, 4, 0);
     schedule::validate(plan, schedule::PlanMode::kFused);
     for (const schedule::Job& job : plan.jobs) CHECK(job.layers.size() <= 2);
