@@ -23,7 +23,10 @@ namespace {
 constexpr int kCallsToMeasure = 2;
 constexpr int kCallsBetweenPlans = 8;
 constexpr double kDrift = 0.2;
-constexpr std::int64_t kEffort = 20'000'000;
+// A search takes about as long as a step: a better plan for a short one would not pay for it. Of a step's time on the
+// devices; at least kLeastEffort, at most the default effort.
+constexpr double kEffortPerMs = 500'000;
+constexpr double kLeastEffort = 20'000'000;
 constexpr std::int64_t kLittleEffort = 2'000'000;
 constexpr size_t kMostPlans = 16;
 constexpr size_t kMostSteps = 32;
@@ -76,6 +79,18 @@ schedule::PlannerOptions options_of(const PlanRequest& request) {
 int64_t device_share_bytes(const device::Device& device) {
   constexpr int64_t kStageShare = 6;
   return device.memory_limit_bytes() / kStageShare;
+}
+
+// The time of a step on one device of speed 1.
+double work_of(const Plan& plan, const schedule::CostSums& sums) {
+  double work_ms = 0;
+  for (const schedule::Job& job : plan.jobs) {
+    const bool again = job.phase == Phase::kBackward;
+    double visit_ms = again ? sums.recompute_ms(job.layers) : sums.forward_ms(job.layers);
+    if (job.phase != Phase::kForward) visit_ms += sums.backward_ms(job.layers);
+    work_ms += visit_ms * job.microbatches.size();
+  }
+  return work_ms;
 }
 
 int64_t bytes_of(const std::vector<int64_t>& held_bytes, Range layers) {
@@ -215,8 +230,7 @@ ModelPlanner::Room ModelPlanner::room(Engine& engine, const LayerCosts& costs) c
   return room;
 }
 
-Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, const schedule::Stages& simple,
-                        std::int64_t effort) const {
+Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, const schedule::Stages& simple) const {
   const PlanRequest& request = key.request;
   LayerCosts costs = basis.costs;
   Cluster cluster = basis.machine.cluster;
@@ -245,14 +259,15 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
   options.rules = rules_of(key.asynchronous);
   options.update_gb_per_s = request.mode == PlanMode::kInference ? 0 : basis.machine.update_gb_per_s;
   options.interleave = basis.early;
-  options.effort = effort;
   options.max_fused_layers = sums.layers();
   if (room.least() > 0 && request.mode == PlanMode::kFused) options.max_fused_layers = simple.backward.front().size();
 
   const Plan least = schedule::to_recipe(schedule::to_cut(simple), sums, key.devices, options.plan);
   const double moves_ms =
       schedule::least_time(schedule::moved_bytes(least, costs, sums), cluster, options.update_gb_per_s).ms;
-  const double work_ms = schedule::Placer(least, costs, cluster, options.rules).work_ms();
+  const double work_ms = work_of(least, sums);
+  options.effort = std::llround(std::clamp(kEffortPerMs * work_ms / key.devices, kLeastEffort,
+                                           static_cast<double>(schedule::SearchOptions{}.effort)));
   Cut cut;
   if (moves_ms * key.devices > kLinksMatter * work_ms) {
     simulate::LinkRules links;
@@ -279,7 +294,7 @@ ModelPlanner::Made ModelPlanner::make(Engine& engine, const Key& key, const Basi
   }
   const schedule::Stages simple = schedule::choose_stages(held, key.devices, options);
   const schedule::CostSums sums(basis.costs, options.first_backward_layer);
-  const Cut cut = basis.measured ? found(key, basis, limits, simple, kEffort) : schedule::to_cut(simple);
+  const Cut cut = basis.measured ? found(key, basis, limits, simple) : schedule::to_cut(simple);
   const Plan recipe = schedule::to_recipe(cut, sums, key.devices, options);
   Cluster cluster;
   for (const schedule::ClusterDevice& device : basis.machine.cluster.devices)

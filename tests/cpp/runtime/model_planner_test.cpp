@@ -139,7 +139,7 @@ TEST_CASE("model planner: steps overlap while batches come early, and no longer"
   const auto model = model_of(12);
   Engine engine(device::parse_devices("virtual:4"));
   ModelPlanner planner(*model);
-  teach(planner, {1, 5, 1, 2, 1, 4, 1, 1, 3, 1, 2, 9});
+  teach(planner, {10, 50, 10, 20, 10, 40, 10, 10, 30, 10, 20, 90});
   const auto next = [&] { return planner.next(engine, fused(12, 3)); };
   const auto note = [&](bool early) {
     for (int call = 0; call < 10; ++call) planner.note_submission(early);
@@ -207,6 +207,9 @@ TEST_CASE("model planner: bytes that are held count for the limit of stages, and
   CHECK(planner.costs().front().gradient_bytes == cost.gradient_bytes);
   for (const bool asynchronous : {true, false}) {
     planner.set_asynchronous(asynchronous);
+    // Values between stages may be larger than what a stage holds.
+    planner.set_bytes(std::vector<int64_t>(8, 1000), std::vector<int64_t>(8, asynchronous ? 10 : 100 * held_bytes),
+                      2 * held_bytes);
     const schedule::Plan plan = planner.next(engine, fused(8, 4));
     schedule::validate(plan, schedule::PlanMode::kFused);
     for (const schedule::Job& job : plan.jobs) CHECK(job.layers.size() <= 2);

@@ -74,7 +74,7 @@ TEST_CASE("cut: recipe, order and traffic") {
 
 TEST_CASE("cut: replicas with gradients cover whole groups of microbatches, others cut anywhere") {
   LayerCosts costs(4, {.forward_ms = 1, .backward_ms = 2, .weight_bytes = 10, .gradient_bytes = 10});
-  costs[0].gradient_bytes = costs[1].gradient_bytes = 0;
+  costs[0].trained = costs[1].trained = false;
   Cut cut;
   cut.forward = {{{0, 3}, 2}};
   cut.backward = {{{3, 4}, 2}, {{2, 3}, 5}, {{1, 2}, 5}, {{0, 1}, 1}};

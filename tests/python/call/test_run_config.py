@@ -53,7 +53,7 @@ def test_every_field_can_be_inherited() -> None:
     values = dict(
         zip(
             names,
-            (False, "cpu", False, "layer", 7, (None, None), len, False, ModelExecutePlan(), "microbatch"),
+            (False, "cpu", False, "layer", 7, (None, None), len, False, ModelExecutePlan(), "microbatch", 3),
             strict=True,
         )
     )
@@ -62,6 +62,16 @@ def test_every_field_can_be_inherited() -> None:
     for name in names:
         expected = torch.device("cpu") if name == "output_device" else values[name]
         assert getattr(config, name) == expected, name
+
+
+def test_auto_stands_for_the_chosen_number_and_until_then_for_the_default() -> None:
+    auto = RoundPipeRunConfig(num_microbatch="auto")
+    for chosen, number in ((None, 5), (7, 7)):
+        config = resolve(None, auto, devices=4, chosen=chosen)
+        assert (config.num_microbatch, config.num_microbatch_is_default) == (number, True)
+        assert config.num_microbatch_is_open == (chosen is None)
+    asked = resolve(RoundPipeRunConfig(num_microbatch=2), auto, devices=4, chosen=7)
+    assert (asked.num_microbatch, asked.num_microbatch_is_default, asked.num_microbatch_is_open) == (2, False, False)
 
 
 def test_layered_takes_the_first_that_is_set() -> None:
