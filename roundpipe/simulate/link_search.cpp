@@ -27,14 +27,16 @@ namespace {
 
 constexpr double kSmallBubble = 0.005;
 constexpr int kSearched = 200;
-constexpr std::size_t kOfEachKind = 3;  // of those, how many are simulated
+constexpr std::size_t kOfEachKind = 3;  // of those, how many are simulated: fewer where each takes long
+constexpr std::size_t kFewOfEachKind = 1, kFewEvenOfEachKind = 2;
 constexpr std::array kTrafficKinds = {1.0, 1.25, 2.0};
-constexpr std::size_t kEvenOfEachKind = 6, kRefinedOfEachKind = 2;
+constexpr int kEachNumber = 12;  // up to so many stages, each number is tried
+constexpr std::size_t kRefinedOfEachKind = 2;
 constexpr std::size_t kNarrow = 24;
 constexpr std::size_t kFinal = 6;
 constexpr std::size_t kReported = 2;
 // Effort, in simulated visits of a microbatch to a stage; one takes about 3 us.
-constexpr std::int64_t kEvenVisits = 200'000;
+constexpr std::int64_t kSearchedVisits = 60'000, kEvenVisits = 200'000;
 constexpr std::int64_t kPoolVisits = 150'000;
 constexpr std::int64_t kRefineVisits = 40'000;  // for each start
 constexpr std::int64_t kFinalVisits = 100'000;
@@ -135,13 +137,17 @@ class LinkSearch {
   // The plans of each kind that the clock and the bytes rate best: transfers may change their order.
   void add_searched() {
     std::map<std::tuple<std::ptrdiff_t, bool, bool, bool>, std::size_t> taken;
+    std::int64_t visits = 0;
     for (PlanChoice& choice : schedule::search(costs_, hops_, options_)) {
       const auto kind = std::ranges::lower_bound(kTrafficKinds, choice.traffic - 1e-9) - kTrafficKinds.begin();
       const std::vector<CutStage>& backward = choice.cut.backward;
       const bool shared = std::ranges::any_of(backward, [](const CutStage& stage) { return stage.replicas > 1; });
       const bool keeps_more = has_fused() && backward.front().layers.size() > 1;
       std::size_t& of_kind = taken[{kind, choice.cut.interleave > 1, shared, keeps_more}];
-      if (of_kind++ < kOfEachKind) add(std::move(choice));
+      const bool few = visits > kSearchedVisits;
+      if (of_kind++ >= (few ? kFewOfEachKind : kOfEachKind)) continue;
+      visits += visits_of(choice) * kFewestSteps;
+      add(std::move(choice));
     }
   }
 
@@ -202,8 +208,8 @@ class LinkSearch {
 
   std::vector<int> stage_numbers(int layers) const {
     std::set<int> numbers{layers};
-    for (const int quarters : {1, 2, 3, 4, 8, 12, 16, 24, 32, 48})
-      numbers.insert(std::min(layers, std::max(1, quarters * devices_ / 4)));
+    for (int number = 1; number <= std::min(layers, kEachNumber); ++number) numbers.insert(number);
+    for (const int rounds : {1, 2, 3, 4, 6, 8, 12}) numbers.insert(std::min(layers, rounds * devices_));
     return {numbers.begin(), numbers.end()};
   }
 
@@ -233,9 +239,10 @@ class LinkSearch {
     std::map<std::pair<bool, bool>, std::size_t> taken;
     std::int64_t visits = 0;
     for (Candidate& candidate : candidates) {
+      const bool few = visits > with_effort(kEvenVisits);
+      if (taken[kind_of(*candidate.even)]++ >= kFewEvenOfEachKind && few) continue;
       visits += visits_of(candidate.choice) * kFewestSteps;
-      if (taken[kind_of(*candidate.even)]++ < kEvenOfEachKind || visits < with_effort(kEvenVisits))
-        add(std::move(candidate.choice), candidate.even);
+      add(std::move(candidate.choice), candidate.even);
     }
   }
 
