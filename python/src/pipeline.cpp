@@ -230,6 +230,7 @@ void bind_pipeline(py::module_& module) {
           },
           py::arg("microbatches"), py::arg("gradient_groups"), py::arg("scale"), py::call_guard<py::gil_scoped_release>())
       .def("last_step_plan", &Pipeline::last_step_plan)
+      .def("last_step_groups", &Pipeline::last_step_groups)
       .def(
           "note_update",
           [](Pipeline& pipeline, int64_t weight_bytes, double ms) { pipeline.model().updates.add(weight_bytes, ms); },

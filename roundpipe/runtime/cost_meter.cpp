@@ -215,7 +215,10 @@ schedule::LayerCosts CostMeter::costs() const {
     cost.forward_ms = layers_[l].forward_ms;
     cost.backward_ms = layers_[l].backward_ms;
     cost.weight_bytes = weight_bytes_[l];
-    cost.gradient_bytes = lay_out_stage(model_, layer, layer + 1).gradient_bytes;
+    const StageLayout layout = lay_out_stage(model_, layer, layer + 1);
+    cost.gradient_bytes = layout.gradient_bytes;
+    cost.partial_sum_bytes = layout.sum_bytes;
+    cost.trained = layout.gradient_bytes > 0;
     cost.activation_bytes = activation_bytes_.empty() ? layers_[l].output_bytes : activation_bytes_[l];
     if (!saved_bytes_.empty()) cost.saved_bytes = saved_bytes_[l];
     costs.push_back(cost);

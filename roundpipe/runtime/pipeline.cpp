@@ -148,7 +148,10 @@ void Pipeline::note_plan(Call& call, const Plan& plan) {
   positions_ += same ? 1 : 2;
   call.position = positions_;
   last_plan_ = plan;
-  if (schedule::mode_of(plan) != PlanMode::kInference) last_step_plan_ = plan;
+  if (schedule::mode_of(plan) != PlanMode::kInference) {
+    last_step_plan_ = plan;
+    last_step_groups_ = call.options.gradient_groups;
+  }
 }
 
 Pipeline::Outputs Pipeline::forward(const std::vector<Values>& inputs, CallOptions options, const Route& route,

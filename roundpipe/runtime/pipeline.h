@@ -108,6 +108,8 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
   const std::optional<schedule::Plan>& last_plan() const { return last_plan_; }
   // The plan of the last call with a backward.
   const std::optional<schedule::Plan>& last_step_plan() const { return last_step_plan_; }
+  // Of gradients, in that step.
+  int last_step_groups() const { return last_step_groups_; }
 
   std::vector<std::vector<at::Tensor>> backward(const CallPtr& call, const schedule::Plan& plan,
                                                 std::vector<std::vector<at::Tensor>> gradients,
@@ -136,6 +138,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
   CallPtr last_call_;
   std::optional<schedule::Plan> last_plan_;
   std::optional<schedule::Plan> last_step_plan_;
+  int last_step_groups_ = 1;
   GradientLedger gradients_;
   WeightPublisher weights_;
   ModelPlanner planner_;

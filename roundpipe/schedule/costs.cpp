@@ -36,6 +36,8 @@ void validate(const LayerCosts& costs) {
     require_not_negative(cost.gradient_bytes, name + "gradient_bytes", kMostBytes);
     require_not_negative(cost.activation_bytes, name + "activation_bytes", kMostBytes);
     require_not_negative(cost.saved_bytes, name + "saved_bytes", kMostBytes);
+    if (cost.partial_sum_bytes)
+      require_not_negative(*cost.partial_sum_bytes, name + "partial_sum_bytes", 2 * kMostBytes);
     if (cost.recompute_ms) require_not_negative(*cost.recompute_ms, name + "recompute_ms");
   }
 }
@@ -67,7 +69,7 @@ std::int64_t largest_room_bytes(const Cluster& cluster) {
 }
 
 CostSums::CostSums(const LayerCosts& costs, int first_backward_layer)
-    : forward_{0}, recompute_{0}, backward_{0}, weight_{0}, gradient_{0}, saved_{0}, trained_{0} {
+    : forward_{0}, recompute_{0}, backward_{0}, weight_{0}, gradient_{0}, partial_sum_{0}, saved_{0}, trained_{0} {
   for (std::size_t layer = 0; layer < costs.size(); ++layer) {
     const LayerCost& cost = costs[layer];
     const bool backward = static_cast<int>(layer) >= first_backward_layer;
@@ -76,6 +78,8 @@ CostSums::CostSums(const LayerCosts& costs, int first_backward_layer)
     backward_.push_back(backward_.back() + (backward ? cost.backward_ms : 0));
     weight_.push_back(weight_.back() + cost.weight_bytes);
     gradient_.push_back(gradient_.back() + (backward ? cost.gradient_bytes : 0));
+    const std::int64_t partial_bytes = cost.partial_sum_bytes.value_or(2 * cost.gradient_bytes);
+    partial_sum_.push_back(partial_sum_.back() + (backward ? partial_bytes : 0));
     saved_.push_back(saved_.back() + cost.saved_bytes);
     trained_.push_back(trained_.back() + (backward && cost.trained ? 1 : 0));
     activation_.push_back(cost.activation_bytes);

@@ -18,6 +18,9 @@ struct LayerCost {
   std::int64_t saved_bytes = 0;                       // kept on the device from forward to backward, one microbatch
   std::optional<double> recompute_ms = std::nullopt;  // the recompute before the backward; if unset, forward_ms
   bool trained = true;                                // false for a frozen layer, which has no sums of gradients
+  // Downloaded instead of gradient_bytes by each of several devices that share a visit: sums that are not rounded yet.
+  // If unset, twice gradient_bytes, as for 16-bit gradients with sums in fp32.
+  std::optional<std::int64_t> partial_sum_bytes = std::nullopt;
 };
 
 using LayerCosts = std::vector<LayerCost>;
@@ -58,6 +61,10 @@ class CostSums {
   double backward_ms(Range layers) const { return between(backward_, layers); }
   std::int64_t weight_bytes(Range layers) const { return between(weight_, layers); }
   std::int64_t gradient_bytes(Range layers) const { return between(gradient_, layers); }
+  // What a backward visit downloads for the parameters. `whole`: it has all microbatches of a step.
+  std::int64_t sent_gradient_bytes(Range layers, bool whole) const {
+    return between(whole ? gradient_ : partial_sum_, layers);
+  }
   std::int64_t saved_bytes(Range layers) const { return between(saved_, layers); }
 
   // Whether a backward of these layers sums gradients.
@@ -79,7 +86,7 @@ class CostSums {
   }
 
   std::vector<double> forward_, recompute_, backward_;
-  std::vector<std::int64_t> weight_, gradient_, saved_, activation_;
+  std::vector<std::int64_t> weight_, gradient_, partial_sum_, saved_, activation_;
   std::vector<int> trained_;
 };
 

@@ -24,7 +24,8 @@ MovedBytes moved_bytes(const Plan& plan, const LayerCosts& costs, const CostSums
     const bool backward = job.phase != Phase::kForward;
     const auto [first, last] = job.layers;
     moved.up += static_cast<double>(sums.weight_bytes(job.layers));
-    if (backward) moved.down += static_cast<double>(sums.gradient_bytes(job.layers));
+    const bool whole = job.microbatches.size() == plan.microbatches;
+    if (backward) moved.down += static_cast<double>(sums.sent_gradient_bytes(job.layers, whole));
     if (first > 0) {
       read[static_cast<std::size_t>(first)] = 1;
       moved.up += boundary_bytes(first) * job.microbatches.size();

@@ -8,7 +8,7 @@ namespace roundpipe::schedule {
 // What one step moves over all links, and what the host's optimizer updates after it.
 struct MovedBytes {
   double up = 0;       // weights of each job, inputs of stages, boundary gradients
-  double down = 0;     // boundary values, each once; boundary gradients; parameter gradients of each job
+  double down = 0;     // boundary values, each once; boundary gradients; parameter gradients or sums of each job
   double updated = 0;  // weights of layers with gradients
 };
 

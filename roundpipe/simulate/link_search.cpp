@@ -39,6 +39,7 @@ constexpr std::size_t kReported = 2;
 constexpr std::int64_t kSearchedVisits = 60'000, kEvenVisits = 200'000;
 constexpr std::int64_t kPoolVisits = 150'000;
 constexpr std::int64_t kRefineVisits = 40'000;  // for each start
+constexpr std::int64_t kAllRefineVisits = 150'000;
 constexpr std::int64_t kFinalVisits = 100'000;
 constexpr int kFewestSteps = 5, kMostSteps = 25;         // to compare plans
 constexpr int kFewestFinalSteps = 13, kFinalSteps = 49;  // to rate the last few
@@ -256,24 +257,31 @@ class LinkSearch {
     });
   }
 
-  // Varies the best even cuts of each kind while the simulated step gets shorter.
+  // Varies even cuts while the simulated step gets shorter: the best of each kind, then the others, best first.
   void refine() {
     const int steps = steps_for(kPoolVisits, kFewestSteps, kMostSteps);
     std::map<std::pair<bool, bool>, std::size_t> taken;
-    std::vector<Candidate> starts;
+    std::vector<Candidate> first, others;
     for (const Candidate& candidate : pool_) {
-      if (candidate.even && taken[kind_of(*candidate.even)]++ < kRefinedOfEachKind) starts.push_back(candidate);
+      if (!candidate.even) continue;
+      const bool is_best = taken[kind_of(*candidate.even)]++ < kRefinedOfEachKind;
+      (is_best ? first : others).push_back(candidate);
     }
-    for (Candidate& start : starts) descend(start, steps);
+    std::int64_t visits = 0;
+    for (Candidate& start : first) visits += descend(start, steps);
+    for (Candidate& start : others) {
+      if (visits < with_effort(kAllRefineVisits)) visits += descend(start, steps);
+    }
     sort();
   }
 
-  void descend(Candidate& at, int steps) {
+  // Returns the visits that it simulated.
+  std::int64_t descend(Candidate& at, int steps) {
     std::int64_t visits = 0;
     for (bool better = true; better;) {
       better = false;
       for (const Even& even : near(*at.even)) {
-        if (visits > with_effort(kRefineVisits)) return;
+        if (visits > with_effort(kRefineVisits)) return visits;
         if (kind_of(even) != kind_of(*at.even)) continue;
         if (!tried_.insert(even).second) continue;
         const std::optional<Cut> cut = cut_of(even);
@@ -287,6 +295,7 @@ class LinkSearch {
         if (choice.score_ms < at.choice.score_ms) at = {std::move(choice), even};
       }
     }
+    return visits;
   }
 
   std::vector<Even> near(const Even& even) const {

@@ -382,8 +382,11 @@ class LinkSimulator {
       ask(d, false, Priority::kBoundaryGradient, run, m, boundary_bytes(job.layers.first));
     run.state = JobRun::kIdle;
     if (++run.next < job.microbatches.size()) return;
-    if (job.phase != Phase::kForward)
-      ask(d, false, Priority::kParameterGradient, run, -1, static_cast<double>(sums_.gradient_bytes(job.layers)));
+    if (job.phase != Phase::kForward) {
+      const bool whole = job.microbatches.size() == microbatches_;
+      const auto bytes = static_cast<double>(sums_.sent_gradient_bytes(job.layers, whole));
+      ask(d, false, Priority::kParameterGradient, run, -1, bytes);
+    }
     ++device.at;
   }
 

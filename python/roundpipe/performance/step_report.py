@@ -114,6 +114,7 @@ class _Simulated:
     costs: list[_core.LayerCost]
     machine: _core.MeasuredMachine
     asynchronous: bool
+    gradient_groups: int
 
     def rates(self, unlimited: str = "") -> dict[str, float]:
         rates = {
@@ -169,7 +170,7 @@ class _Simulated:
             microbatches=self.plan.microbatches,
             rules=self.rules(),
             first_backward_layer=self.plan.first_backward_layer,
-            replicas=False,
+            gradient_groups=self.gradient_groups,
             interleave=any(job.order >= 1 for job in self.plan.jobs),
             max_fused_layers=len(self.costs),
             effort=_EFFORT,
@@ -229,7 +230,8 @@ def report(pipeline: _core.Pipeline, name: str) -> StepReport:
     measured_ms = statistics.median(b.end_ms - a.end_ms for a, b in itertools.pairwise(steps))
     busy_ms = statistics.median(step.busy_ms for step in steps)
     machine = pipeline.machine()
-    simulated = _Simulated(plan, pipeline.planned(plan), pipeline.costs(), machine, pipeline.asynchronous)
+    costs, groups = pipeline.costs(), pipeline.last_step_groups()
+    simulated = _Simulated(plan, pipeline.planned(plan), costs, machine, pipeline.asynchronous, groups)
     timeline = simulated.timeline()
     compute_ms = simulated.compute_ms()
     unlimited = simulated.unlimited_ms()

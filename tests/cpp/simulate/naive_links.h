@@ -101,7 +101,12 @@ class Links {
       if (job.phase == schedule::Phase::kForward) continue;
       Task down{.kind = Task::kDownload, .step = step, .job = number, .device = job.device};
       down.priority = schedule::Priority::kParameterGradient;
-      down.work = static_cast<double>(sums_.gradient_bytes(job.layers));
+      down.work = 0;
+      for (int l = job.layers.first; l < job.layers.last; ++l) {
+        const schedule::LayerCost& cost = costs_[static_cast<std::size_t>(l)];
+        const bool shared = job.microbatches.size() < first.microbatches;
+        if (l >= first.first_backward_layer) down.work += static_cast<double>(cost.gradient_bytes) * (shared ? 2 : 1);
+      }
       const std::size_t task = add(down);
       for (int layer = job.layers.first; layer < job.layers.last; ++layer) landed[{step, layer}].push_back(task);
     }
