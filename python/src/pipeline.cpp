@@ -228,7 +228,8 @@ void bind_pipeline(py::module_& module) {
           [](const Pipeline& pipeline, int microbatches, int gradient_groups, double scale) {
             return pipeline.planner().predicted_ms(*Engine::current(), microbatches, gradient_groups, scale);
           },
-          py::arg("microbatches"), py::arg("gradient_groups"), py::arg("scale"), py::call_guard<py::gil_scoped_release>())
+          py::arg("microbatches"), py::arg("gradient_groups"), py::arg("scale"),
+          py::call_guard<py::gil_scoped_release>())
       .def("last_step_plan", &Pipeline::last_step_plan)
       .def("last_step_groups", &Pipeline::last_step_groups)
       .def(

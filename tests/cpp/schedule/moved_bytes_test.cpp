@@ -37,8 +37,9 @@ TEST_CASE("moved bytes: weights by job, values once down and once up for each re
   const MovedBytes moved = moved_bytes(plan, costs(), sums);
   // Weights of five jobs; inputs of layers 1 (forward, backward) and 2, twice each; gradients at boundary 2.
   CHECK(moved.up == (50 + 2 * (2 + 2 + 3) + 2 * 3) * kMB);
-  // Values at boundaries 1 and 2; gradients at 2; parameter gradients of both heads and of layer 1.
-  CHECK(moved.down == (2 * (2 + 3) + 2 * 3 + 30) * kMB);
+  // Values at boundaries 1 and 2; gradients at 2; wide parameter sums of both heads, and parameter gradients of
+  // layer 1.
+  CHECK(moved.down == (2 * (2 + 3) + 2 * 3 + 2 * 20 + 10) * kMB);
   CHECK(moved.updated == 20 * kMB);
 }
 

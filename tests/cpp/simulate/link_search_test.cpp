@@ -226,7 +226,7 @@ TEST_CASE("link search: looser limits and faster links never give a worse plan")
       options.plan.gradient_groups = 1;
       options.max_traffic = 1.25;
       options.interleave = false;
-      options.effort = 20'000'000;
+      options.effort = 100'000'000;
       const auto found_ms = [&](const Cluster& cluster) {
         const PlanChoice choice = search_links(of.costs, cluster, options, rules).front();
         return step_ms(choice.recipe, {of.name, of.costs, cluster, of.microbatches}, rules, 2 * kManySteps);
