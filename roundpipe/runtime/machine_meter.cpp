@@ -81,8 +81,7 @@ std::vector<Together> stretches_together(const std::deque<BusyChunk>& chunks, co
       stretch.own_bytes += own[chunk->link] * (to_ms - from_ms);
     }
   }
-  std::erase_if(stretches,
-                [](const Together& stretch) { return stretch.end_ms - stretch.start_ms < MachineMeter::kStretch_ms; });
+  std::erase_if(stretches, [](const Together& stretch) { return stretch.bytes < MachineMeter::kStretch_bytes; });
   return stretches;
 }
 
@@ -139,7 +138,7 @@ class MachineMeter::Link final : public transfer::LinkObserver {
   }
   double current_rate() const {
     const double took_ms = last_ms_ - stretch_start_ms_;
-    return took_ms >= kStretch_ms ? stretch_bytes_ / took_ms : 0;
+    return stretch_bytes_ >= kStretch_bytes && took_ms > 0 ? stretch_bytes_ / took_ms : 0;
   }
   void end_stretch() {
     if (const double rate = current_rate(); rate > 0) keep(rates_, rate, kStretches);

@@ -42,8 +42,8 @@ struct BusyChunk {
 // measure.
 //
 // A link's rate is the best that it has sustained lately: bytes over time of a busy stretch, which ends when the link
-// has nothing to do. Stretches of less than kStretch_ms do not count: late wake-ups and fixed costs would show. A
-// stretch during which other links are busy may be slowed by the host, so the second-best of the last kStretches
+// has nothing to do. Stretches of less than kStretch_bytes do not count: late wake-ups and fixed costs would show, most
+// of all on a busy machine. A stretch during which other links are busy may be slowed by the host, so the second-best of the last kStretches
 // counts: one good reading is not enough to raise a rate, and many slow ones do not lower it until they fill the list.
 //
 // The host's rate is the best that several links have sustained together, if they were busy together with rates of
@@ -51,7 +51,7 @@ struct BusyChunk {
 // Thread safety: any thread.
 class MachineMeter {
  public:
-  static constexpr double kStretch_ms = 2;
+  static constexpr double kStretch_bytes = 1e6;
   static constexpr std::size_t kStretches = 32;
 
   explicit MachineMeter(int devices);

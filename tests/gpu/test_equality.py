@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 from reference_loops import TiedGradients
 from robustness import squared_error
-from roundpipe import RoundPipe, RoundPipeRunConfig
+from roundpipe import RoundPipe, RoundPipeRunConfig, _core
 
 
 def mlp() -> nn.Sequential:
@@ -112,6 +114,34 @@ def test_training_gives_the_bits_of_a_plain_loop(pool, accelerator, case, microb
         assert torch.equal(loss, total), (loss, total)
     for (name, ours), theirs in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs.cpu()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_devices_that_share_layers_by_groups_give_the_same_bits(pool, dtype):
+    """A job for each group, on the devices in turn, and one job for all: the same sums."""
+    _, make_input, make_target = CASES["mlp"]
+    torch.manual_seed(2)
+    inputs, target = make_input().to(dtype), make_target()
+    groups = [(0, 2), (2, 4), (4, 6)]
+    jobs, whole = [], []
+    for phase, first, last in (("forward", 0, 3), ("fused", 3, 6), ("backward", 0, 3)):
+        for index, (begin, end) in enumerate(groups):
+            jobs.append((phase, first, last, begin, end, index % len(pool), len(jobs) / 100))
+        whole.append((phase, first, last, 0, 6, len(whole) % len(pool), len(whole) / 100))
+    ends = []
+    for each in (jobs, whole):
+        torch.manual_seed(1)
+        widths = [64, 128, 96, 128, 64, 32, 16]
+        model = nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(widths)]).to(dtype)
+        plan = _core.Plan(6, 6, len(pool), 0, each)
+        config = RoundPipeRunConfig(num_microbatch=6, gradient_groups=3, execute_plan=plan)
+        pipe = RoundPipe(model, name="shared", model_run_config=config)
+        for _ in range(2):
+            pipe.forward_backward((inputs,), label=target, loss_fn=lambda out, label: squared_error(out.float(), label))
+        pipe.synchronize()
+        ends.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    assert all(gradient.abs().sum() > 0 for gradient in ends[0])
 
 
 @pytest.mark.kit

@@ -69,6 +69,16 @@ TEST_CASE("machine meter: one odd stretch does not count, and a link that has be
   CHECK(meter.rates().up_gb_per_s() == doctest::Approx(10).epsilon(0.02));
 }
 
+TEST_CASE("machine meter: small transfers that a busy machine holds up are no rate") {
+  MachineMeter meter(1);
+  Sender up{meter.link(0, LinkWay::kUp)};
+  for (int burst = 0; burst < 40; ++burst) {
+    up.send(1, 0.001, 16'000);  // 16 ms for what takes microseconds
+    up.rest(10);
+  }
+  CHECK(meter.rates().up_gb_per_s() == 0);
+}
+
 TEST_CASE("machine meter: a link that never rests shows its rate, too") {
   MachineMeter meter(1);
   Sender down{meter.link(0, LinkWay::kDown)};
