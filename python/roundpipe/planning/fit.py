@@ -37,6 +37,7 @@ class Fit:
         device: memory of the device with the highest peak.
         grain: the recompute grain.
         values: bytes that wait on the host between stages.
+        partial_sums: bytes on the host of the sums that devices send of the layers they share.
         memory: memory of each device in bytes; 0 = not limited.
     """
 
@@ -45,6 +46,7 @@ class Fit:
     device: DeviceMemory
     grain: RecomputeGrain
     values: int
+    partial_sums: int
     memory: int
 
     @property
@@ -146,11 +148,26 @@ def _with_room(
     except _core.LayerTooLargeError:
         return None
     plans = placed(choices[0], asked, _STEPS)
+    groups = request.gradient_groups or request.microbatches
     # The labels are counted with the last layer's inputs.
-    sizes = _core.StepSizes(layers.sizes, layers.footprints, GRAINS[grain], label_bytes=0, gradient_groups=1)
+    sizes = _core.StepSizes(layers.sizes, layers.footprints, GRAINS[grain], label_bytes=0, gradient_groups=groups)
     device = predict_device(plans, sizes, cap_bytes=memory)
     values = _core.waiting_on_host(plans[0], layers.footprints, request.microbatches)
-    return Fit(asked, choices, device, grain, values, memory)
+    return Fit(asked, choices, device, grain, values, _partial_sums(plans[0], layers.sizes, groups), memory)
+
+
+def _partial_sums(plan: _core.Plan, sizes: Sequence[_core.LayerBytes], groups: int) -> int:
+    """Host bytes of the sums of layers that several devices share, beyond the layers' gradients."""
+    parts = [0] * plan.layers
+    for job in plan.jobs:
+        if job.phase == "forward":
+            continue
+        # A job that begins with the first group adds its groups up; others send each by itself.
+        share = (job.microbatches.last - job.microbatches.first) * groups / plan.microbatches
+        sent = 1 if job.microbatches.first == 0 else max(1, round(share))
+        for layer in range(job.layers.first, job.layers.last):
+            parts[layer] += sent
+    return sum(size.sums * (n if size.rounded else n - 1) for n, size in zip(parts, sizes, strict=True) if n > 1)
 
 
 def longest_row(predict: Callable[[int], Fit], limit: int = 1 << 20) -> tuple[int, Fit | None]:

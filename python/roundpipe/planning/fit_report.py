@@ -51,7 +51,9 @@ class FitReport:
 
     def lines(self) -> list[str]:
         """The lines of a table, the unknown parts, and the verdict."""
-        host = [("host", self.host.rows(), self.host.total, self.host_memory)]
+        # Most plans have no partial sums.
+        sizes = {name: size for name, size in self.host.rows().items() if size or not name.startswith("partial")}
+        host = [("host", sizes, self.host.total, self.host_memory)]
         device = [("fullest device", self.fit.device.rows(), self.fit.device.total, self.fit.memory or None)]
         lines = _table(host) + _table(device)
         if self.unknown:

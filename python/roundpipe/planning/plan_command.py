@@ -152,11 +152,14 @@ def _shapes(options: PlanOptions) -> ModelShapes:
 def _memory(found: Fit, shapes: ModelShapes | None, host_memory: int | None) -> FitReport:
     from roundpipe.planning.fit_report import FitReport, host_of_costs
 
+    def with_sums(host: HostPrediction) -> HostPrediction:
+        return replace(host, partial_sums=host.partial_sums + found.partial_sums)
+
     if shapes is None:
         return FitReport(
             found,
-            host_of_costs(found.request.costs, found.values, moments_bytes=8),
-            host_of_costs(found.request.costs, found.values, moments_bytes=2),
+            with_sums(host_of_costs(found.request.costs, found.values, moments_bytes=8)),
+            with_sums(host_of_costs(found.request.costs, found.values, moments_bytes=2)),
             host_memory,
             unknown="embeddings, and what a layer holds for a moment only; costs do not say (a model's folder does)",
         )
@@ -181,8 +184,8 @@ def _memory(found: Fit, shapes: ModelShapes | None, host_memory: int | None) -> 
 
     return FitReport(
         found,
-        shapes.host("float32", found.values),
-        shapes.host("8bit", found.values),
+        with_sums(shapes.host("float32", found.values)),
+        with_sums(shapes.host("8bit", found.values)),
         host_memory,
         predict=predict,
         adapters=adapters if shapes.trained == shapes.parameters else None,

@@ -136,10 +136,11 @@ void StepRun::pass_on(BlockStep& step) {
 }
 
 void StepRun::make(BlockStep& step) {
+  // Before the update, which lets the weights before it go.
+  const int64_t bytes = step.before->flat.defined() ? static_cast<int64_t>(step.before->flat.nbytes()) : 0;
   const double began_ms = now_ms();
   compute(step);
-  if (step.meter == nullptr || !step.before->flat.defined()) return;
-  step.meter->add(static_cast<int64_t>(step.before->flat.nbytes()), step.measured_ms + now_ms() - began_ms);
+  if (step.meter != nullptr && bytes > 0) step.meter->add(bytes, step.measured_ms + now_ms() - began_ms);
 }
 
 void StepRun::compute(BlockStep& step) {
