@@ -43,8 +43,9 @@ struct BusyChunk {
 //
 // A link's rate is the best that it has sustained lately: bytes over time of a busy stretch, which ends when the link
 // has nothing to do. Stretches of less than kStretch_bytes do not count: late wake-ups and fixed costs would show, most
-// of all on a busy machine. A stretch during which other links are busy may be slowed by the host, so the second-best of the last kStretches
-// counts: one good reading is not enough to raise a rate, and many slow ones do not lower it until they fill the list.
+// of all on a busy machine. A stretch during which other links are busy may be slowed by the host, so the second-best
+// of the last kStretches counts: one good reading is not enough to raise a rate, and many slow ones do not lower it
+// until they fill the list.
 //
 // The host's rate is the best that several links have sustained together, if they were busy together with rates of
 // their own that add up to more; else the host is not a limit.
