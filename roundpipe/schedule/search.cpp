@@ -36,14 +36,15 @@ bool is_within(const SearchOptions& tight, const SearchOptions& loose) {
          (!tight.replicas || limit_or_infinity(tight.max_traffic) <= limit_or_infinity(loose.max_traffic));
 }
 
-// Of the effort. Replicas are worth most in synchronous steps, which fill and drain.
+// Of the effort. Replicas are worth most in synchronous steps, which fill and drain, overlap in asynchronous ones.
 std::int64_t run_parts(const SearchOptions& run) {
   const bool asynchronous = run.rules.asynchronous;
   if (!run.replicas) return asynchronous ? 2 : 1;
   if (run.max_traffic == kTrafficRungs[0]) return 1;
   if (run.max_traffic == kTrafficRungs[1]) return asynchronous ? 2 : 12;
   if (run.max_traffic == kTrafficRungs[2]) return asynchronous ? 2 : 9;
-  return asynchronous ? 3 : 5;
+  if (asynchronous) return run.interleave ? 9 : 3;
+  return 5;
 }
 
 // The runs of a search: tighter limits first. A search with looser limits makes the same runs and more, so it finds no
@@ -123,7 +124,7 @@ std::vector<PlanChoice> search(const LayerCosts& costs, const Cluster& cluster, 
   require(options.plan.first_backward_layer >= 0 && options.plan.first_backward_layer <= static_cast<int>(costs.size()),
           "first_backward_layer is " + std::to_string(options.plan.first_backward_layer) + ", expected a layer");
   const CostSums sums(costs, options.plan.first_backward_layer);
-  const std::vector<SearchOptions> runs = runs_of(options, sums.gradient_bytes({0, sums.layers()}) > 0);
+  const std::vector<SearchOptions> runs = runs_of(options, sums.trains({0, sums.layers()}));
   std::vector<PlanChoice> all;
   std::vector<std::optional<PlanChoice>> best_of(runs.size());
   CutsFound last;

@@ -100,13 +100,17 @@ def scaled(request: Request, factor: float, size_factor: float = 1.0, memory_byt
 
 
 def _groups(prediction: Prediction) -> int:
-    """The gradient groups that the plans need; other systems' schedules divide a backward anywhere."""
+    """The fewest gradient groups that the plans may have: other systems' schedules divide a backward anywhere."""
     microbatches = prediction.plans[0].microbatches
     jobs = [job for plan in prediction.plans for job in plan.jobs if job.phase != "forward"]
     ends = {job.microbatches.last for job in jobs}
-    groups = prediction.gradient_groups or microbatches
-    parts = torch.arange(microbatches).tensor_split(groups)
-    return groups if ends <= {int(part[-1]) + 1 for part in parts if len(part)} else microbatches
+
+    def suits(groups: int) -> bool:
+        parts = torch.arange(microbatches).tensor_split(groups)
+        return ends <= {int(part[-1]) + 1 for part in parts}
+
+    least = min(prediction.gradient_groups or 1, microbatches)
+    return next(groups for groups in range(least, microbatches + 1) if suits(groups))
 
 
 def emulate(

@@ -79,7 +79,8 @@ def test_almost_no_bubble(microbatches: int, mode: str, max_traffic: float, limi
         options = {"microbatches": microbatches, "mode": mode, "max_traffic": max_traffic, "gradient_groups": 0}
         request = request_of(name, **options)
         prediction = predict("roundpipe", request)  # simulated anew, and checked against the rules
-        assert prediction.bubble_percent <= limit, name
+        # Plans within 0.1 percent count as equal, so the one with the least overlap may be chosen.
+        assert prediction.bubble_percent <= limit + 0.1, name
         if max_traffic:
             assert prediction.traffic_ratio <= max_traffic + 1e-9
 
