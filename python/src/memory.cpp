@@ -97,6 +97,7 @@ void bind_memory_simulator(py::module_& module) {
         return simulate::waiting_on_host(plan, footprints, microbatches);
       },
       py::arg("plan"), py::arg("footprints"), py::arg("microbatches"));
+  module.def("partial_sum_bytes", &simulate::partial_sum_bytes, py::arg("plan"), py::arg("sizes"));
   module.def(
       "predict_host",
       [](const std::vector<std::vector<at::Tensor>>& blocks, bool moments_8bit, bool trains) {

@@ -155,18 +155,10 @@ class MachineMeter::Link final : public transfer::LinkObserver {
   std::deque<double> small_ms_;  // that small transfers on an idle link took
 };
 
-double MachineRates::up_gb_per_s() const {
+double MachineRates::slowest(double LinkRates::* rate) const {
   double least = 0;
   for (const LinkRates& link : links) {
-    if (link.up_gb_per_s > 0 && (least == 0 || link.up_gb_per_s < least)) least = link.up_gb_per_s;
-  }
-  return least;
-}
-
-double MachineRates::down_gb_per_s() const {
-  double least = 0;
-  for (const LinkRates& link : links) {
-    if (link.down_gb_per_s > 0 && (least == 0 || link.down_gb_per_s < least)) least = link.down_gb_per_s;
+    if (link.*rate > 0 && (least == 0 || link.*rate < least)) least = link.*rate;
   }
   return least;
 }

@@ -26,8 +26,11 @@ struct MachineRates {
   double hop_latency_ms = 0;     // that a small value takes down and up again; 0 = not measured
 
   // Of the slowest measured link, since a plan may use any; 0 = none is measured.
-  double up_gb_per_s() const;
-  double down_gb_per_s() const;
+  double up_gb_per_s() const { return slowest(&LinkRates::up_gb_per_s); }
+  double down_gb_per_s() const { return slowest(&LinkRates::down_gb_per_s); }
+
+ private:
+  double slowest(double LinkRates::* rate) const;
 };
 
 // The time during which a chunk alone occupied its link, in Clock milliseconds.

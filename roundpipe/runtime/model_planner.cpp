@@ -4,6 +4,7 @@
 #include <utility>
 
 #include <roundpipe/schedule/moved_bytes.h>
+#include <roundpipe/schedule/progress.h>
 #include <roundpipe/simulate/link_search.h>
 
 namespace roundpipe::runtime {
@@ -79,18 +80,6 @@ schedule::PlannerOptions options_of(const PlanRequest& request) {
 int64_t device_share_bytes(const device::Device& device) {
   constexpr int64_t kStageShare = 6;
   return device.memory_limit_bytes() / kStageShare;
-}
-
-// The time of a step on one device of speed 1.
-double work_of(const Plan& plan, const schedule::CostSums& sums) {
-  double work_ms = 0;
-  for (const schedule::Job& job : plan.jobs) {
-    const bool again = job.phase == Phase::kBackward;
-    double visit_ms = again ? sums.recompute_ms(job.layers) : sums.forward_ms(job.layers);
-    if (job.phase != Phase::kForward) visit_ms += sums.backward_ms(job.layers);
-    work_ms += visit_ms * job.microbatches.size();
-  }
-  return work_ms;
 }
 
 int64_t bytes_of(const std::vector<int64_t>& held_bytes, Range layers) {
@@ -265,7 +254,7 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
   const Plan least = schedule::to_recipe(schedule::to_cut(simple), sums, key.devices, options.plan);
   const double moves_ms =
       schedule::least_time(schedule::moved_bytes(least, costs, sums), cluster, options.update_gb_per_s).ms;
-  const double work_ms = work_of(least, sums);
+  const double work_ms = schedule::work_ms(least, sums);
   options.effort = std::llround(std::clamp(kEffortPerMs * work_ms / key.devices, kLeastEffort,
                                            static_cast<double>(schedule::SearchOptions{}.effort)));
   Cut cut;

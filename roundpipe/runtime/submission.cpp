@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
 
 #include <roundpipe/core/error.h>
 
@@ -18,13 +19,9 @@ using schedule::Range;
 
 namespace {
 
-int lowest_trainable(const std::vector<std::vector<char>>& trainable) {
-  int layer = 0;
-  for (const std::vector<char>& flags : trainable) {
-    if (std::find(flags.begin(), flags.end(), 1) != flags.end()) break;
-    ++layer;
-  }
-  return layer;
+// The lowest layer that trains, of trained_layers(); the number of layers if none does.
+int lowest_trained(const std::vector<char>& trained) {
+  return static_cast<int>(std::ranges::find(trained, 1) - trained.begin());
 }
 
 bool has_trainable(const Call& call, size_t block) {
@@ -36,10 +33,6 @@ bool has_trainable(const Call& call, size_t block) {
   }
   return false;
 }
-
-}  // namespace
-
-namespace {
 
 Plan plan_stages(schedule::Stages stages, int layers, const schedule::PlannerOptions& options, int devices) {
   const PlanMode mode = options.mode;
@@ -59,10 +52,11 @@ Plan plan_stages(schedule::Stages stages, int layers, const schedule::PlannerOpt
 // Throws unless every job that makes gradients makes those of whole groups.
 void check_groups(const Plan& plan, const Call& call) {
   const schedule::GradientGroups groups = call.groups();
+  const std::vector<char> trained = trained_layers(call.trainable);
   for (const Job& job : plan.jobs) {
     if (job.phase == Phase::kForward || groups.are_whole(job.microbatches)) continue;
     for (int l = job.layers.first; l < job.layers.last; ++l) {
-      if (std::ranges::count(call.trainable[static_cast<size_t>(l)], 1) == 0) continue;
+      if (!trained[static_cast<size_t>(l)]) continue;
       throw std::invalid_argument(
           concat("[plan] the job \"", to_string(job), "\" divides the trainable layer ", l,
                  " within a group of gradients: gradient_groups is ", call.options.gradient_groups, " for ",
@@ -92,7 +86,8 @@ void check_fits(const Plan& plan, const Call& call, PlanMode mode, int first_bac
 
 Plan plan_call(const Call& call, const Route& route, PlanMode mode, ModelPlanner& planner, Engine& engine) {
   const bool backward = mode != PlanMode::kInference;
-  const int first_backward_layer = !backward || call.input_gradients ? 0 : lowest_trainable(call.trainable);
+  std::vector<char> trained = trained_layers(call.trainable);
+  const int first_backward_layer = !backward || call.input_gradients ? 0 : lowest_trained(trained);
   if (const auto* stages = std::get_if<schedule::Stages>(&route)) {
     schedule::PlannerOptions options;
     options.mode = mode;
@@ -108,17 +103,17 @@ Plan plan_call(const Call& call, const Route& route, PlanMode mode, ModelPlanner
     return *plan;
   }
   return planner.next(engine, {mode, call.options.microbatches, call.options.gradient_groups, first_backward_layer,
-                               trained_layers(call.trainable)});
+                               std::move(trained)});
 }
 
 std::vector<Plan> preview_plans(const ModelState& model, const Route& route, PlanMode mode, int microbatches,
                                 int gradient_groups, const ModelPlanner& planner, Engine& engine, int steps) {
   if (const auto* plan = std::get_if<Plan>(&route)) return std::vector<Plan>(static_cast<size_t>(steps), *plan);
-  const std::vector<std::vector<char>> trainable = model.trainable();
-  const int first_backward_layer = mode == PlanMode::kInference ? 0 : lowest_trainable(trainable);
+  std::vector<char> trained = trained_layers(model.trainable());
+  const int first_backward_layer = mode == PlanMode::kInference ? 0 : lowest_trained(trained);
   const auto* stages = std::get_if<schedule::Stages>(&route);
   if (stages == nullptr) {
-    const PlanRequest request{mode, microbatches, gradient_groups, first_backward_layer, trained_layers(trainable)};
+    const PlanRequest request{mode, microbatches, gradient_groups, first_backward_layer, std::move(trained)};
     return planner.preview(engine, request, steps);
   }
   schedule::PlannerOptions options;
@@ -186,17 +181,6 @@ void put_inputs(Call& call, int microbatch, const Values& inputs, bool copy, boo
 
 namespace {
 
-// For each layer, the number of parts that a backward sends of its gradients: see BlockSum.
-std::vector<int> parts_of(const Plan& plan, const schedule::GradientGroups& groups) {
-  std::vector<int> parts(static_cast<size_t>(plan.layers), 0);
-  for (const Job& job : plan.jobs) {
-    if (job.phase == Phase::kForward) continue;
-    const int sent = job.microbatches.first == 0 ? 1 : groups.groups_of(job.microbatches).size();
-    for (int l = job.layers.first; l < job.layers.last; ++l) parts[static_cast<size_t>(l)] += sent;
-  }
-  return parts;
-}
-
 int parts_of(const BlockState& block, const std::vector<int>& of_layers) {
   int parts = 0;
   for (const int layer : block.layers) parts += of_layers[static_cast<size_t>(layer)];
@@ -206,7 +190,7 @@ int parts_of(const BlockState& block, const std::vector<int>& of_layers) {
 }  // namespace
 
 int64_t partial_sum_bytes(const ModelState& model, const Plan& plan, int gradient_groups, TiedGradAccumulation tied) {
-  const std::vector<int> parts = parts_of(plan, {plan.microbatches, gradient_groups});
+  const std::vector<int> parts = schedule::gradient_parts(plan, gradient_groups);
   int64_t bytes = 0;
   for (const BlockState& block : model.blocks) {
     if (!block.tied() || tied == TiedGradAccumulation::kLayer) bytes += block.sum_bytes(parts_of(block, parts));
@@ -217,7 +201,7 @@ int64_t partial_sum_bytes(const ModelState& model, const Plan& plan, int gradien
 void open_gradients(Call& call, const Plan& plan) {
   ModelState& model = *call.model;
   const schedule::GradientGroups groups = call.groups();
-  const std::vector<int> parts = parts_of(plan, groups);
+  const std::vector<int> parts = schedule::gradient_parts(plan, call.options.gradient_groups);
   call.bases.assign(model.blocks.size(), nullptr);
   call.results.assign(model.blocks.size(), nullptr);
   call.block_sums.clear();

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include <roundpipe/schedule/gradient_groups.h>
+#include <roundpipe/schedule/progress.h>
 
 namespace roundpipe::schedule {
 
@@ -93,9 +94,7 @@ Plan to_recipe(const Cut& cut, const CostSums& sums, int devices, const PlannerO
       plan.jobs.push_back({phase, stage.layers, microbatches, 0});
       start_ms.push_back(work_ms);
     }
-    const double forward = phase == Phase::kBackward ? sums.recompute_ms(stage.layers) : sums.forward_ms(stage.layers);
-    const double backward = phase == Phase::kForward ? 0 : sums.backward_ms(stage.layers);
-    work_ms += (forward + backward) * options.microbatches;
+    work_ms += visit_ms(phase, stage.layers, sums) * options.microbatches;
   };
   for (const CutStage& stage : cut.forward) add(Phase::kForward, stage);
   for (std::size_t i = 0; i < cut.backward.size(); ++i)

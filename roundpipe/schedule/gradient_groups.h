@@ -1,8 +1,9 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
-#include <roundpipe/schedule/range.h>
+#include <roundpipe/schedule/plan.h>
 
 namespace roundpipe::schedule {
 
@@ -40,5 +41,9 @@ class GradientGroups {
   int microbatches_;
   int count_;
 };
+
+// For each layer, how many sums of gradients the backward of a step sends to the host, where they are added: one for a
+// job that begins with the first group, which adds up its groups itself; one for each group of another job.
+std::vector<int> gradient_parts(const Plan& plan, int gradient_groups);
 
 }  // namespace roundpipe::schedule

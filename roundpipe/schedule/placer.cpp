@@ -115,12 +115,6 @@ Plan Placer::next() {
   return plan;
 }
 
-double Placer::work_ms() const {
-  double total = 0;
-  for (const Job& job : recipe_.jobs) total += progress_.work_ms(job) * job.microbatches.size();
-  return total;
-}
-
 double pace_ms(std::span<const double> ends_ms) {
   if (ends_ms.size() == 1) return ends_ms[0];
   // A least squares fit: single ends jitter by parts of a step, and using only the outer two would keep that jitter.
@@ -145,7 +139,7 @@ Rating rate(const Plan& recipe, const LayerCosts& costs, const Cluster& cluster,
   }
   Rating rating;
   rating.step_ms = pace_ms(ends);
-  rating.work_ms = placer.work_ms();
+  rating.work_ms = work_ms(recipe, placer.sums());
   rating.crowded = placer.crowded();
   double speed = 0;
   for (const ClusterDevice& device : cluster.devices) speed += device.speed;

@@ -30,8 +30,7 @@ class Placer {
   double end_ms() const { return end_ms_; }
   // How many of the jobs placed so far have weights that do not fit beside the job before them.
   int crowded() const { return crowded_; }
-  // The time of a step on one device of speed 1.
-  double work_ms() const;
+  const CostSums& sums() const { return progress_.sums(); }
 
  private:
   void place(int ahead);

@@ -31,16 +31,22 @@ Progress::Step& Progress::step_at(int number) {
   return step;
 }
 
-double Progress::work_ms(const Job& job) const {
-  switch (job.phase) {
+double visit_ms(Phase phase, Range layers, const CostSums& sums) {
+  switch (phase) {
     case Phase::kForward:
-      return sums_.forward_ms(job.layers);
+      return sums.forward_ms(layers);
     case Phase::kFused:
-      return sums_.forward_ms(job.layers) + sums_.backward_ms(job.layers);
+      return sums.forward_ms(layers) + sums.backward_ms(layers);
     case Phase::kBackward:
-      return sums_.recompute_ms(job.layers) + sums_.backward_ms(job.layers);
+      return sums.recompute_ms(layers) + sums.backward_ms(layers);
   }
   return 0;
+}
+
+double work_ms(const Plan& plan, const CostSums& sums) {
+  double total = 0;
+  for (const Job& job : plan.jobs) total += visit_ms(job.phase, job.layers, sums) * job.microbatches.size();
+  return total;
 }
 
 }  // namespace roundpipe::schedule

@@ -22,6 +22,11 @@ struct TimingRules {
   bool late_recompute = false;
 };
 
+// The time of one microbatch of a visit on a device of speed 1.
+double visit_ms(Phase phase, Range layers, const CostSums& sums);
+// The time of a step on one device of speed 1.
+double work_ms(const Plan& plan, const CostSums& sums);
+
 // The clock of a pipeline. It computes, job by job, when each microbatch runs, from compute times and a fixed latency
 // for values that change device. Transfers and updates take no time; bandwidths and memory are not modelled.
 //
@@ -57,8 +62,6 @@ class Progress {
   }
 
   double free_ms(int device) const { return free_ms_[static_cast<std::size_t>(device)]; }
-  // The time of one microbatch of the job on a device of speed 1.
-  double work_ms(const Job& job) const;
   const CostSums& sums() const { return sums_; }
 
  private:

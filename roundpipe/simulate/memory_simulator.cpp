@@ -198,6 +198,16 @@ int64_t waiting_on_host(const Plan& plan, std::span<const LayerFootprint> footpr
   return bytes;
 }
 
+int64_t partial_sum_bytes(const Plan& plan, const StepSizes& sizes) {
+  check(sizes, static_cast<std::size_t>(plan.layers));
+  const std::vector<int> parts = schedule::gradient_parts(plan, sizes.gradient_groups);
+  int64_t bytes = 0;
+  for (std::size_t l = 0; l < parts.size(); ++l) {
+    if (parts[l] > 1) bytes += sizes.layers[l].sums * partial_sums(parts[l], sizes.layers[l].rounded > 0);
+  }
+  return bytes;
+}
+
 HostMemory predict_host(std::span<const std::vector<ParameterSize>> blocks, bool moments_8bit) {
   constexpr int64_t kMoments = 2;
   HostMemory host;

@@ -81,6 +81,10 @@ std::int64_t largest_stage_bytes(std::span<const schedule::Plan> plans, const St
 // Bytes that wait on the host between stages: all microbatches' inputs of each backward stage, and of the step.
 std::int64_t waiting_on_host(const schedule::Plan& plan, std::span<const LayerFootprint> footprints, int microbatches);
 
+// Bytes on the host of the sums that devices send of the layers they share, beyond the layers' gradients. Throws
+// std::invalid_argument if sizes and plan do not match.
+std::int64_t partial_sum_bytes(const schedule::Plan& plan, const StepSizes& sizes);
+
 // Bytes of a model and a fused Adam on the host.
 struct HostMemory {
   std::int64_t weights = 0;

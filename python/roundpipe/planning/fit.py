@@ -153,21 +153,7 @@ def _with_room(
     sizes = _core.StepSizes(layers.sizes, layers.footprints, GRAINS[grain], label_bytes=0, gradient_groups=groups)
     device = predict_device(plans, sizes, cap_bytes=memory)
     values = _core.waiting_on_host(plans[0], layers.footprints, request.microbatches)
-    return Fit(asked, choices, device, grain, values, _partial_sums(plans[0], layers.sizes, groups), memory)
-
-
-def _partial_sums(plan: _core.Plan, sizes: Sequence[_core.LayerBytes], groups: int) -> int:
-    """Host bytes of the sums of layers that several devices share, beyond the layers' gradients."""
-    parts = [0] * plan.layers
-    for job in plan.jobs:
-        if job.phase == "forward":
-            continue
-        # A job that begins with the first group adds its groups up; others send each by itself.
-        share = (job.microbatches.last - job.microbatches.first) * groups / plan.microbatches
-        sent = 1 if job.microbatches.first == 0 else max(1, round(share))
-        for layer in range(job.layers.first, job.layers.last):
-            parts[layer] += sent
-    return sum(size.sums * (n if size.rounded else n - 1) for n, size in zip(parts, sizes, strict=True) if n > 1)
+    return Fit(asked, choices, device, grain, values, _core.partial_sum_bytes(plans[0], sizes), memory)
 
 
 def longest_row(predict: Callable[[int], Fit], limit: int = 1 << 20) -> tuple[int, Fit | None]:

@@ -45,3 +45,12 @@ TEST_CASE("gradient groups: every microbatch is in one group, sizes differ by on
     }
   }
 }
+
+TEST_CASE("gradient parts: one for a job that begins with the first group, one for each group of another") {
+  Plan plan{3, 7, 2, 0, {}};
+  plan.jobs = {{Phase::kForward, {0, 2}, {0, 4}, 0},  {Phase::kForward, {0, 2}, {4, 7}, 1},
+               {Phase::kFused, {2, 3}, {0, 3}, 0},    {Phase::kFused, {2, 3}, {3, 7}, 1},
+               {Phase::kBackward, {1, 2}, {0, 5}, 0}, {Phase::kBackward, {1, 2}, {5, 7}, 1},
+               {Phase::kBackward, {0, 1}, {0, 7}, 0}};
+  CHECK(gradient_parts(plan, 3) == std::vector<int>{1, 2, 3});
+}

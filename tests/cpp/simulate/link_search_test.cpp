@@ -165,7 +165,11 @@ TEST_CASE("links: every computation ends as a slow simulation of the same rules 
   }
 }
 
-TEST_CASE("link search: within 2 % of the best even cut, and never worse than the greedy plan") {
+namespace {
+
+// Runs `check` for each case, in asynchronous and synchronous steps.
+template <typename Check>
+void for_each_case(std::int64_t effort, Check check) {
   for (const bool asynchronous : {true, false}) {
     for (const Case& of : cases()) {
       CAPTURE(of.name);
@@ -174,87 +178,78 @@ TEST_CASE("link search: within 2 % of the best even cut, and never worse than th
       rules.timing.asynchronous = asynchronous;
       SearchOptions options;
       options.plan = planner(of.microbatches);
-      options.effort = 20'000'000;
-      const std::vector<PlanChoice> found = search_links(of.costs, of.cluster, options, rules);
-      const double chosen_ms = step_ms(found.front().recipe, of, rules, kManySteps);
-      double work_ms = 0;
-      for (const LayerCost& cost : of.costs) work_ms += of.microbatches * (2 * cost.forward_ms + cost.backward_ms);
-      work_ms -= of.microbatches * of.costs.back().forward_ms;  // the head's values are kept
-      for (const PlanChoice& choice : found) CHECK(choice.rating.work_ms == doctest::Approx(work_ms));
-      CHECK(found.front().rating.step_ms == doctest::Approx(chosen_ms).epsilon(0.01));
-      CHECK(chosen_ms <= 1.02 * best_of_family(of, rules));
-      const int devices = static_cast<int>(of.cluster.devices.size());
-      const Cut greedy = limited_cut(to_cut(greedy_stages(of.costs, devices, options.plan)),
-                                     static_cast<int>(of.costs.size()), options);
-      if (of.cluster.devices.front().memory_bytes > 0) continue;
-      const Plan recipe = to_recipe(greedy, CostSums(of.costs), devices, options.plan);
-      CHECK(chosen_ms <= 1.0011 * step_ms(recipe, of, rules, kManySteps));
+      options.effort = effort;
+      check(of, rules, options);
     }
   }
 }
 
+}  // namespace
+
+TEST_CASE("link search: within 2 % of the best even cut, and never worse than the greedy plan") {
+  for_each_case(20'000'000, [&](const Case& of, const LinkRules& rules, SearchOptions options) {
+    const std::vector<PlanChoice> found = search_links(of.costs, of.cluster, options, rules);
+    const double chosen_ms = step_ms(found.front().recipe, of, rules, kManySteps);
+    double work_ms = 0;
+    for (const LayerCost& cost : of.costs) work_ms += of.microbatches * (2 * cost.forward_ms + cost.backward_ms);
+    work_ms -= of.microbatches * of.costs.back().forward_ms;  // the head's values are kept
+    for (const PlanChoice& choice : found) CHECK(choice.rating.work_ms == doctest::Approx(work_ms));
+    CHECK(found.front().rating.step_ms == doctest::Approx(chosen_ms).epsilon(0.01));
+    CHECK(chosen_ms <= 1.02 * best_of_family(of, rules));
+    const int devices = static_cast<int>(of.cluster.devices.size());
+    const Cut greedy =
+        limited_cut(to_cut(greedy_stages(of.costs, devices, options.plan)), static_cast<int>(of.costs.size()), options);
+    if (of.cluster.devices.front().memory_bytes > 0) return;
+    const Plan recipe = to_recipe(greedy, CostSums(of.costs), devices, options.plan);
+    CHECK(chosen_ms <= 1.0011 * step_ms(recipe, of, rules, kManySteps));
+  });
+}
+
 TEST_CASE("link search: replicas of stages with gradients keep to the groups of microbatches") {
-  for (const bool asynchronous : {true, false}) {
-    for (const Case& of : cases()) {
-      CAPTURE(of.name);
-      LinkRules rules;
-      rules.timing.asynchronous = asynchronous;
-      SearchOptions options;
-      options.plan = planner(of.microbatches);
-      options.plan.gradient_groups = 1;
-      options.effort = 2'000'000;
-      for (const PlanChoice& choice : search_links(of.costs, of.cluster, options, rules)) {
-        for (const Job& job : choice.recipe.jobs) {
-          if (job.phase != Phase::kForward) CHECK(job.microbatches == Range{0, of.microbatches});
-        }
+  for_each_case(2'000'000, [&](const Case& of, const LinkRules& rules, SearchOptions options) {
+    options.plan.gradient_groups = 1;
+    for (const PlanChoice& choice : search_links(of.costs, of.cluster, options, rules)) {
+      for (const Job& job : choice.recipe.jobs) {
+        if (job.phase != Phase::kForward) CHECK(job.microbatches == Range{0, of.microbatches});
       }
     }
-  }
+  });
 }
 
 TEST_CASE("link search: looser limits and faster links never give a worse plan") {
   // The steps that a plan is rated by depend on the plans beside it; a faster link may change where jobs are placed.
   constexpr double kRated = 0.01;
-  for (const bool asynchronous : {true, false}) {
-    for (const Case& of : cases()) {
-      CAPTURE(of.name);
-      CAPTURE(asynchronous);
-      LinkRules rules;
-      rules.timing.asynchronous = asynchronous;
-      SearchOptions options;
-      options.plan = planner(of.microbatches);
-      options.plan.gradient_groups = 1;
-      options.max_traffic = 1.25;
-      options.interleave = false;
-      options.effort = 100'000'000;
-      const auto found_ms = [&](const Cluster& cluster) {
-        const PlanChoice choice = search_links(of.costs, cluster, options, rules).front();
-        return step_ms(choice.recipe, {of.name, of.costs, cluster, of.microbatches}, rules, 2 * kManySteps);
-      };
-      double least_ms = found_ms(of.cluster);
-      const auto loosened = [&](const std::string& what, const Cluster& cluster) {
-        CAPTURE(what);
-        const double ms = found_ms(cluster);
-        CHECK(ms <= least_ms * (1 + kRated));
-        least_ms = ms;
-      };
-      options.max_traffic = 0;
-      loosened("traffic", of.cluster);
-      options.interleave = true;
-      loosened("interleave", of.cluster);
-      options.plan.gradient_groups = of.microbatches;
-      loosened("gradient groups", of.cluster);
-      options.max_fused_layers = 2;
-      loosened("fused layers", of.cluster);
-      Cluster cluster = of.cluster;
-      for (ClusterDevice& device : cluster.devices) device.memory_bytes = 0;
-      loosened("memory", cluster);
-      cluster.link_up_gb_per_s *= 2;
-      cluster.link_down_gb_per_s *= 2;
-      cluster.host_gb_per_s *= 2;
-      loosened("links", cluster);
-    }
-  }
+  for_each_case(100'000'000, [&](const Case& of, const LinkRules& rules, SearchOptions options) {
+    options.plan.gradient_groups = 1;
+    options.max_traffic = 1.25;
+    options.interleave = false;
+    const auto found_ms = [&](const Cluster& cluster) {
+      const PlanChoice choice = search_links(of.costs, cluster, options, rules).front();
+      return step_ms(choice.recipe, {of.name, of.costs, cluster, of.microbatches}, rules, 2 * kManySteps);
+    };
+    double least_ms = found_ms(of.cluster);
+    const auto loosened = [&](const std::string& what, const Cluster& cluster) {
+      CAPTURE(what);
+      const double ms = found_ms(cluster);
+      CHECK(ms <= least_ms * (1 + kRated));
+      least_ms = ms;
+    };
+    options.max_traffic = 0;
+    loosened("traffic", of.cluster);
+    options.interleave = true;
+    loosened("interleave", of.cluster);
+    options.plan.gradient_groups = of.microbatches;
+    loosened("gradient groups", of.cluster);
+    options.max_fused_layers = 2;
+    loosened("fused layers", of.cluster);
+    Cluster cluster = of.cluster;
+    for (ClusterDevice& device : cluster.devices) device.memory_bytes = 0;
+    loosened("memory", cluster);
+    cluster.link_up_gb_per_s *= 2;
+    cluster.link_down_gb_per_s *= 2;
+    cluster.host_gb_per_s *= 2;
+    loosened("links", cluster);
+  });
 }
 
 TEST_CASE("link search: what limits the step is what shortens it if it is made fast") {
