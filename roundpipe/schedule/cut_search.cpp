@@ -29,7 +29,7 @@ constexpr std::size_t kDescents = 12;
 constexpr std::size_t kRounds = 8;       // descents whose results annealing starts from;
 constexpr std::size_t kAsyncRounds = 3;  // fewer if each cut is clocked over many steps
 constexpr double kDescentShare = 0.15;   // of the effort
-constexpr std::array kInterleaves = {1.0, 1.25, 1.5, 1.6, 1.7, 1.8};
+constexpr std::array kInterleaves = {1.0, 1.25, 1.5, 1.6, 1.65, 1.7, 1.8};
 constexpr double kMostInterleave = 1.85;  // near 2, every step waits for the previous one
 
 // Replicas of the first forward and the last backward stages, for eight devices.
