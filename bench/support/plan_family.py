@@ -202,6 +202,8 @@ class Family:
         of_device: dict[int, list[tuple[float, _core.Job]]] = {}
         for step, plan in enumerate(plans):
             for job in plan.jobs:
+                if len(plans) > 1 and step + job.order >= len(plans):
+                    continue  # beside jobs of a step that is not among these
                 of_device.setdefault(job.device, []).append((step + job.order, job))
         for device, jobs in of_device.items():
             in_order = [job for _, job in sorted(jobs, key=lambda entry: entry[0])]

@@ -27,6 +27,7 @@ namespace {
 
 constexpr double kSmallBubble = 0.005;
 constexpr int kSearched = 200;
+constexpr std::int64_t kAsyncEffortShare = 4;  // overlapping steps leave less to a search, and more to simulate
 constexpr std::size_t kOfEachKind = 3;  // of those, how many are simulated: fewer where each takes long
 constexpr std::size_t kFewOfEachKind = 1, kFewEvenOfEachKind = 2;
 constexpr std::array kTrafficKinds = {1.0, 1.25, 2.0};
@@ -43,7 +44,7 @@ constexpr std::int64_t kAllRefineVisits = 150'000;
 constexpr std::int64_t kFinalVisits = 100'000;
 constexpr int kFewestSteps = 5, kMostSteps = 25;         // to compare plans
 constexpr int kFewestFinalSteps = 13, kFinalSteps = 49;  // to rate the last few
-constexpr std::int64_t kReportVisits = 800'000;
+constexpr std::int64_t kReportVisits = 300'000;
 constexpr int kReportSteps = 193;  // of those that are returned
 constexpr int kClockedSteps = 9;
 constexpr double kMostInterleave = 1.5;
@@ -87,7 +88,7 @@ class LinkSearch {
             1.0, std::sqrt(static_cast<double>(options_.effort) / static_cast<double>(SearchOptions{}.effort)))) {
     options_.rules = through_host(rules.timing);
     options_.update_gb_per_s = rules.update_gb_per_s;
-    options_.effort /= 2;
+    if (rules.timing.asynchronous) options_.effort /= kAsyncEffortShare;
     options_.finalists = kSearched;
   }
 
@@ -130,9 +131,15 @@ class LinkSearch {
     choice.cut = cut;
     choice.recipe = schedule::to_recipe(cut, sums_, devices_, options_.plan);
     choice.traffic = schedule::traffic_ratio(choice.recipe, sums_);
+    return choice;
+  }
+
+  // Sets the choice's rating, without bytes, and says whether it is possible in every step and moves little enough.
+  bool is_possible(PlanChoice& choice) const {
+    if (options_.max_traffic > 0 && choice.traffic > options_.max_traffic) return false;
     // Only memory makes steps differ in whether they are possible.
     choice.rating = schedule::rate(choice.recipe, costs_, hops_, options_.rules, room_bytes_ > 0 ? kReportSteps : 1);
-    return choice;
+    return choice.rating.crowded == 0;
   }
 
   // The plans of each kind that the clock and the bytes rate best: transfers may change their order.
@@ -146,7 +153,8 @@ class LinkSearch {
       const bool keeps_more = has_fused() && backward.front().layers.size() > 1;
       std::size_t& of_kind = taken[{kind, choice.cut.interleave > 1, shared, keeps_more}];
       const bool few = visits > kSearchedVisits;
-      if (of_kind++ >= (few ? kFewOfEachKind : kOfEachKind)) continue;
+      if (of_kind >= (few ? kFewOfEachKind : kOfEachKind) || !is_possible(choice)) continue;
+      ++of_kind;
       visits += visits_of(choice) * kFewestSteps;
       add(std::move(choice));
     }
@@ -157,8 +165,7 @@ class LinkSearch {
     const Cut cut = schedule::limited_cut(greedy, sums_.layers(), options_);
     if (!fits(cut)) return;
     PlanChoice choice = choice_of(cut);
-    const bool moves_little = options_.max_traffic == 0 || choice.traffic <= options_.max_traffic;
-    if (moves_little && choice.rating.crowded == 0) add(std::move(choice));
+    if (is_possible(choice)) add(std::move(choice));
   }
 
   bool fits(const Cut& cut) const {
@@ -218,9 +225,8 @@ class LinkSearch {
     const std::optional<Cut> cut = cut_of(even);
     if (!cut) return;
     PlanChoice choice = choice_of(*cut);
-    if (choice.rating.crowded > 0 || (options_.max_traffic > 0 && choice.traffic > options_.max_traffic)) return;
     schedule::score(choice, costs_, sums_, hops_, options_, rules_.timing.asynchronous ? kClockedSteps : 1);
-    candidates.push_back({std::move(choice), even});
+    if (choice.rating.crowded == 0) candidates.push_back({std::move(choice), even});
   }
 
   // Whether the head is shared and steps overlap. Each kind is searched alike, however many kinds are allowed.
@@ -241,7 +247,9 @@ class LinkSearch {
     std::int64_t visits = 0;
     for (Candidate& candidate : candidates) {
       const bool few = visits > with_effort(kEvenVisits);
-      if (taken[kind_of(*candidate.even)]++ >= kFewEvenOfEachKind && few) continue;
+      std::size_t& of_kind = taken[kind_of(*candidate.even)];
+      if ((of_kind >= kFewEvenOfEachKind && few) || !is_possible(candidate.choice)) continue;
+      ++of_kind;
       visits += visits_of(candidate.choice) * kFewestSteps;
       add(std::move(candidate.choice), candidate.even);
     }
@@ -287,7 +295,7 @@ class LinkSearch {
         const std::optional<Cut> cut = cut_of(even);
         if (!cut) continue;
         PlanChoice choice = choice_of(*cut);
-        if (choice.rating.crowded > 0) continue;
+        if (!is_possible(choice)) continue;
         visits += visits_of(choice) * steps;
         simulate(choice, steps);
         better |= choice.score_ms < at.choice.score_ms;

@@ -36,9 +36,9 @@ struct Transfer {
 
 // One direction of one device's link.
 struct Link {
-  double rate = 0;  // bytes per millisecond; 0 = infinite
+  double rate = kNever;  // bytes per millisecond
   std::vector<Transfer> waiting;
-  bool busy = false;
+  bool busy = false, may_send = false;
   Transfer current;
   double chunk_bytes = 0;  // left of the current chunk; 0: at its end, where a more urgent transfer may go first
   bool outranked = false;  // a more urgent transfer waits
@@ -61,7 +61,7 @@ struct JobRun {
 struct DeviceRun {
   std::vector<JobRun> jobs;
   std::size_t at = 0;
-  double ends_ms = kNever;  // of the running computation
+  double* ends_ms = nullptr;  // of the running computation, in ends_ms_
   bool may_start = true;    // something has changed that its jobs wait for
 };
 
@@ -77,9 +77,12 @@ class LinkSimulator {
     outside_loss_ = schedule::mode_of(first) == schedule::PlanMode::kTrain;
     staleness_ = rules.timing.asynchronous ? 2 : 1;
     devices_.resize(cluster.devices.size());
+    ends_ms_.resize(devices_.size(), kNever);
+    for (std::size_t d = 0; d < devices_.size(); ++d) devices_[d].ends_ms = &ends_ms_[d];
     links_.resize(2 * cluster.devices.size());
     for (std::size_t i = 0; i < links_.size(); ++i)
       links_[i].rate = (i % 2 == 0 ? cluster.link_up_gb_per_s : cluster.link_down_gb_per_s) * kBytesPerMs;
+    for (Link& link : links_) link.rate = link.rate > 0 ? link.rate : kNever;
     queue_jobs();
     const std::size_t cells = plans.size() * static_cast<std::size_t>((layers_ + 1) * microbatches_);
     value_on_host_.assign(cells, 0);
@@ -177,6 +180,7 @@ class LinkSimulator {
     Link& link = links_[static_cast<std::size_t>(2 * device + (up ? 0 : 1))];
     link.outranked |= link.busy && transfer.priority < link.current.priority;
     link.waiting.push_back(transfer);
+    link.may_send = true;
   }
 
   // Starts everything that can start now.
@@ -189,7 +193,9 @@ class LinkSimulator {
       compute(device);
     }
     upload_what_arrived();
-    for (Link& link : links_) send(link);
+    for (Link& link : links_) {
+      if (std::exchange(link.may_send, false)) send(link);
+    }
   }
 
   void prefetch(int device, JobRun& run) {
@@ -231,7 +237,7 @@ class LinkSimulator {
   }
 
   void compute(DeviceRun& device) {
-    if (device.ends_ms != kNever || device.at >= device.jobs.size()) return;
+    if (*device.ends_ms != kNever || device.at >= device.jobs.size()) return;
     JobRun& run = device.jobs[device.at];
     if (!run.weights_here) return;
     // The caller takes the loss of the whole batch, and only then asks for the backward.
@@ -243,13 +249,13 @@ class LinkSimulator {
       run.started_ms = now_ms_;
       run.state = run.recompute_ms > 0 ? JobRun::kRecompute : JobRun::kWait;
       if (run.state == JobRun::kRecompute) {
-        device.ends_ms = now_ms_ + run.recompute_ms;
+        *device.ends_ms = now_ms_ + run.recompute_ms;
         return;
       }
     }
     if (run.state != JobRun::kWait || !run.gradient_here[place]) return;
     run.state = JobRun::kRest;
-    device.ends_ms = now_ms_ + run.rest_ms;
+    *device.ends_ms = now_ms_ + run.rest_ms;
   }
 
   void send(Link& link) {
@@ -259,7 +265,7 @@ class LinkSimulator {
     link.current = *best;
     link.waiting.erase(best);
     link.busy = true;
-    ++busy_links_;
+    busy_links_.insert(std::ranges::lower_bound(busy_links_, &link), &link);
     link.current.what.start_ms = now_ms_;
     link.chunk_bytes = next_chunk_bytes(link);
   }
@@ -274,30 +280,27 @@ class LinkSimulator {
     return link.outranked ? std::clamp(link.chunk_bytes, 0.0, link.current.left_bytes) : link.current.left_bytes;
   }
 
-  // Bytes per millisecond that a busy link moves now, at most its share of the host's bandwidth.
-  double rate(const Link& link) const {
-    double rate = link.rate > 0 ? link.rate : kNever;
-    if (cluster_.host_gb_per_s > 0) {
-      rate = std::min(rate, cluster_.host_gb_per_s * kBytesPerMs / busy_links_);
-    }
-    return rate;
+  // A busy link's share of the host's bandwidth, in bytes per millisecond.
+  double host_share() const {
+    if (cluster_.host_gb_per_s <= 0) return kNever;
+    return cluster_.host_gb_per_s * kBytesPerMs / static_cast<double>(busy_links_.size());
   }
 
   double next_event() const {
     double next_ms = update_ends_ms_;
-    for (const DeviceRun& device : devices_) next_ms = std::min(next_ms, device.ends_ms);
-    for (const Link& link : links_) {
-      if (link.busy) next_ms = std::min(next_ms, now_ms_ + bytes_before_choice(link) / rate(link));
-    }
+    for (const double ends_ms : ends_ms_) next_ms = std::min(next_ms, ends_ms);
+    const double share = host_share();
+    for (const Link* link : busy_links_)
+      next_ms = std::min(next_ms, now_ms_ + bytes_before_choice(*link) / std::min(link->rate, share));
     return next_ms;
   }
 
   void advance(double to_ms) {
-    std::vector<std::size_t> ended;
-    for (std::size_t i = 0; i < links_.size(); ++i) {
-      Link& link = links_[i];
-      if (!link.busy) continue;
-      const double speed = rate(link), most = bytes_before_choice(link);
+    ended_.clear();
+    const double share = host_share();
+    for (Link* const busy : busy_links_) {
+      Link& link = *busy;
+      const double speed = std::min(link.rate, share), most = bytes_before_choice(link);
       const double moved = speed == kNever ? most : std::min(most, speed * (to_ms - now_ms_));
       link.current.left_bytes -= moved;
       link.chunk_bytes -= moved;
@@ -306,12 +309,12 @@ class LinkSimulator {
         link.chunk_bytes = chunk + std::fmod(link.chunk_bytes, chunk);
         if (link.chunk_bytes > chunk - kByte) link.chunk_bytes = 0;
       }
-      if (most - moved <= kByte) ended.push_back(i);
+      if (most - moved <= kByte) ended_.push_back(&link);
     }
     now_ms_ = to_ms;
-    for (const std::size_t i : ended) release(links_[i]);
+    for (Link* const link : ended_) release(*link);
     for (std::size_t d = 0; d < devices_.size(); ++d) {
-      if (devices_[d].ends_ms <= now_ms_) compute_over(static_cast<int>(d), devices_[d]);
+      if (ends_ms_[d] <= now_ms_) compute_over(static_cast<int>(d), devices_[d]);
     }
     if (update_ends_ms_ <= now_ms_) {
       publish();
@@ -323,7 +326,8 @@ class LinkSimulator {
   // The transfer has ended, or has to wait for a more urgent one.
   void release(Link& link) {
     link.busy = link.outranked = false;
-    --busy_links_;
+    link.may_send = true;
+    busy_links_.erase(std::ranges::find(busy_links_, &link));
     Transfer transfer = link.current;
     transfer.what.end_ms = now_ms_;
     transfers_.push_back(transfer.what);
@@ -351,7 +355,7 @@ class LinkSimulator {
   void compute_over(int d, DeviceRun& device) {
     JobRun& run = device.jobs[device.at];
     const Job& job = *run.job;
-    device.ends_ms = kNever;
+    *device.ends_ms = kNever;
     device.may_start = true;
     if (run.state == JobRun::kRecompute) {
       run.state = JobRun::kWait;
@@ -464,8 +468,10 @@ class LinkSimulator {
   double now_ms_ = 0;
   double busy_ms_ = 0;
   std::vector<DeviceRun> devices_;
+  std::vector<double> ends_ms_;  // of each device: together, since every event reads them all
   std::vector<Link> links_;  // up and down of each device
-  int busy_links_ = 0;
+  std::vector<Link*> busy_links_;  // in their order
+  std::vector<Link*> ended_;       // of advance()
   std::int64_t asked_ = 0;
   std::vector<std::size_t> cell_of_;  // by Transfer::order, for values that are downloaded
   std::vector<Wanted> wanted_;
