@@ -441,15 +441,29 @@ class CutSearch {
     std::ranges::stable_sort(descended_, {}, [](const auto& result) { return result.first; });
     const std::size_t rounds = std::min(options_.rules.asynchronous ? kAsyncRounds : kRounds, descended_.size());
     const double begin = static_cast<double>(spent_) / static_cast<double>(std::max<std::int64_t>(1, options_.effort));
+    std::vector<Cut> annealed;
     for (std::size_t round = 0; round < rounds; ++round) {
       const double share = begin + (1 - begin) * static_cast<double>(round + 1) / static_cast<double>(rounds + 1);
-      anneal(descended_[round].second, descended_[round].first, share);
+      const Cut best = anneal(descended_[round].second, descended_[round].first, share);
+      for (const Cut& other : annealed) {
+        cross(best, other);
+        cross(other, best);
+      }
+      annealed.push_back(best);
     }
     if (!best_.empty()) anneal(best_.front().cut, best_.front().score_ms, 1);
   }
 
-  // Stops when `share` of the effort is spent.
-  void anneal(const Cut& from, double from_ms, double share) {
+  // The forward of one cut with the backward of another: what is good at one end of a step hardly depends on the other.
+  void cross(const Cut& forward, const Cut& backward) {
+    if (has_fused() && forward.backward.front().layers != backward.backward.front().layers) return;
+    Cut cut = forward;
+    cut.backward = backward.backward;
+    if (cut != forward && cut != backward) consider(cut);
+  }
+
+  // Stops when `share` of the effort is spent. Returns the best cut it met.
+  Cut anneal(const Cut& from, double from_ms, double share) {
     Cut at = from, best = from;
     double at_ms = from_ms, best_ms = from_ms;
     const double begin = static_cast<double>(spent_), end = share * static_cast<double>(options_.effort);
@@ -480,6 +494,7 @@ class CutSearch {
         since_best = 0;
       }
     }
+    return best;
   }
 
   CutsFound finish() {

@@ -19,6 +19,9 @@ namespace {
 // limits of the search are.
 constexpr std::int64_t kParts = 56;
 constexpr std::array kTrafficRungs = {1.0, 1.25, 2.0};
+// Annealing settles, so beyond this effort another search with other random numbers finds more than a longer one.
+constexpr std::int64_t kMostEffort = SearchOptions{}.effort;
+constexpr unsigned kSeeds = 2;  // of one search
 constexpr std::size_t kInherited = 2;
 constexpr int kFinalistsOfRun = 4;
 // Less idle time than this is not worth another run.
@@ -61,7 +64,7 @@ std::vector<SearchOptions> runs_of(const SearchOptions& options, bool has_gradie
   const auto add_without_replicas = [&] {
     run.replicas = false;
     run.max_traffic = options.max_traffic < 1 ? options.max_traffic : 0;
-    for (const unsigned other : {0U, 1U}) {
+    for (unsigned other = 0; other < kSeeds; ++other) {
       run.seed = options.seed + other;
       add();
     }
@@ -105,6 +108,31 @@ void merge(std::vector<PlanChoice>& all, std::vector<PlanChoice> found) {
   std::ranges::stable_sort(all, {}, &PlanChoice::score_ms);
 }
 
+// One search: all its runs. Adds what it finds to `all`; returns the limits that its last run met.
+CutsFound search_once(const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options,
+                      const CostSums& sums, std::vector<PlanChoice>& all) {
+  const std::vector<SearchOptions> runs = runs_of(options, sums.trains({0, sums.layers()}));
+  std::vector<std::optional<PlanChoice>> best_of(runs.size());
+  CutsFound last;
+  int settled = 0;  // fused layers with which no device idles; only more of them make less work
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    if (runs[i].max_fused_layers == settled) continue;
+    std::vector<PlanChoice> inherited;
+    for (std::size_t j = 0; j < i; ++j) {
+      if (best_of[j] && is_within(runs[j], runs[i])) merge(inherited, {*best_of[j]});
+    }
+    std::vector<Cut> starts;
+    for (std::size_t j = 0; j < std::min(inherited.size(), kInherited); ++j) starts.push_back(inherited[j].cut);
+    last = search_cuts(costs, cluster, runs[i], starts);
+    if (!last.choices.empty()) {
+      best_of[i] = last.choices.front();
+      if (best_of[i]->rating.bubble < kNoBubble) settled = runs[i].max_fused_layers;
+    }
+    merge(all, std::move(last.choices));
+  }
+  return last;
+}
+
 }  // namespace
 
 std::vector<PlanChoice> search(const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options) {
@@ -124,26 +152,16 @@ std::vector<PlanChoice> search(const LayerCosts& costs, const Cluster& cluster, 
   require(options.plan.first_backward_layer >= 0 && options.plan.first_backward_layer <= static_cast<int>(costs.size()),
           "first_backward_layer is " + std::to_string(options.plan.first_backward_layer) + ", expected a layer");
   const CostSums sums(costs, options.plan.first_backward_layer);
-  const std::vector<SearchOptions> runs = runs_of(options, sums.trains({0, sums.layers()}));
   std::vector<PlanChoice> all;
-  std::vector<std::optional<PlanChoice>> best_of(runs.size());
   CutsFound last;
-  int settled = 0;  // fused layers with which no device idles; only more of them make less work
-  for (std::size_t i = 0; i < runs.size(); ++i) {
-    if (runs[i].max_fused_layers == settled) continue;
-    std::vector<PlanChoice> inherited;
-    for (std::size_t j = 0; j < i; ++j) {
-      if (best_of[j] && is_within(runs[j], runs[i])) merge(inherited, {*best_of[j]});
-    }
-    std::vector<Cut> starts;
-    for (std::size_t j = 0; j < std::min(inherited.size(), kInherited); ++j) starts.push_back(inherited[j].cut);
-    last = search_cuts(costs, cluster, runs[i], starts);
-    if (!last.choices.empty()) {
-      best_of[i] = last.choices.front();
-      if (best_of[i]->rating.bubble < kNoBubble) settled = runs[i].max_fused_layers;
-    }
-    merge(all, std::move(last.choices));
-  }
+  SearchOptions one = options;
+  std::int64_t left = options.effort;
+  do {
+    one.effort = std::min(left, kMostEffort);
+    left -= one.effort;
+    last = search_once(costs, cluster, one, sums, all);
+    one.seed += kSeeds;
+  } while (left > 0 && (all.empty() || all.front().rating.bubble >= kNoBubble));
   if (all.empty()) {
     throw std::invalid_argument(last.traffic_binds
                                     ? "[plan] max_traffic is " + std::to_string(options.max_traffic) +

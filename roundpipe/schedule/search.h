@@ -15,7 +15,8 @@ namespace roundpipe::schedule {
 // the caller's, without and with overlap of steps, with one fused layer and the caller's most. A run spends a fixed
 // part of the effort and starts from the best plans of tighter ones. So allowing replicas, overlap, more fused layers,
 // more gradient groups than one, or more traffic than one of these rungs never gives a worse plan (up to ties). Runs
-// are left out once no device idles.
+// are left out once no device idles. More effort than the default is spent on more such searches, with other random
+// numbers, so it never gives a worse plan than the default.
 //
 // In a run, coordinate descent varies the number of stages, the number of one-layer stages at both ends, the replicas
 // at both ends and of the fused stage, and the interleaving; exact partitions cut the layers in between. Annealing then

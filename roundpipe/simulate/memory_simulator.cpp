@@ -103,9 +103,14 @@ DeviceMemory peak_of(const std::vector<Visit>& visits, const DeviceRules& rules)
   DeviceMemory most;
   for (std::size_t i = 0; i < visits.size(); ++i) {
     const Visit& visit = visits[i];
-    const bool fits = fits_cap(arena + visit.sums + visit.staged_bytes(nullptr) + visit.work, rules.cap_bytes);
+    const Visit* const next = next_of(i);
+    const auto fits_with = [&](const Visit* after) {
+      return fits_cap(arena + visit.sums + visit.staged_bytes(after) + visit.work, rules.cap_bytes);
+    };
+    const bool fits = fits_with(nullptr);
     const int64_t weights = fits ? arena : visit.weights;
-    const int64_t values = visit.staged_bytes(next_of(i));
+    // The next job waits for this one to end if it finds no room beside the whole arena.
+    const int64_t values = visit.staged_bytes(fits && !fits_with(next) ? nullptr : next);
     const int64_t leaving = i > 0 && !rules.waits ? visits[i - 1].leaving : 0;
     for (const DeviceMemory& moment :
          {DeviceMemory{weights, visit.sums + leaving, values, 0}, DeviceMemory{weights, visit.sums, values, visit.work},
