@@ -128,11 +128,13 @@ class Replay {
 
   int64_t peak_of_job(std::size_t i, int64_t arena) const {
     const Job& job = jobs_[i];
-    const bool shares_arena =
-        rules_.cap_bytes == 0 || arena + sums(job) + staged(job, nullptr) + work(job) <= rules_.cap_bytes;
+    const Job* const next = is_next_prefetched(i) ? &jobs_[i + 1] : nullptr;
+    const int64_t besides = arena + sums(job) + work(job);
+    const bool shares_arena = rules_.cap_bytes == 0 || besides + staged(job, nullptr) <= rules_.cap_bytes;
+    const bool next_waits = shares_arena && rules_.cap_bytes != 0 && besides + staged(job, next) > rules_.cap_bytes;
     Ledger ledger;
     ledger.take(shares_arena ? arena : own(job, &LayerBytes::weights));
-    ledger.take(staged(job, is_next_prefetched(i) ? &jobs_[i + 1] : nullptr));
+    ledger.take(staged(job, next_waits ? nullptr : next));
     ledger.take(sums(job));
     if (i > 0 && !rules_.waits) ledger.use(leaving(jobs_[i - 1]));
     ledger.use(work(job));
