@@ -2,8 +2,11 @@
 
 Layers of a given duration (emulated: they occupy their virtual device without computing) run through the real engine
 on 1 to 8 virtual devices, in synchronous and asynchronous steps. Ideal is the work of a step divided by the devices;
-predicted is what the simulator says of the plan that was run, in the steady state, without any cost for the engine.
-The first steps, in which the engine measures the layers and plans again, are left out.
+predicted is what the simulator says of the plan that was run, in the steady state, without any cost for the engine. So
+a step that is not ideal loses time to the plan's shape (predicted less ideal: by the number of microbatches, a step
+fills and drains, or waits for the one before) or to the engine (measured less predicted), and the table has both. The
+first steps, in which the engine measures the layers and plans again, are left out. The second table has the simulator's
+best plan for more microbatches than the default.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ def measure(layers: int, layer_ms: float, devices: int, is_async: bool, steps: i
     cluster = _core.Cluster(devices=[(1.0, 0)] * devices)
     rules = _core.TimingRules(asynchronous=is_async)
     placer = _core.Placer(plan, costs, cluster, rules)  # as the engine goes on from step to step
+    limit = model.step_report().limited_by
     predicted_ms = _core.simulate([placer.next() for _ in range(16)], costs, cluster, rules).steady_step_ms
     ideal_ms = work_ms(plan, layer_ms) / devices
     return [
@@ -75,9 +79,24 @@ def measure(layers: int, layer_ms: float, devices: int, is_async: bool, steps: i
         f"{predicted_ms:.1f}",
         f"{ideal_ms:.1f}",
         f"{ideal_ms / step_ms:.3f}",
-        f"{ideal_ms / predicted_ms:.3f}",
-        f"{predicted_ms / step_ms:.3f}",
+        f"{100 * (predicted_ms - ideal_ms) / step_ms:.1f}",
+        f"{100 * (step_ms - predicted_ms) / step_ms:.1f}",
+        limit,
     ]
+
+
+def of_ideal(layers: int, devices: int, microbatches: int, is_async: bool) -> str:
+    """The share of ideal that the planner's best plan reaches in the simulator."""
+    costs = [_core.LayerCost(forward_ms=1, backward_ms=BACKWARD)] * layers
+    best = _core.search(
+        costs,
+        _core.Cluster(devices=[(1.0, 0)] * devices),
+        microbatches=microbatches,
+        rules=_core.TimingRules(asynchronous=is_async, hop_on_same_device=True),
+        interleave=False,
+        max_fused_layers=layers,
+    )[0]
+    return f"{1 - best.bubble:.3f}"
 
 
 def main() -> None:
@@ -94,11 +113,12 @@ def main() -> None:
     report(
         f"{options.layers} emulated layers, backward {BACKWARD} times the forward, as many microbatches as devices and "
         f"one more, the planner's stages; means of {options.steps} steps after {options.warm_up} left out. "
-        "Of ideal = ideal / measured step."
+        "Of ideal = ideal / measured step; the losses are in percent of the measured step, and together make up the "
+        "rest. Limited by: what `model.step_report()` says of the predicted step."
     )
     report("")
     header = ["layer ms", "devices", "step", "measured ms", "predicted ms", "ideal ms"]
-    header += ["of ideal", "predicted of ideal", "of predicted"]
+    header += ["of ideal", "lost to the plan's shape %", "lost to the engine %", "limited by"]
     rows = [
         measure(options.layers, layer_ms, devices, is_async, options.steps, options.warm_up)
         for layer_ms in options.layer_ms
@@ -106,6 +126,24 @@ def main() -> None:
         for is_async in (False, True)
     ]
     report.table(header, rows)
+    report(
+        f"What more microbatches give, predicted: the share of ideal that the best plan of {options.layers} such "
+        "layers reaches. The default is one more than the devices."
+    )
+    report("")
+    counts = [3, 5] if options.quick else [9, 16, 24, 32, 64]
+    devices = max(options.devices)
+    report.table(
+        ["devices", "step", *(f"{count} microbatches" for count in counts)],
+        [
+            [
+                str(devices),
+                "asynchronous" if is_async else "synchronous",
+                *(of_ideal(options.layers, devices, count, is_async) for count in counts),
+            ]
+            for is_async in (False, True)
+        ],
+    )
     report.close()
 
 

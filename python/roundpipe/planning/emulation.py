@@ -113,6 +113,19 @@ def _groups(prediction: Prediction) -> int:
     return next(groups for groups in range(least, microbatches + 1) if suits(groups))
 
 
+def emulated(
+    request: Request, update_ms: Sequence[float] | None = None, links: Links | None = None
+) -> roundpipe.RoundPipe:
+    """Starts the requested machine's virtual devices, and makes the model for them. Arguments as for `emulate`."""
+    way = links.options if links is not None else f"latency={request.costs.hop_latency_ms / 2:.6f}ms"
+    roundpipe.devices(f"virtual:{request.devices},threads=1,{way}")
+    layers = [
+        _layer(cost, ms, links is not None)
+        for cost, ms in zip(request.costs.layers, update_ms or [0.0] * len(request.costs.layers), strict=True)
+    ]
+    return roundpipe.RoundPipe(nn.Sequential(*layers), name="emulated")
+
+
 def emulate(
     prediction: Prediction,
     request: Request,
@@ -158,17 +171,7 @@ def emulate(
             f"[emulate] a step of {prediction.name} takes {prediction.step_ms:,.0f} ms in real time, expected at most "
             f"{_LONGEST_STEP_MS:,} (an hour); pass a smaller --time-scale"
         )
-    way = links.options if links is not None else f"latency={request.costs.hop_latency_ms / 2:.6f}ms"
-    roundpipe.devices(f"virtual:{request.devices},threads=1,{way}")
-    model = roundpipe.RoundPipe(
-        nn.Sequential(
-            *[
-                _layer(cost, ms, links is not None)
-                for cost, ms in zip(request.costs.layers, update_ms or [0.0] * len(request.costs.layers), strict=True)
-            ]
-        ),
-        name="emulated",
-    )
+    model = emulated(request, update_ms, links)
     update = _updater(model, update_ms, gate)
     value_bytes = max(cost.activation_bytes for cost in request.costs.layers) if links is not None else 0
     batch = torch.ones(request.microbatches, max(1, value_bytes // 4))

@@ -184,6 +184,23 @@ TEST_CASE("search: looser limits never give a worse plan") {
   }
 }
 
+TEST_CASE("search: more effort than the default is other random numbers, and never gives a worse plan") {
+  std::mt19937 random(19);
+  int better = 0;
+  for (int round = 0; round < 3; ++round) {
+    CAPTURE(round);
+    const LayerCosts costs = random_costs(random, 24 + round);
+    SearchOptions options = options_of(12, false, SearchOptions{}.effort);
+    options.max_traffic = 2;
+    const double once_ms = search(costs, cluster_of(6, 1), options).front().rating.step_ms;
+    options.effort *= 3;
+    const double thrice_ms = search(costs, cluster_of(6, 1), options).front().rating.step_ms;
+    CHECK(thrice_ms * (1 - kTie) <= once_ms);
+    better += thrice_ms < once_ms;
+  }
+  CHECK(better > 0);
+}
+
 TEST_CASE("search: devices of unequal memory get what fits beside the job before") {
   std::mt19937 random(17);
   int uneven = 0;

@@ -1,0 +1,171 @@
+"""Does a training run plan as well as `roundpipe plan` does for the same machine?
+
+`roundpipe plan` reads costs and bandwidths from files. A run has to measure them while it trains, and plans within
+about a step's time. Here models train whose layers take the time that the files say (scaled, without computing), on
+eight or fewer virtual devices whose links are throttled, so every byte takes its time, too. The run measures and plans
+by itself. Then the link simulator times the plan that it runs and the one that `roundpipe plan` chooses, both with the
+costs of the file. Devices have no limit of memory here, and layers next to the head may keep their activations. Every
+loss is checked: an emulated layer hands its input on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import torch
+from support.plan_family import cases
+from support.report import Report, parser
+
+import roundpipe
+from roundpipe import _core
+from roundpipe.planning import emulation
+from roundpipe.planning.costs import PRESETS, load
+from roundpipe.planning.schedules import Request, choose
+
+# The scaled times of the shortest layers are 5 ms or more; the uneven cases are that short unscaled.
+SCALES = {
+    "qwen3-1.7b": 1.0,
+    "llama3.1-8b": 0.3,
+    "gpt-oss-20b": 0.25,
+    "qwen3-32b": 0.15,
+    "qwen3-235b-lora": 0.15,
+}
+# Of the bytes a second, so that two cores can move them all beside running the engine.
+TRAFFIC = 1 / 500
+# Overlap is planned once most batches came early and the plan has run eight calls.
+STEPS = {"async": 24, "sync": 5}
+SIMULATED_STEPS = 97
+EVERY_CASE = 4
+
+
+@dataclasses.dataclass
+class Trial:
+    """What to train, and how fast its time runs."""
+
+    name: str
+    request: Request
+    scale: float
+
+    @property
+    def words(self) -> str:
+        request = self.request
+        words = f"{self.name}, {request.devices} devices, {request.microbatches} microbatches, {request.mode}"
+        return words + (f", {request.gradient_groups} groups" if request.gradient_groups > 1 else "")
+
+
+def request_of(request: Request) -> Request:
+    """Without a limit of memory, and with as many fused layers as pay, as a run on such devices plans."""
+    costs = request.costs
+    devices = [(speed, 0) for speed, _ in costs.devices[: request.devices]]
+    costs = dataclasses.replace(costs, devices=devices)
+    return dataclasses.replace(
+        request,
+        costs=costs,
+        cluster=costs.cluster(None),
+        links=costs.cluster(None, with_links=True),
+        keep_layers=len(costs.layers),
+        update_gb_per_s=0.0,
+    )
+
+
+def trials(quick: bool) -> list[Trial]:
+    found = []
+    for preset in list(PRESETS)[: 1 if quick else None]:
+        costs = load(preset)
+        for mode in ("async", "sync"):
+            request = Request(costs, costs.cluster(8), 16, mode="sync" if mode == "sync" else "async")
+            found.append(Trial(preset, request_of(request), 0.1 if quick else SCALES[preset]))
+    if quick:
+        return found
+    # Virtual devices are equally fast.
+    alike = [case for case in cases() if len(set(case.request.costs.devices)) == 1 and case.request.devices > 1]
+    return found + [Trial(case.name, request_of(case.request), 1.0) for case in alike[::EVERY_CASE]]
+
+
+def train(trial: Trial, steps: int) -> tuple[_core.Plan, str]:
+    """Returns the plan that the run ended with, and how a report names it."""
+    request, size_factor = trial.request, trial.scale * TRAFFIC
+    rates = request.costs.rates
+    links = emulation.Links(rates["link_up_gb_per_s"], rates.get("host_gb_per_s", 0.0))
+    scaled = emulation.scaled(request, trial.scale, size_factor)
+    model = emulation.emulated(scaled, links=links.scaled(trial.scale, size_factor))
+    value_bytes = max(cost.activation_bytes for cost in scaled.costs.layers)
+    batch = torch.ones(request.microbatches, max(1, value_bytes // 4))
+    target = torch.ones(request.microbatches, 1)
+    config = roundpipe.RoundPipeRunConfig(
+        num_microbatch=request.microbatches, gradient_groups=min(request.gradient_groups, request.microbatches)
+    )
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.0)
+
+    def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (outputs * target).sum()
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    pending = []
+    for step in range(steps):
+        pending.append(model.submit((batch,), label=target, loss_fn=loss_fn, run_config=config))
+        model.step(update, request.mode == "async")
+        # A batch is given early: the one before it is read afterwards.
+        due = pending[-2:-1] if request.mode == "async" else pending[-1:]
+        if any(call.loss().item() != batch.numel() for call in due):
+            raise SystemExit(f"a loss of {trial.words} is not {batch.numel()}: the input, handed on")
+        print(f"{trial.words}: step {step + 1} of {steps}", file=sys.stderr, flush=True)
+    model.synchronize()
+    return model.last_plan(), model.step_report().plan
+
+
+def true_ms(recipe: _core.Plan, request: Request) -> float:
+    rules = _core.TimingRules(asynchronous=request.mode == "async", hop_on_same_device=True)
+    steps = SIMULATED_STEPS if request.mode == "async" else 1
+    assert request.links is not None
+    plans = _core.place_over_links(recipe, request.costs.layers, request.links, rules=rules, steps=steps)
+    return _core.simulate_links(plans, request.costs.layers, request.links, rules=rules).timeline.steady_step_ms
+
+
+def compare(trial: Trial, steps: int) -> tuple[float, list[str]]:
+    recipe, plan = train(trial, steps)
+    choice = choose(trial.request)[0]
+    planned_ms, trained_ms = true_ms(choice.recipe, trial.request), true_ms(recipe, trial.request)
+    bound_ms = choice.work_ms / sum(speed for speed, _ in trial.request.costs.devices)
+    points = 100 * bound_ms * (1 / planned_ms - 1 / trained_ms)
+    return points, [
+        trial.words,
+        f"{planned_ms:,.1f}",
+        f"{trained_ms:,.1f}",
+        f"{100 * (1 - bound_ms / planned_ms):.2f}",
+        f"{100 * (1 - bound_ms / trained_ms):.2f}",
+        f"{points:+.2f}",
+        plan.replace("|", "/"),
+    ]
+
+
+def main() -> None:
+    options = parser(__doc__).parse_args()
+    report = Report("The plan of a training run beside that of `roundpipe plan`", options.out)
+    report(
+        "Steps in ms and bubbles in percent, predicted by the link simulator from the costs of the files, for the plan "
+        f"of `roundpipe plan` and for the one that the run chose after {STEPS['async']} asynchronous or "
+        f"{STEPS['sync']} synchronous steps. Both bubbles count as work what the plan of `roundpipe plan` computes, so "
+        "a negative one has recomputed less."
+    )
+    report("")
+    rows, worst = [], (float("-inf"), "")
+    for trial in trials(options.quick):
+        steps = 12 if options.quick else STEPS[trial.request.mode]
+        points, row = compare(trial, steps)
+        worst = max(worst, (points, trial.words))
+        rows.append(row)
+        print(*row, sep=" | ", file=sys.stderr, flush=True)
+    header = ["case", "plan, ms", "training, ms", "plan, %", "training, %", "points", "the run's plan"]
+    report.table(header, rows)
+    report(f"Most points that training loses: {worst[0]:+.2f} ({worst[1]}).")
+    report("")
+    report.close()
+
+
+if __name__ == "__main__":
+    main()
