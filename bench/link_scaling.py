@@ -3,8 +3,9 @@
 The presets on 1 to 16 devices, asynchronously, with the same batch on each number of devices. Every byte goes over the
 links: each device has one, and all share the host's memory. A step moves the same weights and gradients on any number
 of devices, while its compute shrinks, so at some number the links or the host's memory set the pace. The table says
-where, and how many tokens a microbatch would need for 16 devices to be worth 90 % of 16. Layer times grow with the
-tokens, which leaves out that attention grows faster. Everything is predicted by the link simulator.
+where, and how many tokens a microbatch, or how many microbatches a batch would need for 16 devices to be worth 90 % of
+16. Layer times grow with the tokens, which leaves out that attention grows faster. Everything is predicted by the link
+simulator.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ PRESET_TOKENS = 8192
 MEMORY = 24_000_000_000
 WORTH = 0.9
 LONGER = [2048, 4096, 8192, 16384, 32768]
+LARGER = [64, 128, 256]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +60,12 @@ class Step:
     limit: str
 
 
-def best_step(preset: str, tokens: int, host: Host, devices: int) -> Step | None:
+def best_step(preset: str, tokens: int, host: Host, devices: int, microbatches: int = MICROBATCHES) -> Step | None:
     """None if a layer does not fit the devices."""
     costs = costs_of(preset, tokens, host)
     links = costs.cluster(devices, MEMORY, with_links=True)
     try:
-        best = choose(Request(costs, costs.cluster(devices, MEMORY), MICROBATCHES, links=links))[0]
+        best = choose(Request(costs, costs.cluster(devices, MEMORY), microbatches, links=links))[0]
     except ValueError as error:
         if "bytes on a device" not in str(error):
             raise
@@ -71,40 +73,42 @@ def best_step(preset: str, tokens: int, host: Host, devices: int) -> Step | None
     return Step(best.step_ms, best.limit)
 
 
+def worth(preset: str, tokens: int, host: Host, devices: int, microbatches: int = MICROBATCHES) -> float | None:
+    """The throughput over that of as many devices that never wait; None if a layer does not fit."""
+    # One device that never waits, also not for its own links.
+    free = dataclasses.replace(host, link_gb_per_s=0, host_gb_per_s=0)
+    alone = best_step(preset, tokens, free, 1, microbatches)
+    step = best_step(preset, tokens, host, devices, microbatches)
+    return None if alone is None or step is None else alone.ms / (devices * step.ms)
+
+
 def row(preset: str, tokens: int, host: Host, counts: list[int]) -> list[str]:
-    steps = [best_step(preset, tokens, host, devices) for devices in counts]
-    # What one device takes if it never waits: its links may be what limits it, too.
-    alone = best_step(preset, tokens, dataclasses.replace(host, link_gb_per_s=0, host_gb_per_s=0), 1)
     name = f"{preset}, {tokens:,} tokens, {host.words}"
-    if alone is None or None in steps:
-        return [name, *["does not fit"] * len(counts), "", ""]
-    worth = [alone.ms / (devices * step.ms) for devices, step in zip(counts, steps, strict=True) if step]
-    print(name, *(f"{share:.3f}" for share in worth), sep=" | ", file=sys.stderr, flush=True)
-    ends = [
-        f"{devices}: {step.limit}"
-        for devices, step, share in zip(counts, steps, worth, strict=True)
-        if step and share < WORTH
+    shares = [worth(preset, tokens, host, devices) for devices in counts]
+    cells = [
+        "does not fit" if share is None else f"{devices * share:.2f}"
+        for devices, share in zip(counts, shares, strict=True)
     ]
-    return [
-        name,
-        *(f"{devices * share:.2f}" for devices, share in zip(counts, worth, strict=True)),
-        ends[0] if ends else "-",
-        lift(preset, tokens, host, counts[-1]) if ends else "-",
-    ]
+    print(name, *cells, sep=" | ", file=sys.stderr, flush=True)
+    ends = [devices for devices, share in zip(counts, shares, strict=True) if share is not None and share < WORTH]
+    if not ends:
+        return [name, *cells, "-", "-"]
+    step = best_step(preset, tokens, host, ends[0])
+    assert step is not None
+    return [name, *cells, f"{ends[0]}: {step.limit}", lift(preset, tokens, host, counts[-1])]
 
 
 def lift(preset: str, tokens: int, host: Host, devices: int) -> str:
-    """The fewest tokens of a microbatch, of the lengths that are tried, with which the most devices pay."""
-    for longer in LONGER:
-        if longer <= tokens:
-            continue
-        alone = best_step(preset, longer, dataclasses.replace(host, link_gb_per_s=0, host_gb_per_s=0), 1)
-        step = best_step(preset, longer, host, devices)
-        if alone is None or step is None:
-            return f"none: {longer:,} tokens do not fit"
-        if alone.ms / (devices * step.ms) >= WORTH:
-            return f"{longer:,}"
-    return f"more than {LONGER[-1]:,}"
+    """The fewest tokens of a microbatch, or microbatches, of those that are tried, with which the most devices pay."""
+
+    def pays(longer: int, larger: int) -> bool:
+        share = worth(preset, longer, host, devices, larger)
+        return share is not None and share >= WORTH
+
+    longer = next((longer for longer in LONGER if longer > tokens and pays(longer, MICROBATCHES)), None)
+    larger = next((larger for larger in LARGER if pays(tokens, larger)), None)
+    ways = [f"{longer:,} tokens" if longer else "", f"{larger} microbatches" if larger else ""]
+    return " or ".join(way for way in ways if way) or f"neither {LONGER[-1]:,} tokens nor {LARGER[-1]} microbatches"
 
 
 def main() -> None:
@@ -116,7 +120,7 @@ def main() -> None:
             f"{h.words}: links of {h.link_gb_per_s:g} GB/s each way, host {h.host_gb_per_s:g} GB/s" for h in HOSTS
         )
         + ". Numbers: the throughput in devices that never wait. Ends: the first number of devices that are worth less "
-        f"than {100 * WORTH:g} % of that, and what limits them. Lifted by: tokens of a microbatch."
+        f"than {100 * WORTH:g} % of that, and what limits them. Lifted by: what makes the most devices worth more."
     )
     report("")
     counts = DEVICES[:2] if options.quick else DEVICES

@@ -286,9 +286,13 @@ ModelPlanner::Made ModelPlanner::make(Engine& engine, const Key& key, const Basi
   const Cut cut = basis.measured ? found(key, basis, limits, simple) : schedule::to_cut(simple);
   const Plan recipe = schedule::to_recipe(cut, sums, key.devices, options);
   Cluster cluster;
+  if (basis.measured) {
+    cluster = basis.machine.cluster;
+    cluster.hop_latency_ms = schedule::hop_ms(basis.costs, cluster);
+  }
+  cluster.devices.clear();
   for (const schedule::ClusterDevice& device : basis.machine.cluster.devices)
     cluster.devices.push_back({basis.measured ? device.speed : 1});
-  if (basis.measured) cluster.hop_latency_ms = schedule::hop_ms(basis.costs, basis.machine.cluster);
   return {cut, recipe, schedule::Placer(recipe, basis.costs, cluster, rules_of(key.asynchronous))};
 }
 

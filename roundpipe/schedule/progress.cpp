@@ -2,6 +2,18 @@
 
 namespace roundpipe::schedule {
 
+namespace {
+
+// Of one link, which has its share of the host's bandwidth; 0 = at once.
+double ms_per_byte(double link_gb_per_s, const Cluster& cluster) {
+  constexpr double kBytesPerMs = 1e6;  // of 1 GB/s
+  const double share = cluster.host_gb_per_s / static_cast<double>(cluster.devices.size());
+  const double slower = std::max(link_gb_per_s > 0 ? 1 / link_gb_per_s : 0, share > 0 ? 1 / share : 0);
+  return slower / kBytesPerMs;
+}
+
+}  // namespace
+
 Progress::Progress(const Plan& shape, const LayerCosts& costs, const Cluster& cluster, TimingRules rules)
     : sums_(costs, shape.first_backward_layer),
       rules_(rules),
@@ -10,8 +22,11 @@ Progress::Progress(const Plan& shape, const LayerCosts& costs, const Cluster& cl
       microbatches_(static_cast<std::size_t>(shape.microbatches)),
       first_backward_layer_(shape.first_backward_layer),
       hop_ms_(cluster.hop_latency_ms),
+      up_ms_per_byte_(ms_per_byte(cluster.link_up_gb_per_s, cluster)),
+      down_ms_per_byte_(ms_per_byte(cluster.link_down_gb_per_s, cluster)),
       read_boundary_(static_cast<std::size_t>(shape.layers) + 1, 0),
-      free_ms_(cluster.devices.size(), 0.0) {
+      free_ms_(cluster.devices.size(), 0.0),
+      uploads_(cluster.devices.size()) {
   for (const ClusterDevice& device : cluster.devices) speed_.push_back(device.speed);
   for (const Job& job : shape.jobs) read_boundary_[static_cast<std::size_t>(job.layers.first)] = 1;
 }

@@ -28,8 +28,10 @@ double visit_ms(Phase phase, Range layers, const CostSums& sums);
 double work_ms(const Plan& plan, const CostSums& sums);
 
 // The clock of a pipeline. It computes, job by job, when each microbatch runs, from compute times and a fixed latency
-// for values that change device. Transfers and updates take no time; bandwidths and memory are not modelled.
+// for values that change device. Updates take no time, and memory is not modelled.
 //
+// - If the cluster has bandwidths, weights go up one job after another, from when the job before is next, and gradients
+//   land after their way down. A link has its share of the host's bandwidth. Else both take no time.
 // - A device runs its jobs in the order given, microbatch by microbatch. Its speed divides times.
 // - A backward microbatch first recomputes its forward. The recompute waits for the stage's input, not for the
 //   gradient. A fused microbatch runs forward and backward and recomputes nothing.
@@ -49,7 +51,8 @@ class Progress {
   // `shape` gives the sizes and the stages of every step that will run. Its devices are not read.
   Progress(const Plan& shape, const LayerCosts& costs, const Cluster& cluster, TimingRules rules);
 
-  // Runs `job` of `step` on `device`, calls `visit` for each microbatch, and returns when the job ends.
+  // Runs `job` of `step` on `device`, calls `visit` for each microbatch, and returns when the job ends, or when its
+  // gradients have landed if the step is synchronous.
   // REQUIRES: jobs come by ascending step + order, from at most two steps at a time.
   template <typename Visitor>
   double run(const Job& job, int device, int step, Visitor visit) {
@@ -79,6 +82,12 @@ class Progress {
   std::size_t at(int boundary, int microbatch) const {
     return static_cast<std::size_t>(boundary) * microbatches_ + static_cast<std::size_t>(microbatch);
   }
+  // Weights on the way up to one device.
+  struct Uploads {
+    double arrived_ms = 0;  // the last job's
+    double since_ms = 0;    // from when the last job was the device's next one
+  };
+
   double hop_ms(int from, int to) const { return from == to && !rules_.hop_on_same_device ? 0 : hop_ms_; }
 
   template <typename Visitor>
@@ -91,9 +100,11 @@ class Progress {
   const std::size_t microbatches_;
   const int first_backward_layer_;
   const double hop_ms_;
+  const double up_ms_per_byte_, down_ms_per_byte_;
   std::vector<double> speed_;
   std::vector<char> read_boundary_;  // whether some job starts there
   std::vector<double> free_ms_;
+  std::vector<Uploads> uploads_;
   std::array<Step, kLive> steps_;
 };
 
@@ -104,13 +115,18 @@ double Progress::pass(const Job& job, int device, int number, Visitor visit, boo
   const double forward_ms = (backward ? sums_.recompute_ms(job.layers) : sums_.forward_ms(job.layers)) / speed;
   const double backward_ms = job.phase == Phase::kForward ? 0 : sums_.backward_ms(job.layers) / speed;
   Step& now = step_at(number);
-  double clock = free_ms_[static_cast<std::size_t>(device)];
+  const double free_ms = free_ms_[static_cast<std::size_t>(device)];
+  Uploads& uploads = uploads_[static_cast<std::size_t>(device)];
+  double clock = free_ms, published_ms = 0;
   const int staleness = rules_.asynchronous ? 2 : 1;
   if (!backward && number >= staleness) {
     const Step& before = step_at(number - staleness);
     for (int layer = std::max(job.layers.first, first_backward_layer_); layer < job.layers.last; ++layer)
-      clock = std::max(clock, before.landed_ms[static_cast<std::size_t>(layer)]);
+      published_ms = std::max(published_ms, before.landed_ms[static_cast<std::size_t>(layer)]);
   }
+  const double arrived_ms = std::max({uploads.arrived_ms, uploads.since_ms, published_ms}) +
+                            up_ms_per_byte_ * static_cast<double>(sums_.weight_bytes(job.layers));
+  clock = std::max({clock, published_ms, up_ms_per_byte_ > 0 ? arrived_ms : 0});
   const bool outside_loss = backward && mode_ == PlanMode::kTrain;
   if (outside_loss) clock = std::max(clock, now.outputs_ms);
   for (int m = job.microbatches.first; m < job.microbatches.last; ++m) {
@@ -149,16 +165,22 @@ double Progress::pass(const Job& job, int device, int number, Visitor visit, boo
       now.gradient_device[at(job.layers.first, m)] = device;
     }
   }
+  double landed_ms = clock;
+  if (job.phase != Phase::kForward) {
+    const bool whole = static_cast<std::size_t>(job.microbatches.size()) == microbatches_;
+    landed_ms += down_ms_per_byte_ * static_cast<double>(sums_.sent_gradient_bytes(job.layers, whole));
+  }
   if (keep) {
     if (job.phase != Phase::kForward) {
       for (int layer = job.layers.first; layer < job.layers.last; ++layer) {
-        double& landed_ms = now.landed_ms[static_cast<std::size_t>(layer)];
-        landed_ms = std::max(landed_ms, clock);
+        double& of_layer_ms = now.landed_ms[static_cast<std::size_t>(layer)];
+        of_layer_ms = std::max(of_layer_ms, landed_ms);
       }
     }
     free_ms_[static_cast<std::size_t>(device)] = clock;
+    uploads = {arrived_ms, free_ms};
   }
-  return clock;
+  return rules_.asynchronous ? clock : landed_ms;
 }
 
 }  // namespace roundpipe::schedule

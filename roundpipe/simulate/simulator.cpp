@@ -134,7 +134,9 @@ Timeline simulate(std::span<const Plan> plans, const schedule::LayerCosts& costs
   // Keeps every boundary that any plan reads.
   Plan shape = plans[0];
   for (const Plan& plan : plans) shape.jobs.insert(shape.jobs.end(), plan.jobs.begin(), plan.jobs.end());
-  schedule::Progress progress(shape, costs, cluster, rules);
+  schedule::Cluster without_links = cluster;
+  without_links.link_up_gb_per_s = without_links.link_down_gb_per_s = without_links.host_gb_per_s = 0;
+  schedule::Progress progress(shape, costs, without_links, rules);
   std::vector<std::vector<TimelineEvent>> events(plans.size());
   for (const Turn& turn : turns_of(plans)) {
     const auto step = static_cast<std::size_t>(turn.step);
