@@ -49,8 +49,9 @@ TRAFFIC = 1 / 500
 ROUNDS_OF_OTHERS = 2
 # Plans whose predictions differ by less count as equal.
 DISTINCT = 0.01
-# Until the pace is steady.
-LINK_WARM_UP = {"async": 4, "sync": 1}
+# Until the pace is steady: placements differ from step to step, and a device takes memory for its two largest
+# consecutive stages when they first come, which holds up its next weights once.
+LINK_WARM_UP = {"async": 12, "sync": 1}
 
 
 def bubble_percent(prediction: Prediction, predicted_ms: float, measured_ms: float) -> float:

@@ -85,7 +85,7 @@ def measure(layers: int, layer_ms: float, devices: int, is_async: bool, steps: i
     ]
 
 
-def of_ideal(layers: int, devices: int, microbatches: int, is_async: bool) -> str:
+def of_ideal(layers: int, devices: int, microbatches: int, is_async: bool, groups: int) -> str:
     """The share of ideal that the planner's best plan reaches in the simulator."""
     costs = [_core.LayerCost(forward_ms=1, backward_ms=BACKWARD)] * layers
     best = _core.search(
@@ -94,6 +94,7 @@ def of_ideal(layers: int, devices: int, microbatches: int, is_async: bool) -> st
         microbatches=microbatches,
         rules=_core.TimingRules(asynchronous=is_async, hop_on_same_device=True),
         interleave=False,
+        gradient_groups=groups,
         max_fused_layers=layers,
     )[0]
     return f"{1 - best.bubble:.3f}"
@@ -134,14 +135,15 @@ def main() -> None:
     counts = [3, 5] if options.quick else [9, 16, 24, 32, 64]
     devices = max(options.devices)
     report.table(
-        ["devices", "step", *(f"{count} microbatches" for count in counts)],
+        ["devices", "step", "gradient groups", *(f"{count} microbatches" for count in counts)],
         [
             [
                 str(devices),
                 "asynchronous" if is_async else "synchronous",
-                *(of_ideal(options.layers, devices, count, is_async) for count in counts),
+                "one" if groups == 1 else "as many as microbatches",
+                *(of_ideal(options.layers, devices, count, is_async, groups or count) for count in counts),
             ]
-            for is_async in (False, True)
+            for is_async, groups in ((False, 1), (False, 0), (True, 1))
         ],
     )
     report.close()

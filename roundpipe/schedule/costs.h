@@ -21,6 +21,9 @@ struct LayerCost {
   // Downloaded instead of gradient_bytes by each of several devices that share a visit: sums that are not rounded yet.
   // If unset, twice gradient_bytes, as for 16-bit gradients with sums in fp32.
   std::optional<std::int64_t> partial_sum_bytes = std::nullopt;
+
+  // The weights that the optimizer updates: those that have gradients, of an adapter a small part of the layer.
+  std::int64_t updated_bytes() const { return weight_bytes < gradient_bytes ? weight_bytes : gradient_bytes; }
 };
 
 using LayerCosts = std::vector<LayerCost>;

@@ -37,10 +37,8 @@ MovedBytes moved_bytes(const Plan& plan, const LayerCosts& costs, const CostSums
     if (read[static_cast<std::size_t>(boundary)]) moved.down += boundary_bytes(boundary) * plan.microbatches;
   }
   if (mode_of(plan) != PlanMode::kInference) {
-    for (int layer = plan.first_backward_layer; layer < plan.layers; ++layer) {
-      const LayerCost& cost = costs[static_cast<std::size_t>(layer)];
-      if (cost.gradient_bytes > 0) moved.updated += static_cast<double>(cost.weight_bytes);
-    }
+    for (int layer = plan.first_backward_layer; layer < plan.layers; ++layer)
+      moved.updated += static_cast<double>(costs[static_cast<std::size_t>(layer)].updated_bytes());
   }
   return moved;
 }

@@ -9,7 +9,7 @@ namespace roundpipe::schedule {
 struct MovedBytes {
   double up = 0;       // weights of each job, inputs of stages, boundary gradients
   double down = 0;     // boundary values, each once; boundary gradients; parameter gradients or sums of each job
-  double updated = 0;  // weights of layers with gradients
+  double updated = 0;  // weights that train
 };
 
 // REQUIRES: a valid plan for these costs.

@@ -8,7 +8,8 @@ namespace roundpipe::schedule {
 
 // Returns the best plans found, best first. Their cuts differ, and there is at least one.
 //
-// Transfers count by the least time that they take at the cluster's bandwidths; simulate::search_links simulates them.
+// Weights and gradients take their time on idle links (Progress), and all transfers together at least the least time at
+// the cluster's bandwidths; simulate::search_links simulates them.
 //
 // The search consists of runs, from the tightest limits to the caller's: without replicas (two streams of random
 // numbers), then with traffic of at most 1, 1.25 and 2 and the caller's max_traffic; each with one gradient group and

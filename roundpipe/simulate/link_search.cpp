@@ -28,7 +28,7 @@ namespace {
 constexpr double kSmallBubble = 0.005;
 constexpr int kSearched = 200;
 constexpr std::int64_t kAsyncEffortShare = 4;  // overlapping steps leave less to a search, and more to simulate
-constexpr std::size_t kOfEachKind = 3;  // of those, how many are simulated: fewer where each takes long
+constexpr std::size_t kOfEachKind = 3;         // of those, how many are simulated: fewer where each takes long
 constexpr std::size_t kFewOfEachKind = 1, kFewEvenOfEachKind = 2;
 constexpr std::array kTrafficKinds = {1.0, 1.25, 2.0};
 constexpr int kEachNumber = 12;  // up to so many stages, each number is tried

@@ -13,7 +13,7 @@ std::vector<schedule::Plan> place_over_links(const schedule::Plan& recipe, const
 
 // The best plan found for a machine with bandwidths and, if there is another, the next best, rated by simulate_links.
 //
-// schedule::search counts bytes by the least time that they take. Transfers also wait for each other, so this simulates
+// schedule::search clocks weights and gradients on idle links. Transfers also wait for each other, so this simulates
 // a pool of plans that differ: what a search finds, with much traffic and with little, the greedy plan, and even cuts
 // that visit each layer once and overlap steps little. Among plans within 0.1 % of the best, the one with the
 // least traffic comes first, then the least interleaving, then the evenest stages. Deterministic.

@@ -62,7 +62,7 @@ struct DeviceRun {
   std::vector<JobRun> jobs;
   std::size_t at = 0;
   double* ends_ms = nullptr;  // of the running computation, in ends_ms_
-  bool may_start = true;    // something has changed that its jobs wait for
+  bool may_start = true;      // something has changed that its jobs wait for
 };
 
 class LinkSimulator {
@@ -417,7 +417,7 @@ class LinkSimulator {
       updating_ = *lowest;
       to_update_.erase(lowest);
       const auto layer = updating_ % static_cast<std::size_t>(layers_);
-      const double bytes = static_cast<double>(costs_[layer].gradient_bytes > 0 ? costs_[layer].weight_bytes : 0);
+      const auto bytes = static_cast<double>(costs_[layer].updated_bytes());
       if (rules_.update_gb_per_s <= 0 || bytes == 0) {
         publish();
       } else {
@@ -468,8 +468,8 @@ class LinkSimulator {
   double now_ms_ = 0;
   double busy_ms_ = 0;
   std::vector<DeviceRun> devices_;
-  std::vector<double> ends_ms_;  // of each device: together, since every event reads them all
-  std::vector<Link> links_;  // up and down of each device
+  std::vector<double> ends_ms_;    // of each device: together, since every event reads them all
+  std::vector<Link> links_;        // up and down of each device
   std::vector<Link*> busy_links_;  // in their order
   std::vector<Link*> ended_;       // of advance()
   std::int64_t asked_ = 0;

@@ -42,7 +42,7 @@ class Links:
 
     Attributes:
         gb_per_s: in each direction, for each device.
-        host_gb_per_s: of all links together.
+        host_gb_per_s: of all links together; 0 = no limit.
         priorities: whether the most urgent transfer goes first, instead of the earliest request.
         chunk_bytes: largest amount that moves before a more urgent transfer may go; 0 = transfers move whole.
     """
@@ -64,7 +64,8 @@ class Links:
     @property
     def options(self) -> str:
         """The options of a virtual device."""
-        options = f"link={self.gb_per_s:.9f}GB/s,host={self.host_gb_per_s:.9f}GB/s,chunk={self.chunk_bytes}B"
+        host = f"host={self.host_gb_per_s:.9f}GB/s," if self.host_gb_per_s else ""
+        options = f"link={self.gb_per_s:.9f}GB/s,{host}chunk={self.chunk_bytes}B"
         return options if self.priorities else options + ",fifo"
 
 

@@ -43,6 +43,12 @@ TEST_CASE("moved bytes: weights by job, values once down and once up for each re
   CHECK(moved.updated == 20 * kMB);
 }
 
+TEST_CASE("moved bytes: the optimizer updates adapters, not the layers that they are in") {
+  const LayerCosts adapters(2, {.weight_bytes = 100'000'000, .gradient_bytes = 1'000'000});
+  const Plan plan{2, 1, 1, 0, {{Phase::kFused, {0, 2}, {0, 1}, 0}}};
+  CHECK(moved_bytes(plan, adapters, CostSums(adapters, 0)).updated == 2'000'000);
+}
+
 TEST_CASE("moved bytes: the least time is that of what is slowest") {
   Cluster cluster;
   cluster.devices.resize(2);

@@ -114,7 +114,8 @@ class Links {
       Task update{.kind = Task::kUpdate, .step = key.first, .boundary = key.second, .after = gradients};
       const schedule::LayerCost& cost = costs_[key.second];
       if (rules_.update_gb_per_s > 0 && cost.gradient_bytes > 0)
-        update.work = static_cast<double>(cost.weight_bytes) / (rules_.update_gb_per_s * 1e6);
+        update.work =
+            static_cast<double>(std::min(cost.weight_bytes, cost.gradient_bytes)) / (rules_.update_gb_per_s * 1e6);
       updates[key] = add(update);
     }
     for (const auto& [_, step, number] : order) {
