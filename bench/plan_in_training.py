@@ -4,8 +4,8 @@
 about a step's time. Here models train whose layers take the time that the files say (scaled, without computing), on
 eight or fewer virtual devices whose links are throttled, so every byte takes its time, too. The run measures and plans
 by itself. Then the link simulator times the plan that it runs and the one that `roundpipe plan` chooses, both with the
-costs of the file. Devices have no limit of memory here, and layers next to the head may keep their activations. Every
-loss is checked: an emulated layer hands its input on.
+costs and bandwidths of the file, and with the optimizer's rate of the run. Devices have no limit of memory here, and
+layers next to the head may keep their activations. Every loss is checked: an emulated layer hands its input on.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from support.report import Report, parser
 
 import roundpipe
 from roundpipe import _core
+from roundpipe.performance.step_report import StepReport
 from roundpipe.planning import emulation
 from roundpipe.planning.costs import PRESETS, load
 from roundpipe.planning.schedules import Request, choose
@@ -83,8 +84,8 @@ def trials(quick: bool) -> list[Trial]:
     return found + [Trial(case.name, request_of(case.request), 1.0) for case in alike[::EVERY_CASE]]
 
 
-def train(trial: Trial, steps: int) -> tuple[_core.Plan, str]:
-    """Returns the plan that the run ended with, and how a report names it."""
+def train(trial: Trial, steps: int) -> tuple[_core.Plan, StepReport]:
+    """Returns the plan that the run ended with, and the report of its steps."""
     request, size_factor = trial.request, trial.scale * TRAFFIC
     rates = request.costs.rates
     links = emulation.Links(rates["link_up_gb_per_s"], rates.get("host_gb_per_s", 0.0))
@@ -115,7 +116,7 @@ def train(trial: Trial, steps: int) -> tuple[_core.Plan, str]:
             raise SystemExit(f"a loss of {trial.words} is not {batch.numel()}: the input, handed on")
         print(f"{trial.words}: step {step + 1} of {steps}", file=sys.stderr, flush=True)
     model.synchronize()
-    return model.last_plan(), model.step_report().plan
+    return model.last_plan(), model.step_report()
 
 
 def true_ms(recipe: _core.Plan, request: Request) -> float:
@@ -123,14 +124,17 @@ def true_ms(recipe: _core.Plan, request: Request) -> float:
     steps = SIMULATED_STEPS if request.mode == "async" else 1
     assert request.links is not None
     plans = _core.place_over_links(recipe, request.costs.layers, request.links, rules=rules, steps=steps)
-    return _core.simulate_links(plans, request.costs.layers, request.links, rules=rules).timeline.steady_step_ms
+    return _core.simulate_links(
+        plans, request.costs.layers, request.links, rules=rules, update_gb_per_s=request.update_gb_per_s
+    ).timeline.steady_step_ms
 
 
 def compare(trial: Trial, steps: int) -> tuple[float, list[str]]:
-    recipe, plan = train(trial, steps)
-    choice = choose(trial.request)[0]
-    planned_ms, trained_ms = true_ms(choice.recipe, trial.request), true_ms(recipe, trial.request)
-    bound_ms = choice.work_ms / sum(speed for speed, _ in trial.request.costs.devices)
+    recipe, run = train(trial, steps)
+    request = dataclasses.replace(trial.request, update_gb_per_s=run.update_gb_per_s / TRAFFIC)
+    choice = choose(request)[0]
+    planned_ms, trained_ms = true_ms(choice.recipe, request), true_ms(recipe, request)
+    bound_ms = choice.work_ms / sum(speed for speed, _ in request.costs.devices)
     points = 100 * bound_ms * (1 / planned_ms - 1 / trained_ms)
     return points, [
         trial.words,
@@ -139,7 +143,7 @@ def compare(trial: Trial, steps: int) -> tuple[float, list[str]]:
         f"{100 * (1 - bound_ms / planned_ms):.2f}",
         f"{100 * (1 - bound_ms / trained_ms):.2f}",
         f"{points:+.2f}",
-        plan.replace("|", "/"),
+        run.plan.replace("|", "/"),
     ]
 
 

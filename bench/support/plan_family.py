@@ -19,7 +19,7 @@ from roundpipe.planning.schedules import Request, choose, placed
 CASES = Path(__file__).parents[1] / "plan_cases"
 INTERLEAVES = (1.0, 1.15, 1.3)
 # Simulated steps of every plan, of the best few after that, and of what is reported.
-COARSE_STEPS, FINE_STEPS, TRUE_STEPS = 5, 13, 49
+COARSE_STEPS, FINE_STEPS, TRUE_STEPS = 5, 13, 97
 BEST_COARSE, BEST_FINE = 24, 6
 GREEDY_THRESHOLD = 1.1
 
@@ -111,9 +111,11 @@ class Family:
         if not self._fits(plans):
             return None
         rules = _core.TimingRules(asynchronous=self.request.mode == "async")
-        return _core.simulate_links(
+        timeline = _core.simulate_links(
             plans, self.layers, self.request.links, rules=rules, update_gb_per_s=self.request.update_gb_per_s
-        ).timeline.steady_step_ms
+        ).timeline
+        # The pace of a few steps is a fit, which may come out faster than the devices' work.
+        return timeline.steady_step_ms * max(1, 1 - timeline.steady_bubble)
 
     def greedy(self) -> _core.Plan:
         """Stages filled up to a threshold, from the last layer down for the backward."""

@@ -36,6 +36,7 @@ constexpr std::size_t kRefinedOfEachKind = 2;
 constexpr std::size_t kNarrow = 24;
 constexpr std::size_t kFinal = 6;
 constexpr std::size_t kReported = 2;
+constexpr double kNearTie = 0.002;  // plans that may turn out to be ties when they are simulated for longer
 // Effort, in simulated visits of a microbatch to a stage; one takes about 3 us.
 constexpr std::int64_t kSearchedVisits = 60'000, kEvenVisits = 200'000;
 constexpr std::int64_t kPoolVisits = 150'000;
@@ -105,10 +106,15 @@ class LinkSearch {
       if (choices.size() < kFinal) choices.push_back(std::move(candidate.choice));
     }
     if (rules_.timing.asynchronous) simulate_all(choices, kFinalVisits, kFewestFinalSteps, kFinalSteps);
-    schedule::settle_ties(choices, sums_);
-    choices.resize(std::min(choices.size(), kReported));
+    // Ties are settled once, by the longest simulation: settled twice, they would add up.
+    const auto is_behind = [&](const PlanChoice& choice) {
+      return choice.score_ms > choices.front().score_ms * (1 + kNearTie);
+    };
+    const auto near = std::ranges::find_if(choices, is_behind) - choices.begin();
+    choices.resize(std::min(choices.size(), std::max<std::size_t>(kReported, static_cast<std::size_t>(near))));
     simulate_all(choices, kReportVisits, effort_share_ < 1 ? kFewestFinalSteps : kFinalSteps, kReportSteps);
     schedule::settle_ties(choices, sums_);
+    choices.resize(std::min(choices.size(), kReported));
     choices.front().limit = limit_of(choices.front());
     return choices;
   }
