@@ -17,10 +17,12 @@ import dataclasses
 import statistics
 import sys
 
+from support.presets import LINK_SCALES, TRAFFIC
 from support.report import Report, parser
 
 from roundpipe.planning import emulation
 from roundpipe.planning.costs import load
+from roundpipe.planning.options import EFFORT_PER_SECOND
 from roundpipe.planning.schedules import Prediction, Request, choose, predict, predict_choice
 
 DEVICES = 8
@@ -32,19 +34,10 @@ SCALES = {
     "qwen3-32b": 0.25,
     "qwen3-235b-lora": 0.25,
 }
-LINK_SCALES = {
-    "qwen3-1.7b": 1.0,
-    "llama3.1-8b": 0.3,
-    "gpt-oss-20b": 0.25,
-    "qwen3-32b": 0.15,
-    "qwen3-235b-lora": 0.15,
-}
 OTHERS = ["roundpipe", "published", "looped-bfs", "interleaved-1f1b", "1f1b", "gpipe"]
 MOST_TRAFFIC = 2
-# Seconds of the synchronous searches without links, as `--search-seconds`.
-SEARCH_EFFORT = 6 * 300_000_000
-# Of the bytes a second, so that two cores can move them all beside running the engine.
-TRAFFIC = 1 / 500
+# Of the synchronous searches without links, as `--search-seconds 6`.
+SEARCH_EFFORT = 6 * EFFORT_PER_SECOND
 # The planner's plan runs in every round, the two others in the first of them.
 ROUNDS_OF_OTHERS = 2
 # Plans whose predictions differ by less count as equal.

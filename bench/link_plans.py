@@ -8,18 +8,17 @@ the planner. Everything is predicted; the unit tests compare the simulator with 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import sys
 
+from support.presets import at_length
 from support.report import Report, parser
 
 from roundpipe import _core
-from roundpipe.planning.costs import PRESETS, CostSet, parse
+from roundpipe.planning.costs import CostSet
 from roundpipe.planning.schedules import Request, choose, placed
 
 MEMORY = 24_000_000_000
-PRESET_TOKENS = 8192
 
 
 @dataclasses.dataclass
@@ -33,17 +32,7 @@ class Case:
     host_gb_per_s: float = 200.0
 
     def costs(self) -> CostSet:
-        document = copy.deepcopy(PRESETS[self.preset])
-        share = self.tokens / PRESET_TOKENS
-        for layer in [*document["layers"], document["head"]]:
-            for name in ("forward_ms", "backward_ms"):
-                layer[name] *= share
-            for name in ("activation_bytes", "saved_bytes"):
-                layer[name] = int(share * layer[name])
-        document["hop_latency_ms"] *= share
-        document["host_gb_per_s"] = self.host_gb_per_s
-        del document["baseline_stages"]
-        return parse(document, self.preset)
+        return at_length(self.preset, self.tokens, host_gb_per_s=self.host_gb_per_s)
 
     @property
     def name(self) -> str:

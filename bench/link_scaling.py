@@ -10,18 +10,17 @@ simulator.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import sys
 
+from support.presets import at_length
 from support.report import Report, parser
 
-from roundpipe.planning.costs import PRESETS, CostSet, parse
+from roundpipe.planning.costs import PRESETS, CostSet
 from roundpipe.planning.schedules import Request, choose
 
 DEVICES = [1, 2, 4, 8, 16]
 MICROBATCHES = 32
-PRESET_TOKENS = 8192
 MEMORY = 24_000_000_000
 WORTH = 0.9
 LONGER = [2048, 4096, 8192, 16384, 32768]
@@ -41,17 +40,8 @@ HOSTS = [Host("server", 25, 200), Host("desktop", 12, 50)]
 
 
 def costs_of(preset: str, tokens: int, host: Host) -> CostSet:
-    document = copy.deepcopy(PRESETS[preset])
-    share = tokens / PRESET_TOKENS
-    for layer in [*document["layers"], document["head"]]:
-        for name in ("forward_ms", "backward_ms"):
-            layer[name] *= share
-        for name in ("activation_bytes", "saved_bytes"):
-            layer[name] = int(share * layer[name])
-    del document["hop_latency_ms"], document["baseline_stages"]
-    document |= {"link_up_gb_per_s": host.link_gb_per_s, "link_down_gb_per_s": host.link_gb_per_s}
-    document["host_gb_per_s"] = host.host_gb_per_s
-    return parse(document, preset)
+    link = host.link_gb_per_s
+    return at_length(preset, tokens, link_up_gb_per_s=link, link_down_gb_per_s=link, host_gb_per_s=host.host_gb_per_s)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ import sys
 
 import torch
 from support.plan_family import cases
+from support.presets import LINK_SCALES, TRAFFIC
 from support.report import Report, parser
 
 import roundpipe
@@ -24,16 +25,6 @@ from roundpipe.planning import emulation
 from roundpipe.planning.costs import PRESETS, load
 from roundpipe.planning.schedules import Request, choose
 
-# The scaled times of the shortest layers are 5 ms or more; the uneven cases are that short unscaled.
-SCALES = {
-    "qwen3-1.7b": 1.0,
-    "llama3.1-8b": 0.3,
-    "gpt-oss-20b": 0.25,
-    "qwen3-32b": 0.15,
-    "qwen3-235b-lora": 0.15,
-}
-# Of the bytes a second, so that two cores can move them all beside running the engine.
-TRAFFIC = 1 / 500
 # Overlap is planned once most batches came early and the plan has run eight calls.
 STEPS = {"async": 24, "sync": 5}
 SIMULATED_STEPS = 97
@@ -76,11 +67,12 @@ def trials(quick: bool) -> list[Trial]:
         costs = load(preset)
         for mode in ("async", "sync"):
             request = Request(costs, costs.cluster(8), 16, mode="sync" if mode == "sync" else "async")
-            found.append(Trial(preset, request_of(request), 0.1 if quick else SCALES[preset]))
+            found.append(Trial(preset, request_of(request), 0.1 if quick else LINK_SCALES[preset]))
     if quick:
         return found
     # Virtual devices are equally fast.
     alike = [case for case in cases() if len(set(case.request.costs.devices)) == 1 and case.request.devices > 1]
+    # These layers are short enough unscaled.
     return found + [Trial(case.name, request_of(case.request), 1.0) for case in alike[::EVERY_CASE]]
 
 

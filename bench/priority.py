@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 
+from support.presets import TRAFFIC
 from support.report import Report, parser
 
 from roundpipe import _core
@@ -21,8 +22,6 @@ from roundpipe.planning.schedules import Prediction, Request
 
 DEVICES = 8
 MICROBATCHES = 16
-# Of the bytes a second, so that two cores can move them all beside running the engine.
-TRAFFIC = 1 / 500
 CHUNK_BYTES = 64_000_000
 # Until the pace is steady; in the simulator, the same steps give its pace within 0.1 points, or 0.9 when first come.
 WARM_UP = 4
