@@ -115,3 +115,20 @@ TEST_CASE("machine meter: the host counts once links that are busy together reac
     CHECK(rates.host_gb_per_s == doctest::Approx(host_gb_per_s).epsilon(0.03));
   }
 }
+
+TEST_CASE("machine meter: links that are seldom busy together show no limit of the host") {
+  MachineMeter meter(3);
+  std::vector<Sender> links;
+  for (int device = 0; device < 3; ++device) links.push_back({meter.link(device, LinkWay::kUp)});
+  const auto together = [&](std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) links[i].send(4, 25);
+    const double next_ms = links[0].now_ms + 10;
+    for (Sender& link : links) link.now_ms = next_ms;
+  };
+  for (int round = 0; round < 6; ++round) together(2);
+  together(3);
+  MESSAGE(meter.rates().links[2].up_gb_per_s);  // faster than anything before, and as fast as the links are
+  CHECK(meter.rates().host_gb_per_s == 0);
+  for (int round = 0; round < 3; ++round) together(3);
+  CHECK(meter.rates().host_gb_per_s == 0);
+}
