@@ -12,6 +12,8 @@
 #include <tuple>
 #include <utility>
 
+#include <roundpipe/schedule/cut_moves.h>
+
 namespace roundpipe::schedule {
 
 namespace {
@@ -30,7 +32,6 @@ constexpr std::size_t kRounds = 8;       // descents whose results annealing sta
 constexpr std::size_t kAsyncRounds = 3;  // fewer if each cut is clocked over many steps
 constexpr double kDescentShare = 0.15;   // of the effort
 constexpr std::array kInterleaves = {1.0, 1.25, 1.5, 1.6, 1.65, 1.7, 1.8};
-constexpr double kMostInterleave = 1.85;  // near 2, every step waits for the previous one
 
 // Replicas of the first forward and the last backward stages, for eight devices.
 const std::vector<std::vector<int>> kHeads = {
@@ -63,6 +64,7 @@ class CutSearch {
         layers_(sums_.layers()),
         devices_(static_cast<int>(cluster.devices.size())),
         room_bytes_(largest_room_bytes(cluster)),
+        moves_(options, sums_, devices_),
         random_(options.seed) {
     std::set<std::pair<double, std::int64_t>> kinds;
     for (const ClusterDevice& device : cluster.devices) kinds.emplace(device.speed, device.memory_bytes);
@@ -100,10 +102,9 @@ class CutSearch {
     return cut;
   }
 
-  bool trains() const { return options_.plan.mode != PlanMode::kInference; }
-  bool has_fused() const { return options_.plan.mode == PlanMode::kFused; }
-
-  bool overlaps() const { return options_.rules.asynchronous && options_.interleave && has_fused(); }
+  bool trains() const { return moves_.trains(); }
+  bool has_fused() const { return moves_.has_fused(); }
+  bool overlaps() const { return moves_.overlaps(); }
 
   bool fits(Range layers, bool backward) const { return sums_.fits(layers, backward, room_bytes_); }
 
@@ -191,20 +192,10 @@ class CutSearch {
     return std::clamp(static_cast<int>(std::lround(replicas * devices_ / 8.0)), 1, std::max(1, most));
   }
 
-  // The most devices that can share a stage.
-  int most_shared(Range layers, bool backward) const {
-    return std::min(devices_, most_replicas(layers, backward, sums_, options_.plan));
-  }
-
-  void limit_replicas(Cut& cut) const {
-    for (CutStage& stage : cut.forward) stage.replicas = std::min(stage.replicas, most_shared(stage.layers, false));
-    for (CutStage& stage : cut.backward) stage.replicas = std::min(stage.replicas, most_shared(stage.layers, true));
-  }
-
   // Returns nothing if no cut has this shape.
   std::optional<Cut> build(const Shape& shape) {
     std::optional<Cut> cut = build_unlimited(shape);
-    if (cut) limit_replicas(*cut);
+    if (cut) moves_.limit_replicas(*cut);
     return cut;
   }
 
@@ -278,7 +269,7 @@ class CutSearch {
       case kFused:
         return has_fused() ? window(1, std::min(layers_, options_.max_fused_layers)) : std::vector<int>{};
       case kFusedReplicas:
-        return has_fused() && options_.replicas ? window(1, most_shared({layers_ - shape[kFused], layers_}, true))
+        return has_fused() && options_.replicas ? window(1, moves_.most_shared({layers_ - shape[kFused], layers_}, true))
                                                 : std::vector<int>{};
       case kHeadOnes:
       case kForward:
@@ -380,62 +371,6 @@ class CutSearch {
 
   // --- annealing ---
 
-  int below(std::size_t count) { return static_cast<int>(random_() % static_cast<unsigned>(count)); }
-
-  // Returns a cut that differs in one to three moves, or nothing if a move is impossible.
-  std::optional<Cut> neighbour(const Cut& from) {
-    std::optional<Cut> cut = from;
-    for (int moves = 1 + below(3); cut && moves > 0; --moves) cut = moved(std::move(*cut));
-    if (cut) limit_replicas(*cut);
-    return cut;
-  }
-
-  std::optional<Cut> moved(Cut cut) {
-    if (overlaps() && below(10) == 0) {
-      cut.interleave = std::clamp(cut.interleave + 0.05 * (below(5) - 2), 1.0, kMostInterleave);
-      return cut;
-    }
-    const bool forward = trains() ? below(2) == 0 : true;
-    std::vector<CutStage>& stages = forward ? cut.forward : cut.backward;
-    // The fused stage keeps its layers.
-    const std::size_t fixed = !forward && has_fused() ? 1 : 0;
-    if (stages.size() <= fixed) return std::nullopt;
-    const std::size_t i = fixed + static_cast<std::size_t>(below(stages.size() - fixed));
-    const int move = below(options_.replicas ? 12 : 7);
-    if (move < 5) {  // a layer to the neighbour
-      if (i + 1 >= stages.size()) return std::nullopt;
-      CutStage& low = forward ? stages[i] : stages[i + 1];
-      CutStage& high = forward ? stages[i + 1] : stages[i];
-      const int by = below(2) == 0 ? 1 : -1;
-      low.layers.last += by;
-      high.layers.first += by;
-      if (low.layers.size() < 1 || high.layers.size() < 1) return std::nullopt;
-    } else if (move == 5) {  // split
-      const Range layers = stages[i].layers;
-      if (layers.size() < 2) return std::nullopt;
-      const int middle = layers.first + 1 + below(static_cast<std::size_t>(layers.size() - 1));
-      const Range lower{layers.first, middle}, upper{middle, layers.last};
-      stages[i].layers = forward ? lower : upper;
-      stages.insert(stages.begin() + static_cast<std::ptrdiff_t>(i) + 1, {forward ? upper : lower, stages[i].replicas});
-    } else if (move == 6) {  // merge
-      if (i + 1 >= stages.size()) return std::nullopt;
-      Range& layers = stages[i].layers;
-      const Range next = stages[i + 1].layers;
-      layers = {std::min(layers.first, next.first), std::max(layers.last, next.last)};
-      stages.erase(stages.begin() + static_cast<std::ptrdiff_t>(i) + 1);
-    } else {  // replicas
-      // Replicas pay at the ends of a step (the first forward, the last backward stages) and in the fused stage.
-      std::size_t any = static_cast<std::size_t>(below(stages.size()));
-      if (below(4) > 0) {
-        const std::size_t near = static_cast<std::size_t>(below(std::min<std::size_t>(stages.size(), 10)));
-        any = forward ? near : below(6) == 0 ? 0 : stages.size() - 1 - near;
-      }
-      const int most = most_shared(stages[any].layers, !forward);
-      stages[any].replicas = 1 + below(static_cast<std::size_t>(most));
-    }
-    return cut;
-  }
-
   // Starts from the result of each descent, best first, and finally from the best cut of all.
   void anneal() {
     std::ranges::stable_sort(descended_, {}, [](const auto& result) { return result.first; });
@@ -471,7 +406,7 @@ class CutSearch {
     // Tries that clock no plan spend almost no effort, so the number of tries is bounded too.
     for (int tries = 0; tries < 100'000 && has_effort(share); ++tries) {
       const double left = 1 - (static_cast<double>(spent_) - begin) / std::max(1.0, end - begin);
-      const std::optional<Cut> other = neighbour(at);
+      const std::optional<Cut> other = moves_.neighbour(at, random_);
       spent_ += kNeighbour + static_cast<std::int64_t>(at.forward.size() + at.backward.size());
       if (!other) continue;
       const double ms = consider(*other);
@@ -537,6 +472,7 @@ class CutSearch {
   const int layers_;
   const int devices_;
   const std::int64_t room_bytes_;
+  const CutMoves moves_;
   std::int64_t clocked_times_ = 1;
   std::mt19937 random_;
   std::map<std::tuple<int, int, bool>, PartitionTable> tables_;

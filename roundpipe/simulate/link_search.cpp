@@ -5,11 +5,13 @@
 #include <cmath>
 #include <map>
 #include <optional>
+#include <random>
 #include <set>
 #include <string>
 #include <tuple>
 #include <utility>
 
+#include <roundpipe/schedule/cut_moves.h>
 #include <roundpipe/schedule/moved_bytes.h>
 
 namespace roundpipe::simulate {
@@ -27,11 +29,12 @@ namespace {
 
 constexpr double kSmallBubble = 0.005;
 constexpr int kSearched = 200;
-constexpr std::int64_t kAsyncEffortShare = 4;  // overlapping steps leave less to a search, and more to simulate
+// Of the effort, for the search without links; overlapping steps leave less to it, and more to simulate.
+constexpr double kSyncEffort = 0.67, kAsyncEffort = 0.25;
 constexpr std::size_t kOfEachKind = 3;         // of those, how many are simulated: fewer where each takes long
 constexpr std::size_t kFewOfEachKind = 1, kFewEvenOfEachKind = 2;
 constexpr std::array kTrafficKinds = {1.0, 1.25, 2.0};
-constexpr int kEachNumber = 12;  // up to so many stages, each number is tried
+constexpr int kEachNumber = 12, kFewNumbers = 4;  // up to so many stages, each number is tried
 constexpr std::size_t kRefinedOfEachKind = 2;
 constexpr std::size_t kNarrow = 24;
 constexpr std::size_t kFinal = 6;
@@ -42,6 +45,13 @@ constexpr std::int64_t kSearchedVisits = 60'000, kEvenVisits = 200'000;
 constexpr std::int64_t kPoolVisits = 150'000;
 constexpr std::int64_t kRefineVisits = 40'000;  // for each start
 constexpr std::int64_t kAllRefineVisits = 150'000;
+constexpr std::size_t kCrossed = 6;
+constexpr std::int64_t kCrossVisits = 60'000;
+constexpr std::ptrdiff_t kPolished = 2;
+constexpr std::int64_t kPolishVisits = 60'000;  // for each
+constexpr int kMostTries = 4000;
+constexpr int kClockedForOne = 40;     // visits by the clock that take as long as one by the links
+constexpr double kPromising = 1.005;  // a plan whose clocked step is longer than this is not simulated
 constexpr std::int64_t kFinalVisits = 100'000;
 constexpr int kFewestSteps = 5, kMostSteps = 25;         // to compare plans
 constexpr int kFewestFinalSteps = 13, kFinalSteps = 49;  // to rate the last few
@@ -50,10 +60,13 @@ constexpr int kReportSteps = 193;  // of those that are returned
 constexpr int kClockedSteps = 9;
 constexpr double kMostInterleave = 1.5;
 
-// A cut of even stages that visits each layer but the last once in each direction.
+// A cut of even stages that visits each layer before the fused ones once in each direction. Single layers may come before the
+// even stages of the forward and after those of the backward, which fills and drains the devices sooner.
 struct Even {
-  int forward = 0, backward = 0;
-  int head = 1;  // devices that share the fused stage
+  int forward = 0, backward = 0;  // even stages
+  int first = 0, last = 0;        // single layers, first in the forward and last in the backward
+  int fused = 1;                  // layers of the fused stage
+  int head = 1;                   // devices that share it
   int interleave_percent = 100;
 
   auto operator<=>(const Even&) const = default;
@@ -89,7 +102,8 @@ class LinkSearch {
             1.0, std::sqrt(static_cast<double>(options_.effort) / static_cast<double>(SearchOptions{}.effort)))) {
     options_.rules = through_host(rules.timing);
     options_.update_gb_per_s = rules.update_gb_per_s;
-    if (rules.timing.asynchronous) options_.effort /= kAsyncEffortShare;
+    options_.effort = std::llround((rules.timing.asynchronous ? kAsyncEffort : kSyncEffort) *
+                                   static_cast<double>(options_.effort));
     options_.finalists = kSearched;
   }
 
@@ -101,6 +115,8 @@ class LinkSearch {
     narrow();
     simulate_all(steps_for(kPoolVisits, kFewestSteps, kMostSteps));
     refine();
+    cross();
+    polish();
     std::vector<PlanChoice> choices;
     for (Candidate& candidate : pool_) {
       if (choices.size() < kFinal) choices.push_back(std::move(candidate.choice));
@@ -161,7 +177,7 @@ class LinkSearch {
       const bool few = visits > kSearchedVisits;
       if (of_kind >= (few ? kFewOfEachKind : kOfEachKind) || !is_possible(choice)) continue;
       ++of_kind;
-      visits += visits_of(choice) * kFewestSteps;
+      visits += visits_of(choice) * fewest_steps();
       add(std::move(choice));
     }
   }
@@ -183,87 +199,120 @@ class LinkSearch {
 
   // The cuts into `stages` stages of even cost; nothing if there is none.
   std::vector<Range> stages_of(Range layers, bool backward, int stages) {
-    const auto key = std::make_pair(backward, layers.first);
+    const auto key = std::make_tuple(backward, layers.first, layers.last);
     auto found = tables_.find(key);
     if (found == tables_.end())
       found = tables_.emplace(key, schedule::partitions_of(sums_, layers, backward, room_bytes_)).first;
     return found->second.cut(stages);
   }
 
-  int end() const { return has_fused() ? sums_.layers() - 1 : sums_.layers(); }
-  int lowest() const { return std::min(options_.plan.first_backward_layer, end()); }
-  int backward_layers() const { return trains() ? end() - lowest() : 0; }
-  int most_heads() const {
+  int end(int fused) const { return has_fused() ? sums_.layers() - fused : sums_.layers(); }
+  int lowest(int fused) const { return std::min(options_.plan.first_backward_layer, end(fused)); }
+  int backward_layers(int fused) const { return trains() ? end(fused) - lowest(fused) : 0; }
+  int most_heads(int fused) const {
     if (!has_fused() || !options_.replicas) return 1;
-    return std::min(devices_, schedule::most_replicas({end(), sums_.layers()}, true, sums_, options_.plan));
+    return std::min(devices_, schedule::most_replicas({end(fused), sums_.layers()}, true, sums_, options_.plan));
   }
   bool overlaps() const { return rules_.timing.asynchronous && options_.interleave && has_fused(); }
 
   std::optional<Cut> cut_of(const Even& even) {
     const int percent = even.interleave_percent;
     if (percent < 100 || percent > 100 * kMostInterleave || (percent > 100 && !overlaps())) return std::nullopt;
-    if (even.head < 1 || even.head > most_heads()) return std::nullopt;
-    if (even.forward > end() || even.backward > backward_layers()) return std::nullopt;
-    if ((even.forward > 0) != (end() > 0) || (even.backward > 0) != (backward_layers() > 0)) return std::nullopt;
+    const int fused = even.fused, end = this->end(fused), lowest = this->lowest(fused), back = backward_layers(fused);
+    if (fused < 1 || (fused > 1 && fused > options_.max_fused_layers) || end < 0) return std::nullopt;
+    if (even.head < 1 || even.head > most_heads(fused)) return std::nullopt;
+    if (even.first < 0 || even.forward < 0 || even.first + even.forward > end) return std::nullopt;
+    if (even.last < 0 || even.backward < 0 || even.last + even.backward > back) return std::nullopt;
+    if ((even.forward > 0) != (end > 0) || (even.backward > 0) != (back > 0)) return std::nullopt;
     Cut cut;
     cut.interleave = percent / 100.0;
     if (even.forward > 0) {
-      for (const Range& layers : stages_of({0, end()}, false, even.forward)) cut.forward.push_back({layers, 1});
-      if (cut.forward.empty()) return std::nullopt;
+      for (int l = 0; l < even.first; ++l) cut.forward.push_back({{l, l + 1}, 1});
+      const std::vector<Range> stages = stages_of({even.first, end}, false, even.forward);
+      if (stages.empty()) return std::nullopt;
+      for (const Range& layers : stages) cut.forward.push_back({layers, 1});
     }
-    if (has_fused()) cut.backward.push_back({{end(), sums_.layers()}, even.head});
+    if (has_fused()) cut.backward.push_back({{end, sums_.layers()}, even.head});
+    if (!fits(cut)) return std::nullopt;
     if (even.backward > 0) {
-      const std::vector<Range> stages = stages_of({lowest(), end()}, true, even.backward);
+      const std::vector<Range> stages = stages_of({lowest + even.last, end}, true, even.backward);
       if (stages.empty()) return std::nullopt;
       for (auto layers = stages.rbegin(); layers != stages.rend(); ++layers) cut.backward.push_back({*layers, 1});
+      for (int l = lowest + even.last; l-- > lowest;) cut.backward.push_back({{l, l + 1}, 1});
     }
     return cut;
   }
 
-  std::vector<int> stage_numbers(int layers) const {
-    std::set<int> numbers{layers};
-    for (int number = 1; number <= std::min(layers, kEachNumber); ++number) numbers.insert(number);
-    for (const int rounds : {1, 2, 3, 4, 6, 8, 12}) numbers.insert(std::min(layers, rounds * devices_));
+  std::vector<int> stage_numbers(int layers, bool few) const {
+    std::set<int> numbers;
+    if (!few) numbers.insert(layers);
+    for (int number = 1; number <= std::min(layers, few ? kFewNumbers : kEachNumber); ++number) numbers.insert(number);
+    for (const int rounds : {1, 2, 3, 4, 6, 8, 12}) {
+      if (!few || rounds < 3) numbers.insert(std::min(layers, rounds * devices_));
+    }
     return {numbers.begin(), numbers.end()};
+  }
+
+  // One layer, and some larger parts of those that may be fused.
+  std::vector<int> fused_sizes() const {
+    std::set<int> sizes{1};
+    const int most = has_fused() ? std::min(options_.max_fused_layers, sums_.layers()) : 1;
+    for (const int share : {10, 6, 4, 3, 2}) sizes.insert(std::max(1, most / share));
+    sizes.insert(std::max(1, 3 * most / 4));
+    return {sizes.begin(), sizes.end()};
+  }
+
+  // Synchronous steps fill and drain the devices each time.
+  std::vector<int> singles(int fused) const {
+    if (rules_.timing.asynchronous || fused > 1) return {0};
+    return {0, devices_ / 2, devices_};
   }
 
   void add_scored(const Even& even, std::vector<Candidate>& candidates) {
     const std::optional<Cut> cut = cut_of(even);
     if (!cut) return;
     PlanChoice choice = choice_of(*cut);
-    schedule::score(choice, costs_, sums_, hops_, options_, rules_.timing.asynchronous ? kClockedSteps : 1);
+    schedule::score(choice, costs_, sums_, hops_, options_, clocked_steps());
     if (choice.rating.crowded == 0) candidates.push_back({std::move(choice), even});
   }
 
-  // Whether the head is shared and steps overlap. Each kind is searched alike, however many kinds are allowed.
-  static std::pair<bool, bool> kind_of(const Even& even) { return {even.head > 1, even.interleave_percent > 100}; }
+  // Whether the head is shared, steps overlap and more than the head is fused. Each kind is searched alike, however many kinds are allowed.
+  static std::tuple<bool, bool, bool> kind_of(const Even& even) {
+    return {even.head > 1, even.interleave_percent > 100, even.fused > 1};
+  }
 
   // Even cuts: those of each kind that the clock and the bytes rate best.
   void add_even() {
     std::vector<Candidate> candidates;
-    for (const int forward : stage_numbers(end())) {
-      for (const int backward : stage_numbers(backward_layers())) {
-        for (const int head : std::set{1, most_heads()}) {
-          for (const int percent : {100, 115, 130}) add_scored({forward, backward, head, percent}, candidates);
+    for (const int fused : fused_sizes()) {
+      for (const int forward : stage_numbers(end(fused), fused > 1)) {
+        for (const int backward : stage_numbers(backward_layers(fused), fused > 1)) {
+          for (const int head : std::set{1, most_heads(fused)}) {
+            for (const int percent : {100, 115, 130}) {
+              for (const int first : singles(fused))
+                for (const int last : singles(fused))
+                  add_scored({forward, backward, first, last, fused, head, percent}, candidates);
+            }
+          }
         }
       }
     }
     std::ranges::stable_sort(candidates, {}, [](const Candidate& candidate) { return candidate.choice.score_ms; });
-    std::map<std::pair<bool, bool>, std::size_t> taken;
+    std::map<std::tuple<bool, bool, bool>, std::size_t> taken;
     std::int64_t visits = 0;
     for (Candidate& candidate : candidates) {
       const bool few = visits > with_effort(kEvenVisits);
       std::size_t& of_kind = taken[kind_of(*candidate.even)];
       if ((of_kind >= kFewEvenOfEachKind && few) || !is_possible(candidate.choice)) continue;
       ++of_kind;
-      visits += visits_of(candidate.choice) * kFewestSteps;
+      visits += visits_of(candidate.choice) * fewest_steps();
       add(std::move(candidate.choice), candidate.even);
     }
   }
 
   // Keeps the best of all, and of each kind of even cuts those from which refine() starts.
   void narrow() {
-    std::map<std::pair<bool, bool>, std::size_t> taken;
+    std::map<std::tuple<bool, bool, bool>, std::size_t> taken;
     std::size_t place = 0;
     std::erase_if(pool_, [&](const Candidate& candidate) {
       const bool starts = candidate.even && taken[kind_of(*candidate.even)]++ < kRefinedOfEachKind;
@@ -274,7 +323,7 @@ class LinkSearch {
   // Varies even cuts while the simulated step gets shorter: the best of each kind, then the others, best first.
   void refine() {
     const int steps = steps_for(kPoolVisits, kFewestSteps, kMostSteps);
-    std::map<std::pair<bool, bool>, std::size_t> taken;
+    std::map<std::tuple<bool, bool, bool>, std::size_t> taken;
     std::vector<Candidate> first, others;
     for (const Candidate& candidate : pool_) {
       if (!candidate.even) continue;
@@ -323,10 +372,82 @@ class LinkSearch {
       add(&Even::forward, by);
       add(&Even::backward, by);
     }
+    for (const int by : {1, -1, 2, -2}) {
+      add(&Even::first, by);
+      add(&Even::last, by);
+    }
     for (const int by : {10, -10, 5, -5}) add(&Even::interleave_percent, by);
-    for (const int by : {1, -1, most_heads() - even.head, 1 - even.head}) add(&Even::head, by);
+    for (const int by : {1, -1, most_heads(even.fused) - even.head, 1 - even.head}) add(&Even::head, by);
+    for (const int by : {1, -1, 2, -2}) add(&Even::fused, by);
     return result;
   }
+
+  // The forwards of the best plans with the backwards of others: what suits the links at one end of a step hardly
+  // depends on the other end.
+  void cross() {
+    const int steps = steps_for(kPoolVisits, kFewestSteps, kMostSteps);
+    std::vector<Cut> forwards, backwards;
+    for (const Candidate& candidate : pool_) {
+      const Cut& cut = candidate.choice.cut;
+      if (forwards.size() < kCrossed && std::ranges::find(forwards, cut.forward, &Cut::forward) == forwards.end())
+        forwards.push_back(cut);
+      if (backwards.size() < kCrossed && std::ranges::find(backwards, cut.backward, &Cut::backward) == backwards.end())
+        backwards.push_back(cut);
+    }
+    std::int64_t visits = 0;
+    for (const Cut& forward : forwards) {
+      for (const Cut& backward : backwards) {
+        if (visits > with_effort(kCrossVisits)) break;
+        if (has_fused() && forward.backward.front().layers != backward.backward.front().layers) continue;
+        Cut cut = forward;
+        cut.backward = backward.backward;
+        visits += try_cut(cut, steps);
+      }
+    }
+    sort();
+  }
+
+  // Changes stages of the best plans at random while the simulated step gets shorter.
+  void polish() {
+    const int steps = steps_for(kPoolVisits, kFewestSteps, kMostSteps);
+    const schedule::CutMoves moves(options_, sums_, devices_);
+    std::mt19937 random(options_.seed);
+    std::vector<Candidate> best(pool_.begin(), pool_.begin() + std::min<std::ptrdiff_t>(kPolished, std::ssize(pool_)));
+    for (Candidate& at : best) {
+      std::int64_t visits = 0;
+      for (int tries = 0; tries < kMostTries && visits < with_effort(kPolishVisits); ++tries) {
+        const std::optional<Cut> cut = moves.neighbour(at.choice.cut, random);
+        if (!cut || !fits(*cut)) continue;
+        PlanChoice choice = choice_of(*cut);
+        visits += visits_of(choice) * clocked_steps() / kClockedForOne;
+        schedule::score(choice, costs_, sums_, hops_, options_, clocked_steps());
+        if (choice.score_ms > at.choice.score_ms * kPromising) continue;
+        if (is_known(choice) || !is_possible(choice)) continue;
+        visits += visits_of(choice) * steps;
+        simulate(choice, steps);
+        add(choice);
+        if (choice.score_ms < at.choice.score_ms) at.choice = std::move(choice);
+      }
+    }
+    sort();
+  }
+
+  bool is_known(const PlanChoice& choice) const {
+    return std::ranges::any_of(pool_, [&](const Candidate& known) { return known.choice.cut == choice.cut; });
+  }
+
+  // Adds a plan to the pool if it is possible. Returns the visits that it simulated.
+  std::int64_t try_cut(const Cut& cut, int steps) {
+    PlanChoice choice = choice_of(cut);
+    if (is_known(choice) || !is_possible(choice)) return 0;
+    simulate(choice, steps);
+    const std::int64_t visits = visits_of(choice) * steps;
+    add(std::move(choice));
+    return visits;
+  }
+
+  int clocked_steps() const { return rules_.timing.asynchronous ? kClockedSteps : 1; }
+  int fewest_steps() const { return rules_.timing.asynchronous ? kFewestSteps : 1; }
 
   static std::int64_t visits_of(const PlanChoice& choice) {
     std::int64_t visits = 0;
@@ -341,6 +462,7 @@ class LinkSearch {
 
   // Steps for each of several plans, so that all of them take about `visits`; `once` is what one step of each takes.
   int steps_for(std::int64_t once, std::int64_t visits, int fewest, int most) const {
+    if (!rules_.timing.asynchronous) return 1;
     return static_cast<int>(std::clamp<std::int64_t>(with_effort(visits) / (1 + once), fewest, most));
   }
 
@@ -351,8 +473,7 @@ class LinkSearch {
   }
 
   Timeline simulated(const PlanChoice& choice, const Cluster& cluster, const LinkRules& rules, int steps) const {
-    const int count = rules.timing.asynchronous ? steps : 1;
-    return simulate_links(place_over_links(choice.recipe, costs_, cluster_, rules, count), costs_, cluster, rules)
+    return simulate_links(place_over_links(choice.recipe, costs_, cluster_, rules, steps), costs_, cluster, rules)
         .timeline;
   }
 
@@ -389,7 +510,7 @@ class LinkSearch {
     double least_ms = choice.rating.step_ms * (1 - kSmallBubble);
     std::string limit = rules_.timing.asynchronous ? "dependencies" : "fill and drain";
     const auto consider = [&](const char* name, const Cluster& cluster, const LinkRules& rules) {
-      const double ms = simulated(choice, cluster, rules, kFewestFinalSteps).steady_step_ms;
+      const double ms = simulated(choice, cluster, rules, rules.timing.asynchronous ? kFewestFinalSteps : 1).steady_step_ms;
       if (ms >= least_ms) return;
       least_ms = ms;
       limit = name;
@@ -414,7 +535,7 @@ class LinkSearch {
   const int devices_;
   const std::int64_t room_bytes_;
   const double effort_share_;  // the root of the share of the default effort, at most 1
-  std::map<std::pair<bool, int>, schedule::PartitionTable> tables_;
+  std::map<std::tuple<bool, int, int>, schedule::PartitionTable> tables_;
   std::set<Even> tried_;         // by descend()
   std::vector<Candidate> pool_;  // best first, once simulated
 };
