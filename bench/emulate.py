@@ -190,7 +190,7 @@ def report_links(report: Report, options: argparse.Namespace) -> None:
     header += ["runs: spread %", "in the predicted order"]
     rows = []
     for preset in options.presets:
-        for mode in ("async", "sync"):
+        for mode in options.modes:
             rows += measure_links(preset, LINK_SCALES[preset], mode, options)
     report.table(header, rows)
 
@@ -205,12 +205,15 @@ def report_hops(report: Report, options: argparse.Namespace) -> None:
     header = ["costs", "scale", "steps, groups", "schedule", "traffic", "predicted", "measured", "measured / predicted"]
     header += ["bubble % predicted", "bubble % measured"]
     kinds = [("async", 1), *(("sync", groups) for groups in options.groups)]
+    kinds = [kind for kind in kinds if kind[0] in options.modes]
     rows = [
-        measure(preset, SCALES[preset], mode, options.microbatches, groups, options.steps)
+        measure(preset, options.scale or SCALES[preset], mode, options.microbatches, groups, options.steps)
         for preset in options.presets
         for mode, groups in kinds
     ]
     report.table(header, rows)
+    if options.others == "none":
+        return
     report("The same engine with the schedules of other systems, synchronous:")
     report("")
     scale, steps = SCALES[options.others], min(3, options.steps)
@@ -222,7 +225,9 @@ def report_hops(report: Report, options: argparse.Namespace) -> None:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--presets", nargs="+", default=list(SCALES))
-    arguments.add_argument("--others", default="llama3.1-8b", help="preset for the schedules of other systems")
+    arguments.add_argument("--modes", nargs="+", choices=("async", "sync"), default=["async", "sync"])
+    arguments.add_argument("--scale", type=float, help="of time, for all presets; 1 = real time, without --links")
+    arguments.add_argument("--others", default="llama3.1-8b", help="preset for the schedules of other systems; none = leave out")
     arguments.add_argument("--microbatches", type=int, default=16)
     arguments.add_argument("--groups", type=int, nargs="+", default=[8, 16], help="gradient groups, synchronous")
     arguments.add_argument("--steps", type=int, help="measured in a run (default: 6, or 4 with --links)")
