@@ -227,7 +227,7 @@ def main() -> None:
     arguments.add_argument("--presets", nargs="+", default=list(SCALES))
     arguments.add_argument("--modes", nargs="+", choices=("async", "sync"), default=["async", "sync"])
     arguments.add_argument("--scale", type=float, help="of time, for all presets; 1 = real time, without --links")
-    arguments.add_argument("--others", default="llama3.1-8b", help="preset for the schedules of other systems; none = leave out")
+    arguments.add_argument("--others", default="llama3.1-8b", help="preset for other systems; none = leave out")
     arguments.add_argument("--microbatches", type=int, default=16)
     arguments.add_argument("--groups", type=int, nargs="+", default=[8, 16], help="gradient groups, synchronous")
     arguments.add_argument("--steps", type=int, help="measured in a run (default: 6, or 4 with --links)")

@@ -93,7 +93,8 @@ double host_rate(const std::deque<BusyChunk>& chunks, const std::vector<double>&
   std::vector<double> reached;
   for (const Together& stretch : stretches) reached.push_back(stretch.rate());
   const double best = second_best(reached);
-  // One stretch may be off: the host limits the links if most that could have been faster than it lets them be were not.
+  // One stretch may be off: the host limits the links if most that could have been faster than it lets them be were
+  // not.
   std::size_t could = 0, were = 0;
   for (const Together& stretch : stretches) {
     const double enough = kOwnShare * stretch.own_rate();

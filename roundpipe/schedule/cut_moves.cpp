@@ -9,9 +9,7 @@ namespace roundpipe::schedule {
 
 namespace {
 
-int below(std::size_t count, std::mt19937& random) {
-  return static_cast<int>(random() % static_cast<unsigned>(count));
-}
+int below(std::size_t count, std::mt19937& random) { return static_cast<int>(random() % static_cast<unsigned>(count)); }
 
 }  // namespace
 

@@ -269,8 +269,9 @@ class CutSearch {
       case kFused:
         return has_fused() ? window(1, std::min(layers_, options_.max_fused_layers)) : std::vector<int>{};
       case kFusedReplicas:
-        return has_fused() && options_.replicas ? window(1, moves_.most_shared({layers_ - shape[kFused], layers_}, true))
-                                                : std::vector<int>{};
+        return has_fused() && options_.replicas
+                   ? window(1, moves_.most_shared({layers_ - shape[kFused], layers_}, true))
+                   : std::vector<int>{};
       case kHeadOnes:
       case kForward:
         return window(0, layers_);

@@ -31,7 +31,7 @@ constexpr double kSmallBubble = 0.005;
 constexpr int kSearched = 200;
 // Of the effort, for the search without links; overlapping steps leave less to it, and more to simulate.
 constexpr double kSyncEffort = 0.67, kAsyncEffort = 0.25;
-constexpr std::size_t kOfEachKind = 3;         // of those, how many are simulated: fewer where each takes long
+constexpr std::size_t kOfEachKind = 3;  // of those, how many are simulated: fewer where each takes long
 constexpr std::size_t kFewOfEachKind = 1, kFewEvenOfEachKind = 2;
 constexpr std::array kTrafficKinds = {1.0, 1.25, 2.0};
 constexpr int kEachNumber = 12, kFewNumbers = 4;  // up to so many stages, each number is tried
@@ -50,7 +50,7 @@ constexpr std::int64_t kCrossVisits = 60'000;
 constexpr std::ptrdiff_t kPolished = 2;
 constexpr std::int64_t kPolishVisits = 60'000;  // for each
 constexpr int kMostTries = 4000;
-constexpr int kClockedForOne = 40;     // visits by the clock that take as long as one by the links
+constexpr int kClockedForOne = 40;    // visits by the clock that take as long as one by the links
 constexpr double kPromising = 1.005;  // a plan whose clocked step is longer than this is not simulated
 constexpr std::int64_t kFinalVisits = 100'000;
 constexpr int kFewestSteps = 5, kMostSteps = 25;         // to compare plans
@@ -60,8 +60,8 @@ constexpr int kReportSteps = 193;  // of those that are returned
 constexpr int kClockedSteps = 9;
 constexpr double kMostInterleave = 1.5;
 
-// A cut of even stages that visits each layer before the fused ones once in each direction. Single layers may come before the
-// even stages of the forward and after those of the backward, which fills and drains the devices sooner.
+// A cut of even stages that visits each layer before the fused ones once in each direction. Single layers may come
+// before the even stages of the forward and after those of the backward, which fills and drains the devices sooner.
 struct Even {
   int forward = 0, backward = 0;  // even stages
   int first = 0, last = 0;        // single layers, first in the forward and last in the backward
@@ -102,8 +102,8 @@ class LinkSearch {
             1.0, std::sqrt(static_cast<double>(options_.effort) / static_cast<double>(SearchOptions{}.effort)))) {
     options_.rules = through_host(rules.timing);
     options_.update_gb_per_s = rules.update_gb_per_s;
-    options_.effort = std::llround((rules.timing.asynchronous ? kAsyncEffort : kSyncEffort) *
-                                   static_cast<double>(options_.effort));
+    options_.effort =
+        std::llround((rules.timing.asynchronous ? kAsyncEffort : kSyncEffort) * static_cast<double>(options_.effort));
     options_.finalists = kSearched;
   }
 
@@ -276,7 +276,8 @@ class LinkSearch {
     if (choice.rating.crowded == 0) candidates.push_back({std::move(choice), even});
   }
 
-  // Whether the head is shared, steps overlap and more than the head is fused. Each kind is searched alike, however many kinds are allowed.
+  // Whether the head is shared, steps overlap and more than the head is fused. Each kind is searched alike, however
+  // many kinds are allowed.
   static std::tuple<bool, bool, bool> kind_of(const Even& even) {
     return {even.head > 1, even.interleave_percent > 100, even.fused > 1};
   }
@@ -510,7 +511,8 @@ class LinkSearch {
     double least_ms = choice.rating.step_ms * (1 - kSmallBubble);
     std::string limit = rules_.timing.asynchronous ? "dependencies" : "fill and drain";
     const auto consider = [&](const char* name, const Cluster& cluster, const LinkRules& rules) {
-      const double ms = simulated(choice, cluster, rules, rules.timing.asynchronous ? kFewestFinalSteps : 1).steady_step_ms;
+      const double ms =
+          simulated(choice, cluster, rules, rules.timing.asynchronous ? kFewestFinalSteps : 1).steady_step_ms;
       if (ms >= least_ms) return;
       least_ms = ms;
       limit = name;
