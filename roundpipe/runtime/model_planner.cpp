@@ -33,6 +33,7 @@ constexpr size_t kMostPlans = 16;
 constexpr size_t kMostSteps = 32;
 // Transfers matter if they take this share of a step's compute, however they are spread.
 constexpr double kLinksMatter = 0.02;
+constexpr double kEqualLayers = 0.1;  // layers of one size whose times differ by less are equal
 constexpr double kEarly = 0.5;  // steps may overlap if a larger share of calls comes early
 
 // The share of a step's work that has moved between layers.
@@ -198,6 +199,7 @@ ModelPlanner::Basis ModelPlanner::basis(Engine& engine, const Key& key) const {
   const bool backward = request.mode != PlanMode::kInference && request.first_backward_layer == 0;
   Basis basis;
   basis.costs = meter_.costs();
+  schedule::average_alike(basis.costs, kEqualLayers);
   for (size_t l = 0; l < basis.costs.size(); ++l) basis.costs[l].trained = request.trained[l] != 0;
   basis.machine = machine(engine);
   basis.measured = meter_.knows(backward, kCallsToMeasure);

@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <map>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include <roundpipe/core/error.h>
 
@@ -57,6 +59,26 @@ void validate(const Cluster& cluster) {
   require_not_negative(cluster.link_down_gb_per_s, "cluster.link_down_gb_per_s");
   require_not_negative(cluster.host_gb_per_s, "cluster.host_gb_per_s");
   require_not_negative(cluster.hop_latency_ms, "cluster.hop_latency_ms");
+}
+
+void average_alike(LayerCosts& costs, double within) {
+  const auto kind_of = [](const LayerCost& cost) {
+    return std::make_tuple(cost.weight_bytes, cost.gradient_bytes, cost.activation_bytes, cost.trained);
+  };
+  std::map<decltype(kind_of(costs.front())), std::vector<LayerCost*>> kinds;
+  for (LayerCost& cost : costs) kinds[kind_of(cost)].push_back(&cost);
+  for (auto& [kind, alike] : kinds) {
+    for (double LayerCost::* time : {&LayerCost::forward_ms, &LayerCost::backward_ms}) {
+      double least_ms = alike.front()->*time, most_ms = least_ms, sum_ms = 0;
+      for (const LayerCost* cost : alike) {
+        least_ms = std::min(least_ms, cost->*time);
+        most_ms = std::max(most_ms, cost->*time);
+        sum_ms += cost->*time;
+      }
+      if (most_ms > least_ms * (1 + within)) continue;
+      for (LayerCost* cost : alike) cost->*time = sum_ms / static_cast<double>(alike.size());
+    }
+  }
 }
 
 std::int64_t largest_room_bytes(const Cluster& cluster) {

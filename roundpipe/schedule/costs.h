@@ -48,6 +48,10 @@ struct Cluster {
 void validate(const LayerCosts& costs);
 void validate(const Cluster& cluster);
 
+// Layers with the same bytes, of which the slowest takes at most `within` more than the fastest, get their mean times:
+// measured times of equal layers differ by chance, and a search would plan for the differences.
+void average_alike(LayerCosts& costs, double within);
+
 // Memory of the largest device; 0 = unlimited. No stage can be larger; a Placer knows where smaller ones fit.
 std::int64_t largest_room_bytes(const Cluster& cluster);
 
