@@ -191,7 +191,7 @@ def report_links(report: Report, options: argparse.Namespace) -> None:
     rows = []
     for preset in options.presets:
         for mode in options.modes:
-            rows += measure_links(preset, LINK_SCALES[preset], mode, options)
+            rows += measure_links(preset, options.scale or LINK_SCALES[preset], mode, options)
     report.table(header, rows)
 
 
@@ -226,7 +226,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--presets", nargs="+", default=list(SCALES))
     arguments.add_argument("--modes", nargs="+", choices=("async", "sync"), default=["async", "sync"])
-    arguments.add_argument("--scale", type=float, help="of time, for all presets; 1 = real time, without --links")
+    arguments.add_argument("--scale", type=float, help="of time, for all presets; 1 = real time")
     arguments.add_argument("--others", default="llama3.1-8b", help="preset for other systems; none = leave out")
     arguments.add_argument("--microbatches", type=int, default=16)
     arguments.add_argument("--groups", type=int, nargs="+", default=[8, 16], help="gradient groups, synchronous")

@@ -93,13 +93,13 @@ double host_rate(const std::deque<BusyChunk>& chunks, const std::vector<double>&
   std::vector<double> reached;
   for (const Together& stretch : stretches) reached.push_back(stretch.rate());
   const double best = second_best(reached);
-  // One stretch may be off: the host limits the links if most that could have been faster than it lets them be were
-  // not.
+  // One stretch may be off, so most of those that could have been faster than the best must have been held up.
   std::size_t could = 0, were = 0;
   for (const Together& stretch : stretches) {
     const double enough = kOwnShare * stretch.own_rate();
-    could += enough > best ? 1 : 0;
-    were += enough > best && stretch.rate() >= enough ? 1 : 0;
+    if (enough <= best) continue;
+    ++could;
+    were += stretch.rate() >= enough ? 1 : 0;
   }
   return could > 2 * were ? best : 0;
 }

@@ -49,7 +49,8 @@ void validate(const LayerCosts& costs);
 void validate(const Cluster& cluster);
 
 // Layers with the same bytes, of which the slowest takes at most `within` more than the fastest, get their mean times:
-// measured times of equal layers differ by chance, and a search would plan for the differences.
+// measured times of equal layers differ by chance, and a search would plan for the differences. Forward and backward
+// are averaged each by itself; a recompute_ms that is set stays.
 void average_alike(LayerCosts& costs, double within);
 
 // Memory of the largest device; 0 = unlimited. No stage can be larger; a Placer knows where smaller ones fit.

@@ -13,6 +13,14 @@ int below(std::size_t count, std::mt19937& random) { return static_cast<int>(ran
 
 }  // namespace
 
+std::optional<Cut> crossed(const Cut& forward, const Cut& backward, PlanMode mode) {
+  if (mode == PlanMode::kFused && forward.backward.front().layers != backward.backward.front().layers)
+    return std::nullopt;
+  Cut cut = forward;
+  cut.backward = backward.backward;
+  return cut;
+}
+
 CutMoves::CutMoves(const SearchOptions& options, const CostSums& sums, int devices)
     : options_(options), sums_(sums), devices_(devices) {}
 

@@ -7,6 +7,10 @@
 
 namespace roundpipe::schedule {
 
+// The forward of one cut with the backward of another: what is good at one end of a step hardly depends on the other.
+// Nothing if their fused stages differ.
+std::optional<Cut> crossed(const Cut& forward, const Cut& backward, PlanMode mode);
+
 // Small random changes of cuts: a layer to the neighbour, a stage split or merged with the next, other replicas, other
 // interleaving. `sums` must outlive it.
 class CutMoves {

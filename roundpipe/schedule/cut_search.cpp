@@ -390,12 +390,9 @@ class CutSearch {
     if (!best_.empty()) anneal(best_.front().cut, best_.front().score_ms, 1);
   }
 
-  // The forward of one cut with the backward of another: what is good at one end of a step hardly depends on the other.
   void cross(const Cut& forward, const Cut& backward) {
-    if (has_fused() && forward.backward.front().layers != backward.backward.front().layers) return;
-    Cut cut = forward;
-    cut.backward = backward.backward;
-    if (cut != forward && cut != backward) consider(cut);
+    const std::optional<Cut> cut = crossed(forward, backward, options_.plan.mode);
+    if (cut && *cut != forward && *cut != backward) consider(*cut);
   }
 
   // Stops when `share` of the effort is spent. Returns the best cut it met.

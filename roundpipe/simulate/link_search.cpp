@@ -21,7 +21,6 @@ using schedule::Cut;
 using schedule::CutStage;
 using schedule::LayerCosts;
 using schedule::PlanChoice;
-using schedule::PlanMode;
 using schedule::Range;
 using schedule::SearchOptions;
 
@@ -72,6 +71,11 @@ struct Even {
   auto operator<=>(const Even&) const = default;
 };
 
+// Whether the head is shared, steps overlap and more than the head is fused. Each kind is searched alike, however many
+// kinds are allowed.
+using Kind = std::tuple<bool, bool, bool>;
+Kind kind_of(const Even& even) { return {even.head > 1, even.interleave_percent > 100, even.fused > 1}; }
+
 struct Candidate {
   PlanChoice choice;
   std::optional<Even> even;
@@ -87,25 +91,30 @@ schedule::TimingRules through_host(schedule::TimingRules timing) {
   return timing;
 }
 
+// For the searches and clocks without a simulation of links.
+SearchOptions without_links(SearchOptions options, const LinkRules& rules) {
+  options.rules = through_host(rules.timing);
+  options.update_gb_per_s = rules.update_gb_per_s;
+  options.effort =
+      std::llround((rules.timing.asynchronous ? kAsyncEffort : kSyncEffort) * static_cast<double>(options.effort));
+  options.finalists = kSearched;
+  return options;
+}
+
 class LinkSearch {
  public:
-  LinkSearch(const LayerCosts& costs, const Cluster& cluster, SearchOptions options, const LinkRules& rules)
+  LinkSearch(const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options, const LinkRules& rules)
       : costs_(costs),
         cluster_(cluster),
         hops_(with_hops(costs, cluster)),
-        options_(std::move(options)),
+        options_(without_links(options, rules)),
         rules_(rules),
         sums_(costs, options_.plan.first_backward_layer),
         devices_(static_cast<int>(cluster.devices.size())),
         room_bytes_(schedule::largest_room_bytes(cluster)),
+        moves_(options_, sums_, devices_),
         effort_share_(std::min(
-            1.0, std::sqrt(static_cast<double>(options_.effort) / static_cast<double>(SearchOptions{}.effort)))) {
-    options_.rules = through_host(rules.timing);
-    options_.update_gb_per_s = rules.update_gb_per_s;
-    options_.effort =
-        std::llround((rules.timing.asynchronous ? kAsyncEffort : kSyncEffort) * static_cast<double>(options_.effort));
-    options_.finalists = kSearched;
-  }
+            1.0, std::sqrt(static_cast<double>(options.effort) / static_cast<double>(SearchOptions{}.effort)))) {}
 
   std::vector<PlanChoice> run() {
     add_searched();
@@ -136,8 +145,7 @@ class LinkSearch {
   }
 
  private:
-  bool has_fused() const { return options_.plan.mode == PlanMode::kFused; }
-  bool trains() const { return options_.plan.mode != PlanMode::kInference; }
+  bool has_fused() const { return moves_.has_fused(); }
 
   void add(PlanChoice choice, std::optional<Even> even = {}) {
     for (Candidate& known : pool_) {
@@ -177,7 +185,7 @@ class LinkSearch {
       const bool few = visits > kSearchedVisits;
       if (of_kind >= (few ? kFewOfEachKind : kOfEachKind) || !is_possible(choice)) continue;
       ++of_kind;
-      visits += visits_of(choice) * fewest_steps();
+      visits += visits_of(choice) * repeated(kFewestSteps);
       add(std::move(choice));
     }
   }
@@ -208,16 +216,15 @@ class LinkSearch {
 
   int end(int fused) const { return has_fused() ? sums_.layers() - fused : sums_.layers(); }
   int lowest(int fused) const { return std::min(options_.plan.first_backward_layer, end(fused)); }
-  int backward_layers(int fused) const { return trains() ? end(fused) - lowest(fused) : 0; }
+  int backward_layers(int fused) const { return moves_.trains() ? end(fused) - lowest(fused) : 0; }
   int most_heads(int fused) const {
     if (!has_fused() || !options_.replicas) return 1;
-    return std::min(devices_, schedule::most_replicas({end(fused), sums_.layers()}, true, sums_, options_.plan));
+    return moves_.most_shared({end(fused), sums_.layers()}, /*backward=*/true);
   }
-  bool overlaps() const { return rules_.timing.asynchronous && options_.interleave && has_fused(); }
 
   std::optional<Cut> cut_of(const Even& even) {
     const int percent = even.interleave_percent;
-    if (percent < 100 || percent > 100 * kMostInterleave || (percent > 100 && !overlaps())) return std::nullopt;
+    if (percent < 100 || percent > 100 * kMostInterleave || (percent > 100 && !moves_.overlaps())) return std::nullopt;
     const int fused = even.fused, end = this->end(fused), lowest = this->lowest(fused), back = backward_layers(fused);
     if (fused < 1 || (fused > 1 && fused > options_.max_fused_layers) || end < 0) return std::nullopt;
     if (even.head < 1 || even.head > most_heads(fused)) return std::nullopt;
@@ -263,57 +270,55 @@ class LinkSearch {
   }
 
   // Synchronous steps fill and drain the devices each time.
-  std::vector<int> singles(int fused) const {
+  std::set<int> singles(int fused) const {
     if (rules_.timing.asynchronous || fused > 1) return {0};
     return {0, devices_ / 2, devices_};
+  }
+
+  // The even cuts with so many fused layers, rated by the clock.
+  void add_scored(int fused, std::vector<Candidate>& candidates) {
+    const bool few = fused > 1;
+    for (const int forward : stage_numbers(end(fused), few)) {
+      for (const int backward : stage_numbers(backward_layers(fused), few)) {
+        for (const int head : std::set{1, most_heads(fused)}) {
+          for (const int percent : {100, 115, 130}) {
+            for (const int first : singles(fused))
+              for (const int last : singles(fused))
+                add_scored({forward, backward, first, last, fused, head, percent}, candidates);
+          }
+        }
+      }
+    }
   }
 
   void add_scored(const Even& even, std::vector<Candidate>& candidates) {
     const std::optional<Cut> cut = cut_of(even);
     if (!cut) return;
     PlanChoice choice = choice_of(*cut);
-    schedule::score(choice, costs_, sums_, hops_, options_, clocked_steps());
+    schedule::score(choice, costs_, sums_, hops_, options_, repeated(kClockedSteps));
     if (choice.rating.crowded == 0) candidates.push_back({std::move(choice), even});
-  }
-
-  // Whether the head is shared, steps overlap and more than the head is fused. Each kind is searched alike, however
-  // many kinds are allowed.
-  static std::tuple<bool, bool, bool> kind_of(const Even& even) {
-    return {even.head > 1, even.interleave_percent > 100, even.fused > 1};
   }
 
   // Even cuts: those of each kind that the clock and the bytes rate best.
   void add_even() {
     std::vector<Candidate> candidates;
-    for (const int fused : fused_sizes()) {
-      for (const int forward : stage_numbers(end(fused), fused > 1)) {
-        for (const int backward : stage_numbers(backward_layers(fused), fused > 1)) {
-          for (const int head : std::set{1, most_heads(fused)}) {
-            for (const int percent : {100, 115, 130}) {
-              for (const int first : singles(fused))
-                for (const int last : singles(fused))
-                  add_scored({forward, backward, first, last, fused, head, percent}, candidates);
-            }
-          }
-        }
-      }
-    }
+    for (const int fused : fused_sizes()) add_scored(fused, candidates);
     std::ranges::stable_sort(candidates, {}, [](const Candidate& candidate) { return candidate.choice.score_ms; });
-    std::map<std::tuple<bool, bool, bool>, std::size_t> taken;
+    std::map<Kind, std::size_t> taken;
     std::int64_t visits = 0;
     for (Candidate& candidate : candidates) {
       const bool few = visits > with_effort(kEvenVisits);
       std::size_t& of_kind = taken[kind_of(*candidate.even)];
       if ((of_kind >= kFewEvenOfEachKind && few) || !is_possible(candidate.choice)) continue;
       ++of_kind;
-      visits += visits_of(candidate.choice) * fewest_steps();
+      visits += visits_of(candidate.choice) * repeated(kFewestSteps);
       add(std::move(candidate.choice), candidate.even);
     }
   }
 
   // Keeps the best of all, and of each kind of even cuts those from which refine() starts.
   void narrow() {
-    std::map<std::tuple<bool, bool, bool>, std::size_t> taken;
+    std::map<Kind, std::size_t> taken;
     std::size_t place = 0;
     std::erase_if(pool_, [&](const Candidate& candidate) {
       const bool starts = candidate.even && taken[kind_of(*candidate.even)]++ < kRefinedOfEachKind;
@@ -324,7 +329,7 @@ class LinkSearch {
   // Varies even cuts while the simulated step gets shorter: the best of each kind, then the others, best first.
   void refine() {
     const int steps = steps_for(kPoolVisits, kFewestSteps, kMostSteps);
-    std::map<std::tuple<bool, bool, bool>, std::size_t> taken;
+    std::map<Kind, std::size_t> taken;
     std::vector<Candidate> first, others;
     for (const Candidate& candidate : pool_) {
       if (!candidate.even) continue;
@@ -383,26 +388,25 @@ class LinkSearch {
     return result;
   }
 
-  // The forwards of the best plans with the backwards of others: what suits the links at one end of a step hardly
-  // depends on the other end.
+  // The forwards of the best plans with the backwards of others.
   void cross() {
     const int steps = steps_for(kPoolVisits, kFewestSteps, kMostSteps);
     std::vector<Cut> forwards, backwards;
+    const auto collect = [](std::vector<Cut>& cuts, const Cut& cut, std::vector<CutStage> Cut::* part) {
+      if (cuts.size() < kCrossed && std::ranges::find(cuts, cut.*part, part) == cuts.end()) cuts.push_back(cut);
+    };
     for (const Candidate& candidate : pool_) {
-      const Cut& cut = candidate.choice.cut;
-      if (forwards.size() < kCrossed && std::ranges::find(forwards, cut.forward, &Cut::forward) == forwards.end())
-        forwards.push_back(cut);
-      if (backwards.size() < kCrossed && std::ranges::find(backwards, cut.backward, &Cut::backward) == backwards.end())
-        backwards.push_back(cut);
+      collect(forwards, candidate.choice.cut, &Cut::forward);
+      collect(backwards, candidate.choice.cut, &Cut::backward);
     }
     std::int64_t visits = 0;
     for (const Cut& forward : forwards) {
       for (const Cut& backward : backwards) {
         if (visits > with_effort(kCrossVisits)) break;
-        if (has_fused() && forward.backward.front().layers != backward.backward.front().layers) continue;
-        Cut cut = forward;
-        cut.backward = backward.backward;
-        visits += try_cut(cut, steps);
+        const std::optional<Cut> cut = schedule::crossed(forward, backward, options_.plan.mode);
+        if (!cut) continue;
+        PlanChoice choice = choice_of(*cut);
+        visits += simulate_new(choice, steps);
       }
     }
     sort();
@@ -411,44 +415,37 @@ class LinkSearch {
   // Changes stages of the best plans at random while the simulated step gets shorter.
   void polish() {
     const int steps = steps_for(kPoolVisits, kFewestSteps, kMostSteps);
-    const schedule::CutMoves moves(options_, sums_, devices_);
     std::mt19937 random(options_.seed);
     std::vector<Candidate> best(pool_.begin(), pool_.begin() + std::min<std::ptrdiff_t>(kPolished, std::ssize(pool_)));
     for (Candidate& at : best) {
       std::int64_t visits = 0;
       for (int tries = 0; tries < kMostTries && visits < with_effort(kPolishVisits); ++tries) {
-        const std::optional<Cut> cut = moves.neighbour(at.choice.cut, random);
+        const std::optional<Cut> cut = moves_.neighbour(at.choice.cut, random);
         if (!cut || !fits(*cut)) continue;
         PlanChoice choice = choice_of(*cut);
-        visits += visits_of(choice) * clocked_steps() / kClockedForOne;
-        schedule::score(choice, costs_, sums_, hops_, options_, clocked_steps());
+        visits += visits_of(choice) * repeated(kClockedSteps) / kClockedForOne;
+        schedule::score(choice, costs_, sums_, hops_, options_, repeated(kClockedSteps));
         if (choice.score_ms > at.choice.score_ms * kPromising) continue;
-        if (is_known(choice) || !is_possible(choice)) continue;
-        visits += visits_of(choice) * steps;
-        simulate(choice, steps);
-        add(choice);
-        if (choice.score_ms < at.choice.score_ms) at.choice = std::move(choice);
+        const std::int64_t simulated_visits = simulate_new(choice, steps);
+        visits += simulated_visits;
+        if (simulated_visits > 0 && choice.score_ms < at.choice.score_ms) at.choice = std::move(choice);
       }
     }
     sort();
   }
 
-  bool is_known(const PlanChoice& choice) const {
-    return std::ranges::any_of(pool_, [&](const Candidate& known) { return known.choice.cut == choice.cut; });
-  }
-
-  // Adds a plan to the pool if it is possible. Returns the visits that it simulated.
-  std::int64_t try_cut(const Cut& cut, int steps) {
-    PlanChoice choice = choice_of(cut);
-    if (is_known(choice) || !is_possible(choice)) return 0;
+  // Rates a plan by the simulated links and adds it to the pool, if it is possible and not there. Returns the visits
+  // that it simulated.
+  std::int64_t simulate_new(PlanChoice& choice, int steps) {
+    const auto is_it = [&](const Candidate& known) { return known.choice.cut == choice.cut; };
+    if (std::ranges::any_of(pool_, is_it) || !is_possible(choice)) return 0;
     simulate(choice, steps);
-    const std::int64_t visits = visits_of(choice) * steps;
-    add(std::move(choice));
-    return visits;
+    add(choice);
+    return visits_of(choice) * steps;
   }
 
-  int clocked_steps() const { return rules_.timing.asynchronous ? kClockedSteps : 1; }
-  int fewest_steps() const { return rules_.timing.asynchronous ? kFewestSteps : 1; }
+  // A synchronous step is simulated alone.
+  int repeated(int steps) const { return rules_.timing.asynchronous ? steps : 1; }
 
   static std::int64_t visits_of(const PlanChoice& choice) {
     std::int64_t visits = 0;
@@ -463,8 +460,7 @@ class LinkSearch {
 
   // Steps for each of several plans, so that all of them take about `visits`; `once` is what one step of each takes.
   int steps_for(std::int64_t once, std::int64_t visits, int fewest, int most) const {
-    if (!rules_.timing.asynchronous) return 1;
-    return static_cast<int>(std::clamp<std::int64_t>(with_effort(visits) / (1 + once), fewest, most));
+    return repeated(static_cast<int>(std::clamp<std::int64_t>(with_effort(visits) / (1 + once), fewest, most)));
   }
 
   int steps_for(std::int64_t visits, int fewest, int most) const {
@@ -511,8 +507,7 @@ class LinkSearch {
     double least_ms = choice.rating.step_ms * (1 - kSmallBubble);
     std::string limit = rules_.timing.asynchronous ? "dependencies" : "fill and drain";
     const auto consider = [&](const char* name, const Cluster& cluster, const LinkRules& rules) {
-      const double ms =
-          simulated(choice, cluster, rules, rules.timing.asynchronous ? kFewestFinalSteps : 1).steady_step_ms;
+      const double ms = simulated(choice, cluster, rules, repeated(kFewestFinalSteps)).steady_step_ms;
       if (ms >= least_ms) return;
       least_ms = ms;
       limit = name;
@@ -531,11 +526,12 @@ class LinkSearch {
   const LayerCosts& costs_;
   const Cluster& cluster_;
   const Cluster hops_;
-  SearchOptions options_;
+  const SearchOptions options_;
   const LinkRules rules_;
   const schedule::CostSums sums_;
   const int devices_;
   const std::int64_t room_bytes_;
+  const schedule::CutMoves moves_;
   const double effort_share_;  // the root of the share of the default effort, at most 1
   std::map<std::tuple<bool, int, int>, schedule::PartitionTable> tables_;
   std::set<Even> tried_;         // by descend()
@@ -552,9 +548,9 @@ std::vector<schedule::Plan> place_over_links(const schedule::Plan& recipe, const
   return plans;
 }
 
-std::vector<PlanChoice> search_links(const LayerCosts& costs, const Cluster& cluster, SearchOptions options,
+std::vector<PlanChoice> search_links(const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options,
                                      const LinkRules& rules) {
-  return LinkSearch(costs, cluster, std::move(options), rules).run();
+  return LinkSearch(costs, cluster, options, rules).run();
 }
 
 }  // namespace roundpipe::simulate

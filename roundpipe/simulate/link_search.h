@@ -22,6 +22,6 @@ std::vector<schedule::Plan> place_over_links(const schedule::Plan& recipe, const
 // `options`: its rules, update_gb_per_s and finalists are not used: `rules` says them. Throws like search() and
 // simulate_links().
 std::vector<schedule::PlanChoice> search_links(const schedule::LayerCosts& costs, const schedule::Cluster& cluster,
-                                               schedule::SearchOptions options, const LinkRules& rules);
+                                               const schedule::SearchOptions& options, const LinkRules& rules);
 
 }  // namespace roundpipe::simulate
