@@ -26,7 +26,7 @@ from roundpipe.planning.costs import PRESETS, load
 from roundpipe.planning.schedules import Request, choose
 
 # Overlap is planned once most batches came early and the plan has run eight calls.
-STEPS = {"async": 24, "sync": 5}
+STEPS = {"async": 24, "sync": 16}
 SIMULATED_STEPS = 97
 EVERY_CASE = 4
 

@@ -23,18 +23,20 @@ namespace {
 
 constexpr int kCallsToMeasure = 2;
 constexpr int kCallsBetweenPlans = 8;
+constexpr int kCallsBetweenSearches = 4, kMostSearches = 3;
 constexpr double kDrift = 0.2;
 // A search takes about as long as a step: a better plan for a short one would not pay for it. Of a step's time on the
 // devices; at least kLeastEffort, at most the default effort.
 constexpr double kEffortPerMs = 500'000;
 constexpr double kLeastEffort = 20'000'000;
+constexpr unsigned kSeedsOfSearch = 2;
 constexpr std::int64_t kLittleEffort = 2'000'000;
 constexpr size_t kMostPlans = 16;
 constexpr size_t kMostSteps = 32;
 // Transfers matter if they take this share of a step's compute, however they are spread.
 constexpr double kLinksMatter = 0.02;
 constexpr double kEqualLayers = 0.1;  // layers of one size whose times differ by less are equal
-constexpr double kEarly = 0.5;  // steps may overlap if a larger share of calls comes early
+constexpr double kEarly = 0.5;        // steps may overlap if a larger share of calls comes early
 
 // The share of a step's work that has moved between layers.
 double drift(const LayerCosts& before, const LayerCosts& now) {
@@ -221,7 +223,8 @@ ModelPlanner::Room ModelPlanner::room(Engine& engine, const LayerCosts& costs) c
   return room;
 }
 
-Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, const schedule::Stages& simple) const {
+Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, const schedule::Stages& simple,
+                        const Current* current) const {
   const PlanRequest& request = key.request;
   LayerCosts costs = basis.costs;
   Cluster cluster = basis.machine.cluster;
@@ -250,6 +253,10 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
   options.rules = rules_of(key.asynchronous);
   options.update_gb_per_s = request.mode == PlanMode::kInference ? 0 : basis.machine.update_gb_per_s;
   options.interleave = basis.early;
+  if (current != nullptr) {
+    options.starts = {current->made->cut};
+    options.seed += kSeedsOfSearch * static_cast<unsigned>(current->searches);
+  }
   options.max_fused_layers = sums.layers();
   if (room.least() > 0 && request.mode == PlanMode::kFused) options.max_fused_layers = simple.backward.front().size();
 
@@ -274,7 +281,8 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
   return cut;
 }
 
-ModelPlanner::Made ModelPlanner::make(Engine& engine, const Key& key, const Basis& basis) const {
+ModelPlanner::Made ModelPlanner::make(Engine& engine, const Key& key, const Basis& basis,
+                                      const Current* current) const {
   const Room limits = room(engine, basis.costs);
   schedule::PlannerOptions options = options_of(key.request);
   options.max_stage_bytes = limits.least();
@@ -285,7 +293,7 @@ ModelPlanner::Made ModelPlanner::make(Engine& engine, const Key& key, const Basi
   }
   const schedule::Stages simple = schedule::choose_stages(held, key.devices, options);
   const schedule::CostSums sums(basis.costs, options.first_backward_layer);
-  const Cut cut = basis.measured ? found(key, basis, limits, simple) : schedule::to_cut(simple);
+  const Cut cut = basis.measured ? found(key, basis, limits, simple, current) : schedule::to_cut(simple);
   const Plan recipe = schedule::to_recipe(cut, sums, key.devices, options);
   Cluster cluster;
   if (basis.measured) {
@@ -341,7 +349,9 @@ Plan ModelPlanner::next(Engine& engine, const PlanRequest& request) {
   if (current_.size() >= kMostPlans && !current_.contains(key)) current_.clear();
   Current& current = current_[key];
   const bool may_have_drifted = current.basis.measured && current.calls >= kCallsBetweenPlans;
-  if (!current.made || !current.basis.measured || may_have_drifted) {
+  const bool may_search_on = current.basis.measured && current.searches < kMostSearches &&
+                             current.calls >= kCallsBetweenSearches * (current.searches + 1);
+  if (!current.made || !current.basis.measured || may_have_drifted || may_search_on) {
     Basis now = basis(engine, key);
     const bool drifted =
         may_have_drifted && (drift(current.basis.costs, now.costs) > kDrift ||
@@ -349,7 +359,13 @@ Plan ModelPlanner::next(Engine& engine, const PlanRequest& request) {
     if (!current.made || now.measured != current.basis.measured || drifted) {
       current.made.emplace(make(engine, key, now));
       current.basis = std::move(now);
-      current.calls = 0;
+      current.calls = current.searches = 0;
+    } else if (may_search_on) {
+      ++current.searches;
+      now.early = current.basis.early;
+      Made made = make(engine, key, now, &current);
+      if (made.cut != current.made->cut) current.made.emplace(std::move(made));
+      current.basis = std::move(now);
     }
   }
   ++current.calls;

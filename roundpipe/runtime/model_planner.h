@@ -47,7 +47,9 @@ std::vector<char> trained_layers(const std::vector<std::vector<char>>& trainable
 
 // Plans a model's calls: from estimated costs at first, from measured ones after two calls, and again if costs, speeds
 // or rates have drifted by more than a fifth or batches come earlier or later than before, at the earliest after eight
-// calls. A plan from measurements counts every byte where the links' rates matter (simulate::search_links). Steps
+// calls. In between it searches on, three times, with four calls in between: with newer measurements and other random
+// numbers, from the plan in use, which it keeps unless it finds a better one. A plan from measurements counts every
+// byte where the links' rates matter (simulate::search_links). Steps
 // overlap only while batches are submitted early. Devices are placed step by step (schedule::Placer), and share layers
 // that sum gradients by whole groups only, so that the sums do not depend on the plan. The search's effort is counted:
 // on an idle core it takes about as long as a step, at least 0.05 s and at most 1 s.
@@ -116,7 +118,8 @@ class ModelPlanner {
   struct Current {
     std::optional<Made> made;
     Basis basis;
-    int calls = 0;  // since it was planned
+    int calls = 0;     // since it was planned
+    int searches = 0;  // since then
   };
   // The limits of stages: what the layers of one may hold on a device. See CostMeter::set_bytes.
   struct Room {
@@ -130,8 +133,10 @@ class ModelPlanner {
   PlanRequest request_of(schedule::PlanMode mode, int microbatches) const;
   Basis basis(Engine& engine, const Key& key) const;
   Room room(Engine& engine, const schedule::LayerCosts& costs) const;
-  Made make(Engine& engine, const Key& key, const Basis& basis) const;
-  schedule::Cut found(const Key& key, const Basis& basis, const Room& room, const schedule::Stages& simple) const;
+  // `current`: what is in use, if it may be kept.
+  Made make(Engine& engine, const Key& key, const Basis& basis, const Current* current = nullptr) const;
+  schedule::Cut found(const Key& key, const Basis& basis, const Room& room, const schedule::Stages& simple,
+                      const Current* current) const;
 
   static constexpr double kNewShare = 0.3;  // the weight of the latest call in a smoothed share
 

@@ -28,6 +28,17 @@ int CutMoves::most_shared(Range layers, bool backward) const {
   return std::min(devices_, most_replicas(layers, backward, sums_, options_.plan));
 }
 
+bool CutMoves::allows(const Cut& cut) const {
+  if (cut.interleave > (overlaps() ? kMostInterleave : 1)) return false;
+  if (has_fused() && cut.backward.front().layers.size() > options_.max_fused_layers) return false;
+  const auto keeps = [this](const std::vector<CutStage>& stages, bool backward) {
+    return std::ranges::all_of(stages, [&](const CutStage& stage) {
+      return stage.replicas <= (options_.replicas ? most_shared(stage.layers, backward) : 1);
+    });
+  };
+  return keeps(cut.forward, false) && keeps(cut.backward, true);
+}
+
 void CutMoves::limit_replicas(Cut& cut) const {
   for (CutStage& stage : cut.forward) stage.replicas = std::min(stage.replicas, most_shared(stage.layers, false));
   for (CutStage& stage : cut.backward) stage.replicas = std::min(stage.replicas, most_shared(stage.layers, true));

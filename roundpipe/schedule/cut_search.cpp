@@ -74,6 +74,9 @@ class CutSearch {
 
   CutsFound run(std::span<const Cut> starts) {
     for (const Cut& start : starts) start_from(start);
+    for (const Cut& start : options_.starts) {
+      if (moves_.allows(start)) start_from(start);
+    }
     consider(single_layers());
     consider(greedy());
     consider(limited_cut(to_cut(choose_stages(costs_, devices_, balanced_options())), layers_, options_));

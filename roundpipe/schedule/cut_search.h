@@ -14,7 +14,7 @@ struct CutsFound {
 };
 
 // One run of the search with one stream of random numbers: coordinate descent over shapes of cuts, and annealing of
-// single stages. `starts`: cuts that keep the limits, to begin with beside its own.
+// single stages. `starts`: cuts to begin with beside its own and options.starts.
 // Deterministic. REQUIRES: costs, cluster and options that search() accepts. Throws LayerTooLarge.
 CutsFound search_cuts(const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options,
                       std::span<const Cut> starts = {});

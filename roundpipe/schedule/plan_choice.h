@@ -27,6 +27,8 @@ struct SearchOptions {
   std::int64_t effort = 392'000'000;
   unsigned seed = 3;
   int finalists = 16;  // plans that are returned, at most
+  // Cuts of the same layers that are known already: the plan found is no worse than any of them that keeps the limits.
+  std::vector<Cut> starts;
 };
 
 // A plan that the search found, with its predicted performance.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <iterator>
 #include <map>
 #include <optional>
 #include <random>
@@ -26,7 +27,10 @@ using schedule::SearchOptions;
 
 namespace {
 
-constexpr double kSmallBubble = 0.005;
+constexpr double kSmallBubble = 0.005, kNoBubble = 0.0002;
+// More effort than this is spent on searches with other random numbers.
+constexpr std::int64_t kMostEffort = SearchOptions{}.effort;
+constexpr unsigned kSeeds = 2;  // of one search
 constexpr int kSearched = 200;
 // Of the effort, for the search without links; overlapping steps leave less to it, and more to simulate.
 constexpr double kSyncEffort = 0.67, kAsyncEffort = 0.25;
@@ -98,6 +102,7 @@ SearchOptions without_links(SearchOptions options, const LinkRules& rules) {
   options.effort =
       std::llround((rules.timing.asynchronous ? kAsyncEffort : kSyncEffort) * static_cast<double>(options.effort));
   options.finalists = kSearched;
+  options.starts.clear();
   return options;
 }
 
@@ -109,16 +114,16 @@ class LinkSearch {
         hops_(with_hops(costs, cluster)),
         options_(without_links(options, rules)),
         rules_(rules),
+        starts_(options.starts),
         sums_(costs, options_.plan.first_backward_layer),
         devices_(static_cast<int>(cluster.devices.size())),
         room_bytes_(schedule::largest_room_bytes(cluster)),
         moves_(options_, sums_, devices_),
-        effort_share_(std::min(
-            1.0, std::sqrt(static_cast<double>(options.effort) / static_cast<double>(SearchOptions{}.effort)))) {}
+        effort_share_(std::sqrt(static_cast<double>(options.effort) / static_cast<double>(kMostEffort))) {}
 
   std::vector<PlanChoice> run() {
     add_searched();
-    add_greedy();
+    add_known();
     add_even();
     simulate_all(steps_for(kPoolVisits, kFewestSteps, kMostSteps));
     narrow();
@@ -190,12 +195,16 @@ class LinkSearch {
     }
   }
 
-  void add_greedy() {
+  // The greedy cut, and the caller's.
+  void add_known() {
     const Cut greedy = schedule::to_cut(schedule::greedy_stages(costs_, devices_, options_.plan));
-    const Cut cut = schedule::limited_cut(greedy, sums_.layers(), options_);
-    if (!fits(cut)) return;
-    PlanChoice choice = choice_of(cut);
-    if (is_possible(choice)) add(std::move(choice));
+    std::vector<Cut> known{schedule::limited_cut(greedy, sums_.layers(), options_)};
+    std::ranges::copy_if(starts_, std::back_inserter(known), [this](const Cut& cut) { return moves_.allows(cut); });
+    for (const Cut& cut : known) {
+      if (!fits(cut)) continue;
+      PlanChoice choice = choice_of(cut);
+      if (is_possible(choice)) add(std::move(choice));
+    }
   }
 
   bool fits(const Cut& cut) const {
@@ -528,11 +537,12 @@ class LinkSearch {
   const Cluster hops_;
   const SearchOptions options_;
   const LinkRules rules_;
+  const std::vector<Cut> starts_;
   const schedule::CostSums sums_;
   const int devices_;
   const std::int64_t room_bytes_;
   const schedule::CutMoves moves_;
-  const double effort_share_;  // the root of the share of the default effort, at most 1
+  const double effort_share_;  // the root of the share of kMostEffort
   std::map<std::tuple<bool, int, int>, schedule::PartitionTable> tables_;
   std::set<Even> tried_;         // by descend()
   std::vector<Candidate> pool_;  // best first, once simulated
@@ -550,7 +560,17 @@ std::vector<schedule::Plan> place_over_links(const schedule::Plan& recipe, const
 
 std::vector<PlanChoice> search_links(const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options,
                                      const LinkRules& rules) {
-  return LinkSearch(costs, cluster, options, rules).run();
+  SearchOptions one = options;
+  std::int64_t left = options.effort;
+  std::vector<PlanChoice> best;
+  do {
+    one.effort = std::min(left, kMostEffort);
+    left -= one.effort;
+    best = LinkSearch(costs, cluster, one, rules).run();
+    for (const PlanChoice& choice : best) one.starts.push_back(choice.cut);
+    one.seed += kSeeds;
+  } while (left > 0 && best.front().rating.bubble >= kNoBubble);
+  return best;
 }
 
 }  // namespace roundpipe::simulate

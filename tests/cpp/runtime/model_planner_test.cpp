@@ -195,6 +195,42 @@ TEST_CASE("model planner: plans anew when links turn out slower, as for a machin
   }
 }
 
+TEST_CASE("model planner: searches on from the plan in use, and keeps it unless it finds a better one") {
+  const auto model = model_of(12);
+  Engine engine(device::parse_devices("virtual:4"));
+  int changed = 0;
+  for (const std::vector<double>& forward_ms : {std::vector<double>{10, 50, 10, 20, 10, 40, 10, 10, 30, 10, 20, 90},
+                                                std::vector<double>{7, 3, 9, 4, 8, 5, 1, 9, 2, 6, 3, 5},
+                                                std::vector<double>{3, 7, 4, 6, 5, 5, 8, 2, 9, 1, 4, 9}}) {
+    ModelPlanner planner(*model);
+    planner.set_asynchronous(false);
+    teach(planner, forward_ms);
+    const auto step_ms = [&](const schedule::Cut& cut) {
+      const schedule::CostSums sums(planner.costs());
+      schedule::PlannerOptions options;
+      options.microbatches = 5;
+      schedule::Cluster cluster;
+      cluster.devices.resize(4);
+      schedule::TimingRules rules;
+      rules.asynchronous = false;
+      rules.hop_on_same_device = true;
+      return schedule::rate(schedule::to_recipe(cut, sums, 4, options), planner.costs(), cluster, rules, 1).step_ms;
+    };
+    schedule::Cut in_use;
+    for (int call = 0; call < 20; ++call) {
+      const schedule::Cut cut = *planner.cut_of(planner.next(engine, fused(12, 5)));
+      if (call > 0 && cut != in_use) {
+        ++changed;
+        CHECK(call % 4 == 0);
+        CHECK(call <= 12);
+        CHECK(step_ms(cut) < step_ms(in_use) * 1.0011);
+      }
+      in_use = cut;
+    }
+  }
+  CHECK(changed > 0);
+}
+
 TEST_CASE("model planner: bytes that are held count for the limit of stages, and travel as they are") {
   const auto model = model_of(8);
   Engine engine(device::parse_devices("virtual:2"));

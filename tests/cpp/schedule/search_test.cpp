@@ -184,6 +184,36 @@ TEST_CASE("search: looser limits never give a worse plan") {
   }
 }
 
+TEST_CASE("search: never worse than the cuts that are known, if they keep the limits") {
+  std::mt19937 random(20);
+  int better = 0;
+  for (int round = 0; round < 5; ++round) {
+    CAPTURE(round);
+    const LayerCosts costs = random_costs(random, 24 + round);
+    SearchOptions options = options_of(12, round % 2 == 0, 40'000'000);
+    options.max_fused_layers = 4;
+    const PlanChoice known = search(costs, cluster_of(6, 1), options).front();
+    options.effort = 400'000;
+    const double alone_ms = search(costs, cluster_of(6, 1), options).front().rating.step_ms;
+    options.starts = {known.cut};
+    const double started_ms = search(costs, cluster_of(6, 1), options).front().rating.step_ms;
+    CHECK(started_ms * (1 - kTie) <= known.rating.step_ms);
+    better += started_ms < alone_ms;
+
+    SearchOptions tight = options;
+    tight.replicas = tight.interleave = false;
+    tight.max_fused_layers = 1;
+    tight.starts = {known.cut};
+    for (const PlanChoice& choice : search(costs, cluster_of(6, 1), tight)) {
+      CHECK(choice.cut.interleave == 1);
+      CHECK(choice.cut.backward.front().layers.size() == 1);
+      for (const CutStage& stage : choice.cut.forward) CHECK(stage.replicas == 1);
+      for (const CutStage& stage : choice.cut.backward) CHECK(stage.replicas == 1);
+    }
+  }
+  CHECK(better > 0);
+}
+
 TEST_CASE("search: more effort than the default is other random numbers, and never gives a worse plan") {
   std::mt19937 random(19);
   int better = 0;

@@ -252,6 +252,46 @@ TEST_CASE("link search: looser limits and faster links never give a worse plan")
   });
 }
 
+TEST_CASE("link search: never worse than the cuts that are known") {
+  constexpr double kRated = 0.002;  // ties
+  int better = 0;
+  for_each_case(4'000'000, [&](const Case& of, const LinkRules& rules, SearchOptions options) {
+    const auto found = [&] { return search_links(of.costs, of.cluster, options, rules).front(); };
+    const auto ms_of = [&](const PlanChoice& choice) { return step_ms(choice.recipe, of, rules, kManySteps); };
+    const double alone_ms = ms_of(found());
+    options.effort = 60'000'000;
+    const PlanChoice known = found();
+    options.effort = 4'000'000;
+    options.starts = {known.cut};
+    const double started_ms = ms_of(found());
+    CHECK(started_ms <= ms_of(known) * (1 + kRated));
+    better += started_ms < alone_ms;
+    options.interleave = options.replicas = false;
+    for (const PlanChoice& choice : search_links(of.costs, of.cluster, options, rules)) {
+      CHECK(choice.cut.interleave == 1);
+      for (const CutStage& stage : choice.cut.backward) CHECK(stage.replicas == 1);
+    }
+  });
+  CHECK(better > 0);
+}
+
+TEST_CASE("link search: more effort than the default never gives a worse plan") {
+  const Case of = cases().front();
+  for (const bool asynchronous : {true, false}) {
+    CAPTURE(asynchronous);
+    LinkRules rules;
+    rules.timing.asynchronous = asynchronous;
+    SearchOptions options;
+    options.plan = planner(of.microbatches);
+    const auto found_ms = [&] {
+      return step_ms(search_links(of.costs, of.cluster, options, rules).front().recipe, of, rules, kManySteps);
+    };
+    const double once_ms = found_ms();
+    options.effort *= 2;
+    CHECK(found_ms() <= once_ms * 1.002);
+  }
+}
+
 TEST_CASE("link search: what limits the step is what shortens it if it is made fast") {
   const Case slow_links{"slow links", LayerCosts(8, layer(1, 2, 300, 1)), machine(2, 10, 0), 2};
   const auto limit = [](const Case& of, double update_gb_per_s) {
