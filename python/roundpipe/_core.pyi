@@ -205,6 +205,8 @@ def search(
     effort: int = ...,
     seed: int = ...,
     over_links: bool = False,
+    chunk_bytes: int = 64_000_000,
+    priorities: bool = True,
     update_gb_per_s: float = 0.0,
 ) -> list[PlanChoice]: ...
 def place_over_links(
@@ -413,6 +415,8 @@ class MeasuredMachine:
     host_gb_per_s: float
     hop_latency_ms: float
     update_gb_per_s: float
+    chunk_bytes: int
+    priorities: bool
 
 class MeasuredStep:
     microbatches: int

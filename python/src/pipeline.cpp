@@ -117,7 +117,9 @@ void bind_pipeline(py::module_& module) {
                  [](const MeasuredMachine& machine) { return machine.cluster.link_down_gb_per_s; })
       .attribute("host_gb_per_s", [](const MeasuredMachine& machine) { return machine.cluster.host_gb_per_s; })
       .attribute("hop_latency_ms", [](const MeasuredMachine& machine) { return machine.cluster.hop_latency_ms; })
-      .attribute("update_gb_per_s", &MeasuredMachine::update_gb_per_s);
+      .attribute("update_gb_per_s", &MeasuredMachine::update_gb_per_s)
+      .attribute("chunk_bytes", &MeasuredMachine::chunk_bytes)
+      .attribute("priorities", &MeasuredMachine::priorities);
   ValueClass<MeasuredStep>(module, "MeasuredStep")
       .attribute("microbatches", &MeasuredStep::microbatches)
       .attribute("start_ms", &MeasuredStep::start_ms)

@@ -111,7 +111,8 @@ void bind_schedule(py::module_& module) {
       "search",
       [](const LayerCosts& costs, const Cluster& cluster, int microbatches, PlanMode mode, TimingRules rules,
          int first_backward_layer, double max_traffic, bool replicas, int gradient_groups, bool interleave,
-         int max_fused_layers, std::int64_t effort, unsigned seed, bool over_links, double update_gb_per_s) {
+         int max_fused_layers, std::int64_t effort, unsigned seed, bool over_links, std::int64_t chunk_bytes,
+         bool priorities, double update_gb_per_s) {
         SearchOptions options;
         options.plan.mode = mode;
         options.plan.microbatches = microbatches;
@@ -128,6 +129,8 @@ void bind_schedule(py::module_& module) {
         if (!over_links) return search(costs, cluster, options);
         simulate::LinkRules links;
         links.timing = rules;
+        links.chunk_bytes = chunk_bytes;
+        links.priorities = priorities;
         links.update_gb_per_s = update_gb_per_s;
         return simulate::search_links(costs, cluster, options, links);
       },
@@ -135,8 +138,9 @@ void bind_schedule(py::module_& module) {
       py::arg("rules") = TimingRules{}, py::arg("first_backward_layer") = 0, py::arg("max_traffic") = 0.0,
       py::arg("replicas") = true, py::arg("gradient_groups") = PlannerOptions{}.gradient_groups,
       py::arg("interleave") = true, py::arg("max_fused_layers") = 1, py::arg("effort") = SearchOptions{}.effort,
-      py::arg("seed") = SearchOptions{}.seed, py::arg("over_links") = false, py::arg("update_gb_per_s") = 0.0,
-      py::call_guard<py::gil_scoped_release>(),
+      py::arg("seed") = SearchOptions{}.seed, py::arg("over_links") = false,
+      py::arg("chunk_bytes") = simulate::LinkRules{}.chunk_bytes, py::arg("priorities") = true,
+      py::arg("update_gb_per_s") = 0.0, py::call_guard<py::gil_scoped_release>(),
       "The best plans found, best first; over_links: rated by simulate_links.");
   module.def(
       "place_over_links",

@@ -181,6 +181,12 @@ MeasuredMachine ModelPlanner::machine(Engine& engine) const {
   machine.cluster.hop_latency_ms = rates.hop_latency_ms;
   machine.links = rates.links;
   machine.update_gb_per_s = model_.updates.gb_per_s();
+  for (int i = 0; i < engine.size(); ++i) {
+    const device::LinkOptions& link = engine.worker(i).device().link_options();
+    const bool is_cut = link.chunk_bytes > 0 && (i == 0 || machine.chunk_bytes > 0);
+    machine.chunk_bytes = is_cut ? std::max(machine.chunk_bytes, link.chunk_bytes) : 0;
+    machine.priorities &= !link.first_come;
+  }
   return machine;
 }
 
@@ -270,6 +276,8 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
   if (moves_ms * key.devices > kLinksMatter * work_ms) {
     simulate::LinkRules links;
     links.timing = options.rules;
+    links.chunk_bytes = basis.machine.chunk_bytes;
+    links.priorities = basis.machine.priorities;
     links.update_gb_per_s = options.update_gb_per_s;
     cut = simulate::search_links(costs, cluster, options, links).front().cut;
   } else {

@@ -22,6 +22,9 @@ struct MeasuredMachine {
   schedule::Cluster cluster;     // bandwidths that are not measured are 0; memory: the devices' limits
   std::vector<LinkRates> links;  // of each device, of which the cluster has the slowest
   double update_gb_per_s = 0;    // of the model's optimizer; 0 = not measured
+  // How the devices' links work, see device::LinkOptions: the largest chunk, and whether all go by priority.
+  std::int64_t chunk_bytes = 0;
+  bool priorities = true;
 };
 
 // One finished training step.

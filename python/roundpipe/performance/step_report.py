@@ -152,7 +152,13 @@ class _Simulated:
             return _core.simulate(self.plans(), self.costs, cluster, self.rules())
         update = self.rates(unlimited)["optimizer"]
         return _core.simulate_links(
-            self.plans(), self.costs, cluster, rules=self.rules(), update_gb_per_s=update
+            self.plans(),
+            self.costs,
+            cluster,
+            rules=self.rules(),
+            chunk_bytes=self.machine.chunk_bytes,
+            priorities=self.machine.priorities,
+            update_gb_per_s=update,
         ).timeline
 
     def unlimited_ms(self) -> dict[str, float]:
@@ -175,6 +181,8 @@ class _Simulated:
             max_fused_layers=len(self.costs),
             effort=_EFFORT,
             over_links=any(self.rates().values()),
+            chunk_bytes=self.machine.chunk_bytes,
+            priorities=self.machine.priorities,
             update_gb_per_s=self.machine.update_gb_per_s,
         )[0]
         return {"memory": dataclasses.replace(self, plan=best.recipe).timeline().steady_step_ms}

@@ -231,6 +231,19 @@ TEST_CASE("model planner: searches on from the plan in use, and keeps it unless 
   CHECK(changed > 0);
 }
 
+TEST_CASE("model planner: knows how the devices' links cut and order transfers") {
+  const auto model = model_of(4);
+  const auto machine_of = [&](const std::string& devices) {
+    Engine engine(device::parse_devices(devices));
+    return ModelPlanner(*model).machine(engine);
+  };
+  CHECK(machine_of("virtual:2").chunk_bytes == device::LinkOptions{}.chunk_bytes);
+  CHECK(machine_of("virtual:2").priorities);
+  CHECK(machine_of("virtual:2,chunk=1MB").chunk_bytes == 1'000'000);
+  CHECK(machine_of("virtual:2,chunk=0B").chunk_bytes == 0);
+  CHECK(!machine_of("virtual:2,fifo").priorities);
+}
+
 TEST_CASE("model planner: bytes that are held count for the limit of stages, and travel as they are") {
   const auto model = model_of(8);
   Engine engine(device::parse_devices("virtual:2"));
