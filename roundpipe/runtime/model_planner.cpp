@@ -29,7 +29,6 @@ constexpr double kDrift = 0.2;
 // devices; at least kLeastEffort, at most the default effort.
 constexpr double kEffortPerMs = 500'000;
 constexpr double kLeastEffort = 20'000'000;
-constexpr unsigned kSeedsOfSearch = 2;
 constexpr std::int64_t kLittleEffort = 2'000'000;
 constexpr size_t kMostPlans = 16;
 constexpr size_t kMostSteps = 32;
@@ -181,12 +180,14 @@ MeasuredMachine ModelPlanner::machine(Engine& engine) const {
   machine.cluster.hop_latency_ms = rates.hop_latency_ms;
   machine.links = rates.links;
   machine.update_gb_per_s = model_.updates.gb_per_s();
+  bool all_cut = true;
   for (int i = 0; i < engine.size(); ++i) {
     const device::LinkOptions& link = engine.worker(i).device().link_options();
-    const bool is_cut = link.chunk_bytes > 0 && (i == 0 || machine.chunk_bytes > 0);
-    machine.chunk_bytes = is_cut ? std::max(machine.chunk_bytes, link.chunk_bytes) : 0;
+    all_cut &= link.chunk_bytes > 0;
+    machine.chunk_bytes = std::max(machine.chunk_bytes, link.chunk_bytes);
     machine.priorities &= !link.first_come;
   }
+  if (!all_cut) machine.chunk_bytes = 0;
   return machine;
 }
 
@@ -261,7 +262,7 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
   options.interleave = basis.early;
   if (current != nullptr) {
     options.starts = {current->made->cut};
-    options.seed += kSeedsOfSearch * static_cast<unsigned>(current->searches);
+    options.seed += schedule::kSeedsOfSearch * static_cast<unsigned>(current->searches);
   }
   options.max_fused_layers = sums.layers();
   if (room.least() > 0 && request.mode == PlanMode::kFused) options.max_fused_layers = simple.backward.front().size();

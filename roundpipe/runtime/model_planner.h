@@ -22,7 +22,8 @@ struct MeasuredMachine {
   schedule::Cluster cluster;     // bandwidths that are not measured are 0; memory: the devices' limits
   std::vector<LinkRates> links;  // of each device, of which the cluster has the slowest
   double update_gb_per_s = 0;    // of the model's optimizer; 0 = not measured
-  // How the devices' links work, see device::LinkOptions: the largest chunk, and whether all go by priority.
+  // How the devices' links work, see device::LinkOptions: the largest chunk (0 = not cut), and whether all go
+  // by priority.
   std::int64_t chunk_bytes = 0;
   bool priorities = true;
 };
@@ -52,10 +53,10 @@ std::vector<char> trained_layers(const std::vector<std::vector<char>>& trainable
 // or rates have drifted by more than a fifth or batches come earlier or later than before, at the earliest after eight
 // calls. In between it searches on, three times, with four calls in between: with newer measurements and other random
 // numbers, from the plan in use, which it keeps unless it finds a better one. A plan from measurements counts every
-// byte where the links' rates matter (simulate::search_links). Steps
-// overlap only while batches are submitted early. Devices are placed step by step (schedule::Placer), and share layers
-// that sum gradients by whole groups only, so that the sums do not depend on the plan. The search's effort is counted:
-// on an idle core it takes about as long as a step, at least 0.05 s and at most 1 s.
+// byte where the links' rates matter (simulate::search_links). Steps overlap only while batches are submitted early.
+// Devices are placed step by step (schedule::Placer), and share layers that sum gradients by whole groups only, so that
+// the sums do not depend on the plan. The search's effort is counted: on an idle core it takes about as long as a step,
+// at least 0.05 s and at most 1 s.
 // Thread safety: one thread at a time.
 class ModelPlanner {
  public:

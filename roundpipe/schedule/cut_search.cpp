@@ -72,8 +72,7 @@ class CutSearch {
     check_layers();
   }
 
-  CutsFound run(std::span<const Cut> starts) {
-    for (const Cut& start : starts) start_from(start);
+  CutsFound run() {
     for (const Cut& start : options_.starts) {
       if (moves_.allows(start)) start_from(start);
     }
@@ -487,9 +486,8 @@ class CutSearch {
 
 }  // namespace
 
-CutsFound search_cuts(const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options,
-                      std::span<const Cut> starts) {
-  return CutSearch(costs, cluster, options).run(starts);
+CutsFound search_cuts(const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options) {
+  return CutSearch(costs, cluster, options).run();
 }
 
 }  // namespace roundpipe::schedule

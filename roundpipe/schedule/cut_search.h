@@ -1,6 +1,5 @@
 #pragma once
 
-#include <span>
 #include <vector>
 
 #include <roundpipe/schedule/plan_choice.h>
@@ -14,9 +13,8 @@ struct CutsFound {
 };
 
 // One run of the search with one stream of random numbers: coordinate descent over shapes of cuts, and annealing of
-// single stages. `starts`: cuts to begin with beside its own and options.starts.
+// single stages.
 // Deterministic. REQUIRES: costs, cluster and options that search() accepts. Throws LayerTooLarge.
-CutsFound search_cuts(const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options,
-                      std::span<const Cut> starts = {});
+CutsFound search_cuts(const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options);
 
 }  // namespace roundpipe::schedule

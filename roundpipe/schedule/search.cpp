@@ -19,13 +19,8 @@ namespace {
 // limits of the search are.
 constexpr std::int64_t kParts = 56;
 constexpr std::array kTrafficRungs = {1.0, 1.25, 2.0};
-// Annealing settles, so beyond this effort another search with other random numbers finds more than a longer one.
-constexpr std::int64_t kMostEffort = SearchOptions{}.effort;
-constexpr unsigned kSeeds = 2;  // of one search
 constexpr std::size_t kInherited = 2;
 constexpr int kFinalistsOfRun = 4;
-// Less idle time than this is not worth another run.
-constexpr double kNoBubble = 0.0002;
 constexpr double kSmallBubble = 0.005;
 
 double limit_or_infinity(double traffic) { return traffic > 0 ? traffic : std::numeric_limits<double>::infinity(); }
@@ -64,7 +59,7 @@ std::vector<SearchOptions> runs_of(const SearchOptions& options, bool has_gradie
   const auto add_without_replicas = [&] {
     run.replicas = false;
     run.max_traffic = options.max_traffic < 1 ? options.max_traffic : 0;
-    for (unsigned other = 0; other < kSeeds; ++other) {
+    for (unsigned other = 0; other < kSeedsOfSearch; ++other) {
       run.seed = options.seed + other;
       add();
     }
@@ -111,7 +106,7 @@ void merge(std::vector<PlanChoice>& all, std::vector<PlanChoice> found) {
 // One search: all its runs. Adds what it finds to `all`; returns the limits that its last run met.
 CutsFound search_once(const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options,
                       const CostSums& sums, std::vector<PlanChoice>& all) {
-  const std::vector<SearchOptions> runs = runs_of(options, sums.trains({0, sums.layers()}));
+  std::vector<SearchOptions> runs = runs_of(options, sums.trains({0, sums.layers()}));
   std::vector<std::optional<PlanChoice>> best_of(runs.size());
   CutsFound last;
   int settled = 0;  // fused layers with which no device idles; only more of them make less work
@@ -121,9 +116,9 @@ CutsFound search_once(const LayerCosts& costs, const Cluster& cluster, const Sea
     for (std::size_t j = 0; j < i; ++j) {
       if (best_of[j] && is_within(runs[j], runs[i])) merge(inherited, {*best_of[j]});
     }
-    std::vector<Cut> starts;
-    for (std::size_t j = 0; j < std::min(inherited.size(), kInherited); ++j) starts.push_back(inherited[j].cut);
-    last = search_cuts(costs, cluster, runs[i], starts);
+    if (inherited.size() > kInherited) inherited.resize(kInherited);
+    for (std::size_t j = inherited.size(); j-- > 0;) runs[i].starts.insert(runs[i].starts.begin(), inherited[j].cut);
+    last = search_cuts(costs, cluster, runs[i]);
     if (!last.choices.empty()) {
       best_of[i] = last.choices.front();
       if (best_of[i]->rating.bubble < kNoBubble) settled = runs[i].max_fused_layers;
@@ -160,7 +155,7 @@ std::vector<PlanChoice> search(const LayerCosts& costs, const Cluster& cluster, 
     one.effort = std::min(left, kMostEffort);
     left -= one.effort;
     last = search_once(costs, cluster, one, sums, all);
-    one.seed += kSeeds;
+    one.seed += kSeedsOfSearch;
   } while (left > 0 && (all.empty() || all.front().rating.bubble >= kNoBubble));
   if (all.empty()) {
     throw std::invalid_argument(last.traffic_binds

@@ -1,10 +1,17 @@
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include <roundpipe/schedule/plan_choice.h>
 
 namespace roundpipe::schedule {
+
+// Annealing settles, so beyond this effort another search with other random numbers finds more than a longer one.
+constexpr std::int64_t kMostEffort = SearchOptions{}.effort;
+constexpr unsigned kSeedsOfSearch = 2;  // one search uses so many, from SearchOptions::seed on
+// Less idle time than this is not worth another search.
+constexpr double kNoBubble = 0.0002;
 
 // Returns the best plans found, best first. Their cuts differ, and there is at least one.
 //

@@ -20,6 +20,7 @@ namespace roundpipe::simulate {
 using schedule::Cluster;
 using schedule::Cut;
 using schedule::CutStage;
+using schedule::kMostEffort;
 using schedule::LayerCosts;
 using schedule::PlanChoice;
 using schedule::Range;
@@ -27,10 +28,7 @@ using schedule::SearchOptions;
 
 namespace {
 
-constexpr double kSmallBubble = 0.005, kNoBubble = 0.0002;
-// More effort than this is spent on searches with other random numbers.
-constexpr std::int64_t kMostEffort = SearchOptions{}.effort;
-constexpr unsigned kSeeds = 2;  // of one search
+constexpr double kSmallBubble = 0.005;
 constexpr int kSearched = 200;
 // Of the effort, for the search without links; overlapping steps leave less to it, and more to simulate.
 constexpr double kSyncEffort = 0.67, kAsyncEffort = 0.25;
@@ -568,8 +566,8 @@ std::vector<PlanChoice> search_links(const LayerCosts& costs, const Cluster& clu
     left -= one.effort;
     best = LinkSearch(costs, cluster, one, rules).run();
     for (const PlanChoice& choice : best) one.starts.push_back(choice.cut);
-    one.seed += kSeeds;
-  } while (left > 0 && best.front().rating.bubble >= kNoBubble);
+    one.seed += schedule::kSeedsOfSearch;
+  } while (left > 0 && best.front().rating.bubble >= schedule::kNoBubble);
   return best;
 }
 
