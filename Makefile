@@ -142,7 +142,7 @@ test-cpp: build-tests
 	@$(CTEST) --test-dir $(BUILD)
 
 test-python: build $(VENV)/.test
-	$(call say,4,the Python tests. About 7 minutes on two cores)
+	$(call say,4,the Python tests. About 8 minutes on two cores)
 	@$(PYTEST_BALANCED) $(PYTEST_FLAGS)
 
 # --- The test card -----------------------------------------------------------------------------------------------
