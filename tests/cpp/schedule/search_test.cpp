@@ -190,7 +190,7 @@ TEST_CASE("search: never worse than the cuts that are known, if they keep the li
   for (int round = 0; round < 5; ++round) {
     CAPTURE(round);
     const LayerCosts costs = random_costs(random, 24 + round);
-    SearchOptions options = options_of(12, round % 2 == 0, 40'000'000);
+    SearchOptions options = options_of(12, round % 2 == 0, 10'000'000);
     options.max_fused_layers = 4;
     const PlanChoice known = search(costs, cluster_of(6, 1), options).front();
     options.effort = 400'000;
