@@ -89,19 +89,16 @@ def train(trial: Trial, steps: int) -> tuple[_core.Plan, StepReport]:
     config = roundpipe.RoundPipeRunConfig(
         num_microbatch=request.microbatches, gradient_groups=min(request.gradient_groups, request.microbatches)
     )
-    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.0)
+    # With torch's optimizers, `model.step` waits for the update before, so that batches would come late.
+    optimizer = roundpipe.optim.SGD(model, lr=0.0)
 
     def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (outputs * target).sum()
 
-    def update() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
     pending = []
     for step in range(steps):
         pending.append(model.submit((batch,), label=target, loss_fn=loss_fn, run_config=config))
-        model.step(update, request.mode == "async")
+        model.step(optimizer, request.mode == "async")
         # A batch is given early: the one before it is read afterwards.
         due = pending[-2:-1] if request.mode == "async" else pending[-1:]
         if any(call.loss().item() != batch.numel() for call in due):
