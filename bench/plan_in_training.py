@@ -89,7 +89,7 @@ def train(trial: Trial, steps: int) -> tuple[_core.Plan, StepReport]:
     config = roundpipe.RoundPipeRunConfig(
         num_microbatch=request.microbatches, gradient_groups=min(request.gradient_groups, request.microbatches)
     )
-    # With torch's optimizers, `model.step` waits for the update before, so that batches would come late.
+    # Fused, as a step then waits only while two before it are in progress; torch's waits for the one before.
     optimizer = roundpipe.optim.SGD(model, lr=0.0)
 
     def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

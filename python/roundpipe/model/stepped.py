@@ -40,8 +40,9 @@ class SteppedModel(ModelFacade):
         """Updates the weights with the gradients summed since the last step, in one of two ways.
 
         `step(optimizer)`, with a `roundpipe.optim` optimizer made for this model, updates each layer as soon as its
-        gradient has landed; an update delays only its own layer. Returns at once, in both modes. After it, until the
-        next call or `synchronize()`, read parameters only from this model: your own references may show NaN.
+        gradient has landed; an update delays only its own layer. Returns at once, in both modes, unless two
+        earlier steps are still in progress: then it waits for the first of them. After it, until the next call or
+        `synchronize()`, read parameters only from this model: your own references may show NaN.
 
         `step(step_fn, is_async, *args, **kwargs)` runs the function on the optimizer thread once all gradients have
         landed. Inside it, `model.parameters()` are the optimizer's parameters, with `.grad` filled; clear their
