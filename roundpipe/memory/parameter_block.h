@@ -56,6 +56,8 @@ class ParameterBlock {
 
   // The version that a call reads if it is submitted now.
   const WeightVersionPtr& current() const { return current_; }
+  // The version after the last update, complete or still being made.
+  const WeightVersionPtr& newest() const { return next_ ? next_ : current_; }
   // Records an upload that reads `version` until `uploaded` is complete.
   void add_reader(const WeightVersionPtr& version, device::EventPtr uploaded);
 

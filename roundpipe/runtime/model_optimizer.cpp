@@ -4,6 +4,8 @@
 #include <map>
 #include <utility>
 
+#include <ATen/core/grad_mode.h>
+
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/optim/dispatch.h>
@@ -97,6 +99,9 @@ std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> group
                                        "model.synchronize() before you write, and write again"));
   }
   for (const auto& pipeline : pipelines_) pipeline->raise_pending();
+  for (const auto& block : *blocks_) {
+    if (block->reader) block->reader->before_step();
+  }
   std::map<const ModelState*, std::vector<memory::GradientBlockPtr>> gradients;
   for (const auto& pipeline : pipelines_) {
     gradients[&pipeline->model()] = pipeline->take_gradients();
@@ -111,6 +116,7 @@ std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> group
     block->see();
     const memory::GradientBlockPtr& gradient = gradients[block->model.get()][block->index];
     if (!gradient) {
+      if (!written.empty() && block->reader) std::exchange(block->reader, nullptr)->before_update();
       for (const size_t i : written)
         block->optimizer.restart_master(i, state.block->layout().view(state.block->current()->flat, i));
       if (state.block->settle()) state.block->repoint();
@@ -128,6 +134,7 @@ std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> group
     step.after = versions.after;
     step.written = written;
     step.emulated_ms = block->emulated_ms;
+    step.reader = std::exchange(block->reader, nullptr);
     if (std::exchange(block->stepped, true)) step.meter = &block->model->updates;
   }
   const auto run = std::make_shared<StepRun>(next_number++, std::move(steps), std::move(groups), options, blocks_);
@@ -136,10 +143,37 @@ std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> group
   return run;
 }
 
+ModelOptimizer::BlockContents ModelOptimizer::contents(size_t index) const {
+  const BoundBlock& block = *blocks_->at(index);
+  const memory::ParameterBlock& parameters = *block.state.block;
+  BlockContents contents;
+  contents.state = &block.state;
+  contents.optimizer = &blocks_->at(index)->optimizer;
+  contents.newest = parameters.newest();
+  if (contents.newest != parameters.current()) contents.read = parameters.current();
+  contents.gradients = block.model->gradients[block.index];
+  return contents;
+}
+
+void ModelOptimizer::set_reader(size_t index, std::shared_ptr<StateReader> reader) {
+  blocks_->at(index)->reader = std::move(reader);
+}
+
+void ModelOptimizer::load_next_weights(size_t index, const at::Tensor& flat) {
+  const at::NoGradGuard no_grad;
+  BoundBlock& block = *blocks_->at(index);
+  const memory::ParameterBlock::Update update = block.state.block->begin_update(Reads::kBefore);
+  update.after->flat = block.state.block->buffers()->take();
+  update.after->flat.copy_(flat);
+  update.after->published->fire();
+  block.see();
+}
+
 void ModelOptimizer::finish() {
   require_own_process();
   reap(0);
   for (const auto& block : *blocks_) {
+    if (block->reader) block->reader->before_step();
     if (block->state.block->settle()) block->state.block->repoint();
   }
 }

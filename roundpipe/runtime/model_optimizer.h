@@ -40,6 +40,24 @@ class ModelOptimizer {
   // Treats the current weights as those of the masters, not as written by the user: for example, both have been loaded.
   void accept_weights();
 
+  // A block as the steps begun so far leave it.
+  struct BlockContents {
+    const BlockState* state = nullptr;
+    optim::BlockOptimizer* optimizer = nullptr;
+    memory::WeightVersionPtr newest;  // the weights after the last step; may still be being made
+    memory::WeightVersionPtr read;    // the weights that calls read, if those are not the newest: an asynchronous step
+    memory::GradientBlockPtr gradients;  // that no step has taken, perhaps in flight; null if there are none
+  };
+  size_t block_count() const { return blocks_->size(); }
+  BlockContents contents(size_t index) const;
+  // `reader` is told before the next step changes the block, and is then forgotten; null: nobody is.
+  void set_reader(size_t index, std::shared_ptr<StateReader> reader);
+  // The last step that has been begun; null if all have finished without an error.
+  std::shared_ptr<StepRun> last_step() const { return runs_.empty() ? nullptr : runs_.back(); }
+  // Makes `flat` (uint8, in the block's layout) the newest weights, which calls read after the next step, as after an
+  // asynchronous step. REQUIRES: no step is in progress, and finish() was called after the last one.
+  void load_next_weights(size_t index, const at::Tensor& flat);
+
   struct HostBytes {
     int64_t parameters = 0;  // number of trained parameters
     int64_t weights_and_gradients = 0;
@@ -64,8 +82,9 @@ class ModelOptimizer {
     const size_t layer;  // its first layer, counted over all models
     const double emulated_ms;
     optim::BlockOptimizer optimizer;
-    bool stepped = false;        // whether a step has been begun; caller's thread only
-    std::vector<uint32_t> seen;  // versions of the user's parameters at the last look; caller's thread only
+    std::shared_ptr<StateReader> reader;  // caller's thread only
+    bool stepped = false;                 // whether a step has been begun; caller's thread only
+    std::vector<uint32_t> seen;           // versions of the user's parameters at the last look; caller's thread only
   };
   using Blocks = std::vector<std::unique_ptr<BoundBlock>>;
   void reap(size_t at_most);

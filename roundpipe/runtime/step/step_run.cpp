@@ -176,6 +176,7 @@ void StepRun::publish(BlockStep& step) {
 
 void StepRun::update(BlockStep& step) {
   const at::NoGradGuard no_grad;
+  if (const std::shared_ptr<StateReader> reader = std::move(step.reader)) reader->before_update();
   try {
     publish(step);
     // The call does not need its gradients any more.

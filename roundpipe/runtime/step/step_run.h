@@ -6,6 +6,7 @@
 #include <roundpipe/memory/parameter_block.h>
 #include <roundpipe/optim/block_optimizer.h>
 #include <roundpipe/runtime/model/model_state.h>
+#include <roundpipe/runtime/step/state_reader.h>
 #include <roundpipe/runtime/step/update_thread.h>
 
 namespace roundpipe::runtime {
@@ -27,11 +28,12 @@ struct BlockStep {
   memory::GradientBlockPtr gradients;
   memory::WeightVersionPtr before;
   memory::WeightVersionPtr after;
-  std::vector<size_t> written;   // parameters that the user has written into since the last step
-  double squares = 0;            // of the gradients, once measured
-  double emulated_ms = 0;        // how long the update is pretended to take; 0: it is really made
-  UpdateMeter* meter = nullptr;  // learns how long the update takes; null: the first one, which sets up more
-  double measured_ms = 0;        // that measuring the gradients took
+  std::vector<size_t> written;          // parameters that the user has written into since the last step
+  double squares = 0;                   // of the gradients, once measured
+  double emulated_ms = 0;               // how long the update is pretended to take; 0: it is really made
+  UpdateMeter* meter = nullptr;         // learns how long the update takes; null: the first one, which sets up more
+  double measured_ms = 0;               // that measuring the gradients took
+  std::shared_ptr<StateReader> reader;  // of the state before this step; may be null
   // Used by StepRun only.
   UpdateThread::Work measure_work;
   UpdateThread::Work update_work;
