@@ -119,6 +119,7 @@ setup: $(VENV)/.package
 
 # One build folder serves the extension and the C++ tests. Ninja itself configures again when a CMake file changes.
 $(BUILD)/.configured: $(VENV)/.package
+	@tools/need.sh json
 	@$(CONFIGURE) -B $(BUILD) -DCMAKE_BUILD_TYPE=Release -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$(CURDIR)/python/roundpipe"
 	@touch $@
 
@@ -207,6 +208,7 @@ test-all: build-tests $(VENV)/.test
 
 # $(1): build folder, $(2): CMake options
 define test_build
+	tools/need.sh json
 	tools/need.sh doctest
 	$(CONFIGURE) -B $(1) -DROUNDPIPE_BUILD_TESTS=ON -DROUNDPIPE_BUILD_PYTHON=OFF $(2)
 	$(NINJA) -C $(1)
@@ -232,6 +234,7 @@ test-no-torch: $(VENV)/.package
 
 # The wheel is built from the source distribution, so both are known to be complete.
 wheel: $(VENV)/.package
+	@tools/need.sh json
 	@$(PIP) $(call extra,wheel)
 	@$(BIN)/python tools/make_wheel.py --out dist
 

@@ -3,6 +3,7 @@
 # missing; else it says what to install.
 #
 #   tools/need.sh python PYTHON   a Python of at least 3.11 that can make virtual environments and build extensions
+#   tools/need.sh json            nlohmann's JSON header, for the engine
 #   tools/need.sh doctest         doctest's header, for the C++ tests
 set -euo pipefail
 
@@ -37,17 +38,26 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Pyth
     "install them (Debian and Ubuntu: apt-get install python$version-venv python$version-dev), then run make again"
 }
 
-has_doctest() { echo '#include <doctest/doctest.h>' | "${CXX:-c++}" -E -x c++ - >/dev/null 2>&1; }
+has_header() { echo "#include <$1>" | "${CXX:-c++}" -E -x c++ - >/dev/null 2>&1; }
+
+# What CMake is told in another way, it finds by itself or says so.
+need_json() {
+  has_header nlohmann/json.hpp && return
+  can_install && install nlohmann-json3-dev || true
+  has_header nlohmann/json.hpp || echo "note: no nlohmann/json.hpp where the compiler looks; CMake looks further" \
+    "(Debian and Ubuntu: apt-get install nlohmann-json3-dev; macOS: brew install nlohmann-json)"
+}
 
 need_doctest() {
-  has_doctest && return
+  has_header doctest/doctest.h && return
   can_install && install doctest-dev || true
-  has_doctest || give_up "the C++ tests need doctest" \
+  has_header doctest/doctest.h || give_up "the C++ tests need doctest" \
     "install it (Debian and Ubuntu: apt-get install doctest-dev; macOS: brew install doctest), then run make again"
 }
 
 case ${1:-} in
   python) need_python "${2:-python3}" ;;
+  json) need_json ;;
   doctest) need_doctest ;;
-  *) give_up "usage: tools/need.sh python PYTHON | doctest" ;;
+  *) give_up "usage: tools/need.sh python PYTHON | json | doctest" ;;
 esac
