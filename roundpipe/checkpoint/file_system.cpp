@@ -2,6 +2,8 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <pthread.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/syscall.h>
@@ -18,6 +20,7 @@
 
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/mutex.h>
 
 namespace roundpipe::checkpoint {
 namespace {
@@ -66,6 +69,43 @@ auto again(Function call) {
   auto result = call();
   while (result == -1 && errno == EINTR) result = call();
   return result;
+}
+
+// Descriptors with locks. A lock belongs to what a descriptor shares with its copies, also those that a fork makes:
+// workers of a data loader outlive a killed parent for a while, and must not keep its lock. So a child closes them.
+class Locked {
+ public:
+  void add(int descriptor) {
+    MutexLock lock(mutex_);
+    descriptors_.push_back(descriptor);
+  }
+  // Whether it was there.
+  bool remove(int descriptor) {
+    MutexLock lock(mutex_);
+    return std::erase(descriptors_, descriptor) != 0;
+  }
+
+  void before_fork() ROUNDPIPE_NOT_ANALYZED { mutex_.lock(); }
+  void after_fork_in_parent() ROUNDPIPE_NOT_ANALYZED { mutex_.unlock(); }
+  void after_fork_in_child() ROUNDPIPE_NOT_ANALYZED {
+    for (const int descriptor : descriptors_) ::close(descriptor);
+    descriptors_.clear();
+    mutex_.unlock();
+  }
+
+ private:
+  Mutex mutex_;
+  std::vector<int> descriptors_ ROUNDPIPE_GUARDED_BY(mutex_);
+};
+
+Locked& locked() {
+  static auto* const instance = [] {
+    static auto* const made = new Locked;
+    ::pthread_atfork([] { made->before_fork(); }, [] { made->after_fork_in_parent(); },
+                     [] { made->after_fork_in_child(); });
+    return made;
+  }();
+  return *instance;
 }
 
 }  // namespace
@@ -201,21 +241,32 @@ void FileSystem::remove_tree(const std::string& path) {
 }
 
 bool FileSystem::try_lock(File& file) {
-  struct flock whole{};
-  whole.l_type = F_WRLCK;
-  whole.l_whence = SEEK_SET;
-  if (allowed(Call::kLock, file.path_) && again([&] { return ::fcntl(file.descriptor_, F_SETLK, &whole); }) != -1) {
+  locked().add(file.descriptor_);  // before: a fork must not come between
+  file.locked_ = true;
+  if (again([&] { return allowed(Call::kLock, file.path_) ? ::flock(file.descriptor_, LOCK_EX | LOCK_NB) : -1; }) ==
+      0) {
     return true;
   }
-  if (errno == EACCES || errno == EAGAIN) return false;
+  if (errno == EWOULDBLOCK) return false;
   fail("lock ", file.path_);
 }
 
 File::File(File&& other) noexcept
-    : files_(other.files_), descriptor_(std::exchange(other.descriptor_, -1)), path_(std::move(other.path_)) {}
+    : files_(other.files_),
+      descriptor_(std::exchange(other.descriptor_, -1)),
+      path_(std::move(other.path_)),
+      locked_(std::exchange(other.locked_, false)) {}
 
-File::~File() {
-  if (descriptor_ != -1) ::close(descriptor_);
+File::~File() { end(); }
+
+void File::end() noexcept {
+  const int descriptor = std::exchange(descriptor_, -1);
+  if (descriptor == -1) return;
+  if (locked_) {
+    if (!locked().remove(descriptor)) return;  // in a child it was closed, and the number may be another file's
+    ::flock(descriptor, LOCK_UN);              // a child that is just being made may not have closed its copy
+  }
+  ::close(descriptor);
 }
 
 int64_t File::size() {
@@ -274,12 +325,13 @@ void File::sync() {
 }
 
 void File::close() {
+  if (locked_) return end();
   const int descriptor = std::exchange(descriptor_, -1);
-  const bool may = files_->allowed(Call::kClose, path_);
+  const bool allowed = files_->allowed(Call::kClose, path_);
   const int error = errno;
   const bool closed = ::close(descriptor) == 0 || errno == EINTR;
-  if (!may) errno = error;
-  if (!may || !closed) fail("close ", path_);
+  if (!allowed) errno = error;
+  if (!allowed || !closed) fail("close ", path_);
 }
 
 std::string join(std::string_view folder, std::string_view name) {

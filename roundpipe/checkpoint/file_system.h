@@ -71,8 +71,8 @@ class FileSystem {
   // A file, a link (not what it leads to), or a folder with all that is in it. Nothing happens where nothing is there.
   void remove_tree(const std::string& path);
 
-  // Whether this process now holds the lock of an open file, which ends when the process closes *any* descriptor of
-  // that file, and is not inherited by children. False: another process holds it.
+  // Takes the lock of an open file, which ends when `file` is closed, or with the process. A child made by fork() does
+  // not have it. False: it is held already, by another process or another File of this one.
   bool try_lock(File& file);
 
  protected:
@@ -114,9 +114,12 @@ class File {
   File(FileSystem& files, int descriptor, std::string path)
       : files_(&files), descriptor_(descriptor), path_(std::move(path)) {}
 
+  void end() noexcept;
+
   FileSystem* files_;
   int descriptor_;
   std::string path_;
+  bool locked_ = false;
 };
 
 // "folder/name"

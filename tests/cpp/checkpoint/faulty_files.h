@@ -1,6 +1,7 @@
 #pragma once
 
 #include <stdlib.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
@@ -17,10 +18,15 @@
 
 namespace roundpipe::checkpoint::test {
 
+// Where tests sync many small files, which takes a real disk long: in memory, where the system has such a disk.
+inline const std::filesystem::path kMemory =
+    ::access("/dev/shm", W_OK) == 0 ? std::filesystem::path("/dev/shm") : std::filesystem::temp_directory_path();
+
 // A folder of this test, removed in the end.
 class TemporaryFolder {
  public:
-  TemporaryFolder() : path_((std::filesystem::temp_directory_path() / "roundpipe-XXXXXX").string()) {
+  explicit TemporaryFolder(const std::filesystem::path& place = std::filesystem::temp_directory_path())
+      : path_((place / "roundpipe-XXXXXX").string()) {
     if (::mkdtemp(path_.data()) == nullptr) throw std::runtime_error("no temporary folder");
   }
   ~TemporaryFolder() {

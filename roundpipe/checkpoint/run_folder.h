@@ -1,0 +1,58 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <roundpipe/checkpoint/file_system.h>
+#include <roundpipe/checkpoint/step_writer.h>
+
+namespace roundpipe::checkpoint {
+
+struct BeginOptions {
+  // What the checkpoint takes on the disk; 0 = not known. Less free space is refused before anything is written.
+  int64_t total_bytes = 0;
+  // A checkpoint of this step may be there. It stays until the new one takes its place, in one step where the disk's
+  // format has that (all usual ones of Linux); elsewhere it is hidden for a moment, and restored after a crash.
+  bool replace = false;
+};
+
+struct Retention {
+  int64_t keep_last = 1;   // of the newest complete checkpoints, at least 1
+  int64_t keep_every = 0;  // and those of steps that are multiples of this; 0 = none
+};
+
+// The folder of a training run, to write in: step-10, step-20, ... Each is a complete checkpoint from the moment that
+// it has this name; what is being written or removed is hidden. See steps.h for reading one.
+// Thread safety: any thread. Writers may outlive the object, and hold its lock.
+class RunFolder {
+ public:
+  // Makes the folder if it is not there, takes its lock, and removes what killed processes have left in it. Throws
+  // Error where another process, or another object of this one, has the lock.
+  explicit RunFolder(const std::string& folder, FileSystem& files = FileSystem::real());
+
+  const std::string& path() const { return run_->folder; }
+  // What was found when it was opened, for the user to read: left-overs removed, a checkpoint restored.
+  const std::vector<std::string>& notices() const { return notices_; }
+
+  // Begins a checkpoint, beside others that are being written.
+  std::unique_ptr<StepWriter> begin(int64_t step, const BeginOptions& options = {});
+
+  // The complete checkpoints: see steps.h.
+  std::vector<int64_t> steps() const;
+  std::optional<int64_t> latest() const;
+
+  // Removes complete checkpoints that `retention` does not name, and returns their steps. The newest complete one
+  // stays in any case, and so do folders that are no complete checkpoint.
+  std::vector<int64_t> prune(const Retention& retention);
+
+ private:
+  void clean_up();
+
+  const std::shared_ptr<RunState> run_;
+  std::vector<std::string> notices_;
+};
+
+}  // namespace roundpipe::checkpoint

@@ -1,0 +1,72 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+
+#include <roundpipe/checkpoint/file_system.h>
+#include <roundpipe/checkpoint/manifest.h>
+#include <roundpipe/checkpoint/output_file.h>
+#include <roundpipe/checkpoint/run_lock.h>
+#include <roundpipe/core/mutex.h>
+
+namespace roundpipe::checkpoint {
+
+// What a run folder and its writers share; the lock lasts as long as any of them.
+struct RunState {
+  RunState(std::string path, FileSystem& file_system)
+      : folder(std::move(path)), files(file_system), lock(folder, files) {}
+
+  const std::string folder;
+  FileSystem& files;
+  const RunLock lock;
+
+  Mutex mutex;  // also held while a step takes its place, and while others are removed
+  // Protected by mutex.
+  std::set<int64_t> being_written ROUNDPIPE_GUARDED_BY(mutex);
+  int64_t writers ROUNDPIPE_GUARDED_BY(mutex) = 0;  // made so far
+};
+
+// A checkpoint that is being written, in a hidden folder beside its place. RunFolder::begin makes it.
+// Thread safety: any thread; commit once, when no other call runs.
+class StepWriter {
+ public:
+  // `replace`: a checkpoint of this step may be there, and stays until this one is complete.
+  StepWriter(std::shared_ptr<RunState> run, int64_t step, bool replace);
+  // Without a commit, everything written is removed.
+  ~StepWriter();
+  StepWriter(const StepWriter&) = delete;
+  StepWriter& operator=(const StepWriter&) = delete;
+
+  int64_t step() const { return step_; }
+
+  // A new file of a final size. The reference lasts as long as the writer. Throws std::invalid_argument for a name that
+  // is_file_name refuses, or that was given before.
+  OutputFile& create(const std::string& name, int64_t bytes);
+  // A file of these contents, finished.
+  void add_small(const std::string& name, const std::string& contents);
+
+  // Finishes the files that are not yet finished, writes the manifest, and moves the folder to its place. What is
+  // there after that, survives a loss of power. Returns the manifest. `writer`: see Manifest.
+  // Throws Error where anything fails. Then nothing of it is there, with one exception: when only the last sync failed,
+  // the checkpoint is there and complete, but may be lost with the power.
+  Manifest commit(const std::map<std::string, std::string>& writer = {});
+
+ private:
+  std::string aside(const char* why) const;
+  void take_place();
+
+  const std::shared_ptr<RunState> run_;
+  const int64_t step_;
+  const bool replace_;
+  int64_t number_ = 0;  // of this writer, so that its folder is its own
+  std::string folder_;  // where files are written
+  bool placed_ = false;
+
+  Mutex mutex_;
+  std::map<std::string, std::unique_ptr<OutputFile>> outputs_ ROUNDPIPE_GUARDED_BY(mutex_);
+};
+
+}  // namespace roundpipe::checkpoint

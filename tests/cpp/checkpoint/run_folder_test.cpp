@@ -1,0 +1,366 @@
+#include <roundpipe/checkpoint/run_folder.h>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include <roundpipe/checkpoint/steps.h>
+#include <roundpipe/checkpoint/verify.h>
+#include <roundpipe/core/error.h>
+
+#include "faulty_files.h"
+
+using namespace roundpipe;
+using namespace roundpipe::checkpoint;
+using namespace roundpipe::checkpoint::test;
+
+namespace {
+
+using Steps = std::vector<int64_t>;
+
+// Two files that say which save they are of.
+void save(RunFolder& run, int64_t step, const std::string& mark = "first", bool replace = false) {
+  const auto writer = run.begin(step, {.total_bytes = 100, .replace = replace});
+  writer->add_small("mark", mark);
+  OutputFile& file = writer->create("data", 4);
+  file.write_at(2, "cd", 2);
+  file.write_at(0, "ab", 2);
+  writer->commit({{"roundpipe", "test"}});
+}
+
+std::vector<std::string> names_in(const std::string& folder) { return FileSystem::real().list(folder); }
+
+// What a process does with `call`: 0, or 1 where that throws.
+int in_child(const std::function<void()>& call) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    int status = 0;
+    try {
+      call();
+    } catch (const std::exception&) {
+      status = 1;
+    }
+    ::_exit(status);
+  }
+  int status = -1;
+  ::waitpid(child, &status, 0);
+  return WEXITSTATUS(status);
+}
+
+}  // namespace
+
+TEST_CASE("run folder: what is committed is complete, and nothing else has a step's name") {
+  const TemporaryFolder folder;
+  RunFolder run(folder / "new/run");
+  CHECK(run.notices().empty());
+  CHECK_FALSE(run.latest());
+  {
+    const auto writer = run.begin(7);
+    writer->add_small("a", "alpha");
+    OutputFile& file = writer->create("b", 3);
+    CHECK(run.steps().empty());
+    CHECK(latest_step(run.path()) == std::nullopt);
+    file.write_at(0, "xyz", 3);
+    const Manifest manifest = writer->commit({{"torch", "2.13"}});
+    CHECK(manifest.files.size() == 2);
+    CHECK(writer->step() == 7);
+  }
+  CHECK(run.steps() == Steps{7});
+  CHECK(names_in(run.path()) == std::vector<std::string>{".lock", "step-7"});
+  CHECK(names_in(run.path() + "/step-7") == std::vector<std::string>{"a", "b", "manifest.json"});
+  CHECK(contents_of(run.path() + "/step-7/a") == "alpha");
+  const Manifest manifest = require_complete(run.path() + "/step-7");
+  CHECK(manifest.step == 7);
+  CHECK(manifest.writer.at("torch") == "2.13");
+  CHECK(verify_step(run.path() + "/step-7").empty());
+}
+
+TEST_CASE("run folder: a writer that does not commit leaves nothing") {
+  const TemporaryFolder folder(kMemory);
+  RunFolder run(folder.path());
+  {
+    const auto writer = run.begin(1);
+    writer->add_small("a", "alpha");
+    writer->create("unfinished", 100).write_at(0, "x", 1);
+    CHECK(contains(error_of<Error>([&] { writer->commit(); }), "'unfinished' is finished with 1 of its 100 bytes"));
+  }
+  CHECK(names_in(folder.path()) == std::vector<std::string>{".lock"});
+  save(run, 1);
+  CHECK(run.steps() == Steps{1});
+}
+
+TEST_CASE("run folder: bad names, the same step twice, and too little space are refused") {
+  const TemporaryFolder folder(kMemory);
+  RunFolder run(folder.path());
+  const auto writer = run.begin(1);
+  writer->create("a", 0);
+  for (const std::string& name : std::vector<std::string>{"a", "../b", "manifest.json", ""}) {
+    CHECK_THROWS_AS(writer->create(name, 0), std::invalid_argument);
+  }
+  CHECK_THROWS_AS(writer->create("b", -1), std::invalid_argument);
+  writer->create("b", 0);
+  CHECK(contains(error_of<Error>([&] { run.begin(1); }), "step 1 is being written"));
+  CHECK_THROWS_AS(run.begin(-1), std::invalid_argument);
+  CHECK(contains(error_of<Error>([&] { run.begin(2, {.total_bytes = 1LL << 60}); }), "step 2 takes 1048576.00 TiB"));
+  writer->commit();
+  CHECK(contains(error_of<Error>([&] { run.begin(1); }), "is there already"));
+}
+
+TEST_CASE("run folder: threads create and write files side by side") {
+  const TemporaryFolder folder(kMemory);
+  RunFolder run(folder.path());
+  const auto writer = run.begin(3);
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 4; ++thread) {
+    threads.emplace_back([&, thread] {
+      for (int file = 0; file < 10; ++file) {
+        const std::string name = std::to_string(thread) + "-" + std::to_string(file);
+        writer->add_small(name, std::string(1000, 'x') + name);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(writer->commit().files.size() == 40);
+  CHECK(verify_step(folder / "step-3").empty());
+}
+
+TEST_CASE("run folder: a step is replaced when asked, whether or not the disk can exchange names") {
+  for (const bool can_exchange : {true, false}) {
+    const TemporaryFolder folder(kMemory);
+    FaultyFiles files;
+    files.fault = [=](Call call, const std::string&, int) {
+      return call == Call::kExchange && !can_exchange ? EINVAL : 0;
+    };
+    RunFolder run(folder.path(), files);
+    save(run, 5, "first");
+    save(run, 5, "second", true);
+    CHECK(contents_of(folder / "step-5/mark") == "second");
+    CHECK(names_in(folder.path()) == std::vector<std::string>{".lock", "step-5"});
+    save(run, 6, "fresh", true);
+    CHECK(run.steps() == Steps{5, 6});
+  }
+}
+
+TEST_CASE("run folder: one writer at a time") {
+  const TemporaryFolder folder(kMemory);
+  auto run = std::make_unique<RunFolder>(folder.path());
+  const std::string by_other_path = folder.path() + "/../" + std::filesystem::path(folder.path()).filename().string();
+  const std::string second = error_of<Error>([&] { RunFolder again(by_other_path); });
+  CHECK(contains(second, "in use by this process, which has opened it before"));
+  CHECK(in_child([&] { RunFolder again(folder.path()); }) == 1);
+  auto writer = run->begin(1);
+  run.reset();
+  CHECK_THROWS_AS(RunFolder again(folder.path()), Error);  // the writer holds the lock
+  writer.reset();
+  RunFolder again(folder.path());
+  // Another process's name is in the message.
+  std::array<int, 2> pipes{};
+  REQUIRE(::pipe(pipes.data()) == 0);
+  const TemporaryFolder other(kMemory);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    RunFolder held(other.path());
+    char letter = 'x';
+    if (::write(pipes[1], &letter, 1) != 1) ::_exit(1);
+    ::pause();
+    ::_exit(0);
+  }
+  char letter = 0;
+  REQUIRE(::read(pipes[0], &letter, 1) == 1);
+  CHECK(contains(error_of<Error>([&] { RunFolder refused(other.path()); }),
+                 "in use by process " + std::to_string(child)));
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+  RunFolder free(other.path());
+  ::close(pipes[0]);
+  ::close(pipes[1]);
+}
+
+TEST_CASE("run folder: a child neither has the lock, nor keeps it, nor removes what its parent writes") {
+  const TemporaryFolder folder(kMemory);
+  auto run = std::make_unique<RunFolder>(folder.path());
+  auto writer = run->begin(1);
+  writer->add_small("a", "alpha");
+  CHECK(in_child([&] {
+          CHECK_THROWS_AS(run->begin(2), Error);
+          CHECK_THROWS_AS(writer->create("b", 1), Error);
+          CHECK_THROWS_AS(writer->commit(), Error);
+          CHECK_THROWS_AS(run->prune({}), Error);
+          writer.reset();
+          run.reset();
+        }) == 0);
+  std::array<int, 2> pipes{};
+  REQUIRE(::pipe(pipes.data()) == 0);
+  const pid_t lasting = ::fork();  // as a worker of a data loader
+  if (lasting == 0) {
+    char letter = 0;
+    ::close(pipes[1]);
+    ::_exit(::read(pipes[0], &letter, 1) == 0 ? 0 : 1);
+  }
+  writer->commit();
+  writer.reset();
+  run.reset();
+  CHECK(RunFolder(folder.path()).steps() == Steps{1});
+  ::close(pipes[1]);
+  ::waitpid(lasting, nullptr, 0);
+  ::close(pipes[0]);
+}
+
+TEST_CASE("run folder: what killed processes have left is removed or restored") {
+  const TemporaryFolder folder(kMemory);
+  FileSystem& files = FileSystem::real();
+  {
+    RunFolder run(folder.path());
+    save(run, 10);
+    save(run, 20);
+    save(run, 30);
+  }
+  files.make_folder(folder / ".step-40.partial-99-0");
+  write_file(folder / ".step-40.partial-99-0/data", "half");
+  files.make_folder(folder / ".step-5.removed-99-1");
+  files.rename(folder / "step-20", folder / ".step-20.replaced-99-2");  // killed between two renames
+  std::filesystem::copy(folder / "step-30", folder / ".step-30.replaced-99-3",
+                        std::filesystem::copy_options::recursive);
+  files.make_folder(folder / ".other");
+  files.make_folder(folder / "step-x");
+  CHECK(complete_steps(folder.path()) == Steps{10, 30});
+  const RunFolder run(folder.path());
+  CHECK(run.steps() == Steps{10, 20, 30});
+  CHECK(run.notices().size() == 4);
+  CHECK(names_in(folder.path()) ==
+        std::vector<std::string>{".lock", ".other", "step-10", "step-20", "step-30", "step-x"});
+}
+
+TEST_CASE("run folder: only complete checkpoints are found, and the others are explained") {
+  const TemporaryFolder folder(kMemory);
+  {
+    RunFolder run(folder.path());
+    for (const int64_t step : {1, 2, 3, 4, 5, 6, 7}) save(run, step);
+  }
+  std::filesystem::remove(folder / "step-7/manifest.json");
+  std::filesystem::remove(folder / "step-6/data");
+  write_file(folder / "step-5/data", "abc");
+  std::filesystem::rename(folder / "step-4", folder / "step-40");
+  std::filesystem::remove_all(folder / "step-3");
+  std::filesystem::create_directory_symlink(folder / "step-2", folder / "step-3");
+  std::filesystem::remove(folder / "step-2/data");
+  std::filesystem::create_symlink(folder / "step-1/data", folder / "step-2/data");
+  write_file(folder / "step-9", "a file");
+  write_file(folder / "step-007", "");
+  std::vector<std::string> problems;
+  for (const FoundStep& found : find_steps(folder.path()))
+    problems.push_back(std::to_string(found.step) + ": " + found.problem);
+  REQUIRE(problems.size() == 8);
+  CHECK(problems[0] == "1: ");
+  CHECK(contains(problems[1], "2: [" + folder.path() + "/step-2] the file 'data' of 4 bytes is missing or no regular"));
+  CHECK(contains(problems[2], "links are not followed"));
+  CHECK(contains(problems[3], "has 3 bytes, expected 4"));
+  CHECK(contains(problems[4], "'data' of 4 bytes is missing"));
+  CHECK(contains(problems[5], "no manifest.json"));
+  CHECK(contains(problems[6], "9: "));
+  CHECK(contains(problems[7], "40: [" + folder.path() + "/step-40] the manifest is of step 4"));
+  CHECK(latest_step(folder.path()) == 1);
+  CHECK(find_steps(folder / "none").empty());
+  CHECK_THROWS_AS(find_steps(folder / "step-9"), Error);
+  RunFolder run(folder.path());
+  CHECK(run.prune({.keep_last = 1}).empty());
+}
+
+TEST_CASE("run folder: retention keeps the newest and every n-th, and never none") {
+  const TemporaryFolder folder(kMemory);
+  RunFolder run(folder.path());
+  CHECK(run.prune({}).empty());
+  for (int64_t step = 1; step <= 10; ++step) save(run, step);
+  CHECK(run.prune({.keep_last = 3, .keep_every = 4}) == Steps{1, 2, 3, 5, 6, 7});
+  CHECK(run.steps() == Steps{4, 8, 9, 10});
+  CHECK(run.prune({}) == Steps{4, 8, 9});
+  CHECK(run.prune({}).empty());
+  CHECK(names_in(folder.path()) == std::vector<std::string>{".lock", "step-10"});
+  CHECK_THROWS_AS(run.prune({.keep_last = 0}), std::invalid_argument);
+  CHECK_THROWS_AS(run.prune({.keep_every = -1}), std::invalid_argument);
+}
+
+TEST_CASE("run folder: names of steps") {
+  CHECK(step_name(120) == "step-120");
+  CHECK(step_of("step-0") == 0);
+  CHECK(step_of("step-9223372036854775807") == 9223372036854775807LL);
+  for (const char* name :
+       {"step-", "step-01", "step--1", "step-1x", "Step-1", "step-9223372036854775808", "step-+1", " step-1"}) {
+    CHECK_FALSE(step_of(name));
+  }
+  CHECK_THROWS_AS(step_name(-1), std::invalid_argument);
+}
+
+// -- each system call fails once --------------------------------------------------------------------------------------
+
+namespace {
+
+// A folder with complete checkpoints of steps 1 and 2; then step 2 is replaced or step 3 is saved, with retention,
+// while system call `failing` of that fails. Returns whether it came to that call.
+bool survives(int failing, int error, bool replace, bool can_exchange, bool every_one_after) {
+  const TemporaryFolder folder(kMemory);
+  {
+    RunFolder run(folder.path());
+    save(run, 1);
+    save(run, 2);
+  }
+  const int64_t step = replace ? 2 : 3;
+  FaultyFiles files;
+  bool reached = false;
+  std::string message;
+  bool reported_done = false;
+  {
+    RunFolder run(folder.path(), files);
+    files.calls = 0;
+    files.fault = [&](Call call, const std::string&, int number) {
+      if (number == failing || (every_one_after && number > failing)) {
+        reached = true;
+        return error;
+      }
+      return call == Call::kExchange && !can_exchange ? EINVAL : 0;
+    };
+    try {
+      save(run, step, "second", replace);
+      reported_done = true;
+      run.prune({.keep_last = 2});
+    } catch (const Error& failed) {
+      message = failed.what();
+    }
+    files.fault = nullptr;
+  }
+  CAPTURE(failing);
+  CAPTURE(message);
+  if (!message.empty()) CHECK(contains(message, "[checkpoint] cannot "));
+  // Another program looks before anybody has cleaned up, and then the next run opens the folder.
+  if (can_exchange || !replace) CHECK(complete_steps(folder.path()).back() >= 2);
+  const RunFolder run(folder.path());
+  const Steps steps = run.steps();
+  CHECK(steps.back() >= 2);
+  if (reported_done) CHECK(contents_of(folder / step_name(step) + "/mark") == "second");
+  for (const int64_t complete : steps) CHECK(verify_step(folder / step_name(complete)).empty());
+  for (const std::string& name : names_in(folder.path())) CHECK((name == ".lock" || step_of(name).has_value()));
+  CHECK(find_steps(folder.path()).size() == steps.size());
+  return reached;
+}
+
+}  // namespace
+
+TEST_CASE("run folder: whichever system call of a save fails, the last complete checkpoint stays") {
+  for (const int error : {EIO, ENOSPC}) {
+    for (const bool every_one_after : {false, true}) {
+      for (const auto& [replace, can_exchange] :
+           std::vector<std::pair<bool, bool>>{{false, true}, {true, true}, {true, false}}) {
+        int failing = 0;
+        while (survives(failing, error, replace, can_exchange, every_one_after)) ++failing;
+        CHECK(failing > 20);
+      }
+    }
+  }
+}
