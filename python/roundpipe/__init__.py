@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from roundpipe.model.pending import Pending
     from roundpipe.model.pipe import RoundPipe
     from roundpipe.model.wrap import AutoRoundPipe, wrap_model_to_roundpipe
+    from roundpipe.saving.folders import latest
+    from roundpipe.saving.load import Loaded, load_checkpoint
+    from roundpipe.saving.save import Save, SaveReport, save_checkpoint
     from roundpipe.step.binding import Step
     from roundpipe.step.optimizer_context import OptimizerCtx
     from roundpipe.step.scaler import GradScaler
@@ -36,6 +39,7 @@ _PUBLIC = {
     "EmulatedLayer": "layers.emulated",
     "GradScaler": "step.scaler",
     "HostArena": "memory.host",
+    "Loaded": "saving.load",
     "MemoryPrediction": "memory.step",
     "ModelExecutePlan": "call.execute_plan",
     "OptimizerCtx": "step.optimizer_context",
@@ -43,12 +47,17 @@ _PUBLIC = {
     "RoundPipe": "model.pipe",
     "RoundPipeError": "_core",
     "RoundPipeRunConfig": "call.run_config",
+    "Save": "saving.save",
+    "SaveReport": "saving.save",
     "Step": "step.binding",
     "devices": "device.pool",
     "doing_recompute": "layers.recompute",
     "from_pretrained": "huggingface.pretrained",
     "get_recompute_data": "layers.recompute",
     "host_arena": "memory.host",
+    "latest": "saving.folders",
+    "load_checkpoint": "saving.load",
+    "save_checkpoint": "saving.save",
     "save_for_recompute": "layers.recompute",
     "wrap_model_to_roundpipe": "model.wrap",
 }
@@ -67,6 +76,7 @@ __all__ = [
     "EmulatedLayer",
     "GradScaler",
     "HostArena",
+    "Loaded",
     "MemoryPrediction",
     "ModelExecutePlan",
     "OptimizerCtx",
@@ -74,13 +84,18 @@ __all__ = [
     "RoundPipe",
     "RoundPipeError",
     "RoundPipeRunConfig",
+    "Save",
+    "SaveReport",
     "Step",
     "devices",
     "doing_recompute",
     "from_pretrained",
     "get_recompute_data",
     "host_arena",
+    "latest",
+    "load_checkpoint",
     "optim",
+    "save_checkpoint",
     "save_for_recompute",
     "wrap_model_to_roundpipe",
 ]

@@ -10,6 +10,7 @@
 
 namespace roundpipe::python {
 
+void bind_checkpoint(pybind11::module_& module);
 void bind_errors(pybind11::module_& module);
 void bind_frontend(pybind11::module_& module);
 void bind_device(pybind11::module_& module);
@@ -20,6 +21,7 @@ void bind_ops(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);
 void bind_pipeline(pybind11::module_& module);
 void bind_random(pybind11::module_& module);
+void bind_saving(pybind11::module_& module);
 void bind_schedule(pybind11::module_& module);
 
 // The Python class of a small struct: read-only attributes, and a __repr__ that shows them in their order, such as

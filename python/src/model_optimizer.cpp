@@ -28,7 +28,7 @@ void bind_model_optimizer(py::module_& module) {
       .attribute("weights_and_gradients", &ModelOptimizer::HostBytes::weights_and_gradients)
       .attribute("masters", &ModelOptimizer::HostBytes::remainders)
       .attribute("moments", &ModelOptimizer::HostBytes::moments);
-  py::class_<ModelOptimizer>(module, "ModelOptimizer")
+  py::class_<ModelOptimizer, std::shared_ptr<ModelOptimizer>>(module, "ModelOptimizer")
       .def(py::init<std::vector<std::shared_ptr<runtime::Pipeline>>, const std::vector<std::vector<std::vector<int>>>&,
                     optim::Algorithm, optim::MomentFormat>(),
            py::arg("pipelines"), py::arg("groups"), py::arg("algorithm"), py::arg("format"))
@@ -60,6 +60,8 @@ void bind_model_optimizer(py::module_& module) {
             optimizer.block(block).restart_master(parameter, weights.detach());
           },
           py::arg("block"), py::arg("parameter"), py::arg("weights"), py::call_guard<py::gil_scoped_release>())
+      .def("load_next_weights", &ModelOptimizer::load_next_weights, py::arg("block"),
+           py::call_guard<py::gil_scoped_release>())
       .def("host_bytes", &ModelOptimizer::host_bytes, py::arg("groups"));
 
   module.def(

@@ -14,6 +14,7 @@ std::atomic<bool> ended{false};
 std::atomic<bool> left_behind{false};
 
 thread_local bool runs_layers = false;
+thread_local bool of_engine = false;
 
 // Registered when the library is loaded, so that no fork can come before.
 [[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { left_behind.store(begun.load()); });
@@ -42,6 +43,10 @@ void require_engine() {
       "[engine] the process is exiting and the engine has ended, expected a call before that; make it in the program "
       "itself, or in an exit handler that is registered after roundpipe has been imported");
 }
+
+void become_engine_thread() noexcept { of_engine = true; }
+
+bool is_engine_thread() noexcept { return of_engine; }
 
 void become_device_thread() noexcept { runs_layers = true; }
 

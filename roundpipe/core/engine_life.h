@@ -23,6 +23,11 @@ void require_own_process();
 // Throws Error in a process that was left behind, and after the engine has ended.
 void require_engine();
 
+// Marks the calling thread as one of the engine's, which ends with a pool of devices or with the process.
+void become_engine_thread() noexcept;
+// Whether it is: then it must not end the engine's threads, since it would wait for itself.
+bool is_engine_thread() noexcept;
+
 // Marks the calling thread as one that runs layers and losses.
 void become_device_thread() noexcept;
 // Throws Error on such a thread: if it waited for the devices, it would wait for itself.

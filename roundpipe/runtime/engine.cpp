@@ -18,6 +18,36 @@ namespace roundpipe::runtime {
 
 namespace {
 
+// Threads that end pools whose last user was one of their own threads: a call that held a loss function, which held the
+// model, for example. Never destroyed.
+struct Graves {
+  Mutex mutex;
+  std::vector<std::thread> threads ROUNDPIPE_GUARDED_BY(mutex);
+};
+Graves& graves() {
+  static auto* instance = new Graves;
+  return *instance;
+}
+
+void end_pool(Engine* engine) {
+  if (!is_engine_thread()) {
+    delete engine;
+    return;
+  }
+  const MutexLock lock(graves().mutex);
+  graves().threads.emplace_back([engine] { delete engine; });
+}
+
+// Waits for pools that are ending in this way. Not on an engine thread.
+void wait_for_ended_pools() {
+  std::vector<std::thread> threads;
+  {
+    const MutexLock lock(graves().mutex);
+    threads.swap(graves().threads);
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
 constexpr double kBehindAll = std::numeric_limits<double>::infinity();
 
 // Never destroyed: the user's threads may ask for the pool while the process ends.
@@ -31,7 +61,7 @@ struct Pools {
     require_engine();
     // Registered late, so that it runs before most of what libraries and the user's statics do at process exit.
     if (!std::exchange(ends_at_exit, true)) std::atexit([] { Engine::shut_down(); });
-    auto engine = std::make_shared<Engine>(specs);
+    const std::shared_ptr<Engine> engine(new Engine(specs), end_pool);
     std::erase_if(all, [](const std::weak_ptr<Engine>& old) { return old.expired(); });
     all.push_back(engine);
     optim::ThreadPool::leave_cores(engine->size());
@@ -94,6 +124,7 @@ std::shared_ptr<Engine> Engine::current() {
 
 std::shared_ptr<Engine> Engine::set_current(const std::vector<device::DeviceSpec>& specs) {
   require_engine();
+  wait_for_ended_pools();
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Engine> old;  // dropped after the lock is released, since that may join threads
   const MutexLock lock(pools().mutex);
@@ -122,6 +153,7 @@ void Engine::shut_down() {
   }
   // All gradients have landed. Updates that are left must end before the process does.
   UpdateThread::instance().stop();
+  wait_for_ended_pools();
 }
 
 void Engine::submit(const std::vector<std::shared_ptr<JobRun>>& runs) {

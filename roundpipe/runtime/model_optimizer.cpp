@@ -4,8 +4,6 @@
 #include <map>
 #include <utility>
 
-#include <ATen/core/grad_mode.h>
-
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/optim/dispatch.h>
@@ -159,14 +157,17 @@ void ModelOptimizer::set_reader(size_t index, std::shared_ptr<StateReader> reade
   blocks_->at(index)->reader = std::move(reader);
 }
 
-void ModelOptimizer::load_next_weights(size_t index, const at::Tensor& flat) {
-  const at::NoGradGuard no_grad;
+std::vector<at::Tensor> ModelOptimizer::load_next_weights(size_t index) {
   BoundBlock& block = *blocks_->at(index);
-  const memory::ParameterBlock::Update update = block.state.block->begin_update(Reads::kBefore);
-  update.after->flat = block.state.block->buffers()->take();
-  update.after->flat.copy_(flat);
+  memory::ParameterBlock& parameters = *block.state.block;
+  const memory::ParameterBlock::Update update = parameters.begin_update(Reads::kBefore);
+  update.after->flat = parameters.buffers()->take();
   update.after->published->fire();
-  block.see();
+  std::vector<at::Tensor> views;
+  for (size_t i = 0; i < parameters.parameters().size(); ++i) {
+    views.push_back(parameters.layout().view(update.after->flat, i));
+  }
+  return views;
 }
 
 void ModelOptimizer::finish() {

@@ -54,9 +54,10 @@ class ModelOptimizer {
   void set_reader(size_t index, std::shared_ptr<StateReader> reader);
   // The last step that has been begun; null if all have finished without an error.
   std::shared_ptr<StepRun> last_step() const { return runs_.empty() ? nullptr : runs_.back(); }
-  // Makes `flat` (uint8, in the block's layout) the newest weights, which calls read after the next step, as after an
-  // asynchronous step. REQUIRES: no step is in progress, and finish() was called after the last one.
-  void load_next_weights(size_t index, const at::Tensor& flat);
+  // Begins newer weights, which calls read after the next step, as after an asynchronous step. Returns a tensor for each
+  // parameter, to be filled before anything else is called. REQUIRES: no step is in progress, and finish() was called
+  // after the last one.
+  std::vector<at::Tensor> load_next_weights(size_t index);
 
   struct HostBytes {
     int64_t parameters = 0;  // number of trained parameters

@@ -441,6 +441,12 @@ void Pipeline::recover() {
   active_.clear();
 }
 
+void Pipeline::wait_buffers() const {
+  for (const auto& layer : model_->layers) {
+    if (!layer->buffers.empty() && layer->buffers_current) device::wait_interruptible(*layer->buffers_current);
+  }
+}
+
 std::vector<GradientBlockPtr> Pipeline::take_gradients() {
   raise_pending();
   return gradients_.take();

@@ -74,6 +74,9 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
   // Waits until no call is running; checks for errors.
   void drain();
 
+  // Waits until the buffers on the host hold the results of the forwards submitted so far. Throws their error.
+  void wait_buffers() const;
+
   // Takes the gradients summed since the last step: one entry for each block, null where there is none. Checks for
   // errors.
   std::vector<memory::GradientBlockPtr> take_gradients();

@@ -10,6 +10,7 @@
 #include <c10/util/Exception.h>
 
 #include <roundpipe/core/clock.h>
+#include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
 
@@ -286,6 +287,7 @@ std::shared_ptr<LinkScheduler::Entry> LinkScheduler::next() {
 }
 
 void LinkScheduler::run() {
+  become_engine_thread();
   const std::shared_ptr<void> attached = frontend().attach_thread();
   const c10::InferenceMode plain(false);
   at::NoGradGuard no_grad;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from roundpipe import _core
@@ -80,3 +81,15 @@ def host_arena() -> HostArena:
     when nothing uses it any more; memory of steps returns when a model is gone or memory runs short."""
     stats = _core.host_arena()
     return HostArena(stats.asked_bytes, stats.reserved_bytes, stats.locked_bytes, stats.pieces)
+
+
+def free_host_bytes() -> int:
+    """The memory that new allocations can have without swapping, as Linux estimates it; elsewhere, unused memory."""
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -90,9 +90,10 @@ class ForModel(BoundOptimizer):
                 )
             if options.get("differentiable"):
                 raise ValueError("[optim] differentiable=True is not for a RoundPipe model; give False")
-        self._format = MOMENTS[moments]
+        self.format_name = moments
+        self.core_format = MOMENTS[moments]
         for hyper in self.core_groups():
-            _core.state_names(self.algorithm, hyper, self._format, (1,))
+            _core.state_names(self.algorithm, hyper, self.core_format, (1,))
         self._group = model._bind_optimizer(self, moments, gradients)
         self.binding = self._group.binding
 
@@ -147,7 +148,7 @@ class ForModel(BoundOptimizer):
                 if kept.tensors or kept.scalars.step:
                     for name in self.counters:
                         entry[name] = torch.tensor(getattr(kept.scalars, name), dtype=torch.float32)
-                    entry.update(zip(self._state_names(hyper, parameter), kept.tensors, strict=True))
+                    entry.update(zip(self.names_of_state(hyper, parameter), kept.tensors, strict=True))
                 if remainder is not None:
                     entry[_REMAINDERS[remainder.dtype]] = remainder
                 if not entry:
@@ -204,15 +205,16 @@ class ForModel(BoundOptimizer):
                     self.binding.restart_master(parameter)
         self.binding.core.accept_weights()
 
-    def _state_names(self, hyper: _core.Hyperparameters, parameter: torch.Tensor) -> list[str]:
-        return _core.state_names(self.algorithm, hyper, self._format, tuple(parameter.shape))
+    def names_of_state(self, hyper: _core.Hyperparameters, parameter: torch.Tensor) -> list[str]:
+        """The names of a parameter's state tensors, in the engine's order."""
+        return _core.state_names(self.algorithm, hyper, self.core_format, tuple(parameter.shape))
 
     def _unpacked(
         self, parameter: torch.Tensor, state: dict[str, Any], hyper: _core.Hyperparameters, check_only: bool = False
     ) -> tuple[_core.Scalars, list[torch.Tensor]]:
         """Checks a saved state and returns it in new tensors; `check_only` leaves out their values."""
         scalars = _core.Scalars()
-        names = self._state_names(hyper, parameter)
+        names = self.names_of_state(hyper, parameter)
         present = [name for name in names if state.get(name) is not None]
         if not present and not state.get("step"):
             return scalars, []
@@ -225,7 +227,7 @@ class ForModel(BoundOptimizer):
             setattr(scalars, name, float(state[name]))
         if not self.counters:
             scalars.step = 1.0  # a momentum buffer exists, so there was a step
-        made = _core.make_state(self.algorithm, hyper, self._format, parameter).tensors
+        made = _core.make_state(self.algorithm, hyper, self.core_format, parameter).tensors
         for name, tensor in zip(names, made, strict=True):
             if tensor.shape != state[name].shape:
                 raise ValueError(

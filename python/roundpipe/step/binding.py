@@ -93,6 +93,14 @@ class Binding:
                 pipeline.keep_gradients_in_fp32()
         self.core = _core.ModelOptimizer(pipelines, groups, optimizer.algorithm, MOMENTS[moments])
 
+    def place(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """The number of the parameter's block, counted over all pipelines, and its index there."""
+        return self._places[id(parameter)]
+
+    def blocks_with_trained(self) -> set[int]:
+        """The numbers of the blocks in which a parameter is trained."""
+        return {place[0] for key, place in self._places.items() if key in self.trained}
+
     def state(self, parameter: nn.Parameter) -> tuple[_core.ParameterState, torch.Tensor | None]:
         """The state of a trained parameter, and its remainder (for fp16, the master). No step may be running."""
         place = self._places[id(parameter)]

@@ -55,6 +55,7 @@ class FusedSteps(StepGroup):
 
     def __init__(self, earlier: StepGroup, optimizer: BoundOptimizer, moments: Moments, gradients: Gradients) -> None:
         super().__init__(earlier.models)
+        self.steps, self.save = earlier.steps, earlier.save
         self._hides_weights = False
         self._bind(earlier, optimizer, moments, gradients)
         owners.add(self)
@@ -71,6 +72,8 @@ class FusedSteps(StepGroup):
         _core.threads()
         _core.instruction_set()
         earlier.synchronize()
+        if earlier.save is not None:
+            earlier.save.wait_over()
         self.models.give_host_parameters_a_pipeline()
         self.models.expose_gradients_of_backwards(False)
         self.binding = Binding(self.models.all_pipelines(), optimizer, moments, gradients)
@@ -120,6 +123,7 @@ class FusedSteps(StepGroup):
             # The scale of the next losses depends on these gradients.
             self.finish_update()
             GradScaler._synchronize_all()
+        self.steps += 1
         optimizer.count_step()
         for scheduler in schedulers:
             scheduler.step()

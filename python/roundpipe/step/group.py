@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -22,6 +23,19 @@ from roundpipe.step.update import Update, is_updating
 watch_optimizers()
 
 
+class StateReader(Protocol):
+    """Somebody who reads the state of a training as it is, such as a save."""
+
+    def wait_read(self) -> None:
+        """Returns when the state may change. Interruptible."""
+
+
+class RunningSave(Protocol):
+    """A save of the models' state that may still be under way."""
+
+    def wait_over(self) -> None: ...
+
+
 class StepGroup(ABC):
     """Models that one optimizer steps together, in one of two ways.
 
@@ -30,6 +44,8 @@ class StepGroup(ABC):
 
     Attributes:
         models: the models and host parameters.
+        steps: how many steps were made.
+        save: the last save of their state.
     """
 
     def __init__(self, models: SteppedModels) -> None:
@@ -37,6 +53,9 @@ class StepGroup(ABC):
         self._names: list[tuple[str, nn.Parameter]] = []  # every name of every parameter, once there is an optimizer
         self._trained: Container[int] = ()  # ids of the parameters that the optimizer updates
         self._pending: Update | None = None
+        self._reader: StateReader | None = None
+        self.steps = 0  # made so far
+        self.save: RunningSave | None = None  # the last one
 
     @abstractmethod
     def show_weights(self) -> None:
@@ -93,6 +112,13 @@ class StepGroup(ABC):
         if self._pending is not None:
             self._pending.wait()
             self._take_result(self._pending)
+        if self._reader is not None:
+            self._reader.wait_read()
+            self._reader = None
+
+    def keep_for(self, reader: StateReader) -> None:
+        """Lets nothing change the state that optimizers outside the engine have until `reader` has read it."""
+        self._reader = reader
 
     def _take_result(self, finished: Update) -> None:
         """Ends the pending update, and raises whatever it raised."""

@@ -49,6 +49,11 @@ class SteppedModels:
         """Whether one of these ids belongs to a parameter of the models."""
         return not self._ids.isdisjoint(ids)
 
+    def pipes(self) -> list[tuple[str, PipedModel]]:
+        """The models in the pipeline with the names of their modules."""
+        found = ((path, reference()) for path, reference in self._pipes.items())
+        return [(path, pipe) for path, pipe in found if pipe is not None]
+
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Every name of every parameter."""
         names: list[tuple[str, nn.Parameter]] = []

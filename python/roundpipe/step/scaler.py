@@ -326,6 +326,19 @@ class GradScaler(torch.amp.GradScaler):
     def _get_scale_async(self) -> torch.Tensor | None:
         return self._scale if _active.scales is not None else self._front
 
+    def resume_state(self) -> dict[str, Any]:
+        """What a run that resumes needs beside `state_dict()`: the scale of the next losses, and who moves it."""
+        with self._lock:
+            front = self._used if self._pending else self._front
+            return {"front": None if front is None else float(front), "updates_on_main": self._updates_on_main}
+
+    def load_resume_state(self, state: dict[str, Any]) -> None:
+        """Restores `resume_state()`, after `load_state_dict`."""
+        with self._lock:
+            front = state["front"]
+            self._front = None if front is None else torch.tensor(front, dtype=torch.float32)
+            self._updates_on_main = state["updates_on_main"]
+
     def state_dict(self) -> dict[str, Any]:
         """The current scale and the growth state; {} if disabled."""
         state = super().state_dict()

@@ -83,6 +83,25 @@ class TorchSteps(StepGroup):
         owners.discard(self)
         return fused
 
+    @property
+    def unpublished(self) -> bool:
+        """Whether the copies hold a step that calls do not read yet. REQUIRES: no step function is running."""
+        return self._unpublished
+
+    def copy_of(self, parameter: nn.Parameter) -> OptimizerParameter | None:
+        """The copy of a model's parameter that the optimizer updates; None if there is none."""
+        return self._copies.get(id(parameter))
+
+    def accept_loaded(self, unpublished: bool) -> None:
+        """Takes parameters and copies as they have been loaded.
+
+        Args:
+            unpublished: calls read the parameters until the next step, and then the copies.
+        """
+        self._versions = _versions(self._sources)
+        self._note_copies()
+        self._unpublished = unpublished
+
     # -- the copies -------------------------------------------------------------------------------------------------
 
     def optim_named_parameters(self, prefix: str, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:
@@ -174,6 +193,7 @@ class TorchSteps(StepGroup):
             )
             if scales is not None:
                 GradScaler._queue_all(scales)
+        self.steps += 1
         if not is_async:
             self.finish_update()
             self.models.drain()
@@ -331,6 +351,7 @@ class TorchSteps(StepGroup):
     def finish_plain_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes the next call read the weights of that step."""
         # Asks the optimizer, not the copies' version counters: torch's fused kernels do not count their writes.
+        self.steps += 1
         if self._has_copies_in(optimizer):
             self._publish_copies()
 

@@ -10,6 +10,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <roundpipe/core/clock.h>
+#include <roundpipe/core/engine_life.h>
 
 namespace roundpipe::device {
 
@@ -99,6 +100,7 @@ double CompletionThread::passed_ms(const Pending& now) {
 }
 
 void CompletionThread::run() {
+  become_engine_thread();
   // Destroying an event switches to its device and back to the current one. They must be the same, or this thread
   // would make a context on the first card.
   c10::impl::VirtualGuardImpl(stream_.device_type()).uncheckedSetDevice(stream_.device());

@@ -49,6 +49,39 @@ void GradientLedger::show() {
   shown_ = true;
 }
 
+std::vector<std::vector<at::Tensor>> GradientLedger::summed() const {
+  std::vector<std::vector<at::Tensor>> sums;
+  for (size_t b = 0; b < model_.blocks.size(); ++b) {
+    auto& of_block = sums.emplace_back(model_.blocks[b].block->parameters().size());
+    if (!model_.gradients[b]) continue;
+    for (size_t i = 0; i < of_block.size(); ++i) {
+      of_block[i] = memory::gradient(*model_.gradients[b], model_.blocks[b].gradient_layout, i);
+    }
+  }
+  return sums;
+}
+
+void GradientLedger::load(const std::vector<std::vector<at::Tensor>>& gradients) {
+  const at::NoGradGuard no_grad;
+  drop();
+  shown_gradients_.clear();
+  shown_ = false;
+  for (size_t b = 0; b < model_.blocks.size(); ++b) {
+    const auto defined = [](const at::Tensor& gradient) { return gradient.defined(); };
+    if (std::none_of(gradients[b].begin(), gradients[b].end(), defined)) continue;
+    auto loaded = std::make_shared<memory::GradientBlock>();
+    loaded->flat = model_.blocks[b].gradient_buffers->take();
+    loaded->received.assign(gradients[b].size(), 0);
+    for (size_t i = 0; i < gradients[b].size(); ++i) {
+      if (!gradients[b][i].defined()) continue;
+      model_.blocks[b].gradient_layout.view(loaded->flat, i).copy_(gradients[b][i]);
+      loaded->received[i] = 1;
+    }
+    loaded->landed->fire();
+    model_.gradients[b] = std::move(loaded);
+  }
+}
+
 bool GradientLedger::any() const {
   return std::any_of(model_.gradients.begin(), model_.gradients.end(),
                      [](const GradientBlockPtr& block) { return block != nullptr; });

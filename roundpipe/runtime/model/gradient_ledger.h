@@ -28,6 +28,10 @@ class GradientLedger {
   void drop();
   // Puts the sums into `.grad`, in the parameters' own dtypes. REQUIRES: no call is running.
   void show();
+  // The sums in the engine: for each block and parameter, undefined where there is none. REQUIRES: no call is running.
+  std::vector<std::vector<at::Tensor>> summed() const;
+  // Replaces the sums in the engine by copies of these values, in the form of summed(). REQUIRES: no call is running.
+  void load(const std::vector<std::vector<at::Tensor>>& gradients);
 
   // Whether `.grad` is to show gradients as soon as a backward ends, as in a plain PyTorch loop.
   bool shows_at_once() const { return shows_at_once_; }

@@ -51,6 +51,19 @@ std::unique_ptr<WeightUpdate> WeightPublisher::begin_update(bool in_place) {
   return std::make_unique<WeightUpdate>(model_, optimizer_parameters_, std::move(begun));
 }
 
+std::vector<std::vector<at::Tensor>> WeightPublisher::read_by_calls() const {
+  std::vector<std::vector<at::Tensor>> weights;
+  for (const BlockState& block : model_->blocks) {
+    const memory::WeightVersionPtr& version = block.block->current();
+    device::wait_interruptible(*version->published);
+    auto& of_block = weights.emplace_back(version->parts);
+    for (size_t i = of_block.size(); i < block.block->parameters().size(); ++i) {
+      of_block.push_back(block.block->layout().view(version->flat, i));
+    }
+  }
+  return weights;
+}
+
 void WeightPublisher::show_complete() {
   for (const BlockState& block : model_->blocks) {
     if (!block.block->shows_weights() && block.block->current()->published->complete()) block.block->repoint();

@@ -43,6 +43,8 @@ class WeightPublisher {
   // before has been made. `in_place`: into the memory of the weights that calls have read; no call is running.
   std::unique_ptr<WeightUpdate> begin_update(bool in_place);
 
+  // The weights that a call would read if it were made now, by block and parameter: views. Waits for them.
+  std::vector<std::vector<at::Tensor>> read_by_calls() const;
   // Points the user's parameters at the versions that calls read, if these are complete.
   void show_complete();
   // Waits for the versions that calls read, then shows them.

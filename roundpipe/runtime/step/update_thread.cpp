@@ -3,6 +3,7 @@
 #include <memory>
 #include <thread>
 
+#include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/frontend.h>
 #include <roundpipe/device/event.h>
 #include <roundpipe/optim/cores.h>
@@ -17,6 +18,7 @@ UpdateThread& UpdateThread::instance() {
 
 UpdateThread::UpdateThread() {
   std::thread([this] {
+    become_engine_thread();
     optim::lower_own_priority();
     run();
   }).detach();

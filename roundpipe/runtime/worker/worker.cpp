@@ -41,6 +41,7 @@ void use_threads(int threads) {
 }  // namespace
 
 void Worker::loop() {
+  become_engine_thread();
   const std::shared_ptr<void> attached = frontend().attach_thread();
   use_threads(device_->threads());
   become_device_thread();

@@ -1,0 +1,1 @@
+"""The complete state of a training, saved while it goes on, and loaded again."""

@@ -1,0 +1,341 @@
+"""The state of a training at one moment: which tensors it has, under which names, and everything beside them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from roundpipe import _core
+from roundpipe.call.run_config import resolve
+from roundpipe.compatibility import package_version
+from roundpipe.device.pool import devices
+from roundpipe.model.facade import ModelFacade
+from roundpipe.model.published_attributes import source_of_names
+from roundpipe.saving.encoding import Encoder
+from roundpipe.saving.names import ModelNames, names_of
+from roundpipe.saving.random_states import random_states
+from roundpipe.saving.sampled import sampled_checksum
+from roundpipe.step.binding import BoundOptimizer
+from roundpipe.step.fused_steps import FusedSteps
+from roundpipe.step.scaler import GradScaler
+from roundpipe.step.torch_steps import TorchSteps
+from roundpipe.step.update import Update, after_steps
+
+REMAINDERS = {torch.int16: "master_remainder", torch.float32: "master"}
+"""Names of the part of an fp32 master that a 16-bit weight lacks; all of it for fp16."""
+
+WEIGHTS, BUFFERS, PREVIOUS, OPTIMIZER, GRADIENTS = "model", "buffers", "previous", "optimizer", "gradients"
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor to write.
+
+    Attributes:
+        name: in its file.
+        tensor: has the shape and dtype that the file gets; its values, too, unless `piece` is set.
+        piece: the number of the snapshot's piece that has the values.
+        values: has the values, in another dtype than `tensor`.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    piece: int | None = None
+    values: torch.Tensor | None = None
+
+
+@dataclass
+class Capture:
+    """The state of a training, some of it still in motion.
+
+    Attributes:
+        names: of the model's contents.
+        sections: the tensors of each kind of file.
+        state: for `state.json`.
+        encoder: has the tensors of `state`.
+        files: contents of small files beside them, by name.
+        snapshot: of a fused optimizer's blocks.
+        late: completes `state` once the queued steps are over.
+    """
+
+    names: ModelNames
+    sections: dict[str, list[Item]] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    encoder: Encoder = field(default_factory=Encoder)
+    files: dict[str, str] = field(default_factory=dict)
+    snapshot: _core.Snapshot | None = None
+    late: list[tuple[Update, Callable[[], None]]] = field(default_factory=list)
+    _moment_names: dict[str, list[str]] = field(default_factory=dict)
+    _names_of_places: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def add(self, section: str, item: Item) -> None:
+        self.sections.setdefault(section, []).append(item)
+
+    def plain_tensors(self) -> Iterable[torch.Tensor]:
+        """The tensors in use that are to be written as they are now."""
+        for items in self.sections.values():
+            yield from (item.tensor if item.values is None else item.values for item in items if item.piece is None)
+        yield from self.encoder.tensors.values()
+
+    def copy_plain(self) -> None:
+        """Replaces the tensors in use by copies."""
+        for section, items in self.sections.items():
+            self.sections[section] = [_copied(item) for item in items]
+        self.encoder.tensors = {name: tensor.clone() for name, tensor in self.encoder.tensors.items()}
+
+    def finish(self) -> None:
+        """Waits for what is in motion, and completes sections and state. Not on the caller's thread.
+
+        Raises:
+            Exception: whatever a running step or call raised; there is no state to save then.
+        """
+        for update, complete in self.late:
+            update.wait()
+            update.result()
+            complete()
+        if self.snapshot is None:
+            return
+        self.snapshot.wait_ready()
+        for number, piece in enumerate(self.snapshot.pieces()):
+            self._add_piece(number, piece)
+        counters = {}
+        for entry in self.snapshot.counters():
+            name = self._names_of_places[entry.block, entry.parameter]
+            scalars = entry.scalars
+            counters[name] = {key: getattr(scalars, key) for key in ("step", "mu_product", "eta", "mu")}
+        self.state["counters"] = counters
+
+    def _add_piece(self, number: int, piece: _core.SnapshotPiece) -> None:
+        part = _core.SnapshotPart
+        name = self._names_of_places[piece.block, piece.parameter]
+        if piece.part == part.WEIGHTS:
+            self.add(WEIGHTS, Item(self.names.file_name(name), piece.tensor, number))
+        elif piece.part == part.PREVIOUS:
+            self.add(PREVIOUS, Item(name, piece.tensor, number))
+        elif piece.part == part.REMAINDER:
+            self.add(OPTIMIZER, Item(f"{name}/{REMAINDERS[piece.tensor.dtype]}", piece.tensor, number))
+        elif piece.part == part.MOMENT:
+            self.add(OPTIMIZER, Item(f"{name}/{self._moment_names[name][piece.moment]}", piece.tensor, number))
+        else:
+            self.add(GRADIENTS, Item(name, piece.tensor, number))
+
+    # -- what is taken on the caller's thread -----------------------------------------------------------------------
+
+    def take_fused(self, group: FusedSteps, optimizer: Any, memory: _core.SnapshotMemory) -> None:
+        """Takes the state of a fused optimizer and what it trains, without waiting for a step."""
+        binding = group.binding
+        self._names_of_places = {binding.place(parameter): name for name, parameter in self.names.parameters.items()}
+        hypers = {
+            id(parameter): hyper
+            for options, hyper in zip(optimizer.param_groups, optimizer.core_groups(), strict=True)
+            for parameter in options["params"]
+        }
+        for name, parameter in self.names.parameters.items():
+            if id(parameter) in hypers:
+                self._moment_names[name] = optimizer.names_of_state(hypers[id(parameter)], parameter)
+        self.state["optimizer"] = self._groups(optimizer, optimizer.format_name)
+        self.snapshot = _core.Snapshot.of(binding.core, memory)
+        covered = binding.blocks_with_trained()
+        for name, parameter in self.names.parameters.items():
+            if binding.place(parameter)[0] not in covered and name not in self.names.outside:
+                self.add(WEIGHTS, Item(self.names.file_name(name), parameter.detach()))
+        self._take_shown_gradients()
+
+    def take_torch(self, group: TorchSteps, optimizer: torch.optim.Optimizer | None) -> None:
+        """Takes the state of torch's optimizer and what it trains. REQUIRES: no step function is running."""
+        # A model's own parameters may still show weights from before those that calls read.
+        read: dict[int, torch.Tensor] = {}
+        for pipeline in group.models.pipelines:
+            for block, weights in zip(pipeline.block_parameters(), pipeline.weights_read_by_calls(), strict=True):
+                read.update((id(parameter), weight) for parameter, weight in zip(block, weights, strict=True))
+        unpublished = group.unpublished
+        for name, parameter in self.names.parameters.items():
+            if name in self.names.outside:
+                continue
+            weights = read.get(id(parameter), parameter.detach())
+            copy = group.copy_of(parameter)
+            if copy is None:
+                self.add(WEIGHTS, Item(self.names.file_name(name), weights))
+                continue
+            self.add(WEIGHTS, Item(self.names.file_name(name), weights, values=copy.detach()))
+            self.add(OPTIMIZER, Item(f"{name}/copy", copy.detach()))
+            if unpublished:
+                self.add(PREVIOUS, Item(name, weights))
+            if copy.landed_grad is not None:
+                self.add(OPTIMIZER, Item(f"{name}/copy_grad", copy.landed_grad))
+        if optimizer is not None:
+            entry = self._groups(optimizer, "torch")
+            entry["state_dict"] = self.encoder.encode(optimizer.state_dict()["state"], "optimizer")
+            self.state["optimizer"] = entry
+        self._take_shown_gradients()
+        if group.models.has_gradients():
+            group.models.drain()
+            by_id = {id(parameter): name for name, parameter in self.names.parameters.items()}
+            shown = {item.name for item in self.sections.get(GRADIENTS, [])}
+            for pipeline in group.models.pipelines:
+                for block, sums in zip(pipeline.block_parameters(), pipeline.summed_gradients(), strict=True):
+                    for parameter, gradient in zip(block, sums, strict=True):
+                        name = by_id[id(parameter)]
+                        if gradient is not None and name not in shown:
+                            self.add(GRADIENTS, Item(name, gradient))
+
+    def _take_shown_gradients(self) -> None:
+        for name, parameter in self.names.parameters.items():
+            if parameter.grad is not None:
+                self.add(GRADIENTS, Item(name, parameter.grad.detach().clone()))
+
+    def _groups(self, optimizer: torch.optim.Optimizer, moments: str) -> dict[str, Any]:
+        names = {id(parameter): name for name, parameter in self.names.parameters.items()}
+        groups = []
+        for index, options in enumerate(optimizer.param_groups):
+            plain = {key: value for key, value in options.items() if key not in ("params", "param_names")}
+            groups.append(
+                {
+                    "options": self.encoder.encode(plain, f"optimizer.param_groups[{index}]"),
+                    "params": [names.get(id(parameter)) for parameter in options["params"]],
+                }
+            )
+        return {"class": type(optimizer).__name__, "moments": moments, "param_groups": groups}
+
+    def take_scaler(self, scaler: GradScaler) -> None:
+        """Takes a scaler's state after the queued steps."""
+        resume = scaler.resume_state()
+        state: dict[str, Any] = {}
+
+        def read() -> bool:
+            state.update(scaler.state_dict())
+            return False
+
+        def complete() -> None:
+            self.state["scaler"] = self.encoder.encode({"state": state, "resume": resume}, "scaler")
+
+        self.late.append((after_steps(read), complete))
+
+    def take_objects(self, where: str, objects: Mapping[str, Any] | Sequence[Any]) -> None:
+        """Encodes objects with a `state_dict`, or plain values, by name or number."""
+        if isinstance(objects, Mapping):
+            self.state[where] = {name: self._object(value, f"{where}.{name}") for name, value in objects.items()}
+        else:
+            self.state[where] = [self._object(value, f"{where}[{index}]") for index, value in enumerate(objects)]
+
+    def _object(self, value: Any, path: str) -> dict[str, Any]:
+        if hasattr(value, "state_dict"):
+            return {"state_dict": self.encoder.encode(value.state_dict(), path)}
+        return {"value": self.encoder.encode(value, path)}
+
+
+def _copied(item: Item) -> Item:
+    if item.piece is not None:
+        return item
+    values = item.tensor if item.values is None else item.values
+    return Item(item.name, item.tensor, values=values.clone())
+
+
+def begin(model: ModelFacade, step: int) -> Capture:
+    """Takes what every checkpoint has: names, buffers, counters, random states, configuration and versions."""
+    names = names_of(model)
+    capture = Capture(names)
+    group = model._step_group
+    for pipeline in group.models.pipelines:
+        pipeline.wait_buffers()
+    for name, buffer in names.buffers.items():
+        capture.add(BUFFERS if names.adapter else WEIGHTS, Item(names.file_name(name), buffer.detach().clone()))
+    capture.state.update(
+        step=step,
+        steps=group.steps,
+        versions=_versions(),
+        pipelines={
+            path: {
+                "calls": pipe._pipeline.calls,
+                "random_seed": pipe._pipeline.random_seed,
+                "num_microbatch": _microbatches(pipe),
+            }
+            for path, pipe in group.models.pipes()
+        },
+        devices=len(devices()),
+        dtypes={name: str(parameter.dtype).removeprefix("torch.") for name, parameter in names.parameters.items()},
+        outside={name: sampled_checksum(names.parameters[name]) for name in names.outside if name in names.parameters},
+        random=capture.encoder.encode(random_states(), "random"),
+        tied={other: first for other, first in _tied(model, names)},
+    )
+    capture.files.update(_configurations(source_of_names(model), names.adapter))
+    return capture
+
+
+def _tied(model: ModelFacade, names: ModelNames) -> Iterable[tuple[str, str]]:
+    first = {id(parameter): name for name, parameter in names.parameters.items()}
+    for name, parameter in model._step_group.models.named_parameters():
+        if first[id(parameter)] != name:
+            yield name, first[id(parameter)]
+
+
+def _microbatches(pipe: Any) -> int | None:
+    """The number of microbatches in force; None while it is still to be chosen."""
+    config = resolve(None, pipe._run_config, devices=len(devices()), chosen=pipe._auto_microbatches)
+    return None if config.num_microbatch_is_open else config.num_microbatch
+
+
+def _versions() -> dict[str, str]:
+    found = {"roundpipe": package_version(), "torch": torch.__version__, "python": sys.version.split()[0]}
+    for package in ("transformers", "peft"):
+        if package in sys.modules:
+            try:
+                found[package] = version(package)
+            except PackageNotFoundError:
+                continue
+    return found
+
+
+def _configurations(source: Any, adapter: str | None) -> dict[str, str]:
+    """The files by which transformers, or peft, recognises the folder."""
+    if adapter is not None:
+        config = source.peft_config[adapter].to_dict()
+        config["inference_mode"] = True
+        plain = {key: _plain(value) for key, value in config.items()}
+        return {"adapter_config.json": json.dumps(plain, indent=2, sort_keys=True)}
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(source, transformers.PreTrainedModel):
+        return {}
+    config = source.config.to_diff_dict()
+    config["architectures"] = [type(source).__name__]
+    config["dtype"] = str(source.dtype).removeprefix("torch.")
+    files = {"config.json": json.dumps(config, indent=2, sort_keys=True)}
+    if getattr(source, "generation_config", None) is not None:
+        files["generation_config.json"] = source.generation_config.to_json_string()
+    return files
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, (set, frozenset)) else value
+
+
+def optimizer_kind(model: ModelFacade, optimizer: Any) -> str | None:
+    """Returns "fused", "torch" or None for the optimizer that is to be saved or loaded with a model.
+
+    Raises:
+        ValueError: it is no optimizer, or not this model's.
+    """
+    group = model._step_group
+    if optimizer is None:
+        if isinstance(group, FusedSteps):
+            raise ValueError(
+                "[checkpoint] the model has a roundpipe.optim optimizer and none was given, expected it as the third "
+                "argument, since its state belongs to the training"
+            )
+        return None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"[checkpoint] optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer")
+    if isinstance(group, FusedSteps):
+        if not isinstance(optimizer, BoundOptimizer) or optimizer.binding is not group.binding:
+            raise ValueError(
+                "[checkpoint] the optimizer was not made for this model (or another one was made since), expected the "
+                "one that steps it"
+            )
+        return "fused"
+    return "torch"

@@ -1,0 +1,162 @@
+"""Values as JSON and tensors, without pickle: what a checkpoint's `state.json` and `state.safetensors` hold.
+
+`docs/checkpoint-format.md` documents the encoding. Values that it cannot express are refused, with their path.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+_DEEPEST = 64
+_PLAIN_INTS = range(-(2**63), 2**63)
+_DICTS: tuple[type, ...] = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+class Encoder:
+    """Encodes values; gathers their tensors.
+
+    Attributes:
+        tensors: the tensors of all values so far, by the names that the JSON has for them.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def encode(self, value: Any, path: str) -> Any:
+        """Returns `value` as JSON can hold it.
+
+        Args:
+            value: None, bool, int, float, str, bytes, tensors, NumPy arrays and numbers, and lists, tuples and dicts
+                of these.
+            path: names the value in messages, and its tensors.
+
+        Raises:
+            ValueError: the value, or one in it, is of another type; the message has its path.
+        """
+        return self._encode(value, path, [])
+
+    def _encode(self, value: Any, path: str, outer: list[int]) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, str):
+            return value
+        if kind is int:
+            return value if value in _PLAIN_INTS else {"int": str(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"float": str(value)}
+        if kind is bytes:
+            return {"bytes": base64.b64encode(value).decode("ascii")}
+        if kind in _TENSORS:
+            return {"tensor": self._keep(value.detach(), path)}
+        if id(value) in outer or len(outer) > _DEEPEST:
+            raise ValueError(
+                f"[save_checkpoint] {path} contains itself, or is nested more than {_DEEPEST} deep, expected plain "
+                "values; leave it out of the state"
+            )
+        outer.append(id(value))
+        try:
+            return self._encode_group(value, path, outer)
+        finally:
+            outer.pop()
+
+    def _encode_group(self, value: Any, path: str, outer: list[int]) -> Any:
+        kind = type(value)
+        if kind is list:
+            return [self._encode(item, f"{path}[{index}]", outer) for index, item in enumerate(value)]
+        if kind in (tuple, torch.Size):
+            return {"tuple": [self._encode(item, f"{path}[{index}]", outer) for index, item in enumerate(value)]}
+        if kind in _DICTS:
+            return {
+                "dict": [
+                    [self._key(key, path, outer), self._encode(item, f"{path}.{key}", outer)]
+                    for key, item in value.items()
+                ]
+            }
+        return self._encode_numpy(value, path)
+
+    def _key(self, key: Any, path: str, outer: list[int]) -> Any:
+        if type(key) not in (str, int, float, bool, tuple, type(None)):
+            raise ValueError(
+                f"[save_checkpoint] {path} has a key of type {type(key).__name__}, expected str, int, float, bool, "
+                "None or a tuple of these; change the key"
+            )
+        return self._encode(key, f"{path}'s key {key!r}", outer)
+
+    def _encode_numpy(self, value: Any, path: str) -> Any:
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
+            if value.dtype.kind in "biufc":
+                array = numpy.ascontiguousarray(value)
+                name = self._keep(torch.from_numpy(array.view(numpy.uint8).reshape(-1).copy()), path)
+                form = "array" if type(value) is numpy.ndarray else "number"
+                return {form: name, "dtype": array.dtype.str, "shape": list(value.shape)}
+        raise ValueError(
+            f"[save_checkpoint] {path} is a {type(value).__module__}.{type(value).__qualname__}, expected a tensor, an "
+            "array, a number, a string, bytes, None, or a list, tuple or dict of these; leave it out, or give an "
+            "object whose state_dict() returns such values"
+        )
+
+    def _keep(self, tensor: torch.Tensor, path: str) -> str:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+            raise ValueError(
+                f"[save_checkpoint] {path} is a {tensor.layout} tensor on {tensor.device}, expected a dense one with "
+                "values; convert it with to_dense(), or leave it out"
+            )
+        name, count = path, 1
+        while name in self.tensors:
+            name, count = f"{path}#{count}", count + 1
+        self.tensors[name] = tensor.cpu().resolve_conj().resolve_neg()
+        return name
+
+
+def decode(value: Any, tensors: Mapping[str, torch.Tensor], path: str = "state") -> Any:
+    """Returns the value that `Encoder.encode` was given.
+
+    Raises:
+        ValueError: the JSON is not one that `encode` makes, or names a tensor that is not there.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, list):
+        return [decode(item, tensors, f"{path}[{index}]") for index, item in enumerate(value)]
+    try:
+        return _decode_tagged(value, tensors, path)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, ValueError) and str(error).startswith("["):
+            raise
+        raise ValueError(
+            f"[load_checkpoint] {path} cannot be decoded ({type(error).__name__}: {error}), expected the encoding of "
+            "docs/checkpoint-format.md; the checkpoint is damaged or newer than this version"
+        ) from None
+
+
+def _decode_tagged(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], path: str) -> Any:
+    tag = next(iter(value))
+    content = value[tag]
+    if tag == "int":
+        return int(content)
+    if tag == "float":
+        return float(content)
+    if tag == "bytes":
+        return base64.b64decode(content, validate=True)
+    if tag == "tuple":
+        return tuple(decode(item, tensors, f"{path}[{index}]") for index, item in enumerate(content))
+    if tag == "dict":
+        pairs = ((decode(key, tensors, f"{path}'s key"), item) for key, item in content)
+        return {key: decode(item, tensors, f"{path}.{key}") for key, item in pairs}
+    if tag == "tensor":
+        return tensors[content]
+    if tag in ("array", "number"):
+        import numpy
+
+        array = numpy.frombuffer(tensors[content].numpy().tobytes(), dtype=numpy.dtype(value["dtype"]))
+        array = array.reshape(value["shape"])
+        return array.copy() if tag == "array" else array[()]
+    raise ValueError(f"unknown tag {tag!r}")

@@ -1,0 +1,43 @@
+"""The states of the process's random number generators: torch's, its devices', Python's and NumPy's."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+def _device_module() -> Any:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return None
+    module = torch.get_device_module(accelerator)
+    return module if hasattr(module, "get_rng_state_all") else None
+
+
+def random_states() -> dict[str, Any]:
+    """Returns the states, as `Encoder.encode` takes them. NumPy's only if the process uses NumPy."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        states["numpy"] = numpy.random.get_state()
+    module = _device_module()
+    if module is not None:
+        states["devices"] = module.get_rng_state_all()
+    return states
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Restores what `random_states` has returned. Devices that are not there now are left out."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])
+    module = _device_module()
+    if module is not None and "devices" in states:
+        for index, state in enumerate(states["devices"][: module.device_count()]):
+            module.set_rng_state(state, index)

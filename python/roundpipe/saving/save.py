@@ -1,0 +1,338 @@
+"""Saves the complete state of a training, while the training goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roundpipe import _core
+from roundpipe.memory.budget import budget_of
+from roundpipe.memory.host import free_host_bytes, host_arena
+from roundpipe.model.facade import ModelFacade, facade_in
+from roundpipe.saving import capture as captured
+from roundpipe.saving.capture import Capture, Item
+from roundpipe.saving.folders import run_folder
+from roundpipe.step.binding import as_schedulers
+from roundpipe.step.fused_steps import FusedSteps
+from roundpipe.step.scaler import GradScaler
+
+_SHARD_BYTES = 5_000_000_000
+_THREADS = 2
+STATE_FILE = "state.json"
+STATE_TENSORS = "state.safetensors"
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What a save took.
+
+    Attributes:
+        bytes: written.
+        seconds: from the call to the complete checkpoint.
+        caller_seconds: how long `save_checkpoint` kept its caller.
+        longest_wait_seconds: the longest time that an update, or the caller at the next step, waited for the disk.
+        waited_seconds: all of these waits together.
+        held_bytes: the most memory that the save held beside the state itself.
+    """
+
+    bytes: int
+    seconds: float
+    caller_seconds: float
+    longest_wait_seconds: float
+    waited_seconds: float
+    held_bytes: int
+
+
+class Save:
+    """A checkpoint that is being written, returned by `save_checkpoint`.
+
+    Attributes:
+        step: its step.
+        folder: where it will be.
+    """
+
+    def __init__(self, run: _core.RunFolder, capture: Capture, memory: _core.SnapshotMemory, options: _Options) -> None:
+        self.step = options.step
+        self.folder = os.path.join(run.path, f"step-{options.step}")
+        self._run, self._capture, self._memory, self._options = run, capture, memory, options
+        self._began = time.perf_counter()
+        self._read = _core.Event()
+        self._over = _core.Event()
+        self._error: BaseException | None = None
+        self._is_over = False
+        self._bytes = 0
+        self._seconds = 0.0
+        self._caller_seconds = 0.0
+        # Not a daemon: a process that ends finishes its save first.
+        self._thread = threading.Thread(target=self._work, name="roundpipe-save", daemon=False)
+
+    @property
+    def done(self) -> bool:
+        """Whether the checkpoint is complete, or has failed."""
+        return self._is_over
+
+    def wait(self) -> SaveReport:
+        """Waits until the checkpoint is complete.
+
+        Raises:
+            RoundPipeError: it could not be written, or the steps that it was to hold have failed. Nothing of it is
+                there then, and earlier checkpoints are as they were.
+        """
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+        memory = self._memory
+        return SaveReport(
+            self._bytes,
+            self._seconds,
+            self._caller_seconds,
+            memory.longest_wait_ms / 1000,
+            memory.total_wait_ms / 1000,
+            memory.most_bytes,
+        )
+
+    def wait_read(self) -> None:
+        """Returns when the state may change."""
+        began = time.perf_counter()
+        self._read.wait()
+        self._memory.note_wait(1000 * (time.perf_counter() - began))
+
+    def wait_over(self) -> None:
+        """Waits until the save is over, whether it has failed or not."""
+        self._over.wait()
+
+    def _start(self, began: float) -> None:
+        self._began = began
+        self._thread.start()
+        self._caller_seconds = time.perf_counter() - began
+
+    def _work(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:
+            self._error = error
+            if self._options.is_loud:
+                print(f"{error}\n[save_checkpoint] step {self.step} was not saved; training goes on", file=sys.stderr)
+        finally:
+            if self._capture.snapshot is not None:
+                self._capture.snapshot.cancel()
+            del self._capture
+            self._seconds = time.perf_counter() - self._began
+            self._is_over = True
+            self._read.fire()
+            self._over.fire()
+
+    def _write(self) -> None:
+        capture = self._capture
+        capture.finish()
+        files = list(_files_of(capture))
+        texts = {**capture.files, **_indexes(files)}
+        texts[STATE_FILE] = json.dumps(capture.state)
+        self._bytes = sum(file.layout.file_bytes for file in files) + sum(map(len, texts.values()))
+        writer = self._run.begin(self.step, total_bytes=self._bytes, replace=self._options.overwrite)
+        targets: dict[int, tuple[_core.OutputFile, int]] = {}
+        plain: list[tuple[_core.OutputFile, int, Item]] = []
+        for file in files:
+            output = writer.create(file.name, file.layout.file_bytes)
+            output.write_at(0, file.layout.header)
+            for item, offset in zip(file.items, file.layout.offsets, strict=True):
+                if item.piece is None:
+                    plain.append((output, offset, item))
+                else:
+                    targets[item.piece] = (output, offset)
+        if capture.snapshot is not None:
+            capture.snapshot.write([targets[number] for number in range(len(targets))], _THREADS)
+        for output, offset, item in plain:
+            values = item.tensor if item.values is None else item.values.to(item.tensor.dtype)
+            _core.write_tensor(output, offset, values)
+        self._read.fire()
+        for name, text in texts.items():
+            writer.add_small(name, text)
+        writer.commit(capture.state["versions"])
+        if self._options.keep_last is not None:
+            self._run.prune(self._options.keep_last, self._options.keep_every)
+
+
+@dataclass(frozen=True)
+class _Options:
+    step: int
+    overwrite: bool
+    keep_last: int | None
+    keep_every: int
+    is_loud: bool
+
+
+@dataclass(frozen=True)
+class _File:
+    name: str
+    items: list[Item]
+    layout: _core.SafetensorsLayout
+
+
+def _files_of(capture: Capture) -> Iterator[_File]:
+    """Lays out the files, the sections' tensors in shards of at most `_SHARD_BYTES`."""
+    for section, items in capture.sections.items():
+        is_adapter = section == captured.WEIGHTS and capture.names.adapter is not None
+        stem = "adapter_model" if is_adapter else section
+        shards = [items] if is_adapter else _shards(items)
+        for index, shard in enumerate(shards, start=1):
+            suffix = f"-{index:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+            yield _laid_out(f"{stem}{suffix}.safetensors", shard)
+    values = [Item(name, tensor) for name, tensor in capture.encoder.tensors.items()]
+    if values:
+        yield _laid_out(STATE_TENSORS, values)
+
+
+def _shards(items: list[Item]) -> list[list[Item]]:
+    shards: list[list[Item]] = [[]]
+    filled = 0
+    for item in items:
+        if shards[-1] and filled + item.tensor.nbytes > _SHARD_BYTES:
+            shards.append([])
+            filled = 0
+        shards[-1].append(item)
+        filled += item.tensor.nbytes
+    return shards
+
+
+def _laid_out(name: str, items: list[Item]) -> _File:
+    described = [(item.name, item.tensor.dtype, list(item.tensor.shape)) for item in items]
+    return _File(name, items, _core.lay_out_safetensors(described, {"format": "pt"}))
+
+
+def _indexes(files: Sequence[_File]) -> dict[str, str]:
+    """The index that transformers reads beside several shards of weights."""
+    shards = [file for file in files if file.name.startswith("model-")]
+    if not shards:
+        return {}
+    weight_map = {item.name: file.name for file in shards for item in file.items}
+    total = sum(item.tensor.nbytes for file in shards for item in file.items)
+    return {"model.safetensors.index.json": json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})}
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+    lr_scheduler: Any = None,
+    scaler: GradScaler | None = None,
+    state: Mapping[str, Any] | None = None,
+    keep_last: int | None = None,
+    keep_every: int = 0,
+    snapshot_memory: str | int | None = None,
+    overwrite: bool = False,
+    wait: bool = False,
+) -> Save:
+    """Saves the complete state of a training as `folder/step-N`, while the training goes on.
+
+    Call it after `model.step`. Weights are standard safetensors files that transformers (for adapters: peft) loads from
+    the checkpoint's folder. A training that loads the checkpoint continues with the same bits. The checkpoint appears
+    under its name only when it is complete. See docs/checkpoints.md.
+
+    With a `roundpipe.optim` optimizer, nothing waits for the step under way. A block that is not written yet when the
+    next step updates it is copied first, within `snapshot_memory`; when that is used up, updates wait for the disk.
+    With a torch optimizer, the call waits for the step function that is running; if the state does not fit into
+    `snapshot_memory`, the next step waits until it is written.
+
+    Args:
+        folder: the run's folder. One process at a time may write to it.
+        model: the model in the pipeline.
+        optimizer: the optimizer that steps it.
+        step: the checkpoint's number; by default the number of steps that were made.
+        lr_scheduler: a torch scheduler, or several.
+        scaler: the `GradScaler` of the losses.
+        state: more to save, by name: objects with `state_dict` (a data loader, `Batches`), or tensors, arrays, numbers,
+            strings, bytes, lists, tuples and dicts.
+        keep_last: remove older complete checkpoints than this many, when the new one is complete; None keeps all.
+        keep_every: of these, keep those whose step is a multiple of this.
+        snapshot_memory: how much the save may hold beside the state, such as "8GB"; by default what the model's host
+            budget leaves or half of the free memory, and at least two blocks.
+        overwrite: a checkpoint of this step may be there, and is replaced.
+        wait: return when the checkpoint is complete, and raise its errors.
+
+    Returns:
+        The save, with `wait()` and `done`. If it fails and nobody waits, a message is printed and training goes on.
+
+    Raises:
+        ValueError: an argument does not fit, or a value cannot be saved without pickle; nothing has been written.
+        RoundPipeError: another process writes to the folder, or it cannot be written to.
+    """
+    began = time.perf_counter()
+    _core.require_callers_thread()
+    facade = facade_in(model)
+    if facade is None:
+        raise ValueError(f"[save_checkpoint] model is a {type(model).__name__}, expected one in the pipeline; wrap it")
+    kind = captured.optimizer_kind(facade, optimizer)
+    group = facade._step_group
+    step = group.steps if step is None else step
+    _check(step, keep_last, keep_every, scaler)
+    schedulers = as_schedulers(lr_scheduler)
+    limit = budget_of(snapshot_memory, "snapshot_memory", "ROUNDPIPE_SNAPSHOT_MEMORY")
+    run = run_folder(folder)
+    _finish_earlier(group)
+    if kind != "fused":
+        group.finish_update()
+    memory = _core.SnapshotMemory(_default_memory(facade) if limit is None else limit)
+    taken = captured.begin(facade, step)
+    try:
+        if schedulers:
+            taken.take_objects("lr_schedulers", schedulers)
+        taken.take_objects("state", dict(state or {}))
+        if scaler is not None:
+            taken.take_scaler(scaler)
+        if isinstance(group, FusedSteps):
+            taken.take_fused(group, optimizer, memory)
+        else:
+            taken.take_torch(group, optimizer)
+        save = Save(run, taken, memory, _Options(step, overwrite, keep_last, keep_every, is_loud=not wait))
+        if not isinstance(group, FusedSteps):
+            if memory.try_take(sum(tensor.nbytes for tensor in taken.plain_tensors())):
+                taken.copy_plain()
+            else:
+                group.keep_for(save)
+        group.save = save
+        save._start(began)
+    except BaseException:
+        if taken.snapshot is not None:
+            taken.snapshot.cancel()
+        raise
+    if wait:
+        save.wait()
+    return save
+
+
+def _check(step: int, keep_last: int | None, keep_every: int, scaler: Any) -> None:
+    for name, value, least in (("step", step, 0), ("keep_last", keep_last, 1), ("keep_every", keep_every, 0)):
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"[save_checkpoint] {name} is {value!r}, expected an integer of at least {least}")
+    if keep_every and keep_last is None:
+        raise ValueError("[save_checkpoint] keep_every has no effect without keep_last, expected both; give keep_last")
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise ValueError(f"[save_checkpoint] scaler is a {type(scaler).__name__}, expected a roundpipe.GradScaler")
+
+
+def _finish_earlier(group: Any) -> None:
+    if group.save is not None:
+        group.save.wait_over()
+        group.save = None
+
+
+def _default_memory(model: ModelFacade) -> int:
+    """What the host's budget leaves, or half of the free memory; at least two blocks with moments in fp32."""
+    blocks = [block for pipeline in model._step_group.models.all_pipelines() for block in pipeline.block_parameters()]
+    largest = max((sum(p.nbytes + 12 * p.numel() for p in block) for block in blocks), default=0)
+    budget = object.__getattribute__(model, "__dict__").get("_host_budget")
+    left = free_host_bytes() // 2 if budget is None else budget - host_arena().asked_bytes
+    return max(left, 2 * largest)

@@ -1,0 +1,143 @@
+#include <roundpipe/saving/tensor_files.h>
+
+#include <algorithm>
+#include <map>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <roundpipe/checkpoint/crc32c.h>
+#include <roundpipe/checkpoint/manifest.h>
+#include <roundpipe/checkpoint/safetensors.h>
+#include <roundpipe/core/error.h>
+
+namespace roundpipe::saving {
+
+using checkpoint::TensorEntry;
+
+namespace {
+
+constexpr int64_t kPartBytes = 8 << 20;
+
+const std::map<c10::ScalarType, const char*>& dtype_names() {
+  static const std::map<c10::ScalarType, const char*> names = {
+      {at::kDouble, "F64"},         {at::kFloat, "F32"},        {at::kHalf, "F16"},
+      {at::kBFloat16, "BF16"},      {at::kLong, "I64"},         {at::kInt, "I32"},
+      {at::kShort, "I16"},          {at::kChar, "I8"},          {at::kByte, "U8"},
+      {at::kUInt64, "U64"},         {at::kUInt32, "U32"},       {at::kUInt16, "U16"},
+      {at::kBool, "BOOL"},          {at::kComplexFloat, "C64"}, {at::kFloat8_e4m3fn, "F8_E4M3"},
+      {at::kFloat8_e5m2, "F8_E5M2"}};
+  return names;
+}
+
+c10::ScalarType dtype_of(const TensorEntry& entry, const std::string& where) {
+  for (const auto& [dtype, name] : dtype_names()) {
+    if (entry.dtype == name) return dtype;
+  }
+  throw Error(concat("[checkpoint] '", entry.name, "' in ", where, " has the dtype ", entry.dtype,
+                     ", expected one that torch has"));
+}
+
+// Reads one file in order, and keeps its checksum on the way.
+class Reader {
+ public:
+  Reader(checkpoint::File& file, const std::function<void(int64_t)>& progress) : file_(file), progress_(progress) {}
+
+  void read(void* data, int64_t bytes) {
+    auto* to = static_cast<char*>(data);
+    while (bytes > 0) {
+      const int64_t part = std::min(bytes, kPartBytes);
+      file_.read(at_, to, part);
+      checksum_ = checkpoint::crc32c(to, static_cast<size_t>(part), checksum_);
+      progress_(part);
+      at_ += part;
+      to += part;
+      bytes -= part;
+    }
+  }
+  void skip_to(int64_t offset) {
+    while (at_ < offset) {
+      buffer_.resize(static_cast<size_t>(std::min(offset - at_, kPartBytes)));
+      read(buffer_.data(), static_cast<int64_t>(buffer_.size()));
+    }
+  }
+  uint32_t checksum() const { return checksum_; }
+
+ private:
+  checkpoint::File& file_;
+  const std::function<void(int64_t)>& progress_;
+  int64_t at_ = 0;
+  uint32_t checksum_ = 0;
+  std::vector<char> buffer_;
+};
+
+void read_into(Reader& reader, const at::Tensor& to, c10::ScalarType dtype) {
+  if (to.scalar_type() == dtype && to.is_contiguous()) {
+    return reader.read(to.mutable_data_ptr(), static_cast<int64_t>(to.nbytes()));
+  }
+  const at::Tensor values = at::empty(to.sizes(), at::TensorOptions().dtype(dtype));
+  reader.read(values.mutable_data_ptr(), static_cast<int64_t>(values.nbytes()));
+  to.copy_(values);
+}
+
+}  // namespace
+
+std::string dtype_name(c10::ScalarType dtype, const std::string& what) {
+  const auto found = dtype_names().find(dtype);
+  if (found == dtype_names().end()) {
+    throw std::invalid_argument(concat("[save_checkpoint] ", what, " is ", c10::toString(dtype),
+                                       ", expected a dtype that safetensors has; convert it first"));
+  }
+  return found->second;
+}
+
+void write_tensor(const Target& target, const at::Tensor& tensor) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor dense = tensor.contiguous();
+  const auto bytes = static_cast<int64_t>(dense.nbytes());
+  if (bytes > 0) target.file->write_at(target.offset, dense.const_data_ptr(), bytes);
+}
+
+void read_tensors(const std::string& folder, const checkpoint::FileRecord& record,
+                  const std::vector<Destination>& destinations, const std::function<void(int64_t)>& progress,
+                  checkpoint::FileSystem& files) {
+  const at::NoGradGuard no_grad;
+  const std::string path = checkpoint::join(folder, record.name);
+  const checkpoint::SafetensorsHeader header = checkpoint::read_safetensors_header(path, files);
+  std::map<std::string, const TensorEntry*> entries;
+  for (const TensorEntry& entry : header.tensors) entries[entry.name] = &entry;
+  std::map<int64_t, std::pair<at::Tensor, c10::ScalarType>> places;  // by offset
+  for (const auto& [name, tensor] : destinations) {
+    const auto found = entries.find(name);
+    if (found == entries.end()) {
+      throw Error(concat("[checkpoint] ", path, " has no tensor '", name,
+                         "', expected it; its manifest or its state is of another checkpoint"));
+    }
+    const TensorEntry& entry = *found->second;
+    if (tensor.sizes() != at::IntArrayRef(entry.shape)) {
+      throw std::invalid_argument(concat("[load_checkpoint] '", name, "' has shape ", at::IntArrayRef(entry.shape),
+                                         " in ", path, ", expected ", tensor.sizes(),
+                                         "; load it into the model that was saved"));
+    }
+    if (tensor.numel() > 0) places[entry.offset] = {tensor, dtype_of(entry, path)};
+  }
+  checkpoint::File file = files.open_to_read(path);
+  const int64_t size = file.size();
+  if (size != record.bytes) {
+    throw Error(concat("[checkpoint] ", path, " has ", size, " bytes, expected ", record.bytes,
+                       "; it is damaged, use another checkpoint"));
+  }
+  Reader reader(file, progress);
+  for (const auto& [offset, taker] : places) {
+    reader.skip_to(offset);
+    read_into(reader, taker.first, taker.second);
+  }
+  reader.skip_to(size);
+  if (reader.checksum() != record.crc32c) {
+    throw Error(concat("[checkpoint] ", path, " has the checksum ", checkpoint::format_crc32c(reader.checksum()),
+                       ", expected ", checkpoint::format_crc32c(record.crc32c),
+                       "; it is damaged, use another checkpoint"));
+  }
+}
+
+}  // namespace roundpipe::saving

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <roundpipe/checkpoint/file_system.h>
+#include <roundpipe/checkpoint/output_file.h>
+
+namespace roundpipe::saving {
+
+// Tensors in the files of a checkpoint. Thread safety: any thread.
+
+// The name of a dtype in safetensors. Throws std::invalid_argument, naming `what`, for one that the format lacks.
+std::string dtype_name(c10::ScalarType dtype, const std::string& what);
+
+// The place of a tensor's first byte.
+struct Target {
+  checkpoint::OutputFile* file = nullptr;
+  int64_t offset = 0;
+};
+
+// Writes the values of a host tensor in the order of its dimensions, whatever its strides. Blocks.
+void write_tensor(const Target& target, const at::Tensor& tensor);
+
+// A tensor of a file, by its name there, and the host tensor that takes its values, cast to that one's dtype.
+using Destination = std::pair<std::string, at::Tensor>;
+
+// Reads a safetensors file of `folder` once, from its first byte to its last, puts tensors where `destinations` say,
+// and compares the file's checksum with `record`'s. No second copy is made, except of a tensor whose dtype or strides
+// differ from the file's. `progress` is called with the bytes of each part that was read; it may throw.
+// Throws Error for a damaged file or one that lacks a destination's name, and std::invalid_argument for another shape.
+// Names and shapes are checked before anything is written to; a wrong checksum is found only at the end.
+void read_tensors(const std::string& folder, const checkpoint::FileRecord& record,
+                  const std::vector<Destination>& destinations, const std::function<void(int64_t)>& progress,
+                  checkpoint::FileSystem& files = checkpoint::FileSystem::real());
+
+}  // namespace roundpipe::saving

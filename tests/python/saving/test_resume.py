@@ -1,0 +1,141 @@
+"""A resumed training has the bits of the one that was not interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import roundpipe
+from resumable import Recipe, Training, assert_same_state
+
+RECIPES = {
+    "fp32, asynchronous": Recipe(),
+    "fp32, synchronous": Recipe(is_async=False),
+    "bf16": Recipe(dtype=torch.bfloat16, normed=False),
+    "bf16, clipped": Recipe(dtype=torch.bfloat16, clip=0.05),
+    "fp16 with a scaler": Recipe(dtype=torch.float16, scaled=True, normed=False),
+    "fp16 with a scaler, synchronous": Recipe(dtype=torch.float16, scaled=True, normed=False, is_async=False),
+    "8-bit moments": Recipe(options={"moments": "8bit"}),
+    "fp32 gradients": Recipe(dtype=torch.bfloat16, normed=False, calls=2, options={"gradients": "float32"}),
+    "SGD with momentum": Recipe(kind="SGD", options={"momentum": 0.9}),
+    "NAdam": Recipe(kind="NAdam"),
+    "frozen layers": Recipe(frozen=(0, 2), normed=False),
+    "torch's AdamW": Recipe(optimizer="torch"),
+    "torch's AdamW, synchronous": Recipe(optimizer="torch", is_async=False),
+    "torch's AdamW over bf16": Recipe(optimizer="torch", dtype=torch.bfloat16, normed=False),
+    "torch's SGD with a scaler": Recipe(optimizer="torch", kind="SGD", dtype=torch.float16, scaled=True, normed=False),
+}
+RESUMED_ON = {name: 1 + index % 3 for index, name in enumerate(RECIPES)}
+
+
+def uninterrupted(recipe: Recipe, steps: int) -> dict[str, torch.Tensor]:
+    training = Training(recipe, devices=4)
+    training.run(steps)
+    return training.final()
+
+
+@pytest.mark.parametrize("snapshot_memory", [1, None], ids=["no memory", "memory"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_resumed_run_has_the_same_bits(name: str, snapshot_memory: int | None, tmp_path: Path) -> None:
+    recipe = RECIPES[name]
+    expected = uninterrupted(recipe, 9)
+    training = Training(recipe, devices=4)
+    training.run(5)
+    save = training.save(tmp_path, snapshot_memory=snapshot_memory)
+    training.run(4)
+    assert_same_state(training.final(), expected)  # the save has changed nothing
+    assert save.wait().bytes > 0
+    assert save.step == 5
+    resumed = Training(recipe, devices=RESUMED_ON[name])
+    resumed.run(1)  # loading replaces whatever there is
+    assert resumed.load(tmp_path).step == 5
+    resumed.run(4)
+    assert_same_state(resumed.final(), expected)
+
+
+@pytest.mark.parametrize("optimizer", ["fused", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_save_in_the_middle_of_a_step_keeps_its_gradients(optimizer: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    recipe = Recipe(optimizer=optimizer, calls=3, dtype=dtype, normed=False)
+    expected = uninterrupted(recipe, 4)
+    training = Training(recipe, devices=3)
+    training.run(2)
+    training.call()
+    save = training.save(tmp_path, snapshot_memory=1)
+    training.call()
+    training.call()
+    training.step()
+    training.run(1)
+    assert_same_state(training.final(), expected)
+    save.wait()
+    resumed = Training(recipe, devices=2)
+    resumed.load(tmp_path)
+    resumed.call()
+    resumed.call()
+    resumed.step()
+    resumed.run(1)
+    assert_same_state(resumed.final(), expected)
+
+
+def test_the_number_of_microbatches_is_the_checkpoint_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = Recipe(num_microbatch=None, normed=False)
+    expected = uninterrupted(recipe, 4)
+    training = Training(recipe, devices=4)
+    training.run(2)
+    training.save(tmp_path, wait=True)
+    resumed = Training(recipe, devices=1)
+    resumed.load(tmp_path)
+    assert "num_microbatch of resumed is 5, as in the checkpoint" in capsys.readouterr().err
+    resumed.run(2)
+    assert_same_state(resumed.final(), expected)
+
+
+def test_every_step_may_be_saved(tmp_path: Path) -> None:
+    recipe = Recipe(dtype=torch.bfloat16)
+    expected = uninterrupted(recipe, 6)
+    training = Training(recipe, devices=2)
+    for _ in range(6):
+        training.run(1)
+        training.save(tmp_path, keep_last=2, keep_every=3)
+    assert_same_state(training.final(), expected)
+    training.save(tmp_path / "end", wait=True)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-3", "step-5", "step-6"]
+    resumed = Training(recipe, devices=3)
+    resumed.load(tmp_path / "step-3")
+    resumed.run(3)
+    assert_same_state(resumed.final(), expected)
+
+
+def test_states_of_any_object_and_random_states(tmp_path: Path) -> None:
+    import random
+
+    import numpy
+
+    class Counter:
+        value = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": self.value, 3: (1.5, float("inf")), "array": numpy.arange(4), "raw": b"\x00\xff"}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            assert state[3] == (1.5, float("inf"))
+            assert state["array"].tolist() == [0, 1, 2, 3]
+            assert state["raw"] == b"\x00\xff"
+            self.value = state["value"]
+
+    training = Training(Recipe(), devices=1)
+    counter = Counter()
+    counter.value = 2**70
+    folder = tmp_path / "run"
+    roundpipe.save_checkpoint(
+        folder, training.model, training.optimizer, state={"counter": counter, "note": ["text", None]}, wait=True
+    )
+    drawn = (random.random(), float(numpy.random.rand()), float(torch.rand(())))
+    other = Counter()
+    loaded = roundpipe.load_checkpoint(folder, training.model, training.optimizer, state={"counter": other})
+    assert other.value == 2**70
+    assert loaded.state["note"] == ["text", None]
+    assert (random.random(), float(numpy.random.rand()), float(torch.rand(()))) == drawn
