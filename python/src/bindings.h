@@ -10,7 +10,6 @@
 
 namespace roundpipe::python {
 
-void bind_checkpoint(pybind11::module_& module);
 void bind_errors(pybind11::module_& module);
 void bind_frontend(pybind11::module_& module);
 void bind_device(pybind11::module_& module);

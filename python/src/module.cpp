@@ -16,7 +16,6 @@ PYBIND11_MODULE(_core, module) {
   roundpipe::python::bind_pipeline(module);
   roundpipe::python::bind_random(module);
   roundpipe::python::bind_model_optimizer(module);
-  roundpipe::python::bind_checkpoint(module);
   roundpipe::python::bind_saving(module);
   roundpipe::python::bind_ops(module);
 }
