@@ -74,6 +74,10 @@ std::unique_ptr<StepWriter> RunFolder::begin(int64_t step, const BeginOptions& o
   return std::make_unique<StepWriter>(run_, step, options.replace);
 }
 
+std::unique_ptr<Journal> RunFolder::open_journal(int64_t after_step) {
+  return std::make_unique<Journal>(run_, after_step);
+}
+
 std::vector<int64_t> RunFolder::steps() const { return complete_steps(run_->folder, run_->files); }
 
 std::optional<int64_t> RunFolder::latest() const { return latest_step(run_->folder, run_->files); }

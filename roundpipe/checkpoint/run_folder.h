@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <roundpipe/checkpoint/file_system.h>
+#include <roundpipe/checkpoint/journal.h>
 #include <roundpipe/checkpoint/step_writer.h>
 
 namespace roundpipe::checkpoint {
@@ -39,6 +40,9 @@ class RunFolder {
 
   // Begins a checkpoint, beside others that are being written.
   std::unique_ptr<StepWriter> begin(int64_t step, const BeginOptions& options = {});
+
+  // The journal, to write in; one at a time. See Journal.
+  std::unique_ptr<Journal> open_journal(int64_t after_step);
 
   // The complete checkpoints: see steps.h.
   std::vector<int64_t> steps() const;

@@ -3,31 +3,15 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
 
 #include <roundpipe/checkpoint/file_system.h>
 #include <roundpipe/checkpoint/manifest.h>
 #include <roundpipe/checkpoint/output_file.h>
-#include <roundpipe/checkpoint/run_lock.h>
+#include <roundpipe/checkpoint/run_state.h>
 #include <roundpipe/core/mutex.h>
 
 namespace roundpipe::checkpoint {
-
-// What a run folder and its writers share; the lock lasts as long as any of them.
-struct RunState {
-  RunState(std::string path, FileSystem& file_system)
-      : folder(std::move(path)), files(file_system), lock(folder, files) {}
-
-  const std::string folder;
-  FileSystem& files;
-  const RunLock lock;
-
-  Mutex mutex;  // also held while a step takes its place, and while others are removed
-  // Protected by mutex.
-  std::set<int64_t> being_written ROUNDPIPE_GUARDED_BY(mutex);
-  int64_t writers ROUNDPIPE_GUARDED_BY(mutex) = 0;  // made so far
-};
 
 // A checkpoint that is being written, in a hidden folder beside its place. RunFolder::begin makes it.
 // Thread safety: any thread; commit once, when no other call runs.
