@@ -739,3 +739,85 @@ def gated_mlp(
 def two_layer_mlp(
     input: torch.Tensor, up: Projection, down: Projection, activation: str, chunk_tokens: int
 ) -> torch.Tensor: ...
+
+# -- checkpoints on disk: roundpipe/checkpoint ------------------------------------------------------------------------
+
+class FileRecord:
+    name: str
+    bytes: int
+    crc32c: int
+
+class Manifest:
+    step: int
+    files: list[FileRecord]
+    writer: dict[str, str]
+    format: str
+
+def read_manifest(folder: str) -> Manifest: ...
+def parse_manifest(text: str | bytes, where: str) -> Manifest: ...
+
+# The offset counts from the file's first byte.
+class TensorEntry:
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+    bytes: int
+
+class SafetensorsHeader:
+    tensors: list[TensorEntry]
+    metadata: dict[str, str]
+
+def read_safetensors_header(path: str) -> SafetensorsHeader: ...
+def parse_safetensors_header(start: bytes, file_bytes: int, where: str) -> SafetensorsHeader: ...
+
+class FileProblem:
+    file: str
+    problem: str
+
+# progress: called with the bytes read so far, and all; what it raises ends the verification.
+def verify_step(
+    folder: str, threads: int = 4, progress: Callable[[int, int], object] | None = None
+) -> list[FileProblem]: ...
+def crc32c(data: bytes, seed: int = 0) -> int: ...
+
+# problem: "" where the checkpoint is complete
+class FoundStep:
+    step: int
+    folder: str
+    problem: str
+
+def step_name(step: int) -> str: ...
+def require_complete(folder: str) -> Manifest: ...
+def find_steps(run_folder: str) -> list[FoundStep]: ...
+def complete_steps(run_folder: str) -> list[int]: ...
+def latest_step(run_folder: str) -> int | None: ...
+
+# text: a JSON object in one line
+class JournalRecord:
+    step: int
+    text: str
+
+class JournalContents:
+    records: list[JournalRecord]
+    notice: str
+    whole_bytes: int
+
+def read_journal(run_folder: str, after_step: int = -1) -> JournalContents: ...
+
+class Journal:
+    notice: str
+    def recorded(self, step: int) -> str | None: ...
+    def last_recorded(self) -> int | None: ...
+    def append(self, step: int, text: str) -> None: ...
+    def rewind(self, step: int) -> None: ...
+
+# Holds the folder's lock, and so does its journal.
+class RunFolder:
+    path: str
+    notices: list[str]
+    def __init__(self, folder: str) -> None: ...
+    def open_journal(self, after_step: int) -> Journal: ...
+    def steps(self) -> list[int]: ...
+    def latest(self) -> int | None: ...
+    def prune(self, keep_last: int, keep_every: int = 0) -> list[int]: ...

@@ -12,6 +12,7 @@ namespace roundpipe::python {
 
 void bind_errors(pybind11::module_& module);
 void bind_frontend(pybind11::module_& module);
+void bind_checkpoint_files(pybind11::module_& module);
 void bind_device(pybind11::module_& module);
 void bind_memory(pybind11::module_& module);
 void bind_modules(pybind11::module_& module);
@@ -21,6 +22,7 @@ void bind_optim(pybind11::module_& module);
 void bind_pipeline(pybind11::module_& module);
 void bind_random(pybind11::module_& module);
 void bind_saving(pybind11::module_& module);
+void bind_run_folder(pybind11::module_& module);
 void bind_schedule(pybind11::module_& module);
 
 // The Python class of a small struct: read-only attributes, and a __repr__ that shows them in their order, such as

@@ -18,4 +18,6 @@ PYBIND11_MODULE(_core, module) {
   roundpipe::python::bind_model_optimizer(module);
   roundpipe::python::bind_saving(module);
   roundpipe::python::bind_ops(module);
+  roundpipe::python::bind_checkpoint_files(module);
+  roundpipe::python::bind_run_folder(module);
 }

@@ -1,0 +1,142 @@
+"""The extension's run folders, journals and readers of what is in them: what Python passes and gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from roundpipe import _core
+
+
+def make_step(run: Path, step: int, files: dict[str, bytes]) -> Path:
+    """A checkpoint made by hand, as roundpipe/checkpoint/manifest.h describes it."""
+    folder = run / f"step-{step}"
+    folder.mkdir(parents=True)
+    records = []
+    for name, contents in files.items():
+        (folder / name).write_bytes(contents)
+        records.append({"name": name, "bytes": len(contents), "crc32c": f"{_core.crc32c(contents):08x}"})
+    manifest = {
+        "format": "roundpipe checkpoint",
+        "version": "1.0",
+        "step": step,
+        "writer": {"by": "hand"},
+        "files": records,
+    }
+    text = json.dumps(manifest, indent=2).removesuffix("\n}")
+    (folder / "manifest.json").write_text(f'{text},\n  "manifest_crc32c": "{_core.crc32c(text.encode()):08x}"\n}}\n')
+    return folder
+
+
+def test_steps_are_found_verified_and_pruned(tmp_path: Path) -> None:
+    assert _core.latest_step(str(tmp_path / "run")) is None
+    for step in (1, 2, 3):
+        folder = make_step(tmp_path / "run", step, {"a": b"alpha", "none": b""})
+    make_step(tmp_path / "run", 4, {"a": b"alpha"}).joinpath("a").write_bytes(b"cut")
+    run = _core.RunFolder(str(tmp_path / "run"))
+    assert run.path == str(tmp_path / "run") and run.notices == []
+    assert run.steps() == [1, 2, 3] == _core.complete_steps(run.path)
+    assert run.latest() == 3 == _core.latest_step(run.path)
+    problem = _core.find_steps(run.path)[3].problem
+    assert "has 3 bytes, expected 5" in problem
+    manifest = _core.require_complete(str(folder))
+    assert manifest.step == 3 and manifest.writer == {"by": "hand"} and manifest.format == "1.0"
+    assert [(file.name, file.bytes) for file in manifest.files] == [("a", 5), ("none", 0)]
+    assert _core.verify_step(str(folder)) == []
+    (folder / "a").write_bytes(b"alphA")
+    (found,) = _core.verify_step(str(folder), threads=2)
+    assert found.file == "a" and "its checksum is" in found.problem
+    assert run.prune(keep_last=2) == [1]
+    with pytest.raises(ValueError, match="keep_last is 0"):
+        run.prune(0)
+
+
+def test_a_run_folder_has_one_writer(tmp_path: Path) -> None:
+    run = _core.RunFolder(str(tmp_path))
+    with pytest.raises(_core.RoundPipeError, match="in use by this process"):
+        _core.RunFolder(str(tmp_path))
+    journal = run.open_journal(0)
+    del run
+    with pytest.raises(_core.RoundPipeError, match="in use by this process"):
+        _core.RunFolder(str(tmp_path))
+    del journal
+    assert _core.RunFolder(str(tmp_path)).steps() == []
+
+
+def test_what_progress_raises_ends_a_verification(tmp_path: Path) -> None:
+    folder = make_step(tmp_path, 1, {"a": b"x" * 1000})
+    told: list[tuple[int, int]] = []
+    assert _core.verify_step(str(folder), progress=lambda done, total: told.append((done, total))) == []
+    assert told == [(0, 1000), (1000, 1000)]
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt(f"{done} of {total}")
+
+    with pytest.raises(KeyboardInterrupt, match="0 of 1000"):
+        _core.verify_step(str(folder), progress=interrupt)
+
+
+def test_the_journal(tmp_path: Path) -> None:
+    run = _core.RunFolder(str(tmp_path))
+    journal = run.open_journal(after_step=0)
+    for step in (1, 2, 3):
+        journal.append(step, json.dumps({"loss": step / 3}))
+    with pytest.raises(ValueError, match="expected a JSON object in one line"):
+        journal.append(4, "[1]")
+    with pytest.raises(_core.RoundPipeError, match="is open in this process"):
+        run.open_journal(0)
+    del journal
+    with (tmp_path / "journal.log").open("ab") as file:
+        file.write(b"torn")
+    contents = _core.read_journal(str(tmp_path), after_step=1)
+    assert [(record.step, json.loads(record.text)) for record in contents.records] == [
+        (2, {"loss": 2 / 3}),
+        (3, {"loss": 1.0}),
+    ]
+    assert "the last 4 bytes are no whole record" in contents.notice
+    journal = run.open_journal(1)
+    assert journal.notice == contents.notice
+    assert journal.last_recorded() == 3 and journal.recorded(2) == contents.records[0].text
+    assert journal.recorded(1) is None
+    journal.rewind(1)
+    assert journal.last_recorded() is None
+
+
+def test_headers_of_the_safetensors_package(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    tensors = {
+        "weight": torch.ones(3, 5, dtype=torch.bfloat16),
+        "mask": torch.ones(3, dtype=torch.bool),
+        "step": torch.tensor(7),
+        "none": torch.empty(0, 4),
+    }
+    save_file(tensors, path, {"format": "pt"})
+    header = _core.read_safetensors_header(str(path))
+    assert header.metadata == {"format": "pt"}
+    read = {entry.name: (entry.dtype, entry.shape, entry.bytes) for entry in header.tensors}
+    assert read == {
+        "weight": ("BF16", [3, 5], 30),
+        "mask": ("BOOL", [3], 3),
+        "step": ("I64", [], 8),
+        "none": ("F32", [0, 4], 0),
+    }
+    contents = path.read_bytes()
+    again = _core.parse_safetensors_header(contents[:-1], len(contents), "here")
+    assert [repr(entry) for entry in again.tensors] == [repr(entry) for entry in header.tensors]
+    with pytest.raises(_core.RoundPipeError, match=r"^\[here"):
+        _core.parse_safetensors_header(contents, len(contents) - 1, "here")
+    with pytest.raises(_core.RoundPipeError, match=r"cannot open .*none: No such file"):
+        _core.read_safetensors_header(str(tmp_path / "none"))
+
+
+def test_manifests_are_refused_by_what_is_wrong(tmp_path: Path) -> None:
+    text = (make_step(tmp_path, 5, {"a": b""}) / "manifest.json").read_bytes()
+    assert _core.parse_manifest(text, "here").step == 5
+    with pytest.raises(_core.RoundPipeError, match="own checksum"):
+        _core.parse_manifest(text.replace(b'"step": 5', b'"step": 6'), "here")
+    with pytest.raises(_core.RoundPipeError, match=r"has format 2\.0, expected 1\.x"):
+        _core.parse_manifest(text.replace(b'"1.0"', b'"2.0"'), "here")
