@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -298,56 +299,57 @@ TEST_CASE("run folder: names of steps") {
   CHECK_THROWS_AS(step_name(-1), std::invalid_argument);
 }
 
-// -- each system call fails once --------------------------------------------------------------------------------------
+// -- each system call fails once, or is the last ----------------------------------------------------------------------
 
 namespace {
 
-// A folder with complete checkpoints of steps 1 and 2; then step 2 is replaced or step 3 is saved, with retention,
-// while system call `failing` of that fails. Returns whether it came to that call.
-bool survives(int failing, int error, bool replace, bool can_exchange, bool every_one_after) {
-  const TemporaryFolder folder(kMemory);
-  {
-    RunFolder run(folder.path());
-    save(run, 1);
-    save(run, 2);
-  }
-  const int64_t step = replace ? 2 : 3;
+// Checkpoints of steps 1 and 2 are there. Then step 2 is replaced or step 3 is saved, with retention.
+struct Save {
+  bool replace = false;
+  bool can_exchange = true;  // names, in one step
+  int64_t step() const { return replace ? 2 : 3; }
+};
+const std::vector<Save> kSaves = {{false, true}, {true, true}, {true, false}};
+
+void prepare(const std::string& folder) {
+  RunFolder run(folder);
+  save(run, 1);
+  save(run, 2);
+}
+
+// Returns how it ended: "saved", "pruned", or a message. System calls of it are numbered from 0.
+std::string save_and_prune(const std::string& folder, const Save& what, const std::function<int(int number)>& fault) {
   FaultyFiles files;
-  bool reached = false;
-  std::string message;
-  bool reported_done = false;
-  {
-    RunFolder run(folder.path(), files);
-    files.calls = 0;
-    files.fault = [&](Call call, const std::string&, int number) {
-      if (number == failing || (every_one_after && number > failing)) {
-        reached = true;
-        return error;
-      }
-      return call == Call::kExchange && !can_exchange ? EINVAL : 0;
-    };
-    try {
-      save(run, step, "second", replace);
-      reported_done = true;
-      run.prune({.keep_last = 2});
-    } catch (const Error& failed) {
-      message = failed.what();
-    }
-    files.fault = nullptr;
+  RunFolder run(folder, files);
+  std::string end;
+  files.calls = 0;
+  files.fault = [&](Call call, const std::string&, int number) {
+    const int error = fault(number);
+    return error == 0 && call == Call::kExchange && !what.can_exchange ? EINVAL : error;
+  };
+  try {
+    save(run, what.step(), "second", what.replace);
+    end = "saved";
+    run.prune({.keep_last = 2});
+    end = "pruned";
+  } catch (const Error& failed) {
+    if (end.empty()) end = failed.what();
   }
-  CAPTURE(failing);
-  CAPTURE(message);
-  if (!message.empty()) CHECK(contains(message, "[checkpoint] cannot "));
+  files.fault = nullptr;
+  return end;
+}
+
+void check_what_is_there(const std::string& folder, const Save& what, bool saved) {
   // Another program looks before anybody has cleaned up, and then the next run opens the folder.
-  if (can_exchange || !replace) CHECK(complete_steps(folder.path()).back() >= 2);
-  const RunFolder run(folder.path());
+  if (what.can_exchange || !what.replace) CHECK(complete_steps(folder).back() >= 2);
+  const RunFolder run(folder);
   const Steps steps = run.steps();
+  REQUIRE(steps.size() >= 1);
   CHECK(steps.back() >= 2);
-  if (reported_done) CHECK(contents_of(folder / step_name(step) + "/mark") == "second");
-  for (const int64_t complete : steps) CHECK(verify_step(folder / step_name(complete)).empty());
-  for (const std::string& name : names_in(folder.path())) CHECK((name == ".lock" || step_of(name).has_value()));
-  CHECK(find_steps(folder.path()).size() == steps.size());
-  return reached;
+  if (saved) CHECK(contents_of(join(folder, step_name(what.step()) + "/mark")) == "second");
+  for (const int64_t step : steps) CHECK(verify_step(join(folder, step_name(step))).empty());
+  for (const std::string& name : names_in(folder)) CHECK((name == ".lock" || step_of(name).has_value()));
+  CHECK(find_steps(folder).size() == steps.size());
 }
 
 }  // namespace
@@ -355,12 +357,83 @@ bool survives(int failing, int error, bool replace, bool can_exchange, bool ever
 TEST_CASE("run folder: whichever system call of a save fails, the last complete checkpoint stays") {
   for (const int error : {EIO, ENOSPC}) {
     for (const bool every_one_after : {false, true}) {
-      for (const auto& [replace, can_exchange] :
-           std::vector<std::pair<bool, bool>>{{false, true}, {true, true}, {true, false}}) {
+      for (const Save& what : kSaves) {
+        bool reached = true;
         int failing = 0;
-        while (survives(failing, error, replace, can_exchange, every_one_after)) ++failing;
-        CHECK(failing > 20);
+        for (; reached; ++failing) {
+          const TemporaryFolder folder(kMemory);
+          prepare(folder.path());
+          reached = false;
+          const std::string end = save_and_prune(folder.path(), what, [&](int number) {
+            if (number != failing && !(every_one_after && number > failing)) return 0;
+            reached = true;
+            return error;
+          });
+          CAPTURE(failing);
+          CAPTURE(end);
+          const bool saved = end == "saved" || end == "pruned";
+          CHECK((saved || contains(end, "[checkpoint] cannot ")));
+          check_what_is_there(folder.path(), what, saved);
+        }
+        CHECK(failing > 25);
       }
     }
+  }
+}
+
+TEST_CASE("run folder: a process that is killed at any system call of a save leaves the last complete checkpoint") {
+  for (const Save& what : kSaves) {
+    int last = 0;
+    for (bool killed = true; killed; ++last) {
+      const TemporaryFolder folder(kMemory);
+      prepare(folder.path());
+      const int status = in_child([&] {
+        const std::string end = save_and_prune(folder.path(), what, [&](int number) {
+          if (number == last) ::_exit(9);
+          return 0;
+        });
+        if (end != "pruned") throw Error(end);
+      });
+      killed = status == 9;
+      CAPTURE(last);
+      CHECK((killed || status == 0));
+      check_what_is_there(folder.path(), what, !killed);
+    }
+    CHECK(last > 25);
+  }
+}
+
+TEST_CASE("run folder: everything is on the disk before the name, and the name before anything is removed") {
+  for (const Save& what : kSaves) {
+    const TemporaryFolder folder(kMemory);
+    prepare(folder.path());
+    FaultyFiles files;
+    std::vector<std::string> calls;  // "write mark"
+    files.fault = [&](Call call, const std::string& path, int) {
+      const std::map<Call, std::string> names = {{Call::kWrite, "write "},
+                                                 {Call::kSync, "sync "},
+                                                 {Call::kRemove, "remove "},
+                                                 {Call::kRename, "rename "},
+                                                 {Call::kExchange, "exchange "}};
+      const std::filesystem::path of(path);
+      const bool hidden = of.filename().string().starts_with(".");
+      const std::string name = hidden ? "aside" : path == folder.path() ? "run" : of.filename().string();
+      if (names.contains(call)) calls.push_back(names.at(call) + name);
+      return call == Call::kExchange && !what.can_exchange ? EINVAL : 0;
+    };
+    RunFolder run(folder.path(), files);
+    calls.clear();
+    save(run, what.step(), "second", what.replace);
+    std::vector<std::string> expected = {"write mark", "sync mark",           "write data",         "write data",
+                                         "sync data",  "write manifest.json", "sync manifest.json", "sync aside"};
+    const std::vector<std::string> rest =
+        !what.replace       ? std::vector<std::string>{"rename aside"}
+        : what.can_exchange ? std::vector<std::string>{"exchange aside"}
+                            : std::vector<std::string>{"exchange aside", "rename step-2", "rename aside"};
+    expected.insert(expected.end(), rest.begin(), rest.end());
+    expected.push_back("sync run");
+    if (what.replace)
+      expected.insert(expected.end(), {"remove data", "remove manifest.json", "remove mark", "remove aside"});
+    CHECK(calls == expected);
   }
 }
