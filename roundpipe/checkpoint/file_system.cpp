@@ -131,6 +131,15 @@ File FileSystem::open(const std::string& path, int flags, const char* purpose) {
 
 File FileSystem::create(const std::string& path) { return open(path, O_WRONLY | O_CREAT | O_EXCL, "create"); }
 
+std::optional<File> FileSystem::open_direct(const std::string& path) {
+  const int descriptor = again([&] {
+    return allowed(Call::kOpen, path) ? ::open(path.c_str(), O_WRONLY | O_DIRECT | O_NOFOLLOW | O_CLOEXEC) : -1;
+  });
+  if (descriptor != -1) return File(*this, descriptor, path);
+  if (errno == EINVAL || errno == EOPNOTSUPP) return {};
+  fail("open ", path);
+}
+
 File FileSystem::open_to_update(const std::string& path) {
   return open(path, O_RDWR | O_CREAT | O_NOFOLLOW, "open for writing");
 }
@@ -288,6 +297,34 @@ void File::write(int64_t offset, const void* data, int64_t bytes) {
     from += written;
     offset += written;
     bytes -= written;
+  }
+}
+
+int64_t File::write_direct(int64_t offset, const void* data, int64_t bytes) {
+  const auto* from = static_cast<const char*>(data);
+  int64_t done = 0;
+  while (done < bytes) {
+    int64_t part = std::min(bytes - done, kMostAtOnce_bytes);
+    const ssize_t written = again([&]() -> ssize_t {
+      if (!files_->allowed(Call::kWrite, path_, &part)) return -1;
+      part -= part % kDirect_bytes;
+      return ::pwrite(descriptor_, from + done, static_cast<std::size_t>(part), static_cast<off_t>(offset + done));
+    });
+    if (written == -1 && (errno == EINVAL || errno == EOPNOTSUPP)) break;
+    if (written == -1) fail("write ", format_bytes(bytes - done), " at ", offset + done, " of ", path_);
+    done += written - written % kDirect_bytes;
+    if (written == 0 || written % kDirect_bytes != 0) break;
+  }
+  return done;
+}
+
+void File::reserve(int64_t bytes) {
+  // Not posix_fallocate, which writes all of it where the format has no such thing.
+  const auto call = [&] {
+    return files_->allowed(Call::kReserve, path_) ? ::fallocate(descriptor_, 0, 0, static_cast<off_t>(bytes)) : -1;
+  };
+  if (again(call) == -1 && errno != EOPNOTSUPP && errno != ENOSYS && errno != EINVAL) {
+    fail("set ", format_bytes(bytes), " aside for ", path_);
   }
 }
 

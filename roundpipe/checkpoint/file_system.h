@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -19,6 +20,7 @@ enum class Call {
   kOpen,
   kClose,
   kWrite,
+  kReserve,
   kRead,
   kSync,
   kTruncate,
@@ -31,6 +33,9 @@ enum class Call {
   kFreeSpace,
   kLock
 };
+
+// What places and sizes of writes past the system's cache are multiples of.
+inline constexpr int64_t kDirect_bytes = 4096;
 
 class File;
 
@@ -47,6 +52,8 @@ class FileSystem {
   File create(const std::string& path);
   // An existing regular file, to read. Links are followed; a pipe or a device is refused, not waited for.
   File open_to_read(const std::string& path);
+  // An existing file, to write past the system's cache with File::write_direct. Nothing where the disk's format cannot.
+  std::optional<File> open_direct(const std::string& path);
   // A file to read and write, made if it is not there.
   File open_to_update(const std::string& path);
 
@@ -101,6 +108,11 @@ class File {
   int64_t size();
   // All of the bytes, however many calls that takes.
   void write(int64_t offset, const void* data, int64_t bytes);
+  // The same past the system's cache, of a file from open_direct: `offset`, `data` and `bytes` are multiples of
+  // kDirect_bytes. Returns how many bytes were written, a multiple too; fewer where the disk refuses this way.
+  int64_t write_direct(int64_t offset, const void* data, int64_t bytes);
+  // Sets room aside on the disk, where its format can: then no later write finds it full.
+  void reserve(int64_t bytes);
   // An Error where the file ends before.
   void read(int64_t offset, void* data, int64_t bytes);
   void truncate(int64_t bytes);

@@ -58,6 +58,8 @@ TEST_CASE("files: every failure names the path, the system's words and what to d
       {Call::kOpen, [&] { files.open_to_read(there); }},
       {Call::kClose, [&] { files.open_to_read(there).close(); }},
       {Call::kWrite, [&] { file.write(0, "y", 1); }},
+      {Call::kReserve, [&] { file.reserve(1); }},
+      {Call::kOpen, [&] { files.open_direct(there); }},
       {Call::kRead, [&] { file.read(0, &letter, 1); }},
       {Call::kSync, [&] { file.sync(); }},
       {Call::kSync, [&] { files.sync_folder(folder.path()); }},
@@ -78,7 +80,7 @@ TEST_CASE("files: every failure names the path, the system's words and what to d
     CHECK(contains(text, "Input/output error; the disk may be failing"));
   }
   CHECK(contains(message(Call::kWrite, ENOSPC, cases[2].second), "No space left on device; free some space"));
-  CHECK(contains(message(Call::kMakeFolder, EROFS, cases[11].second), "choose a folder that this user can"));
+  CHECK(contains(message(Call::kMakeFolder, EROFS, cases[13].second), "choose a folder that this user can"));
   CHECK(contents_of(there) == "x");
   CHECK(contains(error_of<Error>([&] { files.create(there); }), "File exists"));
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <random>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -72,6 +73,43 @@ TEST_CASE("output file: large pieces, one after the other, and a file of no byte
   OutputFile empty(FileSystem::real(), folder.path(), "empty", 0);
   empty.write_at(0, nullptr, 0);
   CHECK(empty.finish() == FileRecord{"empty", 0, 0});
+}
+
+TEST_CASE(
+    "output file: pieces of a large file at any place, also where the disk takes less, or only through its cache") {
+  const TemporaryFolder folder;
+  const std::string text = random_text(6'000'001, 3);
+  int file_number = 0;
+  for (const int64_t most_at_once : {0, 4096, 5000, 100'000}) {
+    for (const int refused : {0, EINVAL}) {
+      FaultyFiles files;
+      files.most_at_once = most_at_once;
+      const std::set<int> past_the_cache = {0, 3, 5};  // of the writes of two pieces
+      int writes = 0;
+      files.fault = [&](Call call, const std::string&, int) {
+        if (call == Call::kReserve && refused != 0) return EOPNOTSUPP;
+        if (call != Call::kWrite || most_at_once != 0) return 0;
+        return past_the_cache.contains(writes++) ? refused : 0;
+      };
+      const std::string name = std::to_string(file_number++);
+      OutputFile file(files, folder.path(), name, static_cast<int64_t>(text.size()));
+      std::vector<int64_t> cuts = {0, 200'000, 200'001, 1'048'576, 1'300'000, 5'500'000, 6'000'001};
+      if (refused != 0 && most_at_once == 0) cuts = {0, 4096 * 1400, 6'000'001};
+      for (std::size_t i = cuts.size() - 1; i > 0; --i) {
+        file.write_at(cuts[i - 1], text.data() + cuts[i - 1], cuts[i] - cuts[i - 1]);
+      }
+      CHECK(file.finish() == FileRecord{name, 6'000'001, crc32c(text.data(), text.size())});
+      CHECK(contents_of(folder / name) == text);
+    }
+  }
+}
+
+TEST_CASE("output file: a full disk is told before a byte of a large file is written") {
+  const TemporaryFolder folder;
+  FaultyFiles files;
+  files.fault = [](Call call, const std::string&, int) { return call == Call::kReserve ? ENOSPC : 0; };
+  CHECK(contains(error_of<Error>([&] { OutputFile(files, folder.path(), "a", 1 << 20); }),
+                 "cannot set 1.00 MiB aside for " + folder.path() + "/a: No space left on device"));
 }
 
 TEST_CASE("output file: pieces outside, twice, missing or late are refused") {
