@@ -4,6 +4,7 @@ import argparse
 import itertools
 import sys
 import time
+from pathlib import Path
 
 import transformers
 
@@ -27,10 +28,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-tokens", type=int, default=16384, help="tokens of a step")
     parser.add_argument("--max-length", type=int, default=2048, help="tokens of a row; longer conversations are cut")
     parser.add_argument("--held-out", type=float, default=0.1, help="share of the conversations to hold out, or 0")
+    parser.add_argument(
+        "--save-every", type=int, metavar="STEPS", help="save a checkpoint so often, in OUT/checkpoints"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in OUT/checkpoints")
     parser.add_argument("--no-packing", dest="packed", action="store_false", help="give each conversation its own row")
     options = parser.parse_args()
     if options.lora is not None and options.lora < 1:
         parser.error(f"--lora is {options.lora}, expected a rank of at least 1; leave it out to train all weights")
+    if options.save_every is not None and options.save_every < 1:
+        parser.error(f"--save-every is {options.save_every}, expected at least 1")
     return options
 
 
@@ -54,18 +61,29 @@ def finetune(options: argparse.Namespace) -> None:
         check_packing(model)
     optimizer = roundpipe.optim.AdamW(model, lr=options.lr, decay_norms_and_biases=False)
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
-    if held_out:
+    checkpoints = Path(options.out) / "checkpoints"
+    saved = {"lr_scheduler": schedule, "state": {"data": train}}
+    done = 0
+    if options.resume and roundpipe.latest(checkpoints):
+        done = roundpipe.load_checkpoint(checkpoints, model, optimizer, **saved).step
+    elif held_out:
         print(f"held-out loss before {held_out_loss(model, held_out):.4f}", flush=True)
+    journal = roundpipe.RunJournal(checkpoints, after_step=done) if options.save_every else None
     model.train()
-    try:
-        for step, batch in enumerate(itertools.islice(train, steps), start=1):
+    with roundpipe.StopSignal() as stop:
+        for step, batch in enumerate(itertools.islice(train, steps - done), start=done + 1):
             start = time.perf_counter()
             loss = model.forward_backward(input_kwargs=batch, run_config=balanced_config(batch))
             model.step(optimizer, max_grad_norm=1.0, lr_scheduler=schedule)  # overlaps with the next batch
             speed = batch["input_ids"].numel() / (time.perf_counter() - start)
             print(f"step {step}/{steps}  loss {float(loss):.4f}  {speed:.0f} tokens/s", flush=True)
-    except KeyboardInterrupt:
-        print("interrupted, saving what has been learnt")
+            if journal:
+                journal.record(step, loss=float(loss))
+                if step % options.save_every == 0 or stop.requested:
+                    roundpipe.save_checkpoint(checkpoints, model, optimizer, step=step, keep_last=2, **saved)
+            if stop.requested:
+                print("interrupted, saving what has been learnt")
+                break
     if held_out:
         print(f"held-out loss after {held_out_loss(model, held_out):.4f}")
     model.save_pretrained(options.out)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from roundpipe.model.pending import Pending
     from roundpipe.model.pipe import RoundPipe
     from roundpipe.model.wrap import AutoRoundPipe, wrap_model_to_roundpipe
+    from roundpipe.runs.journal import RunJournal, read_journal
+    from roundpipe.runs.stop_signal import StopSignal
     from roundpipe.saving.folders import latest
     from roundpipe.saving.load import Loaded, load_checkpoint
     from roundpipe.saving.save import Save, SaveReport, save_checkpoint
@@ -47,9 +49,11 @@ _PUBLIC = {
     "RoundPipe": "model.pipe",
     "RoundPipeError": "_core",
     "RoundPipeRunConfig": "call.run_config",
+    "RunJournal": "runs.journal",
     "Save": "saving.save",
     "SaveReport": "saving.save",
     "Step": "step.binding",
+    "StopSignal": "runs.stop_signal",
     "devices": "device.pool",
     "doing_recompute": "layers.recompute",
     "from_pretrained": "huggingface.pretrained",
@@ -57,6 +61,7 @@ _PUBLIC = {
     "host_arena": "memory.host",
     "latest": "saving.folders",
     "load_checkpoint": "saving.load",
+    "read_journal": "runs.journal",
     "save_checkpoint": "saving.save",
     "save_for_recompute": "layers.recompute",
     "wrap_model_to_roundpipe": "model.wrap",
@@ -84,9 +89,11 @@ __all__ = [
     "RoundPipe",
     "RoundPipeError",
     "RoundPipeRunConfig",
+    "RunJournal",
     "Save",
     "SaveReport",
     "Step",
+    "StopSignal",
     "devices",
     "doing_recompute",
     "from_pretrained",
@@ -95,6 +102,7 @@ __all__ = [
     "latest",
     "load_checkpoint",
     "optim",
+    "read_journal",
     "save_checkpoint",
     "save_for_recompute",
     "wrap_model_to_roundpipe",

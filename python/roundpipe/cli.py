@@ -20,6 +20,7 @@ from roundpipe.machine.command import machine
 from roundpipe.planning.emulate_command import emulate
 from roundpipe.planning.plan_command import plan
 from roundpipe.planning.simulate_command import simulate
+from roundpipe.runs.command import app as checkpoint
 
 app = typer.Typer(
     name="roundpipe",
@@ -52,6 +53,7 @@ app.command("plan")(of_fields(plan))
 app.command("emulate")(of_fields(emulate))
 app.command("machine")(of_fields(machine))
 app.command("export")(of_fields(export))
+app.add_typer(checkpoint, name="checkpoint")
 
 
 def main() -> None:

@@ -20,4 +20,5 @@ PYBIND11_MODULE(_core, module) {
   roundpipe::python::bind_ops(module);
   roundpipe::python::bind_checkpoint_files(module);
   roundpipe::python::bind_run_folder(module);
+  roundpipe::python::bind_step_writer(module);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,10 @@ class Batches:
     """Cuts samples into batches of at most `batch_tokens` tokens.
 
     Batches are made during iteration, so only the samples are held. The same arguments give the same batches.
+
+    An iteration knows its position: `state_dict()` is the number of batches that it has given, and after
+    `load_state_dict()` the next iteration begins behind them. So a checkpoint that saves the batches continues with the
+    batch after the last one.
 
         for batch in Batches(samples, batch_tokens=16384, max_length=2048, pad_token_id=0, epochs=3, seed=0):
             model.forward_backward(input_kwargs=batch, run_config=balanced_config(batch))
@@ -80,6 +85,8 @@ class Batches:
             )
         self._batch_tokens, self._max_length, self._packed = batch_tokens, max_length, packed
         self._pad_token_id, self._epochs, self._seed = pad_token_id, epochs, seed
+        self._given = 0  # batches of the iteration under way
+        self._checksum: int | None = None  # of the samples, once it is asked for
 
     @property
     def longest(self) -> int:
@@ -91,9 +98,46 @@ class Batches:
         return sum(1 for _ in self._groups())
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for group in self._groups():
+        for number, group in enumerate(self._groups()):
+            if number < self._given:
+                continue
+            self._given = number + 1
             samples = [self._samples[index] for index in group]
             yield self._pack(samples) if self._packed else collate(samples, self._pad_token_id)
+        self._given = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the iteration under way, and what it depends on."""
+        return {"given": self._given, "batches": self._fingerprint()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Makes the next iteration begin at a position.
+
+        Raises:
+            ValueError: the position is one in other batches: the samples, sizes, epochs or the seed differ.
+        """
+        if state["batches"] != self._fingerprint():
+            raise ValueError(
+                "[Batches] the position was saved for other batches, expected the same samples, batch_tokens, "
+                "max_length, packed, epochs and seed; make the batches as they were, or start the data anew"
+            )
+        self._given = state["given"]
+
+    def _fingerprint(self) -> dict[str, Any]:
+        if self._checksum is None:
+            self._checksum = 0
+            for sample in self._samples:
+                for tensor in (sample["input_ids"], sample["labels"]):
+                    self._checksum = zlib.crc32(tensor.contiguous().numpy().tobytes(), self._checksum)
+        return {
+            "samples": len(self._samples),
+            "checksum": self._checksum,
+            "batch_tokens": self._batch_tokens,
+            "max_length": self._max_length,
+            "packed": self._packed,
+            "epochs": self._epochs,
+            "seed": self._seed,
+        }
 
     def _groups(self) -> Iterator[list[int]]:
         """The numbers of each batch's samples."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -77,7 +77,7 @@ class Capture:
     def add(self, section: str, item: Item) -> None:
         self.sections.setdefault(section, []).append(item)
 
-    def plain_tensors(self) -> Iterable[torch.Tensor]:
+    def plain_tensors(self) -> Iterator[torch.Tensor]:
         """The tensors in use that are to be written as they are now."""
         for items in self.sections.values():
             yield from (item.tensor if item.values is None else item.values for item in items if item.piece is None)
@@ -152,8 +152,8 @@ class Capture:
         # A model's own parameters may still show weights from before those that calls read.
         read: dict[int, torch.Tensor] = {}
         for pipeline in group.models.pipelines:
-            for block, weights in zip(pipeline.block_parameters(), pipeline.weights_read_by_calls(), strict=True):
-                read.update((id(parameter), weight) for parameter, weight in zip(block, weights, strict=True))
+            for block, values in zip(pipeline.block_parameters(), pipeline.weights_read_by_calls(), strict=True):
+                read.update((id(parameter), value) for parameter, value in zip(block, values, strict=True))
         unpublished = group.unpublished
         for name, parameter in self.names.parameters.items():
             if name in self.names.outside:
@@ -262,13 +262,13 @@ def begin(model: ModelFacade, step: int) -> Capture:
         dtypes={name: str(parameter.dtype).removeprefix("torch.") for name, parameter in names.parameters.items()},
         outside={name: sampled_checksum(names.parameters[name]) for name in names.outside if name in names.parameters},
         random=capture.encoder.encode(random_states(), "random"),
-        tied={other: first for other, first in _tied(model, names)},
+        tied=dict(_tied(model, names)),
     )
     capture.files.update(_configurations(source_of_names(model), names.adapter))
     return capture
 
 
-def _tied(model: ModelFacade, names: ModelNames) -> Iterable[tuple[str, str]]:
+def _tied(model: ModelFacade, names: ModelNames) -> Iterator[tuple[str, str]]:
     first = {id(parameter): name for name, parameter in names.parameters.items()}
     for name, parameter in model._step_group.models.named_parameters():
         if first[id(parameter)] != name:

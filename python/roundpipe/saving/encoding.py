@@ -91,12 +91,13 @@ class Encoder:
 
     def _encode_numpy(self, value: Any, path: str) -> Any:
         numpy = sys.modules.get("numpy")
-        if numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
-            if value.dtype.kind in "biufc":
-                array = numpy.ascontiguousarray(value)
-                name = self._keep(torch.from_numpy(array.view(numpy.uint8).reshape(-1).copy()), path)
-                form = "array" if type(value) is numpy.ndarray else "number"
-                return {form: name, "dtype": array.dtype.str, "shape": list(value.shape)}
+        known = numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))
+        if numpy is not None and known and value.dtype.kind in "biufc":
+            name = self._keep(
+                torch.frombuffer(bytearray(value.tobytes() or b"\0"), dtype=torch.uint8)[: value.nbytes], path
+            )
+            form = "array" if type(value) is numpy.ndarray else "number"
+            return {form: name, "dtype": value.dtype.str, "shape": list(value.shape)}
         raise ValueError(
             f"[save_checkpoint] {path} is a {type(value).__module__}.{type(value).__qualname__}, expected a tensor, an "
             "array, a number, a string, bytes, None, or a list, tuple or dict of these; leave it out, or give an "

@@ -13,12 +13,12 @@ import torch
 
 from roundpipe import _core
 from roundpipe.model.facade import ModelFacade, facade_in
-from roundpipe.saving.capture import GRADIENTS, PREVIOUS, optimizer_kind
+from roundpipe.saving.capture import GRADIENTS, optimizer_kind
 from roundpipe.saving.fused import load_fused
 from roundpipe.saving.names import ModelNames, names_of
 from roundpipe.saving.random_states import restore_random_states
 from roundpipe.saving.sampled import sampled_checksum
-from roundpipe.saving.stored import StoredCheckpoint
+from roundpipe.saving.stored import StoredCheckpoint, candidates
 from roundpipe.saving.torch_state import load_groups, load_torch
 from roundpipe.saving.weights import WeightPlaces
 from roundpipe.step.binding import as_schedulers
@@ -99,13 +99,6 @@ def load_checkpoint(
         f"[load_checkpoint] {folder} has no checkpoint that is whole, expected step-N with all its files"
         + (f"; the newest one: {damaged[0]}" if damaged else "")
     )
-
-
-def candidates(folder: Path) -> list[Path]:
-    """The checkpoint itself, or those of a run's folder, newest first."""
-    if (folder / "manifest.json").exists():
-        return [folder]
-    return [folder / f"step-{step}" for step in reversed(_core.complete_steps(str(folder)))]
 
 
 @dataclass(frozen=True)
@@ -265,6 +258,3 @@ def _load_run(stored: StoredCheckpoint, model: ModelFacade) -> None:
                 "results stay the same",
                 file=sys.stderr,
             )
-
-
-__all__ = ["PREVIOUS", "Loaded", "candidates", "load_checkpoint"]

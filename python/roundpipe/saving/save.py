@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -119,6 +120,7 @@ class Save:
             self._write()
         except BaseException as error:
             self._error = error
+            traceback.clear_frames(error.__traceback__)  # they hold the writer, which removes what it has written
             if self._options.is_loud:
                 print(f"{error}\n[save_checkpoint] step {self.step} was not saved; training goes on", file=sys.stderr)
         finally:

@@ -10,11 +10,18 @@ from typing import Any
 import torch
 
 from roundpipe import _core
-from roundpipe.checkpoint.safetensors_header import StoredTensor, read_header
+from roundpipe.checkpoint.safetensors_header import DTYPES, StoredTensor
 from roundpipe.saving.encoding import decode
 from roundpipe.saving.save import STATE_FILE, STATE_TENSORS
 
 _THREADS = 4
+
+
+def candidates(folder: Path) -> list[Path]:
+    """The checkpoint itself, or those of a run's folder, newest first."""
+    if (folder / "manifest.json").exists():
+        return [folder]
+    return [folder / f"step-{step}" for step in reversed(_core.complete_steps(str(folder)))]
 
 
 class StoredCheckpoint:
@@ -38,11 +45,23 @@ class StoredCheckpoint:
         self.tensors: dict[str, dict[str, StoredTensor]] = {}
         for name in self._records:
             if name.endswith(".safetensors") and name != STATE_TENSORS:
-                _, found = read_header(folder / name)
+                found = self._header(name)
                 stem = name.removesuffix(".safetensors")
                 section = "model" if stem == "adapter_model" else stem.split("-")[0]
                 self.tensors.setdefault(section, {}).update(found)
         self._values: dict[str, torch.Tensor] | None = None
+
+    def _header(self, file: str) -> dict[str, StoredTensor]:
+        path = self.folder / file
+        found = {}
+        for entry in _core.read_safetensors_header(str(path)).tensors:
+            if entry.dtype not in DTYPES:
+                raise _core.RoundPipeError(
+                    f"[load_checkpoint] '{entry.name}' in {path} has the dtype {entry.dtype}, expected one of torch's"
+                )
+            end = entry.offset + entry.bytes
+            found[entry.name] = StoredTensor(file, entry.dtype, tuple(entry.shape), entry.offset, end)
+        return found
 
     def _small(self, name: str) -> bytes:
         record = self._records.get(name)
@@ -63,7 +82,7 @@ class StoredCheckpoint:
         if self._values is None:
             self._values = {}
             if STATE_TENSORS in self._records:
-                _, found = read_header(self.folder / STATE_TENSORS)
+                found = self._header(STATE_TENSORS)
                 self._values = {name: torch.empty(e.shape, dtype=e.torch_dtype) for name, e in found.items()}
                 record = self._records[STATE_TENSORS]
                 _core.read_tensors(str(self.folder), record, list(self._values.items()))

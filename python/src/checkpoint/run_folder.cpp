@@ -65,6 +65,12 @@ void bind_run_folder(py::module_& module) {
            py::arg("folder"))
       .def_property_readonly("path", &RunFolder::path)
       .def_property_readonly("notices", &RunFolder::notices)
+      .def(
+          "begin",
+          [](RunFolder& run, int64_t step, int64_t total_bytes, bool replace) {
+            return run.begin(step, {total_bytes, replace});
+          },
+          py::arg("step"), py::arg("total_bytes"), py::arg("replace"), py::call_guard<py::gil_scoped_release>())
       .def("open_journal", &RunFolder::open_journal, py::arg("after_step"), py::call_guard<py::gil_scoped_release>())
       .def("steps", &RunFolder::steps, py::call_guard<py::gil_scoped_release>())
       .def("latest", &RunFolder::latest, py::call_guard<py::gil_scoped_release>())

@@ -11,6 +11,8 @@ import torch
 import roundpipe
 from resumable import Recipe, Training, assert_same_state
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*BatchNorm1d, which in training mode")
+
 RECIPES = {
     "fp32, asynchronous": Recipe(),
     "fp32, synchronous": Recipe(is_async=False),

@@ -248,6 +248,8 @@ class PipedModel {
 
   Pipeline& pipeline() { return *pipeline_; }
   const std::vector<LayerSpec>& layers() const { return layers_; }
+  // REQUIRES: fused.
+  ModelOptimizer& optimizer() { return *optimizer_; }
 
   std::shared_ptr<StepRun> fused_step(double rate, const StepOptions& options) {
     optim::Hyperparameters hyper;

@@ -1,0 +1,1 @@
+"""A run on disk: its journal, its checkpoints as a command, and the signals that end it."""

@@ -1,0 +1,52 @@
+#include <roundpipe/checkpoint/step_writer.h>
+
+#include <roundpipe/checkpoint/safetensors.h>
+#include <roundpipe/saving/tensor_files.h>
+
+#include "bindings.h"
+
+namespace roundpipe::python {
+
+namespace py = pybind11;
+using namespace checkpoint;  // NOLINT: this file binds this namespace
+
+void bind_step_writer(py::module_& module) {
+  ValueClass<SafetensorsLayout>(module, "SafetensorsLayout")
+      .attribute("header", [](const SafetensorsLayout& layout) { return py::bytes(layout.header); })
+      .attribute("offsets",
+                 [](const SafetensorsLayout& layout) {
+                   std::vector<int64_t> offsets;
+                   for (const TensorEntry& tensor : layout.tensors) offsets.push_back(tensor.offset);
+                   return offsets;
+                 })
+      .attribute("file_bytes", &SafetensorsLayout::file_bytes);
+  module.def(
+      "lay_out_safetensors",
+      [](const std::vector<std::tuple<std::string, at::ScalarType, std::vector<int64_t>>>& tensors,
+         const SafetensorsMetadata& metadata) {
+        std::vector<TensorDescription> descriptions;
+        for (const auto& [name, dtype, shape] : tensors) {
+          descriptions.push_back({name, saving::dtype_name(dtype, "'" + name + "'"), shape});
+        }
+        return lay_out_safetensors(descriptions, metadata);
+      },
+      py::arg("tensors"), py::arg("metadata"), py::call_guard<py::gil_scoped_release>());
+  py::class_<OutputFile>(module, "OutputFile")
+      .def_property_readonly("name", &OutputFile::name)
+      .def(
+          "write_at",
+          [](OutputFile& file, int64_t offset, const py::bytes& data) {
+            const std::string_view view = data;
+            const py::gil_scoped_release unlocked;
+            file.write_at(offset, view.data(), static_cast<int64_t>(view.size()));
+          },
+          py::arg("offset"), py::arg("data"));
+  py::class_<StepWriter>(module, "StepWriter")
+      .def("create", &StepWriter::create, py::arg("name"), py::arg("bytes"),
+           py::return_value_policy::reference_internal, py::call_guard<py::gil_scoped_release>())
+      .def("add_small", &StepWriter::add_small, py::arg("name"), py::arg("contents"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("commit", &StepWriter::commit, py::arg("writer"), py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace roundpipe::python

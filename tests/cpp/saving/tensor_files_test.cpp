@@ -1,0 +1,74 @@
+#include <roundpipe/saving/tensor_files.h>
+
+#include <ATen/ATen.h>
+#include <doctest/doctest.h>
+
+#include <roundpipe/checkpoint/run_folder.h>
+#include <roundpipe/checkpoint/safetensors.h>
+#include <roundpipe/checkpoint/steps.h>
+#include <roundpipe/core/error.h>
+
+#include "faulty_files.h"
+
+using namespace roundpipe::saving;
+namespace checkpoint = roundpipe::checkpoint;
+
+namespace {
+
+// Writes the tensors as the checkpoint of step 1.
+checkpoint::FileRecord save(const std::string& folder, const std::vector<Destination>& tensors) {
+  checkpoint::RunFolder run(folder);
+  std::vector<checkpoint::TensorDescription> described;
+  for (const auto& [name, tensor] : tensors) {
+    described.push_back({name, dtype_name(tensor.scalar_type(), name), tensor.sizes().vec()});
+  }
+  const auto layout = checkpoint::lay_out_safetensors(described);
+  const auto writer = run.begin(1);
+  checkpoint::OutputFile& file = writer->create("model.safetensors", layout.file_bytes);
+  file.write_at(0, layout.header.data(), static_cast<int64_t>(layout.header.size()));
+  for (size_t i = 0; i < tensors.size(); ++i) write_tensor({&file, layout.tensors[i].offset}, tensors[i].second);
+  return writer->commit().files.front();
+}
+
+void ignore(int64_t) {}
+
+}  // namespace
+
+TEST_CASE("tensor files: what is written comes back, whatever the strides, cast where dtypes differ") {
+  const checkpoint::test::TemporaryFolder folder(checkpoint::test::kMemory);
+  const at::Tensor dense = at::randn({3, 5});
+  const at::Tensor turned = at::randn({4, 6}).t();
+  const at::Tensor half = at::randn({7}).to(at::kBFloat16);
+  const at::Tensor none = at::empty({0, 3});
+  const auto record = save(folder.path(), {{"dense", dense}, {"turned", turned}, {"half", half}, {"none", none}});
+  const at::Tensor a = at::empty({3, 5}), b = at::empty({4, 6}).t(), c = at::empty({7}), d = at::empty({0, 3});
+  int64_t seen = 0;
+  read_tensors(folder / "step-1", record, {{"dense", a}, {"turned", b}, {"half", c}, {"none", d}},
+               [&](int64_t bytes) { seen += bytes; });
+  CHECK(a.equal(dense));
+  CHECK(b.equal(turned));
+  CHECK(c.equal(half.to(at::kFloat)));
+  CHECK(seen == record.bytes);
+}
+
+TEST_CASE("tensor files: another shape, another name and damage are refused") {
+  const checkpoint::test::TemporaryFolder folder(checkpoint::test::kMemory);
+  const at::Tensor value = at::ones({64});
+  const auto record = save(folder.path(), {{"value", value}});
+  const std::string step = folder / "step-1";
+  const at::Tensor other = at::zeros({63}), same = at::zeros({64});
+  CHECK_THROWS_AS(read_tensors(step, record, {{"value", other}}, ignore), std::invalid_argument);
+  CHECK_THROWS_AS(read_tensors(step, record, {{"values", same}}, ignore), roundpipe::Error);
+  CHECK(same.sum().item<float>() == 0);
+  {
+    std::fstream file(checkpoint::join(step, "model.safetensors"), std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(record.bytes - 1);
+    file.put('\x41');
+  }
+  CHECK_THROWS_AS(read_tensors(step, record, {}, ignore), roundpipe::Error);
+  CHECK_THROWS_AS(read_tensors(step, record, {{"value", same}}, ignore), roundpipe::Error);
+}
+
+TEST_CASE("tensor files: a dtype without a name is refused") {
+  CHECK_THROWS_AS(dtype_name(at::kComplexDouble, "'w'"), std::invalid_argument);
+}
