@@ -21,7 +21,7 @@ namespace {
 constexpr int64_t kWidth = 6;
 constexpr int64_t kEverything = int64_t{1} << 40;
 
-using Values = std::map<std::pair<size_t, size_t>, at::Tensor>;  // by block and parameter
+using Weights = std::map<std::pair<size_t, size_t>, at::Tensor>;  // by block and parameter
 
 struct Run {
   Run() {
@@ -46,9 +46,9 @@ struct Run {
     memory = std::make_shared<SnapshotMemory>(memory_bytes);
     return Snapshot::of(model->optimizer(), memory, nullptr);
   }
-  Values settled() {
+  Weights settled() {
     model->synchronize();
-    Values values;
+    Weights values;
     const auto& blocks = model->pipeline().model().blocks;
     for (size_t b = 0; b < blocks.size(); ++b) {
       for (size_t i = 0; i < blocks[b].block->parameters().size(); ++i) {
@@ -84,13 +84,13 @@ Written written(Snapshot& snapshot) {
 
 TEST_CASE("snapshot: it has the state of its step, however far training has gone") {
   for (const bool asynchronous : {true, false}) {
-    Values expected;
+    Weights expected;
     {
       Run at_rest;
       at_rest.train(3, asynchronous);
       expected = at_rest.settled();
     }
-    Values end;
+    Weights end;
     for (const int64_t memory : {int64_t{0}, kEverything}) {
       CAPTURE(asynchronous);
       CAPTURE(memory);
@@ -100,7 +100,7 @@ TEST_CASE("snapshot: it has the state of its step, however far training has gone
       Written values;
       std::thread writer([&] { values = written(*snapshot); });
       run.train(4, asynchronous);
-      const Values last = run.settled();
+      const Weights last = run.settled();
       writer.join();
       for (const auto& [place, value] : expected) {
         CHECK(same_bits(values.at({Snapshot::Part::kWeights, place}), value));
