@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <iostream>
 #include <iterator>
 #include <optional>
 #include <stdexcept>
@@ -77,6 +78,12 @@ std::string error_of(const std::function<void()>& call) {
     return error.what();
   }
   return "nothing was thrown";
+}
+
+// fork(), with nothing in the buffers of the output that both would print.
+inline pid_t forked() {
+  std::cout.flush();
+  return ::fork();
 }
 
 inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }

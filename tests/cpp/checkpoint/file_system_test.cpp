@@ -115,7 +115,7 @@ TEST_CASE("files: a lock is this process's, and a child does not inherit it") {
   FileSystem& files = FileSystem::real();
   File file = files.open_to_update(folder / "lock");
   CHECK(files.try_lock(file));
-  const pid_t child = ::fork();
+  const pid_t child = forked();
   if (child == 0) {
     File again = files.open_to_update(folder / "lock");
     ::_exit(files.try_lock(again) ? 1 : 0);

@@ -40,7 +40,7 @@ std::vector<std::string> names_in(const std::string& folder) { return FileSystem
 
 // What a process does with `call`: 0, or 1 where that throws.
 int in_child(const std::function<void()>& call) {
-  const pid_t child = ::fork();
+  const pid_t child = forked();
   if (child == 0) {
     int status = 0;
     try {
@@ -165,7 +165,7 @@ TEST_CASE("run folder: one writer at a time") {
   std::array<int, 2> pipes{};
   REQUIRE(::pipe(pipes.data()) == 0);
   const TemporaryFolder other(kMemory);
-  const pid_t child = ::fork();
+  const pid_t child = forked();
   if (child == 0) {
     RunFolder held(other.path());
     char letter = 'x';
@@ -199,7 +199,7 @@ TEST_CASE("run folder: a child neither has the lock, nor keeps it, nor removes w
         }) == 0);
   std::array<int, 2> pipes{};
   REQUIRE(::pipe(pipes.data()) == 0);
-  const pid_t lasting = ::fork();  // as a worker of a data loader
+  const pid_t lasting = forked();  // as a worker of a data loader
   if (lasting == 0) {
     char letter = 0;
     ::close(pipes[1]);
