@@ -42,6 +42,7 @@ def arguments() -> argparse.Namespace:
 
 
 def finetune(options: argparse.Namespace) -> None:
+    transformers.set_seed(0)  # adapters begin at random
     tokenizer = load_tokenizer(options.model)
     data = load_chat(options.chat, tokenizer, held_out=options.held_out)
     sizes = {"batch_tokens": options.batch_tokens, "max_length": options.max_length, "packed": options.packed}
