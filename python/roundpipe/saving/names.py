@@ -13,6 +13,7 @@ from roundpipe import _core
 from roundpipe.model.facade import ModelFacade
 from roundpipe.model.published_attributes import source_of_names
 
+_PREFIX = "base_model.model."  # of names in a folder of peft
 # What peft leaves out of a name when it saves an adapter.
 _ADAPTER = r"(\.modules_to_save)?\.{name}(?=\.|$)"
 
@@ -63,7 +64,8 @@ def names_of(model: ModelFacade) -> ModelNames:
         pattern = re.compile(_ADAPTER.format(name=re.escape(names.adapter)))
         for name in [*names.parameters, *names.buffers]:
             if name not in names.outside and (shorter := pattern.sub("", name)) != name:
-                names.in_file[name] = shorter
+                # Without it where peft has wrapped the model in the pipeline, not the other way round.
+                names.in_file[name] = _PREFIX + shorter.removeprefix(_PREFIX)
         names.outside |= {name for name in names.buffers if name not in names.in_file}
     return names
 
