@@ -30,9 +30,11 @@ CONFIGURE = $(CMAKE) -G Ninja -S . -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python"
   $(if $(CI),-DROUNDPIPE_WARNINGS_AS_ERRORS=ON) $(CMAKE_FLAGS)
 NINJA = $(TOOLS) ninja --quiet -j $(JOBS)
 CTEST = $(TOOLS) ctest --output-on-failure --no-tests=error $(CTEST_FLAGS)
-PYTEST = $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
+# With bytecode, as tests/conftest.py says: pytest imports a lot before it reads that.
+RUN_PYTEST = env -u PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX="$(CURDIR)/build/bytecode" $(BIN)/python -m pytest
+PYTEST = $(RUN_PYTEST) -n $(TEST_JOBS) --dist loadfile
 # Where a few files take most of the time, so that no process is left alone with one of them.
-PYTEST_BALANCED = $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
+PYTEST_BALANCED = $(RUN_PYTEST) -n $(TEST_JOBS) --dist worksteal
 # $(1): the name of an extra in pyproject.toml; prints what it asks for
 extra = $(shell $(PYTHON) tools/extra.py $(1))
 EDITABLE := --no-build-isolation -C editable.mode=inplace -C wheel.cmake=false -e .

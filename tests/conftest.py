@@ -1,11 +1,19 @@
-"""How every test runs: torch's threads, and how many examples hypothesis tries, and Ctrl+C."""
+"""How every test runs: where bytecode is, torch's threads, how many examples hypothesis tries, and Ctrl+C."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
+from pathlib import Path
 
 from hypothesis import settings
+
+# Bytecode is kept in the build folder, also where the environment says that none is written: without it, each program
+# that a test starts compiles all that it imports, which takes longer than most tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+sys.pycache_prefix = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / "build" / "bytecode"))
 
 # Models here are so small that threads would mostly wait for each other. Read when torch starts, by programs that
 # tests start as well; a number that is set already stays.
