@@ -37,6 +37,7 @@ import torch, torch._dynamo, roundpipe  # making an optimizer would import dynam
 from torch import nn
 roundpipe.RoundPipe, roundpipe.devices, roundpipe.optim
 torch.set_num_threads(1)
+gc.freeze()  # what the imports made: a child that goes through all of it as it ends copies the memory that it is in
 programs, results = json.loads(sys.stdin.read()), {}
 for name, program in programs.items():
     output = tempfile.TemporaryFile()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -61,6 +62,7 @@ def serve() -> None:
 
     transformers.LlamaForCausalLM, transformers.AutoTokenizer, roundpipe.RoundPipe, roundpipe.devices  # noqa: B018
 
+    gc.freeze()  # a fork that goes through all of them as it ends copies the memory that they are in
     for line in sys.stdin:
         command, cwd, stdout, stderr = json.loads(line)
         child = os.fork()
