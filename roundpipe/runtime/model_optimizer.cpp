@@ -149,7 +149,10 @@ ModelOptimizer::BlockContents ModelOptimizer::contents(size_t index) const {
   contents.optimizer = &blocks_->at(index)->optimizer;
   contents.newest = parameters.newest();
   if (contents.newest != parameters.current()) contents.read = parameters.current();
-  contents.gradients = block.model->gradients[block.index];
+  for (const auto& pipeline : pipelines_) {
+    const bool shown = pipeline->gradients().shown();
+    if (&pipeline->model() == block.model.get() && !shown) contents.gradients = block.model->gradients[block.index];
+  }
   return contents;
 }
 

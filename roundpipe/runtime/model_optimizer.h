@@ -46,7 +46,7 @@ class ModelOptimizer {
     optim::BlockOptimizer* optimizer = nullptr;
     memory::WeightVersionPtr newest;  // the weights after the last step; may still be being made
     memory::WeightVersionPtr read;    // the weights that calls read, if those are not the newest: an asynchronous step
-    memory::GradientBlockPtr gradients;  // that no step has taken, perhaps in flight; null if there are none
+    memory::GradientBlockPtr gradients;  // that no step has taken and `.grad` does not show, perhaps in flight; or null
   };
   size_t block_count() const { return blocks_->size(); }
   BlockContents contents(size_t index) const;
@@ -54,9 +54,9 @@ class ModelOptimizer {
   void set_reader(size_t index, std::shared_ptr<StateReader> reader);
   // The last step that has been begun; null if all have finished without an error.
   std::shared_ptr<StepRun> last_step() const { return runs_.empty() ? nullptr : runs_.back(); }
-  // Begins newer weights, which calls read after the next step, as after an asynchronous step. Returns a tensor for each
-  // parameter, to be filled before anything else is called. REQUIRES: no step is in progress, and finish() was called
-  // after the last one.
+  // Begins newer weights, which calls read after the next step, as after an asynchronous step. Returns a tensor for
+  // each parameter, to be filled before anything else is called. REQUIRES: no step is in progress, and finish() was
+  // called after the last one.
   std::vector<at::Tensor> load_next_weights(size_t index);
 
   struct HostBytes {

@@ -6,10 +6,12 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import Protocol
 
 from roundpipe import _core
 
 _lock = threading.Lock()
+_saves: dict[str, RunningSave] = {}  # by real path; guarded by _lock
 _open: dict[str, tuple[tuple[int, int], _core.RunFolder]] = {}  # by real path, with device and inode; guarded by _lock
 
 
@@ -35,6 +37,28 @@ def run_folder(folder: str | os.PathLike[str]) -> _core.RunFolder:
         made = os.stat(path)
         _open[path] = ((made.st_dev, made.st_ino), run)
         return run
+
+
+class RunningSave(Protocol):
+    """A save into a run folder."""
+
+    def wait_over(self) -> None: ...
+
+
+def note_save(run: _core.RunFolder, save: RunningSave) -> None:
+    """Notes the last save into a run folder."""
+    with _lock:
+        _saves[run.path] = save
+
+
+def wait_for_saves(folder: str | os.PathLike[str]) -> None:
+    """Waits for the last save of this process into a run folder, given by itself or by a checkpoint in it."""
+    path = os.path.realpath(folder)
+    with _lock:
+        found = [_saves.get(path), _saves.get(os.path.dirname(path))]
+    for save in found:
+        if save is not None:
+            save.wait_over()
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:

@@ -14,6 +14,7 @@ import torch
 from roundpipe import _core
 from roundpipe.model.facade import ModelFacade, facade_in
 from roundpipe.saving.capture import GRADIENTS, optimizer_kind
+from roundpipe.saving.folders import wait_for_saves
 from roundpipe.saving.fused import load_fused
 from roundpipe.saving.names import ModelNames, names_of
 from roundpipe.saving.random_states import restore_random_states
@@ -62,6 +63,7 @@ def load_checkpoint(
     Make model, optimizer, schedulers and scaler as at the start of the training, then load. Devices, plans, budgets
     and the weights' dtype may be others than at the save. The number of microbatches is the checkpoint's, since it
     belongs to the bits; a message says so if it differs. Files are read once, straight into the model, and verified.
+    A save into the folder that this process has under way is waited for.
 
     Args:
         folder: a checkpoint, or a run's folder: then its newest complete checkpoint. If that one is damaged, a message
@@ -87,6 +89,7 @@ def load_checkpoint(
     request = _Request(facade, optimizer, kind, as_schedulers(lr_scheduler), scaler, dict(state or {}), strict)
     if weights_only and (lr_scheduler is not None or scaler is not None or state):
         raise ValueError("[load_checkpoint] weights_only=True loads nothing but weights, expected no other objects")
+    wait_for_saves(folder)
     damaged: list[str] = []
     for path in candidates(Path(folder)):
         try:

@@ -20,7 +20,7 @@ from roundpipe.memory.host import free_host_bytes, host_arena
 from roundpipe.model.facade import ModelFacade, facade_in
 from roundpipe.saving import capture as captured
 from roundpipe.saving.capture import Capture, Item
-from roundpipe.saving.folders import run_folder
+from roundpipe.saving.folders import note_save, run_folder
 from roundpipe.step.binding import as_schedulers
 from roundpipe.step.fused_steps import FusedSteps
 from roundpipe.step.scaler import GradScaler
@@ -303,6 +303,7 @@ def save_checkpoint(
             else:
                 group.keep_for(save)
         group.save = save
+        note_save(run, save)
         save._start(began)
     except BaseException:
         if taken.snapshot is not None:

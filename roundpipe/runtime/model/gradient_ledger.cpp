@@ -53,7 +53,7 @@ std::vector<std::vector<at::Tensor>> GradientLedger::summed() const {
   std::vector<std::vector<at::Tensor>> sums;
   for (size_t b = 0; b < model_.blocks.size(); ++b) {
     auto& of_block = sums.emplace_back(model_.blocks[b].block->parameters().size());
-    if (!model_.gradients[b]) continue;
+    if (shown_ || !model_.gradients[b]) continue;
     for (size_t i = 0; i < of_block.size(); ++i) {
       of_block[i] = memory::gradient(*model_.gradients[b], model_.blocks[b].gradient_layout, i);
     }

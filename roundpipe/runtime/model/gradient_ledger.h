@@ -28,7 +28,10 @@ class GradientLedger {
   void drop();
   // Puts the sums into `.grad`, in the parameters' own dtypes. REQUIRES: no call is running.
   void show();
-  // The sums in the engine: for each block and parameter, undefined where there is none. REQUIRES: no call is running.
+  // Whether show() has put the sums into `.grad`, where the user may have changed or cleared them.
+  bool shown() const { return shown_; }
+  // The sums that are in the engine alone: for each block and parameter, undefined where there is none.
+  // REQUIRES: no call is running.
   std::vector<std::vector<at::Tensor>> summed() const;
   // Replaces the sums in the engine by copies of these values, in the form of summed(). REQUIRES: no call is running.
   void load(const std::vector<std::vector<at::Tensor>>& gradients);

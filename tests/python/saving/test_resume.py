@@ -141,3 +141,32 @@ def test_states_of_any_object_and_random_states(tmp_path: Path) -> None:
     assert other.value == 2**70
     assert loaded.state["note"] == ["text", None]
     assert (random.random(), float(numpy.random.rand()), float(torch.rand(()))) == drawn
+
+
+def test_a_plain_loop_over_the_model_s_own_parameters(tmp_path: Path) -> None:
+    def make(seed: int) -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        model = roundpipe.RoundPipe(layers, name="plain")
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def run(model: Any, optimizer: torch.optim.Optimizer, steps: range, clear: bool = True) -> list[float]:
+        losses = []
+        for step in steps:
+            loss = model(torch.full((6, 8), float(step))).square().mean()
+            loss.backward()
+            losses.append(float(loss))
+            if clear:
+                optimizer.step()
+                optimizer.zero_grad()
+        return losses
+
+    for clear in (True, False):
+        model, optimizer = make(0)
+        run(model, optimizer, range(3))
+        run(model, optimizer, range(3, 4), clear)  # leaves a gradient in .grad, or a cleared one
+        roundpipe.save_checkpoint(tmp_path / str(clear), model, optimizer, wait=True)
+        expected = run(model, optimizer, range(4, 8))
+        again, its_optimizer = make(1)
+        roundpipe.load_checkpoint(tmp_path / str(clear), again, its_optimizer)
+        assert run(again, its_optimizer, range(4, 8)) == expected
