@@ -171,7 +171,7 @@ class Capture:
                 self.add(OPTIMIZER, Item(f"{name}/copy_grad", copy.landed_grad))
         if optimizer is not None:
             entry = self._groups(optimizer, "torch")
-            entry["state_dict"] = self.encoder.encode(optimizer.state_dict()["state"], "optimizer")
+            entry["state_dict"] = self.encoder.encode(optimizer.state_dict()["state"], "optimizer", copies=False)
             self.state["optimizer"] = entry
         self._take_shown_gradients()
         if group.models.has_gradients():

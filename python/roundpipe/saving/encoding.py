@@ -29,18 +29,21 @@ class Encoder:
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self._copies = True
 
-    def encode(self, value: Any, path: str) -> Any:
+    def encode(self, value: Any, path: str, copies: bool = True) -> Any:
         """Returns `value` as JSON can hold it.
 
         Args:
             value: None, bool, int, float, str, bytes, tensors, NumPy arrays and numbers, and lists, tuples and dicts
                 of these.
             path: names the value in messages, and its tensors.
+            copies: whether tensors are copied; else those in use are kept.
 
         Raises:
             ValueError: the value, or one in it, is of another type; the message has its path.
         """
+        self._copies = copies
         return self._encode(value, path, [])
 
     def _encode(self, value: Any, path: str, outer: list[int]) -> Any:
@@ -113,7 +116,8 @@ class Encoder:
         name, count = path, 1
         while name in self.tensors:
             name, count = f"{path}#{count}", count + 1
-        self.tensors[name] = tensor.cpu().resolve_conj().resolve_neg()
+        kept = tensor.cpu().resolve_conj().resolve_neg()
+        self.tensors[name] = kept.clone() if self._copies and kept.data_ptr() == tensor.data_ptr() else kept
         return name
 
 

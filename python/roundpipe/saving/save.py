@@ -243,6 +243,7 @@ def save_checkpoint(
 
     With a `roundpipe.optim` optimizer, nothing waits for the step under way. A block that is not written yet when the
     next step updates it is copied first, within `snapshot_memory`; when that is used up, updates wait for the disk.
+    An earlier save that is still under way is waited for. What is given as `state` is copied.
     With a torch optimizer, the call waits for the step function that is running; if the state does not fit into
     `snapshot_memory`, the next step waits until it is written.
 

@@ -188,6 +188,17 @@ def test_values_without_an_encoding_are_refused_by_path(trained: Training, tmp_p
     trained.run(1)
 
 
+def test_what_is_given_may_change_at_once(trained: Training, tmp_path: Path) -> None:
+    averages = {"weights": torch.zeros(100_000), "nested": [torch.zeros(3)]}
+    save = roundpipe.save_checkpoint(tmp_path, trained.model, trained.optimizer, state={"averages": averages})
+    for value in (averages["weights"], averages["nested"][0]):
+        torch.as_tensor(value).fill_(1)
+    save.wait()
+    stored = load_file(Path(save.folder) / "state.safetensors")
+    assert not stored["state.averages.weights"].any()
+    assert not stored["state.averages.nested[0]"].any()
+
+
 def test_what_is_encoded_comes_back() -> None:
     value = {
         "numbers": [0, -1, 2**63, -(2**80), 1.5, float("nan"), float("-inf"), True, None],
