@@ -65,6 +65,17 @@ double parse_ms(std::string_view text, std::string_view where) {
   throw std::invalid_argument(concat("[", where, "] '", text, "' is not ", kExpected));
 }
 
+double parse_duration_ms(std::string_view text, std::string_view where) {
+  constexpr std::string_view kExpected = "a time above 0 with its unit; write for example 30s or 5ms";
+  constexpr std::array<std::pair<std::string_view, double>, 4> kTimes{
+      {{"us", 1e-3}, {"ms", 1.0}, {"s", 1e3}, {"min", 6e4}}};
+  const auto [value, unit] = split_number(text, where, kExpected);
+  for (const auto& [name, factor] : kTimes) {
+    if (value > 0 && unit == name && value * factor < 1e12) return value * factor;
+  }
+  throw std::invalid_argument(concat("[", where, "] '", text, "' is not ", kExpected));
+}
+
 std::string format_bytes(int64_t size_bytes) {
   constexpr std::array<const char*, 5> kNames{"B", "KiB", "MiB", "GiB", "TiB"};
   double value = static_cast<double>(size_bytes);

@@ -23,6 +23,9 @@ double parse_gb_per_s(std::string_view text, std::string_view where);
 // "0.8ms", "800us", or a plain number of milliseconds. Throws std::invalid_argument naming `where`.
 double parse_ms(std::string_view text, std::string_view where);
 
+// "30s", "2min", "0.8ms" or "800us": milliseconds, above 0. Throws std::invalid_argument naming `where`.
+double parse_duration_ms(std::string_view text, std::string_view where);
+
 // "1.50 GiB", for messages.
 std::string format_bytes(int64_t size_bytes);
 

@@ -12,6 +12,12 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A device has failed: its queues return errors that do not go away, or it took longer than its watchdog allows.
+class DeviceError : public Error {
+ public:
+  using Error::Error;
+};
+
 // The work was cancelled because something else failed or the user interrupted it. Never the root cause.
 class Cancelled : public Error {
  public:

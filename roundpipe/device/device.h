@@ -9,6 +9,7 @@
 
 #include <roundpipe/device/device_spec.h>
 #include <roundpipe/device/event.h>
+#include <roundpipe/device/health.h>
 
 namespace roundpipe::device {
 
@@ -68,7 +69,10 @@ class Queue {
 };
 
 // One worker's device: a place to compute, with both directions of its link to the host.
-// Thread safety: memory() from any thread; for the queues see Queue.
+//
+// A device fails when its queues return errors that do not go away; then they throw DeviceError, or fail their events
+// with it, from then on. Errors of the code that runs on it, such as a lack of memory, are no failures.
+// Thread safety: memory(), health(), inject() and release_hang() from any thread; for the queues see Queue.
 class Device {
  public:
   virtual ~Device() = default;
@@ -77,6 +81,23 @@ class Device {
   // The torch device of this device's tensors: "cpu" for virtual devices.
   c10::Device torch_device() const { return torch_device_; }
   bool is_virtual() const { return torch_device_.is_cpu(); }
+  // May be used after the device is gone.
+  const std::shared_ptr<Health>& health() const { return health_; }
+  // The longest time that one microbatch or one copy may take; 0 = no limit.
+  double watchdog_ms() const { return watchdog_ms_; }
+
+  // Called by the thread of compute(), inside its scope, before it computes a microbatch. Throws DeviceError if the
+  // device has failed.
+  virtual void begin_microbatch() { health_->check(); }
+  // Called after an error of code that ran on the device: finds out whether the device itself has failed. Waits for the
+  // work that was issued to it.
+  virtual void probe() noexcept {}
+  // Sets a fault, beside those of the spec. Throws std::invalid_argument if the device is not virtual.
+  virtual void inject(const Fault& fault);
+  // Lets a thread that hangs because of a fault go on.
+  virtual void release_hang() {}
+  // Whether a thread hangs because of a fault.
+  virtual bool hangs() const { return false; }
 
   virtual Queue& compute() = 0;
   virtual Queue& upload() = 0;    // host to device
@@ -104,12 +125,17 @@ class Device {
 
  protected:
   Device(const DeviceSpec& spec, c10::Device torch_device)
-      : name_(spec.name()), link_options_{spec.chunk_bytes, spec.first_come}, torch_device_(torch_device) {}
+      : name_(spec.name()),
+        link_options_{spec.chunk_bytes, spec.first_come},
+        torch_device_(torch_device),
+        watchdog_ms_(spec.watchdog_ms) {}
 
  private:
   std::string name_;
   LinkOptions link_options_;
   c10::Device torch_device_;
+  double watchdog_ms_;
+  std::shared_ptr<Health> health_ = std::make_shared<Health>();
 };
 
 }  // namespace roundpipe::device

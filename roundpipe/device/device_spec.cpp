@@ -78,6 +78,19 @@ void apply_option(std::string_view item, std::string_view text, std::vector<Devi
       spec.chunk_bytes = parse_bytes(value, "devices");
     } else if (key == "fifo" && value.empty()) {
       spec.first_come = true;
+    } else if (key == "watchdog") {
+      spec.watchdog_ms = parse_duration_ms(value, "devices");
+    } else if (key == "fail" && spec.is_virtual) {
+      const size_t colon = value.find(':');
+      if (colon == std::string_view::npos) {
+        spec.faults.push_back(parse_fault(value));
+        continue;
+      }
+      const int index = parse_int(value.substr(0, colon), text, 0);
+      if (index < specs[group_first].index || index > specs.back().index) {
+        refuse(text, concat("'", item, "' names virtual:", index, ", which is not in the group before it"));
+      }
+      if (index == spec.index) spec.faults.push_back(parse_fault(value.substr(colon + 1)));
     } else if (key == "link" && spec.is_virtual) {
       spec.link_gb_per_s = parse_gb_per_s(value, "devices");
     } else if (key == "host" && spec.is_virtual) {

@@ -5,6 +5,8 @@
 #include <string_view>
 #include <vector>
 
+#include <roundpipe/device/fault.h>
+
 namespace roundpipe::device {
 
 // One worker's device, as the user requested it.
@@ -21,13 +23,17 @@ struct DeviceSpec {
   bool first_come = false;           // transfers run in the order of their requests; for comparison
   int threads = 0;                   // intra-op threads of its layers; 0 = as many as the process uses
   bool debug = false;                // fill freed device memory with NaN
+  double watchdog_ms = 0;            // the longest time for one microbatch or copy; 0 = no limit
+  std::vector<Fault> faults;         // of virtual devices
 
   std::string name() const;  // "virtual:0", "cuda:1", "cuda:0.2"
 };
 
 // Grammar: groups of devices, each followed by its options, separated by commas.
 //   virtual:N | TYPE:I | TYPE:IxN  (N workers that share card I)
-//   memory=2GiB  chunk=64MB  fifo; virtual devices only: link=8GB/s  host=20GB/s  latency=0.5ms  threads=1  debug
+//   memory=2GiB  chunk=64MB  fifo  watchdog=30s
+//   virtual devices only: link=8GB/s  host=20GB/s  latency=0.5ms  threads=1  debug
+//                         fail=error@30  fail=2:slow@30+5ms  (see Fault; 2: only device virtual:2 of the group)
 // Without `:...`, "virtual" is one virtual device and TYPE is card 0. An option applies to the device group before it.
 // Throws std::invalid_argument for anything else, for devices of different types and for a device named twice.
 std::vector<DeviceSpec> parse_devices(std::string_view text);

@@ -98,7 +98,9 @@ def devices(spec: str | Sequence[str] | None = None) -> DevicePool:
             `chunk=64MB` limits how much moves at once before a more urgent transfer may go (0: whole layers). `fifo`
             runs transfers in the order of their requests. Only for virtual devices: `link=` GB/s in each direction,
             `host=` GB/s of all links together, `threads=` CPU threads for a device's layers (by default as many as the
-            process uses, which gives the bits of a plain loop), `debug` (fills freed device memory with NaN).
+            process uses, which gives the bits of a plain loop), `debug` (fills freed device memory with NaN), `fail=`
+            a fault on purpose, for example `fail=error@30` or, for device `virtual:2` only, `fail=2:hang@30` (see
+            docs/devices.md).
 
     Raises:
         ValueError: the spec cannot be parsed, or an accelerator in it does not exist.

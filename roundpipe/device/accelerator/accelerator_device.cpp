@@ -93,6 +93,18 @@ class AcceleratorDevice final : public Device {
     if (limit_bytes < limit_bytes_.load()) limit_bytes_.store(limit_bytes);
   }
   bool wants_pinned_host_memory() const override { return true; }
+
+  void probe() noexcept override {
+    try {
+      const auto scope = compute_.enter();
+      const EventPtr reached = compute_.mark();
+      reached->wait();
+    } catch (const std::exception& error) {
+      health()->fail(DeviceError(concat("[", name(), "] the device failed, and its error does not go away: ", error.what())));
+    } catch (...) {
+      health()->fail(DeviceError(concat("[", name(), "] the device failed, and its error does not go away")));
+    }
+  }
   void poison(const at::Tensor& /*tensor*/) override {}
 
  private:

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <thread>
 
 #include <roundpipe/device/emulated_time.h>
 #include <roundpipe/device/virtual/accounting_allocator.h>
+#include <roundpipe/device/virtual/faults.h>
 #include <roundpipe/device/virtual/streaming_copy.h>
 
 namespace roundpipe::device {
@@ -34,13 +36,20 @@ bool same_dense_layout(const at::Tensor& a, const at::Tensor& b) {
 
 class VirtualQueue final : public Queue {
  public:
-  VirtualQueue(MemoryAccount* account, std::unique_ptr<LinkThrottle> link, std::shared_ptr<LinkThrottle> host,
-               double latency_ms)
-      : account_(account), link_(std::move(link)), host_(std::move(host)), latency_ms_(latency_ms) {}
+  // `faults`: those that change the bits of this queue's copies; null: none do.
+  VirtualQueue(MemoryAccount* account, const Health& health, std::unique_ptr<LinkThrottle> link,
+               std::shared_ptr<LinkThrottle> host, double latency_ms, const Faults* faults = nullptr)
+      : account_(account),
+        health_(health),
+        link_(std::move(link)),
+        host_(std::move(host)),
+        latency_ms_(latency_ms),
+        faults_(faults) {}
 
   std::unique_ptr<QueueScope> enter() override { return std::make_unique<VirtualScope>(account_); }
 
   void copy(const at::Tensor& dst, const at::Tensor& src) override {
+    health_.check();
     const auto size_bytes = static_cast<int64_t>(src.nbytes());
     const Clock::time_point asked_at = Clock::now();
     if (same_dense_layout(dst, src)) {
@@ -49,11 +58,15 @@ class VirtualQueue final : public Queue {
     } else {
       dst.copy_(src);
     }
+    if (faults_ != nullptr && faults_->wrong_bits() && size_bytes > 0) *static_cast<uint8_t*>(dst.data_ptr()) ^= 1;
     if (link_ || host_) pass(size_bytes, asked_at);
     if (latency_ms_ > 0) std::this_thread::sleep_until(asked_at + from_ms(latency_ms_));
   }
 
-  void signal(EventPtr event) override { event->fire(); }
+  void signal(EventPtr event) override {
+    if (const std::exception_ptr failure = health_.failed() ? health_.failure() : nullptr) return event->fail(failure);
+    event->fire();
+  }
 
   void uses(const at::Tensor& /*tensor*/) override {}
 
@@ -81,9 +94,11 @@ class VirtualQueue final : public Queue {
   }
 
   MemoryAccount* const account_;
+  const Health& health_;
   const std::unique_ptr<LinkThrottle> link_;
   const std::shared_ptr<LinkThrottle> host_;
   const double latency_ms_;
+  const Faults* const faults_;
   // Used by the issuing thread only.
   EmulatedTime emulated_;
   Clock::time_point through_at_{};  // when the links had passed the last copy
@@ -97,10 +112,11 @@ class VirtualDevice final : public Device {
         threads_(spec.threads),
         unthrottled_(spec.link_gb_per_s == 0 && spec.host_gb_per_s == 0 && spec.latency_ms == 0),
         account_(make_account(spec.name(), spec.memory_bytes, spec.debug)),
-        compute_(account_, nullptr, nullptr, 0),
-        upload_(account_, link(spec), host, spec.latency_ms),
+        faults_(spec.name(), spec.faults, *health()),
+        compute_(account_, *health(), nullptr, nullptr, 0),
+        upload_(account_, *health(), link(spec), host, spec.latency_ms),
         // Downloaded data is host memory, which does not count against this device.
-        download_(nullptr, link(spec), host, spec.latency_ms) {}
+        download_(nullptr, *health(), link(spec), host, spec.latency_ms, &faults_) {}
 
   Queue& compute() override { return compute_; }
   Queue& upload() override { return upload_; }
@@ -119,6 +135,10 @@ class VirtualDevice final : public Device {
   bool wants_pinned_host_memory() const override { return false; }
   int threads() const override { return threads_; }
   bool copies_on_compute_cores() const override { return unthrottled_; }
+  void begin_microbatch() override { faults_.begin_microbatch(); }
+  void inject(const Fault& fault) override { faults_.add(fault); }
+  void release_hang() override { faults_.release_hang(); }
+  bool hangs() const override { return faults_.hangs(); }
 
   void poison(const at::Tensor& tensor) override {
     if (account_->poison && tensor.defined() && tensor.nbytes() > 0) {
@@ -134,6 +154,7 @@ class VirtualDevice final : public Device {
   const int threads_;
   const bool unthrottled_;
   MemoryAccount* const account_;
+  Faults faults_;
   VirtualQueue compute_;
   VirtualQueue upload_;
   VirtualQueue download_;

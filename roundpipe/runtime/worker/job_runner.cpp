@@ -78,6 +78,7 @@ void JobRunner::run_job(JobRun& run) {
     if (device_.copies_on_compute_cores()) run.wait_sent();
     // Not events of the call, which fail with the call before the device has reached them.
     const EventPtr begun = device_.compute().mark();
+    device_.begin_microbatch();
     run_microbatch(run, microbatch);
     run.staged.erase(microbatch);
     doing_ = {"the gradient sums", run.job.layers};

@@ -126,3 +126,30 @@ TEST_CASE("devices: how links are used") {
   CHECK_THROWS_AS(parse_devices("virtual:1,fifo=yes"), std::invalid_argument);
   CHECK_THROWS_AS(parse_devices("fifo"), std::invalid_argument);
 }
+
+TEST_CASE("devices: faults to inject, on one device or on all of a group, and a watchdog") {
+  const auto specs = parse_devices("virtual:1,virtual:2,fail=error@30,fail=2:slow@5+20ms,watchdog=30s");
+  REQUIRE(specs.size() == 3);
+  CHECK(specs[0].faults.empty());
+  CHECK(specs[0].watchdog_ms == 0);
+  REQUIRE(specs[1].faults.size() == 1);
+  CHECK(specs[1].faults[0].kind == Fault::Kind::kError);
+  CHECK(specs[1].faults[0].at == 30);
+  CHECK(specs[1].watchdog_ms == 30'000);
+  REQUIRE(specs[2].faults.size() == 2);
+  CHECK(specs[2].faults[1].kind == Fault::Kind::kSlow);
+  CHECK(specs[2].faults[1].at == 5);
+  CHECK(specs[2].faults[1].slow_ms == 20);
+  CHECK(parse_fault("hang@1").kind == Fault::Kind::kHang);
+  CHECK(parse_fault("bits@2").kind == Fault::Kind::kBits);
+  CHECK(parse_devices("cuda:0,watchdog=2min").front().watchdog_ms == 120'000);
+  for (const char* text : {"", "error", "error@", "error@0", "error@-1", "error@2x", "fire@3", "slow@3", "slow@3+",
+                           "slow@3+5", "slow@+5ms", "hang@99999999999"}) {
+    CAPTURE(text);
+    CHECK_THROWS_AS(parse_fault(text), std::invalid_argument);
+  }
+  CHECK(refusal("virtual:2,fail=2:error@1").find("not in the group before it") != std::string::npos);
+  CHECK(refusal("virtual:1,virtual:1,fail=0:error@1").find("not in the group before it") != std::string::npos);
+  CHECK(refusal("cuda:0,fail=error@1").find("unknown option") != std::string::npos);
+  CHECK(refusal("virtual:1,watchdog=30").find("'30' is not a time above 0 with its unit") != std::string::npos);
+}

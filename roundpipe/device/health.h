@@ -1,0 +1,38 @@
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <string>
+
+#include <roundpipe/core/error.h>
+#include <roundpipe/core/mutex.h>
+
+namespace roundpipe::device {
+
+// Whether a device works. It fails once and for good: a device that comes back is a new object.
+// Thread safety: any thread.
+class Health {
+ public:
+  // The device has failed with `error`, and `on_failure` is told. Only the first error counts.
+  void fail(const DeviceError& error);
+  // Null while the device works.
+  std::exception_ptr failure() const;
+  bool failed() const { return failed_.load(); }
+  // Throws the failure, if there is one.
+  void check() const {
+    if (failed()) std::rethrow_exception(failure());
+  }
+
+  // `told` is called once, when the device fails; at once if it has failed already. It must neither block nor throw.
+  // Null: nobody is told from now on.
+  void on_failure(std::function<void()> told);
+
+ private:
+  std::atomic<bool> failed_{false};
+  mutable Mutex mutex_;
+  std::exception_ptr failure_ ROUNDPIPE_GUARDED_BY(mutex_);
+  std::function<void()> told_ ROUNDPIPE_GUARDED_BY(mutex_);
+};
+
+}  // namespace roundpipe::device
