@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 
@@ -56,6 +57,12 @@ class Condition {
   void wait(Mutex& mutex) ROUNDPIPE_REQUIRES(mutex) {
     std::unique_lock lock(mutex.mutex_, std::adopt_lock);
     changed_.wait(lock);
+    lock.release();
+  }
+  // The same, but blocks for at most `timeout_ms`.
+  void wait_for(Mutex& mutex, double timeout_ms) ROUNDPIPE_REQUIRES(mutex) {
+    std::unique_lock lock(mutex.mutex_, std::adopt_lock);
+    changed_.wait_for(lock, std::chrono::duration<double, std::milli>(timeout_ms));
     lock.release();
   }
   void notify_all() noexcept { changed_.notify_all(); }

@@ -89,9 +89,6 @@ class Device {
   // Called by the thread of compute(), inside its scope, before it computes a microbatch. Throws DeviceError if the
   // device has failed.
   virtual void begin_microbatch() { health_->check(); }
-  // Called after an error of code that ran on the device: finds out whether the device itself has failed. Waits for the
-  // work that was issued to it.
-  virtual void probe() noexcept {}
   // Sets a fault, beside those of the spec. Throws std::invalid_argument if the device is not virtual.
   virtual void inject(const Fault& fault);
   // Lets a thread that hangs because of a fault go on.
@@ -128,14 +125,15 @@ class Device {
       : name_(spec.name()),
         link_options_{spec.chunk_bytes, spec.first_come},
         torch_device_(torch_device),
-        watchdog_ms_(spec.watchdog_ms) {}
+        watchdog_ms_(spec.watchdog_ms),
+        health_(std::make_shared<Health>(name_)) {}
 
  private:
   std::string name_;
   LinkOptions link_options_;
   c10::Device torch_device_;
   double watchdog_ms_;
-  std::shared_ptr<Health> health_ = std::make_shared<Health>();
+  std::shared_ptr<Health> health_;
 };
 
 }  // namespace roundpipe::device

@@ -1,7 +1,5 @@
 #include <roundpipe/device/health.h>
 
-#include <utility>
-
 namespace roundpipe::device {
 
 void Health::fail(const DeviceError& error) {
@@ -15,6 +13,28 @@ void Health::fail(const DeviceError& error) {
 std::exception_ptr Health::failure() const {
   const MutexLock lock(mutex_);
   return failure_;
+}
+
+std::exception_ptr Health::failure_after_error() {
+  {
+    const MutexLock lock(probe_mutex_);
+    if (probe_ && !failed()) {
+      const std::string failed = concat("[", device_, "] the device failed, and its error does not go away");
+      try {
+        probe_();
+      } catch (const std::exception& error) {
+        fail(DeviceError(concat(failed, ": ", error.what())));
+      } catch (...) {
+        fail(DeviceError(failed));
+      }
+    }
+  }
+  return failure();
+}
+
+void Health::probe_with(std::function<void()> probe) {
+  const MutexLock lock(probe_mutex_);
+  probe_ = std::move(probe);
 }
 
 void Health::on_failure(std::function<void()> told) {

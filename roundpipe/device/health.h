@@ -4,6 +4,7 @@
 #include <exception>
 #include <functional>
 #include <string>
+#include <utility>
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/mutex.h>
@@ -14,10 +15,19 @@ namespace roundpipe::device {
 // Thread safety: any thread.
 class Health {
  public:
+  // `device`: its name, for messages.
+  explicit Health(std::string device) : device_(std::move(device)) {}
+
   // The device has failed with `error`, and `on_failure` is told. Only the first error counts.
   void fail(const DeviceError& error);
   // Null while the device works.
   std::exception_ptr failure() const;
+  // Called after an error of code that used the device: finds out whether the device has failed, which may wait for the
+  // work that was issued to it. Returns the failure, or null.
+  std::exception_ptr failure_after_error();
+  // `probe` asks the device to finish its work, and throws if it cannot. Null: a failure of the device is known as
+  // such.
+  void probe_with(std::function<void()> probe);
   bool failed() const { return failed_.load(); }
   // Throws the failure, if there is one.
   void check() const {
@@ -29,7 +39,10 @@ class Health {
   void on_failure(std::function<void()> told);
 
  private:
+  const std::string device_;
   std::atomic<bool> failed_{false};
+  Mutex probe_mutex_;
+  std::function<void()> probe_ ROUNDPIPE_GUARDED_BY(probe_mutex_);
   mutable Mutex mutex_;
   std::exception_ptr failure_ ROUNDPIPE_GUARDED_BY(mutex_);
   std::function<void()> told_ ROUNDPIPE_GUARDED_BY(mutex_);

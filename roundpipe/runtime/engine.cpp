@@ -89,25 +89,60 @@ Engine::Engine(const std::vector<device::DeviceSpec>& specs, std::vector<std::un
     : specs_(specs), meter_(static_cast<int>(devices.size())) {
   engine_begins();
   torch_compat::settle_vector_math();
+  double watchdog_ms = 0;
+  for (const auto& device : devices) {
+    const double own_ms = device->watchdog_ms();
+    if (own_ms > 0 && (watchdog_ms == 0 || own_ms < watchdog_ms)) watchdog_ms = own_ms;
+  }
+  constexpr double kLooks = 4;  // within the time of the shortest watchdog
+  overseer_ = std::make_shared<Overseer>([this] { see_to_failures(); }, watchdog_ms / kLooks);
   int index = 0;
   for (auto& device : devices) {
-    LinkObservers observers{meter_.link(index, LinkWay::kUp), meter_.link(index, LinkWay::kDown)};
-    workers_.push_back(std::make_unique<Worker>(index++, std::move(device), std::move(observers)));
+    std::unique_ptr<Worker> worker = make_worker(index++, std::move(device));
+    const MutexLock lock(pool_mutex_);
+    live_.push_back(worker.get());
+    workers_.push_back(std::move(worker));
   }
 }
 
 Engine::~Engine() {
-  // The threads of the workers are in another process.
-  if (!is_left_behind()) return;
-  for (std::unique_ptr<Worker>& worker : workers_) static_cast<void>(worker.release());
+  if (!is_left_behind()) stop();
+  const MutexLock lock(pool_mutex_);
+  for (auto* workers : {&workers_, &retired_}) {
+    for (std::unique_ptr<Worker>& worker : *workers) {
+      // Its threads cannot be ended, or are in another process.
+      if (is_left_behind() || worker->is_stuck()) static_cast<void>(worker.release());
+    }
+  }
+  // Its thread is in another process.
+  if (is_left_behind()) static_cast<void>(new std::shared_ptr<Overseer>(overseer_));
+}
+
+std::unique_ptr<Worker> Engine::make_worker(int index, std::unique_ptr<device::Device> device) {
+  static std::atomic<int> next_number{0};
+  device->health()->on_failure([overseer = std::weak_ptr(overseer_)] {
+    if (const auto awake = overseer.lock()) awake->wake();
+  });
+  LinkObservers observers{meter_.link(index, LinkWay::kUp), meter_.link(index, LinkWay::kDown)};
+  return std::make_unique<Worker>(index, next_number++, std::move(device), std::move(observers));
 }
 
 void Engine::stop() {
   // A submission that has begun ends first; later ones are refused.
   {
     const MutexLock lock(mutex_);
+    stopping_ = true;
   }
-  for (const auto& worker : workers_) worker->stop();
+  std::vector<Worker*> all;
+  {
+    const MutexLock lock(pool_mutex_);
+    for (const auto* workers : {&workers_, &retired_}) {
+      for (const auto& worker : *workers) all.push_back(worker.get());
+    }
+  }
+  // Devices may still fail meanwhile, which the overseer sees.
+  for (Worker* worker : all) worker->stop();
+  overseer_->stop();
 }
 
 std::shared_ptr<Engine> Engine::current() {
@@ -129,7 +164,7 @@ std::shared_ptr<Engine> Engine::set_current(const std::vector<device::DeviceSpec
   std::shared_ptr<Engine> old;  // dropped after the lock is released, since that may join threads
   const MutexLock lock(pools().mutex);
   // The new pool must not find memory taken that the old one keeps for later jobs.
-  for (int i = 0; pools().current && i < pools().current->size(); ++i) pools().current->worker(i).trim();
+  for (int i = 0; pools().current && i < pools().current->pool_size(); ++i) pools().current->pool_worker(i).trim();
   engine = pools().make(specs);
   old = std::move(pools().current);
   pools().current = engine;
@@ -156,30 +191,61 @@ void Engine::shut_down() {
   wait_for_ended_pools();
 }
 
-void Engine::submit(const std::vector<std::shared_ptr<JobRun>>& runs) {
+std::vector<Worker*> Engine::live() const {
+  const MutexLock lock(pool_mutex_);
+  return live_;
+}
+
+int Engine::size() const { return static_cast<int>(live().size()); }
+
+Worker& Engine::pool_worker(int index) {
+  require_engine();
+  const MutexLock lock(pool_mutex_);
+  return *workers_[static_cast<size_t>(index)];
+}
+
+Worker& Engine::worker(int index) {
+  const std::vector<Worker*> devices = live();
+  if (devices.empty()) return pool_worker(index % pool_size());
+  require_engine();
+  return *devices[static_cast<size_t>(index) % devices.size()];
+}
+
+void Engine::submit(const std::vector<JobPtr>& runs) {
   const MutexLock lock(mutex_);
   require_engine();
   if (runs.empty()) return;
+  require_devices();
+  const std::vector<Worker*> devices = live();
   std::vector<std::unique_lock<Mutex>> queues;
-  for (const auto& worker : workers_) queues.emplace_back(worker->queue().mutex());
+  for (Worker* worker : devices) queues.emplace_back(worker->queue().mutex());
   // No job goes before one that has begun on any device, nor before a job which that one may wait for.
   double begun = -1;
   bool alone = true;
-  for (const auto& worker : workers_) alone &= worker->queue().look(*runs.front()->call->model, begun);
-  for (const auto& run : runs) worker(run->job.device % size()).queue().enqueue(run, alone ? begun : kBehindAll);
-  for (const auto& worker : workers_) worker->enqueued();
+  const ModelState* const model = runs.front()->call->model.get();
+  for (Worker* worker : devices) alone &= worker->queue().look(*model, begun);
+  if (!alone || model != era_model_) ++era_;
+  era_model_ = model;
+  for (const JobPtr& run : runs) {
+    Worker& worker = *devices[static_cast<size_t>(run->job.device) % devices.size()];
+    run->era = era_;
+    run->number = next_job_++;
+    run->attempt->runs_on(worker.device().health());
+    worker.queue().enqueue(run, alone ? begun : kBehindAll);
+  }
+  for (Worker* worker : devices) worker->enqueued();
 }
 
 bool Engine::fused_waits(const Call& call) {
-  return std::ranges::any_of(workers_, [&](const auto& worker) {
+  return std::ranges::any_of(live(), [&](Worker* worker) {
     JobQueue& queue = worker->queue();
     const MutexLock lock(queue.mutex());
-    return std::ranges::any_of(queue.jobs(), [&](const JobQueue::JobPtr& run) {
+    return std::ranges::any_of(queue.jobs(), [&](const JobPtr& run) {
       return run->call.get() == &call && run->slot < 0 && run->job.phase == schedule::Phase::kFused;
     });
   });
 }
 
-void Engine::advance(int jobs) { next_device_.store((next_device_.load() + jobs) % size()); }
+void Engine::advance(int jobs) { next_device_.store((next_device_.load() + jobs) % std::max(1, size())); }
 
 }  // namespace roundpipe::runtime

@@ -124,6 +124,7 @@ std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> group
         state.block->begin_update(options.asynchronous ? Reads::kBefore : Reads::kAfter);
     state.block->repoint();
     BlockStep& step = steps.emplace_back();
+    step.model = block->model.get();
     step.block = &state;
     step.optimizer = &block->optimizer;
     step.layer = block->layer;

@@ -168,11 +168,11 @@ void ModelPlanner::set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64
 
 bool ModelPlanner::knows_costs() const { return meter_.knows(/*backward=*/true, kCallsToMeasure); }
 
-MeasuredMachine ModelPlanner::machine(Engine& engine) const {
+MeasuredMachine ModelPlanner::machine(Engine& engine, int devices) const {
   const MachineRates rates = engine.meter().rates();
   MeasuredMachine machine;
-  const std::vector<double> speeds = meter_.speeds(engine.size());
-  for (int i = 0; i < engine.size(); ++i)
+  const std::vector<double> speeds = meter_.speeds(devices);
+  for (int i = 0; i < devices; ++i)
     machine.cluster.devices.push_back({speeds[static_cast<size_t>(i)], engine.worker(i).device().memory_limit_bytes()});
   machine.cluster.link_up_gb_per_s = rates.up_gb_per_s();
   machine.cluster.link_down_gb_per_s = rates.down_gb_per_s();
@@ -181,7 +181,7 @@ MeasuredMachine ModelPlanner::machine(Engine& engine) const {
   machine.links = rates.links;
   machine.update_gb_per_s = model_.updates.gb_per_s();
   bool all_cut = true;
-  for (int i = 0; i < engine.size(); ++i) {
+  for (int i = 0; i < devices; ++i) {
     const device::LinkOptions& link = engine.worker(i).device().link_options();
     all_cut &= link.chunk_bytes > 0;
     machine.chunk_bytes = std::max(machine.chunk_bytes, link.chunk_bytes);
@@ -210,19 +210,19 @@ ModelPlanner::Basis ModelPlanner::basis(Engine& engine, const Key& key) const {
   basis.costs = meter_.costs();
   schedule::average_alike(basis.costs, kEqualLayers);
   for (size_t l = 0; l < basis.costs.size(); ++l) basis.costs[l].trained = request.trained[l] != 0;
-  basis.machine = machine(engine);
+  basis.machine = machine(engine, key.devices);
   basis.measured = meter_.knows(backward, kCallsToMeasure);
   basis.early = key.asynchronous && early_share_ > kEarly;
   return basis;
 }
 
-ModelPlanner::Room ModelPlanner::room(Engine& engine, const LayerCosts& costs) const {
+ModelPlanner::Room ModelPlanner::room(Engine& engine, const LayerCosts& costs, int devices) const {
   const bool known = most_stage_bytes_ >= 0;
   Room room;
   for (const LayerCost& cost : costs)
     room.held_bytes.push_back(cost.weight_bytes + (known ? cost.gradient_bytes + cost.saved_bytes : 0));
   const int64_t largest_bytes = *std::ranges::max_element(room.held_bytes);
-  for (int i = 0; i < engine.size(); ++i) {
+  for (int i = 0; i < devices; ++i) {
     const int64_t share_bytes = known ? most_stage_bytes_ : device_share_bytes(engine.worker(i).device());
     // The largest layer by itself is tried in any case: only the device can tell whether it fits.
     room.share_bytes.push_back(share_bytes > 0 ? std::max(share_bytes, largest_bytes) : 0);
@@ -292,7 +292,7 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
 
 ModelPlanner::Made ModelPlanner::make(Engine& engine, const Key& key, const Basis& basis,
                                       const Current* current) const {
-  const Room limits = room(engine, basis.costs);
+  const Room limits = room(engine, basis.costs, key.devices);
   schedule::PlannerOptions options = options_of(key.request);
   options.max_stage_bytes = limits.least();
   LayerCosts held = basis.costs;

@@ -86,7 +86,7 @@ class ModelPlanner {
   schedule::LayerCosts costs() const { return meter_.costs(); }
   // Whether calls have measured every layer's forward and backward, from `first_backward_layer` 0.
   bool knows_costs() const;
-  MeasuredMachine machine(Engine& engine) const;
+  MeasuredMachine machine(Engine& engine) const { return machine(engine, engine.size()); }
   // The latest finished training steps, oldest first.
   const std::vector<MeasuredStep>& steps() const { return steps_; }
   // The cut of a plan that next() has returned; empty for another, and for one that has been forgotten.
@@ -136,7 +136,9 @@ class ModelPlanner {
   // Of the model as it is.
   PlanRequest request_of(schedule::PlanMode mode, int microbatches) const;
   Basis basis(Engine& engine, const Key& key) const;
-  Room room(Engine& engine, const schedule::LayerCosts& costs) const;
+  // With so many devices, since their number may change while a plan is made.
+  MeasuredMachine machine(Engine& engine, int devices) const;
+  Room room(Engine& engine, const schedule::LayerCosts& costs, int devices) const;
   // `current`: what is in use, if it may be kept.
   Made make(Engine& engine, const Key& key, const Basis& basis, const Current* current = nullptr) const;
   schedule::Cut found(const Key& key, const Basis& basis, const Room& room, const schedule::Stages& simple,

@@ -16,6 +16,7 @@
 #include <roundpipe/runtime/model/handed_in.h>
 #include <roundpipe/runtime/model/out_of_memory.h>
 #include <roundpipe/runtime/pipeline_node.h>
+#include <roundpipe/runtime/step/update_thread.h>
 
 namespace roundpipe::runtime {
 
@@ -113,7 +114,40 @@ void Pipeline::recover_from(std::exception_ptr error) {
     frontend().clear_error();
   }
   if (lack && is_out_of_memory(error)) error = explained(error, lack->full, lack->step);
-  std::rethrow_exception(error);
+  std::rethrow_exception(told(error, calls));
+}
+
+std::exception_ptr Pipeline::told(const std::exception_ptr& error, const std::vector<CallPtr>& calls) {
+  std::string what;
+  try {
+    std::rethrow_exception(error);
+  } catch (const DeviceError& failure) {
+    what = failure.what();
+  } catch (...) {
+    return error;
+  }
+  // What a step may still do with the gradients that have landed.
+  UpdateThread::instance().drain();
+  engine_->see_to_failures();
+  std::string numbers;
+  bool tolerant = false;
+  for (const CallPtr& call : calls) {
+    tolerant |= call->options.fault_tolerant;
+    if (call->failed()) numbers += concat(numbers.empty() ? "" : ", ", call->index);
+  }
+  what += concat("; the device is out of the pool, where ", engine_->size(), " of ", engine_->pool_size(),
+                 " are left, and the calls of ", model_->name, " that were under way (", numbers,
+                 ") are dropped, as if they had not been made");
+  if (const std::vector<int> layers = model_->take_torn_layers(); !layers.empty()) {
+    std::string list;
+    for (const int layer : layers) list += concat(list.empty() ? "" : ", ", layer);
+    what += concat("; their optimizer step had already updated layers ", list, " of ", model_->layer_count(),
+                   " and leaves the others as they were: go back to a checkpoint");
+  } else {
+    what += "; no optimizer step has used a part of their gradients, so they can be made again";
+  }
+  if (!tolerant) what += "; with RoundPipeRunConfig(fault_tolerant=True), training goes on by itself";
+  return std::make_exception_ptr(DeviceError(what));
 }
 
 template <typename Submission>
@@ -133,10 +167,18 @@ void Pipeline::take_engine() {
   const std::shared_ptr<Engine> engine = Engine::current();
   if (engine_ && engine_ != engine) {
     drain();
-    model_->shells.clear();
+    engine_->wait_idle();
+    model_->shells.keep(engine_->stuck_workers());
+    planner_.forget_devices();
+  }
+  engine->see_to_failures();
+  if (engine_ == engine && engine_changes_ != engine->changes()) {
+    model_->shells.keep(engine->workers());
     planner_.forget_devices();
   }
   engine_ = engine;
+  engine_changes_ = engine->changes();
+  engine->require_devices();
 }
 
 void Pipeline::note_plan(Call& call, const Plan& plan) {
@@ -233,7 +275,7 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
   call->keeps_caller = options.keeps_caller || may_draw_on_cards(*call, *engine);
   submit_or_undo(call, [&] {
     const bool pinned = engine->wants_pinned_host_memory();
-    call->labels = taken_over(labels, pinned);
+    call->labels = std::make_shared<const std::vector<Values>>(taken_over(labels, pinned));
     if (before != nullptr && before->options.requires_grad) planner_.note_submission(engine->fused_waits(*before));
     const Plan plan = plan_call(*call, route, PlanMode::kFused, planner_, *engine);
     note_plan(*call, plan);
@@ -293,7 +335,7 @@ Pipeline::TrainResult Pipeline::finish(Submitted& submitted) {
     }
   }
   call->loss.reset();
-  call->labels.clear();
+  call->labels.reset();
   tell();
   return result;
 }
@@ -322,6 +364,8 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
   }
   call->keep_values = keep_graph;
   const std::shared_ptr<Engine> engine = engine_;
+  // Attempts that have been abandoned may still use what is set up anew here.
+  if (call->options.fault_tolerant && engine->changes() > 0) engine->wait_idle();
   for (int m = 0; m < call->options.microbatches; ++m) {
     for (int boundary = 0; boundary <= plan.layers; ++boundary) {
       EventPtr& produced = call->gradients(boundary, m).produced;

@@ -132,6 +132,8 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
   void recover();
   // Recovers and throws `error`, from a wait or an active call, with an explanation if memory ran out.
   [[noreturn]] void recover_from(std::exception_ptr error);
+  // `error` with all that the user has to know, if it is that a device has failed.
+  std::exception_ptr told(const std::exception_ptr& error, const std::vector<CallPtr>& calls);
   // Shows the engine's warning, if there is one.
   void tell();
   Values read_outputs(Call& call, int microbatch) const;
@@ -149,6 +151,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
   uint64_t positions_ = 0;
   uint64_t random_seed_;
   std::shared_ptr<Engine> engine_;  // of the last call
+  uint64_t engine_changes_ = 0;     // Engine::changes() then
 };
 
 }  // namespace roundpipe::runtime

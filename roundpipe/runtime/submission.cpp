@@ -76,7 +76,8 @@ void check_fits(const Plan& plan, const Call& call, PlanMode mode, int first_bac
   schedule::validate(plan, mode);
   require(plan.layers, call.model->layer_count(), "layers");
   require(plan.microbatches, call.options.microbatches, "microbatches");
-  require(plan.devices, engine.size(), "devices");
+  // A plan for all devices of the pool still holds after some of them have failed: the others share their jobs.
+  if (plan.devices != engine.pool_size()) require(plan.devices, engine.size(), "devices");
   if (mode != PlanMode::kInference)
     require(plan.first_backward_layer, first_backward_layer, "as the first layer with a backward");
   check_groups(plan, call);
@@ -92,9 +93,10 @@ Plan plan_call(const Call& call, const Route& route, PlanMode mode, ModelPlanner
     schedule::PlannerOptions options;
     options.mode = mode;
     options.microbatches = call.options.microbatches;
-    options.first_device = engine.first_device();
+    const int devices = std::max(1, engine.size());
+    options.first_device = engine.first_device() % devices;
     options.first_backward_layer = first_backward_layer;
-    Plan plan = plan_stages(*stages, call.model->layer_count(), options, engine.size());
+    Plan plan = plan_stages(*stages, call.model->layer_count(), options, devices);
     engine.advance(static_cast<int>(plan.jobs.size()));
     return plan;
   }
@@ -119,12 +121,13 @@ std::vector<Plan> preview_plans(const ModelState& model, const Route& route, Pla
   schedule::PlannerOptions options;
   options.mode = mode;
   options.microbatches = microbatches;
-  options.first_device = engine.first_device();
+  const int devices = std::max(1, engine.size());
+  options.first_device = engine.first_device() % devices;
   options.first_backward_layer = first_backward_layer;
   std::vector<Plan> plans;
   for (int step = 0; step < steps; ++step) {
-    plans.push_back(plan_stages(*stages, model.layer_count(), options, engine.size()));
-    options.first_device = (options.first_device + static_cast<int>(plans.back().jobs.size())) % engine.size();
+    plans.push_back(plan_stages(*stages, model.layer_count(), options, devices));
+    options.first_device = (options.first_device + static_cast<int>(plans.back().jobs.size())) % devices;
   }
   return plans;
 }
@@ -243,11 +246,13 @@ void submit_jobs(const CallPtr& call, const Plan& plan, bool forward, bool backw
     auto run = std::make_shared<JobRun>();
     run->call = call;
     run->job = job;
+    run->attempt = std::make_shared<Attempt>(call, std::make_shared<JobResults>(), 0);
+    if (job.phase == Phase::kFused && call->options.fault_tolerant) run->labels = call->labels;
     if (job.phase == Phase::kFused) run->loss = call->loss;
     run->position = static_cast<double>(call->position) + job.order;
     run->last_layer = plan.layers;
     run->layout = lay_out_stage(model, job.layers.first, job.layers.last);
-    run->uploaded = call->new_event();
+    run->uploaded = run->attempt->new_event();
     run->weights_read = device::make_event();
     run->buffers_before.resize(static_cast<size_t>(job.layers.size()));
     run->buffers_after.resize(run->buffers_before.size());

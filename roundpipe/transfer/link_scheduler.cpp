@@ -193,6 +193,13 @@ void LinkScheduler::cancel_aside(const EventPtr& done) {
   if (error) done->fail(error);
 }
 
+bool LinkScheduler::is_overdue(double now_ms, double limit_ms) const {
+  const MutexLock lock(flight_mutex_);
+  return std::ranges::any_of(in_flight_, [&](const InFlight& chunk) {
+    return now_ms - chunk.issued_ms > limit_ms && !chunk.arrived->complete();
+  });
+}
+
 LinkUse LinkScheduler::use(Priority priority) const {
   const MutexLock lock(uses_->mutex);
   return uses_->of[static_cast<size_t>(priority)];
@@ -270,9 +277,15 @@ bool LinkScheduler::issue_chunk(Entry& entry) {
 }
 
 void LinkScheduler::limit_in_flight() {
-  while (!in_flight_.empty() && (in_flight_.size() >= kInFlight || in_flight_.front()->complete())) {
-    in_flight_.front()->wait_complete();
-    in_flight_.pop_front();
+  while (true) {
+    EventPtr oldest;
+    {
+      const MutexLock lock(flight_mutex_);
+      while (!in_flight_.empty() && in_flight_.front().arrived->complete()) in_flight_.pop_front();
+      if (in_flight_.size() < kInFlight) return;
+      oldest = in_flight_.front().arrived;
+    }
+    oldest->wait_complete();
   }
 }
 
@@ -348,8 +361,11 @@ void LinkScheduler::issue(const std::shared_ptr<Entry>& entry) {
   arrived->then([chunk, uses = uses_, observer = observer_, self = arrived.get()] {
     chunk->arrived(*self, *uses, observer.get());
   });
-  in_flight_.push_back(arrived);
   chunk->issued_ms = now_ms();
+  {
+    const MutexLock lock(flight_mutex_);
+    in_flight_.push_back({arrived, chunk->issued_ms});
+  }
   const int64_t before_bytes = entry->bytes;
   try {
     chunk->last = issue_chunk(*entry);

@@ -94,6 +94,8 @@ class LinkScheduler {
   // Cancels the transfer of `done` if it stands aside: fails it with its out-of-memory error.
   void cancel_aside(const device::EventPtr& done);
 
+  // Whether a chunk was issued more than `limit_ms` before `now_ms` (Clock milliseconds), and has not arrived.
+  bool is_overdue(double now_ms, double limit_ms) const;
   // Bytes moved since construction.
   int64_t moved_bytes() const { return moved_bytes_.load(); }
   LinkUse use(Priority priority) const;
@@ -151,7 +153,13 @@ class LinkScheduler {
   size_t unfinished_ ROUNDPIPE_GUARDED_BY(mutex_) = 0;  // at least the number of entries that can become ready
   bool stopping_ ROUNDPIPE_GUARDED_BY(mutex_) = false;
 
-  std::deque<device::EventPtr> in_flight_;  // used by the link's thread only
+  // Chunks whose issue has begun, oldest first. The link's thread changes it.
+  struct InFlight {
+    device::EventPtr arrived;
+    double issued_ms = 0;
+  };
+  mutable Mutex flight_mutex_;
+  std::deque<InFlight> in_flight_ ROUNDPIPE_GUARDED_BY(flight_mutex_);
   std::thread thread_;
 };
 

@@ -56,6 +56,9 @@ class AcceleratorQueue final : public Queue {
     if (tensor.defined() && tensor.device() == stream_.device()) tensor.record_stream(stream_);
   }
 
+  // Waits for all work issued so far. Throws if the device cannot tell. Any thread.
+  void finish() const { stream_.synchronize(); }
+
   void emulate(double /*duration_ms*/) override {
     throw Error("[emulate] emulated layers run on virtual devices only; use devices('virtual:N')");
   }
@@ -72,7 +75,10 @@ class AcceleratorDevice final : public Device {
         compute_(device, /*timed=*/true),
         upload_(device, false),
         download_(device, false),
-        limit_bytes_(limit_bytes) {}
+        limit_bytes_(limit_bytes) {
+    health()->probe_with([this] { compute_.finish(); });
+  }
+  ~AcceleratorDevice() override { health()->probe_with(nullptr); }
 
   Queue& compute() override { return compute_; }
   Queue& upload() override { return upload_; }
@@ -93,18 +99,6 @@ class AcceleratorDevice final : public Device {
     if (limit_bytes < limit_bytes_.load()) limit_bytes_.store(limit_bytes);
   }
   bool wants_pinned_host_memory() const override { return true; }
-
-  void probe() noexcept override {
-    try {
-      const auto scope = compute_.enter();
-      const EventPtr reached = compute_.mark();
-      reached->wait();
-    } catch (const std::exception& error) {
-      health()->fail(DeviceError(concat("[", name(), "] the device failed, and its error does not go away: ", error.what())));
-    } catch (...) {
-      health()->fail(DeviceError(concat("[", name(), "] the device failed, and its error does not go away")));
-    }
-  }
   void poison(const at::Tensor& /*tensor*/) override {}
 
  private:

@@ -145,7 +145,10 @@ std::optional<Call::Lack> Call::take_lack() {
 
 void Call::save_snapshot(int layer, int microbatch, BufferSnapshot snapshot) {
   const MutexLock lock(mutex_);
-  snapshots_[{layer, microbatch}] = std::move(snapshot);
+  BufferSnapshot& present = snapshots_[{layer, microbatch}];
+  // Another attempt at the job has saved the same values, which others may be reading.
+  if (present.produced && present.produced->complete() && !present.produced->error()) return;
+  present = std::move(snapshot);
 }
 
 std::optional<Call::BufferSnapshot> Call::snapshot(int layer, int microbatch) const {

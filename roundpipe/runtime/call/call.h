@@ -56,6 +56,8 @@ struct CallOptions {
   int gradient_groups = 1;
   // The call reads something that the caller may change, so it returns only after the last read.
   bool keeps_caller = false;
+  // If a device fails, its jobs run again on others, with the same bits; what they need for that stays on the host.
+  bool fault_tolerant = false;
 };
 
 // The caller's autocast settings, to be applied on workers.
@@ -148,8 +150,8 @@ class Call : public std::enable_shared_from_this<Call> {
 
   // The jobs' until the caller has the losses, then the caller's, which drops the loss and the labels.
   std::shared_ptr<Loss> loss;
-  std::vector<Values> labels;                   // [microbatch], host
-  std::vector<std::vector<at::Tensor>> losses;  // [microbatch], host; readable once its `loss_ready` has fired
+  std::shared_ptr<const std::vector<Values>> labels;  // [microbatch], host
+  std::vector<std::vector<at::Tensor>> losses;        // [microbatch], host; readable once its `loss_ready` has fired
 
   // The values of buffers before a forward that writes them: [layer][microbatch] -> one value per buffer.
   struct BufferSnapshot {

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include <roundpipe/runtime/call/attempt.h>
 #include <roundpipe/runtime/call/call.h>
 #include <roundpipe/runtime/model/model_state.h>
 
@@ -26,13 +27,17 @@ struct StagedMicrobatch {
   std::shared_ptr<StagedValues> gradients;  // backward jobs; host and device entries may be null
 };
 
-// A job of a submitted call on its device: the decisions made at submission, and its progress.
+// A job of a submitted call on its device: the decisions made at submission, and its progress. In a fault tolerant
+// call, a job whose device fails is run again on another one, as a JobRun of its own. What the job reads on the host
+// and changes there stays until one of them is over.
+//
 // Thread safety: made on the caller's thread, then belongs to its worker (under the lock of the worker's queue until it
 // runs).
 struct JobRun {
   // Constant once the job is submitted.
   CallPtr call;
   schedule::Job job;
+  std::shared_ptr<Attempt> attempt;
   double position = 0;  // in the order of the model's calls: Call::position + Job::order
   int last_layer = 0;   // of the model
   StageLayout layout;
@@ -40,8 +45,12 @@ struct JobRun {
   std::vector<device::EventPtr> buffers_before;
   std::vector<device::EventPtr> buffers_after;
   device::EventPtr weights_read;  // fires when the job no longer reads the host's weights
+  // Of a fused job that may be run again; else null, and the call has them.
+  std::shared_ptr<const std::vector<Values>> labels;
 
   // Protected by the lock of the worker's queue.
+  uint64_t era = 0;                     // jobs of a later era come later on every device, whatever their positions
+  uint64_t number = 0;                  // among all jobs that the pool was given; orders those of one position
   int slot = -1;                        // constant once it is set
   std::vector<device::EventPtr> begun;  // transfers that have taken device memory before the job runs
 
@@ -73,14 +82,33 @@ struct JobRun {
     return waited;
   }
 
-  // Makes a failure of `done` fail the call, for transfers that nothing in the pipeline waits for.
+  // New values of buffers, on the host, to be written there when the job is over.
+  struct NewBuffers {
+    std::vector<at::Tensor> targets;
+    std::vector<at::Tensor> values;
+    void write() const;
+  };
+  std::vector<NewBuffers> new_buffers;
+
+  // Makes a failure of `done` fail the attempt, for transfers that nothing in the pipeline waits for.
   void fails_with(const device::EventPtr& done) const {
-    call->then({done}, [] {});
+    attempt->then({done}, [] {});
   }
+
+  // Ends the job with this attempt: hands on its buffers and lets go of what it has read. Call it once all transfers
+  // are complete. Returns false if another attempt has ended the job or will. With true, the job counts as over.
+  bool finish();
+  // Ends the job without its results, after its call has failed. Returns false if it was over.
+  bool give_up();
+  // Another attempt at the same job; null if the job is over. The results of this one are dropped from now on.
+  std::shared_ptr<JobRun> again() const;
 
   LayerState& layer(int index) const { return *call->model->layers[static_cast<size_t>(index)]; }
   LayerHabits& habits(int index) const { return *call->habits[static_cast<size_t>(index)]; }
   size_t place(int index) const { return static_cast<size_t>(index - job.layers.first); }
+
+ private:
+  void let_go();
 };
 
 }  // namespace roundpipe::runtime

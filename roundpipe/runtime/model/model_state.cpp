@@ -151,6 +151,18 @@ void ModelState::ran_out_of_memory(std::string notice) {
   noticed_ = true;
 }
 
+void ModelState::torn(const std::vector<int>& torn_layers) {
+  const MutexLock lock(notice_mutex_);
+  torn_.insert(torn_layers.begin(), torn_layers.end());
+}
+
+std::vector<int> ModelState::take_torn_layers() {
+  const MutexLock lock(notice_mutex_);
+  std::vector<int> taken(torn_.begin(), torn_.end());
+  torn_.clear();
+  return taken;
+}
+
 std::string ModelState::take_notice() {
   const MutexLock lock(notice_mutex_);
   return std::exchange(notice_, {});

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -114,6 +115,11 @@ struct ModelState {
   void ran_out_of_memory(std::string notice);
   // Returns the recorded notice and clears it; empty = none.
   std::string take_notice();
+  // Records that a step has updated these layers, and no others, because a call with gradients of it failed. Any
+  // thread.
+  void torn(const std::vector<int>& layers);
+  // Returns the recorded layers, ascending, and clears them.
+  std::vector<int> take_torn_layers();
   // Layer::hold() of the first layer that has one, to be kept while all layers are asked.
   std::shared_ptr<const void> hold() const;
   // The habits of each layer in its current mode, which is read from the layers' mode keys. Caller's thread.
@@ -125,6 +131,7 @@ struct ModelState {
   Mutex notice_mutex_;
   std::string notice_ ROUNDPIPE_GUARDED_BY(notice_mutex_);
   bool noticed_ ROUNDPIPE_GUARDED_BY(notice_mutex_) = false;
+  std::set<int> torn_ ROUNDPIPE_GUARDED_BY(notice_mutex_);
 };
 
 // The places of the weights and buffers of consecutive layers in one slot.

@@ -1,5 +1,7 @@
 #include <roundpipe/runtime/model/shells.h>
 
+#include <algorithm>
+
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 
@@ -69,10 +71,17 @@ Shell& Shells::get(int worker, size_t index, Layer& layer, c10::Device device,
   return *shell;
 }
 
-void Shells::clear() {
-  std::map<std::pair<int, size_t>, std::unique_ptr<Shell>> dropped;
+void Shells::keep(const std::vector<int>& workers) {
+  std::vector<std::unique_ptr<Shell>> dropped;  // after the lock
   const MutexLock lock(mutex_);
-  dropped.swap(shells_);
+  for (auto place = shells_.begin(); place != shells_.end();) {
+    if (std::ranges::find(workers, place->first.first) != workers.end()) {
+      ++place;
+      continue;
+    }
+    dropped.push_back(std::move(place->second));
+    place = shells_.erase(place);
+  }
 }
 
 }  // namespace roundpipe::runtime

@@ -45,13 +45,14 @@ struct Shell {
 };
 
 // A model's shells on every worker, each made when first needed.
-// Thread safety: get() from the worker's thread; clear() when no job of the model is left.
+// Thread safety: get() from the worker's thread; keep() when no job of the model is left on the other workers.
 class Shells {
  public:
   // Returns the shell of layer number `index` for worker number `worker`, whose tensors are on `device`. `attributes`:
   // the result of Layer::attributes() for the current call.
   Shell& get(int worker, size_t index, Layer& layer, c10::Device device, const std::shared_ptr<const void>& attributes);
-  void clear();
+  // Drops the shells on all workers but these.
+  void keep(const std::vector<int>& workers);
 
  private:
   Mutex mutex_;

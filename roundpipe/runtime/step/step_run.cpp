@@ -170,6 +170,7 @@ void StepRun::publish(BlockStep& step) {
     pass_on(step);
   } else {
     make(step);
+    step.updated = true;
     ++updated_;
   }
 }
@@ -188,6 +189,9 @@ void StepRun::update(BlockStep& step) {
   step.before.reset();
   step.after.reset();
   if (--to_update_ > 0) return;
+  for (const BlockStep& each : blocks_) {
+    if (abandoned_ > 0 && each.updated && each.model != nullptr) each.model->torn(each.block->layers);
+  }
   owner_.reset();
   if (error_) {
     finished_->fail(error_);

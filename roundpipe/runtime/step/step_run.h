@@ -22,6 +22,7 @@ struct StepOptions {
 
 // One block in one step.
 struct BlockStep {
+  ModelState* model = nullptr;
   BlockState* block = nullptr;
   optim::BlockOptimizer* optimizer = nullptr;
   size_t layer = 0;  // the block's first layer, counted over all models of the step
@@ -37,6 +38,7 @@ struct BlockStep {
   // Used by StepRun only.
   UpdateThread::Work measure_work;
   UpdateThread::Work update_work;
+  bool updated = false;
   std::exception_ptr error;  // why the update cannot be made; do not use the members above then
 };
 

@@ -1,6 +1,6 @@
 #include <roundpipe/runtime/worker/backward_clock.h>
 
-#include <roundpipe/runtime/call/call.h>
+#include <roundpipe/runtime/call/job_run.h>
 
 namespace roundpipe::runtime {
 
@@ -9,11 +9,11 @@ void BackwardClock::reached(int layer) {
   if (!event) event = queue_.mark();
 }
 
-void BackwardClock::over(Call& call, int device) {
+void BackwardClock::over(const JobRun& run) {
   const device::EventPtr end = queue_.mark();
   std::vector<device::EventPtr> events = reached_;
   events.push_back(end);
-  call.then(events, [log = call.log, device, layers = layers_, reached = reached_, end] {
+  run.attempt->then(events, [log = run.call->log, device = run.job.device, layers = layers_, reached = reached_, end] {
     double end_ms = end->time_ms();
     for (int l = layers.first; l < layers.last; ++l) {
       const device::EventPtr& begin = reached[static_cast<size_t>(l - layers.first)];

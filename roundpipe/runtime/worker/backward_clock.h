@@ -7,7 +7,7 @@
 
 namespace roundpipe::runtime {
 
-class Call;
+struct JobRun;
 
 // When the device reached the backward of each layer of a segment, for one microbatch. Used by the thread that runs the
 // backward and, before and after it, by the device's thread.
@@ -19,9 +19,9 @@ class BackwardClock {
 
   // The backward of `layer` comes next. A layer can have several outputs: the first gradient that arrives counts.
   void reached(int layer);
-  // Called after the backward has been issued on device number `device`. Once the device has finished it, the call's
+  // Called after the backward of the job has been issued. Once the device has finished it, the call's
   // log gets each layer's time. The time of a layer that no gradient reached counts for the next layer above it.
-  void over(Call& call, int device);
+  void over(const JobRun& run);
 
  private:
   device::Queue& queue_;

@@ -54,9 +54,9 @@ void DeviceRoom::prefetch() {
     if (run->slot < 0) return;
     const int count = i == 0 ? kStagedMicrobatches : queue_.next_staged();
     // The thread here may have nothing to do with this job's call, so an error fails that call.
-    const bool asked = run->call->attempt([&] { upload_weights(run); });
-    if (!asked) run->weights_read->fire();
-    run->call->attempt([&] { stage_first(*run, count); });
+    const bool asked = run->attempt->succeeds([&] { upload_weights(run); });
+    if (!asked && !run->call->options.fault_tolerant) run->weights_read->fire();
+    run->attempt->succeeds([&] { stage_first(*run, count); });
   }
 }
 
@@ -73,18 +73,25 @@ void DeviceRoom::stage_next(int count) {
 }
 
 void DeviceRoom::upload_weights(const std::shared_ptr<JobRun>& run) {
+  const auto& attempt = run->attempt;
   std::vector<EventPtr> after;
   for (int l = run->job.layers.first; l < run->job.layers.last; ++l) {
-    for (const size_t block : run->layer(l).blocks) after.push_back(run->call->readings[block]->published);
-    after.push_back(run->buffers_before[run->place(l)]);
+    for (const size_t block : run->layer(l).blocks) {
+      after.push_back(attempt->follow(run->call->readings[block]->published));
+    }
+    after.push_back(attempt->follow(run->buffers_before[run->place(l)]));
   }
+  // Another attempt may have to read the weights again.
+  const EventPtr read = run->call->options.fault_tolerant ? run->new_transfer() : run->weights_read;
   upload_.submit({Priority::kWeight, std::move(after),
                   [this, run] {
                     queue_.admit(*run, run->uploaded, device_.name());
                     run->weights = slots_.buffer(run->slot, run->layout.size_bytes);
-                    return weight_pieces(*run);
+                    std::vector<Piece> pieces;
+                    run->attempt->read([&] { pieces = weight_pieces(*run); });
+                    return pieces;
                   },
-                  run->uploaded, run->weights_read});
+                  run->uploaded, read});
 }
 
 std::vector<Piece> DeviceRoom::weight_pieces(JobRun& run) {
@@ -114,6 +121,8 @@ std::vector<Piece> DeviceRoom::weight_pieces(JobRun& run) {
 }
 
 void DeviceRoom::arrive(const EventPtr& done) {
+  // Others may have to bring it first; a link that does not move is watched by itself.
+  const Watch::Pause waiting(watch_);
   while (!upload_.wait(done)) {
     upload_.resume();
     if (upload_.wait(done)) break;
@@ -162,7 +171,7 @@ bool DeviceRoom::park_next() {
 }
 
 bool DeviceRoom::leave_arena(const std::shared_ptr<JobRun>& running) {
-  if (!slots_.together() || running->call->failed() || moving_ == Moving::kNever) return false;
+  if (!slots_.together() || running->attempt->error() || moving_ == Moving::kNever) return false;
   {
     // The next job's weights may still be there, if the host had no memory for them.
     const MutexLock lock(queue_.mutex());
@@ -183,7 +192,7 @@ bool DeviceRoom::leave_arena(const std::shared_ptr<JobRun>& running) {
 }
 
 bool DeviceRoom::park_weights(const std::shared_ptr<JobRun>& run) {
-  const EventPtr parked = run->call->new_event();
+  const EventPtr parked = run->attempt->new_event();
   const EventPtr settled = run->new_transfer();
   download_.submit({Priority::kWeight,
                     {},
@@ -199,15 +208,16 @@ bool DeviceRoom::park_weights(const std::shared_ptr<JobRun>& run) {
   settled->wait_complete();
   if (parked->error()) {
     run->parked.reset();
-    // The host had no memory for them, so they stay where they are. If the call has failed, nothing needs its weights.
-    if (!run->call->failed()) return false;
+    // The host had no memory for them, so they stay where they are. If the attempt has failed, nothing needs its
+    // weights.
+    if (!run->attempt->error()) return false;
   }
   run->weights.reset();
   return true;
 }
 
 void DeviceRoom::unpark_weights(const std::shared_ptr<JobRun>& run) {
-  run->uploaded = run->call->new_event();
+  run->uploaded = run->attempt->new_event();
   upload_.submit({Priority::kWeight,
                   {},
                   [this, run] {
@@ -229,7 +239,7 @@ void DeviceRoom::release(const std::shared_ptr<JobRun>& run) {
   }
   std::vector<EventPtr> pending = std::move(run->transfers);
   run->transfers.clear();
-  pending.push_back(run->weights_read);
+  if (!run->call->options.fault_tolerant) pending.push_back(run->weights_read);
   pending.push_back(computed);
   {
     const MutexLock lock(queue_.mutex());
@@ -238,22 +248,20 @@ void DeviceRoom::release(const std::shared_ptr<JobRun>& run) {
   }
   upload_.resume();
   device::when_all(pending, [this, run] {
-    for (const EventPtr& after : run->buffers_after) {
-      if (after && !after->complete()) after->fire();
-    }
+    const bool over = run->finish();
     run->weights.reset();
     const CallPtr call = run->call;
     // Before the lock is taken: it may write all over the slot.
     slots_.release(run->slot);
     {
       const MutexLock lock(queue_.mutex());
-      queue_.released();
+      queue_.released(run, over);
       prefetch();
       upload_.resume();
       // Under the lock: as soon as it is free, a destructor that waits for this may go on.
       queue_.notify();
     }
-    call->job_over();
+    if (over) call->job_over();
   });
 }
 

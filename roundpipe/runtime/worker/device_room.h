@@ -7,6 +7,7 @@
 #include <roundpipe/runtime/worker/job_queue.h>
 #include <roundpipe/runtime/worker/layer_runner.h>
 #include <roundpipe/runtime/worker/staging.h>
+#include <roundpipe/runtime/worker/watch.h>
 
 namespace roundpipe::runtime {
 
@@ -19,12 +20,13 @@ namespace roundpipe::runtime {
 class DeviceRoom {
  public:
   DeviceRoom(device::Device& device, JobQueue& queue, transfer::LinkScheduler& upload,
-             transfer::LinkScheduler& download, LayerRunner& layers)
+             transfer::LinkScheduler& download, LayerRunner& layers, Watch& watch)
       : device_(device),
         queue_(queue),
         upload_(upload),
         download_(download),
         layers_(layers),
+        watch_(watch),
         slots_(device),
         staging_(device, upload, queue) {}
 
@@ -93,6 +95,7 @@ class DeviceRoom {
   transfer::LinkScheduler& upload_;
   transfer::LinkScheduler& download_;
   LayerRunner& layers_;
+  Watch& watch_;
   memory::WeightSlots slots_;
   Staging staging_;
   Moving moving_ = Moving::kNow;

@@ -81,9 +81,9 @@ void GradientSums::begin_sum(JobRun& run, int layer, size_t own, std::vector<Eve
   const memory::GradientBlockPtr base = shared.tied() ? nullptr : call.bases[own];
   if (!base || run.job.microbatches.first != 0) return;
   auto uploaded = std::make_shared<at::Tensor>();
-  EventPtr done = run.call->new_event();
+  EventPtr done = run.attempt->new_event();
   upload_.submit({Priority::kBoundaryGradient,
-                  {base->landed},
+                  {run.attempt->follow(base->landed)},
                   [base, uploaded, torch_device = device_.torch_device()] {
                     std::vector<Piece> pieces;
                     if (!base->flat.defined()) return pieces;
@@ -151,7 +151,7 @@ void GradientSums::contribute_tied(JobRun& run, int microbatch, bool ran) {
         sink.tied[i].reset();
       }
       auto landed = std::make_shared<std::vector<at::Tensor>>(shared.gradient_layout.tensors.size());
-      EventPtr done = run.call->new_event();
+      EventPtr done = run.attempt->new_event();
       outbox_.send(
           run, Priority::kParameterGradient,
           [pieces, indices, landed, pinned = device_.wants_pinned_host_memory()]() mutable {
@@ -168,9 +168,12 @@ void GradientSums::contribute_tied(JobRun& run, int microbatch, bool ran) {
       const size_t sharer = shared.sharer(l);
       // The sum starts from that of the call before, which may still be in flight.
       const EventPtr base = call.bases[block] ? call.bases[block]->landed : nullptr;
-      run.call->then({done, base}, [call_ptr = run.call, block, sharer, place, landed] {
-        call_ptr->tied_sums[block]->contribute(sharer, place, std::move(*landed));
-      });
+      const JobResult result{JobResult::Kind::kTiedGradient, l, block, microbatch};
+      run.attempt->then({done, base},
+                        [attempt = run.attempt, result, call_ptr = run.call, block, sharer, place, landed] {
+                          if (!attempt->claim(result)) return;
+                          call_ptr->tied_sums[block]->contribute(sharer, place, std::move(*landed));
+                        });
     }
   }
 }
@@ -245,7 +248,7 @@ void GradientSums::send(JobRun& run, Sum& sum, schedule::Range groups) {
   }
   const bool any = std::ranges::find(received, 1) != received.end();
   auto landed = std::make_shared<at::Tensor>();
-  EventPtr done = run.call->new_event();
+  EventPtr done = run.attempt->new_event();
   outbox_.send(
       run, Priority::kParameterGradient,
       [sent, any, landed, buffers = whole ? shared.gradient_buffers : shared.sum_buffers] {
@@ -256,8 +259,10 @@ void GradientSums::send(JobRun& run, Sum& sum, schedule::Range groups) {
         return pieces;
       },
       done);
-  call.then({done}, [call_ptr = run.call, block = sum.block, sharer = shared.sharer(sum.layer), groups, landed,
-                     received, whole] {
+  const JobResult delivered{JobResult::Kind::kSum, sum.layer, sum.block, groups.first};
+  run.attempt->then({done}, [attempt = run.attempt, delivered, call_ptr = run.call, block = sum.block,
+                             sharer = shared.sharer(sum.layer), groups, landed, received, whole] {
+    if (!attempt->claim(delivered)) return;
     if (whole) {
       const memory::GradientBlockPtr& result = call_ptr->results[block];
       result->flat = std::move(*landed);

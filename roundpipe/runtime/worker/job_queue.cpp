@@ -25,9 +25,14 @@ void JobQueue::enqueue(JobPtr job, double begun) {
   auto place = jobs_.end();
   while (place != jobs_.begin()) {
     const JobRun& before = **std::prev(place);
-    if (before.slot >= 0 || before.position <= begun || before.position <= job->position) break;
+    if (before.slot >= 0 || before.era < job->era) break;
+    if (before.era == job->era && (before.position <= begun || std::pair(before.position, before.number) <=
+                                                                   std::pair(job->position, job->number))) {
+      break;
+    }
     --place;
   }
+  unfinished_.push_back(job);
   jobs_.insert(place, std::move(job));
 }
 
@@ -73,6 +78,11 @@ void JobQueue::pop() {
   runs_ = false;
 }
 
+void JobQueue::released(const JobPtr& job, bool over) {
+  --releasing_;
+  if (over) forget(job);
+}
+
 bool JobQueue::wait_released() {
   const MutexLock lock(mutex_);
   if (releasing_ == 0) return false;
@@ -84,6 +94,23 @@ void JobQueue::stop() {
   const MutexLock lock(mutex_);
   stopping_ = true;
   changed_.notify_all();
+}
+
+bool JobQueue::drained() {
+  const MutexLock lock(mutex_);
+  while (!left_ && (!jobs_.empty() || releasing_ > 0)) changed_.wait(mutex_);
+  return jobs_.empty() && releasing_ == 0;
+}
+
+void JobQueue::leave() {
+  const MutexLock lock(mutex_);
+  left_ = true;
+  changed_.notify_all();
+}
+
+bool JobQueue::is_stuck() const {
+  const MutexLock lock(mutex_);
+  return left_ && (!jobs_.empty() || releasing_ > 0);
 }
 
 }  // namespace roundpipe::runtime

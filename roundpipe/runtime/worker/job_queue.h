@@ -25,8 +25,9 @@ class JobQueue {
   // Returns whether all jobs in the queue belong to `model`. Raises `begun` to the highest position of the model's jobs
   // here that have a slot.
   bool look(const ModelState& model, double& begun) const ROUNDPIPE_REQUIRES(mutex_);
-  // Inserts the job at the end, but before waiting jobs with a later position, if that position is also after `begun`.
-  // Never before a job that has a slot.
+  // Inserts the job at the end, but before waiting jobs with a later position (of one position, those with a later
+  // number), if that position is also after `begun`.
+  // Never before a job that has a slot, nor before one of an earlier era.
   void enqueue(JobPtr job, double begun) ROUNDPIPE_REQUIRES(mutex_);
   const std::deque<JobPtr>& jobs() const ROUNDPIPE_REQUIRES(mutex_) { return jobs_; }
   // The second job if it has a slot, else null.
@@ -58,17 +59,32 @@ class JobQueue {
 
   // Removes the running job from the queue. It counts as being released until released() is called, once per job.
   void pop() ROUNDPIPE_REQUIRES(mutex_);
-  void released() ROUNDPIPE_REQUIRES(mutex_) { --releasing_; }
+  // `over`: whether the job is over with that.
+  void released(const JobPtr& job, bool over) ROUNDPIPE_REQUIRES(mutex_);
+  // The jobs that were put here and are not over: those in the queue, those being released, and those whose attempt is
+  // broken.
+  const std::vector<JobPtr>& unfinished() const ROUNDPIPE_REQUIRES(mutex_) { return unfinished_; }
+  // `job` has been given up, or is attempted elsewhere.
+  void forget(const JobPtr& job) ROUNDPIPE_REQUIRES(mutex_) { std::erase(unfinished_, job); }
   // Blocks until no job is being released. Returns false if none was.
   bool wait_released();
 
   // No more jobs will come. wait_for_job() still returns those that are in the queue.
   void stop();
+  // Blocks until no job is in the queue or being released. Returns false early once the queue has been left, if there
+  // still is one.
+  bool drained();
+  // Nobody waits for this queue's jobs any more: its thread may never go on.
+  void leave();
+  // Whether it has been left, and there still are jobs.
+  bool is_stuck() const;
 
  private:
-  Mutex mutex_;
+  mutable Mutex mutex_;
   Condition changed_;
+  bool left_ ROUNDPIPE_GUARDED_BY(mutex_) = false;
   std::deque<JobPtr> jobs_ ROUNDPIPE_GUARDED_BY(mutex_);
+  std::vector<JobPtr> unfinished_ ROUNDPIPE_GUARDED_BY(mutex_);
   bool runs_ ROUNDPIPE_GUARDED_BY(mutex_) = false;
   bool alone_ ROUNDPIPE_GUARDED_BY(mutex_) = false;
   bool stopping_ ROUNDPIPE_GUARDED_BY(mutex_) = false;

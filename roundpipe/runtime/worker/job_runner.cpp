@@ -12,15 +12,14 @@ using device::EventPtr;
 using Moving = DeviceRoom::Moving;
 using schedule::Phase;
 using schedule::Range;
-using transfer::Piece;
-using transfer::Priority;
 
-JobRunner::JobRunner(int index, DeviceRoom& room, Outbox& outbox, LayerRunner& layers)
+JobRunner::JobRunner(int index, DeviceRoom& room, Outbox& outbox, LayerRunner& layers, Watch& watch)
     : index_(index),
       device_(room.device()),
       room_(room),
       outbox_(outbox),
       layers_(layers),
+      watch_(watch),
       sums_(device_, room.upload(), room, outbox, layers),
       microbatches_(device_, room, outbox, sums_, layers) {}
 
@@ -70,7 +69,7 @@ void JobRunner::run_job(JobRun& run) {
       room_.stage(run, ahead);
     }
     if (const int left = microbatch + kStagedMicrobatches - microbatches.last; left > 0) room_.stage_next(left);
-    if (const std::exception_ptr error = run.call->error()) std::rethrow_exception(error);
+    if (const std::exception_ptr error = run.attempt->error()) std::rethrow_exception(error);
     microbatch_ = microbatch;
     doing_ = {"the inputs", run.job.layers};
     room_.arrive(run.staged.at(microbatch).inputs->uploaded);
@@ -78,12 +77,14 @@ void JobRunner::run_job(JobRun& run) {
     if (device_.copies_on_compute_cores()) run.wait_sent();
     // Not events of the call, which fail with the call before the device has reached them.
     const EventPtr begun = device_.compute().mark();
+    const Watch::Scope watched(watch_, run, microbatch);
     device_.begin_microbatch();
     run_microbatch(run, microbatch);
     run.staged.erase(microbatch);
     doing_ = {"the gradient sums", run.job.layers};
     if (run.job.phase != Phase::kForward) sums_.end_group(run, microbatch);
     const EventPtr done = device_.compute().mark();
+    watch_.issued(done);
     record(run, microbatch, begun, done);
     limit_run_ahead(done);
   }
@@ -160,21 +161,18 @@ void JobRunner::hand_on_buffers(JobRun& run) {
       continue;
     }
     const LayerShell& layer = *layers_.shell(run, l).layer;
-    std::vector<Piece> pieces;
+    std::vector<at::Tensor> targets, values;
     for (size_t b = 0; b < layer.buffers.size(); ++b) {
-      pieces.push_back({state.buffers[b].tensor.detach(), layer.buffers[b].detach()});
+      targets.push_back(state.buffers[b].tensor.detach());
+      values.push_back(layer.buffers[b].detach());
     }
-    if (device_.wants_pinned_host_memory()) {
-      outbox_.send_staged(run, pieces, after);
-    } else {
-      outbox_.send(run, Priority::kActivation, [pieces] { return pieces; }, after);
-    }
+    outbox_.send_buffers(run, l, std::move(targets), values, after);
   }
 }
 
 void JobRunner::record(JobRun& run, int microbatch, const EventPtr& begun, const EventPtr& done) {
-  run.call->then({done}, [call = run.call, job = run.job, microbatch, device = index_, begun, done,
-                          gradient = microbatches_.gradient_wait()] {
+  run.attempt->then({done}, [call = run.call, job = run.job, microbatch, device = index_, begun, done,
+                             gradient = microbatches_.gradient_wait()] {
     ExecutionRecord record{job.phase, job.layers, microbatch, device, begun->time_ms(), done->time_ms()};
     if (gradient.recomputed) {
       record.recomputed_ms = gradient.recomputed->time_ms();

@@ -17,7 +17,7 @@ namespace roundpipe::runtime {
 class JobRunner {
  public:
   // The arguments outlive this.
-  JobRunner(int index, DeviceRoom& room, Outbox& outbox, LayerRunner& layers);
+  JobRunner(int index, DeviceRoom& room, Outbox& outbox, LayerRunner& layers, Watch& watch);
 
   // REQUIRES: the upload of run.weights has been submitted.
   void run(JobRun& run);
@@ -37,6 +37,7 @@ class JobRunner {
   DeviceRoom& room_;
   Outbox& outbox_;
   LayerRunner& layers_;
+  Watch& watch_;
   GradientSums sums_;
   MicrobatchRunner microbatches_;
   // Of the running job, for full_device().

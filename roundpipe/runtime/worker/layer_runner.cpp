@@ -93,7 +93,7 @@ void LayerRunner::let_go() noexcept {
 void LayerRunner::pause(JobRun& run) {
   held_.reset();
   for (const Clocked& clocked : clocked_) {
-    run.call->then({clocked.begun, clocked.done}, [log = run.call->log, device = run.job.device, clocked] {
+    run.attempt->then({clocked.begun, clocked.done}, [log = run.call->log, device = run.job.device, clocked] {
       const double took_ms = clocked.done->time_ms() - clocked.begun->time_ms();
       log->add(LayerTime{clocked.layer, device, /*backward=*/false, took_ms, clocked.output_bytes});
     });
@@ -186,7 +186,7 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
 
 void LayerRunner::save_buffers(JobRun& run, int l, int microbatch, std::vector<at::Tensor> before) {
   Call::BufferSnapshot snapshot;
-  snapshot.produced = run.call->new_event();
+  snapshot.produced = run.attempt->new_event();
   for (size_t i = 0; i < before.size(); ++i) snapshot.tensors.push_back(std::make_shared<memory::HostValue>());
   outbox_.send(
       run, Priority::kActivation,
@@ -205,13 +205,13 @@ void LayerRunner::restore_buffers(JobRun& run, int l, int microbatch) {
   const auto snapshot = run.call->snapshot(l, microbatch);
   if (!snapshot) return;
   LayerShell& layer = *shell(run, l).layer;
-  EventPtr uploaded = run.call->new_event();
+  EventPtr uploaded = run.attempt->new_event();
   std::vector<at::Tensor> targets;
   for (const at::Tensor& buffer : layer.buffers) targets.push_back(buffer.detach());
-  EventPtr computed = run.call->new_event();
+  EventPtr computed = run.attempt->new_event();
   device_.compute().signal(computed);
   upload_.submit({Priority::kActivation,
-                  {snapshot->produced, computed},
+                  {run.attempt->follow(snapshot->produced), computed},
                   [targets, tensors = snapshot->tensors] {
                     std::vector<Piece> pieces;
                     for (size_t i = 0; i < targets.size(); ++i) pieces.push_back({targets[i], tensors[i]->data});

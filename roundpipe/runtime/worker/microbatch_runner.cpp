@@ -181,7 +181,7 @@ void MicrobatchRunner::backward(JobRun& run, Range layers, int microbatch, bool 
   const auto body = [&] {
     if (clock != nullptr) clock->reached(layers.last - 1);
     torch::autograd::backward(roots, gradients);
-    if (clock != nullptr) clock->over(*run.call, run.job.device);
+    if (clock != nullptr) clock->over(run);
   };
   if (!run.call->options.preserve_rng_state) return body();
   std::vector<SharedDraws*> draws;

@@ -38,7 +38,7 @@ bool Outbox::sent_before(int what) {
 }
 
 void Outbox::send(JobRun& run, Priority priority, std::function<std::vector<Piece>()> begin, EventPtr done) {
-  EventPtr computed = run.call->new_event();
+  EventPtr computed = run.attempt->new_event();
   device_.compute().signal(computed);
   run.fails_with(done);
   transfer::Transfer transfer{priority, {computed}, std::move(begin), std::move(done), nullptr};
@@ -53,36 +53,36 @@ void Outbox::send(JobRun& run, Priority priority, std::function<std::vector<Piec
   download_.submit(std::move(transfer));
 }
 
-void Outbox::send_staged(JobRun& run, const std::vector<Piece>& pieces, const EventPtr& done) {
-  auto copies = std::make_shared<std::vector<at::Tensor>>(pieces.size());
-  std::vector<at::Tensor> targets;
-  for (const Piece& piece : pieces) targets.push_back(piece.dst);
-  EventPtr landed = run.call->new_event();
-  run.fails_with(done);
+void Outbox::send_buffers(JobRun& run, int layer, std::vector<at::Tensor> targets,
+                          const std::vector<at::Tensor>& values, const EventPtr& written) {
+  auto copies = std::make_shared<std::vector<at::Tensor>>(values.size());
+  const EventPtr landed = run.attempt->new_event();
   send(
       run, Priority::kActivation,
-      [pieces, copies] {
-        std::vector<Piece> downloads;
-        for (size_t i = 0; i < pieces.size(); ++i) {
-          const at::Tensor& from = pieces[i].src;
-          (*copies)[i] = memory::empty_strided(memory::HostArena::values(/*page_locked=*/true), from.sizes(),
-                                               from.strides(), from.scalar_type());
-          downloads.push_back({(*copies)[i], from});
+      [values, copies, &arena = memory::HostArena::values(device_.wants_pinned_host_memory())] {
+        std::vector<Piece> pieces;
+        for (size_t i = 0; i < values.size(); ++i) {
+          const at::Tensor& from = values[i];
+          (*copies)[i] = memory::empty_strided(arena, from.sizes(), from.strides(), from.scalar_type());
+          pieces.push_back({(*copies)[i], from});
         }
-        return downloads;
+        return pieces;
       },
       landed);
-  run.call->then({landed}, [targets, copies, done] {
-    const at::NoGradGuard no_grad;
-    for (size_t i = 0; i < targets.size(); ++i) targets[i].copy_((*copies)[i]);
-    done->fire();
-  });
+  if (run.call->options.fault_tolerant) {
+    // Another attempt at the job would read the buffers again, so they change only when it is over.
+    run.attempt->then({landed},
+                      [&run, copies, targets = std::move(targets)] { run.new_buffers.push_back({targets, *copies}); });
+    return;
+  }
+  run.attempt->deliver(
+      landed, {JobResult::Kind::kBuffers, layer},
+      [copies, targets = std::move(targets)] { JobRun::NewBuffers{targets, *copies}.write(); }, written);
 }
 
 void Outbox::send_values(JobRun& run, const Flow& flow, int boundary, int microbatch) {
   if (sent_before(boundary)) return;
-  BoundaryValues& values = run.call->values(boundary, microbatch);
-  values.structure = flow.structure;
+  auto arrived = std::make_shared<std::vector<HostValuePtr>>();
   struct Outgoing {
     HostValuePtr value;
     at::Tensor tensor;
@@ -98,8 +98,9 @@ void Outbox::send_values(JobRun& run, const Flow& flow, int boundary, int microb
       value->requires_grad = flow.requires_grad[i] != 0;
       outgoing.push_back({value, flow.tensors[i]});
     }
-    values.tensors.push_back(std::move(value));
+    arrived->push_back(std::move(value));
   }
+  const EventPtr landed = run.attempt->new_event();
   send(
       run, Priority::kActivation,
       [outgoing, pinned = device_.wants_pinned_host_memory()] {
@@ -109,7 +110,15 @@ void Outbox::send_values(JobRun& run, const Flow& flow, int boundary, int microb
         }
         return pieces;
       },
-      values.produced);
+      landed);
+  BoundaryValues& boundary_values = run.call->values(boundary, microbatch);
+  run.attempt->deliver(
+      landed, {JobResult::Kind::kValues, boundary, 0, microbatch},
+      [call = run.call, &boundary_values, arrived, structure = flow.structure] {
+        boundary_values.tensors = std::move(*arrived);
+        boundary_values.structure = structure;
+      },
+      boundary_values.produced);
 }
 
 void Outbox::send_losses(JobRun& run, const std::vector<at::Tensor>& losses, int microbatch) {
@@ -129,13 +138,13 @@ void Outbox::send_losses(JobRun& run, const std::vector<at::Tensor>& losses, int
   for (const at::Tensor& loss : losses) losses_.push_back(loss.detach().clone());
   const auto place = static_cast<size_t>(microbatch);
   std::vector<Piece> pieces;
-  run.call->losses[place].resize(losses.size());
+  auto arrived = std::make_shared<std::vector<at::Tensor>>(losses.size());
+  const EventPtr landed = run.attempt->new_event();
   for (const at::Tensor& loss : losses) pieces.push_back({at::Tensor(), loss.detach()});
   send(
       run, Priority::kActivation,
-      [call = run.call, place, pieces,
-       &arena = memory::HostArena::values(device_.wants_pinned_host_memory())]() mutable {
-        std::vector<at::Tensor>& targets = call->losses[place];
+      [arrived, pieces, &arena = memory::HostArena::values(device_.wants_pinned_host_memory())]() mutable {
+        std::vector<at::Tensor>& targets = *arrived;
         for (size_t i = 0; i < pieces.size(); ++i) {
           const at::Tensor& loss = pieces[i].src;
           targets[i] =
@@ -144,19 +153,23 @@ void Outbox::send_losses(JobRun& run, const std::vector<at::Tensor>& losses, int
         }
         return pieces;
       },
-      run.call->loss_ready[place]);
+      landed);
+  run.attempt->deliver(
+      landed, {JobResult::Kind::kLosses, run.last_layer, 0, microbatch},
+      [call = run.call, place, arrived] { call->losses[place] = std::move(*arrived); }, run.call->loss_ready[place]);
 }
 
 void Outbox::send_input_gradients(JobRun& run, int microbatch, std::vector<at::Tensor> gradients) {
   const int boundary = run.job.layers.first;
   const EventPtr produced = run.call->gradients(boundary, microbatch).produced;
   if (!produced) return;
+  auto arrived = std::make_shared<std::vector<at::Tensor>>();
+  const EventPtr landed = run.attempt->new_event();
   send(
       run, Priority::kBoundaryGradient,
-      [call = run.call, boundary, microbatch, gradients = std::move(gradients),
-       pinned = device_.wants_pinned_host_memory()] {
+      [arrived, gradients = std::move(gradients), pinned = device_.wants_pinned_host_memory()] {
         std::vector<Piece> pieces;
-        std::vector<at::Tensor>& targets = call->gradients(boundary, microbatch).tensors;
+        std::vector<at::Tensor>& targets = *arrived;
         targets.clear();
         for (const at::Tensor& gradient : gradients) {
           if (!gradient.defined()) {
@@ -167,6 +180,12 @@ void Outbox::send_input_gradients(JobRun& run, int microbatch, std::vector<at::T
           targets.push_back(memory::restore_broadcast(*value, value->data));
         }
         return pieces;
+      },
+      landed);
+  run.attempt->deliver(
+      landed, {JobResult::Kind::kInputGradients, boundary, 0, microbatch},
+      [call = run.call, boundary, microbatch, arrived] {
+        call->gradients(boundary, microbatch).tensors = std::move(*arrived);
       },
       produced);
 }

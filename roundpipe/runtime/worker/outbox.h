@@ -19,12 +19,13 @@ class Outbox {
   // Begins a microbatch. `again`: it ran out of memory and runs again.
   void begin_microbatch(bool again);
 
-  // Transfers the pieces that `begin` returns, once all work issued so far is done. A failure fails the call.
+  // Transfers the pieces that `begin` returns, once all work issued so far is done. A failure fails the attempt.
   void send(JobRun& run, transfer::Priority priority, std::function<std::vector<transfer::Piece>()> begin,
             device::EventPtr done);
-  // The same for targets that devices reach slowly: downloads into page-locked memory; the thread that completes the
-  // transfer copies from there. `done` fires when the targets have their values.
-  void send_staged(JobRun& run, const std::vector<transfer::Piece>& pieces, const device::EventPtr& done);
+  // Sends the values that a layer's buffers have now, for `targets`, and fires `written` when they have them: as soon
+  // as the values are on the host or, in a call that is fault tolerant, when the job is over.
+  void send_buffers(JobRun& run, int layer, std::vector<at::Tensor> targets, const std::vector<at::Tensor>& values,
+                    const device::EventPtr& written);
   // Sends the values before layer `boundary`, which are settled (memory::settled).
   void send_values(JobRun& run, const Flow& flow, int boundary, int microbatch);
   // Sends the losses. Throws Error if they were sent before and now differ: the caller may already have acted on them.

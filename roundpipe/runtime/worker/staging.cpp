@@ -44,23 +44,23 @@ void add_value(StagedValues& staged, const at::Tensor& tensor) {
 
 }  // namespace
 
-void Staging::upload(JobRun& run, Priority priority, EventPtr after, const std::shared_ptr<StagedValues>& values,
+void Staging::upload(JobRun& run, Priority priority, const EventPtr& after, const std::shared_ptr<StagedValues>& values,
                      std::function<void(StagedValues&)> fill, std::function<void()> filled) {
-  values->uploaded = run.call->new_event();
-  upload_.submit(
-      {priority,
-       {std::move(after)},
-       // `run` outlives this: it waits for all of its transfers.
-       [this, &run, values, fill = std::move(fill), filled = std::move(filled), torch_device = device_.torch_device()] {
-         queue_.admit(run, values->uploaded, device_.name());
-         if (fill && !values->filled) fill(*values);
-         values->filled = true;
-         std::vector<Piece> pieces = allocate(*values, torch_device);
-         if (filled) filled();
-         return pieces;
-       },
-       values->uploaded,
-       run.new_transfer()});
+  values->uploaded = run.attempt->new_event();
+  upload_.submit({priority,
+                  {run.attempt->follow(after)},
+                  // `run` outlives this: it waits for all of its transfers.
+                  [this, &run, attempt = run.attempt, values, fill = std::move(fill), filled = std::move(filled),
+                   torch_device = device_.torch_device()] {
+                    queue_.admit(run, values->uploaded, device_.name());
+                    if (fill && !values->filled) attempt->read([&] { fill(*values); });
+                    values->filled = true;
+                    std::vector<Piece> pieces = allocate(*values, torch_device);
+                    if (filled) filled();
+                    return pieces;
+                  },
+                  values->uploaded,
+                  run.new_transfer()});
 }
 
 void Staging::stage(JobRun& run, int microbatch) {
@@ -78,6 +78,7 @@ void Staging::stage(JobRun& run, int microbatch) {
         inputs.structure = values.structure;
       },
       [call, first, microbatch] {
+        if (call->options.fault_tolerant) return;  // they stay until the job is over
         BoundaryValues& values = call->values(first, microbatch);
         if (--values.readers == 0 && !call->keep_values) values.tensors.clear();
       });
@@ -86,8 +87,8 @@ void Staging::stage(JobRun& run, int microbatch) {
     staged.label = std::make_shared<StagedValues>();
     upload(
         run, Priority::kActivation, nullptr, staged.label,
-        [call, microbatch](StagedValues& label) {
-          const Values& given = call->labels[static_cast<size_t>(microbatch)];
+        [call, kept = run.labels, microbatch](StagedValues& label) {
+          const Values& given = (kept ? kept : call->labels)->at(static_cast<size_t>(microbatch));
           label.structure = given.structure;
           for (const at::Tensor& tensor : given.tensors) add_value(label, tensor);
         },
@@ -101,7 +102,9 @@ void Staging::stage(JobRun& run, int microbatch) {
         [call, last, microbatch](StagedValues& gradients) {
           for (const at::Tensor& tensor : call->gradients(last, microbatch).tensors) add_value(gradients, tensor);
         },
-        [call, last, microbatch] { call->gradients(last, microbatch).tensors.clear(); });
+        [call, last, microbatch] {
+          if (!call->options.fault_tolerant) call->gradients(last, microbatch).tensors.clear();
+        });
   }
 }
 

@@ -31,7 +31,7 @@ class Staging {
   std::vector<at::Tensor> take(StagedValues& staged);
 
  private:
-  void upload(JobRun& run, transfer::Priority priority, device::EventPtr after,
+  void upload(JobRun& run, transfer::Priority priority, const device::EventPtr& after,
               const std::shared_ptr<StagedValues>& values, std::function<void(StagedValues&)> fill,
               std::function<void()> filled);
   at::Tensor usable(const memory::HostValue& value, const at::Tensor& uploaded);

@@ -4,28 +4,33 @@
 #include <ATen/ThreadLocalState.h>
 #include <ATen/autocast_mode.h>
 
+#include <roundpipe/core/clock.h>
 #include <roundpipe/core/engine_life.h>
+#include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
 
 namespace roundpipe::runtime {
 
-Worker::Worker(int index, std::unique_ptr<device::Device> device, LinkObservers observers)
-    : device_(std::move(device)),
+Worker::Worker(int index, int number, std::unique_ptr<device::Device> device, LinkObservers observers)
+    : number_(number),
+      device_(std::move(device)),
       upload_(device_->upload(), device_->link_options(), std::move(observers.up)),
       download_(device_->download(), device_->link_options(), std::move(observers.down)),
       outbox_(*device_, download_),
-      layers_(*device_, upload_, outbox_, index),
-      room_(*device_, queue_, upload_, download_, layers_),
-      runner_(index, room_, outbox_, layers_),
+      layers_(*device_, upload_, outbox_, number),
+      room_(*device_, queue_, upload_, download_, layers_, watch_),
+      runner_(index, room_, outbox_, layers_, watch_),
       thread_([this] { loop(); }) {}
 
 void Worker::stop() {
   if (!thread_.joinable()) return;
   queue_.stop();
+  if (!queue_.drained()) return;
   thread_.join();
   upload_.stop();
   download_.stop();
   room_.trim();
+  ended_.store(true);
 }
 
 namespace {
@@ -60,7 +65,7 @@ void Worker::loop() {
 }
 
 void Worker::execute(JobRun& run) {
-  if (run.call->failed()) return;
+  if (run.attempt->error()) return;
   // A thread takes over torch's number of threads at its first parallel loop; a matrix product before that would use
   // all cores, and sum in another order.
   if (device_->threads() == 0) at::init_num_threads();
@@ -72,10 +77,23 @@ void Worker::execute(JobRun& run) {
     runner_.run(run);
   } catch (...) {
     frontend().clear_error();
-    if (!is_left_behind()) run.call->fail(std::current_exception());
+    if (!is_left_behind()) run.attempt->fail(std::current_exception());
   }
   at::autocast::set_autocast_enabled(at::kCPU, false);
   if (!device_->is_virtual()) at::autocast::set_autocast_enabled(device_->torch_device().type(), false);
+}
+
+void Worker::watch() {
+  const double limit_ms = device_->watchdog_ms();
+  if (limit_ms <= 0 || device_->health()->failed()) return;
+  std::optional<std::string> late = watch_.overdue(now_ms(), limit_ms);
+  for (const auto& [link, what] : {std::pair{&upload_, "a copy to it"}, std::pair{&download_, "a copy from it"}}) {
+    if (!late && link->is_overdue(now_ms(), limit_ms)) late = concat(what, ", which has not arrived");
+  }
+  if (!late) return;
+  queue_.leave();
+  device_->health()->fail(DeviceError(concat("[", device_->name(), "] the device failed: after ", limit_ms / 1e3,
+                                             " s, its watchdog's time, it was still busy with ", *late)));
 }
 
 }  // namespace roundpipe::runtime

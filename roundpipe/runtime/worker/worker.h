@@ -1,11 +1,13 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <thread>
 
 #include <roundpipe/runtime/worker/device_room.h>
 #include <roundpipe/runtime/worker/job_queue.h>
 #include <roundpipe/runtime/worker/job_runner.h>
+#include <roundpipe/runtime/worker/watch.h>
 
 namespace roundpipe::runtime {
 
@@ -19,15 +21,26 @@ struct LinkObservers {
 // Thread safety: any thread.
 class Worker {
  public:
-  Worker(int index, std::unique_ptr<device::Device> device, LinkObservers observers = {});
+  // `index`: the place of the device in the pool. `number`: among all workers of the process, since a device that
+  // comes back gets a new one.
+  Worker(int index, int number, std::unique_ptr<device::Device> device, LinkObservers observers = {});
   ~Worker() { stop(); }
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
   // Runs the queued jobs, ends the worker's threads and frees the device memory kept for later jobs. Nothing may be
   // submitted from now on; everything else can still be called. Not from a thread of the engine. A second call does
-  // nothing.
+  // nothing. Nor does a call while the worker is stuck: its threads cannot be ended.
   void stop();
+  // False once stop() has ended the threads.
+  bool has_threads() const { return !ended_.load(); }
+  int number() const { return number_; }
+  // Whether the watchdog has given the device up, and a thread of it still has jobs. An object that is stuck must not
+  // be destroyed.
+  bool is_stuck() const { return queue_.is_stuck(); }
+
+  // Fails the device if it has been busy with one thing for longer than its watchdog allows.
+  void watch();
 
   // A submission holds the locks of all workers' queues at once, taken by ascending index. It calls enqueued() after it
   // has put this worker's jobs into the queue, with the queue's lock held.
@@ -44,12 +57,15 @@ class Worker {
   void loop();
   void execute(JobRun& run);
 
+  const int number_;
+  std::atomic<bool> ended_{false};
   std::unique_ptr<device::Device> device_;
   transfer::LinkScheduler upload_;
   transfer::LinkScheduler download_;
   JobQueue queue_;
   // The generators that layers and backward passes on this worker draw from.
   const std::shared_ptr<torch_compat::OwnGenerators> generators_ = std::make_shared<torch_compat::OwnGenerators>();
+  Watch watch_;
   Outbox outbox_;
   LayerRunner layers_;
   DeviceRoom room_;

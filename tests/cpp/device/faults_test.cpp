@@ -104,11 +104,22 @@ TEST_CASE("faults: one that is set later counts from then on") {
 }
 
 TEST_CASE("health: who asks after the failure is told at once") {
-  Health health;
+  Health health("virtual:0");
   CHECK_NOTHROW(health.check());
   CHECK(health.failure() == nullptr);
   health.fail(DeviceError("gone"));
   int told = 0;
   health.on_failure([&] { ++told; });
   CHECK(told == 1);
+}
+
+TEST_CASE("health: an error counts as the device's if the device cannot finish its work either") {
+  Health health("card:0");
+  CHECK(health.failure_after_error() == nullptr);
+  health.probe_with([] {});
+  CHECK(health.failure_after_error() == nullptr);
+  health.probe_with([] { throw std::runtime_error("lost"); });
+  CHECK_FALSE(health.failed());
+  REQUIRE(health.failure_after_error());
+  CHECK_THROWS_WITH_AS(health.check(), "[card:0] the device failed, and its error does not go away: lost", DeviceError);
 }

@@ -70,7 +70,7 @@ struct LatePool {
     for (const BlockState& block : model->blocks) call->readings.push_back(block.block->current());
     for (int m = 0; m < kMicrobatches; ++m) call->loss_ready.push_back(call->new_event());
     const Batch batch = make_batch(kMicrobatches, 2, kWidth);
-    call->labels = batch.labels;
+    call->labels = std::make_shared<const std::vector<Values>>(batch.labels);
     ModelPlanner planner(*model);
     const Plan plan = plan_call(*call, std::move(stages), PlanMode::kFused, planner, *engine);
     open_boundaries(*call, plan);

@@ -15,7 +15,7 @@ constexpr int64_t kWidth = 4;
 }  // namespace
 
 TEST_SUITE("shells") {
-  TEST_CASE("a shell is made once for a worker, refreshed when the layer is another, and gone when they are cleared") {
+  TEST_CASE("a shell is made once for a worker, refreshed when the layer is another, and gone with its worker") {
     const auto model = make_model({linear_layer("a", kWidth), linear_layer("b", kWidth)});
     const c10::Device host(c10::DeviceType::CPU);
     const std::shared_ptr<const void> before = std::make_shared<int>(1), after = std::make_shared<int>(2);
@@ -34,8 +34,9 @@ TEST_SUITE("shells") {
     CHECK(counts.refreshed == refreshed + 4);
     CHECK(&get(0, 0, before) == &first);  // as the layer was for that call
     CHECK(counts.refreshed == refreshed + 5);
-    model->shells.clear();
-    model->shells.clear();
+    model->shells.keep({1, 2});
+    CHECK(counts.alive == alive + 1);
+    model->shells.keep({});
     CHECK(counts.alive == alive);
   }
 

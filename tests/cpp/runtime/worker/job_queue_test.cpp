@@ -94,11 +94,31 @@ TEST_SUITE("job queue") {
     CHECK(ended.wait_for(std::chrono::milliseconds(20)) == std::future_status::timeout);
     {
       const MutexLock lock(queue.mutex());
-      queue.released();
+      queue.released(only, /*over=*/true);
+      CHECK(queue.unfinished().empty());
       queue.notify();
     }
     CHECK(ended.get());
     waited.get();
     CHECK_FALSE(queue.wait_released());
+    CHECK(queue.drained());
+  }
+
+  TEST_CASE("nobody waits for a queue that has been left, as long as it has jobs") {
+    const auto model = make_model({linear_layer("a", 2)});
+    JobQueue queue;
+    const auto only = job_of(model, 1, /*slot=*/0);
+    put(queue, only, -1);
+    CHECK(queue.wait_for_job() == only);
+    CHECK_FALSE(queue.is_stuck());
+    queue.leave();
+    CHECK(queue.is_stuck());
+    CHECK_FALSE(queue.drained());
+    const MutexLock lock(queue.mutex());
+    queue.pop();
+    queue.released(only, /*over=*/false);
+    CHECK(queue.unfinished() == std::vector<JobQueue::JobPtr>{only});
+    queue.forget(only);
+    CHECK(queue.unfinished().empty());
   }
 }

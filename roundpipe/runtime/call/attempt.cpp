@@ -1,0 +1,119 @@
+#include <roundpipe/runtime/call/attempt.h>
+
+#include <utility>
+
+#include <roundpipe/core/error.h>
+
+namespace roundpipe::runtime {
+
+using device::EventPtr;
+
+Attempt::Attempt(CallPtr call, std::shared_ptr<JobResults> results, int number)
+    : call_(std::move(call)), results_(std::move(results)), number_(number) {}
+
+EventPtr Attempt::new_event() {
+  EventPtr event = call_->new_event();
+  if (!call_->options.fault_tolerant) return event;
+  std::exception_ptr abandoned;
+  {
+    const MutexLock lock(mutex_);
+    abandoned = abandoned_;
+    if (!abandoned) events_.add(event);
+  }
+  if (abandoned) event->fail(abandoned);
+  return event;
+}
+
+EventPtr Attempt::follow(const EventPtr& event) {
+  if (!event || event->complete() || !call_->options.fault_tolerant) return event;
+  EventPtr own = new_event();
+  event->then(
+      [event, own] {
+        if (const std::exception_ptr error = event->error()) return own->fail(error);
+        own->fire();
+      },
+      [own](const std::exception_ptr& error) { own->fail(error); });
+  return own;
+}
+
+void Attempt::then(const std::vector<EventPtr>& events, device::Event::Callback callback) {
+  device::when_all(
+      events,
+      [self = shared_from_this(), events, callback = std::move(callback)] {
+        for (const EventPtr& event : events) {
+          if (const std::exception_ptr error = event ? event->error() : nullptr) return self->fail(error);
+        }
+        callback();
+      },
+      [self = shared_from_this()](const std::exception_ptr& error) { self->fail(error); });
+}
+
+bool Attempt::succeeds(const std::function<void()>& work) noexcept {
+  try {
+    work();
+    return true;
+  } catch (...) {
+    fail(std::current_exception());
+    return false;
+  }
+}
+
+namespace {
+
+// Whether the job still waits for this attempt.
+bool is_needed(JobResults& results, int attempt) {
+  try {
+    results.read(attempt, [] {});
+    return true;
+  } catch (const Cancelled&) {
+    return false;
+  }
+}
+
+}  // namespace
+
+void Attempt::fail(const std::exception_ptr& error) {
+  if (broken_.load() || call_->failed() || !is_needed(*results_, number_)) return;
+  const std::exception_ptr failure = health_ ? health_->failure_after_error() : nullptr;
+  if (failure && call_->options.fault_tolerant) {
+    broken_.store(true);
+  } else {
+    call_->fail(failure ? failure : error);
+  }
+}
+
+void Attempt::abandon() {
+  if (!call_->options.fault_tolerant) return;
+  std::vector<EventPtr> events;
+  std::exception_ptr error;
+  broken_.store(true);
+  {
+    const MutexLock lock(mutex_);
+    if (abandoned_) return;
+    abandoned_ = error =
+        std::make_exception_ptr(Cancelled("[devices] a device has failed, so this attempt to run a job is abandoned"));
+    events = events_.take();
+  }
+  for (const EventPtr& event : events) event->fail(error);
+}
+
+std::exception_ptr Attempt::error() const {
+  {
+    const MutexLock lock(mutex_);
+    if (abandoned_) return abandoned_;
+  }
+  return call_->error();
+}
+
+void Attempt::deliver(const EventPtr& landed, const JobResult& result, std::function<void()> publish, EventPtr done) {
+  then({landed}, [self = shared_from_this(), result, publish = std::move(publish), done = std::move(done)] {
+    if (self->results_->deliver(self->number_, result, publish) && done) done->fire();
+  });
+}
+
+bool Attempt::finish(const std::function<void()>& publish) {
+  if (broken_.load() && !call_->failed()) return false;
+  return results_->finish(number_, publish);
+}
+
+}  // namespace roundpipe::runtime

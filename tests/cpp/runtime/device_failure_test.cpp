@@ -1,0 +1,223 @@
+#include <string>
+#include <thread>
+
+#include <doctest/doctest.h>
+
+#include <roundpipe/core/error.h>
+
+#include "support/model.h"
+
+using namespace roundpipe::runtime;
+using namespace roundpipe::runtime::support;
+using roundpipe::DeviceError;
+namespace memory = roundpipe::memory;
+
+namespace {
+
+constexpr int64_t kWidth = 4;
+constexpr int64_t kRows = 3;
+constexpr int kMicrobatches = 3;
+
+// Layers that draw, that write buffers, that write to their inputs and that share a weight.
+std::vector<LayerSpec> all_kinds() {
+  at::manual_seed(1);
+  std::vector<LayerSpec> layers = {linear_layer("a", kWidth), norm_layer("b", kWidth), dropout_layer("c"),
+                                   linear_layer("d", kWidth), inplace_layer("e")};
+  layers.push_back(tied_layer("f", layers.front().parameters.front().tensor));
+  return layers;
+}
+
+CallOptions tolerant(int groups = 1) {
+  CallOptions options;
+  options.fault_tolerant = true;
+  options.gradient_groups = groups;
+  return options;
+}
+
+Pipeline::TrainResult train(PipedModel& piped, const Batch& batch, const CallOptions& options) {
+  return piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, options,
+                                           fused_stages({0, 1, 3, 4, 6}));
+}
+
+struct Run {
+  std::vector<std::vector<Tensors>> losses;
+  Tensors state;
+};
+
+bool same(const Run& a, const Run& b) {
+  bool same = a.losses.size() == b.losses.size() && a.state.size() == b.state.size();
+  for (size_t step = 0; same && step < a.losses.size(); ++step) {
+    for (size_t m = 0; same && m < a.losses[step].size(); ++m) {
+      for (size_t i = 0; same && i < a.losses[step][m].size(); ++i) {
+        same = same_bits(a.losses[step][m][i], b.losses[step][m][i]);
+      }
+    }
+  }
+  for (size_t i = 0; same && i < a.state.size(); ++i) same = same_bits(a.state[i], b.state[i]);
+  return same;
+}
+
+struct Kind {
+  bool fused = true;
+  bool asynchronous = true;
+  int groups = 1;
+};
+
+// Four steps of two batches each, on the current devices.
+Run train_steps(const Kind& kind) {
+  PipedModel piped("m", all_kinds(), kind.fused);
+  Run run;
+  for (int step = 0; step < 4; ++step) {
+    for (int part = 0; part < 2; ++part) {
+      at::manual_seed(100 + 2 * step + part);
+      run.losses.push_back(train(piped, make_batch(kMicrobatches, kRows, kWidth), tolerant(kind.groups)).losses);
+    }
+    piped.step(0.05, kind.asynchronous);
+  }
+  piped.synchronize();
+  for (const LayerSpec& layer : piped.layers()) {
+    for (const memory::NamedTensor& parameter : layer.parameters)
+      run.state.push_back(parameter.tensor.detach().clone());
+    for (const memory::NamedTensor& buffer : layer.buffers) run.state.push_back(buffer.tensor.clone());
+  }
+  return run;
+}
+
+const std::vector<Kind> kKinds = {{true, true}, {true, false}, {false, true}, {true, true, kMicrobatches}};
+
+}  // namespace
+
+TEST_SUITE("device failures") {
+  TEST_CASE("a fault tolerant training goes on with the same bits, whenever a device fails") {
+    for (const Kind& kind : kKinds) {
+      use_devices("virtual:3");
+      const Run expected = train_steps(kind);
+      for (int at = 1; at <= 40; at += 6) {
+        CAPTURE(at);
+        const auto engine = use_devices("virtual:3,fail=1:error@" + std::to_string(at));
+        CHECK(same(train_steps(kind), expected));
+        engine->see_to_failures();
+        CHECK(engine->size() == 2);
+        REQUIRE(engine->failed().size() == 1);
+        CHECK(engine->failed().front().name == "virtual:1");
+      }
+    }
+  }
+
+  TEST_CASE("several devices may fail, one after the other, and come back") {
+    use_devices("virtual:4");
+    const Run expected = train_steps({});
+    const auto engine = use_devices("virtual:4,fail=0:error@9,fail=2:error@4,fail=3:error@15");
+    CHECK(same(train_steps({}), expected));
+    engine->see_to_failures();
+    CHECK(engine->size() == 1);
+    CHECK(engine->restore() == std::vector<std::string>{"virtual:0", "virtual:2", "virtual:3"});
+    CHECK(engine->size() == 4);
+    CHECK(engine->failed().empty());
+    CHECK(same(train_steps({}), expected));
+  }
+
+  TEST_CASE("a device that hangs is given up by its watchdog, and what it computes later is dropped") {
+    use_devices("virtual:3");
+    const Run expected = train_steps({});
+    const auto engine = use_devices("virtual:1,virtual:1,fail=hang@5,watchdog=200ms,virtual:1");
+    CHECK(same(train_steps({}), expected));
+    engine->see_to_failures();
+    REQUIRE(engine->failed().size() == 1);
+    CHECK(engine->failed().front().error.find("its watchdog's time, it was still busy with microbatch") !=
+          std::string::npos);
+    CHECK(engine->restore() == std::vector<std::string>{"virtual:1"});
+    engine->release_hangs();
+    CHECK(same(train_steps({}), expected));
+  }
+
+  TEST_CASE("an inference goes on, too") {
+    const std::vector<LayerSpec> layers = all_kinds();
+    const Batch batch = make_batch(kMicrobatches, kRows, kWidth);
+    CallOptions options = tolerant();
+    options.requires_grad = false;
+    std::vector<Values> expected;
+    for (int at = 0; at <= 8; ++at) {
+      use_devices(at == 0 ? "virtual:2" : "virtual:2,fail=1:error@" + std::to_string(at));
+      PipedModel piped("m", all_kinds());
+      std::vector<Values> outputs;
+      for (int round = 0; round < 2; ++round) {
+        roundpipe::schedule::Stages stages;
+        stages.forward = ascending({0, 2, 3, 5, 6});
+        outputs = piped.pipeline().forward(batch.inputs, options, stages).microbatches;
+      }
+      if (at == 0) expected = outputs;
+      for (size_t m = 0; m < outputs.size(); ++m) {
+        CHECK(same_bits(outputs[m].tensors[0], expected[m].tensors[0]));
+      }
+    }
+  }
+
+  TEST_CASE("without it, a failed device is an error that names it, and the next calls use the others") {
+    for (const bool hangs : {false, true}) {
+      const auto engine =
+          use_devices(hangs ? "virtual:2,virtual:1,fail=hang@4,watchdog=200ms" : "virtual:2,virtual:1,fail=error@4");
+      const std::vector<LayerSpec> layers = all_kinds();
+      PlainModel plain("m", layers);
+      PipedModel piped("m", layers);
+      std::string message;
+      for (int call = 0; message.empty(); ++call) {
+        const Batch batch = make_batch(kMicrobatches, kRows, kWidth);
+        try {
+          train(piped, batch, {});
+          piped.pipeline().drain();
+          plain.forward_backward(batch, call);
+        } catch (const DeviceError& error) {
+          message = error.what();
+        }
+      }
+      INFO("message: ", message);
+      CHECK(message.starts_with("[virtual:2] the device failed"));
+      CHECK(message.find("2 of 3 are left") != std::string::npos);
+      CHECK(message.find("no optimizer step has used a part of their gradients") != std::string::npos);
+      CHECK(message.find("fault_tolerant=True") != std::string::npos);
+      CHECK(engine->size() == 2);
+      for (int i = 0; i < 2; ++i) {
+        const Batch batch = make_batch(kMicrobatches, kRows, kWidth);
+        const uint64_t call = piped.pipeline().calls();
+        train(piped, batch, {});
+        plain.forward_backward(batch, call);
+      }
+      piped.synchronize();
+      CHECK(same_state(piped, plain, true));
+      engine->release_hangs();
+    }
+  }
+
+  TEST_CASE("when no device is left, calls fail until devices come back") {
+    const auto engine = use_devices("virtual:2,fail=error@3");
+    PipedModel piped("m", all_kinds());
+    const Batch batch = make_batch(kMicrobatches, kRows, kWidth);
+    const auto train_and_drain = [&] {
+      train(piped, batch, tolerant());
+      piped.pipeline().drain();
+    };
+    CHECK_THROWS_AS(for (int i = 0; i < 3; ++i) train_and_drain(), DeviceError);
+    CHECK_THROWS_WITH_AS(train_and_drain(), doctest::Contains("every device of the pool has failed"), DeviceError);
+    CHECK(engine->restore().size() == 2);
+    CHECK_NOTHROW(train_and_drain());
+  }
+
+  TEST_CASE("an error of a layer is no failure of its device") {
+    const auto engine = use_devices("virtual:2");
+    std::vector<LayerSpec> layers = all_kinds();
+    const auto fault = std::make_shared<Fault>();
+    layers[3].body = [fault, body = layers[3].body](Tensors inputs, const Tensors& parameters, const Tensors& buffers,
+                                                    const LayerContext& context) {
+      fault->pass("layer");
+      return body(std::move(inputs), parameters, buffers, context);
+    };
+    PipedModel piped("m", layers);
+    const Batch batch = make_batch(kMicrobatches, kRows, kWidth);
+    fault->arm(2);
+    CHECK_THROWS_AS(train(piped, batch, tolerant()), InjectedFault);
+    CHECK_NOTHROW(train(piped, batch, tolerant()));
+    piped.synchronize();
+    CHECK(engine->size() == 2);
+  }
+}
