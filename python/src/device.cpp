@@ -50,8 +50,8 @@ struct LinkClass {
 
 std::vector<LinkClass> link_use(Engine& engine, int index) {
   std::vector<LinkClass> classes;
-  for (const auto& [link, direction] :
-       {std::pair{&engine.worker(index).upload(), "up"}, std::pair{&engine.worker(index).download(), "down"}}) {
+  for (const auto& [link, direction] : {std::pair{&engine.pool_worker(index).upload(), "up"},
+                                        std::pair{&engine.pool_worker(index).download(), "down"}}) {
     for (size_t i = 0; i < transfer::kPriorities; ++i) {
       const auto kind = static_cast<transfer::Priority>(i);
       classes.push_back({direction, kind, link->use(kind)});
@@ -103,18 +103,19 @@ void bind_device(py::module_& module) {
       .def("__len__",
            [](Engine& engine) {
              require_engine();
-             return engine.size();
+             return engine.pool_size();
            })
       .def("device_names",
            [](Engine& engine) {
              std::vector<std::string> names;
-             for (int i = 0; i < engine.size(); ++i) names.push_back(engine.worker(i).device().name());
+             for (int i = 0; i < engine.pool_size(); ++i) names.push_back(engine.pool_worker(i).device().name());
              return names;
            })
       .def("torch_devices",
            [](Engine& engine) {
              std::vector<std::string> names;
-             for (int i = 0; i < engine.size(); ++i) names.push_back(engine.worker(i).device().torch_device().str());
+             for (int i = 0; i < engine.pool_size(); ++i)
+               names.push_back(engine.pool_worker(i).device().torch_device().str());
              return names;
            })
       .def("memory_caps",
@@ -123,23 +124,38 @@ void bind_device(py::module_& module) {
              for (const device::DeviceSpec& spec : engine.specs()) caps.push_back(spec.memory_bytes);
              return caps;
            })
-      .def("memory", [](Engine& engine, int index) { return engine.worker(index).device().memory(); })
+      .def("memory", [](Engine& engine, int index) { return engine.pool_worker(index).device().memory(); })
       .def("reset_peak_memory",
            [](Engine& engine) {
-             for (int i = 0; i < engine.size(); ++i) engine.worker(i).device().reset_peak_memory();
+             for (int i = 0; i < engine.pool_size(); ++i) engine.pool_worker(i).device().reset_peak_memory();
            })
       .def("copies_on_compute_cores",
            [](Engine& engine) { return engine.worker(0).device().copies_on_compute_cores(); })
       .def("limit_memory",
            [](Engine& engine, int64_t limit_bytes) {
-             for (int i = 0; i < engine.size(); ++i) engine.worker(i).device().limit_memory(limit_bytes);
+             for (int i = 0; i < engine.pool_size(); ++i) engine.pool_worker(i).device().limit_memory(limit_bytes);
            })
       .def("moved_bytes",
            [](Engine& engine, int index) {
-             return MovedBytes{engine.worker(index).upload().moved_bytes(),
-                               engine.worker(index).download().moved_bytes()};
+             return MovedBytes{engine.pool_worker(index).upload().moved_bytes(),
+                               engine.pool_worker(index).download().moved_bytes()};
            })
-      .def("link_use", &link_use);
+      .def("link_use", &link_use)
+      .def("failed",
+           [](const Engine& engine) {
+             std::vector<std::pair<std::string, std::string>> failed;
+             for (const Engine::Failed& gone : engine.failed()) failed.emplace_back(gone.name, gone.error);
+             return failed;
+           })
+      .def("restore", &Engine::restore, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "inject",
+          [](Engine& engine, int index, const std::string& fault) {
+            engine.pool_worker(index).device().inject(device::parse_fault(fault));
+          },
+          py::arg("index"), py::arg("fault"))
+      .def("release_hangs", &Engine::release_hangs)
+      .def("hangs", [](Engine& engine, int index) { return engine.pool_worker(index).device().hangs(); });
   module.def("require_engine", &require_engine);
   module.def("require_callers_thread", &require_callers_thread);
   module.def("interpreter_lock_acquisitions", &InterpreterLock::acquisitions);

@@ -70,6 +70,7 @@ void bind_pipeline(py::module_& module) {
       .def_readwrite("requires_grad", &CallOptions::requires_grad)
       .def_readwrite("preserve_rng_state", &CallOptions::preserve_rng_state)
       .def_readwrite("keeps_caller", &CallOptions::keeps_caller)
+      .def_readwrite("fault_tolerant", &CallOptions::fault_tolerant)
       .def_readwrite("recompute_grain", &CallOptions::recompute_grain)
       .def_readwrite("tied_grad_accumulation", &CallOptions::tied_grad_accumulation)
       .def_readwrite("gradient_groups", &CallOptions::gradient_groups);

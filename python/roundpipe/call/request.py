@@ -59,6 +59,7 @@ class CallRequest:
         options.recompute_grain = GRAINS[grain]
         options.tied_grad_accumulation = ACCUMULATIONS[self.config.tied_grad_accumulation]
         options.gradient_groups = self.config.gradient_groups
+        options.fault_tolerant = self.config.fault_tolerant
         return options
 
 

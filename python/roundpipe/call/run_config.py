@@ -48,6 +48,9 @@ class RoundPipeRunConfig:
             tree, or a function of the list of outputs. Default: True.
         execute_plan: the stages, or a whole plan with devices, of one step (from `RoundPipe.last_plan()`, the planner
             or the simulator). Default: the planner chooses.
+        fault_tolerant: whether training goes on when a device fails: the jobs that it had run again on the devices that
+            are left, with the same bits. What they need for that stays on the host until their results are there. See
+            docs/reliability.md. Default: False.
 
     Raises:
         ValueError: a field has a value that is not listed above.
@@ -65,6 +68,7 @@ class RoundPipeRunConfig:
     # Last, because the published package's fields keep their order.
     tied_grad_accumulation: TiedGradAccumulation | None = None
     gradient_groups: int | None = None
+    fault_tolerant: bool | None = None
 
     def __post_init__(self) -> None:
         check(self, "RoundPipeRunConfig")
@@ -90,6 +94,7 @@ class ResolvedRunConfig:
     recompute_grain: RecomputeGrain
     tied_grad_accumulation: TiedGradAccumulation
     gradient_groups: int
+    fault_tolerant: bool
     num_microbatch: int
     num_microbatch_is_default: bool
     num_microbatch_is_open: bool
@@ -155,6 +160,7 @@ def resolve(
         recompute_grain=config.recompute_grain or "stage",
         tied_grad_accumulation=config.tied_grad_accumulation or "layer",
         gradient_groups=config.gradient_groups or 1,
+        fault_tolerant=bool(config.fault_tolerant),
         num_microbatch=(chosen if number == "auto" else number) or devices + 1,
         num_microbatch_is_default=number in (None, "auto"),
         num_microbatch_is_open=number == "auto" and chosen is None,
@@ -173,7 +179,7 @@ def check(config: RoundPipeRunConfig, where: str) -> None:
 
     if not isinstance(config, RoundPipeRunConfig):
         raise ValueError(f"[{where}] got a {type(config).__name__}, expected a RoundPipeRunConfig")
-    for name in ("requires_grad", "preserve_rng_state"):
+    for name in ("requires_grad", "preserve_rng_state", "fault_tolerant"):
         if getattr(config, name) not in (None, True, False):
             raise fail(name, "True, False")
     if config.output_device is not None:

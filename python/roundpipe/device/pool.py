@@ -44,6 +44,43 @@ class DevicePool:
         """Where each device's tensors live for torch, for example "cuda:0"; "cpu" for virtual devices."""
         return list(self._engine.torch_devices())
 
+    @property
+    def failed(self) -> dict[str, str]:
+        """The devices that have failed, by name, and what each of them did. Calls use the others."""
+        return dict(self._engine.failed())
+
+    def restore(self) -> list[str]:
+        """Brings the devices back that have failed, between two steps, and returns their names.
+
+        Each is made anew, with an empty memory and without the faults of its spec. The next call uses it.
+
+        Raises:
+            RoundPipeError, ValueError, RuntimeError: a device cannot be made; those before it are back.
+        """
+        return self._engine.restore()
+
+    def inject_fault(self, device: str, fault: str) -> None:
+        """Sets a fault of a virtual device, to see what a program does then.
+
+        Args:
+            device: its name, for example `"virtual:2"`.
+            fault: as in a spec's `fail=`, for example `"error@3"`; the device counts its microbatches from now on.
+
+        Raises:
+            ValueError: the pool has no such device, the device is a real one, or this is not a fault.
+        """
+        names = self._engine.device_names()
+        if device not in names:
+            raise ValueError(f"[devices] {device!r} is not in the pool, expected one of {', '.join(names)}")
+        self._engine.inject(names.index(device), fault)
+
+    def release_hangs(self) -> None:
+        """Lets virtual devices go on that hang because of a fault.
+
+        What they compute for calls that have gone on without them is dropped.
+        """
+        self._engine.release_hangs()
+
     def memory_report(self) -> list[dict[str, Any]]:
         """Per device: `name`, `limit_bytes` (0 = no cap), `current_bytes`, `peak_bytes`."""
         report = []
@@ -96,11 +133,12 @@ def devices(spec: str | Sequence[str] | None = None) -> DevicePool:
             many virtual devices as the host has cores. An option applies to the device group before it. `memory=` caps
             a device (for a card, torch's allocator is capped to the sum of its workers' caps, if it supports that).
             `chunk=64MB` limits how much moves at once before a more urgent transfer may go (0: whole layers). `fifo`
-            runs transfers in the order of their requests. Only for virtual devices: `link=` GB/s in each direction,
-            `host=` GB/s of all links together, `threads=` CPU threads for a device's layers (by default as many as the
-            process uses, which gives the bits of a plain loop), `debug` (fills freed device memory with NaN), `fail=`
-            a fault on purpose, for example `fail=error@30` or, for device `virtual:2` only, `fail=2:hang@30` (see
-            docs/devices.md).
+            runs transfers in the order of their requests. `watchdog=30s` is the longest time that one microbatch or one
+            piece of a copy may take; a device that takes longer has failed (by default there is no limit). Only for
+            virtual devices: `link=` GB/s in each direction, `host=` GB/s of all links together, `threads=` CPU threads
+            for a device's layers (by default as many as the process uses, which gives the bits of a plain loop),
+            `debug` (fills freed device memory with NaN), `fail=` a fault on purpose, for example `fail=error@30` or,
+            for device `virtual:2` only, `fail=2:hang@30` (see docs/devices.md).
 
     Raises:
         ValueError: the spec cannot be parsed, or an accelerator in it does not exist.

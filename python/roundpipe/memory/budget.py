@@ -59,6 +59,7 @@ class HostPrediction:
         values: values that a step's microbatches keep on the host until their backward; 0 before a batch is known.
         partial_sums: sums of gradients until they are added up, beyond the gradients: those of the layers that share a
             parameter, and those of devices that share a layer.
+        kept_for_failures: with `fault_tolerant`, what jobs have read, at most: it stays until their results are there.
     """
 
     weights: int
@@ -67,6 +68,7 @@ class HostPrediction:
     moments: int
     values: int = 0
     partial_sums: int = 0
+    kept_for_failures: int = 0
 
     @property
     def total(self) -> int:
@@ -82,6 +84,7 @@ class HostPrediction:
             "fp32 masters": self.masters,
             "moments": self.moments,
             "values between stages": self.values,
+            "kept for failures": self.kept_for_failures,
         }
 
 

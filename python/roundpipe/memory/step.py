@@ -68,7 +68,7 @@ class StepShape:
         mode: the plan's mode.
         total_rows: rows of all microbatches.
         savers: options that would reduce the memory of a row, worded for the user.
-        gradient_groups: see `RoundPipeRunConfig`; also for `tied_grad_accumulation`.
+        gradient_groups: see `RoundPipeRunConfig`; also for `tied_grad_accumulation` and `fault_tolerant`.
     """
 
     batch: Microbatch
@@ -81,6 +81,7 @@ class StepShape:
     savers: tuple[str, ...]
     gradient_groups: int
     tied_grad_accumulation: TiedGradAccumulation
+    fault_tolerant: bool
 
     @property
     def trains(self) -> bool:
@@ -125,6 +126,7 @@ def step_shape(request: CallRequest, *, count: int | None = None, total_rows: in
         savers=request.savers,
         gradient_groups=request.config.gradient_groups,
         tied_grad_accumulation=request.config.tied_grad_accumulation,
+        fault_tolerant=request.config.fault_tolerant,
     )
 
 
@@ -369,7 +371,13 @@ class StepMemory:
         values = _core.waiting_on_host(plan, footprints, step.count)
         accumulation = ACCUMULATIONS[step.tied_grad_accumulation]
         sums = pipeline.partial_sum_bytes(plan, step.gradient_groups, accumulation)
-        return predict_host(pipeline.block_parameters(), moments, values, partial_sums=sums)
+        found = predict_host(pipeline.block_parameters(), moments, values, partial_sums=sums)
+        if not step.fault_tolerant:
+            return found
+        # The weights that the step's jobs have read, beside their successors; values that no job has to read again, and
+        # the gradients of values; labels.
+        kept = found.gradients + 2 * values + step.count * step.label_bytes
+        return dataclasses.replace(found, kept_for_failures=kept)
 
     def _footprints(self, step: StepShape) -> list[_core.LayerFootprint]:
         key = self._key(step)

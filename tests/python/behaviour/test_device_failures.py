@@ -1,0 +1,202 @@
+"""What a user sees when devices fail, hang and come back: the same bits, or an error that says what to do."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from robustness import assert_same, faulty_model, sgd_step, squared_error, state_of
+from roundpipe import RoundPipe, RoundPipeError, RoundPipeRunConfig
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+WIDTH = 6
+ROWS = 12
+
+
+def pipe_of(*, tolerant: bool = True) -> RoundPipe:
+    config = RoundPipeRunConfig(num_microbatch=3, fault_tolerant=tolerant)
+    return RoundPipe(faulty_model(WIDTH, 6)[0], model_run_config=config)
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+
+
+def called(pipe: RoundPipe, number: int) -> torch.Tensor:
+    value, label = batch(number)
+    return pipe.forward_backward((value,), label=label, loss_fn=squared_error)
+
+
+def in_two_parts(pipe: RoundPipe, number: int) -> torch.Tensor:
+    value, label = batch(number)
+    loss = squared_error(pipe(value), label)
+    loss.backward()
+    return loss.detach()
+
+
+Call = Callable[[RoundPipe, int], torch.Tensor]
+
+
+def train(call: Call, *, is_async: bool, fused: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Four steps, of two calls each."""
+    pipe = pipe_of()
+    optimizer = roundpipe.optim.AdamW(pipe, lr=1e-2) if fused else None
+    losses = []
+    for step in range(4):
+        losses += [call(pipe, 2 * step), call(pipe, 2 * step + 1)]
+        pipe.step(optimizer or sgd_step(pipe), is_async)
+    return losses, state_of(pipe)
+
+
+@pytest.mark.parametrize("call", [called, in_two_parts])
+@pytest.mark.parametrize(("is_async", "fused"), [(True, True), (False, False)])
+def test_training_goes_on_with_the_same_bits(call: Call, is_async: bool, fused: bool) -> None:
+    roundpipe.devices("virtual:3")
+    losses, state = train(call, is_async=is_async, fused=fused)
+    for fault in ("0:error@1", "1:error@7", "2:error@16", "0:slow@3+2ms,fail=1:error@12"):
+        pool = roundpipe.devices(f"virtual:3,fail={fault}")
+        assert len(pool) == 3
+        own_losses, own_state = train(call, is_async=is_async, fused=fused)
+        assert all(map(torch.equal, own_losses, losses)), fault
+        assert_same(own_state, state)
+        assert list(pool.failed) == [f"virtual:{fault.rpartition('fail=')[2][0]}"]
+
+
+def test_submitted_batches_go_on() -> None:
+    def run() -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        pipe = pipe_of()
+        losses, pending = [], None
+        for number in range(6):
+            value, label = batch(number)
+            following = pipe.submit((value,), label=label, loss_fn=squared_error)
+            pipe.step(sgd_step(pipe))
+            if pending is not None:
+                losses.append(pending.loss())
+            pending = following
+        assert pending is not None
+        return [*losses, pending.loss()], state_of(pipe)
+
+    roundpipe.devices("virtual:3")
+    losses, state = run()
+    for at in (2, 5, 9, 14):
+        roundpipe.devices(f"virtual:3,fail=1:error@{at}")
+        own_losses, own_state = run()
+        assert all(map(torch.equal, own_losses, losses)), at
+        assert_same(own_state, state)
+
+
+def test_without_fault_tolerance_the_error_says_what_to_do() -> None:
+    pool = roundpipe.devices("virtual:2,fail=1:error@4")
+    pipe = pipe_of(tolerant=False)
+    with pytest.raises(RoundPipeError, match=r"\[virtual:1\] the device failed.*1 of 2 are left") as raised:
+        for number in range(4):
+            called(pipe, number)
+            pipe.synchronize()
+    assert "fault_tolerant=True" in str(raised.value)
+    assert list(pool.failed) == ["virtual:1"]
+    called(pipe, 9)
+    pipe.synchronize()
+
+
+def test_all_devices_fail_and_come_back() -> None:
+    pool = roundpipe.devices("virtual:2,fail=error@3")
+    pipe = pipe_of()
+    with pytest.raises(RoundPipeError, match="the device failed"):
+        for number in range(4):
+            called(pipe, number)
+            pipe.synchronize()
+    with pytest.raises(RoundPipeError, match=r"every device of the pool has failed.*restore\(\)"):
+        called(pipe, 0)
+    assert pool.restore() == ["virtual:0", "virtual:1"]
+    assert not pool.failed
+    assert pool.restore() == []
+    called(pipe, 0)
+    pipe.synchronize()
+
+
+def test_bad_faults() -> None:
+    pool = roundpipe.devices("virtual:2")
+    with pytest.raises(ValueError, match="'virtual:7' is not in the pool, expected one of virtual:0, virtual:1"):
+        pool.inject_fault("virtual:7", "error@1")
+    with pytest.raises(ValueError, match="'fire@1' is not a fault"):
+        pool.inject_fault("virtual:1", "fire@1")
+    with pytest.raises(ValueError, match="fault_tolerant is 'yes'"):
+        RoundPipeRunConfig(fault_tolerant="yes")  # type: ignore[arg-type]
+
+
+def test_what_is_kept_is_predicted() -> None:
+    roundpipe.devices("virtual:2")
+    value, label = batch(0)
+    kept = [
+        pipe_of(tolerant=tolerant).predict_memory((value,), label=label, loss_fn=squared_error).host.kept_for_failures
+        for tolerant in (False, True)
+    ]
+    assert kept[0] == 0
+    assert kept[1] > 0
+
+
+# --- a long run ---
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def long_run(steps: int, fault_every: int, seed: int | None) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Trains on the current pool. With a seed, a random device gets a random fault again and again, and comes back."""
+    pool = roundpipe.devices()
+    torch.manual_seed(3)
+    layers = [
+        nn.Linear(WIDTH, WIDTH) if n % 3 else nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)) for n in range(8)
+    ]
+    pipe = RoundPipe(nn.Sequential(*layers), model_run_config=RoundPipeRunConfig(num_microbatch=4, fault_tolerant=True))
+    optimizer = roundpipe.optim.AdamW(pipe, lr=1e-3)
+    chance = random.Random(seed)
+    losses = []
+    for step in range(steps):
+        if seed is not None and step % fault_every == fault_every - 1:
+            device = chance.choice(list(pool))
+            fault = chance.choice(["error@{}", "hang@{}", "slow@{}+3ms"]).format(chance.randint(1, 4))
+            pool.inject_fault(device, fault)
+        if seed is not None and step % fault_every == fault_every // 2:
+            pool.restore()
+            pool.release_hangs()
+        losses.append(called(pipe, step))
+        pipe.step(optimizer)
+    return losses, state_of(pipe)
+
+
+def check_long_run(steps: int, fault_every: int) -> None:
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    roundpipe.devices("virtual:8")
+    losses, state = long_run(steps, fault_every, None)
+    pool = roundpipe.devices("virtual:8,watchdog=2s")
+    before = threads()
+    own_losses, own_state = long_run(steps, fault_every, seed)
+    assert all(map(torch.equal, own_losses, losses))
+    assert_same(own_state, state)
+    pool.release_hangs()
+    pool.restore()
+    while threads() > before:  # those that were released end when they get to it
+        pool.restore()
+        os.sched_yield()
+    # No device keeps more than the weights of two stages for its next jobs.
+    assert all(entry["current_bytes"] < 2**16 for entry in pool.memory_report())
+
+
+def test_devices_keep_failing() -> None:
+    check_long_run(20, 4)
+
+
+@pytest.mark.long
+def test_devices_keep_failing_for_500_steps() -> None:
+    check_long_run(500, 20)
