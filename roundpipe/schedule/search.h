@@ -3,15 +3,9 @@
 #include <cstdint>
 #include <vector>
 
-#include <roundpipe/schedule/plan_choice.h>
+#include <roundpipe/schedule/search_runs.h>
 
 namespace roundpipe::schedule {
-
-// Annealing settles, so beyond this effort another search with other random numbers finds more than a longer one.
-constexpr std::int64_t kMostEffort = SearchOptions{}.effort;
-constexpr unsigned kSeedsOfSearch = 2;  // one search uses so many, from SearchOptions::seed on
-// Less idle time than this is not worth another search.
-constexpr double kNoBubble = 0.0002;
 
 // Returns the best plans found, best first. Their cuts differ, and there is at least one.
 //
@@ -20,11 +14,11 @@ constexpr double kNoBubble = 0.0002;
 //
 // The search consists of runs, from the tightest limits to the caller's: without replicas (two streams of random
 // numbers), then with traffic of at most 1, 1.25 and 2 and the caller's max_traffic; each with one gradient group and
-// the caller's, without and with overlap of steps, with one fused layer and the caller's most. A run spends a fixed
-// part of the effort and starts from the best plans of tighter ones. So allowing replicas, overlap, more fused layers,
-// more gradient groups than one, or more traffic than one of these rungs never gives a worse plan (up to ties). Runs
-// are left out once no device idles. More effort than the default is spent on more such searches, with other random
-// numbers, so it never gives a worse plan than the default.
+// the caller's, without and with overlap of steps, with one fused layer, two, and the caller's most. A run spends a
+// fixed part of the effort and starts from the best plans of tighter ones. So allowing replicas, overlap, more gradient
+// groups than one, more fused layers than one or two, or more traffic than one of these rungs never gives a worse plan
+// (up to ties). Runs are left out where no device idles already. More effort than the default is spent on more such
+// searches, with other random numbers, so it never gives a worse plan than the default.
 //
 // In a run, coordinate descent varies the number of stages, the number of one-layer stages at both ends, the replicas
 // at both ends and of the fused stage, and the interleaving; exact partitions cut the layers in between. Annealing then

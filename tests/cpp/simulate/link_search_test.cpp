@@ -216,13 +216,10 @@ TEST_CASE("link search: replicas of stages with gradients keep to the groups of 
   });
 }
 
-TEST_CASE("link search: looser limits and faster links never give a worse plan") {
-  // The steps that a plan is rated by depend on the plans beside it; a faster link may change where jobs are placed.
-  constexpr double kRated = 0.01;
-  for_each_case(100'000'000, [&](const Case& of, const LinkRules& rules, SearchOptions options) {
-    options.plan.gradient_groups = 1;
-    options.max_traffic = 1.25;
-    options.interleave = false;
+TEST_CASE("link search: more memory and faster links give no worse plan, within a percent") {
+  // Either may change where jobs are placed.
+  constexpr double kPlaced = 0.01;
+  for_each_case(20'000'000, [&](const Case& of, const LinkRules& rules, const SearchOptions& options) {
     const auto found_ms = [&](const Cluster& cluster) {
       const PlanChoice choice = search_links(of.costs, cluster, options, rules).front();
       return step_ms(choice.recipe, {of.name, of.costs, cluster, of.microbatches}, rules, 2 * kManySteps);
@@ -231,20 +228,12 @@ TEST_CASE("link search: looser limits and faster links never give a worse plan")
     const auto loosened = [&](const std::string& what, const Cluster& cluster) {
       CAPTURE(what);
       const double ms = found_ms(cluster);
-      CHECK(ms <= least_ms * (1 + kRated));
+      CHECK(ms <= least_ms * (1 + kPlaced));
       least_ms = ms;
     };
-    options.max_traffic = 0;
-    loosened("traffic", of.cluster);
-    options.interleave = true;
-    loosened("interleave", of.cluster);
-    options.plan.gradient_groups = of.microbatches;
-    loosened("gradient groups", of.cluster);
-    options.max_fused_layers = 2;
-    loosened("fused layers", of.cluster);
     Cluster cluster = of.cluster;
     for (ClusterDevice& device : cluster.devices) device.memory_bytes = 0;
-    loosened("memory", cluster);
+    if (of.cluster.devices.front().memory_bytes > 0) loosened("memory", cluster);
     cluster.link_up_gb_per_s *= 2;
     cluster.link_down_gb_per_s *= 2;
     cluster.host_gb_per_s *= 2;
