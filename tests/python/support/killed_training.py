@@ -132,6 +132,7 @@ def train(request: Request) -> None:
         else:
             say("saved", save.step)
 
+    save: roundpipe.Save | None = None
     with roundpipe.StopSignal() as stop:
         for step in range(done + 1, request.steps + 1):
             batch = torch.randn(4, WIDTH).bfloat16()
@@ -141,6 +142,8 @@ def train(request: Request) -> None:
             say("completed", step)
             if step % SAVE_EVERY == 0 or stop.requested:
                 fault = request.fault if step == FAULT_AT else ""
+                if fault and save is not None:
+                    save.wait()  # it is not to meet the fault
                 with faulty(fault, request.folder):
                     save = roundpipe.save_checkpoint(request.folder, model, optimizer, keep_last=KEEP_LAST)
                     threading.Thread(target=watch, args=(save,)).start()
