@@ -11,8 +11,9 @@ import torch
 
 from roundpipe.checkpoint.files import INDEX_FILE, Checkpoint
 from roundpipe.export.adapter import read_adapter
-from roundpipe.export.output import Entry, bytes_of_file, bytes_of_tensor, check_free, new_folder, write_safetensors
+from roundpipe.export.output import Entry, bytes_of_file, bytes_of_tensor, write_safetensors
 from roundpipe.export.placement import Placement
+from roundpipe.files import check_free, new_folder
 
 Progress = Callable[[int, int], None]
 
@@ -54,7 +55,7 @@ def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, pro
         ValueError: the merge is impossible or its result doubtful; raised before the first byte is written.
     """
     adapter, out = Path(adapter), Path(out)
-    check_free(out)
+    check_free(out, "export")
     loaded = read_adapter(adapter)
     checkpoint = Checkpoint(find_base(base))
     placement = Placement(checkpoint, loaded)
@@ -84,7 +85,7 @@ def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, pro
         return counted(bytes_of_tensor(ready.pop(name)))
 
     others = sum(path.stat().st_size for path in copies.values())
-    with new_folder(out, weights + others + (16 << 20)) as folder, torch.no_grad():
+    with new_folder(out, "export", weights + others + (16 << 20)) as folder, torch.no_grad():
         for name, path in copies.items():
             shutil.copyfile(path, folder / name)
         for file in checkpoint.files:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,47 +12,6 @@ from typing import Any
 import torch
 
 _COPY_BYTES = 8 << 20
-
-
-@contextmanager
-def new_folder(out: Path, size_bytes: int) -> Iterator[Path]:
-    """Makes a temporary folder beside `out` and renames it at the end; an exception leaves nothing behind.
-
-    Args:
-        out: a folder that does not exist, or is empty.
-        size_bytes: the amount that will be written.
-
-    Raises:
-        ValueError: `out` holds files or cannot be made, or its disk has less than `size_bytes` left.
-    """
-    check_free(out)
-    temporary = out.parent / f".{out.name}.{os.getpid()}.part"
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(out.parent).free
-        if free < size_bytes:
-            raise ValueError(
-                f"[export] {out.parent} has {free / 1e9:.2f} GB left, expected {size_bytes / 1e9:.2f} GB for the "
-                "merged model; make room, or choose another folder"
-            )
-        temporary.mkdir()
-    except OSError as error:
-        raise ValueError(
-            f"[export] cannot create {out}: {error.strerror}; expected a folder that can be written"
-        ) from None
-    try:
-        yield temporary
-        temporary.rename(out)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def check_free(out: Path) -> None:
-    """Raises ValueError unless `out` is an empty folder, or one that can be made."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        what = "is not empty" if out.is_dir() else "is a file"
-        raise ValueError(f"[export] {out} {what}, expected a new or empty folder; choose another, or move it away")
 
 
 @dataclass(frozen=True)

@@ -64,12 +64,12 @@ def convert(
     ] = False,
 ) -> None:
     """Convert a checkpoint to a plain Hugging Face folder, or to or from torch.distributed.checkpoint."""
+    from roundpipe.files import check_free
     from roundpipe.runs import convert as conversion
 
     if (to is None) == (from_ is None):
         raise ValueError("[checkpoint] expected either --to hf, --to dcp or --from dcp")
-    if out.exists():
-        raise ValueError(f"[checkpoint] {out} exists, expected a new folder; choose another name")
+    check_free(out, "checkpoint")
     if from_ == "dcp":
         conversion.from_dcp(source, out, trust)
     elif to == "dcp":

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from roundpipe import _core
+from roundpipe.files import new_folder
 from roundpipe.saving.capture import BUFFERS, OPTIMIZER, REMAINDERS, WEIGHTS
 from roundpipe.saving.stored import StoredCheckpoint, candidates
 
@@ -30,24 +29,10 @@ def _newest(source: Path) -> StoredCheckpoint:
     return StoredCheckpoint(paths[0])
 
 
-@contextmanager
-def _aside(out: Path) -> Iterator[Path]:
-    """A folder beside `out`, which takes its name when the block ends, and is removed if the block raises."""
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
 def to_hugging_face(source: Path, out: Path) -> None:
     """Copies weights and configuration into a folder that transformers (for adapters: peft) loads."""
     stored = _newest(source)
-    with _aside(out) as folder:
+    with new_folder(out, "checkpoint") as folder:
         for record in stored.manifest.files:
             is_weights = record.name.endswith(".safetensors") and record.name.startswith(("model", "adapter_model"))
             if is_weights or record.name in _HUGGING_FACE:
@@ -91,7 +76,7 @@ def to_dcp(source: Path, out: Path) -> None:
             for group in optimizer["param_groups"]
         ]
         whole["optim"] = {"state": state, "param_groups": groups}
-    with _aside(out) as folder:
+    with new_folder(out, "checkpoint") as folder:
         save(whole, checkpoint_id=folder, no_dist=True)
 
 
@@ -124,5 +109,5 @@ def from_dcp(source: Path, out: Path, trust: bool) -> None:
     tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in chosen.items()}
     load(tensors, checkpoint_id=source, no_dist=True)
     named = {key.removeprefix("model.") if key in nested else key: value for key, value in tensors.items()}
-    with _aside(out) as folder:
+    with new_folder(out, "checkpoint") as folder:
         save_file(named, folder / "model.safetensors", metadata={"format": "pt"})

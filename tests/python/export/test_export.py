@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from roundpipe.cli import app, main
 from roundpipe.export.merge import merge_adapter
-from roundpipe.export.output import new_folder
+from roundpipe.files import new_folder
 from sweeps import sweep
 
 COMMON: dict[str, Any] = {"vocab_size": 96, "max_position_embeddings": 64}
@@ -486,12 +486,15 @@ def test_the_output_must_be_free_and_fit(tmp_path: Path, monkeypatch: pytest.Mon
     for out, message in [("full", "is not empty"), ("full/file", "is a file")]:
         with pytest.raises(ValueError, match=message):
             merge_adapter(tmp_path, tmp_path, tmp_path / out)
-    with pytest.raises(ValueError, match=r"GB left, expected 1000000000\.00 GB"), new_folder(tmp_path / "out", 10**18):
+    with (
+        pytest.raises(ValueError, match=r"GB left, expected 1000000000\.00 GB"),
+        new_folder(tmp_path / "out", "export", 10**18),
+    ):
         pass
     (tmp_path / "empty").mkdir()
-    with new_folder(tmp_path / "empty", 1) as folder:
+    with new_folder(tmp_path / "empty", "export", 1) as folder:
         (folder / "file").touch()
     assert (tmp_path / "empty" / "file").exists()
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "not allowed")))
-    with pytest.raises(ValueError, match=r"cannot create .*: not allowed"), new_folder(tmp_path / "out", 1):
+    with pytest.raises(ValueError, match=r"cannot create .*: not allowed"), new_folder(tmp_path / "out", "export", 1):
         pass
