@@ -3,6 +3,7 @@
 #include <utility>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/runtime/call/fail_with.h>
 
 namespace roundpipe::runtime {
 
@@ -37,26 +38,10 @@ EventPtr Attempt::follow(const EventPtr& event) {
 }
 
 void Attempt::then(const std::vector<EventPtr>& events, device::Event::Callback callback) {
-  device::when_all(
-      events,
-      [self = shared_from_this(), events, callback = std::move(callback)] {
-        for (const EventPtr& event : events) {
-          if (const std::exception_ptr error = event ? event->error() : nullptr) return self->fail(error);
-        }
-        callback();
-      },
-      [self = shared_from_this()](const std::exception_ptr& error) { self->fail(error); });
+  then_or_fail(shared_from_this(), events, std::move(callback));
 }
 
-bool Attempt::succeeds(const std::function<void()>& work) noexcept {
-  try {
-    work();
-    return true;
-  } catch (...) {
-    fail(std::current_exception());
-    return false;
-  }
-}
+bool Attempt::succeeds(const std::function<void()>& work) noexcept { return succeeds_or_fail(*this, work); }
 
 namespace {
 

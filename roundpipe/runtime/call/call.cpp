@@ -3,6 +3,7 @@
 #include <ATen/autocast_mode.h>
 
 #include <roundpipe/core/frontend.h>
+#include <roundpipe/runtime/call/fail_with.h>
 
 namespace roundpipe::runtime {
 
@@ -66,26 +67,10 @@ void Call::fail(std::exception_ptr error) {
 }
 
 void Call::then(const std::vector<EventPtr>& events, device::Event::Callback callback) {
-  device::when_all(
-      events,
-      [call = shared_from_this(), events, callback = std::move(callback)] {
-        for (const EventPtr& event : events) {
-          if (const std::exception_ptr error = event ? event->error() : nullptr) return call->fail(error);
-        }
-        callback();
-      },
-      [call = shared_from_this()](const std::exception_ptr& error) { call->fail(error); });
+  then_or_fail(shared_from_this(), events, std::move(callback));
 }
 
-bool Call::attempt(const std::function<void()>& work) noexcept {
-  try {
-    work();
-    return true;
-  } catch (...) {
-    fail(std::current_exception());
-    return false;
-  }
-}
+bool Call::attempt(const std::function<void()>& work) noexcept { return succeeds_or_fail(*this, work); }
 
 std::exception_ptr Call::error() const {
   const MutexLock lock(mutex_);
