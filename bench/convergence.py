@@ -26,10 +26,10 @@ from roundpipe.demo.tokenizer import encode_files, train_tokenizer
 from roundpipe.demo.training import (
     EvaluationRecord,
     FusedSteps,
+    RandomBatches,
     StepRecord,
     held_out_batches,
     learning_rate_factor,
-    random_batches,
     token_tables,
     train,
 )
@@ -121,7 +121,7 @@ def main() -> None:
         layers = as_layers(llama)
         model = roundpipe.RoundPipe(layers, name="demo")
         seen = Losses()
-        batches, kept_out = random_batches(training, options), held_out_batches(held_out, options)
+        batches, kept_out = RandomBatches(training, options), held_out_batches(held_out, options)
         train(model, make(model, token_tables(layers), options), batches, kept_out, options, seen)
         losses[name] = seen.held_out
         row = [name, f"{seen.held_out:.4f}", f"{seen.seconds:.0f}", "", "", ""]

@@ -63,6 +63,15 @@ def demo(
     batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = _DEFAULT.batch_size,
     sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = _DEFAULT.sequence_length,
     dtype: Annotated[str, typer.Option(help=f"Type of the weights: {', '.join(DTYPES)}.")] = _DEFAULT.dtype,
+    save_every: Annotated[
+        int | None,
+        typer.Option(
+            help="A checkpoint after this many steps, in OUT/checkpoints (default: none).", show_default=False
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder given with --out.")
+    ] = False,
 ) -> None:
     """Prove in 20 seconds that RoundPipe trains what a device cannot hold, with the bits of a plain PyTorch loop; then
     train a small Llama on Python's own sources for about two minutes.
@@ -85,7 +94,7 @@ def demo(
         )
         with _imports_interrupted():
             from roundpipe.demo.session import run_demo
-        code = run_demo(options, devices, out)
+        code = run_demo(options, devices, out, save_every, resume)
     except KeyboardInterrupt:
         typer.echo("\nroundpipe: interrupted", err=True)
         code = 130

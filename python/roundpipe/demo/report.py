@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,12 +21,12 @@ METRICS_FILE = "metrics.jsonl"
 CURVE_FILE = "loss.png"
 
 
-def prepare_folder(folder: Path) -> Path:
-    """Creates the run's folder. Raises ValueError if it holds a previous run or cannot be made."""
-    if (folder / METRICS_FILE).exists():
+def prepare_folder(folder: Path, resume: bool = False) -> Path:
+    """Creates the run's folder. Raises ValueError if it cannot be made, or holds a run that is not to go on."""
+    if not resume and (folder / METRICS_FILE).exists():
         raise ValueError(
             f"[demo] {folder} holds the {METRICS_FILE} of a previous run; expected a new or empty folder; "
-            "give another --out, or move the old run away"
+            "give another --out, move the old run away, or let it go on with --resume"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -37,12 +38,27 @@ def prepare_folder(folder: Path) -> Path:
     return folder
 
 
-class MetricsWriter:
-    """Writes one JSON object per line, each flushed at once; `kind` names its type. docs/demo.md lists the kinds."""
+def read_run(folder: Path) -> dict[str, Any] | None:
+    """The settings of the run in a folder: the first line of its metrics; None if there is no run."""
+    try:
+        with (folder / METRICS_FILE).open(encoding="utf-8") as lines:
+            first = json.loads(next(lines, ""))
+    except (FileNotFoundError, ValueError):
+        return None
+    return first if isinstance(first, dict) and first.get("kind") == "run" else None
 
-    def __init__(self, path: Path) -> None:
+
+class MetricsWriter:
+    """Writes one JSON object per line, each flushed at once; `kind` names its type. docs/demo.md lists the kinds.
+
+    With `resume`, lines are appended to those that are there; a last one that is not whole is removed.
+    """
+
+    def __init__(self, path: Path, resume: bool = False) -> None:
+        if resume and path.exists():
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         # "x": two runs that start in the same folder at once must not mix their lines.
-        self._file = path.open("x", encoding="utf-8")
+        self._file = path.open("a" if resume else "x", encoding="utf-8")
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
         # JSON has no NaN or infinity; such values become null.
@@ -110,6 +126,11 @@ class RunReporter:
             f"next token right {record.held_out_accuracy:.1%}",
             soft_wrap=True,
         )
+
+    def go_on_after(self, steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]) -> None:
+        """Takes over the records of the run before, which are in its metrics already."""
+        self.step_records, self.evaluation_records = list(steps), list(evaluations)
+        self._progress.update(self._task, completed=len(steps))
 
     def __enter__(self) -> RunReporter:
         self._progress.start()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import math
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import roundpipe
 from roundpipe.demo import proof
+from roundpipe.demo.checkpoints import CHECKPOINTS_FOLDER, Checkpoints
 from roundpipe.demo.corpus import load_corpus
 from roundpipe.demo.guessing import guess
 from roundpipe.demo.model import as_layers, build_llama, parameter_count, training_bytes
@@ -33,9 +35,10 @@ from roundpipe.demo.report import (
     RunReporter,
     draw_curve,
     prepare_folder,
+    read_run,
 )
 from roundpipe.demo.tokenizer import encode_files, train_tokenizer
-from roundpipe.demo.training import FusedSteps, check_length, held_out_batches, random_batches, token_tables, train
+from roundpipe.demo.training import FusedSteps, RandomBatches, check_length, held_out_batches, token_tables, train
 from roundpipe.demo.verdict import exact, fits, learns, mebibytes, required_loss
 
 EXIT_OK, EXIT_NOT_TRUE, EXIT_OUT_OF_MEMORY, EXIT_INTERRUPTED = 0, 1, 1, 130
@@ -120,7 +123,7 @@ def _prove(
     """Runs, prints and records both proofs. Replaces the device pool."""
     pool = roundpipe.devices(device_spec)
     device = torch.device(pool.torch_devices[0])
-    batches = proof.proof_batches(list(itertools.islice(random_batches(text.training, options), proof.STEPS)))
+    batches = proof.proof_batches(list(itertools.islice(RandomBatches(text.training, options), proof.STEPS)))
     _say(console, "proof: three steps of a plain PyTorch loop, written by hand")
     expected, needed_bytes = proof.measured_plain_steps(layers, batches, options, device)
     losses = " ".join(f"{float(loss):.4f}" for loss in expected.losses)
@@ -194,18 +197,57 @@ def _stop_on_interrupt(reporter: RunReporter, console: Console) -> Iterator[None
         signal.signal(signal.SIGINT, previous)
 
 
-def run_demo(options: DemoOptions, devices: str | None, out: Path | None) -> int:
-    """Runs the demo and returns the exit code. Raises ValueError for a caller's mistake, before any training."""
+def _as_before(options: DemoOptions, folder: Path) -> DemoOptions:
+    """The options of the run in `folder`, which must be these; only the type of the weights may be left to it."""
+    run = read_run(folder)
+    if run is None:
+        return options
+    options = replace(options, dtype=run["dtype"]) if options.dtype == "auto" else options
+    for name, value in json.loads(json.dumps(asdict(options))).items():
+        before = run.get(name)
+        if before != value:
+            raise ValueError(
+                f"[demo] {name} is {value}, and {before} in the run in {folder}; expected the same, since --resume "
+                "goes on with that run; give its options, or another --out"
+            )
+    return options
+
+
+def run_demo(
+    options: DemoOptions,
+    devices: str | None,
+    out: Path | None,
+    save_every: int | None = None,
+    resume: bool = False,
+) -> int:
+    """Runs the demo and returns the exit code.
+
+    Args:
+        options: of the run.
+        devices: the pool; None for the default.
+        out: the run's folder; None for a new one.
+        save_every: a checkpoint after this many steps, in `checkpoints/` of the run's folder; None for none.
+        resume: go on from the newest checkpoint in `out`, if there is one.
+
+    Raises:
+        ValueError: for a caller's mistake, before any training.
+    """
+    if save_every is not None and save_every < 1:
+        raise ValueError(f"[demo] --save-every is {save_every}; expected at least 1; give a positive number")
+    if resume and out is None:
+        raise ValueError("[demo] --resume is given without --out; expected the run's folder; give --out FOLDER")
     console = Console(highlight=False)
     # cuBLAS gives the same bits on every stream only with fixed workspaces; read when CUDA starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    folder = prepare_folder(out if out is not None else _default_folder())
+    folder = prepare_folder(out if out is not None else _default_folder(), resume)
+    if resume:
+        options = _as_before(options, folder)
     device_spec = _device_spec(devices)
     pool = roundpipe.devices(device_spec)
     _say(console, f"devices: {pool.description} ({len(pool)})")
     text = _prepare_text(console, options)
     layers = _prepare_layers(console, options, text.vocabulary, torch.device(pool.torch_devices[0]))
-    with MetricsWriter(folder / METRICS_FILE) as metrics:
+    with MetricsWriter(folder / METRICS_FILE, resume) as metrics:
         metrics.write(
             "run",
             {
@@ -217,7 +259,7 @@ def run_demo(options: DemoOptions, devices: str | None, out: Path | None) -> int
             },
         )
         try:
-            return _prove_and_train(console, metrics, folder, layers, text, options, device_spec)
+            return _prove_and_train(console, metrics, folder, layers, text, options, device_spec, save_every, resume)
         except torch.OutOfMemoryError as error:
             _complain(
                 f"[demo] a device ran out of memory: {error}; expected the layers to fit one by one; "
@@ -234,6 +276,8 @@ def _prove_and_train(
     text: _Text,
     options: DemoOptions,
     device_spec: str,
+    save_every: int | None,
+    resume: bool,
 ) -> int:
     with _repeatable(torch.device(roundpipe.devices().torch_devices[0])):
         room, comparisons = _prove(console, metrics, layers, text, options, device_spec)
@@ -252,10 +296,15 @@ def _prove_and_train(
     model = roundpipe.RoundPipe(layers)
     steps = FusedSteps(model, token_tables(layers), options)
     reporter = RunReporter(metrics, console, options.steps)
+    batches = RandomBatches(text.training, options)
+    checkpoints = Checkpoints(folder / CHECKPOINTS_FOLDER, save_every, steps, batches, reporter)
+    checkpoints.begin(resume)
+    if resume:
+        _say(console, f"resumed: {checkpoints.progress.step} steps were made before")
     interrupted = False
     try:
         with _stop_on_interrupt(reporter, console), reporter:
-            train(model, steps, random_batches(text.training, options), held_out, options, reporter)
+            train(model, steps, batches, held_out, options, reporter, checkpoints)
         interrupted = reporter.stop_requested
     except KeyboardInterrupt:
         interrupted = True

@@ -67,12 +67,35 @@ def check_length(text: Tensor, sequence_length: int, what: str) -> None:
         )
 
 
-def random_batches(text: Tensor, options: DemoOptions) -> Iterator[Batch]:
-    """Yields endless batches from random places of `text` [tokens]; the same seed gives the same batches."""
-    generator = torch.Generator().manual_seed(options.seed)
-    while True:
-        starts = torch.randint(len(text) - options.sequence_length, (options.batch_size,), generator=generator)
-        yield cut_batch(text, starts, options.sequence_length)
+class RandomBatches:
+    """Endless batches from random places of `text` [tokens]; the same seed gives the same batches."""
+
+    def __init__(self, text: Tensor, options: DemoOptions) -> None:
+        self._text, self._options = text, options
+        self._generator = torch.Generator().manual_seed(options.seed)
+        self._given = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        return cut_batch(self._text, self._starts(), self._options.sequence_length)
+
+    def _starts(self) -> Tensor:
+        self._given += 1
+        places = len(self._text) - self._options.sequence_length
+        return torch.randint(places, (self._options.batch_size,), generator=self._generator)
+
+    def state_dict(self) -> dict[str, int]:
+        """The position: how many batches were given."""
+        return {"given": self._given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes to a position."""
+        self._generator.manual_seed(self._options.seed)
+        self._given = 0
+        while self._given < state["given"]:
+            self._starts()
 
 
 def held_out_batches(text: Tensor, options: DemoOptions) -> list[Batch]:
@@ -145,6 +168,27 @@ class EvaluationRecord:
     elapsed_s: float
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come: steps made, tokens seen, and seconds of training."""
+
+    step: int = 0
+    tokens: int = 0
+    training_s: float = 0.0
+
+
+class Saver(Protocol):
+    """Saves the training now and then; `progress` is where it begins."""
+
+    progress: Progress
+
+    def on_step(self, record: StepRecord) -> None: ...
+
+    def is_due(self, step: int, is_last: bool) -> bool: ...
+
+    def save(self, progress: Progress) -> None: ...
+
+
 class Observer(Protocol):
     """Is notified after each step and evaluation, and may ask the loop to stop after the current step."""
 
@@ -174,7 +218,7 @@ class FusedSteps:
         is_async: bool = True,
         moments: Moments = "float32",
     ) -> None:
-        self._model, self._clip_norm = model, options.clip_norm
+        self.model, self._clip_norm = model, options.clip_norm
         self._synchronous_steps = round(options.steps * options.synchronous_share) if is_async else options.steps
         self._steps = 0
         self.optimizer = roundpipe.optim.AdamW(
@@ -187,14 +231,18 @@ class FusedSteps:
             ],
             moments=moments,
         )
-        self._scheduler = torch.optim.lr_scheduler.LambdaLR(
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_factor(step, options)
         )
 
     def __call__(self) -> None:
         is_async = self._steps >= self._synchronous_steps
         self._steps += 1
-        self._model.step(self.optimizer, is_async, max_grad_norm=self._clip_norm, lr_scheduler=self._scheduler)
+        self.model.step(self.optimizer, is_async, max_grad_norm=self._clip_norm, lr_scheduler=self.scheduler)
+
+    def go_on_after(self, step: int) -> None:
+        """The next call is that of the step after this one. Weights, optimizer and scheduler are loaded by others."""
+        self._steps = step
 
 
 def token_tables(layers: torch.nn.Module) -> list[str]:
@@ -210,6 +258,7 @@ def train(
     held_out: list[Batch],
     options: DemoOptions,
     observer: Observer,
+    saver: Saver | None = None,
 ) -> None:
     """Runs `options.steps` steps, with held-out evaluations before, during and after.
 
@@ -217,8 +266,12 @@ def train(
     submitted before the last step's loss is read, so the devices never wait for this loop. If the observer asks, the
     loop returns early, with all steps applied, including the one already submitted, but without the last evaluation.
     `elapsed_s` and `tokens_per_s` count only training, without evaluations.
+
+    Before a save, the last loss is read, and the evaluation of that step is over: what the run has said so far is in
+    the checkpoint.
     """
-    tokens, training_s = 0, 0.0
+    progress = Progress() if saver is None else saver.progress
+    tokens, training_s = progress.tokens, progress.training_s
     since = time.perf_counter()  # time of the last report or evaluation
 
     def report(step: int, count: int, submitted: Submitted) -> None:
@@ -229,7 +282,10 @@ def train(
         tokens += count
         training_s += step_s
         lr = options.learning_rate * learning_rate_factor(step - 1, options)
-        observer.on_step(StepRecord(step, loss, lr, tokens, count / step_s, training_s))
+        record = StepRecord(step, loss, lr, tokens, count / step_s, training_s)
+        observer.on_step(record)
+        if saver is not None:
+            saver.on_step(record)
 
     def evaluate(step: int) -> None:
         nonlocal since
@@ -237,9 +293,10 @@ def train(
         since = time.perf_counter()
 
     evaluation_steps = {round(options.steps * k / (options.evaluations + 1)) for k in range(1, options.evaluations + 1)}
-    evaluate(0)
+    if progress.step == 0:
+        evaluate(0)
     unread: tuple[int, int, Submitted] | None = None
-    for step in range(1, options.steps + 1):
+    for step in range(progress.step + 1, options.steps + 1):
         batch = next(batches)
         count = batch.token_count
         submitted = model.submit(input_args=(batch.tokens,), label=(batch.labels, count), loss_fn=next_token_loss)
@@ -247,12 +304,18 @@ def train(
         if unread is not None:
             report(*unread)
         unread = (step, count, submitted)
-        if observer.stop_requested:
-            break
-        if step in evaluation_steps and 0 < step < options.steps:
+        is_stopped = observer.stop_requested
+        is_due = saver is not None and saver.is_due(step, is_stopped)
+        is_evaluated = not is_stopped and step in evaluation_steps and 0 < step < options.steps
+        if is_evaluated or is_due:
             report(*unread)
             unread = None
+        if is_evaluated:
             evaluate(step)
+        if saver is not None and is_due:
+            saver.save(Progress(step, tokens, training_s))
+        if is_stopped:
+            break
     if unread is not None:
         report(*unread)
     model.synchronize()

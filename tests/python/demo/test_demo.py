@@ -35,12 +35,12 @@ from roundpipe.demo.training import (
     IGNORED,
     Batch,
     EvaluationRecord,
+    RandomBatches,
     StepRecord,
     held_out_batches,
     held_out_scores,
     learning_rate_factor,
     next_token_loss,
-    random_batches,
 )
 from roundpipe.demo.verdict import exact, fits, learns
 
@@ -194,7 +194,7 @@ def proof_case(dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Sequential,
     """The demo's model with a small vocabulary, and three batches of two short rows."""
     options = DemoOptions(batch_size=2, sequence_length=16)
     text = torch.randint(300, (1000,), generator=torch.Generator().manual_seed(0))
-    batches = proof.proof_batches(list(itertools.islice(random_batches(text, options), 5)))
+    batches = proof.proof_batches(list(itertools.islice(RandomBatches(text, options), 5)))
     return as_layers(build_llama(300, 16, seed=1, dtype=dtype)), batches, options
 
 
@@ -326,13 +326,13 @@ def test_microbatch_losses_add_up_to_the_mean_over_tokens() -> None:
 def test_batches_follow_the_seed_and_labels_follow_the_tokens() -> None:
     text = torch.arange(1000)
     options = DemoOptions(batch_size=4, sequence_length=16, seed=3)
-    batches, again = random_batches(text, options), random_batches(text, options)
+    batches, again = RandomBatches(text, options), RandomBatches(text, options)
     first, second = next(batches), next(batches)
     assert torch.equal(first.tokens, next(again).tokens)
     assert not torch.equal(first.tokens, second.tokens)
     assert first.tokens.shape == (4, 16)
     assert torch.equal(first.labels, first.tokens + 1)
-    other = next(random_batches(text, DemoOptions(batch_size=4, sequence_length=16, seed=4)))
+    other = next(RandomBatches(text, DemoOptions(batch_size=4, sequence_length=16, seed=4)))
     assert not torch.equal(first.tokens, other.tokens)
 
 
@@ -567,6 +567,75 @@ def test_a_bit_that_differs_ends_with_one(
 
     with pytest.raises(ValueError, match=r"^\[demo\] .*run holds the metrics.jsonl of a previous run"):
         session.run_demo(options, "virtual:2", folder)
+
+
+RESUMED = DemoOptions(
+    steps=8,
+    batch_size=2,
+    sequence_length=16,
+    dtype="bfloat16",
+    synchronous_share=0.25,
+    evaluations=3,
+    evaluation_batches=1,
+    corpus_bytes=1_200_000,
+)
+
+
+@pytest.fixture
+def without_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = proof.Room(limit_bytes=0, needed_bytes=1, stage="", message="")
+    monkeypatch.setattr(session, "_prove", lambda *_: (room, []))
+
+
+def last_records(folder: Path) -> dict[tuple[str, int], Any]:
+    """What was last written of each step and evaluation, without times."""
+    found = {}
+    for record in records_of(folder):
+        if record["kind"] in ("step", "evaluation"):
+            values = {name: value for name, value in record.items() if name not in ("tokens_per_s", "elapsed_s")}
+            found[record["kind"], record["step"]] = values
+    return found
+
+
+@pytest.mark.parametrize("stops", ["at once", pytest.param("after its step", marks=pytest.mark.long)])
+def test_a_resumed_run_is_the_same_run(
+    stops: str,
+    tmp_path: Path,
+    without_proof: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "run"
+    assert session.run_demo(RESUMED, "virtual:2", tmp_path / "whole") == 0
+    on_step = RunReporter.on_step
+
+    def interrupted(reporter: RunReporter, record: StepRecord) -> None:
+        on_step(reporter, record)
+        if record.step == 6 and stops == "at once":
+            raise KeyboardInterrupt
+        reporter.stop_requested |= record.step == 4 and stops == "after its step"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunReporter, "on_step", interrupted)
+        assert session.run_demo(RESUMED, "virtual:2", folder, save_every=3) == 130
+    saved = 3 if stops == "at once" else 5  # a step is submitted before the loss of the one before is read
+    with (folder / METRICS_FILE).open("a") as metrics:
+        metrics.write('{"kind": "st')  # what a crash may leave
+    capsys.readouterr()
+    assert session.run_demo(replace(RESUMED, dtype="auto"), "virtual:3", folder, save_every=3, resume=True) == 0
+    printed = capsys.readouterr()
+    assert f"resumed: {saved} steps were made before" in printed.out
+    assert ("steps 4 to 5 were completed before the run ended" in printed.err) == (stops == "at once")
+    assert "does not reproduce" not in printed.err
+    assert last_records(folder) == last_records(tmp_path / "whole")
+    assert roundpipe.latest(folder / "checkpoints") is not None
+
+    with pytest.raises(ValueError, match=r"^\[demo\] seed is 1, and 0 in the run"):
+        session.run_demo(replace(RESUMED, seed=1), "virtual:2", folder, resume=True)
+    with pytest.raises(ValueError, match=r"^\[demo\] --resume is given without --out"):
+        session.run_demo(RESUMED, "virtual:2", None, resume=True)
+    with pytest.raises(ValueError, match=r"^\[demo\] --save-every is 0"):
+        session.run_demo(RESUMED, "virtual:2", None, save_every=0)
 
 
 def test_interrupt_during_the_proof_is_clean(tmp_path: Path) -> None:
