@@ -5,9 +5,9 @@ The state is that of bf16 linear layers with a fused AdamW. Everything is writte
 afterwards. Files are dropped from the system's cache before each read. All that is read is compared bit for bit.
 
 In the training, each layer sleeps as long as an accelerator would compute, so that the host is busy with weights,
-gradients and updates only, and a step takes half of the time of a save. A save then needs a copy of what the disk has
-not taken when the next updates come: the state - disk rate x step time. `snapshot_memory` is given above that line and
-below it; below, updates wait for the disk.
+gradients and updates only. A step takes a quarter of the time of a save, or as long as the host needs for it. A save
+then needs a copy of at most what the disk has not taken when the next updates come: the state - disk rate x step time.
+`snapshot_memory` is given above that line, below it, and as one byte, with which every update waits for the disk.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ def _print_disk(report: Report, disk: Disk, rounds: int) -> None:
 def _print_training(report: Report, training: Training, save: Measured, folder: Path, rounds: int) -> None:
     save_s = median(save.seconds)
     # Each layer runs forward and again before its backward.
-    Layer.pause_s = max(0.0, save_s / 2 - training.seconds(3)) / (2 * training.layers)
+    Layer.pause_s = max(0.0, save_s / 4 - training.seconds(3)) / (2 * training.layers)
     step_s = training.seconds(3)
     line = max(0.0, save.bytes - save.gb_per_s * 1e9 * step_s)
     report(
@@ -298,8 +298,9 @@ def _print_training(report: Report, training: Training, save: Measured, folder: 
     report("")
     memories = {
         "the whole state": save.bytes,
-        "above the line": max(1, int(1.25 * line)),
+        "above the line": max(1, int(1.1 * line)),
         "below the line": max(1, int(0.25 * line)),
+        "nothing": 1,
     }
     header = ["snapshot_memory", "GB", "step ms", "while saving", "slower", "steps", "save s", "longest wait ms"]
     report.table([*header, "held GB"], list(slowdowns(training, folder, memories, rounds)))
