@@ -275,4 +275,8 @@ def _pace(records: Sequence[Sequence[_core.Record]], warm_up: int) -> float:
         ends.append(max([*ends[-1:], *(record.end_ms for record in step)]))
     # From where the warm-up ends, so that one step is enough.
     measured = ends[max(0, warm_up - 1) :]
-    return statistics.linear_regression(range(len(measured)), measured).slope
+    pace = statistics.linear_regression(range(len(measured)), measured).slope
+    if pace > 0:
+        return pace
+    # On a busy machine, the last of steps without work may end with the first one.
+    return (ends[-1] - min(record.start_ms for step in records for record in step)) / len(records)
