@@ -21,6 +21,7 @@ from roundpipe.planning.emulate_command import emulate
 from roundpipe.planning.plan_command import plan
 from roundpipe.planning.simulate_command import simulate
 from roundpipe.runs.command import app as checkpoint
+from roundpipe.selftest.command import selftest
 
 app = typer.Typer(
     name="roundpipe",
@@ -52,6 +53,7 @@ app.command("simulate")(of_fields(simulate))
 app.command("plan")(of_fields(plan))
 app.command("emulate")(of_fields(emulate))
 app.command("machine")(of_fields(machine))
+app.command("selftest")(of_fields(selftest))
 app.command("export")(of_fields(export))
 app.add_typer(checkpoint, name="checkpoint")
 

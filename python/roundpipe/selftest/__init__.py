@@ -1,0 +1,1 @@
+"""Checks that this machine's devices compute and move the right bits."""
