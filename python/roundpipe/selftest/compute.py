@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -18,35 +19,40 @@ DTYPES = (torch.float32, torch.bfloat16)
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 5e-2}
 _HOST = torch.device("cpu")
 
+_Draw = Callable[..., Tensor]  # of a shape
+_Layer = Callable[[_Draw], list[Tensor]]  # the output and the gradients of what was drawn
 
-def _matmul(draw: Callable[..., Tensor]) -> list[Tensor]:
+
+def _matmul(draw: _Draw) -> list[Tensor]:
     left, right = draw(320, 256), draw(256, 288)
     return _with_gradients(left @ right, left, right)
 
 
-def _attention(draw: Callable[..., Tensor]) -> list[Tensor]:
+def _attention(draw: _Draw) -> list[Tensor]:
     query, key, value = (draw(2, 4, 96, 64) for _ in range(3))
     return _with_gradients(F.scaled_dot_product_attention(query, key, value, is_causal=True), query, key, value)
 
 
-def _norm(draw: Callable[..., Tensor]) -> list[Tensor]:
+def _norm(draw: _Draw) -> list[Tensor]:
     value, weight, bias = draw(256, 384), draw(384), draw(384)
-    return _with_gradients(F.layer_norm(F.gelu(value), (384,), weight, bias), value, weight, bias)
+    # In fp32, as models do where values are bf16.
+    normed = F.layer_norm(F.gelu(value).float(), (384,), weight.float(), bias.float())
+    return _with_gradients(normed.to(value.dtype), value, weight, bias)
 
 
-def _embedding(draw: Callable[..., Tensor]) -> list[Tensor]:
+def _embedding(draw: _Draw) -> list[Tensor]:
     table = draw(500, 96)
     tokens = (torch.arange(384, device=table.device) * 7) % 500
     return _with_gradients(F.embedding(tokens, table), table)
 
 
-def _cross_entropy(draw: Callable[..., Tensor]) -> list[Tensor]:
+def _cross_entropy(draw: _Draw) -> list[Tensor]:
     logits = draw(256, 500)
     labels = (torch.arange(256, device=logits.device) * 11) % 500
     return _with_gradients(F.cross_entropy(logits, labels), logits)
 
 
-_LAYERS = {
+_LAYERS: dict[str, _Layer] = {
     "matmul": _matmul,
     "attention": _attention,
     "norm": _norm,
@@ -62,9 +68,7 @@ def _with_gradients(output: Tensor, *inputs: Tensor) -> list[Tensor]:
     return [output.detach(), *(value.grad for value in inputs if value.grad is not None)]
 
 
-def _run(
-    layer: Callable[[Callable[..., Tensor]], list[Tensor]], device: torch.device, dtype: torch.dtype
-) -> list[Tensor]:
+def _run(layer: _Layer, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """The layer's output and gradients, on the host, where its inputs are drawn for any device."""
     generator = torch.Generator().manual_seed(1)
 
@@ -82,27 +86,35 @@ class _Answer:
     rounds: list[int]
 
 
-def check_compute(devices: list[torch.device], rounds: int) -> list[Finding]:
-    """Runs small layers, forward and backward, as plain PyTorch on each device, once and `rounds` times again."""
-    findings = []
-    for dtype in DTYPES:
-        for what, layer in _LAYERS.items():
-            named = f"{what} {str(dtype).removeprefix('torch.')}"
-            answers = {}
-            for device in devices:
-                first = _run(layer, device, dtype)
-                answers[device] = _Answer(
-                    first, [crc32c(first), *(crc32c(_run(layer, device, dtype)) for _ in range(rounds))]
-                )
-            expected = _run(layer, _HOST, dtype)
-            findings += [_repeats(str(device), named, answer.rounds) for device, answer in answers.items()]
-            findings += _alike(named, answers)
-            findings += [
-                _near_host(str(device), named, answer.first, expected, _TOLERANCE[dtype])
-                for device, answer in answers.items()
-                if device != _HOST
-            ]
-    return findings
+def check_compute(devices: Sequence[torch.device], rounds: int) -> Iterator[Finding]:
+    """Runs small layers, forward and backward, as plain PyTorch on each device, once and `rounds` times again.
+
+    A device that returns an error is a finding, and is left out of what follows.
+    """
+    left = list(devices)
+    for dtype, (what, layer) in product(DTYPES, _LAYERS.items()):
+        named = f"{what} {str(dtype).removeprefix('torch.')}"
+        answers = {}
+        for device in tuple(left):
+            try:
+                answers[device] = _ask(layer, device, dtype, rounds)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                left.remove(device)
+                yield Finding(str(device), "compute", named, False, str(error).splitlines()[0], (str(device),))
+        expected = _run(layer, _HOST, dtype)
+        for device, answer in answers.items():
+            yield _repeats(str(device), named, answer.rounds)
+        yield from _alike(named, answers)
+        for device, answer in answers.items():
+            if device != _HOST:
+                yield _near_host(str(device), named, answer.first, expected, _TOLERANCE[dtype])
+
+
+def _ask(layer: _Layer, device: torch.device, dtype: torch.dtype, rounds: int) -> _Answer:
+    first = _run(layer, device, dtype)
+    return _Answer(first, [crc32c(first), *(crc32c(_run(layer, device, dtype)) for _ in range(rounds))])
 
 
 def _repeats(device: str, what: str, rounds: list[int]) -> Finding:

@@ -20,7 +20,7 @@ class Decoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first_norm, self.second_norm = nn.RMSNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.first_norm, self.second_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
         self.mixed, self.merged = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH)

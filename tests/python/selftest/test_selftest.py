@@ -170,6 +170,23 @@ def test_each_device_against_itself_its_kind_and_the_host(monkeypatch: pytest.Mo
     assert set(found.wrong) == {"cpu:1", "cpu:2", "cpu:3"}
 
 
+def test_a_device_that_returns_an_error_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, lost = torch.device("cpu"), torch.device("cpu", 1)
+    run_layer = compute._run
+
+    def result(layer: Any, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+        if device == lost and layer is compute._norm:
+            raise RuntimeError("an illegal memory access\nand more")
+        return run_layer(layer, device, dtype)
+
+    monkeypatch.setattr(compute, "_run", result)
+    findings = list(check_compute([host, lost], 1))
+    assert [f.detail for f in findings if not f.ok] == ["an illegal memory access"]
+    assert verdict(findings).wrong == {"cpu:1": {"compute": ["norm float32"]}}
+    assert "matmul float32, alike" in [f.what for f in findings if f.device == "cpu:1"]
+    assert {f.what for f in findings if f.device == "cpu"} > {"norm float32", "cross entropy bfloat16"}
+
+
 def test_who_is_wrong() -> None:
     assert minority([7, 7, 7]) == ()
     assert minority([7, 8, 7]) == (1,)
