@@ -260,6 +260,7 @@ def main() -> None:
     arguments.add_argument("--layers", type=int, default=24)
     arguments.add_argument("--width", type=int, default=2048)
     arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--step", type=float, help="seconds of a training step (default: see above)")
     options = arguments.parse_args()
     if options.quick:
         options.layers, options.width, options.rounds = 3, 64, 1
@@ -273,7 +274,7 @@ def main() -> None:
         for _ in range(options.rounds):
             disk.round()
         _print_disk(report, disk, options.rounds)
-        _print_training(report, training, disk.measured["save"], folder / "training", options.rounds)
+        _print_training(report, training, disk.measured["save"], folder / "training", options.rounds, options.step)
     report.close()
 
 
@@ -306,10 +307,12 @@ def _print_disk(report: Report, disk: Disk, rounds: int) -> None:
     report.table(["what", "GB", "s", "GB/s", "share", "the caller waits ms", "holds GB"], rows)
 
 
-def _print_training(report: Report, training: Training, save: Measured, folder: Path, rounds: int) -> None:
+def _print_training(
+    report: Report, training: Training, save: Measured, folder: Path, rounds: int, wanted_s: float | None
+) -> None:
     save_s = median(save.seconds)
     # Each layer runs forward and again before its backward.
-    Layer.pause_s = max(0.0, save_s / 4 - training.seconds(3)) / (2 * training.layers)
+    Layer.pause_s = max(0.0, (wanted_s or save_s / 4) - training.seconds(3)) / (2 * training.layers)
     step_s = training.seconds(3)
     line = max(0.0, save.bytes - save.gb_per_s * 1e9 * step_s)
     report(
