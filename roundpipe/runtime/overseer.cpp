@@ -3,6 +3,7 @@
 #include <memory>
 #include <utility>
 
+#include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/frontend.h>
 
 namespace roundpipe::runtime {
@@ -27,6 +28,7 @@ void Overseer::stop() {
 }
 
 void Overseer::run() {
+  become_engine_thread();
   // Jobs that are dropped here may hold objects of the interpreter.
   const std::shared_ptr<void> attached = frontend().attach_thread();
   while (true) {
