@@ -36,6 +36,7 @@ from support.adamw import HYPER, Gradients, Times, WithCasts
 from support.report import Report, parser
 
 from roundpipe import _core
+from roundpipe.memory.host import free_host_bytes
 
 OURS, OURS_8BIT, TORCH = "ours", "ours, 8-bit", "torch fused"
 PEERS = {"published": "roundpipe (published)", "deepspeed": "DeepSpeed"}
@@ -265,13 +266,6 @@ def check(contestants: dict[str, Contestant], start: torch.Tensor, measured: Mea
     return wrong
 
 
-def free_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit("/proc/meminfo does not say how much memory is available")
-
-
 def print_tables(report: Report, results: Sequence[Measured]) -> None:
     peers = [TORCH, *PEERS.values()]
     names = [OURS, OURS_8BIT, *peers]
@@ -353,8 +347,10 @@ def main() -> None:
     results, wrong, versions = [], [], {}
     for size in [round(millions * 1e6) for millions in options.sizes]:
         needed = size * (HELD_BYTES + PEER_HELD_BYTES * len(folders)) + 8 * limit_floats + (len(folders) << 29)
-        if needed > free_bytes():
-            report(f"{size} parameters need {needed / 1e9:.1f} GB of memory, {free_bytes() / 1e9:.1f} GB are free.")
+        if needed > free_host_bytes():
+            report(
+                f"{size} parameters need {needed / 1e9:.1f} GB of memory, {free_host_bytes() / 1e9:.1f} GB are free."
+            )
             report("")
             continue
         for threads in options.threads:

@@ -104,6 +104,14 @@ class ForModel(BoundOptimizer):
         """The groups' current hyperparameters."""
         return [self.hyperparameters(group) for group in self.param_groups]
 
+    def hyperparameters_by_parameter(self) -> dict[torch.nn.Parameter, _core.Hyperparameters]:
+        """The current hyperparameters of each parameter in the groups."""
+        return {
+            parameter: hyper
+            for group, hyper in zip(self.param_groups, self.core_groups(), strict=True)
+            for parameter in group["params"]
+        }
+
     def host_memory(self) -> HostMemory:
         """The host memory of the model and this optimizer; gradients count once the first ones have landed.
 
@@ -180,11 +188,7 @@ class ForModel(BoundOptimizer):
         before = [dict(group) for group in self.param_groups]
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         try:
-            hypers = {
-                parameter: hyper
-                for group, hyper in zip(self.param_groups, self.core_groups(), strict=True)
-                for parameter in group["params"]
-            }
+            hypers = self.hyperparameters_by_parameter()
             for parameter, hyper in hypers.items():
                 self._unpacked(parameter, states[parameter], hyper, check_only=True)
         except ValueError:

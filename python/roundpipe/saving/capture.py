@@ -131,14 +131,10 @@ class Capture:
         """Takes the state of a fused optimizer and what it trains, without waiting for a step."""
         binding = group.binding
         self._names_of_places = {binding.place(parameter): name for name, parameter in self.names.parameters.items()}
-        hypers = {
-            id(parameter): hyper
-            for options, hyper in zip(optimizer.param_groups, optimizer.core_groups(), strict=True)
-            for parameter in options["params"]
-        }
+        hypers = optimizer.hyperparameters_by_parameter()
         for name, parameter in self.names.parameters.items():
-            if id(parameter) in hypers:
-                self._moment_names[name] = optimizer.names_of_state(hypers[id(parameter)], parameter)
+            if parameter in hypers:
+                self._moment_names[name] = optimizer.names_of_state(hypers[parameter], parameter)
         self.state["optimizer"] = self._groups(optimizer, optimizer.format_name)
         self.snapshot = _core.Snapshot.of(binding.core, memory)
         covered = binding.blocks_with_trained()
@@ -176,7 +172,7 @@ class Capture:
         self._take_shown_gradients()
         if group.models.has_gradients():
             group.models.drain()
-            by_id = {id(parameter): name for name, parameter in self.names.parameters.items()}
+            by_id = self.names.by_id()
             shown = {item.name for item in self.sections.get(GRADIENTS, [])}
             for pipeline in group.models.pipelines:
                 for block, sums in zip(pipeline.block_parameters(), pipeline.summed_gradients(), strict=True):
@@ -191,7 +187,7 @@ class Capture:
                 self.add(GRADIENTS, Item(name, parameter.grad.detach().clone()))
 
     def _groups(self, optimizer: torch.optim.Optimizer, moments: str) -> dict[str, Any]:
-        names = {id(parameter): name for name, parameter in self.names.parameters.items()}
+        names = self.names.by_id()
         groups = []
         for index, options in enumerate(optimizer.param_groups):
             plain = {key: value for key, value in options.items() if key not in ("params", "param_names")}
@@ -269,7 +265,7 @@ def begin(model: ModelFacade, step: int) -> Capture:
 
 
 def _tied(model: ModelFacade, names: ModelNames) -> Iterator[tuple[str, str]]:
-    first = {id(parameter): name for name, parameter in names.parameters.items()}
+    first = names.by_id()
     for name, parameter in model._step_group.models.named_parameters():
         if first[id(parameter)] != name:
             yield name, first[id(parameter)]

@@ -6,9 +6,9 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import Protocol
 
 from roundpipe import _core
+from roundpipe.step.group import RunningSave
 
 _lock = threading.Lock()
 _saves: dict[str, RunningSave] = {}  # by real path; guarded by _lock
@@ -37,12 +37,6 @@ def run_folder(folder: str | os.PathLike[str]) -> _core.RunFolder:
         made = os.stat(path)
         _open[path] = ((made.st_dev, made.st_ino), run)
         return run
-
-
-class RunningSave(Protocol):
-    """A save into a run folder."""
-
-    def wait_over(self) -> None: ...
 
 
 def note_save(run: _core.RunFolder, save: RunningSave) -> None:

@@ -21,19 +21,14 @@ def load_fused(
     """Loads weights, masters, moments and counters. REQUIRES: nothing runs, and all weights are settled."""
     load_groups(stored, names, optimizer)
     binding = group.binding
-    hypers = {
-        id(parameter): hyper
-        for options, hyper in zip(optimizer.param_groups, optimizer.core_groups(), strict=True)
-        for parameter in options["params"]
-    }
+    hypers = optimizer.hyperparameters_by_parameter()
     previous = stored.tensors.get(PREVIOUS, {})
     kept = stored.tensors.get(OPTIMIZER, {})
     destinations: dict[str, dict[str, torch.Tensor]] = {WEIGHTS: {}, PREVIOUS: {}, OPTIMIZER: {}}
     converted: list[_Converted] = []
     next_weights: dict[int, list[torch.Tensor]] = {}
-    newest: dict[
-        str, torch.Tensor
-    ] = {}  # where the weights after the last step go, of blocks that have older ones, too
+    # Where the weights after the last step go, of blocks whose calls read those before.
+    newest: dict[str, torch.Tensor] = {}
     for name, parameter in names.parameters.items():
         block, index = binding.place(parameter)
         if name in previous and name in places.sources:
@@ -41,7 +36,7 @@ def load_fused(
                 next_weights[block] = binding.core.load_next_weights(block)
             newest[name] = next_weights[block][index]
             destinations[PREVIOUS][name] = parameter.detach()
-        hyper = hypers.get(id(parameter))
+        hyper = hypers.get(parameter)
         if hyper is None or name not in places.sources:
             continue
         _place_moments(stored, name, parameter, hyper, optimizer, destinations[OPTIMIZER])
@@ -63,8 +58,7 @@ def load_fused(
         if conversion.saved_remainder is not None:
             destinations[OPTIMIZER][conversion.saved_remainder] = conversion.saved_values
         apart |= {name for name, (_, in_file) in places.sources.items() if in_file == conversion.name}
-    places.load_plain(except_for=apart)
-    stored.read(destinations)
+    places.load_plain(except_for=apart, beside=destinations)
     for conversion in converted:
         conversion.finish()
     binding.core.accept_weights()

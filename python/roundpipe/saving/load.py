@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from roundpipe import _core
+from roundpipe.device.pool import devices
 from roundpipe.model.facade import ModelFacade, facade_in
 from roundpipe.saving.capture import GRADIENTS, optimizer_kind
 from roundpipe.saving.folders import wait_for_saves
@@ -227,7 +228,7 @@ def _load_gradients(stored: StoredCheckpoint, names: ModelNames, model: ModelFac
     entries = stored.tensors.get(GRADIENTS, {})
     values = {name: torch.empty(entry.shape, dtype=entry.torch_dtype) for name, entry in entries.items()}
     stored.read({GRADIENTS: values})
-    by_id = {id(parameter): name for name, parameter in names.parameters.items()}
+    by_id = names.by_id()
     for pipeline in model._step_group.models.all_pipelines():
         blocks = pipeline.block_parameters()
         pipeline.load_gradients([[values.get(by_id[id(parameter)]) for parameter in block] for block in blocks])
@@ -253,8 +254,6 @@ def _load_run(stored: StoredCheckpoint, model: ModelFacade) -> None:
             own["_auto_microbatches"] = number
             continue
         own["_run_config"] = replace(own["_run_config"], num_microbatch=number)
-        from roundpipe.device.pool import devices
-
         if (len(devices()) + 1 if before is None else before) != number:
             print(
                 f"[load_checkpoint] num_microbatch of {own['_name']} is {number}, as in the checkpoint, so that "

@@ -37,6 +37,10 @@ class ModelNames:
     in_file: dict[str, str] = field(default_factory=dict)
     adapter: str | None = None
 
+    def by_id(self) -> dict[int, str]:
+        """The name of each parameter, by its id."""
+        return {id(parameter): name for name, parameter in self.parameters.items()}
+
     def file_name(self, name: str) -> str:
         """The name of a parameter or buffer in the weight files."""
         return self.in_file.get(name, name)

@@ -25,7 +25,7 @@ def load_groups(stored: StoredCheckpoint, names: ModelNames, optimizer: Any, che
             f"[load_checkpoint] {stored.folder} has an optimizer of {len(saved)} groups, expected "
             f"{len(optimizer.param_groups)}; make the optimizer as it was"
         )
-    by_id = {id(parameter): name for name, parameter in names.parameters.items()}
+    by_id = names.by_id()
     for index, (group, ours) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
         here = [by_id.get(id(parameter)) for parameter in ours["params"]]
         if len(here) != len(group["params"]) or any(
@@ -58,8 +58,7 @@ def load_torch(
                 in_copies[f"{name}/copy_grad"] = copy.landed_grad
             else:
                 copy.landed_grad = None
-    places.load_plain(except_for=own.keys() & places.sources.keys())
-    stored.read({PREVIOUS: own, OPTIMIZER: in_copies})
+    places.load_plain(except_for=own.keys() & places.sources.keys(), beside={PREVIOUS: own, OPTIMIZER: in_copies})
     group.accept_loaded(unpublished=bool(own))
     if optimizer is None:
         return

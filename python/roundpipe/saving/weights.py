@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch.autograd.graph import increment_version
 
@@ -59,9 +61,18 @@ class WeightPlaces:
         section, in_file = self.sources[name]
         return self._stored.tensors[section][in_file].torch_dtype
 
-    def load_plain(self, except_for: frozenset[str] | set[str] = frozenset()) -> None:
-        """Reads the values into the model's own tensors, cast where dtypes differ."""
-        destinations: dict[str, dict[str, torch.Tensor]] = {}
+    def load_plain(
+        self,
+        except_for: frozenset[str] | set[str] = frozenset(),
+        beside: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+    ) -> None:
+        """Reads the values into the model's own tensors, cast where dtypes differ.
+
+        Args:
+            except_for: names in the model that are left out.
+            beside: other tensors to read, by section and name in the files, so that each file is read once.
+        """
+        destinations = {section: dict(tensors) for section, tensors in (beside or {}).items()}
         again: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, (section, in_file) in self.sources.items():
             if name in except_for:
