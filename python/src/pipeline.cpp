@@ -71,6 +71,7 @@ void bind_pipeline(py::module_& module) {
       .def_readwrite("preserve_rng_state", &CallOptions::preserve_rng_state)
       .def_readwrite("keeps_caller", &CallOptions::keeps_caller)
       .def_readwrite("fault_tolerant", &CallOptions::fault_tolerant)
+      .def_readwrite("verify_every", &CallOptions::verify_every)
       .def_readwrite("recompute_grain", &CallOptions::recompute_grain)
       .def_readwrite("tied_grad_accumulation", &CallOptions::tied_grad_accumulation)
       .def_readwrite("gradient_groups", &CallOptions::gradient_groups);
@@ -311,6 +312,7 @@ void bind_pipeline(py::module_& module) {
           },
           py::arg("plan"), py::arg("gradient_groups"), py::arg("tied_grad_accumulation"))
       .def("host_bytes", [](const Pipeline& pipeline) { return pipeline.model().host_bytes(); })
+      .def("verified_jobs", [](const Pipeline& pipeline) { return pipeline.model().verified_jobs.load(); })
       .def_property("random_seed", &Pipeline::random_seed, &Pipeline::set_random_seed)
       .def_property("calls", &Pipeline::calls, &Pipeline::set_calls)
       .def("last_plan", &Pipeline::last_plan)

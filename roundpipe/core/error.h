@@ -18,6 +18,12 @@ class DeviceError : public Error {
   using Error::Error;
 };
 
+// A device has computed or copied wrong bits without an error.
+class WrongBits : public DeviceError {
+ public:
+  using DeviceError::DeviceError;
+};
+
 // The work was cancelled because something else failed or the user interrupted it. Never the root cause.
 class Cancelled : public Error {
  public:

@@ -2,10 +2,10 @@
 
 namespace roundpipe::device {
 
-void Health::fail(const DeviceError& error) {
+void Health::fail(const std::exception_ptr& error) {
   const MutexLock lock(mutex_);
   if (failure_) return;
-  failure_ = std::make_exception_ptr(error);
+  failure_ = error;
   failed_.store(true);
   if (told_) told_();
 }

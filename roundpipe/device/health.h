@@ -18,8 +18,10 @@ class Health {
   // `device`: its name, for messages.
   explicit Health(std::string device) : device_(std::move(device)) {}
 
-  // The device has failed with `error`, and `on_failure` is told. Only the first error counts.
-  void fail(const DeviceError& error);
+  const std::string& device() const { return device_; }
+  // The device has failed with `error`, a DeviceError, and `on_failure` is told. Only the first error counts.
+  void fail(const std::exception_ptr& error);
+  void fail(const DeviceError& error) { fail(std::make_exception_ptr(error)); }
   // Null while the device works.
   std::exception_ptr failure() const;
   // Called after an error of code that used the device: finds out whether the device has failed, which may wait for the

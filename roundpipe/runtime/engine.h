@@ -81,6 +81,10 @@ class Engine {
   // jobs that have begun on any device, and those before them, stay in front.
   void submit(const std::vector<std::shared_ptr<JobRun>>& runs) ROUNDPIPE_NOT_ANALYZED;
 
+  // `run` is checked (see JobCheck), and the bits of its second run differ. Sees to it that both devices and a third
+  // one run the job again, and that bytes are sent to the two and back. Does not wait.
+  void dispute(const std::shared_ptr<JobRun>& run);
+
   // Whether a fused job of `call` is queued and has not begun: no device fetches its weights yet.
   bool fused_waits(const Call& call);
 
@@ -108,6 +112,8 @@ class Engine {
   std::unique_ptr<Worker> make_worker(int index, std::unique_ptr<device::Device> device);
   // Watches the devices, and takes out those that have failed. One thread at a time.
   std::vector<Aftermath> look() ROUNDPIPE_REQUIRES(overseen_);
+  void settle_disputes();
+  void settle(const JobPtr& run) ROUNDPIPE_NOT_ANALYZED;
   Aftermath take_out(Worker& failed);
   Aftermath remove(Worker& failed) ROUNDPIPE_NOT_ANALYZED;
   // Puts other attempts at the lost jobs into the queues.
@@ -124,6 +130,7 @@ class Engine {
   const ModelState* era_model_ ROUNDPIPE_GUARDED_BY(mutex_) = nullptr;
 
   mutable Mutex pool_mutex_;  // taken after all others
+  std::vector<JobPtr> disputes_ ROUNDPIPE_GUARDED_BY(pool_mutex_);
   std::vector<std::unique_ptr<Worker>> workers_ ROUNDPIPE_GUARDED_BY(pool_mutex_);
   std::vector<std::unique_ptr<Worker>> retired_ ROUNDPIPE_GUARDED_BY(pool_mutex_);  // of devices that have come back
   std::vector<Worker*> live_ ROUNDPIPE_GUARDED_BY(pool_mutex_);

@@ -73,6 +73,7 @@ std::vector<Engine::Failed> Engine::failed() const {
 
 void Engine::see_to_failures() {
   std::vector<Aftermath> dropped;  // after the lock
+  settle_disputes();
   const MutexLock lock(overseen_);
   dropped = look();
 }

@@ -67,6 +67,8 @@ CallPtr Pipeline::begin_call(CallOptions options, Engine& engine) {
   call->thread_state.emplace();
   call->autocast = AutocastState::capture(engine.device_type());
   call->trainable = model_->trainable();
+  const auto every = static_cast<uint64_t>(call->options.verify_every);
+  call->verified = every > 0 && call->options.requires_grad && ++training_calls_ % every == 0;
   for (const BlockState& block : model_->blocks) call->readings.push_back(block.block->current());
   last_call_ = call;
   ++calls_;
@@ -119,10 +121,12 @@ void Pipeline::recover_from(std::exception_ptr error) {
 
 std::exception_ptr Pipeline::told(const std::exception_ptr& error, const std::vector<CallPtr>& calls) {
   std::string what;
+  bool wrong_bits = false;
   try {
     std::rethrow_exception(error);
   } catch (const DeviceError& failure) {
     what = failure.what();
+    wrong_bits = dynamic_cast<const WrongBits*>(&failure) != nullptr;
   } catch (...) {
     return error;
   }
@@ -145,6 +149,12 @@ std::exception_ptr Pipeline::told(const std::exception_ptr& error, const std::ve
                    " and leaves the others as they were: go back to a checkpoint");
   } else {
     what += "; no optimizer step has used a part of their gradients, so they can be made again";
+  }
+  if (wrong_bits) {
+    what +=
+        "; what it computed in earlier steps may be wrong as well: go back to a checkpoint from before it went wrong, "
+        "and look at the device with `roundpipe selftest`";
+    return std::make_exception_ptr(WrongBits(what));
   }
   if (!tolerant) what += "; with RoundPipeRunConfig(fault_tolerant=True), training goes on by itself";
   return std::make_exception_ptr(DeviceError(what));

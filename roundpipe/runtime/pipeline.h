@@ -149,6 +149,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
   ModelPlanner planner_;
   uint64_t calls_ = 0;
   uint64_t positions_ = 0;
+  uint64_t training_calls_ = 0;  // those that require gradients, while jobs are verified
   uint64_t random_seed_;
   std::shared_ptr<Engine> engine_;  // of the last call
   uint64_t engine_changes_ = 0;     // Engine::changes() then

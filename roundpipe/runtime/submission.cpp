@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <optional>
 #include <utility>
 
 #include <roundpipe/core/error.h>
@@ -237,10 +238,37 @@ void open_gradients(Call& call, const Plan& plan) {
   }
 }
 
+namespace {
+
+// The place in the plan of the job that is checked, if one is.
+std::optional<size_t> checked_job(const Call& call, const Plan& plan) {
+  if (!call.verified) return std::nullopt;
+  return static_cast<size_t>(call.seed(plan.layers + 1, 0) % plan.jobs.size());
+}
+
+// A run of the same job, on another device if there is one, whose results are compared.
+std::shared_ptr<JobRun> checking(const std::shared_ptr<JobRun>& run, Engine& engine) {
+  const CallPtr& call = run->call;
+  // The check keeps the run until it is decided.
+  auto check = std::make_shared<JobCheck>(
+      call, run->job, [&engine, run = std::weak_ptr(run)] { engine.dispute(std::shared_ptr(run)); });
+  run->attempt->belongs_to(check, check->add_run());
+  std::shared_ptr<JobRun> other = run->to_check(check);
+  const auto devices = static_cast<uint64_t>(std::max(1, engine.size()));
+  const uint64_t step = devices > 1 ? 1 + call->seed(run->last_layer + 1, 1) % (devices - 1) : 0;
+  other->job.device = static_cast<int>((static_cast<uint64_t>(run->job.device) + step) % devices);
+  return other;
+}
+
+}  // namespace
+
 void submit_jobs(const CallPtr& call, const Plan& plan, bool forward, bool backward, Engine& engine) {
   ModelState& model = *call->model;
   std::vector<std::shared_ptr<JobRun>> runs;
-  for (const Job& job : plan.jobs) {
+  const std::optional<size_t> to_check = checked_job(*call, plan);
+  std::shared_ptr<JobRun> checked;
+  for (size_t place = 0; place < plan.jobs.size(); ++place) {
+    const Job& job = plan.jobs[place];
     const bool is_backward = job.phase == Phase::kBackward;
     if (is_backward ? !backward : !forward) continue;
     auto run = std::make_shared<JobRun>();
@@ -272,9 +300,14 @@ void submit_jobs(const CallPtr& call, const Plan& plan, bool forward, bool backw
         }
       }
     }
+    if (to_check == place) checked = run;
     runs.push_back(std::move(run));
   }
-  call->add_jobs(static_cast<int>(runs.size()));
+  call->add_jobs(static_cast<int>(runs.size()) + (checked ? 1 : 0));
+  if (checked) {
+    runs.push_back(checking(checked, engine));
+    if (checked->job.phase == Phase::kFused) checked->labels = runs.back()->labels = call->labels;
+  }
   try {
     engine.submit(runs);
   } catch (...) {

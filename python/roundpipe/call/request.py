@@ -60,6 +60,7 @@ class CallRequest:
         options.tied_grad_accumulation = ACCUMULATIONS[self.config.tied_grad_accumulation]
         options.gradient_groups = self.config.gradient_groups
         options.fault_tolerant = self.config.fault_tolerant
+        options.verify_every = self.config.verify_every
         return options
 
 

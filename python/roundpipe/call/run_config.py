@@ -51,6 +51,10 @@ class RoundPipeRunConfig:
         fault_tolerant: whether training goes on when a device fails: the jobs that it had run again on the devices that
             are left, with the same bits. What they need for that stays on the host until their results are there. See
             docs/reliability.md. Default: False.
+        verify_every: one job of every so many training calls runs on a second device as well, and must have the same
+            bits there. If it has not, both devices and a third one run it again, the call ends with a `RoundPipeError`
+            that names the device that is wrong, and that device is taken out. For cards that corrupt silently; see
+            docs/reliability.md. 0 turns it off. Default: 0.
 
     Raises:
         ValueError: a field has a value that is not listed above.
@@ -69,6 +73,7 @@ class RoundPipeRunConfig:
     tied_grad_accumulation: TiedGradAccumulation | None = None
     gradient_groups: int | None = None
     fault_tolerant: bool | None = None
+    verify_every: int | None = None
 
     def __post_init__(self) -> None:
         check(self, "RoundPipeRunConfig")
@@ -95,6 +100,7 @@ class ResolvedRunConfig:
     tied_grad_accumulation: TiedGradAccumulation
     gradient_groups: int
     fault_tolerant: bool
+    verify_every: int
     num_microbatch: int
     num_microbatch_is_default: bool
     num_microbatch_is_open: bool
@@ -161,6 +167,7 @@ def resolve(
         tied_grad_accumulation=config.tied_grad_accumulation or "layer",
         gradient_groups=config.gradient_groups or 1,
         fault_tolerant=bool(config.fault_tolerant),
+        verify_every=config.verify_every or 0,
         num_microbatch=(chosen if number == "auto" else number) or devices + 1,
         num_microbatch_is_default=number in (None, "auto"),
         num_microbatch_is_open=number == "auto" and chosen is None,
@@ -197,6 +204,9 @@ def check(config: RoundPipeRunConfig, where: str) -> None:
     groups = config.gradient_groups
     if groups is not None and (not isinstance(groups, int) or isinstance(groups, bool) or groups < 1):
         raise fail("gradient_groups", "an integer of at least 1")
+    every = config.verify_every
+    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or not 0 <= every < 2**31):
+        raise fail("verify_every", "an integer of at least 0")
     split = config.split_input
     if split is not None and not callable(split) and not (isinstance(split, (tuple, list)) and len(split) == 2):
         raise fail("split_input", "a pair (args_spec, kwargs_spec), a function (args, kwargs, n)")

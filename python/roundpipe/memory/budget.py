@@ -60,6 +60,7 @@ class HostPrediction:
         partial_sums: sums of gradients until they are added up, beyond the gradients: those of the layers that share a
             parameter, and those of devices that share a layer.
         kept_for_failures: with `fault_tolerant`, what jobs have read, at most: it stays until their results are there.
+            With `verify_every`, the same of one job, and the results of its second run.
     """
 
     weights: int

@@ -68,7 +68,8 @@ class StepShape:
         mode: the plan's mode.
         total_rows: rows of all microbatches.
         savers: options that would reduce the memory of a row, worded for the user.
-        gradient_groups: see `RoundPipeRunConfig`; also for `tied_grad_accumulation` and `fault_tolerant`.
+        gradient_groups: see `RoundPipeRunConfig`; also for `tied_grad_accumulation`, `fault_tolerant` and
+            `verify_every`.
     """
 
     batch: Microbatch
@@ -82,6 +83,7 @@ class StepShape:
     gradient_groups: int
     tied_grad_accumulation: TiedGradAccumulation
     fault_tolerant: bool
+    verify_every: int
 
     @property
     def trains(self) -> bool:
@@ -127,6 +129,7 @@ def step_shape(request: CallRequest, *, count: int | None = None, total_rows: in
         gradient_groups=request.config.gradient_groups,
         tied_grad_accumulation=request.config.tied_grad_accumulation,
         fault_tolerant=request.config.fault_tolerant,
+        verify_every=request.config.verify_every,
     )
 
 
@@ -372,11 +375,16 @@ class StepMemory:
         accumulation = ACCUMULATIONS[step.tied_grad_accumulation]
         sums = pipeline.partial_sum_bytes(plan, step.gradient_groups, accumulation)
         found = predict_host(pipeline.block_parameters(), moments, values, partial_sums=sums)
-        if not step.fault_tolerant:
-            return found
-        # The weights that the step's jobs have read, beside their successors; values that no job has to read again, and
-        # the gradients of values; labels.
-        kept = found.gradients + 2 * values + step.count * step.label_bytes
+        kept = 0
+        labels = step.count * step.label_bytes
+        if step.fault_tolerant:
+            # The weights that the step's jobs have read, beside their successors; values that no job has to read again,
+            # and the gradients of values; labels.
+            kept += found.gradients + 2 * values + labels
+        if step.verify_every and step.trains:
+            # The same of one job, and the results of its second run until they are compared.
+            stage = _core.largest_stage_bytes([plan], _sizes(pipeline, step, "stage", footprints))
+            kept += 2 * (stage + values) + labels
         return dataclasses.replace(found, kept_for_failures=kept)
 
     def _footprints(self, step: StepShape) -> list[_core.LayerFootprint]:

@@ -90,6 +90,11 @@ class RunRecords:
         """Host memory of weights and gradients, in bytes."""
         return self._pipeline.host_bytes()
 
+    @property
+    def verified_jobs(self) -> int:
+        """How many jobs have had the same bits on another device, see `RoundPipeRunConfig.verify_every`."""
+        return self._pipeline.verified_jobs()
+
     def last_plan(self) -> _core.Plan | None:
         """The jobs of the last call."""
         return self._pipeline.last_plan()

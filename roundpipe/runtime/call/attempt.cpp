@@ -12,6 +12,16 @@ using device::EventPtr;
 Attempt::Attempt(CallPtr call, std::shared_ptr<JobResults> results, int number)
     : call_(std::move(call)), results_(std::move(results)), number_(number) {}
 
+void Attempt::belongs_to(JobCheckPtr check, int run) {
+  check_ = std::move(check);
+  run_ = run;
+}
+
+void Attempt::runs_on(std::shared_ptr<device::Health> health) {
+  if (check_) check_->runs_on(run_, health);
+  health_ = std::move(health);
+}
+
 EventPtr Attempt::new_event() {
   EventPtr event = call_->new_event();
   if (!call_->options.fault_tolerant) return event;
@@ -90,10 +100,25 @@ std::exception_ptr Attempt::error() const {
   return call_->error();
 }
 
-void Attempt::deliver(const EventPtr& landed, const JobResult& result, std::function<void()> publish, EventPtr done) {
-  then({landed}, [self = shared_from_this(), result, publish = std::move(publish), done = std::move(done)] {
-    if (self->results_->deliver(self->number_, result, publish) && done) done->fire();
+void Attempt::deliver(const EventPtr& landed, const JobResult& result, Contents contents, std::function<void()> publish,
+                      EventPtr done) {
+  then({landed}, [self = shared_from_this(), result, contents = std::move(contents), publish = std::move(publish),
+                  done = std::move(done)] {
+    if (self->only_checks()) {
+      self->claim(result, contents);
+      return;
+    }
+    const uint32_t checksum = self->check_ ? checksum_of(contents()) : 0;
+    if (!self->results_->deliver(self->number_, result, publish)) return;
+    if (self->check_) self->check_->saw(self->run_, result, checksum);
+    if (done) done->fire();
   });
+}
+
+bool Attempt::claim(const JobResult& result, const Contents& contents) {
+  if (!results_->claim(number_, result)) return false;
+  if (check_) check_->saw(run_, result, checksum_of(contents()));
+  return !only_checks();
 }
 
 bool Attempt::finish(const std::function<void()>& publish) {

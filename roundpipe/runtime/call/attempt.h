@@ -8,6 +8,7 @@
 #include <roundpipe/device/event_list.h>
 #include <roundpipe/device/health.h>
 #include <roundpipe/runtime/call/call.h>
+#include <roundpipe/runtime/call/job_check.h>
 #include <roundpipe/runtime/call/job_results.h>
 
 namespace roundpipe::runtime {
@@ -23,8 +24,15 @@ class Attempt : public std::enable_shared_from_this<Attempt> {
  public:
   Attempt(CallPtr call, std::shared_ptr<JobResults> results, int number);
 
+  // Makes this attempt one at run number `run` of a job that is checked. Of any run but the first, checksums remain,
+  // and nothing is delivered.
+  void belongs_to(JobCheckPtr check, int run);
+  const JobCheckPtr& check() const { return check_; }
+  int checked_run() const { return run_; }
+  bool only_checks() const { return run_ > 0; }
+
   // The device that runs it. Call it before the attempt can fail.
-  void runs_on(std::shared_ptr<device::Health> health) { health_ = std::move(health); }
+  void runs_on(std::shared_ptr<device::Health> health);
 
   // An event that fails with the attempt, or with its call.
   device::EventPtr new_event();
@@ -42,13 +50,16 @@ class Attempt : public std::enable_shared_from_this<Attempt> {
   // Why it should not go on: it was abandoned, or its call has failed; null if it should.
   std::exception_ptr error() const;
 
+  // The tensors of a result, on the host, for a check.
+  using Contents = std::function<std::vector<at::Tensor>()>;
   // Runs `publish` once `landed` has fired, if `result` is still to be delivered, and then fires `done` (null:
   // nothing). `publish` must not wait.
-  void deliver(const device::EventPtr& landed, const JobResult& result, std::function<void()> publish,
-               device::EventPtr done);
+  void deliver(const device::EventPtr& landed, const JobResult& result, Contents contents,
+               std::function<void()> publish, device::EventPtr done);
   // See JobResults::read.
   void read(const std::function<void()>& look) { results_->read(number_, look); }
-  bool claim(const JobResult& result) { return results_->claim(number_, result); }
+  // Whether the caller may deliver `result`.
+  bool claim(const JobResult& result, const Contents& contents);
   // Ends the job with this attempt, see JobResults::finish. Returns false, too, if the attempt is broken.
   bool finish(const std::function<void()>& publish);
   const std::shared_ptr<JobResults>& results() const { return results_; }
@@ -58,6 +69,8 @@ class Attempt : public std::enable_shared_from_this<Attempt> {
   const std::shared_ptr<JobResults> results_;
   const int number_;
   std::shared_ptr<device::Health> health_;
+  JobCheckPtr check_;
+  int run_ = 0;
   std::atomic<bool> broken_{false};
   mutable Mutex mutex_;
   std::exception_ptr abandoned_ ROUNDPIPE_GUARDED_BY(mutex_);

@@ -58,6 +58,9 @@ struct CallOptions {
   bool keeps_caller = false;
   // If a device fails, its jobs run again on others, with the same bits; what they need for that stays on the host.
   bool fault_tolerant = false;
+  // One job of every so many calls that require gradients runs on another device, too, which must give the same bits;
+  // 0: none does. See JobCheck.
+  int verify_every = 0;
 };
 
 // The caller's autocast settings, to be applied on workers.
@@ -138,6 +141,7 @@ class Call : public std::enable_shared_from_this<Call> {
   bool keep_outputs = false;
   bool keeps_caller = false;  // control returns to the caller only when nothing of the call runs any more
   bool input_gradients = false;
+  bool verified = false;  // one of its jobs runs on another device, too
 
   // Set with each backward that is submitted, while nothing of the call runs.
   bool keep_values = false;  // there may be another backward (retain_graph)

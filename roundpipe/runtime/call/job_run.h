@@ -33,7 +33,7 @@ struct StagedMicrobatch {
 //
 // Thread safety: made on the caller's thread, then belongs to its worker (under the lock of the worker's queue until it
 // runs).
-struct JobRun {
+struct JobRun final : public CheckedJob, public std::enable_shared_from_this<JobRun> {
   // Constant once the job is submitted.
   CallPtr call;
   schedule::Job job;
@@ -90,24 +90,38 @@ struct JobRun {
   };
   std::vector<NewBuffers> new_buffers;
 
+  // Of a run that checks the job: the values of buffers that it reads, where others have written to them since, and
+  // those before its own forwards, as in Call::snapshot. [layer], [layer, microbatch]
+  std::map<int, std::vector<at::Tensor>> old_buffers;
+  std::map<std::pair<int, int>, Call::BufferSnapshot> own_snapshots;  // the device's thread only
+
   // Makes a failure of `done` fail the attempt, for transfers that nothing in the pipeline waits for.
   void fails_with(const device::EventPtr& done) const {
     attempt->then({done}, [] {});
   }
 
-  // Ends the job with this attempt: hands on its buffers and lets go of what it has read. Call it once all transfers
-  // are complete. Returns false if another attempt has ended the job or will. With true, the job counts as over.
+  // Whether what the job reads stays on the host until it is over.
+  bool keeps() const { return call->options.fault_tolerant || attempt->check(); }
+
+  // Ends the job with this attempt: hands on its buffers and lets go of what it has read, once it is decided if the job
+  // is checked. Call it once all transfers are complete. Returns false if another attempt has ended the job or will.
+  // With true, the job counts as over.
   bool finish();
+  void hand_on_buffers(bool keep_old) override;
+  void conclude() override;
   // Ends the job without its results, after its call has failed. Returns false if it was over.
   bool give_up();
   // Another attempt at the same job; null if the job is over. The results of this one are dropped from now on.
   std::shared_ptr<JobRun> again() const;
+  // Another run of the job, for `check`.
+  std::shared_ptr<JobRun> to_check(const JobCheckPtr& check) const;
 
   LayerState& layer(int index) const { return *call->model->layers[static_cast<size_t>(index)]; }
   LayerHabits& habits(int index) const { return *call->habits[static_cast<size_t>(index)]; }
   size_t place(int index) const { return static_cast<size_t>(index - job.layers.first); }
 
  private:
+  std::shared_ptr<JobRun> with(std::shared_ptr<Attempt> other) const;
   void let_go();
 };
 

@@ -100,9 +100,10 @@ struct ModelState {
   std::string name;
   std::vector<std::unique_ptr<LayerState>> layers;
   std::vector<BlockState> blocks;
-  SharedDraws loss_shared_draws;  // of the loss functions that this model is called with
-  UpdateMeter updates;            // of its weights on the host
-  Shells shells;                  // on the workers of the pool that its calls run on
+  SharedDraws loss_shared_draws;          // of the loss functions that this model is called with
+  UpdateMeter updates;                    // of its weights on the host
+  Shells shells;                          // on the workers of the pool that its calls run on
+  std::atomic<int64_t> verified_jobs{0};  // jobs that had the same bits on another device, see JobCheck
   // Bytes that a device needs for a job, at most, beside its weights; 0 = not known.
   std::atomic<int64_t> work_bytes{0};
   // One for each block; null = nothing summed. Caller's thread only.

@@ -55,7 +55,7 @@ void DeviceRoom::prefetch() {
     const int count = i == 0 ? kStagedMicrobatches : queue_.next_staged();
     // The thread here may have nothing to do with this job's call, so an error fails that call.
     const bool asked = run->attempt->succeeds([&] { upload_weights(run); });
-    if (!asked && !run->call->options.fault_tolerant) run->weights_read->fire();
+    if (!asked && !run->keeps()) run->weights_read->fire();
     run->attempt->succeeds([&] { stage_first(*run, count); });
   }
 }
@@ -82,7 +82,7 @@ void DeviceRoom::upload_weights(const std::shared_ptr<JobRun>& run) {
     after.push_back(attempt->follow(run->buffers_before[run->place(l)]));
   }
   // Another attempt may have to read the weights again.
-  const EventPtr read = run->call->options.fault_tolerant ? run->new_transfer() : run->weights_read;
+  const EventPtr read = run->keeps() ? run->new_transfer() : run->weights_read;
   upload_.submit({Priority::kWeight, std::move(after),
                   [this, run] {
                     queue_.admit(*run, run->uploaded, device_.name());
@@ -113,8 +113,9 @@ std::vector<Piece> DeviceRoom::weight_pieces(JobRun& run) {
         run.job.phase == schedule::Phase::kBackward && run.habits(l).writes_buffers.load() == Learned::kYes;
     for (size_t i = 0; i < state.buffers.size() && !saved; ++i) {
       const at::Tensor target = state.buffer_layout.view(run.weights, i, place.buffers_at);
-      pieces.push_back(
-          {target, memory::staged_for(target, state.buffers[i].tensor.detach(), device_.wants_pinned_host_memory())});
+      const auto old = run.old_buffers.find(l);
+      const at::Tensor from = old != run.old_buffers.end() ? old->second[i] : state.buffers[i].tensor.detach();
+      pieces.push_back({target, memory::staged_for(target, from, device_.wants_pinned_host_memory())});
     }
   }
   return pieces;
@@ -239,7 +240,7 @@ void DeviceRoom::release(const std::shared_ptr<JobRun>& run) {
   }
   std::vector<EventPtr> pending = std::move(run->transfers);
   run->transfers.clear();
-  if (!run->call->options.fault_tolerant) pending.push_back(run->weights_read);
+  if (!run->keeps()) pending.push_back(run->weights_read);
   pending.push_back(computed);
   {
     const MutexLock lock(queue_.mutex());

@@ -171,7 +171,7 @@ void GradientSums::contribute_tied(JobRun& run, int microbatch, bool ran) {
       const JobResult result{JobResult::Kind::kTiedGradient, l, block, microbatch};
       run.attempt->then({done, base},
                         [attempt = run.attempt, result, call_ptr = run.call, block, sharer, place, landed] {
-                          if (!attempt->claim(result)) return;
+                          if (!attempt->claim(result, [landed] { return *landed; })) return;
                           call_ptr->tied_sums[block]->contribute(sharer, place, std::move(*landed));
                         });
     }
@@ -261,8 +261,17 @@ void GradientSums::send(JobRun& run, Sum& sum, schedule::Range groups) {
       done);
   const JobResult delivered{JobResult::Kind::kSum, sum.layer, sum.block, groups.first};
   run.attempt->then({done}, [attempt = run.attempt, delivered, call_ptr = run.call, block = sum.block,
-                             sharer = shared.sharer(sum.layer), groups, landed, received, whole] {
-    if (!attempt->claim(delivered)) return;
+                             sharer = shared.sharer(sum.layer), groups, landed, received, whole,
+                             &sent_layout = whole ? shared.gradient_layout : shared.sum_layout] {
+    // Bytes between the gradients, and those of parameters without one, mean nothing.
+    const auto contents = [&] {
+      std::vector<at::Tensor> gradients(received.size());
+      for (size_t i = 0; i < received.size(); ++i) {
+        if (received[i]) gradients[i] = sent_layout.view(*landed, i);
+      }
+      return gradients;
+    };
+    if (!attempt->claim(delivered, contents)) return;
     if (whole) {
       const memory::GradientBlockPtr& result = call_ptr->results[block];
       result->flat = std::move(*landed);

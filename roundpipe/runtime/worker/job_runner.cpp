@@ -153,11 +153,12 @@ bool JobRunner::prepare_again(JobRun& run, int microbatch, Frugality& frugality)
 void JobRunner::hand_on_buffers(JobRun& run) {
   for (size_t i = 0; i < run.buffers_after.size(); ++i) {
     const EventPtr after = run.buffers_after[i];
-    if (!after) continue;
+    const bool compared = run.attempt->only_checks() && run.job.phase != Phase::kBackward;
+    if (!after && !compared) continue;
     const int l = run.job.layers.first + static_cast<int>(i);
     LayerState& state = run.layer(l);
     if (run.habits(l).writes_buffers.load() != Learned::kYes) {
-      after->fire();
+      if (after) after->fire();
       continue;
     }
     const LayerShell& layer = *layers_.shell(run, l).layer;
@@ -171,6 +172,7 @@ void JobRunner::hand_on_buffers(JobRun& run) {
 }
 
 void JobRunner::record(JobRun& run, int microbatch, const EventPtr& begun, const EventPtr& done) {
+  if (run.attempt->only_checks()) return;  // no job of the plan
   run.attempt->then({done}, [call = run.call, job = run.job, microbatch, device = index_, begun, done,
                              gradient = microbatches_.gradient_wait()] {
     ExecutionRecord record{job.phase, job.layers, microbatch, device, begun->time_ms(), done->time_ms()};

@@ -69,14 +69,17 @@ void Outbox::send_buffers(JobRun& run, int layer, std::vector<at::Tensor> target
         return pieces;
       },
       landed);
-  if (run.call->options.fault_tolerant) {
-    // Another attempt at the job would read the buffers again, so they change only when it is over.
-    run.attempt->then({landed},
-                      [&run, copies, targets = std::move(targets)] { run.new_buffers.push_back({targets, *copies}); });
+  const JobResult result{JobResult::Kind::kBuffers, layer};
+  const auto contents = [copies] { return *copies; };
+  if (run.keeps()) {
+    // Another run of the job would read the buffers again, so they change only when it is over.
+    run.attempt->then({landed}, [&run, result, contents, copies, targets = std::move(targets)] {
+      if (run.attempt->claim(result, contents)) run.new_buffers.push_back({targets, *copies});
+    });
     return;
   }
   run.attempt->deliver(
-      landed, {JobResult::Kind::kBuffers, layer},
+      landed, result, contents,
       [copies, targets = std::move(targets)] { JobRun::NewBuffers{targets, *copies}.write(); }, written);
 }
 
@@ -114,6 +117,11 @@ void Outbox::send_values(JobRun& run, const Flow& flow, int boundary, int microb
   BoundaryValues& boundary_values = run.call->values(boundary, microbatch);
   run.attempt->deliver(
       landed, {JobResult::Kind::kValues, boundary, 0, microbatch},
+      [arrived] {
+        std::vector<at::Tensor> tensors;
+        for (const HostValuePtr& value : *arrived) tensors.push_back(value ? value->data : at::Tensor());
+        return tensors;
+      },
       [call = run.call, &boundary_values, arrived, structure = flow.structure] {
         boundary_values.tensors = std::move(*arrived);
         boundary_values.structure = structure;
@@ -155,7 +163,7 @@ void Outbox::send_losses(JobRun& run, const std::vector<at::Tensor>& losses, int
       },
       landed);
   run.attempt->deliver(
-      landed, {JobResult::Kind::kLosses, run.last_layer, 0, microbatch},
+      landed, {JobResult::Kind::kLosses, run.last_layer, 0, microbatch}, [arrived] { return *arrived; },
       [call = run.call, place, arrived] { call->losses[place] = std::move(*arrived); }, run.call->loss_ready[place]);
 }
 
@@ -183,7 +191,7 @@ void Outbox::send_input_gradients(JobRun& run, int microbatch, std::vector<at::T
       },
       landed);
   run.attempt->deliver(
-      landed, {JobResult::Kind::kInputGradients, boundary, 0, microbatch},
+      landed, {JobResult::Kind::kInputGradients, boundary, 0, microbatch}, [arrived] { return *arrived; },
       [call = run.call, boundary, microbatch, arrived] {
         call->gradients(boundary, microbatch).tensors = std::move(*arrived);
       },

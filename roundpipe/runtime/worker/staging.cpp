@@ -77,8 +77,8 @@ void Staging::stage(JobRun& run, int microbatch) {
         inputs.host = values.tensors;
         inputs.structure = values.structure;
       },
-      [call, first, microbatch] {
-        if (call->options.fault_tolerant) return;  // they stay until the job is over
+      [call, first, microbatch, keeps = run.keeps()] {
+        if (keeps) return;  // they stay until the job is over
         BoundaryValues& values = call->values(first, microbatch);
         if (--values.readers == 0 && !call->keep_values) values.tensors.clear();
       });
@@ -102,8 +102,8 @@ void Staging::stage(JobRun& run, int microbatch) {
         [call, last, microbatch](StagedValues& gradients) {
           for (const at::Tensor& tensor : call->gradients(last, microbatch).tensors) add_value(gradients, tensor);
         },
-        [call, last, microbatch] {
-          if (!call->options.fault_tolerant) call->gradients(last, microbatch).tensors.clear();
+        [call, last, microbatch, keeps = run.keeps()] {
+          if (!keeps) call->gradients(last, microbatch).tensors.clear();
         });
   }
 }

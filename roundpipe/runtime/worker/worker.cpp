@@ -3,13 +3,18 @@
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
 
 #include <roundpipe/core/clock.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
+#include <roundpipe/memory/host_arena.h>
 
 namespace roundpipe::runtime {
+
+using device::EventPtr;
 
 Worker::Worker(int index, int number, std::unique_ptr<device::Device> device, LinkObservers observers)
     : number_(number),
@@ -81,6 +86,43 @@ void Worker::execute(JobRun& run) {
   }
   at::autocast::set_autocast_enabled(at::kCPU, false);
   if (!device_->is_virtual()) at::autocast::set_autocast_enabled(device_->torch_device().type(), false);
+}
+
+void Worker::try_copies(std::function<void(bool same)> told) {
+  constexpr int64_t kBytes = 1 << 16;
+  struct Trip {
+    at::Tensor sent, there, back;
+    std::function<void(bool same)> told;
+  };
+  auto trip = std::make_shared<Trip>();
+  trip->told = std::move(told);
+  const bool pinned = device_->wants_pinned_host_memory();
+  memory::HostArena& arena = memory::HostArena::values(pinned);
+  trip->sent = arena.allocate(kBytes);
+  trip->back = arena.allocate(kBytes);
+  auto* bytes = trip->sent.mutable_data_ptr<uint8_t>();
+  for (int64_t i = 0; i < kBytes; ++i) bytes[i] = static_cast<uint8_t>((i * 2654435761) >> 13);
+  const EventPtr up = device::make_event(), down = device::make_event();
+  const auto lost = [trip](const std::exception_ptr&) { trip->told(true); };
+  upload_.submit({transfer::Priority::kActivation,
+                  {},
+                  [trip, device = device_->torch_device()] {
+                    try {
+                      trip->there = at::empty({kBytes}, at::TensorOptions().dtype(at::kByte).device(device));
+                    } catch (const c10::OutOfMemoryError&) {
+                      throw Error("[verify] the device has no memory for bytes that are sent to it and back");
+                    }
+                    return std::vector<transfer::Piece>{{trip->there, trip->sent}};
+                  },
+                  up,
+                  nullptr});
+  // The second transfer fails with the first.
+  download_.submit({transfer::Priority::kActivation,
+                    {up},
+                    [trip] { return std::vector<transfer::Piece>{{trip->back, trip->there}}; },
+                    down,
+                    nullptr});
+  down->then([trip] { trip->told(trip->sent.equal(trip->back)); }, lost);
 }
 
 void Worker::watch() {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <thread>
 
@@ -46,6 +47,10 @@ class Worker {
   // has put this worker's jobs into the queue, with the queue's lock held.
   JobQueue& queue() { return queue_; }
   void enqueued() ROUNDPIPE_REQUIRES(queue_.mutex()) { room_.enqueued(); }
+
+  // Sends bytes to the device and back. Does not wait: `told` learns, on any thread, whether they came back unchanged;
+  // true also if they could not be sent.
+  void try_copies(std::function<void(bool same)> told);
 
   device::Device& device() { return *device_; }
   // Frees the device memory kept for later jobs.

@@ -106,6 +106,48 @@ def test_without_fault_tolerance_the_error_says_what_to_do() -> None:
     pipe.synchronize()
 
 
+@pytest.mark.parametrize("call", [called, in_two_parts])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_verified_jobs_name_the_device_that_is_wrong(call: Call, devices: int) -> None:
+    config = RoundPipeRunConfig(num_microbatch=3, verify_every=1)
+    roundpipe.devices(f"virtual:{devices}")
+    pipe = RoundPipe(faulty_model(WIDTH, 6)[0], model_run_config=config)
+    for number in range(4):
+        call(pipe, number)
+        pipe.eval()
+        with torch.no_grad():
+            pipe(batch(number)[0])
+        pipe.train()
+    pipe.synchronize()
+    # Of a forward and a backward that are two calls, the job that is chosen may be one of either.
+    assert pipe.verified_jobs == 4
+
+    pool = roundpipe.devices(f"virtual:{devices},fail=1:bits@6")
+    with pytest.raises(
+        RoundPipeError, match=r"\[virtual:1\] the device failed: it computes or copies wrong bits"
+    ) as raised:
+        for number in range(12):
+            call(pipe, number)
+        pipe.synchronize()
+    assert "go back to a checkpoint" in str(raised.value)
+    assert list(pool.failed) == ["virtual:1"]
+    call(pipe, 1)
+    pipe.synchronize()
+
+
+def test_every_so_many_training_calls_are_verified() -> None:
+    roundpipe.devices("virtual:2")
+    pipe = RoundPipe(faulty_model(WIDTH, 6)[0], model_run_config=RoundPipeRunConfig(num_microbatch=3, verify_every=3))
+    for number in range(7):
+        called(pipe, number)
+        with torch.no_grad():
+            pipe(batch(number)[0])
+    pipe.synchronize()
+    assert pipe.verified_jobs == 2
+    with pytest.raises(ValueError, match="verify_every is -1, expected an integer of at least 0"):
+        RoundPipeRunConfig(verify_every=-1)
+
+
 def test_all_devices_fail_and_come_back() -> None:
     pool = roundpipe.devices("virtual:2,fail=error@3")
     pipe = pipe_of()

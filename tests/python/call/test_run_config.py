@@ -53,7 +53,7 @@ def test_every_field_can_be_inherited() -> None:
     values = dict(
         zip(
             names,
-            (False, "cpu", False, "layer", 7, (None, None), len, False, ModelExecutePlan(), "microbatch", 3, True),
+            (False, "cpu", False, "layer", 7, (None, None), len, False, ModelExecutePlan(), "microbatch", 3, True, 9),
             strict=True,
         )
     )
