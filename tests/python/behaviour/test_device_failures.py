@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import threading
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -106,6 +109,58 @@ def test_without_fault_tolerance_the_error_says_what_to_do() -> None:
     pipe.synchronize()
 
 
+class WaitsInBackward(nn.Linear):
+    """A linear layer whose backward waits until it is let go."""
+
+    control: ClassVar[dict[str, threading.Event]] = {}
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        outputs = super().forward(value)
+        if outputs.requires_grad:
+            outputs.register_hook(lambda gradient: self.let_go())
+        return outputs
+
+    def let_go(self) -> None:
+        assert self.control["let go"].wait(20)
+
+
+def test_the_error_says_which_layers_a_step_had_updated() -> None:
+    def trained(devices: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The weights before and after a step, or a part of it."""
+        torch.manual_seed(5)
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)]
+        layers[3] = WaitsInBackward(WIDTH, WIDTH, bias=False)
+        let_go = WaitsInBackward.control["let go"] = threading.Event()
+        before = [layer.weight.detach().clone() for layer in layers]
+        plan = roundpipe.ModelExecutePlan()
+        plan.fwd_plan, plan.bwd_plan = [range(5)], [range(5, 6), range(2, 5), range(2)]
+        config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan)
+        roundpipe.devices(devices)
+        pipe = RoundPipe(nn.Sequential(*layers), model_run_config=config)
+        optimizer = roundpipe.optim.SGD(pipe, lr=1e-2)
+        value, label = batch(0)
+        pipe.submit((value,), label=label, loss_fn=squared_error)
+        pipe.step(optimizer)
+        let_go.set()
+        try:
+            pipe.synchronize()
+        except RoundPipeError as error:
+            messages.append(str(error))
+        pipe.synchronize()
+        return before, [layer.weight.detach().clone() for layer in layers]
+
+    messages: list[str] = []
+    _, whole = trained("virtual:1")
+    assert not messages
+    before, after = trained("virtual:1,fail=error@4")  # the backward of the first two layers
+    listed = re.search(r"had already updated layers ([\d, ]+) of 6 and leaves the others", messages[0])
+    assert listed is not None
+    updated = {int(layer) for layer in listed[1].split(", ")}
+    assert {5} <= updated <= {2, 3, 4, 5}
+    for layer in range(6):
+        assert torch.equal(after[layer], whole[layer] if layer in updated else before[layer]), layer
+
+
 @pytest.mark.parametrize("call", [called, in_two_parts])
 @pytest.mark.parametrize("devices", [2, 4])
 def test_verified_jobs_name_the_device_that_is_wrong(call: Call, devices: int) -> None:
@@ -177,12 +232,18 @@ def test_bad_faults() -> None:
 def test_what_is_kept_is_predicted() -> None:
     roundpipe.devices("virtual:2")
     value, label = batch(0)
-    kept = [
-        pipe_of(tolerant=tolerant).predict_memory((value,), label=label, loss_fn=squared_error).host.kept_for_failures
-        for tolerant in (False, True)
-    ]
-    assert kept[0] == 0
-    assert kept[1] > 0
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+
+    def kept(**options: Any) -> int:
+        pipe = RoundPipe(layers, model_run_config=RoundPipeRunConfig(num_microbatch=3, **options))
+        return pipe.predict_memory((value,), label=label, loss_fn=squared_error).host.kept_for_failures
+
+    assert kept() == 0
+    # The old weights of all layers, and the labels.
+    assert kept(fault_tolerant=True) >= 4 * (6 * (WIDTH * WIDTH + WIDTH) + ROWS * WIDTH)
+    # Of one job, which has at least one layer, those weights and the gradients of the second run.
+    assert kept(verify_every=2) >= 4 * (2 * (WIDTH * WIDTH + WIDTH) + ROWS * WIDTH)
+    assert kept(verify_every=2, fault_tolerant=True) == kept(verify_every=2) + kept(fault_tolerant=True)
 
 
 # --- a long run ---
