@@ -266,7 +266,6 @@ void submit_jobs(const CallPtr& call, const Plan& plan, bool forward, bool backw
   ModelState& model = *call->model;
   std::vector<std::shared_ptr<JobRun>> runs;
   const std::optional<size_t> to_check = checked_job(*call, plan);
-  std::shared_ptr<JobRun> checked;
   for (size_t place = 0; place < plan.jobs.size(); ++place) {
     const Job& job = plan.jobs[place];
     const bool is_backward = job.phase == Phase::kBackward;
@@ -275,7 +274,8 @@ void submit_jobs(const CallPtr& call, const Plan& plan, bool forward, bool backw
     run->call = call;
     run->job = job;
     run->attempt = std::make_shared<Attempt>(call, std::make_shared<JobResults>(), 0);
-    if (job.phase == Phase::kFused && call->options.fault_tolerant) run->labels = call->labels;
+    const bool checked = to_check == place;
+    if (job.phase == Phase::kFused && (call->options.fault_tolerant || checked)) run->labels = call->labels;
     if (job.phase == Phase::kFused) run->loss = call->loss;
     run->position = static_cast<double>(call->position) + job.order;
     run->last_layer = plan.layers;
@@ -300,14 +300,11 @@ void submit_jobs(const CallPtr& call, const Plan& plan, bool forward, bool backw
         }
       }
     }
-    if (to_check == place) checked = run;
-    runs.push_back(std::move(run));
+    runs.push_back(run);
+    // Next to it in every order: jobs of the same position may wait for the buffers that the two hand on together.
+    if (checked) runs.push_back(checking(run, engine));
   }
-  call->add_jobs(static_cast<int>(runs.size()) + (checked ? 1 : 0));
-  if (checked) {
-    runs.push_back(checking(checked, engine));
-    if (checked->job.phase == Phase::kFused) checked->labels = runs.back()->labels = call->labels;
-  }
+  call->add_jobs(static_cast<int>(runs.size()));
   try {
     engine.submit(runs);
   } catch (...) {

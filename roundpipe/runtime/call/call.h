@@ -102,7 +102,7 @@ class Call : public std::enable_shared_from_this<Call> {
   void add_jobs(int count);
   void job_over();
   device::EventPtr finished() const;
-  // Returns an object that counts as a job until it is dropped. REQUIRES: a job is left.
+  // Returns an object that counts as a job until it is dropped. REQUIRES: a job is left, or is about to be added.
   std::shared_ptr<void> hold();
 
   // How gradients are summed over the microbatches.

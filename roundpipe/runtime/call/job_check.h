@@ -35,7 +35,8 @@ class CheckedJob {
 class JobCheck {
  public:
   // `dispute` is called, on a thread of a device, if the first two runs differ; it must not wait. It has to see to it
-  // that the job runs again, or that decide() is called. REQUIRES: a job of the call is left.
+  // that the job runs again, or that decide() is called. The call is not over
+  // before this is decided.
   JobCheck(CallPtr call, schedule::Job job, std::function<void()> dispute);
 
   // Adds a run and returns its number. The first one is the job's own.

@@ -103,7 +103,6 @@ void Worker::try_copies(std::function<void(bool same)> told) {
   auto* bytes = trip->sent.mutable_data_ptr<uint8_t>();
   for (int64_t i = 0; i < kBytes; ++i) bytes[i] = static_cast<uint8_t>((i * 2654435761) >> 13);
   const EventPtr up = device::make_event(), down = device::make_event();
-  const auto lost = [trip](const std::exception_ptr&) { trip->told(true); };
   upload_.submit({transfer::Priority::kActivation,
                   {},
                   [trip, device = device_->torch_device()] {
@@ -122,7 +121,8 @@ void Worker::try_copies(std::function<void(bool same)> told) {
                     [trip] { return std::vector<transfer::Piece>{{trip->back, trip->there}}; },
                     down,
                     nullptr});
-  down->then([trip] { trip->told(trip->sent.equal(trip->back)); }, lost);
+  down->then([trip, down] { trip->told(down->error() || trip->sent.equal(trip->back)); },
+             [](const std::exception_ptr&) {});
 }
 
 void Worker::watch() {
