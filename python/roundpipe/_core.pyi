@@ -649,6 +649,51 @@ class LogitStep:
     @property
     def value(self) -> float: ...
 
+class DecoderConfig:
+    def __init__(
+        self,
+        *,
+        head_dim: int,
+        scaling: float,
+        input_norm_eps: float,
+        post_norm_eps: float,
+        query_norm_eps: float,
+        key_norm_eps: float,
+        attention_dropout: float,
+        training: bool,
+        activation: str,
+    ) -> None: ...
+
+# The arguments are places among the tensors that reach the layer; so are the outputs, or RESULT.
+class DecoderCall:
+    def __init__(
+        self,
+        hidden: int,
+        cos: int,
+        sin: int,
+        mask: int | None,
+        attention: str,
+        mlp_chunk_tokens: int,
+        outputs: Sequence[int],
+    ) -> None: ...
+
+RESULT: int
+
+class Passage:
+    def __init__(self, calls: Sequence[DecoderCall | None], structure_after: Callable[[int], Any]) -> None: ...
+
+def decode(
+    config: DecoderConfig,
+    names: Sequence[str],
+    weights: Sequence[torch.Tensor],
+    hidden: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    mask: torch.Tensor | None,
+    attention: str,
+    mlp_chunk_tokens: int = ...,
+) -> torch.Tensor: ...
+
 class LinearCrossEntropyOptions:
     ignore_index: int
     chunk_tokens: int

@@ -16,6 +16,7 @@ void bind_checkpoint_files(pybind11::module_& module);
 void bind_device(pybind11::module_& module);
 void bind_memory(pybind11::module_& module);
 void bind_modules(pybind11::module_& module);
+void bind_models(pybind11::module_& module);
 void bind_model_optimizer(pybind11::module_& module);
 void bind_ops(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);

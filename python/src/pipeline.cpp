@@ -6,6 +6,7 @@
 #include <roundpipe/simulate/memory_simulator.h>
 
 #include "bindings.h"
+#include "models/model_layer.h"
 #include "python_layer.h"
 #include "python_values.h"
 
@@ -44,10 +45,10 @@ std::unique_ptr<runtime::Layer> make_layer(const py::handle& object) {
     options.update_ms = spec.attr("update_ms").cast<double>();
     options.weight = spec.attr("weight").cast<at::Tensor>();
     if (!spec.attr("frozen").is_none()) options.frozen = spec.attr("frozen").cast<at::Tensor>();
-    options.structure = share(object.attr("structure"));
+    options.structure = make_structure(object.attr("structure"));
     return layers::make_emulated_layer(object.attr("name").cast<std::string>(), std::move(options));
   }
-  return make_python_layer(py::reinterpret_borrow<py::object>(object));
+  return make_model_layer(py::reinterpret_borrow<py::object>(object));
 }
 
 // Deletes the pipeline without the interpreter lock, which threads of the engine may need that end with the pipeline's

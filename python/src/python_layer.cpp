@@ -3,6 +3,7 @@
 #include <roundpipe/core/engine_life.h>
 
 #include "interpreter_lock.h"
+#include "models/passage.h"
 #include "python_values.h"
 
 namespace roundpipe::python {
@@ -27,6 +28,15 @@ std::vector<NamedTensor> named_tensors(const py::object& list) {
   return tensors;
 }
 
+// The passage that a layer has begun, or else the one that it is part of. `made`: (tensors, structure, passage or
+// None).
+std::shared_ptr<const Passage> passage_after(const py::object& made, const Values& inputs) {
+  const py::object begun = made[py::int_(2)];
+  if (!begun.is_none()) return begun.cast<std::shared_ptr<Passage>>();
+  const PythonStructure* const structure = structure_of(inputs);
+  return structure == nullptr || structure->passage == nullptr ? nullptr : structure->passage->shared_from_this();
+}
+
 class PythonShell final : public runtime::LayerShell {
  public:
   // REQUIRES: the interpreter lock.
@@ -39,8 +49,8 @@ class PythonShell final : public runtime::LayerShell {
   Values forward(const Values& inputs, const LayerContext& context) override {
     const InterpreterLock lock;
     try {
-      Values outputs =
-          values_from(object_of(run_)(inputs.tensors, object_of(inputs.structure), context_tuple(context)));
+      const py::object made = object_of(run_)(inputs.tensors, structure_object(inputs), context_tuple(context));
+      Values outputs = values_from(made, passage_after(made, inputs));
       require_own_process();  // the layer's code may have forked
       return outputs;
     } catch (py::error_already_set& raised) {

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <memory>
+#include <optional>
+#include <utility>
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -39,17 +41,47 @@ inline pybind11::object object_of(const SharedObject& shared) {
   throw error;
 }
 
+class Passage;
+
+// What Values::structure points at in this module: a Python structure.
+struct PythonStructure {
+  SharedObject object;
+  std::optional<size_t> after;  // `object` is a function that makes the structure from this number
+  // How the native layers that take these values are called; null: none of them can. Owned by `owner`, or by what owns
+  // this.
+  const Passage* passage = nullptr;
+  std::shared_ptr<const Passage> owner;
+};
+
+inline const PythonStructure* structure_of(const runtime::Values& values) {
+  return static_cast<const PythonStructure*>(values.structure.get());
+}
+
+// The Python structure of values, None if there is none. REQUIRES: the interpreter lock.
+inline pybind11::object structure_object(const runtime::Values& values) {
+  const PythonStructure* const structure = structure_of(values);
+  if (structure == nullptr) return pybind11::none();
+  return structure->after ? object_of(structure->object)(*structure->after) : object_of(structure->object);
+}
+
+inline std::shared_ptr<const void> make_structure(pybind11::object object,
+                                                  std::shared_ptr<const Passage> passage = nullptr) {
+  const Passage* const seen = passage.get();
+  return std::make_shared<const PythonStructure>(
+      PythonStructure{share(std::move(object)), std::nullopt, seen, std::move(passage)});
+}
+
 // Converts (tensors, structure) to values, and back. REQUIRES: the interpreter lock.
-inline runtime::Values values_from(const pybind11::handle& pair) {
+inline runtime::Values values_from(const pybind11::handle& pair, std::shared_ptr<const Passage> passage = nullptr) {
   const auto tuple = pair.cast<pybind11::tuple>();
   runtime::Values values;
   values.tensors = tuple[0].cast<std::vector<at::Tensor>>();
-  values.structure = share(pybind11::reinterpret_borrow<pybind11::object>(tuple[1]));
+  values.structure = make_structure(pybind11::reinterpret_borrow<pybind11::object>(tuple[1]), std::move(passage));
   return values;
 }
 
 inline pybind11::tuple values_to(const runtime::Values& values) {
-  return pybind11::make_tuple(values.tensors, object_of(values.structure));
+  return pybind11::make_tuple(values.tensors, structure_object(values));
 }
 
 }  // namespace roundpipe::python

@@ -9,9 +9,9 @@ from __future__ import annotations
 import operator
 import threading
 import traceback
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -59,6 +59,20 @@ def holding_nothing() -> Iterator[None]:
         raise
 
 
+class NativeForm(Protocol):
+    """How the engine can run a layer without Python: as call `number` of a passage, with the parameters `names`."""
+
+    number: int
+    names: list[str]
+
+    def config(self) -> _core.DecoderConfig | None:
+        """For a call that is made now; None if Python has to run the layer."""
+
+
+PassageMaker = Callable[[Any], _core.Passage | None]
+"""Makes the passage of a layer's result through the native layers after it; None if there is none."""
+
+
 class PythonLayer:
     """One layer of a model: a module that the engine runs in shells.
 
@@ -66,13 +80,24 @@ class PythonLayer:
         module: the user's module; any `nn.Module`.
         name: the layer's name in messages.
         is_last: whether this is the model's last layer, so that no other layer takes its result.
+        native: the layer's native form, if it has one; this one then runs only what that cannot.
+        passages: for a layer that native ones follow.
 
     Raises:
         ValueError: the module, or one inside it, is a TorchScript module.
     """
 
-    def __init__(self, module: nn.Module, name: str, is_last: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        is_last: bool = False,
+        native: NativeForm | None = None,
+        passages: PassageMaker | None = None,
+    ) -> None:
         self.name = name
+        self.native = native
+        self._passages = passages
         self._is_last = is_last
         self._module = module
         # A layer may follow modules that it does not own: their flags and parts count as well.
@@ -155,7 +180,7 @@ class PythonLayer:
     def make_shell(self, device: str) -> DeviceShell:
         """Makes a shell for the device that calls this."""
         with seeing(self._attributes):
-            return DeviceShell(self._module, torch.device(device), self._is_last, len(self._order))
+            return DeviceShell(self._module, torch.device(device), self._is_last, len(self._order), self._passages)
 
 
 class DeviceShell:
@@ -163,10 +188,19 @@ class DeviceShell:
 
     Args:
         further_buffers: number of buffers that the layer has beside the module's.
+        passages: makes the passage that begins with the layer's result.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, is_last: bool, further_buffers: int = 0) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        is_last: bool,
+        further_buffers: int = 0,
+        passages: PassageMaker | None = None,
+    ) -> None:
         self._is_last = is_last
+        self._passages = passages
         self._device = device
         self.parameters: list[nn.Parameter] = []
         self.buffers: list[torch.Tensor] = []
@@ -194,17 +228,17 @@ class DeviceShell:
 
     def run(
         self, tensors: list[torch.Tensor], structure: Structure, context: LayerContext
-    ) -> tuple[list[torch.Tensor], Structure]:
-        """Calls the module and splits its result into tensors and structure."""
+    ) -> tuple[list[torch.Tensor], Structure, _core.Passage | None]:
+        """Calls the module and splits its result into tensors and structure, with the passage that it begins."""
         value = structure.join(tensors)
         alone: AbstractContextManager[Any] = _one_at_a_time if self._alone or _Compiling.met else nullcontext()
         with seeing(self._attributes), layer_context(context, self._device), alone, holding_nothing():
             output = self._module(*value[0], **value[1]) if structure.is_call else self._module(value)
         self._shadow.bring_back_buffers()
-        parts = split(output)
+        tensors, made = split(output)
         if not self._is_last:
-            parts[1].check_open("forward")
-        return parts
+            made.check_open("forward")
+        return tensors, made, None if self._passages is None else self._passages(output)
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -103,7 +103,7 @@ def _measure_layer(
         inputs = _core.cross_boundary(leaves)
         base = meter.current_bytes
         meter.reset_peak()
-        outputs, output_structure = shell.run(inputs, structure, (_TRIAL, index, 0, False))
+        outputs, output_structure, _ = shell.run(inputs, structure, (_TRIAL, index, 0, False))
         handed_through = [any(o is i for i in inputs) for o in outputs]
         outputs = _core.cross_boundary(outputs)
         if loss is not None:

@@ -129,7 +129,13 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         layers: list[PythonLayer | NativeEmulatedLayer] = [
             NativeEmulatedLayer(module, layer_name)
             if isinstance(module, EmulatedLayer)
-            else PythonLayer(module, layer_name, is_last=index == len(modules) - 1)
+            else PythonLayer(
+                module,
+                layer_name,
+                is_last=index == len(modules) - 1,
+                native=self._native.of(module),
+                passages=self._native.passages(module),
+            )
             for index, (layer_name, module) in enumerate(modules)
         ]
         own = object.__getattribute__(self, "__dict__")
@@ -187,7 +193,11 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         followed = self._language_model.followed_anew()
         if followed is not None:
             self._pipeline.drain()
-            object.__getattribute__(self, "__dict__")["_language_model"] = followed
+            own = object.__getattribute__(self, "__dict__")
+            own["_language_model"] = followed
+            from roundpipe.native.layers import make_native  # imports transformers, which takes seconds
+
+            own["_native"] = make_native(followed, self._native.option)
             self._build(followed.chain)
 
     def _take_over_layers(self) -> None:

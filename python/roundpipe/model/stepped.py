@@ -12,6 +12,7 @@ from torch import nn
 from roundpipe import _core
 from roundpipe.model.facade import ModelFacade
 from roundpipe.model.published_attributes import source_of_names
+from roundpipe.native.report import NativeLayers
 from roundpipe.step.optimizer_context import in_optimizer_context
 from roundpipe.step.scaler import GradScaler
 
@@ -21,6 +22,16 @@ if TYPE_CHECKING:
 
 class SteppedModel(ModelFacade):
     """A model whose weights are updated by its `TorchSteps` or `FusedSteps`."""
+
+    _native = NativeLayers(None, whole="only layers of transformers models that are followed have a native form")
+
+    @property
+    def layers_are_native(self) -> NativeLayers:
+        """Whether the engine runs the model's decoder layers itself, without Python: true if it does so with all of
+        them. Its text says how many run so, and why the others do not; `reasons` has every reason. It describes the
+        model as it is now: a call looks at the layers again."""
+        self._follow_changes()
+        return self._native
 
     @overload
     def step(

@@ -25,6 +25,7 @@ from roundpipe.model.host_contents import contents_of
 from roundpipe.model.pipe import RoundPipe
 from roundpipe.model.step_call import check_step_call
 from roundpipe.model.stepped import SteppedModel
+from roundpipe.native.report import NativeOption, check_option, without_native_layers
 from roundpipe.step.torch_steps import TorchSteps
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def wrap_model_to_roundpipe(
     name: str | None = None,
     loss_chunk_tokens: ChunkTokens = "auto",
     mlp_chunk_tokens: ChunkTokens = "auto",
+    native: NativeOption = None,
     **roundpipe_kwargs: Any,
 ) -> Any:
     """Wraps a model: a transformers model by following its own forward, any other model part by part.
@@ -79,6 +81,10 @@ def wrap_model_to_roundpipe(
             time; "auto" does so if they would take more than 16 MiB, None never does.
         mlp_chunk_tokens: for a followed model: the inner activations of its MLPs are held for this many tokens at a
             time; "auto" does so for rows of more than 16,384 tokens, None never does.
+        native: for a followed model: whether the engine runs its decoder layers itself, without Python. None does so
+            where the layer's class has a native form and both have the same bits in a comparison made here; see
+            `layers_are_native` of the result. False never does so. True requires it for every layer, and "exact" also
+            that the bits are those of the Python layers, as they are for all native forms so far.
         **roundpipe_kwargs: options for every `RoundPipe`.
 
     Returns:
@@ -87,13 +93,14 @@ def wrap_model_to_roundpipe(
     Raises:
         NotImplementedError: a preset is required and the model's class has none.
         ValueError: a causal language model cannot be followed, the model is compiled as a whole or has weights that
-            are not plain tensors, more microbatches would change the result, a name or module is not in the model, or
-            a shared parameter cannot be kept in one place.
+            are not plain tensors, more microbatches would change the result, a name or module is not in the model, a
+            shared parameter cannot be kept in one place, or native layers are required and one has no native form.
     """
     if isinstance(model, (RoundPipe, AutoRoundPipe)):
         raise ValueError(
             f"[wrap_model_to_roundpipe] the model is wrapped already, as {type(model).__name__}; expected a plain one"
         )
+    check_option(native)
     config = model_run_config or RoundPipeRunConfig()
     language_model = _language_model_in(model)
     if use_sequential_preset and (language_model is None or type(language_model).__name__ not in PRESETS):
@@ -108,9 +115,8 @@ def wrap_model_to_roundpipe(
         followed = _followed(model, language_model is not None, loss_chunk_tokens, mlp_chunk_tokens)
         if followed is not None:
             followed.check_microbatches(None if config.num_microbatch == "auto" else config.num_microbatch)
-            pipe = RoundPipe(followed.chain, name=name or followed.name, model_run_config=config, **roundpipe_kwargs)
-            pipe._set_language_model(followed, model)
-            return pipe
+            return _pipe_of(followed, model, name or followed.name, config, native, roundpipe_kwargs)
+    not_native = without_native_layers(native, "the model is wrapped part by part, and only followed ones have them")
     # Each part checks its own budget; together they must fit as well.
     host_budget = budget_of(roundpipe_kwargs.get("host_memory"), "host_memory", HOST_VARIABLE)
     if host_budget is not None:
@@ -130,7 +136,8 @@ def wrap_model_to_roundpipe(
         unit_config = layered(unit.override, unit.structure(lower_threshold), config)
         cut += [unit.module] * (unit_config.num_microbatch != 1)
         pipe = RoundPipe.__new__(RoundPipe)
-        object.__getattribute__(pipe, "__dict__")["_is_part"] = unit.module is not model
+        own = object.__getattribute__(pipe, "__dict__")
+        own["_is_part"], own["_native"] = unit.module is not model, not_native
         pipe.__init__(unit.module, name=label, model_run_config=unit_config, **roundpipe_kwargs)  # type: ignore[misc]
         pipes[id(unit.module)] = pipe
     if id(model) in pipes:
@@ -140,7 +147,27 @@ def wrap_model_to_roundpipe(
         for child_name, child in list(host.module._modules.items()):
             if child is not None and id(child) in pipes:
                 setattr(host.module, child_name, pipes[id(child)])
-    return AutoRoundPipe(model, name, roundpipe_kwargs.get("optim_dtype"))
+    root = AutoRoundPipe(model, name, roundpipe_kwargs.get("optim_dtype"))
+    object.__getattribute__(root, "__dict__")["_native"] = not_native
+    return root
+
+
+def _pipe_of(
+    followed: LanguageModel,
+    model: nn.Module,
+    name: str,
+    config: RoundPipeRunConfig,
+    native: NativeOption,
+    roundpipe_kwargs: dict[str, Any],
+) -> RoundPipe:
+    """The pipeline of a followed model."""
+    from roundpipe.native.layers import make_native
+
+    pipe = RoundPipe.__new__(RoundPipe)
+    object.__getattribute__(pipe, "__dict__")["_native"] = make_native(followed, native)
+    pipe.__init__(followed.chain, name=name, model_run_config=config, **roundpipe_kwargs)  # type: ignore[misc]
+    pipe._set_language_model(followed, model)
+    return pipe
 
 
 def wrap_model(model: nn.Module, **roundpipe_kwargs: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Layers of transformers' models that the engine computes itself, without Python."""

@@ -1,0 +1,91 @@
+"""Whether the code that native layers stand for is transformers' and torch's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+# By the last part of the module's name: the class names' prefix.
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_PARTS = ("DecoderLayer", "Attention", "MLP", "RMSNorm")
+_FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "repeat_kv", "eager_attention_forward")
+_BUILT_IN = ("linear", "scaled_dot_product_attention", "gelu")
+_FUNCTIONAL = ("silu", "relu", "softmax", "dropout")
+
+
+def family_of(layer: nn.Module) -> str | None:
+    """The prefix of the class names of transformers' module that defines exactly this layer's class, if native layers
+    stand for that; else None."""
+    for name, prefix in FAMILIES.items():
+        modeling = sys.modules.get(f"transformers.models.{name}.modeling_{name}")
+        if modeling is not None and type(layer) is getattr(modeling, f"{prefix}DecoderLayer", None):
+            return prefix
+    return None
+
+
+def modeling_of(prefix: str) -> Any:
+    """transformers' module with the classes of a family."""
+    name = next(name for name, each in FAMILIES.items() if each == prefix)
+    return sys.modules[f"transformers.models.{name}.modeling_{name}"]
+
+
+class Code:
+    """The functions that the layers of one family run, as they are when this is made.
+
+    Args:
+        prefix: of the family's class names.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        from transformers.integrations import sdpa_attention
+
+        self._modeling = modeling_of(prefix)
+        self._sdpa = sdpa_attention.sdpa_attention_forward
+        self._functions = list(self._found(prefix))
+
+    def _found(self, prefix: str) -> Iterator[tuple[Any, str, Any, bool]]:
+        """Yields the owner of each function, its name, the function, and whether it is the original one."""
+        modeling = self._modeling
+        for part in _PARTS:
+            kind = getattr(modeling, f"{prefix}{part}")
+            function = kind.forward
+            original = function.__module__ == modeling.__name__ and function.__qualname__ == f"{kind.__name__}.forward"
+            yield kind, "forward", function, original
+        for name in _FUNCTIONS:
+            function = getattr(modeling, name)
+            yield modeling, name, function, function.__module__ == modeling.__name__
+        sdpa = sys.modules[self._sdpa.__module__]
+        yield sdpa, "sdpa_attention_forward", self._sdpa, sdpa.__name__ == "transformers.integrations.sdpa_attention"
+        yield nn.Linear, "forward", nn.Linear.forward, nn.Linear.forward.__module__ == nn.Linear.__module__
+        for name in _BUILT_IN:
+            function = getattr(F, name)
+            yield F, name, function, function is getattr(torch._C._nn, name)
+        for name in _FUNCTIONAL:
+            function = getattr(F, name)
+            yield F, name, function, function.__module__ == F.__name__
+
+    def reason_against(self) -> str | None:
+        """Why native layers would not do what this code does now; None if they would. Cheap."""
+        for owner, name, function, original in self._functions:
+            if not original or getattr(owner, name) is not function:
+                return f"{owner.__name__}.{name} has been replaced"
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+            return "hooks are registered for all modules"
+        if torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks:
+            return "backward hooks are registered for all modules"
+        return None
+
+    def attention(self, config: Any) -> str | None:
+        """The native name of the attention that layers with this config use now; None if there is none."""
+        eager = self._modeling.eager_attention_forward
+        try:
+            function = self._modeling.ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
+        except KeyError:
+            return None
+        return "sdpa" if function is self._sdpa else "eager" if function is eager else None

@@ -1,0 +1,177 @@
+"""One decoder layer of transformers, as a native layer sees it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import Any
+
+import torch.nn.functional as F
+from torch import nn
+
+from roundpipe import _core
+from roundpipe.native.code import family_of, modeling_of
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_CAPTURING = "transformers.utils.output_capturing"
+_LINEAR = {
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
+
+
+def activation_of(module: nn.Module) -> str | None:
+    """The native name of an activation module; None if there is none."""
+    activations = sys.modules["transformers.activations"]
+    kind = type(module)
+    if kind is nn.SiLU or kind is activations.SiLUActivation:
+        return None if getattr(module, "inplace", False) else "silu"
+    if kind is nn.ReLU:
+        return None if module.inplace else "relu"
+    if kind is activations.GELUActivation:
+        return "gelu" if module.act is F.gelu else None
+    if kind is activations.GELUTanh:
+        act = module.act
+        tanh = isinstance(act, functools.partial) and act.func is F.gelu and act.keywords == {"approximate": "tanh"}
+        return "gelu_tanh" if tanh else None
+    return None
+
+
+def reason_against(layer: nn.Module, prefix: str) -> str | None:
+    """Why a native layer would not do what `layer` does now; None if it would.
+
+    Args:
+        prefix: of the family's class names, see `family_of`.
+    """
+    modeling = modeling_of(prefix)
+    norm = getattr(modeling, f"{prefix}RMSNorm")
+    expected: dict[str, type[nn.Module]] = {
+        "": getattr(modeling, f"{prefix}DecoderLayer"),
+        "self_attn": getattr(modeling, f"{prefix}Attention"),
+        "mlp": getattr(modeling, f"{prefix}MLP"),
+        "input_layernorm": norm,
+        "post_attention_layernorm": norm,
+    }
+    expected |= {f"{part}.{name}": nn.Linear for part, names in _LINEAR.items() for name in names}
+    if prefix == "Qwen3":
+        expected |= {"self_attn.q_norm": norm, "self_attn.k_norm": norm}
+    found = dict(layer.named_modules())
+    for name, module in found.items():
+        shown = name or "the layer"
+        if name == "mlp.act_fn":
+            if activation_of(module) is None:
+                return f"mlp.act_fn is {type(module).__name__}, which has no native form"
+        elif name not in expected:
+            return f"{shown} is a module that the class has not"
+        elif type(module) is not expected[name]:
+            return f"{shown} is {type(module).__module__}.{type(module).__name__}, not {expected[name].__name__}"
+        reason = _instance_reason(module)
+        if reason is not None:
+            return f"{shown} {reason}"
+    missing = expected.keys() - found.keys()
+    if missing or "mlp.act_fn" not in found:
+        return f"{min(missing, default='mlp.act_fn')} is missing"
+    attention: Any = layer.self_attn
+    if attention.is_causal is not True:
+        return f"self_attn.is_causal is {attention.is_causal!r}"
+    heads, groups = attention.q_proj.out_features, attention.num_key_value_groups
+    if heads != groups * attention.k_proj.out_features or heads % attention.head_dim:
+        return f"self_attn.num_key_value_groups = {groups} does not fit its projections"
+    if getattr(layer, "gradient_checkpointing", False):
+        return "gradient_checkpointing is on"
+    if os.environ.get("TRANSFORMERS_SDPA_FORCE_GQA", "0") == "1":
+        return "TRANSFORMERS_SDPA_FORCE_GQA is set"
+    return None
+
+
+def _instance_reason(module: nn.Module) -> str | None:
+    own = vars(module)
+    if "forward" in own:
+        return "has a forward of its own"
+    if own.get("_compiled_call_impl") is not None:
+        return "is compiled"
+    for name in _HOOKS:
+        if any(getattr(hook, "__module__", None) != _CAPTURING for hook in own[name].values()):
+            return f"has hooks ({name})"
+    if own["_buffers"]:
+        return f"has a buffer ({next(iter(own['_buffers']))})"
+    expected = {"weight", "bias"} if isinstance(module, nn.Linear) else {"weight"}
+    for name, parameter in own["_parameters"].items():
+        if name not in expected or (parameter is not None and type(parameter) is not nn.Parameter):
+            return f"has a parameter {name} of class {type(parameter).__name__}"
+    return None
+
+
+def config_of(layer: Any) -> _core.DecoderConfig:
+    """The native configuration of a layer that has no `reason_against`."""
+    attention = layer.self_attn
+    activation = activation_of(layer.mlp.act_fn)
+    assert activation is not None  # there would be a reason
+
+    def eps(name: str) -> float:
+        norm = getattr(attention, name, None)
+        return 0.0 if norm is None else float(norm.variance_epsilon)
+
+    return _core.DecoderConfig(
+        head_dim=attention.head_dim,
+        scaling=attention.scaling,
+        input_norm_eps=layer.input_layernorm.variance_epsilon,
+        post_norm_eps=layer.post_attention_layernorm.variance_epsilon,
+        query_norm_eps=eps("q_norm"),
+        key_norm_eps=eps("k_norm"),
+        attention_dropout=attention.attention_dropout,
+        training=attention.training,
+        activation=activation,
+    )
+
+
+class NativeDecoder:
+    """Tells the engine how to run one call of a decoder layer natively.
+
+    Attributes:
+        number: of the call, in the model's order.
+        layer: the module.
+        names: of its parameters.
+        model_config: the transformers config that its attention reads.
+        activation: the native name of its activation.
+        reason: why its latest look found that it cannot run natively; None if it can.
+    """
+
+    def __init__(self, layer: Any, prefix: str, number: int) -> None:
+        self.number = number
+        self.layer = layer
+        self.names = [name for name, _ in layer.named_parameters()]
+        self.model_config: Any = self.layer.self_attn.config
+        self.reason: str | None = None
+        self._prefix = prefix
+        self._modules = list(layer.modules())
+        self._snapshots: list[tuple[Any, ...]] = []
+        self._config: _core.DecoderConfig | None = None
+        self.activation = activation_of(self.layer.mlp.act_fn)
+
+    def config(self) -> _core.DecoderConfig | None:
+        """The configuration for a call that is made now; None if Python has to run the layer. Cheap if nothing has
+        changed; then it is the same object."""
+        if not self._snapshots or not _core.modules_unchanged(self._modules, self._snapshots):
+            self._look()
+        return self._config
+
+    def _look(self) -> None:
+        self._snapshots = [
+            (dict(vars(module)), *(part for name in _HOOKS for part in (vars(module)[name], dict(vars(module)[name]))))
+            for module in self._modules
+        ]
+        self.reason = reason_against(self.layer, self._prefix)
+        if self.reason is None and self.layer.self_attn.config is not self.model_config:
+            self.reason = "self_attn.config has been replaced"
+        self._config = config_of(self.layer) if self.reason is None else None
+
+
+def native_decoder(layer: nn.Module, number: int) -> NativeDecoder | str:
+    """The native form of a layer, or the reason why it has none."""
+    prefix = family_of(layer)
+    if prefix is None:
+        return f"{type(layer).__module__}.{type(layer).__name__} has no native form"
+    reason = reason_against(layer, prefix)
+    return NativeDecoder(layer, prefix, number) if reason is None else reason

@@ -1,0 +1,53 @@
+"""Finds the layers of a followed model that the engine can run without Python."""
+
+from __future__ import annotations
+
+from roundpipe.following.language_model import LanguageModel
+from roundpipe.following.parts import OwnLayer
+from roundpipe.native.check import compare
+from roundpipe.native.code import Code, family_of
+from roundpipe.native.decoder import NativeDecoder, native_decoder
+from roundpipe.native.passages import Passages
+from roundpipe.native.report import NativeLayers, NativeOption, required, without_native_layers
+
+
+def make_native(model: LanguageModel, option: NativeOption) -> NativeLayers:
+    """Finds the layers of a followed model that the engine can run natively, and compares their bits.
+
+    Raises:
+        ValueError: native layers are required, and a layer has no native form.
+    """
+    if option is False:
+        return without_native_layers(option, "")
+    parts = [part for part in model.chain if isinstance(part, OwnLayer)]
+    followed = parts[0].followed
+    decoders: dict[int, NativeDecoder] = {}
+    reasons: dict[int, str] = {}
+    prefix = None
+    for part in parts:
+        own = next(iter(part._parameters), None)
+        found = (
+            native_decoder(part.layer, part.index)
+            if own is None
+            else f"{own} is used between two of its layers, which has no native form"
+        )
+        if isinstance(found, str):
+            reasons[part.index] = found
+        else:
+            decoders[part.index] = found
+            prefix = family_of(part.layer)
+    if prefix is None:
+        return without_native_layers(option, next(iter(reasons.values())))
+    passages = Passages(followed, decoders, Code(prefix))
+    whole = passages.reason_against()
+    if whole is not None:
+        return without_native_layers(option, whole)
+    differing = compare(list(decoders.values()), str(passages.attention()))
+    for number in differing:
+        del decoders[number]
+    reasons |= differing
+    modules = {id(part): decoders[part.index] for part in parts if part.index in decoders}
+    layers = NativeLayers(
+        option, len(parts), decoders, reasons, passages, modules=modules, before=model.chain[0] if modules else None
+    )
+    return required(layers)

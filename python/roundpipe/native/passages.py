@@ -1,0 +1,119 @@
+"""How the native layers of a followed model are called by one microbatch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from roundpipe import _core
+from roundpipe.following.parts import FollowedModel, PartState
+from roundpipe.following.program import LayerCall, Program, Ref
+from roundpipe.following.token_wise import chunk_of
+from roundpipe.layers.values import Structure, split
+from roundpipe.native.code import Code
+from roundpipe.native.decoder import NativeDecoder
+
+# Arguments that these layers pass on to their attention, which reads nothing of them; with a cache, they would.
+_UNREAD = frozenset(
+    {"position_ids", "num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+)
+_NO_CACHE: dict[str, tuple[Any, ...]] = {
+    "cache": (None,),
+    "past_key_values": (None,),
+    "use_cache": (None, False),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "return_dict": (None, False, True),
+}
+_ANY = torch.empty(0)
+
+
+class Passages:
+    """Makes the passage of each microbatch, once the part before the layers has run.
+
+    Args:
+        followed: the model.
+        decoders: the native layers, by number of the call.
+        code: what they stand for.
+    """
+
+    def __init__(self, followed: FollowedModel, decoders: Mapping[int, NativeDecoder], code: Code) -> None:
+        self._followed = followed
+        self._decoders = decoders
+        self._code = code
+
+    def reason_against(self) -> str | None:
+        """Why no layer would run natively now; None if those with a native form would."""
+        reason = self._code.reason_against()
+        if reason is None and self.attention() is None:
+            name = next(iter(self._decoders.values())).model_config._attn_implementation
+            reason = f"the attention {name!r} has no native form"
+        return reason
+
+    def attention(self) -> str | None:
+        """The native name of the attention that the layers use now; None if there is none."""
+        configs = {id(decoder.model_config): decoder.model_config for decoder in self._decoders.values()}
+        names = {self._code.attention(config) for config in configs.values()}
+        return names.pop() if len(names) == 1 else None
+
+    def __call__(self, state: PartState) -> _core.Passage | None:
+        """The passage of a microbatch with this state; None if Python runs its layers."""
+        program, values, contents, collected = state
+        attention = self.attention()
+        if attention is None or contents or collected or self._code.reason_against() is not None:
+            return None
+        if any(call.collected or call.glue or call.kept_shared for call in program.calls):
+            return None
+        calls: list[_core.DecoderCall | None] = []
+        numbers = list(values)
+        for number, call in enumerate(program.calls):
+            calls.append(self._call(number, call, numbers, attention))
+            numbers = list(call.kept)
+        return _core.Passage(calls, functools.partial(_structure_after, program))
+
+    def _call(self, number: int, call: LayerCall, numbers: list[int], attention: str) -> _core.DecoderCall | None:
+        decoder = self._decoders.get(number)
+        if decoder is None or len(call.outputs) != 1 or call.output_spec != _LEAF:
+            return None
+        args, kwargs = pytree.tree_unflatten(call.arguments.leaves, call.arguments.spec)
+        mask, positions = kwargs.pop("attention_mask", None), kwargs.pop("position_embeddings", None)
+        if len(args) != 1 or not isinstance(positions, tuple) or len(positions) != 2:
+            return None
+        given = (args[0], *positions, *([] if mask is None else [mask]))
+        if not all(isinstance(value, Ref) for value in given):
+            return None
+        for name, value in kwargs.items():
+            if name not in _UNREAD and value not in _NO_CACHE.get(name, ()):
+                return None
+        chunk = self._chunk(number, call, decoder)
+        if chunk is None:
+            return None
+        places = {each: place for place, each in enumerate(numbers)}
+        hidden, cos, sin = (places[value.number] for value in given[:3])
+        outputs = [_core.RESULT if each == call.outputs[0] else places[each] for each in call.kept]
+        return _core.DecoderCall(
+            hidden, cos, sin, None if mask is None else places[mask.number], attention, chunk, outputs
+        )
+
+    def _chunk(self, number: int, call: LayerCall, decoder: NativeDecoder) -> int | None:
+        """The number of tokens of a row that the MLP computes at a time, 0 for all; None if it cannot."""
+        shape = call.shapes[0]
+        if shape is None or len(shape) != 3:
+            return None
+        blocks = self._followed.blocks[number]
+        chunk = chunk_of(self._followed.mlp_chunk_tokens, shape[1]) if blocks else None
+        if chunk is None:
+            return 0
+        return chunk if [(block.path, block.activation) for block in blocks] == [("mlp", decoder.activation)] else None
+
+
+_LEAF = pytree.tree_flatten(0)[1]
+
+
+def _structure_after(program: Program, number: int) -> Structure:
+    """The structure of the state that call `number` hands on."""
+    return split((program, dict.fromkeys(program.calls[number].kept, _ANY), {}, ()))[1]

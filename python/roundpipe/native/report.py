@@ -1,0 +1,108 @@
+"""Which layers of a model run natively."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from roundpipe.native.decoder import NativeDecoder
+    from roundpipe.native.passages import Passages
+
+NativeOption = Literal["exact"] | bool | None
+"""None: where it is possible. True: required. "exact": required, with the bits of the Python layers. False: never."""
+
+
+class NativeLayers:
+    """Says which decoder layers of a model the engine runs natively, without Python.
+
+    Its truth value is whether all of them are native, and its text says how many are, and why the others are not.
+
+    Attributes:
+        option: the user's option.
+    """
+
+    def __init__(
+        self,
+        option: NativeOption,
+        total: int = 0,
+        decoders: Mapping[int, NativeDecoder] | None = None,
+        reasons: Mapping[int, str] | None = None,
+        passages: Passages | None = None,
+        whole: str | None = None,
+        modules: Mapping[int, NativeDecoder] | None = None,
+        before: nn.Module | None = None,
+    ) -> None:
+        self.option = option
+        self._total = total
+        self._decoders = decoders or {}
+        self._reasons = reasons or {}
+        self._passages = passages
+        self._whole = whole
+        self._modules = modules or {}
+        self._before = before
+
+    def of(self, part: nn.Module) -> NativeDecoder | None:
+        """The native form of a layer of the chain; None if Python runs it."""
+        return self._modules.get(id(part))
+
+    def passages(self, part: nn.Module) -> Callable[[Any], Any] | None:
+        """For the part before the layers, the function that makes the passage of its result; else None."""
+        return self._passages if part is self._before else None
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why layers are not native at this moment, by the layer's number in the model; "model" for all of them."""
+        whole = self._whole or (self._passages.reason_against() if self._passages else None)
+        if whole is not None:
+            return {"model": whole}
+        found = dict(self._reasons)
+        for number, decoder in self._decoders.items():
+            if decoder.config() is None:
+                found[number] = str(decoder.reason)
+        return {f"layer {number}": found[number] for number in sorted(found)}
+
+    def __bool__(self) -> bool:
+        return not self.reasons and self._total > 0
+
+    def __str__(self) -> str:
+        reasons = self.reasons
+        if "model" in reasons:
+            return f"no layer runs natively: {reasons['model']}"
+        if not reasons:
+            return f"all {self._total} decoder layers run natively"
+        first = next(iter(reasons))
+        return f"{self._total - len(reasons)} of {self._total} decoder layers run natively; {first}: {reasons[first]}"
+
+    __repr__ = __str__
+
+
+def check_option(option: Any) -> None:
+    """Raises ValueError for a value that `native` does not take."""
+    if option is not None and option is not True and option is not False and option != "exact":
+        raise ValueError(f"[wrap_model_to_roundpipe] native is {option!r}, expected None, True, False or 'exact'")
+
+
+def without_native_layers(option: NativeOption, reason: str) -> NativeLayers:
+    """Says that no layer is native.
+
+    Raises:
+        ValueError: native layers are required.
+    """
+    return required(NativeLayers(option, whole="native=False" if option is False else reason))
+
+
+def required(layers: NativeLayers) -> NativeLayers:
+    """Returns `layers`.
+
+    Raises:
+        ValueError: native layers are required, and not all are.
+    """
+    if layers.option and not layers:
+        raise ValueError(
+            f"[wrap_model_to_roundpipe] native={layers.option!r}, but {layers}; expected a model whose decoder layers "
+            "all have a native form; leave native out to run the others in Python"
+        )
+    return layers

@@ -1,0 +1,84 @@
+#include "models/model_layer.h"
+
+#include <string>
+#include <utility>
+
+#include "bindings.h"
+#include "interpreter_lock.h"
+#include "models/passage.h"
+#include "python_layer.h"
+
+namespace roundpipe::python {
+
+namespace py = pybind11;
+using models::DecoderCall;
+using models::DecoderConfig;
+using runtime::Values;
+
+std::unique_ptr<runtime::Layer> make_model_layer(py::object object) {
+  const py::object native = object.attr("native");
+  if (native.is_none()) return make_python_layer(std::move(object));
+  models::DecoderLayerParts parts;
+  parts.names = native.attr("names").cast<std::vector<std::string>>();
+  parts.config = [config = share(native.attr("config"))]() -> std::shared_ptr<const DecoderConfig> {
+    const InterpreterLock lock;
+    try {
+      const py::object now = object_of(config)();
+      if (now.is_none()) return nullptr;
+      return now.cast<std::shared_ptr<DecoderConfig>>();
+    } catch (py::error_already_set& raised) {
+      throw_python_error(raised);
+    }
+  };
+  parts.call = [number = native.attr("number").cast<size_t>()](const Values& inputs) -> const DecoderCall* {
+    const PythonStructure* const structure = structure_of(inputs);
+    return structure == nullptr || structure->passage == nullptr ? nullptr : structure->passage->call(number);
+  };
+  parts.general = make_python_layer(std::move(object));
+  return models::make_decoder_layer(std::move(parts));
+}
+
+void bind_models(py::module_& module) {
+  py::class_<DecoderConfig, std::shared_ptr<DecoderConfig>>(module, "DecoderConfig")
+      .def(py::init([](int64_t head_dim, double scaling, double input_norm_eps, double post_norm_eps,
+                       double query_norm_eps, double key_norm_eps, double attention_dropout, bool training,
+                       const std::string& activation) {
+             return std::make_shared<DecoderConfig>(DecoderConfig{head_dim, scaling, input_norm_eps, post_norm_eps,
+                                                                  query_norm_eps, key_norm_eps, attention_dropout,
+                                                                  training, ops::parse_activation(activation)});
+           }),
+           py::kw_only(), py::arg("head_dim"), py::arg("scaling"), py::arg("input_norm_eps"), py::arg("post_norm_eps"),
+           py::arg("query_norm_eps"), py::arg("key_norm_eps"), py::arg("attention_dropout"), py::arg("training"),
+           py::arg("activation"));
+  py::class_<DecoderCall>(module, "DecoderCall")
+      .def(py::init([](int hidden, int cos, int sin, std::optional<int> mask, const std::string& attention,
+                       int64_t mlp_chunk_tokens, std::vector<int> outputs) {
+             DecoderCall call;
+             call.hidden = hidden;
+             call.cos = cos;
+             call.sin = sin;
+             call.mask = mask;
+             call.attention = models::parse_attention(attention);
+             call.mlp_chunk_tokens = mlp_chunk_tokens;
+             call.outputs = std::move(outputs);
+             return call;
+           }),
+           py::arg("hidden"), py::arg("cos"), py::arg("sin"), py::arg("mask"), py::arg("attention"),
+           py::arg("mlp_chunk_tokens"), py::arg("outputs"));
+  module.attr("RESULT") = DecoderCall::kResult;
+  py::class_<Passage, std::shared_ptr<Passage>>(module, "Passage")
+      .def(py::init<std::vector<std::optional<DecoderCall>>, py::object>(), py::arg("calls"),
+           py::arg("structure_after"));
+  module.def(
+      "decode",
+      [](const DecoderConfig& config, const std::vector<std::string>& names, const std::vector<at::Tensor>& weights,
+         const at::Tensor& hidden, const at::Tensor& cos, const at::Tensor& sin, const std::optional<at::Tensor>& mask,
+         const std::string& attention, int64_t mlp_chunk_tokens) {
+        return models::decode(config, models::find_decoder_weights(names, weights),
+                              {hidden, cos, sin, mask, models::parse_attention(attention), mlp_chunk_tokens});
+      },
+      py::arg("config"), py::arg("names"), py::arg("weights"), py::arg("hidden"), py::arg("cos"), py::arg("sin"),
+      py::arg("mask"), py::arg("attention"), py::arg("mlp_chunk_tokens") = 0, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace roundpipe::python

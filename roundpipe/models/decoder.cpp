@@ -1,0 +1,178 @@
+#include <roundpipe/models/decoder.h>
+
+#include <limits>
+#include <stdexcept>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+
+#include <roundpipe/core/error.h>
+
+namespace roundpipe::models {
+
+using at::Tensor;
+
+namespace {
+
+// torch's fast kernels for grouped heads take heads up to this size.
+constexpr int64_t kWidestGroupedHead = 256;
+
+Tensor rms_norm(const Tensor& hidden, const Tensor& weight, double eps) {
+  const at::ScalarType dtype = hidden.scalar_type();
+  Tensor states = hidden.to(at::kFloat);
+  const Tensor variance = states.pow(2).mean(-1, /*keepdim=*/true);
+  states = states * at::rsqrt(variance + eps);
+  return weight * states.to(dtype);
+}
+
+Tensor project(const Tensor& input, const ops::Projection& projection) {
+  return at::linear(input, projection.weight, projection.bias);
+}
+
+Tensor rotate_half(const Tensor& states) {
+  const int64_t half = states.size(-1) / 2;
+  const Tensor first = states.slice(-1, 0, half);
+  const Tensor second = states.slice(-1, half);
+  return at::cat({-second, first}, -1);
+}
+
+Tensor rotated(const Tensor& states, const Tensor& cos, const Tensor& sin) {
+  // One statement for each operator: C++ leaves the order of a sum's sides open, and autograd adds in that order.
+  const Tensor along = states * cos;
+  const Tensor across = rotate_half(states) * sin;
+  return along + across;
+}
+
+Tensor repeated(const Tensor& states, int64_t groups) {
+  if (groups == 1) return states;
+  const int64_t rows = states.size(0), heads = states.size(1), tokens = states.size(2), width = states.size(3);
+  return states.unsqueeze(2)
+      .expand({rows, heads, groups, tokens, width})
+      .reshape({rows, heads * groups, tokens, width});
+}
+
+Tensor eager_attention(const DecoderConfig& config, const Tensor& query, const Tensor& key, const Tensor& value,
+                       const std::optional<Tensor>& mask, int64_t groups) {
+  const Tensor keys = repeated(key, groups);
+  const Tensor values = repeated(value, groups);
+  Tensor scores = at::matmul(query, keys.transpose(2, 3)) * config.scaling;
+  if (mask) scores = scores + *mask;
+  scores = at::softmax(scores, -1, at::kFloat).to(query.scalar_type());
+  scores = at::dropout(scores, config.training ? config.attention_dropout : 0.0, config.training);
+  return at::matmul(scores, values).transpose(1, 2).contiguous();
+}
+
+// A single query token of grouped heads runs on the heads of the keys: [rows, heads, 1, n] as [rows, key heads, groups,
+// n]. A mask that all heads share stays as it is.
+Tensor on_key_heads(const Tensor& states, int64_t groups) {
+  if (states.size(1) == 1) return states;
+  return states.reshape({states.size(0), states.size(1) / groups, groups, states.size(3)});
+}
+
+Tensor sdpa_attention(const DecoderConfig& config, Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask,
+                      int64_t groups) {
+  const int64_t tokens = query.size(2);
+  bool grouped = false;
+  if (groups > 1) {
+    grouped = !mask && key.size(-1) == value.size(-1) && value.size(-1) <= kWidestGroupedHead;
+    if (!grouped && tokens == 1) {
+      query = on_key_heads(query, groups);
+      if (mask) mask = on_key_heads(*mask, groups);
+    } else if (!grouped) {
+      key = repeated(key, groups);
+      value = repeated(value, groups);
+    }
+  }
+  const bool causal = tokens > 1 && !mask;
+  const double dropout = config.training ? config.attention_dropout : 0.0;
+  Tensor output = at::scaled_dot_product_attention(query, key, value, mask, dropout, causal, config.scaling, grouped);
+  output = output.reshape({output.size(0), -1, tokens, value.size(-1)});
+  return output.transpose(1, 2).contiguous();
+}
+
+Tensor attend(const DecoderConfig& config, const DecoderWeights& weights, const DecoderInputs& inputs,
+              const Tensor& hidden) {
+  const int64_t rows = hidden.size(0), tokens = hidden.size(1);
+  const auto heads_of = [&](const ops::Projection& projection, const Tensor& norm, double eps) {
+    Tensor states = project(hidden, projection).view({rows, tokens, -1, config.head_dim});
+    if (norm.defined()) states = rms_norm(states, norm, eps);
+    return states.transpose(1, 2);
+  };
+  Tensor query = heads_of(weights.query, weights.query_norm, config.query_norm_eps);
+  Tensor key = heads_of(weights.key, weights.key_norm, config.key_norm_eps);
+  const Tensor value = heads_of(weights.value, {}, 0);
+  const Tensor cos = inputs.cos.unsqueeze(1);
+  const Tensor sin = inputs.sin.unsqueeze(1);
+  query = rotated(query, cos, sin);
+  key = rotated(key, cos, sin);
+  const int64_t groups = query.size(1) / key.size(1);
+  const Tensor output = inputs.attention == Attention::kEager
+                            ? eager_attention(config, query, key, value, inputs.mask, groups)
+                            : sdpa_attention(config, query, key, value, inputs.mask, groups);
+  return project(output.reshape({rows, tokens, -1}).contiguous(), weights.output);
+}
+
+}  // namespace
+
+Attention parse_attention(std::string_view name) {
+  if (name == "eager") return Attention::kEager;
+  if (name == "sdpa") return Attention::kSdpa;
+  throw std::invalid_argument(concat("[decoder] the attention is '", name, "', expected one of eager and sdpa"));
+}
+
+DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const std::vector<Tensor>& tensors) {
+  if (names.size() != tensors.size()) {
+    throw std::invalid_argument(
+        concat("[decoder] there are ", names.size(), " names for ", tensors.size(), " weights, expected one for each"));
+  }
+  std::vector<char> taken(names.size(), 0);
+  const auto find = [&](std::string_view wanted, bool needed) -> Tensor {
+    Tensor found;
+    for (size_t i = 0; i < names.size(); ++i) {
+      if (names[i] != wanted) continue;
+      if (found.defined()) throw std::invalid_argument(concat("[decoder] '", wanted, "' is there twice"));
+      found = tensors[i];
+      taken[i] = 1;
+    }
+    if (needed && !found.defined()) {
+      throw std::invalid_argument(concat("[decoder] '", wanted, "' is missing, expected a weight with this name"));
+    }
+    return found;
+  };
+  const auto projection = [&](const std::string& name) {
+    ops::Projection made{find(name + ".weight", true), std::nullopt};
+    if (Tensor bias = find(name + ".bias", false); bias.defined()) made.bias = std::move(bias);
+    return made;
+  };
+  DecoderWeights weights;
+  weights.input_norm = find("input_layernorm.weight", true);
+  weights.query = projection("self_attn.q_proj");
+  weights.key = projection("self_attn.k_proj");
+  weights.value = projection("self_attn.v_proj");
+  weights.output = projection("self_attn.o_proj");
+  weights.query_norm = find("self_attn.q_norm.weight", false);
+  weights.key_norm = find("self_attn.k_norm.weight", false);
+  weights.post_norm = find("post_attention_layernorm.weight", true);
+  weights.gate = projection("mlp.gate_proj");
+  weights.up = projection("mlp.up_proj");
+  weights.down = projection("mlp.down_proj");
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (taken[i] == 0) {
+      throw std::invalid_argument(concat("[decoder] there is a weight '", names[i], "', which such a layer has not"));
+    }
+  }
+  return weights;
+}
+
+Tensor decode(const DecoderConfig& config, const DecoderWeights& weights, const DecoderInputs& inputs) {
+  Tensor hidden = rms_norm(inputs.hidden, weights.input_norm, config.input_norm_eps);
+  hidden = attend(config, weights, inputs, hidden);
+  hidden = inputs.hidden + hidden;
+  const Tensor residual = hidden;
+  hidden = rms_norm(hidden, weights.post_norm, config.post_norm_eps);
+  hidden = ops::gated_mlp(hidden, weights.gate, weights.up, weights.down, config.activation, inputs.mlp_chunk_tokens);
+  return residual + hidden;
+}
+
+}  // namespace roundpipe::models

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <roundpipe/ops/chunked_mlp.h>
+
+namespace roundpipe::models {
+
+// How scores become outputs: transformers' "eager", which computes the matrix of scores, or "sdpa", torch's own.
+enum class Attention : int { kEager, kSdpa };
+
+// "eager" or "sdpa". Throws std::invalid_argument for another name.
+Attention parse_attention(std::string_view name);
+
+// A layer of a dense causal language model: an RMS norm, attention with rotary positions and grouped heads, a second
+// RMS norm, a gated MLP, and a sum after each half. Llama, Mistral, Qwen2 and Qwen3 have such layers. The sizes are
+// those of the weights; a sliding window is in the mask.
+struct DecoderConfig {
+  int64_t head_dim = 0;
+  double scaling = 0;  // of the scores
+  double input_norm_eps = 0;
+  double post_norm_eps = 0;
+  double query_norm_eps = 0;  // of the layers that have these norms
+  double key_norm_eps = 0;
+  double attention_dropout = 0;
+  bool training = false;  // whether the attention drops
+  ops::Activation activation = ops::Activation::kSilu;
+};
+
+// Handles of a layer's weights. An undefined norm, or a projection without a bias, is one that the layer has not.
+struct DecoderWeights {
+  at::Tensor input_norm;
+  ops::Projection query, key, value, output;
+  at::Tensor query_norm, key_norm;
+  at::Tensor post_norm;
+  ops::Projection gate, up, down;
+};
+
+// Takes the weights by their names in transformers' layers, such as "self_attn.q_proj.weight". `names` and `tensors`
+// have equal lengths. Throws std::invalid_argument, with the name, if one is missing, unknown or there twice.
+DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors);
+
+struct DecoderInputs {
+  at::Tensor hidden;               // [rows, tokens, width]
+  at::Tensor cos, sin;             // [rows or 1, tokens, head_dim]
+  std::optional<at::Tensor> mask;  // for kEager added to the scores; for kSdpa as torch takes it; none: causal for
+                                   // kSdpa, no mask for kEager
+  Attention attention = Attention::kSdpa;
+  int64_t mlp_chunk_tokens = 0;  // tokens of a row whose inner activations of the MLP exist at a time; 0: all
+};
+
+// Computes the layer's new hidden states. It dispatches the operators that transformers' modelling code dispatches, in
+// the same order and dtypes, so values and gradients have the same bits.
+// Thread safety: any thread; no state is kept between calls. Errors: torch's own for shapes that do not match.
+at::Tensor decode(const DecoderConfig& config, const DecoderWeights& weights, const DecoderInputs& inputs);
+
+}  // namespace roundpipe::models

@@ -1,0 +1,136 @@
+"""A native decoder layer has the bits of transformers' layer."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from roundpipe import _core
+from roundpipe.following.token_wise import TokenWise, in_chunks
+from roundpipe.native.check import reason_against_bits
+from roundpipe.native.decoder import NativeDecoder, config_of, native_decoder
+
+BASE: dict[str, Any] = {
+    "vocab_size": 31,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+ODD: dict[str, Any] = {"head_dim": 10, "num_attention_heads": 6, "num_key_value_heads": 3}
+
+# By name: the family and what differs from BASE.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-3}),
+    "llama one key head": ("Llama", {"num_key_value_heads": 1, "hidden_act": "gelu"}),
+    "llama no groups": ("Llama", {"num_key_value_heads": 4, "hidden_act": "relu"}),
+    "llama odd heads": ("Llama", {**ODD, "hidden_act": "swish"}),
+    "llama wide heads": ("Llama", {"head_dim": 260, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    "mistral": ("Mistral", {"sliding_window": 3, "hidden_act": "gelu_pytorch_tanh"}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 8, "attention_bias": True}),
+    "qwen3 odd heads": ("Qwen3", ODD),
+}
+
+
+def make(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """A model whose biases and norms are random too."""
+    family, changes = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**BASE, **changes, **options})
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.to(dtype)
+
+
+def decoder_of(layer: Any) -> NativeDecoder:
+    decoder = native_decoder(layer, 0)
+    assert isinstance(decoder, NativeDecoder), decoder
+    return decoder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_of_values_and_gradients(name: str, attention: str, dtype: torch.dtype) -> None:
+    model = make(name, dtype, attn_implementation=attention)
+    assert [reason_against_bits(decoder_of(layer), attention) for layer in model.model.layers] == [None, None]
+
+
+def test_another_configuration_is_found_out() -> None:
+    layer = make("qwen3").model.layers[0]
+    decoder = decoder_of(layer)
+    weights = list(layer.parameters())
+    hidden, table = torch.randn(2, 5, 24), torch.rand(1, 5, 8)
+    expected = layer(hidden, position_embeddings=(table, table))
+    for norm in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
+        module = layer.get_submodule(norm)
+        module.variance_epsilon = 0.5
+        native = _core.decode(config_of(layer), decoder.names, weights, hidden, table, table, None, "sdpa")
+        module.variance_epsilon = layer.self_attn.config.rms_norm_eps
+        assert not torch.equal(native, expected), norm
+    native = _core.decode(config_of(layer), decoder.names, weights, hidden, table, table, None, "sdpa")
+    assert torch.equal(native, expected)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_one_token_and_dropout(attention: str) -> None:
+    """With one token and grouped heads, transformers gives sdpa other shapes; dropout draws the same numbers."""
+    layer = make("llama", attn_implementation=attention, attention_dropout=0.4).model.layers[0].train()
+    decoder, weights = decoder_of(layer), list(layer.parameters())
+    for tokens, is_masked in itertools.product((1, 5), (False, True)):
+        hidden = torch.randn(2, tokens, 24, requires_grad=True)
+        table = torch.rand(1, tokens, 6)
+        mask = torch.ones(2, 1, tokens, tokens).tril() if is_masked else None
+        mask = mask if mask is None or attention == "eager" else mask.bool()
+        results = []
+        for native in (True, False):
+            torch.manual_seed(3)
+            output = (
+                _core.decode(config_of(layer), decoder.names, weights, hidden, table, table, mask, attention)
+                if native
+                else layer(hidden, attention_mask=mask, position_embeddings=(table, table))
+            )
+            results.append([output, *torch.autograd.grad(output.square().sum(), [hidden, *weights])])
+        assert all(map(torch.equal, *results)), (tokens, is_masked)
+
+
+def test_chunks_of_the_mlp_are_those_of_the_operator() -> None:
+    layer = make("llama").model.layers[0]
+    decoder, weights = decoder_of(layer), list(layer.parameters())
+    hidden, table = torch.randn(2, 7, 24), torch.rand(1, 7, 6)
+    with in_chunks(layer, (TokenWise("mlp", "silu"),), 2):
+        expected = layer(hidden, position_embeddings=(table, table))
+    native = _core.decode(config_of(layer), decoder.names, weights, hidden, table, table, None, "sdpa", 2)
+    assert torch.equal(native, expected)
+    gradients = [torch.autograd.grad(output.square().sum(), weights) for output in (native, expected)]
+    assert all(map(torch.equal, *gradients))
+    # The chunked block is one node of the graph instead of one for each operator.
+    assert type(native.grad_fn.next_functions[1][0]) is type(expected.grad_fn.next_functions[1][0])
+
+
+def test_weights_that_do_not_fit_are_named() -> None:
+    layer = make("qwen3").model.layers[0]
+    config, weights = config_of(layer), dict(layer.named_parameters())
+    hidden, table = torch.randn(2, 5, 24), torch.rand(1, 5, 8)
+
+    def run(weights: dict[str, torch.Tensor], attention: str = "sdpa") -> None:
+        _core.decode(config, list(weights), list(weights.values()), hidden, table, table, None, attention)
+
+    run(weights)
+    with pytest.raises(ValueError, match=r"'mlp.up_proj.weight' is missing"):
+        run({name: weight for name, weight in weights.items() if name != "mlp.up_proj.weight"})
+    with pytest.raises(ValueError, match=r"'mlp.router.weight', which such a layer has not"):
+        run(weights | {"mlp.router.weight": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"the attention is 'flex', expected one of eager and sdpa"):
+        run(weights, "flex")
