@@ -47,7 +47,7 @@ def make_native(model: LanguageModel, option: NativeOption) -> NativeLayers:
         del decoders[number]
     reasons |= differing
     modules = {id(part): decoders[part.index] for part in parts if part.index in decoders}
-    layers = NativeLayers(
-        option, len(parts), decoders, reasons, passages, modules=modules, before=model.chain[0] if modules else None
-    )
+    if not decoders:
+        return required(NativeLayers(option, len(parts), reasons=reasons))
+    layers = NativeLayers(option, len(parts), decoders, reasons, passages, modules=modules, before=model.chain[0])
     return required(layers)
