@@ -38,12 +38,14 @@ class MemoryPrediction:
         recompute_grain: the grain that the step uses.
         activations: for each layer, the place of its activations between forward and backward: "device" (kept there),
             "host" (its inputs wait on the host, and it is recomputed from them) or "recompute" (from a layer below).
+        notes: further lines, such as which layers run natively.
     """
 
     device: DeviceMemory
     host: HostPrediction
     recompute_grain: RecomputeGrain
     activations: tuple[Activations, ...]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         counts = [f"{self.activations.count(place)} {text}" for place, text in _PLACES.items()]
@@ -51,6 +53,7 @@ class MemoryPrediction:
             table("on the fullest device:", self.device.rows(), {"measured so far": self.device.measured or 0}),
             table("on the host:", self.host.rows(), {}),
             f"activations: {', '.join(counts)}",
+            *self.notes,
         ]
         return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -413,7 +414,10 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         given = StepArguments("predict_memory", input_args, input_kwargs, label, loss_fn, False, run_config)
         request = self._prepare_step(given)
         with torch.inference_mode(False), torch.enable_grad():
-            return self._memory.predict(request)
+            predicted = self._memory.predict(request)
+        if self._language_model is None:
+            return predicted
+        return dataclasses.replace(predicted, notes=(f"layers: {self._native}",))
 
     def memory_prediction(self) -> MemoryPrediction | None:
         """Returns the prediction that planned the last kind of step, with the peak measured since; None before the

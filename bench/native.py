@@ -1,0 +1,211 @@
+"""What do native layers save? Host time and interpreter locks of a decoder layer, in Python and native.
+
+All use a Llama so small that almost all of its time is the host's. The first table calls one layer by itself, on one
+thread: transformers' module and its native form, which dispatch the same operators, and the native form little else.
+The second runs whole models through the engine on 1 to 8 virtual devices, each of
+which is a thread. Its figures are per layer, and hold that layer's share of the embedding, the masks and the loss,
+which are Python in both. The third is a training step of layers that compute a little. Python and native take turns in
+one process, and their losses and gradients have to be the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import transformers
+from support.report import Report, parser
+
+import roundpipe
+from roundpipe import RoundPipeRunConfig, _core, wrap_model_to_roundpipe
+from roundpipe.native.decoder import NativeDecoder, config_of, native_decoder
+
+VOCABULARY = 64
+
+
+def llama(layers: int, width: int) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def microseconds(runs: Sequence[Callable[[], object]], rounds: int, repeats: int) -> list[float]:
+    """The median time of one run of each; they take turns."""
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(rounds + 1):
+        for run, taken in zip(runs, times, strict=True):
+            start = time.perf_counter()
+            for _ in range(repeats):
+                run()
+            taken.append((time.perf_counter() - start) / repeats * 1e6)
+    return [statistics.median(taken[1:]) for taken in times]
+
+
+class Single:
+    """One layer, called by itself."""
+
+    def __init__(self, width: int) -> None:
+        model = llama(1, width)
+        self.layer = model.model.layers[0]
+        decoder = native_decoder(self.layer, 0)
+        assert isinstance(decoder, NativeDecoder), decoder
+        self.decoder, self.weights, self.config = decoder, list(self.layer.parameters()), config_of(self.layer)
+        self.hidden = torch.randn(1, 4, width, requires_grad=True)
+        self.table = torch.rand(1, 4, width // 4)
+
+    def python(self) -> torch.Tensor:
+        output: torch.Tensor = self.layer(self.hidden, position_embeddings=(self.table, self.table))
+        return output
+
+    def native(self) -> torch.Tensor:
+        return _core.decode(
+            self.config, self.decoder.names, self.weights, self.hidden, self.table, self.table, None, "sdpa"
+        )
+
+
+def single_layer(report: Report, options: Any) -> None:
+    single = Single(options.width)
+    runs = [single.python, single.native]
+    if not torch.equal(single.python(), single.native()):
+        raise SystemExit("the layer's outputs differ")
+    rows = []
+    with torch.no_grad():
+        forward = microseconds(runs, options.rounds, options.repeats)
+    recorded = microseconds(runs, options.rounds, options.repeats)
+    gradient = torch.ones_like(single.hidden)
+    both = microseconds(
+        [lambda run=run: torch.autograd.grad(run(), [single.hidden, *single.weights], gradient) for run in runs],
+        options.rounds,
+        options.repeats,
+    )
+    for name, (python, native) in (
+        ("forward, no gradients", forward),
+        ("forward, recorded", recorded),
+        ("forward and backward", both),
+    ):
+        rows.append([name, f"{python:.0f}", f"{native:.0f}", f"{native / python:.2f}"])
+    report("A layer by itself, on one thread, in microseconds:")
+    report("")
+    report.table(["what", "Python", "native", "native / Python"], rows)
+
+
+class Trained:
+    """A model in the pipeline."""
+
+    def __init__(self, model: Any, microbatches: int, native: bool) -> None:
+        config = RoundPipeRunConfig(num_microbatch=microbatches)
+        self.model = copy.deepcopy(model)
+        self.wrapped = wrap_model_to_roundpipe(self.model, native=native, model_run_config=config)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = self.wrapped(input_ids=ids).logits
+        return logits
+
+    def step(self, ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.wrapped.forward_backward(input_kwargs={"input_ids": ids, "labels": ids})
+        self.wrapped.synchronize()
+        return loss
+
+
+def check(models: list[Trained], ids: torch.Tensor) -> None:
+    """Ends the program unless both compute the same bits."""
+    losses = [each.step(ids) for each in models]
+    gradients = [[p.grad for p in each.model.parameters()] for each in models]
+    logits = [each.forward(ids) for each in models]
+    if not (torch.equal(*losses) and torch.equal(*logits) and all(map(torch.equal, *gradients))):
+        raise SystemExit("native and Python layers differ")
+    for each in models:
+        each.wrapped.zero_grad()
+
+
+def taken_by(run: Callable[[], object]) -> int:
+    before = _core.interpreter_lock_acquisitions()
+    run()
+    return _core.interpreter_lock_acquisitions() - before
+
+
+def engine(report: Report, options: Any) -> None:
+    model = llama(options.layers, options.width)
+    ids = torch.randint(VOCABULARY, (options.microbatches, 4))
+    forwards = options.layers * options.microbatches
+    rows = []
+    for devices in options.devices:
+        roundpipe.devices(f"virtual:{devices},threads=1")
+        models = [Trained(model, options.microbatches, native) for native in (False, True)]
+        check(models, ids)
+        runs: list[Callable[[], object]] = [lambda each=each: each.forward(ids) for each in models]
+        runs += [lambda each=each: each.step(ids) for each in models]
+        times = [each / forwards for each in microseconds(runs, options.rounds, 1)]
+        taken = [taken_by(run) / forwards for run in runs]
+        rows.append(
+            [
+                str(devices),
+                *(f"{each:.0f}" for each in times[:2]),
+                f"{times[1] / times[0]:.2f}",
+                *(f"{each:.0f}" for each in times[2:]),
+                f"{times[3] / times[2]:.2f}",
+                *(f"{each:.2f}" for each in taken),
+            ]
+        )
+    report(
+        f"{options.layers} layers in {options.microbatches} microbatches of 4 tokens through the engine. For each "
+        "layer and microbatch: microseconds of a forward and of a training step, and how often the lock was taken."
+    )
+    report("")
+    header = ["devices", "forward Python", "native", "ratio", "step Python", "native", "ratio"]
+    report.table([*header, "locks forward Python", "native", "locks step Python", "native"], rows)
+
+
+def tokens_a_second(report: Report, options: Any) -> None:
+    model = llama(options.layers, 4 * options.width)
+    ids = torch.randint(VOCABULARY, (options.microbatches, options.tokens))
+    roundpipe.devices("virtual:4,threads=1")
+    models = [Trained(model, options.microbatches, native) for native in (False, True)]
+    check(models, ids)
+    runs: list[Callable[[], object]] = [lambda each=each: each.step(ids) for each in models]
+    python, native = (ids.numel() / each * 1e6 for each in microseconds(runs, options.rounds, 1))
+    report(f"A training step of a Llama of width {4 * options.width} on 4 virtual devices, rows of {options.tokens}:")
+    report("")
+    row = [f"{python:,.0f}", f"{native:,.0f}", f"{native / python:.2f}"]
+    report.table(["tokens/s Python", "tokens/s native", "native / Python"], [row])
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--layers", type=int, default=32)
+    arguments.add_argument("--width", type=int, default=16)
+    arguments.add_argument("--microbatches", type=int, default=8)
+    arguments.add_argument("--tokens", type=int, default=64)
+    arguments.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8])
+    arguments.add_argument("--rounds", type=int, default=9)
+    arguments.add_argument("--repeats", type=int, default=200, help="of a layer by itself")
+    options = arguments.parse_args()
+    if options.quick:
+        options.layers, options.microbatches, options.devices, options.rounds, options.repeats = 2, 2, [1, 2], 1, 2
+
+    torch.set_num_threads(1)
+    report = Report("Native layers: host time and interpreter locks, against layers in Python", options.out)
+    report(f"Medians of {options.rounds} rounds.")
+    report("")
+    single_layer(report, options)
+    engine(report, options)
+    tokens_a_second(report, options)
+    report.close()
+
+
+if __name__ == "__main__":
+    main()
