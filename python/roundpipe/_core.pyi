@@ -649,6 +649,22 @@ class LogitStep:
     @property
     def value(self) -> float: ...
 
+QUERIES_AT_ONCE: int
+
+# [rows, tokens, heads, width]
+def packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    positions: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    queries_at_once: int,
+) -> torch.Tensor: ...
+
 class DecoderConfig:
     def __init__(
         self,
@@ -672,6 +688,7 @@ class DecoderCall:
         cos: int,
         sin: int,
         mask: int | None,
+        positions: int | None,
         attention: str,
         mlp_chunk_tokens: int,
         outputs: Sequence[int],
@@ -692,6 +709,7 @@ def decode(
     mask: torch.Tensor | None,
     attention: str,
     mlp_chunk_tokens: int = ...,
+    positions: torch.Tensor | None = ...,
 ) -> torch.Tensor: ...
 
 class LinearCrossEntropyOptions:

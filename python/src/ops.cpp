@@ -1,5 +1,6 @@
 #include <roundpipe/ops/chunked_mlp.h>
 #include <roundpipe/ops/linear_cross_entropy.h>
+#include <roundpipe/ops/packed_attention.h>
 
 #include "bindings.h"
 #include "interpreter_lock.h"
@@ -90,9 +91,25 @@ void bind_chunked_mlp(py::module_& module) {
       py::call_guard<py::gil_scoped_release>());
 }
 
+void bind_packed_attention(py::module_& module) {
+  module.attr("QUERIES_AT_ONCE") = PackedAttentionOptions{}.queries_at_once;
+  module.def(
+      "packed_attention",
+      [](const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& mask,
+         const std::optional<at::Tensor>& positions, double dropout, std::optional<double> scaling,
+         std::optional<double> softcap, const std::optional<at::Tensor>& sinks, int64_t queries_at_once) {
+        const Documents documents = read_documents(mask, positions, query.size(0), query.size(2));
+        return packed_attention(query, key, value, documents, {dropout, scaling, softcap, sinks, queries_at_once});
+      },
+      py::arg("query"), py::arg("key"), py::arg("value"), py::arg("mask"), py::arg("positions"), py::arg("dropout"),
+      py::arg("scaling"), py::arg("softcap"), py::arg("sinks"), py::arg("queries_at_once"),
+      py::call_guard<py::gil_scoped_release>());
+}
+
 }  // namespace
 
 void bind_ops(py::module_& module) {
+  bind_packed_attention(module);
   bind_linear_cross_entropy(module);
   bind_chunked_mlp(module);
 }

@@ -8,6 +8,7 @@
 #include <ATen/TensorOperators.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/ops/packed_attention.h>
 
 namespace roundpipe::models {
 
@@ -91,6 +92,25 @@ Tensor sdpa_attention(const DecoderConfig& config, Tensor query, Tensor key, Ten
   return output.transpose(1, 2).contiguous();
 }
 
+// Masks of four dimensions are transformers' own.
+constexpr int64_t kDimsOfOwnMask = 4;
+
+Tensor attention_of(const DecoderConfig& config, const DecoderInputs& inputs, const Tensor& query, const Tensor& key,
+                    const Tensor& value) {
+  const int64_t groups = query.size(1) / key.size(1);
+  if (inputs.attention == Attention::kEager) return eager_attention(config, query, key, value, inputs.mask, groups);
+  if (inputs.attention == Attention::kSdpa || !inputs.mask || inputs.mask->dim() == kDimsOfOwnMask) {
+    return sdpa_attention(config, query, key, value, inputs.mask, groups);
+  }
+  ops::PackedAttentionOptions options;
+  options.dropout = config.training ? config.attention_dropout : 0.0;
+  options.scaling = config.scaling;
+  const bool placed = inputs.positions && inputs.positions->dim() == 2;
+  const ops::Documents documents =
+      ops::read_documents(*inputs.mask, placed ? inputs.positions : std::nullopt, query.size(0), query.size(2));
+  return ops::packed_attention(query, key, value, documents, options);
+}
+
 Tensor attend(const DecoderConfig& config, const DecoderWeights& weights, const DecoderInputs& inputs,
               const Tensor& hidden) {
   const int64_t rows = hidden.size(0), tokens = hidden.size(1);
@@ -106,10 +126,7 @@ Tensor attend(const DecoderConfig& config, const DecoderWeights& weights, const 
   const Tensor sin = inputs.sin.unsqueeze(1);
   query = rotated(query, cos, sin);
   key = rotated(key, cos, sin);
-  const int64_t groups = query.size(1) / key.size(1);
-  const Tensor output = inputs.attention == Attention::kEager
-                            ? eager_attention(config, query, key, value, inputs.mask, groups)
-                            : sdpa_attention(config, query, key, value, inputs.mask, groups);
+  const Tensor output = attention_of(config, inputs, query, key, value);
   return project(output.reshape({rows, tokens, -1}).contiguous(), weights.output);
 }
 
@@ -118,7 +135,9 @@ Tensor attend(const DecoderConfig& config, const DecoderWeights& weights, const 
 Attention parse_attention(std::string_view name) {
   if (name == "eager") return Attention::kEager;
   if (name == "sdpa") return Attention::kSdpa;
-  throw std::invalid_argument(concat("[decoder] the attention is '", name, "', expected one of eager and sdpa"));
+  if (name == "packed") return Attention::kPacked;
+  throw std::invalid_argument(
+      concat("[decoder] the attention is '", name, "', expected one of eager, sdpa and packed"));
 }
 
 DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const std::vector<Tensor>& tensors) {

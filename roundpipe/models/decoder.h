@@ -11,10 +11,11 @@
 
 namespace roundpipe::models {
 
-// How scores become outputs: transformers' "eager", which computes the matrix of scores, or "sdpa", torch's own.
-enum class Attention : int { kEager, kSdpa };
+// How scores become outputs: transformers' "eager", which computes the matrix of scores, "sdpa", torch's own, or
+// "packed", ops::packed_attention for masks that name the documents of a row, and else torch's own.
+enum class Attention : int { kEager, kSdpa, kPacked };
 
-// "eager" or "sdpa". Throws std::invalid_argument for another name.
+// "eager", "sdpa" or "packed". Throws std::invalid_argument for another name.
 Attention parse_attention(std::string_view name);
 
 // A layer of a dense causal language model: an RMS norm, attention with rotary positions and grouped heads, a second
@@ -51,7 +52,8 @@ struct DecoderInputs {
   std::optional<at::Tensor> mask;  // for kEager added to the scores; for kSdpa as torch takes it; none: causal for
                                    // kSdpa, no mask for kEager
   Attention attention = Attention::kSdpa;
-  int64_t mlp_chunk_tokens = 0;  // tokens of a row whose inner activations of the MLP exist at a time; 0: all
+  std::optional<at::Tensor> positions;  // for kPacked: [rows or 1, tokens], where documents end as well
+  int64_t mlp_chunk_tokens = 0;         // tokens of a row whose inner activations of the MLP exist at a time; 0: all
 };
 
 // Computes the layer's new hidden states. It dispatches the operators that transformers' modelling code dispatches, in

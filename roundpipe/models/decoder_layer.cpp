@@ -37,6 +37,7 @@ class DecoderShell final : public LayerShell {
     given.cos = at(call->cos);
     given.sin = at(call->sin);
     if (call->mask) given.mask = at(*call->mask);
+    if (call->positions) given.positions = at(*call->positions);
     given.attention = call->attention;
     given.mlp_chunk_tokens = call->mlp_chunk_tokens;
     const at::Tensor result = decode(*config_, weights_, given);

@@ -19,6 +19,7 @@ struct DecoderCall {
   int cos = 0;
   int sin = 0;
   std::optional<int> mask;
+  std::optional<int> positions;
   Attention attention = Attention::kSdpa;
   int64_t mlp_chunk_tokens = 0;
   std::vector<int> outputs;         // of each value handed on: its place among the inputs, or kResult

@@ -49,6 +49,8 @@ def reason_against_bits(decoder: NativeDecoder, attention: str) -> str | None:
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     seen = torch.ones((tokens, tokens), dtype=torch.bool).tril().expand(rows, 1, tokens, tokens).clone()
     seen[0, :, 1:, 0] = False
+    if attention == "packed":
+        seen = torch.tensor([[0, 2, tokens - 2]] * rows, dtype=torch.int32)
     if attention == "eager":
         seen = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
     wanted = [hidden, *(w for w in weights if w.requires_grad and (w.dim() == 1 or not is_large))]

@@ -88,4 +88,7 @@ class Code:
             function = self._modeling.ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
         except KeyError:
             return None
+        packed = sys.modules.get("roundpipe.ops.packed_attention")
+        if packed is not None and function is packed.packed_attention:
+            return "packed"
         return "sdpa" if function is self._sdpa else "eager" if function is eager else None

@@ -18,9 +18,7 @@ from roundpipe.native.code import Code
 from roundpipe.native.decoder import NativeDecoder
 
 # Arguments that these layers pass on to their attention, which reads nothing of them; with a cache, they would.
-_UNREAD = frozenset(
-    {"position_ids", "num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-)
+_UNREAD = frozenset({"num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 _NO_CACHE: dict[str, tuple[Any, ...]] = {
     "cache": (None,),
     "past_key_values": (None,),
@@ -81,9 +79,11 @@ class Passages:
             return None
         args, kwargs = pytree.tree_unflatten(call.arguments.leaves, call.arguments.spec)
         mask, positions = kwargs.pop("attention_mask", None), kwargs.pop("position_embeddings", None)
+        position_ids = kwargs.pop("position_ids", None)
         if len(args) != 1 or not isinstance(positions, tuple) or len(positions) != 2:
             return None
-        given = (args[0], *positions, *([] if mask is None else [mask]))
+        optional = [value for value in (mask, position_ids) if value is not None]
+        given = (args[0], *positions, *optional)
         if not all(isinstance(value, Ref) for value in given):
             return None
         for name, value in kwargs.items():
@@ -94,10 +94,9 @@ class Passages:
             return None
         places = {each: place for place, each in enumerate(numbers)}
         hidden, cos, sin = (places[value.number] for value in given[:3])
+        seen, placed = (None if value is None else places[value.number] for value in (mask, position_ids))
         outputs = [_core.RESULT if each == call.outputs[0] else places[each] for each in call.kept]
-        return _core.DecoderCall(
-            hidden, cos, sin, None if mask is None else places[mask.number], attention, chunk, outputs
-        )
+        return _core.DecoderCall(hidden, cos, sin, seen, placed, attention, chunk, outputs)
 
     def _chunk(self, number: int, call: LayerCall, decoder: NativeDecoder) -> int | None:
         """The number of tokens of a row that the MLP computes at a time, 0 for all; None if it cannot."""

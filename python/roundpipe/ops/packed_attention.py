@@ -18,18 +18,20 @@ transformers looks for documents in `position_ids` only without a cache and with
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+
+from roundpipe import _core
 
 NAME = "sdpa_packed"
 # transformers refuses every name with "sdpa" in it for models whose scores SDPA cannot compute: Gemma 2, GPT-OSS.
 OTHER_NAME = "packed"
 
-_QUERIES_AT_ONCE = 1024  # for a document that is longer than its window, or whose scores are computed here
+_QUERIES_AT_ONCE = (
+    _core.QUERIES_AT_ONCE
+)  # for a document that is longer than its window, or whose scores are computed here
 
 
 def register() -> None:
@@ -150,45 +152,11 @@ def packed_attention(
         raise ValueError(
             f"[{NAME}] got position_bias, is_causal=False or output_attentions=True, expected none; {_OTHERWISE}"
         )
-    described: list[list[int]] = attention_mask.tolist()
-    tokens = query.shape[2]
-    window = described[0][0]
-    documents = [[length for length in row[1:] if length] for row in described]
-    sizes = [sum(map(abs, row)) for row in documents]
-    if sizes != [tokens] * query.shape[0]:
-        raise ValueError(
-            f"[{NAME}] the documents of the mask have {sizes} tokens, expected {tokens} in each of {query.shape[0]} "
-            "rows; a mask of two dimensions may hold only zeros and ones"
-        )
-    if position_ids is not None and position_ids.dim() == 2:
-        documents = _split_at_positions(attention_mask, documents, position_ids)
-    exact = softcap is not None or s_aux is not None
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if exact:
-            return _by_scores(query, key, value, window, dropout, scaling, softcap, s_aux)
-        return _by_sdpa(query, key, value, window, dropout, scaling)
-
-    if all(row == [tokens] for row in documents):
-        return attend(query, key, value).transpose(1, 2).contiguous(), None
-    # Documents of equal length run together. One concatenation puts the pieces back, so that the backward needs no
-    # buffer of the row's size for each piece.
-    places: dict[int, list[tuple[int, int]]] = {}
-    for index, row in enumerate(documents):
-        for start, length in _starts(row):
-            places.setdefault(length, []).append((index, start))
-    pieces: dict[tuple[int, int], torch.Tensor] = {}
-    for length, here in places.items():
-        if length < 0:
-            nothing = value.new_zeros((1, query.shape[1], -length, value.shape[-1]))
-            pieces |= dict.fromkeys(here, nothing)
-            continue
-        cut = [torch.cat([x[i : i + 1, :, s : s + length] for i, s in here]) for x in (query, key, value)]
-        pieces |= zip(here, attend(*cut).chunk(len(here)), strict=True)
-    joined = [
-        torch.cat([pieces[index, start] for start, _ in _starts(row)], dim=2) for index, row in enumerate(documents)
-    ]
-    return torch.cat(joined).transpose(1, 2).contiguous(), None
+    positions = position_ids if position_ids is not None and position_ids.dim() == 2 else None
+    output = _core.packed_attention(
+        query, key, value, attention_mask, positions, dropout, scaling, softcap, s_aux, _QUERIES_AT_ONCE
+    )
+    return output, None
 
 
 def check_packing(model: Any) -> None:
@@ -229,14 +197,6 @@ def check_packing(model: Any) -> None:
 _OTHERWISE = 'use attn_implementation="sdpa" for this model'
 
 
-def _starts(row: list[int]) -> Iterator[tuple[int, int]]:
-    """Yields the start of each document or run of padding in a row, and its length as in the mask."""
-    start = 0
-    for length in row:
-        yield start, length
-        start += abs(length)
-
-
 def _is_zero(offset: Any) -> bool:
     return int(offset) == 0
 
@@ -249,104 +209,6 @@ def _check_padding(kept: torch.Tensor) -> None:
             f"[{NAME}] the attention_mask of row {row} has padding between tokens, expected it at the row's ends; for "
             "packed rows give position_ids that restart with each document, and no attention_mask"
         )
-
-
-def _split_at_positions(mask: torch.Tensor, documents: list[list[int]], position_ids: torch.Tensor) -> list[list[int]]:
-    """Cuts documents where positions restart, because not every model tells its mask about them."""
-    known = getattr(mask, "_roundpipe_documents", None)
-    if known is not None and known[0] is position_ids:  # the same tensor as in the previous layer
-        split: list[list[int]] = known[1]
-        return split
-    jumps = (position_ids[:, 1:] != position_ids[:, :-1] + 1).cpu().expand(len(documents), -1)
-    split = []
-    for row, jumped in zip(documents, jumps, strict=True):
-        cuts = (jumped.nonzero().flatten() + 1).tolist()
-        parts = []
-        for start, length in _starts(row):
-            inside = [cut for cut in cuts if start < cut < start + length]  # none in padding, whose length is negative
-            parts += [end - begin for begin, end in itertools.pairwise([start, *inside, start + length])]
-        split.append(parts)
-    mask.__dict__["_roundpipe_documents"] = (position_ids, split)
-    return split
-
-
-def _by_sdpa(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, dropout: float, scaling: float | None
-) -> torch.Tensor:
-    groups = query.shape[1] // key.shape[1]
-    tokens = query.shape[2]
-    grouped = groups > 1 and key.shape[-1] == value.shape[-1] <= 256  # supported by the fast kernels
-    if not grouped:
-        key, value = _repeat(key, groups), _repeat(value, groups)
-
-    def sdpa(rows: slice, keys: slice, mask: torch.Tensor | None) -> torch.Tensor:
-        return F.scaled_dot_product_attention(
-            query[:, :, rows],
-            key[:, :, keys],
-            value[:, :, keys],
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=grouped,
-        )
-
-    if not 0 < window < tokens:
-        return sdpa(slice(None), slice(None), None)
-    outputs = [sdpa(slice(0, window), slice(0, window), None)]  # within the window, it is plainly causal
-    for rows, keys in _bands(window, tokens, window):
-        outputs.append(sdpa(rows, keys, _band(rows, keys, window, query.device)))
-    return torch.cat(outputs, dim=2)
-
-
-def _by_scores(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    window: int,
-    dropout: float,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    groups, tokens = query.shape[1] // key.shape[1], query.shape[2]
-    key, value = _repeat(key, groups), _repeat(value, groups)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    outputs = []
-    for rows, keys in _bands(0, tokens, window or tokens):
-        scores = query[:, :, rows] @ key[:, :, keys].transpose(-1, -2) * scale
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        scores = scores.masked_fill(~_band(rows, keys, window or tokens, query.device), float("-inf"))
-        if sinks is not None:
-            sink = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
-            scores = torch.cat([scores, sink], dim=-1)
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-        if sinks is not None:
-            weights = weights[..., :-1]
-        outputs.append(F.dropout(weights, p=dropout) @ value[:, :, keys])
-    return torch.cat(outputs, dim=2)
-
-
-def _bands(first: int, tokens: int, window: int) -> Iterator[tuple[slice, slice]]:
-    """Yields queries from `first` on, some at a time, and the keys that any of them sees."""
-    step = min(window, _QUERIES_AT_ONCE)
-    for start in range(first, tokens, step):
-        end = min(start + step, tokens)
-        yield slice(start, end), slice(max(0, start - window + 1), end)
-
-
-def _band(rows: slice, keys: slice, window: int, device: torch.device) -> torch.Tensor:
-    """[queries, keys], True where a query sees a key: itself and the `window - 1` tokens before."""
-    distance = (
-        torch.arange(rows.start, rows.stop, device=device)[:, None]
-        - torch.arange(keys.start, keys.stop, device=device)[None]
-    )
-    return (distance >= 0) & (distance < window)
-
-
-def _repeat(heads: torch.Tensor, groups: int) -> torch.Tensor:
-    return heads if groups == 1 else heads.repeat_interleave(groups, dim=1)
 
 
 def _transformers_sdpa(

@@ -51,20 +51,21 @@ void bind_models(py::module_& module) {
            py::arg("query_norm_eps"), py::arg("key_norm_eps"), py::arg("attention_dropout"), py::arg("training"),
            py::arg("activation"));
   py::class_<DecoderCall>(module, "DecoderCall")
-      .def(py::init([](int hidden, int cos, int sin, std::optional<int> mask, const std::string& attention,
-                       int64_t mlp_chunk_tokens, std::vector<int> outputs) {
+      .def(py::init([](int hidden, int cos, int sin, std::optional<int> mask, std::optional<int> positions,
+                       const std::string& attention, int64_t mlp_chunk_tokens, std::vector<int> outputs) {
              DecoderCall call;
              call.hidden = hidden;
              call.cos = cos;
              call.sin = sin;
              call.mask = mask;
+             call.positions = positions;
              call.attention = models::parse_attention(attention);
              call.mlp_chunk_tokens = mlp_chunk_tokens;
              call.outputs = std::move(outputs);
              return call;
            }),
-           py::arg("hidden"), py::arg("cos"), py::arg("sin"), py::arg("mask"), py::arg("attention"),
-           py::arg("mlp_chunk_tokens"), py::arg("outputs"));
+           py::arg("hidden"), py::arg("cos"), py::arg("sin"), py::arg("mask"), py::arg("positions"),
+           py::arg("attention"), py::arg("mlp_chunk_tokens"), py::arg("outputs"));
   module.attr("RESULT") = DecoderCall::kResult;
   py::class_<Passage, std::shared_ptr<Passage>>(module, "Passage")
       .def(py::init<std::vector<std::optional<DecoderCall>>, py::object>(), py::arg("calls"),
@@ -73,12 +74,14 @@ void bind_models(py::module_& module) {
       "decode",
       [](const DecoderConfig& config, const std::vector<std::string>& names, const std::vector<at::Tensor>& weights,
          const at::Tensor& hidden, const at::Tensor& cos, const at::Tensor& sin, const std::optional<at::Tensor>& mask,
-         const std::string& attention, int64_t mlp_chunk_tokens) {
-        return models::decode(config, models::find_decoder_weights(names, weights),
-                              {hidden, cos, sin, mask, models::parse_attention(attention), mlp_chunk_tokens});
+         const std::string& attention, int64_t mlp_chunk_tokens, const std::optional<at::Tensor>& positions) {
+        return models::decode(
+            config, models::find_decoder_weights(names, weights),
+            {hidden, cos, sin, mask, models::parse_attention(attention), positions, mlp_chunk_tokens});
       },
       py::arg("config"), py::arg("names"), py::arg("weights"), py::arg("hidden"), py::arg("cos"), py::arg("sin"),
-      py::arg("mask"), py::arg("attention"), py::arg("mlp_chunk_tokens") = 0, py::call_guard<py::gil_scoped_release>());
+      py::arg("mask"), py::arg("attention"), py::arg("mlp_chunk_tokens") = 0, py::arg("positions") = std::nullopt,
+      py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace roundpipe::python

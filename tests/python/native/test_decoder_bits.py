@@ -13,6 +13,7 @@ from roundpipe import _core
 from roundpipe.following.token_wise import TokenWise, in_chunks
 from roundpipe.native.check import reason_against_bits
 from roundpipe.native.decoder import NativeDecoder, config_of, native_decoder
+from roundpipe.ops import packed_attention
 
 
 def decoder_of(layer: Any) -> NativeDecoder:
@@ -22,9 +23,10 @@ def decoder_of(layer: Any) -> NativeDecoder:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "packed"])
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_of_values_and_gradients(name: str, attention: str, dtype: torch.dtype) -> None:
+    packed_attention.register()
     model = make(name, dtype, attn_implementation=attention)
     assert [reason_against_bits(decoder_of(layer), attention) for layer in model.model.layers] == [None, None]
 
@@ -94,5 +96,5 @@ def test_weights_that_do_not_fit_are_named() -> None:
         run({name: weight for name, weight in weights.items() if name != "mlp.up_proj.weight"})
     with pytest.raises(ValueError, match=r"'mlp.router.weight', which such a layer has not"):
         run(weights | {"mlp.router.weight": torch.ones(2)})
-    with pytest.raises(ValueError, match=r"the attention is 'flex', expected one of eager and sdpa"):
+    with pytest.raises(ValueError, match=r"the attention is 'flex', expected one of eager, sdpa and packed"):
         run(weights, "flex")

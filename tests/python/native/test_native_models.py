@@ -1,4 +1,4 @@
-"""Models with native layers: the bits of plain transformers, in one microbatch, and of the Python layers, in several."""
+"""Models with native layers: plain transformers' bits in one microbatch, and the Python layers' bits in several."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dense_models import BASE, MODELS, make
 from gradients import check_gradients, gradients
 from reference_loops import plan_of
 from roundpipe import RoundPipeRunConfig, _core, wrap_model_to_roundpipe
+from roundpipe.ops.packed_attention import register
 from sweeps import sweep
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -81,7 +82,7 @@ def check_plain_bits(model: Any, arguments: dict[str, Any], **options: Any) -> N
 @sweep(
     "name,attention,dtype,kind,tied,devices",
     MODELS,
-    ["eager", "sdpa"],
+    ["eager", "sdpa", "sdpa_packed"],
     DTYPES,
     KINDS,
     [False, True],
@@ -93,6 +94,7 @@ def test_one_microbatch_has_the_plain_models_bits(
     name: str, attention: str, dtype: torch.dtype, kind: str, tied: bool, devices: int
 ) -> None:
     roundpipe.devices(f"virtual:{devices},debug")
+    register()
     model = make(name, dtype, attn_implementation=attention, tie_word_embeddings=tied)
     check_plain_bits(model, batch(kind))
 
@@ -204,5 +206,4 @@ def test_layers_do_not_take_the_interpreter_lock() -> None:
     # Twelve more layers in two microbatches, forward and recompute. What a layer is asked before a step is in both.
     more_native = taken_by_a_step(16, native=True) - taken_by_a_step(4, native=True)
     more_python = taken_by_a_step(16, native=False) - taken_by_a_step(4, native=False)
-    print(more_native, more_python)
     assert more_python - more_native >= 12 * 2 * 2

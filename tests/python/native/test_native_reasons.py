@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from test_native_models import batch, check_plain_bits, run_plain, wrap
 from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-import roundpipe.ops.packed_attention
+import roundpipe
 from dense_models import make
 from gradients import check_gradients, gradients
 from roundpipe import RoundPipe, wrap_model_to_roundpipe
-from test_native_models import batch, check_plain_bits, run_plain, wrap
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -33,6 +35,15 @@ def reason(model: Any, **options: Any) -> str:
     assert torch.equal(outputs.logits, expected.logits)
     check_gradients(gradients(model), theirs, exact=True)
     return str(wrapped.layers_are_native)
+
+
+def register_another_attention() -> None:
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        output, weights = sdpa_attention_forward(*args, **kwargs)
+        return output * 2, weights
+
+    transformers.AttentionInterface.register("another", attention)
+    transformers.AttentionMaskInterface.register("another", sdpa_mask)
 
 
 class Louder(nn.Module):
@@ -104,15 +115,15 @@ def test_changed_layers_run_in_python(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name,options,expected",
+    ("name", "options", "expected"),
     [
         ("llama", {"hidden_act": "gelu_new"}, r"mlp.act_fn is NewGELUActivation, which has no native form"),
-        ("llama", {"attn_implementation": "sdpa_packed"}, r"the attention 'sdpa_packed' has no native form"),
+        ("llama", {"attn_implementation": "another"}, r"the attention 'another' has no native form"),
     ],
     ids=["activation", "attention"],
 )
 def test_configurations_without_a_native_form(name: str, options: dict[str, Any], expected: str) -> None:
-    roundpipe.ops.packed_attention.register()
+    register_another_attention()
     assert re.search(expected, reason(make(name, **options)))
 
 
@@ -222,10 +233,10 @@ def test_attributes_that_change_later_count() -> None:
     model.model.layers[1].self_attn.scaling = 3.0
     check()
     assert wrapped.layers_are_native
-    roundpipe.ops.packed_attention.register()
-    model.config._attn_implementation = "sdpa_packed"
+    register_another_attention()
+    model.config._attn_implementation = "another"
     check()
-    assert "sdpa_packed" in str(wrapped.layers_are_native)
+    assert "'another'" in str(wrapped.layers_are_native)
 
 
 def test_a_parameter_that_is_replaced_later_is_refused() -> None:
