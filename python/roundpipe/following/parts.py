@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,15 @@ from roundpipe.following.placeholder import (
     recording,
     with_values,
 )
-from roundpipe.following.program import Compiler, LayerCall, NumberedValues, Program, Recorded
+from roundpipe.following.program import (
+    Compiler,
+    LayerCall,
+    NumberedValues,
+    Program,
+    Recorded,
+    Template,
+    calls_are_alike,
+)
 from roundpipe.following.token_loss import TokenLoss, loss_in
 from roundpipe.following.token_wise import ChunkTokens, TokenWise, chunk_of, in_chunks
 from roundpipe.layers.shadow import ShadowTree
@@ -63,6 +71,8 @@ class FollowedModel:
         carried: by the form of the call, the values made before the last call that the forward's end reads. Written by
             the devices' threads; a race only costs a second look.
         ends_early: parameters that are used before the first call, and again for values that the end reads from there.
+        calls_alike: says whether, for a call that runs now, the model's code surely calls its layers one after the
+            other, each with the same arguments but for the hidden states; None: that is not known.
     """
 
     model: nn.Module
@@ -78,6 +88,7 @@ class FollowedModel:
     mlp_chunk_tokens: ChunkTokens = None
     carried: dict[str, list[Made]] = field(default_factory=dict)
     ends_early: frozenset[str] = frozenset()
+    calls_alike: Callable[[], bool] | None = None
 
 
 class Run:
@@ -120,6 +131,7 @@ class Skeleton:
         self._followed = followed
         self._missing: list[Placeholder] = []
         self._device = torch.device("cpu")
+        self.templates: list[Template] = []  # of programs that ran, until attributes of the model change
         tensors: dict[int, torch.Tensor] = {}
         shown: list[dict[int, torch.Tensor]] = [{}, {}, {}]
         for tensor in [*followed.model.parameters(), *followed.model.buffers()]:
@@ -185,6 +197,7 @@ class Skeleton:
     def run(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward."""
         if self._tree.refresh():
+            self.templates.clear()
             self._answer()
         self._run = run
         given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is torch.Tensor)
@@ -240,6 +253,19 @@ def _shown(followed: FollowedModel, call: int, arguments: Any, kind: str = "outp
         return shape.placeholders(call, followed.layers[followed.order[call]], arguments, kind)
 
 
+class FirstCallRun(Run):
+    """Takes the arguments of the first layer call, and ends there."""
+
+    def __init__(self) -> None:
+        self.recorder = Recorder()
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def called(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if layer == 0 and not collector.keys():
+            self.arguments = args, kwargs
+        raise Over
+
+
 class ReplayingRun(Run):
     """Answers with the last layer's real output, and with placeholders for the other layers' outputs."""
 
@@ -247,6 +273,7 @@ class ReplayingRun(Run):
         self._followed = followed
         self._program, self._values, _, self._collected = state
         self._index = 0
+        self._alike = self._program.alike and followed.calls_alike is not None and followed.calls_alike()
         self.recorder = Recorder({made: self._values[number] for made, number in self._program.carried.items()})
 
     def called(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -259,6 +286,8 @@ class ReplayingRun(Run):
             collector.add(self._collected[index])
         shape = self._followed.outputs[index]
         self.recorder.called()
+        if self._alike and index < len(self._program.calls) - 1:
+            return args[0]  # only the next layer gets it, and only its shape counts
         if index == len(self._program.calls) - 1:
             self.recorder.ended = True
             leaves = [
@@ -307,6 +336,12 @@ class Before(Part):
         loss_only = kwargs.pop(LOSS_ONLY, False)
         followed = self.followed
         kwargs.update(followed.forced)
+        alike = followed.calls_alike is not None and followed.calls_alike()
+        again = self._again(args, kwargs) if alike else None
+        if again is not None:
+            program, values = again
+            program.share, program.loss_only = share, loss_only
+            return program, values, {}, ()
         run = RecordingRun(followed, stops=True)
         try:
             self.skeleton().run(run, args, kwargs)
@@ -319,7 +354,25 @@ class Before(Part):
         compiler = Compiler(run.recorder.ops, run.calls, (args, kwargs))
         program = compiler.compile(self._carried(args, kwargs))
         program.share, program.loss_only = share, loss_only
+        if alike and calls_are_alike(program):
+            program.alike = True
+            skeleton = self.skeleton()
+            skeleton.templates.insert(0, Template(program, compiler.values, (args, kwargs)))
+            del skeleton.templates[MOST_TEMPLATES:]
         return program, compiler.values, {}, ()
+
+    def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, NumberedValues] | None:
+        """An earlier microbatch's program with this one's values, if both have the same form."""
+        skeleton = self.skeleton()
+        if not any(template.accepts((args, kwargs)) for template in skeleton.templates):
+            return None
+        run = FirstCallRun()
+        with suppress(Over):
+            skeleton.run(run, args, kwargs)
+        if run.arguments is None:
+            return None
+        found = (template.again((args, kwargs), run.arguments) for template in skeleton.templates)
+        return next((each for each in found if each is not None), None)
 
     def _carried(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Made]:
         """The values made before the last call that the forward's end reads when it is called like this."""
@@ -339,6 +392,8 @@ class Before(Part):
         return known
 
 
+MOST_TEMPLATES = 4
+"""Forms of microbatches whose programs a device keeps."""
 SHARE = "roundpipe_share"
 LOSS_ONLY = "roundpipe_loss_only"
 

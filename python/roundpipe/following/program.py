@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -126,6 +126,7 @@ class Program:
         carried: numbers of the values made before the last call that the end of the forward reads.
         share: factor of the microbatch's loss; None: the loss is not scaled.
         loss_only: only the loss is read, so it may be computed without the logits.
+        alike: its calls all have the same arguments but for the hidden states, which each takes from the one before.
     """
 
     calls: list[LayerCall]
@@ -133,6 +134,7 @@ class Program:
     carried: dict[Made, int]
     share: float | None = None
     loss_only: bool = False
+    alike: bool = False
 
 
 @dataclass
@@ -257,6 +259,75 @@ class Compiler:
             made = {n for n in call.outputs if n is not None}
             made |= {n for glue in call.glue for n in glue.results if n is not None}
             after = (after - made) | call.arguments.numbers() | self._needed_by_glue(call)
+
+
+def calls_are_alike(program: Program) -> bool:
+    """Whether a program has `Program.alike`, and nothing happens besides its calls."""
+    first, before = program.calls[0].arguments, None
+    args, _ = pytree.tree_unflatten(first.leaves, first.spec)
+    if program.carried or not args:
+        return False
+    for call in program.calls:
+        hidden, *others = call.arguments.leaves
+        if call.glue or call.collected or call.kept_shared or call.arguments.shared() or len(call.outputs) != 1:
+            return False
+        if not isinstance(hidden, Ref) or (before is not None and hidden.number != before):
+            return False
+        if call.arguments.spec != first.spec or not all(map(_equal, others, first.leaves[1:])):
+            return False
+        before = call.outputs[0]
+    return True
+
+
+class Template:
+    """A program that another microbatch of the same form takes over, given the arguments of the first call.
+
+    Args:
+        program: its calls are alike.
+        values: what the first call had.
+        inputs: `(args, kwargs)` of the model's forward.
+    """
+
+    def __init__(self, program: Program, values: NumberedValues, inputs: Any) -> None:
+        self._program = program
+        self._order = tuple(values)
+        self._shapes = _shapes(inputs)
+
+    def accepts(self, inputs: Any) -> bool:
+        """Whether arguments of the forward have the form of these."""
+        return _shapes(inputs) == self._shapes and self._matched(self._program.inputs, inputs, {})
+
+    def again(self, inputs: Any, first: Any) -> tuple[Program, NumberedValues] | None:
+        """The program and its values for other arguments of the forward, which it accepts, and of the first call; None
+        if these are of another form."""
+        found: NumberedValues = {}
+        call = self._program.calls[0]
+        matched = self._matched(self._program.inputs, inputs, found) and self._matched(call.arguments, first, found)
+        if not matched or not found.keys() >= set(self._order) or first[0][0].shape != call.shapes[0]:
+            return None
+        return replace(self._program), {number: found[number] for number in self._order}
+
+    @staticmethod
+    def _matched(tree: Tree, given: Any, found: NumberedValues) -> bool:
+        """Adds the tensors of `given` to `found`; False if it is not like `tree`."""
+        leaves, spec = pytree.tree_flatten(given)
+        if spec != tree.spec:
+            return False
+        for mine, leaf in zip(tree.leaves, leaves, strict=True):
+            if isinstance(mine, Ref):
+                if not isinstance(leaf, torch.Tensor) or found.setdefault(mine.number, leaf) is not leaf:
+                    return False
+            elif not _equal(mine, leaf):
+                return False
+        return True
+
+
+def _shapes(tree: Any) -> list[torch.Size | None]:
+    return [leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in pytree.tree_leaves(tree)]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, (*_PLAIN, Ref)) and bool(a == b))
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)

@@ -162,9 +162,9 @@ class ShadowTree:
         changed = False
         for key, original in self._originals.items():
             taken_over = self._taken_over[key]
-            now = _attributes_seen(original)
-            if now is not taken_over and not _core.same_items(now, taken_over):
-                self._copy_attributes(original, self._modules[key], now)
+            # Compared without a copy, which takes longer: no other thread runs meanwhile.
+            if not _core.same_items(_seen.attributes.get(key, original.__dict__), taken_over):
+                self._copy_attributes(original, self._modules[key], _attributes_seen(original))
                 changed = True
         return changed
 

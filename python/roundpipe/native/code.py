@@ -13,7 +13,7 @@ from torch.nn.modules import module as torch_module
 
 # By the last part of the module's name: the class names' prefix.
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-_PARTS = ("DecoderLayer", "Attention", "MLP", "RMSNorm")
+_PARTS = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm")
 _FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "repeat_kv", "eager_attention_forward")
 _BUILT_IN = ("linear", "scaled_dot_product_attention", "gelu")
 _FUNCTIONAL = ("silu", "relu", "softmax", "dropout")
@@ -40,12 +40,16 @@ class Code:
 
     Args:
         prefix: of the family's class names.
+
+    Attributes:
+        model_class: the class whose forward calls the layers.
     """
 
     def __init__(self, prefix: str) -> None:
         from transformers.integrations import sdpa_attention
 
         self._modeling = modeling_of(prefix)
+        self.model_class = getattr(self._modeling, f"{prefix}Model")
         self._sdpa = sdpa_attention.sdpa_attention_forward
         self._functions = list(self._found(prefix))
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from roundpipe.following.language_model import LanguageModel
-from roundpipe.following.parts import OwnLayer
+from roundpipe.following.parts import FollowedModel, OwnLayer
 from roundpipe.native.check import compare
 from roundpipe.native.code import Code, family_of
 from roundpipe.native.decoder import NativeDecoder, native_decoder
@@ -38,7 +41,8 @@ def make_native(model: LanguageModel, option: NativeOption) -> NativeLayers:
             prefix = family_of(part.layer)
     if prefix is None:
         return without_native_layers(option, next(iter(reasons.values())))
-    passages = Passages(followed, decoders, Code(prefix))
+    code = Code(prefix)
+    passages = Passages(followed, decoders, code)
     whole = passages.reason_against()
     if whole is not None:
         return without_native_layers(option, whole)
@@ -47,7 +51,31 @@ def make_native(model: LanguageModel, option: NativeOption) -> NativeLayers:
         del decoders[number]
     reasons |= differing
     modules = {id(part): decoders[part.index] for part in parts if part.index in decoders}
+    followed.calls_alike = None
     if not decoders:
         return required(NativeLayers(option, len(parts), reasons=reasons))
     layers = NativeLayers(option, len(parts), decoders, reasons, passages, modules=modules, before=model.chain[0])
+    if not reasons:
+        followed.calls_alike = _alike(followed, prefix, code)
     return required(layers)
+
+
+def _alike(followed: FollowedModel, prefix: str, code: Code) -> Callable[[], bool] | None:
+    """See `FollowedModel.calls_alike`: whether the layers are called by the loop of transformers' class, which gives
+    all of them the same arguments if all have the same kind of mask."""
+    around = [module for module in followed.model.modules() if type(module).__name__ == f"{prefix}Model"]
+    base: Any = around[0] if len(around) == 1 else None
+    own = [] if base is None or type(base) is not code.model_class else list(base.layers)
+    if own != followed.layers or followed.order != list(range(len(own))):
+        return None
+
+    def alike() -> bool:
+        config = base.config
+        return (
+            code.reason_against() is None
+            and "forward" not in vars(base)
+            and config.num_hidden_layers == len(own)
+            and len(set(getattr(config, "layer_types", None) or ())) <= 1
+        )
+
+    return alike

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ class Passages:
         self._followed = followed
         self._decoders = decoders
         self._code = code
+        # The latest passage's calls and what they were made from. Replaced whole, by any thread.
+        self._last: tuple[tuple[Any, ...], list[_core.DecoderCall | None]] | None = None
 
     def reason_against(self) -> str | None:
         """Why no layer would run natively now; None if those with a native form would."""
@@ -64,14 +66,18 @@ class Passages:
         attention = self.attention()
         if attention is None or contents or collected or self._code.reason_against() is not None:
             return None
-        if any(call.collected or call.glue or call.kept_shared for call in program.calls):
-            return None
-        calls: list[_core.DecoderCall | None] = []
-        numbers = list(values)
+        key = (program.calls, attention, self._followed.mlp_chunk_tokens, list(values))
+        last = self._last
+        if last is None or last[0][0] is not program.calls or last[0][1:] != key[1:]:
+            if any(call.collected or call.glue or call.kept_shared for call in program.calls):
+                return None
+            last = self._last = (key, list(self._calls(program, list(values), attention)))
+        return _core.Passage(last[1], functools.partial(_structure_after, program))
+
+    def _calls(self, program: Program, numbers: list[int], attention: str) -> Iterator[_core.DecoderCall | None]:
         for number, call in enumerate(program.calls):
-            calls.append(self._call(number, call, numbers, attention))
+            yield self._call(number, call, numbers, attention)
             numbers = list(call.kept)
-        return _core.Passage(calls, functools.partial(_structure_after, program))
 
     def _call(self, number: int, call: LayerCall, numbers: list[int], attention: str) -> _core.DecoderCall | None:
         decoder = self._decoders.get(number)
