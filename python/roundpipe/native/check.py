@@ -20,7 +20,7 @@ _OF_A_LARGE_LAYER = (1, 3)
 def kind_of(decoder: NativeDecoder) -> tuple[Any, ...]:
     """Equal for layers of which one needs to be compared."""
     layer, attention = decoder.layer, decoder.layer.self_attn
-    shapes = [(name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters()]
+    shapes = [layer.hidden_size, *((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())]
     epsilons = [getattr(module, "variance_epsilon", None) for module in layer.modules()]
     return (type(layer), attention.head_dim, attention.scaling, type(layer.mlp.act_fn), *shapes, *epsilons)
 
@@ -89,7 +89,10 @@ def compare(decoders: Sequence[NativeDecoder], attention: str) -> dict[int, str]
     for decoder in decoders:
         kind = kind_of(decoder)
         if kind not in found:
-            found[kind] = reason_against_bits(decoder, attention)
+            try:
+                found[kind] = reason_against_bits(decoder, attention)
+            except (RuntimeError, TypeError, ValueError) as error:  # such as sizes that do not fit
+                found[kind] = f"it cannot be compared ({str(error).splitlines()[0]})"
         reason = found[kind]
         if reason is not None:
             reasons[decoder.number] = reason

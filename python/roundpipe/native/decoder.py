@@ -72,6 +72,8 @@ def reason_against(layer: nn.Module, prefix: str) -> str | None:
     missing = expected.keys() - found.keys()
     if missing or "mlp.act_fn" not in found:
         return f"{min(missing, default='mlp.act_fn')} is missing"
+    if len(list(layer.parameters())) != len(list(layer.named_parameters(remove_duplicate=False))):
+        return "two of its modules share a parameter"
     attention: Any = layer.self_attn
     if attention.is_causal is not True:
         return f"self_attn.is_causal is {attention.is_causal!r}"

@@ -96,6 +96,14 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda model: nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj),
         r"layer 0: mlp.up_proj is .*ParametrizedLinear",
     ),
+    "shared parameter": (
+        lambda model: setattr(model.model.layers[0].mlp.up_proj, "weight", model.model.layers[0].mlp.gate_proj.weight),
+        r"layer 0: two of its modules share a parameter",
+    ),
+    "wrong size": (  # which the layer itself does not read
+        lambda model: setattr(model.model.layers[0], "hidden_size", 7),
+        r"layer 0: it cannot be compared \(.*size",
+    ),
     "checkpointing": (
         lambda model: model.gradient_checkpointing_enable(),
         r"no layer runs natively: gradient_checkpointing is on",
@@ -125,6 +133,17 @@ def test_changed_layers_run_in_python(name: str) -> None:
 def test_configurations_without_a_native_form(name: str, options: dict[str, Any], expected: str) -> None:
     register_another_attention()
     assert re.search(expected, reason(make(name, **options)))
+
+
+def test_autocast_when_wrapping() -> None:
+    """Layers of several dtypes run under autocast only."""
+    model = make("llama")
+    for layer in model.model.layers:
+        layer.mlp.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        wrapped = wrap(copy.deepcopy(model))
+        expected = model(**batch("whole"), use_cache=False).logits
+        assert torch.equal(wrapped(**batch("whole")).logits, expected)
 
 
 def test_models_without_a_native_form() -> None:
