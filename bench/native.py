@@ -4,8 +4,8 @@ All use a Llama so small that almost all of its time is the host's. The first ta
 thread: transformers' module and its native form, which dispatch the same operators, and the native form little else.
 The second runs whole models through the engine on 1 to 8 virtual devices, each of
 which is a thread. Its figures are per layer, and hold that layer's share of the embedding, the masks and the loss,
-which are Python in both. The third is a training step of layers that compute a little. Python and native take turns in
-one process, and their losses and gradients have to be the same bits.
+which are Python in both. The third is the speed of a training step of layers that compute a little. Python and native
+take turns in one process, and their losses and gradients have to be the same bits.
 """
 
 from __future__ import annotations
@@ -42,15 +42,17 @@ def llama(layers: int, width: int) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def microseconds(runs: Sequence[Callable[[], object]], rounds: int, repeats: int) -> list[float]:
-    """The median time of one run of each; they take turns."""
+def microseconds(
+    runs: Sequence[Callable[[], object]], rounds: int, repeats: int, clock: Callable[[], float] = time.process_time
+) -> list[float]:
+    """The median time of one run of each, by default of the host's cores; they take turns."""
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(rounds + 1):
         for run, taken in zip(runs, times, strict=True):
-            start = time.perf_counter()
+            start = clock()
             for _ in range(repeats):
                 run()
-            taken.append((time.perf_counter() - start) / repeats * 1e6)
+            taken.append((clock() - start) / repeats * 1e6)
     return [statistics.median(taken[1:]) for taken in times]
 
 
@@ -97,7 +99,7 @@ def single_layer(report: Report, options: Any) -> None:
         ("forward and backward", both),
     ):
         rows.append([name, f"{python:.0f}", f"{native:.0f}", f"{native / python:.2f}"])
-    report("A layer by itself, on one thread, in microseconds:")
+    report("A layer by itself, on one thread, in microseconds of the host's cores:")
     report("")
     report.table(["what", "Python", "native", "native / Python"], rows)
 
@@ -163,7 +165,7 @@ def engine(report: Report, options: Any) -> None:
         )
     report(
         f"{options.layers} layers in {options.microbatches} microbatches of 4 tokens through the engine. For each "
-        "layer and microbatch: microseconds of a forward and of a training step, and how often the lock was taken."
+        "layer and microbatch: microseconds of the host's cores, of all threads, and how often the lock was taken."
     )
     report("")
     header = ["devices", "forward Python", "native", "ratio", "step Python", "native", "ratio"]
@@ -177,7 +179,7 @@ def tokens_a_second(report: Report, options: Any) -> None:
     models = [Trained(model, options.microbatches, native) for native in (False, True)]
     check(models, ids)
     runs: list[Callable[[], object]] = [lambda each=each: each.step(ids) for each in models]
-    python, native = (ids.numel() / each * 1e6 for each in microseconds(runs, options.rounds, 1))
+    python, native = (ids.numel() / each * 1e6 for each in microseconds(runs, options.rounds, 1, time.perf_counter))
     report(f"A training step of a Llama of width {4 * options.width} on 4 virtual devices, rows of {options.tokens}:")
     report("")
     row = [f"{python:,.0f}", f"{native:,.0f}", f"{native / python:.2f}"]

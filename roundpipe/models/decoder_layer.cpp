@@ -76,10 +76,12 @@ class DecoderLayer final : public Layer {
   uint64_t mode_key() const override { return parts_->general->mode_key(); }
 
   std::shared_ptr<const void> attributes() const override {
-    Attributes now{parts_->general->attributes(), parts_->config()};  // outside of the lock: both may wait for another
+    const std::shared_ptr<const void> held = parts_->general->hold();  // one taking for both
+    Attributes now{parts_->general->attributes(), parts_->config()};
+    std::shared_ptr<const Attributes> before;  // dropped after the mutex, since that may wait for general's lock
     const MutexLock lock(mutex_);
     if (!attributes_ || attributes_->general != now.general || attributes_->config != now.config) {
-      attributes_ = std::make_shared<const Attributes>(std::move(now));
+      before = std::exchange(attributes_, std::make_shared<const Attributes>(std::move(now)));
     }
     return attributes_;
   }
