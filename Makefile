@@ -52,7 +52,7 @@ test: STEPS := 5
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all setup build build-tests test-cpp test-python test-card test-card-all test-mutants \
-  test-asan test-tsan test-no-torch lint format bench bench-gpu wheel test-wheel clean
+  test-asan test-tsan test-no-torch lint format bench bench-gpu wheel test-wheel install clean
 
 help:
 	@echo 'make demo           proves what it claims, then trains a small language model; no GPU needed'
@@ -71,6 +71,7 @@ help:
 	@echo 'make test-no-torch  C++ tests of the levels that need no torch, built without it'
 	@echo 'make wheel          a wheel for this Python and this torch, and a source distribution, in dist/'
 	@echo 'make test-wheel     installs that wheel into an empty environment and runs the demo there'
+	@echo 'make install PREFIX=DIR  the C++ library, its headers and its CMake package'
 	@echo 'make lint           ruff, mypy, clang-format'
 	@echo 'make format         let ruff and clang-format rewrite the sources'
 	@echo 'make bench          every benchmark in bench/'
@@ -257,6 +258,11 @@ wheel: $(VENV)/.package
 test-wheel: wheel
 	@tools/test_wheel.sh $(PYTHON) dist build/wheel-environment
 
+install: $(BUILD)/.configured
+	$(if $(PREFIX),,$(error name the folder to install into: make install PREFIX=/opt/roundpipe))
+	@$(NINJA) -C $(BUILD) roundpipe
+	@$(TOOLS) cmake --install $(BUILD) --prefix "$(PREFIX)" --component cpp
+
 # --- Everything else ---------------------------------------------------------------------------------------------
 
 lint: $(VENV)/.lint $(BUILD)/.configured
@@ -279,5 +285,5 @@ bench-gpu: build $(VENV)/.test
 	@$(BIN)/python bench/gpu/kit.py $(if $(PEER),--peer $(PEER)) $(BENCH_FLAGS)
 
 clean:
-	rm -rf build dist python/roundpipe/_core*.so python/roundpipe/_built_with.py
+	rm -rf build dist python/roundpipe/_core*.so python/roundpipe/libroundpipe.so python/roundpipe/_built_with.py
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

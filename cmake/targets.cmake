@@ -1,5 +1,6 @@
 # roundpipe_level(FOLDER [USES_TORCH] [UNITY n] [WITH subfolder...] DEPENDS target...): one static library for one level,
-# roundpipe/FOLDER, from every .cpp in it and in the subfolders named; see roundpipe_unity for UNITY.
+# roundpipe/FOLDER, from every .cpp in it and in the subfolders named; see roundpipe_unity for UNITY. cmake/library.cmake
+# puts the objects of all levels into the shared library.
 function(roundpipe_level folder)
   cmake_parse_arguments(arg "USES_TORCH" "UNITY" "WITH;DEPENDS" ${ARGN})
   set(path ${PROJECT_SOURCE_DIR}/roundpipe/${folder})
@@ -14,6 +15,7 @@ function(roundpipe_level folder)
     add_library(${target} STATIC ${sources})
     target_include_directories(${target} PUBLIC ${PROJECT_SOURCE_DIR})
     target_link_libraries(${target} PUBLIC ${arg_DEPENDS} Threads::Threads)
+    set_property(GLOBAL APPEND PROPERTY ROUNDPIPE_LEVELS ${target})
     roundpipe_warnings(${target})
     if(arg_USES_TORCH)
       roundpipe_precompiled_torch(${target})

@@ -4,16 +4,18 @@
 #include <stdexcept>
 #include <string>
 
+#include <roundpipe/core/export.h>
+
 namespace roundpipe {
 
 // Any failure that is not the caller's mistake. A caller's mistake is std::invalid_argument.
-class Error : public std::runtime_error {
+class ROUNDPIPE_API Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
 // A device has failed: its queues return errors that do not go away, or it took longer than its watchdog allows.
-class DeviceError : public Error {
+class ROUNDPIPE_API DeviceError : public Error {
  public:
   using Error::Error;
 };
@@ -25,7 +27,7 @@ class WrongBits : public DeviceError {
 };
 
 // The work was cancelled because something else failed or the user interrupted it. Never the root cause.
-class Cancelled : public Error {
+class ROUNDPIPE_API Cancelled : public Error {
  public:
   using Error::Error;
 };

@@ -6,12 +6,13 @@
 #include <string>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/export.h>
 
 namespace roundpipe {
 
 // The services of the language that the engine is used from, for the engine's threads and callers. The defaults suit a
 // C++ program. Thread safety: called on any thread, unless stated, and never with a lock of the engine held.
-class Frontend {
+class ROUNDPIPE_API Frontend {
  public:
   virtual ~Frontend() = default;
 

@@ -9,12 +9,13 @@
 #include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/Allocator.h>
 
+#include <roundpipe/core/export.h>
 #include <roundpipe/device/page_locker.h>
 
 namespace roundpipe::memory {
 
 // The system has no memory left. Python sees a MemoryError.
-class OutOfHostMemory : public std::bad_alloc {
+class ROUNDPIPE_API OutOfHostMemory : public std::bad_alloc {
  public:
   explicit OutOfHostMemory(int64_t size_bytes);
   const char* what() const noexcept override { return message_.c_str(); }

@@ -6,6 +6,7 @@
 #include <thread>
 #include <utility>
 
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/Parallel.h>
 
 #include <roundpipe/core/error.h>
@@ -59,8 +60,12 @@ struct Pools {
 
   std::shared_ptr<Engine> make(const std::vector<device::DeviceSpec>& specs) ROUNDPIPE_REQUIRES(mutex) {
     require_engine();
-    // Registered late, so that it runs before most of what libraries and the user's statics do at process exit.
-    if (!std::exchange(ends_at_exit, true)) std::atexit([] { Engine::shut_down(); });
+    // Registered late, so that it runs before most of what libraries and the user's statics do at process exit; after
+    // torch's table of accelerators is made, since threads that end look there.
+    if (!std::exchange(ends_at_exit, true)) {
+      at::getAccelerator(false);
+      std::atexit([] { Engine::shut_down(); });
+    }
     const std::shared_ptr<Engine> engine(new Engine(specs), end_pool);
     std::erase_if(all, [](const std::weak_ptr<Engine>& old) { return old.expired(); });
     all.push_back(engine);

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include <roundpipe/core/export.h>
 #include <roundpipe/schedule/cut.h>
 #include <roundpipe/schedule/placer.h>
 
@@ -53,7 +54,7 @@ void score(PlanChoice& choice, const LayerCosts& costs, const CostSums& sums, co
 Cut limited_cut(Cut cut, int layers, const SearchOptions& options);
 
 // Thrown if no plan exists because one layer alone does not fit the largest device.
-class LayerTooLarge : public std::invalid_argument {
+class ROUNDPIPE_API LayerTooLarge : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;
 };

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <roundpipe/core/export.h>
 #include <roundpipe/device/device.h>
 #include <roundpipe/memory/parameter_block.h>
 
@@ -30,7 +31,7 @@ struct LayerContext {
 
 // One device's instance of a layer: the layer's code over tensors that the engine points at the weights of a job.
 // Used by one thread, the device's.
-class LayerShell {
+class ROUNDPIPE_API LayerShell {
  public:
   virtual ~LayerShell() = default;
 
@@ -47,7 +48,7 @@ class LayerShell {
 };
 
 // A layer as the user made it: the unit of weight movement. The tensors are the user's own.
-class Layer {
+class ROUNDPIPE_API Layer {
  public:
   virtual ~Layer() = default;
   virtual std::string name() const = 0;
@@ -70,7 +71,7 @@ class Layer {
 };
 
 // The user's loss. It runs on the device that has the last stage's outputs.
-class Loss {
+class ROUNDPIPE_API Loss {
  public:
   virtual ~Loss() = default;
   // Returns scalars, which are summed for the backward. `label` has the structure in which the caller passed it.

@@ -1,0 +1,54 @@
+# The engine as one shared library, libroundpipe, from the objects of all levels. The Python extension and C++ programs
+# link this one, so a process has one engine. Tests link the levels themselves.
+get_property(levels GLOBAL PROPERTY ROUNDPIPE_LEVELS)
+set(objects "")
+foreach(level IN LISTS levels)
+  list(APPEND objects $<TARGET_OBJECTS:${level}>)
+endforeach()
+add_library(roundpipe SHARED ${objects})
+add_library(RoundPipe::roundpipe ALIAS roundpipe)
+set_target_properties(roundpipe PROPERTIES LINKER_LANGUAGE CXX)
+target_compile_features(roundpipe INTERFACE cxx_std_20)
+target_include_directories(roundpipe INTERFACE $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
+target_link_libraries(roundpipe PUBLIC $<BUILD_INTERFACE:roundpipe::torch> $<INSTALL_INTERFACE:RoundPipe::torch>
+                      Threads::Threads)
+roundpipe_warnings(roundpipe)
+# Calls within the library are direct, as in a program that has the levels themselves.
+set(exports ${PROJECT_SOURCE_DIR}/cmake/exports.map)
+target_link_options(roundpipe PRIVATE -Wl,--version-script=${exports} -Wl,-Bsymbolic-functions)
+set_target_properties(roundpipe PROPERTIES LINK_DEPENDS ${exports})
+
+# --- In the Python package: beside the extension, and torch is loaded before it ------------------------------------
+
+install(TARGETS roundpipe LIBRARY DESTINATION roundpipe COMPONENT python EXCLUDE_FROM_ALL)
+
+# --- For C++: headers, the library, and what find_package(RoundPipe) reads -----------------------------------------
+
+include(GNUInstallDirs)
+include(CMakePackageConfigHelpers)
+set(package_folder ${CMAKE_INSTALL_LIBDIR}/cmake/RoundPipe)
+
+# A wheel goes to machines whose torch lies elsewhere.
+if(NOT SKBUILD)
+  set_target_properties(roundpipe PROPERTIES INSTALL_RPATH ${TORCH_DIR}/lib)
+endif()
+install(TARGETS roundpipe EXPORT RoundPipe LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT cpp)
+install(EXPORT RoundPipe NAMESPACE RoundPipe:: FILE RoundPipeTargets.cmake DESTINATION ${package_folder} COMPONENT cpp)
+
+# All headers but those that include what programs need not have.
+file(GLOB_RECURSE headers CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR} ${PROJECT_SOURCE_DIR}/roundpipe/*.h)
+foreach(header IN LISTS headers)
+  file(STRINGS ${PROJECT_SOURCE_DIR}/${header} private REGEX "^#include <nlohmann/" LIMIT_COUNT 1)
+  if(NOT private)
+    get_filename_component(folder ${header} DIRECTORY)
+    install(FILES ${PROJECT_SOURCE_DIR}/${header} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/${folder} COMPONENT cpp)
+  endif()
+endforeach()
+
+configure_package_config_file(
+  ${PROJECT_SOURCE_DIR}/cmake/RoundPipeConfig.cmake.in ${PROJECT_BINARY_DIR}/RoundPipeConfig.cmake
+  INSTALL_DESTINATION ${package_folder} NO_SET_AND_CHECK_MACRO NO_CHECK_REQUIRED_COMPONENTS_MACRO)
+write_basic_package_version_file(${PROJECT_BINARY_DIR}/RoundPipeConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+install(FILES ${PROJECT_BINARY_DIR}/RoundPipeConfig.cmake ${PROJECT_BINARY_DIR}/RoundPipeConfigVersion.cmake
+              ${PROJECT_SOURCE_DIR}/cmake/find_torch.cmake
+        DESTINATION ${package_folder} COMPONENT cpp)
