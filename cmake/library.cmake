@@ -1,5 +1,6 @@
 # The engine as one shared library, libroundpipe, from the objects of all levels. The Python extension and C++ programs
 # link this one, so a process has one engine. Tests link the levels themselves.
+include(GNUInstallDirs)
 get_property(levels GLOBAL PROPERTY ROUNDPIPE_LEVELS)
 set(objects "")
 foreach(level IN LISTS levels)
@@ -24,7 +25,6 @@ install(TARGETS roundpipe LIBRARY DESTINATION roundpipe COMPONENT python EXCLUDE
 
 # --- For C++: headers, the library, and what find_package(RoundPipe) reads -----------------------------------------
 
-include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 set(package_folder ${CMAKE_INSTALL_LIBDIR}/cmake/RoundPipe)
 
