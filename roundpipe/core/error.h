@@ -21,7 +21,7 @@ class ROUNDPIPE_API DeviceError : public Error {
 };
 
 // A device has computed or copied wrong bits without an error.
-class WrongBits : public DeviceError {
+class ROUNDPIPE_API WrongBits : public DeviceError {
  public:
   using DeviceError::DeviceError;
 };

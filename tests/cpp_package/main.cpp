@@ -83,9 +83,13 @@ int main() {
   options.microbatches = static_cast<int>(batch.size());
   std::vector<runtime::Values> inputs;
   for (const at::Tensor& microbatch : batch) inputs.push_back({{microbatch}, nullptr});
-  const auto result = pipeline->forward_backward(inputs, std::vector<runtime::Values>(batch.size()),
-                                                 std::make_shared<Squares>(), /*keep_outputs=*/false, options, {});
-  pipeline->drain();
+  const auto train = [&] {
+    const auto result = pipeline->forward_backward(inputs, std::vector<runtime::Values>(batch.size()),
+                                                   std::make_shared<Squares>(), /*keep_outputs=*/false, options, {});
+    pipeline->drain();
+    return result;
+  };
+  const auto result = train();
   pipeline->expose();
 
   bool same = true;
@@ -99,8 +103,9 @@ int main() {
   std::printf("losses and gradients of a plain loop: %s\n", same ? "yes" : "no");
 
   // Types of exceptions are the same on both sides.
-  bool caught = throws<Error>("of no use", [&] { pipeline->discard_last_call("[application] it is of no use"); });
-  caught &= throws<std::invalid_argument>("unheard", [] { device::parse_devices("unheard:2"); });
+  runtime::Engine::set_current(device::parse_devices("virtual:1,fail=error@2"));
+  bool caught = throws<DeviceError>("[virtual:0] the device failed", train);
+  caught &= throws<std::invalid_argument>("virtual:none", [] { device::parse_devices("virtual:none"); });
   std::printf("errors of the engine: %s\n", caught ? "caught" : "not caught");
   return same && caught ? 0 : 1;
 }
