@@ -4,7 +4,7 @@
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/device/device_spec.h>
 #include <roundpipe/device/event.h>
-#include <roundpipe/device/virtual/accounting_allocator.h>
+#include <roundpipe/device/virtual/memory_meter.h>
 #include <roundpipe/runtime/engine.h>
 
 #include "bindings.h"
@@ -16,24 +16,6 @@ namespace py = pybind11;
 using runtime::Engine;
 
 namespace {
-
-// Counts the CPU memory that this thread allocates and nothing has freed yet, as a virtual device does.
-class MemoryMeter {
- public:
-  MemoryMeter() { device::install_accounting_allocator(); }
-  void enter() {
-    if (scope_) throw std::invalid_argument("[MemoryMeter] entered twice, expected one entry at a time");
-    scope_.emplace(account_);
-  }
-  void exit() { scope_.reset(); }
-  int64_t current_bytes() const { return account_->current_bytes.load(); }
-  int64_t peak_bytes() const { return account_->peak_bytes.load(); }
-  void reset_peak() { account_->peak_bytes.store(account_->current_bytes.load()); }
-
- private:
-  device::MemoryAccount* const account_ = device::make_account("meter", 0, false);
-  std::optional<device::AccountScope> scope_;
-};
 
 // The bytes that a device's link has moved in each direction.
 struct MovedBytes {
@@ -159,19 +141,19 @@ void bind_device(py::module_& module) {
   module.def("require_engine", &require_engine);
   module.def("require_callers_thread", &require_callers_thread);
   module.def("interpreter_lock_acquisitions", &InterpreterLock::acquisitions);
-  py::class_<MemoryMeter>(module, "MemoryMeter")
+  py::class_<device::MemoryMeter>(module, "MemoryMeter")
       .def(py::init<>())
       .def(
           "__enter__",
-          [](MemoryMeter& meter) -> MemoryMeter& {
+          [](device::MemoryMeter& meter) -> device::MemoryMeter& {
             meter.enter();
             return meter;
           },
           py::return_value_policy::reference)
-      .def("__exit__", [](MemoryMeter& meter, const py::args& /*error*/) { meter.exit(); })
-      .def_property_readonly("current_bytes", &MemoryMeter::current_bytes)
-      .def_property_readonly("peak_bytes", &MemoryMeter::peak_bytes)
-      .def("reset_peak", &MemoryMeter::reset_peak);
+      .def("__exit__", [](device::MemoryMeter& meter, const py::args& /*error*/) { meter.exit(); })
+      .def_property_readonly("current_bytes", &device::MemoryMeter::current_bytes)
+      .def_property_readonly("peak_bytes", &device::MemoryMeter::peak_bytes)
+      .def("reset_peak", &device::MemoryMeter::reset_peak);
   py::class_<device::Event, device::EventPtr>(module, "Event")
       .def(py::init(&device::make_event))
       .def("fire", &device::Event::fire)

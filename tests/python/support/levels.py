@@ -1,8 +1,8 @@
 """Reads what includes and imports what, and says where that breaks the rules of CONTRIBUTING.md on rooms.
 
-A room is a folder of sources in one of its two tables, or a file at the top of the Python package; a room may use only
-rooms that stand above it. A unit is a header with its source, or a Python module. Imports count wherever they stand:
-those for type checkers and those inside functions, too.
+A room is a folder of sources in one of its two tables, or a file at the top of the engine or of the Python package; a
+room may use only rooms that stand above it. A unit is a header with its source, or a Python module. Imports count
+wherever they stand: those for type checkers and those inside functions, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 MOST_UNITS = 16
 PACKAGE = "python/roundpipe/"
 
-_ROW = re.compile(r"\| `([\w./]+(?:/|\.py))` \|")
+_ROW = re.compile(r"\| `([\w./]+(?:/|\.py)|roundpipe/\w+\.h)` \|")
 _INCLUDE = re.compile(r'\s*#\s*include\s*[<"](roundpipe/[^>"]+)[>"]')
 
 

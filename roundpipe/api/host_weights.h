@@ -1,0 +1,67 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <roundpipe/api/layer_instance.h>
+#include <roundpipe/runtime/model_optimizer.h>
+#include <roundpipe/runtime/pipeline.h>
+
+namespace roundpipe {
+
+// A model's weights on the host, and who updates them: a fused optimizer that was made for the model or, until there is
+// one, code that changes the parameters themselves, such as torch::optim. The base of Model.
+// Thread safety: the caller's thread.
+class HostWeights {
+ public:
+  // `names`: for each layer and parameter, as Layer::parameters() has them.
+  HostWeights(std::shared_ptr<runtime::Pipeline> pipeline, NamedParameters named);
+  HostWeights(HostWeights&&) = default;
+  HostWeights& operator=(HostWeights&&) = default;
+  virtual ~HostWeights() = default;
+
+  // Waits for all work. Then the parameters show the newest weights, the buffers are those after the last forward, and
+  // `.grad` holds the gradients that no step has consumed. Throws whatever the work threw.
+  void synchronize();
+
+  // The user's own parameters, under every name: layer, then name in the layer ("0.weight"). Shows the weights that
+  // calls read now; waits for them, and for nothing else.
+  const NamedParameters& named_parameters();
+
+  // Drops the gradients that no step has consumed, without waiting.
+  void zero_grad();
+
+  // The group of each trainable parameter, by its name; called once for each.
+  using GroupOf = std::function<int(const std::string& name, const at::Tensor& parameter)>;
+  // Makes a fused optimizer for the parameters that require grad; it replaces an earlier one. `accepted` is called when
+  // every parameter has its group, and may throw to leave everything as it was. Waits for all work.
+  std::shared_ptr<runtime::ModelOptimizer> bind(const GroupOf& group_of, const std::function<void()>& accepted,
+                                                optim::Algorithm algorithm, optim::MomentFormat moments,
+                                                bool gradients_in_fp32);
+
+ protected:
+  runtime::Pipeline& pipeline() const { return *pipeline_; }
+  const std::shared_ptr<runtime::Pipeline>& shared_pipeline() const { return pipeline_; }
+  // Throws std::invalid_argument if a parameter has become trainable that the fused optimizer does not train.
+  void check_trainable() const;
+  // Starts a step of `optimizer`. Throws std::invalid_argument if another one updates the model.
+  std::shared_ptr<runtime::StepRun> start_step(runtime::ModelOptimizer& optimizer,
+                                               std::vector<optim::Hyperparameters> groups,
+                                               const runtime::StepOptions& options);
+  // Throws std::invalid_argument if a fused optimizer updates the model.
+  void require_plain(const char* where) const;
+
+ private:
+  std::shared_ptr<runtime::Pipeline> pipeline_;
+  NamedParameters named_;
+  std::shared_ptr<runtime::ModelOptimizer> optimizer_;  // null: none was made
+  std::vector<at::Tensor> trained_;                     // by it
+  bool hides_weights_ = false;                          // a step has begun, so parameters may show no values
+};
+
+}  // namespace roundpipe

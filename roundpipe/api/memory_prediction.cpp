@@ -1,0 +1,236 @@
+#include <roundpipe/api/memory_prediction.h>
+
+#include <algorithm>
+#include <optional>
+#include <span>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/ones_like.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <roundpipe/core/bytes.h>
+#include <roundpipe/core/error.h>
+#include <roundpipe/device/virtual/memory_meter.h>
+#include <roundpipe/memory/crossing.h>
+#include <roundpipe/optim/block_optimizer.h>
+#include <roundpipe/torch_compat/autograd_nodes.h>
+#include <roundpipe/torch_compat/own_generators.h>
+
+namespace roundpipe {
+
+using runtime::Engine;
+using runtime::Values;
+using simulate::LayerFootprint;
+
+namespace {
+
+constexpr int kSteps = 3;  // that a prediction follows: each step assigns devices again
+
+// What this thread holds of a device's memory: of the host's that stands for a virtual device, or of a card.
+class Meter {
+ public:
+  explicit Meter(device::Device& device) : device_(device) {
+    if (device.is_virtual()) host_.emplace().enter();
+  }
+  int64_t current_bytes() const { return host_ ? host_->current_bytes() : device_.memory().current_bytes; }
+  int64_t peak_bytes() const { return host_ ? host_->peak_bytes() : device_.memory().peak_bytes; }
+  void reset_peak() {
+    if (host_)
+      host_->reset_peak();
+    else
+      device_.reset_peak_memory();
+  }
+
+ private:
+  device::Device& device_;
+  std::optional<device::MemoryMeter> host_;  // ends its count when it goes
+};
+
+int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
+  int64_t bytes = 0;
+  for (const at::Tensor& tensor : tensors) bytes += memory::settled_bytes(tensor);
+  return bytes;
+}
+
+// Copies on `device`, as they are beyond a boundary.
+std::vector<at::Tensor> crossed(const std::vector<at::Tensor>& tensors, c10::Device device) {
+  std::vector<at::Tensor> copies;
+  for (const at::Tensor& tensor : tensors) {
+    const at::NoGradGuard no_grad;
+    copies.push_back(memory::copy_alike(memory::settled(tensor.detach()), device));
+    copies.back().set_requires_grad(tensor.requires_grad());
+  }
+  return copies;
+}
+
+std::unique_ptr<runtime::LayerShell> filled_shell(const runtime::LayerState& state, c10::Device device) {
+  runtime::Layer& layer = *state.layer;
+  const std::shared_ptr<const void> attributes = layer.attributes();
+  std::unique_ptr<runtime::LayerShell> shell = layer.make_shell(device);
+  shell->refresh(attributes);
+  const at::NoGradGuard no_grad;
+  const std::vector<memory::NamedTensor> parameters = layer.parameters();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    at::Tensor& own = shell->parameters[i];
+    own.set_data(parameters[i].tensor.detach().to(device));
+    // As in the engine, which sums a gradient elsewhere as soon as it is complete.
+    torch_compat::consume_gradients(own, [](const at::Tensor&) {});
+    own.set_requires_grad(parameters[i].tensor.requires_grad());
+  }
+  for (size_t i = 0; i < state.buffers.size(); ++i)
+    shell->buffers[i].set_data(state.buffers[i].tensor.detach().to(device).clone());
+  return shell;
+}
+
+// Runs one layer and, for the last one, the loss. `values`: the inputs on the host, replaced by the outputs.
+LayerFootprint measure_layer(const runtime::LayerState& state, int index, Values& values, const Values* label,
+                             const LossFunction& loss, device::Device& on) {
+  const c10::Device device = on.torch_device();
+  Meter meter(on);
+  LayerFootprint footprint;
+  footprint.inputs = bytes_of(values.tensors);
+  const std::unique_ptr<runtime::LayerShell> shell = filled_shell(state, device);
+  const std::vector<at::Tensor> leaves = crossed(values.tensors, device);
+  // A layer may write to its inputs in place, which autograd forbids for leaves.
+  Values inputs{torch_compat::cross_boundary(leaves), values.structure};
+  const int64_t base = meter.current_bytes();
+  meter.reset_peak();
+  runtime::LayerContext context;
+  context.layer = index;
+  context.queue = &on.compute();
+  Values outputs = shell->forward(inputs, context);
+  for (const at::Tensor& output : outputs.tensors) {
+    if (memory::place_of(output, inputs.tensors) == inputs.tensors.size())
+      footprint.outputs += memory::settled_bytes(output);
+  }
+  outputs.tensors = torch_compat::cross_boundary(outputs.tensors);
+  std::vector<at::Tensor> roots = label != nullptr ? loss(outputs, *label) : outputs.tensors;
+  std::erase_if(roots, [](const at::Tensor& root) { return !root.requires_grad(); });
+  footprint.forward = meter.peak_bytes() - base;
+  footprint.saved = meter.current_bytes() - base;
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& root : roots) {
+    gradients.push_back(at::ones_like(root));
+    footprint.output_gradients += static_cast<int64_t>(gradients.back().nbytes());
+  }
+  Values handed_on{crossed(outputs.tensors, c10::kCPU), outputs.structure};
+  const int64_t held = meter.current_bytes();
+  outputs.tensors.clear();
+  meter.reset_peak();
+  if (!roots.empty()) torch::autograd::backward(roots, gradients);
+  footprint.backward = std::max(footprint.saved, footprint.saved + meter.peak_bytes() - held);
+  values = std::move(handed_on);
+  return footprint;
+}
+
+std::vector<LayerFootprint> measure(const runtime::ModelState& model, const StepShape& shape, const LossFunction& loss,
+                                    device::Device& device) {
+  const torch_compat::OwnGenerators::Scope own(std::make_shared<torch_compat::OwnGenerators>());
+  const at::AutoGradMode grad_mode(true);
+  Values values = shape.batch;
+  Values label{crossed(shape.label.tensors, device.torch_device()), shape.label.structure};
+  std::vector<LayerFootprint> footprints;
+  for (int l = 0; l < model.layer_count(); ++l) {
+    const bool last = l + 1 == model.layer_count();
+    footprints.push_back(
+        measure_layer(*model.layers[static_cast<size_t>(l)], l, values, last ? &label : nullptr, loss, device));
+  }
+  return footprints;
+}
+
+simulate::HostMemory host_of(const runtime::ModelState& model) {
+  std::vector<std::vector<simulate::ParameterSize>> blocks;
+  for (const runtime::BlockState& block : model.blocks) {
+    blocks.emplace_back();
+    for (const memory::NamedTensor& parameter : block.block->parameters()) {
+      const at::Tensor& tensor = parameter.tensor;
+      const auto master = optim::remainder_dtype(tensor.scalar_type());
+      blocks.back().push_back({.elements = tensor.numel(),
+                               .element_bytes = static_cast<int64_t>(tensor.element_size()),
+                               .master_bytes = master ? static_cast<int64_t>(c10::elementSize(*master)) : 0,
+                               .trained = tensor.requires_grad(),
+                               .tied = block.tied()});
+    }
+  }
+  return simulate::predict_host(blocks, /*moments_8bit=*/false);
+}
+
+int64_t cap_of(Engine& engine) {
+  int64_t cap = 0;
+  for (int i = 0; i < engine.size(); ++i) {
+    const int64_t own = engine.worker(i).device().memory_limit_bytes();
+    if (own > 0 && (cap == 0 || own < cap)) cap = own;
+  }
+  return cap;
+}
+
+}  // namespace
+
+MemoryPrediction predict_step(runtime::Pipeline& pipeline, const StepShape& shape, const LossFunction& loss,
+                              const RunOptions& options) {
+  const std::shared_ptr<Engine> engine = Engine::current();
+  const runtime::ModelState& model = pipeline.model();
+  const std::vector<LayerFootprint> footprints = measure(model, shape, loss, engine->worker(0).device());
+
+  simulate::StepSizes sizes;
+  std::vector<int64_t> kept;
+  std::vector<int64_t> passed_on;
+  for (int l = 0; l < model.layer_count(); ++l) {
+    const runtime::StageLayout layout = runtime::lay_out_stage(model, l, l + 1);
+    const LayerFootprint& footprint = footprints[static_cast<size_t>(l)];
+    sizes.layers.push_back({layout.size_bytes, layout.gradient_bytes, layout.sum_bytes, layout.rounded_bytes});
+    kept.push_back(simulate::kept_bytes(footprint, options.recompute_grain));
+    passed_on.push_back(footprint.outputs);
+  }
+  sizes.footprints = footprints;
+  sizes.grain = options.recompute_grain;
+  sizes.label_bytes = bytes_of(shape.label.tensors);
+  sizes.gradient_groups = options.gradient_groups;
+
+  const auto plans = [&](int steps) {
+    return runtime::preview_plans(model, options.route, schedule::PlanMode::kFused, shape.microbatches,
+                                  options.gradient_groups, pipeline.planner(), *engine, steps);
+  };
+  const simulate::DeviceRules rules{cap_of(*engine), engine->worker(0).device().copies_on_compute_cores()};
+  pipeline.planner().set_bytes(kept, passed_on, 0);
+  pipeline.planner().set_bytes(kept, passed_on, simulate::largest_stage_bytes(plans(kSteps), sizes));
+
+  MemoryPrediction prediction;
+  prediction.device = simulate::predict_device(plans(kSteps), sizes, rules);
+  pipeline.model().work_bytes.store(std::max<int64_t>(1, prediction.device.total() - prediction.device.weights));
+  prediction.host = host_of(model);
+  const schedule::Plan plan = plans(1).front();
+  prediction.host_values = simulate::waiting_on_host(plan, footprints, shape.microbatches);
+  prediction.host_partial_sums =
+      runtime::partial_sum_bytes(model, plan, options.gradient_groups, options.tied_grad_accumulation);
+  if (options.fault_tolerant) {
+    prediction.kept_for_failures =
+        prediction.host.gradients + 2 * prediction.host_values + shape.microbatches * sizes.label_bytes;
+  }
+  return prediction;
+}
+
+std::string MemoryPrediction::text() const {
+  std::string lines;
+  const auto row = [&](const char* name, int64_t bytes) {
+    if (bytes > 0) lines += concat("\n  ", name, ": ", format_bytes(bytes));
+  };
+  lines += "on the fullest device:";
+  row("weights", device.weights);
+  row("gradients", device.gradients);
+  row("values between stages", device.values);
+  row("work of layers", device.work);
+  row("together", device.total());
+  lines += "\non the host:";
+  row("weights", host.weights);
+  row("gradients", host.gradients);
+  row("partial sums of gradients", host_partial_sums);
+  row("fp32 masters", host.masters);
+  row("moments", host.moments);
+  row("values between stages", host_values);
+  row("kept for failures", kept_for_failures);
+  row("together", host_total());
+  return lines;
+}
+
+}  // namespace roundpipe

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include <roundpipe/api/loss.h>
+#include <roundpipe/api/run_options.h>
+#include <roundpipe/runtime/pipeline.h>
+#include <roundpipe/simulate/memory_simulator.h>
+
+namespace roundpipe {
+
+// The predicted memory of a model's training step, in bytes.
+struct MemoryPrediction {
+  // On the device with the highest peak, at that peak.
+  simulate::DeviceMemory device;
+  // On the host: the model and a fused Adam with fp32 moments,
+  simulate::HostMemory host;
+  int64_t host_values = 0;        // values that wait between stages,
+  int64_t host_partial_sums = 0;  // sums of gradients of layers that devices share,
+  int64_t kept_for_failures = 0;  // and what a fault-tolerant step keeps to run jobs again.
+
+  int64_t host_total() const {
+    return host.weights + host.gradients + host.masters + host.moments + host_values + host_partial_sums +
+           kept_for_failures;
+  }
+  // A table of all of it.
+  std::string text() const;
+};
+
+// One step whose memory is to be predicted.
+struct StepShape {
+  runtime::Values batch;  // the largest microbatch, on the host
+  runtime::Values label;
+  int microbatches = 1;
+};
+
+// Predicts a step of `pipeline`. Each layer runs once, on this thread, with copies of the microbatch, forward and
+// backward; only shapes count. Plans keep to the measured sizes from now on.
+// Throws what a layer or the loss throws. REQUIRES: the pipeline has drained and shows its weights.
+MemoryPrediction predict_step(runtime::Pipeline& pipeline, const StepShape& shape, const LossFunction& loss,
+                              const RunOptions& options);
+
+}  // namespace roundpipe

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <vector>
+
+#include <roundpipe/api/run_options.h>
+#include <roundpipe/api/values.h>
+
+namespace roundpipe {
+
+// A batch that the caller has cut: one value for each microbatch. Takes the place of the inputs or of the labels of a
+// call, if rows of one dimension are not how a batch is to be cut.
+template <typename T>
+struct Microbatches {
+  std::vector<T> values;
+};
+
+namespace detail {
+
+template <typename T>
+struct IsCut : std::false_type {};
+template <typename T>
+struct IsCut<Microbatches<T>> : std::true_type {};
+
+// Inputs or labels on their way to the engine: whole, or already cut.
+struct Batch {
+  std::vector<runtime::Values> parts;
+  bool is_cut = false;
+};
+// `is_call`: a tuple is the arguments of a call.
+template <typename T>
+Batch batch_of(T value, bool is_call) {
+  Batch batch;
+  if constexpr (IsCut<T>::value) {
+    batch.is_cut = true;
+    for (auto& part : value.values) batch.parts.push_back(split(std::move(part), is_call));
+  } else {
+    batch.parts.push_back(split(std::move(value), is_call));
+  }
+  return batch;
+}
+
+// Moves tensors to the host; autograd keeps track. Throws std::invalid_argument for a tensor that has no data there or
+// is not dense and strided. `where`: begins the message.
+Batch on_host(Batch batch, const char* where);
+
+// How many microbatches the inputs make. Inputs that are cut decide it. Otherwise it is the wanted number or, unless
+// `options` ask for one, the default; at most the batch's rows. Throws std::invalid_argument if there are none.
+int count_of(const Batch& inputs, const RunOptions& options, int devices);
+
+// Cuts inputs into `count` parts: views, so gradients flow back. The tensors that are cut automatically are those with
+// as many rows as the batch: as the first tensor that is cut along a given dimension, else the most frequent number of
+// rows. A tensor of one row is never cut; for another, there is a warning. Throws std::invalid_argument for a tensor
+// with fewer rows than microbatches, and for another number of parts in a batch that is cut.
+std::vector<runtime::Values> cut_inputs(const Batch& inputs, int count, const std::vector<Cut>& cuts);
+
+// The same for labels, all of whose tensors are cut, apart from scalars and, beside a batch, single rows.
+std::vector<runtime::Values> cut_labels(const Batch& labels, int count, const std::vector<Cut>& cuts);
+
+// Puts the outputs of microbatches together: tensors with dimensions are concatenated along dimension 0, scalars
+// averaged. What is not a tensor is taken from the first microbatch. Throws std::invalid_argument if the microbatches
+// returned different types or numbers of tensors, or tensors that cannot be concatenated.
+runtime::Values merged(const std::vector<runtime::Values>& outputs, c10::Device device);
+
+}  // namespace detail
+}  // namespace roundpipe

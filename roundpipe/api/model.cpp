@@ -1,0 +1,240 @@
+#include <roundpipe/api/model.h>
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/nn/utils/clip_grad.h>
+
+#include <roundpipe/core/error.h>
+#include <roundpipe/runtime/engine.h>
+#include <roundpipe/runtime/model/random.h>
+
+namespace roundpipe {
+
+using runtime::Engine;
+using runtime::Pipeline;
+using runtime::Values;
+
+namespace {
+
+std::vector<Layer> children_of(const torch::nn::Sequential& sequential) {
+  std::vector<Layer> layers;
+  for (const torch::nn::AnyModule& child : *sequential) layers.emplace_back(child);
+  size_t place = 0;
+  for (const auto& child : sequential->named_children()) layers.at(place++).named(child.key());
+  return layers;
+}
+
+std::string name_of(size_t number, const Layer& layer) {
+  return layer.name().empty() ? std::to_string(number) : layer.name();
+}
+
+NamedParameters named_parameters_of(const std::vector<Layer>& layers) {
+  NamedParameters named;
+  for (size_t l = 0; l < layers.size(); ++l) {
+    for (const auto& [name, tensor] : layers[l].parameters())
+      named.emplace_back(name_of(l, layers[l]) + "." + name, tensor);
+  }
+  return named;
+}
+
+std::shared_ptr<Pipeline> pipeline_of(const std::vector<Layer>& layers, const ModelOptions& options) {
+  check(options.run);
+  if (layers.empty()) throw std::invalid_argument("[model] there are no layers, expected at least one");
+  const bool pinned = options.pin && Engine::current()->device_type() != c10::kCPU;
+  std::vector<std::unique_ptr<runtime::Layer>> made;
+  for (size_t l = 0; l < layers.size(); ++l) made.push_back(layers[l].for_engine(l));
+  return std::make_shared<Pipeline>(options.name.empty() ? "Model" : options.name, std::move(made), pinned);
+}
+
+runtime::CallOptions call_options(const RunOptions& options, bool requires_grad) {
+  runtime::CallOptions call;
+  call.requires_grad = requires_grad;
+  call.preserve_rng_state = options.preserve_rng_state;
+  call.recompute_grain = options.recompute_grain;
+  call.tied_grad_accumulation = options.tied_grad_accumulation;
+  call.gradient_groups = options.gradient_groups;
+  call.fault_tolerant = options.fault_tolerant;
+  return call;
+}
+
+int device_count() { return Engine::current()->pool_size(); }
+
+size_t bytes_of(const Values& values) {
+  size_t bytes = 0;
+  for (const at::Tensor& tensor : values.tensors) bytes += tensor.nbytes();
+  return bytes;
+}
+
+ModelOptions with_name(ModelOptions options, const char* name) {
+  if (options.name.empty()) options.name = name;
+  return options;
+}
+
+}  // namespace
+
+Model::Model(const torch::nn::Sequential& layers, ModelOptions options)
+    : Model(children_of(layers), with_name(std::move(options), "Sequential")) {}
+
+Model::Model(std::vector<Layer> layers, ModelOptions options)
+    : HostWeights(pipeline_of(layers, options), named_parameters_of(layers)),
+      layers_(std::move(layers)),
+      run_options_(std::move(options.run)),
+      check_loss_(options.check_loss) {}
+
+std::vector<Values> Model::run(detail::Batch inputs, RunOptions options) {
+  check(options);
+  check_trainable();
+  const bool inference = c10::InferenceMode::is_enabled();
+  const bool requires_grad = !inference && options.requires_grad.value_or(at::GradMode::is_enabled());
+  inputs = detail::on_host(std::move(inputs), "forward");
+  const int count = detail::count_of(inputs, options, device_count());
+  const std::vector<Values> parts = detail::cut_inputs(inputs, count, options.cut_inputs);
+  // The engine's tensors are none of inference mode, even if its callers are in it.
+  const c10::InferenceMode no_inference(false);
+  const at::AutoGradMode grad_mode(requires_grad);
+  return pipeline().forward(parts, call_options(options, requires_grad), options.route).microbatches;
+}
+
+struct Model::Request {
+  std::vector<Values> inputs;
+  std::vector<Values> labels;
+};
+
+Model::Request Model::request(const char* where, detail::Batch inputs, detail::Batch labels,
+                              const RunOptions& options) {
+  check(options);
+  check_trainable();
+  if (c10::InferenceMode::is_enabled() || !options.requires_grad.value_or(at::GradMode::is_enabled())) {
+    throw std::invalid_argument(concat("[", where, "] gradients are off here, expected them on, as ", where,
+                                       " makes them; leave the NoGradGuard or InferenceMode, or call forward"));
+  }
+  inputs = detail::on_host(std::move(inputs), where);
+  labels = detail::on_host(std::move(labels), where);
+  const int count = detail::count_of(inputs, options, device_count());
+  return {detail::cut_inputs(inputs, count, options.cut_inputs), detail::cut_labels(labels, count, options.cut_labels)};
+}
+
+Model::Pending Model::submit_cut(const char* where, detail::Batch inputs, detail::Batch labels, LossFunction loss,
+                                 const RunOptions& options, bool keep_outputs, bool refuses_nan) {
+  const Request made = request(where, std::move(inputs), std::move(labels), options);
+  return Pending(shared_pipeline(),
+                 pipeline().submit(made.inputs, made.labels, make_loss(std::move(loss), refuses_nan), keep_outputs,
+                                   call_options(options, true), options.route),
+                 check_loss_, options.output_device);
+}
+
+TrainResult Model::Pending::finish() {
+  const Pipeline::TrainResult result = pipeline_->finish(*submitted_);
+  if (check_loss_ && !GradScaler::any()) {
+    for (size_t m = 0; m < result.losses.size(); ++m) {
+      for (const at::Tensor& loss : result.losses[m]) {
+        if (loss.isnan().item<bool>()) pipeline_->discard_last_call(nan_loss(concat(" of microbatch ", m)));
+      }
+    }
+  }
+  // As after a plain backward, if the caller steps by the parameters' `.grad`.
+  if (pipeline_->gradients().shows_at_once()) {
+    pipeline_->drain();
+    pipeline_->expose();
+  }
+  const at::NoGradGuard no_grad;
+  TrainResult taken;
+  for (size_t i = 0; i < result.losses.front().size(); ++i) {
+    at::Tensor sum = result.losses.front()[i];
+    for (size_t m = 1; m < result.losses.size(); ++m) sum = sum + result.losses[m][i];
+    taken.loss = taken.loss.defined() ? taken.loss + sum : sum;
+    taken.losses.push_back(std::move(sum));
+  }
+  if (!result.outputs.empty()) taken.outputs = detail::merged(result.outputs, output_device_);
+  return taken;
+}
+
+std::vector<runtime::ExecutionRecord> Model::Pending::records() const { return submitted_->log->records(); }
+
+Step Model::step(Optimizer& optimizer, const StepOptions& options) {
+  if (options.max_grad_norm && !(*options.max_grad_norm > 0)) {
+    throw std::invalid_argument(
+        concat("[step] max_grad_norm is ", *options.max_grad_norm, ", expected a positive number or none"));
+  }
+  optimizer.core()->make_room();
+  runtime::StepOptions engine_options;
+  engine_options.asynchronous = options.asynchronous;
+  engine_options.max_norm = options.max_grad_norm.value_or(0);
+  if (options.scaler != nullptr) engine_options.loss_scale = options.scaler->begin_step();
+  const std::shared_ptr<runtime::StepRun> run = start_step(*optimizer.core(), optimizer.all_options(), engine_options);
+  if (options.scaler != nullptr) {
+    options.scaler->stepped(run);
+    // The scale of the next losses depends on these gradients.
+    if (!options.asynchronous) GradScaler::synchronize_all();
+  }
+  optimizer.count_step();
+  return Step(run);
+}
+
+Step Model::step(torch::optim::Optimizer& optimizer, const StepOptions& options) {
+  require_plain("step");
+  pipeline().planner().set_asynchronous(false);
+  synchronize();
+  std::vector<at::Tensor> parameters;
+  std::vector<at::Tensor> gradients;
+  for (const torch::optim::OptimizerParamGroup& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (!parameter.grad().defined()) continue;
+      parameters.push_back(parameter);
+      gradients.push_back(parameter.grad());
+    }
+  }
+  bool overflowed = false;
+  if (options.scaler != nullptr) {
+    const at::NoGradGuard no_grad;
+    const double scale = options.scaler->begin_step();
+    at::Tensor found = at::zeros({1}, at::kFloat);
+    const at::Tensor inverse = at::full({1}, 1.0 / scale, at::kFloat);
+    if (!gradients.empty()) at::_amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse);
+    overflowed = found.item<float>() != 0;
+  }
+  double norm = std::nan("");
+  if (options.max_grad_norm && !overflowed)
+    norm = torch::nn::utils::clip_grad_norm_(parameters, *options.max_grad_norm);
+  if (!overflowed) optimizer.step();
+  if (options.scaler != nullptr) options.scaler->update(overflowed);
+  optimizer.zero_grad();
+  return Step(norm, overflowed);
+}
+
+MemoryPrediction Model::predict(detail::Batch inputs, detail::Batch labels, const LossFunction& loss,
+                                const RunOptions& options) {
+  const Request made = request("predict_memory", std::move(inputs), std::move(labels), options);
+  synchronize();
+  size_t largest = 0;
+  for (size_t m = 0; m < made.inputs.size(); ++m) {
+    if (bytes_of(made.inputs[m]) > bytes_of(made.inputs[largest])) largest = m;
+  }
+  const StepShape shape{made.inputs[largest], made.labels[largest], static_cast<int>(made.inputs.size())};
+  return predict_step(pipeline(), shape, loss, options);
+}
+
+const std::string& Model::name() const { return pipeline().model().name; }
+int Model::layers() const { return pipeline().model().layer_count(); }
+const std::optional<schedule::Plan>& Model::last_plan() const { return pipeline().last_plan(); }
+const std::optional<schedule::Plan>& Model::last_step_plan() const { return pipeline().last_step_plan(); }
+schedule::LayerCosts Model::costs() const { return pipeline().planner().costs(); }
+std::vector<runtime::ExecutionRecord> Model::last_records() const { return pipeline().last_records(); }
+
+uint64_t Model::layer_seed(uint64_t call, int microbatch, int layer, bool backward) const {
+  const uint64_t seed = runtime::layer_seed(random_seed(), name(), call, microbatch, layer);
+  return backward ? runtime::backward_seed(seed) : seed;
+}
+uint64_t Model::random_seed() const { return pipeline().random_seed(); }
+void Model::set_random_seed(uint64_t seed) { pipeline().set_random_seed(seed); }
+uint64_t Model::calls() const { return pipeline().calls(); }
+void Model::set_calls(uint64_t calls) { pipeline().set_calls(calls); }
+
+}  // namespace roundpipe

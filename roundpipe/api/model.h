@@ -1,0 +1,231 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/optim/optimizer.h>
+
+#include <roundpipe/api/grad_scaler.h>
+#include <roundpipe/api/host_weights.h>
+#include <roundpipe/api/layer.h>
+#include <roundpipe/api/loss.h>
+#include <roundpipe/api/memory_prediction.h>
+#include <roundpipe/api/microbatches.h>
+#include <roundpipe/api/optimizer.h>
+#include <roundpipe/api/run_options.h>
+#include <roundpipe/api/step.h>
+
+namespace roundpipe {
+
+struct ModelOptions {
+  // Keys the model's random numbers, and appears in messages. Empty: "Sequential" or "Model". Two models of one process
+  // should have different names.
+  std::string name = {};
+  // The options of calls that are given none.
+  RunOptions run = {};
+  // Page-lock the weights on the host if accelerators read them.
+  bool pin = true;
+  // A NaN loss is an error (see forward_backward), unless a GradScaler exists.
+  bool check_loss = true;
+};
+
+// Losses and outputs of a batch.
+struct TrainResult {
+  // What was differentiated: the sum over the microbatches and over the losses of the loss function. On the host.
+  at::Tensor loss;
+  // Of each loss that the function returned: the sum over the microbatches.
+  std::vector<at::Tensor> losses;
+  // The merged outputs, if they were asked for: roundpipe::join<Type>(result.outputs). Detached.
+  std::optional<runtime::Values> outputs;
+};
+
+// Trains layers whose weights stay on the host, on devices that hold a part of them at a time. The results have the
+// bits of a plain loop over the same microbatches, for any devices: docs/exactness.md.
+//
+// Ownership: shares the layers' modules, whose parameters become views of flat host blocks. Their values may be changed
+// in place after synchronize(). What was submitted goes on when the model is dropped.
+// Thread safety: one thread at a time, not a layer's or a loss's.
+// Errors: a call throws what its layers and its loss threw, with their own types, or what work from an earlier call
+// threw; the failed call's gradients are dropped, and the model can be used again. Error says the engine's own, such as
+// DeviceError for a device that has failed.
+class Model : public HostWeights {
+ public:
+  // Of the children of a torch::nn::Sequential, or of layers (see layer()). Throws std::invalid_argument if there are
+  // none, for a module that cannot be copied, and for a parameter that is not on the CPU.
+  explicit Model(const torch::nn::Sequential& layers, ModelOptions options = {});
+  explicit Model(std::vector<Layer> layers, ModelOptions options = {});
+  Model(Model&&) = default;
+  Model& operator=(Model&&) = default;
+
+  // Runs the model over `arguments`, those of the first layer's forward, and returns the merged outputs (see
+  // detail::merged) as an `Output`. If gradients are wanted, they carry a graph whose backward runs on the devices.
+  // Blocks until the outputs are there.
+  template <typename Output = at::Tensor, typename... Arguments>
+  Output forward(Arguments... arguments) {
+    return forward_with<Output>(run_options_, std::move(arguments)...);
+  }
+  template <typename Output = at::Tensor, typename... Arguments>
+  Output forward_with(const RunOptions& options, Arguments... arguments) {
+    return join<Output>(detail::merged(run(packed(std::move(arguments)...), options), options.output_device));
+  }
+  // The outputs of each microbatch, unmerged.
+  template <typename Output = at::Tensor, typename... Arguments>
+  std::vector<Output> forward_microbatches(const RunOptions& options, Arguments... arguments) {
+    std::vector<Output> outputs;
+    for (const runtime::Values& part : run(packed(std::move(arguments)...), options))
+      outputs.push_back(join<Output>(part));
+    return outputs;
+  }
+
+  // A batch that was submitted.
+  class Pending;
+
+  // Runs forward, loss and backward of one batch. Gradients add up until a step. Returns as soon as the losses are
+  // known, while the backward may still run. Without a fused optimizer, it waits for the backward, too, and leaves the
+  // gradients in the parameters' `.grad`, as a plain loop does.
+  //
+  // `inputs`: a value, a std::tuple of the arguments of the first layer, or Microbatches of these. `labels`: a value or
+  // Microbatches; std::tuple<>() for none. `loss`: a function of the outputs and the label of a microbatch, or of the
+  // outputs alone; returns a scalar, or a vector of scalars whose sum is differentiated. It runs on devices' threads.
+  //
+  // Throws Error if a loss is NaN; the batch's gradients are dropped then. Throws std::invalid_argument for a batch, an
+  // option or a loss that does not fit, or if gradients are off.
+  template <typename Inputs, typename Labels, typename Loss>
+  TrainResult forward_backward(Inputs inputs, Labels labels, Loss loss) {
+    return forward_backward(std::move(inputs), std::move(labels), std::move(loss), run_options_);
+  }
+  template <typename Inputs, typename Labels, typename Loss>
+  TrainResult forward_backward(Inputs inputs, Labels labels, Loss loss, const RunOptions& options,
+                               bool keep_outputs = false);
+
+  // Starts the work of forward_backward and returns at once, so that devices have the next batch before the last loss
+  // is read. A NaN loss is found on the device, before its gradients are used. The inputs and labels may be changed at
+  // once.
+  template <typename Inputs, typename Labels, typename Loss>
+  Pending submit(Inputs inputs, Labels labels, Loss loss);
+  template <typename Inputs, typename Labels, typename Loss>
+  Pending submit(Inputs inputs, Labels labels, Loss loss, const RunOptions& options, bool keep_outputs = false);
+
+  // Updates the weights by a fused optimizer with the gradients since the last step. Returns at once, unless two steps
+  // are in progress already. See StepOptions and Step.
+  // Throws std::invalid_argument if the optimizer was not made for this model, or for an option that does not fit; or
+  // what an earlier step or call threw: then no step was made.
+  Step step(Optimizer& optimizer, const StepOptions& options = {});
+  // Updates the weights by an optimizer of libtorch over the parameters of the layers: waits for all work, so that
+  // `.grad` holds the sums; unscales and clips; steps unless a scaled gradient is inf or NaN; and clears the gradients.
+  // `options.asynchronous` does not apply: such a step is over when this returns.
+  Step step(torch::optim::Optimizer& optimizer, const StepOptions& options = {});
+
+  // Predicts the memory that forward_backward with these arguments would take, without making a step. Each layer runs
+  // once with one microbatch, outside of the pipeline. Waits for all work first.
+  template <typename Inputs, typename Labels, typename Loss>
+  MemoryPrediction predict_memory(Inputs inputs, Labels labels, Loss loss, const RunOptions& options);
+  template <typename Inputs, typename Labels, typename Loss>
+  MemoryPrediction predict_memory(Inputs inputs, Labels labels, Loss loss) {
+    return predict_memory(std::move(inputs), std::move(labels), std::move(loss), run_options_);
+  }
+
+  // The options of calls that are given none; may be changed.
+  RunOptions& run_options() { return run_options_; }
+  const std::string& name() const;
+  int layers() const;
+
+  // The plan of the last call, and of the last one with a backward; empty before it.
+  const std::optional<schedule::Plan>& last_plan() const;
+  const std::optional<schedule::Plan>& last_step_plan() const;
+  // What the calls so far have measured of each layer; estimates before.
+  schedule::LayerCosts costs() const;
+  // When and where the last call ran what, so far.
+  std::vector<runtime::ExecutionRecord> last_records() const;
+
+  // Random numbers: before a layer runs on a microbatch of call number `call` (0, 1, ...), its generators are seeded
+  // with this value. `layer` = layers() stands for the loss; `backward`: the seed when its gradient arrives.
+  uint64_t layer_seed(uint64_t call, int microbatch, int layer, bool backward = false) const;
+  // What the seeds depend on: the seed of torch's default generator when the model was made, and the number of calls.
+  uint64_t random_seed() const;
+  void set_random_seed(uint64_t seed);
+  uint64_t calls() const;
+  void set_calls(uint64_t calls);
+
+ private:
+  template <typename... Arguments>
+  static detail::Batch packed(Arguments... arguments) {
+    if constexpr (sizeof...(Arguments) == 1) {
+      return detail::batch_of(std::move(arguments)..., /*is_call=*/false);
+    } else {
+      return detail::batch_of(std::tuple<Arguments...>(std::move(arguments)...), /*is_call=*/true);
+    }
+  }
+
+  std::vector<runtime::Values> run(detail::Batch inputs, RunOptions options);
+  struct Request;
+  Request request(const char* where, detail::Batch inputs, detail::Batch labels, const RunOptions& options);
+  Pending submit_cut(const char* where, detail::Batch inputs, detail::Batch labels, LossFunction loss,
+                     const RunOptions& options, bool keep_outputs, bool refuses_nan);
+  MemoryPrediction predict(detail::Batch inputs, detail::Batch labels, const LossFunction& loss,
+                           const RunOptions& options);
+  std::vector<Layer> layers_;
+  RunOptions run_options_;
+  bool check_loss_;
+};
+
+// A batch that Model::submit has started. What its loss refers to lives until finish() or Model::synchronize() is over.
+// Thread safety: that of its model, which it may outlive.
+class Model::Pending {
+ public:
+  // Waits for the losses, and returns what forward_backward returns. Once. Throws what forward_backward throws.
+  TrainResult finish();
+  // Records of the batch so far.
+  std::vector<runtime::ExecutionRecord> records() const;
+
+ private:
+  friend class Model;
+  Pending(std::shared_ptr<runtime::Pipeline> pipeline, std::shared_ptr<runtime::Pipeline::Submitted> submitted,
+          bool check_loss, c10::Device output_device)
+      : pipeline_(std::move(pipeline)),
+        submitted_(std::move(submitted)),
+        check_loss_(check_loss),
+        output_device_(output_device) {}
+
+  std::shared_ptr<runtime::Pipeline> pipeline_;
+  std::shared_ptr<runtime::Pipeline::Submitted> submitted_;
+  bool check_loss_;
+  c10::Device output_device_;
+};
+
+template <typename Inputs, typename Labels, typename Loss>
+TrainResult Model::forward_backward(Inputs inputs, Labels labels, Loss loss, const RunOptions& options,
+                                    bool keep_outputs) {
+  return submit_cut("forward_backward", detail::batch_of(std::move(inputs), true),
+                    detail::batch_of(std::move(labels), false), loss_function<detail::Part<Labels>>(std::move(loss)),
+                    options, keep_outputs, /*refuses_nan=*/false)
+      .finish();
+}
+
+template <typename Inputs, typename Labels, typename Loss>
+Model::Pending Model::submit(Inputs inputs, Labels labels, Loss loss) {
+  return submit(std::move(inputs), std::move(labels), std::move(loss), run_options_);
+}
+
+template <typename Inputs, typename Labels, typename Loss>
+Model::Pending Model::submit(Inputs inputs, Labels labels, Loss loss, const RunOptions& options, bool keep_outputs) {
+  return submit_cut("submit", detail::batch_of(std::move(inputs), true), detail::batch_of(std::move(labels), false),
+                    loss_function<detail::Part<Labels>>(std::move(loss)), options, keep_outputs,
+                    check_loss_ && !GradScaler::any());
+}
+
+template <typename Inputs, typename Labels, typename Loss>
+MemoryPrediction Model::predict_memory(Inputs inputs, Labels labels, Loss loss, const RunOptions& options) {
+  return predict(detail::batch_of(std::move(inputs), true), detail::batch_of(std::move(labels), false),
+                 loss_function<detail::Part<Labels>>(std::move(loss)), options);
+}
+
+}  // namespace roundpipe

@@ -1,0 +1,93 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+
+#include <roundpipe/api/host_weights.h>
+#include <roundpipe/api/learning_rate.h>
+
+namespace roundpipe {
+
+// An update rule and its hyperparameters. Made from libtorch's options, with libtorch's defaults:
+// Optimizer(model, torch::optim::AdamWOptions(1e-3)); or of any algorithm, with the defaults of torch.optim (Lion: of
+// its authors), to be changed in `options`.
+struct UpdateRule {
+  UpdateRule(const torch::optim::AdamOptions& from);
+  UpdateRule(const torch::optim::AdamWOptions& from);
+  UpdateRule(const torch::optim::SGDOptions& from);
+  UpdateRule(const torch::optim::AdagradOptions& from);
+  UpdateRule(const torch::optim::RMSpropOptions& from);
+  UpdateRule(optim::Algorithm algorithm);
+
+  optim::Algorithm algorithm;
+  optim::Hyperparameters options;
+};
+
+// Parameters with hyperparameters of their own.
+struct ParameterGroup {
+  // Whether the group has the parameter, by its name ("0.weight": layer, then name in the layer) and its tensor.
+  std::function<bool(const std::string& name, const at::Tensor& parameter)> holds;
+  optim::Hyperparameters options = {};
+};
+
+// How an optimizer keeps its state.
+struct OptimizerFormat {
+  // Of the moments: fp32, or one byte each (Adam and AdamW only).
+  optim::MomentFormat moments = optim::MomentFormat::kFloat32;
+  // Keep the gradients of 16-bit weights in fp32 on the host, to sum them over several calls before a step.
+  bool gradients_in_fp32 = false;
+};
+
+// A fused optimizer: Model::step(optimizer) updates each layer in place, on the host, as soon as its gradient has
+// landed. 16-bit weights have fp32 masters, of which only the missing part takes memory.
+//
+// Another optimizer may be made for the same model; it replaces this one, whose steps are then refused.
+// Ownership: keeps what it needs of the model. Thread safety: the caller's thread.
+class Optimizer {
+ public:
+  // For the parameters of `model` that require grad now. A parameter is in the first group that holds it, else in a
+  // last group with the options of `rule`. Waits for the model's work. Throws std::invalid_argument if there are none,
+  // a group has none, or an option or dtype does not fit; then nothing has been changed.
+  Optimizer(HostWeights& model, const UpdateRule& rule, const std::vector<ParameterGroup>& groups = {},
+            const OptimizerFormat& format = {});
+
+  // The hyperparameters of group `index`; changes hold from the next step on. The last group is that of the rule.
+  optim::Hyperparameters& options(size_t index) { return options_.at(index); }
+  optim::Hyperparameters& options() { return options_.back(); }
+  size_t groups() const { return options_.size(); }
+
+  // From now on, each group's learning rate is the one that it has now times `factor` of the number of steps made;
+  // null: the rates stay as they are.
+  void set_learning_rate(LearningRate factor);
+  // The number of steps begun, which the schedule goes by.
+  int64_t steps() const { return steps_; }
+  void set_steps(int64_t steps);
+
+  // The host memory of the model and this optimizer.
+  runtime::ModelOptimizer::HostBytes host_bytes() const;
+
+  // -- for Model --
+  const std::shared_ptr<runtime::ModelOptimizer>& core() const { return core_; }
+  const std::vector<optim::Hyperparameters>& all_options() const { return options_; }
+  void count_step();
+
+ private:
+  void schedule();
+
+  std::shared_ptr<runtime::ModelOptimizer> core_;
+  std::vector<optim::Hyperparameters> options_;
+  std::vector<double> first_rates_;
+  LearningRate factor_;
+  int64_t steps_ = 0;
+};
+
+}  // namespace roundpipe

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <variant>
+#include <vector>
+
+#include <c10/core/Device.h>
+
+#include <roundpipe/runtime/call/call.h>
+#include <roundpipe/runtime/submission.h>
+
+namespace roundpipe {
+
+// How one tensor of a batch is cut into microbatches.
+struct Cut {
+  enum class Kind {
+    kAutomatic,  // along dimension 0 if the tensor has as many rows as the batch; otherwise every microbatch gets it
+                 // whole
+    kAlong,      // along `dimension`, as at::tensor_split cuts: larger parts first
+    kWhole,      // every microbatch gets it whole
+  };
+  Kind kind = Kind::kAutomatic;
+  int64_t dimension = 0;
+
+  static Cut along(int64_t dimension) { return {Kind::kAlong, dimension}; }
+  static Cut whole() { return {Kind::kWhole, 0}; }
+};
+
+// Options of one call. A model has its own (Model::run_options), which a call uses unless it is given others.
+struct RunOptions {
+  // Whether outputs carry gradients; unset: the grad mode at the call.
+  std::optional<bool> requires_grad = std::nullopt;
+  // The number of microbatches of a batch; unset: one more than there are devices, or fewer for a batch of fewer rows.
+  std::optional<int> microbatches = std::nullopt;
+  // Microbatches are cut into so many consecutive groups, and gradients are summed within each group, then over the
+  // groups. Devices may share a trainable layer by whole groups. See schedule::GradientGroups.
+  int gradient_groups = runtime::CallOptions{}.gradient_groups;
+  // kStage keeps only a stage's inputs until its backward; kLayer recomputes layer by layer, in less memory.
+  RecomputeGrain recompute_grain = runtime::CallOptions{}.recompute_grain;
+  // Whether a recomputation draws the same random numbers as the forward.
+  bool preserve_rng_state = runtime::CallOptions{}.preserve_rng_state;
+  runtime::TiedGradAccumulation tied_grad_accumulation = runtime::CallOptions{}.tied_grad_accumulation;
+  // Whether training goes on when a device fails: its jobs run again on the others, with the same bits.
+  bool fault_tolerant = runtime::CallOptions{}.fault_tolerant;
+  // Where merged outputs lie.
+  c10::Device output_device = c10::kCPU;
+  // How the tensors of the inputs and of the labels are cut, in the order of TensorsOf; those beyond the end of the
+  // list are cut automatically.
+  std::vector<Cut> cut_inputs = {};
+  std::vector<Cut> cut_labels = {};
+  // The stages or the plan of the step; by default, the planner chooses.
+  runtime::Route route = {};
+};
+
+// The number of microbatches of a call that asks for none.
+constexpr int default_microbatches(int devices) { return devices + 1; }
+
+// Throws std::invalid_argument for a number that is not positive.
+void check(const RunOptions& options);
+
+}  // namespace roundpipe

@@ -1,0 +1,19 @@
+#pragma once
+
+// RoundPipe for C++ programs: everything that a program with libtorch needs to train a model that does not fit its
+// devices. docs/cpp.md shows a whole program.
+//
+//   devices              set_devices("cuda:0,cuda:1"), devices(), restore_devices()
+//   a model              Model, of a torch::nn::Sequential or of Layers: layer(module), layer(parameters, function)
+//   a call               Model::forward, forward_backward, submit; RunOptions, Microbatches; values of your own:
+//   TensorsOf a step               Optimizer (fused), or torch::optim; StepOptions, Step; GradScaler; LearningRate
+//   memory and plans     Model::predict_memory, last_plan, costs
+//   errors               std::invalid_argument for a mistake of the caller's; Error, DeviceError for all else of ours
+//   hooks                Frontend: interrupts, warnings. Nothing is installed in the process by itself.
+
+#include <roundpipe/api/devices.h>
+#include <roundpipe/api/grad_scaler.h>
+#include <roundpipe/api/learning_rate.h>
+#include <roundpipe/api/model.h>
+#include <roundpipe/core/error.h>
+#include <roundpipe/core/frontend.h>

@@ -1,0 +1,83 @@
+#include <roundpipe/api/microbatches.h>
+
+#include <ATen/ATen.h>
+#include <doctest/doctest.h>
+
+using namespace roundpipe;
+using namespace roundpipe::detail;
+using at::Tensor;
+
+namespace {
+
+Batch pair_of(const Tensor& a, const Tensor& b) { return batch_of(std::tuple(a, b), true); }
+
+std::vector<std::vector<int64_t>> rows_of(const std::vector<runtime::Values>& parts) {
+  std::vector<std::vector<int64_t>> rows;
+  for (const runtime::Values& part : parts) {
+    rows.emplace_back();
+    for (const Tensor& tensor : part.tensors) rows.back().push_back(tensor.size(0));
+  }
+  return rows;
+}
+
+using Rows = std::vector<std::vector<int64_t>>;
+
+}  // namespace
+
+TEST_SUITE("microbatches") {
+  TEST_CASE("the number of microbatches") {
+    RunOptions options;
+    CHECK(count_of(pair_of(at::zeros({9, 2}), at::zeros({9})), options, 3) == 4);
+    CHECK(count_of(pair_of(at::zeros({2, 2}), at::zeros({2})), options, 3) == 2);
+    CHECK(count_of(batch_of(at::zeros({}), true), options, 3) == 1);
+    options.microbatches = 5;
+    CHECK(count_of(pair_of(at::zeros({9, 2}), at::zeros({9})), options, 3) == 5);
+    CHECK(count_of(pair_of(at::zeros({4, 2}), at::zeros({4})), options, 3) == 4);
+    CHECK(count_of(batch_of(at::zeros({}), true), options, 3) == 5);
+    CHECK_THROWS_AS(count_of(batch_of(at::zeros({0, 2}), true), options, 3), std::invalid_argument);
+    CHECK_THROWS_AS(count_of(batch_of(Microbatches<Tensor>{}, true), options, 3), std::invalid_argument);
+    CHECK_THROWS_AS(count_of(batch_of(Microbatches<Tensor>{{at::zeros({1})}}, true), options, 3),
+                    std::invalid_argument);
+    options.microbatches.reset();
+    CHECK(count_of(batch_of(Microbatches<Tensor>{{at::zeros({1}), at::zeros({7})}}, true), options, 3) == 2);
+  }
+
+  TEST_CASE("inputs are cut along the batch, larger parts first") {
+    CHECK(rows_of(cut_inputs(pair_of(at::zeros({7, 2}), at::zeros({7})), 3, {})) == Rows{{3, 3}, {2, 2}, {2, 2}});
+    // A single row stands for all rows, and so does a tensor that the options say is whole.
+    CHECK(rows_of(cut_inputs(pair_of(at::zeros({4, 2}), at::zeros({1, 2})), 2, {})) == Rows{{2, 1}, {2, 1}});
+    CHECK(rows_of(cut_inputs(pair_of(at::zeros({4, 2}), at::zeros({4})), 2, {Cut{}, Cut::whole()})) ==
+          Rows{{2, 4}, {2, 4}});
+    // Along another dimension, which then says how many rows the batch has.
+    CHECK(rows_of(cut_inputs(pair_of(at::zeros({3, 6}), at::zeros({6})), 2, {Cut::along(-1)})) == Rows{{3, 3}, {3, 3}});
+    CHECK_THROWS_AS(cut_inputs(pair_of(at::zeros({2, 2}), at::zeros({2})), 3, {}), std::invalid_argument);
+    CHECK_THROWS_AS(cut_inputs(pair_of(at::zeros({4}), at::zeros({4})), 2, {Cut::along(1)}), std::invalid_argument);
+    CHECK_THROWS_AS(cut_inputs(batch_of(at::zeros({4}), true), 2, {Cut{}, Cut{}}), std::invalid_argument);
+  }
+
+  TEST_CASE("labels are cut, all of them") {
+    CHECK(rows_of(cut_labels(pair_of(at::zeros({4, 2}), at::zeros({1, 2})), 2, {})) == Rows{{2, 1}, {2, 1}});
+    CHECK_THROWS_AS(cut_labels(pair_of(at::zeros({4}), at::zeros({3})), 2, {}), std::invalid_argument);
+    CHECK_THROWS_AS(cut_labels(batch_of(Microbatches<Tensor>{{at::zeros({1})}}, true), 2, {}), std::invalid_argument);
+    CHECK(cut_labels(batch_of(std::tuple<>(), true), 3, {}).size() == 3);
+  }
+
+  TEST_CASE("outputs are put together") {
+    using Parts = std::tuple<Tensor, Tensor, Tensor>;
+    const auto part = [](int rows, double value, int64_t count) {
+      return split(Parts(at::full({rows, 2}, value), at::scalar_tensor(value), at::scalar_tensor(count, at::kLong)));
+    };
+    const auto [rows, mean, count] = join<Parts>(merged({part(2, 1, 3), part(1, 2, 4)}, c10::kCPU));
+    CHECK(at::equal(rows.select(1, 0), at::tensor({1.0F, 1.0F, 2.0F})));
+    CHECK(mean.item<double>() == 1.5);
+    CHECK(count.item<double>() == 3.5);
+    CHECK_THROWS_AS(merged({split(at::zeros({2, 2})), split(at::zeros({2, 3}))}, c10::kCPU), std::invalid_argument);
+    CHECK_THROWS_AS(merged({split(at::zeros({2})), split(std::vector<Tensor>{at::zeros({2})})}, c10::kCPU),
+                    std::invalid_argument);
+  }
+
+  TEST_CASE("tensors that cannot travel are refused") {
+    CHECK_THROWS_AS(on_host(batch_of(at::empty({2}, at::kMeta), true), "test"), std::invalid_argument);
+    CHECK_THROWS_AS(on_host(batch_of(at::eye(2).to_sparse(), true), "test"), std::invalid_argument);
+  }
+}

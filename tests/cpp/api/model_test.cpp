@@ -1,0 +1,246 @@
+#include <roundpipe/roundpipe.h>
+
+#include <doctest/doctest.h>
+
+#include "support/plain_loop.h"
+
+using namespace roundpipe;
+using namespace roundpipe::support;
+namespace nn = torch::nn;
+
+namespace {
+
+nn::Sequential mlp(double dropout) {
+  return nn::Sequential(nn::Linear(6, 10), nn::Functional(torch::tanh), nn::Dropout(dropout), nn::Linear(10, 4));
+}
+
+nn::Sequential convolutions() {
+  return nn::Sequential(nn::Conv2d(nn::Conv2dOptions(2, 4, 3).padding(1)), nn::BatchNorm2d(4),
+                        nn::ReLU(nn::ReLUOptions().inplace(true)), nn::Flatten(), nn::Linear(4 * 5 * 5, 4));
+}
+
+Tensor cross_entropy(const Tensor& outputs, const Tensor& label) {
+  return torch::cross_entropy_loss(outputs.to(at::kFloat), label, {}, at::Reduction::Sum);
+}
+
+struct Case {
+  const char* name;
+  std::function<nn::Sequential()> layers;
+  std::vector<int64_t> shape;  // of a row
+  at::ScalarType dtype = at::kFloat;
+};
+
+const std::vector<Case>& cases() {
+  static const std::vector<Case> all = {
+      {"mlp", [] { return mlp(0); }, {6}},
+      {"dropout", [] { return mlp(0.4); }, {6}},
+      {"batch norm", [] { return convolutions(); }, {2, 5, 5}},
+      {"bf16", [] { return mlp(0.4); }, {6}, at::kBFloat16},
+  };
+  return all;
+}
+
+constexpr int64_t kRows = 12;
+
+Tensor inputs_of(const Case& tried) {
+  std::vector<int64_t> shape = {kRows};
+  shape.insert(shape.end(), tried.shape.begin(), tried.shape.end());
+  return at::randn(shape).to(tried.dtype);
+}
+
+}  // namespace
+
+TEST_SUITE("model") {
+  TEST_CASE("forward_backward is the plain loop, for any devices and microbatches") {
+    for (const Case& tried : cases()) {
+      for (const int devices : {1, 2, 4}) {
+        for (const int microbatches : {1, 3, 6}) {
+          CAPTURE(tried.name);
+          CAPTURE(devices);
+          CAPTURE(microbatches);
+          set_devices(concat("virtual:", devices, ",debug"));
+          at::manual_seed(7);
+          nn::Sequential layers = tried.layers();
+          layers->to(tried.dtype);
+          nn::Sequential plain = twin_of(layers);
+          Model model(layers);
+          model.run_options().microbatches = microbatches;
+          const PlainStep reference{bodies(plain), cross_entropy, plain->parameters()};
+          for (int step = 0; step < 2; ++step) {
+            // Two calls: their gradients add up.
+            for (int call = 0; call < 2; ++call) {
+              const Tensor batch = inputs_of(tried), labels = at::randint(4, {kRows});
+              const auto number = model.calls();
+              const TrainResult result = model.forward_backward(batch, labels, cross_entropy);
+              CHECK(same_bits(result.loss, reference.run(model, number, batch, labels, microbatches)));
+            }
+            model.synchronize();
+            CHECK(same_state(gradients_of(layers->parameters()), gradients_of(plain->parameters())));
+            CHECK(same_state(layers->buffers(), plain->buffers()));
+            for (const nn::Sequential& module : {layers, plain}) {
+              const at::NoGradGuard no_grad;
+              for (Tensor& parameter : module->parameters()) {
+                parameter.sub_(parameter.grad(), 0.01);
+                parameter.mutable_grad() = Tensor();
+              }
+            }
+          }
+          model.synchronize();
+          CHECK(same_state(layers->parameters(), plain->parameters()));
+        }
+      }
+    }
+  }
+
+  TEST_CASE("a loop of libtorch needs no other line than the call") {
+    set_devices("virtual:2,debug");
+    at::manual_seed(3);
+    nn::Sequential layers = mlp(0.2), plain = twin_of(layers);
+    Model model(layers);
+    model.run_options().microbatches = 4;
+    torch::optim::AdamW ours(layers->parameters(), torch::optim::AdamWOptions(0.02).weight_decay(0.1));
+    torch::optim::AdamW theirs(plain->parameters(), torch::optim::AdamWOptions(0.02).weight_decay(0.1));
+    const PlainStep reference{bodies(plain), cross_entropy, plain->parameters()};
+    for (int step = 0; step < 5; ++step) {
+      const Tensor batch = at::randn({kRows, 6}), labels = at::randint(4, {kRows});
+      const auto number = model.calls();
+      model.forward_backward(batch, labels, cross_entropy);
+      reference.run(model, number, batch, labels, 4);
+      ours.step();
+      ours.zero_grad();
+      theirs.step();
+      theirs.zero_grad();
+    }
+    CHECK(same_state(layers->parameters(), plain->parameters()));
+  }
+
+  TEST_CASE("autograd goes through the outputs, into parameters and inputs") {
+    for (const int devices : {1, 3}) {
+      set_devices(concat("virtual:", devices, ",debug"));
+      at::manual_seed(5);
+      nn::Sequential layers = mlp(0), plain = twin_of(layers);
+      nn::Linear before(6, 6), plain_before = twin_of(before);
+      Model model(layers);
+      model.run_options().microbatches = 1;
+      const Tensor batch = at::randn({kRows, 6});
+      const Tensor outputs = model.forward(before(batch));
+      const Tensor expected = plain->forward(plain_before(batch));
+      CHECK(same_bits(outputs, expected));
+      outputs.square().mean().backward();
+      expected.square().mean().backward();
+      CHECK(same_state(gradients_of(layers->parameters()), gradients_of(plain->parameters())));
+      CHECK(same_state(gradients_of(before->parameters()), gradients_of(plain_before->parameters())));
+    }
+  }
+
+  TEST_CASE("outputs without gradients, in microbatches, in inference mode") {
+    set_devices("virtual:2");
+    at::manual_seed(6);
+    nn::Sequential layers = mlp(0.5);
+    layers->eval();
+    nn::Sequential plain = twin_of(layers);
+    plain->eval();
+    Model model(layers);
+    const Tensor batch = at::randn({kRows, 6});
+    {
+      const at::NoGradGuard no_grad;
+      CHECK_FALSE(model.forward(batch).requires_grad());
+    }
+    const c10::InferenceMode inference;
+    RunOptions options;
+    options.microbatches = 5;
+    const std::vector<Tensor> parts = model.forward_microbatches(options, batch);
+    REQUIRE(parts.size() == 5);
+    const std::vector<Tensor> rows = at::tensor_split(batch, 5);
+    for (size_t m = 0; m < 5; ++m) CHECK(same_bits(parts[m], plain->forward(rows[m])));
+    CHECK(same_bits(model.forward_with(options, batch), at::cat(parts)));
+  }
+
+  TEST_CASE("training flags and requires_grad are followed from call to call") {
+    set_devices("virtual:2,debug");
+    at::manual_seed(8);
+    nn::Sequential layers = mlp(0.5), plain = twin_of(layers);
+    Model model(layers);
+    model.run_options().microbatches = 2;
+    const Tensor batch = at::randn({kRows, 6}), labels = at::randint(4, {kRows});
+    for (const bool trains : {true, false, true}) {
+      layers->train(trains);
+      plain->train(trains);
+      const PlainStep reference{bodies(plain), cross_entropy, plain->parameters()};
+      const auto number = model.calls();
+      CHECK(same_bits(model.forward_backward(batch, labels, cross_entropy).loss,
+                      reference.run(model, number, batch, labels, 2)));
+    }
+    model.synchronize();
+    for (Tensor& parameter : layers->parameters()) parameter.mutable_grad() = Tensor();
+    layers->children()[0]->parameters()[0].set_requires_grad(false);
+    model.forward_backward(batch, labels, cross_entropy);
+    model.synchronize();
+    CHECK_FALSE(layers->parameters()[0].grad().defined());
+    CHECK(layers->parameters()[1].grad().defined());
+  }
+
+  TEST_CASE("the user's generator does not notice the model") {
+    set_devices("virtual:2");
+    at::manual_seed(9);
+    nn::Sequential layers = mlp(0.5);
+    const Tensor batch = at::randn({kRows, 6}), labels = at::randint(4, {kRows});
+    const auto state = at::detail::getDefaultCPUGenerator().get_state();
+    Model model(layers);
+    model.forward_backward(batch, labels, cross_entropy);
+    model.synchronize();
+    CHECK(at::equal(state, at::detail::getDefaultCPUGenerator().get_state()));
+  }
+
+  TEST_CASE("submitted batches overlap, and give the same") {
+    set_devices("virtual:2,debug");
+    at::manual_seed(10);
+    nn::Sequential layers = mlp(0.3), plain = twin_of(layers);
+    Model model(layers);
+    model.run_options().microbatches = 3;
+    const PlainStep reference{bodies(plain), cross_entropy, plain->parameters()};
+    const Tensor labels = at::randint(4, {kRows});
+    std::vector<Model::Pending> pending;
+    std::vector<Tensor> batches;
+    for (int i = 0; i < 3; ++i) {
+      batches.push_back(at::randn({kRows, 6}));
+      Tensor given = batches.back().clone();
+      pending.push_back(model.submit(given, labels, cross_entropy));
+      given.zero_();  // taken over already
+    }
+    for (size_t i = 0; i < 3; ++i) {
+      CHECK(same_bits(pending[i].finish().loss, reference.run(model, i, batches[i], labels, 3)));
+      CHECK_FALSE(pending[i].records().empty());
+    }
+    CHECK_THROWS_AS(pending[0].finish(), std::invalid_argument);
+    model.synchronize();
+    CHECK(same_state(gradients_of(layers->parameters()), gradients_of(plain->parameters())));
+  }
+
+  TEST_CASE("plans, costs and a prediction of memory") {
+    set_devices("virtual:2,memory=64MB");
+    at::manual_seed(11);
+    nn::Sequential layers = mlp(0);
+    Model model(layers);
+    const Tensor batch = at::randn({kRows, 6}), labels = at::randint(4, {kRows});
+    CHECK_FALSE(model.last_step_plan().has_value());
+    const MemoryPrediction prediction = model.predict_memory(batch, labels, cross_entropy);
+    CHECK(prediction.device.weights > 0);
+    CHECK(prediction.device.work > 0);
+    CHECK(prediction.host.weights >= (6 * 10 + 10 + 10 * 4 + 4) * 4);
+    CHECK(prediction.host.moments == 2 * prediction.host.weights);
+    CHECK(prediction.text().find("on the host") != std::string::npos);
+    CHECK(model.calls() == 0);
+    for (const Tensor& parameter : layers->parameters()) CHECK_FALSE(parameter.grad().defined());
+    model.forward_backward(batch, labels, cross_entropy);
+    model.synchronize();
+    REQUIRE(model.last_step_plan().has_value());
+    CHECK(model.last_step_plan()->microbatches == 3);
+    CHECK(model.costs().size() == 4);
+    CHECK_FALSE(model.last_records().empty());
+    int64_t peak = 0;
+    for (const DeviceInfo& device : devices()) peak = std::max(peak, device.peak_bytes);
+    CHECK(prediction.device.total() >= peak / 2);
+    CHECK(prediction.device.total() <= 4 * peak);
+  }
+}
