@@ -69,8 +69,13 @@ int main(int argc, char** argv) {
   const int steps = argc > 1 ? std::atoi(argv[1]) : 60;
   torch::manual_seed(0);
 
-  nn::Sequential layers(nn::Conv2d(nn::Conv2dOptions(1, 16, 3).padding(1)), nn::Functional(torch::relu), Residual(16),
-                        Residual(16), nn::Flatten(), nn::Dropout(0.1), nn::Linear(16 * kSide * kSide, kClasses));
+  nn::Sequential layers{nn::Conv2d(nn::Conv2dOptions(1, 16, 3).padding(1)),
+                        nn::Functional(torch::relu),
+                        Residual(16),
+                        Residual(16),
+                        nn::Flatten(),
+                        nn::Dropout(0.1),
+                        nn::Linear(16 * kSide * kSide, kClasses)};
   roundpipe::Model model(layers);
   roundpipe::Optimizer optimizer(model, torch::optim::AdamWOptions(2e-3));
   optimizer.set_learning_rate(roundpipe::cosine_rate(steps / 10, steps));

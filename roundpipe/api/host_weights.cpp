@@ -1,7 +1,7 @@
 #include <roundpipe/api/host_weights.h>
 
-#include <algorithm>
 #include <stdexcept>
+#include <unordered_map>
 
 #include <roundpipe/api/grad_scaler.h>
 #include <roundpipe/core/error.h>
@@ -39,15 +39,12 @@ void HostWeights::zero_grad() { pipeline_->gradients().drop(); }
 std::shared_ptr<ModelOptimizer> HostWeights::bind(const GroupOf& group_of, const std::function<void()>& accepted,
                                                   optim::Algorithm algorithm, optim::MomentFormat moments,
                                                   bool gradients_in_fp32) {
-  std::vector<at::Tensor> trained;
-  std::vector<int> groups;
+  std::unordered_map<const c10::TensorImpl*, int> groups;
   for (const auto& [name, parameter] : named_) {
-    const auto same = [&parameter = parameter](const at::Tensor& known) { return known.is_same(parameter); };
-    if (!parameter.requires_grad() || std::ranges::any_of(trained, same)) continue;
-    trained.push_back(parameter);
-    groups.push_back(group_of(name, parameter));
+    const c10::TensorImpl* const key = parameter.unsafeGetTensorImpl();
+    if (parameter.requires_grad() && !groups.contains(key)) groups[key] = group_of(name, parameter);
   }
-  if (trained.empty()) {
+  if (groups.empty()) {
     throw std::invalid_argument(
         "[optimizer] the model has no trainable parameter; set requires_grad of what is to be trained");
   }
@@ -57,16 +54,16 @@ std::shared_ptr<ModelOptimizer> HostWeights::bind(const GroupOf& group_of, const
   for (const BlockState& block : pipeline_->model().blocks) {
     blocks.emplace_back();
     for (const memory::NamedTensor& parameter : block.block->parameters()) {
-      const auto same = [&](const at::Tensor& known) { return known.is_same(parameter.tensor); };
-      const auto found = std::ranges::find_if(trained, same);
-      blocks.back().push_back(found == trained.end() ? -1 : groups[static_cast<size_t>(found - trained.begin())]);
+      const auto found = groups.find(parameter.tensor.unsafeGetTensorImpl());
+      blocks.back().push_back(found == groups.end() ? -1 : found->second);
     }
   }
   if (gradients_in_fp32) pipeline_->keep_gradients_in_fp32();
   auto made = std::make_shared<ModelOptimizer>(std::vector{pipeline_},
                                                std::vector<std::vector<std::vector<int>>>{blocks}, algorithm, moments);
   pipeline_->gradients().set_shows_at_once(false);
-  trained_ = std::move(trained);
+  trained_.clear();
+  for (const auto& [key, group] : groups) trained_.insert(key);
   optimizer_ = made;
   return made;
 }
@@ -74,26 +71,28 @@ std::shared_ptr<ModelOptimizer> HostWeights::bind(const GroupOf& group_of, const
 void HostWeights::check_trainable() const {
   if (!optimizer_) return;
   for (const auto& [name, parameter] : named_) {
-    const auto same = [&parameter = parameter](const at::Tensor& known) { return known.is_same(parameter); };
-    if (!parameter.requires_grad() || std::ranges::any_of(trained_, same)) continue;
+    if (!parameter.requires_grad() || trained_.contains(parameter.unsafeGetTensorImpl())) continue;
     throw std::invalid_argument(concat("[model] parameter '", name,
                                        "' was frozen when the optimizer was made and requires grad now, so nothing "
                                        "would update it; set requires_grad first, then make the optimizer"));
   }
 }
 
-std::shared_ptr<runtime::StepRun> HostWeights::start_step(ModelOptimizer& optimizer,
-                                                          std::vector<optim::Hyperparameters> groups,
-                                                          const runtime::StepOptions& options) {
+void HostWeights::prepare_step(ModelOptimizer& optimizer, bool asynchronous) {
   if (optimizer_.get() != &optimizer) {
     throw std::invalid_argument(
         "[step] the optimizer was not made for this model, or another one was made since; make one with "
         "Optimizer(model, ...)");
   }
   check_trainable();
-  pipeline_->planner().set_asynchronous(options.asynchronous);
+  pipeline_->planner().set_asynchronous(asynchronous);
   pipeline_->raise_pending();
-  std::shared_ptr<runtime::StepRun> run = optimizer.step(std::move(groups), options);
+  optimizer.make_room();
+}
+
+std::shared_ptr<runtime::StepRun> HostWeights::start_step(std::vector<optim::Hyperparameters> groups,
+                                                          const runtime::StepOptions& options) {
+  std::shared_ptr<runtime::StepRun> run = optimizer_->step(std::move(groups), options);
   hides_weights_ = true;
   return run;
 }

@@ -3,6 +3,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -49,9 +50,11 @@ class HostWeights {
   const std::shared_ptr<runtime::Pipeline>& shared_pipeline() const { return pipeline_; }
   // Throws std::invalid_argument if a parameter has become trainable that the fused optimizer does not train.
   void check_trainable() const;
-  // Starts a step of `optimizer`. Throws std::invalid_argument if another one updates the model.
-  std::shared_ptr<runtime::StepRun> start_step(runtime::ModelOptimizer& optimizer,
-                                               std::vector<optim::Hyperparameters> groups,
+  // Waits until a step of `optimizer` can be started; throws what earlier work threw. Throws std::invalid_argument if
+  // another one updates the model.
+  void prepare_step(runtime::ModelOptimizer& optimizer, bool asynchronous);
+  // Starts it. REQUIRES: prepare_step.
+  std::shared_ptr<runtime::StepRun> start_step(std::vector<optim::Hyperparameters> groups,
                                                const runtime::StepOptions& options);
   // Throws std::invalid_argument if a fused optimizer updates the model.
   void require_plain(const char* where) const;
@@ -60,7 +63,7 @@ class HostWeights {
   std::shared_ptr<runtime::Pipeline> pipeline_;
   NamedParameters named_;
   std::shared_ptr<runtime::ModelOptimizer> optimizer_;  // null: none was made
-  std::vector<at::Tensor> trained_;                     // by it
+  std::unordered_set<const c10::TensorImpl*> trained_;  // by it
   bool hides_weights_ = false;                          // a step has begun, so parameters may show no values
 };
 

@@ -111,7 +111,7 @@ Model::Request Model::request(const char* where, detail::Batch inputs, detail::B
                               const RunOptions& options) {
   check(options);
   check_trainable();
-  if (c10::InferenceMode::is_enabled() || !options.requires_grad.value_or(at::GradMode::is_enabled())) {
+  if (c10::InferenceMode::is_enabled() || !at::GradMode::is_enabled() || !options.requires_grad.value_or(true)) {
     throw std::invalid_argument(concat("[", where, "] gradients are off here, expected them on, as ", where,
                                        " makes them; leave the NoGradGuard or InferenceMode, or call forward"));
   }
@@ -163,12 +163,12 @@ Step Model::step(Optimizer& optimizer, const StepOptions& options) {
     throw std::invalid_argument(
         concat("[step] max_grad_norm is ", *options.max_grad_norm, ", expected a positive number or none"));
   }
-  optimizer.core()->make_room();
+  prepare_step(*optimizer.core(), options.asynchronous);
   runtime::StepOptions engine_options;
   engine_options.asynchronous = options.asynchronous;
   engine_options.max_norm = options.max_grad_norm.value_or(0);
   if (options.scaler != nullptr) engine_options.loss_scale = options.scaler->begin_step();
-  const std::shared_ptr<runtime::StepRun> run = start_step(*optimizer.core(), optimizer.all_options(), engine_options);
+  const std::shared_ptr<runtime::StepRun> run = start_step(optimizer.all_options(), engine_options);
   if (options.scaler != nullptr) {
     options.scaler->stepped(run);
     // The scale of the next losses depends on these gradients.
