@@ -156,6 +156,69 @@ TEST_SUITE("model") {
     CHECK(same_bits(model.forward_with(options, batch), at::cat(parts)));
   }
 
+  TEST_CASE("layer by layer, and gradients summed by groups of microbatches") {
+    for (const int groups : {1, 2}) {
+      set_devices("virtual:3,debug");
+      at::manual_seed(12);
+      nn::Sequential layers = mlp(0.3), plain = twin_of(layers);
+      Model model(layers);
+      RunOptions options;
+      options.microbatches = 4;
+      options.gradient_groups = groups;
+      options.recompute_grain = RecomputeGrain::kLayer;
+      const Tensor batch = at::randn({kRows, 6}), labels = at::randint(4, {kRows});
+      model.forward_backward(batch, labels, cross_entropy, options);
+      model.synchronize();
+      const std::vector<Tensor> parts = at::tensor_split(batch, 4), label_parts = at::tensor_split(labels, 4);
+      std::vector<std::vector<Tensor>> sums;
+      for (size_t m = 0; m < 4; ++m) {
+        Tensor hidden = parts[m];
+        int l = 0;
+        for (const auto& body : bodies(plain)) {
+          seed_for(model, 0, m, l++);
+          hidden = body(hidden);
+        }
+        cross_entropy(hidden, label_parts[m]).backward();
+        if (groups == 2 && m % 2 == 0) continue;
+        if (groups == 1 && m < 3) continue;
+        sums.push_back(gradients_of(plain->parameters()));
+        for (Tensor& parameter : plain->parameters()) parameter.mutable_grad() = Tensor();
+      }
+      for (size_t i = 0; i < layers->parameters().size(); ++i) {
+        const Tensor expected = groups == 1 ? sums[0][i] : sums[0][i] + sums[1][i];
+        CHECK(same_bits(layers->parameters()[i].grad(), expected));
+      }
+    }
+  }
+
+  TEST_CASE("what does not fit is refused, and the model goes on") {
+    set_devices("virtual:2");
+    at::manual_seed(13);
+    nn::Sequential layers = mlp(0);
+    Model model(layers);
+    const Tensor batch = at::randn({kRows, 6}), labels = at::randint(4, {kRows});
+    RunOptions options;
+    options.gradient_groups = 0;
+    CHECK_THROWS_AS(model.forward_with(options, batch), std::invalid_argument);
+    options = {};
+    options.microbatches = 0;
+    CHECK_THROWS_AS(model.forward_backward(batch, labels, cross_entropy, options), std::invalid_argument);
+    const auto rows = [](const Tensor& outputs) { return outputs.sum(1); };
+    CHECK_THROWS_WITH_AS(model.forward_backward(batch, std::tuple<>(), rows), doctest::Contains("scalar"),
+                         std::invalid_argument);
+    {
+      const at::NoGradGuard no_grad;
+      CHECK_THROWS_AS(model.forward_backward(batch, labels, cross_entropy), std::invalid_argument);
+    }
+    CHECK_THROWS_AS(model.forward_backward(batch, at::randint(4, {kRows - 1}), cross_entropy), std::exception);
+    const auto both = [](const Tensor& outputs) { return std::vector<Tensor>{outputs.sum(), outputs.square().sum()}; };
+    const TrainResult result = model.forward_backward(batch, std::tuple<>(), both, {}, /*keep_outputs=*/true);
+    REQUIRE(result.losses.size() == 2);
+    CHECK(same_bits(result.loss, result.losses[0] + result.losses[1]));
+    CHECK(join<Tensor>(*result.outputs).sizes() == at::IntArrayRef({kRows, 4}));
+    CHECK_FALSE(join<Tensor>(*result.outputs).requires_grad());
+  }
+
   TEST_CASE("training flags and requires_grad are followed from call to call") {
     set_devices("virtual:2,debug");
     at::manual_seed(8);
