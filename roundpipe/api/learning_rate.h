@@ -5,9 +5,8 @@
 
 namespace roundpipe {
 
-// The factor of the learning rate at step number `step` (0, 1, ...), as torch.optim.lr_scheduler.LambdaLR takes it:
-// each group of an optimizer has its first learning rate times the factor. A function of the step alone, so a run that
-// resumes needs only the number of steps.
+// The factor of the learning rate at step number `step` (0, 1, ...): each group of an optimizer has its first learning
+// rate times the factor. A function of the step alone, so a run that resumes needs only the number of steps.
 using LearningRate = std::function<double(int64_t step)>;
 
 // These throw std::invalid_argument for a negative number of steps or a `floor` outside of [0, 1].
