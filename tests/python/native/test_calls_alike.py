@@ -40,11 +40,13 @@ def test_each_microbatch_has_its_own_values(recorded: list[int]) -> None:
     model = make("llama")
     plain, wrapped = copy.deepcopy(model), wrap(model)
     batches = [other(kind, seed) for seed in range(3) for kind in ("whole", "padded", "packed")]
-    batches += [{"input_ids": batches[0]["input_ids"]}, batch("whole", rows=2), {**batches[1], "num_items_in_batch": 7}]
+    batches += [{"input_ids": batches[0]["input_ids"]}, batch("whole", rows=2)]
+    batches += [{**batches[1], "num_items_in_batch": count} for count in (7, 9)]
     for arguments in batches:
         mine, theirs = wrapped(**arguments), plain(**arguments, use_cache=False)
         assert torch.equal(mine.logits, theirs.logits)
         assert (mine.loss is None) == (theirs.loss is None)
+        assert mine.loss is None or torch.equal(mine.loss, theirs.loss)
     recorded.clear()
     for arguments in batches[:9]:
         plain.zero_grad()
