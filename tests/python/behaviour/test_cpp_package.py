@@ -93,6 +93,33 @@ def test_an_application_with_the_torch(options: tuple[str, ...], prefix: Path, t
     trains(prefix, tmp_path, *options)
 
 
+@pytest.mark.long
+def test_the_examples_and_the_page_run_against_an_installed_copy(prefix: Path, libtorch: Path, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples" / "cpp", tmp_path / "examples")
+    page = (ROOT / "docs" / "cpp.md").read_text()
+    (tmp_path / "first").mkdir()
+    for language, name in (("cmake", "CMakeLists.txt"), ("cpp", "first.cpp")):
+        block = re.search(rf"`{name}`:\n\n```{language}\n(.*?)```", page, re.S)
+        assert block is not None
+        (tmp_path / "first" / name).write_text(block[1])
+    for folder in ("examples", "first"):
+        given = (f"-DCMAKE_PREFIX_PATH={prefix};{libtorch}", "-G", "Ninja")
+        run("cmake", "-S", tmp_path / folder, "-B", tmp_path / folder / "build", *given)
+        run("cmake", "--build", tmp_path / folder / "build")
+
+    def losses(program: str, *arguments: str | Path) -> list[float]:
+        found = re.findall(r"loss +([\d.]+)", run(tmp_path / program, *arguments))
+        return [float(loss) for loss in found]
+
+    for program, arguments in (
+        ("first/build/first", ()),
+        ("examples/build/classifier", ("40",)),
+        ("examples/build/language_model", (Path(re.__file__), "40")),
+    ):
+        seen = losses(program, *arguments)
+        assert len(seen) > 1 and seen[-1] < seen[0], (program, seen)
+
+
 def test_a_python_s_torch_is_found_without_running_torch(prefix: Path, tmp_path: Path) -> None:
     configure(prefix, tmp_path, f"-DROUNDPIPE_PYTHON={sys.executable}", "-G", "Ninja")
     commands = run("ninja", "-C", tmp_path, "-t", "commands", "application")
