@@ -3,6 +3,7 @@
 #include <cmath>
 #include <limits>
 
+#include <ATen/Version.h>
 #include <doctest/doctest.h>
 
 #include "support/plain_loop.h"
@@ -55,13 +56,15 @@ void clear(const nn::Sequential& layers) {
 
 TEST_SUITE("optimizer") {
   TEST_CASE("fused steps are libtorch's: SGD bit for bit, AdamW but for the last bits of its roots") {
+    // torch's kernels for any processor round twice where the others, as ours, fuse a product and a sum.
+    const bool fuses = at::get_cpu_capability() != "DEFAULT";
     for (const int devices : {1, 3}) {
       for (const bool sgd : {false, true}) {
         CAPTURE(sgd);
         set_devices(concat("virtual:", devices, ",debug"));
         at::manual_seed(1);
         Race race;
-        race.exact = sgd;
+        race.exact = sgd && fuses;
         const auto adamw = torch::optim::AdamWOptions(0.03).weight_decay(0.2);
         const auto momentum = torch::optim::SGDOptions(0.05).momentum(0.9);
         Optimizer ours(*race.model, sgd ? UpdateRule(momentum) : UpdateRule(adamw));
@@ -82,7 +85,7 @@ TEST_SUITE("optimizer") {
         for (size_t i = 0; i < race.layers->parameters().size(); ++i) {
           CHECK(at::allclose(race.layers->parameters()[i], race.plain->parameters()[i], 1e-5, 1e-6));
         }
-        if (sgd) CHECK(race.same());
+        if (race.exact) CHECK(race.same());
       }
     }
   }
