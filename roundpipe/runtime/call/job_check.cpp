@@ -67,9 +67,7 @@ void JobCheck::over(int run, std::shared_ptr<CheckedJob> job) {
     runs_[static_cast<size_t>(run)].over = true;
     if (run == 0) first_ = std::move(job);
     if (!all_over()) return;
-    std::vector<CheckedRun> seen;
-    for (const Run& each : runs_) seen.push_back(each.seen);
-    same = agree(seen);
+    same = agree(seen());
     disputed = std::exchange(disputed_, !same);
     decided = void_;
     first = first_;
@@ -85,12 +83,16 @@ void JobCheck::over(int run, std::shared_ptr<CheckedJob> job) {
   dispute_();
 }
 
+std::vector<CheckedRun> JobCheck::seen() const {
+  std::vector<CheckedRun> all;
+  for (const Run& run : runs_) all.push_back(run.seen);
+  return all;
+}
+
 Verdict JobCheck::verdict() const {
   std::vector<CheckedDevice> devices;
   for (size_t i = 0; i < devices_.size(); ++i) devices.push_back({devices_[i]->device(), changes_copies_[i] != 0});
-  std::vector<CheckedRun> runs;
-  for (const Run& run : runs_) runs.push_back(run.seen);
-  return judge(devices, runs);
+  return judge(devices, seen());
 }
 
 void JobCheck::decide() {

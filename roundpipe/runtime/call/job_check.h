@@ -64,6 +64,7 @@ class JobCheck {
     bool over = false;
   };
   size_t place_of(const std::shared_ptr<device::Health>& device) ROUNDPIPE_REQUIRES(mutex_);
+  std::vector<CheckedRun> seen() const ROUNDPIPE_REQUIRES(mutex_);
   Verdict verdict() const ROUNDPIPE_REQUIRES(mutex_);
   bool all_over() const ROUNDPIPE_REQUIRES(mutex_);
   void conclude();

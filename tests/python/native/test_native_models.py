@@ -79,6 +79,21 @@ def check_plain_bits(model: Any, arguments: dict[str, Any], **options: Any) -> N
     check_gradients(mine, theirs, exact=True)
 
 
+def native_and_python(
+    model: Any, arguments: dict[str, Any], calls: int = 1, **options: Any
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The losses of so many calls with native layers, and with Python layers; their gradients have the same bits."""
+    losses, found = [], []
+    for native in (True, False):
+        mine = copy.deepcopy(model)
+        wrapped = wrap(mine, native=native, **options)
+        losses.append([wrapped.forward_backward(input_kwargs=arguments) for _ in range(calls)])
+        wrapped.synchronize()
+        found.append(gradients(mine))
+    check_gradients(*found, exact=True)
+    return losses[0], losses[1]
+
+
 @sweep(
     "name,attention,dtype,kind,tied,devices",
     MODELS,
@@ -110,45 +125,24 @@ def test_scaled_positions(rope: str) -> None:
 def test_several_microbatches_have_the_python_layers_bits(name: str, kind: str, dtype: torch.dtype, grain: Any) -> None:
     roundpipe.devices("virtual:2")
     model = make(name, dtype).train()
-    losses, found = [], []
-    for native in (True, False):
-        mine = copy.deepcopy(model)
-        wrapped = wrap(mine, microbatches=3, native=native, config={"recompute_grain": grain})
-        losses.append(wrapped.forward_backward(input_kwargs=batch(kind, rows=5)))
-        wrapped.synchronize()
-        found.append(gradients(mine))
-    assert torch.equal(*losses)
-    check_gradients(*found, exact=True)
+    options: Any = {"microbatches": 3, "config": {"recompute_grain": grain}}
+    (native,), (python,) = native_and_python(model, batch(kind, rows=5), **options)
+    assert torch.equal(native, python)
 
 
 def test_chunks_of_loss_and_mlp_have_the_python_layers_bits() -> None:
     roundpipe.devices("virtual:1")
     model = make("qwen3", torch.bfloat16)
-    losses, found = [], []
-    for native in (True, False):
-        mine = copy.deepcopy(model)
-        wrapped = wrap(mine, native=native, loss_chunk_tokens=4, mlp_chunk_tokens=3)
-        losses.append(wrapped.forward_backward(input_kwargs=batch("padded")))
-        wrapped.synchronize()
-        found.append(gradients(mine))
-    assert torch.equal(*losses)
-    check_gradients(*found, exact=True)
+    (native,), (python,) = native_and_python(model, batch("padded"), loss_chunk_tokens=4, mlp_chunk_tokens=3)
+    assert torch.equal(native, python)
 
 
 def test_dropout_draws_the_same_numbers() -> None:
     roundpipe.devices("virtual:2")
     model = make("llama", attention_dropout=0.3).train()
-    losses, found = [], []
-    for native in (True, False):
-        mine = copy.deepcopy(model)
-        wrapped = wrap(mine, microbatches=2, native=native, name="one name for the seeds")
-        for _ in range(2):
-            losses.append(wrapped.forward_backward(input_kwargs=batch("whole")))
-        wrapped.synchronize()
-        found.append(gradients(mine))
-    assert torch.equal(losses[0], losses[2]) and torch.equal(losses[1], losses[3])
-    assert not torch.equal(losses[0], losses[1])
-    check_gradients(*found, exact=True)
+    native, python = native_and_python(model, batch("whole"), calls=2, microbatches=2, name="one name for the seeds")
+    assert all(map(torch.equal, native, python))
+    assert not torch.equal(native[0], native[1])
 
 
 def test_autocast() -> None:

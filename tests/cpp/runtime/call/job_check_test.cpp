@@ -18,15 +18,6 @@ namespace {
 constexpr int64_t kWidth = 4;
 constexpr int kMicrobatches = 3;
 
-// Layers that draw, that write buffers, that write to their inputs and that share a weight.
-std::vector<LayerSpec> all_kinds() {
-  at::manual_seed(1);
-  std::vector<LayerSpec> layers = {linear_layer("a", kWidth), norm_layer("b", kWidth), dropout_layer("c"),
-                                   linear_layer("d", kWidth), inplace_layer("e")};
-  layers.push_back(tied_layer("f", layers.front().parameters.front().tensor));
-  return layers;
-}
-
 CallOptions checked(int every, int groups = 1) {
   CallOptions options;
   options.verify_every = every;
@@ -59,12 +50,6 @@ Tensors train_steps(PipedModel& piped, const CallOptions& options, bool asynchro
   return seen;
 }
 
-bool same(const Tensors& a, const Tensors& b) {
-  bool same = a.size() == b.size();
-  for (size_t i = 0; same && i < a.size(); ++i) same = same_bits(a[i], b[i]);
-  return same;
-}
-
 // The message of the error that training ends with.
 std::string error_of(PipedModel& piped, const CallOptions& options) {
   try {
@@ -87,11 +72,12 @@ TEST_SUITE("job check") {
           CAPTURE(groups);
           CAPTURE(fused);
           use_devices("virtual:" + std::to_string(devices));
-          PipedModel plain("m", all_kinds(), fused), piped("m", all_kinds(), fused), seldom("m", all_kinds(), fused);
+          PipedModel plain("m", all_kinds(kWidth), fused), piped("m", all_kinds(kWidth), fused),
+              seldom("m", all_kinds(kWidth), fused);
           const Tensors expected = train_steps(plain, checked(0, groups), fused);
-          CHECK(same(train_steps(piped, checked(1, groups), fused), expected));
+          CHECK(same_bits(train_steps(piped, checked(1, groups), fused), expected));
           CHECK(piped.pipeline().model().verified_jobs.load() == 8);
-          CHECK(same(train_steps(seldom, checked(3, groups), fused), expected));
+          CHECK(same_bits(train_steps(seldom, checked(3, groups), fused), expected));
           CHECK(seldom.pipeline().model().verified_jobs.load() == 2);
           CHECK(plain.pipeline().model().verified_jobs.load() == 0);
         }
@@ -107,7 +93,7 @@ TEST_SUITE("job check") {
         const std::string name = "virtual:" + std::to_string(wrong);
         const auto engine =
             use_devices("virtual:" + std::to_string(devices) + ",fail=" + std::to_string(wrong) + ":bits@4");
-        PipedModel piped("m", all_kinds(), true);
+        PipedModel piped("m", all_kinds(kWidth), true);
         const std::string error = error_of(piped, checked(1));
         CHECK(error.find("[" + name + "] the device failed: it computes or copies wrong bits") == 0);
         CHECK(error.find("go back to a checkpoint") != std::string::npos);
@@ -120,7 +106,7 @@ TEST_SUITE("job check") {
 
   TEST_CASE("with fault tolerance, too") {
     const auto engine = use_devices("virtual:3,fail=1:bits@4");
-    PipedModel piped("m", all_kinds(), true);
+    PipedModel piped("m", all_kinds(kWidth), true);
     CallOptions options = checked(1);
     options.fault_tolerant = true;
     CHECK(error_of(piped, options).find("[virtual:1] the device failed: it computes") == 0);
@@ -129,15 +115,15 @@ TEST_SUITE("job check") {
 
   TEST_CASE("a device that fails while a job is checked makes nothing wrong") {
     use_devices("virtual:3");
-    PipedModel plain("m", all_kinds(), true);
+    PipedModel plain("m", all_kinds(kWidth), true);
     CallOptions options = checked(1);
     options.fault_tolerant = true;
     const Tensors expected = train_steps(plain, options, true);
     for (int at = 1; at <= 25; at += 4) {
       CAPTURE(at);
       const auto engine = use_devices("virtual:3,fail=1:error@" + std::to_string(at));
-      PipedModel piped("m", all_kinds(), true);
-      CHECK(same(train_steps(piped, options, true), expected));
+      PipedModel piped("m", all_kinds(kWidth), true);
+      CHECK(same_bits(train_steps(piped, options, true), expected));
       engine->see_to_failures();
       CHECK(engine->size() == 2);
     }
@@ -146,7 +132,7 @@ TEST_SUITE("job check") {
   TEST_CASE("no device is blamed for a layer that has other bits each time") {
     for (const char* devices : {"virtual:1", "virtual:3"}) {
       const auto engine = use_devices(devices);
-      std::vector<LayerSpec> layers = all_kinds();
+      std::vector<LayerSpec> layers = all_kinds(kWidth);
       LayerSpec drifting("g");
       drifting.body = [count = std::make_shared<std::atomic<int>>(0)](Tensors inputs, const Tensors&, const Tensors&,
                                                                       const LayerContext&) {
@@ -164,7 +150,7 @@ TEST_SUITE("job check") {
 
   TEST_CASE("an error of a layer in the run that checks is an error of the call") {
     use_devices("virtual:2");
-    std::vector<LayerSpec> layers = all_kinds();
+    std::vector<LayerSpec> layers = all_kinds(kWidth);
     layers[3].body = [body = layers[3].body, count = std::make_shared<std::atomic<int>>(0)](
                          Tensors inputs, const Tensors& parameters, const Tensors& buffers,
                          const LayerContext& context) {

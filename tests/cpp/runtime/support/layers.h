@@ -167,6 +167,15 @@ struct InjectedFault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Six layers: among them are some that draw, that write buffers, that write to their inputs and that share a weight.
+inline std::vector<LayerSpec> all_kinds(int64_t width) {
+  at::manual_seed(1);
+  std::vector<LayerSpec> layers = {linear_layer("a", width), norm_layer("b", width), dropout_layer("c"),
+                                   linear_layer("d", width), inplace_layer("e")};
+  layers.push_back(tied_layer("f", layers.front().parameters.front().tensor));
+  return layers;
+}
+
 // A place that throws once: on the `countdown`-th visit.
 class Fault {
  public:

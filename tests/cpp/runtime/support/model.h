@@ -30,6 +30,12 @@ inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   return x.nbytes() == 0 || std::memcmp(x.data_ptr(), y.data_ptr(), x.nbytes()) == 0;
 }
 
+inline bool same_bits(const Tensors& a, const Tensors& b) {
+  bool same = a.size() == b.size();
+  for (size_t i = 0; same && i < a.size(); ++i) same = same_bits(a[i], b[i]);
+  return same;
+}
+
 // Mean squared distance to the label, plus the mean of the activations, which draws nothing.
 class SquaredLoss final : public Loss {
  public:
