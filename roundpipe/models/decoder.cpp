@@ -16,9 +16,6 @@ using at::Tensor;
 
 namespace {
 
-// torch's fast kernels for grouped heads take heads up to this size.
-constexpr int64_t kWidestGroupedHead = 256;
-
 Tensor rms_norm(const Tensor& hidden, const Tensor& weight, double eps) {
   const at::ScalarType dtype = hidden.scalar_type();
   Tensor states = hidden.to(at::kFloat);
@@ -76,7 +73,7 @@ Tensor sdpa_attention(const DecoderConfig& config, Tensor query, Tensor key, Ten
   const int64_t tokens = query.size(2);
   bool grouped = false;
   if (groups > 1) {
-    grouped = !mask && key.size(-1) == value.size(-1) && value.size(-1) <= kWidestGroupedHead;
+    grouped = !mask && key.size(-1) == value.size(-1) && value.size(-1) <= ops::kWidestGroupedHead;
     if (!grouped && tokens == 1) {
       query = on_key_heads(query, groups);
       if (mask) mask = on_key_heads(*mask, groups);

@@ -19,9 +19,6 @@ using at::Tensor;
 
 namespace {
 
-// torch's fast kernels for grouped heads take heads up to this size.
-constexpr int64_t kWidestGroupedHead = 256;
-
 struct Span {
   int64_t begin = 0;
   int64_t end = 0;

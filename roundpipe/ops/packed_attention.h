@@ -8,6 +8,9 @@
 
 namespace roundpipe::ops {
 
+// The width of heads up to which torch's SDPA has fast kernels for grouped heads.
+inline constexpr int64_t kWidestGroupedHead = 256;
+
 // The documents of each row of a batch, in order; a run of padding as its negative length.
 struct Documents {
   int64_t window = 0;  // tokens that a token sees, itself included; 0: all before it

@@ -29,9 +29,8 @@ NAME = "sdpa_packed"
 # transformers refuses every name with "sdpa" in it for models whose scores SDPA cannot compute: Gemma 2, GPT-OSS.
 OTHER_NAME = "packed"
 
-_QUERIES_AT_ONCE = (
-    _core.QUERIES_AT_ONCE
-)  # for a document that is longer than its window, or whose scores are computed here
+# For a document that is longer than its window, or whose scores are computed here.
+_QUERIES_AT_ONCE = _core.QUERIES_AT_ONCE
 
 
 def register() -> None:
