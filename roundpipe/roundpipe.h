@@ -5,9 +5,10 @@
 //
 //   devices              set_devices("cuda:0,cuda:1"), devices(), restore_devices()
 //   a model              Model, of a torch::nn::Sequential or of Layers: layer(module), layer(parameters, function)
-//   a call               Model::forward, forward_backward, submit; RunOptions, Microbatches; values of your own:
-//   TensorsOf a step               Optimizer (fused), or torch::optim; StepOptions, Step; GradScaler; LearningRate
+//   a call               Model::forward, forward_backward, submit; RunOptions, Microbatches; values of your own: TensorsOf
+//   a step               Optimizer (fused), or torch::optim; StepOptions, Step; GradScaler; LearningRate
 //   memory and plans     Model::predict_memory, last_plan, costs
+//   checkpoints          save_checkpoint, load_checkpoint, load_weights, latest; StateValue; run_folder for a journal
 //   errors               std::invalid_argument for a mistake of the caller's; Error, DeviceError for all else of ours
 //   hooks                Frontend: interrupts, warnings. Nothing is installed in the process by itself.
 
@@ -17,3 +18,6 @@
 #include <roundpipe/api/model.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
+#include <roundpipe/runs/load_checkpoint.h>
+#include <roundpipe/runs/run_folders.h>
+#include <roundpipe/runs/save_checkpoint.h>

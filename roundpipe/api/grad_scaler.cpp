@@ -41,10 +41,7 @@ void require(bool holds, const char* name, double value, const char* expected) {
 }  // namespace
 
 GradScaler::GradScaler(const GradScalerOptions& options)
-    : options_(options),
-      current_(scalar(options.init_scale)),
-      growth_tracker_(at::zeros({}, at::kInt)),
-      front_(current_.clone()) {
+    : options_(options), scale_{scalar(options.init_scale), at::zeros({}, at::kInt)}, front_(scale_.current.clone()) {
   require(options.init_scale > 0 && std::isfinite(options.init_scale), "init_scale", options.init_scale,
           "a positive number");
   require(options.growth_factor > 1, "growth_factor", options.growth_factor, "more than 1");
@@ -80,24 +77,26 @@ double GradScaler::get_scale() const {
   return front_.item<double>();
 }
 
-void GradScaler::grow_or_back_off(bool overflowed) {
+void GradScaler::Scale::grow_or_back_off(const GradScalerOptions& options, bool overflowed) {
   const at::NoGradGuard no_grad;
-  at::_amp_update_scale_(current_, growth_tracker_, scalar(overflowed ? 1 : 0), options_.growth_factor,
-                         options_.backoff_factor, options_.growth_interval);
+  at::_amp_update_scale_(current, growth_tracker, scalar(overflowed ? 1 : 0), options.growth_factor,
+                         options.backoff_factor, options.growth_interval);
 }
 
-void GradScaler::finish_steps() {
+void GradScaler::Scale::follow(const GradScalerOptions& options, const std::vector<Pending>& steps) {
   const at::NoGradGuard no_grad;
-  for (const Pending& step : std::exchange(pending_, {})) {
+  for (const Pending& step : steps) {
     device::wait_interruptible(*step.run->decided());
-    const at::Tensor before = current_.clone();
-    grow_or_back_off(step.run->overflowed());
-    if (current_.item<float>() >= before.item<float>()) continue;
+    const at::Tensor before = current.clone();
+    grow_or_back_off(options, step.run->overflowed());
+    if (current.item<float>() >= before.item<float>()) continue;
     // inf or NaN, caused by a scale that was too large; an earlier step may have backed off from it already.
-    const at::Tensor backed_off = (step.scale.to(at::kDouble) * options_.backoff_factor).to(at::kFloat);
-    current_.copy_(at::minimum(before, backed_off));
+    const at::Tensor backed_off = (step.scale.to(at::kDouble) * options.backoff_factor).to(at::kFloat);
+    current.copy_(at::minimum(before, backed_off));
   }
 }
+
+void GradScaler::finish_steps() { scale_.follow(options_, std::exchange(pending_, {})); }
 
 double GradScaler::begin_step() {
   finish_steps();
@@ -108,7 +107,7 @@ double GradScaler::begin_step() {
   }
   step_scale_ = used_;
   losses_wait_ = false;
-  front_ = current_.clone();
+  front_ = scale_.current.clone();
   return step_scale_.item<double>();
 }
 
@@ -116,17 +115,17 @@ void GradScaler::stepped(std::shared_ptr<runtime::StepRun> run) { pending_.push_
 
 void GradScaler::update(bool overflowed) {
   finish_steps();
-  grow_or_back_off(overflowed);
+  scale_.grow_or_back_off(options_, overflowed);
   const std::lock_guard lock(mutex_);
   used_ = at::Tensor();
   losses_wait_ = false;
-  front_ = current_.clone();
+  front_ = scale_.current.clone();
 }
 
 void GradScaler::synchronize() {
   finish_steps();
   const std::lock_guard lock(mutex_);
-  if (!losses_wait_) front_ = current_.clone();
+  if (!losses_wait_) front_ = scale_.current.clone();
 }
 
 void GradScaler::synchronize_all() {
@@ -140,17 +139,33 @@ void GradScaler::synchronize_all() {
 
 GradScaler::State GradScaler::state() {
   synchronize();
-  return {current_.item<double>(), get_scale(), growth_tracker_.item<int64_t>()};
+  return {scale_.current.item<double>(), get_scale(), scale_.growth_tracker.item<int64_t>()};
 }
 
-void GradScaler::load(const State& state) {
-  finish_steps();
-  current_ = scalar(state.scale);
-  growth_tracker_ = at::full({}, state.growth_tracker, at::kInt);
+void GradScaler::load(const State& state) { resume(state, false); }
+
+std::function<GradScaler::State()> GradScaler::later_state() const {
   const std::lock_guard lock(mutex_);
-  used_ = at::Tensor();
-  losses_wait_ = false;
+  const double front = (losses_wait_ ? used_ : front_).item<double>();
+  return [options = options_, front, scale = Scale{scale_.current.clone(), scale_.growth_tracker.clone()},
+          pending = pending_]() mutable {
+    // The caller's interrupts are not those of the thread that asks.
+    for (const Pending& step : pending) {
+      device::wait_unless_lost(*step.run->decided());
+      if (const std::exception_ptr error = step.run->decided()->error()) std::rethrow_exception(error);
+    }
+    scale.follow(options, std::exchange(pending, {}));
+    return State{scale.current.item<double>(), front, scale.growth_tracker.item<int64_t>()};
+  };
+}
+
+void GradScaler::resume(const State& state, bool losses_wait) {
+  finish_steps();
+  scale_ = {scalar(state.scale), at::full({}, state.growth_tracker, at::kInt)};
+  const std::lock_guard lock(mutex_);
   front_ = scalar(state.front);
+  used_ = losses_wait ? front_ : at::Tensor();
+  losses_wait_ = losses_wait;
 }
 
 }  // namespace roundpipe

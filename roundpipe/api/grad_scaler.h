@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -49,6 +50,12 @@ class GradScaler {
   // The state, once all steps are over (Model::synchronize). Waits for their decisions.
   State state();
   void load(const State& state);
+  // The state after the steps that were made so far, to be asked for later and on any thread: it waits for their
+  // decisions and throws the error of a step that could not be decided. Taking it waits for nothing.
+  std::function<State()> later_state() const;
+  // The state of a training that goes on; `losses_wait`: losses were scaled that no step has consumed.
+  void resume(const State& state, bool losses_wait);
+  const GradScalerOptions& options() const { return options_; }
 
   // Whether any scaler exists. Any thread.
   static bool any();
@@ -72,12 +79,18 @@ class GradScaler {
     std::shared_ptr<runtime::StepRun> run;
     at::Tensor scale;
   };
-  void finish_steps();
-  void grow_or_back_off(bool overflowed);
+  // What steps decide.
+  struct Scale {
+    at::Tensor current;  // () fp32, the result of the latest update
+    at::Tensor growth_tracker;
 
-  const GradScalerOptions options_;
-  at::Tensor current_;  // () fp32, the result of the latest update; caller's thread only
-  at::Tensor growth_tracker_;
+    void follow(const GradScalerOptions& options, const std::vector<Pending>& steps);
+    void grow_or_back_off(const GradScalerOptions& options, bool overflowed);
+  };
+  void finish_steps();
+
+  GradScalerOptions options_;
+  Scale scale_;            // caller's thread only
   at::Tensor step_scale_;  // of the step that is about to be started
   std::vector<Pending> pending_;
   mutable std::mutex mutex_;

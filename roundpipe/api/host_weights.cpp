@@ -11,8 +11,8 @@ namespace roundpipe {
 using runtime::BlockState;
 using runtime::ModelOptimizer;
 
-HostWeights::HostWeights(std::shared_ptr<runtime::Pipeline> pipeline, NamedParameters named)
-    : pipeline_(std::move(pipeline)), named_(std::move(named)) {
+HostWeights::HostWeights(std::shared_ptr<runtime::Pipeline> pipeline, NamedParameters named, NamedParameters buffers)
+    : pipeline_(std::move(pipeline)), named_(std::move(named)), buffers_(std::move(buffers)) {
   // Until there is a fused optimizer, a backward leaves its gradients in `.grad`, as it does without a pipeline.
   pipeline_->gradients().set_shows_at_once(true);
 }

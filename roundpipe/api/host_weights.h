@@ -20,8 +20,8 @@ namespace roundpipe {
 // Thread safety: the caller's thread.
 class HostWeights {
  public:
-  // `names`: for each layer and parameter, as Layer::parameters() has them.
-  HostWeights(std::shared_ptr<runtime::Pipeline> pipeline, NamedParameters named);
+  // `named`: every parameter under every name, layer by layer; `buffers` in the same way.
+  HostWeights(std::shared_ptr<runtime::Pipeline> pipeline, NamedParameters named, NamedParameters buffers);
   HostWeights(HostWeights&&) = default;
   HostWeights& operator=(HostWeights&&) = default;
   virtual ~HostWeights() = default;
@@ -45,9 +45,15 @@ class HostWeights {
                                                 optim::Algorithm algorithm, optim::MomentFormat moments,
                                                 bool gradients_in_fp32);
 
+  // -- for checkpoints: what there is, without a look at values --
+  const std::shared_ptr<runtime::Pipeline>& shared_pipeline() const { return pipeline_; }
+  // Null: none was made.
+  const std::shared_ptr<runtime::ModelOptimizer>& fused_optimizer() const { return optimizer_; }
+  const NamedParameters& parameter_names() const { return named_; }
+  const NamedParameters& buffer_names() const { return buffers_; }
+
  protected:
   runtime::Pipeline& pipeline() const { return *pipeline_; }
-  const std::shared_ptr<runtime::Pipeline>& shared_pipeline() const { return pipeline_; }
   // Throws std::invalid_argument if a parameter has become trainable that the fused optimizer does not train.
   void check_trainable() const;
   // Waits until a step of `optimizer` can be started; throws what earlier work threw. Throws std::invalid_argument if
@@ -62,6 +68,7 @@ class HostWeights {
  private:
   std::shared_ptr<runtime::Pipeline> pipeline_;
   NamedParameters named_;
+  NamedParameters buffers_;
   std::shared_ptr<runtime::ModelOptimizer> optimizer_;  // null: none was made
   std::unordered_set<const c10::TensorImpl*> trained_;  // by it
   bool hides_weights_ = false;                          // a step has begun, so parameters may show no values

@@ -83,6 +83,7 @@ class Layer {
   std::unique_ptr<runtime::Layer> for_engine(size_t number) const;
   // The user's tensors, ties in place.
   const NamedParameters& parameters() const { return original_->parameters; }
+  const NamedParameters& buffers() const { return original_->buffers; }
 
  private:
   std::string name_;

@@ -35,10 +35,11 @@ std::string name_of(size_t number, const Layer& layer) {
   return layer.name().empty() ? std::to_string(number) : layer.name();
 }
 
-NamedParameters named_parameters_of(const std::vector<Layer>& layers) {
+// All that the layers have of one kind, by the layer's name and the name in it.
+NamedParameters named_in(const std::vector<Layer>& layers, const NamedParameters& (Layer::*kind)() const) {
   NamedParameters named;
   for (size_t l = 0; l < layers.size(); ++l) {
-    for (const auto& [name, tensor] : layers[l].parameters())
+    for (const auto& [name, tensor] : (layers[l].*kind)())
       named.emplace_back(name_of(l, layers[l]) + "." + name, tensor);
   }
   return named;
@@ -61,6 +62,7 @@ runtime::CallOptions call_options(const RunOptions& options, bool requires_grad)
   call.tied_grad_accumulation = options.tied_grad_accumulation;
   call.gradient_groups = options.gradient_groups;
   call.fault_tolerant = options.fault_tolerant;
+  call.verify_every = options.verify_every;
   return call;
 }
 
@@ -83,7 +85,8 @@ Model::Model(const torch::nn::Sequential& layers, ModelOptions options)
     : Model(children_of(layers), with_name(std::move(options), "Sequential")) {}
 
 Model::Model(std::vector<Layer> layers, ModelOptions options)
-    : HostWeights(pipeline_of(layers, options), named_parameters_of(layers)),
+    : HostWeights(pipeline_of(layers, options), named_in(layers, &Layer::parameters),
+                  named_in(layers, &Layer::buffers)),
       layers_(std::move(layers)),
       run_options_(std::move(options.run)),
       check_loss_(options.check_loss) {}

@@ -105,7 +105,8 @@ UpdateRule::UpdateRule(const torch::optim::RMSpropOptions& from) : UpdateRule(Al
 }
 
 Optimizer::Optimizer(HostWeights& model, const UpdateRule& rule, const std::vector<ParameterGroup>& groups,
-                     const OptimizerFormat& format) {
+                     const OptimizerFormat& format)
+    : algorithm_(rule.algorithm), moments_(format.moments) {
   for (const ParameterGroup& group : groups) options_.push_back(group.options);
   options_.push_back(rule.options);
   // Refuses options that the rule or the format does not know.
@@ -132,6 +133,7 @@ Optimizer::Optimizer(HostWeights& model, const UpdateRule& rule, const std::vect
 void Optimizer::set_learning_rate(LearningRate factor) {
   factor_ = std::move(factor);
   first_rates_.clear();
+  if (!factor_) return;
   for (const Hyperparameters& options : options_) first_rates_.push_back(options.lr);
   schedule();
 }
@@ -139,6 +141,12 @@ void Optimizer::set_learning_rate(LearningRate factor) {
 void Optimizer::set_steps(int64_t steps) {
   steps_ = steps;
   schedule();
+}
+
+void Optimizer::restore(std::vector<Hyperparameters> options, std::vector<double> first_rates, int64_t steps) {
+  options_ = std::move(options);
+  if (factor_) first_rates_ = std::move(first_rates);
+  set_steps(steps);
 }
 
 void Optimizer::count_step() {

@@ -80,10 +80,20 @@ class Optimizer {
   const std::vector<optim::Hyperparameters>& all_options() const { return options_; }
   void count_step();
 
+  // -- for checkpoints --
+  optim::Algorithm algorithm() const { return algorithm_; }
+  optim::MomentFormat moments() const { return moments_; }
+  // The learning rates that the schedule goes by; empty without one.
+  const std::vector<double>& first_rates() const { return first_rates_; }
+  // Continues after `steps` steps. `first_rates` matter if there is a schedule. REQUIRES: as many as there are groups.
+  void restore(std::vector<optim::Hyperparameters> options, std::vector<double> first_rates, int64_t steps);
+
  private:
   void schedule();
 
   std::shared_ptr<runtime::ModelOptimizer> core_;
+  optim::Algorithm algorithm_;
+  optim::MomentFormat moments_;
   std::vector<optim::Hyperparameters> options_;
   std::vector<double> first_rates_;
   LearningRate factor_;

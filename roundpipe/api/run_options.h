@@ -43,6 +43,9 @@ struct RunOptions {
   runtime::TiedGradAccumulation tied_grad_accumulation = runtime::CallOptions{}.tied_grad_accumulation;
   // Whether training goes on when a device fails: its jobs run again on the others, with the same bits.
   bool fault_tolerant = runtime::CallOptions{}.fault_tolerant;
+  // Of every N-th training call, one job, chosen at random, runs on a second device, too, and the bits are compared; 0:
+  // none. A device that is found wrong is named in an error (WrongBits) and taken out.
+  int verify_every = runtime::CallOptions{}.verify_every;
   // Where merged outputs lie.
   c10::Device output_device = c10::kCPU;
   // How the tensors of the inputs and of the labels are cut, in the order of TensorsOf; those beyond the end of the

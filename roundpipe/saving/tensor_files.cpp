@@ -30,14 +30,6 @@ const std::map<c10::ScalarType, const char*>& dtype_names() {
   return names;
 }
 
-c10::ScalarType dtype_of(const TensorEntry& entry, const std::string& where) {
-  for (const auto& [dtype, name] : dtype_names()) {
-    if (entry.dtype == name) return dtype;
-  }
-  throw Error(concat("[checkpoint] '", entry.name, "' in ", where, " has the dtype ", entry.dtype,
-                     ", expected one that torch has"));
-}
-
 // Reads one file in order, and keeps its checksum on the way.
 class Reader {
  public:
@@ -89,6 +81,14 @@ std::string dtype_name(c10::ScalarType dtype, const std::string& what) {
                                        ", expected a dtype that safetensors has; convert it first"));
   }
   return found->second;
+}
+
+c10::ScalarType dtype_of(const TensorEntry& entry, const std::string& path) {
+  for (const auto& [dtype, name] : dtype_names()) {
+    if (entry.dtype == name) return dtype;
+  }
+  throw Error(concat("[checkpoint] '", entry.name, "' in ", path, " has the dtype ", entry.dtype,
+                     ", expected one that torch has"));
 }
 
 void write_tensor(const Target& target, const at::Tensor& tensor) {

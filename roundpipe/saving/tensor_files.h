@@ -10,6 +10,7 @@
 
 #include <roundpipe/checkpoint/file_system.h>
 #include <roundpipe/checkpoint/output_file.h>
+#include <roundpipe/checkpoint/safetensors.h>
 
 namespace roundpipe::saving {
 
@@ -17,6 +18,9 @@ namespace roundpipe::saving {
 
 // The name of a dtype in safetensors. Throws std::invalid_argument, naming `what`, for one that the format lacks.
 std::string dtype_name(c10::ScalarType dtype, const std::string& what);
+
+// torch's dtype of a tensor in the file at `path`. Throws Error for one that torch lacks.
+c10::ScalarType dtype_of(const checkpoint::TensorEntry& entry, const std::string& path);
 
 // The place of a tensor's first byte.
 struct Target {

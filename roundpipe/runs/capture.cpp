@@ -1,0 +1,318 @@
+#include <roundpipe/runs/capture.h>
+
+#include <algorithm>
+#include <array>
+#include <unordered_map>
+
+#include <ATen/Context.h>
+#include <ATen/Version.h>
+#include <torch/version.h>
+
+#include <roundpipe/core/error.h>
+#include <roundpipe/memory/mapped_file.h>
+#include <roundpipe/runs/optimizer_options.h>
+#include <roundpipe/runs/torch_optimizer.h>
+#include <roundpipe/runtime/engine.h>
+
+namespace roundpipe {
+
+using nlohmann::ordered_json;
+using saving::Snapshot;
+
+namespace {
+
+std::string dtype_text(const at::Tensor& tensor) {
+  std::string name(c10::toString(tensor.scalar_type()));
+  if (name == "BFloat16") return "bfloat16";
+  if (name == "Half") return "float16";
+  if (name == "Float") return "float32";
+  if (name == "Double") return "float64";
+  std::ranges::transform(name, name.begin(), [](char c) { return static_cast<char>(std::tolower(c)); });
+  return name;
+}
+
+// The CRC-32 of zlib.
+uint32_t crc32(const void* data, size_t size, uint32_t crc) {
+  static const std::array<uint32_t, 256> table = [] {
+    std::array<uint32_t, 256> made{};
+    for (uint32_t i = 0; i < made.size(); ++i) {
+      uint32_t value = i;
+      for (int bit = 0; bit < 8; ++bit) value = (value & 1U) != 0 ? 0xEDB88320U ^ value >> 1 : value >> 1;
+      made[i] = value;
+    }
+    return made;
+  }();
+  crc = ~crc;
+  const auto* bytes = static_cast<const unsigned char*>(data);
+  for (size_t i = 0; i < size; ++i) crc = table[(crc ^ bytes[i]) & 255U] ^ crc >> 8;
+  return ~crc;
+}
+
+// Python's text of a tuple of integers.
+std::string tuple_text(at::IntArrayRef sizes) {
+  std::string text = "(";
+  for (size_t i = 0; i < sizes.size(); ++i) text += concat(i == 0 ? "" : ", ", sizes[i]);
+  return text + (sizes.size() == 1 ? ",)" : ")");
+}
+
+}  // namespace
+
+const char* moments_name(optim::MomentFormat moments) {
+  return moments == optim::MomentFormat::kFloat32 ? "float32" : "8bit";
+}
+
+std::string sampled_checksum(const at::Tensor& tensor) {
+  constexpr int64_t kSample_bytes = 4096;
+  const at::Tensor flat = tensor.detach().reshape(-1);
+  const int64_t size = flat.numel();
+  const int64_t count = std::max<int64_t>(kSample_bytes / static_cast<int64_t>(tensor.element_size()), 1);
+  const std::string head = concat(tuple_text(tensor.sizes()), " torch.", dtype_text(tensor));
+  uint32_t crc = crc32(head.data(), head.size(), 0);
+  const int64_t middle = std::max<int64_t>((size - count) / 2, 0);
+  for (const int64_t begin : {int64_t{0}, middle, std::max<int64_t>(size - count, 0)}) {
+    const at::Tensor part = flat.slice(0, begin, begin + count).contiguous();
+    crc = crc32(part.const_data_ptr(), part.nbytes(), crc);
+  }
+  std::array<char, 9> text{};
+  std::snprintf(text.data(), text.size(), "%08x", crc);
+  return text.data();
+}
+
+ModelNames::ModelNames(const HostWeights& model, const LeavesOut& leaves_out) {
+  std::unordered_map<const c10::TensorImpl*, std::string> first;
+  for (const auto& [name, parameter] : model.parameter_names()) {
+    const auto [found, is_new] = first.emplace(parameter.unsafeGetTensorImpl(), name);
+    if (!is_new) {
+      tied.emplace_back(name, found->second);
+      continue;
+    }
+    parameters.emplace_back(name, parameter);
+    if (parameter.requires_grad()) continue;
+    if (memory::is_mapped(parameter) || (leaves_out && leaves_out(name, parameter))) outside.insert(name);
+  }
+  for (const auto& [name, buffer] : model.buffer_names()) {
+    if (first.emplace(buffer.unsafeGetTensorImpl(), name).second) buffers.emplace_back(name, buffer);
+  }
+}
+
+const std::string* ModelNames::find(const at::Tensor& parameter) const {
+  const auto found =
+      std::ranges::find_if(parameters, [&](const auto& named) { return named.second.is_same(parameter); });
+  return found == parameters.end() ? nullptr : &found->first;
+}
+
+Capture::Capture(Model& model, int64_t step, const LeavesOut& leaves_out) : model_(model), names_(model, leaves_out) {
+  const runtime::Pipeline& pipeline = *model.shared_pipeline();
+  pipeline.wait_buffers();
+  for (const auto& [name, buffer] : names_.buffers) add(kWeights, {name, buffer.detach().clone(), std::nullopt});
+  const int devices = runtime::Engine::current()->pool_size();
+  state_["step"] = step;
+  state_["steps"] = step;
+  state_["versions"] = {{"roundpipe", ROUNDPIPE_VERSION}, {"torch", TORCH_VERSION}};
+  state_["pipelines"] = {
+      {"",
+       {{"calls", pipeline.calls()},
+        {"random_seed", pipeline.random_seed()},
+        {"num_microbatch", model.run_options().microbatches.value_or(default_microbatches(devices))}}}};
+  state_["devices"] = devices;
+  state_["dtypes"] = ordered_json::object();
+  state_["outside"] = ordered_json::object();
+  state_["tied"] = ordered_json::object();
+  for (const auto& [name, parameter] : names_.parameters) {
+    state_["dtypes"][name] = dtype_text(parameter);
+    if (names_.outside.contains(name)) state_["outside"][name] = sampled_checksum(parameter);
+  }
+  for (const auto& [name, first] : names_.tied) state_["tied"][name] = first;
+  state_["random"] = encoder_.encode(random_states(), "random");
+  state_["state"] = ordered_json::object();
+}
+
+void Capture::add(const char* section, CapturedTensor tensor) {
+  auto found = std::ranges::find(sections_, section, &Section::first);
+  if (found == sections_.end()) found = sections_.insert(found, {section, {}});
+  found->second.push_back(std::move(tensor));
+}
+
+ordered_json Capture::groups_of(const std::vector<std::vector<std::string>>& names,
+                                const std::vector<StateValue>& options) {
+  ordered_json groups = ordered_json::array();
+  for (size_t i = 0; i < options.size(); ++i) {
+    groups.push_back(
+        {{"options", encoder_.encode(options[i], concat("optimizer.param_groups[", i, "]"))}, {"params", names[i]}});
+  }
+  return groups;
+}
+
+void Capture::take(Optimizer& optimizer, const std::shared_ptr<saving::SnapshotMemory>& memory) {
+  const std::shared_ptr<runtime::ModelOptimizer>& core = optimizer.core();
+  std::vector<std::vector<std::string>> names(optimizer.groups());
+  std::set<std::string> covered;
+  for (size_t b = 0; b < core->block_count(); ++b) {
+    const runtime::ModelOptimizer::BlockContents contents = core->contents(b);
+    const std::vector<memory::NamedTensor>& parameters = contents.state->block->parameters();
+    places_.emplace_back();
+    moment_names_.emplace_back();
+    for (size_t p = 0; p < parameters.size(); ++p) {
+      const std::string& name = *names_.find(parameters[p].tensor);
+      places_.back().push_back(name);
+      moment_names_.back().emplace_back();
+      if (contents.optimizer->trains_any()) covered.insert(name);
+      const int group = contents.optimizer->group(p);
+      if (group < 0) continue;
+      names.at(static_cast<size_t>(group)).push_back(name);
+      moment_names_.back().back() =
+          optim::state_names(optimizer.algorithm(), optimizer.all_options().at(static_cast<size_t>(group)),
+                             optimizer.moments(), parameters[p].tensor.sizes());
+    }
+  }
+  // Groups list their parameters in the model's order, as torch's optimizers do.
+  for (std::vector<std::string>& group : names) {
+    std::set<std::string> members(group.begin(), group.end());
+    group.clear();
+    for (const auto& [name, parameter] : names_.parameters) {
+      if (members.contains(name)) group.push_back(name);
+    }
+  }
+  std::vector<StateValue> options;
+  std::vector<double> rates;
+  const std::vector<double>& first_rates = optimizer.first_rates();
+  for (size_t i = 0; i < optimizer.groups(); ++i) {
+    const std::optional<double> first = first_rates.empty() ? std::nullopt : std::optional(first_rates[i]);
+    options.push_back(options_dict(optimizer.algorithm(), optimizer.all_options()[i], first));
+    rates.push_back(optimizer.all_options()[i].lr);
+  }
+  state_["steps"] = optimizer.steps();
+  state_["optimizer"] = {{"class", class_name(optimizer.algorithm())},
+                         {"moments", moments_name(optimizer.moments())},
+                         {"param_groups", groups_of(names, options)}};
+  if (!first_rates.empty()) {
+    // What torch's LambdaLR keeps, whose rates are products of the same factors.
+    StateValue::List base(first_rates.begin(), first_rates.end()), last(rates.begin(), rates.end());
+    const StateValue scheduler = StateValue::dict({{"base_lrs", std::move(base)},
+                                                   {"last_epoch", optimizer.steps()},
+                                                   {"_step_count", optimizer.steps() + 1},
+                                                   {"_last_lr", std::move(last)},
+                                                   {"lr_lambdas", StateValue::List(first_rates.size())}});
+    state_["lr_schedulers"] = ordered_json::array({{{"state_dict", encoder_.encode(scheduler, "lr_schedulers[0]")}}});
+  }
+  snapshot_ = Snapshot::of(*core, memory, core);
+  for (const auto& [name, parameter] : names_.parameters) {
+    if (!covered.contains(name) && !names_.outside.contains(name)) add(kWeights, {name, parameter.detach(), {}});
+  }
+  take_shown_gradients();
+}
+
+void Capture::take(torch::optim::Optimizer& optimizer) {
+  const optim::Algorithm algorithm = algorithm_of(optimizer, "save_checkpoint");
+  std::vector<std::vector<std::string>> names;
+  for (const torch::optim::OptimizerParamGroup& group : optimizer.param_groups()) {
+    names.emplace_back();
+    for (const at::Tensor& parameter : group.params()) {
+      const std::string* const name = names_.find(parameter);
+      if (name == nullptr) {
+        throw std::invalid_argument(
+            "[save_checkpoint] the optimizer steps a tensor that is no parameter of the model, expected the model's "
+            "own; save other tensors as SaveOptions::state");
+      }
+      names.back().push_back(*name);
+    }
+  }
+  std::vector<StateValue> options;
+  for (const optim::Hyperparameters& group : options_of(optimizer))
+    options.push_back(options_dict(algorithm, group, std::nullopt));
+  state_["optimizer"] = {{"class", class_name(algorithm)},
+                         {"moments", kMomentsOfTorch},
+                         {"param_groups", groups_of(names, options)},
+                         {"state_dict", encoder_.encode(state_of(optimizer), "optimizer", /*copies_tensors=*/false)}};
+  take_weights();
+}
+
+void Capture::take_weights() {
+  for (const auto& [name, parameter] : names_.parameters) {
+    if (!names_.outside.contains(name)) add(kWeights, {name, parameter.detach(), {}});
+  }
+  take_shown_gradients();
+}
+
+void Capture::take_shown_gradients() {
+  for (const auto& [name, parameter] : names_.parameters) {
+    if (parameter.grad().defined()) add(kGradients, {name, parameter.grad().detach().clone(), {}});
+  }
+}
+
+void Capture::take_scaler(const GradScaler& scaler) {
+  scaler_ = scaler.later_state();
+  scaler_options_ = scaler.options();
+}
+
+void Capture::take_values(const std::vector<std::pair<std::string, StateValue>>& values) {
+  for (const auto& [name, value] : values) {
+    if (state_["state"].contains(name)) {
+      throw std::invalid_argument(
+          concat("[save_checkpoint] the state has '", name, "' twice, expected each name once; rename one"));
+    }
+    state_["state"][name] = {{"value", encoder_.encode(value, "state." + name)}};
+  }
+}
+
+int64_t Capture::plain_bytes() const {
+  size_t bytes = 0;
+  for (const Section& section : sections_) {
+    for (const CapturedTensor& item : section.second) bytes += item.piece ? 0 : item.tensor.nbytes();
+  }
+  return static_cast<int64_t>(bytes);
+}
+
+void Capture::copy_plain() {
+  for (Section& section : sections_) {
+    for (CapturedTensor& item : section.second) {
+      if (!item.piece) item.tensor = item.tensor.clone();
+    }
+  }
+  for (auto& [name, tensor] : encoder_.tensors()) tensor = tensor.clone();
+}
+
+void Capture::add_piece(size_t number, const Snapshot::Piece& piece) {
+  const std::string& name = places_.at(piece.block).at(piece.parameter);
+  switch (piece.part) {
+    case Snapshot::Part::kWeights:
+      return add(kWeights, {name, piece.tensor, number});
+    case Snapshot::Part::kPrevious:
+      return add(kPrevious, {name, piece.tensor, number});
+    case Snapshot::Part::kRemainder: {
+      const char* const kind = piece.tensor.scalar_type() == at::kShort ? kMasterRemainder : kMaster;
+      return add(kOptimizer, {concat(name, "/", kind), piece.tensor, number});
+    }
+    case Snapshot::Part::kMoment: {
+      const std::string& moment = moment_names_.at(piece.block).at(piece.parameter).at(piece.moment);
+      return add(kOptimizer, {concat(name, "/", moment), piece.tensor, number});
+    }
+    case Snapshot::Part::kGradient:
+      return add(kGradients, {name, piece.tensor, number});
+  }
+}
+
+void Capture::finish() {
+  if (scaler_) {
+    const GradScaler::State scale = scaler_();
+    const StateValue state = StateValue::dict({{"scale", scale.scale},
+                                               {"growth_factor", scaler_options_.growth_factor},
+                                               {"backoff_factor", scaler_options_.backoff_factor},
+                                               {"growth_interval", scaler_options_.growth_interval},
+                                               {"_growth_tracker", scale.growth_tracker}});
+    const StateValue resume = StateValue::dict({{"front", scale.front}, {"updates_on_main", false}});
+    state_["scaler"] = encoder_.encode(StateValue::dict({{"state", state}, {"resume", resume}}), "scaler");
+  }
+  if (!snapshot_) return;
+  snapshot_->wait_ready();
+  for (size_t i = 0; i < snapshot_->pieces().size(); ++i) add_piece(i, snapshot_->pieces()[i]);
+  ordered_json counters = ordered_json::object();
+  for (const Snapshot::Counters& entry : snapshot_->counters()) {
+    const optim::Scalars& scalars = entry.scalars;
+    counters[places_.at(entry.block).at(entry.parameter)] = {
+        {"step", scalars.step}, {"mu_product", scalars.mu_product}, {"eta", scalars.eta}, {"mu", scalars.mu}};
+  }
+  state_["counters"] = std::move(counters);
+}
+
+}  // namespace roundpipe

@@ -1,0 +1,51 @@
+#include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
+
+#include <roundpipe/runs/capture.h>
+
+namespace roundpipe {
+
+namespace {
+
+at::Tensor state_of_default(c10::Device device) {
+  at::Generator generator = at::globalContext().defaultGenerator(device);
+  const std::lock_guard lock(generator.mutex());
+  return generator.get_state();
+}
+
+void set_state_of_default(c10::Device device, const at::Tensor& state) {
+  at::Generator generator = at::globalContext().defaultGenerator(device);
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(state);
+}
+
+int count_of(std::optional<c10::DeviceType> accelerator) {
+  return accelerator ? static_cast<int>(at::accelerator::deviceCount()) : 0;
+}
+
+}  // namespace
+
+StateValue random_states() {
+  std::vector<std::pair<std::string, StateValue>> states{{"torch", state_of_default(c10::kCPU)}};
+  const std::optional<c10::DeviceType> accelerator = at::accelerator::getAccelerator(false);
+  if (const int count = count_of(accelerator); count > 0) {
+    StateValue::List of_devices;
+    for (int i = 0; i < count; ++i)
+      of_devices.emplace_back(state_of_default({*accelerator, static_cast<c10::DeviceIndex>(i)}));
+    states.emplace_back("devices", std::move(of_devices));
+  }
+  return StateValue::dict(std::move(states));
+}
+
+void restore_random_states(const StateValue& states) {
+  set_state_of_default(c10::kCPU, states.at("torch").as_tensor());
+  const StateValue* const of_devices = states.find("devices");
+  const std::optional<c10::DeviceType> accelerator = at::accelerator::getAccelerator(false);
+  if (of_devices == nullptr) return;
+  for (int i = 0; i < count_of(accelerator) && static_cast<size_t>(i) < of_devices->items().size(); ++i) {
+    set_state_of_default({*accelerator, static_cast<c10::DeviceIndex>(i)},
+                         of_devices->items()[static_cast<size_t>(i)].as_tensor());
+  }
+}
+
+}  // namespace roundpipe

@@ -1,0 +1,107 @@
+#include <roundpipe/runs/run_folders.h>
+
+#include <sys/stat.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include <roundpipe/checkpoint/steps.h>
+#include <roundpipe/core/engine_life.h>
+#include <roundpipe/core/frontend.h>
+#include <roundpipe/core/mutex.h>
+
+namespace roundpipe {
+
+namespace {
+
+using Place = std::pair<dev_t, ino_t>;
+
+std::optional<Place> place_of(const std::string& path) {
+  struct stat found{};
+  if (::stat(path.c_str(), &found) != 0) return std::nullopt;
+  return Place{found.st_dev, found.st_ino};
+}
+
+// Both by real path. Never destroyed: saves may run while the process ends.
+struct Folders {
+  struct Open {
+    Place place;
+    std::shared_ptr<checkpoint::RunFolder> run;
+  };
+  Mutex mutex;
+  std::map<std::string, Open> open ROUNDPIPE_GUARDED_BY(mutex);
+  std::map<std::string, device::EventPtr> saves ROUNDPIPE_GUARDED_BY(mutex);
+};
+Folders& folders() {
+  static auto* instance = new Folders;
+  return *instance;
+}
+
+std::string real_path(const std::string& folder) { return std::filesystem::weakly_canonical(folder).string(); }
+
+void wait_for_all_saves() {
+  if (is_left_behind()) return;
+  std::vector<device::EventPtr> saves;
+  {
+    const MutexLock lock(folders().mutex);
+    for (const auto& [path, over] : folders().saves) saves.push_back(over);
+  }
+  for (const device::EventPtr& over : saves) over->wait_complete();
+}
+
+}  // namespace
+
+void tell_user(const std::string& notice) {
+  if (!frontend().warn(notice)) std::fprintf(stderr, "%s\n", notice.c_str());
+}
+
+std::shared_ptr<checkpoint::RunFolder> run_folder(const std::string& folder) {
+  const std::string path = real_path(folder);
+  std::shared_ptr<checkpoint::RunFolder> run;
+  {
+    Folders& all = folders();
+    const MutexLock lock(all.mutex);
+    const std::optional<Place> place = place_of(path);
+    const auto found = all.open.find(path);
+    if (found != all.open.end()) {
+      if (place == found->second.place) return found->second.run;
+      all.open.erase(found);  // the folder was removed, or another one is in its place
+    }
+    run = std::make_shared<checkpoint::RunFolder>(path);
+    all.open[path] = {place_of(path).value_or(Place{}), run};
+  }
+  for (const std::string& notice : run->notices()) tell_user("[save_checkpoint] " + notice);
+  return run;
+}
+
+std::optional<std::string> latest(const std::string& folder) {
+  const std::optional<int64_t> step = checkpoint::latest_step(folder);
+  if (!step) return std::nullopt;
+  return (std::filesystem::path(folder) / checkpoint::step_name(*step)).string();
+}
+
+void note_save(const checkpoint::RunFolder& run, device::EventPtr over) {
+  // Registered after the engine's own exit handler, so that it runs before that.
+  [[maybe_unused]] static const int registered = std::atexit(wait_for_all_saves);
+  const MutexLock lock(folders().mutex);
+  folders().saves[run.path()] = std::move(over);
+}
+
+void wait_for_saves(const std::string& folder) {
+  const std::string path = real_path(folder);
+  std::vector<device::EventPtr> saves;
+  {
+    const MutexLock lock(folders().mutex);
+    for (const std::string& own : {path, std::filesystem::path(path).parent_path().string()}) {
+      const auto found = folders().saves.find(own);
+      if (found != folders().saves.end()) saves.push_back(found->second);
+    }
+  }
+  for (const device::EventPtr& over : saves) device::wait_interruptible(*over);
+}
+
+}  // namespace roundpipe

@@ -1,0 +1,205 @@
+#include <roundpipe/runs/state_encoding.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+#include <c10/core/ScalarType.h>
+
+#include <roundpipe/checkpoint/json_text.h>
+#include <roundpipe/core/error.h>
+
+namespace roundpipe {
+
+using nlohmann::json;
+using nlohmann::ordered_json;
+
+namespace {
+
+constexpr int kDeepest = 64;
+constexpr std::string_view kDigits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+
+std::string to_base64(const std::string& data) {
+  std::string text;
+  for (size_t i = 0; i < data.size(); i += 3) {
+    uint32_t group = 0;
+    for (size_t j = 0; j < 3; ++j) group = group << 8 | (i + j < data.size() ? static_cast<uint8_t>(data[i + j]) : 0U);
+    for (size_t j = 0; j < 4; ++j) {
+      text += i + j <= data.size() ? kDigits[group >> (18 - 6 * j) & 63U] : '=';
+    }
+  }
+  return text;
+}
+
+std::string from_base64(const std::string& text, const std::string& path) {
+  const auto refuse = [&] { throw Error(concat("[load_checkpoint] ", path, " holds bytes that are not base64")); };
+  std::string data;
+  if (text.size() % 4 != 0) refuse();
+  for (size_t i = 0; i < text.size(); i += 4) {
+    uint32_t group = 0;
+    size_t padding = 0;
+    for (size_t j = 0; j < 4; ++j) {
+      const size_t digit = kDigits.find(text[i + j]);
+      if (digit != std::string_view::npos && padding == 0) {
+        group = group << 6 | static_cast<uint32_t>(digit);
+      } else if (text[i + j] == '=' && j >= 2 && i + 4 == text.size()) {
+        group <<= 6;
+        ++padding;
+      } else {
+        refuse();
+      }
+    }
+    for (size_t j = 0; j < 3 - padding; ++j) data += static_cast<char>(group >> (16 - 8 * j) & 255U);
+  }
+  return data;
+}
+
+// torch's dtype of a NumPy array, by NumPy's name without the order of its bytes.
+at::ScalarType dtype_of_array(const std::string& name, const std::string& path) {
+  constexpr std::array<std::pair<std::string_view, at::ScalarType>, 14> kTypes{{{"b1", at::kBool},
+                                                                                {"i1", at::kChar},
+                                                                                {"i2", at::kShort},
+                                                                                {"i4", at::kInt},
+                                                                                {"i8", at::kLong},
+                                                                                {"u1", at::kByte},
+                                                                                {"u2", at::kUInt16},
+                                                                                {"u4", at::kUInt32},
+                                                                                {"u8", at::kUInt64},
+                                                                                {"f2", at::kHalf},
+                                                                                {"f4", at::kFloat},
+                                                                                {"f8", at::kDouble},
+                                                                                {"c8", at::kComplexFloat},
+                                                                                {"c16", at::kComplexDouble}}};
+  for (const auto& [own, type] : kTypes) {
+    if (name.size() == own.size() + 1 && (name[0] == '<' || name[0] == '|') && name.ends_with(own)) return type;
+  }
+  throw Error(concat("[load_checkpoint] ", path, " is a NumPy array of type ", checkpoint::shown(name),
+                     ", which torch does not have; load it from Python"));
+}
+
+StateValue::List decode_items(const json& items, const FindTensor& tensor, const std::string& path) {
+  StateValue::List list;
+  for (size_t i = 0; i < items.size(); ++i) list.push_back(decode_state(items[i], tensor, concat(path, "[", i, "]")));
+  return list;
+}
+
+StateValue decode_tagged(const json& value, const FindTensor& tensor, const std::string& path) {
+  const auto unknown = [&]() {
+    return Error(concat("[load_checkpoint] ", path,
+                        " cannot be decoded, expected the encoding of docs/checkpoint-format.md; the checkpoint is "
+                        "damaged or newer than this version"));
+  };
+  // Of several names, one is the tag. Parsed objects do not keep their order.
+  for (const char* const tag : {"array", "number"}) {
+    if (!value.contains(tag)) continue;
+    const at::ScalarType type =
+        dtype_of_array(checkpoint::member(value, "dtype", json::value_t::string, path).get<std::string>(), path);
+    std::vector<int64_t> shape;
+    for (const json& size : checkpoint::member(value, "shape", json::value_t::array, path))
+      shape.push_back(checkpoint::count(size, "a size", path));
+    return tensor(value.at(tag).get<std::string>()).contiguous().view(type).reshape(shape);
+  }
+  if (value.size() != 1) throw unknown();
+  const std::string tag = value.begin().key();
+  const json& content = value.begin().value();
+  if (tag == "int") {
+    throw Error(concat("[load_checkpoint] ", path, " is the integer ", checkpoint::shown(content.get<std::string>()),
+                       ", expected one of 64 bits; load it from Python"));
+  }
+  if (tag == "float") {
+    const std::string text = content.get<std::string>();
+    if (text == "nan") return std::numeric_limits<double>::quiet_NaN();
+    if (text == "inf") return std::numeric_limits<double>::infinity();
+    if (text == "-inf") return -std::numeric_limits<double>::infinity();
+    throw unknown();
+  }
+  if (tag == "bytes") return StateValue::Bytes{from_base64(content.get<std::string>(), path)};
+  if (tag == "tensor") return tensor(content.get<std::string>());
+  if (tag == "tuple" && content.is_array()) return StateValue::Tuple{decode_items(content, tensor, path)};
+  if (tag != "dict" || !content.is_array()) throw unknown();
+  StateValue::Dict dict;
+  for (const json& entry : content) {
+    if (!entry.is_array() || entry.size() != 2) throw unknown();
+    StateValue key = decode_state(entry[0], tensor, path + "'s key");
+    const std::string* const name = std::get_if<std::string>(&key.content());
+    StateValue decoded = decode_state(entry[1], tensor, concat(path, ".", name != nullptr ? *name : "?"));
+    dict.emplace_back(std::move(key), std::move(decoded));
+  }
+  return dict;
+}
+
+}  // namespace
+
+ordered_json StateEncoder::encode(const StateValue& value, const std::string& path, bool copies_tensors) {
+  copies_ = copies_tensors;
+  return encode_within(value, path, 0);
+}
+
+ordered_json StateEncoder::encode_items(const StateValue::List& items, const std::string& path, int depth) {
+  ordered_json list = ordered_json::array();
+  for (size_t i = 0; i < items.size(); ++i)
+    list.push_back(encode_within(items[i], concat(path, "[", i, "]"), depth + 1));
+  return list;
+}
+
+ordered_json StateEncoder::encode_within(const StateValue& value, const std::string& path, int depth) {
+  if (depth > kDeepest) {
+    throw std::invalid_argument(
+        concat("[save_checkpoint] ", path, " is nested more than ", kDeepest, " deep; leave it out of the state"));
+  }
+  const StateValue::Content& content = value.content();
+  if (const bool* const flag = std::get_if<bool>(&content)) return *flag;
+  if (const int64_t* const number = std::get_if<int64_t>(&content)) return *number;
+  if (const double* const number = std::get_if<double>(&content)) {
+    if (std::isfinite(*number)) return *number;
+    return {{"float", std::isnan(*number) ? "nan" : *number > 0 ? "inf" : "-inf"}};
+  }
+  if (const std::string* const text = std::get_if<std::string>(&content)) return *text;
+  if (const auto* const bytes = std::get_if<StateValue::Bytes>(&content)) return {{"bytes", to_base64(bytes->data)}};
+  if (const at::Tensor* const tensor = std::get_if<at::Tensor>(&content)) return {{"tensor", keep(*tensor, path)}};
+  if (const auto* const list = std::get_if<StateValue::List>(&content)) return encode_items(*list, path, depth);
+  if (const auto* const tuple = std::get_if<StateValue::Tuple>(&content))
+    return {{"tuple", encode_items(tuple->items, path, depth)}};
+  const auto* const dict = std::get_if<StateValue::Dict>(&content);
+  if (dict == nullptr) return nullptr;
+  ordered_json entries = ordered_json::array();
+  for (const auto& [key, own] : *dict) {
+    ordered_json name = encode_within(key, path + "'s key", depth + 1);
+    const std::string text = name.is_string() ? name.get<std::string>() : name.dump();
+    ordered_json encoded = encode_within(own, concat(path, ".", text), depth + 1);
+    entries.push_back(ordered_json::array({std::move(name), std::move(encoded)}));
+  }
+  return {{"dict", std::move(entries)}};
+}
+
+std::string StateEncoder::keep(const at::Tensor& tensor, const std::string& path) {
+  if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_meta()) {
+    throw std::invalid_argument(concat("[save_checkpoint] ", path,
+                                       " is no dense tensor with values, expected one; convert it, or leave it out"));
+  }
+  std::string name = path;
+  for (int count = 1; !names_.emplace(name, 0).second; ++count) name = concat(path, "#", count);
+  at::Tensor kept = tensor.detach().cpu().resolve_conj().resolve_neg();
+  if (copies_ && kept.is_alias_of(tensor)) kept = kept.clone();
+  tensors_.emplace_back(name, std::move(kept));
+  return name;
+}
+
+StateValue decode_state(const json& value, const FindTensor& tensor, const std::string& path) {
+  if (value.is_null()) return {};
+  if (value.is_boolean()) return value.get<bool>();
+  if (value.is_number_integer()) return value.get<int64_t>();
+  if (value.is_number_float()) return value.get<double>();
+  if (value.is_string()) return value.get<std::string>();
+  if (value.is_array()) return decode_items(value, tensor, path);
+  try {
+    return decode_tagged(value, tensor, path);
+  } catch (const json::exception& error) {
+    throw Error(concat("[load_checkpoint] ", path, " cannot be decoded (", error.what(),
+                       "), expected the encoding of docs/checkpoint-format.md"));
+  }
+}
+
+}  // namespace roundpipe

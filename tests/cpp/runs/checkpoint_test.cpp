@@ -1,0 +1,336 @@
+#include <filesystem>
+#include <fstream>
+
+#include <doctest/doctest.h>
+#include <unistd.h>
+
+#include <roundpipe/roundpipe.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/functional.h>
+#include <torch/nn/modules/dropout.h>
+#include <torch/nn/modules/linear.h>
+
+using namespace roundpipe;
+using at::Tensor;
+namespace nn = torch::nn;
+namespace fs = std::filesystem;
+
+namespace {
+
+class Folder {
+ public:
+  Folder() : path_(fs::temp_directory_path() / concat("roundpipe_runs_", getpid(), "_", ++count_)) {}
+  ~Folder() { fs::remove_all(path_); }
+  std::string path() const { return path_.string(); }
+
+ private:
+  static inline int count_ = 0;
+  const fs::path path_;
+};
+
+nn::Sequential mlp(at::ScalarType dtype = at::kFloat) {
+  nn::Sequential layers{nn::Linear(5, 9), nn::BatchNorm1d(9), nn::Functional(torch::tanh), nn::Dropout(0.2),
+                        nn::Linear(9, 3)};
+  layers->to(dtype);
+  return layers;
+}
+
+Tensor squares(const Tensor& outputs, const Tensor& label) { return (outputs - label).to(at::kFloat).square().sum(); }
+
+// One training: what a program makes at its start. Batches are drawn from the saved generator, so they go on, too.
+struct Training {
+  explicit Training(at::ScalarType dtype = at::kFloat, const UpdateRule& rule = torch::optim::AdamWOptions(0.02),
+                    const OptimizerFormat& format = {})
+      : layers(seeded(dtype)), model(layers), optimizer(model, rule, {}, format) {
+    optimizer.set_learning_rate(cosine_rate(2, 12));
+    model.run_options().microbatches = 3;
+  }
+  static nn::Sequential seeded(at::ScalarType dtype) {
+    at::manual_seed(4);
+    return mlp(dtype);
+  }
+  Tensor call() {
+    const Tensor batch = at::randn({8, 5}), labels = at::randn({8, 3});
+    return model
+        .forward_backward(batch.to(layers->parameters()[0].scalar_type()), labels,
+                          [this](const Tensor& out, const Tensor& label) {
+                            const Tensor loss = squares(out, label);
+                            return scaler ? scaler->scale(loss) : loss;
+                          })
+        .loss;
+  }
+  Step step(bool asynchronous) {
+    return model.step(optimizer, {.asynchronous = asynchronous, .max_grad_norm = 5, .scaler = scaler.get()});
+  }
+  std::vector<Tensor> run(int steps, bool asynchronous) {
+    std::vector<Tensor> losses;
+    for (int i = 0; i < steps; ++i) {
+      losses.push_back(call());
+      step(asynchronous);
+    }
+    return losses;
+  }
+  std::vector<Tensor> state() {
+    model.synchronize();
+    std::vector<Tensor> all;
+    for (const auto& named : layers->named_parameters()) all.push_back(named.value().detach().clone());
+    for (const auto& named : layers->named_buffers()) all.push_back(named.value().clone());
+    return all;
+  }
+  nn::Sequential layers;
+  Model model;
+  Optimizer optimizer;
+  std::unique_ptr<GradScaler> scaler;
+};
+
+void check_same(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
+  REQUIRE(a.size() == b.size());
+  for (size_t i = 0; i < a.size(); ++i) {
+    CAPTURE(i);
+    CHECK(at::equal(a[i], b[i]));
+  }
+}
+
+std::vector<std::string> told;
+struct Listener : Frontend {
+  bool warn(const std::string& notice) override {
+    told.push_back(notice);
+    return true;
+  }
+};
+
+// Calls `function` and returns the text of what it throws, of type E.
+template <typename E, typename F>
+std::string thrown(F function) {
+  try {
+    function();
+  } catch (const E& error) {
+    return error.what();
+  }
+  FAIL("nothing was thrown");
+  return "";
+}
+
+}  // namespace
+
+TEST_SUITE("checkpoint") {
+  TEST_CASE("a training that is loaded goes on with the same bits, on other devices") {
+    struct Kind {
+      const char* name;
+      at::ScalarType dtype;
+      UpdateRule rule;
+      OptimizerFormat format;
+      bool scaled;
+    };
+    const std::vector<Kind> kinds{
+        {"fp32", at::kFloat, torch::optim::AdamWOptions(0.02), {}, false},
+        {"bf16 with 8-bit moments",
+         at::kBFloat16,
+         torch::optim::AdamOptions(0.02),
+         {.moments = optim::MomentFormat::kBlockwise8Bit},
+         false},
+        {"fp16 with a scaler", at::kHalf, torch::optim::SGDOptions(0.02).momentum(0.9), {}, true},
+        {"gradients in fp32", at::kBFloat16, optim::Algorithm::kNAdam, {.gradients_in_fp32 = true}, false},
+    };
+    for (const Kind& kind : kinds) {
+      for (const bool asynchronous : {true, false}) {
+        CAPTURE(kind.name);
+        CAPTURE(asynchronous);
+        const auto make = [&](const char* devices) {
+          set_devices(devices);
+          auto made = std::make_unique<Training>(kind.dtype, kind.rule, kind.format);
+          if (kind.scaled) made->scaler = std::make_unique<GradScaler>(GradScalerOptions{.init_scale = 1 << 14});
+          return made;
+        };
+        const Folder folder;
+        std::vector<Tensor> losses, state;
+        {
+          const auto training = make("virtual:3");
+          training->run(4, asynchronous);
+          training->call();  // gradients that no step has consumed
+          const Save save = save_checkpoint(
+              folder.path(), training->model, training->optimizer,
+              {.scaler = training->scaler.get(), .state = {{"position", StateValue::dict({{"row", 40}})}}});
+          training->step(asynchronous);
+          losses = training->run(5, asynchronous);
+          state = training->state();
+          CHECK(save.wait().bytes > 0);
+          CHECK(save.step() == 4);
+        }
+        for (const char* const devices : {"virtual:1", "virtual:2"}) {
+          const auto resumed = make(devices);
+          at::manual_seed(99);
+          const Loaded loaded =
+              load_checkpoint(folder.path(), resumed->model, resumed->optimizer, {.scaler = resumed->scaler.get()});
+          CHECK(loaded.step == 4);
+          CHECK(loaded.value("position").at("row").as_int() == 40);
+          CHECK(resumed->optimizer.steps() == 4);
+          resumed->step(asynchronous);
+          check_same(resumed->run(5, asynchronous), losses);
+          check_same(resumed->state(), state);
+        }
+      }
+    }
+  }
+
+  TEST_CASE("libtorch's optimizers are saved and go on") {
+    set_devices("virtual:2");
+    using Make = std::function<std::unique_ptr<torch::optim::Optimizer>(const nn::Sequential&)>;
+    const std::vector<Make> makers{
+        [](const auto& layers) {
+          return std::make_unique<torch::optim::AdamW>(layers->parameters(),
+                                                       torch::optim::AdamWOptions(0.02).amsgrad(true));
+        },
+        [](const auto& layers) { return std::make_unique<torch::optim::Adam>(layers->parameters(), 0.01); },
+        [](const auto& layers) {
+          return std::make_unique<torch::optim::SGD>(layers->parameters(),
+                                                     torch::optim::SGDOptions(0.02).momentum(0.9));
+        },
+        [](const auto& layers) { return std::make_unique<torch::optim::Adagrad>(layers->parameters(), 0.01); },
+        [](const auto& layers) {
+          return std::make_unique<torch::optim::RMSprop>(
+              layers->parameters(), torch::optim::RMSpropOptions(0.01).momentum(0.5).centered(true));
+        }};
+    for (const Make& make : makers) {
+      const auto run = [](Model& model, torch::optim::Optimizer& optimizer, int steps) {
+        std::vector<Tensor> losses;
+        for (int i = 0; i < steps; ++i) {
+          const Tensor batch = at::randn({8, 5}), labels = at::randn({8, 3});
+          losses.push_back(model.forward_backward(batch, labels, squares).loss);
+          model.step(optimizer);
+        }
+        return losses;
+      };
+      const Folder folder;
+      nn::Sequential layers = Training::seeded(at::kFloat);
+      Model model(layers);
+      const auto optimizer = make(layers);
+      run(model, *optimizer, 3);
+      // One byte of memory: everything is written before the call returns.
+      save_checkpoint(folder.path(), model, *optimizer, {.step = 3, .snapshot_memory_bytes = 1}).wait();
+      const std::vector<Tensor> losses = run(model, *optimizer, 3);
+      nn::Sequential other = mlp();
+      Model resumed(other);
+      const auto again = make(other);
+      CHECK(load_checkpoint(folder.path(), resumed, *again).step == 3);
+      check_same(run(resumed, *again, 3), losses);
+      check_same(other->parameters(), layers->parameters());
+    }
+  }
+
+  TEST_CASE("a damaged checkpoint is told, and the one before is loaded") {
+    set_devices("virtual:2");
+    set_frontend(std::make_unique<Listener>());
+    told.clear();
+    const Folder folder;
+    Training training;
+    for (int i = 0; i < 2; ++i) {
+      training.run(1, true);
+      save_checkpoint(folder.path(), training.model, training.optimizer, {.wait = true});
+    }
+    CHECK(latest(folder.path()) == (fs::path(folder.path()) / "step-2").string());
+    {
+      std::fstream file(fs::path(folder.path()) / "step-2" / "optimizer.safetensors",
+                        std::ios::in | std::ios::out | std::ios::binary);
+      file.seekp(-1, std::ios::end);
+      file.put('\x55');
+    }
+    Training resumed;
+    CHECK(load_checkpoint(folder.path(), resumed.model, resumed.optimizer).step == 1);
+    REQUIRE(told.size() == 1);
+    CHECK(told[0].find("optimizer.safetensors") != std::string::npos);
+    set_frontend(nullptr);
+  }
+
+  TEST_CASE("what does not fit is refused, and nothing is changed") {
+    set_devices("virtual:2");
+    const Folder folder;
+    Training training;
+    training.run(2, true);
+    save_checkpoint(folder.path(), training.model, training.optimizer,
+                    {.state = {{"tensor", at::arange(3)}, {"nothing", {}}}, .keep_last = 1, .wait = true});
+    using Mistake = std::invalid_argument;
+    const auto same_step = [&] { save_checkpoint(folder.path(), training.model, training.optimizer, {.wait = true}); };
+    CHECK(thrown<std::exception>(same_step).find("step-2") != std::string::npos);
+    CHECK(thrown<Mistake>([&] {
+            save_checkpoint(folder.path(), training.model, training.optimizer, {.keep_every = 5});
+          }).find("keep_last") != std::string::npos);
+    CHECK(thrown<Mistake>([&] {
+            save_checkpoint(folder.path(), training.model, SaveOptions{.step = 9});
+          }).find("third argument") != std::string::npos);
+
+    Training other(at::kFloat, optim::Algorithm::kLion);
+    const std::vector<Tensor> before = other.state();
+    CHECK(thrown<Mistake>([&] { load_checkpoint(folder.path(), other.model, other.optimizer); }).find("AdamW") !=
+          std::string::npos);
+    GradScaler scaler;
+    Training scaled;
+    CHECK(thrown<Mistake>([&] {
+            load_checkpoint(folder.path(), scaled.model, scaled.optimizer, {.scaler = &scaler});
+          }).find("no scaler") != std::string::npos);
+    Training unscheduled;
+    unscheduled.optimizer.set_learning_rate(nullptr);
+    CHECK(thrown<Mistake>([&] {
+            load_checkpoint(folder.path(), unscheduled.model, unscheduled.optimizer);
+          }).find("schedule") != std::string::npos);
+    nn::Sequential narrow{nn::Linear(5, 3)};
+    Model small(narrow);
+    CHECK(thrown<Mistake>([&] { load_weights(folder.path(), small); }).find("lacks") != std::string::npos);
+    CHECK(thrown<Error>([&] { load_weights(folder.path() + "/none", small); }).find("none") != std::string::npos);
+    check_same(other.state(), before);
+
+    const Loaded weights = load_weights(folder.path(), other.model);
+    CHECK(weights.step == 2);
+    check_same(other.state(), training.state());
+    const Loaded loaded = load_checkpoint(folder.path(), scaled.model, scaled.optimizer);
+    CHECK(at::equal(loaded.value("tensor").as_tensor(), at::arange(3)));
+    CHECK(loaded.value("nothing").is_none());
+    CHECK_THROWS_AS(loaded.value("tensor").as_int(), Mistake);
+    CHECK_THROWS_AS(loaded.value("other"), Mistake);
+  }
+
+  TEST_CASE("updates wait for the disk when the memory of a save is used up") {
+    set_devices("virtual:2");
+    const Folder folder;
+    Training training;
+    training.run(3, true);
+    const Save save = save_checkpoint(folder.path(), training.model, training.optimizer, {.snapshot_memory_bytes = 0});
+    const std::vector<Tensor> losses = training.run(3, true);
+    CHECK(save.wait().held_bytes >= 0);
+    Training resumed;
+    load_checkpoint(folder.path(), resumed.model, resumed.optimizer);
+    check_same(resumed.run(3, true), losses);
+  }
+
+  TEST_CASE("frozen parameters of another folder stay out, and are compared") {
+    set_devices("virtual:2");
+    const Folder folder;
+    const auto make = [] {
+      at::manual_seed(4);
+      nn::Sequential layers = mlp();
+      layers[0]->parameters()[0].set_requires_grad(false);
+      return layers;
+    };
+    nn::Sequential layers = make();
+    Model model(layers);
+    Optimizer optimizer(model, torch::optim::SGDOptions(0.1));
+    SaveOptions options{.wait = true};
+    options.leaves_out = [](const std::string& name, const Tensor& /*parameter*/) { return name == "0.weight"; };
+    save_checkpoint(folder.path(), model, optimizer, options);
+    nn::Sequential same = make();
+    Model resumed(same);
+    Optimizer again(resumed, torch::optim::SGDOptions(0.1));
+    // The load does not know what was left out, so only what is there is asked for.
+    CHECK(load_checkpoint(folder.path(), resumed, again, {.strict = false}).missing ==
+          std::vector<std::string>{"0.weight"});
+    resumed.synchronize();
+    {
+      const at::NoGradGuard no_grad;
+      same[0]->parameters()[0].fill_(1);
+    }
+    CHECK(thrown<std::invalid_argument>([&] {
+            load_checkpoint(folder.path(), resumed, again, {.strict = false});
+          }).find("other values") != std::string::npos);
+  }
+}
