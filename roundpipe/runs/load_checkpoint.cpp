@@ -87,7 +87,12 @@ std::vector<GroupOptions> read_groups(StoredCheckpoint& stored, const Request& r
   std::vector<GroupOptions> read;
   for (size_t i = 0; i < groups.size(); ++i) {
     std::vector<std::string> there;
-    for (const json& name : groups[i].at("params")) there.push_back(name.is_string() ? name.get<std::string>() : "");
+    // torch's optimizers in Python step copies, which have no names: null.
+    const json& saved_names = groups[i].at("params");
+    for (size_t p = 0; p < saved_names.size(); ++p) {
+      const std::string here = p < own[i].size() ? own[i][p] : "";
+      there.push_back(saved_names[p].is_string() ? saved_names[p].get<std::string>() : here);
+    }
     // Blocks may order parameters otherwise; what each has, it has by its name.
     if (request.fused != nullptr) {
       std::ranges::sort(there);

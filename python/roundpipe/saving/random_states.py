@@ -30,9 +30,11 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Restores what `random_states` has returned. Devices that are not there now are left out."""
+    """Restores what `random_states` has returned. Devices that are not there now are left out, and so are generators
+    that a program in C++ did not have."""
     torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
+    if "python" in states:
+        random.setstate(states["python"])
     if "numpy" in states:
         import numpy
 

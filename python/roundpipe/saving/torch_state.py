@@ -47,9 +47,15 @@ def load_torch(
     kept = stored.tensors.get(OPTIMIZER, {})
     own: dict[str, torch.Tensor] = {}
     in_copies: dict[str, torch.Tensor] = {}
+    from_weights: list[tuple[torch.Tensor, torch.Tensor]] = []  # programs in C++ have no copies
     for name, parameter in names.parameters.items():
         copy = group.copy_of(parameter)
-        if copy is not None and f"{name}/copy" in kept:
+        if copy is None:
+            continue
+        if f"{name}/copy" not in kept:
+            copy.landed_grad = None
+            from_weights.append((copy.detach(), parameter.detach()))
+        else:
             in_copies[f"{name}/copy"] = copy.detach()
             if name in previous:
                 own[name] = parameter.detach()
@@ -59,6 +65,8 @@ def load_torch(
             else:
                 copy.landed_grad = None
     places.load_plain(except_for=own.keys() & places.sources.keys(), beside={PREVIOUS: own, OPTIMIZER: in_copies})
+    for weights, loaded in from_weights:
+        weights.copy_(loaded)
     group.accept_loaded(unpublished=bool(own))
     if optimizer is None:
         return
