@@ -145,6 +145,8 @@ class Model : public HostWeights {
   schedule::LayerCosts costs() const;
   // When and where the last call ran what, so far.
   std::vector<runtime::ExecutionRecord> last_records() const;
+  // How many jobs had the same bits on a second device, see RunOptions::verify_every.
+  int64_t verified_jobs() const;
 
   // Random numbers: before a layer runs on a microbatch of call number `call` (0, 1, ...), its generators are seeded
   // with this value. `layer` = layers() stands for the loss; `backward`: the seed when its gradient arrives.

@@ -7,12 +7,13 @@
 namespace roundpipe {
 
 void check(const RunOptions& options) {
-  const auto require = [](const char* name, int number) {
-    if (number >= 1) return;
-    throw std::invalid_argument(concat("[options] ", name, " is ", number, ", expected at least 1"));
+  const auto require = [](const char* name, int number, int least) {
+    if (number >= least) return;
+    throw std::invalid_argument(concat("[options] ", name, " is ", number, ", expected at least ", least));
   };
-  if (options.microbatches) require("microbatches", *options.microbatches);
-  require("gradient_groups", options.gradient_groups);
+  if (options.microbatches) require("microbatches", *options.microbatches, 1);
+  require("gradient_groups", options.gradient_groups, 1);
+  require("verify_every", options.verify_every, 0);
 }
 
 }  // namespace roundpipe

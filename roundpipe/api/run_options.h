@@ -59,7 +59,7 @@ struct RunOptions {
 // The number of microbatches of a call that asks for none.
 constexpr int default_microbatches(int devices) { return devices + 1; }
 
-// Throws std::invalid_argument for a number that is not positive.
+// Throws std::invalid_argument for a number that is too small.
 void check(const RunOptions& options);
 
 }  // namespace roundpipe

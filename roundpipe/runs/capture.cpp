@@ -101,7 +101,7 @@ const std::string* ModelNames::find(const at::Tensor& parameter) const {
   return found == parameters.end() ? nullptr : &found->first;
 }
 
-Capture::Capture(Model& model, int64_t step, const LeavesOut& leaves_out) : model_(model), names_(model, leaves_out) {
+Capture::Capture(Model& model, int64_t step, const LeavesOut& leaves_out) : names_(model, leaves_out) {
   const runtime::Pipeline& pipeline = *model.shared_pipeline();
   pipeline.wait_buffers();
   for (const auto& [name, buffer] : names_.buffers) add(kWeights, {name, buffer.detach().clone(), std::nullopt});

@@ -91,7 +91,6 @@ class Capture {
   nlohmann::ordered_json groups_of(const std::vector<std::vector<std::string>>& names,
                                    const std::vector<StateValue>& options);
 
-  Model& model_;
   ModelNames names_;
   std::vector<Section> sections_;
   nlohmann::ordered_json state_;

@@ -1,5 +1,6 @@
 #include <filesystem>
 #include <fstream>
+#include <optional>
 
 #include <doctest/doctest.h>
 #include <unistd.h>
@@ -301,6 +302,21 @@ TEST_SUITE("checkpoint") {
     Training resumed;
     load_checkpoint(folder.path(), resumed.model, resumed.optimizer);
     check_same(resumed.run(3, true), losses);
+  }
+
+  TEST_CASE("a save outlives its model, and the next program goes on") {
+    set_devices("virtual:2");
+    const Folder folder;
+    std::optional<Save> save;
+    {
+      Training training;
+      training.run(2, true);
+      save.emplace(save_checkpoint(folder.path(), training.model, training.optimizer));
+      training.run(1, true);
+    }
+    CHECK(save->wait().bytes > 0);
+    Training resumed;
+    CHECK(load_checkpoint(folder.path(), resumed.model, resumed.optimizer).step == 2);
   }
 
   TEST_CASE("frozen parameters of another folder stay out, and are compared") {
