@@ -22,6 +22,7 @@ from roundpipe.planning.plan_command import plan
 from roundpipe.planning.simulate_command import simulate
 from roundpipe.runs.command import app as checkpoint
 from roundpipe.selftest.command import selftest
+from roundpipe.tokens.command import tokenize
 
 app = typer.Typer(
     name="roundpipe",
@@ -55,6 +56,7 @@ app.command("emulate")(of_fields(emulate))
 app.command("machine")(of_fields(machine))
 app.command("selftest")(of_fields(selftest))
 app.command("export")(of_fields(export))
+app.command("tokenize")(of_fields(tokenize))
 app.add_typer(checkpoint, name="checkpoint")
 
 

@@ -1,0 +1,1 @@
+"""Token files: tokens of texts on disk, for programs in C++ and Python."""

@@ -1,0 +1,138 @@
+"""Reads texts from files, one at a time, and notes what cannot be used."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Split = Literal["file", "line"]
+_RECORDS = frozenset({".jsonl", ".ndjson"})
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Text:
+    """A document's text. `where` is its file, and its line if the file has several."""
+
+    text: str
+    where: str
+
+
+@dataclass
+class Dropped:
+    """What was left out.
+
+    Attributes:
+        reasons: how often, by reason.
+        places: the first places of each reason.
+    """
+
+    reasons: Counter[str] = field(default_factory=Counter)
+    places: dict[str, list[str]] = field(default_factory=dict)
+
+    def note(self, reason: str, where: str) -> None:
+        self.reasons[reason] += 1
+        places = self.places.setdefault(reason, [])
+        if len(places) < _SHOWN:
+            places.append(where)
+
+    def __str__(self) -> str:
+        lines = []
+        for reason, count in self.reasons.most_common():
+            places = ", ".join(self.places[reason]) + (", ..." if count > _SHOWN else "")
+            lines.append(f"dropped {count:,}: {reason} ({places})")
+        return "\n".join(lines)
+
+
+def files_of(inputs: Sequence[Path]) -> list[Path]:
+    """The files themselves, and those of folders, sorted by name; hidden ones are left out.
+
+    Raises:
+        ValueError: an input is not there, or a folder has no files.
+    """
+    files: list[Path] = []
+    for path in inputs:
+        if path.is_dir():
+            found = sorted(
+                file
+                for file in path.rglob("*")
+                if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+            )
+            if not found:
+                raise ValueError(f"[tokenize] {path} has no files, expected texts or JSONL files in it")
+            files.extend(found)
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise ValueError(f"[tokenize] {path} is not there, expected a file or a folder of texts")
+    return files
+
+
+def texts_of(files: Sequence[Path], name: str, split: Split, dropped: Dropped) -> Iterator[Text]:
+    """Yields the documents of the files, in order. JSONL files have one for each line.
+
+    Args:
+        files: those that end in .jsonl or .ndjson hold records; all others are texts in UTF-8.
+        name: of the records' member that holds the text.
+        split: whether each text file is a document, or each of its lines.
+        dropped: gets what is left out: lines that are no record with a text, empty texts, and files that are not UTF-8.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    for path in files:
+        try:
+            if path.suffix.lower() in _RECORDS:
+                found = _texts_of_records(path, name, dropped)
+            else:
+                found = _texts_of_text(path, split, dropped)
+            for text in found:
+                if text.text.strip():
+                    yield text
+                else:
+                    dropped.note("empty", text.where)
+        except OSError as error:
+            raise ValueError(f"[tokenize] cannot read {path}: {error.strerror}") from None
+
+
+def _texts_of_text(path: Path, split: Split, dropped: Dropped) -> Iterator[Text]:
+    if split == "file":
+        try:
+            yield Text(path.read_bytes().decode("utf-8-sig"), str(path))
+        except UnicodeDecodeError:
+            dropped.note("not UTF-8", str(path))
+        return
+    for where, line in _lines_of(path, dropped):
+        yield Text(line, where)
+
+
+def _lines_of(path: Path, dropped: Dropped) -> Iterator[tuple[str, str]]:
+    """The lines of a file, without their ends, and where they are."""
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, start=1):
+            where = f"{path}:{number}"
+            try:
+                yield where, raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            except UnicodeDecodeError:
+                dropped.note("not UTF-8", where)
+
+
+def _texts_of_records(path: Path, name: str, dropped: Dropped) -> Iterator[Text]:
+    for where, line in _lines_of(path, dropped):
+        if not line.strip():
+            continue  # between records
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            dropped.note("not JSON", where)
+            continue
+        if not isinstance(record, dict) or name not in record:
+            dropped.note(f"a record without '{name}'", where)
+        elif not isinstance(record[name], str):
+            dropped.note(f"'{name}' is no text", where)
+        else:
+            yield Text(record[name], where)
