@@ -6,6 +6,7 @@
 #include <thread>
 
 #include <roundpipe/checkpoint/json_text.h>
+#include <roundpipe/checkpoint/manifest.h>
 #include <roundpipe/checkpoint/safetensors.h>
 #include <roundpipe/checkpoint/steps.h>
 #include <roundpipe/core/clock.h>
@@ -87,6 +88,19 @@ std::optional<std::string> index_of(const std::vector<LaidOut>& files) {
                                 "save_checkpoint");
 }
 
+constexpr const char* kIndexFile = "model.safetensors.index.json";
+
+// Throws std::invalid_argument for names of files that a checkpoint has itself.
+void check_files(const SaveOptions& options) {
+  for (const auto& [name, text] : options.files) {
+    if (checkpoint::is_file_name(name) && name != kStateFile && name != kIndexFile && !name.ends_with(".safetensors"))
+      continue;
+    throw std::invalid_argument(concat("[save_checkpoint] '", checkpoint::shown(name),
+                                       "' cannot be a small file of the program's own, expected a plain name that no "
+                                       "file of the checkpoint has"));
+  }
+}
+
 void check(const SaveOptions& options) {
   const auto require = [](const char* name, int64_t value, int64_t least) {
     if (value >= least) return;
@@ -100,6 +114,7 @@ void check(const SaveOptions& options) {
     throw std::invalid_argument(
         "[save_checkpoint] keep_every has no effect without keep_last, expected both; give keep_last");
   }
+  check_files(options);
 }
 
 int64_t step_of(const SaveOptions& options) {
@@ -150,7 +165,7 @@ void Save::Work::write() {
   for (auto& [name, tensor] : capture->values()) values.push_back({name, tensor, std::nullopt});
   if (!values.empty()) files.push_back(lay_out(kStateTensors, std::move(values)));
   std::map<std::string, std::string> texts = options.files;
-  if (const std::optional<std::string> index = index_of(files)) texts["model.safetensors.index.json"] = *index;
+  if (const std::optional<std::string> index = index_of(files)) texts[kIndexFile] = *index;
   texts[kStateFile] = checkpoint::print_json(capture->state(), "save_checkpoint", /*one_line=*/true);
   for (const LaidOut& file : files) report.bytes += file.layout.file_bytes;
   for (const auto& [name, text] : texts) report.bytes += static_cast<int64_t>(text.size());

@@ -56,6 +56,15 @@ std::string from_base64(const std::string& text, const std::string& path) {
   return data;
 }
 
+void require_utf8(const std::string& text, const std::string& path) {
+  try {
+    (void)json(text).dump();
+  } catch (const json::exception&) {
+    throw std::invalid_argument(
+        concat("[save_checkpoint] ", path, " is no text in UTF-8, expected one; save it as StateValue::Bytes"));
+  }
+}
+
 // torch's dtype of a NumPy array, by NumPy's name without the order of its bytes.
 at::ScalarType dtype_of_array(const std::string& name, const std::string& path) {
   constexpr std::array<std::pair<std::string_view, at::ScalarType>, 14> kTypes{{{"b1", at::kBool},
@@ -156,7 +165,10 @@ ordered_json StateEncoder::encode_within(const StateValue& value, const std::str
     if (std::isfinite(*number)) return *number;
     return {{"float", std::isnan(*number) ? "nan" : *number > 0 ? "inf" : "-inf"}};
   }
-  if (const std::string* const text = std::get_if<std::string>(&content)) return *text;
+  if (const std::string* const text = std::get_if<std::string>(&content)) {
+    require_utf8(*text, path);
+    return *text;
+  }
   if (const auto* const bytes = std::get_if<StateValue::Bytes>(&content)) return {{"bytes", to_base64(bytes->data)}};
   if (const at::Tensor* const tensor = std::get_if<at::Tensor>(&content)) return {{"tensor", keep(*tensor, path)}};
   if (const auto* const list = std::get_if<StateValue::List>(&content)) return encode_items(*list, path, depth);

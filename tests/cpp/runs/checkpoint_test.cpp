@@ -261,6 +261,13 @@ TEST_SUITE("checkpoint") {
             save_checkpoint(folder.path(), training.model, SaveOptions{.step = 9});
           }).find("third argument") != std::string::npos);
 
+    for (const char* const name : {"../x", "state.json", "model.safetensors", "manifest.json"}) {
+      CAPTURE(name);
+      CHECK_THROWS_AS(save_checkpoint(folder.path(), training.model, training.optimizer,
+                                      {.step = 9, .files = {{name, "text"}}, .wait = true}),
+                      Mistake);
+    }
+
     Training other(at::kFloat, optim::Algorithm::kLion);
     const std::vector<Tensor> before = other.state();
     CHECK(thrown<Mistake>([&] { load_checkpoint(folder.path(), other.model, other.optimizer); }).find("AdamW") !=

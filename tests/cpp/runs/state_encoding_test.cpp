@@ -82,6 +82,8 @@ TEST_SUITE("state encoding") {
     for (int i = 0; i < 70; ++i) deep = StateValue::List{deep};
     StateEncoder encoder;
     CHECK_THROWS_WITH_AS(encoder.encode(deep, "state.deep"), doctest::Contains("state.deep[0]"), std::invalid_argument);
+    CHECK_THROWS_WITH_AS(encoder.encode(StateValue::List{"\xff"}, "state.text"), doctest::Contains("state.text[0]"),
+                         std::invalid_argument);
     CHECK_THROWS_AS(encoder.encode(at::eye(2).to_sparse(), "state.sparse"), std::invalid_argument);
     const at::Tensor tensor = at::ones(2);
     encoder.encode(tensor, "twice");
