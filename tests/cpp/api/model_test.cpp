@@ -40,10 +40,10 @@ const std::vector<Case>& cases() {
   return all;
 }
 
-constexpr int64_t kRows = 12;
+constexpr int64_t kSamples = 12;
 
 Tensor inputs_of(const Case& tried) {
-  std::vector<int64_t> shape = {kRows};
+  std::vector<int64_t> shape = {kSamples};
   shape.insert(shape.end(), tried.shape.begin(), tried.shape.end());
   return at::randn(shape).to(tried.dtype);
 }
@@ -69,7 +69,7 @@ TEST_SUITE("model") {
           for (int step = 0; step < 2; ++step) {
             // Two calls: their gradients add up.
             for (int call = 0; call < 2; ++call) {
-              const Tensor batch = inputs_of(tried), labels = at::randint(4, {kRows});
+              const Tensor batch = inputs_of(tried), labels = at::randint(4, {kSamples});
               const auto number = model.calls();
               const TrainResult result = model.forward_backward(batch, labels, cross_entropy);
               CHECK(same_bits(result.loss, reference.run(model, number, batch, labels, microbatches)));
@@ -102,7 +102,7 @@ TEST_SUITE("model") {
     torch::optim::AdamW theirs(plain->parameters(), torch::optim::AdamWOptions(0.02).weight_decay(0.1));
     const PlainStep reference{bodies(plain), cross_entropy, plain->parameters()};
     for (int step = 0; step < 5; ++step) {
-      const Tensor batch = at::randn({kRows, 6}), labels = at::randint(4, {kRows});
+      const Tensor batch = at::randn({kSamples, 6}), labels = at::randint(4, {kSamples});
       const auto number = model.calls();
       model.forward_backward(batch, labels, cross_entropy);
       reference.run(model, number, batch, labels, 4);
@@ -122,7 +122,7 @@ TEST_SUITE("model") {
       nn::Linear before(6, 6), plain_before = twin_of(before);
       Model model(layers);
       model.run_options().microbatches = 1;
-      const Tensor batch = at::randn({kRows, 6});
+      const Tensor batch = at::randn({kSamples, 6});
       const Tensor outputs = model.forward(before(batch));
       const Tensor expected = plain->forward(plain_before(batch));
       CHECK(same_bits(outputs, expected));
@@ -141,7 +141,7 @@ TEST_SUITE("model") {
     nn::Sequential plain = twin_of(layers);
     plain->eval();
     Model model(layers);
-    const Tensor batch = at::randn({kRows, 6});
+    const Tensor batch = at::randn({kSamples, 6});
     {
       const at::NoGradGuard no_grad;
       CHECK_FALSE(model.forward(batch).requires_grad());
@@ -166,7 +166,7 @@ TEST_SUITE("model") {
       options.microbatches = 4;
       options.gradient_groups = groups;
       options.recompute_grain = RecomputeGrain::kLayer;
-      const Tensor batch = at::randn({kRows, 6}), labels = at::randint(4, {kRows});
+      const Tensor batch = at::randn({kSamples, 6}), labels = at::randint(4, {kSamples});
       model.forward_backward(batch, labels, cross_entropy, options);
       model.synchronize();
       const std::vector<Tensor> parts = at::tensor_split(batch, 4), label_parts = at::tensor_split(labels, 4);
@@ -196,7 +196,7 @@ TEST_SUITE("model") {
     at::manual_seed(13);
     nn::Sequential layers = mlp(0);
     Model model(layers);
-    const Tensor batch = at::randn({kRows, 6}), labels = at::randint(4, {kRows});
+    const Tensor batch = at::randn({kSamples, 6}), labels = at::randint(4, {kSamples});
     RunOptions options;
     options.gradient_groups = 0;
     CHECK_THROWS_AS(model.forward_with(options, batch), std::invalid_argument);
@@ -210,12 +210,12 @@ TEST_SUITE("model") {
       const at::NoGradGuard no_grad;
       CHECK_THROWS_AS(model.forward_backward(batch, labels, cross_entropy), std::invalid_argument);
     }
-    CHECK_THROWS_AS(model.forward_backward(batch, at::randint(4, {kRows - 1}), cross_entropy), std::exception);
+    CHECK_THROWS_AS(model.forward_backward(batch, at::randint(4, {kSamples - 1}), cross_entropy), std::exception);
     const auto both = [](const Tensor& outputs) { return std::vector<Tensor>{outputs.sum(), outputs.square().sum()}; };
     const TrainResult result = model.forward_backward(batch, std::tuple<>(), both, {}, /*keep_outputs=*/true);
     REQUIRE(result.losses.size() == 2);
     CHECK(same_bits(result.loss, result.losses[0] + result.losses[1]));
-    CHECK(join<Tensor>(*result.outputs).sizes() == at::IntArrayRef({kRows, 4}));
+    CHECK(join<Tensor>(*result.outputs).sizes() == at::IntArrayRef({kSamples, 4}));
     CHECK_FALSE(join<Tensor>(*result.outputs).requires_grad());
   }
 
@@ -225,7 +225,7 @@ TEST_SUITE("model") {
     nn::Sequential layers = mlp(0.5), plain = twin_of(layers);
     Model model(layers);
     model.run_options().microbatches = 2;
-    const Tensor batch = at::randn({kRows, 6}), labels = at::randint(4, {kRows});
+    const Tensor batch = at::randn({kSamples, 6}), labels = at::randint(4, {kSamples});
     for (const bool trains : {true, false, true}) {
       layers->train(trains);
       plain->train(trains);
@@ -247,7 +247,7 @@ TEST_SUITE("model") {
     set_devices("virtual:2");
     at::manual_seed(9);
     nn::Sequential layers = mlp(0.5);
-    const Tensor batch = at::randn({kRows, 6}), labels = at::randint(4, {kRows});
+    const Tensor batch = at::randn({kSamples, 6}), labels = at::randint(4, {kSamples});
     const auto state = at::detail::getDefaultCPUGenerator().get_state();
     Model model(layers);
     model.forward_backward(batch, labels, cross_entropy);
@@ -262,11 +262,11 @@ TEST_SUITE("model") {
     Model model(layers);
     model.run_options().microbatches = 3;
     const PlainStep reference{bodies(plain), cross_entropy, plain->parameters()};
-    const Tensor labels = at::randint(4, {kRows});
+    const Tensor labels = at::randint(4, {kSamples});
     std::vector<Model::Pending> pending;
     std::vector<Tensor> batches;
     for (int i = 0; i < 3; ++i) {
-      batches.push_back(at::randn({kRows, 6}));
+      batches.push_back(at::randn({kSamples, 6}));
       Tensor given = batches.back().clone();
       pending.push_back(model.submit(given, labels, cross_entropy));
       given.zero_();  // taken over already
@@ -285,7 +285,7 @@ TEST_SUITE("model") {
     at::manual_seed(11);
     nn::Sequential layers = mlp(0);
     Model model(layers);
-    const Tensor batch = at::randn({kRows, 6}), labels = at::randint(4, {kRows});
+    const Tensor batch = at::randn({kSamples, 6}), labels = at::randint(4, {kSamples});
     CHECK_FALSE(model.last_step_plan().has_value());
     const MemoryPrediction prediction = model.predict_memory(batch, labels, cross_entropy);
     CHECK(prediction.device.weights > 0);

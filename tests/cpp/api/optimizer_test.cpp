@@ -14,13 +14,13 @@ namespace nn = torch::nn;
 
 namespace {
 
-constexpr int64_t kRows = 8;
+constexpr int64_t kPoints = 8;
 
 nn::Sequential mlp() {
   return nn::Sequential(nn::Linear(5, 9), nn::Functional(torch::tanh), nn::Linear(9, 7), nn::Linear(7, 3));
 }
 
-Tensor squares(const Tensor& outputs, const Tensor& label) { return (outputs - label).to(at::kFloat).square().sum(); }
+Tensor squared_errors(const Tensor& outputs, const Tensor& label) { return (outputs - label).to(at::kFloat).square().sum(); }
 
 // A model and a plain copy of it, with the same batches.
 struct Race {
@@ -31,11 +31,11 @@ struct Race {
     model->run_options().microbatches = 3;
   }
   void call() {
-    const Tensor batch = at::randn({kRows, 5}), labels = at::randn({kRows, 3});
+    const Tensor batch = at::randn({kPoints, 5}), labels = at::randn({kPoints, 3});
     const auto dtype = layers->parameters()[0].scalar_type();
-    const PlainStep reference{bodies(plain), squares, plain->parameters()};
+    const PlainStep reference{bodies(plain), squared_errors, plain->parameters()};
     const auto number = model->calls();
-    const Tensor loss = model->forward_backward(batch.to(dtype), labels.to(dtype), squares).loss;
+    const Tensor loss = model->forward_backward(batch.to(dtype), labels.to(dtype), squared_errors).loss;
     const Tensor expected = reference.run(*model, number, batch.to(dtype), labels.to(dtype), 3);
     CHECK((exact ? same_bits(loss, expected) : at::allclose(loss, expected, 1e-4)));
   }
@@ -96,10 +96,10 @@ TEST_SUITE("optimizer") {
     nn::Sequential layers = mlp();
     Model model(layers);
     Optimizer optimizer(model, torch::optim::SGDOptions(0.1));
-    const Tensor batch = at::randn({kRows, 5}), labels = at::randn({kRows, 3});
+    const Tensor batch = at::randn({kPoints, 5}), labels = at::randn({kPoints, 3});
     std::vector<double> losses;
     for (int i = 0; i < 3; ++i) {
-      losses.push_back(model.forward_backward(batch, labels, squares).loss.item<double>());
+      losses.push_back(model.forward_backward(batch, labels, squared_errors).loss.item<double>());
       model.step(optimizer);
     }
     CHECK(losses[1] == losses[0]);
@@ -164,11 +164,11 @@ TEST_SUITE("optimizer") {
     REQUIRE(optimizer.groups() == 2);
     optimizer.set_learning_rate(linear_rate(2, 4));
     CHECK(optimizer.options().lr == 0.05);
-    const Tensor batch = at::randn({kRows, 5}), labels = at::randn({kRows, 3});
+    const Tensor batch = at::randn({kPoints, 5}), labels = at::randn({kPoints, 3});
     std::vector<double> rates;
     for (int i = 0; i < 4; ++i) {
       rates.push_back(optimizer.options().lr);
-      model.forward_backward(batch, labels, squares);
+      model.forward_backward(batch, labels, squared_errors);
       model.step(optimizer);
     }
     CHECK(rates == std::vector<double>{0.05, 0.1, 0.1, 0.05});
@@ -216,9 +216,9 @@ TEST_SUITE("grad scaler") {
         torch::optim::SGD theirs(layers->parameters(), 0.01);
         GradScaler scaler({.init_scale = 1024, .growth_interval = 2});
         const auto step = [&](bool overflows) {
-          const Tensor batch = at::randn({kRows, 5}), labels = at::randn({kRows, 3});
+          const Tensor batch = at::randn({kPoints, 5}), labels = at::randn({kPoints, 3});
           model.forward_backward(batch, labels, [&](const Tensor& outputs, const Tensor& label) {
-            return scaler.scale(squares(outputs, label)) * (overflows ? std::numeric_limits<float>::infinity() : 1.0F);
+            return scaler.scale(squared_errors(outputs, label)) * (overflows ? std::numeric_limits<float>::infinity() : 1.0F);
           });
           return fused ? model.step(*ours, {.asynchronous = asynchronous, .max_grad_norm = 1.0, .scaler = &scaler})
                        : model.step(theirs, {.scaler = &scaler});
@@ -250,10 +250,10 @@ TEST_SUITE("grad scaler") {
     Optimizer ours(model, torch::optim::SGDOptions(0.01)), theirs(reference, torch::optim::SGDOptions(0.01));
     GradScaler scaler({.init_scale = 4096});
     for (int i = 0; i < 3; ++i) {
-      const Tensor batch = at::randn({kRows, 5}), labels = at::randn({kRows, 3});
+      const Tensor batch = at::randn({kPoints, 5}), labels = at::randn({kPoints, 3});
       model.forward_backward(batch, labels,
-                             [&](const Tensor& x, const Tensor& y) { return scaler.scale(squares(x, y)); });
-      reference.forward_backward(batch, labels, squares);
+                             [&](const Tensor& x, const Tensor& y) { return scaler.scale(squared_errors(x, y)); });
+      reference.forward_backward(batch, labels, squared_errors);
       model.step(ours, {.scaler = &scaler});
       reference.step(theirs);
     }
@@ -267,7 +267,7 @@ TEST_SUITE("grad scaler") {
     nn::Sequential layers = mlp();
     Model model(layers);
     const auto bad = [](const Tensor& outputs) { return outputs.sum() * std::nan(""); };
-    const Tensor batch = at::randn({kRows, 5});
+    const Tensor batch = at::randn({kPoints, 5});
     CHECK_THROWS_WITH_AS(model.forward_backward(batch, std::tuple<>(), bad), doctest::Contains("NaN"), Error);
     auto pending = model.submit(batch, std::tuple<>(), bad);
     CHECK_THROWS_AS(pending.finish(), Error);
