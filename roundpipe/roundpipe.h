@@ -7,6 +7,7 @@
 //   a model              Model, of a torch::nn::Sequential or of Layers: layer(module), layer(parameters, function)
 //   a call               Model::forward, forward_backward, submit; RunOptions, Microbatches; values of your own: TensorsOf
 //   a step               Optimizer (fused), or torch::optim; StepOptions, Step; GradScaler; LearningRate
+//   a language model     LanguageModel, of a folder of transformers
 //   memory and plans     Model::predict_memory, last_plan, costs
 //   checkpoints          save_checkpoint, load_checkpoint, load_weights, latest; StateValue; run_folder for a journal
 //   errors               std::invalid_argument for a mistake of the caller's; Error, DeviceError for all else of ours
@@ -18,6 +19,7 @@
 #include <roundpipe/api/model.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
+#include <roundpipe/language/language_model.h>
 #include <roundpipe/runs/load_checkpoint.h>
 #include <roundpipe/runs/run_folders.h>
 #include <roundpipe/runs/save_checkpoint.h>

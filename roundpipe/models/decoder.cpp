@@ -16,14 +16,6 @@ using at::Tensor;
 
 namespace {
 
-Tensor rms_norm(const Tensor& hidden, const Tensor& weight, double eps) {
-  const at::ScalarType dtype = hidden.scalar_type();
-  Tensor states = hidden.to(at::kFloat);
-  const Tensor variance = states.pow(2).mean(-1, /*keepdim=*/true);
-  states = states * at::rsqrt(variance + eps);
-  return weight * states.to(dtype);
-}
-
 Tensor project(const Tensor& input, const ops::Projection& projection) {
   return at::linear(input, projection.weight, projection.bias);
 }
@@ -128,6 +120,14 @@ Tensor attend(const DecoderConfig& config, const DecoderWeights& weights, const 
 }
 
 }  // namespace
+
+Tensor rms_norm(const Tensor& hidden, const Tensor& weight, double eps) {
+  const at::ScalarType dtype = hidden.scalar_type();
+  Tensor states = hidden.to(at::kFloat);
+  const Tensor variance = states.pow(2).mean(-1, /*keepdim=*/true);
+  states = states * at::rsqrt(variance + eps);
+  return weight * states.to(dtype);
+}
 
 Attention parse_attention(std::string_view name) {
   if (name == "eager") return Attention::kEager;

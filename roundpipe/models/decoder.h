@@ -46,6 +46,9 @@ struct DecoderWeights {
 // have equal lengths. Throws std::invalid_argument, with the name, if one is missing, unknown or there twice.
 DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors);
 
+// x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 until the product with the weight.
+at::Tensor rms_norm(const at::Tensor& hidden, const at::Tensor& weight, double eps);
+
 struct DecoderInputs {
   at::Tensor hidden;               // [rows, tokens, width]
   at::Tensor cos, sin;             // [rows or 1, tokens, head_dim]

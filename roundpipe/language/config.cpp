@@ -1,0 +1,322 @@
+#include <roundpipe/language/config.h>
+
+#include <set>
+#include <stdexcept>
+
+#include <roundpipe/checkpoint/file_system.h>
+#include <roundpipe/checkpoint/json_text.h>
+#include <roundpipe/core/error.h>
+
+namespace roundpipe::language {
+
+using nlohmann::json;
+
+namespace {
+
+constexpr int64_t kMostConfigBytes = 4 << 20;
+
+// What says nothing about the computation of a training step.
+const std::set<std::string>& harmless() {
+  static const std::set<std::string> names = {"_name_or_path",
+                                              "architectures",
+                                              "auto_map",
+                                              "bos_token_id",
+                                              "eos_token_id",
+                                              "id2label",
+                                              "initializer_range",
+                                              "label2id",
+                                              "name_or_path",
+                                              "output_attentions",
+                                              "output_hidden_states",
+                                              "pretraining_tp",
+                                              "problem_type",
+                                              "return_dict",
+                                              "task_specific_params",
+                                              "tokenizer_class",
+                                              "transformers_version",
+                                              "use_cache"};
+  return names;
+}
+
+// The fields of an object, each of which is asked for or refused.
+class Fields {
+ public:
+  Fields(const json& object, std::string where) : object_(object), where_(std::move(where)) {
+    if (!object.is_object()) refuse("is no JSON object, expected one");
+  }
+
+  // Whether a field is there and not null.
+  bool has(const std::string& name) {
+    taken_.insert(name);
+    const auto found = object_.find(name);
+    return found != object_.end() && !found->is_null();
+  }
+  bool is_null(const std::string& name) {
+    taken_.insert(name);
+    const auto found = object_.find(name);
+    return found != object_.end() && found->is_null();
+  }
+  const json& at(const std::string& name) {
+    if (!has(name)) refuse(concat("has no '", name, "', expected it"));
+    return object_.at(name);
+  }
+  int64_t integer(const std::string& name, std::optional<int64_t> otherwise = {}, int64_t least = 1) {
+    if (!has(name) && otherwise) return *otherwise;
+    const json& value = at(name);
+    if (!value.is_number_integer() || value.get<int64_t>() < least || value.get<int64_t>() > (int64_t{1} << 40)) {
+      refuse(name, value, concat("an integer of at least ", least));
+    }
+    return value.get<int64_t>();
+  }
+  double number(const std::string& name, std::optional<double> otherwise = {}) {
+    if (!has(name) && otherwise) return *otherwise;
+    const json& value = at(name);
+    if (!value.is_number()) refuse(name, value, "a number");
+    return value.get<double>();
+  }
+  double positive(const std::string& name, std::optional<double> otherwise = {}) {
+    const double value = number(name, otherwise);
+    if (!(value > 0)) refuse(name, object_.at(name), "a positive number");
+    return value;
+  }
+  bool flag(const std::string& name, bool otherwise) {
+    if (!has(name)) return otherwise;
+    const json& value = at(name);
+    if (!value.is_boolean()) refuse(name, value, "true or false");
+    return value.get<bool>();
+  }
+  std::string text(const std::string& name, std::optional<std::string> otherwise = {}) {
+    if (!has(name) && otherwise) return *otherwise;
+    const json& value = at(name);
+    if (!value.is_string()) refuse(name, value, "a string");
+    return value.get<std::string>();
+  }
+  // A field that would change the computation, unless it is not there, null or this.
+  void must_be(const std::string& name, const json& expected) {
+    if (has(name) && at(name) != expected) refuse(name, at(name), expected.dump() + "; train this model from Python");
+  }
+
+  [[noreturn]] void refuse(const std::string& what) const { throw std::invalid_argument(concat(where_, " ", what)); }
+  [[noreturn]] void refuse(const std::string& name, const json& value, const std::string& expected) const {
+    refuse(concat("has '", name, "': ", checkpoint::shown(value.dump()), ", expected ", expected));
+  }
+  void refuse_others(const std::set<std::string>& ignored) const {
+    for (const auto& [name, value] : object_.items()) {
+      if (taken_.count(name) != 0 || ignored.count(name) != 0) continue;
+      refuse(concat("has the field '", checkpoint::shown(name), "', which is not known here and may change the ",
+                    "computation; train this model from Python, or remove the field if it says nothing about that"));
+    }
+  }
+
+ private:
+  const json& object_;
+  const std::string where_;
+  std::set<std::string> taken_;
+};
+
+struct TypeDefaults {
+  const char* model_type;
+  int64_t key_heads;  // 0: as many as heads
+  int64_t head_dim;   // 0: width / heads
+  int64_t max_positions;
+};
+constexpr TypeDefaults kTypes[] = {
+    {"llama", 0, 0, 2048}, {"mistral", 8, 0, 4096 * 32}, {"qwen2", 32, 0, 32768}, {"qwen3", 32, 128, 32768}};
+constexpr double kDefaultTheta = 10000;
+
+RotaryType rotary_type(Fields& fields, const std::string& name) {
+  if (name == "default") return RotaryType::kDefault;
+  if (name == "linear") return RotaryType::kLinear;
+  if (name == "dynamic") return RotaryType::kDynamic;
+  if (name == "llama3") return RotaryType::kLlama3;
+  if (name == "yarn") return RotaryType::kYarn;
+  fields.refuse("rope_type", name, "one of default, linear, dynamic, llama3 and yarn; train this model from Python");
+}
+
+RotaryConfig parse_rotary(Fields& config, const std::string& where, int64_t max_positions) {
+  // transformers prefers the older name where both are there.
+  const bool older = config.has("rope_scaling") && !config.at("rope_scaling").empty();
+  const bool newer = config.has("rope_parameters");
+  const json none = json::object();
+  const json& object = older ? config.at("rope_scaling") : newer ? config.at("rope_parameters") : none;
+  Fields fields(object, concat(where, older ? " 'rope_scaling'" : " 'rope_parameters'"));
+  RotaryConfig rotary;
+  const double theta = config.positive("rope_theta", kDefaultTheta);
+  rotary.theta = fields.positive("rope_theta", theta);
+  const std::string type = fields.text("type", "default");
+  rotary.type = rotary_type(fields, fields.text("rope_type", type));
+  fields.must_be("partial_rotary_factor", 1.0);
+  if (rotary.type != RotaryType::kDefault) rotary.factor = fields.positive("factor");
+  if (rotary.type == RotaryType::kLlama3 || rotary.type == RotaryType::kYarn) {
+    rotary.original_max_positions = fields.integer("original_max_position_embeddings", max_positions);
+  }
+  if (rotary.type == RotaryType::kLlama3) {
+    rotary.low_freq_factor = fields.positive("low_freq_factor");
+    rotary.high_freq_factor = fields.positive("high_freq_factor");
+    if (rotary.high_freq_factor == rotary.low_freq_factor) {
+      fields.refuse("high_freq_factor", fields.at("high_freq_factor"), "another number than low_freq_factor");
+    }
+  }
+  if (rotary.type == RotaryType::kYarn) {
+    if (fields.has("attention_factor")) rotary.attention_factor = fields.number("attention_factor");
+    const auto or_default = [](double value, double otherwise) { return value == 0 ? otherwise : value; };
+    rotary.beta_fast = or_default(fields.number("beta_fast", 0), 32);
+    rotary.beta_slow = or_default(fields.number("beta_slow", 0), 1);
+    rotary.mscale = fields.number("mscale", 0);
+    rotary.mscale_all_dim = fields.number("mscale_all_dim", 0);
+    rotary.truncate = fields.flag("truncate", true);
+  }
+  fields.refuse_others({});
+  return rotary;
+}
+
+void parse_windows(Fields& fields, Config& config) {
+  config.slides.assign(static_cast<size_t>(config.layers), 0);
+  if (config.model_type == "llama") return;
+  if (config.model_type == "mistral") {
+    if (fields.is_null("sliding_window")) return;
+    config.window = fields.integer("sliding_window", 4096);
+    config.slides.assign(static_cast<size_t>(config.layers), 1);
+    return;
+  }
+  const bool slides = fields.flag("use_sliding_window", false);
+  if (slides && !fields.is_null("sliding_window")) config.window = fields.integer("sliding_window", 4096);
+  fields.has("sliding_window");
+  const int64_t first = fields.integer("max_window_layers", 28, 0);
+  if (!fields.has("layer_types")) {
+    for (int64_t i = first; config.window && i < config.layers; ++i) config.slides[static_cast<size_t>(i)] = 1;
+    return;
+  }
+  const json& types = fields.at("layer_types");
+  if (!types.is_array() || types.size() != config.slides.size()) {
+    fields.refuse("layer_types", types, concat("a list with a type for each of ", config.layers, " layers"));
+  }
+  for (size_t i = 0; i < types.size(); ++i) {
+    config.slides[i] = types[i] == "sliding_attention" ? 1 : 0;
+    if (config.slides[i] == 0 && types[i] != "full_attention") {
+      fields.refuse("layer_types", types[i], "full_attention or sliding_attention");
+    }
+    if (config.slides[i] != 0 && !config.window) {
+      fields.refuse("layer_types", types[i], "full_attention, since no sliding_window is used");
+    }
+  }
+}
+
+std::optional<int64_t> parse_pad_token(Fields& fields, int64_t vocabulary) {
+  if (!fields.has("pad_token_id")) return std::nullopt;
+  const json& value = fields.at("pad_token_id");
+  if (!value.is_number_integer() || value.get<int64_t>() < -vocabulary || value.get<int64_t>() >= vocabulary) {
+    fields.refuse("pad_token_id", value, concat("a token of the vocabulary of ", vocabulary, ", or null"));
+  }
+  const auto token = value.get<int64_t>();
+  return token < 0 ? token + vocabulary : token;
+}
+
+}  // namespace
+
+Config parse_config(std::string_view text, const std::string& where) {
+  const std::string begin = concat("[language model] ", where);
+  const json object = checkpoint::parse_json(text, begin);
+  Fields fields(object, begin);
+  Config config;
+  config.model_type = fields.text("model_type");
+  const TypeDefaults* defaults = nullptr;
+  for (const TypeDefaults& type : kTypes) {
+    if (config.model_type == type.model_type) defaults = &type;
+  }
+  if (defaults == nullptr) {
+    fields.refuse("model_type", object.at("model_type"),
+                  "one of llama, mistral, qwen2 and qwen3; train this model from Python");
+  }
+  if (fields.has("architectures")) {
+    for (const json& name : fields.at("architectures")) {
+      if (!name.is_string() || !name.get<std::string>().ends_with("ForCausalLM")) {
+        fields.refuse("architectures", name, "a class that ends in ForCausalLM");
+      }
+    }
+  }
+  config.vocabulary = fields.integer("vocab_size");
+  config.width = fields.integer("hidden_size");
+  config.inner_width = fields.integer("intermediate_size");
+  config.layers = fields.integer("num_hidden_layers");
+  config.heads = fields.integer("num_attention_heads");
+  // null means as many as heads, for each of the types.
+  const bool as_heads = fields.is_null("num_key_value_heads") || defaults->key_heads == 0;
+  config.key_heads = fields.integer("num_key_value_heads", as_heads ? config.heads : defaults->key_heads);
+  if (config.heads % config.key_heads != 0) {
+    fields.refuse("num_key_value_heads", config.key_heads, concat("a divisor of the ", config.heads, " heads"));
+  }
+  if (config.model_type != "qwen2" && fields.has("head_dim")) {
+    config.head_dim = fields.integer("head_dim");
+  } else if (config.model_type == "qwen3" && !fields.is_null("head_dim")) {
+    config.head_dim = defaults->head_dim;
+  } else {
+    config.head_dim = config.width / config.heads;
+    if (config.width % config.heads != 0) {
+      fields.refuse("hidden_size", config.width, concat("a multiple of the ", config.heads, " heads"));
+    }
+  }
+  if (config.head_dim % 2 != 0) fields.refuse("head_dim", config.head_dim, "an even number, as rotary positions need");
+  config.max_positions = fields.integer("max_position_embeddings", defaults->max_positions);
+  config.norm_eps = fields.number("rms_norm_eps", 1e-6);
+  const std::string activation = fields.text("hidden_act", "silu");
+  try {
+    config.activation = ops::parse_activation(activation);
+  } catch (const std::invalid_argument& error) {
+    fields.refuse("hidden_act", activation, concat("an activation that is known here: ", error.what()));
+  }
+  config.tied = fields.flag("tie_word_embeddings", false);
+  config.pad_token = parse_pad_token(fields, config.vocabulary);
+  if (config.model_type == "llama" || config.model_type == "qwen3") {
+    config.query_bias = config.output_bias = fields.flag("attention_bias", false);
+  }
+  if (config.model_type == "qwen2") config.query_bias = true;
+  if (config.model_type == "llama") config.mlp_bias = fields.flag("mlp_bias", false);
+  config.query_norm = config.model_type == "qwen3";
+  if (fields.number("attention_dropout", 0) != 0) {
+    fields.refuse("attention_dropout", fields.at("attention_dropout"), "0; train this model from Python");
+  }
+  parse_windows(fields, config);
+  config.rotary = parse_rotary(fields, begin, config.max_positions);
+  for (const char* name : {"torch_dtype", "dtype"}) {
+    if (fields.has(name)) config.dtype = parse_dtype(fields.text(name), concat(begin, " '", name, "'"));
+  }
+  fields.must_be("is_causal", true);
+  fields.must_be("is_decoder", false);
+  fields.must_be("is_encoder_decoder", false);
+  fields.must_be("add_cross_attention", false);
+  fields.must_be("tie_encoder_decoder", false);
+  fields.must_be("chunk_size_feed_forward", 0);
+  fields.must_be("partial_rotary_factor", 1.0);
+  std::set<std::string> ignored = harmless();
+  for (const auto& [name, value] : object.items()) {
+    if (value.is_null()) ignored.insert(name);
+  }
+  fields.refuse_others(ignored);
+  return config;
+}
+
+Config read_config(const std::string& folder) {
+  checkpoint::FileSystem& files = checkpoint::FileSystem::real();
+  const std::string path = checkpoint::join(folder, "config.json");
+  if (files.look(path).kind == checkpoint::EntryKind::kNothing) {
+    throw std::invalid_argument(concat("[language model] there is no ", path,
+                                       ", expected the folder of a transformers model; name another folder"));
+  }
+  return parse_config(files.read_small(path, kMostConfigBytes), path);
+}
+
+c10::ScalarType parse_dtype(std::string_view name, const std::string& where) {
+  if (name == "float32") return at::kFloat;
+  if (name == "bfloat16") return at::kBFloat16;
+  if (name == "float16") return at::kHalf;
+  throw std::invalid_argument(
+      concat(where, " is '", checkpoint::shown(name), "', expected float32, bfloat16 or float16"));
+}
+
+std::string dtype_text(c10::ScalarType dtype) {
+  if (dtype == at::kFloat) return "float32";
+  return dtype == at::kBFloat16 ? "bfloat16" : "float16";
+}
+
+}  // namespace roundpipe::language

@@ -1,0 +1,159 @@
+#include <roundpipe/language/language_model.h>
+
+#include <stdexcept>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+
+#include <roundpipe/core/error.h>
+#include <roundpipe/language/weight_files.h>
+
+namespace roundpipe {
+
+using at::Tensor;
+using language::Tokens;
+using language::WeightFiles;
+
+namespace {
+
+template <typename... Parts>
+[[noreturn]] void refuse(const char* where, const Parts&... parts) {
+  throw std::invalid_argument(concat("[", where, "] ", parts...));
+}
+
+void check_options(const LanguageModelOptions& options) {
+  if (options.layers.attention == models::Attention::kEager) {
+    refuse("language model", "the attention is eager, expected sdpa or packed");
+  }
+  if (options.layers.loss_chunk_tokens < 0 || options.layers.mlp_chunk_tokens < 0) {
+    refuse("language model", "a chunk has a negative number of tokens, expected a positive one, or 0 to choose");
+  }
+  const c10::ScalarType dtype = options.dtype.value_or(at::kFloat);
+  if (dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kHalf) {
+    refuse("language model", "the dtype is ", dtype, ", expected Float, BFloat16 or Half");
+  }
+}
+
+void check_tensor(const char* where, const char* name, const Tensor& tensor, const Tensor& ids, bool one_row) {
+  const bool fits = tensor.dim() == 2 && tensor.size(1) == ids.size(1) &&
+                    (tensor.size(0) == ids.size(0) || (one_row && tensor.size(0) == 1));
+  if (!fits) refuse(where, name, " have the shape ", tensor.sizes(), ", expected that of the ids, ", ids.sizes());
+  if (!tensor.is_cpu()) refuse(where, name, " are on ", tensor.device(), ", expected them on the host");
+}
+
+void check_range(const char* where, const char* name, const Tensor& tensor, int64_t end) {
+  if (tensor.scalar_type() != at::kLong) {
+    refuse(where, name, " have the dtype ", tensor.scalar_type(), ", expected Long (int64); cast them");
+  }
+  if (tensor.numel() == 0) return;
+  const auto [least, most] = at::aminmax(tensor);
+  const int64_t wrong = least.item<int64_t>() < 0 ? least.item<int64_t>() : most.item<int64_t>();
+  if (wrong < 0 || wrong >= end) refuse(where, name, " hold ", wrong, ", expected 0 to ", end - 1);
+}
+
+// Padding at the ends of rows only.
+void check_mask(const char* where, const Tensor& mask, bool ends_only) {
+  const Tensor kept = mask.ne(0);
+  if (at::logical_and(mask.ne(0), mask.ne(1)).any().item<bool>()) {
+    refuse(where, "the attention mask holds other numbers than 0 and 1, expected 0 for padding and 1 for tokens");
+  }
+  if (!ends_only || mask.size(1) < 2) return;
+  const Tensor begins = kept.slice(1, 1).logical_and(kept.slice(1, 0, -1).logical_not()).sum(1) + kept.select(1, 0);
+  if (begins.gt(1).any().item<bool>()) {
+    refuse(where, "a row has padding between its tokens, expected it at the ends; the attention packed needs that");
+  }
+}
+
+// The loss of a microbatch is the last layer's output.
+constexpr auto kLoss = [](const Tensor& loss) { return loss; };
+
+}  // namespace
+
+LanguageModel::LanguageModel(const std::string& folder, const LanguageModelOptions& options)
+    : folder_(folder), config_(language::read_config(folder)), attention_(options.layers.attention) {
+  check_options(options);
+  const WeightFiles files(folder);
+  const std::vector<language::WeightShape> shapes = weight_shapes(config_);
+  files.check(shapes, config_.tied);
+  dtype_ = options.dtype.value_or(config_.dtype.value_or(files.dtype(shapes.front().name)));
+  if (dtype_ == at::kDouble) {
+    refuse("language model", "the weights of ", folder, " are F64 and config.json has no dtype, expected one there; ",
+           "name the dtype to train in");
+  }
+  model_ = std::make_unique<Model>(make_layers(config_, dtype_, options.layers), options.model);
+  NamedParameters into = model_->named_parameters();
+  if (config_.tied) into.pop_back();
+  files.read(into, options.progress);
+}
+
+Tokens LanguageModel::checked(const char* where, const LanguageBatch& batch, bool with_labels) const {
+  const Tensor& ids = batch.ids;
+  if (!ids.defined() || ids.dim() != 2 || ids.numel() == 0) {
+    refuse(where, "the ids are no [rows, tokens], expected at least a token");
+  }
+  check_tensor(where, "the ids", ids, ids, false);
+  check_range(where, "the ids", ids, config_.vocabulary);
+  if (ids.size(1) > config_.max_positions && !batch.positions.defined()) {
+    refuse(where, "the rows have ", ids.size(1), " tokens, expected at most ", config_.max_positions,
+           ", the max_position_embeddings of the model");
+  }
+  Tokens tokens;
+  tokens.ids = ids;
+  if (batch.positions.defined()) {
+    check_tensor(where, "the positions", batch.positions, ids, true);
+    check_range(where, "the positions", batch.positions, config_.max_positions);
+    tokens.positions = batch.positions;
+  }
+  if (batch.attention_mask.defined()) {
+    check_tensor(where, "the attention mask's numbers", batch.attention_mask, ids, false);
+    check_mask(where, batch.attention_mask, attention_ == models::Attention::kPacked);
+    tokens.attention_mask = batch.attention_mask;
+  }
+  if (!with_labels) return tokens;
+  if (!batch.labels.defined()) refuse(where, "there are no labels, expected them beside the ids");
+  check_tensor(where, "the labels", batch.labels, ids, false);
+  const Tensor counts = batch.labels.ne(language::kIgnoredLabel);
+  check_range(where, "the labels", batch.labels.where(counts, 0), config_.vocabulary);
+  tokens.labels = batch.labels;
+  tokens.counted = batch.counted;
+  if (batch.counted == 0) tokens.counted = counts.slice(1, 1).sum().item<int64_t>();
+  if (tokens.counted <= 0) refuse(where, "no label counts, expected at least one behind the first token of a row");
+  return tokens;
+}
+
+TrainResult LanguageModel::forward_backward(const LanguageBatch& batch) {
+  return model_->forward_backward(checked("forward_backward", batch, true), std::tuple<>(), kLoss);
+}
+
+Model::Pending LanguageModel::submit(const LanguageBatch& batch) {
+  return model_->submit(checked("submit", batch, true), std::tuple<>(), kLoss);
+}
+
+MemoryPrediction LanguageModel::predict_memory(const LanguageBatch& batch) {
+  return model_->predict_memory(checked("predict_memory", batch, true), std::tuple<>(), kLoss);
+}
+
+EvaluatedLoss LanguageModel::evaluate(const LanguageBatch& batch) {
+  const at::NoGradGuard no_grad;
+  const Tokens tokens = checked("evaluate", batch, true);
+  EvaluatedLoss loss{.counted = tokens.counted};
+  for (const Tensor& part : model_->forward_microbatches(model_->run_options(), tokens)) {
+    loss.mean += part.item<double>();
+  }
+  return loss;
+}
+
+Tensor LanguageModel::logits(const LanguageBatch& batch) {
+  const at::NoGradGuard no_grad;
+  return model_->forward(checked("logits", batch, false));
+}
+
+void LanguageModel::save(const std::string& folder, const language::ModelFolderOptions& options) {
+  model_->synchronize();
+  NamedParameters weights = model_->named_parameters();
+  if (config_.tied) weights.pop_back();
+  language::write_model_folder(folder, folder_, weights, options);
+}
+
+}  // namespace roundpipe

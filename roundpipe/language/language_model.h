@@ -1,0 +1,88 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+
+#include <roundpipe/api/model.h>
+#include <roundpipe/language/config.h>
+#include <roundpipe/language/layers.h>
+#include <roundpipe/language/model_folder.h>
+
+namespace roundpipe {
+
+struct LanguageModelOptions {
+  // Of the weights, into which those of other dtypes are cast: fp32, bf16 or fp16. Unset: the dtype of config.json, or
+  // else that of the embedding.
+  std::optional<c10::ScalarType> dtype = std::nullopt;
+  // How the layers compute: kSdpa as transformers by default; kPacked, which never makes a mask of tokens x tokens.
+  language::LayerOptions layers = {};
+  ModelOptions model = {.name = "language model"};
+  // Called with the bytes that were read since the last call; may throw.
+  std::function<void(int64_t)> progress = {};
+};
+
+// Rows of tokens, on the host. Undefined tensors are left out.
+struct LanguageBatch {
+  at::Tensor ids;  // int64 [rows, tokens]
+  // int64 [rows, tokens]: the same tokens, with -100 for those that are not to be predicted. Each is predicted by what
+  // is before it in its row, so the first of a row does not count.
+  at::Tensor labels = {};
+  at::Tensor attention_mask = {};  // [rows, tokens]: 0 for padding, else 1
+  // int64 [rows or 1, tokens]. They restart with each document of a packed row, and such a row has no attention mask.
+  // The label of the first token of a document is to be -100, as the document before knows nothing of it.
+  at::Tensor positions = {};
+  // What the sum of the losses is divided by: the labels that count in a step of several calls. 0: those of this batch.
+  int64_t counted = 0;
+};
+
+struct EvaluatedLoss {
+  double mean = 0;      // over the labels that count
+  int64_t counted = 0;  // how many those are
+};
+
+// A causal language model from the folder of a transformers model, trained without Python: Llama, Mistral, Qwen2 and
+// Qwen3. Loss, logits and gradients have the bits of transformers' model over the same microbatches, as long as the
+// loss is not computed in chunks. docs/cpp-language-models.md says what is supported; the rest is refused.
+// Weights are read straight into the model's memory, without another copy of them.
+// Thread safety and errors: those of Model.
+class LanguageModel {
+ public:
+  // Throws std::invalid_argument for a folder that is no such model or is not supported, before weights are read, and
+  // Error for a damaged one.
+  explicit LanguageModel(const std::string& folder, const LanguageModelOptions& options = {});
+
+  // The model itself: steps, plans, parameters by the names of the folder, and all else.
+  Model& model() { return *model_; }
+  const language::Config& config() const { return config_; }
+  c10::ScalarType dtype() const { return dtype_; }
+
+  // The loss is the mean over the labels that count in the whole batch, whatever the microbatches.
+  // They throw std::invalid_argument for a batch that does not fit the model, or without a label that counts.
+  TrainResult forward_backward(const LanguageBatch& batch);
+  Model::Pending submit(const LanguageBatch& batch);
+  MemoryPrediction predict_memory(const LanguageBatch& batch);
+
+  // The loss of a batch without gradients.
+  EvaluatedLoss evaluate(const LanguageBatch& batch);
+  // The logits [rows, tokens, vocabulary] without gradients; labels are not looked at.
+  at::Tensor logits(const LanguageBatch& batch);
+
+  // Writes the model into a folder that transformers loads; see language::write_model_folder. Waits for all work.
+  void save(const std::string& folder, const language::ModelFolderOptions& options = {});
+
+ private:
+  language::Tokens checked(const char* where, const LanguageBatch& batch, bool with_labels) const;
+
+  std::string folder_;
+  language::Config config_;
+  c10::ScalarType dtype_;
+  models::Attention attention_;
+  std::unique_ptr<Model> model_;
+};
+
+}  // namespace roundpipe

@@ -1,0 +1,177 @@
+#include <roundpipe/language/layers.h>
+
+#include <cmath>
+#include <memory>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+
+#include <roundpipe/core/error.h>
+#include <roundpipe/language/masks.h>
+#include <roundpipe/language/rotary.h>
+#include <roundpipe/ops/linear_cross_entropy.h>
+
+namespace roundpipe::language {
+
+using at::Tensor;
+using models::Attention;
+
+namespace {
+
+const char* const kEmbedding = "model.embed_tokens";
+const char* const kNorm = "model.norm";
+const char* const kHead = "lm_head";
+
+// Rows of more tokens than this run through an MLP in chunks of half as many.
+constexpr int64_t kWholeMlpTokens = 16384;
+
+std::string layer_name(int64_t index) { return "model.layers." + std::to_string(index); }
+
+std::vector<WeightShape> decoder_shapes(const Config& config) {
+  const int64_t query_width = config.heads * config.head_dim, key_width = config.key_heads * config.head_dim;
+  std::vector<WeightShape> shapes;
+  const auto linear = [&](const std::string& name, int64_t outputs, int64_t inputs, bool bias) {
+    shapes.push_back({name + ".weight", {outputs, inputs}});
+    if (bias) shapes.push_back({name + ".bias", {outputs}});
+  };
+  linear("self_attn.q_proj", query_width, config.width, config.query_bias);
+  linear("self_attn.k_proj", key_width, config.width, config.query_bias);
+  linear("self_attn.v_proj", key_width, config.width, config.query_bias);
+  linear("self_attn.o_proj", config.width, query_width, config.output_bias);
+  if (config.query_norm) {
+    shapes.push_back({"self_attn.q_norm.weight", {config.head_dim}});
+    shapes.push_back({"self_attn.k_norm.weight", {config.head_dim}});
+  }
+  linear("mlp.gate_proj", config.inner_width, config.width, config.mlp_bias);
+  linear("mlp.up_proj", config.inner_width, config.width, config.mlp_bias);
+  linear("mlp.down_proj", config.width, config.inner_width, config.mlp_bias);
+  shapes.push_back({"input_layernorm.weight", {config.width}});
+  shapes.push_back({"post_attention_layernorm.weight", {config.width}});
+  return shapes;
+}
+
+Layer embedding_layer(const Config& config, const Tensor& weight, Attention attention) {
+  bool any_slides = false, any_full = false;
+  for (const char slides : config.slides) (slides != 0 ? any_slides : any_full) = true;
+  return layer({{"weight", weight}},
+               [any_slides, any_full, attention, window = config.window, pad = config.pad_token.value_or(-1),
+                rotary = Rotary(config)](const std::vector<Tensor>& own, const Tokens& tokens) {
+                 const Tensor& ids = tokens.ids;
+                 Hidden hidden;
+                 hidden.values = at::embedding(own[0], ids, pad);
+                 TokenPlaces places{ids.size(0), ids.size(1), tokens.attention_mask, tokens.positions};
+                 if (any_full) {
+                   hidden.mask = make_mask(attention, places, std::nullopt, ids.device()).value_or(Tensor());
+                 }
+                 if (any_slides) {
+                   hidden.window_mask = make_mask(attention, places, window, ids.device()).value_or(Tensor());
+                 }
+                 Tensor positions = tokens.positions;
+                 if (!positions.defined()) positions = at::arange(ids.size(1), ids.options()).unsqueeze(0);
+                 std::tie(hidden.cos, hidden.sin) = rotary.cos_sin(positions, hidden.values.scalar_type());
+                 hidden.positions = tokens.positions;
+                 hidden.labels = tokens.labels;
+                 hidden.counted = tokens.counted;
+                 return hidden;
+               })
+      .named(kEmbedding);
+}
+
+Layer decoder_layer(const Config& config, int64_t index, NamedParameters parameters, const LayerOptions& options) {
+  models::DecoderConfig decoder;
+  decoder.head_dim = config.head_dim;
+  decoder.scaling = std::pow(static_cast<double>(config.head_dim), -0.5);
+  decoder.input_norm_eps = decoder.post_norm_eps = config.norm_eps;
+  decoder.query_norm_eps = decoder.key_norm_eps = config.norm_eps;
+  decoder.activation = config.activation;
+  std::vector<std::string> names;
+  for (const auto& [name, tensor] : parameters) names.push_back(name);
+  const bool slides = config.slides.at(static_cast<size_t>(index)) != 0;
+  return layer(std::move(parameters),
+               [decoder, names, slides, options](const std::vector<Tensor>& own, Hidden hidden) {
+                 models::DecoderInputs inputs;
+                 inputs.hidden = hidden.values;
+                 inputs.cos = hidden.cos;
+                 inputs.sin = hidden.sin;
+                 const Tensor& mask = slides ? hidden.window_mask : hidden.mask;
+                 if (mask.defined()) inputs.mask = mask;
+                 if (hidden.positions.defined()) inputs.positions = hidden.positions;
+                 inputs.attention = options.attention;
+                 inputs.mlp_chunk_tokens = options.mlp_chunk_tokens;
+                 if (options.mlp_chunk_tokens == 0 && hidden.values.size(1) > kWholeMlpTokens) {
+                   inputs.mlp_chunk_tokens = kWholeMlpTokens / 2;
+                 }
+                 hidden.values = models::decode(decoder, models::find_decoder_weights(names, own), inputs);
+                 return hidden;
+               })
+      .named(layer_name(index));
+}
+
+Layer norm_layer(const Config& config, const Tensor& weight) {
+  return layer({{"weight", weight}},
+               [eps = config.norm_eps](const std::vector<Tensor>& own, Hidden hidden) {
+                 hidden.values = models::rms_norm(hidden.values, own[0], eps);
+                 return hidden;
+               })
+      .named(kNorm);
+}
+
+// The sum of the losses of the labels that count.
+Tensor summed_loss(const Tensor& hidden, const Tensor& weight, const Tensor& labels, int64_t chunk_tokens) {
+  const Tensor shifted =
+      at::constant_pad_nd(labels, {0, 1}, kIgnoredLabel).slice(-1, 1).contiguous().reshape({-1}).to(hidden.device());
+  const int64_t vocabulary = weight.size(0);
+  const bool chunked = chunk_tokens > 0
+                           ? shifted.numel() > chunk_tokens
+                           : shifted.numel() * vocabulary * static_cast<int64_t>(sizeof(float)) > kWholeLogitBytes;
+  if (chunked) {
+    ops::LinearCrossEntropyOptions options;
+    options.ignore_index = kIgnoredLabel;
+    options.chunk_tokens = chunk_tokens;
+    return ops::linear_cross_entropy(hidden.reshape({-1, hidden.size(-1)}), weight, std::nullopt, shifted, options).sum;
+  }
+  const Tensor logits = at::linear(hidden, weight).to(at::kFloat).view({-1, vocabulary});
+  return at::cross_entropy_loss(logits, shifted, {}, at::Reduction::Sum, kIgnoredLabel);
+}
+
+Layer head_layer(const Tensor& weight, const LayerOptions& options) {
+  return layer({{"weight", weight}},
+               [chunk_tokens = options.loss_chunk_tokens](const std::vector<Tensor>& own, const Hidden& hidden) {
+                 if (!hidden.labels.defined()) return at::linear(hidden.values, own[0]);
+                 return summed_loss(hidden.values, own[0], hidden.labels, chunk_tokens) / hidden.counted;
+               })
+      .named(kHead);
+}
+
+}  // namespace
+
+std::vector<WeightShape> weight_shapes(const Config& config) {
+  std::vector<WeightShape> shapes = {{concat(kEmbedding, ".weight"), {config.vocabulary, config.width}}};
+  for (int64_t i = 0; i < config.layers; ++i) {
+    for (WeightShape& shape : decoder_shapes(config)) {
+      shapes.push_back({layer_name(i) + "." + shape.name, std::move(shape.shape)});
+    }
+  }
+  shapes.push_back({concat(kNorm, ".weight"), {config.width}});
+  if (!config.tied) shapes.push_back({concat(kHead, ".weight"), {config.vocabulary, config.width}});
+  return shapes;
+}
+
+std::vector<Layer> make_layers(const Config& config, c10::ScalarType dtype, const LayerOptions& options) {
+  const auto weight = [&](const std::vector<int64_t>& shape) {
+    return at::empty(shape, at::TensorOptions(dtype)).set_requires_grad(true);
+  };
+  const Tensor embedding = weight({config.vocabulary, config.width});
+  std::vector<Layer> layers = {embedding_layer(config, embedding, options.attention)};
+  for (int64_t i = 0; i < config.layers; ++i) {
+    NamedParameters parameters;
+    for (const auto& [name, shape] : decoder_shapes(config)) parameters.emplace_back(name, weight(shape));
+    layers.push_back(decoder_layer(config, i, std::move(parameters), options));
+  }
+  layers.push_back(norm_layer(config, weight({config.width})));
+  layers.push_back(head_layer(config.tied ? embedding : weight({config.vocabulary, config.width}), options));
+  return layers;
+}
+
+}  // namespace roundpipe::language

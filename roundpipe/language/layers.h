@@ -1,0 +1,89 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <roundpipe/api/layer.h>
+#include <roundpipe/language/config.h>
+#include <roundpipe/models/decoder.h>
+
+namespace roundpipe::language {
+
+// What enters the first layer: one microbatch.
+struct Tokens {
+  at::Tensor ids;             // [rows, tokens], int64
+  at::Tensor labels;          // [rows, tokens]; undefined: logits are wanted
+  at::Tensor attention_mask;  // see TokenPlaces
+  at::Tensor positions;
+  int64_t counted = 0;  // labels of the whole batch that count
+};
+
+// What goes from layer to layer.
+struct Hidden {
+  at::Tensor values;  // [rows, tokens, width]
+  at::Tensor cos, sin;
+  at::Tensor mask, window_mask;  // of layers without and with a window; undefined: none
+  at::Tensor positions;          // as they were given
+  at::Tensor labels;
+  int64_t counted = 0;
+};
+
+// How the layers compute.
+struct LayerOptions {
+  models::Attention attention = models::Attention::kSdpa;
+  int64_t loss_chunk_tokens = 0;  // tokens whose logits exist at a time; 0: as many as take kWholeLogitBytes
+  int64_t mlp_chunk_tokens =
+      0;  // tokens of a row that an MLP computes at a time; 0: all of a row, or half of 16,384 if it is longer
+};
+
+// Labels that do not count.
+inline constexpr int64_t kIgnoredLabel = -100;
+// Logits that take more than this are computed in chunks, unless a number of tokens is given.
+inline constexpr int64_t kWholeLogitBytes = int64_t{16} << 20;
+
+// The name of a weight in a model's folder, and its shape.
+struct WeightShape {
+  std::string name;
+  std::vector<int64_t> shape;
+};
+
+// The weights of a model, in the order of its layers: the embedding, the decoder layers, the last norm and, unless it
+// is tied, the head.
+std::vector<WeightShape> weight_shapes(const Config& config);
+
+// The layers of a model in `dtype`, whose weights hold any values: the embedding, which also makes positions and masks,
+// the decoder layers, the last norm, and the head. The head returns the loss of a microbatch, the sum over its labels
+// that count divided by Tokens::counted, or logits where there are no labels. A label belongs to the token before it,
+// as in transformers. Names of layers and parameters make the names of the folder: "model.layers.0" and
+// "mlp.up_proj.weight".
+std::vector<Layer> make_layers(const Config& config, c10::ScalarType dtype, const LayerOptions& options);
+
+}  // namespace roundpipe::language
+
+template <>
+struct roundpipe::TensorsOf<roundpipe::language::Tokens> {
+  template <typename Visit>
+  static void visit(roundpipe::language::Tokens& value, Visit&& visit) {
+    visit(value.ids);
+    visit(value.labels);
+    visit(value.attention_mask);
+    visit(value.positions);
+  }
+};
+
+template <>
+struct roundpipe::TensorsOf<roundpipe::language::Hidden> {
+  template <typename Visit>
+  static void visit(roundpipe::language::Hidden& value, Visit&& visit) {
+    visit(value.values);
+    visit(value.cos);
+    visit(value.sin);
+    visit(value.mask);
+    visit(value.window_mask);
+    visit(value.positions);
+    visit(value.labels);
+  }
+};

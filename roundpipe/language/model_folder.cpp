@@ -1,0 +1,145 @@
+#include <roundpipe/language/model_folder.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <stdexcept>
+
+#include <roundpipe/checkpoint/json_text.h>
+#include <roundpipe/checkpoint/output_file.h>
+#include <roundpipe/checkpoint/safetensors.h>
+#include <roundpipe/core/error.h>
+#include <roundpipe/language/config.h>
+#include <roundpipe/saving/tensor_files.h>
+
+namespace roundpipe::language {
+
+using checkpoint::EntryKind;
+using checkpoint::FileSystem;
+using checkpoint::join;
+using nlohmann::ordered_json;
+
+namespace {
+
+constexpr int64_t kMostCopiedBytes = 1 << 30;
+constexpr int kIndent = 2;
+
+using Weights = std::vector<std::pair<std::string, at::Tensor>>;
+
+// What belongs to a model beside its weights and its config.json.
+bool is_copied(const std::string& name) {
+  static const char* const kNames[] = {"generation_config.json",
+                                       "special_tokens_map.json",
+                                       "added_tokens.json",
+                                       "vocab.json",
+                                       "merges.txt",
+                                       "vocab.txt"};
+  if (std::ranges::find(kNames, name) != std::end(kNames)) return true;
+  return name.starts_with("tokenizer") || name.starts_with("chat_template") || name.ends_with(".tiktoken");
+}
+
+void write_file(FileSystem& files, const std::string& folder, const std::string& name, const std::string& text) {
+  checkpoint::OutputFile file(files, folder, name, static_cast<int64_t>(text.size()));
+  if (!text.empty()) file.write_at(0, text.data(), static_cast<int64_t>(text.size()));
+  file.finish();
+}
+
+std::vector<Weights> in_files(const Weights& weights, int64_t most_bytes) {
+  std::vector<Weights> parts(1);
+  int64_t bytes = 0;
+  for (const auto& [name, tensor] : weights) {
+    const auto more = static_cast<int64_t>(tensor.nbytes());
+    if (!parts.back().empty() && bytes + more > most_bytes) {
+      parts.emplace_back();
+      bytes = 0;
+    }
+    parts.back().emplace_back(name, tensor);
+    bytes += more;
+  }
+  return parts;
+}
+
+void write_weights(FileSystem& files, const std::string& folder, const std::string& name, const Weights& weights) {
+  std::vector<checkpoint::TensorDescription> descriptions;
+  for (const auto& [weight, tensor] : weights) {
+    descriptions.push_back({weight, saving::dtype_name(tensor.scalar_type(), weight), tensor.sizes().vec()});
+  }
+  const checkpoint::SafetensorsLayout layout = checkpoint::lay_out_safetensors(descriptions, {{"format", "pt"}});
+  checkpoint::OutputFile file(files, folder, name, layout.file_bytes);
+  file.write_at(0, layout.header.data(), static_cast<int64_t>(layout.header.size()));
+  for (size_t i = 0; i < weights.size(); ++i) {
+    saving::write_tensor({&file, layout.tensors[i].offset}, weights[i].second);
+  }
+  file.finish();
+}
+
+void write_all_weights(FileSystem& files, const std::string& folder, const Weights& weights, int64_t most_bytes) {
+  const std::vector<Weights> parts = in_files(weights, most_bytes);
+  if (parts.size() == 1) return write_weights(files, folder, "model.safetensors", parts[0]);
+  ordered_json map = ordered_json::object();
+  int64_t bytes = 0;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    char name[64];
+    std::snprintf(name, sizeof(name), "model-%05zu-of-%05zu.safetensors", i + 1, parts.size());
+    write_weights(files, folder, name, parts[i]);
+    for (const auto& [weight, tensor] : parts[i]) {
+      map[weight] = name;
+      bytes += static_cast<int64_t>(tensor.nbytes());
+    }
+  }
+  const ordered_json index = {{"metadata", {{"total_size", bytes}}}, {"weight_map", map}};
+  write_file(files, folder, "model.safetensors.index.json", index.dump(kIndent) + "\n");
+}
+
+void write_config(FileSystem& files, const std::string& folder, const std::string& source, c10::ScalarType dtype) {
+  const std::string path = join(source, "config.json");
+  ordered_json config = ordered_json::parse(files.read_small(path, kMostCopiedBytes));
+  config.erase("torch_dtype");
+  config["dtype"] = dtype_text(dtype);
+  write_file(files, folder, "config.json", config.dump(kIndent) + "\n");
+}
+
+}  // namespace
+
+void check_model_folder(const std::string& folder, bool replace, FileSystem& files) {
+  const EntryKind kind = files.look(folder).kind;
+  const bool free = kind == EntryKind::kNothing || (kind == EntryKind::kFolder && files.list(folder).empty());
+  if (free || (replace && kind == EntryKind::kFolder)) return;
+  throw std::invalid_argument(concat("[language model] there is something at ", folder,
+                                     ", expected nothing or an empty folder; name another one, or ask to replace it"));
+}
+
+void write_model_folder(const std::string& given, const std::string& source, const Weights& weights,
+                        const ModelFolderOptions& options, FileSystem& files) {
+  std::string folder = given;
+  while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
+  check_model_folder(folder, options.replace, files);
+  const std::string parent = checkpoint::parent_of(folder);
+  const std::string name = folder.substr(folder.find_last_of('/') + 1);
+  const std::string hidden = join(parent, "." + name + ".writing");
+  files.make_folders(parent);
+  files.remove_tree(hidden);
+  files.make_folder(hidden);
+  write_all_weights(files, hidden, weights, options.most_file_bytes);
+  write_config(files, hidden, source, weights.front().second.scalar_type());
+  for (const std::string& each : files.list(source)) {
+    if (!is_copied(each) || files.look(join(source, each)).kind == EntryKind::kFolder) continue;
+    write_file(files, hidden, each, files.read_small(join(source, each), kMostCopiedBytes));
+  }
+  files.sync_folder(hidden);
+  if (files.look(folder).kind == EntryKind::kFolder && !files.list(folder).empty()) {
+    if (!files.exchange(hidden, folder)) {
+      const std::string old = join(parent, "." + name + ".replaced");
+      files.remove_tree(old);
+      files.rename(folder, old);
+      files.rename(hidden, folder);
+      files.remove_tree(old);
+    }
+    files.sync_folder(parent);
+    files.remove_tree(hidden);
+  } else {
+    files.rename(hidden, folder);
+  }
+  files.sync_folder(parent);
+}
+
+}  // namespace roundpipe::language

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <roundpipe/checkpoint/file_system.h>
+
+namespace roundpipe::language {
+
+struct ModelFolderOptions {
+  int64_t most_file_bytes = 5'000'000'000;  // of a file of weights, unless a single weight is larger
+  bool replace = false;                     // a folder that is there gives way in one step
+};
+
+// Writes a folder that transformers' from_pretrained loads: the weights as safetensors, in one file or in several with
+// an index; the config.json of the folder `source`, with the dtype of the weights; and the tokenizer's files and
+// generation_config.json of that folder. Everything is written into a hidden folder beside it, and renamed when it is
+// complete and on the disk, so a folder of this name is whole or not there.
+// Throws std::invalid_argument if something is at `folder` and `replace` is not set, and
+// Error when the disk refuses. REQUIRES: `weights` are host tensors of one dtype, with distinct names.
+void write_model_folder(const std::string& folder, const std::string& source,
+                        const std::vector<std::pair<std::string, at::Tensor>>& weights,
+                        const ModelFolderOptions& options = {},
+                        checkpoint::FileSystem& files = checkpoint::FileSystem::real());
+
+// Throws std::invalid_argument if write_model_folder would refuse to write there.
+void check_model_folder(const std::string& folder, bool replace,
+                        checkpoint::FileSystem& files = checkpoint::FileSystem::real());
+
+}  // namespace roundpipe::language

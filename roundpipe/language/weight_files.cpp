@@ -1,0 +1,193 @@
+#include <roundpipe/language/weight_files.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <set>
+#include <stdexcept>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
+
+#include <roundpipe/checkpoint/json_text.h>
+#include <roundpipe/core/error.h>
+
+namespace roundpipe::language {
+
+using checkpoint::TensorEntry;
+
+namespace {
+
+constexpr int64_t kPartBytes = 8 << 20;
+constexpr int64_t kMostIndexBytes = 256 << 20;
+const char* const kSingle = "model.safetensors";
+const char* const kIndex = "model.safetensors.index.json";
+const char* const kTiedHead = "lm_head.weight";
+const char* const kTiedTo = "model.embed_tokens.weight";
+
+// Those that weights may have.
+std::optional<c10::ScalarType> floating(const std::string& name) {
+  if (name == "F32") return at::kFloat;
+  if (name == "BF16") return at::kBFloat16;
+  if (name == "F16") return at::kHalf;
+  if (name == "F64") return at::kDouble;
+  return std::nullopt;
+}
+
+// Of old Llama files; transformers computes them anew.
+bool is_ignored(const std::string& name) { return name.ends_with(".rotary_emb.inv_freq"); }
+
+template <typename Names>
+std::string first_of(const Names& names) {
+  std::string text;
+  size_t shown = 0;
+  for (const std::string& name : names) {
+    if (shown++ == 3) return concat(text, " and ", names.size() - 3, " more");
+    text += concat(text.empty() ? "'" : ", '", checkpoint::shown(name), "'");
+  }
+  return text;
+}
+
+void read_casting(checkpoint::File& file, const TensorEntry& entry, c10::ScalarType dtype, const at::Tensor& to,
+                  const std::function<void(int64_t)>& progress) {
+  const auto element = static_cast<int64_t>(c10::elementSize(dtype));
+  const bool direct = to.scalar_type() == dtype;
+  const at::Tensor flat = to.view({-1});
+  std::vector<char> buffer;
+  for (int64_t at = 0; at < entry.bytes;) {
+    const int64_t bytes = std::min(kPartBytes, entry.bytes - at);
+    const at::Tensor part = flat.narrow(0, at / element, bytes / element);
+    if (direct) {
+      file.read(entry.offset + at, part.mutable_data_ptr(), bytes);
+    } else {
+      buffer.resize(static_cast<size_t>(bytes));
+      file.read(entry.offset + at, buffer.data(), bytes);
+      part.copy_(at::from_blob(buffer.data(), {bytes / element}, at::TensorOptions(dtype)));
+    }
+    if (progress) progress(bytes);
+    at += bytes;
+  }
+}
+
+}  // namespace
+
+WeightFiles::WeightFiles(const std::string& folder, checkpoint::FileSystem& files) : folder_(folder), files_(files) {
+  const std::string index_path = checkpoint::join(folder, kIndex);
+  const auto there = [&](const std::string& path) {
+    const checkpoint::EntryKind kind = files.look(path).kind;
+    return kind == checkpoint::EntryKind::kFile || kind == checkpoint::EntryKind::kLink;
+  };
+  if (there(checkpoint::join(folder, kSingle))) {
+    add_file(kSingle);
+    return;
+  }
+  if (!there(index_path)) {
+    throw std::invalid_argument(concat("[language model] ", folder, " has neither ", kSingle, " nor ", kIndex,
+                                       ", expected one of them; save the model with safetensors"));
+  }
+  const std::string where = "[language model] " + index_path;
+  const nlohmann::json index = checkpoint::parse_json(files.read_small(index_path, kMostIndexBytes), where);
+  const nlohmann::json& map = checkpoint::member(index, "weight_map", nlohmann::json::value_t::object, where);
+  std::set<std::string> names;
+  for (const auto& [name, file] : map.items()) {
+    const bool plain = file.is_string() && !file.get<std::string>().empty() &&
+                       file.get<std::string>().find('/') == std::string::npos && file.get<std::string>()[0] != '.';
+    if (!plain) throw Error(concat(where, " has no plain file name for '", checkpoint::shown(name), "', expected one"));
+    names.insert(file.get<std::string>());
+  }
+  for (const std::string& name : names) add_file(name);
+  for (const auto& [name, file] : map.items()) {
+    const auto found = tensors_.find(name);
+    if (found == tensors_.end() || found->second.file != file.get<std::string>()) {
+      throw Error(concat(where, " says that '", checkpoint::shown(name), "' is in ",
+                         checkpoint::shown(file.get<std::string>()), ", which has it not; download the model again"));
+    }
+  }
+}
+
+void WeightFiles::add_file(const std::string& name) {
+  const std::string path = checkpoint::join(folder_, name);
+  for (TensorEntry& entry : checkpoint::read_safetensors_header(path, files_).tensors) {
+    const std::string tensor = entry.name;
+    const auto [place, is_new] = tensors_.emplace(tensor, Stored{name, std::move(entry)});
+    if (!is_new) {
+      throw Error(concat("[language model] '", checkpoint::shown(tensor), "' is in ", place->second.file, " and in ",
+                         name, " of ", folder_, ", expected it once; download the model again"));
+    }
+  }
+}
+
+void WeightFiles::check(const std::vector<WeightShape>& wanted, bool tied) const {
+  std::vector<std::string> missing;
+  std::set<std::string> names;
+  for (const auto& [name, shape] : wanted) {
+    names.insert(name);
+    const auto found = tensors_.find(name);
+    if (found == tensors_.end()) {
+      missing.push_back(name);
+      continue;
+    }
+    const TensorEntry& entry = found->second.entry;
+    if (entry.shape != shape) {
+      throw std::invalid_argument(concat("[language model] '", name, "' of ", folder_, " has the shape ",
+                                         at::IntArrayRef(entry.shape), ", expected ", at::IntArrayRef(shape),
+                                         " by config.json; use the config.json that belongs to these weights"));
+    }
+    if (!floating(entry.dtype)) {
+      throw std::invalid_argument(concat("[language model] '", name, "' of ", folder_, " has the dtype ", entry.dtype,
+                                         ", expected F32, BF16, F16 or F64; use weights that are not quantised"));
+    }
+  }
+  if (!missing.empty()) {
+    throw std::invalid_argument(concat("[language model] ", folder_, " lacks ", first_of(missing),
+                                       ", which config.json asks for; use the files that belong to it"));
+  }
+  std::vector<std::string> others;
+  for (const auto& [name, stored] : tensors_) {
+    if (names.count(name) != 0 || is_ignored(name)) continue;
+    if (tied && name == kTiedHead && same_values(stored, tensors_.at(kTiedTo))) continue;
+    others.push_back(name);
+  }
+  if (others.empty()) return;
+  throw std::invalid_argument(
+      concat("[language model] ", folder_, " holds ", first_of(others), ", which config.json does not ask for",
+             others.front() == kTiedHead ? ", and which differs from the embedding that it is tied to" : "",
+             "; use the config.json that belongs to these weights"));
+}
+
+bool WeightFiles::same_values(const Stored& one, const Stored& other) const {
+  if (one.entry.dtype != other.entry.dtype || one.entry.shape != other.entry.shape) return false;
+  checkpoint::File first = files_.open_to_read(checkpoint::join(folder_, one.file));
+  checkpoint::File second = files_.open_to_read(checkpoint::join(folder_, other.file));
+  std::vector<char> here(kPartBytes), there(kPartBytes);
+  for (int64_t at = 0; at < one.entry.bytes; at += kPartBytes) {
+    const int64_t bytes = std::min(kPartBytes, one.entry.bytes - at);
+    first.read(one.entry.offset + at, here.data(), bytes);
+    second.read(other.entry.offset + at, there.data(), bytes);
+    if (std::memcmp(here.data(), there.data(), static_cast<size_t>(bytes)) != 0) return false;
+  }
+  return true;
+}
+
+c10::ScalarType WeightFiles::dtype(const std::string& name) const { return *floating(tensors_.at(name).entry.dtype); }
+
+void WeightFiles::read(const std::vector<std::pair<std::string, at::Tensor>>& into,
+                       const std::function<void(int64_t)>& progress) const {
+  const at::NoGradGuard no_grad;
+  std::vector<std::pair<const Stored*, at::Tensor>> order;
+  for (const auto& [name, tensor] : into) order.emplace_back(&tensors_.at(name), tensor);
+  std::ranges::sort(order, [](const auto& one, const auto& other) {
+    return std::tie(one.first->file, one.first->entry.offset) < std::tie(other.first->file, other.first->entry.offset);
+  });
+  std::optional<checkpoint::File> file;
+  for (const auto& [stored, tensor] : order) {
+    const std::string path = checkpoint::join(folder_, stored->file);
+    if (!file || file->path() != path) {
+      file.reset();
+      file.emplace(files_.open_to_read(path));
+    }
+    read_casting(*file, stored->entry, *floating(stored->entry.dtype), tensor.detach(), progress);
+  }
+}
+
+}  // namespace roundpipe::language

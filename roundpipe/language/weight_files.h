@@ -1,0 +1,55 @@
+#pragma once
+
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <roundpipe/checkpoint/file_system.h>
+#include <roundpipe/checkpoint/safetensors.h>
+#include <roundpipe/language/layers.h>
+
+namespace roundpipe::language {
+
+// The safetensors files of a model's folder: model.safetensors, or the files that model.safetensors.index.json names.
+// Only headers are read when it is opened. Thread safety: any thread.
+class WeightFiles {
+ public:
+  // Throws std::invalid_argument for a folder without such files, and Error for damaged ones, for a tensor that is in
+  // two files and for an index that does not fit its files.
+  explicit WeightFiles(const std::string& folder, checkpoint::FileSystem& files = checkpoint::FileSystem::real());
+
+  // Checks that the folder holds weights of these names and shapes, in floating-point dtypes that torch computes with,
+  // and no others. A second copy of a tied head and the frequencies that old files have are let pass. Throws
+  // std::invalid_argument that names what is missing, left over or of another shape or dtype.
+  void check(const std::vector<WeightShape>& wanted, bool tied) const;
+
+  // The dtype of a weight. REQUIRES: check().
+  c10::ScalarType dtype(const std::string& name) const;
+
+  // Reads each weight into the host tensor beside its name, cast to that one's dtype, in the order of the files. Only
+  // a few megabytes more are held. `progress` is called with the bytes that were read; it may throw.
+  // Throws Error if the file ends early. REQUIRES: check().
+  void read(const std::vector<std::pair<std::string, at::Tensor>>& into,
+            const std::function<void(int64_t)>& progress = {}) const;
+
+  const std::string& folder() const { return folder_; }
+
+ private:
+  struct Stored {
+    std::string file;
+    checkpoint::TensorEntry entry;
+  };
+
+  void add_file(const std::string& name);
+  bool same_values(const Stored& one, const Stored& other) const;
+
+  const std::string folder_;
+  checkpoint::FileSystem& files_;
+  std::map<std::string, Stored> tensors_;
+};
+
+}  // namespace roundpipe::language

@@ -1,0 +1,106 @@
+// Runs language models as lines of standard input say, one job a line, of fields `name=value` with tabs between:
+//   model=FOLDER [dtype=float32] [attention=packed] [microbatches=2] [loss_chunk=8]
+//   batch=FILE   safetensors of ids, labels, attention_mask and positions; then out=FILE gets the loss, the logits and
+//                the gradients of all weights
+//   save=FOLDER [file_bytes=1000]   writes the model
+// and answers each with a line: "ok" or "error: ...".
+#include <iostream>
+#include <map>
+#include <sstream>
+#include <string>
+
+#include <ATen/Functions.h>
+
+#include <roundpipe/checkpoint/output_file.h>
+#include <roundpipe/checkpoint/safetensors.h>
+#include <roundpipe/language/language_model.h>
+#include <roundpipe/saving/tensor_files.h>
+
+namespace {
+
+using Fields = std::map<std::string, std::string>;
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+namespace checkpoint = roundpipe::checkpoint;
+
+Fields fields_of(const std::string& line) {
+  Fields fields;
+  std::istringstream parts(line);
+  for (std::string part; std::getline(parts, part, '\t');) {
+    const size_t equals = part.find('=');
+    fields[part.substr(0, equals)] = part.substr(equals + 1);
+  }
+  return fields;
+}
+
+roundpipe::LanguageBatch read_batch(const std::string& path) {
+  roundpipe::LanguageBatch batch;
+  checkpoint::File file = checkpoint::FileSystem::real().open_to_read(path);
+  for (const auto& entry : checkpoint::read_safetensors_header(path).tensors) {
+    const at::Tensor tensor = at::empty(entry.shape, at::kLong);
+    file.read(entry.offset, tensor.mutable_data_ptr(), entry.bytes);
+    if (entry.name == "ids") batch.ids = tensor;
+    if (entry.name == "labels") batch.labels = tensor;
+    if (entry.name == "attention_mask") batch.attention_mask = tensor;
+    if (entry.name == "positions") batch.positions = tensor;
+  }
+  return batch;
+}
+
+void write_tensors(const std::string& path, const NamedTensors& tensors) {
+  std::vector<checkpoint::TensorDescription> descriptions;
+  for (const auto& [name, tensor] : tensors) {
+    descriptions.push_back({name, roundpipe::saving::dtype_name(tensor.scalar_type(), name), tensor.sizes().vec()});
+  }
+  const auto layout = checkpoint::lay_out_safetensors(descriptions);
+  const size_t slash = path.find_last_of('/');
+  checkpoint::OutputFile file(checkpoint::FileSystem::real(), path.substr(0, slash), path.substr(slash + 1),
+                              layout.file_bytes);
+  file.write_at(0, layout.header.data(), static_cast<int64_t>(layout.header.size()));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    roundpipe::saving::write_tensor({&file, layout.tensors[i].offset}, tensors[i].second);
+  }
+  file.finish();
+}
+
+void run(Fields& fields) {
+  roundpipe::LanguageModelOptions options;
+  if (fields.count("dtype")) options.dtype = roundpipe::language::parse_dtype(fields["dtype"], "dtype");
+  if (fields.count("attention")) options.layers.attention = roundpipe::models::parse_attention(fields["attention"]);
+  if (fields.count("loss_chunk")) options.layers.loss_chunk_tokens = std::stoll(fields["loss_chunk"]);
+  options.model.run.microbatches = fields.count("microbatches") ? std::stoi(fields["microbatches"]) : 1;
+  roundpipe::LanguageModel model(fields["model"], options);
+  if (fields.count("batch")) {
+    const roundpipe::LanguageBatch batch = read_batch(fields["batch"]);
+    NamedTensors tensors = {{"logits", model.logits(batch)}};
+    const roundpipe::EvaluatedLoss evaluated = model.evaluate(batch);
+    tensors.emplace_back("evaluated", at::scalar_tensor(evaluated.mean, at::kDouble));
+    tensors.emplace_back("loss", model.forward_backward(batch).loss);
+    model.model().synchronize();
+    for (const auto& [name, parameter] : model.model().named_parameters()) {
+      tensors.emplace_back("grad." + name, parameter.grad());
+    }
+    write_tensors(fields["out"], tensors);
+  }
+  if (fields.count("save")) {
+    roundpipe::language::ModelFolderOptions saving;
+    if (fields.count("file_bytes")) saving.most_file_bytes = std::stoll(fields["file_bytes"]);
+    saving.replace = fields.count("replace") != 0;
+    model.save(fields["save"], saving);
+  }
+}
+
+}  // namespace
+
+int main() {
+  for (std::string line; std::getline(std::cin, line);) {
+    Fields fields = fields_of(line);
+    try {
+      run(fields);
+      std::cout << "ok" << std::endl;
+    } catch (const std::invalid_argument& error) {
+      std::cout << "mistake: " << error.what() << std::endl;
+    } catch (const std::exception& error) {
+      std::cout << "error: " << error.what() << std::endl;
+    }
+  }
+}

@@ -1,0 +1,346 @@
+"""Language models of C++ programs: the bits of transformers' models, folders in and out, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import roundpipe.ops.packed_attention  # noqa: F401  it makes "sdpa_packed" known
+
+PROGRAM = Path(__file__).resolve().parents[3] / "build" / "release" / "tests" / "language_program" / "language_program"
+pytestmark = [pytest.mark.skipif(not PROGRAM.exists(), reason="make build-tests has not made the program")]
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama, wide heads": {"model_type": "llama", "head_dim": 24},
+    "llama, tied, pad token": {"model_type": "llama", "tie_word_embeddings": True, "pad_token_id": 3},
+    "llama, biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
+    "llama, all heads": {"model_type": "llama", "num_key_value_heads": 4, "rms_norm_eps": 1e-3},
+    "linear": {"model_type": "llama", "rope_parameters": {"rope_type": "linear", "factor": 2.5}},
+    "dynamic": {"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0}},
+    "llama3": {
+        "model_type": "llama",
+        "head_dim": 32,
+        "rope_parameters": {**LLAMA3, "rope_theta": 100.0, "original_max_position_embeddings": 32},
+    },
+    "yarn": {"model_type": "qwen3", "head_dim": 32, "rope_parameters": {**YARN, "rope_theta": 1e4}},
+    "yarn, all fields": {
+        "model_type": "llama",
+        "rope_parameters": {
+            **YARN,
+            "rope_theta": 300.0,
+            "beta_fast": 8,
+            "beta_slow": 2,
+            "mscale": 0.8,
+            "mscale_all_dim": 0.5,
+            "truncate": False,
+        },
+    },
+    "mistral, window": {"model_type": "mistral", "sliding_window": 4},
+    "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 12},
+    "qwen2": {"model_type": "qwen2", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "qwen2, some windows": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 18, "attention_bias": True},
+    "qwen3, tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+}
+TOKENS = 12
+
+
+def make_folder(folder: Path, fields: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:
+    fields = {**SIZES, **fields}
+    config = AutoConfig.for_model(**fields)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return folder
+
+
+def batches() -> dict[str, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(SIZES["vocab_size"], (4, TOKENS), generator=generator)
+    labels = ids.clone()
+    labels[1, :5] = -100
+    kept = torch.ones_like(ids)
+    kept[1, 7:] = 0
+    kept[2, :3] = 0
+    positions = torch.cat([torch.arange(n) for n in (5, 4, 3)]).repeat(4, 1)
+    positions[3] = torch.arange(TOKENS)
+    starts = labels.where(positions != 0, -100)
+    return {
+        "plain": {"ids": ids, "labels": labels},
+        "padded": {"ids": ids, "labels": labels.where(kept != 0, -100), "attention_mask": kept},
+        "packed": {"ids": ids, "labels": starts, "positions": positions},
+    }
+
+
+class Program:
+    """The program that runs language models, for one job after the other."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "ROUNDPIPE_DEVICES": "virtual:2"}
+        self._process = subprocess.Popen(
+            [PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def run(self, **fields: object) -> str:
+        """What the program answered to one job."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write("\t".join(f"{name}={value}" for name, value in fields.items()) + "\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline().strip()
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        assert self._process.wait() == 0
+
+
+@pytest.fixture(scope="module")
+def program() -> Iterator[Program]:
+    made = Program()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in made:
+            made[name] = make_folder(tmp_path_factory.mktemp("model"), CONFIGS[name])
+        return made[name]
+
+    return of
+
+
+def expected(
+    folder: Path, batch: dict[str, torch.Tensor], dtype: str, attention: str, microbatches: int
+) -> dict[str, torch.Tensor]:
+    """Loss, logits and gradients of a plain loop over transformers' model."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).train()
+    names = {"ids": "input_ids", "positions": "position_ids"}
+    arguments = {names.get(name, name): tensor for name, tensor in batch.items()}
+    counted = int((batch["labels"][:, 1:] != -100).sum())
+    logits, loss = [], torch.zeros(())
+    for rows in torch.arange(len(batch["ids"])).tensor_split(microbatches):
+        part = {name: tensor[rows] for name, tensor in arguments.items()}
+        with torch.no_grad():
+            without = {name: tensor for name, tensor in part.items() if name != "labels"}
+            logits.append(model(**without, use_cache=False).logits)
+        added = model(**part, use_cache=False, num_items_in_batch=counted).loss
+        added.backward()
+        loss = added.detach() if rows[0] == 0 else loss + added.detach()
+    if microbatches == 1:
+        assert torch.equal(loss, model(**arguments, use_cache=False).loss)
+    gradients = {f"grad.{name}": parameter.grad for name, parameter in model.named_parameters()}
+    return {"loss": loss, "logits": torch.cat(logits), **gradients}
+
+
+def compare(found: Path, wanted: dict[str, torch.Tensor]) -> None:
+    tensors = load_file(found)
+    assert tensors.pop("evaluated").item() == pytest.approx(wanted["loss"].item(), rel=1e-6)
+    if "grad.lm_head.weight" not in wanted:  # tied: shown under both names
+        assert torch.equal(tensors.pop("grad.lm_head.weight"), tensors["grad.model.embed_tokens.weight"])
+    assert tensors.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
+
+
+SHORT_IN_BF16 = ("llama, tied, pad token", "yarn", "mistral, window", "qwen2, some windows")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [pytest.param(name, "float32", id=name) for name in CONFIGS]
+    + [
+        pytest.param(name, "bfloat16", id=f"{name}, bf16", marks=[] if name in SHORT_IN_BF16 else [pytest.mark.long])
+        for name in CONFIGS
+    ],
+)
+def test_bits_of_transformers(
+    name: str, dtype: str, program: Program, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for kind, batch in batches().items():
+        save_file(batch, tmp_path / kind)
+        out = tmp_path / f"{kind}.out"
+        said = program.run(model=folder(name), dtype=dtype, batch=tmp_path / kind, out=out)
+        assert said == "ok", said
+        compare(out, expected(folder(name), batch, dtype, "sdpa", 1))
+
+
+@pytest.mark.parametrize("name", ["llama, wide heads", "mistral, window", "qwen3"])
+def test_bits_of_microbatches_and_packed_attention(
+    name: str, program: Program, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for kind, batch in batches().items():
+        save_file(batch, tmp_path / kind)
+        for attention in ("sdpa", "packed"):
+            out = tmp_path / f"{kind}.{attention}"
+            said = program.run(model=folder(name), attention=attention, microbatches=2, batch=tmp_path / kind, out=out)
+            assert said == "ok", said
+            of_transformers = {"sdpa": "sdpa", "packed": "sdpa_packed"}[attention]
+            compare(out, expected(folder(name), batch, "float32", of_transformers, 2))
+
+
+@pytest.mark.parametrize("name", ["llama, wide heads", "qwen3, tied"])
+def test_a_saved_folder_is_the_model(
+    name: str, program: Program, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(folder(name), source)
+    (source / "tokenizer.json").write_text("{}")
+    (source / "pytorch_model.bin").write_text("no part of it")
+    for dtype, saving in (("float32", {}), ("bfloat16", {"file_bytes": 20_000})):
+        saved = tmp_path / dtype
+        assert program.run(model=source, dtype=dtype, save=saved, **saving) == "ok"
+        assert (len(list(saved.glob("*.safetensors"))) > 1) == (dtype == "bfloat16")
+        assert (saved / "tokenizer.json").read_text() == "{}" and not (saved / "pytorch_model.bin").exists()
+        assert json.loads((saved / "config.json").read_text())["dtype"] == dtype
+        wanted = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        loaded = AutoModelForCausalLM.from_pretrained(saved)
+        assert loaded.dtype == wanted.dtype and loaded.config.to_diff_dict() == wanted.config.to_diff_dict()
+        for (one, parameter), (other, expected) in zip(
+            loaded.named_parameters(), wanted.named_parameters(), strict=True
+        ):
+            assert one == other and torch.equal(parameter, expected), one
+        again = tmp_path / f"{dtype} again"
+        assert program.run(model=saved, save=again) == "ok"  # in its own dtype, from its own files
+        ours, theirs = load_file(again / "model.safetensors"), wanted.state_dict()
+        assert all(torch.equal(tensor, theirs[weight]) for weight, tensor in ours.items())
+
+    said = program.run(model=source, save=tmp_path / "float32")
+    assert said.startswith("mistake: [language model] there is something at"), said
+    assert program.run(model=tmp_path / "bfloat16", save=tmp_path / "float32", replace=1) == "ok"
+    assert json.loads((tmp_path / "float32" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_tied_head_that_is_stored_has_to_be_the_embedding(program: Program, tmp_path: Path) -> None:
+    model = make_folder(tmp_path / "model", {"model_type": "qwen3", "tie_word_embeddings": True})
+    tensors = load_file(model / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, model / "model.safetensors")
+    assert program.run(model=model) == "ok"
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, model / "model.safetensors")
+    said = program.run(model=model)
+    assert said.startswith("mistake:") and "'lm_head.weight'" in said and "differs from the embedding" in said, said
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another architecture": ({"model_type": "gpt2"}, "'model_type': \"gpt2\", expected one of llama, mistral"),
+    "another head": ({"architectures": ["LlamaForSequenceClassification"]}, "'architectures'"),
+    "an unknown field": ({"residual_multiplier": 0.5}, "the field 'residual_multiplier', which is not known"),
+    "quantised": ({"quantization_config": {"bits": 4}}, "the field 'quantization_config'"),
+    "dropout": ({"attention_dropout": 0.1}, "'attention_dropout': 0.1, expected 0"),
+    "an activation": ({"hidden_act": "gelu_new"}, "'hidden_act': \"gelu_new\""),
+    "rope type": ({"rope_parameters": {"rope_type": "longrope", "factor": 2}}, "'rope_type': \"longrope\""),
+    "rope field": ({"rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, "'mrope_section'"),
+    "older rope field": ({"rope_scaling": {"type": "linear"}}, "'rope_scaling' has no 'factor'"),
+    "partial rotation": ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor': 0.5, expected 1.0"),
+    "not causal": ({"is_causal": False}, "'is_causal': false, expected true"),
+    "a window": ({"sliding_window": 4}, "the field 'sliding_window'"),
+    "layer types": (
+        {"model_type": "qwen3", "layer_types": ["full_attention", "linear_attention", "full_attention"]},
+        "'layer_types': \"linear_attention\"",
+    ),
+    "a window that is off": (
+        {"model_type": "qwen2", "sliding_window": 4, "layer_types": ["sliding_attention"] * 3},
+        "'layer_types': \"sliding_attention\", expected full_attention",
+    ),
+    "odd heads": ({"head_dim": 7}, "'head_dim': 7, expected an even number"),
+    "groups": ({"num_key_value_heads": 3}, "'num_key_value_heads': 3, expected a divisor of the 4 heads"),
+    "a pad token": ({"pad_token_id": 61}, "'pad_token_id': 61, expected a token of the vocabulary"),
+    "a missing size": ({"hidden_size": None}, "has no 'hidden_size'"),
+    "a dtype": ({"dtype": "float8"}, "'dtype' is 'float8', expected float32"),
+    "a wider layer": ({"intermediate_size": 57}, "mlp.gate_proj.weight' of"),
+    "more layers": ({"num_hidden_layers": 4}, "lacks 'model.layers.3.self_attn.q_proj.weight'"),
+    "fewer layers": ({"num_hidden_layers": 2}, "holds 'model.layers.2.input_layernorm.weight'"),
+    "biases": ({"attention_bias": True}, "lacks 'model.layers.0.self_attn.q_proj.bias'"),
+    "tied": ({"tie_word_embeddings": True}, "holds 'lm_head.weight', which config.json does not ask for, and"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, program: Program, folder: Callable[[str], Path], tmp_path: Path) -> None:
+    fields, wanted = REFUSED[name]
+    model = tmp_path / "model"
+    shutil.copytree(folder("llama, all heads"), model)
+    config = json.loads((model / "config.json").read_text())
+    config |= fields
+    (model / "config.json").write_text(json.dumps(config))
+    said = program.run(model=model)
+    assert said.startswith("mistake: [language model] ") and wanted in said, said
+
+
+def test_batches_that_do_not_fit(program: Program, folder: Callable[[str], Path], tmp_path: Path) -> None:
+    plain = batches()["plain"]
+    holes = torch.ones_like(plain["ids"])
+    holes[0, 4] = 0
+    wrong = {
+        "the ids hold 61, expected 0 to 60": {"ids": plain["ids"].clone().fill_(61)},
+        "the labels hold -1": {"labels": plain["labels"].clone().fill_(-1)},
+        "the labels have the shape": {"labels": plain["labels"][:2].clone()},
+        "no label counts": {"labels": plain["labels"].clone().fill_(-100)},
+        "the positions hold 64, expected 0 to 63": {"positions": torch.arange(TOKENS)[None] + 53},
+        "the rows have 68 tokens": {name: tensor.repeat(1, 17)[:, :68] for name, tensor in plain.items()},
+        "other numbers than 0 and 1": {"attention_mask": holes * 2},
+        "padding between its tokens": {"attention_mask": holes},
+    }
+    for message, changes in wrong.items():
+        save_file({name: tensor.contiguous() for name, tensor in {**plain, **changes}.items()}, tmp_path / "batch")
+        job = {"model": folder("qwen3"), "batch": tmp_path / "batch", "out": tmp_path / "out"}
+        said = program.run(attention="packed", **job)
+        assert said.startswith("mistake: [") and message in said, said
+
+
+def test_damaged_folders(program: Program, folder: Callable[[str], Path], tmp_path: Path) -> None:
+    said = program.run(model=tmp_path)
+    assert said.startswith("mistake: [language model] there is no ") and "config.json" in said, said
+    model = tmp_path / "model"
+    shutil.copytree(folder("qwen3"), model)
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights[:-4])
+    assert program.run(model=model).startswith("error: "), "a cut file was taken"
+    (model / "model.safetensors").unlink()
+    assert "has neither model.safetensors nor" in program.run(model=model)
+    tensors = load_file(folder("qwen3") / "model.safetensors")
+    save_file(tensors, model / "one.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "one.safetensors") | {"more": "one.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    said = program.run(model=model)
+    assert said.startswith("error: ") and "says that 'more' is in one.safetensors, which has it not" in said, said
+    del index["weight_map"]["more"]
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert program.run(model=model) == "ok"
