@@ -1,0 +1,167 @@
+#include <roundpipe/tokens/rows.h>
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+#include <stdexcept>
+
+#include <roundpipe/core/error.h>
+
+namespace roundpipe::tokens {
+
+namespace {
+
+constexpr uint64_t kHeldOutSeed = 0x68656c64;  // one for all runs, so that what is held out stays so
+
+// SplitMix64: each state gives one number.
+uint64_t next_random(uint64_t& state) {
+  uint64_t mixed = (state += 0x9e3779b97f4a7c15u);
+  mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9u;
+  mixed = (mixed ^ (mixed >> 27)) * 0x94d049bb133111ebu;
+  return mixed ^ (mixed >> 31);
+}
+
+// Below `end`, each number alike.
+uint64_t random_below(uint64_t& state, uint64_t end) {
+  const uint64_t fair = ~uint64_t{0} - ~uint64_t{0} % end;
+  uint64_t number = next_random(state);
+  while (number >= fair) number = next_random(state);
+  return number % end;
+}
+
+}  // namespace
+
+RowKind parse_row_kind(std::string_view name) {
+  if (name == "packed") return RowKind::kPacked;
+  if (name == "stream") return RowKind::kStream;
+  if (name == "padded") return RowKind::kPadded;
+  throw std::invalid_argument(concat("[tokens] rows are '", name, "', expected one of packed, stream and padded"));
+}
+
+Rows::Rows(const TokenFile& file, const std::vector<int64_t>& documents, int64_t length, RowKind kind)
+    : length_(length), kind_(kind) {
+  if (length < 2) {
+    throw std::invalid_argument(concat("[tokens] a row has ", length, " tokens, expected at least 2"));
+  }
+  for (const int64_t document : documents) {
+    const int64_t begin = file.begin(document), end = file.end(document);
+    if (kind == RowKind::kStream) {
+      pieces_.push_back({begin, end - begin});
+      starts_.push_back(tokens_);
+      tokens_ += end - begin;
+      continue;
+    }
+    for (int64_t at = begin; at < end; at += length) {
+      const int64_t tokens = std::min(length, end - at);
+      if (tokens == 1) continue;  // it would predict nothing
+      pieces_.push_back({at, tokens});
+      tokens_ += tokens;
+    }
+  }
+  if (kind == RowKind::kStream) {
+    count_ = tokens_ / length;
+    tokens_ = count_ * length;
+  } else {
+    pack(kind == RowKind::kPadded);
+  }
+  if (count_ == 0) {
+    throw std::invalid_argument(concat("[tokens] the documents of ", file.path(), " make no row of ", length,
+                                       " tokens, expected at least one; use shorter rows or more text"));
+  }
+}
+
+void Rows::pack(bool one_each) {
+  // The longest first, each into the fullest row with room for it; then rows in the order of their first piece.
+  std::vector<std::vector<size_t>> rows;
+  std::vector<size_t> order(pieces_.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  if (!one_each) {
+    std::ranges::stable_sort(order, [&](size_t a, size_t b) { return pieces_[a].tokens > pieces_[b].tokens; });
+  }
+  std::set<std::pair<int64_t, size_t>> free;  // room and row
+  for (const size_t piece : order) {
+    const int64_t size = pieces_[piece].tokens;
+    const auto found = one_each ? free.end() : free.lower_bound({size, 0});
+    const bool fits = found != free.end();
+    const size_t row = fits ? found->second : rows.size();
+    const int64_t room = fits ? found->first : length_;
+    if (fits) {
+      free.erase(found);
+    } else {
+      rows.emplace_back();
+    }
+    rows[row].push_back(piece);
+    if (!one_each && room > size) free.emplace(room - size, row);
+  }
+  for (std::vector<size_t>& row : rows) std::ranges::sort(row);
+  std::ranges::sort(rows, {}, [](const std::vector<size_t>& row) { return row.front(); });
+  std::vector<Piece> ordered;
+  ordered.reserve(pieces_.size());
+  for (const std::vector<size_t>& row : rows) {
+    starts_.push_back(static_cast<int64_t>(ordered.size()));
+    for (const size_t piece : row) ordered.push_back(pieces_[piece]);
+  }
+  starts_.push_back(static_cast<int64_t>(ordered.size()));
+  pieces_ = std::move(ordered);
+  count_ = static_cast<int64_t>(rows.size());
+}
+
+std::vector<Piece> Rows::row(int64_t index) const {
+  const auto place = static_cast<size_t>(index);
+  if (kind_ != RowKind::kStream) return {pieces_.begin() + starts_.at(place), pieces_.begin() + starts_.at(place + 1)};
+  std::vector<Piece> row;
+  const int64_t begin = index * length_, end = begin + length_;
+  auto document = static_cast<size_t>(std::ranges::upper_bound(starts_, begin) - starts_.begin()) - 1;
+  for (int64_t at = begin; at < end; ++document) {
+    const Piece& whole = pieces_[document];
+    const int64_t skipped = at - starts_[document];
+    const int64_t tokens = std::min(whole.tokens - skipped, end - at);
+    row.push_back({whole.begin + skipped, tokens});
+    at += tokens;
+  }
+  return row;
+}
+
+Parts part_documents(const TokenFile& file, int64_t held_out_tokens) {
+  Parts parts;
+  std::vector<char> is_held_out(static_cast<size_t>(file.documents()), 0);
+  int64_t held = 0;
+  if (held_out_tokens > 0) {
+    for (const int64_t document : shuffled(file.documents(), kHeldOutSeed, 0)) {
+      if (held >= held_out_tokens) break;
+      is_held_out[static_cast<size_t>(document)] = 1;
+      held += file.end(document) - file.begin(document);
+    }
+  }
+  for (int64_t document = 0; document < file.documents(); ++document) {
+    (is_held_out[static_cast<size_t>(document)] != 0 ? parts.held_out : parts.training).push_back(document);
+  }
+  if (parts.training.empty()) {
+    throw std::invalid_argument(concat("[tokens] ", file.path(), " has ", file.tokens(), " tokens in ",
+                                       file.documents(), " documents, of which ", held_out_tokens,
+                                       " are to be held out, and nothing is left to train on; hold fewer out"));
+  }
+  return parts;
+}
+
+RowOrder::RowOrder(int64_t count, uint64_t seed, bool shuffles) : count_(count), seed_(seed), shuffles_(shuffles) {}
+
+int64_t RowOrder::at(int64_t position) {
+  if (!shuffles_) return position % count_;
+  if (position / count_ != epoch_) {
+    epoch_ = position / count_;
+    order_ = shuffled(count_, seed_, static_cast<uint64_t>(epoch_));
+  }
+  return order_[static_cast<size_t>(position % count_)];
+}
+
+std::vector<int64_t> shuffled(int64_t count, uint64_t seed, uint64_t stream) {
+  std::vector<int64_t> order(static_cast<size_t>(count));
+  std::iota(order.begin(), order.end(), int64_t{0});
+  uint64_t state = seed;
+  state = next_random(state) ^ (stream * 0xd1342543de82ef95u);
+  for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random_below(state, i)]);
+  return order;
+}
+
+}  // namespace roundpipe::tokens

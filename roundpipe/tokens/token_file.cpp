@@ -1,0 +1,132 @@
+#include <roundpipe/tokens/token_file.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+
+#include <roundpipe/checkpoint/crc32c.h>
+#include <roundpipe/core/error.h>
+
+namespace roundpipe::tokens {
+
+static_assert(std::endian::native == std::endian::little, "token files are read as they lie in memory");
+
+namespace {
+
+constexpr int64_t kHeaderBytes = 64;
+constexpr int64_t kPartBytes = 8 << 20;
+constexpr char kMagic[8] = {'R', 'P', 'T', 'O', 'K', 'E', 'N', 'S'};
+constexpr uint32_t kVersion = 1;
+constexpr int64_t kMostOfTwoBytes = 1 << 16;
+
+// As it lies in the file.
+struct Header {
+  char magic[8];
+  uint32_t version;
+  uint32_t token_bytes;
+  uint64_t tokens;
+  uint64_t documents;
+  uint64_t vocabulary;
+  uint32_t tokens_checksum;
+  uint32_t ends_checksum;
+  char zeros[12];
+  uint32_t checksum;
+};
+static_assert(sizeof(Header) == kHeaderBytes);
+
+template <typename Token>
+void widen(const std::vector<char>& bytes, int64_t count, int64_t* to) {
+  for (int64_t i = 0; i < count; ++i) {
+    Token token;
+    std::memcpy(&token, bytes.data() + static_cast<size_t>(i) * sizeof(Token), sizeof(Token));
+    to[i] = token;
+  }
+}
+
+checkpoint::File open(const std::string& path, checkpoint::FileSystem& files) {
+  if (files.look(path).kind == checkpoint::EntryKind::kNothing) {
+    throw std::invalid_argument(concat("[tokens] there is no ", path, ", expected a token file; name another one"));
+  }
+  return files.open_to_read(path);
+}
+
+}  // namespace
+
+TokenFile::TokenFile(const std::string& path, checkpoint::FileSystem& files) : file_(open(path, files)) {
+  const int64_t size = file_.size();
+  Header header{};
+  if (size >= kHeaderBytes) file_.read(0, &header, kHeaderBytes);
+  if (std::memcmp(header.magic, kMagic, sizeof(kMagic)) != 0) {
+    throw std::invalid_argument(concat("[tokens] ", path, " is no token file, expected one that begins with RPTOKENS; ",
+                                       "make it with `roundpipe tokenize`"));
+  }
+  if (header.version != kVersion) {
+    throw Error(concat("[tokens] ", path, " has version ", header.version, ", expected ", kVersion,
+                       "; make it again, or use a newer program"));
+  }
+  if (checkpoint::crc32c(&header, kHeaderBytes - sizeof(header.checksum)) != header.checksum) {
+    refuse("its header does not have its checksum");
+  }
+  constexpr uint64_t kMost = uint64_t{1} << 48;
+  token_bytes_ = header.token_bytes;
+  vocabulary_ = static_cast<int64_t>(header.vocabulary);
+  checksum_ = header.tokens_checksum;
+  const int64_t most_vocabulary = token_bytes_ == 2 ? kMostOfTwoBytes : std::numeric_limits<int32_t>::max();
+  if ((token_bytes_ != 2 && token_bytes_ != 4) || header.tokens == 0 || header.tokens > kMost ||
+      header.documents == 0 || header.documents > header.tokens || vocabulary_ < 1 || vocabulary_ > most_vocabulary) {
+    refuse("its header holds numbers that do not fit each other");
+  }
+  const int64_t ends_at = kHeaderBytes + (static_cast<int64_t>(header.tokens) * token_bytes_ + 7) / 8 * 8;
+  const auto ends_bytes = static_cast<int64_t>(header.documents * sizeof(uint64_t));
+  if (size != ends_at + ends_bytes) {
+    refuse(
+        concat("it has ", size, " bytes, expected ", ends_at + ends_bytes, ": it was cut, or not written to its end"));
+  }
+  ends_.resize(header.documents);
+  file_.read(ends_at, ends_.data(), ends_bytes);
+  bool rises = ends_.front() > 0 && ends_.back() == header.tokens;
+  for (size_t i = 1; i < ends_.size(); ++i) rises = rises && ends_[i] > ends_[i - 1];
+  if (checkpoint::crc32c(ends_.data(), static_cast<size_t>(ends_bytes)) != header.ends_checksum || !rises) {
+    refuse("the ends of its documents do not have their checksum, or do not rise to the number of tokens");
+  }
+}
+
+void TokenFile::refuse(const std::string& what) const {
+  throw Error(concat("[tokens] ", path(), " is damaged: ", what, "; make or copy it again"));
+}
+
+void TokenFile::read(int64_t first, int64_t count, int64_t* to) const {
+  std::vector<char> bytes;
+  for (int64_t done = 0; done < count;) {
+    const int64_t part = std::min(count - done, kPartBytes / token_bytes_);
+    bytes.resize(static_cast<size_t>(part * token_bytes_));
+    file_.read(kHeaderBytes + (first + done) * token_bytes_, bytes.data(), part * token_bytes_);
+    if (token_bytes_ == 2) {
+      widen<uint16_t>(bytes, part, to + done);
+    } else {
+      widen<uint32_t>(bytes, part, to + done);
+    }
+    done += part;
+  }
+  const int64_t* const wrong = std::find_if(to, to + count, [this](int64_t token) { return token >= vocabulary_; });
+  if (wrong != to + count) {
+    refuse(concat("token ", first + (wrong - to), " is ", *wrong, ", expected less than ", vocabulary_));
+  }
+}
+
+void TokenFile::verify(const std::function<void(int64_t)>& progress) const {
+  std::vector<char> bytes(kPartBytes);
+  uint32_t checksum = 0;
+  const int64_t all = tokens() * token_bytes_;
+  for (int64_t at = 0; at < all; at += kPartBytes) {
+    const int64_t part = std::min(kPartBytes, all - at);
+    file_.read(kHeaderBytes + at, bytes.data(), part);
+    checksum = checkpoint::crc32c(bytes.data(), static_cast<size_t>(part), checksum);
+    if (progress) progress(part);
+  }
+  if (checksum != checksum_) refuse("its tokens do not have their checksum");
+}
+
+}  // namespace roundpipe::tokens

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <roundpipe/checkpoint/file_system.h>
+
+namespace roundpipe::tokens {
+
+// A file of tokens and documents, opened to read; docs/token-files.md is its format. Tokens are read when they are
+// asked for; the documents' ends take 8 bytes each. Thread safety: any thread.
+class TokenFile {
+ public:
+  // Checks header, size and the documents' ends. Throws std::invalid_argument for a file that is no token file, and
+  // Error for one that is cut, damaged or of another version.
+  explicit TokenFile(const std::string& path, checkpoint::FileSystem& files = checkpoint::FileSystem::real());
+
+  const std::string& path() const { return file_.path(); }
+  int64_t tokens() const { return static_cast<int64_t>(ends_.back()); }
+  int64_t documents() const { return static_cast<int64_t>(ends_.size()); }
+  // Every token is smaller.
+  int64_t vocabulary() const { return vocabulary_; }
+  // The checksum of the tokens' bytes, as the header has it.
+  uint32_t checksum() const { return checksum_; }
+
+  // Where a document begins and ends, in tokens of the file.
+  int64_t begin(int64_t document) const { return document == 0 ? 0 : end(document - 1); }
+  int64_t end(int64_t document) const { return static_cast<int64_t>(ends_[static_cast<size_t>(document)]); }
+
+  // Reads `count` tokens from `first` on into `to`. Throws Error for a token that is not of the vocabulary: the file is
+  // damaged. REQUIRES: the tokens are there.
+  void read(int64_t first, int64_t count, int64_t* to) const;
+
+  // Reads all tokens and compares their checksum. `progress` is called with the bytes of each part; it may throw.
+  // Throws Error if the file is damaged.
+  void verify(const std::function<void(int64_t)>& progress = {}) const;
+
+ private:
+  [[noreturn]] void refuse(const std::string& what) const;
+
+  mutable checkpoint::File file_;  // reading changes nothing of it
+  int64_t token_bytes_ = 0;
+  int64_t vocabulary_ = 0;
+  uint32_t checksum_ = 0;
+  std::vector<uint64_t> ends_;
+};
+
+}  // namespace roundpipe::tokens

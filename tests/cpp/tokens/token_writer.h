@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include <unistd.h>
+
+#include <roundpipe/checkpoint/crc32c.h>
+
+namespace roundpipe::tokens {
+
+// A folder that is removed with its contents.
+struct TemporaryFolder {
+  TemporaryFolder() {
+    std::string name = (std::filesystem::temp_directory_path() / "tokens-XXXXXX").string();
+    path = ::mkdtemp(name.data());
+  }
+  ~TemporaryFolder() { std::filesystem::remove_all(path); }
+  std::string file(const std::string& name) const { return (path / name).string(); }
+  std::filesystem::path path;
+};
+
+template <typename Number>
+void append(std::string& bytes, Number number) {
+  char raw[sizeof(Number)];
+  std::memcpy(raw, &number, sizeof(Number));
+  bytes.append(raw, sizeof(Number));
+}
+
+// The bytes of a token file, as docs/token-files.md says.
+template <typename Token>
+std::string token_bytes(const std::vector<std::vector<Token>>& documents, uint64_t vocabulary) {
+  std::string tokens, ends;
+  uint64_t count = 0;
+  for (const auto& document : documents) {
+    for (const Token token : document) append(tokens, token);
+    append(ends, count += document.size());
+  }
+  std::string header = "RPTOKENS";
+  append(header, uint32_t{1});
+  append(header, static_cast<uint32_t>(sizeof(Token)));
+  append(header, count);
+  append(header, uint64_t{documents.size()});
+  append(header, vocabulary);
+  append(header, checkpoint::crc32c(tokens.data(), tokens.size()));
+  append(header, checkpoint::crc32c(ends.data(), ends.size()));
+  header.append(12, '\0');
+  append(header, checkpoint::crc32c(header.data(), header.size()));
+  while (tokens.size() % 8 != 0) tokens.push_back('\0');
+  return header + tokens + ends;
+}
+
+inline std::string write_bytes(const std::string& path, const std::string& bytes) {
+  std::ofstream(path, std::ios::binary) << bytes;
+  return path;
+}
+
+}  // namespace roundpipe::tokens
