@@ -22,7 +22,7 @@ BUILD ?= build/release
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-CPP_FILES = $(shell find roundpipe python/src tests bench examples -name '*.cpp' -o -name '*.h' 2>/dev/null)
+CPP_FILES = $(shell find roundpipe programs python/src tests bench examples -name '*.cpp' -o -name '*.h' 2>/dev/null)
 # The programs of .venv, then those that lie beside PYTHON.
 TOOLS = env PATH="$(CURDIR)/$(BIN):$$(dirname "$$(command -v $(PYTHON))"):$$PATH"
 CMAKE = $(TOOLS) cmake --log-level=WARNING
@@ -71,7 +71,7 @@ help:
 	@echo 'make test-no-torch  C++ tests of the levels that need no torch, built without it'
 	@echo 'make wheel          a wheel for this Python and this torch, and a source distribution, in dist/'
 	@echo 'make test-wheel     installs that wheel into an empty environment and runs the demo there'
-	@echo 'make install PREFIX=DIR  the C++ library, its headers and its CMake package'
+	@echo 'make install PREFIX=DIR  the C++ library, its headers and its CMake package, and roundpipe-train'
 	@echo 'make lint           ruff, mypy, clang-format'
 	@echo 'make format         let ruff and clang-format rewrite the sources'
 	@echo 'make bench          every benchmark in bench/'
@@ -124,6 +124,7 @@ setup: $(VENV)/.package
 # One build folder serves the extension and the C++ tests. Ninja itself configures again when a CMake file changes.
 $(BUILD)/.configured: $(VENV)/.package
 	@tools/need.sh json
+	@tools/need.sh cli11
 	@$(CONFIGURE) -B $(BUILD) -DCMAKE_BUILD_TYPE=Release -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$(CURDIR)/python/roundpipe"
 	@touch $@
 
@@ -252,6 +253,7 @@ test-no-torch: $(VENV)/.package
 # The wheel is built from the source distribution, so both are known to be complete.
 wheel: $(VENV)/.package
 	@tools/need.sh json
+	@tools/need.sh cli11
 	@$(PIP) $(call extra,wheel)
 	@$(BIN)/python tools/make_wheel.py --out dist
 
@@ -260,7 +262,7 @@ test-wheel: wheel
 
 install: $(BUILD)/.configured
 	$(if $(PREFIX),,$(error name the folder to install into: make install PREFIX=/opt/roundpipe))
-	@$(NINJA) -C $(BUILD) roundpipe
+	@$(NINJA) -C $(BUILD) roundpipe roundpipe_train
 	@$(TOOLS) cmake --install $(BUILD) --prefix "$(PREFIX)" --component cpp
 
 # --- Everything else ---------------------------------------------------------------------------------------------

@@ -5,13 +5,13 @@
 //
 //   devices              set_devices("cuda:0,cuda:1"), devices(), restore_devices()
 //   a model              Model, of a torch::nn::Sequential or of Layers: layer(module), layer(parameters, function)
-//   a call               Model::forward, forward_backward, submit; RunOptions, Microbatches; values of your own:
-//   TensorsOf a step               Optimizer (fused), or torch::optim; StepOptions, Step; GradScaler; LearningRate a
-//   language model     LanguageModel, of a folder of transformers; tokens::TokenFile, tokens::Rows, read_batch memory
-//   and plans     Model::predict_memory, last_plan, costs checkpoints          save_checkpoint, load_checkpoint,
-//   load_weights, latest; StateValue; run_folder for a journal errors               std::invalid_argument for a mistake
-//   of the caller's; Error, DeviceError for all else of ours hooks                Frontend: interrupts, warnings.
-//   Nothing is installed in the process by itself.
+//   a call               Model::forward, forward_backward, submit; RunOptions, Microbatches, TensorsOf
+//   a step               Optimizer (fused), or torch::optim; StepOptions, Step; GradScaler; LearningRate
+//   a language model     LanguageModel, of a folder of transformers; TokenFile, Rows and read_batch for its tokens
+//   memory and plans     Model::predict_memory, last_plan, costs
+//   checkpoints          save_checkpoint, load_checkpoint, load_weights, latest; StateValue; run_folder for a journal
+//   errors               std::invalid_argument for a mistake of the caller's; Error, DeviceError for all else of ours
+//   hooks                Frontend: interrupts, warnings. Nothing is installed in the process by itself.
 
 #include <roundpipe/api/devices.h>
 #include <roundpipe/api/grad_scaler.h>

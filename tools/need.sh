@@ -5,6 +5,7 @@
 #   tools/need.sh python PYTHON   a Python of at least 3.11 that can make virtual environments and build extensions
 #   tools/need.sh json            nlohmann's JSON header, for the engine
 #   tools/need.sh doctest         doctest's header, for the C++ tests
+#   tools/need.sh cli11           CLI11's header, for programs without Python
 set -euo pipefail
 
 can_install() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }
@@ -55,9 +56,17 @@ need_doctest() {
     "install it (Debian and Ubuntu: apt-get install doctest-dev; macOS: brew install doctest), then run make again"
 }
 
+need_cli11() {
+  has_header CLI/CLI.hpp && return
+  can_install && install libcli11-dev || true
+  has_header CLI/CLI.hpp || echo "note: no CLI/CLI.hpp where the compiler looks; without it, roundpipe-train is not built" \
+    "(Debian and Ubuntu: apt-get install libcli11-dev; macOS: brew install cli11)"
+}
+
 case ${1:-} in
   python) need_python "${2:-python3}" ;;
   json) need_json ;;
   doctest) need_doctest ;;
-  *) give_up "usage: tools/need.sh python PYTHON | json | doctest" ;;
+  cli11) need_cli11 ;;
+  *) give_up "usage: tools/need.sh python PYTHON | json | doctest | cli11" ;;
 esac

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <c10/core/ScalarType.h>
+
+#include <roundpipe/api/optimizer.h>
+#include <roundpipe/models/decoder.h>
+#include <roundpipe/tokens/rows.h>
+
+namespace roundpipe::train {
+
+// What the command line asks for. The members without comments are explained by --help.
+struct Options {
+  std::string model, tokens, out;
+  std::string evaluation_file;  // empty: documents of `tokens` are held out
+  bool resume = false, dry_run = false, verify_tokens = false, replace_model = false;
+
+  int64_t length = 2048;
+  int64_t batch_tokens = 0;  // 0: one row
+  std::string rows = "packed";
+  bool in_order = false;
+  double epochs = 1;
+  int64_t steps = 0;  // 0: by epochs
+  int64_t evaluation_tokens = 0;
+  int64_t evaluate_every = 0;  // 0: at the end only
+  uint64_t seed = 0;
+
+  std::string optimizer = "adamw", moments = "fp32", schedule = "cosine";
+  double learning_rate = 2e-5;
+  double weight_decay = 0;
+  std::optional<double> beta1, beta2, eps, momentum;  // unset: those of the update rule
+  double clip = 1;                                    // 0: never
+  int64_t warmup_steps = 0;
+  double floor = 0;
+  bool asynchronous = false;
+
+  std::string dtype, attention, devices, host_memory;
+  int microbatches = 0;  // 0: the engine's choice
+  bool recompute_by_layer = false, fault_tolerant = false;
+
+  int64_t save_every = 0;  // 0: at the end and when stopped
+  int64_t keep = 1;
+  int64_t log_every = 1;
+};
+
+// Reads the command line. Returns the exit status when there is nothing to run: help, a version or a mistake, which has
+// been printed. Numbers are within their ranges then, and names are known.
+std::optional<int> read_options(int argc, const char* const* argv, Options& options);
+
+// The words of the options.
+UpdateRule update_rule(const Options& options);
+optim::MomentFormat moment_format(const Options& options);
+LearningRate learning_rate(const Options& options, int64_t steps);
+models::Attention attention_of(const Options& options);
+
+// The options that belong to the bits of a training, as text, by their names on the command line: a run that resumes
+// has to have the same.
+std::vector<std::pair<std::string, std::string>> fixed_options(const Options& options, int64_t steps);
+
+}  // namespace roundpipe::train

@@ -1,0 +1,283 @@
+#include "training.h"
+
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+#include <limits>
+#include <map>
+#include <stdexcept>
+#include <utility>
+
+#include <roundpipe/api/devices.h>
+#include <roundpipe/checkpoint/file_system.h>
+#include <roundpipe/core/bytes.h>
+#include <roundpipe/core/error.h>
+#include <roundpipe/runs/load_checkpoint.h>
+#include <roundpipe/runs/run_folders.h>
+#include <roundpipe/runs/save_checkpoint.h>
+#include <roundpipe/runs/stored_checkpoint.h>
+
+#include "data.h"
+#include "metrics.h"
+#include "stop_signal.h"
+
+namespace roundpipe::train {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kSignalStatus = 128;
+const char* const kFixed = "roundpipe-train options";
+const char* const kTokens = "roundpipe-train tokens";
+
+std::string read_text(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+LanguageModelOptions model_options(const Options& options) {
+  LanguageModelOptions made;
+  if (!options.dtype.empty()) made.dtype = language::parse_dtype(options.dtype, "--dtype");
+  made.layers.attention = attention_of(options);
+  made.model.name = "roundpipe-train";
+  RunOptions& run = made.model.run;
+  if (options.microbatches > 0) run.microbatches = options.microbatches;
+  if (options.recompute_by_layer) run.recompute_grain = RecomputeGrain::kLayer;
+  run.fault_tolerant = options.fault_tolerant;
+  return made;
+}
+
+// Matrices with the rule's weight decay; norms and biases without.
+Optimizer make_optimizer(LanguageModel& model, const Options& options, int64_t steps) {
+  const UpdateRule rule = update_rule(options);
+  std::vector<ParameterGroup> groups(1);
+  groups[0].holds = [](const std::string&, const at::Tensor& parameter) { return parameter.dim() < 2; };
+  groups[0].options = rule.options;
+  groups[0].options.weight_decay = 0;
+  Optimizer optimizer(model.model(), rule, groups, {.moments = moment_format(options)});
+  optimizer.set_learning_rate(learning_rate(options, steps));
+  return optimizer;
+}
+
+// A step whose line is not written yet.
+struct StepLine {
+  int64_t step;
+  double loss;
+  double rate;
+  Clock::time_point begun, ended;
+  Step made;
+};
+
+// One run of the program.
+class Training {
+ public:
+  explicit Training(const Options& options);
+  int run();
+
+ private:
+  void check_folder();
+  void check_memory();
+  void resume();
+  void check_fixed() const;
+  void train_steps();
+  void log();
+  void evaluate(int64_t step);
+  void save(int64_t step, bool wait);
+  std::string model_folder() const { return checkpoint::join(options_.out, "model"); }
+
+  const Options& options_;
+  const language::Config config_;
+  Data data_;
+  std::optional<std::string> checkpoint_;  // to resume from
+  std::optional<StopSignal> stop_;
+  std::optional<LanguageModel> model_;
+  std::optional<Optimizer> optimizer_;
+  std::optional<Metrics> metrics_;
+  int64_t step_ = 0;  // completed
+  std::optional<StepLine> unlogged_;
+};
+
+Training::Training(const Options& options)
+    : options_(options), config_(language::read_config(options.model)), data_(options, config_) {
+  if (!options.devices.empty()) set_devices(options.devices);
+  check_folder();
+}
+
+void Training::check_folder() {
+  checkpoint_ = latest(options_.out);
+  if (checkpoint_ && !options_.resume && !options_.dry_run) {
+    throw std::invalid_argument(concat("[train] ", options_.out, " holds the checkpoint ", *checkpoint_,
+                                       ", expected none; add --resume to go on from it, or name another folder"));
+  }
+  if (checkpoint_) check_fixed();
+  language::check_model_folder(model_folder(), options_.replace_model);
+}
+
+void Training::check_memory() {
+  const MemoryPrediction predicted = model_->predict_memory(data_.batch(step_));
+  if (options_.dry_run) std::printf("predicted memory\n%s\n", predicted.text().c_str());
+  if (!options_.host_memory.empty()) {
+    const int64_t budget = parse_bytes(options_.host_memory, "--host-memory");
+    if (predicted.host_total() > budget) {
+      throw std::invalid_argument(concat("[train] the step is predicted to take ", format_bytes(predicted.host_total()),
+                                         " of host memory, expected at most ", format_bytes(budget),
+                                         ", the --host-memory; use --moments 8bit, or fewer or shorter rows"));
+    }
+  }
+  for (const DeviceInfo& device : devices()) {
+    if (device.limit_bytes == 0 || predicted.device.total() <= device.limit_bytes) continue;
+    throw std::invalid_argument(concat("[train] the step is predicted to take ", format_bytes(predicted.device.total()),
+                                       " of a device, and ", device.name, " has ", format_bytes(device.limit_bytes),
+                                       "; use --recompute-by-layer, more --microbatches, or shorter rows"));
+  }
+}
+
+void Training::resume() {
+  if (!checkpoint_) return;
+  const Loaded loaded = load_checkpoint(options_.out, model_->model(), *optimizer_);
+  step_ = loaded.step;
+  std::printf("resumed from %s\n", loaded.folder.c_str());
+}
+
+void Training::check_fixed() const {
+  StoredCheckpoint stored(*checkpoint_);
+  const auto saved = [&](const char* name) {
+    const auto found = stored.state().at("state").find(name);
+    if (found != stored.state().at("state").end()) return stored.value(found->at("value"), name);
+    throw std::invalid_argument(concat(
+        "[train] ", *checkpoint_, " was not saved by roundpipe-train, expected one of its own; name another --out"));
+  };
+  if (saved(kTokens).as_int() != data_.checksum()) {
+    throw std::invalid_argument(concat("[train] ", *checkpoint_, " was trained on other tokens than those of ",
+                                       options_.tokens, "; name its own token file, or another --out"));
+  }
+  std::map<std::string, std::string> before, now;
+  const StateValue saved_options = saved(kFixed);
+  for (const auto& [name, value] : saved_options.entries()) before[name.as_string()] = value.as_string();
+  for (const auto& [name, value] : fixed_options(options_, data_.steps())) now[name] = value;
+  std::map<std::string, std::string> all = before;
+  all.insert(now.begin(), now.end());
+  const auto shown = [](const auto& values, const std::string& name) {
+    const auto found = values.find(name);
+    return found == values.end() ? "not given" : found->second;
+  };
+  for (const auto& [name, value] : all) {
+    if (shown(now, name) == shown(before, name)) continue;
+    throw std::invalid_argument(concat("[train] ", name, " is ", shown(now, name), ", expected ", shown(before, name),
+                                       " as in ", *checkpoint_, "; a training that goes on keeps its options"));
+  }
+}
+
+int Training::run() {
+  if (options_.verify_tokens) data_.verify();
+  std::printf("%s, %lld layers; %lld tokens in %lld rows of at most %lld; %lld steps of %lld rows\n",
+              config_.model_type.c_str(), static_cast<long long>(config_.layers),
+              static_cast<long long>(data_.training().tokens()), static_cast<long long>(data_.training().count()),
+              static_cast<long long>(options_.length), static_cast<long long>(data_.steps()),
+              static_cast<long long>(data_.rows_of_a_step()));
+  for (const DeviceInfo& device : devices()) std::printf("device %s\n", device.name.c_str());
+  std::fflush(stdout);
+  stop_.emplace();
+  model_.emplace(options_.model, model_options(options_));
+  if (options_.dry_run) {
+    optimizer_.emplace(make_optimizer(*model_, options_, data_.steps()));
+    check_memory();
+    return 0;
+  }
+  checkpoint::FileSystem::real().make_folders(options_.out);
+  run_folder(options_.out);  // locked until the process ends
+  optimizer_.emplace(make_optimizer(*model_, options_, data_.steps()));
+  resume();
+  check_memory();
+  metrics_.emplace(options_.out, step_);
+  const int64_t first = step_;
+  train_steps();
+  if (const int signal = stop_->signal(); signal != 0 && step_ < data_.steps()) {
+    if (step_ > first) save(step_, true);
+    std::printf("stopped by signal %d after step %lld; add --resume to the command to go on\n", signal,
+                static_cast<long long>(step_));
+    return kSignalStatus + signal;
+  }
+  if (options_.save_every > 0) save(step_, true);
+  model_->save(model_folder(), {.replace = options_.replace_model});
+  std::printf("trained; the model is in %s\n", model_folder().c_str());
+  return 0;
+}
+
+void Training::train_steps() {
+  const int64_t end = data_.steps();
+  const double clip = options_.clip > 0 ? options_.clip : std::numeric_limits<double>::infinity();
+  LanguageBatch batch = data_.batch(step_);
+  Clock::time_point begun = Clock::now();
+  while (step_ < end && stop_->signal() == 0) {
+    Model::Pending pending = model_->submit(batch);
+    log();  // of the step before, while the devices work
+    if (step_ + 1 < end) batch = data_.batch(step_ + 1);
+    const double loss = pending.finish().loss.item<double>();
+    const double rate = optimizer_->options().lr;
+    const Step made = model_->model().step(*optimizer_, {.asynchronous = options_.asynchronous, .max_grad_norm = clip});
+    ++step_;
+    unlogged_ = StepLine{step_, loss, rate, std::exchange(begun, Clock::now()), begun, made};
+    const bool last = step_ == end;
+    const auto is_due = [&](int64_t every) { return every > 0 && step_ % every == 0; };
+    if (data_.held_out() && (last || is_due(options_.evaluate_every))) {
+      log();
+      evaluate(step_);
+      begun = Clock::now();
+    }
+    if (!last && is_due(options_.save_every)) save(step_, false);
+  }
+  log();
+}
+
+void Training::log() {
+  if (!unlogged_) return;
+  const StepLine line = *std::exchange(unlogged_, std::nullopt);
+  const double norm = line.made.grad_norm();
+  const double seconds = std::chrono::duration<double>(line.ended - line.begun).count();
+  metrics_->add(line.step,
+                {{"loss", line.loss}, {"grad_norm", norm}, {"learning_rate", line.rate}, {"seconds", seconds}});
+  if (line.step % options_.log_every != 0 && line.step != data_.steps()) return;
+  const double tokens = static_cast<double>(data_.rows_of_a_step() * options_.length);
+  std::printf("step %lld/%lld  loss %.4f  norm %.3g  rate %.3g  %.0f tokens/s\n", static_cast<long long>(line.step),
+              static_cast<long long>(data_.steps()), line.loss, norm, line.rate, tokens / seconds);
+  std::fflush(stdout);
+}
+
+void Training::evaluate(int64_t step) {
+  double sum = 0;
+  int64_t counted = 0;
+  for (int64_t first = 0; first < data_.held_out()->count(); first += data_.rows_of_a_step()) {
+    if (stop_->signal() != 0) return;
+    const EvaluatedLoss loss = model_->evaluate(data_.held_out_batch(first));
+    sum += loss.mean * static_cast<double>(loss.counted);
+    counted += loss.counted;
+  }
+  const double mean = sum / static_cast<double>(counted);
+  metrics_->add(step, {{"evaluation_loss", mean}, {"evaluation_tokens", static_cast<double>(counted)}});
+  std::printf("step %lld  held-out loss %.4f over %lld tokens\n", static_cast<long long>(step), mean,
+              static_cast<long long>(counted));
+  std::fflush(stdout);
+}
+
+void Training::save(int64_t step, bool wait) {
+  SaveOptions saving;
+  saving.step = step;
+  saving.keep_last = options_.keep;
+  saving.wait = wait;
+  saving.overwrite = true;
+  std::vector<std::pair<std::string, StateValue>> fixed;
+  for (const auto& [name, value] : fixed_options(options_, data_.steps())) fixed.emplace_back(name, value);
+  saving.state = {{kFixed, StateValue::dict(fixed)}, {kTokens, static_cast<int64_t>(data_.checksum())}};
+  saving.files = {{"config.json", read_text(checkpoint::join(options_.model, "config.json"))}};
+  const Save saved = save_checkpoint(options_.out, model_->model(), *optimizer_, saving);
+  if (wait) std::printf("saved %s\n", saved.folder().c_str());
+}
+
+}  // namespace
+
+int train(const Options& options) { return Training(options).run(); }
+
+}  // namespace roundpipe::train

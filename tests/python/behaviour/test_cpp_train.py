@@ -1,0 +1,227 @@
+"""roundpipe-train: a training by the program of C++ alone, its options, and going on after it was stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from roundpipe.data.packing import pack
+from token_files import write_tokens
+
+PROGRAM = Path(__file__).resolve().parents[3] / "build" / "release" / "programs" / "train" / "roundpipe-train"
+pytestmark = [pytest.mark.skipif(not PROGRAM.exists(), reason="make build-tests has not made the program")]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "ROUNDPIPE_DEVICES": "virtual:2"}
+VOCABULARY = 50
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=32, attention_bias=True, **sizes)
+    folder = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def documents() -> list[list[int]]:
+    generator = random.Random(3)
+    lengths = [generator.randrange(2, 15) for _ in range(30)]
+    return [[generator.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("tokens") / "some.tokens", documents(), VOCABULARY)
+
+
+Train = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def command(model: Path, tokens: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    def of(**options: Any) -> list[str]:
+        """The command with these options; None leaves one out, True is a flag."""
+        given = {"model": model, "tokens": tokens, "out": tmp_path / "run", "length": LENGTH, "learning_rate": 0.01}
+        words = [str(PROGRAM)]
+        for name, value in (given | options).items():
+            if value is not None:
+                words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+        return words
+
+    return of
+
+
+@pytest.fixture
+def train(command: Callable[..., list[str]]) -> Train:
+    def run(**options: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command(**options), env=ENVIRONMENT, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def test_it_is_the_loop_of_plain_torch(train: Train, model: Path, tmp_path: Path) -> None:
+    options = {"batch_tokens": 2 * LENGTH, "weight_decay": 0.1, "warmup_steps": 2, "schedule": "constant"}
+    done = train(**options, in_order=True, epochs=2, attention="sdpa")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = pack([{"input_ids": torch.tensor(document)} for document in documents()], LENGTH)
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    parts = [
+        [weight for weight in plain.parameters() if weight.dim() > 1],
+        [weight for weight in plain.parameters() if weight.dim() == 1],
+    ]
+    groups = [{"params": part, "weight_decay": decay} for part, decay in zip(parts, (0.1, 0.0), strict=True)]
+    optimizer = torch.optim.AdamW(groups)
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == list(range(1, len(rows) + 1))
+    for step, line in enumerate(lines):
+        rate = 0.01 * min(1.0, (step + 1) / 2)
+        two = [rows[(2 * step + place) % len(rows)] for place in range(2)]
+        counted = sum(int((row["labels"][:, 1:] != -100).sum()) for row in two)
+        loss = sum(plain(**row, use_cache=False, num_items_in_batch=counted).loss for row in two)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        assert line["loss"] == pytest.approx(loss.item(), rel=1e-4), step
+        assert line["grad_norm"] == pytest.approx(norm.item(), rel=1e-3), step
+        assert line["learning_rate"] == pytest.approx(rate)
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert (tmp_path / "run" / "model" / "tokenizer.json").exists()
+    for ours, theirs in zip(trained.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)
+
+
+def test_a_stopped_training_goes_on_with_the_same_bits(
+    train: Train, command: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    options = {
+        "rows": "stream",
+        "dtype": "bfloat16",
+        "steps": 40,
+        "evaluation_tokens": 20,
+        "evaluate_every": 8,
+        "save_every": 7,
+        "keep": 2,
+        "warmup_steps": 3,
+        "moments": "8bit",
+        "momentum": None,
+    }
+    done = train(**options, out=tmp_path / "whole")
+    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.Popen(command(**options), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    for line in process.stdout:
+        if line.startswith("step 10/"):
+            process.send_signal(signal.SIGTERM)
+    assert process.wait() == 128 + signal.SIGTERM
+    stopped = metrics(tmp_path / "run")[-1]["step"]
+    assert 10 <= stopped < 40 and not (tmp_path / "run" / "model").exists()
+    assert (tmp_path / "run" / f"step-{stopped}" / "config.json").exists()
+
+    said = train(**options)
+    assert said.returncode == 2 and "add --resume to go on from it" in said.stderr
+    said = train(**(options | {"learning_rate": 0.02}), resume=True)
+    assert said.returncode == 2 and "--learning-rate is 0.02" in said.stderr, said.stderr
+    done = train(**options, resume=True)
+    assert done.returncode == 0 and f"resumed from {tmp_path}/run/step-{stopped}" in done.stdout, done.stderr
+    whole, again = weights(tmp_path / "whole"), weights(tmp_path / "run")
+    assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
+
+    def without_times(folder: str) -> list[dict[str, Any]]:
+        return [{name: line[name] for name in line if name != "seconds"} for line in metrics(tmp_path / folder)]
+
+    assert without_times("whole") == without_times("run")
+    evaluated = [line["step"] for line in metrics(tmp_path / "run") if "evaluation_loss" in line]
+    assert evaluated == [8, 16, 24, 32, 40]
+
+
+def test_rows_of_each_kind_and_every_optimizer_train(train: Train, tmp_path: Path) -> None:
+    for number, options in enumerate(
+        (
+            {"rows": "padded", "optimizer": "lion", "batch_tokens": 4 * LENGTH, "asynchronous": True},
+            {"rows": "packed", "optimizer": "sgd", "momentum": 0.9, "schedule": "linear"},
+            {"optimizer": "adafactor", "recompute_by_layer": True, "dtype": "bfloat16", "clip": 0},
+        )
+    ):
+        done = train(**options, steps=3, out=tmp_path / str(number))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert all(line["loss"] > 0 and line["grad_norm"] > 0 for line in metrics(tmp_path / str(number)))
+
+
+def test_a_dry_run_leaves_nothing(train: Train, tmp_path: Path) -> None:
+    done = train(dry_run=True)
+    assert done.returncode == 0 and "predicted memory" in done.stdout and "fp32 masters" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no model": ({"model": None}, "--model is required"),
+    "no folder": ({"model": "/nowhere"}, "there is no /nowhere/config.json"),
+    "no tokens": ({"tokens": "/nowhere"}, "/nowhere"),
+    "an unknown option": ({"learning_rates": 1}, "--learning-rates"),
+    "a rows' kind": ({"rows": "rows"}, "--rows: rows not in {packed,stream,padded}"),
+    "long rows": ({"length": 33}, "--length is 33, expected at most 32"),
+    "short rows": ({"length": 1}, "--length: Value 1 not in range"),
+    "batch tokens": ({"batch_tokens": 24}, "--batch-tokens is 24, expected a multiple of --length, 16"),
+    "moments": ({"optimizer": "lion", "moments": "8bit"}, "--moments is 8bit, expected fp32 for lion"),
+    "an option of others": ({"optimizer": "lion", "momentum": 0.9}, "--momentum is given, and lion has no such option"),
+    "no held-out tokens": ({"evaluate_every": 2}, "--evaluate-every is given, expected --evaluation-tokens"),
+    "all held out": ({"evaluation_tokens": 100_000}, "nothing is left to train on"),
+    "no rate": ({"learning_rate": 0}, "--learning-rate is 0"),
+    "a negative rate": ({"learning_rate": -1}, "--learning-rate: Value -1 not in range"),
+    "a dtype": ({"dtype": "float16"}, "--dtype: float16 not in {float32,bfloat16}"),
+    "devices": ({"devices": "virtual:0"}, "virtual:0"),
+    "host memory": ({"host_memory": "1KB"}, "expected at most 1000 B, the --host-memory"),
+    "device memory": ({"devices": "virtual:1,memory=4KiB"}, "virtual:0 has 4.00 KiB"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, train: Train, tmp_path: Path) -> None:
+    options, message = REFUSED[name]
+    done = train(**options)
+    assert done.returncode not in (0, 1), done.stdout + done.stderr
+    assert message in done.stderr + done.stdout, done.stdout + done.stderr
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_other_vocabularies_and_damaged_tokens(train: Train, tokens: Path, tmp_path: Path) -> None:
+    larger = write_tokens(tmp_path / "larger.tokens", documents(), VOCABULARY + 1)
+    done = train(tokens=larger)
+    assert done.returncode == 2 and "a vocabulary of 51 tokens, expected at most the model's 50" in done.stderr
+    bytes_of = bytearray(tokens.read_bytes())
+    bytes_of[70] ^= 1
+    (tmp_path / "damaged.tokens").write_bytes(bytes_of)
+    done = train(tokens=tmp_path / "damaged.tokens", verify_tokens=True)
+    assert done.returncode == 1 and "its tokens do not have their checksum" in done.stderr
+
+
+def test_the_program_knows_no_python() -> None:
+    said = subprocess.run(["ldd", PROGRAM], capture_output=True, text=True, check=True).stdout
+    names = [line.split()[0] for line in said.splitlines()]
+    assert "libroundpipe.so" in names and "not found" not in said
+    assert not any("python" in name for name in names), names
