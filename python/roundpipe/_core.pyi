@@ -665,6 +665,9 @@ def packed_attention(
     queries_at_once: int,
 ) -> torch.Tensor: ...
 
+class MoeConfig:
+    def __init__(self, *, top_k: int, normalizes: bool, activation: str) -> None: ...
+
 class DecoderConfig:
     def __init__(
         self,
@@ -677,10 +680,11 @@ class DecoderConfig:
         key_norm_eps: float,
         attention_dropout: float,
         training: bool,
-        activation: str,
+        activation: str | None,
+        moe: MoeConfig | None,
     ) -> None: ...
 
-# The arguments are places among the tensors that reach the layer; so are the outputs, or RESULT.
+# The arguments are places among the tensors that reach the layer; so are the outputs, or RESULT or ROUTER_LOGITS.
 class DecoderCall:
     def __init__(
         self,
@@ -690,11 +694,14 @@ class DecoderCall:
         mask: int | None,
         positions: int | None,
         attention: str,
+        experts: str | None,
         mlp_chunk_tokens: int,
         outputs: Sequence[int],
+        inputs: int,
     ) -> None: ...
 
 RESULT: int
+ROUTER_LOGITS: int
 
 class Passage:
     def __init__(self, calls: Sequence[DecoderCall | None], structure_after: Callable[[int], Any]) -> None: ...
@@ -710,6 +717,7 @@ def decode(
     attention: str,
     mlp_chunk_tokens: int = ...,
     positions: torch.Tensor | None = ...,
+    experts: str | None = ...,
 ) -> torch.Tensor: ...
 
 class LinearCrossEntropyOptions:

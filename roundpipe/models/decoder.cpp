@@ -119,6 +119,19 @@ Tensor attend(const DecoderConfig& config, const DecoderWeights& weights, const 
   return project(output.reshape({rows, tokens, -1}).contiguous(), weights.output);
 }
 
+Tensor mlp_of(const DecoderConfig& config, const DecoderWeights& weights, const DecoderInputs& inputs,
+              const Tensor& hidden, Tensor* router_logits) {
+  if (!weights.moe) {
+    return ops::gated_mlp(hidden, weights.gate, weights.up, weights.down, config.activation, inputs.mlp_chunk_tokens);
+  }
+  const MoeWeights& moe = *weights.moe;
+  if (inputs.mlp_chunk_tokens == 0) return mixture_of_experts(config.moe, moe, inputs.experts, hidden, router_logits);
+  const auto body = [config = config.moe, moe, experts = inputs.experts](const Tensor& tokens) {
+    return mixture_of_experts(config, moe, experts, tokens.contiguous());
+  };
+  return ops::chunked_map(body, hidden, {moe.gate_up, moe.down, moe.router}, {.chunk_tokens = inputs.mlp_chunk_tokens});
+}
+
 }  // namespace
 
 Tensor rms_norm(const Tensor& hidden, const Tensor& weight, double eps) {
@@ -170,9 +183,13 @@ DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const
   weights.query_norm = find("self_attn.q_norm.weight", false);
   weights.key_norm = find("self_attn.k_norm.weight", false);
   weights.post_norm = find("post_attention_layernorm.weight", true);
-  weights.gate = projection("mlp.gate_proj");
-  weights.up = projection("mlp.up_proj");
-  weights.down = projection("mlp.down_proj");
+  if (Tensor gate_up = find("mlp.experts.gate_up_proj", false); gate_up.defined()) {
+    weights.moe = MoeWeights{find("mlp.gate.weight", true), std::move(gate_up), find("mlp.experts.down_proj", true)};
+  } else {
+    weights.gate = projection("mlp.gate_proj");
+    weights.up = projection("mlp.up_proj");
+    weights.down = projection("mlp.down_proj");
+  }
   for (size_t i = 0; i < names.size(); ++i) {
     if (taken[i] == 0) {
       throw std::invalid_argument(concat("[decoder] there is a weight '", names[i], "', which such a layer has not"));
@@ -181,13 +198,14 @@ DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const
   return weights;
 }
 
-Tensor decode(const DecoderConfig& config, const DecoderWeights& weights, const DecoderInputs& inputs) {
+Tensor decode(const DecoderConfig& config, const DecoderWeights& weights, const DecoderInputs& inputs,
+              Tensor* router_logits) {
   Tensor hidden = rms_norm(inputs.hidden, weights.input_norm, config.input_norm_eps);
   hidden = attend(config, weights, inputs, hidden);
   hidden = inputs.hidden + hidden;
   const Tensor residual = hidden;
   hidden = rms_norm(hidden, weights.post_norm, config.post_norm_eps);
-  hidden = ops::gated_mlp(hidden, weights.gate, weights.up, weights.down, config.activation, inputs.mlp_chunk_tokens);
+  hidden = mlp_of(config, weights, inputs, hidden, router_logits);
   return residual + hidden;
 }
 

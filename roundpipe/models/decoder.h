@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <roundpipe/models/moe.h>
 #include <roundpipe/ops/chunked_mlp.h>
 
 namespace roundpipe::models {
@@ -18,9 +19,9 @@ enum class Attention : int { kEager, kSdpa, kPacked };
 // "eager", "sdpa" or "packed". Throws std::invalid_argument for another name.
 Attention parse_attention(std::string_view name);
 
-// A layer of a dense causal language model: an RMS norm, attention with rotary positions and grouped heads, a second
-// RMS norm, a gated MLP, and a sum after each half. Llama, Mistral, Qwen2 and Qwen3 have such layers. The sizes are
-// those of the weights; a sliding window is in the mask.
+// A layer of a causal language model: an RMS norm, attention with rotary positions and grouped heads, a second RMS
+// norm, a gated MLP or a mixture of experts, and a sum after each half. Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE have
+// such layers. The sizes are those of the weights; a sliding window is in the mask.
 struct DecoderConfig {
   int64_t head_dim = 0;
   double scaling = 0;  // of the scores
@@ -31,6 +32,7 @@ struct DecoderConfig {
   double attention_dropout = 0;
   bool training = false;  // whether the attention drops
   ops::Activation activation = ops::Activation::kSilu;
+  MoeConfig moe;  // of the layers that have experts
 };
 
 // Handles of a layer's weights. An undefined norm, or a projection without a bias, is one that the layer has not.
@@ -39,7 +41,8 @@ struct DecoderWeights {
   ops::Projection query, key, value, output;
   at::Tensor query_norm, key_norm;
   at::Tensor post_norm;
-  ops::Projection gate, up, down;
+  ops::Projection gate, up, down;  // unless there are experts
+  std::optional<MoeWeights> moe;
 };
 
 // Takes the weights by their names in transformers' layers, such as "self_attn.q_proj.weight". `names` and `tensors`
@@ -56,12 +59,15 @@ struct DecoderInputs {
                                    // kSdpa, no mask for kEager
   Attention attention = Attention::kSdpa;
   std::optional<at::Tensor> positions;  // for kPacked: [rows or 1, tokens], where documents end as well
+  Experts experts = Experts::kGrouped;  // of the layers that have them
   int64_t mlp_chunk_tokens = 0;         // tokens of a row whose inner activations of the MLP exist at a time; 0: all
 };
 
 // Computes the layer's new hidden states. It dispatches the operators that transformers' modelling code dispatches, in
 // the same order and dtypes, so values and gradients have the same bits.
+// `router_logits`: null, or set as mixture_of_experts() says, which needs experts and no chunks.
 // Thread safety: any thread; no state is kept between calls. Errors: torch's own for shapes that do not match.
-at::Tensor decode(const DecoderConfig& config, const DecoderWeights& weights, const DecoderInputs& inputs);
+at::Tensor decode(const DecoderConfig& config, const DecoderWeights& weights, const DecoderInputs& inputs,
+                  at::Tensor* router_logits = nullptr);
 
 }  // namespace roundpipe::models

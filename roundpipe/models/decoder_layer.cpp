@@ -1,5 +1,6 @@
 #include <roundpipe/models/decoder_layer.h>
 
+#include <algorithm>
 #include <utility>
 
 #include <roundpipe/core/mutex.h>
@@ -30,7 +31,7 @@ class DecoderShell final : public LayerShell {
 
   Values forward(const Values& inputs, const LayerContext& context) override {
     const DecoderCall* const call = config_ ? parts_->call(inputs) : nullptr;
-    if (call == nullptr) return general_->forward(inputs, context);
+    if (call == nullptr || call->inputs != inputs.tensors.size()) return general_->forward(inputs, context);
     DecoderInputs given;
     const auto at = [&](int place) -> const at::Tensor& { return inputs.tensors[static_cast<size_t>(place)]; };
     given.hidden = at(call->hidden);
@@ -39,11 +40,18 @@ class DecoderShell final : public LayerShell {
     if (call->mask) given.mask = at(*call->mask);
     if (call->positions) given.positions = at(*call->positions);
     given.attention = call->attention;
+    given.experts = call->experts;
     given.mlp_chunk_tokens = call->mlp_chunk_tokens;
-    const at::Tensor result = decode(*config_, weights_, given);
+    at::Tensor logits;
+    const bool keeps_logits = std::ranges::find(call->outputs, DecoderCall::kRouterLogits) != call->outputs.end();
+    const at::Tensor result = decode(*config_, weights_, given, keeps_logits ? &logits : nullptr);
     Values outputs;
     outputs.tensors.reserve(call->outputs.size());
-    for (const int place : call->outputs) outputs.tensors.push_back(place == DecoderCall::kResult ? result : at(place));
+    for (const int place : call->outputs) {
+      outputs.tensors.push_back(place == DecoderCall::kResult         ? result
+                                : place == DecoderCall::kRouterLogits ? logits
+                                                                      : at(place));
+    }
     outputs.structure = std::shared_ptr<const void>(inputs.structure, call->structure);
     return outputs;
   }

@@ -14,6 +14,7 @@ namespace roundpipe::models {
 // One call of a decoder layer: where its arguments lie among the values that reach it, and what it hands on.
 struct DecoderCall {
   static constexpr int kResult = -1;
+  static constexpr int kRouterLogits = -2;
 
   int hidden = 0;
   int cos = 0;
@@ -21,8 +22,11 @@ struct DecoderCall {
   std::optional<int> mask;
   std::optional<int> positions;
   Attention attention = Attention::kSdpa;
+  Experts experts = Experts::kGrouped;
   int64_t mlp_chunk_tokens = 0;
-  std::vector<int> outputs;         // of each value handed on: its place among the inputs, or kResult
+  // Of each value handed on: its place among the inputs, kResult, or, of a layer with experts, kRouterLogits.
+  std::vector<int> outputs;
+  size_t inputs = 0;                // the number of values; with another one, the layer runs in its general form
   const void* structure = nullptr;  // of what is handed on; part of what the structure of the inputs owns
 };
 

@@ -288,20 +288,6 @@ struct ChunkedMapFunction : public torch::autograd::Function<ChunkedMapFunction>
   }
 };
 
-at::Tensor activate(const at::Tensor& input, Activation activation) {
-  switch (activation) {
-    case Activation::kSilu:
-      return at::silu(input);
-    case Activation::kGelu:
-      return at::gelu(input);
-    case Activation::kGeluTanh:
-      return at::gelu(input, "tanh");
-    case Activation::kRelu:
-      return at::relu(input);
-  }
-  throw Error(concat("[chunked_mlp] there is no activation with the number ", static_cast<int>(activation)));
-}
-
 at::Tensor project(const at::Tensor& input, const Projection& projection) {
   return at::linear(input, projection.weight, projection.bias);
 }
@@ -347,6 +333,20 @@ Activation parse_activation(std::string_view name) {
   if (name == "gelu_tanh") return Activation::kGeluTanh;
   if (name == "relu") return Activation::kRelu;
   refuse_mlp("the activation is '", name, "', expected one of silu, gelu, gelu_tanh and relu");
+}
+
+at::Tensor activate(const at::Tensor& input, Activation activation) {
+  switch (activation) {
+    case Activation::kSilu:
+      return at::silu(input);
+    case Activation::kGelu:
+      return at::gelu(input);
+    case Activation::kGeluTanh:
+      return at::gelu(input, "tanh");
+    case Activation::kRelu:
+      return at::relu(input);
+  }
+  throw Error(concat("[chunked_mlp] there is no activation with the number ", static_cast<int>(activation)));
 }
 
 at::Tensor gated_mlp(const at::Tensor& input, const Projection& gate, const Projection& up, const Projection& down,

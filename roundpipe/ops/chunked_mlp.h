@@ -46,6 +46,8 @@ enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu };
 // "silu", "gelu", "gelu_tanh" or "relu".
 Activation parse_activation(std::string_view name);
 
+at::Tensor activate(const at::Tensor& input, Activation activation);
+
 // A projection in the form of at::linear: weight [to, from], bias [to] or none.
 struct Projection {
   at::Tensor weight;

@@ -10,6 +10,7 @@ import torch
 from roundpipe import _core
 from roundpipe.layers.shadow import ShadowTree
 from roundpipe.native.decoder import NativeDecoder, config_of
+from roundpipe.native.experts import activation_path, numbers_of
 
 # Of a layer with more bytes than this, the gradients of matrices are not compared: they would double its memory.
 _LARGE_BYTES = 64 << 20
@@ -20,15 +21,22 @@ _OF_A_LARGE_LAYER = (1, 3)
 def kind_of(decoder: NativeDecoder) -> tuple[Any, ...]:
     """Equal for layers of which one needs to be compared."""
     layer, attention = decoder.layer, decoder.layer.self_attn
+    activation = type(layer.get_submodule(activation_path(layer)))
+    routing = tuple(numbers_of(layer).values()) if decoder.has_experts else ()
     shapes = [layer.hidden_size, *((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())]
     epsilons = [getattr(module, "variance_epsilon", None) for module in layer.modules()]
-    return (type(layer), attention.head_dim, attention.scaling, type(layer.mlp.act_fn), *shapes, *epsilons)
+    return (type(layer), attention.head_dim, attention.scaling, activation, routing, *shapes, *epsilons)
 
 
-def reason_against_bits(decoder: NativeDecoder, attention: str) -> str | None:
+def reason_against_bits(decoder: NativeDecoder, attention: str, experts: str | None = None) -> str | None:
     """Runs the layer and its native form on the host, on a small input, in evaluation mode.
 
     Neither the layer nor torch's random state changes.
+
+    Args:
+        decoder: the layer.
+        attention: the native name of its attention.
+        experts: the native name of how its experts compute, if it has any.
 
     Returns:
         What differs; None if values and gradients have the same bits, with a mask and without.
@@ -59,7 +67,7 @@ def reason_against_bits(decoder: NativeDecoder, attention: str) -> str | None:
     with torch.inference_mode(False), torch.enable_grad():
         for mask in (seen,) if is_large else (seen, None):
             plain = layer(hidden, attention_mask=mask, position_embeddings=(cos, sin), use_cache=False)
-            native = _core.decode(config, decoder.names, weights, hidden, cos, sin, mask, attention)
+            native = _core.decode(config, decoder.names, weights, hidden, cos, sin, mask, attention, experts=experts)
             if not _same_bits(plain, native):
                 return "its values differ in bits from the layer's own"
             expected = torch.autograd.grad(plain, wanted, outgoing)
@@ -78,7 +86,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.detach().contiguous().view(whole), b.detach().contiguous().view(whole))
 
 
-def compare(decoders: Sequence[NativeDecoder], attention: str) -> dict[int, str]:
+def compare(decoders: Sequence[NativeDecoder], attention: str, experts: str) -> dict[int, str]:
     """Compares one layer of each kind.
 
     Returns:
@@ -90,7 +98,7 @@ def compare(decoders: Sequence[NativeDecoder], attention: str) -> dict[int, str]
         kind = kind_of(decoder)
         if kind not in found:
             try:
-                found[kind] = reason_against_bits(decoder, attention)
+                found[kind] = reason_against_bits(decoder, attention, experts)
             except (RuntimeError, TypeError, ValueError) as error:  # such as sizes that do not fit
                 found[kind] = f"it cannot be compared ({str(error).splitlines()[0]})"
         reason = found[kind]

@@ -11,12 +11,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from roundpipe.native.experts import MODULES
+
 # By the last part of the module's name: the class names' prefix.
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
 _PARTS = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm")
 _FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "repeat_kv", "eager_attention_forward")
 _BUILT_IN = ("linear", "scaled_dot_product_attention", "gelu")
 _FUNCTIONAL = ("silu", "relu", "softmax", "dropout")
+_EXPERTS_FUNCTIONAL = ("grouped_mm",)
+# By the name of an experts implementation of transformers, its function; "eager" is the class's own.
+_EXPERTS = {"grouped_mm": "grouped_mm_experts_forward", "batched_mm": "batched_mm_experts_forward"}
+_EXPERTS_FUNCTIONS = (*_EXPERTS.values(), "_grouped_linear", "_grouped_mm", "_can_use_grouped_mm", "_batched_linear")
 
 
 def family_of(layer: nn.Module) -> str | None:
@@ -50,13 +56,14 @@ class Code:
 
         self._modeling = modeling_of(prefix)
         self.model_class = getattr(self._modeling, f"{prefix}Model")
+        self._moe = sys.modules.get("transformers.integrations.moe")
         self._sdpa = sdpa_attention.sdpa_attention_forward
         self._functions = list(self._found(prefix))
 
     def _found(self, prefix: str) -> Iterator[tuple[Any, str, Any, bool]]:
         """Yields the owner of each function, its name, the function, and whether it is the original one."""
         modeling = self._modeling
-        for part in _PARTS:
+        for part in (*_PARTS, *MODULES.get(prefix, {}).values()):
             kind = getattr(modeling, f"{prefix}{part}")
             function = kind.forward
             original = function.__module__ == modeling.__name__ and function.__qualname__ == f"{kind.__name__}.forward"
@@ -71,6 +78,19 @@ class Code:
             function = getattr(F, name)
             yield F, name, function, function is getattr(torch._C._nn, name)
         for name in _FUNCTIONAL:
+            function = getattr(F, name)
+            yield F, name, function, function.__module__ == F.__name__
+        if prefix in MODULES:
+            yield from self._found_for_experts(getattr(modeling, f"{prefix}Experts"))
+
+    def _found_for_experts(self, kind: type) -> Iterator[tuple[Any, str, Any, bool]]:
+        moe = self._moe
+        gate = getattr(kind, "_apply_gate", None)
+        yield kind, "_apply_gate", gate, gate is getattr(moe, "_default_apply_gate", self)
+        for name in _EXPERTS_FUNCTIONS:
+            function = getattr(moe, name, None)
+            yield moe, name, function, getattr(function, "__module__", None) == "transformers.integrations.moe"
+        for name in _EXPERTS_FUNCTIONAL:
             function = getattr(F, name)
             yield F, name, function, function.__module__ == F.__name__
 
@@ -96,3 +116,11 @@ class Code:
         if packed is not None and function is packed.packed_attention:
             return "packed"
         return "sdpa" if function is self._sdpa else "eager" if function is eager else None
+
+    def experts(self, config: Any) -> str | None:
+        """The native name of the way in which experts with this config compute now; None if there is none."""
+        name = config._experts_implementation
+        function = self._moe.ALL_EXPERTS_FUNCTIONS.get(name) if self._moe is not None else self
+        if function is None:
+            return "eager" if name in ("eager", None) else None
+        return name if name in _EXPERTS and function is getattr(self._moe, _EXPERTS[name]) else None

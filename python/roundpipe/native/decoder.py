@@ -11,14 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from roundpipe import _core
+from roundpipe.native import experts
 from roundpipe.native.code import family_of, modeling_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CAPTURING = "transformers.utils.output_capturing"
-_LINEAR = {
-    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-}
 
 
 def activation_of(module: nn.Module) -> str | None:
@@ -49,19 +46,25 @@ def reason_against(layer: nn.Module, prefix: str) -> str | None:
     expected: dict[str, type[nn.Module]] = {
         "": getattr(modeling, f"{prefix}DecoderLayer"),
         "self_attn": getattr(modeling, f"{prefix}Attention"),
-        "mlp": getattr(modeling, f"{prefix}MLP"),
         "input_layernorm": norm,
         "post_attention_layernorm": norm,
     }
-    expected |= {f"{part}.{name}": nn.Linear for part, names in _LINEAR.items() for name in names}
-    if prefix == "Qwen3":
+    expected |= {f"self_attn.{name}": nn.Linear for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    if prefix in ("Qwen3", "Qwen3Moe"):
         expected |= {"self_attn.q_norm": norm, "self_attn.k_norm": norm}
+    is_sparse = experts.has_experts(layer)
+    if is_sparse:
+        expected |= {name: getattr(modeling, prefix + kind) for name, kind in experts.MODULES[prefix].items()}
+    else:
+        expected |= {f"mlp.{name}": nn.Linear for name in ("gate_proj", "up_proj", "down_proj")}
+        expected["mlp"] = getattr(modeling, f"{prefix}MLP")
+    activation = experts.activation_path(layer)
     found = dict(layer.named_modules())
     for name, module in found.items():
         shown = name or "the layer"
-        if name == "mlp.act_fn":
+        if name == activation:
             if activation_of(module) is None:
-                return f"mlp.act_fn is {type(module).__name__}, which has no native form"
+                return f"{name} is {type(module).__name__}, which has no native form"
         elif name not in expected:
             return f"{shown} is a module that the class has not"
         elif type(module) is not expected[name]:
@@ -70,8 +73,8 @@ def reason_against(layer: nn.Module, prefix: str) -> str | None:
         if reason is not None:
             return f"{shown} {reason}"
     missing = expected.keys() - found.keys()
-    if missing or "mlp.act_fn" not in found:
-        return f"{min(missing, default='mlp.act_fn')} is missing"
+    if missing or activation not in found:
+        return f"{min(missing, default=activation)} is missing"
     if len(list(layer.parameters())) != len(list(layer.named_parameters(remove_duplicate=False))):
         return "two of its modules share a parameter"
     attention: Any = layer.self_attn
@@ -80,6 +83,9 @@ def reason_against(layer: nn.Module, prefix: str) -> str | None:
     heads, groups = attention.q_proj.out_features, attention.num_key_value_groups
     if heads != groups * attention.k_proj.out_features or heads % attention.head_dim:
         return f"self_attn.num_key_value_groups = {groups} does not fit its projections"
+    reason = experts.reason_against_numbers(layer) if is_sparse else None
+    if reason is not None:
+        return reason
     if getattr(layer, "gradient_checkpointing", False):
         return "gradient_checkpointing is on"
     if os.environ.get("TRANSFORMERS_SDPA_FORCE_GQA", "0") == "1":
@@ -99,6 +105,9 @@ def _instance_reason(module: nn.Module) -> str | None:
     if own["_buffers"]:
         return f"has a buffer ({next(iter(own['_buffers']))})"
     expected = {"weight", "bias"} if isinstance(module, nn.Linear) else {"weight"}
+    for kind, names in experts.PARAMETERS.items():
+        if type(module).__name__.endswith(kind):
+            expected |= names
     for name, parameter in own["_parameters"].items():
         if name not in expected or (parameter is not None and type(parameter) is not nn.Parameter):
             return f"has a parameter {name} of class {type(parameter).__name__}"
@@ -108,8 +117,9 @@ def _instance_reason(module: nn.Module) -> str | None:
 def config_of(layer: Any) -> _core.DecoderConfig:
     """The native configuration of a layer that has no `reason_against`."""
     attention = layer.self_attn
-    activation = activation_of(layer.mlp.act_fn)
+    activation = activation_of(layer.get_submodule(experts.activation_path(layer)))
     assert activation is not None  # there would be a reason
+    is_sparse = experts.has_experts(layer)
 
     def eps(name: str) -> float:
         norm = getattr(attention, name, None)
@@ -124,7 +134,8 @@ def config_of(layer: Any) -> _core.DecoderConfig:
         key_norm_eps=eps("k_norm"),
         attention_dropout=attention.attention_dropout,
         training=attention.training,
-        activation=activation,
+        activation=None if is_sparse else activation,
+        moe=_core.MoeConfig(activation=activation, **experts.numbers_of(layer)) if is_sparse else None,
     )
 
 
@@ -136,7 +147,8 @@ class NativeDecoder:
         layer: the module.
         names: of its parameters.
         model_config: the transformers config that its attention reads.
-        activation: the native name of its activation.
+        activation: the native name of its MLP's activation; None if it has experts instead.
+        has_experts: whether it has them.
         reason: why its latest look found that it cannot run natively; None if it can.
     """
 
@@ -150,7 +162,8 @@ class NativeDecoder:
         self._modules = list(layer.modules())
         self._snapshots: list[tuple[Any, ...]] = []
         self._config: _core.DecoderConfig | None = None
-        self.activation = activation_of(self.layer.mlp.act_fn)
+        self.has_experts = experts.has_experts(layer)
+        self.activation = None if self.has_experts else activation_of(self.layer.mlp.act_fn)
 
     def config(self) -> _core.DecoderConfig | None:
         """The configuration for a call that is made now; None if Python has to run the layer. Cheap if nothing has

@@ -46,7 +46,7 @@ def make_native(model: LanguageModel, option: NativeOption) -> NativeLayers:
     whole = passages.reason_against()
     if whole is not None:
         return without_native_layers(option, whole)
-    differing = compare(list(decoders.values()), str(passages.attention()))
+    differing = compare(list(decoders.values()), str(passages.attention()), str(passages.experts()))
     for number in differing:
         del decoders[number]
     reasons |= differing

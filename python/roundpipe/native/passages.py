@@ -17,8 +17,11 @@ from roundpipe.layers.values import Structure, split
 from roundpipe.native.code import Code
 from roundpipe.native.decoder import NativeDecoder
 
+_LOGITS = "router_logits"  # what transformers collects in the routers of experts
 # Arguments that these layers pass on to their attention, which reads nothing of them; with a cache, they would.
-_UNREAD = frozenset({"num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
+_UNREAD = frozenset(
+    {"num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "output_router_logits"}
+)
 _NO_CACHE: dict[str, tuple[Any, ...]] = {
     "cache": (None,),
     "past_key_values": (None,),
@@ -52,6 +55,9 @@ class Passages:
         if reason is None and self.attention() is None:
             name = next(iter(self._decoders.values())).model_config._attn_implementation
             reason = f"the attention {name!r} has no native form"
+        if reason is None and self.experts() is None:
+            name = next(d.model_config._experts_implementation for d in self._decoders.values() if d.has_experts)
+            reason = f"the experts implementation {name!r} has no native form"
         return reason
 
     def attention(self) -> str | None:
@@ -60,26 +66,46 @@ class Passages:
         names = {self._code.attention(config) for config in configs.values()}
         return names.pop() if len(names) == 1 else None
 
+    def experts(self) -> str | None:
+        """The native name of how the layers' experts compute now, also if there are none; None if there is none."""
+        configs = {id(d.model_config): d.model_config for d in self._decoders.values() if d.has_experts}
+        names = {self._code.experts(config) for config in configs.values()}
+        return names.pop() if len(names) == 1 else None if names else "eager"
+
     def __call__(self, state: PartState) -> _core.Passage | None:
         """The passage of a microbatch with this state; None if Python runs its layers."""
         program, values, contents, collected = state
-        attention = self.attention()
-        if attention is None or contents or collected or self._code.reason_against() is not None:
+        attention, experts = self.attention(), self.experts()
+        if attention is None or experts is None or self._code.reason_against() is not None or contents or collected:
             return None
-        key = (program.calls, attention, self._followed.mlp_chunk_tokens, list(values))
+        key = (program.calls, attention, experts, self._followed.mlp_chunk_tokens, list(values))
         last = self._last
         if last is None or last[0][0] is not program.calls or last[0][1:] != key[1:]:
-            if any(call.collected or call.glue or call.kept_shared for call in program.calls):
+            if any(call.glue or call.kept_shared for call in program.calls):
                 return None
-            last = self._last = (key, list(self._calls(program, list(values), attention)))
-        return _core.Passage(last[1], functools.partial(_structure_after, program))
+            if not all(
+                call.collected == () or (call.collected == (_LOGITS,) and number in self._decoders)
+                for number, call in enumerate(program.calls)
+            ):
+                return None
+            last = self._last = (key, list(self._calls(program, list(values), attention, experts)))
+        return _core.Passage(last[1], functools.partial(_structure_after, program, self._logits(program)))
 
-    def _calls(self, program: Program, numbers: list[int], attention: str) -> Iterator[_core.DecoderCall | None]:
+    def _logits(self, program: Program) -> list[int]:
+        """How many router's logits transformers collects in each call."""
+        return [int(bool(call.collected) and self._decoders[n].has_experts) for n, call in enumerate(program.calls)]
+
+    def _calls(
+        self, program: Program, numbers: list[int], attention: str, experts: str
+    ) -> Iterator[_core.DecoderCall | None]:
+        logits = self._logits(program)
         for number, call in enumerate(program.calls):
-            yield self._call(number, call, numbers, attention)
+            yield self._call(number, call, numbers, sum(logits[:number]), attention, experts)
             numbers = list(call.kept)
 
-    def _call(self, number: int, call: LayerCall, numbers: list[int], attention: str) -> _core.DecoderCall | None:
+    def _call(
+        self, number: int, call: LayerCall, numbers: list[int], collected: int, attention: str, experts: str
+    ) -> _core.DecoderCall | None:
         decoder = self._decoders.get(number)
         if decoder is None or len(call.outputs) != 1 or call.output_spec != _LEAF:
             return None
@@ -102,14 +128,19 @@ class Passages:
         hidden, cos, sin = (places[value.number] for value in given[:3])
         seen, placed = (None if value is None else places[value.number] for value in (mask, position_ids))
         outputs = [_core.RESULT if each == call.outputs[0] else places[each] for each in call.kept]
-        return _core.DecoderCall(hidden, cos, sin, seen, placed, attention, chunk, outputs)
+        # Behind the values lie the logits that the calls before have collected.
+        given_tensors = len(numbers) + collected
+        outputs += range(len(numbers), given_tensors)
+        if call.collected and decoder.has_experts:
+            outputs.append(_core.ROUTER_LOGITS)
+        return _core.DecoderCall(hidden, cos, sin, seen, placed, attention, experts, chunk, outputs, given_tensors)
 
     def _chunk(self, number: int, call: LayerCall, decoder: NativeDecoder) -> int | None:
         """The number of tokens of a row that the MLP computes at a time, 0 for all; None if it cannot."""
         shape = call.shapes[0]
         if shape is None or len(shape) != 3:
             return None
-        blocks = self._followed.blocks[number]
+        blocks = () if call.collected else self._followed.blocks[number]
         chunk = chunk_of(self._followed.mlp_chunk_tokens, shape[1]) if blocks else None
         if chunk is None:
             return 0
@@ -119,6 +150,8 @@ class Passages:
 _LEAF = pytree.tree_flatten(0)[1]
 
 
-def _structure_after(program: Program, number: int) -> Structure:
+def _structure_after(program: Program, logits: list[int], number: int) -> Structure:
     """The structure of the state that call `number` hands on."""
-    return split((program, dict.fromkeys(program.calls[number].kept, _ANY), {}, ()))[1]
+    call = program.calls[number]
+    collected = tuple({_LOGITS: (_ANY,) * count} for count in logits[: number + 1]) if call.collected else ()
+    return split((program, dict.fromkeys(call.kept, _ANY), {}, collected))[1]

@@ -13,6 +13,7 @@ namespace roundpipe::python {
 namespace py = pybind11;
 using models::DecoderCall;
 using models::DecoderConfig;
+using models::MoeConfig;
 using runtime::Values;
 
 std::unique_ptr<runtime::Layer> make_model_layer(py::object object) {
@@ -39,20 +40,35 @@ std::unique_ptr<runtime::Layer> make_model_layer(py::object object) {
 }
 
 void bind_models(py::module_& module) {
+  py::class_<MoeConfig>(module, "MoeConfig")
+      .def(py::init([](int64_t top_k, bool normalizes, const std::string& activation) {
+             return MoeConfig{top_k, normalizes, ops::parse_activation(activation)};
+           }),
+           py::kw_only(), py::arg("top_k"), py::arg("normalizes"), py::arg("activation"));
   py::class_<DecoderConfig, std::shared_ptr<DecoderConfig>>(module, "DecoderConfig")
       .def(py::init([](int64_t head_dim, double scaling, double input_norm_eps, double post_norm_eps,
                        double query_norm_eps, double key_norm_eps, double attention_dropout, bool training,
-                       const std::string& activation) {
-             return std::make_shared<DecoderConfig>(DecoderConfig{head_dim, scaling, input_norm_eps, post_norm_eps,
-                                                                  query_norm_eps, key_norm_eps, attention_dropout,
-                                                                  training, ops::parse_activation(activation)});
+                       const std::optional<std::string>& activation, const std::optional<MoeConfig>& moe) {
+             DecoderConfig config;
+             config.head_dim = head_dim;
+             config.scaling = scaling;
+             config.input_norm_eps = input_norm_eps;
+             config.post_norm_eps = post_norm_eps;
+             config.query_norm_eps = query_norm_eps;
+             config.key_norm_eps = key_norm_eps;
+             config.attention_dropout = attention_dropout;
+             config.training = training;
+             if (activation) config.activation = ops::parse_activation(*activation);
+             if (moe) config.moe = *moe;
+             return std::make_shared<DecoderConfig>(config);
            }),
            py::kw_only(), py::arg("head_dim"), py::arg("scaling"), py::arg("input_norm_eps"), py::arg("post_norm_eps"),
            py::arg("query_norm_eps"), py::arg("key_norm_eps"), py::arg("attention_dropout"), py::arg("training"),
-           py::arg("activation"));
+           py::arg("activation"), py::arg("moe"));
   py::class_<DecoderCall>(module, "DecoderCall")
       .def(py::init([](int hidden, int cos, int sin, std::optional<int> mask, std::optional<int> positions,
-                       const std::string& attention, int64_t mlp_chunk_tokens, std::vector<int> outputs) {
+                       const std::string& attention, const std::optional<std::string>& experts,
+                       int64_t mlp_chunk_tokens, std::vector<int> outputs, size_t inputs) {
              DecoderCall call;
              call.hidden = hidden;
              call.cos = cos;
@@ -60,13 +76,17 @@ void bind_models(py::module_& module) {
              call.mask = mask;
              call.positions = positions;
              call.attention = models::parse_attention(attention);
+             if (experts) call.experts = models::parse_experts(*experts);
              call.mlp_chunk_tokens = mlp_chunk_tokens;
              call.outputs = std::move(outputs);
+             call.inputs = inputs;
              return call;
            }),
            py::arg("hidden"), py::arg("cos"), py::arg("sin"), py::arg("mask"), py::arg("positions"),
-           py::arg("attention"), py::arg("mlp_chunk_tokens"), py::arg("outputs"));
+           py::arg("attention"), py::arg("experts"), py::arg("mlp_chunk_tokens"), py::arg("outputs"),
+           py::arg("inputs"));
   module.attr("RESULT") = DecoderCall::kResult;
+  module.attr("ROUTER_LOGITS") = DecoderCall::kRouterLogits;
   py::class_<Passage, std::shared_ptr<Passage>>(module, "Passage")
       .def(py::init<std::vector<std::optional<DecoderCall>>, py::object>(), py::arg("calls"),
            py::arg("structure_after"));
@@ -74,14 +94,22 @@ void bind_models(py::module_& module) {
       "decode",
       [](const DecoderConfig& config, const std::vector<std::string>& names, const std::vector<at::Tensor>& weights,
          const at::Tensor& hidden, const at::Tensor& cos, const at::Tensor& sin, const std::optional<at::Tensor>& mask,
-         const std::string& attention, int64_t mlp_chunk_tokens, const std::optional<at::Tensor>& positions) {
-        return models::decode(
-            config, models::find_decoder_weights(names, weights),
-            {hidden, cos, sin, mask, models::parse_attention(attention), positions, mlp_chunk_tokens});
+         const std::string& attention, int64_t mlp_chunk_tokens, const std::optional<at::Tensor>& positions,
+         const std::optional<std::string>& experts) {
+        models::DecoderInputs inputs;
+        inputs.hidden = hidden;
+        inputs.cos = cos;
+        inputs.sin = sin;
+        inputs.mask = mask;
+        inputs.attention = models::parse_attention(attention);
+        inputs.positions = positions;
+        if (experts) inputs.experts = models::parse_experts(*experts);
+        inputs.mlp_chunk_tokens = mlp_chunk_tokens;
+        return models::decode(config, models::find_decoder_weights(names, weights), inputs);
       },
       py::arg("config"), py::arg("names"), py::arg("weights"), py::arg("hidden"), py::arg("cos"), py::arg("sin"),
       py::arg("mask"), py::arg("attention"), py::arg("mlp_chunk_tokens") = 0, py::arg("positions") = std::nullopt,
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("experts") = std::nullopt, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace roundpipe::python

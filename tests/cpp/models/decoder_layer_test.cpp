@@ -99,6 +99,7 @@ struct Fixture {
     call.cos = 0;
     call.sin = 1;
     call.outputs = {1, DecoderCall::kResult, 0};
+    call.inputs = 3;
     call.structure = &after;
     DecoderLayerParts parts;
     parts.general = std::make_unique<General>(counts);
@@ -149,6 +150,12 @@ TEST_CASE_FIXTURE(Fixture, "decoder layer: without a call or a configuration, th
   CHECK(counts.forwards == 2);
 }
 
+TEST_CASE_FIXTURE(Fixture, "decoder layer: with other inputs than the call has, the general form runs") {
+  inputs.tensors.push_back(at::ones({1}));
+  CHECK(shell->forward(inputs, {}).tensors.front().equal(inputs.tensors.front() + 1));
+  CHECK(counts.forwards == 1);
+}
+
 TEST_CASE_FIXTURE(Fixture, "decoder layer: attributes are new if either form's are") {
   const std::shared_ptr<const void> first = layer->attributes();
   CHECK(layer->attributes() == first);
@@ -172,6 +179,7 @@ TEST_CASE_FIXTURE(Fixture, "decoder layer: attributes are new if either form's a
 TEST_CASE_FIXTURE(Fixture, "decoder layer: the mask and the MLP's chunks of the call count") {
   inputs.tensors.push_back(at::ones({5, 5}, at::kBool).tril(-1).logical_or(at::eye(5, at::kBool)));
   call.mask = 3;
+  call.inputs = 4;
   CHECK(at::allclose(shell->forward(inputs, {}).tensors[1], expected(), 1e-5, 1e-5));
   inputs.tensors.back() = at::eye(5, at::kBool);
   CHECK_FALSE(at::allclose(shell->forward(inputs, {}).tensors[1], expected(), 1e-5, 1e-5));

@@ -178,9 +178,9 @@ def test_outputs_of_every_layer_come_from_python() -> None:
     assert all(map(torch.equal, outputs.attentions, expected.attentions))
 
 
-def taken_by_a_step(layers: int, native: bool) -> int:
+def taken_by_a_step(model: Any, layers: int, native: bool) -> int:
     """How often the engine takes the interpreter lock in one training step, after two that make all there is."""
-    wrapped = wrap(make("llama", num_hidden_layers=layers), microbatches=2, native=native, config=fixed_plan(layers))
+    wrapped = wrap(model, microbatches=2, native=native, config=fixed_plan(layers))
     taken = 0
     for _ in range(3):
         before = _core.interpreter_lock_acquisitions()
@@ -198,6 +198,9 @@ def test_layers_do_not_take_the_interpreter_lock() -> None:
     """Each layer is a stage of its own, so a Python layer takes the lock in each forward and recompute."""
     roundpipe.devices("virtual:1")
     # Twelve more layers in two microbatches, forward and recompute. What a layer is asked before a step is in both.
-    more_native = taken_by_a_step(16, native=True) - taken_by_a_step(4, native=True)
-    more_python = taken_by_a_step(16, native=False) - taken_by_a_step(4, native=False)
+    more_native, more_python = (
+        taken_by_a_step(make("llama", num_hidden_layers=16), 16, native)
+        - taken_by_a_step(make("llama", num_hidden_layers=4), 4, native)
+        for native in (True, False)
+    )
     assert more_python - more_native >= 12 * 2 * 2

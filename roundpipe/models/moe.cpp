@@ -1,0 +1,162 @@
+#include <roundpipe/models/moe.h>
+
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <roundpipe/core/error.h>
+
+namespace roundpipe::models {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+namespace {
+
+// What the router chose.
+struct Routing {
+  Tensor weights;  // [tokens, top_k]
+  Tensor experts;  // [tokens, top_k]
+};
+
+Routing route(const MoeConfig& config, const MoeWeights& weights, const Tensor& tokens, Tensor* router_logits) {
+  const Tensor logits = at::linear(tokens, weights.router);
+  if (router_logits != nullptr) *router_logits = logits;
+  const Tensor probabilities = at::softmax(logits, -1, at::kFloat);
+  auto [values, indices] = at::topk(probabilities, config.top_k, -1);
+  if (config.normalizes) values.div_(values.sum(-1, /*keepdim=*/true));
+  return {values.to(logits.scalar_type()), indices};
+}
+
+Tensor gated(const MoeConfig& config, const Tensor& gate_up) {
+  const std::vector<Tensor> halves = gate_up.chunk(2, -1);
+  return ops::activate(halves[0], config.activation).mul(halves[1]);
+}
+
+// The matrices of some experts. Its gradient has the bits of a sum of one zero-filled gradient for each of them, which
+// is what autograd makes of a selection for each expert, but exists once.
+struct MatricesOf : public torch::autograd::Function<MatricesOf> {
+  static variable_list forward(AutogradContext* context, const Tensor& stacked, const std::vector<int64_t>& experts) {
+    context->saved_data["experts"] = experts;
+    context->saved_data["sizes"] = stacked.sizes().vec();
+    variable_list matrices;
+    matrices.reserve(experts.size());
+    for (const int64_t expert : experts) matrices.push_back(stacked.select(0, expert));
+    return matrices;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const std::vector<int64_t> experts = context->saved_data["experts"].toIntVector();
+    Tensor sum;
+    for (size_t i = 0; i < experts.size(); ++i) {
+      if (!gradients[i].defined()) continue;
+      if (!sum.defined()) sum = at::zeros(context->saved_data["sizes"].toIntVector(), gradients[i].options());
+      Tensor place = sum.select(0, experts[i]);
+      // A sum with zeros has no negative ones.
+      experts.size() == 1 ? place.copy_(gradients[i]) : place.add_(gradients[i]);
+    }
+    return {sum, {}};
+  }
+};
+
+Tensor by_expert(const MoeConfig& config, const MoeWeights& weights, const Tensor& tokens, const Routing& routing) {
+  const int64_t count = tokens.size(0), experts = weights.gate_up.size(0);
+  // Each expert takes the tokens that chose it first, then those that chose it second, and so on.
+  const Tensor chosen = routing.experts.t().reshape(-1);
+  const auto [sorted, order] = at::sort(chosen, /*stable=*/true, /*dim=*/-1, /*descending=*/false);
+  const Tensor rows = order.remainder(count);
+  const Tensor ranks = order.floor_divide(count);
+  const Tensor bounds = at::searchsorted(sorted, at::arange(experts + 1, sorted.options())).cpu();
+  const auto bound = bounds.accessor<int64_t, 1>();
+  std::vector<int64_t> hit;
+  for (int64_t expert = 0; expert < experts; ++expert) {
+    if (bound[expert] < bound[expert + 1]) hit.push_back(expert);
+  }
+  const variable_list gate_up = MatricesOf::apply(weights.gate_up, hit);
+  const variable_list down = MatricesOf::apply(weights.down, hit);
+  Tensor result = at::zeros_like(tokens);
+  for (size_t i = 0; i < hit.size(); ++i) {
+    const int64_t first = bound[hit[i]], after = bound[hit[i] + 1];
+    const Tensor row = rows.slice(0, first, after);
+    const Tensor rank = ranks.slice(0, first, after);
+    const Tensor own = tokens.index({row});
+    Tensor states = gated(config, at::linear(own, gate_up[i]));
+    states = at::linear(states, down[i]);
+    const Tensor share = routing.weights.index({row, rank}).unsqueeze(-1);
+    states = states * share;
+    result.index_add_(0, row, states.to(result.scalar_type()));
+  }
+  return result;
+}
+
+// Each token's outputs, weighted, in the order of the router's choice: [tokens * top_k, width].
+Tensor summed(const MoeConfig& config, const Tensor& tokens, const Tensor& weighted) {
+  const Tensor sum = weighted.view({tokens.size(0), config.top_k, tokens.size(1)}).sum(1);
+  return sum.to(tokens.scalar_type());
+}
+
+Tensor grouped(const MoeConfig& config, const MoeWeights& weights, const Tensor& tokens, const Routing& routing) {
+  const int64_t experts = weights.gate_up.size(0);
+  const auto [sorted, order] = at::sort(routing.experts.reshape(-1));
+  const Tensor own = tokens.index({order.floor_divide(config.top_k)});
+  const Tensor shares = routing.weights.reshape(-1).index({order});
+  // histc takes no integers on the host.
+  const Tensor counted = sorted.to(sorted.is_cpu() || sorted.is_mps() ? at::kFloat : at::kInt);
+  const Tensor ends = at::cumsum(at::histc(counted, experts, 0, experts - 1), 0, at::kInt);
+  const auto product = [&](const Tensor& states, const Tensor& stacked) {
+    return at::_grouped_mm(states.to(stacked.scalar_type()), stacked.transpose(-2, -1), ends);
+  };
+  const Tensor states = product(gated(config, product(own, weights.gate_up)), weights.down);
+  const Tensor weighted = states * shares.unsqueeze(-1);
+  Tensor back = at::empty_like(order);
+  back.index_put_({order}, at::arange(order.size(0), order.options()));
+  return summed(config, tokens, weighted.index({back}));
+}
+
+Tensor batched(const MoeConfig& config, const MoeWeights& weights, const Tensor& tokens, const Routing& routing) {
+  const Tensor own = tokens.repeat_interleave(config.top_k, 0);
+  const Tensor chosen = routing.experts.reshape(-1);
+  const Tensor shares = routing.weights.reshape(-1);
+  const auto product = [&](const Tensor& states, const Tensor& stacked) {
+    return at::bmm(stacked.index({chosen}), states.unsqueeze(-1)).squeeze(-1);
+  };
+  const Tensor states = product(gated(config, product(own, weights.gate_up)), weights.down);
+  return summed(config, tokens, states * shares.unsqueeze(-1));
+}
+
+}  // namespace
+
+Experts parse_experts(std::string_view name) {
+  if (name == "eager") return Experts::kEager;
+  if (name == "grouped_mm") return Experts::kGrouped;
+  if (name == "batched_mm") return Experts::kBatched;
+  throw std::invalid_argument(
+      concat("[moe] the experts are '", name, "', expected one of eager, grouped_mm and batched_mm"));
+}
+
+Tensor mixture_of_experts(const MoeConfig& config, const MoeWeights& weights, Experts experts, const Tensor& hidden,
+                          Tensor* router_logits) {
+  const Tensor tokens = hidden.reshape({-1, hidden.size(-1)});
+  const Routing routing = route(config, weights, tokens, router_logits);
+  Tensor result;
+  switch (experts) {
+    case Experts::kEager:
+      result = by_expert(config, weights, tokens, routing);
+      break;
+    case Experts::kGrouped:
+      result = grouped(config, weights, tokens, routing);
+      break;
+    case Experts::kBatched:
+      result = batched(config, weights, tokens, routing);
+      break;
+  }
+  return result.reshape(hidden.sizes());
+}
+
+}  // namespace roundpipe::models

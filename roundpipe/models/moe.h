@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include <ATen/core/Tensor.h>
+
+#include <roundpipe/ops/chunked_mlp.h>
+
+namespace roundpipe::models {
+
+// How the experts compute, by transformers' names of the same operators. kEager: expert by expert, their outputs added
+// in this order. kGrouped: the tokens sorted by expert, and grouped products. kBatched: a copy of the expert's matrices
+// for each token.
+enum class Experts : int { kEager, kGrouped, kBatched };
+
+// "eager", "grouped_mm" or "batched_mm". Throws std::invalid_argument for another name.
+Experts parse_experts(std::string_view name);
+
+// A router gives each token the top_k of the experts, which are gated MLPs; the token's result is the sum of their
+// outputs, weighted by the router's probabilities.
+struct MoeConfig {
+  int64_t top_k = 0;
+  bool normalizes = false;  // whether a token's weights are divided by their sum
+  ops::Activation activation = ops::Activation::kSilu;
+};
+
+// Handles of the weights. The number of experts is the first size of each.
+struct MoeWeights {
+  at::Tensor router;   // [experts, width]
+  at::Tensor gate_up;  // [experts, 2 * inner, width]: the gate's rows, then the other's
+  at::Tensor down;     // [experts, width, inner]
+};
+
+// Computes the mixture for hidden states [rows, tokens, width]. It dispatches the operators that transformers' code
+// dispatches, in the same order and dtypes, so values and gradients have the same bits. kEager copies the experts'
+// token counts to the host, once; the others never wait for the device where torch has grouped kernels.
+// `router_logits`: null, or set to the router's scores [rows * tokens, experts] before the softmax.
+// Thread safety: any thread; no state is kept between calls. Errors: torch's own for shapes that do not match.
+at::Tensor mixture_of_experts(const MoeConfig& config, const MoeWeights& weights, Experts experts,
+                              const at::Tensor& hidden, at::Tensor* router_logits = nullptr);
+
+}  // namespace roundpipe::models
