@@ -666,7 +666,9 @@ def packed_attention(
 ) -> torch.Tensor: ...
 
 class MoeConfig:
-    def __init__(self, *, top_k: int, normalizes: bool, activation: str) -> None: ...
+    def __init__(
+        self, *, top_k: int, shares: str, activation: str | None, clamped: tuple[float, float] | None
+    ) -> None: ...
 
 class DecoderConfig:
     def __init__(
@@ -678,6 +680,7 @@ class DecoderConfig:
         post_norm_eps: float,
         query_norm_eps: float,
         key_norm_eps: float,
+        scales_norms_in_float: bool,
         attention_dropout: float,
         training: bool,
         activation: str | None,

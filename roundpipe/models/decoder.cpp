@@ -1,7 +1,9 @@
 #include <roundpipe/models/decoder.h>
 
+#include <algorithm>
 #include <limits>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -27,7 +29,20 @@ Tensor rotate_half(const Tensor& states) {
   return at::cat({-second, first}, -1);
 }
 
+// By a table of half the width.
+Tensor rotated_halves(const Tensor& states, const Tensor& cos, const Tensor& sin) {
+  const std::vector<Tensor> halves = states.chunk(2, -1);
+  const Tensor first_along = halves[0] * cos;
+  const Tensor first_across = halves[1] * sin;
+  const Tensor first = first_along - first_across;
+  const Tensor second_along = halves[1] * cos;
+  const Tensor second_across = halves[0] * sin;
+  const Tensor second = second_along + second_across;
+  return at::cat({first, second}, -1);
+}
+
 Tensor rotated(const Tensor& states, const Tensor& cos, const Tensor& sin) {
+  if (2 * cos.size(-1) == states.size(-1)) return rotated_halves(states, cos, sin);
   // One statement for each operator: C++ leaves the order of a sum's sides open, and autograd adds in that order.
   const Tensor along = states * cos;
   const Tensor across = rotate_half(states) * sin;
@@ -42,14 +57,26 @@ Tensor repeated(const Tensor& states, int64_t groups) {
       .reshape({rows, heads * groups, tokens, width});
 }
 
+Tensor softmax_with_sinks(const Tensor& scores, const Tensor& sinks) {
+  const Tensor columns = sinks.reshape({1, -1, 1, 1}).expand({scores.size(0), -1, scores.size(2), -1});
+  Tensor all = at::cat({scores, columns}, -1);
+  all = all - std::get<0>(all.max(-1, /*keepdim=*/true));
+  return at::softmax(all, -1, all.scalar_type()).slice(-1, 0, -1);
+}
+
 Tensor eager_attention(const DecoderConfig& config, const Tensor& query, const Tensor& key, const Tensor& value,
-                       const std::optional<Tensor>& mask, int64_t groups) {
+                       const std::optional<Tensor>& mask, const Tensor& sinks, int64_t groups) {
   const Tensor keys = repeated(key, groups);
   const Tensor values = repeated(value, groups);
   Tensor scores = at::matmul(query, keys.transpose(2, 3)) * config.scaling;
   if (mask) scores = scores + *mask;
-  scores = at::softmax(scores, -1, at::kFloat).to(query.scalar_type());
-  scores = at::dropout(scores, config.training ? config.attention_dropout : 0.0, config.training);
+  const double dropout = config.training ? config.attention_dropout : 0.0;
+  if (sinks.defined()) {
+    scores = at::dropout(softmax_with_sinks(scores, sinks), dropout, config.training).to(value.scalar_type());
+  } else {
+    scores = at::softmax(scores, -1, at::kFloat).to(query.scalar_type());
+    scores = at::dropout(scores, dropout, config.training);
+  }
   return at::matmul(scores, values).transpose(1, 2).contiguous();
 }
 
@@ -84,16 +111,23 @@ Tensor sdpa_attention(const DecoderConfig& config, Tensor query, Tensor key, Ten
 // Masks of four dimensions are transformers' own.
 constexpr int64_t kDimsOfOwnMask = 4;
 
-Tensor attention_of(const DecoderConfig& config, const DecoderInputs& inputs, const Tensor& query, const Tensor& key,
-                    const Tensor& value) {
+Tensor attention_of(const DecoderConfig& config, const DecoderInputs& inputs, const Tensor& sinks, const Tensor& query,
+                    const Tensor& key, const Tensor& value) {
   const int64_t groups = query.size(1) / key.size(1);
-  if (inputs.attention == Attention::kEager) return eager_attention(config, query, key, value, inputs.mask, groups);
+  if (inputs.attention == Attention::kEager) {
+    return eager_attention(config, query, key, value, inputs.mask, sinks, groups);
+  }
   if (inputs.attention == Attention::kSdpa || !inputs.mask || inputs.mask->dim() == kDimsOfOwnMask) {
+    if (sinks.defined()) {
+      throw std::invalid_argument(
+          "[decoder] torch's attention takes no sinks; expected eager, or packed with a mask that names documents");
+    }
     return sdpa_attention(config, query, key, value, inputs.mask, groups);
   }
   ops::PackedAttentionOptions options;
   options.dropout = config.training ? config.attention_dropout : 0.0;
   options.scaling = config.scaling;
+  if (sinks.defined()) options.sinks = sinks;
   const bool placed = inputs.positions && inputs.positions->dim() == 2;
   const ops::Documents documents =
       ops::read_documents(*inputs.mask, placed ? inputs.positions : std::nullopt, query.size(0), query.size(2));
@@ -105,7 +139,7 @@ Tensor attend(const DecoderConfig& config, const DecoderWeights& weights, const 
   const int64_t rows = hidden.size(0), tokens = hidden.size(1);
   const auto heads_of = [&](const ops::Projection& projection, const Tensor& norm, double eps) {
     Tensor states = project(hidden, projection).view({rows, tokens, -1, config.head_dim});
-    if (norm.defined()) states = rms_norm(states, norm, eps);
+    if (norm.defined()) states = rms_norm(states, norm, eps, config.scales_norms_in_float);
     return states.transpose(1, 2);
   };
   Tensor query = heads_of(weights.query, weights.query_norm, config.query_norm_eps);
@@ -115,7 +149,7 @@ Tensor attend(const DecoderConfig& config, const DecoderWeights& weights, const 
   const Tensor sin = inputs.sin.unsqueeze(1);
   query = rotated(query, cos, sin);
   key = rotated(key, cos, sin);
-  const Tensor output = attention_of(config, inputs, query, key, value);
+  const Tensor output = attention_of(config, inputs, weights.sinks, query, key, value);
   return project(output.reshape({rows, tokens, -1}).contiguous(), weights.output);
 }
 
@@ -129,17 +163,22 @@ Tensor mlp_of(const DecoderConfig& config, const DecoderWeights& weights, const 
   const auto body = [config = config.moe, moe, experts = inputs.experts](const Tensor& tokens) {
     return mixture_of_experts(config, moe, experts, tokens.contiguous());
   };
-  return ops::chunked_map(body, hidden, {moe.gate_up, moe.down, moe.router}, {.chunk_tokens = inputs.mlp_chunk_tokens});
+  std::vector<Tensor> parameters;
+  for (const Tensor& each : {moe.gate_up, moe.gate_up_bias, moe.down, moe.down_bias, moe.router.weight}) {
+    if (each.defined()) parameters.push_back(each);
+  }
+  if (moe.router.bias) parameters.push_back(*moe.router.bias);
+  return ops::chunked_map(body, hidden, parameters, {.chunk_tokens = inputs.mlp_chunk_tokens});
 }
 
 }  // namespace
 
-Tensor rms_norm(const Tensor& hidden, const Tensor& weight, double eps) {
+Tensor rms_norm(const Tensor& hidden, const Tensor& weight, double eps, bool scales_in_float) {
   const at::ScalarType dtype = hidden.scalar_type();
   Tensor states = hidden.to(at::kFloat);
   const Tensor variance = states.pow(2).mean(-1, /*keepdim=*/true);
   states = states * at::rsqrt(variance + eps);
-  return weight * states.to(dtype);
+  return scales_in_float ? (weight * states).to(dtype) : weight * states.to(dtype);
 }
 
 Attention parse_attention(std::string_view name) {
@@ -182,9 +221,16 @@ DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const
   weights.output = projection("self_attn.o_proj");
   weights.query_norm = find("self_attn.q_norm.weight", false);
   weights.key_norm = find("self_attn.k_norm.weight", false);
+  weights.sinks = find("self_attn.sinks", false);
   weights.post_norm = find("post_attention_layernorm.weight", true);
   if (Tensor gate_up = find("mlp.experts.gate_up_proj", false); gate_up.defined()) {
-    weights.moe = MoeWeights{find("mlp.gate.weight", true), std::move(gate_up), find("mlp.experts.down_proj", true)};
+    const bool named_gate = std::ranges::find(names, "mlp.gate.weight") != names.end();
+    MoeWeights& moe = weights.moe.emplace();
+    moe.router = projection(named_gate ? "mlp.gate" : "mlp.router");
+    moe.gate_up = std::move(gate_up);
+    moe.down = find("mlp.experts.down_proj", true);
+    moe.gate_up_bias = find("mlp.experts.gate_up_proj_bias", false);
+    moe.down_bias = find("mlp.experts.down_proj_bias", false);
   } else {
     weights.gate = projection("mlp.gate_proj");
     weights.up = projection("mlp.up_proj");
@@ -200,11 +246,11 @@ DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const
 
 Tensor decode(const DecoderConfig& config, const DecoderWeights& weights, const DecoderInputs& inputs,
               Tensor* router_logits) {
-  Tensor hidden = rms_norm(inputs.hidden, weights.input_norm, config.input_norm_eps);
+  Tensor hidden = rms_norm(inputs.hidden, weights.input_norm, config.input_norm_eps, config.scales_norms_in_float);
   hidden = attend(config, weights, inputs, hidden);
   hidden = inputs.hidden + hidden;
   const Tensor residual = hidden;
-  hidden = rms_norm(hidden, weights.post_norm, config.post_norm_eps);
+  hidden = rms_norm(hidden, weights.post_norm, config.post_norm_eps, config.scales_norms_in_float);
   hidden = mlp_of(config, weights, inputs, hidden, router_logits);
   return residual + hidden;
 }

@@ -20,8 +20,8 @@ enum class Attention : int { kEager, kSdpa, kPacked };
 Attention parse_attention(std::string_view name);
 
 // A layer of a causal language model: an RMS norm, attention with rotary positions and grouped heads, a second RMS
-// norm, a gated MLP or a mixture of experts, and a sum after each half. Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE have
-// such layers. The sizes are those of the weights; a sliding window is in the mask.
+// norm, a gated MLP or a mixture of experts, and a sum after each half. Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and
+// GPT-OSS have such layers. The sizes are those of the weights; a sliding window is in the mask.
 struct DecoderConfig {
   int64_t head_dim = 0;
   double scaling = 0;  // of the scores
@@ -29,17 +29,20 @@ struct DecoderConfig {
   double post_norm_eps = 0;
   double query_norm_eps = 0;  // of the layers that have these norms
   double key_norm_eps = 0;
+  bool scales_norms_in_float = false;  // whether a norm's weight multiplies before the result is rounded to its dtype
   double attention_dropout = 0;
   bool training = false;  // whether the attention drops
   ops::Activation activation = ops::Activation::kSilu;
   MoeConfig moe;  // of the layers that have experts
 };
 
-// Handles of a layer's weights. An undefined norm, or a projection without a bias, is one that the layer has not.
+// Handles of a layer's weights. Undefined norms and sinks, and a projection without a bias, are those that the layer
+// has not.
 struct DecoderWeights {
   at::Tensor input_norm;
   ops::Projection query, key, value, output;
   at::Tensor query_norm, key_norm;
+  at::Tensor sinks;  // [heads]: a score that takes its share of the softmax and adds nothing
   at::Tensor post_norm;
   ops::Projection gate, up, down;  // unless there are experts
   std::optional<MoeWeights> moe;
@@ -49,24 +52,26 @@ struct DecoderWeights {
 // have equal lengths. Throws std::invalid_argument, with the name, if one is missing, unknown or there twice.
 DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors);
 
-// x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 until the product with the weight.
-at::Tensor rms_norm(const at::Tensor& hidden, const at::Tensor& weight, double eps);
+// x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32; the product with the weight is in the dtype of
+// `hidden` unless `scales_in_float`.
+at::Tensor rms_norm(const at::Tensor& hidden, const at::Tensor& weight, double eps, bool scales_in_float = false);
 
 struct DecoderInputs {
   at::Tensor hidden;               // [rows, tokens, width]
-  at::Tensor cos, sin;             // [rows or 1, tokens, head_dim]
+  at::Tensor cos, sin;             // [rows or 1, tokens, head_dim, or half of it if both halves are the same]
   std::optional<at::Tensor> mask;  // for kEager added to the scores; for kSdpa as torch takes it; none: causal for
                                    // kSdpa, no mask for kEager
-  Attention attention = Attention::kSdpa;
-  std::optional<at::Tensor> positions;  // for kPacked: [rows or 1, tokens], where documents end as well
-  Experts experts = Experts::kGrouped;  // of the layers that have them
-  int64_t mlp_chunk_tokens = 0;         // tokens of a row whose inner activations of the MLP exist at a time; 0: all
+  Attention attention = Attention::kSdpa;  // kSdpa takes no sinks, nor does kPacked with a mask of another kind
+  std::optional<at::Tensor> positions;     // for kPacked: [rows or 1, tokens], where documents end as well
+  Experts experts = Experts::kGrouped;     // of the layers that have them
+  int64_t mlp_chunk_tokens = 0;            // tokens of a row whose inner activations of the MLP exist at a time; 0: all
 };
 
 // Computes the layer's new hidden states. It dispatches the operators that transformers' modelling code dispatches, in
 // the same order and dtypes, so values and gradients have the same bits.
 // `router_logits`: null, or set as mixture_of_experts() says, which needs experts and no chunks.
-// Thread safety: any thread; no state is kept between calls. Errors: torch's own for shapes that do not match.
+// Thread safety: any thread; no state is kept between calls. Errors: std::invalid_argument for an attention that
+// takes no sinks, if there are any; torch's own for shapes that do not match.
 at::Tensor decode(const DecoderConfig& config, const DecoderWeights& weights, const DecoderInputs& inputs,
                   at::Tensor* router_logits = nullptr);
 

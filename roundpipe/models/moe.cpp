@@ -26,17 +26,30 @@ struct Routing {
 };
 
 Routing route(const MoeConfig& config, const MoeWeights& weights, const Tensor& tokens, Tensor* router_logits) {
-  const Tensor logits = at::linear(tokens, weights.router);
+  const Tensor logits = at::linear(tokens, weights.router.weight, weights.router.bias);
   if (router_logits != nullptr) *router_logits = logits;
+  if (config.shares == Shares::kSoftmaxOfChosen) {
+    const auto [values, indices] = at::topk(logits, config.top_k, -1);
+    return {at::softmax(values, 1, values.scalar_type()), indices};
+  }
   const Tensor probabilities = at::softmax(logits, -1, at::kFloat);
   auto [values, indices] = at::topk(probabilities, config.top_k, -1);
-  if (config.normalizes) values.div_(values.sum(-1, /*keepdim=*/true));
+  if (config.shares == Shares::kNormalized) values.div_(values.sum(-1, /*keepdim=*/true));
   return {values.to(logits.scalar_type()), indices};
 }
 
 Tensor gated(const MoeConfig& config, const Tensor& gate_up) {
-  const std::vector<Tensor> halves = gate_up.chunk(2, -1);
-  return ops::activate(halves[0], config.activation).mul(halves[1]);
+  if (!config.clamped) {
+    const std::vector<Tensor> halves = gate_up.chunk(2, -1);
+    return ops::activate(halves[0], config.activation).mul(halves[1]);
+  }
+  const auto [alpha, limit] = *config.clamped;
+  Tensor gate = gate_up.slice(-1, 0, std::nullopt, 2);
+  Tensor up = gate_up.slice(-1, 1, std::nullopt, 2);
+  gate = gate.clamp(std::nullopt, limit);
+  up = up.clamp(-limit, limit);
+  const Tensor glu = gate * at::sigmoid(gate * alpha);
+  return (up + 1) * glu;
 }
 
 // The matrices of some experts. Its gradient has the bits of a sum of one zero-filled gradient for each of them, which
@@ -78,16 +91,24 @@ Tensor by_expert(const MoeConfig& config, const MoeWeights& weights, const Tenso
   for (int64_t expert = 0; expert < experts; ++expert) {
     if (bound[expert] < bound[expert + 1]) hit.push_back(expert);
   }
-  const variable_list gate_up = MatricesOf::apply(weights.gate_up, hit);
-  const variable_list down = MatricesOf::apply(weights.down, hit);
+  const auto of_hit = [&](const Tensor& stacked) {
+    return stacked.defined() ? MatricesOf::apply(stacked, hit) : variable_list(hit.size());
+  };
+  const variable_list gate_up = of_hit(weights.gate_up), gate_up_bias = of_hit(weights.gate_up_bias);
+  const variable_list down = of_hit(weights.down), down_bias = of_hit(weights.down_bias);
+  const auto product = [&](const Tensor& states, const Tensor& matrix, const Tensor& bias) {
+    if (!config.clamped) return at::linear(states, matrix, bias.defined() ? std::optional(bias) : std::nullopt);
+    const Tensor result = at::matmul(states, matrix);
+    return bias.defined() ? result + bias : result;
+  };
   Tensor result = at::zeros_like(tokens);
   for (size_t i = 0; i < hit.size(); ++i) {
     const int64_t first = bound[hit[i]], after = bound[hit[i] + 1];
     const Tensor row = rows.slice(0, first, after);
     const Tensor rank = ranks.slice(0, first, after);
     const Tensor own = tokens.index({row});
-    Tensor states = gated(config, at::linear(own, gate_up[i]));
-    states = at::linear(states, down[i]);
+    Tensor states = gated(config, product(own, gate_up[i], gate_up_bias[i]));
+    states = product(states, down[i], down_bias[i]);
     const Tensor share = routing.weights.index({row, rank}).unsqueeze(-1);
     states = states * share;
     result.index_add_(0, row, states.to(result.scalar_type()));
@@ -109,10 +130,14 @@ Tensor grouped(const MoeConfig& config, const MoeWeights& weights, const Tensor&
   // histc takes no integers on the host.
   const Tensor counted = sorted.to(sorted.is_cpu() || sorted.is_mps() ? at::kFloat : at::kInt);
   const Tensor ends = at::cumsum(at::histc(counted, experts, 0, experts - 1), 0, at::kInt);
-  const auto product = [&](const Tensor& states, const Tensor& stacked) {
-    return at::_grouped_mm(states.to(stacked.scalar_type()), stacked.transpose(-2, -1), ends);
+  const auto product = [&](const Tensor& states, const Tensor& stacked, const Tensor& bias) {
+    const Tensor biases = bias.defined() ? bias.index({sorted}) : bias;
+    const Tensor matrices = config.clamped ? stacked : stacked.transpose(-2, -1);
+    Tensor result = at::_grouped_mm(states.to(stacked.scalar_type()), matrices, ends);
+    return biases.defined() ? result.add_(biases) : result;
   };
-  const Tensor states = product(gated(config, product(own, weights.gate_up)), weights.down);
+  Tensor states = gated(config, product(own, weights.gate_up, weights.gate_up_bias));
+  states = product(states, weights.down, weights.down_bias);
   const Tensor weighted = states * shares.unsqueeze(-1);
   Tensor back = at::empty_like(order);
   back.index_put_({order}, at::arange(order.size(0), order.options()));
@@ -123,10 +148,15 @@ Tensor batched(const MoeConfig& config, const MoeWeights& weights, const Tensor&
   const Tensor own = tokens.repeat_interleave(config.top_k, 0);
   const Tensor chosen = routing.experts.reshape(-1);
   const Tensor shares = routing.weights.reshape(-1);
-  const auto product = [&](const Tensor& states, const Tensor& stacked) {
-    return at::bmm(stacked.index({chosen}), states.unsqueeze(-1)).squeeze(-1);
+  const auto product = [&](const Tensor& states, const Tensor& stacked, const Tensor& bias) {
+    const Tensor matrices = stacked.index({chosen});
+    const Tensor biases = bias.defined() ? bias.index({chosen}) : bias;
+    Tensor result = config.clamped ? at::bmm(states.unsqueeze(1), matrices).squeeze(1)
+                                   : at::bmm(matrices, states.unsqueeze(-1)).squeeze(-1);
+    return biases.defined() ? result.add_(biases) : result;
   };
-  const Tensor states = product(gated(config, product(own, weights.gate_up)), weights.down);
+  Tensor states = gated(config, product(own, weights.gate_up, weights.gate_up_bias));
+  states = product(states, weights.down, weights.down_bias);
   return summed(config, tokens, states * shares.unsqueeze(-1));
 }
 
@@ -138,6 +168,14 @@ Experts parse_experts(std::string_view name) {
   if (name == "batched_mm") return Experts::kBatched;
   throw std::invalid_argument(
       concat("[moe] the experts are '", name, "', expected one of eager, grouped_mm and batched_mm"));
+}
+
+Shares parse_shares(std::string_view name) {
+  if (name == "softmax_of_all") return Shares::kSoftmaxOfAll;
+  if (name == "normalized") return Shares::kNormalized;
+  if (name == "softmax_of_chosen") return Shares::kSoftmaxOfChosen;
+  throw std::invalid_argument(
+      concat("[moe] the shares are '", name, "', expected one of softmax_of_all, normalized and softmax_of_chosen"));
 }
 
 Tensor mixture_of_experts(const MoeConfig& config, const MoeWeights& weights, Experts experts, const Tensor& hidden,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string_view>
 
 #include <ATen/core/Tensor.h>
@@ -17,19 +18,37 @@ enum class Experts : int { kEager, kGrouped, kBatched };
 // "eager", "grouped_mm" or "batched_mm". Throws std::invalid_argument for another name.
 Experts parse_experts(std::string_view name);
 
-// A router gives each token the top_k of the experts, which are gated MLPs; the token's result is the sum of their
-// outputs, weighted by the router's probabilities.
-struct MoeConfig {
-  int64_t top_k = 0;
-  bool normalizes = false;  // whether a token's weights are divided by their sum
-  ops::Activation activation = ops::Activation::kSilu;
+// The gate of GPT-OSS: with both inputs bounded by `limit` (`gate` from above only), (up + 1) * gate * sigmoid(alpha *
+// gate).
+struct ClampedGate {
+  double alpha = 0;
+  double limit = 0;
 };
 
-// Handles of the weights. The number of experts is the first size of each.
+// How each token's weights are made from the router's scores. kSoftmaxOfAll: the probabilities of the chosen experts;
+// kNormalized: these, divided by their sum; kSoftmaxOfChosen: a softmax over the scores of the chosen experts.
+enum class Shares : int { kSoftmaxOfAll, kNormalized, kSoftmaxOfChosen };
+
+// "softmax_of_all", "normalized" or "softmax_of_chosen". Throws std::invalid_argument for another name.
+Shares parse_shares(std::string_view name);
+
+// A router gives each token the top_k of the experts, which are gated MLPs; the token's result is the sum of their
+// outputs, weighted by the token's shares.
+struct MoeConfig {
+  int64_t top_k = 0;
+  Shares shares = Shares::kSoftmaxOfAll;
+  ops::Activation activation = ops::Activation::kSilu;  // of the gate, unless it is `clamped`
+  std::optional<ClampedGate> clamped;                   // then gate and up alternate, and matrices are [from, to]
+};
+
+// Handles of the weights. The number of experts is the first size of each. An undefined bias is one that the experts
+// have not.
 struct MoeWeights {
-  at::Tensor router;   // [experts, width]
-  at::Tensor gate_up;  // [experts, 2 * inner, width]: the gate's rows, then the other's
-  at::Tensor down;     // [experts, width, inner]
+  ops::Projection router;        // [experts, width]
+  at::Tensor gate_up;            // [experts, 2 * inner, width]: the gate's rows, then the other's
+  at::Tensor down;               // [experts, width, inner]
+  at::Tensor gate_up_bias = {};  // [experts, 2 * inner]
+  at::Tensor down_bias = {};     // [experts, width]
 };
 
 // Computes the mixture for hidden states [rows, tokens, width]. It dispatches the operators that transformers' code

@@ -10,7 +10,7 @@ import torch
 from roundpipe import _core
 from roundpipe.layers.shadow import ShadowTree
 from roundpipe.native.decoder import NativeDecoder, config_of
-from roundpipe.native.experts import activation_path, numbers_of
+from roundpipe.native.experts import activation_path, family, numbers_of
 
 # Of a layer with more bytes than this, the gradients of matrices are not compared: they would double its memory.
 _LARGE_BYTES = 64 << 20
@@ -21,7 +21,8 @@ _OF_A_LARGE_LAYER = (1, 3)
 def kind_of(decoder: NativeDecoder) -> tuple[Any, ...]:
     """Equal for layers of which one needs to be compared."""
     layer, attention = decoder.layer, decoder.layer.self_attn
-    activation = type(layer.get_submodule(activation_path(layer)))
+    path = activation_path(layer)
+    activation = None if path is None else type(layer.get_submodule(path))
     routing = tuple(numbers_of(layer).values()) if decoder.has_experts else ()
     shapes = [layer.hidden_size, *((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())]
     epsilons = [getattr(module, "variance_epsilon", None) for module in layer.modules()]
@@ -53,7 +54,9 @@ def reason_against_bits(decoder: NativeDecoder, attention: str, experts: str | N
         return torch.randn(shape, generator=generator).to(dtype)
 
     hidden = drawn(rows, tokens, decoder.layer.hidden_size).requires_grad_()
-    angles = torch.rand((1, tokens, decoder.layer.self_attn.head_dim), generator=generator)
+    has_sinks = family(layer) == "GptOss"
+    table = decoder.layer.self_attn.head_dim // (2 if has_sinks else 1)
+    angles = torch.rand((1, tokens, table), generator=generator)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     seen = torch.ones((tokens, tokens), dtype=torch.bool).tril().expand(rows, 1, tokens, tokens).clone()
     seen[0, :, 1:, 0] = False
@@ -65,7 +68,8 @@ def reason_against_bits(decoder: NativeDecoder, attention: str, experts: str | N
     outgoing = drawn(*hidden.shape)
     config = config_of(layer)
     with torch.inference_mode(False), torch.enable_grad():
-        for mask in (seen,) if is_large else (seen, None):
+        # With sinks, packed attention is always called with documents.
+        for mask in (seen,) if is_large or (has_sinks and attention == "packed") else (seen, None):
             plain = layer(hidden, attention_mask=mask, position_embeddings=(cos, sin), use_cache=False)
             native = _core.decode(config, decoder.names, weights, hidden, cos, sin, mask, attention, experts=experts)
             if not _same_bits(plain, native):

@@ -14,9 +14,16 @@ from torch.nn.modules import module as torch_module
 from roundpipe.native.experts import MODULES
 
 # By the last part of the module's name: the class names' prefix.
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+FAMILIES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "gpt_oss": "GptOss",
+}
 _PARTS = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm")
-_FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "repeat_kv", "eager_attention_forward")
+_FUNCTIONS = ("apply_rotary_pos_emb", "repeat_kv", "eager_attention_forward")
 _BUILT_IN = ("linear", "scaled_dot_product_attention", "gelu")
 _FUNCTIONAL = ("silu", "relu", "softmax", "dropout")
 _EXPERTS_FUNCTIONAL = ("grouped_mm",)
@@ -58,6 +65,7 @@ class Code:
         self.model_class = getattr(self._modeling, f"{prefix}Model")
         self._moe = sys.modules.get("transformers.integrations.moe")
         self._sdpa = sdpa_attention.sdpa_attention_forward
+        self._has_sinks = prefix == "GptOss"
         self._functions = list(self._found(prefix))
 
     def _found(self, prefix: str) -> Iterator[tuple[Any, str, Any, bool]]:
@@ -68,7 +76,7 @@ class Code:
             function = kind.forward
             original = function.__module__ == modeling.__name__ and function.__qualname__ == f"{kind.__name__}.forward"
             yield kind, "forward", function, original
-        for name in _FUNCTIONS:
+        for name in (*_FUNCTIONS, "_apply_rotary_emb" if prefix == "GptOss" else "rotate_half"):
             function = getattr(modeling, name)
             yield modeling, name, function, function.__module__ == modeling.__name__
         sdpa = sys.modules[self._sdpa.__module__]
@@ -86,7 +94,8 @@ class Code:
     def _found_for_experts(self, kind: type) -> Iterator[tuple[Any, str, Any, bool]]:
         moe = self._moe
         gate = getattr(kind, "_apply_gate", None)
-        yield kind, "_apply_gate", gate, gate is getattr(moe, "_default_apply_gate", self)
+        own = gate is not None and gate.__qualname__ == f"{kind.__name__}._apply_gate"
+        yield kind, "_apply_gate", gate, own or gate is getattr(moe, "_default_apply_gate", self)
         for name in _EXPERTS_FUNCTIONS:
             function = getattr(moe, name, None)
             yield moe, name, function, getattr(function, "__module__", None) == "transformers.integrations.moe"
@@ -115,7 +124,9 @@ class Code:
         packed = sys.modules.get("roundpipe.ops.packed_attention")
         if packed is not None and function is packed.packed_attention:
             return "packed"
-        return "sdpa" if function is self._sdpa else "eager" if function is eager else None
+        if function is self._sdpa:
+            return None if self._has_sinks else "sdpa"  # which torch's attention does not know
+        return "eager" if function is eager else None
 
     def experts(self, config: Any) -> str | None:
         """The native name of the way in which experts with this config compute now; None if there is none."""

@@ -16,6 +16,8 @@ from roundpipe.native.code import family_of, modeling_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CAPTURING = "transformers.utils.output_capturing"
+# By class: its parameters, if they are not just a weight.
+_PARAMETERS = {"Linear": {"weight", "bias"}, "GptOssAttention": {"sinks"}, **experts.PARAMETERS}
 
 
 def activation_of(module: nn.Module) -> str | None:
@@ -62,7 +64,7 @@ def reason_against(layer: nn.Module, prefix: str) -> str | None:
     found = dict(layer.named_modules())
     for name, module in found.items():
         shown = name or "the layer"
-        if name == activation:
+        if name and name == activation:
             if activation_of(module) is None:
                 return f"{name} is {type(module).__name__}, which has no native form"
         elif name not in expected:
@@ -72,9 +74,9 @@ def reason_against(layer: nn.Module, prefix: str) -> str | None:
         reason = _instance_reason(module)
         if reason is not None:
             return f"{shown} {reason}"
-    missing = expected.keys() - found.keys()
-    if missing or activation not in found:
-        return f"{min(missing, default=activation)} is missing"
+    missing = {*expected, *([] if activation is None else [activation])} - found.keys()
+    if missing:
+        return f"{min(missing)} is missing"
     if len(list(layer.parameters())) != len(list(layer.named_parameters(remove_duplicate=False))):
         return "two of its modules share a parameter"
     attention: Any = layer.self_attn
@@ -104,10 +106,7 @@ def _instance_reason(module: nn.Module) -> str | None:
             return f"has hooks ({name})"
     if own["_buffers"]:
         return f"has a buffer ({next(iter(own['_buffers']))})"
-    expected = {"weight", "bias"} if isinstance(module, nn.Linear) else {"weight"}
-    for kind, names in experts.PARAMETERS.items():
-        if type(module).__name__.endswith(kind):
-            expected |= names
+    expected = _PARAMETERS.get(type(module).__name__, {"weight"})
     for name, parameter in own["_parameters"].items():
         if name not in expected or (parameter is not None and type(parameter) is not nn.Parameter):
             return f"has a parameter {name} of class {type(parameter).__name__}"
@@ -117,8 +116,8 @@ def _instance_reason(module: nn.Module) -> str | None:
 def config_of(layer: Any) -> _core.DecoderConfig:
     """The native configuration of a layer that has no `reason_against`."""
     attention = layer.self_attn
-    activation = activation_of(layer.get_submodule(experts.activation_path(layer)))
-    assert activation is not None  # there would be a reason
+    path = experts.activation_path(layer)
+    activation = None if path is None else activation_of(layer.get_submodule(path))
     is_sparse = experts.has_experts(layer)
 
     def eps(name: str) -> float:
@@ -132,6 +131,7 @@ def config_of(layer: Any) -> _core.DecoderConfig:
         post_norm_eps=layer.post_attention_layernorm.variance_epsilon,
         query_norm_eps=eps("q_norm"),
         key_norm_eps=eps("k_norm"),
+        scales_norms_in_float=experts.family(layer) == "GptOss",
         attention_dropout=attention.attention_dropout,
         training=attention.training,
         activation=None if is_sparse else activation,

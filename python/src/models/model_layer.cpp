@@ -41,14 +41,21 @@ std::unique_ptr<runtime::Layer> make_model_layer(py::object object) {
 
 void bind_models(py::module_& module) {
   py::class_<MoeConfig>(module, "MoeConfig")
-      .def(py::init([](int64_t top_k, bool normalizes, const std::string& activation) {
-             return MoeConfig{top_k, normalizes, ops::parse_activation(activation)};
+      .def(py::init([](int64_t top_k, const std::string& shares, const std::optional<std::string>& activation,
+                       const std::optional<std::pair<double, double>>& clamped) {
+             MoeConfig config;
+             config.top_k = top_k;
+             config.shares = models::parse_shares(shares);
+             if (activation) config.activation = ops::parse_activation(*activation);
+             if (clamped) config.clamped = {clamped->first, clamped->second};
+             return config;
            }),
-           py::kw_only(), py::arg("top_k"), py::arg("normalizes"), py::arg("activation"));
+           py::kw_only(), py::arg("top_k"), py::arg("shares"), py::arg("activation"), py::arg("clamped"));
   py::class_<DecoderConfig, std::shared_ptr<DecoderConfig>>(module, "DecoderConfig")
       .def(py::init([](int64_t head_dim, double scaling, double input_norm_eps, double post_norm_eps,
-                       double query_norm_eps, double key_norm_eps, double attention_dropout, bool training,
-                       const std::optional<std::string>& activation, const std::optional<MoeConfig>& moe) {
+                       double query_norm_eps, double key_norm_eps, bool scales_norms_in_float, double attention_dropout,
+                       bool training, const std::optional<std::string>& activation,
+                       const std::optional<MoeConfig>& moe) {
              DecoderConfig config;
              config.head_dim = head_dim;
              config.scaling = scaling;
@@ -56,6 +63,7 @@ void bind_models(py::module_& module) {
              config.post_norm_eps = post_norm_eps;
              config.query_norm_eps = query_norm_eps;
              config.key_norm_eps = key_norm_eps;
+             config.scales_norms_in_float = scales_norms_in_float;
              config.attention_dropout = attention_dropout;
              config.training = training;
              if (activation) config.activation = ops::parse_activation(*activation);
@@ -63,8 +71,8 @@ void bind_models(py::module_& module) {
              return std::make_shared<DecoderConfig>(config);
            }),
            py::kw_only(), py::arg("head_dim"), py::arg("scaling"), py::arg("input_norm_eps"), py::arg("post_norm_eps"),
-           py::arg("query_norm_eps"), py::arg("key_norm_eps"), py::arg("attention_dropout"), py::arg("training"),
-           py::arg("activation"), py::arg("moe"));
+           py::arg("query_norm_eps"), py::arg("key_norm_eps"), py::arg("scales_norms_in_float"),
+           py::arg("attention_dropout"), py::arg("training"), py::arg("activation"), py::arg("moe"));
   py::class_<DecoderCall>(module, "DecoderCall")
       .def(py::init([](int hidden, int cos, int sin, std::optional<int> mask, std::optional<int> positions,
                        const std::string& attention, const std::optional<std::string>& experts,

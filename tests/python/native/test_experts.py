@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers.integrations import moe
 
 import roundpipe
 from gradients import check_gradients
-from moe_models import MODELS, make
+from moe_models import MODELS, attention_of, make
 from roundpipe import _core
 from roundpipe.following.token_wise import TokenWise, in_chunks
 from roundpipe.native.check import reason_against_bits
@@ -41,15 +42,17 @@ def decoder_of(layer: Any) -> NativeDecoder:
     return decoder
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, pytest.param(torch.float16, marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_of_values_and_gradients(name: str, experts: str, dtype: torch.dtype) -> None:
     # torch's grouped products take rows of whole 16 bytes only.
-    odd = {} if experts == "grouped_mm" or "gpt" in name else {"moe_intermediate_size": 7}
-    model = make(name, dtype, experts_implementation=experts, **odd)
-    attention = model.config._attn_implementation
-    assert [reason_against_bits(decoder_of(layer), attention, experts) for layer in model.model.layers] == [None, None]
+    size = "intermediate_size" if "gpt" in name else "moe_intermediate_size"
+    model = make(name, dtype, experts_implementation=experts, **({} if experts == "grouped_mm" else {size: 7}))
+    attentions = {model.config._attn_implementation, "packed"}
+    for layer, attention in itertools.product(model.model.layers, attentions):
+        model.config._attn_implementation = attention
+        assert reason_against_bits(decoder_of(layer), attention, experts) is None
 
 
 @pytest.mark.parametrize("experts", EXPERTS)
@@ -84,7 +87,7 @@ def test_one_microbatch_has_the_plain_models_bits(
 ) -> None:
     roundpipe.devices(f"virtual:{devices},debug")
     packed_attention.register()
-    options = {"attn_implementation": attention, "experts_implementation": experts}
+    options = {"attn_implementation": attention_of(name, attention), "experts_implementation": experts}
     check_plain_bits(make(name, dtype, **options, output_router_logits=logits), batch(kind))
 
 
@@ -118,8 +121,7 @@ def test_router_logits_reach_the_end_of_the_model() -> None:
         check_gradients({name: p.grad for name, p in mine.named_parameters() if p.grad is not None}, theirs, exact=True)
 
 
-@pytest.mark.parametrize("logits", [False, True])
-@pytest.mark.parametrize("name", ["qwen3_moe"])
+@pytest.mark.parametrize(("name", "logits"), [("qwen3_moe", False), ("qwen3_moe", True), ("gpt_oss", True)])
 def test_layers_do_not_take_the_interpreter_lock(name: str, logits: bool) -> None:
     def taken(layers: int, native: bool) -> int:
         model = make(name, num_hidden_layers=layers, output_router_logits=logits)
@@ -141,8 +143,8 @@ def test_frozen_experts_and_routers() -> None:
 
 def test_autocast() -> None:
     roundpipe.devices("virtual:2")
-    for experts in ("eager", "batched_mm"):
-        model = make("qwen3_moe", experts_implementation=experts)
+    for name, experts in itertools.product(("qwen3_moe", "gpt_oss"), ("eager", "batched_mm")):
+        model = make(name, experts_implementation=experts)
         found = []
         for native in (True, False):
             mine = copy.deepcopy(model)
@@ -151,6 +153,34 @@ def test_autocast() -> None:
             found.append((outputs.logits, ours))
         assert torch.equal(found[0][0], found[1][0])
         check_gradients(found[0][1], found[1][1], exact=True)
+
+
+def test_dropout_and_norms_in_float() -> None:
+    """As from_pretrained keeps GPT-OSS's norms."""
+    roundpipe.devices("virtual:2")
+    model = make("gpt_oss", torch.bfloat16, attention_dropout=0.3).train()
+    for module in model.modules():
+        if type(module).__name__ == "GptOssRMSNorm":
+            module.float()
+    native, python = native_and_python(model, batch("whole"), calls=2, microbatches=2, name="one name for the seeds")
+    assert all(map(torch.equal, native, python))
+    assert not torch.equal(native[0], native[1])
+
+
+def test_attention_without_sinks_is_not_native() -> None:
+    layer = make("gpt_oss").model.layers[0]
+    hidden, table = torch.randn(2, 5, 24), torch.rand(1, 5, 4)
+    with pytest.raises(ValueError, match=r"torch's attention takes no sinks; expected eager, or packed with a mask"):
+        _core.decode(
+            config_of(layer),
+            decoder_of(layer).names,
+            list(layer.parameters()),
+            hidden,
+            table,
+            table,
+            None,
+            "sdpa",
+        )
 
 
 def test_what_has_no_native_form_runs_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
