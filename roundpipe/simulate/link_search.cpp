@@ -191,8 +191,9 @@ class LinkSearch {
     std::set<int> heads{1};
     if (limits.replicas && moves.has_fused()) heads.insert(moves.most_shared({layers - 1, layers}, true));
     std::vector<EvenKind> kinds;
-    for (int fewest = 1; fewest <= limits.max_fused_layers; fewest = fewest < 3 ? fewest + 1 : layers + 1) {
-      const int most = fewest < 3 ? fewest : limits.max_fused_layers;
+    const int most_fused = std::min(limits.max_fused_layers, layers);
+    for (int fewest = 1; fewest <= most_fused; fewest = fewest < 3 ? fewest + 1 : layers + 1) {
+      const int most = fewest < 3 ? fewest : most_fused;
       for (const int head : heads) {
         kinds.push_back({fewest, most, head, false});
         if (moves.overlaps()) kinds.push_back({fewest, most, head, true});

@@ -281,6 +281,19 @@ TEST_CASE("link search: more effort than the default never gives a worse plan") 
   }
 }
 
+TEST_CASE("link search: fewer layers than the fused stage may have") {
+  SearchOptions options;
+  options.max_fused_layers = 50;
+  options.effort = 1'000'000;
+  for (int layers = 1; layers <= 4; ++layers) {
+    options.plan = planner(2);
+    const PlanChoice found =
+        search_links(LayerCosts(static_cast<std::size_t>(layers), layer(1, 2, 1, 1)), machine(2, 10, 0), options, {})
+            .front();
+    CHECK(found.cut.backward.front().layers.size() <= layers);
+  }
+}
+
 TEST_CASE("link search: what limits the step is what shortens it if it is made fast") {
   const Case slow_links{"slow links", LayerCosts(8, layer(1, 2, 300, 1)), machine(2, 10, 0), 2};
   const auto limit = [](const Case& of, double update_gb_per_s) {
