@@ -79,6 +79,17 @@ void bind_memory_simulator(py::module_& module) {
       },
       py::arg("tensors"), py::arg("tied"));
   module.def(
+      "predict_devices",
+      [](const std::vector<schedule::Plan>& plans, const StepSizes& sizes, const std::vector<std::int64_t>& cap_bytes) {
+        for (const schedule::Plan& plan : plans) {
+          if (cap_bytes.size() != static_cast<std::size_t>(plan.devices))
+            throw std::invalid_argument("[predict_devices] cap_bytes has " + std::to_string(cap_bytes.size()) +
+                                        " entries, expected one for each device, " + std::to_string(plan.devices));
+        }
+        return simulate::predict_devices(plans, sizes, cap_bytes);
+      },
+      py::arg("plans"), py::arg("sizes"), py::arg("cap_bytes"));
+  module.def(
       "predict_device",
       [](const std::vector<schedule::Plan>& plans, const StepSizes& sizes, int64_t cap_bytes, bool waits) {
         return simulate::predict_device(plans, sizes, {cap_bytes, waits});

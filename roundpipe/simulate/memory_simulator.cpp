@@ -121,6 +121,17 @@ DeviceMemory peak_of(const std::vector<Visit>& visits, const DeviceRules& rules)
   return most;
 }
 
+// Of each device.
+std::vector<std::vector<Visit>> visits_of(std::span<const Plan> plans, const StepSizes& sizes) {
+  std::vector<std::vector<Visit>> visits;
+  for (const Plan& plan : plans) {
+    check(sizes, static_cast<std::size_t>(plan.layers));
+    visits.resize(std::max(visits.size(), static_cast<std::size_t>(plan.devices)));
+    for (const Job& job : plan.jobs) visits[static_cast<std::size_t>(job.device)].emplace_back(job, plan, sizes);
+  }
+  return visits;
+}
+
 }  // namespace
 
 LayerBytes layer_bytes(std::span<const ParameterSize> parameters) {
@@ -148,18 +159,21 @@ int64_t kept_bytes(const LayerFootprint& footprint, RecomputeGrain grain) {
 }
 
 DeviceMemory predict_device(std::span<const Plan> plans, const StepSizes& sizes, const DeviceRules& rules) {
-  std::vector<std::vector<Visit>> visits;  // of each device
-  for (const Plan& plan : plans) {
-    check(sizes, static_cast<std::size_t>(plan.layers));
-    visits.resize(std::max(visits.size(), static_cast<std::size_t>(plan.devices)));
-    for (const Job& job : plan.jobs) visits[static_cast<std::size_t>(job.device)].emplace_back(job, plan, sizes);
-  }
   DeviceMemory most;
-  for (const std::vector<Visit>& of_device : visits) {
+  for (const std::vector<Visit>& of_device : visits_of(plans, sizes)) {
     const DeviceMemory peak = peak_of(of_device, rules);
     if (peak.total() > most.total()) most = peak;
   }
   return most;
+}
+
+std::vector<DeviceMemory> predict_devices(std::span<const Plan> plans, const StepSizes& sizes,
+                                          std::span<const int64_t> cap_bytes) {
+  const std::vector<std::vector<Visit>> visits = visits_of(plans, sizes);
+  std::vector<DeviceMemory> peaks;
+  for (std::size_t device = 0; device < visits.size(); ++device)
+    peaks.push_back(peak_of(visits[device], {cap_bytes[device], false}));
+  return peaks;
 }
 
 int64_t stage_limit_bytes(const StepSizes& sizes, int64_t budget_bytes) {

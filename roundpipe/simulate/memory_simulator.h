@@ -71,6 +71,9 @@ struct DeviceRules {
 // their order: while one job runs, the weights and first values of the next job are uploaded; gradients are downloaded
 // while the next job begins. Throws std::invalid_argument if sizes and plans do not match.
 DeviceMemory predict_device(std::span<const schedule::Plan> plans, const StepSizes& sizes, const DeviceRules& rules);
+// The peak of each device, each of which has a cap of its own. REQUIRES: a cap for each device of the plans.
+std::vector<DeviceMemory> predict_devices(std::span<const schedule::Plan> plans, const StepSizes& sizes,
+                                          std::span<const std::int64_t> cap_bytes);
 
 // The most that a stage may take of a device with `budget_bytes`, in weights, gradients in flight and kept activations.
 // At least 1. Throws std::invalid_argument without layers.

@@ -48,3 +48,11 @@ def predict_device(
     """
     peak = _core.predict_device(plans, sizes, cap_bytes, waits)
     return DeviceMemory(peak.weights, peak.gradients, peak.values, peak.work)
+
+
+def predict_devices(
+    plans: Sequence[_core.Plan], sizes: _core.StepSizes, cap_bytes: Sequence[int]
+) -> list[DeviceMemory]:
+    """Predicts the peak of each device, whose limit is its entry of `cap_bytes`, as `predict_device` does."""
+    peaks = _core.predict_devices(plans, sizes, cap_bytes)
+    return [DeviceMemory(peak.weights, peak.gradients, peak.values, peak.work) for peak in peaks]

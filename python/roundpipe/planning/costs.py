@@ -28,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import reprlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,14 @@ class CostSet:
                     f"{_most(field):g}"
                 )
 
-    def cluster(self, devices: int | None, memory_bytes: int | None = None, with_links: bool = False) -> _core.Cluster:
+    def cluster(
+        self, devices: int | None, memory_bytes: int | Sequence[int] | None = None, with_links: bool = False
+    ) -> _core.Cluster:
         """The machine with `devices` devices; None takes those of the file.
 
-        `with_links` uses the file's bandwidths instead of the hop latency, which stands for the same transfers.
+        Args:
+            memory_bytes: of every device, or of each; None takes the file's.
+            with_links: use the file's bandwidths instead of the hop latency, which stands for the same transfers.
         """
         specs = list(self.devices)
         if devices is not None and devices != len(specs):
@@ -107,7 +112,8 @@ class CostSet:
         if not specs:
             specs = [(1.0, 0)] * 8
         if memory_bytes is not None:
-            specs = [(speed, memory_bytes) for speed, _ in specs]
+            sizes = [memory_bytes] * len(specs) if isinstance(memory_bytes, int) else memory_bytes
+            specs = [(speed, size) for (speed, _), size in zip(specs, sizes, strict=True)]
         if not with_links:
             return _core.Cluster(devices=specs, hop_latency_ms=self.hop_latency_ms)
         if not self.rates:

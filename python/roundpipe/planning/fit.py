@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from roundpipe import _core
 from roundpipe.call.run_config import GRAINS, RecomputeGrain
-from roundpipe.memory.prediction import DeviceMemory, predict_device
+from roundpipe.memory.prediction import DeviceMemory, predict_device, predict_devices
 from roundpipe.planning.costs import CostSet
 from roundpipe.planning.schedules import Request, choose, placed
 from roundpipe.planning.shapes import ModelShapes
@@ -34,11 +34,12 @@ class Fit:
     Attributes:
         request: the request, with the costs and the device memory that the plan was made with.
         choices: the planner's choices, best first; the other attributes describe the first one.
-        device: memory of the device with the highest peak.
+        device: memory of the fullest device, the one that takes the largest share of what it has.
         grain: the recompute grain.
         values: bytes that wait on the host between stages.
         partial_sums: bytes on the host of the sums that devices send of the layers they share.
-        memory: memory of each device in bytes; 0 = not limited.
+        memory: what the fullest device has, in bytes; 0 = not limited.
+        memory_of_each: what each device has.
     """
 
     request: Request
@@ -48,11 +49,17 @@ class Fit:
     values: int
     partial_sums: int
     memory: int
+    memory_of_each: Sequence[int]
 
     @property
     def fits(self) -> bool:
         """Whether the plan fits on the devices."""
         return not self.memory or self.device.total <= self.memory
+
+    @property
+    def over(self) -> float:
+        """What the fullest device takes, as a share of what it has."""
+        return self.device.total / self.memory if self.memory else 0.0
 
 
 def layers_of_shapes(shapes: ModelShapes) -> Layers:
@@ -94,39 +101,46 @@ def costs_of_shapes(shapes: ModelShapes, device_tflops: float) -> CostSet:
     return CostSet(shapes.name, layers, first_backward_layer=shapes.first_trained)
 
 
-def fit(request: Request, layers: Layers, memory: int, mode: _core.PlanMode = _core.PlanMode.FUSED) -> Fit:
-    """The best plan within `memory` bytes on each device or, if there is none, the plan that needs the least.
+def fit(
+    request: Request, layers: Layers, memory: int | Sequence[int], mode: _core.PlanMode = _core.PlanMode.FUSED
+) -> Fit:
+    """The best plan within the devices' memory or, if there is none, the plan that needs the least.
 
     Recomputes by stage if that fits, else by layer.
+
+    Args:
+        memory: bytes on every device, or on each; 0 = not limited.
     """
+    of_each = [memory] * request.devices if isinstance(memory, int) else list(memory)
     best: Fit | None = None
     grains: tuple[RecomputeGrain, ...] = ("stage", "layer")
     for grain in grains:
         # The planner counts only weights, gradients and saved activations. So lower its limit until the plan leaves
         # room for everything else.
-        room = memory
+        share = 1.0
         for _ in range(_ATTEMPTS):
-            found = _with_room(request, layers, grain, room, memory, mode)
+            found = _with_share(request, layers, grain, share, of_each, mode)
             if found is None:
                 break
-            if best is None or found.device.total < best.device.total:
+            if best is None or found.over < best.over:
                 best = found
             if best.fits:
                 return best
-            # 0 would be no limit.
-            room = max(1, int(room * min(0.97, memory / found.device.total)))
-    room = memory
+            share *= min(0.97, 1 / found.over)
+    share = 1.0
     while best is None:
         # Not even one layer fits: raise the limit above the memory, to report how much the layer takes.
-        room += max(1, room // 4)
-        best = _with_room(request, layers, "layer", room, memory, mode)
+        share *= 1.25
+        best = _with_share(request, layers, "layer", share, of_each, mode)
     return best
 
 
-def _with_room(
-    request: Request, layers: Layers, grain: RecomputeGrain, room: int, memory: int, mode: _core.PlanMode
+def _with_share(
+    request: Request, layers: Layers, grain: RecomputeGrain, share: float, memory: list[int], mode: _core.PlanMode
 ) -> Fit | None:
-    """The planner's plan within `room`; None if a layer is larger."""
+    """The planner's plan within that share of each device's memory; None if a layer is larger."""
+    # 0 would be no limit.
+    room = [max(1, int(share * size)) if size else 0 for size in memory]
     kept = [
         _core.LayerCost(
             forward_ms=cost.forward_ms,
@@ -151,9 +165,18 @@ def _with_room(
     groups = request.gradient_groups or request.microbatches
     # The labels are counted with the last layer's inputs.
     sizes = _core.StepSizes(layers.sizes, layers.footprints, GRAINS[grain], label_bytes=0, gradient_groups=groups)
-    device = predict_device(plans, sizes, cap_bytes=memory)
+    device, there = _fullest(plans, sizes, memory)
     values = _core.waiting_on_host(plans[0], layers.footprints, request.microbatches)
-    return Fit(asked, choices, device, grain, values, _core.partial_sum_bytes(plans[0], sizes), memory)
+    sums = _core.partial_sum_bytes(plans[0], sizes)
+    return Fit(asked, choices, device, grain, values, sums, there, memory)
+
+
+def _fullest(plans: list[_core.Plan], sizes: _core.StepSizes, memory: list[int]) -> tuple[DeviceMemory, int]:
+    """The peak of the fullest device, and the memory that it has."""
+    if len(set(memory)) == 1:
+        return predict_device(plans, sizes, cap_bytes=memory[0]), memory[0]
+    peaks = zip(predict_devices(plans, sizes, memory), memory, strict=True)
+    return max(peaks, key=lambda peak: peak[0].total / peak[1] if peak[1] else 0.0)
 
 
 def longest_row(predict: Callable[[int], Fit], limit: int = 1 << 20) -> tuple[int, Fit | None]:

@@ -95,6 +95,8 @@ class FitReport:
 
     def _device_change(self) -> str:
         memory = f"--memory {_enough(self.fit.device.total)}"
+        if len(set(self.fit.memory_of_each)) > 1:
+            memory = f"{_enough(self.fit.device.total)} on a device of {_gb(self.fit.memory)} GB"
         if self.predict is None:
             return memory
         tokens, _ = longest_row(self.predict, limit=1 << 20)

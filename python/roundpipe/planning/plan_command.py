@@ -104,10 +104,8 @@ def plan(options: PlanOptions) -> None:
         layers = fitting.layers_of_costs(costs)
     request = options.request(costs)
     plan_mode = _core.PlanMode.INFERENCE if inference else _core.PlanMode.FUSED
-    named = min((size for _, size in request.costs.devices if size), default=0)
     memory = options.memory_bytes()
-    capacity = named if memory is None else memory
-    found = fitting.fit(request, layers, capacity, plan_mode)
+    found = fitting.fit(request, layers, request.memory_of_each() if memory is None else memory, plan_mode)
     best = found.choices[0]
     report = options.document(request) | describe_choice(best, found.choices[1:])
     more = None if inference else choose_with_more_groups(found.request, best)
@@ -173,7 +171,7 @@ def _memory(found: Fit, shapes: ModelShapes | None, host_memory: int | None) -> 
         machine = found.request.costs
         costs = replace(fitting.costs_of_shapes(longer, _TFLOPS), devices=machine.devices, rates=machine.rates)
         request: Request = replace(found.request, costs=costs, effort=_QUICK_EFFORT)
-        return fitting.fit(request, fitting.layers_of_shapes(longer), found.memory)
+        return fitting.fit(request, fitting.layers_of_shapes(longer), found.memory_of_each)
 
     def adapters() -> HostPrediction:
         from roundpipe.planning.model_folder import LORA_RANK

@@ -91,6 +91,11 @@ class Request:
     def devices(self) -> int:
         return len(self.cluster)
 
+    def memory_of_each(self) -> list[int]:
+        """The memory of each device that the costs name; 0 = not limited."""
+        named = [size for _, size in self.costs.devices] or [0]
+        return named if len(named) == self.devices else named[:1] * self.devices
+
     def steps(self, plan: _core.Plan) -> int:
         """How many steps to simulate, of which `plan` is the first: one synchronous, or many to a steady state."""
         return steps_to_simulate(

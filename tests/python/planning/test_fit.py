@@ -208,3 +208,29 @@ def test_verdicts_leave_nothing_unsaid(folder: Path, tmp_path: Path) -> None:
     costs: dict[str, Any] = {"schema": "roundpipe-costs", "version": 1, "layers": [{"forward_ms": 1, "backward_ms": 2}]}
     (tmp_path / "costs.json").write_text(json.dumps(costs))
     assert "not compared" in run(str(tmp_path / "costs.json"), "--devices", "1")
+
+
+def test_each_device_has_its_own_memory(tmp_path: Path) -> None:
+    # The head fits only the last device, so a plan for the memory of the others would not exist.
+    layer = {"forward_ms": 2, "backward_ms": 4, "weight_bytes": 50_000_000, "activation_bytes": 1_000_000}
+    costs = {
+        "schema": "roundpipe-costs",
+        "version": 1,
+        "layers": [{"count": 6, **layer}],
+        "head": {**layer, "weight_bytes": 500_000_000},
+        "devices": [{"count": 2, "memory_bytes": 500_000_000}, {"memory_bytes": 4_000_000_000}],
+    }
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(costs))
+    result = CliRunner().invoke(app, ["plan", str(file), "--effort", "2000000", "--json"], catch_exceptions=False)
+    found = json.loads(result.stdout)
+    assert found["memory"]["fits"], found["memory"]["verdict"]
+    assert found["memory"]["device_memory"] in (500_000_000, 4_000_000_000)
+    alike = CliRunner().invoke(
+        app, ["plan", str(file), "--effort", "2000000", "--memory", "500MB", "--json"], catch_exceptions=False
+    )
+    assert not json.loads(alike.stdout)["memory"]["fits"]
+    costs["devices"][1]["memory_bytes"] = 1_500_000_000
+    file.write_text(json.dumps(costs))
+    result = CliRunner().invoke(app, ["plan", str(file), "--effort", "2000000"], catch_exceptions=False)
+    assert "on a device of 1.50 GB" in result.stdout
