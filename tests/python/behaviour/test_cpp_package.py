@@ -142,7 +142,10 @@ def test_only_the_engine_s_names_are_exported(prefix: Path) -> None:
     (library,) = prefix.rglob("libroundpipe.so")
     names = [line.split()[-1] for line in run("nm", "--dynamic", "--defined-only", library).splitlines()]
     assert len(names) > 100 and all("9roundpipe" in name for name in names)
-    assert sorted(path.name for path in prefix.iterdir()) in (["bin", "include", library.parent.name], ["include", library.parent.name])
+    assert sorted(path.name for path in prefix.iterdir()) in (
+        ["bin", "include", library.parent.name],
+        ["include", library.parent.name],
+    )
 
 
 def test_a_torch_that_does_not_fit_is_refused(prefix: Path, libtorch: Path, tmp_path: Path) -> None:
