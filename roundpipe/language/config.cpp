@@ -6,6 +6,7 @@
 #include <roundpipe/checkpoint/file_system.h>
 #include <roundpipe/checkpoint/json_text.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/language/json_fields.h>
 
 namespace roundpipe::language {
 
@@ -38,82 +39,6 @@ const std::set<std::string>& harmless() {
   return names;
 }
 
-// The fields of an object, each of which is asked for or refused.
-class Fields {
- public:
-  Fields(const json& object, std::string where) : object_(object), where_(std::move(where)) {
-    if (!object.is_object()) refuse("is no JSON object, expected one");
-  }
-
-  // Whether a field is there and not null.
-  bool has(const std::string& name) {
-    taken_.insert(name);
-    const auto found = object_.find(name);
-    return found != object_.end() && !found->is_null();
-  }
-  bool is_null(const std::string& name) {
-    taken_.insert(name);
-    const auto found = object_.find(name);
-    return found != object_.end() && found->is_null();
-  }
-  const json& at(const std::string& name) {
-    if (!has(name)) refuse(concat("has no '", name, "', expected it"));
-    return object_.at(name);
-  }
-  int64_t integer(const std::string& name, std::optional<int64_t> otherwise = {}, int64_t least = 1) {
-    if (!has(name) && otherwise) return *otherwise;
-    const json& value = at(name);
-    if (!value.is_number_integer() || value.get<int64_t>() < least || value.get<int64_t>() > (int64_t{1} << 40)) {
-      refuse(name, value, concat("an integer of at least ", least));
-    }
-    return value.get<int64_t>();
-  }
-  double number(const std::string& name, std::optional<double> otherwise = {}) {
-    if (!has(name) && otherwise) return *otherwise;
-    const json& value = at(name);
-    if (!value.is_number()) refuse(name, value, "a number");
-    return value.get<double>();
-  }
-  double positive(const std::string& name, std::optional<double> otherwise = {}) {
-    const double value = number(name, otherwise);
-    if (!(value > 0)) refuse(name, object_.at(name), "a positive number");
-    return value;
-  }
-  bool flag(const std::string& name, bool otherwise) {
-    if (!has(name)) return otherwise;
-    const json& value = at(name);
-    if (!value.is_boolean()) refuse(name, value, "true or false");
-    return value.get<bool>();
-  }
-  std::string text(const std::string& name, std::optional<std::string> otherwise = {}) {
-    if (!has(name) && otherwise) return *otherwise;
-    const json& value = at(name);
-    if (!value.is_string()) refuse(name, value, "a string");
-    return value.get<std::string>();
-  }
-  // A field that would change the computation, unless it is not there, null or this.
-  void must_be(const std::string& name, const json& expected) {
-    if (has(name) && at(name) != expected) refuse(name, at(name), expected.dump() + "; train this model from Python");
-  }
-
-  [[noreturn]] void refuse(const std::string& what) const { throw std::invalid_argument(concat(where_, " ", what)); }
-  [[noreturn]] void refuse(const std::string& name, const json& value, const std::string& expected) const {
-    refuse(concat("has '", name, "': ", checkpoint::shown(value.dump()), ", expected ", expected));
-  }
-  void refuse_others(const std::set<std::string>& ignored) const {
-    for (const auto& [name, value] : object_.items()) {
-      if (taken_.count(name) != 0 || ignored.count(name) != 0) continue;
-      refuse(concat("has the field '", checkpoint::shown(name), "', which is not known here and may change the ",
-                    "computation; train this model from Python, or remove the field if it says nothing about that"));
-    }
-  }
-
- private:
-  const json& object_;
-  const std::string where_;
-  std::set<std::string> taken_;
-};
-
 struct TypeDefaults {
   const char* model_type;
   int64_t key_heads;  // 0: as many as heads
@@ -124,7 +49,7 @@ constexpr TypeDefaults kTypes[] = {
     {"llama", 0, 0, 2048}, {"mistral", 8, 0, 4096 * 32}, {"qwen2", 32, 0, 32768}, {"qwen3", 32, 128, 32768}};
 constexpr double kDefaultTheta = 10000;
 
-RotaryType rotary_type(Fields& fields, const std::string& name) {
+RotaryType rotary_type(JsonFields& fields, const std::string& name) {
   if (name == "default") return RotaryType::kDefault;
   if (name == "linear") return RotaryType::kLinear;
   if (name == "dynamic") return RotaryType::kDynamic;
@@ -133,13 +58,13 @@ RotaryType rotary_type(Fields& fields, const std::string& name) {
   fields.refuse("rope_type", name, "one of default, linear, dynamic, llama3 and yarn; train this model from Python");
 }
 
-RotaryConfig parse_rotary(Fields& config, const std::string& where, int64_t max_positions) {
+RotaryConfig parse_rotary(JsonFields& config, const std::string& where, int64_t max_positions) {
   // transformers prefers the older name where both are there.
   const bool older = config.has("rope_scaling") && !config.at("rope_scaling").empty();
   const bool newer = config.has("rope_parameters");
   const json none = json::object();
   const json& object = older ? config.at("rope_scaling") : newer ? config.at("rope_parameters") : none;
-  Fields fields(object, concat(where, older ? " 'rope_scaling'" : " 'rope_parameters'"));
+  JsonFields fields(object, concat(where, older ? " 'rope_scaling'" : " 'rope_parameters'"));
   RotaryConfig rotary;
   const double theta = config.positive("rope_theta", kDefaultTheta);
   rotary.theta = fields.positive("rope_theta", theta);
@@ -170,7 +95,7 @@ RotaryConfig parse_rotary(Fields& config, const std::string& where, int64_t max_
   return rotary;
 }
 
-void parse_windows(Fields& fields, Config& config) {
+void parse_windows(JsonFields& fields, Config& config) {
   config.slides.assign(static_cast<size_t>(config.layers), 0);
   if (config.model_type == "llama") return;
   if (config.model_type == "mistral") {
@@ -202,7 +127,7 @@ void parse_windows(Fields& fields, Config& config) {
   }
 }
 
-std::optional<int64_t> parse_pad_token(Fields& fields, int64_t vocabulary) {
+std::optional<int64_t> parse_pad_token(JsonFields& fields, int64_t vocabulary) {
   if (!fields.has("pad_token_id")) return std::nullopt;
   const json& value = fields.at("pad_token_id");
   if (!value.is_number_integer() || value.get<int64_t>() < -vocabulary || value.get<int64_t>() >= vocabulary) {
@@ -217,7 +142,7 @@ std::optional<int64_t> parse_pad_token(Fields& fields, int64_t vocabulary) {
 Config parse_config(std::string_view text, const std::string& where) {
   const std::string begin = concat("[language model] ", where);
   const json object = checkpoint::parse_json(text, begin);
-  Fields fields(object, begin);
+  JsonFields fields(object, begin);
   Config config;
   config.model_type = fields.text("model_type");
   const TypeDefaults* defaults = nullptr;
@@ -288,11 +213,7 @@ Config parse_config(std::string_view text, const std::string& where) {
   fields.must_be("tie_encoder_decoder", false);
   fields.must_be("chunk_size_feed_forward", 0);
   fields.must_be("partial_rotary_factor", 1.0);
-  std::set<std::string> ignored = harmless();
-  for (const auto& [name, value] : object.items()) {
-    if (value.is_null()) ignored.insert(name);
-  }
-  fields.refuse_others(ignored);
+  fields.refuse_others(harmless());
   return config;
 }
 

@@ -1,5 +1,6 @@
 #include <roundpipe/language/language_model.h>
 
+#include <cmath>
 #include <stdexcept>
 #include <utility>
 
@@ -65,14 +66,31 @@ void check_mask(const char* where, const Tensor& mask, bool ends_only) {
   }
 }
 
+const char* const kAdapterFile = "adapter_model.safetensors";
+
 // The loss of a microbatch is the last layer's output.
 constexpr auto kLoss = [](const Tensor& loss) { return loss; };
 
 }  // namespace
 
 LanguageModel::LanguageModel(const std::string& folder, const LanguageModelOptions& options)
-    : folder_(folder), config_(language::read_config(folder)), attention_(options.layers.attention) {
+    : folder_(folder),
+      config_(language::read_config(folder)),
+      lora_(options.lora),
+      attention_(options.layers.attention) {
   check_options(options);
+  std::optional<WeightFiles> adapter;
+  if (!options.adapter.empty()) {
+    if (lora_) refuse("language model", "lora and adapter are both given, expected one of them");
+    lora_ = language::read_lora(options.adapter);
+    adapter.emplace(options.adapter, kAdapterFile, "adapter_config.json");
+  }
+  if (lora_) language::check_lora(*lora_, config_.layers);
+  if (adapter) {
+    std::vector<language::WeightShape> wanted = adapter_shapes(config_, *lora_);
+    for (language::WeightShape& weight : wanted) weight.name = language::peft_name(weight.name);
+    adapter->check(wanted, false);
+  }
   const WeightFiles files(folder);
   const std::vector<language::WeightShape> shapes = weight_shapes(config_);
   files.check(shapes, config_.tied);
@@ -81,10 +99,41 @@ LanguageModel::LanguageModel(const std::string& folder, const LanguageModelOptio
     refuse("language model", "the weights of ", folder, " are F64 and config.json has no dtype, expected one there; ",
            "name the dtype to train in");
   }
-  model_ = std::make_unique<Model>(make_layers(config_, dtype_, options.layers), options.model);
-  NamedParameters into = model_->named_parameters();
-  if (config_.tied) into.pop_back();
-  files.read(into, options.progress);
+  model_ = std::make_unique<Model>(make_layers(config_, dtype_, options.layers, lora_), options.model);
+  files.read(weights(false), options.progress);
+  if (!lora_) return;
+  NamedParameters adapters = weights(true);
+  for (auto& [name, tensor] : adapters) {
+    if (adapter) name = language::peft_name(name);
+  }
+  if (adapter) {
+    adapter->read(adapters);
+  } else {
+    begin_adapters();
+  }
+}
+
+NamedParameters LanguageModel::weights(bool of_adapters) {
+  NamedParameters found;
+  for (const auto& [name, tensor] : model_->named_parameters()) {
+    const bool is_adapter = name.find(".lora_") != std::string::npos;
+    const bool is_second = config_.tied && name == "lm_head.weight";
+    if (is_adapter == of_adapters && !is_second) found.emplace_back(name, tensor);
+  }
+  return found;
+}
+
+void LanguageModel::begin_adapters() {
+  const at::NoGradGuard no_grad;
+  for (auto& [name, tensor] : weights(true)) {
+    // As torch.nn.Linear begins.
+    const double bound = 1 / std::sqrt(static_cast<double>(tensor.size(1)));
+    if (name.ends_with("lora_A.weight")) {
+      tensor.uniform_(-bound, bound);
+    } else {
+      tensor.zero_();
+    }
+  }
 }
 
 Tokens LanguageModel::checked(const char* where, const LanguageBatch& batch, bool with_labels) const {
@@ -150,10 +199,20 @@ Tensor LanguageModel::logits(const LanguageBatch& batch) {
 }
 
 void LanguageModel::save(const std::string& folder, const language::ModelFolderOptions& options) {
+  if (lora_) refuse("language model", "the model has adapters, expected none; call save_adapter");
   model_->synchronize();
-  NamedParameters weights = model_->named_parameters();
-  if (config_.tied) weights.pop_back();
-  language::write_model_folder(folder, folder_, weights, options);
+  language::write_model_folder(folder, folder_, weights(false), options);
+}
+
+void LanguageModel::save_adapter(const std::string& folder, bool replace) {
+  if (!lora_) refuse("language model", "the model has no adapters, expected them; call save");
+  model_->synchronize();
+  NamedParameters adapters = weights(true);
+  for (auto& [name, tensor] : adapters) name = language::peft_name(name);
+  language::write_whole_folder(folder, replace, [&](const std::string& hidden) {
+    language::write_weights(hidden, kAdapterFile, adapters);
+    language::write_text(hidden, "adapter_config.json", language::lora_text(*lora_, folder_));
+  });
 }
 
 }  // namespace roundpipe

@@ -21,6 +21,11 @@ struct LanguageModelOptions {
   std::optional<c10::ScalarType> dtype = std::nullopt;
   // How the layers compute: kSdpa as transformers by default; kPacked, which never makes a mask of tokens x tokens.
   language::LayerOptions layers = {};
+  // Train LoRA adapters on a frozen model. They begin as PEFT's do, drawn from torch's default generator: what they add
+  // is 0.
+  std::optional<LoraOptions> lora = std::nullopt;
+  // The folder of a PEFT adapter to go on from; its adapter_config.json says what `lora` says otherwise.
+  std::string adapter = {};
   ModelOptions model = {.name = "language model"};
   // Called with the bytes that were read since the last call; may throw.
   std::function<void(int64_t)> progress = {};
@@ -74,12 +79,20 @@ class LanguageModel {
 
   // Writes the model into a folder that transformers loads; see language::write_model_folder. Waits for all work.
   void save(const std::string& folder, const language::ModelFolderOptions& options = {});
+  // Writes the adapters into a folder that PEFT loads, in the same way. Both throw std::invalid_argument for a model
+  // that has the other.
+  void save_adapter(const std::string& folder, bool replace = false);
+  const std::optional<LoraOptions>& lora() const { return lora_; }
 
  private:
+  NamedParameters weights(bool of_adapters);
+  void begin_adapters();
+
   language::Tokens checked(const char* where, const LanguageBatch& batch, bool with_labels) const;
 
   std::string folder_;
   language::Config config_;
+  std::optional<LoraOptions> lora_;
   c10::ScalarType dtype_;
   models::Attention attention_;
   std::unique_ptr<Model> model_;

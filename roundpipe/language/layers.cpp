@@ -28,26 +28,46 @@ constexpr int64_t kWholeMlpTokens = 16384;
 
 std::string layer_name(int64_t index) { return "model.layers." + std::to_string(index); }
 
-std::vector<WeightShape> decoder_shapes(const Config& config) {
+// The inputs and outputs of a linear layer of a decoder layer.
+struct Widths {
+  int64_t inputs, outputs;
+  bool has_bias;
+};
+
+Widths widths_of(const Config& config, const std::string& module) {
   const int64_t query_width = config.heads * config.head_dim, key_width = config.key_heads * config.head_dim;
+  if (module == "self_attn.q_proj") return {config.width, query_width, config.query_bias};
+  if (module == "self_attn.o_proj") return {query_width, config.width, config.output_bias};
+  if (module.starts_with("self_attn.")) return {config.width, key_width, config.query_bias};
+  if (module == "mlp.down_proj") return {config.inner_width, config.width, config.mlp_bias};
+  return {config.width, config.inner_width, config.mlp_bias};
+}
+
+std::vector<WeightShape> decoder_shapes(const Config& config) {
   std::vector<WeightShape> shapes;
-  const auto linear = [&](const std::string& name, int64_t outputs, int64_t inputs, bool bias) {
-    shapes.push_back({name + ".weight", {outputs, inputs}});
-    if (bias) shapes.push_back({name + ".bias", {outputs}});
-  };
-  linear("self_attn.q_proj", query_width, config.width, config.query_bias);
-  linear("self_attn.k_proj", key_width, config.width, config.query_bias);
-  linear("self_attn.v_proj", key_width, config.width, config.query_bias);
-  linear("self_attn.o_proj", config.width, query_width, config.output_bias);
+  for (const std::string& module : linear_modules()) {
+    const Widths widths = widths_of(config, module);
+    shapes.push_back({module + ".weight", {widths.outputs, widths.inputs}});
+    if (widths.has_bias) shapes.push_back({module + ".bias", {widths.outputs}});
+  }
   if (config.query_norm) {
     shapes.push_back({"self_attn.q_norm.weight", {config.head_dim}});
     shapes.push_back({"self_attn.k_norm.weight", {config.head_dim}});
   }
-  linear("mlp.gate_proj", config.inner_width, config.width, config.mlp_bias);
-  linear("mlp.up_proj", config.inner_width, config.width, config.mlp_bias);
-  linear("mlp.down_proj", config.width, config.inner_width, config.mlp_bias);
   shapes.push_back({"input_layernorm.weight", {config.width}});
   shapes.push_back({"post_attention_layernorm.weight", {config.width}});
+  return shapes;
+}
+
+// Of one layer, by the names in it.
+std::vector<WeightShape> adapter_shapes_of(const Config& config, const LoraOptions& lora, int64_t index) {
+  std::vector<WeightShape> shapes;
+  for (const std::string& module : linear_modules()) {
+    if (!has_adapter(lora, layer_name(index), module)) continue;
+    const Widths widths = widths_of(config, module);
+    shapes.push_back({module + ".lora_A.weight", {lora.rank, widths.inputs}});
+    shapes.push_back({module + ".lora_B.weight", {widths.outputs, lora.rank}});
+  }
   return shapes;
 }
 
@@ -78,7 +98,8 @@ Layer embedding_layer(const Config& config, const Tensor& weight, Attention atte
       .named(kEmbedding);
 }
 
-Layer decoder_layer(const Config& config, int64_t index, NamedParameters parameters, const LayerOptions& options) {
+Layer decoder_layer(const Config& config, int64_t index, NamedParameters parameters, const LayerOptions& options,
+                    double adapter_scaling) {
   models::DecoderConfig decoder;
   decoder.head_dim = config.head_dim;
   decoder.scaling = std::pow(static_cast<double>(config.head_dim), -0.5);
@@ -89,7 +110,7 @@ Layer decoder_layer(const Config& config, int64_t index, NamedParameters paramet
   for (const auto& [name, tensor] : parameters) names.push_back(name);
   const bool slides = config.slides.at(static_cast<size_t>(index)) != 0;
   return layer(std::move(parameters),
-               [decoder, names, slides, options](const std::vector<Tensor>& own, Hidden hidden) {
+               [decoder, names, slides, options, adapter_scaling](const std::vector<Tensor>& own, Hidden hidden) {
                  models::DecoderInputs inputs;
                  inputs.hidden = hidden.values;
                  inputs.cos = hidden.cos;
@@ -102,7 +123,8 @@ Layer decoder_layer(const Config& config, int64_t index, NamedParameters paramet
                  if (options.mlp_chunk_tokens == 0 && hidden.values.size(1) > kWholeMlpTokens) {
                    inputs.mlp_chunk_tokens = kWholeMlpTokens / 2;
                  }
-                 hidden.values = models::decode(decoder, models::find_decoder_weights(names, own), inputs);
+                 hidden.values =
+                     models::decode(decoder, models::find_decoder_weights(names, own, adapter_scaling), inputs);
                  return hidden;
                })
       .named(layer_name(index));
@@ -158,16 +180,32 @@ std::vector<WeightShape> weight_shapes(const Config& config) {
   return shapes;
 }
 
-std::vector<Layer> make_layers(const Config& config, c10::ScalarType dtype, const LayerOptions& options) {
+std::vector<WeightShape> adapter_shapes(const Config& config, const LoraOptions& lora) {
+  std::vector<WeightShape> shapes;
+  for (int64_t i = 0; i < config.layers; ++i) {
+    for (WeightShape& shape : adapter_shapes_of(config, lora, i)) {
+      shapes.push_back({layer_name(i) + "." + shape.name, std::move(shape.shape)});
+    }
+  }
+  return shapes;
+}
+
+std::vector<Layer> make_layers(const Config& config, c10::ScalarType dtype, const LayerOptions& options,
+                               const std::optional<LoraOptions>& lora) {
   const auto weight = [&](const std::vector<int64_t>& shape) {
-    return at::empty(shape, at::TensorOptions(dtype)).set_requires_grad(true);
+    return at::empty(shape, at::TensorOptions(dtype)).set_requires_grad(!lora);
   };
   const Tensor embedding = weight({config.vocabulary, config.width});
   std::vector<Layer> layers = {embedding_layer(config, embedding, options.attention)};
   for (int64_t i = 0; i < config.layers; ++i) {
     NamedParameters parameters;
     for (const auto& [name, shape] : decoder_shapes(config)) parameters.emplace_back(name, weight(shape));
-    layers.push_back(decoder_layer(config, i, std::move(parameters), options));
+    if (lora) {
+      for (const auto& [name, shape] : adapter_shapes_of(config, *lora, i)) {
+        parameters.emplace_back(name, at::empty(shape, at::TensorOptions(at::kFloat)).set_requires_grad(true));
+      }
+    }
+    layers.push_back(decoder_layer(config, i, std::move(parameters), options, lora ? lora->scaling() : 1));
   }
   layers.push_back(norm_layer(config, weight({config.width})));
   layers.push_back(head_layer(config.tied ? embedding : weight({config.vocabulary, config.width}), options));

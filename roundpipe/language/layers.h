@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -8,6 +9,7 @@
 
 #include <roundpipe/api/layer.h>
 #include <roundpipe/language/config.h>
+#include <roundpipe/language/lora.h>
 #include <roundpipe/models/decoder.h>
 
 namespace roundpipe::language {
@@ -54,12 +56,18 @@ struct WeightShape {
 // is tied, the head.
 std::vector<WeightShape> weight_shapes(const Config& config);
 
+// The weights of the adapters, in the order of the layers, by the names of the model's parameters:
+// "model.layers.0.self_attn.q_proj.lora_A.weight".
+std::vector<WeightShape> adapter_shapes(const Config& config, const LoraOptions& lora);
+
 // The layers of a model in `dtype`, whose weights hold any values: the embedding, which also makes positions and masks,
 // the decoder layers, the last norm, and the head. The head returns the loss of a microbatch, the sum over its labels
 // that count divided by Tokens::counted, or logits where there are no labels. A label belongs to the token before it,
 // as in transformers. Names of layers and parameters make the names of the folder: "model.layers.0" and
 // "mlp.up_proj.weight".
-std::vector<Layer> make_layers(const Config& config, c10::ScalarType dtype, const LayerOptions& options);
+// With `lora`, only the adapters require grad. They are fp32, as PEFT makes them.
+std::vector<Layer> make_layers(const Config& config, c10::ScalarType dtype, const LayerOptions& options,
+                               const std::optional<LoraOptions>& lora);
 
 }  // namespace roundpipe::language
 

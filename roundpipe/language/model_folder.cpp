@@ -37,12 +37,6 @@ bool is_copied(const std::string& name) {
   return name.starts_with("tokenizer") || name.starts_with("chat_template") || name.ends_with(".tiktoken");
 }
 
-void write_file(FileSystem& files, const std::string& folder, const std::string& name, const std::string& text) {
-  checkpoint::OutputFile file(files, folder, name, static_cast<int64_t>(text.size()));
-  if (!text.empty()) file.write_at(0, text.data(), static_cast<int64_t>(text.size()));
-  file.finish();
-}
-
 std::vector<Weights> in_files(const Weights& weights, int64_t most_bytes) {
   std::vector<Weights> parts(1);
   int64_t bytes = 0;
@@ -58,7 +52,49 @@ std::vector<Weights> in_files(const Weights& weights, int64_t most_bytes) {
   return parts;
 }
 
-void write_weights(FileSystem& files, const std::string& folder, const std::string& name, const Weights& weights) {
+void write_all_weights(FileSystem& files, const std::string& folder, const Weights& weights, int64_t most_bytes) {
+  const std::vector<Weights> parts = in_files(weights, most_bytes);
+  if (parts.size() == 1) return write_weights(folder, "model.safetensors", parts[0], files);
+  ordered_json map = ordered_json::object();
+  int64_t bytes = 0;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    char name[64];
+    std::snprintf(name, sizeof(name), "model-%05zu-of-%05zu.safetensors", i + 1, parts.size());
+    write_weights(folder, name, parts[i], files);
+    for (const auto& [weight, tensor] : parts[i]) {
+      map[weight] = name;
+      bytes += static_cast<int64_t>(tensor.nbytes());
+    }
+  }
+  const ordered_json index = {{"metadata", {{"total_size", bytes}}}, {"weight_map", map}};
+  write_text(folder, "model.safetensors.index.json", index.dump(kIndent) + "\n", files);
+}
+
+void write_config(FileSystem& files, const std::string& folder, const std::string& source, c10::ScalarType dtype) {
+  const std::string path = join(source, "config.json");
+  ordered_json config = ordered_json::parse(files.read_small(path, kMostCopiedBytes));
+  config.erase("torch_dtype");
+  config["dtype"] = dtype_text(dtype);
+  write_text(folder, "config.json", config.dump(kIndent) + "\n", files);
+}
+
+}  // namespace
+
+void check_model_folder(const std::string& folder, bool replace, FileSystem& files) {
+  const EntryKind kind = files.look(folder).kind;
+  const bool free = kind == EntryKind::kNothing || (kind == EntryKind::kFolder && files.list(folder).empty());
+  if (free || (replace && kind == EntryKind::kFolder)) return;
+  throw std::invalid_argument(concat("[language model] there is something at ", folder,
+                                     ", expected nothing or an empty folder; name another one, or ask to replace it"));
+}
+
+void write_text(const std::string& folder, const std::string& name, const std::string& text, FileSystem& files) {
+  checkpoint::OutputFile file(files, folder, name, static_cast<int64_t>(text.size()));
+  if (!text.empty()) file.write_at(0, text.data(), static_cast<int64_t>(text.size()));
+  file.finish();
+}
+
+void write_weights(const std::string& folder, const std::string& name, const Weights& weights, FileSystem& files) {
   std::vector<checkpoint::TensorDescription> descriptions;
   for (const auto& [weight, tensor] : weights) {
     descriptions.push_back({weight, saving::dtype_name(tensor.scalar_type(), weight), tensor.sizes().vec()});
@@ -72,74 +108,46 @@ void write_weights(FileSystem& files, const std::string& folder, const std::stri
   file.finish();
 }
 
-void write_all_weights(FileSystem& files, const std::string& folder, const Weights& weights, int64_t most_bytes) {
-  const std::vector<Weights> parts = in_files(weights, most_bytes);
-  if (parts.size() == 1) return write_weights(files, folder, "model.safetensors", parts[0]);
-  ordered_json map = ordered_json::object();
-  int64_t bytes = 0;
-  for (size_t i = 0; i < parts.size(); ++i) {
-    char name[64];
-    std::snprintf(name, sizeof(name), "model-%05zu-of-%05zu.safetensors", i + 1, parts.size());
-    write_weights(files, folder, name, parts[i]);
-    for (const auto& [weight, tensor] : parts[i]) {
-      map[weight] = name;
-      bytes += static_cast<int64_t>(tensor.nbytes());
-    }
-  }
-  const ordered_json index = {{"metadata", {{"total_size", bytes}}}, {"weight_map", map}};
-  write_file(files, folder, "model.safetensors.index.json", index.dump(kIndent) + "\n");
-}
-
-void write_config(FileSystem& files, const std::string& folder, const std::string& source, c10::ScalarType dtype) {
-  const std::string path = join(source, "config.json");
-  ordered_json config = ordered_json::parse(files.read_small(path, kMostCopiedBytes));
-  config.erase("torch_dtype");
-  config["dtype"] = dtype_text(dtype);
-  write_file(files, folder, "config.json", config.dump(kIndent) + "\n");
-}
-
-}  // namespace
-
-void check_model_folder(const std::string& folder, bool replace, FileSystem& files) {
-  const EntryKind kind = files.look(folder).kind;
-  const bool free = kind == EntryKind::kNothing || (kind == EntryKind::kFolder && files.list(folder).empty());
-  if (free || (replace && kind == EntryKind::kFolder)) return;
-  throw std::invalid_argument(concat("[language model] there is something at ", folder,
-                                     ", expected nothing or an empty folder; name another one, or ask to replace it"));
-}
-
-void write_model_folder(const std::string& given, const std::string& source, const Weights& weights,
-                        const ModelFolderOptions& options, FileSystem& files) {
+void write_whole_folder(const std::string& given, bool replace,
+                        const std::function<void(const std::string& hidden)>& write, FileSystem& files) {
   std::string folder = given;
   while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
-  check_model_folder(folder, options.replace, files);
+  check_model_folder(folder, replace, files);
   const std::string parent = checkpoint::parent_of(folder);
   const std::string name = folder.substr(folder.find_last_of('/') + 1);
   const std::string hidden = join(parent, "." + name + ".writing");
   files.make_folders(parent);
   files.remove_tree(hidden);
   files.make_folder(hidden);
-  write_all_weights(files, hidden, weights, options.most_file_bytes);
-  write_config(files, hidden, source, weights.front().second.scalar_type());
-  for (const std::string& each : files.list(source)) {
-    if (!is_copied(each) || files.look(join(source, each)).kind == EntryKind::kFolder) continue;
-    write_file(files, hidden, each, files.read_small(join(source, each), kMostCopiedBytes));
-  }
+  write(hidden);
   files.sync_folder(hidden);
-  if (files.look(folder).kind == EntryKind::kFolder && !files.list(folder).empty()) {
-    if (!files.exchange(hidden, folder)) {
-      const std::string old = join(parent, "." + name + ".replaced");
-      files.remove_tree(old);
-      files.rename(folder, old);
-      files.rename(hidden, folder);
-      files.remove_tree(old);
-    }
-    files.sync_folder(parent);
-    files.remove_tree(hidden);
-  } else {
+  const bool replaces = files.look(folder).kind == EntryKind::kFolder && !files.list(folder).empty();
+  if (!replaces) {
     files.rename(hidden, folder);
+  } else if (!files.exchange(hidden, folder)) {
+    const std::string old = join(parent, "." + name + ".replaced");
+    files.remove_tree(old);
+    files.rename(folder, old);
+    files.rename(hidden, folder);
+    files.remove_tree(old);
   }
   files.sync_folder(parent);
+  files.remove_tree(hidden);
+}
+
+void write_model_folder(const std::string& folder, const std::string& source, const Weights& weights,
+                        const ModelFolderOptions& options, FileSystem& files) {
+  write_whole_folder(
+      folder, options.replace,
+      [&](const std::string& hidden) {
+        write_all_weights(files, hidden, weights, options.most_file_bytes);
+        write_config(files, hidden, source, weights.front().second.scalar_type());
+        for (const std::string& each : files.list(source)) {
+          if (!is_copied(each) || files.look(join(source, each)).kind == EntryKind::kFolder) continue;
+          write_text(hidden, each, files.read_small(join(source, each), kMostCopiedBytes), files);
+        }
+      },
+      files);
 }
 
 }  // namespace roundpipe::language

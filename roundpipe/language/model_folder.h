@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,6 +26,19 @@ void write_model_folder(const std::string& folder, const std::string& source,
                         const std::vector<std::pair<std::string, at::Tensor>>& weights,
                         const ModelFolderOptions& options = {},
                         checkpoint::FileSystem& files = checkpoint::FileSystem::real());
+
+// Writes a folder by `write`, which is given a hidden folder beside it; see write_model_folder for the rest.
+void write_whole_folder(const std::string& folder, bool replace,
+                        const std::function<void(const std::string& hidden)>& write,
+                        checkpoint::FileSystem& files = checkpoint::FileSystem::real());
+
+// Writes one safetensors file of host tensors, for transformers and PEFT.
+void write_weights(const std::string& folder, const std::string& name,
+                   const std::vector<std::pair<std::string, at::Tensor>>& weights,
+                   checkpoint::FileSystem& files = checkpoint::FileSystem::real());
+// Writes a small file.
+void write_text(const std::string& folder, const std::string& name, const std::string& text,
+                checkpoint::FileSystem& files = checkpoint::FileSystem::real());
 
 // Throws std::invalid_argument if write_model_folder would refuse to write there.
 void check_model_folder(const std::string& folder, bool replace,

@@ -71,7 +71,18 @@ void read_casting(checkpoint::File& file, const TensorEntry& entry, c10::ScalarT
 
 }  // namespace
 
-WeightFiles::WeightFiles(const std::string& folder, checkpoint::FileSystem& files) : folder_(folder), files_(files) {
+WeightFiles::WeightFiles(const std::string& folder, const std::string& name, std::string described,
+                         checkpoint::FileSystem& files)
+    : folder_(folder), described_(std::move(described)), files_(files) {
+  if (files.look(checkpoint::join(folder, name)).kind == checkpoint::EntryKind::kNothing) {
+    throw std::invalid_argument(
+        concat("[language model] there is no ", name, " in ", folder, ", expected it beside ", described_));
+  }
+  add_file(name);
+}
+
+WeightFiles::WeightFiles(const std::string& folder, checkpoint::FileSystem& files)
+    : folder_(folder), described_("config.json"), files_(files) {
   const std::string index_path = checkpoint::join(folder, kIndex);
   const auto there = [&](const std::string& path) {
     const checkpoint::EntryKind kind = files.look(path).kind;
@@ -130,8 +141,8 @@ void WeightFiles::check(const std::vector<WeightShape>& wanted, bool tied) const
     const TensorEntry& entry = found->second.entry;
     if (entry.shape != shape) {
       throw std::invalid_argument(concat("[language model] '", name, "' of ", folder_, " has the shape ",
-                                         at::IntArrayRef(entry.shape), ", expected ", at::IntArrayRef(shape),
-                                         " by config.json; use the config.json that belongs to these weights"));
+                                         at::IntArrayRef(entry.shape), ", expected ", at::IntArrayRef(shape), " by ",
+                                         described_, "; use the one that belongs to these weights"));
     }
     if (!floating(entry.dtype)) {
       throw std::invalid_argument(concat("[language model] '", name, "' of ", folder_, " has the dtype ", entry.dtype,
@@ -139,8 +150,8 @@ void WeightFiles::check(const std::vector<WeightShape>& wanted, bool tied) const
     }
   }
   if (!missing.empty()) {
-    throw std::invalid_argument(concat("[language model] ", folder_, " lacks ", first_of(missing),
-                                       ", which config.json asks for; use the files that belong to it"));
+    throw std::invalid_argument(concat("[language model] ", folder_, " lacks ", first_of(missing), ", which ",
+                                       described_, " asks for; use the files that belong to it"));
   }
   std::vector<std::string> others;
   for (const auto& [name, stored] : tensors_) {
@@ -150,9 +161,9 @@ void WeightFiles::check(const std::vector<WeightShape>& wanted, bool tied) const
   }
   if (others.empty()) return;
   throw std::invalid_argument(
-      concat("[language model] ", folder_, " holds ", first_of(others), ", which config.json does not ask for",
+      concat("[language model] ", folder_, " holds ", first_of(others), ", which ", described_, " does not ask for",
              others.front() == kTiedHead ? ", and which differs from the embedding that it is tied to" : "",
-             "; use the config.json that belongs to these weights"));
+             "; use the one that belongs to these weights"));
 }
 
 bool WeightFiles::same_values(const Stored& one, const Stored& other) const {

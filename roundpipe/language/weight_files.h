@@ -18,6 +18,9 @@ namespace roundpipe::language {
 // Only headers are read when it is opened. Thread safety: any thread.
 class WeightFiles {
  public:
+  // Of one file of a folder, for a model that `described` describes: a name for messages.
+  WeightFiles(const std::string& folder, const std::string& name, std::string described,
+              checkpoint::FileSystem& files = checkpoint::FileSystem::real());
   // Throws std::invalid_argument for a folder without such files, and Error for damaged ones, for a tensor that is in
   // two files and for an index that does not fit its files.
   explicit WeightFiles(const std::string& folder, checkpoint::FileSystem& files = checkpoint::FileSystem::real());
@@ -48,6 +51,7 @@ class WeightFiles {
   bool same_values(const Stored& one, const Stored& other) const;
 
   const std::string folder_;
+  const std::string described_;  // the file that says what is wanted
   checkpoint::FileSystem& files_;
   std::map<std::string, Stored> tensors_;
 };

@@ -18,10 +18,6 @@ using at::Tensor;
 
 namespace {
 
-Tensor project(const Tensor& input, const ops::Projection& projection) {
-  return at::linear(input, projection.weight, projection.bias);
-}
-
 Tensor rotate_half(const Tensor& states) {
   const int64_t half = states.size(-1) / 2;
   const Tensor first = states.slice(-1, 0, half);
@@ -138,7 +134,7 @@ Tensor attend(const DecoderConfig& config, const DecoderWeights& weights, const 
               const Tensor& hidden) {
   const int64_t rows = hidden.size(0), tokens = hidden.size(1);
   const auto heads_of = [&](const ops::Projection& projection, const Tensor& norm, double eps) {
-    Tensor states = project(hidden, projection).view({rows, tokens, -1, config.head_dim});
+    Tensor states = ops::project(hidden, projection).view({rows, tokens, -1, config.head_dim});
     if (norm.defined()) states = rms_norm(states, norm, eps, config.scales_norms_in_float);
     return states.transpose(1, 2);
   };
@@ -150,7 +146,7 @@ Tensor attend(const DecoderConfig& config, const DecoderWeights& weights, const 
   query = rotated(query, cos, sin);
   key = rotated(key, cos, sin);
   const Tensor output = attention_of(config, inputs, weights.sinks, query, key, value);
-  return project(output.reshape({rows, tokens, -1}).contiguous(), weights.output);
+  return ops::project(output.reshape({rows, tokens, -1}).contiguous(), weights.output);
 }
 
 Tensor mlp_of(const DecoderConfig& config, const DecoderWeights& weights, const DecoderInputs& inputs,
@@ -189,7 +185,8 @@ Attention parse_attention(std::string_view name) {
       concat("[decoder] the attention is '", name, "', expected one of eager, sdpa and packed"));
 }
 
-DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const std::vector<Tensor>& tensors) {
+DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const std::vector<Tensor>& tensors,
+                                    double adapter_scaling) {
   if (names.size() != tensors.size()) {
     throw std::invalid_argument(
         concat("[decoder] there are ", names.size(), " names for ", tensors.size(), " weights, expected one for each"));
@@ -209,8 +206,11 @@ DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const
     return found;
   };
   const auto projection = [&](const std::string& name) {
-    ops::Projection made{find(name + ".weight", true), std::nullopt};
+    ops::Projection made{find(name + ".weight", true)};
     if (Tensor bias = find(name + ".bias", false); bias.defined()) made.bias = std::move(bias);
+    if (Tensor down = find(name + ".lora_A.weight", false); down.defined()) {
+      made.adapter = ops::LowRankAdapter{std::move(down), find(name + ".lora_B.weight", true), adapter_scaling};
+    }
     return made;
   };
   DecoderWeights weights;

@@ -49,8 +49,10 @@ struct DecoderWeights {
 };
 
 // Takes the weights by their names in transformers' layers, such as "self_attn.q_proj.weight". `names` and `tensors`
-// have equal lengths. Throws std::invalid_argument, with the name, if one is missing, unknown or there twice.
-DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors);
+// have equal lengths. A projection has the adapter of PEFT's names ("self_attn.q_proj.lora_A.weight") that is there,
+// with this scaling. Throws std::invalid_argument, with the name, if one is missing, unknown or there twice.
+DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,
+                                    double adapter_scaling = 1);
 
 // x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32; the product with the weight is in the dtype of
 // `hidden` unless `scales_in_float`.

@@ -288,17 +288,12 @@ struct ChunkedMapFunction : public torch::autograd::Function<ChunkedMapFunction>
   }
 };
 
-at::Tensor project(const at::Tensor& input, const Projection& projection) {
-  return at::linear(input, projection.weight, projection.bias);
-}
-
 at::Tensor map_if_asked(const TokenwiseBody& body, const at::Tensor& input,
                         std::initializer_list<const Projection*> projections, int64_t chunk_tokens) {
   if (chunk_tokens == 0) return body(input);
   std::vector<at::Tensor> parameters;
   for (const Projection* projection : projections) {
-    parameters.push_back(projection->weight);
-    if (projection->bias) parameters.push_back(*projection->bias);
+    for (at::Tensor& parameter : parameters_of(*projection)) parameters.push_back(std::move(parameter));
   }
   return chunked_map(body, input, parameters, {.chunk_tokens = chunk_tokens, .preserve_rng_state = false});
 }

@@ -8,6 +8,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <roundpipe/ops/projection.h>
+
 namespace roundpipe::ops {
 
 // Computes each token of its result only from the same token of its argument.
@@ -47,12 +49,6 @@ enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu };
 Activation parse_activation(std::string_view name);
 
 at::Tensor activate(const at::Tensor& input, Activation activation);
-
-// A projection in the form of at::linear: weight [to, from], bias [to] or none.
-struct Projection {
-  at::Tensor weight;
-  std::optional<at::Tensor> bias;
-};
 
 // Computes down(activation(gate(input)) * up(input)), as in Shazeer, "GLU Variants Improve Transformer" (2020), for an
 // input [..., width]. If chunk_tokens > 0, uses chunked_map over dimension -2.

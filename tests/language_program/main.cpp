@@ -1,8 +1,9 @@
 // Runs language models as lines of standard input say, one job a line, of fields `name=value` with tabs between:
 //   model=FOLDER [dtype=float32] [attention=packed] [microbatches=2] [loss_chunk=8]
+//   [adapter=FOLDER, or lora=q_proj,up_proj rank=4 alpha=6 rslora=1]
 //   batch=FILE   safetensors of ids, labels, attention_mask and positions; then out=FILE gets the loss, the logits and
-//                the gradients of all weights
-//   save=FOLDER [file_bytes=1000]   writes the model
+//                the gradients of the trained weights
+//   save=FOLDER [file_bytes=1000]   writes the model; save_adapter=FOLDER its adapters
 // and answers each with a line: "ok" or "error: ...".
 #include <iostream>
 #include <map>
@@ -21,6 +22,13 @@ namespace {
 using Fields = std::map<std::string, std::string>;
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 namespace checkpoint = roundpipe::checkpoint;
+
+std::vector<std::string> parts_of(const std::string& text) {
+  std::vector<std::string> parts;
+  std::istringstream given(text);
+  for (std::string part; std::getline(given, part, ',');) parts.push_back(part);
+  return parts;
+}
 
 Fields fields_of(const std::string& line) {
   Fields fields;
@@ -68,6 +76,14 @@ void run(Fields& fields) {
   if (fields.count("attention")) options.layers.attention = roundpipe::models::parse_attention(fields["attention"]);
   if (fields.count("loss_chunk")) options.layers.loss_chunk_tokens = std::stoll(fields["loss_chunk"]);
   options.model.run.microbatches = fields.count("microbatches") ? std::stoi(fields["microbatches"]) : 1;
+  if (fields.count("adapter")) options.adapter = fields["adapter"];
+  if (fields.count("lora")) {
+    options.lora.emplace();
+    options.lora->targets = parts_of(fields["lora"]);
+    options.lora->rank = std::stoll(fields["rank"]);
+    options.lora->alpha = std::stod(fields["alpha"]);
+    options.lora->rank_stabilized = fields.count("rslora") != 0;
+  }
   roundpipe::LanguageModel model(fields["model"], options);
   if (fields.count("batch")) {
     const roundpipe::LanguageBatch batch = read_batch(fields["batch"]);
@@ -77,7 +93,7 @@ void run(Fields& fields) {
     tensors.emplace_back("loss", model.forward_backward(batch).loss);
     model.model().synchronize();
     for (const auto& [name, parameter] : model.model().named_parameters()) {
-      tensors.emplace_back("grad." + name, parameter.grad());
+      if (parameter.requires_grad()) tensors.emplace_back("grad." + name, parameter.grad());
     }
     write_tensors(fields["out"], tensors);
   }
@@ -87,6 +103,7 @@ void run(Fields& fields) {
     saving.replace = fields.count("replace") != 0;
     model.save(fields["save"], saving);
   }
+  if (fields.count("save_adapter")) model.save_adapter(fields["save_adapter"]);
 }
 
 }  // namespace

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from language_program import make_folder
+from token_files import write_tokens
+
 ROOT = Path(__file__).resolve().parents[3]
 BUILD = ROOT / "build" / "release"
 TORCH = Path(torch.__file__).resolve().parent
@@ -111,13 +114,18 @@ def test_the_examples_and_the_page_run_against_an_installed_copy(prefix: Path, l
         found = re.findall(r"loss +([\d.]+)", run(tmp_path / program, *arguments))
         return [float(loss) for loss in found]
 
+    model, adapter = make_folder(tmp_path / "model", {"model_type": "llama"}), tmp_path / "adapter"
+    documents = [[(3 * start + place) % 61 for place in range(20)] for start in range(40)]
+    text = write_tokens(tmp_path / "text.tokens", documents, 61)
     for program, arguments in (
         ("first/build/first", ()),
+        ("examples/build/lora", (model, text, adapter, "60")),
         ("examples/build/classifier", ("40",)),
         ("examples/build/language_model", (Path(re.__file__), "40")),
     ):
         seen = losses(program, *arguments)
         assert len(seen) > 1 and seen[-1] < seen[0], (program, seen)
+    assert (adapter / "adapter_config.json").exists()
 
 
 def test_a_python_s_torch_is_found_without_running_torch(prefix: Path, tmp_path: Path) -> None:

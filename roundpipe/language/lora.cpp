@@ -1,0 +1,146 @@
+#include <roundpipe/language/lora.h>
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+#include <roundpipe/checkpoint/file_system.h>
+#include <roundpipe/checkpoint/json_text.h>
+#include <roundpipe/core/error.h>
+#include <roundpipe/language/json_fields.h>
+
+namespace roundpipe {
+
+using nlohmann::json;
+using nlohmann::ordered_json;
+
+double LoraOptions::scaling() const {
+  const auto ranks = static_cast<double>(rank);
+  return rank_stabilized ? alpha / std::sqrt(ranks) : alpha / ranks;
+}
+
+namespace language {
+
+namespace {
+
+constexpr int64_t kMostAdapterConfigBytes = 4 << 20;
+const char* const kAdapterConfig = "adapter_config.json";
+constexpr int kAdapterIndent = 2;
+
+// What says nothing about what the adapter computes.
+const std::set<std::string>& harmless_to_adapters() {
+  static const std::set<std::string> names = {
+      "auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core",      "peft_version",
+      "peft_type",    "qalora_group_size",       "revision",       "layers_pattern",     "task_type",
+      "loftq_config", "runtime_config",          "eva_config",     "ensure_weight_tying"};
+  return names;
+}
+
+bool ends_in(const std::string& name, const std::string& target) {
+  return name == target || name.ends_with("." + target);
+}
+
+}  // namespace
+
+const std::vector<std::string>& linear_modules() {
+  static const std::vector<std::string> names = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+                                                 "self_attn.o_proj", "mlp.gate_proj",    "mlp.up_proj",
+                                                 "mlp.down_proj"};
+  return names;
+}
+
+bool has_adapter(const LoraOptions& lora, const std::string& layer, const std::string& module) {
+  const std::string name = layer + "." + module;
+  return std::ranges::any_of(lora.targets, [&](const std::string& target) { return ends_in(name, target); });
+}
+
+void check_lora(const LoraOptions& lora, int64_t layers) {
+  if (lora.rank < 1 || !(lora.alpha > 0)) {
+    throw std::invalid_argument(
+        concat("[lora] the rank is ", lora.rank, " and alpha ", lora.alpha, ", expected positive numbers"));
+  }
+  if (lora.targets.empty()) throw std::invalid_argument("[lora] there is no target, expected at least one");
+  for (const std::string& target : lora.targets) {
+    bool found = false;
+    for (int64_t layer = 0; layer < layers && !found; ++layer) {
+      found = std::ranges::any_of(linear_modules(), [&](const std::string& module) {
+        return ends_in(concat("model.layers.", layer, ".", module), target);
+      });
+    }
+    if (found) continue;
+    throw std::invalid_argument(concat("[lora] the target '", target,
+                                       "' is no linear layer of a decoder layer, expected names such as q_proj, ",
+                                       "k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"));
+  }
+}
+
+LoraOptions parse_lora(std::string_view text, const std::string& where) {
+  const std::string begin = concat("[lora] ", where);
+  const json object = checkpoint::parse_json(text, begin);
+  JsonFields fields(object, begin);
+  LoraOptions lora;
+  fields.must_be("peft_type", "LORA");
+  lora.rank = fields.integer("r", lora.rank);
+  lora.alpha = fields.positive("lora_alpha", lora.alpha);
+  lora.rank_stabilized = fields.flag("use_rslora", false);
+  const json& targets = fields.at("target_modules");
+  if (targets == "all-linear") {
+    lora.targets = linear_modules();
+  } else {
+    lora.targets.clear();
+    if (!targets.is_array()) fields.refuse("target_modules", targets, "a list of names, or all-linear");
+    for (const json& target : targets) {
+      if (!target.is_string()) fields.refuse("target_modules", target, "a name");
+      lora.targets.push_back(target.get<std::string>());
+    }
+  }
+  // Other initialisations than these change the base.
+  if (fields.has("init_lora_weights")) {
+    const json& made = fields.at("init_lora_weights");
+    if (!made.is_boolean() && made != "gaussian") fields.refuse("init_lora_weights", made, "true, false or gaussian");
+  }
+  for (const char* name : {"fan_in_fan_out", "lora_bias", "use_dora", "use_qalora", "use_bdlora"}) {
+    fields.must_be(name, false);
+  }
+  fields.must_be("bias", "none");
+  if (fields.number("lora_dropout", 0) != 0) fields.must_be("lora_dropout", 0);
+  for (const char* name : {"rank_pattern", "alpha_pattern", "exclude_modules", "modules_to_save", "layers_to_transform",
+                           "layer_replication", "target_parameters", "trainable_token_indices"}) {
+    if (fields.has(name) && !fields.at(name).empty()) {
+      fields.refuse(name, fields.at(name), "nothing; train this adapter from Python");
+    }
+  }
+  fields.refuse_others(harmless_to_adapters());
+  return lora;
+}
+
+LoraOptions read_lora(const std::string& folder) {
+  checkpoint::FileSystem& files = checkpoint::FileSystem::real();
+  const std::string path = checkpoint::join(folder, kAdapterConfig);
+  if (files.look(path).kind == checkpoint::EntryKind::kNothing) {
+    throw std::invalid_argument(concat("[lora] there is no ", path, ", expected the folder of a PEFT adapter"));
+  }
+  return parse_lora(files.read_small(path, kMostAdapterConfigBytes), path);
+}
+
+std::string lora_text(const LoraOptions& lora, const std::string& base) {
+  const ordered_json config = {{"base_model_name_or_path", base},
+                               {"bias", "none"},
+                               {"fan_in_fan_out", false},
+                               {"inference_mode", true},
+                               {"init_lora_weights", true},
+                               {"lora_alpha", lora.alpha},
+                               {"lora_dropout", 0.0},
+                               {"peft_type", "LORA"},
+                               {"r", lora.rank},
+                               {"target_modules", lora.targets},
+                               {"task_type", "CAUSAL_LM"},
+                               {"use_dora", false},
+                               {"use_rslora", lora.rank_stabilized}};
+  return config.dump(kAdapterIndent) + "\n";
+}
+
+std::string peft_name(const std::string& parameter) { return "base_model.model." + parameter; }
+
+}  // namespace language
+}  // namespace roundpipe

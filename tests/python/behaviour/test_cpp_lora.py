@@ -1,0 +1,142 @@
+"""LoRA adapters of C++ programs: the bits of PEFT, folders in and out, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from language_program import Program, batches, make_folder, needs_program
+
+pytestmark = [needs_program]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": ({"model_type": "llama"}, {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]}),
+    "qwen2, all layers, rslora": (
+        {"model_type": "qwen2", "tie_word_embeddings": True},
+        {"r": 3, "lora_alpha": 5, "use_rslora": True, "target_modules": "all-linear"},
+    ),
+    "qwen3, some names": (
+        {"model_type": "qwen3", "head_dim": 18},
+        {"r": 2, "lora_alpha": 2, "target_modules": ["mlp.up_proj", "model.layers.1.self_attn.o_proj"]},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def program() -> Iterator[Program]:
+    made = Program()
+    yield made
+    made.close()
+
+
+def make_adapter(model: Path, folder: Path, options: dict[str, Any]) -> Path:
+    peft = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(**options))
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_" in name:
+                parameter += 0.1 * torch.randn_like(parameter)
+    peft.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_bits_of_peft(name: str, dtype: str, program: Program, tmp_path: Path) -> None:
+    fields, options = CASES[name]
+    model = make_folder(tmp_path / "model", fields)
+    adapter = make_adapter(model, tmp_path / "adapter", options)
+    batch = batches()["packed"]
+    save_file(batch, tmp_path / "batch")
+    job = {"batch": tmp_path / "batch", "out": tmp_path / "out", "save_adapter": tmp_path / "saved"}
+    said = program.run(model=model, dtype=dtype, adapter=adapter, **job)
+    assert said == "ok", said
+    peft = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(model, dtype=dtype), adapter, is_trainable=True
+    )
+    arguments = {"input_ids": batch["ids"], "position_ids": batch["positions"], "use_cache": False}
+    with torch.no_grad():
+        logits = peft(**arguments).logits
+    loss = peft(**arguments, labels=batch["labels"]).loss
+    loss.backward()
+    found = load_file(tmp_path / "out")
+    assert torch.equal(found["logits"], logits) and torch.equal(found["loss"], loss.detach())
+    gradients = {
+        name.removeprefix("base_model.model.").replace(".default", ""): parameter.grad
+        for name, parameter in peft.named_parameters()
+        if parameter.requires_grad
+    }
+    assert gradients and {f"grad.{name}" for name in gradients} == {name for name in found if name.startswith("grad.")}
+    for name, gradient in gradients.items():
+        assert gradient is not None and torch.equal(found[f"grad.{name}"], gradient), name
+
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype=dtype), tmp_path / "saved")
+    assert again.peft_config["default"].use_rslora == bool(options.get("use_rslora"))
+    assert again.peft_config["default"].r == options["r"]
+    for (one, ours), (other, theirs) in zip(again.named_parameters(), peft.named_parameters(), strict=True):
+        assert one == other and torch.equal(ours, theirs), one
+    with torch.no_grad():
+        assert torch.equal(again(**arguments).logits, logits)
+
+
+def test_new_adapters_add_nothing_at_first(program: Program, tmp_path: Path) -> None:
+    model = make_folder(tmp_path / "model", {"model_type": "llama"})
+    save_file(batches()["plain"], tmp_path / "batch")
+    job = {"model": model, "batch": tmp_path / "batch"}
+    assert program.run(**job, out=tmp_path / "plain") == "ok"
+    new = {"lora": ",".join(ATTENTION), "rank": 4, "alpha": 8, "save_adapter": tmp_path / "saved"}
+    assert program.run(**job, **new, out=tmp_path / "adapted") == "ok"
+    plain, adapted = load_file(tmp_path / "plain"), load_file(tmp_path / "adapted")
+    assert torch.equal(plain["logits"], adapted["logits"])
+    tensors = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    assert len(tensors) == 3 * 4 * 2
+    for name, tensor in tensors.items():
+        if "lora_B" in name:
+            assert not tensor.any() and adapted[f"grad.{name.removeprefix('base_model.model.')}"].any()
+        else:  # as nn.Linear begins
+            bound = tensor.shape[1] ** -0.5
+            assert 0.9 * bound < tensor.abs().max() <= bound and tensor.std() == pytest.approx(bound * 3**-0.5, rel=0.2)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another method": ({"peft_type": "IA3"}, '\'peft_type\': "IA3", expected "LORA"'),
+    "dropout": ({"lora_dropout": 0.1}, "'lora_dropout': 0.1, expected 0"),
+    "dora": ({"use_dora": True}, "'use_dora': true, expected false"),
+    "biases": ({"bias": "all"}, '\'bias\': "all", expected "none"'),
+    "patterns": ({"rank_pattern": {"q_proj": 2}}, "'rank_pattern'"),
+    "other modules": ({"modules_to_save": ["lm_head"]}, "'modules_to_save'"),
+    "another beginning": ({"init_lora_weights": "pissa"}, "'init_lora_weights': \"pissa\""),
+    "a pattern": ({"target_modules": ".*proj"}, "'target_modules': \".*proj\", expected a list"),
+    "a target": ({"target_modules": ["lm_head"]}, "the target 'lm_head' is no linear layer of a decoder layer"),
+    "an unknown field": ({"use_new": 3}, "the field 'use_new', which is not known"),
+    "another rank": ({"r": 5}, "lora_A.weight' of"),
+    "fewer targets": ({"target_modules": ["q_proj"]}, "v_proj.lora_A.weight"),
+    "more targets": ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, "which adapter_config.json asks for"),
+}
+
+
+def test_refused(program: Program, tmp_path: Path) -> None:
+    model = make_folder(tmp_path / "model", {"model_type": "llama"})
+    adapter = make_adapter(model, tmp_path / "adapter", CASES["llama"][1])
+    for name, (changes, message) in REFUSED.items():
+        other = tmp_path / name
+        shutil.copytree(adapter, other)
+        config = json.loads((other / "adapter_config.json").read_text()) | changes
+        (other / "adapter_config.json").write_text(json.dumps(config))
+        said = program.run(model=model, adapter=other)
+        assert said.startswith("mistake: [l") and message in said, (name, said)
+    said = program.run(model=model, adapter=adapter, save=tmp_path / "merged")
+    assert said == "mistake: [language model] the model has adapters, expected none; call save_adapter"
+    said = program.run(model=model, save_adapter=tmp_path / "none")
+    assert said == "mistake: [language model] the model has no adapters, expected them; call save"
+    (adapter / "adapter_model.safetensors").unlink()
+    assert "there is no adapter_model.safetensors in" in program.run(model=model, adapter=adapter)
