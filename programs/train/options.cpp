@@ -65,6 +65,16 @@ void add_options(CLI::App& app, Options& options) {
   app.add_flag("--verify-tokens", options.verify_tokens, "read all tokens first, and compare their checksum");
   app.add_flag("--replace-model", options.replace_model, "a trained model in --out may be there, and is replaced");
 
+  CLI::Option* const lora = app.add_flag("--lora", options.lora, "train LoRA adapters, and freeze the model");
+  number("--lora-rank", options.lora_rank, "rank of an adapter", 1)->needs(lora);
+  number("--lora-alpha", options.lora_alpha, "what an adapter adds is scaled by alpha / rank", 1e-9)->needs(lora);
+  app.add_option("--lora-targets", options.lora_targets, "linear layers with adapters, such as q_proj,up_proj")
+      ->delimiter(',')
+      ->needs(lora)
+      ->capture_default_str();
+  app.add_flag("--lora-rslora", options.lora_rank_stabilized, "scale by alpha / sqrt(rank)")->needs(lora);
+  app.add_option("--adapter", options.adapter, "folder of a PEFT adapter to go on from")->excludes(lora);
+
   app.add_option("--rows", options.rows, "how documents become rows: packed, stream or padded")
       ->check(CLI::IsMember({"packed", "stream", "padded"}))
       ->capture_default_str();
@@ -173,6 +183,11 @@ LearningRate learning_rate(const Options& options, int64_t steps) {
   return warmup_rate(options.warmup_steps);
 }
 
+std::optional<LoraOptions> lora_of(const Options& options) {
+  if (!options.lora) return std::nullopt;
+  return LoraOptions{options.lora_rank, options.lora_alpha, options.lora_rank_stabilized, options.lora_targets};
+}
+
 models::Attention attention_of(const Options& options) {
   if (!options.attention.empty()) return models::parse_attention(options.attention);
   return options.rows == "padded" ? models::Attention::kSdpa : models::Attention::kPacked;
@@ -199,6 +214,14 @@ std::vector<std::pair<std::string, std::string>> fixed_options(const Options& op
       {"--microbatches", std::to_string(options.microbatches)}};
   for (const RuleOption& option : rule_options(options)) {
     if (option.given) fixed.emplace_back(option.name, text_of(*option.given));
+  }
+  if (options.lora) {
+    std::string targets;
+    for (const std::string& target : options.lora_targets) targets += (targets.empty() ? "" : ",") + target;
+    fixed.emplace_back("--lora-targets", targets);
+    fixed.emplace_back("--lora-rank", std::to_string(options.lora_rank));
+    fixed.emplace_back("--lora-alpha", text_of(options.lora_alpha));
+    fixed.emplace_back("--lora-rslora", options.lora_rank_stabilized ? "true" : "false");
   }
   // A constant rate does not know where the training ends.
   if (options.schedule != "constant") fixed.emplace_back("--steps", std::to_string(steps));

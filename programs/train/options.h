@@ -10,6 +10,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <roundpipe/api/optimizer.h>
+#include <roundpipe/language/lora.h>
 #include <roundpipe/models/decoder.h>
 #include <roundpipe/tokens/rows.h>
 
@@ -18,6 +19,11 @@ namespace roundpipe::train {
 // What the command line asks for. The members without comments are explained by --help.
 struct Options {
   std::string model, tokens, out;
+  bool lora = false, lora_rank_stabilized = false;
+  int64_t lora_rank = LoraOptions{}.rank;
+  double lora_alpha = LoraOptions{}.alpha;
+  std::vector<std::string> lora_targets = LoraOptions{}.targets;
+  std::string adapter;
   std::string evaluation_file;  // empty: documents of `tokens` are held out
   bool resume = false, dry_run = false, verify_tokens = false, replace_model = false;
 
@@ -58,6 +64,10 @@ UpdateRule update_rule(const Options& options);
 optim::MomentFormat moment_format(const Options& options);
 LearningRate learning_rate(const Options& options, int64_t steps);
 models::Attention attention_of(const Options& options);
+// None without --lora.
+std::optional<LoraOptions> lora_of(const Options& options);
+// Whether adapters are trained, new ones or those of --adapter.
+inline bool trains_adapters(const Options& options) { return options.lora || !options.adapter.empty(); }
 
 // The options that belong to the bits of a training, as text, by their names on the command line: a run that resumes
 // has to have the same.

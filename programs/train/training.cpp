@@ -1,5 +1,6 @@
 #include "training.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <fstream>
@@ -8,6 +9,8 @@
 #include <map>
 #include <stdexcept>
 #include <utility>
+
+#include <ATen/Context.h>
 
 #include <roundpipe/api/devices.h>
 #include <roundpipe/checkpoint/file_system.h>
@@ -41,6 +44,8 @@ LanguageModelOptions model_options(const Options& options) {
   LanguageModelOptions made;
   if (!options.dtype.empty()) made.dtype = language::parse_dtype(options.dtype, "--dtype");
   made.layers.attention = attention_of(options);
+  made.lora = lora_of(options);
+  made.adapter = options.adapter;
   made.model.name = "roundpipe-train";
   RunOptions& run = made.model.run;
   if (options.microbatches > 0) run.microbatches = options.microbatches;
@@ -49,13 +54,15 @@ LanguageModelOptions model_options(const Options& options) {
   return made;
 }
 
-// Matrices with the rule's weight decay; norms and biases without.
+// Matrices with the rule's weight decay; norms and biases, which adapters have not, without.
 Optimizer make_optimizer(LanguageModel& model, const Options& options, int64_t steps) {
   const UpdateRule rule = update_rule(options);
-  std::vector<ParameterGroup> groups(1);
-  groups[0].holds = [](const std::string&, const at::Tensor& parameter) { return parameter.dim() < 2; };
-  groups[0].options = rule.options;
-  groups[0].options.weight_decay = 0;
+  std::vector<ParameterGroup> groups;
+  if (!trains_adapters(options)) {
+    groups.push_back(
+        {[](const std::string&, const at::Tensor& parameter) { return parameter.dim() < 2; }, rule.options});
+    groups[0].options.weight_decay = 0;
+  }
   Optimizer optimizer(model.model(), rule, groups, {.moments = moment_format(options)});
   optimizer.set_learning_rate(learning_rate(options, steps));
   return optimizer;
@@ -85,7 +92,10 @@ class Training {
   void log();
   void evaluate(int64_t step);
   void save(int64_t step, bool wait);
-  std::string model_folder() const { return checkpoint::join(options_.out, "model"); }
+  // Where the result goes.
+  std::string result_folder() const {
+    return checkpoint::join(options_.out, trains_adapters(options_) ? "adapter" : "model");
+  }
 
   const Options& options_;
   const language::Config config_;
@@ -101,6 +111,9 @@ class Training {
 
 Training::Training(const Options& options)
     : options_(options), config_(language::read_config(options.model)), data_(options, config_) {
+  const std::optional<LoraOptions> lora =
+      options.adapter.empty() ? lora_of(options) : std::optional(language::read_lora(options.adapter));
+  if (lora) language::check_lora(*lora, config_.layers);
   if (!options.devices.empty()) set_devices(options.devices);
   check_folder();
 }
@@ -112,7 +125,7 @@ void Training::check_folder() {
                                        ", expected none; add --resume to go on from it, or name another folder"));
   }
   if (checkpoint_) check_fixed();
-  language::check_model_folder(model_folder(), options_.replace_model);
+  language::check_model_folder(result_folder(), options_.replace_model);
 }
 
 void Training::check_memory() {
@@ -136,7 +149,18 @@ void Training::check_memory() {
 
 void Training::resume() {
   if (!checkpoint_) return;
-  const Loaded loaded = load_checkpoint(options_.out, model_->model(), *optimizer_);
+  // A checkpoint of adapters lacks what is frozen, and nothing else.
+  LoadOptions loading;
+  loading.strict = !trains_adapters(options_);
+  const Loaded loaded = load_checkpoint(options_.out, model_->model(), *optimizer_, loading);
+  std::vector<std::string> wrong = loaded.unexpected;
+  for (const auto& [name, parameter] : model_->model().named_parameters()) {
+    if (parameter.requires_grad() && std::ranges::count(loaded.missing, name) != 0) wrong.push_back(name);
+  }
+  if (!wrong.empty()) {
+    throw std::invalid_argument(concat("[train] '", wrong.front(), "' is only in one of ", loaded.folder,
+                                       " and the model, expected it in both; name the model that was trained"));
+  }
   step_ = loaded.step;
   std::printf("resumed from %s\n", loaded.folder.c_str());
 }
@@ -180,6 +204,7 @@ int Training::run() {
   for (const DeviceInfo& device : devices()) std::printf("device %s\n", device.name.c_str());
   std::fflush(stdout);
   stop_.emplace();
+  at::manual_seed(options_.seed);  // new adapters are drawn from it
   model_.emplace(options_.model, model_options(options_));
   if (options_.dry_run) {
     optimizer_.emplace(make_optimizer(*model_, options_, data_.steps()));
@@ -201,8 +226,12 @@ int Training::run() {
     return kSignalStatus + signal;
   }
   if (options_.save_every > 0) save(step_, true);
-  model_->save(model_folder(), {.replace = options_.replace_model});
-  std::printf("trained; the model is in %s\n", model_folder().c_str());
+  if (trains_adapters(options_)) {
+    model_->save_adapter(result_folder(), options_.replace_model);
+  } else {
+    model_->save(result_folder(), {.replace = options_.replace_model});
+  }
+  std::printf("trained; the result is in %s\n", result_folder().c_str());
   return 0;
 }
 
@@ -272,6 +301,8 @@ void Training::save(int64_t step, bool wait) {
   for (const auto& [name, value] : fixed_options(options_, data_.steps())) fixed.emplace_back(name, value);
   saving.state = {{kFixed, StateValue::dict(fixed)}, {kTokens, static_cast<int64_t>(data_.checksum())}};
   saving.files = {{"config.json", read_text(checkpoint::join(options_.model, "config.json"))}};
+  // The folder of the model holds what is frozen.
+  saving.leaves_out = [](const std::string&, const at::Tensor& parameter) { return !parameter.requires_grad(); };
   const Save saved = save_checkpoint(options_.out, model_->model(), *optimizer_, saving);
   if (wait) std::printf("saved %s\n", saved.folder().c_str());
 }

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -172,6 +173,35 @@ def test_rows_of_each_kind_and_every_optimizer_train(train: Train, tmp_path: Pat
         assert all(line["loss"] > 0 and line["grad_norm"] > 0 for line in metrics(tmp_path / str(number)))
 
 
+def test_adapters_go_on_with_the_same_bits(train: Train, model: Path, tmp_path: Path) -> None:
+    options = {
+        "lora": True,
+        "lora_rank": 3,
+        "lora_targets": "q_proj,down_proj",
+        "save_every": 2,
+        "schedule": "constant",
+    }
+    for out, steps in (("whole", 6), ("run", 3)):
+        done = train(**options, steps=steps, out=tmp_path / out)
+        assert done.returncode == 0, done.stdout + done.stderr
+    done = train(**options, steps=6, resume=True, replace_model=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    stored = tmp_path / "run" / "step-6"
+    assert stored.stat().st_size and not any(
+        "q_proj.weight" in name for name in load_file(stored / "model.safetensors")
+    )
+    whole, again = (load_file(tmp_path / out / "adapter" / "adapter_model.safetensors") for out in ("whole", "run"))
+    assert len(whole) == 8 and whole.keys() == again.keys()
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path / "run" / "adapter")
+    assert peft.peft_config["default"].target_modules == {"q_proj", "down_proj"}
+
+    done = train(adapter=tmp_path / "run" / "adapter", out=tmp_path / "further", steps=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    further = load_file(tmp_path / "further" / "adapter" / "adapter_model.safetensors")
+    assert further.keys() == whole.keys() and not torch.equal(next(iter(further.values())), next(iter(whole.values())))
+
+
 def test_a_dry_run_leaves_nothing(train: Train, tmp_path: Path) -> None:
     done = train(dry_run=True)
     assert done.returncode == 0 and "predicted memory" in done.stdout and "fp32 masters" not in done.stderr
@@ -191,6 +221,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an option of others": ({"optimizer": "lion", "momentum": 0.9}, "--momentum is given, and lion has no such option"),
     "no held-out tokens": ({"evaluate_every": 2}, "--evaluate-every is given, expected --evaluation-tokens"),
     "all held out": ({"evaluation_tokens": 100_000}, "nothing is left to train on"),
+    "a target": ({"lora": True, "lora_targets": "q_proj,lm_head"}, "the target 'lm_head' is no linear layer"),
+    "a rank without adapters": ({"lora_rank": 4}, "--lora-rank requires --lora"),
+    "no adapter": ({"adapter": "/nowhere"}, "there is no /nowhere/adapter_config.json"),
     "no rate": ({"learning_rate": 0}, "--learning-rate is 0"),
     "a negative rate": ({"learning_rate": -1}, "--learning-rate: Value -1 not in range"),
     "a dtype": ({"dtype": "float16"}, "--dtype: float16 not in {float32,bfloat16}"),
