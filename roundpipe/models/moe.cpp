@@ -78,6 +78,34 @@ struct MatricesOf : public torch::autograd::Function<MatricesOf> {
   }
 };
 
+// The rows of `tokens` that each expert takes: `rows`, cut into parts of these sizes. Its gradient has the bits of a
+// sum of one zero-filled gradient for each part, the last part's first, which is how autograd adds them.
+struct RowsOf : public torch::autograd::Function<RowsOf> {
+  static variable_list forward(AutogradContext* context, const Tensor& tokens, const Tensor& rows,
+                               const std::vector<int64_t>& sizes) {
+    context->save_for_backward({rows});
+    context->saved_data["sizes"] = sizes;
+    context->saved_data["count"] = tokens.size(0);
+    variable_list taken;
+    taken.reserve(sizes.size());
+    for (const Tensor& row : rows.split_with_sizes(sizes)) taken.push_back(tokens.index({row}));
+    return taken;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const std::vector<Tensor> rows =
+        context->get_saved_variables()[0].split_with_sizes(context->saved_data["sizes"].toIntVector());
+    Tensor sum;
+    for (size_t i = gradients.size(); i-- > 0;) {
+      const Tensor& gradient = gradients[i];
+      if (!gradient.defined()) continue;
+      if (!sum.defined()) sum = at::zeros({context->saved_data["count"].toInt(), gradient.size(1)}, gradient.options());
+      sum.index_add_(0, rows[i], gradient);
+    }
+    return {sum, {}, {}};
+  }
+};
+
 Tensor by_expert(const MoeConfig& config, const MoeWeights& weights, const Tensor& tokens, const Routing& routing) {
   const int64_t count = tokens.size(0), experts = weights.gate_up.size(0);
   // Each expert takes the tokens that chose it first, then those that chose it second, and so on.
@@ -87,10 +115,16 @@ Tensor by_expert(const MoeConfig& config, const MoeWeights& weights, const Tenso
   const Tensor ranks = order.floor_divide(count);
   const Tensor bounds = at::searchsorted(sorted, at::arange(experts + 1, sorted.options())).cpu();
   const auto bound = bounds.accessor<int64_t, 1>();
-  std::vector<int64_t> hit;
+  std::vector<int64_t> hit, sizes;
   for (int64_t expert = 0; expert < experts; ++expert) {
-    if (bound[expert] < bound[expert + 1]) hit.push_back(expert);
+    const int64_t size = bound[expert + 1] - bound[expert];
+    if (size == 0) continue;
+    hit.push_back(expert);
+    sizes.push_back(size);
   }
+  const variable_list own = RowsOf::apply(tokens, rows, sizes);
+  const std::vector<Tensor> row = rows.split_with_sizes(sizes);
+  const std::vector<Tensor> share = routing.weights.index({rows, ranks}).unsqueeze(-1).split_with_sizes(sizes);
   const auto of_hit = [&](const Tensor& stacked) {
     return stacked.defined() ? MatricesOf::apply(stacked, hit) : variable_list(hit.size());
   };
@@ -103,15 +137,10 @@ Tensor by_expert(const MoeConfig& config, const MoeWeights& weights, const Tenso
   };
   Tensor result = at::zeros_like(tokens);
   for (size_t i = 0; i < hit.size(); ++i) {
-    const int64_t first = bound[hit[i]], after = bound[hit[i] + 1];
-    const Tensor row = rows.slice(0, first, after);
-    const Tensor rank = ranks.slice(0, first, after);
-    const Tensor own = tokens.index({row});
-    Tensor states = gated(config, product(own, gate_up[i], gate_up_bias[i]));
+    Tensor states = gated(config, product(own[i], gate_up[i], gate_up_bias[i]));
     states = product(states, down[i], down_bias[i]);
-    const Tensor share = routing.weights.index({row, rank}).unsqueeze(-1);
-    states = states * share;
-    result.index_add_(0, row, states.to(result.scalar_type()));
+    states = states * share[i];
+    result.index_add_(0, row[i], states.to(result.scalar_type()));
   }
   return result;
 }
