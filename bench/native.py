@@ -1,11 +1,12 @@
 """What do native layers save? Host time and interpreter locks of a decoder layer, in Python and native.
 
-All use a Llama so small that almost all of its time is the host's. The first table calls one layer by itself, on one
-thread: transformers' module and its native form, which dispatch the same operators, and the native form little else.
-The second runs whole models through the engine on 1 to 8 virtual devices, each of
-which is a thread. Its figures are per layer, and hold that layer's share of the embedding, the masks and the loss,
-which are Python in both. The third is the speed of a training step of layers that compute a little. Python and native
-take turns in one process, and their losses and gradients have to be the same bits.
+The models are so small that almost all of their time is the host's. The first table calls one Llama layer by itself, on
+one thread: transformers' module and its native form, which dispatch the same operators, and the native form little
+else. The second runs whole models through the engine on 1 to 8 virtual devices, each of which is a thread. Its figures
+are per layer, and hold that layer's share of the embedding, the masks and the loss, which are Python in both. The third
+is the speed of a training step of layers that compute a little: a Llama, and a Qwen3-MoE of 32 small experts, with
+transformers' default way to compute experts and expert by expert. Python and native take turns in one process, and
+their losses and gradients have to be the same bits.
 """
 
 from __future__ import annotations
@@ -40,6 +41,25 @@ def llama(layers: int, width: int) -> Any:
         use_cache=False,
     )
     return transformers.LlamaForCausalLM(config)
+
+
+def mixture(layers: int, width: int, experts: str) -> Any:
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        moe_intermediate_size=width // 2,
+        num_experts=32,
+        num_experts_per_tok=4,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=width // 4,
+        max_position_embeddings=512,
+        use_cache=False,
+        experts_implementation=experts,
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
 
 
 def microseconds(
@@ -173,22 +193,35 @@ def engine(report: Report, options: Any) -> None:
 
 
 def tokens_a_second(report: Report, options: Any) -> None:
-    model = llama(options.layers, 4 * options.width)
+    width = 4 * options.width
+    models = {"Llama": llama(options.layers, width)}
+    models |= {f"Qwen3-MoE, {way}": mixture(options.moe_layers, width, way) for way in ("grouped_mm", "eager")}
     ids = torch.randint(VOCABULARY, (options.microbatches, options.tokens))
     roundpipe.devices("virtual:4,threads=1")
-    models = [Trained(model, options.microbatches, native) for native in (False, True)]
-    check(models, ids)
-    runs: list[Callable[[], object]] = [lambda each=each: each.step(ids) for each in models]
-    python, native = (ids.numel() / each * 1e6 for each in microseconds(runs, options.rounds, 1, time.perf_counter))
-    report(f"A training step of a Llama of width {4 * options.width} on 4 virtual devices, rows of {options.tokens}:")
+    rows = []
+    for name, model in models.items():
+        pair = [Trained(model, options.microbatches, native) for native in (False, True)]
+        check(pair, ids)
+        runs: list[Callable[[], object]] = [lambda each=each: each.step(ids) for each in pair]
+        taken = microseconds(runs, options.rounds, 1, time.perf_counter)
+        cores = microseconds(runs, options.rounds, 1)
+        python, native = (ids.numel() / each * 1e6 for each in taken)
+        layers = str(model.config.num_hidden_layers)
+        speed = [f"{python:,.0f}", f"{native:,.0f}", f"{native / python:.2f}"]
+        rows.append([name, layers, *speed, *(f"{each / 1e3:.0f}" for each in cores)])
+    report(
+        f"A training step of models of width {width} on 4 virtual devices, {options.microbatches} rows of "
+        f"{options.tokens} tokens, and the time of the host's cores that it takes, in ms:"
+    )
     report("")
-    row = [f"{python:,.0f}", f"{native:,.0f}", f"{native / python:.2f}"]
-    report.table(["tokens/s Python", "tokens/s native", "native / Python"], [row])
+    header = ["model", "layers", "tokens/s Python", "native", "native / Python", "cores Python", "native"]
+    report.table(header, rows)
 
 
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--layers", type=int, default=32)
+    arguments.add_argument("--moe-layers", type=int, default=8)
     arguments.add_argument("--width", type=int, default=16)
     arguments.add_argument("--microbatches", type=int, default=8)
     arguments.add_argument("--tokens", type=int, default=64)
@@ -198,6 +231,7 @@ def main() -> None:
     options = arguments.parse_args()
     if options.quick:
         options.layers, options.microbatches, options.devices, options.rounds, options.repeats = 2, 2, [1, 2], 1, 2
+        options.moe_layers, options.tokens = 2, 8
 
     torch.set_num_threads(1)
     report = Report("Native layers: host time and interpreter locks, against layers in Python", options.out)
