@@ -194,6 +194,17 @@ def test_a_tied_head_that_is_stored_has_to_be_the_embedding(program: Program, tm
     assert said.startswith("mistake:") and "'lm_head.weight'" in said and "differs from the embedding" in said, said
 
 
+def test_loading_makes_no_second_copy(program: Program, tmp_path: Path) -> None:
+    small = make_folder(tmp_path / "small", {"model_type": "llama"})
+    large = make_folder(tmp_path / "large", {"model_type": "llama", "vocab_size": 80_000, "hidden_size": 128})
+    size = (large / "model.safetensors").stat().st_size
+    assert size > 80e6
+    assert program.run(model=small) == "ok"
+    before = program.peak_memory()
+    assert program.run(model=large) == "ok"
+    assert program.peak_memory() - before < size + 25e6
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another architecture": ({"model_type": "gpt2"}, "'model_type': \"gpt2\", expected one of llama, mistral"),
     "another head": ({"architectures": ["LlamaForSequenceClassification"]}, "'architectures'"),

@@ -74,6 +74,11 @@ class Program:
         self._process.stdin.flush()
         return self._process.stdout.readline().strip()
 
+    def peak_memory(self) -> int:
+        """The most bytes of memory that it has had."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
     def close(self) -> None:
         assert self._process.stdin
         self._process.stdin.close()
