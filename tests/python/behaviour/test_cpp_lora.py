@@ -49,8 +49,17 @@ def make_adapter(model: Path, folder: Path, options: dict[str, Any]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama", "bfloat16"),
+        ("qwen2, all layers, rslora", "float32"),
+        ("qwen3, some names", "float32"),
+        pytest.param("llama", "float32", marks=pytest.mark.long),
+        pytest.param("qwen2, all layers, rslora", "bfloat16", marks=pytest.mark.long),
+        pytest.param("qwen3, some names", "bfloat16", marks=pytest.mark.long),
+    ],
+)
 def test_bits_of_peft(name: str, dtype: str, program: Program, tmp_path: Path) -> None:
     fields, options = CASES[name]
     model = make_folder(tmp_path / "model", fields)

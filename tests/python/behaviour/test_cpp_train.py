@@ -160,6 +160,7 @@ def test_a_stopped_training_goes_on_with_the_same_bits(
     assert evaluated == [8, 16, 24, 32, 40]
 
 
+@pytest.mark.long
 def test_rows_of_each_kind_and_every_optimizer_train(train: Train, tmp_path: Path) -> None:
     for number, options in enumerate(
         (
