@@ -12,7 +12,7 @@ int main(int argc, char** argv) {
     return roundpipe::train::train(options);
   } catch (const std::invalid_argument& error) {
     std::fprintf(stderr, "error: %s\n", error.what());
-    return 2;
+    return roundpipe::train::kMistakeStatus;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "error: %s\n", error.what());
     return 1;

@@ -7,6 +7,7 @@
 
 #include <CLI/CLI.hpp>
 
+#include <roundpipe/core/bytes.h>
 #include <roundpipe/core/error.h>
 
 namespace roundpipe::train {
@@ -126,7 +127,7 @@ void add_options(CLI::App& app, Options& options) {
 }
 
 // What no single option shows.
-void check_together(const Options& options) {
+void check_together(Options& options) {
   const auto refuse = [](const std::string& text) { throw CLI::ValidationError(text); };
   if (options.batch_tokens != 0 && options.batch_tokens % options.length != 0) {
     refuse(concat("--batch-tokens is ", options.batch_tokens, ", expected a multiple of --length, ", options.length));
@@ -145,6 +146,13 @@ void check_together(const Options& options) {
   if (options.evaluation_tokens > 0 && !options.evaluation_file.empty()) {
     refuse("--evaluation-tokens and --evaluation-file are given, expected one of them");
   }
+  if (!options.host_memory.empty()) {
+    try {
+      options.host_memory_bytes = parse_bytes(options.host_memory, "--host-memory");
+    } catch (const std::invalid_argument& error) {
+      refuse(error.what());
+    }
+  }
   if (options.learning_rate == 0) refuse("--learning-rate is 0, expected a positive number");
 }
 
@@ -158,7 +166,7 @@ std::optional<int> read_options(int argc, const char* const* argv, Options& opti
     app.parse(argc, argv);
     check_together(options);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error);
+    return app.exit(error) == 0 ? 0 : kMistakeStatus;
   }
   return std::nullopt;
 }

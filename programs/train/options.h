@@ -47,13 +47,17 @@ struct Options {
   bool asynchronous = false;
 
   std::string dtype, attention, devices, host_memory;
-  int microbatches = 0;  // 0: the engine's choice
+  int64_t host_memory_bytes = 0;  // what host_memory says; 0: no limit
+  int microbatches = 0;           // 0: the engine's choice
   bool recompute_by_layer = false, fault_tolerant = false;
 
   int64_t save_every = 0;  // 0: at the end and when stopped
   int64_t keep = 1;
   int64_t log_every = 1;
 };
+
+// The exit status for a mistake of the caller's.
+inline constexpr int kMistakeStatus = 2;
 
 // Reads the command line. Returns the exit status when there is nothing to run: help, a version or a mistake, which has
 // been printed. Numbers are within their ranges then, and names are known.

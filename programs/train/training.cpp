@@ -131,13 +131,11 @@ void Training::check_folder() {
 void Training::check_memory() {
   const MemoryPrediction predicted = model_->predict_memory(data_.batch(step_));
   if (options_.dry_run) std::printf("predicted memory\n%s\n", predicted.text().c_str());
-  if (!options_.host_memory.empty()) {
-    const int64_t budget = parse_bytes(options_.host_memory, "--host-memory");
-    if (predicted.host_total() > budget) {
-      throw std::invalid_argument(concat("[train] the step is predicted to take ", format_bytes(predicted.host_total()),
-                                         " of host memory, expected at most ", format_bytes(budget),
-                                         ", the --host-memory; use --moments 8bit, or fewer or shorter rows"));
-    }
+  const int64_t budget = options_.host_memory_bytes;
+  if (budget > 0 && predicted.host_total() > budget) {
+    throw std::invalid_argument(concat("[train] the step is predicted to take ", format_bytes(predicted.host_total()),
+                                       " of host memory, expected at most ", format_bytes(budget),
+                                       ", the --host-memory; use --moments 8bit, or fewer or shorter rows"));
   }
   for (const DeviceInfo& device : devices()) {
     if (device.limit_bytes == 0 || predicted.device.total() <= device.limit_bytes) continue;

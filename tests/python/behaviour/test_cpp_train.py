@@ -230,6 +230,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a dtype": ({"dtype": "float16"}, "--dtype: float16 not in {float32,bfloat16}"),
     "devices": ({"devices": "virtual:0"}, "virtual:0"),
     "host memory": ({"host_memory": "1KB"}, "expected at most 1000 B, the --host-memory"),
+    "host memory without a unit": ({"host_memory": "12", "model": "/nowhere"}, "--host-memory"),
     "device memory": ({"devices": "virtual:1,memory=4KiB"}, "virtual:0 has 4.00 KiB"),
 }
 
@@ -238,7 +239,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_refused(name: str, train: Train, tmp_path: Path) -> None:
     options, message = REFUSED[name]
     done = train(**options)
-    assert done.returncode not in (0, 1), done.stdout + done.stderr
+    assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr + done.stdout, done.stdout + done.stderr
     assert not (tmp_path / "run" / "model").exists()
 
