@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <fstream>
 #include <iterator>
@@ -31,7 +32,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kSignalStatus = 128;
+// Preemption is no failure: SIGTERM ends with 0 once everything is saved, Ctrl+C as shells expect it.
+int status_after(int signal) { return signal == SIGTERM ? 0 : 128 + signal; }
+
 const char* const kFixed = "roundpipe-train options";
 const char* const kTokens = "roundpipe-train tokens";
 
@@ -147,18 +150,7 @@ void Training::check_memory() {
 
 void Training::resume() {
   if (!checkpoint_) return;
-  // A checkpoint of adapters lacks what is frozen, and nothing else.
-  LoadOptions loading;
-  loading.strict = !trains_adapters(options_);
-  const Loaded loaded = load_checkpoint(options_.out, model_->model(), *optimizer_, loading);
-  std::vector<std::string> wrong = loaded.unexpected;
-  for (const auto& [name, parameter] : model_->model().named_parameters()) {
-    if (parameter.requires_grad() && std::ranges::count(loaded.missing, name) != 0) wrong.push_back(name);
-  }
-  if (!wrong.empty()) {
-    throw std::invalid_argument(concat("[train] '", wrong.front(), "' is only in one of ", loaded.folder,
-                                       " and the model, expected it in both; name the model that was trained"));
-  }
+  const Loaded loaded = load_checkpoint(options_.out, model_->model(), *optimizer_);
   step_ = loaded.step;
   std::printf("resumed from %s\n", loaded.folder.c_str());
 }
@@ -221,7 +213,7 @@ int Training::run() {
     if (step_ > first) save(step_, true);
     std::printf("stopped by signal %d after step %lld; add --resume to the command to go on\n", signal,
                 static_cast<long long>(step_));
-    return kSignalStatus + signal;
+    return status_after(signal);
   }
   if (options_.save_every > 0) save(step_, true);
   if (trains_adapters(options_)) {

@@ -25,7 +25,8 @@ WeightPlaces::WeightPlaces(const StoredCheckpoint& stored, const ModelNames& nam
         used.insert({section, candidate});
       }
     }
-    if (!sources_.contains(name) && !names.outside.contains(name)) missing_.push_back(name);
+    const bool elsewhere = names.outside.contains(name) || stored.state().at("outside").contains(name);
+    if (!sources_.contains(name) && !elsewhere) missing_.push_back(name);
   }
   for (const char* const section : {kWeights, kBuffers}) {
     for (const auto& [name, place] : stored.section(section)) {

@@ -138,7 +138,7 @@ def test_a_stopped_training_goes_on_with_the_same_bits(
     for line in process.stdout:
         if line.startswith("step 10/"):
             process.send_signal(signal.SIGTERM)
-    assert process.wait() == 128 + signal.SIGTERM
+    assert process.wait() == 0  # preemption is no failure
     stopped = metrics(tmp_path / "run")[-1]["step"]
     assert 10 <= stopped < 40 and not (tmp_path / "run" / "model").exists()
     assert (tmp_path / "run" / f"step-{stopped}" / "config.json").exists()
