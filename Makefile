@@ -196,6 +196,7 @@ NUMERIC := $(patsubst %,tests/python/%, \
   behaviour/test_equality_plans.py::test_compiled_layer behaviour/test_equality_steps.py::test_weights_of_16_bits \
   behaviour/test_lora.py::test_bits_of_peft_alone behaviour/test_stress.py following/test_experts.py \
   following/test_language_model.py::test_bits_of_the_plain_model following/test_token_loss.py::test_in_chunks \
+  $(patsubst %,native/test_%.py::test_bits_of_values_and_gradients,decoder_bits native_adapters native_experts) \
   $(addprefix ops/test_functional.py::,test_16_bits_are_no_worse_than_the_plain_head test_native_blocks \
     test_a_chunked_module_is_the_module) \
   ops/test_packed_attention.py::test_packed_rows_equal_transformers \
