@@ -686,6 +686,7 @@ class DecoderConfig:
         training: bool,
         activation: str | None,
         moe: MoeConfig | None,
+        lora: Sequence[tuple[float, float, bool] | None],  # as ADAPTABLE: scaling, dropout, training
     ) -> None: ...
 
 # The arguments are places among the tensors that reach the layer; so are the outputs, or RESULT or ROUTER_LOGITS.
@@ -704,6 +705,7 @@ class DecoderCall:
         inputs: int,
     ) -> None: ...
 
+ADAPTABLE: list[str]
 RESULT: int
 ROUTER_LOGITS: int
 

@@ -106,11 +106,12 @@ Layer decoder_layer(const Config& config, int64_t index, NamedParameters paramet
   decoder.input_norm_eps = decoder.post_norm_eps = config.norm_eps;
   decoder.query_norm_eps = decoder.key_norm_eps = config.norm_eps;
   decoder.activation = config.activation;
+  decoder.lora.fill({.scaling = adapter_scaling});
   std::vector<std::string> names;
   for (const auto& [name, tensor] : parameters) names.push_back(name);
   const bool slides = config.slides.at(static_cast<size_t>(index)) != 0;
   return layer(std::move(parameters),
-               [decoder, names, slides, options, adapter_scaling](const std::vector<Tensor>& own, Hidden hidden) {
+               [decoder, names, slides, options](const std::vector<Tensor>& own, Hidden hidden) {
                  models::DecoderInputs inputs;
                  inputs.hidden = hidden.values;
                  inputs.cos = hidden.cos;
@@ -123,8 +124,9 @@ Layer decoder_layer(const Config& config, int64_t index, NamedParameters paramet
                  if (options.mlp_chunk_tokens == 0 && hidden.values.size(1) > kWholeMlpTokens) {
                    inputs.mlp_chunk_tokens = kWholeMlpTokens / 2;
                  }
-                 hidden.values =
-                     models::decode(decoder, models::find_decoder_weights(names, own, adapter_scaling), inputs);
+                 models::DecoderWeights weights = models::find_decoder_weights(names, own);
+                 models::set_lora(weights, decoder.lora);
+                 hidden.values = models::decode(decoder, weights, inputs);
                  return hidden;
                })
       .named(layer_name(index));

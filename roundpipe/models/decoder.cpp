@@ -185,8 +185,7 @@ Attention parse_attention(std::string_view name) {
       concat("[decoder] the attention is '", name, "', expected one of eager, sdpa and packed"));
 }
 
-DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const std::vector<Tensor>& tensors,
-                                    double adapter_scaling) {
+DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const std::vector<Tensor>& tensors) {
   if (names.size() != tensors.size()) {
     throw std::invalid_argument(
         concat("[decoder] there are ", names.size(), " names for ", tensors.size(), " weights, expected one for each"));
@@ -208,17 +207,29 @@ DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const
   const auto projection = [&](const std::string& name) {
     ops::Projection made{find(name + ".weight", true)};
     if (Tensor bias = find(name + ".bias", false); bias.defined()) made.bias = std::move(bias);
-    if (Tensor down = find(name + ".lora_A.weight", false); down.defined()) {
-      made.adapter = ops::LowRankAdapter{std::move(down), find(name + ".lora_B.weight", true), adapter_scaling};
-    }
+    return made;
+  };
+  const auto adaptable = [&](const std::string& name) {
+    const std::string before = name + ".lora_A", after = "weight";
+    const auto is_down = [&](const std::string& each) {
+      return each.starts_with(before + ".") && each.ends_with(after);
+    };
+    const auto down = std::ranges::find_if(names, is_down);
+    if (down == names.end()) return projection(name);
+    // ".", or ".default." where PEFT has wrapped the module.
+    const std::string between = down->substr(before.size(), down->size() - before.size() - after.size());
+    ops::Projection made = projection(between == "." ? name : name + ".base_layer");
+    const std::string up = name + ".lora_B" + between;
+    made.adapter = ops::LowRankAdapter{find(*down, true), find(up + "weight", true)};
+    if (Tensor bias = find(up + "bias", false); bias.defined()) made.adapter->up_bias = std::move(bias);
     return made;
   };
   DecoderWeights weights;
   weights.input_norm = find("input_layernorm.weight", true);
-  weights.query = projection("self_attn.q_proj");
-  weights.key = projection("self_attn.k_proj");
-  weights.value = projection("self_attn.v_proj");
-  weights.output = projection("self_attn.o_proj");
+  weights.query = adaptable("self_attn.q_proj");
+  weights.key = adaptable("self_attn.k_proj");
+  weights.value = adaptable("self_attn.v_proj");
+  weights.output = adaptable("self_attn.o_proj");
   weights.query_norm = find("self_attn.q_norm.weight", false);
   weights.key_norm = find("self_attn.k_norm.weight", false);
   weights.sinks = find("self_attn.sinks", false);
@@ -232,9 +243,9 @@ DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const
     moe.gate_up_bias = find("mlp.experts.gate_up_proj_bias", false);
     moe.down_bias = find("mlp.experts.down_proj_bias", false);
   } else {
-    weights.gate = projection("mlp.gate_proj");
-    weights.up = projection("mlp.up_proj");
-    weights.down = projection("mlp.down_proj");
+    weights.gate = adaptable("mlp.gate_proj");
+    weights.up = adaptable("mlp.up_proj");
+    weights.down = adaptable("mlp.down_proj");
   }
   for (size_t i = 0; i < names.size(); ++i) {
     if (taken[i] == 0) {
@@ -242,6 +253,18 @@ DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const
     }
   }
   return weights;
+}
+
+void set_lora(DecoderWeights& weights, const LoraNumbersOfLayer& numbers) {
+  const std::array<ops::Projection*, kAdaptable.size()> projections = {
+      &weights.query, &weights.key, &weights.value, &weights.output, &weights.gate, &weights.up, &weights.down};
+  for (size_t i = 0; i < projections.size(); ++i) {
+    std::optional<ops::LowRankAdapter>& adapter = projections[i]->adapter;
+    if (!adapter) continue;
+    adapter->scaling = numbers[i].scaling;
+    adapter->dropout = numbers[i].dropout;
+    adapter->training = numbers[i].training;
+  }
 }
 
 Tensor decode(const DecoderConfig& config, const DecoderWeights& weights, const DecoderInputs& inputs,

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <roundpipe/models/lora.h>
 #include <roundpipe/models/moe.h>
 #include <roundpipe/ops/chunked_mlp.h>
 
@@ -33,7 +34,8 @@ struct DecoderConfig {
   double attention_dropout = 0;
   bool training = false;  // whether the attention drops
   ops::Activation activation = ops::Activation::kSilu;
-  MoeConfig moe;  // of the layers that have experts
+  MoeConfig moe;            // of the layers that have experts
+  LoraNumbersOfLayer lora;  // to be set by set_lora()
 };
 
 // Handles of a layer's weights. Undefined norms and sinks, and a projection without a bias, are those that the layer
@@ -49,10 +51,13 @@ struct DecoderWeights {
 };
 
 // Takes the weights by their names in transformers' layers, such as "self_attn.q_proj.weight". `names` and `tensors`
-// have equal lengths. A projection has the adapter of PEFT's names ("self_attn.q_proj.lora_A.weight") that is there,
-// with this scaling. Throws std::invalid_argument, with the name, if one is missing, unknown or there twice.
-DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,
-                                    double adapter_scaling = 1);
+// have equal lengths. A projection has the adapter of PEFT's names that is there: "self_attn.q_proj.lora_A.weight", or
+// "self_attn.q_proj.lora_A.default.weight" beside "self_attn.q_proj.base_layer.weight"; see set_lora(). Throws
+// std::invalid_argument, with the name, if one is missing, unknown or there twice.
+DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors);
+
+// Sets the numbers of the adapters that the layer has.
+void set_lora(DecoderWeights& weights, const LoraNumbersOfLayer& numbers);
 
 // x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32; the product with the weight is in the dtype of
 // `hidden` unless `scales_in_float`.

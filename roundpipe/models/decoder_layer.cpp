@@ -61,13 +61,14 @@ class DecoderShell final : public LayerShell {
     if (now.general != general_attributes_ || !refreshed_) general_->refresh(now.general);
     general_attributes_ = now.general;
     config_ = now.config;
+    if (config_) set_lora(weights_, config_->lora);
     refreshed_ = true;
   }
 
  private:
   const std::shared_ptr<const DecoderLayerParts> parts_;
   const std::unique_ptr<LayerShell> general_;
-  const DecoderWeights weights_;
+  DecoderWeights weights_;  // with the adapters' numbers of config_
   std::shared_ptr<const void> general_attributes_;
   std::shared_ptr<const DecoderConfig> config_;
   bool refreshed_ = false;

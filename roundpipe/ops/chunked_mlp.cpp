@@ -292,10 +292,12 @@ at::Tensor map_if_asked(const TokenwiseBody& body, const at::Tensor& input,
                         std::initializer_list<const Projection*> projections, int64_t chunk_tokens) {
   if (chunk_tokens == 0) return body(input);
   std::vector<at::Tensor> parameters;
+  bool draws = false;
   for (const Projection* projection : projections) {
     for (at::Tensor& parameter : parameters_of(*projection)) parameters.push_back(std::move(parameter));
+    draws = draws || draws_numbers(*projection);
   }
-  return chunked_map(body, input, parameters, {.chunk_tokens = chunk_tokens, .preserve_rng_state = false});
+  return chunked_map(body, input, parameters, {.chunk_tokens = chunk_tokens, .preserve_rng_state = draws});
 }
 
 }  // namespace
@@ -346,7 +348,10 @@ at::Tensor activate(const at::Tensor& input, Activation activation) {
 
 at::Tensor gated_mlp(const at::Tensor& input, const Projection& gate, const Projection& up, const Projection& down,
                      Activation activation, int64_t chunk_tokens) {
-  const auto body = [=](const at::Tensor& tokens) {
+  // A chunk of several rows is not contiguous, and the bits of an adapter's gradients depend on that.
+  const bool adapted = gate.adapter || up.adapter || down.adapter;
+  const auto body = [=](const at::Tensor& given) {
+    const at::Tensor tokens = adapted ? given.contiguous() : given;
     return project(activate(project(tokens, gate), activation).mul(project(tokens, up)), down);
   };
   return map_if_asked(body, input, {&gate, &up, &down}, chunk_tokens);

@@ -7,11 +7,15 @@
 
 namespace roundpipe::ops {
 
-// A LoRA adapter beside a projection, as PEFT's: what it adds is scaling * (input down^T) up^T.
+// A LoRA adapter beside a projection (Hu et al., "LoRA", 2021): what it adds is
+// scaling * up(down(dropout(input))).
 struct LowRankAdapter {
   at::Tensor down;  // [rank, from]
   at::Tensor up;    // [to, rank]
+  std::optional<at::Tensor> up_bias = std::nullopt;
   double scaling = 1;
+  double dropout = 0;     // of its input
+  bool training = false;  // whether it drops
 };
 
 // A projection in the form of at::linear: weight [to, from], bias [to] or none.
@@ -22,8 +26,11 @@ struct Projection {
 };
 
 // Applies a projection to [..., from]. An adapter computes in its own dtype, and the sum is cast to the projection's;
-// the operators are those of PEFT's plain Linear without dropout. Any thread.
+// the operators and their order are those of PEFT's plain Linear. Any thread.
 at::Tensor project(const at::Tensor& input, const Projection& projection);
+
+// Whether project() draws random numbers: for an adapter that drops.
+bool draws_numbers(const Projection& projection);
 
 // The tensors of a projection.
 std::vector<at::Tensor> parameters_of(const Projection& projection);

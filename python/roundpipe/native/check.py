@@ -9,6 +9,7 @@ import torch
 
 from roundpipe import _core
 from roundpipe.layers.shadow import ShadowTree
+from roundpipe.native import adapters
 from roundpipe.native.decoder import NativeDecoder, config_of
 from roundpipe.native.experts import activation_path, family, numbers_of
 
@@ -26,7 +27,8 @@ def kind_of(decoder: NativeDecoder) -> tuple[Any, ...]:
     routing = tuple(numbers_of(layer).values()) if decoder.has_experts else ()
     shapes = [layer.hidden_size, *((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())]
     epsilons = [getattr(module, "variance_epsilon", None) for module in layer.modules()]
-    return (type(layer), attention.head_dim, attention.scaling, activation, routing, *shapes, *epsilons)
+    lora = adapters.numbers_of(layer)
+    return (type(layer), attention.head_dim, attention.scaling, activation, routing, *lora, *shapes, *epsilons)
 
 
 def reason_against_bits(decoder: NativeDecoder, attention: str, experts: str | None = None) -> str | None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from roundpipe.native import adapters
 from roundpipe.native.experts import MODULES
 
 # By the last part of the module's name: the class names' prefix.
@@ -88,6 +89,7 @@ class Code:
         for name in _FUNCTIONAL:
             function = getattr(F, name)
             yield F, name, function, function.__module__ == F.__name__
+        yield from adapters.functions()
         if prefix in MODULES:
             yield from self._found_for_experts(getattr(modeling, f"{prefix}Experts"))
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from roundpipe import _core
-from roundpipe.native import experts
+from roundpipe.native import adapters, experts
 from roundpipe.native.code import family_of, modeling_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -61,6 +61,11 @@ def reason_against(layer: nn.Module, prefix: str) -> str | None:
         expected |= {f"mlp.{name}": nn.Linear for name in ("gate_proj", "up_proj", "down_proj")}
         expected["mlp"] = getattr(modeling, f"{prefix}MLP")
     activation = experts.activation_path(layer)
+    for name, projection in adapters.adapted(layer).items():
+        reason = adapters.reason_against(name, projection)
+        if reason is not None:
+            return reason
+        expected |= {name: type(projection), **adapters.inner_modules(name, projection)}
     found = dict(layer.named_modules())
     for name, module in found.items():
         shown = name or "the layer"
@@ -106,7 +111,7 @@ def _instance_reason(module: nn.Module) -> str | None:
             return f"has hooks ({name})"
     if own["_buffers"]:
         return f"has a buffer ({next(iter(own['_buffers']))})"
-    expected = _PARAMETERS.get(type(module).__name__, {"weight"})
+    expected = set() if adapters.is_adapted(module) else _PARAMETERS.get(type(module).__name__, {"weight"})
     for name, parameter in own["_parameters"].items():
         if name not in expected or (parameter is not None and type(parameter) is not nn.Parameter):
             return f"has a parameter {name} of class {type(parameter).__name__}"
@@ -135,6 +140,7 @@ def config_of(layer: Any) -> _core.DecoderConfig:
         attention_dropout=attention.attention_dropout,
         training=attention.training,
         activation=None if is_sparse else activation,
+        lora=adapters.numbers_of(layer),
         moe=_core.MoeConfig(activation=activation, **experts.numbers_of(layer)) if is_sparse else None,
     )
 
@@ -147,7 +153,7 @@ class NativeDecoder:
         layer: the module.
         names: of its parameters.
         model_config: the transformers config that its attention reads.
-        activation: the native name of its MLP's activation; None if it has experts instead.
+        activation: the native name of its MLP's activation; None if it has experts instead, or adapters.
         has_experts: whether it has them.
         reason: why its latest look found that it cannot run natively; None if it can.
     """
@@ -163,24 +169,32 @@ class NativeDecoder:
         self._snapshots: list[tuple[Any, ...]] = []
         self._config: _core.DecoderConfig | None = None
         self.has_experts = experts.has_experts(layer)
-        self.activation = None if self.has_experts else activation_of(self.layer.mlp.act_fn)
+        self._adapted = list(adapters.adapted(layer).values())
+        plain = not self.has_experts and not any(name.startswith("mlp.") for name in adapters.adapted(layer))
+        self.activation = activation_of(self.layer.mlp.act_fn) if plain else None
 
     def config(self) -> _core.DecoderConfig | None:
         """The configuration for a call that is made now; None if Python has to run the layer. Cheap if nothing has
         changed; then it is the same object."""
-        if not self._snapshots or not _core.modules_unchanged(self._modules, self._snapshots):
+        merged = any(module.merged_adapters for module in self._adapted)  # a list that PEFT changes in place
+        if merged or not self._snapshots or not _core.modules_unchanged(self._modules, self._snapshots):
             self._look()
         return self._config
 
     def _look(self) -> None:
         self._snapshots = [
-            (dict(vars(module)), *(part for name in _HOOKS for part in (vars(module)[name], dict(vars(module)[name]))))
+            (dict(vars(module)), *(part for each in _changing_of(module) for part in (each, dict(each))))
             for module in self._modules
         ]
         self.reason = reason_against(self.layer, self._prefix)
         if self.reason is None and self.layer.self_attn.config is not self.model_config:
             self.reason = "self_attn.config has been replaced"
         self._config = config_of(self.layer) if self.reason is None else None
+
+
+def _changing_of(module: nn.Module) -> list[dict[Any, Any]]:
+    """The dicts of a module that change in place."""
+    return [*(vars(module)[name] for name in _HOOKS), *adapters.changing_of(module)]
 
 
 def native_decoder(layer: nn.Module, number: int) -> NativeDecoder | str:

@@ -51,6 +51,9 @@ def reason_against_numbers(layer: Any) -> str | None:
             return f"mlp.experts.{flag} is {getattr(experts, flag, None)!r}, not {expected!r}"
     if "_apply_gate" in vars(experts):
         return "mlp.experts has an _apply_gate of its own"
+    for number in ("alpha", "limit") if family(layer) == "GptOss" else ():
+        if not isinstance(getattr(experts, number, None), float | int):
+            return f"mlp.experts.{number} is {getattr(experts, number, None)!r}, not a number"
     count, width = router.weight.shape
     for shown, found, expected in (
         ("mlp.experts.num_experts", experts.num_experts, count),

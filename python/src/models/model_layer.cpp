@@ -1,6 +1,8 @@
 #include "models/model_layer.h"
 
+#include <array>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "bindings.h"
@@ -52,27 +54,32 @@ void bind_models(py::module_& module) {
            }),
            py::kw_only(), py::arg("top_k"), py::arg("shares"), py::arg("activation"), py::arg("clamped"));
   py::class_<DecoderConfig, std::shared_ptr<DecoderConfig>>(module, "DecoderConfig")
-      .def(py::init([](int64_t head_dim, double scaling, double input_norm_eps, double post_norm_eps,
-                       double query_norm_eps, double key_norm_eps, bool scales_norms_in_float, double attention_dropout,
-                       bool training, const std::optional<std::string>& activation,
-                       const std::optional<MoeConfig>& moe) {
-             DecoderConfig config;
-             config.head_dim = head_dim;
-             config.scaling = scaling;
-             config.input_norm_eps = input_norm_eps;
-             config.post_norm_eps = post_norm_eps;
-             config.query_norm_eps = query_norm_eps;
-             config.key_norm_eps = key_norm_eps;
-             config.scales_norms_in_float = scales_norms_in_float;
-             config.attention_dropout = attention_dropout;
-             config.training = training;
-             if (activation) config.activation = ops::parse_activation(*activation);
-             if (moe) config.moe = *moe;
-             return std::make_shared<DecoderConfig>(config);
-           }),
+      .def(py::init(
+               [](int64_t head_dim, double scaling, double input_norm_eps, double post_norm_eps, double query_norm_eps,
+                  double key_norm_eps, bool scales_norms_in_float, double attention_dropout, bool training,
+                  const std::optional<std::string>& activation, const std::optional<MoeConfig>& moe,
+                  const std::array<std::optional<std::tuple<double, double, bool>>, models::kAdaptable.size()>& lora) {
+                 DecoderConfig config;
+                 config.head_dim = head_dim;
+                 config.scaling = scaling;
+                 config.input_norm_eps = input_norm_eps;
+                 config.post_norm_eps = post_norm_eps;
+                 config.query_norm_eps = query_norm_eps;
+                 config.key_norm_eps = key_norm_eps;
+                 config.scales_norms_in_float = scales_norms_in_float;
+                 config.attention_dropout = attention_dropout;
+                 config.training = training;
+                 if (activation) config.activation = ops::parse_activation(*activation);
+                 if (moe) config.moe = *moe;
+                 for (size_t i = 0; i < lora.size(); ++i) {
+                   if (lora[i])
+                     std::tie(config.lora[i].scaling, config.lora[i].dropout, config.lora[i].training) = *lora[i];
+                 }
+                 return std::make_shared<DecoderConfig>(config);
+               }),
            py::kw_only(), py::arg("head_dim"), py::arg("scaling"), py::arg("input_norm_eps"), py::arg("post_norm_eps"),
            py::arg("query_norm_eps"), py::arg("key_norm_eps"), py::arg("scales_norms_in_float"),
-           py::arg("attention_dropout"), py::arg("training"), py::arg("activation"), py::arg("moe"));
+           py::arg("attention_dropout"), py::arg("training"), py::arg("activation"), py::arg("moe"), py::arg("lora"));
   py::class_<DecoderCall>(module, "DecoderCall")
       .def(py::init([](int hidden, int cos, int sin, std::optional<int> mask, std::optional<int> positions,
                        const std::string& attention, const std::optional<std::string>& experts,
@@ -93,6 +100,7 @@ void bind_models(py::module_& module) {
            py::arg("hidden"), py::arg("cos"), py::arg("sin"), py::arg("mask"), py::arg("positions"),
            py::arg("attention"), py::arg("experts"), py::arg("mlp_chunk_tokens"), py::arg("outputs"),
            py::arg("inputs"));
+  module.attr("ADAPTABLE") = py::cast(std::vector<std::string>(models::kAdaptable.begin(), models::kAdaptable.end()));
   module.attr("RESULT") = DecoderCall::kResult;
   module.attr("ROUTER_LOGITS") = DecoderCall::kRouterLogits;
   py::class_<Passage, std::shared_ptr<Passage>>(module, "Passage")
@@ -113,7 +121,9 @@ void bind_models(py::module_& module) {
         inputs.positions = positions;
         if (experts) inputs.experts = models::parse_experts(*experts);
         inputs.mlp_chunk_tokens = mlp_chunk_tokens;
-        return models::decode(config, models::find_decoder_weights(names, weights), inputs);
+        models::DecoderWeights found = models::find_decoder_weights(names, weights);
+        models::set_lora(found, config.lora);
+        return models::decode(config, found, inputs);
       },
       py::arg("config"), py::arg("names"), py::arg("weights"), py::arg("hidden"), py::arg("cos"), py::arg("sin"),
       py::arg("mask"), py::arg("attention"), py::arg("mlp_chunk_tokens") = 0, py::arg("positions") = std::nullopt,

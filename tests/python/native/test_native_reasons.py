@@ -161,16 +161,6 @@ def test_models_without_a_native_form() -> None:
             wrap_model_to_roundpipe(model, native=True, **options)
 
 
-def test_adapters_run_in_python() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(make("qwen3"), config)
-    assert re.search(r"self_attn.q_proj is peft\..*Linear, not Linear", reason(model))
-    wrapped = wrap(make("qwen3"), native=None)
-    assert wrapped.layers_are_native
-    assert not peft.get_peft_model(wrapped, config).base_model.model.layers_are_native
-
-
 def test_options() -> None:
     model = make("llama")
     assert wrap(copy.deepcopy(model), native="exact").layers_are_native

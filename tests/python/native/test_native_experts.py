@@ -192,6 +192,9 @@ def test_what_has_no_native_form_runs_in_python(monkeypatch: pytest.MonkeyPatch)
     model = make("qwen3_moe")
     model.model.layers[1].mlp.experts.is_transposed = None
     assert re.search(r"layer 1: mlp.experts.is_transposed is None, not False", reason(model))
+    model = make("gpt_oss")
+    model.model.layers[1].mlp.experts.limit = torch.tensor(7.0)
+    assert re.search(r"layer 1: mlp.experts.limit is tensor\(7.\), not a number", reason(model))
     model = make("qwen3_moe")
     model.model.layers[0].mlp.gate.top_k = 3  # the numbers may differ from the config's
     assert wrap(model).layers_are_native
