@@ -20,7 +20,9 @@ nn::Sequential mlp() {
   return nn::Sequential(nn::Linear(5, 9), nn::Functional(torch::tanh), nn::Linear(9, 7), nn::Linear(7, 3));
 }
 
-Tensor squared_errors(const Tensor& outputs, const Tensor& label) { return (outputs - label).to(at::kFloat).square().sum(); }
+Tensor squared_errors(const Tensor& outputs, const Tensor& label) {
+  return (outputs - label).to(at::kFloat).square().sum();
+}
 
 // A model and a plain copy of it, with the same batches.
 struct Race {
@@ -218,7 +220,8 @@ TEST_SUITE("grad scaler") {
         const auto step = [&](bool overflows) {
           const Tensor batch = at::randn({kPoints, 5}), labels = at::randn({kPoints, 3});
           model.forward_backward(batch, labels, [&](const Tensor& outputs, const Tensor& label) {
-            return scaler.scale(squared_errors(outputs, label)) * (overflows ? std::numeric_limits<float>::infinity() : 1.0F);
+            return scaler.scale(squared_errors(outputs, label)) *
+                   (overflows ? std::numeric_limits<float>::infinity() : 1.0F);
           });
           return fused ? model.step(*ours, {.asynchronous = asynchronous, .max_grad_norm = 1.0, .scaler = &scaler})
                        : model.step(theirs, {.scaler = &scaler});

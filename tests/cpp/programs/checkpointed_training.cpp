@@ -36,7 +36,8 @@ int main(int /*count*/, char** arguments) {
     optimizer.set_learning_rate([](int64_t done) { return 1 / (1 + 0.25 * static_cast<double>(done)); });
     if (resumes) {
       const Loaded loaded = load_checkpoint(folder, model, optimizer);
-      std::printf("%s %ld\n", loaded.value("note").as_string().c_str(), loaded.value("array").as_tensor().sum().item<int64_t>());
+      std::printf("%s %ld\n", loaded.value("note").as_string().c_str(),
+                  loaded.value("array").as_tensor().sum().item<int64_t>());
     }
     for (int i = 0; i < steps; ++i) {
       call();

@@ -350,8 +350,7 @@ TEST_SUITE("checkpoint") {
       const at::NoGradGuard no_grad;
       same[0]->parameters()[0].fill_(1);
     }
-    CHECK(thrown<std::invalid_argument>([&] {
-            load_checkpoint(folder.path(), resumed, again);
-          }).find("other values") != std::string::npos);
+    CHECK(thrown<std::invalid_argument>([&] { load_checkpoint(folder.path(), resumed, again); }).find("other values") !=
+          std::string::npos);
   }
 }

@@ -96,36 +96,37 @@ def test_an_application_with_the_torch(options: tuple[str, ...], prefix: Path, t
     trains(prefix, tmp_path, *options)
 
 
-@pytest.mark.long
-def test_the_examples_and_the_page_run_against_an_installed_copy(prefix: Path, libtorch: Path, tmp_path: Path) -> None:
+def build_with_cmake(source: Path, prefix: Path, libtorch: Path) -> None:
+    run("cmake", "-S", source, "-B", source / "build", f"-DCMAKE_PREFIX_PATH={prefix};{libtorch}", "-G", "Ninja")
+    run("cmake", "--build", source / "build")
+
+
+def learns(program: Path, *arguments: str | Path) -> None:
+    losses = [float(loss) for loss in re.findall(r"loss +([\d.]+)", run(program, *arguments))]
+    assert len(losses) > 1 and losses[-1] < losses[0], (program, losses)
+
+
+def test_the_examples_run_against_an_installed_copy(prefix: Path, libtorch: Path, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples" / "cpp", tmp_path / "examples")
-    page = (ROOT / "docs" / "cpp.md").read_text()
-    (tmp_path / "first").mkdir()
-    for language, name in (("cmake", "CMakeLists.txt"), ("cpp", "first.cpp")):
-        block = re.search(rf"`{name}`:\n\n```{language}\n(.*?)```", page, re.S)
-        assert block is not None
-        (tmp_path / "first" / name).write_text(block[1])
-    for folder in ("examples", "first"):
-        given = (f"-DCMAKE_PREFIX_PATH={prefix};{libtorch}", "-G", "Ninja")
-        run("cmake", "-S", tmp_path / folder, "-B", tmp_path / folder / "build", *given)
-        run("cmake", "--build", tmp_path / folder / "build")
-
-    def losses(program: str, *arguments: str | Path) -> list[float]:
-        found = re.findall(r"loss +([\d.]+)", run(tmp_path / program, *arguments))
-        return [float(loss) for loss in found]
-
+    build_with_cmake(tmp_path / "examples", prefix, libtorch)
     model, adapter = make_folder(tmp_path / "model", {"model_type": "llama"}), tmp_path / "adapter"
     documents = [[(3 * start + place) % 61 for place in range(20)] for start in range(40)]
     text = write_tokens(tmp_path / "text.tokens", documents, 61)
-    for program, arguments in (
-        ("first/build/first", ()),
-        ("examples/build/lora", (model, text, adapter, "60")),
-        ("examples/build/classifier", ("40",)),
-        ("examples/build/language_model", (Path(re.__file__), "40")),
-    ):
-        seen = losses(program, *arguments)
-        assert len(seen) > 1 and seen[-1] < seen[0], (program, seen)
+    learns(tmp_path / "examples/build/lora", model, text, adapter, "60")
     assert (adapter / "adapter_config.json").exists()
+    learns(tmp_path / "examples/build/classifier", "40")
+    learns(tmp_path / "examples/build/language_model", Path(re.__file__), "40")
+
+
+@pytest.mark.long
+def test_the_page_s_program_runs_against_an_installed_copy(prefix: Path, libtorch: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "cpp.md").read_text()
+    for language, name in (("cmake", "CMakeLists.txt"), ("cpp", "first.cpp")):
+        block = re.search(rf"`{name}`:\n\n```{language}\n(.*?)```", page, re.S)
+        assert block is not None
+        (tmp_path / name).write_text(block[1])
+    build_with_cmake(tmp_path, prefix, libtorch)
+    learns(tmp_path / "build/first")
 
 
 def test_a_python_s_torch_is_found_without_running_torch(prefix: Path, tmp_path: Path) -> None:
