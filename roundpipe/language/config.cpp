@@ -45,8 +45,11 @@ struct TypeDefaults {
   int64_t head_dim;   // 0: width / heads
   int64_t max_positions;
 };
-constexpr TypeDefaults kTypes[] = {
-    {"llama", 0, 0, 2048}, {"mistral", 8, 0, 4096 * 32}, {"qwen2", 32, 0, 32768}, {"qwen3", 32, 128, 32768}};
+constexpr TypeDefaults kTypes[] = {{"llama", 0, 0, 2048},
+                                   {"mistral", 8, 0, 4096 * 32},
+                                   {"qwen2", 32, 0, 32768},
+                                   {"qwen3", 32, 128, 32768},
+                                   {"qwen3_moe", 4, 0, 32768}};
 constexpr double kDefaultTheta = 10000;
 
 RotaryType rotary_type(JsonFields& fields, const std::string& name) {
@@ -105,6 +108,13 @@ void parse_windows(JsonFields& fields, Config& config) {
     return;
   }
   const bool slides = fields.flag("use_sliding_window", false);
+  if (config.model_type == "qwen3_moe") {
+    if (slides && !fields.is_null("sliding_window")) config.window = fields.integer("sliding_window", 4096);
+    fields.has("sliding_window");
+    fields.has("max_window_layers");  // which this class does not read
+    config.slides.assign(static_cast<size_t>(config.layers), config.window ? 1 : 0);
+    return;
+  }
   if (slides && !fields.is_null("sliding_window")) config.window = fields.integer("sliding_window", 4096);
   fields.has("sliding_window");
   const int64_t first = fields.integer("max_window_layers", 28, 0);
@@ -125,6 +135,34 @@ void parse_windows(JsonFields& fields, Config& config) {
       fields.refuse("layer_types", types[i], "full_attention, since no sliding_window is used");
     }
   }
+}
+
+void parse_experts(JsonFields& fields, Config& config) {
+  config.sparse.assign(static_cast<size_t>(config.layers), 0);
+  if (config.model_type != "qwen3_moe") return;
+  ExpertsConfig experts;
+  const int64_t count = fields.integer("num_experts", 128);
+  experts.count = fields.integer("num_local_experts", count);
+  if (fields.has("num_experts") && experts.count != count) {
+    fields.refuse("num_experts", count, concat("as many as num_local_experts, ", experts.count));
+  }
+  experts.top_k = fields.integer("num_experts_per_tok", 8);
+  if (experts.top_k > experts.count) {
+    fields.refuse("num_experts_per_tok", experts.top_k, concat("at most the ", experts.count, " experts"));
+  }
+  experts.inner_width = fields.integer("moe_intermediate_size", 768);
+  experts.normalized = fields.flag("norm_topk_prob", false);
+  fields.must_be("output_router_logits", false);
+  fields.has("router_aux_loss_coef");  // of the loss that output_router_logits adds
+  const int64_t period = fields.integer("decoder_sparse_step", 1);
+  for (int64_t i = period - 1; i < config.layers; i += period) config.sparse[static_cast<size_t>(i)] = 1;
+  if (fields.has("mlp_only_layers")) {
+    for (const json& index : fields.at("mlp_only_layers")) {
+      if (!index.is_number_unsigned()) fields.refuse("mlp_only_layers", index, "numbers of layers");
+      if (index.get<uint64_t>() < config.sparse.size()) config.sparse[index.get<size_t>()] = 0;
+    }
+  }
+  config.experts = experts;
 }
 
 std::optional<int64_t> parse_pad_token(JsonFields& fields, int64_t vocabulary) {
@@ -151,7 +189,7 @@ Config parse_config(std::string_view text, const std::string& where) {
   }
   if (defaults == nullptr) {
     fields.refuse("model_type", object.at("model_type"),
-                  "one of llama, mistral, qwen2 and qwen3; train this model from Python");
+                  "one of llama, mistral, qwen2, qwen3 and qwen3_moe; train this model from Python");
   }
   if (fields.has("architectures")) {
     for (const json& name : fields.at("architectures")) {
@@ -192,16 +230,17 @@ Config parse_config(std::string_view text, const std::string& where) {
   }
   config.tied = fields.flag("tie_word_embeddings", false);
   config.pad_token = parse_pad_token(fields, config.vocabulary);
-  if (config.model_type == "llama" || config.model_type == "qwen3") {
+  if (config.model_type == "llama" || config.model_type.starts_with("qwen3")) {
     config.query_bias = config.output_bias = fields.flag("attention_bias", false);
   }
   if (config.model_type == "qwen2") config.query_bias = true;
   if (config.model_type == "llama") config.mlp_bias = fields.flag("mlp_bias", false);
-  config.query_norm = config.model_type == "qwen3";
+  config.query_norm = config.model_type.starts_with("qwen3");
   if (fields.number("attention_dropout", 0) != 0) {
     fields.refuse("attention_dropout", fields.at("attention_dropout"), "0; train this model from Python");
   }
   parse_windows(fields, config);
+  parse_experts(fields, config);
   config.rotary = parse_rotary(fields, begin, config.max_positions);
   for (const char* name : {"torch_dtype", "dtype"}) {
     if (fields.has(name)) config.dtype = parse_dtype(fields.text(name), concat(begin, " '", name, "'"));

@@ -30,7 +30,15 @@ struct RotaryConfig {
   bool truncate = true;
 };
 
-// A causal language model of dense decoder layers, as its config.json describes it.
+// A mixture of experts in place of an MLP.
+struct ExpertsConfig {
+  int64_t count = 0;
+  int64_t top_k = 0;  // of each token
+  int64_t inner_width = 0;
+  bool normalized = false;  // a token's shares sum to 1
+};
+
+// A causal language model, as its config.json describes it.
 struct Config {
   std::string model_type;
   int64_t vocabulary = 0;
@@ -52,11 +60,13 @@ struct Config {
   // Of the layers that slide: a token sees itself and this many tokens less one before it.
   std::optional<int64_t> window;
   std::vector<char> slides;  // of each layer: whether it has the window
+  std::optional<ExpertsConfig> experts;
+  std::vector<char> sparse;  // of each layer: whether it has the experts
   RotaryConfig rotary;
   std::optional<c10::ScalarType> dtype;  // that the weights were saved in
 };
 
-// Reads the text of a config.json of the model types llama, mistral, qwen2 and qwen3, with the defaults of
+// Reads the text of a config.json of the model types llama, mistral, qwen2, qwen3 and qwen3_moe, with the defaults of
 // transformers' classes. Throws std::invalid_argument, naming the field, for everything that would change the
 // computation and is not supported, also for a field that is not known; Error for text that is not JSON. `where` begins
 // the message.

@@ -8,6 +8,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/language/experts.h>
 #include <roundpipe/language/weight_files.h>
 
 namespace roundpipe {
@@ -92,7 +93,9 @@ LanguageModel::LanguageModel(const std::string& folder, const LanguageModelOptio
     adapter->check(wanted, false);
   }
   const WeightFiles files(folder);
-  const std::vector<language::WeightShape> shapes = weight_shapes(config_);
+  std::vector<language::WeightShape> shapes = weight_shapes(config_);
+  const bool stacked = files.has_stacked_experts();
+  if (!stacked) shapes = language::one_by_one(shapes);
   files.check(shapes, config_.tied);
   dtype_ = options.dtype.value_or(config_.dtype.value_or(files.dtype(shapes.front().name)));
   if (dtype_ == at::kDouble) {
@@ -100,7 +103,7 @@ LanguageModel::LanguageModel(const std::string& folder, const LanguageModelOptio
            "name the dtype to train in");
   }
   model_ = std::make_unique<Model>(make_layers(config_, dtype_, options.layers, lora_), options.model);
-  files.read(weights(false), options.progress);
+  files.read(stacked ? weights(false) : language::one_by_one(weights(false)), options.progress);
   if (!lora_) return;
   NamedParameters adapters = weights(true);
   for (auto& [name, tensor] : adapters) {
@@ -201,7 +204,7 @@ Tensor LanguageModel::logits(const LanguageBatch& batch) {
 void LanguageModel::save(const std::string& folder, const language::ModelFolderOptions& options) {
   if (lora_) refuse("language model", "the model has adapters, expected none; call save_adapter");
   model_->synchronize();
-  language::write_model_folder(folder, folder_, weights(false), options);
+  language::write_model_folder(folder, folder_, language::one_by_one(weights(false)), options);
 }
 
 void LanguageModel::save_adapter(const std::string& folder, bool replace) {

@@ -50,9 +50,9 @@ struct EvaluatedLoss {
   int64_t counted = 0;  // how many those are
 };
 
-// A causal language model from the folder of a transformers model, trained without Python: Llama, Mistral, Qwen2 and
-// Qwen3. Loss, logits and gradients have the bits of transformers' model over the same microbatches, as long as the
-// loss is not computed in chunks. docs/cpp-language-models.md says what is supported; the rest is refused.
+// A causal language model from the folder of a transformers model, trained without Python: Llama, Mistral, Qwen2,
+// Qwen3 and Qwen3-MoE. Loss, logits and gradients have the bits of transformers' model over the same microbatches, as
+// long as the loss is not computed in chunks. docs/cpp-language-models.md says what is supported; the rest is refused.
 // Weights are read straight into the model's memory, without another copy of them.
 // Thread safety and errors: those of Model.
 class LanguageModel {

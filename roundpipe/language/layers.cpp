@@ -43,12 +43,28 @@ Widths widths_of(const Config& config, const std::string& module) {
   return {config.width, config.inner_width, config.mlp_bias};
 }
 
-std::vector<WeightShape> decoder_shapes(const Config& config) {
-  std::vector<WeightShape> shapes;
+// The linear layers of layer `index`; experts have none of their own.
+std::vector<std::string> modules_of(const Config& config, int64_t index) {
+  std::vector<std::string> modules;
+  const bool sparse = config.sparse.at(static_cast<size_t>(index)) != 0;
   for (const std::string& module : linear_modules()) {
+    if (!sparse || !module.starts_with("mlp.")) modules.push_back(module);
+  }
+  return modules;
+}
+
+std::vector<WeightShape> decoder_shapes(const Config& config, int64_t index) {
+  std::vector<WeightShape> shapes;
+  for (const std::string& module : modules_of(config, index)) {
     const Widths widths = widths_of(config, module);
     shapes.push_back({module + ".weight", {widths.outputs, widths.inputs}});
     if (widths.has_bias) shapes.push_back({module + ".bias", {widths.outputs}});
+  }
+  if (config.sparse.at(static_cast<size_t>(index)) != 0) {
+    const ExpertsConfig& experts = *config.experts;
+    shapes.push_back({"mlp.gate.weight", {experts.count, config.width}});
+    shapes.push_back({"mlp.experts.gate_up_proj", {experts.count, 2 * experts.inner_width, config.width}});
+    shapes.push_back({"mlp.experts.down_proj", {experts.count, config.width, experts.inner_width}});
   }
   if (config.query_norm) {
     shapes.push_back({"self_attn.q_norm.weight", {config.head_dim}});
@@ -62,7 +78,7 @@ std::vector<WeightShape> decoder_shapes(const Config& config) {
 // Of one layer, by the names in it.
 std::vector<WeightShape> adapter_shapes_of(const Config& config, const LoraOptions& lora, int64_t index) {
   std::vector<WeightShape> shapes;
-  for (const std::string& module : linear_modules()) {
+  for (const std::string& module : modules_of(config, index)) {
     if (!has_adapter(lora, layer_name(index), module)) continue;
     const Widths widths = widths_of(config, module);
     shapes.push_back({module + ".lora_A.weight", {lora.rank, widths.inputs}});
@@ -107,6 +123,11 @@ Layer decoder_layer(const Config& config, int64_t index, NamedParameters paramet
   decoder.query_norm_eps = decoder.key_norm_eps = config.norm_eps;
   decoder.activation = config.activation;
   decoder.lora.fill({.scaling = adapter_scaling});
+  if (config.experts) {
+    decoder.moe.top_k = config.experts->top_k;
+    decoder.moe.shares = config.experts->normalized ? models::Shares::kNormalized : models::Shares::kSoftmaxOfAll;
+    decoder.moe.activation = config.activation;
+  }
   std::vector<std::string> names;
   for (const auto& [name, tensor] : parameters) names.push_back(name);
   const bool slides = config.slides.at(static_cast<size_t>(index)) != 0;
@@ -120,6 +141,7 @@ Layer decoder_layer(const Config& config, int64_t index, NamedParameters paramet
                  if (mask.defined()) inputs.mask = mask;
                  if (hidden.positions.defined()) inputs.positions = hidden.positions;
                  inputs.attention = options.attention;
+                 inputs.experts = options.experts;
                  inputs.mlp_chunk_tokens = options.mlp_chunk_tokens;
                  if (options.mlp_chunk_tokens == 0 && hidden.values.size(1) > kWholeMlpTokens) {
                    inputs.mlp_chunk_tokens = kWholeMlpTokens / 2;
@@ -173,7 +195,7 @@ Layer head_layer(const Tensor& weight, const LayerOptions& options) {
 std::vector<WeightShape> weight_shapes(const Config& config) {
   std::vector<WeightShape> shapes = {{concat(kEmbedding, ".weight"), {config.vocabulary, config.width}}};
   for (int64_t i = 0; i < config.layers; ++i) {
-    for (WeightShape& shape : decoder_shapes(config)) {
+    for (WeightShape& shape : decoder_shapes(config, i)) {
       shapes.push_back({layer_name(i) + "." + shape.name, std::move(shape.shape)});
     }
   }
@@ -201,7 +223,7 @@ std::vector<Layer> make_layers(const Config& config, c10::ScalarType dtype, cons
   std::vector<Layer> layers = {embedding_layer(config, embedding, options.attention)};
   for (int64_t i = 0; i < config.layers; ++i) {
     NamedParameters parameters;
-    for (const auto& [name, shape] : decoder_shapes(config)) parameters.emplace_back(name, weight(shape));
+    for (const auto& [name, shape] : decoder_shapes(config, i)) parameters.emplace_back(name, weight(shape));
     if (lora) {
       for (const auto& [name, shape] : adapter_shapes_of(config, *lora, i)) {
         parameters.emplace_back(name, at::empty(shape, at::TensorOptions(at::kFloat)).set_requires_grad(true));

@@ -36,9 +36,10 @@ struct Hidden {
 // How the layers compute.
 struct LayerOptions {
   models::Attention attention = models::Attention::kSdpa;
+  models::Experts experts = models::Experts::kGrouped;  // of mixtures; as transformers by default
   int64_t loss_chunk_tokens = 0;  // tokens whose logits exist at a time; 0: as many as take kWholeLogitBytes
-  int64_t mlp_chunk_tokens =
-      0;  // tokens of a row that an MLP computes at a time; 0: all of a row, or half of 16,384 if it is longer
+  // Tokens of a row that an MLP computes at a time; 0: all of a row, or half of 16,384 if it is longer.
+  int64_t mlp_chunk_tokens = 0;
 };
 
 // Labels that do not count.

@@ -180,6 +180,10 @@ bool WeightFiles::same_values(const Stored& one, const Stored& other) const {
   return true;
 }
 
+bool WeightFiles::has_stacked_experts() const {
+  return std::ranges::any_of(tensors_, [](const auto& each) { return each.first.ends_with(".experts.down_proj"); });
+}
+
 c10::ScalarType WeightFiles::dtype(const std::string& name) const { return *floating(tensors_.at(name).entry.dtype); }
 
 void WeightFiles::read(const std::vector<std::pair<std::string, at::Tensor>>& into,

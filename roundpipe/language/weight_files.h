@@ -30,6 +30,9 @@ class WeightFiles {
   // std::invalid_argument that names what is missing, left over or of another shape or dtype.
   void check(const std::vector<WeightShape>& wanted, bool tied) const;
 
+  // Whether the experts' matrices of a layer are one tensor, and not one for each expert.
+  bool has_stacked_experts() const;
+
   // The dtype of a weight. REQUIRES: check().
   c10::ScalarType dtype(const std::string& name) const;
 

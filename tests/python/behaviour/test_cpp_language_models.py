@@ -20,6 +20,7 @@ pytestmark = [needs_program]
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama, wide heads": {"model_type": "llama", "head_dim": 24},
     "llama, tied, pad token": {"model_type": "llama", "tie_word_embeddings": True, "pad_token_id": 3},
@@ -57,6 +58,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 18, "attention_bias": True},
     "qwen3, tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
+    "qwen3_moe, mixed": {
+        **EXPERTS,
+        "num_hidden_layers": 4,
+        "num_experts_per_tok": 1,
+        "mlp_only_layers": [1],
+        "decoder_sparse_step": 2,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_moe, all of the experts": {**EXPERTS, "num_experts_per_tok": 6},
 }
 
 
@@ -112,7 +126,7 @@ def compare(found: Path, wanted: dict[str, torch.Tensor]) -> None:
         assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
 
 
-SHORT_IN_BF16 = ("llama, tied, pad token", "yarn", "mistral, window", "qwen2, some windows")
+SHORT_IN_BF16 = ("qwen3_moe", "llama, tied, pad token", "yarn", "mistral, window", "qwen2, some windows")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +148,7 @@ def test_bits_of_transformers(
         compare(out, expected(folder(name), batch, dtype, "sdpa", 1))
 
 
-@pytest.mark.parametrize("name", ["llama, wide heads", "mistral, window", "qwen3"])
+@pytest.mark.parametrize("name", ["llama, wide heads", "mistral, window", "qwen3", "qwen3_moe"])
 def test_bits_of_microbatches_and_packed_attention(
     name: str, program: Program, folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -148,7 +162,7 @@ def test_bits_of_microbatches_and_packed_attention(
             compare(out, expected(folder(name), batch, "float32", of_transformers, 2))
 
 
-@pytest.mark.parametrize("name", ["llama, wide heads", "qwen3, tied"])
+@pytest.mark.parametrize("name", ["llama, wide heads", "qwen3, tied", "qwen3_moe, mixed"])
 def test_a_saved_folder_is_the_model(
     name: str, program: Program, folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -171,7 +185,9 @@ def test_a_saved_folder_is_the_model(
             assert one == other and torch.equal(parameter, expected), one
         again = tmp_path / f"{dtype} again"
         assert program.run(model=saved, save=again) == "ok"  # in its own dtype, from its own files
-        ours, theirs = load_file(again / "model.safetensors"), wanted.state_dict()
+        ours = load_file(again / "model.safetensors")
+        theirs = {name: tensor for file in saved.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        assert ours.keys() == theirs.keys()
         assert all(torch.equal(tensor, theirs[weight]) for weight, tensor in ours.items())
 
     said = program.run(model=source, save=tmp_path / "float32")
@@ -192,6 +208,20 @@ def test_a_tied_head_that_is_stored_has_to_be_the_embedding(program: Program, tm
     save_file(tensors, model / "model.safetensors")
     said = program.run(model=model)
     assert said.startswith("mistake:") and "'lm_head.weight'" in said and "differs from the embedding" in said, said
+
+
+def test_stacked_experts(program: Program, folder: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(folder("qwen3_moe"), tmp_path / "stacked")
+    tensors = load_file(tmp_path / "stacked" / "model.safetensors")
+    assert "model.layers.0.mlp.experts.5.gate_proj.weight" in tensors  # as transformers writes them
+    model = AutoModelForCausalLM.from_pretrained(folder("qwen3_moe"))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()},
+        tmp_path / "stacked" / "model.safetensors",
+    )
+    assert program.run(model=tmp_path / "stacked", save=tmp_path / "saved") == "ok"
+    again = load_file(tmp_path / "saved" / "model.safetensors")
+    assert again.keys() == tensors.keys() and all(torch.equal(again[name], tensors[name]) for name in tensors)
 
 
 def test_loading_makes_no_second_copy(program: Program, tmp_path: Path) -> None:
@@ -231,6 +261,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a pad token": ({"pad_token_id": 61}, "'pad_token_id': 61, expected a token of the vocabulary"),
     "a missing size": ({"hidden_size": None}, "has no 'hidden_size'"),
     "a dtype": ({"dtype": "float8"}, "'dtype' is 'float8', expected float32"),
+    "too few experts": (
+        {"model_type": "qwen3_moe", "num_experts": 4},
+        "'num_experts_per_tok': 8, expected at most the 4",
+    ),
+    "two numbers of experts": (
+        {"model_type": "qwen3_moe", "num_experts": 16, "num_local_experts": 8},
+        "'num_experts': 16, expected as many as num_local_experts, 8",
+    ),
+    "router logits": ({"model_type": "qwen3_moe", "output_router_logits": True}, "'output_router_logits': true"),
     "a wider layer": ({"intermediate_size": 57}, "mlp.gate_proj.weight' of"),
     "more layers": ({"num_hidden_layers": 4}, "lacks 'model.layers.3.self_attn.q_proj.weight'"),
     "fewer layers": ({"num_hidden_layers": 2}, "holds 'model.layers.2.input_layernorm.weight'"),
