@@ -34,6 +34,7 @@ bool JobResults::finish(int attempt, const std::function<void()>& publish) {
 std::optional<int> JobResults::begin_again() {
   const MutexLock lock(mutex_);
   if (over_) return std::nullopt;
+  std::erase_if(delivered_, [](const JobResult& result) { return result.kind == JobResult::Kind::kBuffers; });
   return ++attempt_;
 }
 

@@ -39,7 +39,8 @@ class JobResults {
   // Ends the job with the results of this attempt: `publish` writes the last of them. Returns false if the attempt is
   // not the latest, or the job is over.
   bool finish(int attempt, const std::function<void()>& publish);
-  // Begins another attempt and returns its number; none if the job is over.
+  // Begins another attempt and returns its number; none if the job is over. It has to deliver new values of buffers
+  // again: those of the attempt before go with it, since they are written only when the job ends.
   std::optional<int> begin_again();
   // Ends the job without the results that are missing. Returns false if it was over.
   bool give_up();
