@@ -1,7 +1,6 @@
 #include <roundpipe/language/model_folder.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <stdexcept>
 
 #include <roundpipe/checkpoint/json_text.h>
@@ -37,35 +36,24 @@ bool is_copied(const std::string& name) {
   return name.starts_with("tokenizer") || name.starts_with("chat_template") || name.ends_with(".tiktoken");
 }
 
-std::vector<Weights> in_files(const Weights& weights, int64_t most_bytes) {
-  std::vector<Weights> parts(1);
-  int64_t bytes = 0;
-  for (const auto& [name, tensor] : weights) {
-    const auto more = static_cast<int64_t>(tensor.nbytes());
-    if (!parts.back().empty() && bytes + more > most_bytes) {
-      parts.emplace_back();
-      bytes = 0;
-    }
-    parts.back().emplace_back(name, tensor);
-    bytes += more;
-  }
-  return parts;
-}
-
 void write_all_weights(FileSystem& files, const std::string& folder, const Weights& weights, int64_t most_bytes) {
-  const std::vector<Weights> parts = in_files(weights, most_bytes);
-  if (parts.size() == 1) return write_weights(folder, "model.safetensors", parts[0], files);
+  std::vector<int64_t> sizes;
+  for (const auto& [name, tensor] : weights) sizes.push_back(static_cast<int64_t>(tensor.nbytes()));
+  const std::vector<size_t> counts = saving::shard_counts(sizes, most_bytes);
   ordered_json map = ordered_json::object();
   int64_t bytes = 0;
-  for (size_t i = 0; i < parts.size(); ++i) {
-    char name[64];
-    std::snprintf(name, sizeof(name), "model-%05zu-of-%05zu.safetensors", i + 1, parts.size());
-    write_weights(folder, name, parts[i], files);
-    for (const auto& [weight, tensor] : parts[i]) {
+  auto first = weights.begin();
+  for (size_t i = 0; i < counts.size(); ++i) {
+    const std::string name = saving::shard_name("model", i, counts.size());
+    const Weights part(first, first + static_cast<std::ptrdiff_t>(counts[i]));
+    first += static_cast<std::ptrdiff_t>(counts[i]);
+    write_weights(folder, name, part, files);
+    for (const auto& [weight, tensor] : part) {
       map[weight] = name;
       bytes += static_cast<int64_t>(tensor.nbytes());
     }
   }
+  if (counts.size() == 1) return;
   const ordered_json index = {{"metadata", {{"total_size", bytes}}}, {"weight_map", map}};
   write_text(folder, "model.safetensors.index.json", index.dump(kIndent) + "\n", files);
 }

@@ -42,8 +42,8 @@ struct Converted {
 
 class FusedLoad {
  public:
-  FusedLoad(const StoredCheckpoint& stored, const WeightPlaces& places, Optimizer& optimizer)
-      : stored_(stored), places_(places), optimizer_(optimizer), core_(*optimizer.core()) {}
+  FusedLoad(const StoredCheckpoint& stored, const ModelNames& names, const WeightPlaces& places, Optimizer& optimizer)
+      : stored_(stored), names_(names), places_(places), optimizer_(optimizer), core_(*optimizer.core()) {}
 
   void run() {
     for (size_t b = 0; b < core_.block_count(); ++b) {
@@ -67,11 +67,9 @@ class FusedLoad {
     core_.accept_weights();
   }
 
-  void name(const ModelNames& names) { names_ = &names; }
-
  private:
   void place(size_t block, size_t index, const at::Tensor& parameter) {
-    const std::string& name = *names_->find(parameter);
+    const std::string& name = *names_.find(parameter);
     const bool is_stored = places_.sources().contains(name);
     if (is_stored && stored_.section(kPrevious).contains(name)) {
       if (!next_weights_.contains(block)) next_weights_[block] = core_.load_next_weights(block);
@@ -123,10 +121,10 @@ class FusedLoad {
   }
 
   const StoredCheckpoint& stored_;
+  const ModelNames& names_;
   const WeightPlaces& places_;
   Optimizer& optimizer_;
   runtime::ModelOptimizer& core_;
-  const ModelNames* names_ = nullptr;
   StoredCheckpoint::Destinations destinations_;
   std::vector<Converted> converted_;
   std::map<size_t, std::vector<at::Tensor>> next_weights_;  // by block
@@ -137,9 +135,7 @@ class FusedLoad {
 
 void load_fused(const StoredCheckpoint& stored, const ModelNames& names, const WeightPlaces& places,
                 Optimizer& optimizer) {
-  FusedLoad load(stored, places, optimizer);
-  load.name(names);
-  load.run();
+  FusedLoad(stored, names, places, optimizer).run();
 }
 
 }  // namespace roundpipe

@@ -48,26 +48,15 @@ LaidOut lay_out(std::string name, std::vector<CapturedTensor> tensors) {
 
 // The tensors of a section in shards of at most kShard_bytes.
 std::vector<LaidOut> files_of(const Capture::Section& section) {
-  std::vector<std::vector<CapturedTensor>> shards(1);
-  int64_t filled = 0;
-  for (const CapturedTensor& item : section.second) {
-    const auto bytes = static_cast<int64_t>(item.tensor.nbytes());
-    if (!shards.back().empty() && filled + bytes > kShard_bytes) {
-      shards.emplace_back();
-      filled = 0;
-    }
-    shards.back().push_back(item);
-    filled += bytes;
-  }
+  std::vector<int64_t> bytes;
+  for (const CapturedTensor& item : section.second) bytes.push_back(static_cast<int64_t>(item.tensor.nbytes()));
+  const std::vector<size_t> counts = saving::shard_counts(bytes, kShard_bytes);
   std::vector<LaidOut> files;
-  for (size_t i = 0; i < shards.size(); ++i) {
-    std::string name = section.first;
-    if (shards.size() > 1) {
-      std::array<char, 32> part{};
-      std::snprintf(part.data(), part.size(), "-%05zu-of-%05zu", i + 1, shards.size());
-      name += part.data();
-    }
-    files.push_back(lay_out(name + ".safetensors", std::move(shards[i])));
+  auto first = section.second.begin();
+  for (size_t i = 0; i < counts.size(); ++i) {
+    const auto last = first + static_cast<std::ptrdiff_t>(counts[i]);
+    files.push_back(lay_out(saving::shard_name(section.first, i, counts.size()), {first, last}));
+    first = last;
   }
   return files;
 }

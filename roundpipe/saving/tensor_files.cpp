@@ -1,6 +1,8 @@
 #include <roundpipe/saving/tensor_files.h>
 
 #include <algorithm>
+#include <array>
+#include <cstdio>
 #include <map>
 
 #include <ATen/core/grad_mode.h>
@@ -89,6 +91,27 @@ c10::ScalarType dtype_of(const TensorEntry& entry, const std::string& path) {
   }
   throw Error(concat("[checkpoint] '", entry.name, "' in ", path, " has the dtype ", entry.dtype,
                      ", expected one that torch has"));
+}
+
+std::vector<size_t> shard_counts(const std::vector<int64_t>& tensor_bytes, int64_t most_bytes) {
+  std::vector<size_t> counts{0};
+  int64_t filled = 0;
+  for (const int64_t bytes : tensor_bytes) {
+    if (counts.back() > 0 && filled + bytes > most_bytes) {
+      counts.push_back(0);
+      filled = 0;
+    }
+    ++counts.back();
+    filled += bytes;
+  }
+  return counts;
+}
+
+std::string shard_name(const std::string& stem, size_t index, size_t count) {
+  if (count == 1) return stem + ".safetensors";
+  std::array<char, 48> part{};
+  std::snprintf(part.data(), part.size(), "-%05zu-of-%05zu", index + 1, count);
+  return concat(stem, part.data(), ".safetensors");
 }
 
 void write_tensor(const Target& target, const at::Tensor& tensor) {

@@ -22,6 +22,12 @@ std::string dtype_name(c10::ScalarType dtype, const std::string& what);
 // torch's dtype of a tensor in the file at `path`. Throws Error for one that torch lacks.
 c10::ScalarType dtype_of(const checkpoint::TensorEntry& entry, const std::string& path);
 
+// Cuts tensors of these sizes, in order, into files of at most `most_bytes` each; a larger tensor has a file of its
+// own. Returns the number of tensors in each file: at least one file, which is empty if there are none.
+std::vector<size_t> shard_counts(const std::vector<int64_t>& tensor_bytes, int64_t most_bytes);
+// "model-00002-of-00005.safetensors" of index 1 of 5; "model.safetensors" of a single one.
+std::string shard_name(const std::string& stem, size_t index, size_t count);
+
 // The place of a tensor's first byte.
 struct Target {
   checkpoint::OutputFile* file = nullptr;

@@ -69,6 +69,15 @@ TEST_CASE("tensor files: another shape, another name and damage are refused") {
   CHECK_THROWS_AS(read_tensors(step, record, {{"value", same}}, ignore), roundpipe::Error);
 }
 
+TEST_CASE("tensor files: tensors are cut into files of at most so many bytes") {
+  using Counts = std::vector<size_t>;
+  CHECK(shard_counts({}, 10) == Counts{0});
+  CHECK(shard_counts({4, 6, 1, 20, 3}, 10) == Counts{2, 1, 1, 1});
+  CHECK(shard_counts({20, 3}, 10) == Counts{1, 1});
+  CHECK(shard_name("model", 0, 1) == "model.safetensors");
+  CHECK(shard_name("model", 1, 12) == "model-00002-of-00012.safetensors");
+}
+
 TEST_CASE("tensor files: a dtype without a name is refused") {
   CHECK_THROWS_AS(dtype_name(at::kComplexDouble, "'w'"), std::invalid_argument);
 }
