@@ -318,6 +318,8 @@ void bind_pipeline(py::module_& module) {
       .def_property("calls", &Pipeline::calls, &Pipeline::set_calls)
       .def("last_plan", &Pipeline::last_plan)
       .def("last_log", &Pipeline::last_log)
+      .def_property_readonly("kept_calls", [](const Pipeline&) { return Pipeline::kKeptLogs; })
+      .def("recent_logs", &Pipeline::recent_logs)
       .def("last_records", &Pipeline::last_records);
 }
 

@@ -71,6 +71,8 @@ CallPtr Pipeline::begin_call(CallOptions options, Engine& engine) {
   call->verified = every > 0 && call->options.requires_grad && ++training_calls_ % every == 0;
   for (const BlockState& block : model_->blocks) call->readings.push_back(block.block->current());
   last_call_ = call;
+  recent_logs_.push_back(call->log);
+  if (recent_logs_.size() > kKeptLogs) recent_logs_.pop_front();
   ++calls_;
   return call;
 }

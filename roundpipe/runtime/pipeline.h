@@ -1,5 +1,6 @@
 #pragma once
 
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -106,7 +107,10 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
   void set_random_seed(uint64_t seed) { random_seed_ = seed; }
   // The records of the last call so far.
   std::vector<ExecutionRecord> last_records() const;
-  // The log of these records, which grows until the call is over; null before the first call.
+  // The logs of the latest calls, oldest first, kKeptLogs at most.
+  std::vector<std::shared_ptr<ExecutionLog>> recent_logs() const { return {recent_logs_.begin(), recent_logs_.end()}; }
+  static constexpr size_t kKeptLogs = 8;
+  // The log of the last call, which grows until the call is over; null before the first call.
   std::shared_ptr<ExecutionLog> last_log() const { return last_call_ ? last_call_->log : nullptr; }
   const std::optional<schedule::Plan>& last_plan() const { return last_plan_; }
   // The plan of the last call with a backward.
@@ -141,6 +145,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
   std::shared_ptr<ModelState> model_;
   std::vector<CallPtr> active_;  // submitted and not yet known to have succeeded; oldest first
   CallPtr last_call_;
+  std::deque<std::shared_ptr<ExecutionLog>> recent_logs_;
   std::optional<schedule::Plan> last_plan_;
   std::optional<schedule::Plan> last_step_plan_;
   int last_step_groups_ = 1;

@@ -5,7 +5,7 @@ from __future__ import annotations
 from roundpipe import _core
 from roundpipe.model.pending import record_fields
 from roundpipe.performance.step_report import StepReport, report
-
+from roundpipe.performance.timeline import Timeline, timeline_of
 
 class RunRecords:
     """The calls, costs and records of a model with one pipeline."""
@@ -98,6 +98,24 @@ class RunRecords:
     def last_plan(self) -> _core.Plan | None:
         """The jobs of the last call."""
         return self._pipeline.last_plan()
+
+    def timeline(self, calls: int = 1) -> Timeline:
+        """What the devices did in the latest calls, forward-only ones included, and when.
+
+            model.timeline(calls=3).save("steps.json")  # for ui.perfetto.dev; .png and .html as well
+
+        Args:
+            calls: how many; at most eight are kept. Work that a call has not finished is not part of it, so call
+                `synchronize` before.
+
+        Raises:
+            ValueError: `calls` is out of range, or no device has finished any work yet.
+        """
+        logs = self._pipeline.recent_logs()
+        kept = self._pipeline.kept_calls
+        if not isinstance(calls, int) or isinstance(calls, bool) or not 1 <= calls <= kept:
+            raise ValueError(f"[timeline] calls is {calls!r}, expected an integer from 1 to {kept}")
+        return timeline_of([log.records() for log in logs[-calls:]], self._pipeline.last_plan(), self._name)
 
     def last_records(self) -> list[tuple[str, int, int, int, int, float, float]]:
         """The last call's executed stages: (phase, first layer, last layer, microbatch, device, start ms, end ms)."""

@@ -15,7 +15,7 @@ from roundpipe.planning.options import CostsArgument, PlanningOptions, print_tab
 
 if TYPE_CHECKING:
     from roundpipe.planning.emulation import Emulation
-    from roundpipe.planning.pictures import Span
+    from roundpipe.performance.pictures import Span
     from roundpipe.planning.schedules import Impossible, Prediction, Request
 
 
@@ -83,18 +83,18 @@ class _Measured:
 
     def spans(self, steps: int, mode: str) -> list[Span]:
         """What a picture shows: the last synchronous steps, or what ran at the measured pace."""
-        from roundpipe.planning.pictures import cut_to_window, spans_of_records
+        from roundpipe.performance.pictures import cut_to_window
+        from roundpipe.performance.timeline import spans_of_records
 
         records, warm_up = self.emulation.records, self.emulation.warm_up
         if mode == "sync":
-            return spans_of_records(record for step in records[-steps:] for record in step)
+            return spans_of_records([[record for step in records[-steps:] for record in step]])
         zero_ms = min(record.start_ms for step in records for record in step)
         start_ms = max(record.end_ms for step in records[:warm_up] for record in step) - zero_ms
         # The last two steps drain the pipeline.
         length_ms = max(1, min(steps, len(records) - warm_up - 2)) * self.emulation.step_ms
-        return cut_to_window(
-            spans_of_records(record for step in records for record in step), (start_ms, start_ms + length_ms)
-        )
+        spans = spans_of_records([[record for step in records for record in step]])
+        return cut_to_window(spans, (start_ms, start_ms + length_ms))
 
     def row(self) -> list[str]:
         """The schedule's line of the table."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from roundpipe.planning.costs import CostSet
-    from roundpipe.planning.pictures import Span
+    from roundpipe.performance.pictures import Span
     from roundpipe.planning.schedules import Impossible, Request
 
 CostsArgument = Annotated[
@@ -236,7 +236,7 @@ class PlanningOptions:
 
     def write_pictures(self, rows: list[tuple[str, list[Span]]], title: str) -> None:
         """Writes the pictures that were asked for, and says so on the error stream."""
-        from roundpipe.planning import pictures
+        from roundpipe.performance import pictures
 
         if self.png is not None:
             pictures.write_png(self.png, rows)

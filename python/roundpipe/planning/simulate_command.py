@@ -12,7 +12,7 @@ from roundpipe.command_options import After
 from roundpipe.planning.options import STAGES_LEGEND, CostsArgument, LinkOptions, print_table, schedules_in
 
 if TYPE_CHECKING:
-    from roundpipe.planning.pictures import Span
+    from roundpipe.performance.pictures import Span
     from roundpipe.planning.schedules import Impossible, Prediction, Request
 
 

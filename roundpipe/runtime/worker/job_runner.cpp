@@ -5,6 +5,7 @@
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/memory_rules.h>
 #include <roundpipe/runtime/model/out_of_memory.h>
+#include <roundpipe/torch_compat/profiler_range.h>
 
 namespace roundpipe::runtime {
 
@@ -79,7 +80,14 @@ void JobRunner::run_job(JobRun& run) {
     const EventPtr begun = device_.compute().mark();
     const Watch::Scope watched(watch_, run, microbatch);
     device_.begin_microbatch();
-    run_microbatch(run, microbatch);
+    {
+      const torch_compat::ProfilerRange range([&] {
+        return concat("roundpipe ", schedule::phase_name(run.job.phase), ": ", run.call->model->name, " layers ",
+                      run.job.layers.first, " to ", run.job.layers.last - 1, ", microbatch ", microbatch, ", device ",
+                      index_);
+      });
+      run_microbatch(run, microbatch);
+    }
     run.staged.erase(microbatch);
     doing_ = {"the gradient sums", run.job.layers};
     if (run.job.phase != Phase::kForward) sums_.end_group(run, microbatch);

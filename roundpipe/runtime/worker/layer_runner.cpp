@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/torch_compat/profiler_range.h>
 
 namespace roundpipe::runtime {
 
@@ -139,6 +140,8 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
                          "next ones take it into account"));
     }
     repeated = true;
+    const torch_compat::ProfilerRange range(
+        [&] { return concat("roundpipe layer ", l, recompute ? " recompute: " : " forward: ", state.layer->name()); });
     if (times_layers(run, microbatch)) {
       const EventPtr begun = device_.compute().mark();
       outputs = layer.forward(inputs, context);

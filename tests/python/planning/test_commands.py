@@ -360,30 +360,6 @@ def test_stages_are_saved_and_loaded(tmp_path: Path) -> None:
         ModelExecutePlan.load(tmp_path / "other.json")
 
 
-@pytest.mark.parametrize("ending", ["html", "png", "json"])
-def test_a_real_call_is_drawn(ending: str, tmp_path: Path) -> None:
-    import torch
-    from torch import nn
-
-    import roundpipe
-    from roundpipe.planning.pictures import write_call
-
-    roundpipe.devices("virtual:2")
-    pipe = roundpipe.RoundPipe(nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)]))
-    with pytest.raises(ValueError, match="nothing has been executed"):
-        write_call(tmp_path / "call.html", pipe)
-    pending = pipe.submit((torch.ones(4, 2),), loss_fn=lambda outputs, _: outputs.sum())
-    pending.loss()
-    pipe.synchronize()
-    for call in (pipe, pending):
-        path = tmp_path / f"call.{ending}"
-        write_call(path, call)
-        assert path.stat().st_size > 500
-        path.unlink()
-    with pytest.raises(ValueError, match=r"ends in '\.txt'"):
-        write_call(tmp_path / "call.txt", pipe)
-
-
 def test_whole_plans_are_saved_and_loaded(tmp_path: Path) -> None:
     from roundpipe.planning.plans import load_plan, save_plan
 
