@@ -52,7 +52,7 @@ test: STEPS := 5
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all setup build build-tests test-cpp test-python test-card test-card-all test-mutants \
-  test-asan test-tsan test-no-torch lint format bench bench-gpu wheel test-wheel install clean
+  test-asan test-tsan test-no-torch lint format bench bench-gpu wheel test-wheel install site clean
 
 help:
 	@echo 'make demo           proves what it claims, then trains a small language model; no GPU needed'
@@ -72,6 +72,7 @@ help:
 	@echo 'make wheel          a wheel for this Python and this torch, and a source distribution, in dist/'
 	@echo 'make test-wheel     installs that wheel into an empty environment and runs the demo there'
 	@echo 'make install PREFIX=DIR  the C++ library, its headers and its CMake package, and roundpipe-train'
+	@echo 'make site           the documentation with search, in build/site'
 	@echo 'make lint           ruff, mypy, clang-format'
 	@echo 'make format         let ruff and clang-format rewrite the sources'
 	@echo 'make bench          every benchmark in bench/'
@@ -115,6 +116,10 @@ $(VENV)/.test: $(VENV)/.package
 
 $(VENV)/.lint: $(VENV)/.package
 	@$(call install,lint)
+	@touch $@
+
+$(VENV)/.site: $(VENV)/.made
+	@$(call install,site)
 	@touch $@
 
 setup: $(VENV)/.package
@@ -222,6 +227,7 @@ test-all: build-tests $(VENV)/.test
 	@echo "== mutated files, for longer"
 	@ROUNDPIPE_FUZZ_SECONDS=15 $(BUILD)/tests/cpp/checkpoint_test -tc="fuzz: *"
 	@$(MAKE) test-card-all
+	$(if $(OWN_TORCH),,@echo "== the documentation as a site" && $(MAKE) site)
 	@echo "== a wheel in an empty environment"
 	@$(MAKE) test-wheel
 
@@ -265,6 +271,12 @@ install: $(BUILD)/.configured
 	$(if $(PREFIX),,$(error name the folder to install into: make install PREFIX=/opt/roundpipe))
 	@$(NINJA) -C $(BUILD) roundpipe roundpipe_train
 	@$(TOOLS) cmake --install $(BUILD) --prefix "$(PREFIX)" --component cpp
+
+# --- Documentation -----------------------------------------------------------------------------------------------
+
+# Links and anchors that lead nowhere end it. Nothing is imported, so no torch is needed.
+site: $(VENV)/.site
+	@$(BIN)/python tools/site.py
 
 # --- Everything else ---------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from roundpipe.model.pending import record_fields
 from roundpipe.performance.step_report import StepReport, report
 from roundpipe.performance.timeline import Timeline, timeline_of
 
+
 class RunRecords:
     """The calls, costs and records of a model with one pipeline."""
 

@@ -76,7 +76,7 @@ def timeline_of(calls: Sequence[Iterable[_core.Record]], plan: _core.Plan | None
 
 def spans_of_records(calls: Sequence[Iterable[_core.Record]]) -> list[Span]:
     """The spans of real calls; the first start is time 0."""
-    spans = []
+    spans: list[Span] = []
     steps = 0
     for records in calls:
         before = len(spans)

@@ -14,8 +14,8 @@ from roundpipe.command_options import After
 from roundpipe.planning.options import CostsArgument, PlanningOptions, print_table, require, schedules_in
 
 if TYPE_CHECKING:
-    from roundpipe.planning.emulation import Emulation
     from roundpipe.performance.pictures import Span
+    from roundpipe.planning.emulation import Emulation
     from roundpipe.planning.schedules import Impossible, Prediction, Request
 
 

