@@ -14,6 +14,7 @@ from roundpipe.files import first_lines, refuse_missing_folder
 from roundpipe.memory.budget import HOST_VARIABLE, BudgetError, budget_of, predict_model, refuse_host
 from roundpipe.model.pipe import RoundPipe
 from roundpipe.model.wrap import wrap_model_to_roundpipe
+from roundpipe.ops.packed_attention import register
 
 if TYPE_CHECKING:
     import os
@@ -73,6 +74,7 @@ def from_pretrained(
     wrapping = _wrap_options()
     mine = {name: options.pop(name) for name in list(options) if name in wrapping}
     base = name_or_path if adapter is None else _base_of(adapter)
+    register()  # attn_implementation="packed"
     admit = _host_check(base, mine.get("host_memory"), trains=adapter is None and peft_config is None)
     model: Any = _load(base, {"dtype": "auto", **options}, extra_tensors, frozen_weights == "mmap", admit)
     if adapter is not None:

@@ -23,10 +23,14 @@ LINK = re.compile(r"\]\((?P<target>[^)#]+)(#[^)]*)?\)")
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
+# A translation has the blocks of its page, which are run there.
+TRANSLATIONS = sorted((ROOT / "docs" / "zh").glob("*.md"))
+
+
 def examples() -> list[tuple[str, str, str]]:
     """(id, flag, code) of every block; the code starts on its own line of the page, so tracebacks point there."""
     found = []
-    for page in PAGES:
+    for page in (page for page in PAGES if page not in TRANSLATIONS):
         text = page.read_text()
         for block in BLOCK.finditer(text):
             line = text.count("\n", 0, block.start("code"))
@@ -51,6 +55,14 @@ def test_the_index_lists_every_page() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
     assert {name for name in pages if f"]({name})" not in index} == set()
+
+
+@pytest.mark.parametrize("page", TRANSLATIONS, ids=lambda page: page.name)
+def test_a_translation_has_its_pages_blocks(page: Path) -> None:
+    original = ROOT / "README.md" if page.name == "README.md" else ROOT / "docs" / page.name
+    blocks = [block.group() for block in BLOCK.finditer(page.read_text())]
+    assert blocks
+    assert blocks == [block.group() for block in BLOCK.finditer(original.read_text())]
 
 
 def test_the_readme_has_an_example_that_runs() -> None:
