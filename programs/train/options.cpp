@@ -69,12 +69,18 @@ void add_options(CLI::App& app, Options& options) {
   CLI::Option* const lora = app.add_flag("--lora", options.lora, "train LoRA adapters, and freeze the model");
   number("--lora-rank", options.lora_rank, "rank of an adapter", 1)->needs(lora);
   number("--lora-alpha", options.lora_alpha, "what an adapter adds is scaled by alpha / rank", 1e-9)->needs(lora);
-  app.add_option("--lora-targets", options.lora_targets, "linear layers with adapters, such as q_proj,up_proj")
+  app.add_option("--lora-dropout", options.lora_dropout, "of what enters an adapter")
+      ->check(share)
+      ->needs(lora)
+      ->capture_default_str();
+  app.add_option("--lora-targets", options.lora_targets,
+                 "linear layers with adapters, such as q_proj,up_proj; or all-linear")
       ->delimiter(',')
       ->needs(lora)
       ->capture_default_str();
   app.add_flag("--lora-rslora", options.lora_rank_stabilized, "scale by alpha / sqrt(rank)")->needs(lora);
   app.add_option("--adapter", options.adapter, "folder of a PEFT adapter to go on from")->excludes(lora);
+  app.add_flag("--merge", options.merge, "also write the model with the adapters merged into its weights");
 
   app.add_option("--rows", options.rows, "how documents become rows: packed, stream or padded")
       ->check(CLI::IsMember({"packed", "stream", "padded"}))
@@ -113,8 +119,9 @@ void add_options(CLI::App& app, Options& options) {
 
   app.add_option("--dtype", options.dtype, "of the weights: float32 or bfloat16; default: the model's own")
       ->check(CLI::IsMember({"float32", "bfloat16"}));
-  app.add_option("--attention", options.attention, "packed or sdpa; default: packed, for padded rows sdpa")
-      ->check(CLI::IsMember({"packed", "sdpa"}));
+  app.add_option("--attention", options.attention,
+                 "packed, sdpa or eager; default: packed, for padded rows sdpa (GPT-OSS: eager)")
+      ->check(CLI::IsMember({"packed", "sdpa", "eager"}));
   app.add_option("--devices", options.devices, "such as cuda:0,cuda:1 or virtual:2,memory=2GiB; default: all cards");
   app.add_option("--host-memory", options.host_memory, "refuse to train if more is predicted, such as 200GB");
   number("--microbatches", options.microbatches, "parts of a step; default: one more than devices", 0);
@@ -153,6 +160,7 @@ void check_together(Options& options) {
       refuse(error.what());
     }
   }
+  if (options.merge && !trains_adapters(options)) refuse("--merge is given, expected --lora or --adapter beside it");
   if (options.learning_rate == 0) refuse("--learning-rate is 0, expected a positive number");
 }
 
@@ -193,15 +201,18 @@ LearningRate learning_rate(const Options& options, int64_t steps) {
 
 std::optional<LoraOptions> lora_of(const Options& options) {
   if (!options.lora) return std::nullopt;
-  return LoraOptions{options.lora_rank, options.lora_alpha, options.lora_rank_stabilized, options.lora_targets};
+  return LoraOptions{options.lora_rank, options.lora_alpha, options.lora_dropout, options.lora_rank_stabilized,
+                     options.lora_targets};
 }
 
-models::Attention attention_of(const Options& options) {
+std::optional<models::Attention> attention_option(const Options& options) {
   if (!options.attention.empty()) return models::parse_attention(options.attention);
-  return options.rows == "padded" ? models::Attention::kSdpa : models::Attention::kPacked;
+  if (options.rows == "padded") return std::nullopt;
+  return models::Attention::kPacked;
 }
 
-std::vector<std::pair<std::string, std::string>> fixed_options(const Options& options, int64_t steps) {
+std::vector<std::pair<std::string, std::string>> fixed_options(const Options& options, int64_t steps,
+                                                               models::Attention attention) {
   std::vector<std::pair<std::string, std::string>> fixed = {
       {"--length", std::to_string(options.length)},
       {"--batch-tokens", std::to_string(options.batch_tokens)},
@@ -218,7 +229,7 @@ std::vector<std::pair<std::string, std::string>> fixed_options(const Options& op
       {"--warmup-steps", std::to_string(options.warmup_steps)},
       {"--floor", text_of(options.floor)},
       {"--asynchronous", options.asynchronous ? "true" : "false"},
-      {"--attention", attention_of(options) == models::Attention::kPacked ? "packed" : "sdpa"},
+      {"--attention", std::string(models::attention_name(attention))},
       {"--microbatches", std::to_string(options.microbatches)}};
   for (const RuleOption& option : rule_options(options)) {
     if (option.given) fixed.emplace_back(option.name, text_of(*option.given));
@@ -229,6 +240,7 @@ std::vector<std::pair<std::string, std::string>> fixed_options(const Options& op
     fixed.emplace_back("--lora-targets", targets);
     fixed.emplace_back("--lora-rank", std::to_string(options.lora_rank));
     fixed.emplace_back("--lora-alpha", text_of(options.lora_alpha));
+    fixed.emplace_back("--lora-dropout", text_of(options.lora_dropout));
     fixed.emplace_back("--lora-rslora", options.lora_rank_stabilized ? "true" : "false");
   }
   // A constant rate does not know where the training ends.

@@ -21,9 +21,10 @@ struct Options {
   std::string model, tokens, out;
   bool lora = false, lora_rank_stabilized = false;
   int64_t lora_rank = LoraOptions{}.rank;
-  double lora_alpha = LoraOptions{}.alpha;
+  double lora_alpha = LoraOptions{}.alpha, lora_dropout = LoraOptions{}.dropout;
   std::vector<std::string> lora_targets = LoraOptions{}.targets;
   std::string adapter;
+  bool merge = false;
   std::string evaluation_file;  // empty: documents of `tokens` are held out
   bool resume = false, dry_run = false, verify_tokens = false, replace_model = false;
 
@@ -67,14 +68,16 @@ std::optional<int> read_options(int argc, const char* const* argv, Options& opti
 UpdateRule update_rule(const Options& options);
 optim::MomentFormat moment_format(const Options& options);
 LearningRate learning_rate(const Options& options, int64_t steps);
-models::Attention attention_of(const Options& options);
+// None: the model's own, for padded rows.
+std::optional<models::Attention> attention_option(const Options& options);
 // None without --lora.
 std::optional<LoraOptions> lora_of(const Options& options);
 // Whether adapters are trained, new ones or those of --adapter.
 inline bool trains_adapters(const Options& options) { return options.lora || !options.adapter.empty(); }
 
 // The options that belong to the bits of a training, as text, by their names on the command line: a run that resumes
-// has to have the same.
-std::vector<std::pair<std::string, std::string>> fixed_options(const Options& options, int64_t steps);
+// has to have the same. `attention`: what the model uses.
+std::vector<std::pair<std::string, std::string>> fixed_options(const Options& options, int64_t steps,
+                                                               models::Attention attention);
 
 }  // namespace roundpipe::train

@@ -46,7 +46,7 @@ std::string read_text(const std::string& path) {
 LanguageModelOptions model_options(const Options& options) {
   LanguageModelOptions made;
   if (!options.dtype.empty()) made.dtype = language::parse_dtype(options.dtype, "--dtype");
-  made.layers.attention = attention_of(options);
+  made.layers.attention = attention_option(options);
   made.lora = lora_of(options);
   made.adapter = options.adapter;
   made.model.name = "roundpipe-train";
@@ -57,13 +57,16 @@ LanguageModelOptions model_options(const Options& options) {
   return made;
 }
 
-// Matrices with the rule's weight decay; norms and biases, which adapters have not, without.
+// Matrices with the rule's weight decay; norms, sinks and biases, which adapters have not, without. Biases of experts
+// are stacked.
 Optimizer make_optimizer(LanguageModel& model, const Options& options, int64_t steps) {
   const UpdateRule rule = update_rule(options);
   std::vector<ParameterGroup> groups;
   if (!trains_adapters(options)) {
-    groups.push_back(
-        {[](const std::string&, const at::Tensor& parameter) { return parameter.dim() < 2; }, rule.options});
+    groups.push_back({[](const std::string& name, const at::Tensor& parameter) {
+                        return parameter.dim() < 2 || name.ends_with("_bias");
+                      },
+                      rule.options});
     groups[0].options.weight_decay = 0;
   }
   Optimizer optimizer(model.model(), rule, groups, {.moments = moment_format(options)});
@@ -95,13 +98,15 @@ class Training {
   void log();
   void evaluate(int64_t step);
   void save(int64_t step, bool wait);
-  // Where the result goes.
-  std::string result_folder() const {
-    return checkpoint::join(options_.out, trains_adapters(options_) ? "adapter" : "model");
-  }
+  void write_results();
+  // Where the results go: a model, adapters, or both.
+  std::string adapter_folder() const { return checkpoint::join(options_.out, "adapter"); }
+  std::string model_folder() const { return checkpoint::join(options_.out, "model"); }
+  bool writes_model() const { return !trains_adapters(options_) || options_.merge; }
 
   const Options& options_;
   const language::Config config_;
+  const models::Attention attention_;
   Data data_;
   std::optional<std::string> checkpoint_;  // to resume from
   std::optional<StopSignal> stop_;
@@ -113,10 +118,13 @@ class Training {
 };
 
 Training::Training(const Options& options)
-    : options_(options), config_(language::read_config(options.model)), data_(options, config_) {
+    : options_(options),
+      config_(language::read_config(options.model)),
+      attention_(language::attention_of(config_, model_options(options).layers)),
+      data_(options, config_) {
   const std::optional<LoraOptions> lora =
       options.adapter.empty() ? lora_of(options) : std::optional(language::read_lora(options.adapter));
-  if (lora) language::check_lora(*lora, config_.layers);
+  if (lora) language::check_lora(*lora, config_);
   if (!options.devices.empty()) set_devices(options.devices);
   check_folder();
 }
@@ -128,7 +136,8 @@ void Training::check_folder() {
                                        ", expected none; add --resume to go on from it, or name another folder"));
   }
   if (checkpoint_) check_fixed();
-  language::check_model_folder(result_folder(), options_.replace_model);
+  if (trains_adapters(options_)) language::check_model_folder(adapter_folder(), options_.replace_model);
+  if (writes_model()) language::check_model_folder(model_folder(), options_.replace_model);
 }
 
 void Training::check_memory() {
@@ -170,7 +179,7 @@ void Training::check_fixed() const {
   std::map<std::string, std::string> before, now;
   const StateValue saved_options = saved(kFixed);
   for (const auto& [name, value] : saved_options.entries()) before[name.as_string()] = value.as_string();
-  for (const auto& [name, value] : fixed_options(options_, data_.steps())) now[name] = value;
+  for (const auto& [name, value] : fixed_options(options_, data_.steps(), attention_)) now[name] = value;
   std::map<std::string, std::string> all = before;
   all.insert(now.begin(), now.end());
   const auto shown = [](const auto& values, const std::string& name) {
@@ -216,13 +225,19 @@ int Training::run() {
     return status_after(signal);
   }
   if (options_.save_every > 0) save(step_, true);
-  if (trains_adapters(options_)) {
-    model_->save_adapter(result_folder(), options_.replace_model);
-  } else {
-    model_->save(result_folder(), {.replace = options_.replace_model});
-  }
-  std::printf("trained; the result is in %s\n", result_folder().c_str());
+  write_results();
   return 0;
+}
+
+void Training::write_results() {
+  const language::ModelFolderOptions saving{.replace = options_.replace_model};
+  if (trains_adapters(options_)) {
+    model_->save_adapter(adapter_folder(), saving.replace);
+    std::printf("trained; the adapter is in %s\n", adapter_folder().c_str());
+  }
+  if (!writes_model()) return;
+  options_.merge ? model_->save_merged(model_folder(), saving) : model_->save(model_folder(), saving);
+  std::printf("trained; the %s is in %s\n", options_.merge ? "merged model" : "model", model_folder().c_str());
 }
 
 void Training::train_steps() {
@@ -288,7 +303,7 @@ void Training::save(int64_t step, bool wait) {
   saving.wait = wait;
   saving.overwrite = true;
   std::vector<std::pair<std::string, StateValue>> fixed;
-  for (const auto& [name, value] : fixed_options(options_, data_.steps())) fixed.emplace_back(name, value);
+  for (const auto& [name, value] : fixed_options(options_, data_.steps(), attention_)) fixed.emplace_back(name, value);
   saving.state = {{kFixed, StateValue::dict(fixed)}, {kTokens, static_cast<int64_t>(data_.checksum())}};
   saving.files = {{"config.json", read_text(checkpoint::join(options_.model, "config.json"))}};
   // The folder of the model holds what is frozen.

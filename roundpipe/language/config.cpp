@@ -1,5 +1,6 @@
 #include <roundpipe/language/config.h>
 
+#include <algorithm>
 #include <set>
 #include <stdexcept>
 
@@ -39,18 +40,28 @@ const std::set<std::string>& harmless() {
   return names;
 }
 
+constexpr double kDefaultTheta = 10000;
+constexpr double kDefaultEps = 1e-6;
+
 struct TypeDefaults {
   const char* model_type;
   int64_t key_heads;  // 0: as many as heads
   int64_t head_dim;   // 0: width / heads
   int64_t max_positions;
+  double theta = kDefaultTheta;
+  double norm_eps = kDefaultEps;
 };
-constexpr TypeDefaults kTypes[] = {{"llama", 0, 0, 2048},
-                                   {"mistral", 8, 0, 4096 * 32},
-                                   {"qwen2", 32, 0, 32768},
-                                   {"qwen3", 32, 128, 32768},
-                                   {"qwen3_moe", 4, 0, 32768}};
-constexpr double kDefaultTheta = 10000;
+constexpr TypeDefaults kTypes[] = {{"llama", 0, 0, 2048},      {"mistral", 8, 0, 4096 * 32},
+                                   {"qwen2", 32, 0, 32768},    {"qwen3", 32, 128, 32768},
+                                   {"qwen3_moe", 4, 0, 32768}, {"gpt_oss", 8, 64, 131072, 150000, 1e-5}};
+const char* const kTypesText = "llama, mistral, qwen2, qwen3, qwen3_moe and gpt_oss";
+
+// Of a GPT-OSS model whose config.json says nothing about its positions.
+const json& default_gpt_oss_rotary() {
+  static const json fields = {{"rope_type", "yarn"}, {"factor", 32.0},    {"beta_fast", 32.0},
+                              {"beta_slow", 1.0},    {"truncate", false}, {"original_max_position_embeddings", 4096}};
+  return fields;
+}
 
 RotaryType rotary_type(JsonFields& fields, const std::string& name) {
   if (name == "default") return RotaryType::kDefault;
@@ -61,15 +72,18 @@ RotaryType rotary_type(JsonFields& fields, const std::string& name) {
   fields.refuse("rope_type", name, "one of default, linear, dynamic, llama3 and yarn; train this model from Python");
 }
 
-RotaryConfig parse_rotary(JsonFields& config, const std::string& where, int64_t max_positions) {
+RotaryConfig parse_rotary(JsonFields& config, const std::string& where, int64_t max_positions,
+                          const TypeDefaults& defaults) {
   // transformers prefers the older name where both are there.
   const bool older = config.has("rope_scaling") && !config.at("rope_scaling").empty();
   const bool newer = config.has("rope_parameters");
-  const json none = json::object();
+  const bool is_gpt_oss = defaults.model_type == std::string_view("gpt_oss");
+  const json none = is_gpt_oss ? default_gpt_oss_rotary() : json::object();
   const json& object = older ? config.at("rope_scaling") : newer ? config.at("rope_parameters") : none;
   JsonFields fields(object, concat(where, older ? " 'rope_scaling'" : " 'rope_parameters'"));
   RotaryConfig rotary;
-  const double theta = config.positive("rope_theta", kDefaultTheta);
+  rotary.halves = is_gpt_oss;
+  const double theta = config.positive("rope_theta", defaults.theta);
   rotary.theta = fields.positive("rope_theta", theta);
   const std::string type = fields.text("type", "default");
   rotary.type = rotary_type(fields, fields.text("rope_type", type));
@@ -98,30 +112,9 @@ RotaryConfig parse_rotary(JsonFields& config, const std::string& where, int64_t 
   return rotary;
 }
 
-void parse_windows(JsonFields& fields, Config& config) {
-  config.slides.assign(static_cast<size_t>(config.layers), 0);
-  if (config.model_type == "llama") return;
-  if (config.model_type == "mistral") {
-    if (fields.is_null("sliding_window")) return;
-    config.window = fields.integer("sliding_window", 4096);
-    config.slides.assign(static_cast<size_t>(config.layers), 1);
-    return;
-  }
-  const bool slides = fields.flag("use_sliding_window", false);
-  if (config.model_type == "qwen3_moe") {
-    if (slides && !fields.is_null("sliding_window")) config.window = fields.integer("sliding_window", 4096);
-    fields.has("sliding_window");
-    fields.has("max_window_layers");  // which this class does not read
-    config.slides.assign(static_cast<size_t>(config.layers), config.window ? 1 : 0);
-    return;
-  }
-  if (slides && !fields.is_null("sliding_window")) config.window = fields.integer("sliding_window", 4096);
-  fields.has("sliding_window");
-  const int64_t first = fields.integer("max_window_layers", 28, 0);
-  if (!fields.has("layer_types")) {
-    for (int64_t i = first; config.window && i < config.layers; ++i) config.slides[static_cast<size_t>(i)] = 1;
-    return;
-  }
+// What each layer's type says; nothing if there are no types.
+void parse_layer_types(JsonFields& fields, Config& config) {
+  if (!fields.has("layer_types")) return;
   const json& types = fields.at("layer_types");
   if (!types.is_array() || types.size() != config.slides.size()) {
     fields.refuse("layer_types", types, concat("a list with a type for each of ", config.layers, " layers"));
@@ -137,32 +130,93 @@ void parse_windows(JsonFields& fields, Config& config) {
   }
 }
 
-void parse_experts(JsonFields& fields, Config& config) {
+void parse_windows(JsonFields& fields, Config& config) {
+  config.slides.assign(static_cast<size_t>(config.layers), 0);
+  if (config.model_type == "llama") return;
+  if (config.model_type == "mistral") {
+    if (fields.is_null("sliding_window")) return;
+    config.window = fields.integer("sliding_window", 4096);
+    config.slides.assign(static_cast<size_t>(config.layers), 1);
+    return;
+  }
+  if (config.model_type == "gpt_oss") {
+    if (fields.is_null("sliding_window")) fields.refuse("sliding_window", nullptr, "an integer of at least 1");
+    config.window = fields.integer("sliding_window", 128);
+    for (size_t i = 0; i < config.slides.size(); i += 2) config.slides[i] = 1;
+    parse_layer_types(fields, config);
+    return;
+  }
+  const bool slides = fields.flag("use_sliding_window", false);
+  if (config.model_type == "qwen3_moe") {
+    if (slides && !fields.is_null("sliding_window")) config.window = fields.integer("sliding_window", 4096);
+    fields.has("sliding_window");
+    fields.has("max_window_layers");  // which this class does not read
+    config.slides.assign(static_cast<size_t>(config.layers), config.window ? 1 : 0);
+    return;
+  }
+  if (slides && !fields.is_null("sliding_window")) config.window = fields.integer("sliding_window", 4096);
+  fields.has("sliding_window");
+  const int64_t first = fields.integer("max_window_layers", 28, 0);
+  for (int64_t i = first; config.window && i < config.layers; ++i) config.slides[static_cast<size_t>(i)] = 1;
+  parse_layer_types(fields, config);
+}
+
+// Of Qwen3-MoE: which layers have experts, and how wide they are.
+void parse_sparse_layers(JsonFields& fields, Config& config, ExpertsConfig& experts) {
+  experts.inner_width = fields.integer("moe_intermediate_size", 768);
+  if (fields.flag("norm_topk_prob", false)) experts.shares = models::Shares::kNormalized;
   config.sparse.assign(static_cast<size_t>(config.layers), 0);
-  if (config.model_type != "qwen3_moe") return;
+  const int64_t period = fields.integer("decoder_sparse_step", 1);
+  for (int64_t i = period - 1; i < config.layers; i += period) config.sparse[static_cast<size_t>(i)] = 1;
+  if (!fields.has("mlp_only_layers")) return;
+  for (const json& index : fields.at("mlp_only_layers")) {
+    if (!index.is_number_unsigned()) fields.refuse("mlp_only_layers", index, "numbers of layers");
+    if (index.get<uint64_t>() < config.sparse.size()) config.sparse[index.get<size_t>()] = 0;
+  }
+}
+
+void parse_experts(JsonFields& fields, Config& config) {
+  const bool is_gpt_oss = config.model_type == "gpt_oss";
+  config.sparse.assign(static_cast<size_t>(config.layers), is_gpt_oss ? 1 : 0);
+  if (!is_gpt_oss && config.model_type != "qwen3_moe") return;
   ExpertsConfig experts;
   const int64_t count = fields.integer("num_experts", 128);
   experts.count = fields.integer("num_local_experts", count);
   if (fields.has("num_experts") && experts.count != count) {
     fields.refuse("num_experts", count, concat("as many as num_local_experts, ", experts.count));
   }
-  experts.top_k = fields.integer("num_experts_per_tok", 8);
+  experts.top_k = fields.integer("num_experts_per_tok", is_gpt_oss ? 4 : 8);
   if (experts.top_k > experts.count) {
     fields.refuse("num_experts_per_tok", experts.top_k, concat("at most the ", experts.count, " experts"));
   }
-  experts.inner_width = fields.integer("moe_intermediate_size", 768);
-  experts.normalized = fields.flag("norm_topk_prob", false);
-  fields.must_be("output_router_logits", false);
-  fields.has("router_aux_loss_coef");  // of the loss that output_router_logits adds
-  const int64_t period = fields.integer("decoder_sparse_step", 1);
-  for (int64_t i = period - 1; i < config.layers; i += period) config.sparse[static_cast<size_t>(i)] = 1;
-  if (fields.has("mlp_only_layers")) {
-    for (const json& index : fields.at("mlp_only_layers")) {
-      if (!index.is_number_unsigned()) fields.refuse("mlp_only_layers", index, "numbers of layers");
-      if (index.get<uint64_t>() < config.sparse.size()) config.sparse[index.get<size_t>()] = 0;
+  if (is_gpt_oss) {
+    experts.inner_width = config.inner_width;
+    experts.shares = models::Shares::kSoftmaxOfChosen;
+    experts.clamped = {fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)};
+    // Copies of other fields in the published folders, which transformers does not read.
+    fields.has("experts_per_token");
+    fields.has("initial_context_length");
+  } else {
+    parse_sparse_layers(fields, config, experts);
+  }
+  const double factor = fields.number("router_aux_loss_coef", 0.001);
+  if (fields.flag("output_router_logits", false)) {
+    if (std::ranges::find(config.sparse, 1) == config.sparse.end()) {
+      fields.refuse("output_router_logits", true, "false, since no layer has experts");
     }
+    config.router_loss_factor = factor;
   }
   config.experts = experts;
+}
+
+ops::Activation parse_activation(JsonFields& fields, const std::string& model_type) {
+  const std::string activation = fields.text("hidden_act", "silu");
+  if (model_type == "gpt_oss") return ops::Activation::kSilu;  // its gate is another one, whatever the field says
+  try {
+    return ops::parse_activation(activation);
+  } catch (const std::invalid_argument& error) {
+    fields.refuse("hidden_act", activation, concat("an activation that is known here: ", error.what()));
+  }
 }
 
 std::optional<int64_t> parse_pad_token(JsonFields& fields, int64_t vocabulary) {
@@ -189,7 +243,7 @@ Config parse_config(std::string_view text, const std::string& where) {
   }
   if (defaults == nullptr) {
     fields.refuse("model_type", object.at("model_type"),
-                  "one of llama, mistral, qwen2, qwen3 and qwen3_moe; train this model from Python");
+                  concat("one of ", kTypesText, "; train this model from Python"));
   }
   if (fields.has("architectures")) {
     for (const json& name : fields.at("architectures")) {
@@ -211,7 +265,7 @@ Config parse_config(std::string_view text, const std::string& where) {
   }
   if (config.model_type != "qwen2" && fields.has("head_dim")) {
     config.head_dim = fields.integer("head_dim");
-  } else if (config.model_type == "qwen3" && !fields.is_null("head_dim")) {
+  } else if (defaults->head_dim != 0 && !fields.is_null("head_dim")) {
     config.head_dim = defaults->head_dim;
   } else {
     config.head_dim = config.width / config.heads;
@@ -221,29 +275,30 @@ Config parse_config(std::string_view text, const std::string& where) {
   }
   if (config.head_dim % 2 != 0) fields.refuse("head_dim", config.head_dim, "an even number, as rotary positions need");
   config.max_positions = fields.integer("max_position_embeddings", defaults->max_positions);
-  config.norm_eps = fields.number("rms_norm_eps", 1e-6);
-  const std::string activation = fields.text("hidden_act", "silu");
-  try {
-    config.activation = ops::parse_activation(activation);
-  } catch (const std::invalid_argument& error) {
-    fields.refuse("hidden_act", activation, concat("an activation that is known here: ", error.what()));
-  }
+  config.norm_eps = fields.number("rms_norm_eps", defaults->norm_eps);
+  config.activation = parse_activation(fields, config.model_type);
   config.tied = fields.flag("tie_word_embeddings", false);
   config.pad_token = parse_pad_token(fields, config.vocabulary);
   if (config.model_type == "llama" || config.model_type.starts_with("qwen3")) {
     config.query_bias = config.output_bias = fields.flag("attention_bias", false);
   }
+  if (config.model_type == "gpt_oss") {
+    config.query_bias = config.output_bias = fields.flag("attention_bias", true);
+    config.sinks = config.float_norms = true;
+  }
   if (config.model_type == "qwen2") config.query_bias = true;
   if (config.model_type == "llama") config.mlp_bias = fields.flag("mlp_bias", false);
   config.query_norm = config.model_type.starts_with("qwen3");
-  if (fields.number("attention_dropout", 0) != 0) {
-    fields.refuse("attention_dropout", fields.at("attention_dropout"), "0; train this model from Python");
-  }
+  config.attention_dropout = fields.share("attention_dropout");
   parse_windows(fields, config);
   parse_experts(fields, config);
-  config.rotary = parse_rotary(fields, begin, config.max_positions);
+  config.rotary = parse_rotary(fields, begin, config.max_positions, *defaults);
   for (const char* name : {"torch_dtype", "dtype"}) {
     if (fields.has(name)) config.dtype = parse_dtype(fields.text(name), concat(begin, " '", name, "'"));
+  }
+  if (fields.has("quantization_config")) {
+    fields.refuse("quantization_config", fields.at("quantization_config"),
+                  "none, as quantised weights are not trained; save the model with its weights dequantised");
   }
   fields.must_be("is_causal", true);
   fields.must_be("is_decoder", false);

@@ -8,6 +8,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <roundpipe/models/moe.h>
 #include <roundpipe/ops/chunked_mlp.h>
 
 namespace roundpipe::language {
@@ -28,6 +29,7 @@ struct RotaryConfig {
   double mscale = 0;  // 0: none
   double mscale_all_dim = 0;
   bool truncate = true;
+  bool halves = false;  // cosines and sines are made for half of a head, and used for both
 };
 
 // A mixture of experts in place of an MLP.
@@ -35,7 +37,9 @@ struct ExpertsConfig {
   int64_t count = 0;
   int64_t top_k = 0;  // of each token
   int64_t inner_width = 0;
-  bool normalized = false;  // a token's shares sum to 1
+  models::Shares shares = models::Shares::kSoftmaxOfAll;
+  // Experts of GPT-OSS: with biases, and matrices [from, to] that are stacked in the folder as well.
+  std::optional<models::ClampedGate> clamped;
 };
 
 // A causal language model, as its config.json describes it.
@@ -57,19 +61,24 @@ struct Config {
   bool output_bias = false;          // of the attention
   bool mlp_bias = false;
   bool query_norm = false;  // and of keys
+  bool sinks = false;       // of the attention
+  // Norms multiply by their weight in fp32, and in a model of fp16 it is fp32.
+  bool float_norms = false;
   // Of the layers that slide: a token sees itself and this many tokens less one before it.
   std::optional<int64_t> window;
-  std::vector<char> slides;  // of each layer: whether it has the window
+  std::vector<char> slides;      // of each layer: whether it has the window
+  double attention_dropout = 0;  // in training
   std::optional<ExpertsConfig> experts;
-  std::vector<char> sparse;  // of each layer: whether it has the experts
+  std::vector<char> sparse;                  // of each layer: whether it has the experts
+  std::optional<double> router_loss_factor;  // of the loss that balances the experts; none: it is not added
   RotaryConfig rotary;
   std::optional<c10::ScalarType> dtype;  // that the weights were saved in
 };
 
-// Reads the text of a config.json of the model types llama, mistral, qwen2, qwen3 and qwen3_moe, with the defaults of
-// transformers' classes. Throws std::invalid_argument, naming the field, for everything that would change the
-// computation and is not supported, also for a field that is not known; Error for text that is not JSON. `where` begins
-// the message.
+// Reads the text of a config.json of the model types llama, mistral, qwen2, qwen3, qwen3_moe and gpt_oss, with the
+// defaults of transformers' classes. Throws std::invalid_argument, naming the field, for everything that would change
+// the computation and is not supported, also for a field that is not known; Error for text that is not JSON. `where`
+// begins the message.
 Config parse_config(std::string_view text, const std::string& where);
 
 // Of a folder with a config.json.

@@ -59,6 +59,12 @@ double JsonFields::positive(const std::string& name, std::optional<double> other
   return value;
 }
 
+double JsonFields::share(const std::string& name) {
+  const double value = number(name, 0);
+  if (!(value >= 0 && value <= 1)) refuse(name, object_.at(name), "a number from 0 to 1");
+  return value;
+}
+
 bool JsonFields::flag(const std::string& name, bool otherwise) {
   if (!has(name)) return otherwise;
   const json& value = at(name);

@@ -23,6 +23,8 @@ class JsonFields {
   int64_t integer(const std::string& name, std::optional<int64_t> otherwise = {}, int64_t least = 1);
   double number(const std::string& name, std::optional<double> otherwise = {});
   double positive(const std::string& name, std::optional<double> otherwise = {});
+  // From 0 to 1; 0 if there is none.
+  double share(const std::string& name);
   bool flag(const std::string& name, bool otherwise);
   std::string text(const std::string& name, std::optional<std::string> otherwise = {});
   // Refuses a field unless it is not there, null or this.

@@ -1,6 +1,7 @@
 #include <roundpipe/language/language_model.h>
 
 #include <cmath>
+#include <map>
 #include <stdexcept>
 #include <utility>
 
@@ -25,9 +26,6 @@ template <typename... Parts>
 }
 
 void check_options(const LanguageModelOptions& options) {
-  if (options.layers.attention == models::Attention::kEager) {
-    refuse("language model", "the attention is eager, expected sdpa or packed");
-  }
   if (options.layers.loss_chunk_tokens < 0 || options.layers.mlp_chunk_tokens < 0) {
     refuse("language model", "a chunk has a negative number of tokens, expected a positive one, or 0 to choose");
   }
@@ -78,7 +76,7 @@ LanguageModel::LanguageModel(const std::string& folder, const LanguageModelOptio
     : folder_(folder),
       config_(language::read_config(folder)),
       lora_(options.lora),
-      attention_(options.layers.attention) {
+      attention_(language::attention_of(config_, options.layers)) {
   check_options(options);
   std::optional<WeightFiles> adapter;
   if (!options.adapter.empty()) {
@@ -86,7 +84,7 @@ LanguageModel::LanguageModel(const std::string& folder, const LanguageModelOptio
     lora_ = language::read_lora(options.adapter);
     adapter.emplace(options.adapter, kAdapterFile, "adapter_config.json");
   }
-  if (lora_) language::check_lora(*lora_, config_.layers);
+  if (lora_) language::check_lora(*lora_, config_);
   if (adapter) {
     std::vector<language::WeightShape> wanted = adapter_shapes(config_, *lora_);
     for (language::WeightShape& weight : wanted) weight.name = language::peft_name(weight.name);
@@ -94,7 +92,7 @@ LanguageModel::LanguageModel(const std::string& folder, const LanguageModelOptio
   }
   const WeightFiles files(folder);
   std::vector<language::WeightShape> shapes = weight_shapes(config_);
-  const bool stacked = files.has_stacked_experts();
+  const bool stacked = has_stacked_folders() || files.has_stacked_experts();
   if (!stacked) shapes = language::one_by_one(shapes);
   files.check(shapes, config_.tied);
   dtype_ = options.dtype.value_or(config_.dtype.value_or(files.dtype(shapes.front().name)));
@@ -174,16 +172,22 @@ Tokens LanguageModel::checked(const char* where, const LanguageBatch& batch, boo
   return tokens;
 }
 
+Tokens LanguageModel::to_train(const char* where, const LanguageBatch& batch) const {
+  Tokens tokens = checked(where, batch, true);
+  tokens.training = true;
+  return tokens;
+}
+
 TrainResult LanguageModel::forward_backward(const LanguageBatch& batch) {
-  return model_->forward_backward(checked("forward_backward", batch, true), std::tuple<>(), kLoss);
+  return model_->forward_backward(to_train("forward_backward", batch), std::tuple<>(), kLoss);
 }
 
 Model::Pending LanguageModel::submit(const LanguageBatch& batch) {
-  return model_->submit(checked("submit", batch, true), std::tuple<>(), kLoss);
+  return model_->submit(to_train("submit", batch), std::tuple<>(), kLoss);
 }
 
 MemoryPrediction LanguageModel::predict_memory(const LanguageBatch& batch) {
-  return model_->predict_memory(checked("predict_memory", batch, true), std::tuple<>(), kLoss);
+  return model_->predict_memory(to_train("predict_memory", batch), std::tuple<>(), kLoss);
 }
 
 EvaluatedLoss LanguageModel::evaluate(const LanguageBatch& batch) {
@@ -201,10 +205,32 @@ Tensor LanguageModel::logits(const LanguageBatch& batch) {
   return model_->forward(checked("logits", batch, false));
 }
 
+void LanguageModel::write_folder(const std::string& folder, const language::ModelFolderOptions& options,
+                                 const language::WrittenValue& written) {
+  const NamedParameters all = weights(false);
+  language::write_model_folder(folder, folder_, has_stacked_folders() ? all : language::one_by_one(all), options,
+                               written);
+}
+
 void LanguageModel::save(const std::string& folder, const language::ModelFolderOptions& options) {
-  if (lora_) refuse("language model", "the model has adapters, expected none; call save_adapter");
+  if (lora_) refuse("language model", "the model has adapters, expected none; call save_adapter or save_merged");
   model_->synchronize();
-  language::write_model_folder(folder, folder_, language::one_by_one(weights(false)), options);
+  write_folder(folder, options, {});
+}
+
+void LanguageModel::save_merged(const std::string& folder, const language::ModelFolderOptions& options) {
+  if (!lora_) refuse("language model", "the model has no adapters, expected them; call save");
+  model_->synchronize();
+  std::map<std::string, Tensor> adapters;
+  for (auto& [name, tensor] : weights(true)) adapters.emplace(name, tensor);
+  write_folder(folder, options, [&](const std::string& name, const Tensor& weight) {
+    const std::string module = name.substr(0, name.find_last_of('.'));
+    const auto down = adapters.find(module + ".lora_A.weight");
+    if (down == adapters.end() || !name.ends_with(".weight")) return weight;
+    const Tensor& up = adapters.at(module + ".lora_B.weight");
+    const at::NoGradGuard no_grad;
+    return weight.clone().add_(at::matmul(up, down->second) * lora_->scaling());
+  });
 }
 
 void LanguageModel::save_adapter(const std::string& folder, bool replace) {

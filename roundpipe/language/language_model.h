@@ -19,7 +19,7 @@ struct LanguageModelOptions {
   // Of the weights, into which those of other dtypes are cast: fp32, bf16 or fp16. Unset: the dtype of config.json, or
   // else that of the embedding.
   std::optional<c10::ScalarType> dtype = std::nullopt;
-  // How the layers compute: kSdpa as transformers by default; kPacked, which never makes a mask of tokens x tokens.
+  // How the layers compute.
   language::LayerOptions layers = {};
   // Train LoRA adapters on a frozen model. They begin as PEFT's do, drawn from torch's default generator: what they add
   // is 0.
@@ -46,15 +46,15 @@ struct LanguageBatch {
 };
 
 struct EvaluatedLoss {
-  double mean = 0;      // over the labels that count
+  double mean = 0;      // over the labels that count; with the loss of routers, of models that have it
   int64_t counted = 0;  // how many those are
 };
 
 // A causal language model from the folder of a transformers model, trained without Python: Llama, Mistral, Qwen2,
-// Qwen3 and Qwen3-MoE. Loss, logits and gradients have the bits of transformers' model over the same microbatches, as
-// long as the loss is not computed in chunks. docs/cpp-language-models.md says what is supported; the rest is refused.
-// Weights are read straight into the model's memory, without another copy of them.
-// Thread safety and errors: those of Model.
+// Qwen3, Qwen3-MoE and GPT-OSS. Loss, logits and gradients have the bits of transformers' model over the same
+// microbatches, as long as the loss is not computed in chunks. docs/cpp-language-models.md says what is supported; the
+// rest is refused. Weights are read straight into the model's memory, without another copy of them. Thread safety and
+// errors: those of Model.
 class LanguageModel {
  public:
   // Throws std::invalid_argument for a folder that is no such model or is not supported, before weights are read, and
@@ -66,29 +66,38 @@ class LanguageModel {
   const language::Config& config() const { return config_; }
   c10::ScalarType dtype() const { return dtype_; }
 
-  // The loss is the mean over the labels that count in the whole batch, whatever the microbatches.
+  // The loss is the mean over the labels that count in the whole batch, whatever the microbatches. The loss of routers,
+  // of models that have it, is that of each microbatch, weighted by its share of these labels.
   // They throw std::invalid_argument for a batch that does not fit the model, or without a label that counts.
   TrainResult forward_backward(const LanguageBatch& batch);
   Model::Pending submit(const LanguageBatch& batch);
   MemoryPrediction predict_memory(const LanguageBatch& batch);
 
-  // The loss of a batch without gradients.
+  // The loss of a batch without gradients and dropouts.
   EvaluatedLoss evaluate(const LanguageBatch& batch);
   // The logits [rows, tokens, vocabulary] without gradients; labels are not looked at.
   at::Tensor logits(const LanguageBatch& batch);
 
   // Writes the model into a folder that transformers loads; see language::write_model_folder. Waits for all work.
   void save(const std::string& folder, const language::ModelFolderOptions& options = {});
-  // Writes the adapters into a folder that PEFT loads, in the same way. Both throw std::invalid_argument for a model
-  // that has the other.
+  // The same of a model with adapters: what PEFT's merge_and_unload() makes of it, with the same bits. The model stays
+  // as it is.
+  void save_merged(const std::string& folder, const language::ModelFolderOptions& options = {});
+  // Writes the adapters into a folder that PEFT loads, in the same way. save() throws std::invalid_argument for a model
+  // with adapters, and the other two for one without.
   void save_adapter(const std::string& folder, bool replace = false);
   const std::optional<LoraOptions>& lora() const { return lora_; }
 
  private:
   NamedParameters weights(bool of_adapters);
+  // Whether transformers writes the experts' matrices stacked.
+  bool has_stacked_folders() const { return config_.experts && config_.experts->clamped; }
   void begin_adapters();
 
+  void write_folder(const std::string& folder, const language::ModelFolderOptions& options,
+                    const language::WrittenValue& written);
   language::Tokens checked(const char* where, const LanguageBatch& batch, bool with_labels) const;
+  language::Tokens to_train(const char* where, const LanguageBatch& batch) const;
 
   std::string folder_;
   language::Config config_;

@@ -1,7 +1,9 @@
 #include <roundpipe/language/layers.h>
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
+#include <stdexcept>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -43,29 +45,32 @@ Widths widths_of(const Config& config, const std::string& module) {
   return {config.width, config.inner_width, config.mlp_bias};
 }
 
-// The linear layers of layer `index`; experts have none of their own.
-std::vector<std::string> modules_of(const Config& config, int64_t index) {
-  std::vector<std::string> modules;
-  const bool sparse = config.sparse.at(static_cast<size_t>(index)) != 0;
-  for (const std::string& module : linear_modules()) {
-    if (!sparse || !module.starts_with("mlp.")) modules.push_back(module);
+std::vector<WeightShape> mixture_shapes(const ExpertsConfig& experts, int64_t width) {
+  const int64_t count = experts.count, inner = experts.inner_width;
+  if (!experts.clamped) {
+    return {{"mlp.gate.weight", {count, width}},
+            {"mlp.experts.gate_up_proj", {count, 2 * inner, width}},
+            {"mlp.experts.down_proj", {count, width, inner}}};
   }
-  return modules;
+  return {{"mlp.router.weight", {count, width}},
+          {"mlp.router.bias", {count}},
+          {"mlp.experts.gate_up_proj", {count, width, 2 * inner}},
+          {"mlp.experts.gate_up_proj_bias", {count, 2 * inner}},
+          {"mlp.experts.down_proj", {count, inner, width}},
+          {"mlp.experts.down_proj_bias", {count, width}}};
 }
 
 std::vector<WeightShape> decoder_shapes(const Config& config, int64_t index) {
   std::vector<WeightShape> shapes;
-  for (const std::string& module : modules_of(config, index)) {
+  for (const std::string& module : linear_modules(config, index)) {
     const Widths widths = widths_of(config, module);
     shapes.push_back({module + ".weight", {widths.outputs, widths.inputs}});
     if (widths.has_bias) shapes.push_back({module + ".bias", {widths.outputs}});
   }
   if (config.sparse.at(static_cast<size_t>(index)) != 0) {
-    const ExpertsConfig& experts = *config.experts;
-    shapes.push_back({"mlp.gate.weight", {experts.count, config.width}});
-    shapes.push_back({"mlp.experts.gate_up_proj", {experts.count, 2 * experts.inner_width, config.width}});
-    shapes.push_back({"mlp.experts.down_proj", {experts.count, config.width, experts.inner_width}});
+    for (WeightShape& shape : mixture_shapes(*config.experts, config.width)) shapes.push_back(std::move(shape));
   }
+  if (config.sinks) shapes.push_back({"self_attn.sinks", {config.heads}});
   if (config.query_norm) {
     shapes.push_back({"self_attn.q_norm.weight", {config.head_dim}});
     shapes.push_back({"self_attn.k_norm.weight", {config.head_dim}});
@@ -78,7 +83,7 @@ std::vector<WeightShape> decoder_shapes(const Config& config, int64_t index) {
 // Of one layer, by the names in it.
 std::vector<WeightShape> adapter_shapes_of(const Config& config, const LoraOptions& lora, int64_t index) {
   std::vector<WeightShape> shapes;
-  for (const std::string& module : modules_of(config, index)) {
+  for (const std::string& module : linear_modules(config, index)) {
     if (!has_adapter(lora, layer_name(index), module)) continue;
     const Widths widths = widths_of(config, module);
     shapes.push_back({module + ".lora_A.weight", {lora.rank, widths.inputs}});
@@ -90,49 +95,65 @@ std::vector<WeightShape> adapter_shapes_of(const Config& config, const LoraOptio
 Layer embedding_layer(const Config& config, const Tensor& weight, Attention attention) {
   bool any_slides = false, any_full = false;
   for (const char slides : config.slides) (slides != 0 ? any_slides : any_full) = true;
+  const std::optional<ExpertsConfig> balanced = config.router_loss_factor ? config.experts : std::nullopt;
   return layer({{"weight", weight}},
-               [any_slides, any_full, attention, window = config.window, pad = config.pad_token.value_or(-1),
+               [any_slides, any_full, attention, balanced, window = config.window, pad = config.pad_token.value_or(-1),
                 rotary = Rotary(config)](const std::vector<Tensor>& own, const Tokens& tokens) {
                  const Tensor& ids = tokens.ids;
                  Hidden hidden;
                  hidden.values = at::embedding(own[0], ids, pad);
+                 const c10::ScalarType dtype = hidden.values.scalar_type();
                  TokenPlaces places{ids.size(0), ids.size(1), tokens.attention_mask, tokens.positions};
                  if (any_full) {
-                   hidden.mask = make_mask(attention, places, std::nullopt, ids.device()).value_or(Tensor());
+                   hidden.mask = make_mask(attention, places, std::nullopt, dtype, ids.device()).value_or(Tensor());
                  }
                  if (any_slides) {
-                   hidden.window_mask = make_mask(attention, places, window, ids.device()).value_or(Tensor());
+                   hidden.window_mask = make_mask(attention, places, window, dtype, ids.device()).value_or(Tensor());
                  }
                  Tensor positions = tokens.positions;
                  if (!positions.defined()) positions = at::arange(ids.size(1), ids.options()).unsqueeze(0);
-                 std::tie(hidden.cos, hidden.sin) = rotary.cos_sin(positions, hidden.values.scalar_type());
+                 std::tie(hidden.cos, hidden.sin) = rotary.cos_sin(positions, dtype);
                  hidden.positions = tokens.positions;
                  hidden.labels = tokens.labels;
                  hidden.counted = tokens.counted;
+                 hidden.training = tokens.training;
+                 if (balanced && tokens.labels.defined()) {
+                   hidden.routers = no_routers(*balanced, ids.device());
+                   hidden.attention_mask = tokens.attention_mask;
+                 }
                  return hidden;
                })
       .named(kEmbedding);
 }
 
 Layer decoder_layer(const Config& config, int64_t index, NamedParameters parameters, const LayerOptions& options,
-                    double adapter_scaling) {
+                    const std::optional<LoraOptions>& lora) {
   models::DecoderConfig decoder;
   decoder.head_dim = config.head_dim;
   decoder.scaling = std::pow(static_cast<double>(config.head_dim), -0.5);
   decoder.input_norm_eps = decoder.post_norm_eps = config.norm_eps;
   decoder.query_norm_eps = decoder.key_norm_eps = config.norm_eps;
+  decoder.scales_norms_in_float = config.float_norms;
+  decoder.attention_dropout = config.attention_dropout;
   decoder.activation = config.activation;
-  decoder.lora.fill({.scaling = adapter_scaling});
+  if (lora) decoder.lora.fill({.scaling = lora->scaling(), .dropout = lora->dropout});
   if (config.experts) {
     decoder.moe.top_k = config.experts->top_k;
-    decoder.moe.shares = config.experts->normalized ? models::Shares::kNormalized : models::Shares::kSoftmaxOfAll;
+    decoder.moe.shares = config.experts->shares;
     decoder.moe.activation = config.activation;
+    decoder.moe.clamped = config.experts->clamped;
   }
   std::vector<std::string> names;
   for (const auto& [name, tensor] : parameters) names.push_back(name);
   const bool slides = config.slides.at(static_cast<size_t>(index)) != 0;
+  const bool sparse = config.sparse.at(static_cast<size_t>(index)) != 0;
   return layer(std::move(parameters),
-               [decoder, names, slides, options](const std::vector<Tensor>& own, Hidden hidden) {
+               [given = decoder, names, slides, options, balanced = sparse ? config.experts : std::nullopt,
+                attention = attention_of(config, options)](const std::vector<Tensor>& own, Hidden hidden) {
+                 models::DecoderConfig decoder = given;
+                 decoder.training = hidden.training;
+                 for (models::LoraNumbers& numbers : decoder.lora) numbers.training = hidden.training;
+                 const bool collects = balanced && hidden.routers.chosen.defined();
                  models::DecoderInputs inputs;
                  inputs.hidden = hidden.values;
                  inputs.cos = hidden.cos;
@@ -140,15 +161,18 @@ Layer decoder_layer(const Config& config, int64_t index, NamedParameters paramet
                  const Tensor& mask = slides ? hidden.window_mask : hidden.mask;
                  if (mask.defined()) inputs.mask = mask;
                  if (hidden.positions.defined()) inputs.positions = hidden.positions;
-                 inputs.attention = options.attention;
+                 inputs.attention = attention;
                  inputs.experts = options.experts;
                  inputs.mlp_chunk_tokens = options.mlp_chunk_tokens;
                  if (options.mlp_chunk_tokens == 0 && hidden.values.size(1) > kWholeMlpTokens) {
                    inputs.mlp_chunk_tokens = kWholeMlpTokens / 2;
                  }
+                 if (collects) inputs.mlp_chunk_tokens = 0;
                  models::DecoderWeights weights = models::find_decoder_weights(names, own);
                  models::set_lora(weights, decoder.lora);
-                 hidden.values = models::decode(decoder, weights, inputs);
+                 Tensor logits;
+                 hidden.values = models::decode(decoder, weights, inputs, collects ? &logits : nullptr);
+                 if (collects) hidden.routers = with_router(hidden.routers, *balanced, logits, hidden.attention_mask);
                  return hidden;
                })
       .named(layer_name(index));
@@ -156,41 +180,59 @@ Layer decoder_layer(const Config& config, int64_t index, NamedParameters paramet
 
 Layer norm_layer(const Config& config, const Tensor& weight) {
   return layer({{"weight", weight}},
-               [eps = config.norm_eps](const std::vector<Tensor>& own, Hidden hidden) {
-                 hidden.values = models::rms_norm(hidden.values, own[0], eps);
+               [eps = config.norm_eps, in_float = config.float_norms](const std::vector<Tensor>& own, Hidden hidden) {
+                 hidden.values = models::rms_norm(hidden.values, own[0], eps, in_float);
                  return hidden;
                })
       .named(kNorm);
 }
 
+// The labels that the tokens of a microbatch predict, in one row.
+Tensor predicted_labels(const Tensor& labels, c10::Device device) {
+  return at::constant_pad_nd(labels, {0, 1}, kIgnoredLabel).slice(-1, 1).contiguous().reshape({-1}).to(device);
+}
+
 // The sum of the losses of the labels that count.
 Tensor summed_loss(const Tensor& hidden, const Tensor& weight, const Tensor& labels, int64_t chunk_tokens) {
-  const Tensor shifted =
-      at::constant_pad_nd(labels, {0, 1}, kIgnoredLabel).slice(-1, 1).contiguous().reshape({-1}).to(hidden.device());
   const int64_t vocabulary = weight.size(0);
   const bool chunked = chunk_tokens > 0
-                           ? shifted.numel() > chunk_tokens
-                           : shifted.numel() * vocabulary * static_cast<int64_t>(sizeof(float)) > kWholeLogitBytes;
+                           ? labels.numel() > chunk_tokens
+                           : labels.numel() * vocabulary * static_cast<int64_t>(sizeof(float)) > kWholeLogitBytes;
   if (chunked) {
     ops::LinearCrossEntropyOptions options;
     options.ignore_index = kIgnoredLabel;
     options.chunk_tokens = chunk_tokens;
-    return ops::linear_cross_entropy(hidden.reshape({-1, hidden.size(-1)}), weight, std::nullopt, shifted, options).sum;
+    return ops::linear_cross_entropy(hidden.reshape({-1, hidden.size(-1)}), weight, std::nullopt, labels, options).sum;
   }
   const Tensor logits = at::linear(hidden, weight).to(at::kFloat).view({-1, vocabulary});
-  return at::cross_entropy_loss(logits, shifted, {}, at::Reduction::Sum, kIgnoredLabel);
+  return at::cross_entropy_loss(logits, labels, {}, at::Reduction::Sum, kIgnoredLabel);
 }
 
-Layer head_layer(const Tensor& weight, const LayerOptions& options) {
+Layer head_layer(const Config& config, const Tensor& weight, const LayerOptions& options) {
   return layer({{"weight", weight}},
-               [chunk_tokens = options.loss_chunk_tokens](const std::vector<Tensor>& own, const Hidden& hidden) {
+               [chunk_tokens = options.loss_chunk_tokens, factor = config.router_loss_factor,
+                routers = std::ranges::count(config.sparse, 1)](const std::vector<Tensor>& own, const Hidden& hidden) {
                  if (!hidden.labels.defined()) return at::linear(hidden.values, own[0]);
-                 return summed_loss(hidden.values, own[0], hidden.labels, chunk_tokens) / hidden.counted;
+                 const Tensor labels = predicted_labels(hidden.labels, hidden.values.device());
+                 const Tensor loss = summed_loss(hidden.values, own[0], labels, chunk_tokens) / hidden.counted;
+                 if (!factor) return loss;
+                 const Tensor balance = router_loss(hidden.routers, routers, labels.numel(), hidden.attention_mask);
+                 const Tensor share = labels.ne(kIgnoredLabel).sum().to(at::kFloat) / hidden.counted;
+                 return loss + balance * *factor * share;
                })
       .named(kHead);
 }
 
 }  // namespace
+
+Attention attention_of(const Config& config, const LayerOptions& options) {
+  if (!options.attention) return config.sinks ? Attention::kEager : Attention::kSdpa;
+  if (config.sinks && *options.attention == Attention::kSdpa) {
+    throw std::invalid_argument(concat("[language model] the attention is sdpa, expected eager or packed for ",
+                                       config.model_type, ", whose sinks torch's attention does not take"));
+  }
+  return *options.attention;
+}
 
 std::vector<WeightShape> weight_shapes(const Config& config) {
   std::vector<WeightShape> shapes = {{concat(kEmbedding, ".weight"), {config.vocabulary, config.width}}};
@@ -216,23 +258,26 @@ std::vector<WeightShape> adapter_shapes(const Config& config, const LoraOptions&
 
 std::vector<Layer> make_layers(const Config& config, c10::ScalarType dtype, const LayerOptions& options,
                                const std::optional<LoraOptions>& lora) {
-  const auto weight = [&](const std::vector<int64_t>& shape) {
-    return at::empty(shape, at::TensorOptions(dtype)).set_requires_grad(!lora);
+  const auto weight = [&](const std::vector<int64_t>& shape, bool is_norm = false) {
+    const bool stays_float = is_norm && config.float_norms && dtype == at::kHalf;
+    return at::empty(shape, at::TensorOptions(stays_float ? at::kFloat : dtype)).set_requires_grad(!lora);
   };
   const Tensor embedding = weight({config.vocabulary, config.width});
-  std::vector<Layer> layers = {embedding_layer(config, embedding, options.attention)};
+  std::vector<Layer> layers = {embedding_layer(config, embedding, attention_of(config, options))};
   for (int64_t i = 0; i < config.layers; ++i) {
     NamedParameters parameters;
-    for (const auto& [name, shape] : decoder_shapes(config, i)) parameters.emplace_back(name, weight(shape));
+    for (const auto& [name, shape] : decoder_shapes(config, i)) {
+      parameters.emplace_back(name, weight(shape, name.ends_with("norm.weight")));
+    }
     if (lora) {
       for (const auto& [name, shape] : adapter_shapes_of(config, *lora, i)) {
         parameters.emplace_back(name, at::empty(shape, at::TensorOptions(at::kFloat)).set_requires_grad(true));
       }
     }
-    layers.push_back(decoder_layer(config, i, std::move(parameters), options, lora ? lora->scaling() : 1));
+    layers.push_back(decoder_layer(config, i, std::move(parameters), options, lora));
   }
-  layers.push_back(norm_layer(config, weight({config.width})));
-  layers.push_back(head_layer(config.tied ? embedding : weight({config.vocabulary, config.width}), options));
+  layers.push_back(norm_layer(config, weight({config.width}, true)));
+  layers.push_back(head_layer(config, config.tied ? embedding : weight({config.vocabulary, config.width}), options));
   return layers;
 }
 

@@ -10,6 +10,7 @@
 #include <roundpipe/api/layer.h>
 #include <roundpipe/language/config.h>
 #include <roundpipe/language/lora.h>
+#include <roundpipe/language/router_loss.h>
 #include <roundpipe/models/decoder.h>
 
 namespace roundpipe::language {
@@ -20,7 +21,8 @@ struct Tokens {
   at::Tensor labels;          // [rows, tokens]; undefined: logits are wanted
   at::Tensor attention_mask;  // see TokenPlaces
   at::Tensor positions;
-  int64_t counted = 0;  // labels of the whole batch that count
+  int64_t counted = 0;    // labels of the whole batch that count
+  bool training = false;  // whether dropouts drop
 };
 
 // What goes from layer to layer.
@@ -30,17 +32,26 @@ struct Hidden {
   at::Tensor mask, window_mask;  // of layers without and with a window; undefined: none
   at::Tensor positions;          // as they were given
   at::Tensor labels;
+  // Of models whose routers have a loss, when there are labels.
+  RouterSums routers;
+  at::Tensor attention_mask;
   int64_t counted = 0;
+  bool training = false;
 };
 
 // How the layers compute.
 struct LayerOptions {
-  models::Attention attention = models::Attention::kSdpa;
+  // Unset: as transformers by default, see attention_of().
+  std::optional<models::Attention> attention = std::nullopt;
   models::Experts experts = models::Experts::kGrouped;  // of mixtures; as transformers by default
   int64_t loss_chunk_tokens = 0;  // tokens whose logits exist at a time; 0: as many as take kWholeLogitBytes
   // Tokens of a row that an MLP computes at a time; 0: all of a row, or half of 16,384 if it is longer.
   int64_t mlp_chunk_tokens = 0;
 };
+
+// The attention of a model: as the options say, or else kSdpa, and kEager for a model with sinks. Throws
+// std::invalid_argument for kSdpa with sinks, which torch's attention does not take.
+models::Attention attention_of(const Config& config, const LayerOptions& options);
 
 // Labels that do not count.
 inline constexpr int64_t kIgnoredLabel = -100;
@@ -63,10 +74,12 @@ std::vector<WeightShape> adapter_shapes(const Config& config, const LoraOptions&
 
 // The layers of a model in `dtype`, whose weights hold any values: the embedding, which also makes positions and masks,
 // the decoder layers, the last norm, and the head. The head returns the loss of a microbatch, the sum over its labels
-// that count divided by Tokens::counted, or logits where there are no labels. A label belongs to the token before it,
+// that count divided by Tokens::counted, or logits where there are no labels. Where routers have a loss, a microbatch
+// adds its own, weighted by its share of the counted labels. A label belongs to the token before it,
 // as in transformers. Names of layers and parameters make the names of the folder: "model.layers.0" and
 // "mlp.up_proj.weight".
-// With `lora`, only the adapters require grad. They are fp32, as PEFT makes them.
+// With `lora`, only the adapters require grad. They are fp32, as PEFT makes them. Norms are fp32 where
+// Config::float_norms says so.
 std::vector<Layer> make_layers(const Config& config, c10::ScalarType dtype, const LayerOptions& options,
                                const std::optional<LoraOptions>& lora);
 
@@ -94,5 +107,8 @@ struct roundpipe::TensorsOf<roundpipe::language::Hidden> {
     visit(value.window_mask);
     visit(value.positions);
     visit(value.labels);
+    visit(value.routers.chosen);
+    visit(value.routers.probabilities);
+    visit(value.attention_mask);
   }
 };

@@ -25,6 +25,7 @@ namespace {
 
 constexpr int64_t kMostAdapterConfigBytes = 4 << 20;
 const char* const kAdapterConfig = "adapter_config.json";
+const char* const kAllLinear = "all-linear";
 constexpr int kAdapterIndent = 2;
 
 // What says nothing about what the adapter computes.
@@ -36,41 +37,53 @@ const std::set<std::string>& harmless_to_adapters() {
   return names;
 }
 
+bool has_all(const LoraOptions& lora) { return lora.targets == std::vector<std::string>{kAllLinear}; }
+
 bool ends_in(const std::string& name, const std::string& target) {
   return name == target || name.ends_with("." + target);
 }
 
 }  // namespace
 
-const std::vector<std::string>& linear_modules() {
-  static const std::vector<std::string> names = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
-                                                 "self_attn.o_proj", "mlp.gate_proj",    "mlp.up_proj",
-                                                 "mlp.down_proj"};
+std::vector<std::string> linear_modules(const Config& config, int64_t index) {
+  std::vector<std::string> names = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"};
+  if (config.sparse.at(static_cast<size_t>(index)) != 0) return names;
+  for (const char* name : {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}) names.emplace_back(name);
   return names;
 }
 
 bool has_adapter(const LoraOptions& lora, const std::string& layer, const std::string& module) {
+  if (has_all(lora)) return true;
   const std::string name = layer + "." + module;
   return std::ranges::any_of(lora.targets, [&](const std::string& target) { return ends_in(name, target); });
 }
 
-void check_lora(const LoraOptions& lora, int64_t layers) {
+void check_lora(const LoraOptions& lora, const Config& config) {
   if (lora.rank < 1 || !(lora.alpha > 0)) {
     throw std::invalid_argument(
         concat("[lora] the rank is ", lora.rank, " and alpha ", lora.alpha, ", expected positive numbers"));
   }
+  if (!(lora.dropout >= 0 && lora.dropout <= 1)) {
+    throw std::invalid_argument(concat("[lora] the dropout is ", lora.dropout, ", expected a number from 0 to 1"));
+  }
   if (lora.targets.empty()) throw std::invalid_argument("[lora] there is no target, expected at least one");
+  if (has_all(lora)) return;
+  std::vector<std::string> ends;  // of all modules, each once
   for (const std::string& target : lora.targets) {
     bool found = false;
-    for (int64_t layer = 0; layer < layers && !found; ++layer) {
-      found = std::ranges::any_of(linear_modules(), [&](const std::string& module) {
-        return ends_in(concat("model.layers.", layer, ".", module), target);
-      });
+    for (int64_t layer = 0; layer < config.layers; ++layer) {
+      for (const std::string& module : linear_modules(config, layer)) {
+        found = found || ends_in(concat("model.layers.", layer, ".", module), target);
+        const std::string end = module.substr(module.find('.') + 1);
+        if (std::ranges::find(ends, end) == ends.end()) ends.push_back(end);
+      }
     }
     if (found) continue;
-    throw std::invalid_argument(concat("[lora] the target '", target,
-                                       "' is no linear layer of a decoder layer, expected names such as q_proj, ",
-                                       "k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"));
+    std::string names;
+    for (const std::string& end : ends) names += (names.empty() ? "" : ", ") + end;
+    throw std::invalid_argument(
+        concat("[lora] the target '", target, "' is no linear layer of a decoder layer of this ", config.model_type,
+               ", expected names such as ", names, config.experts ? "; experts take no adapters" : ""));
   }
 }
 
@@ -84,8 +97,8 @@ LoraOptions parse_lora(std::string_view text, const std::string& where) {
   lora.alpha = fields.positive("lora_alpha", lora.alpha);
   lora.rank_stabilized = fields.flag("use_rslora", false);
   const json& targets = fields.at("target_modules");
-  if (targets == "all-linear") {
-    lora.targets = linear_modules();
+  if (targets == kAllLinear) {
+    lora.targets = {kAllLinear};
   } else {
     lora.targets.clear();
     if (!targets.is_array()) fields.refuse("target_modules", targets, "a list of names, or all-linear");
@@ -103,7 +116,7 @@ LoraOptions parse_lora(std::string_view text, const std::string& where) {
     fields.must_be(name, false);
   }
   fields.must_be("bias", "none");
-  if (fields.number("lora_dropout", 0) != 0) fields.must_be("lora_dropout", 0);
+  lora.dropout = fields.share("lora_dropout");
   for (const char* name : {"rank_pattern", "alpha_pattern", "exclude_modules", "modules_to_save", "layers_to_transform",
                            "layer_replication", "target_parameters", "trainable_token_indices"}) {
     if (fields.has(name) && !fields.at(name).empty()) {
@@ -124,16 +137,17 @@ LoraOptions read_lora(const std::string& folder) {
 }
 
 std::string lora_text(const LoraOptions& lora, const std::string& base) {
+  const ordered_json targets = has_all(lora) ? ordered_json(kAllLinear) : ordered_json(lora.targets);
   const ordered_json config = {{"base_model_name_or_path", base},
                                {"bias", "none"},
                                {"fan_in_fan_out", false},
                                {"inference_mode", true},
                                {"init_lora_weights", true},
                                {"lora_alpha", lora.alpha},
-                               {"lora_dropout", 0.0},
+                               {"lora_dropout", lora.dropout},
                                {"peft_type", "LORA"},
                                {"r", lora.rank},
-                               {"target_modules", lora.targets},
+                               {"target_modules", targets},
                                {"task_type", "CAUSAL_LM"},
                                {"use_dora", false},
                                {"use_rslora", lora.rank_stabilized}};

@@ -6,14 +6,18 @@
 #include <utility>
 #include <vector>
 
+#include <roundpipe/language/config.h>
+
 namespace roundpipe {
 
-// LoRA adapters on linear layers of the decoder layers, under PEFT's names and with its defaults. Without dropout.
+// LoRA adapters on linear layers of the decoder layers, under PEFT's names and with its defaults.
 struct LoraOptions {
   int64_t rank = 8;
   double alpha = 8;
+  double dropout = 0;            // of what enters an adapter, in training
   bool rank_stabilized = false;  // PEFT's use_rslora: alpha / sqrt(rank) instead of alpha / rank
-  // PEFT's target_modules: names of modules, or the ends of such names: "q_proj", "mlp.up_proj".
+  // PEFT's target_modules: names of modules, or the ends of such names: "q_proj", "mlp.up_proj"; "all-linear" alone:
+  // all.
   std::vector<std::string> targets = {"q_proj", "v_proj"};
 
   // The factor of what an adapter adds.
@@ -22,15 +26,15 @@ struct LoraOptions {
 
 namespace language {
 
-// The linear layers of a decoder layer.
-const std::vector<std::string>& linear_modules();
+// The linear layers of decoder layer `index`, such as "self_attn.q_proj". Experts and their routers have none.
+std::vector<std::string> linear_modules(const Config& config, int64_t index);
 
 // Whether `module` of a layer, such as "self_attn.q_proj" of "model.layers.3", has an adapter.
 bool has_adapter(const LoraOptions& lora, const std::string& layer, const std::string& module);
 
 // Throws std::invalid_argument for a number that is not positive, and for a target that is no linear layer of one of
-// the `layers` decoder layers.
-void check_lora(const LoraOptions& lora, int64_t layers);
+// the decoder layers.
+void check_lora(const LoraOptions& lora, const Config& config);
 
 // Reads the text of PEFT's adapter_config.json. Throws std::invalid_argument, naming the field, for everything that
 // would compute something else, and for fields that are not known. `where` begins the message.

@@ -1,6 +1,7 @@
 #include <roundpipe/language/masks.h>
 
 #include <algorithm>
+#include <limits>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -26,10 +27,12 @@ Tensor documents_of(const TokenPlaces& places) {
 Tensor of_queries(const Tensor& values) { return values.unsqueeze(1).unsqueeze(-1); }
 Tensor of_keys(const Tensor& values) { return values.unsqueeze(1).unsqueeze(1); }
 
-std::optional<Tensor> sdpa_mask(const TokenPlaces& places, std::optional<int64_t> window, c10::Device device) {
+// `skips`: none where torch's causal attention does the same.
+std::optional<Tensor> sdpa_mask(const TokenPlaces& places, std::optional<int64_t> window, c10::Device device,
+                                bool skips) {
   const Tensor documents = documents_of(places);
   const Tensor kept = places.attention_mask.defined() ? places.attention_mask.to(device, at::kBool) : Tensor();
-  const bool whole = !documents.defined() && (!kept.defined() || kept.all().item<bool>());
+  const bool whole = skips && !documents.defined() && (!kept.defined() || kept.all().item<bool>());
   if (whole && (!window || places.tokens < *window)) return std::nullopt;
   Tensor order = at::arange(places.tokens, at::TensorOptions(at::kLong).device(device)).unsqueeze(0);
   if (documents.defined()) order = places.positions.expand({places.rows, places.tokens});
@@ -39,6 +42,18 @@ std::optional<Tensor> sdpa_mask(const TokenPlaces& places, std::optional<int64_t
   if (documents.defined()) mask = mask.logical_and(of_queries(documents).eq(of_keys(documents)));
   if (kept.defined()) mask = mask.logical_and(of_keys(kept));
   return mask.expand({places.rows, 1, places.tokens, places.tokens});
+}
+
+double least_of(c10::ScalarType dtype) {
+  if (dtype == at::kBFloat16) return std::numeric_limits<c10::BFloat16>::lowest();
+  if (dtype == at::kHalf) return std::numeric_limits<c10::Half>::lowest();
+  return std::numeric_limits<float>::lowest();
+}
+
+Tensor added_mask(const TokenPlaces& places, std::optional<int64_t> window, c10::ScalarType dtype, c10::Device device) {
+  const Tensor seen = *sdpa_mask(places, window, device, /*skips=*/false);
+  const Tensor zero = at::zeros({}, at::TensorOptions(dtype).device(device));
+  return at::where(seen, zero, at::full_like(zero, least_of(dtype)));
 }
 
 Tensor document_table(const TokenPlaces& places, std::optional<int64_t> window) {
@@ -73,10 +88,17 @@ Tensor document_table(const TokenPlaces& places, std::optional<int64_t> window) 
 }  // namespace
 
 std::optional<Tensor> make_mask(models::Attention attention, const TokenPlaces& places, std::optional<int64_t> window,
-                                c10::Device device) {
+                                c10::ScalarType dtype, c10::Device device) {
   const at::NoGradGuard no_grad;
-  if (attention == models::Attention::kPacked) return document_table(places, window).to(device);
-  return sdpa_mask(places, window, device);
+  switch (attention) {
+    case models::Attention::kPacked:
+      return document_table(places, window).to(device);
+    case models::Attention::kEager:
+      return added_mask(places, window, dtype, device);
+    case models::Attention::kSdpa:
+      break;
+  }
+  return sdpa_mask(places, window, device, /*skips=*/true);
 }
 
 }  // namespace roundpipe::language

@@ -36,7 +36,8 @@ bool is_copied(const std::string& name) {
   return name.starts_with("tokenizer") || name.starts_with("chat_template") || name.ends_with(".tiktoken");
 }
 
-void write_all_weights(FileSystem& files, const std::string& folder, const Weights& weights, int64_t most_bytes) {
+void write_all_weights(FileSystem& files, const std::string& folder, const Weights& weights, int64_t most_bytes,
+                       const WrittenValue& written) {
   std::vector<int64_t> sizes;
   for (const auto& [name, tensor] : weights) sizes.push_back(static_cast<int64_t>(tensor.nbytes()));
   const std::vector<size_t> counts = saving::shard_counts(sizes, most_bytes);
@@ -47,7 +48,7 @@ void write_all_weights(FileSystem& files, const std::string& folder, const Weigh
     const std::string name = saving::shard_name("model", i, counts.size());
     const Weights part(first, first + static_cast<std::ptrdiff_t>(counts[i]));
     first += static_cast<std::ptrdiff_t>(counts[i]);
-    write_weights(folder, name, part, files);
+    write_weights(folder, name, part, written, files);
     for (const auto& [weight, tensor] : part) {
       map[weight] = name;
       bytes += static_cast<int64_t>(tensor.nbytes());
@@ -82,7 +83,8 @@ void write_text(const std::string& folder, const std::string& name, const std::s
   file.finish();
 }
 
-void write_weights(const std::string& folder, const std::string& name, const Weights& weights, FileSystem& files) {
+void write_weights(const std::string& folder, const std::string& name, const Weights& weights,
+                   const WrittenValue& written, FileSystem& files) {
   std::vector<checkpoint::TensorDescription> descriptions;
   for (const auto& [weight, tensor] : weights) {
     descriptions.push_back({weight, saving::dtype_name(tensor.scalar_type(), weight), tensor.sizes().vec()});
@@ -91,7 +93,8 @@ void write_weights(const std::string& folder, const std::string& name, const Wei
   checkpoint::OutputFile file(files, folder, name, layout.file_bytes);
   file.write_at(0, layout.header.data(), static_cast<int64_t>(layout.header.size()));
   for (size_t i = 0; i < weights.size(); ++i) {
-    saving::write_tensor({&file, layout.tensors[i].offset}, weights[i].second);
+    const auto& [weight, tensor] = weights[i];
+    saving::write_tensor({&file, layout.tensors[i].offset}, written ? written(weight, tensor) : tensor);
   }
   file.finish();
 }
@@ -124,11 +127,11 @@ void write_whole_folder(const std::string& given, bool replace,
 }
 
 void write_model_folder(const std::string& folder, const std::string& source, const Weights& weights,
-                        const ModelFolderOptions& options, FileSystem& files) {
+                        const ModelFolderOptions& options, const WrittenValue& written, FileSystem& files) {
   write_whole_folder(
       folder, options.replace,
       [&](const std::string& hidden) {
-        write_all_weights(files, hidden, weights, options.most_file_bytes);
+        write_all_weights(files, hidden, weights, options.most_file_bytes, written);
         write_config(files, hidden, source, weights.front().second.scalar_type());
         for (const std::string& each : files.list(source)) {
           if (!is_copied(each) || files.look(join(source, each)).kind == EntryKind::kFolder) continue;

@@ -97,7 +97,7 @@ Tensor frequencies_of(const RotaryConfig& rotary, int64_t head_dim) {
 
 }  // namespace
 
-Rotary::Rotary(const Config& config) {
+Rotary::Rotary(const Config& config) : halves_(config.rotary.halves) {
   const at::NoGradGuard no_grad;
   inverse_frequencies_ = frequencies_of(config.rotary, config.head_dim);
   if (config.rotary.type == RotaryType::kYarn) scaling_ = yarn_scaling(config.rotary);
@@ -107,8 +107,8 @@ std::pair<Tensor, Tensor> Rotary::cos_sin(const Tensor& positions, c10::ScalarTy
   const at::NoGradGuard no_grad;
   const Tensor frequencies = inverse_frequencies_.to(positions.device());
   const Tensor angles = positions.unsqueeze(-1).to(at::kFloat) * frequencies;
-  const Tensor both = at::cat({angles, angles}, -1);
-  return {(both.cos() * scaling_).to(dtype), (both.sin() * scaling_).to(dtype)};
+  const Tensor all = halves_ ? angles : at::cat({angles, angles}, -1);
+  return {(all.cos() * scaling_).to(dtype), (all.sin() * scaling_).to(dtype)};
 }
 
 }  // namespace roundpipe::language

@@ -185,6 +185,11 @@ Attention parse_attention(std::string_view name) {
       concat("[decoder] the attention is '", name, "', expected one of eager, sdpa and packed"));
 }
 
+std::string_view attention_name(Attention attention) {
+  if (attention == Attention::kEager) return "eager";
+  return attention == Attention::kSdpa ? "sdpa" : "packed";
+}
+
 DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const std::vector<Tensor>& tensors) {
   if (names.size() != tensors.size()) {
     throw std::invalid_argument(

@@ -19,6 +19,8 @@ enum class Attention : int { kEager, kSdpa, kPacked };
 
 // "eager", "sdpa" or "packed". Throws std::invalid_argument for another name.
 Attention parse_attention(std::string_view name);
+// The name of one.
+std::string_view attention_name(Attention attention);
 
 // A layer of a causal language model: an RMS norm, attention with rotary positions and grouped heads, a second RMS
 // norm, a gated MLP or a mixture of experts, and a sum after each half. Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and

@@ -1,15 +1,16 @@
 // Runs language models as lines of standard input say, one job a line, of fields `name=value` with tabs between:
-//   model=FOLDER [dtype=float32] [attention=packed] [microbatches=2] [loss_chunk=8]
+//   model=FOLDER [dtype=float32] [attention=packed] [microbatches=2] [loss_chunk=8] [mlp_chunk=8] [seed=7]
 //   [adapter=FOLDER, or lora=q_proj,up_proj rank=4 alpha=6 rslora=1]
-//   batch=FILE   safetensors of ids, labels, attention_mask and positions; then out=FILE gets the loss, the logits and
-//                the gradients of the trained weights
-//   save=FOLDER [file_bytes=1000]   writes the model; save_adapter=FOLDER its adapters
+//   batch=FILE   safetensors of ids, labels, attention_mask and positions; then out=FILE gets the loss, the logits, the
+//                gradients of the trained weights, and the seeds [microbatches, layers] that they were computed with
+//   save=FOLDER [file_bytes=1000]   writes the model; save_adapter=FOLDER its adapters; save_merged=FOLDER both in one
 // and answers each with a line: "ok" or "error: ...".
 #include <iostream>
 #include <map>
 #include <sstream>
 #include <string>
 
+#include <ATen/Context.h>
 #include <ATen/Functions.h>
 
 #include <roundpipe/checkpoint/output_file.h>
@@ -70,11 +71,24 @@ void write_tensors(const std::string& path, const NamedTensors& tensors) {
   file.finish();
 }
 
+// Of the call that is made next.
+at::Tensor seeds_of(const roundpipe::Model& model, int microbatches) {
+  const at::Tensor seeds = at::empty({microbatches, model.layers()}, at::kLong);
+  auto values = seeds.accessor<int64_t, 2>();
+  for (int microbatch = 0; microbatch < microbatches; ++microbatch) {
+    for (int layer = 0; layer < model.layers(); ++layer) {
+      values[microbatch][layer] = static_cast<int64_t>(model.layer_seed(model.calls(), microbatch, layer));
+    }
+  }
+  return seeds;
+}
+
 void run(Fields& fields) {
   roundpipe::LanguageModelOptions options;
   if (fields.count("dtype")) options.dtype = roundpipe::language::parse_dtype(fields["dtype"], "dtype");
   if (fields.count("attention")) options.layers.attention = roundpipe::models::parse_attention(fields["attention"]);
   if (fields.count("loss_chunk")) options.layers.loss_chunk_tokens = std::stoll(fields["loss_chunk"]);
+  if (fields.count("mlp_chunk")) options.layers.mlp_chunk_tokens = std::stoll(fields["mlp_chunk"]);
   options.model.run.microbatches = fields.count("microbatches") ? std::stoi(fields["microbatches"]) : 1;
   if (fields.count("adapter")) options.adapter = fields["adapter"];
   if (fields.count("lora")) {
@@ -84,12 +98,14 @@ void run(Fields& fields) {
     options.lora->alpha = std::stod(fields["alpha"]);
     options.lora->rank_stabilized = fields.count("rslora") != 0;
   }
+  if (fields.count("seed")) at::manual_seed(std::stoull(fields["seed"]));
   roundpipe::LanguageModel model(fields["model"], options);
   if (fields.count("batch")) {
     const roundpipe::LanguageBatch batch = read_batch(fields["batch"]);
     NamedTensors tensors = {{"logits", model.logits(batch)}};
     const roundpipe::EvaluatedLoss evaluated = model.evaluate(batch);
     tensors.emplace_back("evaluated", at::scalar_tensor(evaluated.mean, at::kDouble));
+    tensors.emplace_back("seeds", seeds_of(model.model(), options.model.run.microbatches.value()));
     tensors.emplace_back("loss", model.forward_backward(batch).loss);
     model.model().synchronize();
     for (const auto& [name, parameter] : model.model().named_parameters()) {
@@ -103,6 +119,7 @@ void run(Fields& fields) {
     saving.replace = fields.count("replace") != 0;
     model.save(fields["save"], saving);
   }
+  if (fields.count("save_merged")) model.save_merged(fields["save_merged"]);
   if (fields.count("save_adapter")) model.save_adapter(fields["save_adapter"]);
 }
 

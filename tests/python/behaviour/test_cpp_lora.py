@@ -28,6 +28,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "qwen3", "head_dim": 18},
         {"r": 2, "lora_alpha": 2, "target_modules": ["mlp.up_proj", "model.layers.1.self_attn.o_proj"]},
     ),
+    "gpt_oss": (
+        {"model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16},
+        {"r": 2, "lora_alpha": 3, "target_modules": "all-linear"},
+    ),
 }
 
 
@@ -55,6 +59,8 @@ def make_adapter(model: Path, folder: Path, options: dict[str, Any]) -> Path:
         ("llama", "bfloat16"),
         ("qwen2, all layers, rslora", "float32"),
         ("qwen3, some names", "float32"),
+        ("gpt_oss", "bfloat16"),
+        pytest.param("gpt_oss", "float32", marks=pytest.mark.long),
         pytest.param("llama", "float32", marks=pytest.mark.long),
         pytest.param("qwen2, all layers, rslora", "bfloat16", marks=pytest.mark.long),
         pytest.param("qwen3, some names", "bfloat16", marks=pytest.mark.long),
@@ -64,15 +70,18 @@ def test_bits_of_peft(name: str, dtype: str, program: Program, tmp_path: Path) -
     fields, options = CASES[name]
     model = make_folder(tmp_path / "model", fields)
     adapter = make_adapter(model, tmp_path / "adapter", options)
-    batch = batches()["packed"]
+    batch = batches()["padded" if name == "gpt_oss" else "packed"]
     save_file(batch, tmp_path / "batch")
     job = {"batch": tmp_path / "batch", "out": tmp_path / "out", "save_adapter": tmp_path / "saved"}
+    job |= {"save_merged": tmp_path / "merged"}
     said = program.run(model=model, dtype=dtype, adapter=adapter, **job)
     assert said == "ok", said
     peft = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(model, dtype=dtype), adapter, is_trainable=True
     )
-    arguments = {"input_ids": batch["ids"], "position_ids": batch["positions"], "use_cache": False}
+    names = {"ids": "input_ids", "positions": "position_ids"}
+    arguments: dict[str, Any] = {names.get(name, name): tensor for name, tensor in batch.items() if name != "labels"}
+    arguments["use_cache"] = False
     with torch.no_grad():
         logits = peft(**arguments).logits
     loss = peft(**arguments, labels=batch["labels"]).loss
@@ -96,6 +105,13 @@ def test_bits_of_peft(name: str, dtype: str, program: Program, tmp_path: Path) -
     with torch.no_grad():
         assert torch.equal(again(**arguments).logits, logits)
 
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.dtype == getattr(torch, dtype)
+    for (one, ours), (other, theirs) in zip(
+        merged.named_parameters(), peft.merge_and_unload().named_parameters(), strict=True
+    ):
+        assert one == other and ours.dtype == theirs.dtype and torch.equal(ours, theirs), one
+
 
 def test_new_adapters_add_nothing_at_first(program: Program, tmp_path: Path) -> None:
     model = make_folder(tmp_path / "model", {"model_type": "llama"})
@@ -118,7 +134,7 @@ def test_new_adapters_add_nothing_at_first(program: Program, tmp_path: Path) -> 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another method": ({"peft_type": "IA3"}, '\'peft_type\': "IA3", expected "LORA"'),
-    "dropout": ({"lora_dropout": 0.1}, "'lora_dropout': 0.1, expected 0"),
+    "dropout": ({"lora_dropout": 2}, "'lora_dropout': 2, expected a number from 0 to 1"),
     "dora": ({"use_dora": True}, "'use_dora': true, expected false"),
     "biases": ({"bias": "all"}, '\'bias\': "all", expected "none"'),
     "patterns": ({"rank_pattern": {"q_proj": 2}}, "'rank_pattern'"),
@@ -144,8 +160,10 @@ def test_refused(program: Program, tmp_path: Path) -> None:
         said = program.run(model=model, adapter=other)
         assert said.startswith("mistake: [l") and message in said, (name, said)
     said = program.run(model=model, adapter=adapter, save=tmp_path / "merged")
-    assert said == "mistake: [language model] the model has adapters, expected none; call save_adapter"
-    said = program.run(model=model, save_adapter=tmp_path / "none")
-    assert said == "mistake: [language model] the model has no adapters, expected them; call save"
+    wanted = "mistake: [language model] the model has adapters, expected none; call save_adapter or save_merged"
+    assert said == wanted, said
+    for saving in ("save_adapter", "save_merged"):
+        said = program.run(model=model, **{saving: tmp_path / "none"})
+        assert said == "mistake: [language model] the model has no adapters, expected them; call save"
     (adapter / "adapter_model.safetensors").unlink()
     assert "there is no adapter_model.safetensors in" in program.run(model=model, adapter=adapter)

@@ -17,6 +17,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from language_program import make_folder
 from roundpipe.data.packing import pack
 from token_files import write_tokens
 
@@ -179,13 +180,14 @@ def test_adapters_go_on_with_the_same_bits(train: Train, model: Path, tmp_path: 
         "lora": True,
         "lora_rank": 3,
         "lora_targets": "q_proj,down_proj",
+        "lora_dropout": 0.2,
         "save_every": 2,
         "schedule": "constant",
     }
     for out, steps in (("whole", 6), ("run", 3)):
         done = train(**options, steps=steps, out=tmp_path / out)
         assert done.returncode == 0, done.stdout + done.stderr
-    done = train(**options, steps=6, resume=True, replace_model=True)
+    done = train(**options, steps=6, resume=True, replace_model=True, merge=True)
     assert done.returncode == 0, done.stdout + done.stderr
     stored = tmp_path / "run" / "step-6"
     assert stored.stat().st_size and not any(
@@ -196,11 +198,28 @@ def test_adapters_go_on_with_the_same_bits(train: Train, model: Path, tmp_path: 
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path / "run" / "adapter")
     assert peft.peft_config["default"].target_modules == {"q_proj", "down_proj"}
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
+    assert all(torch.equal(merged[name], tensor) for name, tensor in peft.merge_and_unload().state_dict().items())
+    assert (tmp_path / "run" / "model" / "tokenizer.json").exists()
 
     done = train(adapter=tmp_path / "run" / "adapter", out=tmp_path / "further", steps=2)
     assert done.returncode == 0, done.stdout + done.stderr
     further = load_file(tmp_path / "further" / "adapter" / "adapter_model.safetensors")
     assert further.keys() == whole.keys() and not torch.equal(next(iter(further.values())), next(iter(whole.values())))
+
+
+def test_weight_decay_is_of_matrices_alone(train: Train, tmp_path: Path) -> None:
+    """Biases of experts are stacked, and matrices of experts as well."""
+    folder = make_folder(tmp_path / "model", {"model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 8})
+    saved = []
+    for decay in (0.0, 0.5):
+        out = tmp_path / str(decay)
+        done = train(model=folder, out=out, optimizer="sgd", weight_decay=decay, steps=1, clip=0)
+        assert done.returncode == 0, done.stdout + done.stderr
+        saved.append(load_file(out / "model" / "model.safetensors"))
+    for name in load_file(folder / "model.safetensors"):
+        decays = not name.endswith(("bias", "norm.weight", "sinks"))
+        assert torch.equal(saved[0][name], saved[1][name]) != decays, name
 
 
 def test_a_dry_run_leaves_nothing(train: Train, tmp_path: Path) -> None:
@@ -225,6 +244,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a target": ({"lora": True, "lora_targets": "q_proj,lm_head"}, "the target 'lm_head' is no linear layer"),
     "a rank without adapters": ({"lora_rank": 4}, "--lora-rank requires --lora"),
     "no adapter": ({"adapter": "/nowhere"}, "there is no /nowhere/adapter_config.json"),
+    "nothing to merge": ({"merge": True}, "--merge is given, expected --lora or --adapter beside it"),
     "no rate": ({"learning_rate": 0}, "--learning-rate is 0"),
     "a negative rate": ({"learning_rate": -1}, "--learning-rate: Value -1 not in range"),
     "a dtype": ({"dtype": "float16"}, "--dtype: float16 not in {float32,bfloat16}"),
