@@ -147,6 +147,21 @@ def test_bits_of_packed_attention_in_bf16(
     check(program, folder(name), tmp_path, ("plain", "padded", "packed"), "bfloat16", "packed", 1)
 
 
+def test_fields_of_published_folders(program: Program, folder: Callable[[str], Path], tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False}
+    fields = {
+        "rope_parameters": None,
+        "rope_scaling": {**yarn, "beta_fast": 32.0, "beta_slow": 1.0},
+        "rope_theta": 150000,
+        "layer_types": None,
+        "experts_per_token": 2,
+        "initial_context_length": 16,
+        "torch_dtype": "float32",
+    }
+    assert answer_to(program, folder("gpt_oss"), tmp_path / "model", fields) == "ok"
+    check(program, tmp_path / "model", tmp_path, ("plain",), "float32", "eager", 1)
+
+
 def test_norms_of_gpt_oss_stay_fp32_in_fp16(program: Program, folder: Callable[[str], Path], tmp_path: Path) -> None:
     check(program, folder("gpt_oss"), tmp_path, ("padded",), "float16", "eager", 1)
     assert program.run(model=folder("gpt_oss"), dtype="float16", save=tmp_path / "saved") == "ok"
