@@ -204,7 +204,8 @@ void LayerRunner::save_buffers(JobRun& run, int l, int microbatch, std::vector<a
   if (run.attempt->only_checks()) {
     run.own_snapshots[{l, microbatch}] = std::move(snapshot);
   } else {
-    run.call->save_snapshot(l, microbatch, std::move(snapshot));
+    // An attempt that another one has replaced must leave that one's snapshot alone.
+    run.attempt->read([&] { run.call->save_snapshot(l, microbatch, std::move(snapshot)); });
   }
 }
 
