@@ -23,6 +23,7 @@ from roundpipe.planning.simulate_command import simulate
 from roundpipe.runs.command import app as checkpoint
 from roundpipe.selftest.command import selftest
 from roundpipe.tokens.command import tokenize
+from roundpipe.train.command import train
 
 app = typer.Typer(
     name="roundpipe",
@@ -50,6 +51,7 @@ def options(
 
 
 app.command("demo")(demo)
+app.command("train")(of_fields(train))
 app.command("simulate")(of_fields(simulate))
 app.command("plan")(of_fields(plan))
 app.command("emulate")(of_fields(emulate))

@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
+import typer
+
 
 @dataclasses.dataclass(frozen=True)
 class After:
@@ -15,8 +17,11 @@ class After:
     option: str
 
 
-def of_fields(command: Callable[[Any], None]) -> Callable[..., None]:
-    """Makes the function that typer reads: each field of the command's `options` becomes a parameter."""
+def of_fields(command: Callable[..., None]) -> Callable[..., None]:
+    """Makes the function that typer reads: each field of the command's `options` becomes a parameter.
+
+    A command with a second parameter, `given`, gets the names of the fields that stand on the command line.
+    """
     options = get_type_hints(command)["options"]
     hints = get_type_hints(options, include_extras=True)
     parameters: list[inspect.Parameter] = []
@@ -25,9 +30,15 @@ def of_fields(command: Callable[[Any], None]) -> Callable[..., None]:
         index = [shown.name for shown in parameters].index(behind[0]) + 1 if behind else len(parameters)
         parameters.insert(index, parameter.replace(annotation=hints[name]))
 
-    def fill_and_run(**fields: Any) -> None:
-        command(options(**fields))
+    def fill_and_run(context: typer.Context, **fields: Any) -> None:
+        if "given" not in inspect.signature(command).parameters:
+            command(options(**fields))
+            return
+        sources = {name: context.get_parameter_source(name) for name in fields}
+        given = frozenset(name for name, source in sources.items() if source is not None and source.name != "DEFAULT")
+        command(options(**fields), given)
 
-    fill_and_run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    fill_and_run.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
     fill_and_run.__doc__ = command.__doc__
     return fill_and_run

@@ -22,10 +22,12 @@ class StopSignal:
 
     Attributes:
         requested: whether a signal has come.
+        number: the signal that came first.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        self.number: int | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -42,4 +44,6 @@ class StopSignal:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if not self.requested:
+            self.number = number
         self.requested = True

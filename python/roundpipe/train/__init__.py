@@ -1,0 +1,1 @@
+"""The command that trains a language model, from its configuration to a folder that transformers loads."""

@@ -1,0 +1,211 @@
+"""The training loop: steps, evaluations, checkpoints, and where a run that goes on begins."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import roundpipe
+from roundpipe.data.balance import balanced_config
+from roundpipe.data.collate import count_label_tokens
+from roundpipe.huggingface.evaluation import held_out_loss
+from roundpipe.step.binding import Step
+from roundpipe.train.config import TrainConfig
+from roundpipe.train.data import RunData
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A completed step. `tokens` are those that are in the step's samples."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    seconds: float
+    tokens: int
+
+    def metrics(self) -> dict[str, Any]:
+        """Its line in metrics.jsonl, under the names of the C++ program."""
+        return {
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "learning_rate": self.learning_rate,
+            "seconds": self.seconds,
+            "tokens": self.tokens,
+        }
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """An evaluation after `step` steps: the mean loss of the held-out tokens that count."""
+
+    step: int
+    loss: float
+    tokens: int
+
+    def metrics(self) -> dict[str, Any]:
+        """Its line in metrics.jsonl, under the names of the C++ program."""
+        return {"evaluation_loss": self.loss, "evaluation_tokens": self.tokens}
+
+
+class Observer(Protocol):
+    """Is told of each step and each evaluation, in order."""
+
+    def on_step(self, record: StepRecord) -> None: ...
+
+    def on_evaluation(self, record: EvaluationRecord) -> None: ...
+
+
+@dataclass
+class _Begun:
+    """A step whose loss has not been read."""
+
+    step: int
+    pending: Any
+    made: Step
+    rate: float
+    tokens: int
+
+
+class Training:
+    """A run of steps.
+
+    Args:
+        config: of the run.
+        model: in training mode.
+        optimizer: of the model.
+        schedule: of its learning rate.
+        data: the batches.
+        folder: of the checkpoints.
+
+    Attributes:
+        step: the last step of which the observer was told.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: roundpipe.RoundPipe,
+        optimizer: Any,
+        schedule: Any,
+        data: RunData,
+        folder: Path,
+    ) -> None:
+        self._config, self._model, self._optimizer, self._schedule = config, model, optimizer, schedule
+        self._data, self._folder = data, folder
+        self._held_out = list(data.held_out)
+        self._held_out_tokens = sum(count_label_tokens(batch["labels"]) for batch in self._held_out)
+        self._journal: roundpipe.RunJournal | None = None
+        self._observer: Observer | None = None
+        self._since = 0.0
+        self.step = 0
+
+    def load(self) -> int:
+        """Loads the newest checkpoint, and returns its step."""
+        loaded = roundpipe.load_checkpoint(
+            self._folder,
+            self._model,
+            self._optimizer,
+            lr_scheduler=self._schedule,
+            state={"data": self._data.train},
+        )
+        self.step = loaded.step
+        return self.step
+
+    def run(self, observer: Observer, stop: Callable[[], bool]) -> bool:
+        """Makes the steps that are left, and evaluates before the first and after the last.
+
+        Each step's batch is submitted before the loss of the last one is read, so devices do not wait for this loop.
+
+        Args:
+            observer: is told what happens.
+            stop: whether to save and end, asked after each step.
+
+        Returns:
+            Whether the run is complete.
+        """
+        self._observer = observer
+        self._journal = roundpipe.RunJournal(self._folder, after_step=self.step)
+        if self.step == 0:
+            self._evaluate(0)
+        steps, every = self._data.steps, self._config.evaluate_every
+        begun: _Begun | None = None
+        saved = self.step
+        self._since = time.perf_counter()
+        batches = itertools.islice(self._data.train, steps - self.step)
+        for step, batch in enumerate(batches, start=self.step + 1):
+            following = self._begin(step, batch)
+            if begun is not None:
+                self._read(begun)
+            begun = following
+            is_stopped = stop()
+            is_evaluated = step == steps or (every is not None and step % every == 0)
+            is_saved = self._config.save_every is not None and step % self._config.save_every == 0
+            if is_stopped or is_evaluated or is_saved:
+                self._read(begun)
+                begun = None
+            if is_evaluated:
+                self._evaluate(step)
+            if (is_saved or is_stopped) and step < steps:
+                self._save(step)
+                saved = step
+            if is_stopped:
+                break
+        if begun is not None:
+            self._read(begun)
+        if self.step == steps:
+            return True
+        if saved != self.step:
+            self._save(self.step)
+        return False
+
+    def _begin(self, step: int, batch: dict[str, Any]) -> _Begun:
+        pending = self._model.submit(input_kwargs=batch, run_config=balanced_config(batch))
+        rate = float(self._optimizer.param_groups[0]["lr"])
+        made = self._model.step(
+            self._optimizer,
+            self._config.asynchronous,
+            max_grad_norm=self._config.clip or math.inf,
+            lr_scheduler=self._schedule,
+        )
+        mask = batch.get("attention_mask")
+        tokens = batch["input_ids"].numel() if mask is None else int(mask.sum())
+        return _Begun(step, pending, made, rate, tokens)
+
+    def _read(self, begun: _Begun) -> None:
+        loss, norm = float(begun.pending.loss()), begun.made.grad_norm
+        now = time.perf_counter()
+        record = StepRecord(begun.step, loss, norm, begun.rate, now - self._since, begun.tokens)
+        self._since = now
+        assert self._journal is not None and self._observer is not None
+        self._journal.record(begun.step, loss=loss, grad_norm=norm)
+        self.step = begun.step
+        self._observer.on_step(record)
+
+    def _evaluate(self, step: int) -> None:
+        if not self._held_out:
+            return
+        # Evaluations do not count among the calls that key the random numbers of steps.
+        calls = self._model.calls
+        loss = held_out_loss(self._model, self._held_out)
+        self._model.calls = calls
+        assert self._observer is not None
+        self._observer.on_evaluation(EvaluationRecord(step, loss, self._held_out_tokens))
+        self._since = time.perf_counter()
+
+    def _save(self, step: int) -> None:
+        roundpipe.save_checkpoint(
+            self._folder,
+            self._model,
+            self._optimizer,
+            step=step,
+            lr_scheduler=self._schedule,
+            state={"data": self._data.train},
+            keep_last=self._config.keep,
+        )

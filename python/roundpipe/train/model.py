@@ -1,0 +1,84 @@
+"""The model of a run: loaded with its adapters, and saved as a folder that transformers and PEFT load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import roundpipe
+from roundpipe import RoundPipeRunConfig
+from roundpipe.files import first_lines, new_folder
+from roundpipe.train.config import TrainConfig
+
+_NAME = "roundpipe-train"
+
+
+def base_of(config: TrainConfig) -> str:
+    """Where the model's folder or name on the Hub is: an adapter names its base."""
+    return config.adapter or config.model
+
+
+def load_model(config: TrainConfig) -> roundpipe.RoundPipe:
+    """Loads the model in training mode.
+
+    Raises:
+        ValueError: it cannot be loaded or followed, or does not fit the budget of the host.
+    """
+    options: dict[str, Any] = {}
+    if config.packed:
+        options["attn_implementation"] = "packed"
+    if config.dtype is not None:
+        options["dtype"] = getattr(torch, config.dtype)
+    if config.lora or config.dora:
+        options["peft_config"] = _lora(config)
+    run_config = RoundPipeRunConfig(
+        num_microbatch=config.microbatches,
+        recompute_grain="layer" if config.recompute_by_layer else None,
+        fault_tolerant=config.fault_tolerant or None,
+    )
+    model = roundpipe.from_pretrained(
+        base_of(config),
+        name=_NAME,
+        model_run_config=run_config,
+        host_memory=config.host_memory,
+        device_memory=config.device_memory,
+        **options,
+    )
+    model.train()
+    return model
+
+
+def _lora(config: TrainConfig) -> Any:
+    try:
+        from peft import LoraConfig
+    except ImportError:
+        raise ValueError(
+            "[train] --lora and --dora need peft, which is not installed; pip install 'roundpipe-engine[lora]'"
+        ) from None
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]
+        lora_dropout=config.lora_dropout,
+        target_modules=config.lora_targets or "all-linear",
+        use_rslora=config.lora_rslora,
+        use_dora=config.dora,
+    )
+
+
+def save_result(model: roundpipe.RoundPipe, tokenizer: Any, folder: Path) -> None:
+    """Writes a folder that transformers or, for adapters, PEFT loads; it is complete or not there.
+
+    Raises:
+        ValueError: it cannot be written, for example because the disk is full.
+    """
+    try:
+        with new_folder(folder, "train") as written:
+            model.save_pretrained(written)
+            tokenizer.save_pretrained(written)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"[train] cannot write {folder}: {first_lines(error)}; make room, then go on with --resume"
+        ) from error

@@ -1,0 +1,166 @@
+"""The configuration of a run: where values come from, and which are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from roundpipe.cli import app
+from roundpipe.train.command import TrainOptions
+from roundpipe.train.config import TrainConfig
+from roundpipe.train.config_file import read_config, written_config
+
+
+def printed(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["train", *arguments, "--print-config"], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_a_written_file_gives_the_same_configuration(tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "model": 'a "quoted" folder\\',
+        "data": ["ä.jsonl", "b"],
+        "out": "run",
+        "lora": True,
+        "lora_targets": ["q_proj"],
+        "learning_rate": 3e-05,
+        "steps": 7,
+        "held_out": 0.125,
+        "devices": "virtual:2",
+    }
+    for config in (TrainConfig(), TrainConfig(**values)):
+        (tmp_path / "run.toml").write_text(written_config(config))
+        assert TrainConfig(**read_config(tmp_path / "run.toml")) == config
+
+
+def test_options_come_before_the_file_and_the_file_before_defaults(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('lora = true\nlora_rank = 4\nclip = 2\nrows = "padded"\n')
+    (tmp_path / "printed.toml").write_text(
+        printed(
+            "--config", str(tmp_path / "run.toml"), "--lora-rank", "3", "--rows", "packed", "--data", "a", "--data", "b"
+        )
+    )
+    found = TrainConfig(**read_config(tmp_path / "printed.toml"))
+    assert found == TrainConfig(lora=True, lora_rank=3, clip=2.0, rows="packed", data=["a", "b"])
+    assert isinstance(found.clip, float)
+
+
+def test_a_run_that_goes_on_keeps_its_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(f'model = "m"\nlength = 64\nseed = 5\nout = "{tmp_path}"\n')
+    options = TrainOptions(out=str(tmp_path), resume=True, seed=0)
+    assert options.merged(frozenset({"out", "resume"})).seed == 5
+    assert options.merged(frozenset({"out", "resume", "seed"})).seed == 0
+    assert TrainOptions(out=str(tmp_path)).merged(frozenset({"out"})).length == TrainConfig().length
+
+
+def test_every_value_is_an_option_and_in_the_printed_file() -> None:
+    text = printed()
+    for field in dataclasses.fields(TrainConfig):
+        assert f"\n{field.name} = " in text or f"\n# {field.name} =\n" in text
+    help_text = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"}).output
+    for field in dataclasses.fields(TrainConfig):
+        assert "--" + field.name.replace("_", "-") in help_text
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("learning_rte = 1e-3", "did you mean learning_rate?"),
+        ("learning-rate = 1e-3", "did you mean learning_rate?"),
+        ("zzz = 1", "--print-config lists all keys"),
+        ('learning_rate = "fast"', 'learning_rate in {file} is "fast", expected a number'),
+        ("length = 8.5", "length in {file} is 8.5, expected a whole number"),
+        ("length = true", "length in {file} is true, expected a whole number"),
+        ("lora = 1", "lora in {file} is 1, expected true or false"),
+        ('data = "a.jsonl"', 'data in {file} is "a.jsonl", expected a list of texts'),
+        ('optimizer = "adamm"', "expected adam, adamw, sgd, lion, adafactor, rmsprop"),
+        ("length =", "{file} is not TOML"),
+    ],
+)
+def test_a_file_with_a_mistake_is_refused(tmp_path: Path, line: str, said: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(line + "\n")
+    with pytest.raises(ValueError, match=r"^\[train\] ") as refused:
+        read_config(file)
+    assert said.format(file=file) in str(refused.value)
+
+
+OUT_OF_RANGE: dict[str, Any] = {
+    "epochs": 0,
+    "steps": 0,
+    "evaluate_every": 0,
+    "log_every": 0,
+    "save_every": 0,
+    "keep": 0,
+    "microbatches": 0,
+    "length": 1,
+    "warmup_steps": -1,
+    "seed": -1,
+    "learning_rate": 0.0,
+    "weight_decay": -0.1,
+    "clip": float("nan"),
+    "floor": 1.5,
+    "beta1": 1.0,
+    "beta2": -0.5,
+    "eps": 0.0,
+    "held_out": 1.0,
+    "batch_tokens": 1000,
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_a_value_out_of_range_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^\[train\] --{name.replace('_', '-')} is "):
+        TrainConfig(**{name: OUT_OF_RANGE[name]})
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"lora": True, "dora": True}, "expected one of them"),
+        ({"lora": True, "adapter": "a"}, "expected one of them"),
+        ({"steps": 5, "epochs": 2}, "expected one of them"),
+        ({"lora_rank": 4}, "--lora-rank is 4, expected it only with --lora"),
+        ({"lora_dropout": 0.1}, "--lora-dropout is 0.1, expected it only with --lora"),
+        ({"lora": True, "lora_rank": 0}, "--lora-rank is 0"),
+        ({"lora": True, "lora_alpha": 0.0}, "--lora-alpha is 0"),
+        ({"lora": True, "lora_dropout": 1.0}, "--lora-dropout is 1"),
+        ({"moments": "8bit", "optimizer": "lion"}, "--moments is 8bit, expected fp32 for lion"),
+        ({"eps": 1e-8, "optimizer": "sgd"}, "not for sgd"),
+        ({"momentum": 0.9}, "not for adamw"),
+        ({"momentum": 1.0, "optimizer": "sgd"}, "--momentum is 1"),
+        ({"steps": 5, "warmup_steps": 6}, "--warmup-steps is 6, expected at most --steps"),
+        ({"evaluate_every": 2, "held_out": 0.0}, "expected it only with --held-out above 0"),
+    ],
+)
+def test_values_that_do_not_fit_each_other_are_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=r"^\[train\] ") as refused:
+        TrainConfig(**values)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("missing", ["model", "data", "out"])
+def test_what_a_run_needs_is_asked_for(missing: str) -> None:
+    values: dict[str, Any] = {"model": "m", "data": ["d"], "out": "o"}
+    with pytest.raises(ValueError, match=f"--{missing} is not given"):
+        TrainConfig(**{**values, missing: None if missing == "data" else ""}).require_run()
+    TrainConfig(data=["d"], out="o", adapter="a").require_run()
+
+
+def test_defaults_depend_on_what_is_trained() -> None:
+    assert TrainConfig().highest_rate < TrainConfig(lora=True).highest_rate == TrainConfig(adapter="a").highest_rate
+    assert TrainConfig(lora=True, learning_rate=1.0).highest_rate == 1.0
+    assert TrainConfig(length=8).tokens_of_step == 64
+    assert TrainConfig(length=8, batch_tokens=9).tokens_of_step == 9
+
+
+def test_what_belongs_to_the_bits() -> None:
+    free = {"devices", "save_every", "out", "model", "evaluate_every"}
+    assert not free & set(TrainConfig().fixed())
+    assert {"seed", "learning_rate", "microbatches", "dtype"} <= set(TrainConfig().fixed())
+    assert "evaluate_every" in TrainConfig(asynchronous=True).fixed()

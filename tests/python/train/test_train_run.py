@@ -1,0 +1,161 @@
+"""Whole runs of `roundpipe train`: what they learn, stop, resume, write and refuse."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import roundpipe
+from roundpipe.train.config import TrainConfig
+from roundpipe.train.model import load_model, save_result
+from roundpipe.train.session import run
+from tiny_chat import byte_tokenizer, chat_file, model_folder
+
+STEPS = 6
+LENGTH = 64
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("train")
+    model_folder(folder / "model", num_hidden_layers=2)
+    chat_file(folder / "chat.jsonl", 120)
+    return folder
+
+
+@pytest.fixture
+def config(place: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+    def made(**values: Any) -> TrainConfig:
+        usual: dict[str, Any] = {
+            "model": str(place / "model"),
+            "data": [str(place / "chat.jsonl")],
+            "out": str(tmp_path / "run"),
+            "length": LENGTH,
+            "steps": STEPS,
+            "learning_rate": 2e-3,
+            "devices": "virtual:2",
+        }
+        return TrainConfig(**{**usual, **values})
+
+    return made
+
+
+def metrics(config: TrainConfig) -> list[dict[str, Any]]:
+    """The lines, without times."""
+    lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k in KEPT} for line in lines]
+
+
+KEPT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "evaluation_loss", "evaluation_tokens")
+
+
+def held_out(lines: list[dict[str, Any]]) -> list[float]:
+    return [line["evaluation_loss"] for line in lines if "evaluation_loss" in line]
+
+
+class InterruptedAt(io.StringIO):
+    """An output that is like Ctrl+C when a text comes."""
+
+    def __init__(self, text: str, number: int = signal.SIGINT) -> None:
+        super().__init__()
+        self._text, self._number = text, number
+
+    def write(self, text: str) -> int:
+        if self._text in text:
+            signal.raise_signal(self._number)
+        return super().write(text)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "dora"])
+def test_training_lowers_the_held_out_loss_and_reloads(
+    kind: str, place: Path, config: Callable[..., TrainConfig]
+) -> None:
+    ours = config(**({} if kind == "full" else {kind: True, "learning_rate": 2e-2}), evaluate_every=3)
+    assert run(ours, resume=False) == 0
+    lines = metrics(ours)
+    first, middle, last = held_out(lines)
+    assert last < middle < first - 0.2
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
+    result = Path(ours.out) / ("model" if kind == "full" else "adapter")
+    assert AutoTokenizer.from_pretrained(result)("abc")["input_ids"] == byte_tokenizer()("abc")["input_ids"]
+    if kind == "full":
+        assert isinstance(GenerationConfig.from_pretrained(result), GenerationConfig)
+        plain = AutoModelForCausalLM.from_pretrained(result)
+    else:
+        base = AutoModelForCausalLM.from_pretrained(place / "model")
+        plain = PeftModel.from_pretrained(base, str(result))
+    again = config(
+        **({"model": str(result)} if kind == "full" else {"adapter": str(result), "model": ""}), rows="padded"
+    )
+    tokens = torch.randint(260, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(load_model(again).eval()(input_ids=tokens).logits, plain.eval()(tokens).logits)
+
+
+@pytest.mark.parametrize("more", [{}, {"lora": True, "lora_dropout": 0.2, "asynchronous": True}], ids=["full", "lora"])
+def test_an_interrupted_run_goes_on_with_the_same_bits(
+    more: dict[str, Any], config: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = config(**more, out=str(tmp_path / "whole"), evaluate_every=2)
+    assert run(whole, resume=False) == 0
+    ours = config(**more, evaluate_every=2)
+    said = InterruptedAt("step 2/")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", said)
+        assert run(ours, resume=True) == 130  # there is nothing to go on from: it begins
+    assert f"roundpipe train --resume --out {ours.out}" in said.getvalue()
+    assert len(metrics(ours)) < len(metrics(whole))
+    (Path(ours.out) / "metrics.jsonl").open("a").write('{"step": 6, "loss": 1}\n{"ste')  # steps done again
+    assert run(ours, resume=True) == 0
+    assert metrics(ours) == metrics(whole)
+
+
+def test_a_termination_is_no_failure(config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = config()
+    monkeypatch.setattr(sys, "stdout", InterruptedAt("step 1/", signal.SIGTERM))
+    assert run(ours, resume=False) == 0
+    assert roundpipe.latest(ours.out) is not None
+    assert not (Path(ours.out) / "model").exists()
+
+
+def test_checkpoints_are_made_and_kept(config: Callable[..., TrainConfig]) -> None:
+    ours = config(save_every=1, keep=2)
+    assert run(ours, resume=False) == 0
+    roundpipe.saving.folders.wait_for_saves(ours.out)
+    assert sorted(path.name for path in Path(ours.out).glob("step-*")) == ["step-4", "step-5"]
+
+
+def test_another_run_is_not_touched(config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = config()
+    monkeypatch.setattr(sys, "stdout", InterruptedAt("step 1/"))
+    run(ours, resume=False)
+    monkeypatch.undo()
+    before = {path: path.read_bytes() for path in Path(ours.out).rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match="is not empty, expected a new folder"):
+        run(ours, resume=False)
+    with pytest.raises(ValueError, match=r"--seed is 1, expected 0 as in the run"):
+        run(config(seed=1), resume=True)
+    assert {path: path.read_bytes() for path in Path(ours.out).rglob("*") if path.is_file()} == before
+    assert run(ours, resume=True) == 0
+    with pytest.raises(ValueError, match="holds the result of a run that is complete"):
+        run(ours, resume=True)
+
+
+def test_the_model_of_the_pipeline_is_the_one_that_is_saved(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    model = load_model(config())
+    save_result(model, byte_tokenizer(), tmp_path / "saved")
+    with pytest.raises(ValueError, match="is not empty"):
+        save_result(model, byte_tokenizer(), tmp_path / "saved")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
