@@ -83,6 +83,15 @@ def host_arena() -> HostArena:
     return HostArena(stats.asked_bytes, stats.reserved_bytes, stats.locked_bytes, stats.pieces)
 
 
+def resident_bytes() -> int:
+    """The memory that this process has; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm") as numbers:
+            return int(numbers.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
 def free_host_bytes() -> int:
     """The memory that new allocations can have without swapping, as Linux estimates it; elsewhere, unused memory."""
     try:

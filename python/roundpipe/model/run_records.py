@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from roundpipe import _core
 from roundpipe.model.pending import record_fields
-from roundpipe.performance.step_report import StepReport, report
+from roundpipe.performance.step_report import StepReport, busy_share, report
 from roundpipe.performance.timeline import Timeline, timeline_of
 
 
@@ -86,6 +86,15 @@ class RunRecords:
             Exception: whatever a layer raised in work still running.
         """
         return report(self._pipeline, self._name)
+
+    def busy_share(self) -> float | None:
+        """Which share of the latest training steps' time the devices computed, from 0 to 1; None until steps have been
+        measured. Takes next to no time.
+
+        Raises:
+            Exception: whatever a layer raised in work still running.
+        """
+        return busy_share(self._pipeline)
 
     def host_bytes(self) -> int:
         """Host memory of weights and gradients, in bytes."""

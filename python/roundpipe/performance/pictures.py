@@ -132,30 +132,37 @@ svg rect:hover {{ stroke: #000; stroke-width: 1; }}
 def write_html(path: Path, title: str, rows: Sequence[tuple[str, Sequence[Span]]]) -> None:
     """Writes one self-contained page; a tooltip describes each bar."""
     end_ms = max((span.end_ms for _, spans in rows for span in spans), default=1.0) or 1.0
+    panels = [f"<h2>{html.escape(name)}</h2>\n{svg_of(name, spans, end_ms)}" for name, spans in rows]
+    legend = legend_of(span for _, spans in rows for span in spans)
+    write_text(path, _PAGE.format(title=html.escape(title), legend=legend, panels="\n".join(panels)))
+
+
+def svg_of(name: str, spans: Sequence[Span], end_ms: float) -> str:
+    """One panel as an SVG element for a page: a row for each device, from time 0 to `end_ms`."""
     width, left, row_px = 1400, 70, 22
-    panels = []
-    used: set[str] = set()
-    for name, spans in rows:
-        height = 1 + max((span.device for span in spans), default=0)
-        scale = (width - left - 10) / end_ms
-        parts = [f'<svg viewBox="0 0 {width} {height * row_px + 24}" role="img" aria-label="{html.escape(name)}">']
-        for device in range(height):
-            parts.append(f'<text x="4" y="{device * row_px + 15}">device {device}</text>')
-        for span in spans:
-            used.add(span.kind)
-            top, share = _PLACE.get(span.kind, _COMPUTE)
-            parts.append(
-                f'<rect x="{left + span.start_ms * scale:.2f}" y="{span.device * row_px + 1 + top * (row_px - 2):.1f}" '
-                f'width="{max(0.3, (span.end_ms - span.start_ms) * scale):.2f}" height="{share * (row_px - 2):.1f}" '
-                f'fill="{COLOURS[span.kind]}"><title>{span.kind}: {html.escape(span.label)}, '
-                f"{span.start_ms:.1f} to {span.end_ms:.1f} ms</title></rect>"
-            )
-        for tick in range(11):
-            at = end_ms * tick / 10
-            parts.append(f'<text x="{left + at * scale:.1f}" y="{height * row_px + 16}">{at:,.0f} ms</text>')
-        parts.append("</svg>")
-        panels.append(f"<h2>{html.escape(name)}</h2>\n" + "\n".join(parts))
-    legend = "".join(
+    height = 1 + max((span.device for span in spans), default=0)
+    scale = (width - left - 10) / end_ms
+    parts = [f'<svg viewBox="0 0 {width} {height * row_px + 24}" role="img" aria-label="{html.escape(name)}">']
+    for device in range(height):
+        parts.append(f'<text x="4" y="{device * row_px + 15}">device {device}</text>')
+    for span in spans:
+        top, share = _PLACE.get(span.kind, _COMPUTE)
+        parts.append(
+            f'<rect x="{left + span.start_ms * scale:.2f}" y="{span.device * row_px + 1 + top * (row_px - 2):.1f}" '
+            f'width="{max(0.3, (span.end_ms - span.start_ms) * scale):.2f}" height="{share * (row_px - 2):.1f}" '
+            f'fill="{COLOURS[span.kind]}"><title>{span.kind}: {html.escape(span.label)}, '
+            f"{span.start_ms:.1f} to {span.end_ms:.1f} ms</title></rect>"
+        )
+    for tick in range(11):
+        at = end_ms * tick / 10
+        parts.append(f'<text x="{left + at * scale:.1f}" y="{height * row_px + 16}">{at:,.0f} ms</text>')
+    parts.append("</svg>")
+    return "\n".join(parts)
+
+
+def legend_of(spans: Iterable[Span]) -> str:
+    """The colours of these spans, for a page."""
+    used = {span.kind for span in spans}
+    return "".join(
         f'<span><i style="background:{colour}"></i>{kind}</span>' for kind, colour in COLOURS.items() if kind in used
     )
-    write_text(path, _PAGE.format(title=html.escape(title), legend=legend, panels="\n".join(panels)))

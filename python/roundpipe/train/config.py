@@ -25,7 +25,8 @@ _ROWS_OF_A_STEP = 8
 # Without effect on the bits of a training. Evaluations have one only in asynchronous runs, see `fixed`.
 _FREE = (
     *("model", "data", "out", "devices", "host_memory", "device_memory", "recompute_by_layer", "fault_tolerant"),
-    *("save_every", "keep", "log_every", "evaluate_every", "sample_prompts", "sample_tokens", "tensorboard", "wandb"),
+    *("save_every", "keep", "evaluate_every", "samples", "sample_prompts", "sample_tokens"),
+    *("log_every", "tensorboard", "wandb"),
 )
 
 
@@ -134,6 +135,19 @@ class TrainConfig:
         int | None,
         _option(_WATCH, "Steps between evaluations (default: before and after training).", show_default=False),
     ] = None
+    samples: Annotated[
+        int, _option(_WATCH, "How many held-out samples the model goes on from at each evaluation, to be read.")
+    ] = 3
+    sample_prompts: Annotated[
+        list[str] | None,
+        _option(_WATCH, "A prompt to go on from instead; again for more.", metavar="TEXT", show_default=False),
+    ] = None
+    sample_tokens: Annotated[int, _option(_WATCH, "Tokens of a sample, at most.")] = 32
+    tensorboard: Annotated[bool, _option(_WATCH, "Write events for TensorBoard into OUT/tensorboard.")] = False
+    wandb: Annotated[
+        str | None,
+        _option(_WATCH, "Log to this project of Weights & Biases.", metavar="PROJECT", show_default=False),
+    ] = None
     log_every: Annotated[int, _option(_WATCH, "Steps between lines on the screen, where it is no terminal.")] = 1
 
     save_every: Annotated[
@@ -217,6 +231,8 @@ class TrainConfig:
         for name in ("epochs", "steps", "evaluate_every", "log_every", "save_every", "keep", "microbatches"):
             check(name, 1)
         check("lora_rank", 1)
+        check("samples", 0)
+        check("sample_tokens", 1)
         check("length", 2)
         check("warmup_steps", 0)
         check("seed", 0, 2**32 - 1)
@@ -250,8 +266,9 @@ class TrainConfig:
             raise refused("warmup_steps", self.warmup_steps, f"at most --steps, which is {self.steps}")
         if self.steps is not None and self.epochs != 1:
             raise ValueError("[train] --steps and --epochs are given, expected one of them")
-        if self.evaluate_every is not None and not self.held_out:
-            raise refused("evaluate_every", self.evaluate_every, "it only with --held-out above 0")
+        for name in ("evaluate_every", "sample_prompts"):
+            if getattr(self, name) is not None and not self.held_out:
+                raise refused(name, getattr(self, name), "it only with --held-out above 0")
 
 
 def refused(name: str, value: object, expected: str) -> ValueError:

@@ -21,12 +21,14 @@ class RunData:
     Attributes:
         train: of the steps; remembers its position.
         held_out: of an evaluation; empty without held-out data.
+        held_out_samples: that these batches are made of.
         steps: the number of steps.
         summary: what was read, for reports.
     """
 
     train: Batches
     held_out: Batches | list[Any]
+    held_out_samples: Any
     steps: int
     summary: Any
 
@@ -59,4 +61,4 @@ def make_batches(train: Any, held_out: Any, summary: Any, tokenizer: Any, config
     epochs = config.epochs if config.steps is None else _ENDLESS
     batches = Batches(train, epochs=epochs, seed=None if config.in_order else config.seed, **sizes)
     steps = len(batches) if config.steps is None else config.steps
-    return RunData(batches, Batches(held_out, **sizes) if len(held_out) else [], steps, summary)
+    return RunData(batches, Batches(held_out, **sizes) if len(held_out) else [], held_out, steps, summary)

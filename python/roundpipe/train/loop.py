@@ -14,6 +14,7 @@ import roundpipe
 from roundpipe.data.balance import balanced_config
 from roundpipe.data.collate import count_label_tokens
 from roundpipe.huggingface.evaluation import held_out_loss
+from roundpipe.memory.host import resident_bytes
 from roundpipe.step.binding import Step
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData
@@ -21,7 +22,14 @@ from roundpipe.train.data import RunData
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A completed step. `tokens` are those that are in the step's samples."""
+    """A completed step.
+
+    Attributes:
+        tokens: in its batch, with padding between samples of a row.
+        busy: share of the latest steps' time in which the devices computed, from 0 to 1; None: not measured yet.
+        device_bytes: most memory that any device has had in use.
+        host_bytes: of the process, now.
+    """
 
     step: int
     loss: float
@@ -29,6 +37,14 @@ class StepRecord:
     learning_rate: float
     seconds: float
     tokens: int
+    busy: float | None = None
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Its throughput."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
     def metrics(self) -> dict[str, Any]:
         """Its line in metrics.jsonl, under the names of the C++ program."""
@@ -38,6 +54,9 @@ class StepRecord:
             "learning_rate": self.learning_rate,
             "seconds": self.seconds,
             "tokens": self.tokens,
+            "devices_busy": self.busy,
+            "device_bytes": self.device_bytes,
+            "host_bytes": self.host_bytes,
         }
 
 
@@ -86,6 +105,7 @@ class Training:
 
     Attributes:
         step: the last step of which the observer was told.
+        last_call: the batch of that step, for its timeline; None: no step has been made.
     """
 
     def __init__(
@@ -105,6 +125,7 @@ class Training:
         self._observer: Observer | None = None
         self._since = 0.0
         self.step = 0
+        self.last_call: Any = None
 
     def load(self) -> int:
         """Loads the newest checkpoint, and returns its step."""
@@ -181,11 +202,21 @@ class Training:
     def _read(self, begun: _Begun) -> None:
         loss, norm = float(begun.pending.loss()), begun.made.grad_norm
         now = time.perf_counter()
-        record = StepRecord(begun.step, loss, norm, begun.rate, now - self._since, begun.tokens)
+        record = StepRecord(
+            begun.step,
+            loss,
+            norm,
+            begun.rate,
+            now - self._since,
+            begun.tokens,
+            self._model.busy_share(),
+            max(device["peak_bytes"] for device in roundpipe.devices().memory_report()),
+            resident_bytes(),
+        )
         self._since = now
         assert self._journal is not None and self._observer is not None
         self._journal.record(begun.step, loss=loss, grad_norm=norm)
-        self.step = begun.step
+        self.step, self.last_call = begun.step, begun.pending
         self._observer.on_step(record)
 
     def _evaluate(self, step: int) -> None:

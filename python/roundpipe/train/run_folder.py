@@ -14,7 +14,9 @@ from roundpipe.train.config import TrainConfig, refused
 from roundpipe.train.config_file import changed_values, read_config, written_config
 
 CONFIG_FILE = "config.toml"
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
+REPORT_FILE = "report.html"
+TENSORBOARD_FOLDER = "tensorboard"
 MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapter"
 DATA_FOLDER = "data"
 _RESERVE_FILE = "reserved-for-the-result"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -13,40 +14,29 @@ import roundpipe
 from roundpipe.data.batches import check_positions
 from roundpipe.data.chat import load_tokenizer
 from roundpipe.ops.packed_attention import check_packing
+from roundpipe.planning.pictures import spans_of_call
+from roundpipe.runs.event_file import EventFile
+from roundpipe.runs.lines import Lines
 from roundpipe.saving.folders import wait_for_saves
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, read_data
-from roundpipe.train.loop import EvaluationRecord, StepRecord, Training
-from roundpipe.train.metrics import Metrics
+from roundpipe.train.loop import Observer, Training
 from roundpipe.train.model import base_of, load_model, save_result
 from roundpipe.train.optimizer import make_optimizer, make_schedule
-from roundpipe.train.run_folder import DATA_FOLDER, METRICS_FILE, RunFolder
+from roundpipe.train.progress import Screen
+from roundpipe.train.report import RunReport, write_report
+from roundpipe.train.run_folder import (
+    DATA_FOLDER,
+    METRICS_FILE,
+    REPORT_FILE,
+    SAMPLES_FILE,
+    TENSORBOARD_FOLDER,
+    RunFolder,
+)
+from roundpipe.train.samples import Samples, make_prompts
+from roundpipe.train.trackers import All, Metrics, TensorBoard, WeightsAndBiases, imported_wandb
 
 EXIT_OK, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 130
-
-
-def say(text: str) -> None:
-    """Prints a line at once, also into a pipe."""
-    print(text, flush=True)
-
-
-class Screen:
-    """Prints what happens, and writes it to the metrics."""
-
-    def __init__(self, config: TrainConfig, metrics: Metrics, steps: int) -> None:
-        self._config, self._metrics, self._steps = config, metrics, steps
-
-    def on_step(self, record: StepRecord) -> None:
-        self._metrics.write(record.step, record.metrics())
-        if record.step % self._config.log_every == 0 or record.step == self._steps:
-            say(
-                f"step {record.step}/{self._steps}  loss {record.loss:.4f}  norm {record.grad_norm:.3g}  "
-                f"rate {record.learning_rate:.3g}  {record.tokens / record.seconds:,.0f} tokens/s"
-            )
-
-    def on_evaluation(self, record: EvaluationRecord) -> None:
-        self._metrics.write(record.step, record.metrics())
-        say(f"after {record.step} steps: held-out loss {record.loss:.4f}")
 
 
 def run(config: TrainConfig, resume: bool) -> int:
@@ -57,6 +47,8 @@ def run(config: TrainConfig, resume: bool) -> int:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same bits on every stream
     folder = RunFolder(config, resume)
+    if config.wandb is not None:
+        imported_wandb()
     if config.devices is not None:
         roundpipe.devices(config.devices)
     tokenizer = load_tokenizer(base_of(config))
@@ -79,18 +71,59 @@ def _train(
 ) -> int:
     training = Training(config, model, optimizer, schedule, data, folder.path)
     step = training.load() if folder.goes_on else 0
+    screen = Screen(data.steps, step, config.log_every)
     if step:
-        say(f"going on after step {step} of {data.steps}")
-    with Metrics(folder.path / METRICS_FILE, step) as metrics, roundpipe.StopSignal() as stop:
-        complete = training.run(Screen(config, metrics, data.steps), lambda: stop.requested)
+        screen.say(f"going on after step {step} of {data.steps}")
+    with contextlib.ExitStack() as open_files:
+        metrics = open_files.enter_context(Lines(folder.path / METRICS_FILE, step))
+        samples = open_files.enter_context(Lines(folder.path / SAMPLES_FILE, step))
+        stop = open_files.enter_context(roundpipe.StopSignal())
+        observers: list[Observer] = [Metrics(metrics), screen]
+        observers += _trackers(config, folder, open_files)
+        prompts = make_prompts(config, tokenizer, data.held_out_samples)
+        observers.append(Samples(model, tokenizer, prompts, config.sample_tokens, samples, screen.say))
+        open_files.enter_context(screen)
+        complete = training.run(All(observers), lambda: stop.requested)
     if not complete:
         wait_for_saves(folder.path)
-        say(f"stopped after {training.step} steps, which are saved; go on with\n  {resume_command(config)}")
+        screen.say(f"stopped after {training.step} steps, which are saved; go on with\n  {resume_command(config)}")
         return EXIT_OK if stop.number == signal.SIGTERM.value else EXIT_INTERRUPTED
     folder.release()
     save_result(model, tokenizer, folder.result)
-    say(f"the trained {'adapter' if config.trains_adapters else 'model'} is in {folder.result}")
+    screen.say(f"the trained {'adapter' if config.trains_adapters else 'model'} is in {folder.result}")
+    report = RunReport(
+        config=config,
+        metrics=metrics.lines,
+        samples=samples.lines,
+        timeline=[] if training.last_call is None else spans_of_call(training.last_call),
+        step=_step_report(model),
+        host=str(optimizer.host_memory()),
+        data=str(data.summary),
+        devices=roundpipe.devices().description,
+    )
+    write_report(folder.path / REPORT_FILE, report)
+    screen.say(f"the report is {folder.path / REPORT_FILE}")
     return EXIT_OK
+
+
+def _trackers(config: TrainConfig, folder: RunFolder, open_files: contextlib.ExitStack) -> list[Observer]:
+    trackers: list[Observer] = []
+    if config.tensorboard:
+        events = EventFile(folder.path / TENSORBOARD_FOLDER)
+        open_files.callback(events.close)
+        trackers.append(TensorBoard(events))
+    if config.wandb is not None:
+        run = WeightsAndBiases(config.wandb, config)
+        open_files.callback(run.close)
+        trackers.append(run)
+    return trackers
+
+
+def _step_report(model: Any) -> str:
+    try:
+        return str(model.step_report())
+    except ValueError:  # too few steps have been measured
+        return ""
 
 
 def resume_command(config: TrainConfig) -> str:

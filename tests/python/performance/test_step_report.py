@@ -109,6 +109,15 @@ def test_a_step_in_synchronous_training() -> None:
     assert report.predicted_bubble_percent > 0
 
 
+def test_the_share_of_the_time_in_which_devices_compute() -> None:
+    model = trained(6, forward_ms=3, weight_bytes=4000)
+    share = model.busy_share()
+    report = model.step_report()
+    assert share is not None and 0 < share <= 1
+    assert share == pytest.approx(1 - report.measured_bubble_percent / 100, abs=0.2)
+    assert RoundPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))).busy_share() is None
+
+
 def test_nothing_is_said_before_something_is_measured() -> None:
     roundpipe.devices("virtual:1")
     model = RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), name="fresh")

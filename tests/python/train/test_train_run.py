@@ -80,13 +80,17 @@ class InterruptedAt(io.StringIO):
 def test_training_lowers_the_held_out_loss_and_reloads(
     kind: str, place: Path, config: Callable[..., TrainConfig]
 ) -> None:
-    ours = config(**({} if kind == "full" else {kind: True, "learning_rate": 2e-2}), evaluate_every=3)
+    ours = config(**({} if kind == "full" else {kind: True, "learning_rate": 2e-2}), evaluate_every=3, samples=2)
     assert run(ours, resume=False) == 0
     lines = metrics(ours)
     first, middle, last = held_out(lines)
     assert last < middle < first - 0.2
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
     result = Path(ours.out) / ("model" if kind == "full" else "adapter")
+    samples = [json.loads(line) for line in (Path(ours.out) / "samples.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [0, 0, 3, 3, 6, 6] and samples[0]["expected"]
+    report = (Path(ours.out) / "report.html").read_text()
+    assert samples[-1]["expected"].split("<")[0] in report and "device 1" in report
     assert AutoTokenizer.from_pretrained(result)("abc")["input_ids"] == byte_tokenizer()("abc")["input_ids"]
     if kind == "full":
         assert isinstance(GenerationConfig.from_pretrained(result), GenerationConfig)

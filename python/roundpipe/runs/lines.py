@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: a JSON object for each step and each evaluation."""
+"""Files with a JSON object a line, each about a step, that a run which goes on continues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from roundpipe.files import write_text
 
 
-class Metrics:
+class Lines:
     """Appends lines, each flushed at once. Lines of steps behind `after_step` are removed first: those steps are done
     again. Training goes on while lines cannot be written, for example on a full disk: they are written later.
 
@@ -27,7 +27,7 @@ class Metrics:
 
     def __init__(self, path: Path, after_step: int = 0) -> None:
         self._path = path
-        self.lines = [line for line in read_metrics(path) if line["step"] <= after_step] if after_step else []
+        self.lines = [line for line in read_lines(path) if line["step"] <= after_step] if after_step else []
         write_text(path, "".join(_text(line) for line in self.lines))
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
@@ -51,7 +51,7 @@ class Metrics:
         else:
             self._unwritten = self._unwritten[written:]
 
-    def __enter__(self) -> Metrics:
+    def __enter__(self) -> Lines:
         return self
 
     def __exit__(
@@ -60,7 +60,7 @@ class Metrics:
         self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a file, without a last one that is torn; empty if there is no file."""
     if not path.exists():
         return []
