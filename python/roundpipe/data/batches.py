@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import random
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from roundpipe.data.collate import collate
 from roundpipe.data.packing import pack
-from roundpipe.data.samples import IGNORED, Sample, tokens_and_labels
+from roundpipe.data.samples import IGNORED, Sample, SamplesInMemory, SampleStore, tokens_and_labels
+
+_AT_A_TIME = 1 << 14  # numbers of samples that are looked at together
 
 
 class Batches:
     """Cuts samples into batches of at most `batch_tokens` tokens.
 
-    Batches are made during iteration, so only the samples are held. The same arguments give the same batches.
+    Batches are made during iteration, and a `SampleStore`, such as the samples of `roundpipe.records.prepare`, stays on
+    disk. The same arguments give the same batches.
 
     An iteration knows its position: `state_dict()` is the number of batches that it has given, and after
     `load_state_dict()` the next iteration begins behind them. So a checkpoint that saves the batches continues with the
@@ -28,9 +30,10 @@ class Batches:
 
     Args:
         samples: each with `input_ids`, and with `labels` if they differ. A sample without a label that counts among
-            its first `max_length` tokens is left out.
+            its first `max_length` tokens is left out. A `SampleStore` says itself what an epoch has of its samples.
         batch_tokens: largest number of tokens in a batch, without padding.
-        max_length: largest number of tokens in a row. Longer samples lose their end.
+        max_length: largest number of tokens in a row. Longer samples lose their end; those of a `SampleStore` are
+            refused.
         pad_token_id: fills shorter rows.
         packed: True: several samples share a row, see `pack`; batches have `input_ids`, `position_ids` and `labels`,
             and the model's attention must keep samples apart, see `check_packing`. False: one sample per row, with an
@@ -69,33 +72,44 @@ class Batches:
         if not samples:
             raise ValueError("[Batches] there are no samples, expected at least one")
         self.truncated = self.left_out = 0
-        self._samples: list[dict[str, torch.Tensor]] = []
+        self._samples = samples if isinstance(samples, SampleStore) else self._prepared(samples, max_length)
+        if self._samples.longest > max_length:
+            raise ValueError(
+                f"[Batches] the samples have up to {self._samples.longest} tokens, expected at most max_length = "
+                f"{max_length}; prepare them with this max_length, or raise it"
+            )
+        self._batch_tokens, self._max_length, self._packed = batch_tokens, max_length, packed
+        self._pad_token_id, self._epochs, self._seed = pad_token_id, epochs, seed
+        self._given = 0  # batches of the iteration under way
+        self._number: int | None = None  # of all batches, once it is asked for
+
+    def _prepared(self, samples: Sequence[Sample], max_length: int) -> SampleStore:
+        kept = []
         for index, sample in enumerate(samples):
             tokens, labels = tokens_and_labels(sample, f"[Batches] sample {index}")
             if not bool((labels[1:max_length] != IGNORED).any()):
                 self.left_out += 1
                 continue
             self.truncated += len(tokens) > max_length
-            self._samples.append({"input_ids": tokens[:max_length], "labels": labels[:max_length]})
-        if not self._samples:
+            kept.append({"input_ids": tokens[:max_length], "labels": labels[:max_length]})
+        if not kept:
             raise ValueError(
                 f"[Batches] none of {len(samples)} samples has a label that counts (not -100, and not of the first "
                 f"token) among its first {max_length} tokens, expected at least one; raise max_length, or look at how "
                 "the labels are made"
             )
-        self._batch_tokens, self._max_length, self._packed = batch_tokens, max_length, packed
-        self._pad_token_id, self._epochs, self._seed = pad_token_id, epochs, seed
-        self._given = 0  # batches of the iteration under way
-        self._checksum: int | None = None  # of the samples, once it is asked for
+        return SamplesInMemory(kept)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sample, after truncation."""
-        return max(len(sample["input_ids"]) for sample in self._samples)
+        return self._samples.longest
 
     def __len__(self) -> int:
         """Number of batches in all epochs together."""
-        return sum(1 for _ in self._groups())
+        if self._number is None:
+            self._number = sum(1 for _ in self._groups())
+        return self._number
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for number, group in enumerate(self._groups()):
@@ -124,14 +138,9 @@ class Batches:
         self._given = state["given"]
 
     def _fingerprint(self) -> dict[str, Any]:
-        if self._checksum is None:
-            self._checksum = 0
-            for sample in self._samples:
-                for tensor in (sample["input_ids"], sample["labels"]):
-                    self._checksum = zlib.crc32(tensor.contiguous().numpy().tobytes(), self._checksum)
         return {
             "samples": len(self._samples),
-            "checksum": self._checksum,
+            "identity": self._samples.identity,
             "batch_tokens": self._batch_tokens,
             "max_length": self._max_length,
             "packed": self._packed,
@@ -142,21 +151,21 @@ class Batches:
     def _groups(self) -> Iterator[list[int]]:
         """The numbers of each batch's samples."""
         for epoch in range(self._epochs):
-            order = list(range(len(self._samples)))
-            if self._seed is not None:
-                random.Random(f"{self._seed} {epoch}").shuffle(order)
+            order = self._samples.order(epoch, self._seed)
             group: list[int] = []
             tokens = 0
-            for index in order:
-                length = len(self._samples[index]["input_ids"])
-                if tokens + length > self._batch_tokens:
-                    yield group
-                    group, tokens = [], 0
-                group.append(index)
-                tokens += length
-            yield group
+            for begin in range(0, len(order), _AT_A_TIME):
+                numbers = order.at(np.arange(begin, min(begin + _AT_A_TIME, len(order))))
+                for number, length in zip(numbers.tolist(), self._samples.lengths(numbers).tolist(), strict=True):
+                    if group and tokens + length > self._batch_tokens:
+                        yield group
+                        group, tokens = [], 0
+                    group.append(number)
+                    tokens += length
+            if group:
+                yield group
 
-    def _pack(self, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def _pack(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
         rows = pack(samples, self._max_length)
         longest = max(row["input_ids"].shape[1] for row in rows)
         rows = pack(samples, longest, pad_token_id=self._pad_token_id)  # the same rows, padded to one length

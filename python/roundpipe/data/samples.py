@@ -2,14 +2,97 @@
 
 from __future__ import annotations
 
+import zlib
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, overload
 
+import numpy as np
 import torch
+
+from roundpipe.data.order import InOrder, Numbers, Shuffle
 
 IGNORED = -100  # the label of a token that is not learned, as in torch's cross entropy
 
 Sample = Mapping[str, Any]  # input_ids and perhaps labels, each a list of numbers or a tensor of one dimension
+
+
+class Order(Protocol):
+    """The numbers of an epoch's samples, of which any part can be asked for."""
+
+    def __len__(self) -> int: ...
+
+    def at(self, positions: Numbers) -> Numbers:
+        """The numbers at these positions."""
+        ...
+
+
+class SampleStore(Sequence[Sample]):
+    """Samples that say what batches depend on without being read, so that they can stay on disk.
+
+    Each has a label that counts.
+    """
+
+    @property
+    @abstractmethod
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """A text that differs if any sample does."""
+
+    @abstractmethod
+    def lengths(self, numbers: Numbers) -> Numbers:
+        """Tokens of these samples."""
+
+    @abstractmethod
+    def order(self, epoch: int, seed: int | None) -> Order:
+        """Which samples an epoch has, and in which order; None leaves them in the order that they were read in."""
+
+
+class SamplesInMemory(SampleStore):
+    """Samples that are held. Each epoch has each of them once, and a seed shuffles each epoch differently.
+
+    Args:
+        samples: tensors `input_ids` and `labels`.
+    """
+
+    def __init__(self, samples: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        self._samples = samples
+        self._lengths = np.array([len(sample["input_ids"]) for sample in samples], dtype=np.int64)
+        self._checksum: int | None = None  # once it is asked for
+
+    @property
+    def longest(self) -> int:
+        return int(self._lengths.max())
+
+    @property
+    def identity(self) -> str:
+        if self._checksum is None:
+            self._checksum = 0
+            for sample in self._samples:
+                for tensor in (sample["input_ids"], sample["labels"]):
+                    self._checksum = zlib.crc32(tensor.contiguous().numpy().tobytes(), self._checksum)
+        return f"{self._checksum:08x}"
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
+        return self._samples[index]
+
+    def lengths(self, numbers: Numbers) -> Numbers:
+        lengths: Numbers = self._lengths[numbers]
+        return lengths
+
+    def order(self, epoch: int, seed: int | None) -> Order:
+        return InOrder(len(self)) if seed is None else Shuffle(len(self), seed, epoch)
 
 
 def tokens_and_labels(sample: Sample, where: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import IO, Any, Literal
 
 Split = Literal["file", "line"]
 _RECORDS = frozenset({".jsonl", ".ndjson"})
-_SHOWN = 5
+_SHOWN = 5  # of Dropped.places, in its text
 
 
 @dataclass(frozen=True)
@@ -29,27 +29,40 @@ class Dropped:
     Attributes:
         reasons: how often, by reason.
         places: the first places of each reason.
+        kept: how many places of each reason are kept.
     """
 
     reasons: Counter[str] = field(default_factory=Counter)
     places: dict[str, list[str]] = field(default_factory=dict)
+    kept: int = _SHOWN
 
     def note(self, reason: str, where: str) -> None:
         self.reasons[reason] += 1
         places = self.places.setdefault(reason, [])
-        if len(places) < _SHOWN:
+        if len(places) < self.kept:
             places.append(where)
 
-    def __str__(self) -> str:
-        lines = []
+    def lines(self) -> Iterator[str]:
+        """How often each reason was met, and where first."""
         for reason, count in self.reasons.most_common():
-            places = ", ".join(self.places[reason]) + (", ..." if count > _SHOWN else "")
-            lines.append(f"dropped {count:,}: {reason} ({places})")
-        return "\n".join(lines)
+            places = ", ".join(self.places[reason][:_SHOWN]) + (", ..." if count > _SHOWN else "")
+            yield f"{count:,}: {reason} ({places})"
+
+    def __str__(self) -> str:
+        return "\n".join(f"dropped {line}" for line in self.lines())
+
+    def as_json(self) -> dict[str, Any]:
+        """What `from_json` takes."""
+        return {"reasons": dict(self.reasons), "places": self.places, "kept": self.kept}
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Dropped:
+        """What `as_json` gave, from JSON."""
+        return cls(Counter(document["reasons"]), document["places"], document["kept"])
 
 
-def files_of(inputs: Sequence[Path]) -> list[Path]:
-    """The files themselves, and those of folders, sorted by name; hidden ones are left out.
+def files_of(inputs: Sequence[Path], where: str = "tokenize") -> list[Path]:
+    """The files themselves, and those of folders, sorted by name; hidden ones are left out. `where` tags messages.
 
     Raises:
         ValueError: an input is not there, or a folder has no files.
@@ -63,12 +76,12 @@ def files_of(inputs: Sequence[Path]) -> list[Path]:
                 if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
             )
             if not found:
-                raise ValueError(f"[tokenize] {path} has no files, expected texts or JSONL files in it")
+                raise ValueError(f"[{where}] {path} has no files, expected texts or JSONL files in it")
             files.extend(found)
         elif path.is_file():
             files.append(path)
         else:
-            raise ValueError(f"[tokenize] {path} is not there, expected a file or a folder of texts")
+            raise ValueError(f"[{where}] {path} is not there, expected a file or a folder of texts")
     return files
 
 
@@ -110,15 +123,19 @@ def _texts_of_text(path: Path, split: Split, dropped: Dropped) -> Iterator[Text]
         yield Text(line, where)
 
 
+def decoded_lines(file: IO[bytes], name: str, dropped: Dropped) -> Iterator[tuple[str, str]]:
+    """The lines of an open file, without their ends, and where they are: its name and their number."""
+    for number, raw in enumerate(file, start=1):
+        where = f"{name}:{number}"
+        try:
+            yield where, raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+        except UnicodeDecodeError:
+            dropped.note("not UTF-8", where)
+
+
 def _lines_of(path: Path, dropped: Dropped) -> Iterator[tuple[str, str]]:
-    """The lines of a file, without their ends, and where they are."""
     with open(path, "rb") as file:
-        for number, raw in enumerate(file, start=1):
-            where = f"{path}:{number}"
-            try:
-                yield where, raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-            except UnicodeDecodeError:
-                dropped.note("not UTF-8", where)
+        yield from decoded_lines(file, str(path), dropped)
 
 
 def _texts_of_records(path: Path, name: str, dropped: Dropped) -> Iterator[Text]:

@@ -83,30 +83,30 @@ def write(path: Path, *entries: Any) -> Path:
 def test_only_the_assistant_is_learnt(template: str) -> None:
     using = tokenizer(template)
     messages = talk("2 + 2?", "Vier: é 🌍.", "Sure?", "Yes", system="Be brief.")
-    sample = encode_chat(Conversation(messages, "here"), using)
+    (sample,) = encode_chat(Conversation(messages, "here"), using)
     assert learnt(sample, using) == ["Vier: é 🌍.<|im_end|>\n", "Yes<|im_end|>\n"]
     assert using.decode(sample["input_ids"]) == using.apply_chat_template(messages, tokenize=False)
 
 
 def test_without_a_template_each_message_is_a_line() -> None:
     using = tokenizer()
-    sample = encode_chat(Conversation(talk("2 + 2?", "4", "Sure?", ""), "here"), using)
+    (sample,) = encode_chat(Conversation(talk("2 + 2?", "4", "Sure?", ""), "here"), using)
     assert using.decode(sample["input_ids"]) == "<bos>user: 2 + 2?\nassistant: 4<eos>user: Sure?\nassistant: <eos>"
     assert learnt(sample, using) == ["4<eos>", "<eos>"]
-    without_start = encode_chat(Conversation(talk("a", "b"), "here"), tokenizer(bos_token=None))
+    (without_start,) = encode_chat(Conversation(talk("a", "b"), "here"), tokenizer(bos_token=None))
     assert using.decode(without_start["input_ids"]) == "user: a\nassistant: b<eos>"
 
 
 def test_a_template_that_writes_the_last_answer_differently() -> None:
     using = tokenizer(THINKING)
-    sample = encode_chat(Conversation(talk("a", "first", "b", "last"), "here"), using)
+    (sample,) = encode_chat(Conversation(talk("a", "first", "b", "last"), "here"), using)
     assert learnt(sample, using) == ["first<|im_end|>\n", "<think></think>last<|im_end|>\n"]
 
 
 @given(contents=st.lists(st.text("ab <>|\n:é🌍", max_size=8), min_size=1, max_size=6))
 def test_what_is_learnt_is_what_the_assistant_says(contents: list[str]) -> None:
     using = TOKENIZER
-    sample = encode_chat(Conversation(talk(*contents), "here"), using)
+    (sample,) = encode_chat(Conversation(talk(*contents), "here"), using)
     expected = [content + "<|im_end|>\n" for content in contents[1::2]]
     assert learnt(sample, using) == expected
 
@@ -154,7 +154,7 @@ def test_both_kinds_of_lines(tmp_path: Path) -> None:
 
 def test_tools_may_answer() -> None:
     messages = [*talk("a", "call"), {"role": "tool", "content": "1"}, {"role": "assistant", "content": "b"}]
-    sample = encode_chat(Conversation(messages, "here"), TOKENIZER)
+    (sample,) = encode_chat(Conversation(messages, "here"), TOKENIZER)
     assert learnt(sample, TOKENIZER) == ["call<|im_end|>\n", "b<|im_end|>\n"]
 
 

@@ -1,0 +1,126 @@
+"""Prepares data for training: reads records, makes samples of them, and keeps these on disk.
+
+data = prepare(["chat.jsonl", "more/=0.5"], tokenizer, DataOptions(max_length=4096, held_out=0.01), Path("prepared"))
+batches = Batches(data.train, batch_tokens=65536, max_length=4096, pad_token_id=0, seed=0)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roundpipe.data.samples import SampleStore
+from roundpipe.files import new_folder, read_json
+from roundpipe.records.conversion import Progress as Progress
+from roundpipe.records.conversion import convert
+from roundpipe.records.fingerprint import fingerprint_of
+from roundpipe.records.options import DataOptions as DataOptions
+from roundpipe.records.sources import Source, source_of
+from roundpipe.records.store import FILES, SampleFiles
+from roundpipe.records.summary import DataSummary as DataSummary
+from roundpipe.records.views import HeldOutSamples, TrainSamples, held_out_records
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_DESCRIPTION = "prepared.json"
+_SCHEMA, _VERSION = "roundpipe-prepared-data", 1
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Samples on disk.
+
+    Attributes:
+        train: what is trained on; `Batches` takes it.
+        held_out: samples of the records that are held out.
+        summary: what was read, and what became of it.
+        folder: where the samples are.
+        reused: whether they were there already.
+    """
+
+    train: SampleStore
+    held_out: SampleStore
+    summary: DataSummary
+    folder: Path
+    reused: bool
+
+
+def prepare(
+    sources: Sequence[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    options: DataOptions,
+    folder: str | Path,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> PreparedData:
+    """Reads records, makes samples of them, and writes these to a folder, whole or not at all.
+
+    If the folder holds what the same sources, tokenizer and options were prepared to, nothing is read again. Records
+    are read one after the other; memory holds a few hundred of them, and 16 bytes for each sample.
+
+    Args:
+        sources: each a path, a name or an object, as `source_of` takes it.
+        tokenizer: of the model that will be trained.
+        options: how records become samples.
+        folder: to write; one that was prepared from something else is replaced.
+        progress: called now and then.
+
+    Raises:
+        ValueError: a source is not there, nothing usable is left, the folder holds something else, or a record is such
+            that the options end the preparation.
+    """
+    if isinstance(sources, str | Path) or not sources:
+        raise ValueError(f"[data] sources are {sources!r}, expected a list of at least one source")
+    folder = Path(folder)
+    found = [source_of(source) for source in sources]
+    fingerprint = fingerprint_of(found, tokenizer, options)
+    if _prepared(folder):
+        description = read_json(folder / _DESCRIPTION, "data", "prepared data")
+        if fingerprint is not None and _identity(description) == (_SCHEMA, _VERSION, fingerprint):
+            return _opened(folder, found, options, reused=True)
+        _remove(folder)
+    with new_folder(folder, "data") as temporary:
+        summary = convert(found, tokenizer, options, temporary, progress)
+        held = held_out_records(summary.records, options.held_out, options.seed)
+        summary.held_out_records = len(held)
+        summary.held_out_samples = len(SampleFiles(temporary, summary.pairs).samples_of(held))
+        document = {
+            "schema": _SCHEMA,
+            "version": _VERSION,
+            "fingerprint": fingerprint,
+            "summary": summary.as_json(),
+        }
+        (temporary / _DESCRIPTION).write_text(json.dumps(document, indent=1), encoding="utf-8")
+    return _opened(folder, found, options, reused=False)
+
+
+def _identity(description: Any) -> tuple[Any, ...]:
+    return tuple(description.get(name) for name in ("schema", "version", "fingerprint"))
+
+
+def _prepared(folder: Path) -> bool:
+    return (folder / _DESCRIPTION).is_file()
+
+
+def _remove(folder: Path) -> None:
+    """Removes what was prepared, and nothing else."""
+    for name in (_DESCRIPTION, *FILES):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _opened(folder: Path, sources: Sequence[Source], options: DataOptions, reused: bool) -> PreparedData:
+    description = read_json(folder / _DESCRIPTION, "data", "prepared data")
+    summary = DataSummary.from_json(description["summary"])
+    files = SampleFiles(folder, summary.pairs)
+    held = files.samples_of(held_out_records(summary.records, options.held_out, options.seed))
+    parts = [(each.samples, source.weight) for each, source in zip(summary.sources, sources, strict=True)]
+    return PreparedData(
+        train=TrainSamples(files, summary.longest, held, parts),
+        held_out=HeldOutSamples(files, summary.longest, held),
+        summary=summary,
+        folder=folder,
+        reused=reused,
+    )
