@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from roundpipe.records.options import Documents, Format, OnBad, Overlong, TrainOn
+
 OPTIMIZERS = ("adam", "adamw", "sgd", "lion", "adafactor", "rmsprop")
 Optimizer = Literal["adam", "adamw", "sgd", "lion", "adafactor", "rmsprop"]
 
@@ -106,7 +108,29 @@ class TrainConfig:
     steps: Annotated[
         int | None, _option(_DATA, "How many steps are made, instead of --epochs.", show_default=False)
     ] = None
-    held_out: Annotated[float, _option(_DATA, "Share of the data that is held out, to be evaluated on.")] = 0.05
+    held_out: Annotated[
+        float, _option(_DATA, "Records that are held out to be evaluated on: a share below 1, or a number.")
+    ] = 0.05
+    format: Annotated[
+        Format, _option(_DATA, "What the records of the data are; auto looks at the members of the first.")
+    ] = "auto"
+    fields: Annotated[
+        list[str] | None,
+        _option(
+            _DATA,
+            "Another name of a member, such as prompt=question; again for more.",
+            metavar="NAME=MEMBER",
+            show_default=False,
+        ),
+    ] = None
+    documents: Annotated[Documents, _option(_DATA, "Whether a text file is one document, or each line.")] = "file"
+    ends: Annotated[bool, _option(_DATA, "End each text with the end-of-text token.")] = True
+    train_on: Annotated[TrainOn, _option(_DATA, "Which tokens of a conversation are learnt.")] = "assistant"
+    overlong: Annotated[
+        Overlong,
+        _option(_DATA, "Records longer than a row: cut (a text becomes several samples), drop, or an error."),
+    ] = "cut"
+    on_bad: Annotated[OnBad, _option(_DATA, "Broken and empty records: leave out and count, or an error.")] = "count"
 
     optimizer: Annotated[Optimizer, _option(_RULE, "Update rule.")] = "adamw"
     moments: Annotated[Literal["fp32", "8bit"], _option(_RULE, "Of adam and adamw.")] = "fp32"
@@ -242,7 +266,10 @@ class TrainConfig:
         check("weight_decay", 0)
         check("clip", 0)
         check("floor", 0, 1)
-        for name in ("beta1", "beta2", "momentum", "lora_dropout", "held_out"):
+        check("held_out", 0)
+        if self.held_out >= 1 and self.held_out != int(self.held_out):
+            raise refused("held_out", self.held_out, "a share below 1, or a whole number of records")
+        for name in ("beta1", "beta2", "momentum", "lora_dropout"):
             check(name, 0, 1)
             if getattr(self, name) == 1:
                 raise refused(name, 1, "less than 1")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn
+
 from roundpipe.data.batches import Batches
 from roundpipe.data.chat import padding_token_id
+from roundpipe.records.prepare import DataOptions, prepare
+from roundpipe.records.summary import DataSummary
 from roundpipe.train.config import TrainConfig
 
 # A run of so many steps reads the data again and again; an epoch has at least one step.
@@ -28,30 +34,45 @@ class RunData:
 
     train: Batches
     held_out: Batches | list[Any]
-    held_out_samples: Any
+    held_out_samples: Sequence[Any]
     steps: int
-    summary: Any
+    summary: DataSummary
 
 
 def read_data(config: TrainConfig, tokenizer: Any, folder: Path) -> RunData:
-    """Reads and tokenizes the data of a run.
+    """Reads and tokenizes the data of a run into a folder, or opens what is there already.
 
     Raises:
-        ValueError: a file is missing or malformed, or as in `make_batches`.
+        ValueError: a source is missing, there is nothing to learn from, or the tokenizer has no token to pad with.
     """
-    from roundpipe.data.chat import load_chat
-
     assert config.data
-    data = load_chat(config.data[0], tokenizer, held_out=config.held_out, seed=config.seed)
-    return make_batches(data.train, data.held_out, None, tokenizer, config)
-
-
-def make_batches(train: Any, held_out: Any, summary: Any, tokenizer: Any, config: TrainConfig) -> RunData:
-    """Cuts samples into the batches of a run.
-
-    Raises:
-        ValueError: there is nothing to learn from, or the tokenizer has no token to pad with.
-    """
+    options = DataOptions(
+        max_length=config.length,
+        format=config.format,
+        fields=tuple(config.fields or ()),
+        held_out=config.held_out,
+        overlong=config.overlong,
+        train_on=config.train_on,
+        documents=config.documents,
+        ends=config.ends,
+        on_bad=config.on_bad,
+        seed=config.seed,
+    )
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), console=Console(stderr=True), transient=True
+    ) as bar:
+        task = bar.add_task("reading the data", total=None)
+        found = prepare(
+            config.data,
+            tokenizer,
+            options,
+            folder,
+            lambda done: bar.update(task, description=f"{done.read:,} records, {done.tokens:,} tokens"),
+        )
+    if found.summary.pairs:
+        raise ValueError(
+            f"[train] {', '.join(config.data)} has preference pairs, expected texts or conversations; give other data"
+        )
     sizes: dict[str, Any] = {
         "batch_tokens": config.tokens_of_step,
         "max_length": config.length,
@@ -59,6 +80,7 @@ def make_batches(train: Any, held_out: Any, summary: Any, tokenizer: Any, config
         "pad_token_id": padding_token_id(tokenizer),
     }
     epochs = config.epochs if config.steps is None else _ENDLESS
-    batches = Batches(train, epochs=epochs, seed=None if config.in_order else config.seed, **sizes)
-    steps = len(batches) if config.steps is None else config.steps
-    return RunData(batches, Batches(held_out, **sizes) if len(held_out) else [], held_out, steps, summary)
+    train = Batches(found.train, epochs=epochs, seed=None if config.in_order else config.seed, **sizes)
+    steps = len(train) if config.steps is None else config.steps
+    held_out = Batches(found.held_out, **sizes) if len(found.held_out) else []
+    return RunData(train, held_out, found.held_out, steps, found.summary)

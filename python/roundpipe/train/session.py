@@ -54,6 +54,7 @@ def run(config: TrainConfig, resume: bool) -> int:
     tokenizer = load_tokenizer(base_of(config))
     folder.begin()
     data = read_data(config, tokenizer, folder.path / DATA_FOLDER)
+    print(data.summary, flush=True)
     transformers.set_seed(config.seed)  # adapters and dropout begin at random
     model = load_model(config)
     check_positions(model, data.train, data.held_out)

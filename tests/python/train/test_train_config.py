@@ -108,7 +108,7 @@ OUT_OF_RANGE: dict[str, Any] = {
     "beta1": 1.0,
     "beta2": -0.5,
     "eps": 0.0,
-    "held_out": 1.0,
+    "held_out": 1.5,
     "batch_tokens": 1000,
 }
 
