@@ -70,6 +70,24 @@ def measure(
     )
 
 
+def matmul_gflops(device: torch.device, dtype: torch.dtype, size: int = 512, least_s: float = 0.1) -> float:
+    """The speed of matrix products on a device, in 1e9 operations per second."""
+    matrix = torch.ones(size, size, device=device).to(dtype)
+
+    def finish() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    matrix @ matrix
+    finish()
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < least_s:
+        matrix @ matrix
+        finish()
+        count += 1
+    return count * 2 * size**3 / (time.perf_counter() - start) / 1e9
+
+
 def _memory_bytes(pool: DevicePool, device: int) -> int:
     """What the planner may use: a device's cap, else what a card says that it has free; else 0, no limit."""
     limit = int(pool.memory_report()[device]["limit_bytes"])

@@ -26,6 +26,14 @@ class TrainOptions(TrainConfig):
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would happen, how long, and in how much memory, and end.")
     ] = False
+    machine: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --dry-run: a machine file of `roundpipe machine` (default: it is measured).",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Go on from the newest checkpoint in --out, with its configuration, or begin."),
@@ -63,7 +71,7 @@ def train(options: TrainOptions, given: frozenset[str]) -> None:
     The result is a folder that transformers (for adapters: PEFT) loads. Ctrl+C saves, and prints the command that goes
     on. See docs/training-command.md.
 
-    Exits with 2 for a wrong argument, with 1 for an error, and with 130 after Ctrl+C.
+    Exits with 2 for a wrong argument, with 1 for an error or a dry run that does not fit, and with 130 after Ctrl+C.
     """
     from roundpipe.train.config_file import written_config
 
@@ -73,9 +81,14 @@ def train(options: TrainOptions, given: frozenset[str]) -> None:
         return
     config.require_run()
     try:
-        from roundpipe.train.session import run
+        if options.dry_run:
+            from roundpipe.train.dry_run import dry_run
 
-        code = run(config, options.resume)
+            code = 0 if dry_run(config, options.resume, typer.echo, options.machine) else 1
+        else:
+            from roundpipe.train.session import run
+
+            code = run(config, options.resume)
     except KeyboardInterrupt:
         typer.echo("\nroundpipe: interrupted", err=True)
         code = 130

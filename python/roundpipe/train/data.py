@@ -82,5 +82,5 @@ def read_data(config: TrainConfig, tokenizer: Any, folder: Path) -> RunData:
     epochs = config.epochs if config.steps is None else _ENDLESS
     train = Batches(found.train, epochs=epochs, seed=None if config.in_order else config.seed, **sizes)
     steps = len(train) if config.steps is None else config.steps
-    held_out = Batches(found.held_out, **sizes) if len(found.held_out) else []
+    held_out: Batches | list[Any] = Batches(found.held_out, **sizes) if len(found.held_out) else []
     return RunData(train, held_out, found.held_out, steps, found.summary)

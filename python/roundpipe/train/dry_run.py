@@ -1,0 +1,262 @@
+"""What a run would do, before anything heavy: steps, plan, time, memory, disk, and what would make it fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+import roundpipe
+from roundpipe import _core
+from roundpipe.data.chat import load_tokenizer
+from roundpipe.machine.meter import matmul_gflops, measure
+from roundpipe.memory.budget import HostPrediction
+from roundpipe.memory.host import free_host_bytes
+from roundpipe.planning.fit import Fit, Layers, costs_of_shapes, fit
+from roundpipe.planning.machine import Machine
+from roundpipe.planning.machine import load as load_machine
+from roundpipe.planning.schedules import Request
+from roundpipe.planning.shapes import ModelShapes, make_model
+from roundpipe.planning.shapes import measure as measure_shapes
+from roundpipe.train.config import TrainConfig
+from roundpipe.train.data import RunData, read_data
+from roundpipe.train.model import base_of
+from roundpipe.train.progress import duration
+from roundpipe.train.run_folder import DATA_FOLDER, RunFolder
+
+# Rows are shortened by this to find what fits, and no further than this.
+_SHORTER, _SHORTEST = 2, 64
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One configuration on this machine.
+
+    Attributes:
+        shapes: with one row.
+        rows: of the largest microbatch.
+        microbatches: of a step.
+        found: the plan, and the memory of a device.
+        host: memory of the host.
+        host_room: what the host has for it.
+    """
+
+    shapes: ModelShapes
+    rows: int
+    microbatches: int
+    found: Fit
+    host: HostPrediction
+    host_room: int
+
+    @property
+    def host_fits(self) -> bool:
+        return self.host.total <= self.host_room
+
+    @property
+    def fits(self) -> bool:
+        return self.host_fits and self.found.fits
+
+    @property
+    def step_ms(self) -> float:
+        return self.found.choices[0].step_ms
+
+
+def dry_run(
+    config: TrainConfig, resume: bool, say: Callable[[str], None], machine_file: str | Path | None = None
+) -> bool:
+    """Says what a run would do. Writes nothing into its folder.
+
+    Args:
+        machine_file: of `roundpipe machine`; None measures the machine, in some seconds for each device.
+
+    Returns:
+        Whether it is predicted to fit.
+
+    Raises:
+        ValueError: the run would be refused.
+    """
+    folder = RunFolder(config, resume)
+    if config.devices is not None:
+        roundpipe.devices(config.devices)
+    tokenizer = load_tokenizer(base_of(config))
+    with tempfile.TemporaryDirectory() as temporary:
+        data = read_data(config, tokenizer, Path(temporary) / DATA_FOLDER)
+    say(str(data.summary))
+    machine = measure(roundpipe.devices()) if machine_file is None else load_machine(machine_file)
+    if len(machine.devices) != len(roundpipe.devices()):
+        raise ValueError(
+            f"[train] {machine_file} has {len(machine.devices)} devices, expected those of the run, which are "
+            f"{len(roundpipe.devices())}; measure them with roundpipe machine"
+        )
+    forecast = _forecast(config, machine)
+    for line in _lines(config, forecast, data, machine):
+        say(line)
+    for line in _disk(config, forecast, folder.path):
+        say(line)
+    say(_verdict(config, forecast, machine))
+    return forecast.fits
+
+
+def _forecast(config: TrainConfig, machine: Machine) -> Forecast:
+    pool = roundpipe.devices()
+    shapes = _shapes(config)
+    all_rows = max(1, config.tokens_of_step // config.length)
+    microbatches = min(config.microbatches or len(pool) + 1, all_rows)
+    rows = math.ceil(all_rows / microbatches)
+    device = torch.device(pool.torch_devices[0])
+    gflops = matmul_gflops(device, next(shapes.model.parameters()).dtype)
+    # Virtual devices share the host's cores.
+    shared = len(pool) if device.type == "cpu" else 1
+    costs = machine.costs(costs_of_shapes(shapes, gflops / 1000 / shared))
+    costs = dataclasses.replace(costs, layers=[_rows_of(cost, rows) for cost in costs.layers])
+    layers = Layers(
+        [layer.size for layer in shapes.layers], [layer.footprint.scaled(rows, 1) for layer in shapes.layers]
+    )
+    budget = None if config.device_memory is None else _core.parse_bytes(config.device_memory)
+    of_each = [memory if budget is None else min(budget, memory or budget) for _, memory in machine.devices]
+    request = Request(
+        costs=costs,
+        cluster=costs.cluster(len(pool), of_each),
+        microbatches=microbatches,
+        mode="async" if config.asynchronous else "sync",
+        links=costs.cluster(len(pool), of_each, with_links=True),
+        update_gb_per_s=machine.update_gb_per_s,
+    )
+    found = fit(request, layers, of_each)
+    host = shapes.host("8bit" if config.moments == "8bit" else "float32", found.values)
+    host = dataclasses.replace(
+        host,
+        moments=int(host.moments * _moments(config) / 2),
+        partial_sums=host.partial_sums + found.partial_sums,
+    )
+    room = free_host_bytes() if config.host_memory is None else _core.parse_bytes(config.host_memory)
+    return Forecast(shapes, rows, microbatches, found, host, room)
+
+
+def _moments(config: TrainConfig) -> int:
+    """How many numbers the optimizer keeps for a parameter. Adafactor's are few."""
+    momentum = int(bool(config.momentum))
+    return {"adam": 2, "adamw": 2, "lion": 1, "sgd": momentum, "rmsprop": 1 + momentum, "adafactor": 0}[
+        config.optimizer
+    ]
+
+
+def _shapes(config: TrainConfig) -> ModelShapes:
+    base, rank = config.model, config.lora_rank if config.trains_adapters else None
+    if config.adapter:
+        from peft import PeftConfig
+
+        adapter: Any = PeftConfig.from_pretrained(config.adapter)
+        base, rank = adapter.base_model_name_or_path, adapter.r
+    model_config: Any = AutoConfig.from_pretrained(base)
+    name = config.dtype or model_config.dtype or "float32"
+    dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
+    return measure_shapes(make_model(model_config, rank, dtype), config.length, Path(base).name)
+
+
+def _rows_of(cost: _core.LayerCost, rows: int) -> _core.LayerCost:
+    """The costs of a microbatch of so many rows."""
+    return _core.LayerCost(
+        forward_ms=rows * cost.forward_ms,
+        backward_ms=rows * cost.backward_ms,
+        weight_bytes=cost.weight_bytes,
+        gradient_bytes=cost.gradient_bytes,
+        trained=cost.trained,
+        activation_bytes=rows * cost.activation_bytes,
+        saved_bytes=rows * cost.saved_bytes,
+    )
+
+
+def _lines(config: TrainConfig, forecast: Forecast, data: RunData, machine: Machine) -> Iterator[str]:
+    shapes, best = forecast.shapes, forecast.found.choices[0]
+    dtype = str(next(shapes.model.parameters()).dtype).removeprefix("torch.")
+    yield (
+        f"model    {shapes.parameters / 1e6:,.2f} M parameters in {dtype}, of which {shapes.trained / 1e6:,.2f} M are "
+        "trained"
+    )
+    yield (
+        f"steps    {data.steps:,} of at most {config.tokens_of_step:,} tokens, in {forecast.microbatches} microbatches "
+        f"of at most {forecast.rows} rows"
+    )
+    yield f"devices  {roundpipe.devices().description}"
+    yield f"plan     {best.cut}"
+    speed = config.tokens_of_step / forecast.step_ms * 1000 if forecast.step_ms else 0.0
+    yield (
+        f"step     {forecast.step_ms:,.1f} ms (predicted), limited by {best.limit}; {speed:,.0f} tokens/s if rows are "
+        "full"
+    )
+    rates = machine.rates
+    yield (
+        f"measured links {rates['link_up_gb_per_s']:.2f} up {rates['link_down_gb_per_s']:.2f} down GB/s, host "
+        f"{rates['host_gb_per_s'] or math.inf:.2f} GB/s, optimizer {machine.update_gb_per_s:.2f} GB/s"
+    )
+    times = 1 + (data.steps // config.evaluate_every if config.evaluate_every is not None else 1)
+    # A forward takes about a third of a step.
+    seconds = (data.steps + times * len(data.held_out) / 3) * forecast.step_ms / 1000
+    yield f"time     {duration(seconds)} (predicted), or {seconds / 3600:.2f} hours, with {times} evaluations"
+    device = forecast.found.device
+    has = f" of {_size(forecast.found.memory)}" if forecast.found.memory else ""
+    yield f"device   {_size(device.total)}{has} (predicted): {_rows_text(device.rows())}"
+    yield (
+        f"host     {_size(forecast.host.total)} of {_size(forecast.host_room)} (predicted): "
+        f"{_rows_text(forecast.host.rows())}"
+    )
+
+
+def _disk(config: TrainConfig, forecast: Forecast, out: Path) -> Iterator[str]:
+    import shutil
+
+    element = next(forecast.shapes.model.parameters()).element_size()
+    result = forecast.shapes.trained * element
+    checkpoint = result + forecast.host.masters + forecast.host.moments
+    count = 1 if config.save_every is None else config.keep + 1
+    there = next(place for place in (out, *out.absolute().parents) if place.exists())
+    free = shutil.disk_usage(there).free
+    yield (
+        f"disk     {_size(result + count * checkpoint)} of {_size(free)} free: the result {_size(result)}, "
+        f"{count} x {_size(checkpoint)} for checkpoints"
+    )
+
+
+def _verdict(config: TrainConfig, forecast: Forecast, machine: Machine) -> str:
+    if forecast.fits:
+        return "fits (predicted)"
+    short = []
+    if not forecast.host_fits:
+        short.append(f"the host needs {_size(forecast.host.total)} of {_size(forecast.host_room)}")
+    if not forecast.found.fits:
+        short.append(f"a device needs {_size(forecast.found.device.total)} of {_size(forecast.found.memory)}")
+    for change, changed in _changes(config, forecast):
+        if _forecast(changed, machine).fits:
+            return f"does not fit (predicted): {'; '.join(short)}; it would with {change}"
+    return f"does not fit (predicted): {'; '.join(short)}; give it more memory, or take a smaller model"
+
+
+def _changes(config: TrainConfig, forecast: Forecast) -> Iterator[tuple[str, TrainConfig]]:
+    """Changes that may make it fit, the smallest first."""
+    all_rows = max(1, config.tokens_of_step // config.length)
+    if forecast.rows > 1 and not forecast.found.fits:
+        yield f"--microbatches {all_rows}", dataclasses.replace(config, microbatches=all_rows)
+    if config.moments == "fp32" and config.optimizer in ("adam", "adamw"):
+        yield "--moments 8bit", dataclasses.replace(config, moments="8bit")
+    if not config.trains_adapters:
+        yield "--lora", dataclasses.replace(config, lora=True)
+    length = config.length
+    while not forecast.found.fits and length // _SHORTER >= _SHORTEST:
+        length //= _SHORTER
+        yield f"--length {length}", dataclasses.replace(config, length=length, microbatches=None, batch_tokens=None)
+
+
+def _rows_text(rows: dict[str, int]) -> str:
+    return ", ".join(f"{name} {_size(size)}" for name, size in rows.items() if size)
+
+
+def _size(size: int) -> str:
+    return str(_core.format_bytes(size))

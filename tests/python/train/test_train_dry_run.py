@@ -1,0 +1,82 @@
+"""What `--dry-run` predicts, and what it says would make a run fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundpipe import _core
+from roundpipe.planning.machine import Machine
+from roundpipe.train.config import TrainConfig
+from roundpipe.train.dry_run import dry_run
+from tiny_chat import chat_file, model_folder
+
+
+@pytest.fixture
+def said(tmp_path: Path) -> Callable[..., tuple[bool, dict[str, str]]]:
+    """The lines of a dry run by their first word, and whether it fits."""
+    model_folder(tmp_path / "model")
+    chat_file(tmp_path / "chat.jsonl", 60)
+    rates = {"link_up_gb_per_s": 0.1, "link_down_gb_per_s": 0.1, "host_gb_per_s": 0.0}
+    Machine("test", [(1.0, 0)] * 2, rates, 1.0).save(tmp_path / "machine.toml")
+
+    def run(**values: Any) -> tuple[bool, dict[str, str]]:
+        usual: dict[str, Any] = {"length": 64, "devices": "virtual:2", "out": str(tmp_path / "run"), "steps": 7}
+        data = {"model": str(tmp_path / "model"), "data": [str(tmp_path / "chat.jsonl")]}
+        lines: list[str] = []
+        fits = dry_run(TrainConfig(**{**usual, **data, **values}), False, lines.append, tmp_path / "machine.toml")
+        return fits, {line.split()[0]: line for line in lines if line.split()}
+
+    return run
+
+
+def test_what_a_run_would_do(said: Callable[..., Any], tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    fits, lines = said(evaluate_every=2, batch_tokens=512)
+    assert fits and lines["fits"] == "fits (predicted)"
+    assert "0.18 M parameters in float32" in lines["model"]
+    assert "7 of at most 512 tokens, in 3 microbatches of at most 3 rows" in lines["steps"]
+    assert "limited by" in lines["step"] and "with 4 evaluations" in lines["time"]
+    assert "optimizer 1.00 GB/s" in lines["measured"]
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_memory_of_the_host_follows_the_configuration(said: Callable[..., Any]) -> None:
+    totals = {}
+    for name, values in {
+        "full": {},
+        "8bit": {"moments": "8bit"},
+        "lion": {"optimizer": "lion"},
+        "sgd": {"optimizer": "sgd"},
+        "lora": {"lora": True},
+        "bf16": {"dtype": "bfloat16"},
+    }.items():
+        line = said(**values)[1]["host"]
+        totals[name] = _core.parse_bytes(re.sub(r"host +([\d.]+) (\w+) of.*", r"\1\2", line))
+    assert totals["lora"] < totals["8bit"] < totals["lion"] < totals["full"]
+    assert totals["sgd"] < totals["8bit"]
+    assert totals["bf16"] != totals["full"]
+
+
+def test_slow_links_and_disk(said: Callable[..., Any]) -> None:
+    _, few = said(save_every=1, keep=1)
+    _, many = said(save_every=1, keep=4)
+    assert "2 x " in few["disk"] and "5 x " in many["disk"]
+
+
+def test_what_would_make_it_fit(said: Callable[..., Any]) -> None:
+    fits, lines = said(host_memory="3MB")
+    assert not fits and "the host needs" in lines["does"] and "it would with --moments 8bit" in lines["does"]
+    assert "it would with --lora" in said(host_memory="2.5MB", optimizer="lion")[1]["does"]
+    assert "give it more memory" in said(host_memory="1KB")[1]["does"]
+    fits, lines = said(device_memory="1.5MB", batch_tokens=512)
+    assert not fits and "a device needs" in lines["does"] and "it would with --microbatches 8" in lines["does"]
+
+
+def test_a_machine_of_other_devices_is_refused(said: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="has 2 devices, expected those of the run, which are 3"):
+        said(devices="virtual:3")
