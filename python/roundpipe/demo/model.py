@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from roundpipe.demo.tokenizer import END_OF_FILE
+from roundpipe.huggingface.quiet import without_progress_bars
 
 
 class Decoder(nn.Module):
@@ -79,6 +86,14 @@ def as_layers(llama: LlamaForCausalLM) -> nn.Sequential:
         *(Decoder(layer, llama.config) for layer in llama.model.layers),
         Head(llama.model.norm, llama.lm_head),
     )
+
+
+def save_model(folder: Path, llama: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
+    """Writes a folder that transformers loads, with the tokenizer. Replaces an earlier one."""
+    fast: Any = PreTrainedTokenizerFast
+    with without_progress_bars():
+        llama.save_pretrained(folder)
+        fast(tokenizer_object=tokenizer, eos_token=END_OF_FILE).save_pretrained(folder)
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -16,16 +16,19 @@ from types import FrameType
 
 import torch
 from rich.console import Console
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import LlamaForCausalLM
 
 import roundpipe
 from roundpipe.demo import proof
 from roundpipe.demo.checkpoints import CHECKPOINTS_FOLDER, Checkpoints
-from roundpipe.demo.corpus import load_corpus
+from roundpipe.demo.conversations import write_conversations
+from roundpipe.demo.corpus import SourceFile, load_corpus
 from roundpipe.demo.guessing import guess
-from roundpipe.demo.model import as_layers, build_llama, parameter_count, training_bytes
-from roundpipe.demo.next_steps import own_model
+from roundpipe.demo.model import as_layers, build_llama, parameter_count, save_model, training_bytes
+from roundpipe.demo.next_steps import going_on
 from roundpipe.demo.options import VIRTUAL_DEVICES, DemoOptions
 from roundpipe.demo.precision import choose_precision
 from roundpipe.demo.report import (
@@ -41,6 +44,7 @@ from roundpipe.demo.tokenizer import encode_files, train_tokenizer
 from roundpipe.demo.training import FusedSteps, RandomBatches, check_length, held_out_batches, token_tables, train
 from roundpipe.demo.verdict import exact, fits, learns, mebibytes, required_loss
 
+MODEL_FOLDER, CHAT_FILE = "model", "chat.jsonl"
 EXIT_OK, EXIT_NOT_TRUE, EXIT_OUT_OF_MEMORY, EXIT_INTERRUPTED = 0, 1, 1, 130
 
 
@@ -74,11 +78,13 @@ def _device_spec(requested: str | None) -> str:
 
 @dataclass(frozen=True)
 class _Text:
-    """Training and held-out tokens, int64 [tokens], and the size of the vocabulary."""
+    """Training and held-out tokens, int64 [tokens], the size of the vocabulary, and the files that are trained on."""
 
     training: Tensor
     held_out: Tensor
     vocabulary: int
+    tokenizer: Tokenizer
+    files: tuple[SourceFile, ...]
 
 
 def _prepare_text(console: Console, options: DemoOptions) -> _Text:
@@ -86,7 +92,11 @@ def _prepare_text(console: Console, options: DemoOptions) -> _Text:
     corpus = load_corpus(limit_bytes=options.corpus_bytes)
     tokenizer = train_tokenizer(file.text for file in corpus.training)
     text = _Text(
-        encode_files(tokenizer, corpus.training), encode_files(tokenizer, corpus.held_out), tokenizer.get_vocab_size()
+        encode_files(tokenizer, corpus.training),
+        encode_files(tokenizer, corpus.held_out),
+        tokenizer.get_vocab_size(),
+        tokenizer,
+        corpus.training,
     )
     check_length(text.training, options.sequence_length, "training")
     check_length(text.held_out, options.sequence_length, "held-out")
@@ -98,7 +108,7 @@ def _prepare_text(console: Console, options: DemoOptions) -> _Text:
     return text
 
 
-def _prepare_layers(console: Console, options: DemoOptions, vocabulary: int, device: torch.device) -> nn.Sequential:
+def _prepare_model(console: Console, options: DemoOptions, vocabulary: int, device: torch.device) -> LlamaForCausalLM:
     precision = choose_precision(options.dtype, device)
     if not math.isnan(precision.float32_gflops):
         _say(
@@ -114,7 +124,7 @@ def _prepare_layers(console: Console, options: DemoOptions, vocabulary: int, dev
         + " + ".join(f"{name} {mebibytes(size)}" for name, size in parts.items())
         + f" = {mebibytes(sum(parts.values()))}",
     )
-    return as_layers(llama)
+    return llama
 
 
 def _prove(
@@ -246,7 +256,8 @@ def run_demo(
     pool = roundpipe.devices(device_spec)
     _say(console, f"devices: {pool.description} ({len(pool)})")
     text = _prepare_text(console, options)
-    layers = _prepare_layers(console, options, text.vocabulary, torch.device(pool.torch_devices[0]))
+    llama = _prepare_model(console, options, text.vocabulary, torch.device(pool.torch_devices[0]))
+    layers = as_layers(llama)
     with MetricsWriter(folder / METRICS_FILE, resume) as metrics:
         metrics.write(
             "run",
@@ -259,13 +270,20 @@ def run_demo(
             },
         )
         try:
-            return _prove_and_train(console, metrics, folder, layers, text, options, device_spec, save_every, resume)
+            code = _prove_and_train(console, metrics, folder, layers, text, options, device_spec, save_every, resume)
         except torch.OutOfMemoryError as error:
             _complain(
                 f"[demo] a device ran out of memory: {error}; expected the layers to fit one by one; "
                 "give the devices more memory, or lower --batch-size or --sequence-length"
             )
             return EXIT_OUT_OF_MEMORY
+    if code != EXIT_INTERRUPTED:
+        save_model(folder / MODEL_FOLDER, llama, text.tokenizer)
+        write_conversations(folder / CHAT_FILE, text.files)
+        _say(console, f"run folder: {folder} ({METRICS_FILE}, {CURVE_FILE}, {MODEL_FOLDER}, {CHAT_FILE})")
+        _say(console, "")
+        _say(console, going_on(Path.cwd(), folder / MODEL_FOLDER, folder / CHAT_FILE, options.sequence_length))
+    return code
 
 
 def _prove_and_train(
@@ -328,8 +346,6 @@ def _prove_and_train(
     for verdict in verdicts:
         _say(console, verdict.line)
     _say(console, "")
-    _say(console, own_model(Path.cwd()))
-    _say(console, f"run folder: {folder} ({METRICS_FILE}, {CURVE_FILE})")
     complaints = [verdict.complaint for verdict in verdicts if verdict.complaint]
     for complaint in complaints:
         _complain(complaint)

@@ -10,6 +10,7 @@ import torch
 import roundpipe
 from roundpipe import RoundPipeRunConfig
 from roundpipe.files import first_lines, new_folder
+from roundpipe.huggingface.quiet import without_progress_bars
 from roundpipe.train.config import TrainConfig
 
 _NAME = "roundpipe-train"
@@ -75,7 +76,7 @@ def save_result(model: roundpipe.RoundPipe, tokenizer: Any, folder: Path) -> Non
         ValueError: it cannot be written, for example because the disk is full.
     """
     try:
-        with new_folder(folder, "train") as written:
+        with new_folder(folder, "train") as written, without_progress_bars():
             model.save_pretrained(written)
             tokenizer.save_pretrained(written)
     except (OSError, RuntimeError) as error:

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import os
-import shutil
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,15 +17,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import roundpipe
 from roundpipe.demo import corpus as corpus_module
 from roundpipe.demo import proof, session
 from roundpipe.demo.command import _imports_interrupted
-from roundpipe.demo.corpus import Corpus, load_corpus
+from roundpipe.demo.conversations import write_conversations
+from roundpipe.demo.corpus import Corpus, SourceFile, load_corpus
 from roundpipe.demo.guessing import Guessing, guess
-from roundpipe.demo.model import as_layers, build_llama, parameter_count, training_bytes
-from roundpipe.demo.next_steps import own_model
+from roundpipe.demo.model import as_layers, build_llama, parameter_count, save_model, training_bytes
+from roundpipe.demo.next_steps import going_on
 from roundpipe.demo.options import FULL, DemoOptions
 from roundpipe.demo.plain_loop import GRADIENTS, OPTIMIZER, WEIGHTS, Outcome, plain_steps
 from roundpipe.demo.precision import choose_precision
@@ -671,16 +673,32 @@ def test_interrupt_that_a_package_turns_into_an_error_is_one() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_command_for_a_model_of_ones_own_is_there(tmp_path: Path) -> None:
-    assert "from_pretrained" in own_model(tmp_path)
-    program = tmp_path / "examples" / "finetune.py"
-    program.parent.mkdir()
-    program.write_text("import something_else\n")
-    assert "finetune.py" not in own_model(tmp_path)
-    checkout = Path(__file__).parents[3]
-    command = own_model(checkout).splitlines()[1].split()
-    assert command[1:] == ["examples/finetune.py", "MODEL_FOLDER", "CHAT.jsonl", "OUT_FOLDER"]
-    assert shutil.which(command[0], path=None if command[0] == "python" else str(checkout)) or Path(command[0]).exists()
-    usage = (checkout / command[1]).read_text()
-    positions = [usage.index(f'add_argument("{name}"') for name in ("model", "chat", "out")]
-    assert positions == sorted(positions)
+def test_command_that_goes_on_is_there(tmp_path: Path) -> None:
+    for folder in (tmp_path, Path(__file__).parents[3]):
+        command = shlex.split(going_on(folder, tmp_path / "model", tmp_path / "chat.jsonl", 128).splitlines()[1])
+        program = command[: command.index("train")]
+        found = subprocess.run([*program, "--version"], cwd=folder, env=command_environment(), capture_output=True)
+        assert found.returncode == 0
+        assert command[command.index("--model") + 1] == str(tmp_path / "model")
+
+
+def test_conversations_are_about_functions_with_docstrings(tmp_path: Path) -> None:
+    documented = 'def add(a, b):\n    """Adds\n    two numbers. More words.\n\n    Details."""\n\n\n'
+    text = documented + "def silent():\n    pass\n"
+    files = [SourceFile("pkg/mod.py", text), SourceFile("broken.py", "def (")]
+    write_conversations(tmp_path / "chat.jsonl", files)
+    (line,) = (tmp_path / "chat.jsonl").read_text().splitlines()
+    question, answer = json.loads(line)["messages"]
+    assert question == {"role": "user", "content": "What does add in pkg.mod do?"}
+    assert answer == {"role": "assistant", "content": "Adds two numbers."}
+
+
+def test_the_saved_model_is_one_that_transformers_loads(small_corpus: Corpus, tmp_path: Path) -> None:
+    tokenizer = train_tokenizer((file.text for file in small_corpus.held_out), 400)
+    llama = build_llama(400, 32, seed=0, dtype=torch.float32)
+    save_model(tmp_path, llama, tokenizer)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokens = AutoTokenizer.from_pretrained(tmp_path)("def f(x):", return_tensors="pt")["input_ids"]
+    assert tokens.tolist()[0] == tokenizer.encode("def f(x):").ids
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, llama.eval()(tokens).logits)
