@@ -10,7 +10,8 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.int64]
 
 _ROUNDS = 6
-_LEAST_HALF_BITS = 4  # small counts are drawn from more numbers than they need, since two bits shuffle badly
+_SMALL = 1 << 10  # up to here, a permutation is made at once, from images among far more numbers
+_SMALL_HALF_BITS = 16
 
 
 class InOrder:
@@ -30,8 +31,9 @@ class InOrder:
 class Shuffle:
     """A permutation of the numbers from 0 to below `count`, of which any part can be asked for.
 
-    It is a Feistel network over the next power of four; what falls outside of the count is sent through again. The same
-    count and key give the same permutation on every machine.
+    It is a Feistel network over the next power of four; what falls outside of the count is sent through again. Small
+    counts are sorted by their images instead, since few bits shuffle badly. The same count and key give the same
+    permutation on every machine.
 
     Args:
         count: how many numbers there are.
@@ -40,15 +42,18 @@ class Shuffle:
 
     def __init__(self, count: int, *key: int | str) -> None:
         self._count = count
-        self._half = max(_LEAST_HALF_BITS, (max(count - 1, 1).bit_length() + 1) // 2)
+        self._half = _SMALL_HALF_BITS if count <= _SMALL else ((count - 1).bit_length() + 1) // 2
         digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * _ROUNDS).digest()
         self._keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+        self._whole = np.argsort(self._once(np.arange(count, dtype=np.uint64))) if count <= _SMALL else None
 
     def __len__(self) -> int:
         return self._count
 
     def at(self, positions: Numbers) -> Numbers:
         """The numbers at these positions, each from 0 to below the count."""
+        if self._whole is not None:
+            return self._whole[positions]
         found = self._once(positions.astype(np.uint64))
         while (outside := found >= self._count).any():
             found[outside] = self._once(found[outside])

@@ -54,7 +54,7 @@ def convert(
     tokenizer: PreTrainedTokenizerBase,
     options: DataOptions,
     folder: Path,
-    progress: Callable[[Progress], None],
+    progress: Callable[[Progress], None] | None,
 ) -> DataSummary:
     """Writes the samples of all sources to a folder, and says what became of the records.
 
@@ -70,7 +70,8 @@ def convert(
             summary.sources.append(counts)
             for batch in _batches(_items(source, counts, options)):
                 _write(batch, encoder, collector, summary)
-                progress(Progress(source.name, collector.read, writer.samples, collector.tokens))
+                if progress is not None:
+                    progress(Progress(source.name, collector.read, writer.samples, collector.tokens))
         collector.finish()
         if not summary.records:
             raise ValueError(f"[data] nothing usable is left, expected at least one record\n{summary}")
@@ -91,7 +92,12 @@ def _counts_of(source: Source, options: DataOptions) -> SourceSummary:
 def _items(source: Source, counts: SourceSummary, options: DataOptions) -> Iterator[tuple[Record, Item]]:
     """The source's records that are what its format says; the others are noted."""
     form: Format | None = None if options.format == "auto" else options.format
-    for record in source.records(options.documents == "line", counts.broken):
+
+    def note(reason: str, where: str) -> None:
+        counts.read += 1
+        counts.broken.note(reason, where)
+
+    for record in source.records(options.documents == "line", note):
         counts.read += record.begins
         record = _renamed(record, options)
         if form is None:
@@ -147,7 +153,7 @@ def _write(batch: Sequence[tuple[Record, Item]], encoder: Encoder, collector: Co
             counts.overlong.note(made.overlong, record.where)
         for note in made.notes:
             counts.notes.note(note, record.where)
-        if made.rows:
+        if made.rows or (record.begins and not record.ends):  # more of a long text follows
             collector.add(counts, made.rows, record, isinstance(item, Pair))
 
 

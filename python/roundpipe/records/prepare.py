@@ -54,7 +54,7 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase,
     options: DataOptions,
     folder: str | Path,
-    progress: Callable[[Progress], None] = lambda _: None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> PreparedData:
     """Reads records, makes samples of them, and writes these to a folder, whole or not at all.
 
@@ -115,6 +115,11 @@ def _opened(folder: Path, sources: Sequence[Source], options: DataOptions, reuse
     description = read_json(folder / _DESCRIPTION, "data", "prepared data")
     summary = DataSummary.from_json(description["summary"])
     files = SampleFiles(folder, summary.pairs)
+    if (files.records, len(files)) != (summary.records, summary.samples):
+        raise ValueError(
+            f"[data] {folder} has {len(files)} samples of {files.records} records, expected {summary.samples} of "
+            f"{summary.records}; remove the folder, and prepare the data again"
+        )
     held = files.samples_of(held_out_records(summary.records, options.held_out, options.seed))
     parts = [(each.samples, source.weight) for each, source in zip(summary.sources, sources, strict=True)]
     return PreparedData(

@@ -6,19 +6,21 @@ import csv
 import gzip
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
 from roundpipe.records.extra import imported
 from roundpipe.records.json_values import json_values
-from roundpipe.tokens.texts import Dropped, decoded_lines
+from roundpipe.tokens.texts import decoded_lines
+
+Note = Callable[[str, str], None]
 
 _RECORDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
 _TEXTS = (".txt", ".text")
 _PIECE_CHARACTERS = 1 << 22  # a longer text is tokenized in pieces that end with a line
-_LONGEST_CELL = (1 << 31) - 1
+_LONGEST_CELL = 1 << 26
 _PARQUET_ROWS = 256
 
 
@@ -53,13 +55,13 @@ def is_data(path: Path) -> bool:
     return kind_of(path) != "text" or name.endswith(_TEXTS)
 
 
-def records_of(path: Path, lines: bool, broken: Dropped) -> Iterator[Record]:
+def records_of(path: Path, lines: bool, note: Note) -> Iterator[Record]:
     """Yields the records of a file.
 
     Args:
         path: the file, also compressed (`.gz`), but for Parquet.
         lines: whether each line of a text file is a text of its own.
-        broken: gets what cannot be read.
+        note: gets what cannot be read: the reason, and the place.
 
     Raises:
         ValueError: the file is not there, or Parquet needs a package that is missing.
@@ -67,21 +69,21 @@ def records_of(path: Path, lines: bool, broken: Dropped) -> Iterator[Record]:
     kind = kind_of(path)
     try:
         if kind == "parquet":
-            yield from _parquet(path, broken)
+            yield from _parquet(path, note)
             return
         with _opened(path) as file:
             if kind == "lines":
-                yield from _lines(path, file, broken)
+                yield from _lines(path, file, note)
             elif kind == "json":
-                yield from _json(path, file, broken)
+                yield from _json(path, file, note)
             elif kind == "csv":
-                yield from _csv(path, file, broken)
+                yield from _csv(path, file, note)
             elif lines:
-                yield from (Record(line, where) for where, line in decoded_lines(file, str(path), broken))
+                yield from (Record(line, where) for where, line in decoded_lines(file, str(path), note))
             else:
-                yield from _text(path, file, broken)
+                yield from _text(path, file, note)
     except (EOFError, gzip.BadGzipFile) as error:
-        broken.note("a damaged gzip file", f"{path} ({error})")
+        note("a damaged gzip file", f"{path} ({error})")
     except OSError as error:
         raise ValueError(f"[data] cannot read {path}: {error.strerror}") from None
 
@@ -90,31 +92,31 @@ def _opened(path: Path) -> IO[bytes]:
     return cast(IO[bytes], gzip.open(path, "rb")) if path.suffix.lower() == ".gz" else open(path, "rb")
 
 
-def _lines(path: Path, file: IO[bytes], broken: Dropped) -> Iterator[Record]:
-    for where, line in decoded_lines(file, str(path), broken):
+def _lines(path: Path, file: IO[bytes], note: Note) -> Iterator[Record]:
+    for where, line in decoded_lines(file, str(path), note):
         if not line.strip():
             continue  # between records
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
-            broken.note("not JSON", where)
+            note("not JSON", where)
             continue
         yield Record(value, where)
 
 
-def _json(path: Path, file: IO[bytes], broken: Dropped) -> Iterator[Record]:
+def _json(path: Path, file: IO[bytes], note: Note) -> Iterator[Record]:
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     try:
         for value, line in json_values(text):
             yield Record(value, f"{path}:{line}")
     except UnicodeDecodeError:
-        broken.note("not UTF-8: the rest of the file is not read", str(path))
+        note("not UTF-8: the rest of the file is not read", str(path))
     except ValueError as error:
-        broken.note("not JSON: the rest of the file is not read", f"{path}:{error}")
+        note("not JSON: the rest of the file is not read", f"{path}:{error}")
 
 
-def _csv(path: Path, file: IO[bytes], broken: Dropped) -> Iterator[Record]:
-    csv.field_size_limit(_LONGEST_CELL)
+def _csv(path: Path, file: IO[bytes], note: Note) -> Iterator[Record]:
+    csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="", errors="surrogateescape")
     tabs = path.name.lower().removesuffix(".gz").endswith(".tsv")
     rows = csv.reader(text, delimiter="\t" if tabs else ",", strict=True)
@@ -126,7 +128,7 @@ def _csv(path: Path, file: IO[bytes], broken: Dropped) -> Iterator[Record]:
         except StopIteration:
             return
         except csv.Error as error:
-            broken.note("not CSV", f"{path}:{line} ({error})")
+            note("not CSV", f"{path}:{line} ({error})")
             continue
         where = f"{path}:{line}"
         if not row:
@@ -135,14 +137,14 @@ def _csv(path: Path, file: IO[bytes], broken: Dropped) -> Iterator[Record]:
             names = row
             continue
         if len(row) != len(names):
-            broken.note("another number of cells than the first line", f"{where} ({len(row)}, expected {len(names)})")
+            note("another number of cells than the first line", f"{where} ({len(row)}, expected {len(names)})")
         elif any("\udc80" <= letter <= "\udcff" for cell in row for letter in cell):
-            broken.note("not UTF-8", where)
+            note("not UTF-8", where)
         else:
             yield Record(dict(zip(names, row, strict=True)), where)
 
 
-def _parquet(path: Path, broken: Dropped) -> Iterator[Record]:
+def _parquet(path: Path, note: Note) -> Iterator[Record]:
     parquet = imported("pyarrow.parquet", f"to read {path}")
     row = 0
     try:
@@ -151,10 +153,10 @@ def _parquet(path: Path, broken: Dropped) -> Iterator[Record]:
                 row += 1
                 yield Record(without_nulls(value), f"{path}:{row}")
     except (OSError, ValueError) as error:  # pyarrow's own errors are among them
-        broken.note("not Parquet: the rest of the file is not read", f"{path}:{row + 1} ({str(error)[:80]})")
+        note("not Parquet: the rest of the file is not read", f"{path}:{row + 1} ({str(error)[:80]})")
 
 
-def _text(path: Path, file: IO[bytes], broken: Dropped) -> Iterator[Record]:
+def _text(path: Path, file: IO[bytes], note: Note) -> Iterator[Record]:
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     begins = True
     try:
@@ -168,7 +170,7 @@ def _text(path: Path, file: IO[bytes], broken: Dropped) -> Iterator[Record]:
                 return
             piece = following
     except UnicodeDecodeError:
-        broken.note("not UTF-8" if begins else "not UTF-8: the rest of the file is not read", str(path))
+        note("not UTF-8" if begins else "not UTF-8: the rest of the file is not read", str(path))
 
 
 def without_nulls(value: Any) -> Any:

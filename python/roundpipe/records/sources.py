@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe.records.extra import imported
-from roundpipe.records.reading import Record, is_data, kind_of, records_of, without_nulls
-from roundpipe.tokens.texts import Dropped, files_of
+from roundpipe.records.reading import Note, Record, is_data, kind_of, records_of, without_nulls
+from roundpipe.tokens.texts import files_of
 
 _SAVED = ("dataset_info.json", "dataset_dict.json")  # what save_to_disk of datasets writes
 
@@ -34,11 +34,11 @@ class Source:
     dataset: Any = None
     left_out: tuple[Path, ...] = ()
 
-    def records(self, lines: bool, broken: Dropped) -> Iterator[Record]:
-        """Its records, one at a time; `broken` gets what cannot be read."""
+    def records(self, lines: bool, note: Note) -> Iterator[Record]:
+        """Its records, one at a time; `note` gets what cannot be read: the reason, and the place."""
         if self.dataset is None:
             for file in self.files:
-                yield from records_of(file, lines, broken)
+                yield from records_of(file, lines, note)
             return
         for row, value in enumerate(self.dataset, start=1):
             yield Record(without_nulls(value) if _of_datasets(self.dataset) else value, f"{self.name}:{row}")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
 Split = Literal["file", "line"]
 _RECORDS = frozenset({".jsonl", ".ndjson"})
+_MOST_REASONS = 50
 _SHOWN = 5  # of Dropped.places, in its text
 
 
@@ -37,6 +38,8 @@ class Dropped:
     kept: int = _SHOWN
 
     def note(self, reason: str, where: str) -> None:
+        if reason not in self.reasons and len(self.reasons) >= _MOST_REASONS:
+            reason = "other reasons"
         self.reasons[reason] += 1
         places = self.places.setdefault(reason, [])
         if len(places) < self.kept:
@@ -123,19 +126,20 @@ def _texts_of_text(path: Path, split: Split, dropped: Dropped) -> Iterator[Text]
         yield Text(line, where)
 
 
-def decoded_lines(file: IO[bytes], name: str, dropped: Dropped) -> Iterator[tuple[str, str]]:
-    """The lines of an open file, without their ends, and where they are: its name and their number."""
+def decoded_lines(file: IO[bytes], name: str, note: Callable[[str, str], None]) -> Iterator[tuple[str, str]]:
+    """The lines of an open file, without their ends, and where they are: its name and their number. `note` gets the
+    reason and the place of those that are left out."""
     for number, raw in enumerate(file, start=1):
         where = f"{name}:{number}"
         try:
             yield where, raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError:
-            dropped.note("not UTF-8", where)
+            note("not UTF-8", where)
 
 
 def _lines_of(path: Path, dropped: Dropped) -> Iterator[tuple[str, str]]:
     with open(path, "rb") as file:
-        yield from decoded_lines(file, str(path), dropped)
+        yield from decoded_lines(file, str(path), dropped.note)
 
 
 def _texts_of_records(path: Path, name: str, dropped: Dropped) -> Iterator[Text]:
