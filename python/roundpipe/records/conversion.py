@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _AT_A_TIME = 256
-_CHARACTERS_AT_A_TIME = 1 << 22
+_LOOKED_AT = 32  # records, to tell the format
+_CHARACTERS_AT_A_TIME = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -91,26 +94,44 @@ def _counts_of(source: Source, options: DataOptions) -> SourceSummary:
 
 def _items(source: Source, counts: SourceSummary, options: DataOptions) -> Iterator[tuple[Record, Item]]:
     """The source's records that are what its format says; the others are noted."""
-    form: Format | None = None if options.format == "auto" else options.format
 
     def note(reason: str, where: str) -> None:
         counts.read += 1
         counts.broken.note(reason, where)
 
-    for record in source.records(options.documents == "line", note):
+    records: Iterator[Record] = (
+        _renamed(record, options) for record in source.records(options.documents == "line", note)
+    )
+    form: Format | None = None if options.format == "auto" else options.format
+    if form is None:
+        seen = list(_first(records))
+        form = _format_of(seen)
+        records = itertools.chain(seen, records)
+    for record in records:
         counts.read += record.begins
-        record = _renamed(record, options)
         if form is None:
-            form = format_of(record.value, record.where)
-            if form is None:
-                names = ", ".join(sorted(map(str, record.value))) if isinstance(record.value, dict) else "none"
-                counts.broken.note("members that no format has", f"{record.where} (it has {names[:80]})")
-                continue
+            names = ", ".join(sorted(map(str, record.value))) if isinstance(record.value, dict) else "none"
+            counts.broken.note("members that no format has", f"{record.where} (it has {names[:80]})")
+            continue
         counts.format = form
         try:
             yield record, item_of(record, form)
         except UnusableError as error:
             _note(counts, error, record.where)
+
+
+def _first(records: Iterator[Record]) -> Iterator[Record]:
+    """Enough records to tell their format: one text, or several others."""
+    for record in itertools.islice(records, _LOOKED_AT):
+        yield record
+        if isinstance(record.value, str):
+            return
+
+
+def _format_of(records: Sequence[Record]) -> Format | None:
+    """The format that most of the records have, or None if none has one."""
+    found = Counter(form for record in records if (form := format_of(record.value, record.where)) is not None)
+    return found.most_common(1)[0][0] if found else None
 
 
 def _renamed(record: Record, options: DataOptions) -> Record:

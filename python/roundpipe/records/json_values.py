@@ -102,7 +102,7 @@ class _Reader:
                 raise ValueError(f"{self.line} (nested too deeply)") from None
             except ValueError as error:
                 if len(self._text) > _LONGEST_VALUE or not self._more(wanted):
-                    raise ValueError(f"{self.line} ({error})") from None
+                    raise ValueError(f"{self.line} ({getattr(error, 'msg', error)})") from None
                 wanted *= 2  # or a long value would be tried again too often
 
     def _step(self, end: int) -> None:

@@ -18,7 +18,7 @@ class DataOptions:
 
     Attributes:
         max_length: tokens of the longest sample, at least 2. A row of a batch holds at least one sample.
-        format: what the records are; "auto" looks at the members of each source's first record.
+        format: what the records are; "auto" takes what most of the first records of each source are.
         fields: renames members before a record is looked at, each as "name=member": "prompt=question" takes the
             record's `question` as its `prompt`, "text=body" its `body` as its `text`.
         held_out: records to hold out for evaluation, chosen from all over: a share below 1, or a number of records

@@ -59,7 +59,7 @@ def prepare(
     """Reads records, makes samples of them, and writes these to a folder, whole or not at all.
 
     If the folder holds what the same sources, tokenizer and options were prepared to, nothing is read again. Records
-    are read one after the other; memory holds a few hundred of them, and 16 bytes for each sample.
+    are read one after the other; memory holds a few hundred of them, and some tens of bytes for each sample.
 
     Args:
         sources: each a path, a name or an object, as `source_of` takes it.

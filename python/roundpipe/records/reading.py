@@ -19,7 +19,7 @@ Note = Callable[[str, str], None]
 
 _RECORDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
 _TEXTS = (".txt", ".text")
-_PIECE_CHARACTERS = 1 << 22  # a longer text is tokenized in pieces that end with a line
+_PIECE_CHARACTERS = 1 << 20  # a longer text is tokenized in pieces that end with a line
 _LONGEST_CELL = 1 << 26
 _PARQUET_ROWS = 256
 

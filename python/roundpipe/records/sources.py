@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe.records.extra import imported
-from roundpipe.records.reading import Note, Record, is_data, kind_of, records_of, without_nulls
+from roundpipe.records.reading import Note, Record, is_data, records_of, without_nulls
 from roundpipe.tokens.texts import files_of
 
-_SAVED = ("dataset_info.json", "dataset_dict.json")  # what save_to_disk of datasets writes
+_SAVED = ("dataset_info.json", "dataset_dict.json")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ def source_of(given: Any) -> Source:
 
     Args:
         given: a file, a folder, or the name of a data set on the Hub, with ":SPLIT" or ":CONFIGURATION:SPLIT" behind it
-            and "train" without it; each also with "=WEIGHT" behind it. An object of `datasets` or an iterable of
+            and "train" without it; each also with "=WEIGHT" behind it. A folder may have a split, too, if `datasets`
+            reads it. An object of `datasets` or an iterable of
             records; in a pair with its weight, if it has one.
 
     Raises:
@@ -77,9 +78,8 @@ def source_of(given: Any) -> Source:
         text, _, weight = text.rpartition("=")
     share = _weight(weight, text)
     path = Path(text)
-    if path.is_dir() and any((path / name).is_file() for name in _SAVED):
-        datasets = imported("datasets", f"to read {text}, which save_to_disk wrote")
-        return Source(text, share, dataset=_one_split(datasets.load_from_disk(text)))
+    if _saved(path):
+        return Source(text, share, dataset=_one_split(_loaded_from_disk(path)))
     if path.exists():
         found = files_of([path], "data")
         taken = tuple(file for file in found if path.is_file() or is_data(file))
@@ -88,9 +88,15 @@ def source_of(given: Any) -> Source:
                 f"[data] {text} has no files of data, expected .jsonl, .json, .parquet, .csv, .tsv or .txt"
             )
         return Source(text, share, taken, left_out=tuple(file for file in found if file not in set(taken)))
-    if text.startswith((".", "/", "~")) or text.count("/") > 1 or kind_of(path) != "text" or path.suffix == ".txt":
+    name, *rest = text.split(":")
+    folder = Path(name).is_dir()
+    if not folder and (text.startswith((".", "/", "~")) or text.count("/") > 1 or path.suffix or "=" in text):
         raise ValueError(f"[data] {text} is not there, expected a file, a folder, or the name of a data set on the Hub")
-    return Source(text, share, dataset=_named(text))
+    if len(rest) > 2 or not all([name, *rest]):
+        raise ValueError(f"[data] {text!r} names no data set, expected NAME, NAME:SPLIT or NAME:CONFIGURATION:SPLIT")
+    if _saved(Path(name)):
+        return Source(text, share, dataset=_split_of(_loaded_from_disk(Path(name)), rest[-1], text))
+    return Source(text, share, dataset=_named(text, name, rest))
 
 
 def _weight(weight: Any, name: str) -> Fraction:
@@ -106,19 +112,32 @@ def _weight(weight: Any, name: str) -> Fraction:
     return found
 
 
-def _named(text: str) -> Any:
+def _saved(path: Path) -> bool:
+    """Whether save_to_disk of datasets wrote this folder."""
+    return path.is_dir() and any((path / name).is_file() for name in _SAVED)
+
+
+def _loaded_from_disk(path: Path) -> Any:
+    return imported("datasets", f"to read {path}, which save_to_disk wrote").load_from_disk(str(path))
+
+
+def _named(text: str, name: str, rest: list[str]) -> Any:
     datasets = imported("datasets", f"to load {text}, which is no file or folder here")
-    name, *rest = text.split(":")
-    if len(rest) > 2 or not all([name, *rest]):
-        raise ValueError(f"[data] {text!r} names no data set, expected NAME, NAME:SPLIT or NAME:CONFIGURATION:SPLIT")
     split = rest[-1] if rest else "train"
     try:
         return datasets.load_dataset(name, rest[0] if len(rest) == 2 else None, split=split)
     except Exception as error:  # whatever a data set on the Hub raises
         raise ValueError(
-            f"[data] {text} is no file or folder, and datasets cannot load it: {str(error)[:300]}; expected a name on "
-            "the Hub or in the local cache"
+            f"[data] datasets cannot load {text}: {str(error)[:300]}; expected a file, a folder, or the name of a data "
+            "set on the Hub or in the local cache"
         ) from error
+
+
+def _split_of(dataset: Any, split: str, text: str) -> Any:
+    if not isinstance(dataset, Mapping) or split not in dataset:
+        splits = ", ".join(dataset) if isinstance(dataset, Mapping) else "none"
+        raise ValueError(f"[data] {text} is not there, expected one of its splits: {splits}")
+    return dataset[split]
 
 
 def _one_split(dataset: Any) -> Any:

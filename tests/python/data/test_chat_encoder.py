@@ -1,0 +1,195 @@
+"""Conversations become samples: which tokens count, for chat templates of several styles."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from roundpipe.data.chat_encoder import LEFT_OUT, SHORTER, SPLIT, ChatEncoder, EncodedChat
+from roundpipe.data.conversation import Conversation, UnusableError, checked_messages
+from roundpipe.data.samples import IGNORED
+from tiny_chat import TEMPLATE, byte_tokenizer
+
+HEADERS = (  # as Llama 3: the text before an answer is a header of the answer's own
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
+)
+INSTRUCTIONS = (  # as Mistral: nothing stands between a question and its answer
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% else %}{{ raise_exception('no ' + m.role) }}"
+    "{% endif %}{% endfor %}"
+)
+NAMES = (  # as Gemma: other names for roles, the system's words within the first question
+    "{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}{% set rest = messages[1:] %}"
+    "{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}{% for m in rest %}<start>"
+    "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ first if loop.first else '' }}{{ m.content }}<end>\n"
+    "{% endfor %}{% if add_generation_prompt %}<start>model\n{% endif %}"
+)
+THOUGHTS = (  # as Qwen 3: thoughts are written only behind the last question, and the last answer has always one
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% set parts = m.content.split('</think>') %}{% set thought = parts[0].split('<think>')[-1].strip('\n') if parts"
+    " | length > 1 else (m.reasoning_content or '') %}{% if loop.index0 > ns.last %}<think>\n{{ thought }}\n</think>"
+    "\n\n{% endif %}{{ parts[-1].lstrip('\n') }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALLS = (
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content or '' }}{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{%- if m.role == 'assistant' -%}{%- generation -%}"
+    "{{ m.content.split('</think>')[-1] }}<|im_end|>\n{%- endgeneration -%}{%- else -%}{{ m.content }}<|im_end|>\n"
+    "{%- endif -%}{% endfor %}"
+)
+ENDS = {
+    "turns": (TEMPLATE, "{}<|im_end|>\n"),
+    "headers": (HEADERS, "{}<|eot|>"),
+    "instructions": (INSTRUCTIONS, " {}<eos>"),
+    "names": (NAMES, "{}<end>\n"),
+}
+
+
+def talk(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
+    return ([] if system is None else [{"role": "system", "content": system}]) + messages
+
+
+def using(template: str | None) -> PreTrainedTokenizerFast:
+    tokenizer = byte_tokenizer(bos_token="<pad>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def encoded(template: str | None, messages: list[dict[str, Any]], all_count: bool = False, **more: Any) -> EncodedChat:
+    conversation = Conversation(checked_messages(messages), "here", **more)
+    (found,) = ChatEncoder(using(template), everything=all_count).encode([conversation])
+    if isinstance(found, UnusableError):
+        raise found
+    return found
+
+
+def learnt(found: EncodedChat) -> list[list[str]]:
+    """Of each sample, the stretches of text whose tokens have labels."""
+    tokenizer = using(None)
+    samples = []
+    for sample in found.samples:
+        runs: list[list[int]] = [[]]
+        for token, label in zip(sample["input_ids"], sample["labels"], strict=True):
+            if label == IGNORED:
+                runs.append([])
+            else:
+                assert label == token
+                runs[-1].append(token)
+        samples.append([tokenizer.decode(run) for run in runs if run])
+    return samples
+
+
+def texts(found: EncodedChat) -> list[str]:
+    return [using(None).decode(sample["input_ids"]) for sample in found.samples]
+
+
+@pytest.mark.parametrize("style", list(ENDS))
+@given(contents=st.lists(st.text("ab <>|\né🌍", min_size=1, max_size=6).map(str.strip), min_size=2, max_size=6))
+def test_only_answers_count(style: str, contents: list[str]) -> None:
+    template, end = ENDS[style]
+    messages = talk(*contents)
+    found = encoded(template, messages)
+    assert learnt(found) == [[end.format(content) for content in contents[1::2]]] and found.notes == []
+    assert found.samples[0]["input_ids"] == using(template).apply_chat_template(messages, return_dict=False)
+
+
+def test_a_system_s_words_within_the_first_question() -> None:
+    assert learnt(encoded(NAMES, talk("a", "b", system="be brief"))) == [["b<end>\n"]]
+
+
+def test_everything_may_count() -> None:
+    for template in (TEMPLATE, MARKED, None):
+        found = encoded(template, talk("a", "b"), all_count=True)
+        assert found.samples[0]["labels"] == found.samples[0]["input_ids"]
+
+
+def test_answers_of_a_prompt_and_those_of_weight_0_do_not_count() -> None:
+    messages = talk("a", "b", "c", "d", "e", "f")
+    assert learnt(encoded(TEMPLATE, messages, first_learnt=4)) == [["f<|im_end|>\n"]]
+    messages[5]["weight"] = 0
+    assert learnt(encoded(TEMPLATE, messages)) == [["b<|im_end|>\n", "d<|im_end|>\n"]]
+    assert learnt(encoded(None, messages)) == [["b<eos>", "d<eos>"]]
+    with pytest.raises(UnusableError, match="some answers are not to be learnt, but the chat template marks all"):
+        encoded(MARKED, messages)
+
+
+def test_a_template_that_drops_earlier_thoughts() -> None:
+    first, last = "<think>\nhm\n</think>\n\none", "<think>\nso\n</think>\n\ntwo"
+    found = encoded(THOUGHTS, talk("a", first, "b", last))
+    # The first answer is learnt as the model has to write it, where its thoughts are still there.
+    assert texts(found) == [
+        f"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{first}<|im_end|>\n",
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\none<|im_end|>\n"
+        f"<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n{last}<|im_end|>\n",
+    ]
+    assert learnt(found) == [[f"{first}<|im_end|>\n"], [f"{last}<|im_end|>\n"]] and found.notes == [SPLIT]
+
+
+def test_thoughts_beside_the_content_are_not_lost_either() -> None:
+    messages = talk("a", "one", "b", "two")
+    messages[1]["reasoning_content"] = "hm"
+    found = encoded(THOUGHTS, messages)
+    assert learnt(found)[0] == ["<think>\nhm\n</think>\n\none<|im_end|>\n"] and found.notes == [SPLIT]
+
+
+def test_answers_without_thoughts_stay_in_one_sample() -> None:
+    found = encoded(THOUGHTS, talk("a", "one", "b", "two"))
+    assert learnt(found) == [["one<|im_end|>\n", "<think>\n\n</think>\n\ntwo<|im_end|>\n"]]
+    assert found.notes == [SHORTER]
+
+
+def test_tools_and_calls_reach_the_template() -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+    messages = [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "four"},
+    ]
+    found = encoded(CALLS, messages, tools=tools)
+    written = f"<call>{json.dumps(call['function'])}</call><|im_end|>\n"
+    assert learnt(found) == [[written, "four<|im_end|>\n"]]
+    assert texts(found)[0].startswith(f"tools: {json.dumps(tools)}\n")
+    with pytest.raises(UnusableError, match="no chat template that writes them"):
+        encoded(None, messages, tools=tools)
+
+
+def test_marks_of_a_template_are_those_of_transformers() -> None:
+    messages = talk("a", "é 🌍", "b", "<think>x</think>c")
+    tokenizer = using(MARKED)
+    expected: Any = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    found = encoded(MARKED, messages)
+    (sample,) = found.samples
+    assert sample["input_ids"] == expected["input_ids"]
+    assert [label != IGNORED for label in sample["labels"]] == [bool(mark) for mark in expected["assistant_masks"]]
+    assert learnt(found) == [["é 🌍<|im_end|>", "c<|im_end|>"]] and found.notes == [LEFT_OUT]
+
+
+def test_a_bad_conversation_does_not_disturb_its_neighbours() -> None:
+    good, bad = talk("a", "b"), talk("a", "b", system="no")
+    encoder = ChatEncoder(using(INSTRUCTIONS))
+    first, second, third = encoder.encode([Conversation(each, "here") for each in (good, bad, good)])
+    assert isinstance(second, UnusableError) and second.kind == "broken"
+    assert second.reason == "the chat template failed: no system"
+    assert first == third and isinstance(first, EncodedChat)
+
+
+def test_options_of_the_template() -> None:
+    template = "{{ style }}: {% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}"
+    template += "{% if add_generation_prompt %}a{% endif %}"
+    found = encoded(template, talk("x", "y"), template_options={"style": "short"})
+    assert texts(found) == ["short: ux;ay;"] and learnt(found) == [["y;"]]
