@@ -11,6 +11,7 @@ import roundpipe
 from roundpipe import RoundPipeRunConfig
 from roundpipe.files import first_lines, new_folder
 from roundpipe.huggingface.quiet import without_progress_bars
+from roundpipe.ops.packed_attention import check_packing
 from roundpipe.train.config import TrainConfig
 
 _NAME = "roundpipe-train"
@@ -25,7 +26,8 @@ def load_model(config: TrainConfig) -> roundpipe.RoundPipe:
     """Loads the model in training mode.
 
     Raises:
-        ValueError: it cannot be loaded or followed, or does not fit the budget of the host.
+        ValueError: it cannot be loaded or followed, does not fit the budget of the host, or is to read packed rows and
+            mixes their samples.
     """
     options: dict[str, Any] = {}
     if config.packed:
@@ -47,6 +49,8 @@ def load_model(config: TrainConfig) -> roundpipe.RoundPipe:
         device_memory=config.device_memory,
         **options,
     )
+    if config.packed:
+        check_packing(model)
     model.train()
     return model
 

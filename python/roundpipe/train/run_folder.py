@@ -20,6 +20,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapter"
 DATA_FOLDER = "data"
 _RESERVE_FILE = "reserved-for-the-result"
+_BEFORE_TRAINING = (CONFIG_FILE, DATA_FOLDER, _RESERVE_FILE)
 
 
 class RunFolder:
@@ -94,6 +95,10 @@ class RunFolder:
         """Gives the room back, so that the result can be written."""
         (self.path / _RESERVE_FILE).unlink(missing_ok=True)
 
+    def _has_begun(self) -> bool:
+        """Whether there is more than what a run leaves that was refused before its first step."""
+        return self.path.is_dir() and any(entry.name not in _BEFORE_TRAINING for entry in self.path.iterdir())
+
     def _check(self, resume: bool) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"[train] --out is {self.path}, a file, expected a folder; choose another")
@@ -104,13 +109,13 @@ class RunFolder:
             )
         stored = self.path / CONFIG_FILE
         if not resume:
-            if self.path.exists() and any(self.path.iterdir()):
+            if self._has_begun():
                 raise ValueError(
                     f"[train] --out is {self.path}, which is not empty, expected a new folder; choose another, or let "
                     "the run in it go on with --resume"
                 )
             return
-        if not stored.exists():
+        if not stored.exists() or not self._has_begun():
             return
         before = TrainConfig(**read_config(stored)).fixed()
         now = self._config.fixed()

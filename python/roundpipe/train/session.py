@@ -13,7 +13,6 @@ import transformers
 import roundpipe
 from roundpipe.data.batches import check_positions
 from roundpipe.data.chat import load_tokenizer
-from roundpipe.ops.packed_attention import check_packing
 from roundpipe.planning.pictures import spans_of_call
 from roundpipe.runs.event_file import EventFile
 from roundpipe.runs.lines import Lines
@@ -58,8 +57,6 @@ def run(config: TrainConfig, resume: bool) -> int:
     transformers.set_seed(config.seed)  # adapters and dropout begin at random
     model = load_model(config)
     check_positions(model, data.train, data.held_out)
-    if config.packed:
-        check_packing(model)
     optimizer = make_optimizer(model, config)
     schedule = make_schedule(optimizer, config, data.steps)
     folder.require_space(_result_bytes(model), _checkpoint_bytes(optimizer))

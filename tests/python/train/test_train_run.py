@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import roundpipe
 from roundpipe.train.config import TrainConfig
+from roundpipe.train.config_file import written_config
 from roundpipe.train.model import load_model, save_result
+from roundpipe.train.run_folder import RunFolder
 from roundpipe.train.session import run
 from tiny_chat import byte_tokenizer, chat_file, model_folder
 
@@ -163,3 +167,82 @@ def test_the_model_of_the_pipeline_is_the_one_that_is_saved(config: Callable[...
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_what_is_refused_before_training_leaves_no_run(
+    config: Callable[..., TrainConfig], place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(message: str, **values: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            run(config(**values), resume=False)
+
+    refused("nothing.jsonl", data=[str(tmp_path / "nothing.jsonl")])
+    refused("is not a folder", model=str(tmp_path / "nothing"))
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text((place / "chat.jsonl").read_text() + "{\n")
+    refused(r"broken\.jsonl:121", data=[str(broken)], on_bad="error")
+    refused("expected at most the number of steps", epochs=1, steps=None, warmup_steps=10_000)
+    long = tmp_path / "long.txt"
+    long.write_text("word " * 200)
+    refused("max_position_embeddings = 256", data=[str(long)], held_out=0.0, length=512)
+    model_folder(tmp_path / "unpadded", num_hidden_layers=1)
+    byte_tokenizer(pad_token=None, eos_token=None).save_pretrained(tmp_path / "unpadded")
+    refused("no padding token and no end-of-text token", model=str(tmp_path / "unpadded"))
+    (tmp_path / "file").write_text("")
+    refused("a file, expected a folder", out=str(tmp_path / "file"))
+    refused("cannot create", out=str(tmp_path / "file" / "run"))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    refused("pip install wandb", wandb="project", out=str(tmp_path / "other"))
+    assert not (tmp_path / "other").exists()
+    assert run(config(steps=1), resume=False) == 0  # what was refused is no run
+
+
+def test_a_missing_shard_is_named(config: Callable[..., TrainConfig], place: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(place / "model")
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
+    byte_tokenizer().save_pretrained(tmp_path / "sharded")
+    shard = sorted((tmp_path / "sharded").glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ValueError, match=shard.name):
+        run(config(model=str(tmp_path / "sharded")), resume=False)
+
+
+def test_a_disk_without_room_is_found_before_training(config: Callable[..., TrainConfig]) -> None:
+    folder = RunFolder(config(save_every=1, keep=2), resume=False)
+    folder.begin()
+    with pytest.raises(ValueError, match=r"GB left, expected .* for the result and 3 checkpoints"):
+        folder.require_space(1, 10**17)
+    with pytest.raises(ValueError, match="cannot hold the result"), folder.reserved(10**17):
+        pass
+    with folder.reserved(12345):
+        (reserve,) = (path for path in folder.path.iterdir() if path.name.startswith("reserved"))
+        assert reserve.stat().st_blocks * 512 >= 12345
+        folder.release()
+        assert not reserve.exists()
+    assert [path.name for path in folder.path.iterdir()] == ["config.toml"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
+    kind: str, config: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    more = {"save_every": 2, "evaluate_every": 3, "steps": 12} | ({"lora": True} if kind == "lora" else {})
+    whole = config(**more, out=str(tmp_path / "whole"))
+    assert run(whole, resume=False) == 0
+    ours = config(**more)
+    (tmp_path / "run.toml").write_text(written_config(ours))
+    command = [sys.executable, "-m", "roundpipe.cli", "train", "--config", str(tmp_path / "run.toml"), "--resume"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(roundpipe.__file__).parents[1])}
+    for killed_at in (1, 4, 6, 9):
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(f"step {killed_at}/"):
+                    process.kill()
+                    break
+    assert run(ours, resume=True) == 0
+    assert metrics(ours) == metrics(whole)
+    result = "adapter" if kind == "lora" else "model"
+    for file in (Path(whole.out) / result).glob("*.safetensors"):
+        assert (Path(ours.out) / result / file.name).read_bytes() == file.read_bytes()
