@@ -1,7 +1,8 @@
 """Runs the Python examples of the README and of every page in docs/.
 
 A block that starts with "```python" is a program of its own; one that starts with "```python no-run" is only shown.
-Where a block starts with "```python with-model", the test makes a model in `path/to/model` and some `batches` first.
+Where a block starts with "```python with-model", the test first makes a model in `path/to/model`, with a tokenizer,
+and some `batches`.
 """
 
 from __future__ import annotations
@@ -79,6 +80,11 @@ GIVEN = (
     "import torch, transformers; "
     "sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2); "
     "transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained('path/to/model'); "
+    "from tokenizers import Tokenizer, models, pre_tokenizers; letters = sorted(pre_tokenizers.ByteLevel.alphabet()); "
+    "inner = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[])); "
+    "inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False); inner.add_special_tokens(['<eos>']); "
+    "made = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token='<eos>'); "
+    "made.save_pretrained('path/to/model'); "
     "tokens = torch.randint(64, (4, 16)); batches = [{'input_ids': tokens, 'labels': tokens}] * 2; "
 )
 

@@ -371,4 +371,4 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     (tmp_path / "all.jsonl").write_text(record * 6000)
     report = report_of("prepare_memory_program.py", tmp_path)
     assert report["tokens"] > 50e6
-    assert report["rose"] < 16e6  # the file has 50 MB, its tokens 100 MB on disk, and as lists 400 MB
+    assert report["rose"] < 32e6  # the file has 50 MB, its tokens 100 MB on disk, and as lists 400 MB
