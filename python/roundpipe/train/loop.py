@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -214,10 +215,20 @@ class Training:
             resident_bytes(),
         )
         self._since = now
-        assert self._journal is not None and self._observer is not None
-        self._journal.record(begun.step, loss=loss, grad_norm=norm)
+        assert self._observer is not None
+        self._note(begun.step, loss, norm)
         self.step, self.last_call = begun.step, begun.pending
         self._observer.on_step(record)
+
+    def _note(self, step: int, loss: float, norm: float) -> None:
+        """Records a step in the journal. A journal that cannot be written does not end the training."""
+        if self._journal is None:
+            return
+        try:
+            self._journal.record(step, loss=loss, grad_norm=norm)
+        except roundpipe.RoundPipeError as error:
+            self._journal = None
+            print(f"{error}\n[train] training goes on without the journal", file=sys.stderr)
 
     def _evaluate(self, step: int) -> None:
         if not self._held_out:

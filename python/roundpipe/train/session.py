@@ -6,8 +6,10 @@ import contextlib
 import os
 import shlex
 import signal
+import sys
 from typing import Any
 
+import torch
 import transformers
 
 import roundpipe
@@ -61,7 +63,14 @@ def run(config: TrainConfig, resume: bool) -> int:
     schedule = make_schedule(optimizer, config, data.steps)
     folder.require_space(_result_bytes(model), _checkpoint_bytes(optimizer))
     with folder.reserved(_result_bytes(model)):
-        return _train(config, folder, model, optimizer, schedule, data, tokenizer)
+        try:
+            return _train(config, folder, model, optimizer, schedule, data, tokenizer)
+        except (roundpipe.RoundPipeError, torch.OutOfMemoryError) as error:
+            print(f"roundpipe: {error}", file=sys.stderr)
+            wait_for_saves(folder.path)
+            if roundpipe.latest(folder.path) is not None:
+                print(f"a checkpoint is there; go on with\n  {resume_command(config)}", file=sys.stderr)
+            return EXIT_ERROR
 
 
 def _train(

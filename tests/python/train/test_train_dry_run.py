@@ -15,6 +15,8 @@ from roundpipe.train.config import TrainConfig
 from roundpipe.train.dry_run import dry_run
 from tiny_chat import chat_file, model_folder
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 
 @pytest.fixture
 def said(tmp_path: Path) -> Callable[..., tuple[bool, dict[str, str]]]:

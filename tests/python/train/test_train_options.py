@@ -20,6 +20,8 @@ from roundpipe.train.optimizer import make_optimizer, rate_factor
 from roundpipe.train.session import run
 from tiny_chat import byte_tokenizer, chat_file, model_folder
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from roundpipe.train.model import load_model, save_result
 from roundpipe.train.run_folder import RunFolder
 from roundpipe.train.session import run
 from tiny_chat import byte_tokenizer, chat_file, model_folder
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 STEPS = 6
 LENGTH = 64
@@ -220,6 +223,44 @@ def test_a_disk_without_room_is_found_before_training(config: Callable[..., Trai
         folder.release()
         assert not reserve.exists()
     assert [path.name for path in folder.path.iterdir()] == ["config.toml"]
+
+
+def test_a_disk_that_fills_up_takes_no_step_away(
+    config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file may grow beyond a few bytes from the second step to the fourth."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            if "step 2/" in text:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+            if "step 4/" in text:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            return super().write(text)
+
+    complaints = io.StringIO()
+    ours = config(save_every=3)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", Full())
+            patch.setattr(sys, "stderr", complaints)
+            assert run(ours, resume=False) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    for said in ("when there is room", "training goes on without the journal", "step 3 was not saved"):
+        assert said in complaints.getvalue()
+    assert [line["step"] for line in metrics(ours)] == [0, 1, 2, 3, 4, 5, 6, 6]
+    assert (Path(ours.out) / "model" / "model.safetensors").exists()
+
+
+def test_an_error_in_a_step_says_how_to_go_on(
+    config: Callable[..., TrainConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = config(save_every=1, devices="virtual:2,fail=error@12")
+    assert run(ours, resume=False) == 1
+    assert f"go on with\n  roundpipe train --resume --out {ours.out}" in capsys.readouterr().err
+    assert run(config(save_every=1), resume=True) == 0
 
 
 @pytest.mark.long
