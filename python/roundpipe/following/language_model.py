@@ -155,6 +155,11 @@ class LanguageModel:
         """Follows the model again if modules or parameters were added or removed since it was followed; else None."""
         return LanguageModel(self._model, *self._chunks) if _contents(self._model) != self._contents else None
 
+    @property
+    def cuts_by_rows(self) -> bool:
+        """Whether any rows of a batch may be a microbatch, in any order."""
+        return self.is_causal and self._found.mixing is None
+
     def memory_savers(self) -> tuple[str, ...]:
         """Options of `wrap_model_to_roundpipe` that reduce the memory of a row."""
         names = ("loss_chunk_tokens", "mlp_chunk_tokens")
@@ -170,14 +175,15 @@ class LanguageModel:
             loss_only: only the loss will be read from the outputs.
 
         Raises:
-            ValueError: there are more tokens than the model has positions, or no label counts.
+            ValueError: there are more tokens than the model has positions, or no label counts and the loss is a mean.
         """
         batch, no_logits = take_return_logits(batch, self._signature.parameters)
         named = [self._named(args, kwargs) for args, kwargs in batch]
         for arguments in named:
             self._check_positions(arguments)
         counts = self._counts(named)
-        if any(counted is not None for counted in counts) and not any(counts):
+        summed = self._adds(named[0])
+        if not summed and any(counted is not None for counted in counts) and not any(counts):
             raise ValueError(
                 "[forward] every label of the batch is ignored (-100), so there is no loss; expected at least one "
                 "label that is a token and is not the first of its row"
@@ -188,7 +194,6 @@ class LanguageModel:
                 "[forward] return_logits is False and there are no labels; expected one of logits and loss"
             )
         loss_only = loss_only or no_logits
-        summed = self._adds(named[0])
         shared: list[float] | list[None] = shares(counts, summed) or [None] * len(batch)
         return [
             (args, {**kwargs, SHARE: weight, LOSS_ONLY: loss_only and has_labels})

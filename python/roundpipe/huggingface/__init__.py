@@ -1,1 +1,22 @@
-"""Models from transformers: loading pretrained models, and evaluating them on held-out batches."""
+"""Models from transformers: loading pretrained models, evaluating them on held-out batches, and Trainers for them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from roundpipe.trainer.trainer import RoundPipeTrainer
+
+# The module of each trainer; imported on first use, because transformers' Trainer takes seconds.
+_TRAINERS = {
+    "RoundPipeTrainer": "trainer.trainer",
+}
+
+__all__ = ["RoundPipeTrainer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _TRAINERS:
+        raise AttributeError(f"module 'roundpipe.huggingface' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"roundpipe.{_TRAINERS[name]}"), name)
