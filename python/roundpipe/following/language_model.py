@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from roundpipe.following import collector
-from roundpipe.following.loss_arguments import is_part_of_a_sum, take_return_logits
+from roundpipe.following.loss_arguments import is_part_of_a_sum, leaves_loss_to_caller, take_return_logits
 from roundpipe.following.parts import LOSS_ONLY, SHARE, FollowedModel
 from roundpipe.following.pictures import picture_splitting
 from roundpipe.following.placeholder import CannotFollow
@@ -183,7 +183,8 @@ class LanguageModel:
             self._check_positions(arguments)
         counts = self._counts(named)
         summed = self._adds(named[0])
-        if not summed and any(counted is not None for counted in counts) and not any(counts):
+        is_mean = not summed and not leaves_loss_to_caller(named[0])
+        if is_mean and any(counted is not None for counted in counts) and not any(counts):
             raise ValueError(
                 "[forward] every label of the batch is ignored (-100), so there is no loss; expected at least one "
                 "label that is a token and is not the first of its row"

@@ -20,6 +20,11 @@ def is_part_of_a_sum(arguments: Mapping[str, Any]) -> bool:
     return arguments.get("num_items_in_batch") is not None
 
 
+def leaves_loss_to_caller(arguments: Mapping[str, Any]) -> bool:
+    """Whether the call asks for the log-probability of each label, as of TRL's fused head, and not for their mean."""
+    return bool(arguments.get("fused_lm_head"))
+
+
 def adding_losses(config: ResolvedRunConfig) -> ResolvedRunConfig:
     """The options of a call whose losses are parts of a sum: merging adds them."""
     return replace(config, merge_output=_merge_adding_losses) if config.merge_output is True else config

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from roundpipe.trainer.trainer import RoundPipeTrainer
 
-# The module of each trainer; imported on first use, because transformers' Trainer takes seconds.
+# The module of each trainer; imported on first use, because transformers' and TRL's trainers take seconds.
 _TRAINERS = {
+    "RoundPipeDPOTrainer": "trainer.trl_trainers",
+    "RoundPipeSFTTrainer": "trainer.trl_trainers",
     "RoundPipeTrainer": "trainer.trainer",
 }
 
-__all__ = ["RoundPipeTrainer"]
+__all__ = ["RoundPipeDPOTrainer", "RoundPipeSFTTrainer", "RoundPipeTrainer"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,22 @@ from roundpipe.model.facade import ModelFacade
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+_USE_CPU = "ACCELERATE_USE_CPU"  # read by accelerate and transformers
 _MIXED = {"bf16": torch.bfloat16}
+
+
+@contextmanager
+def loading_on_host() -> Iterator[None]:
+    """Makes a trainer that loads a model by its name, with arguments of its own, load it on the host."""
+    before = os.environ.get(_USE_CPU)
+    os.environ[_USE_CPU] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_USE_CPU]
+        else:
+            os.environ[_USE_CPU] = before
 
 
 def is_in_pipeline(model: Any) -> bool:

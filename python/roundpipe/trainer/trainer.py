@@ -19,7 +19,9 @@ from roundpipe.following.token_loss import loss_in
 from roundpipe.model.pipe import RoundPipe
 from roundpipe.model.wrap import wrap_model_to_roundpipe
 from roundpipe.trainer.arguments import check_arguments, stay_on_host
-from roundpipe.trainer.host import is_in_pipeline, prepare_on_host, steps_in
+from roundpipe.trainer.fused_head import make_followable
+from roundpipe.trainer.host import is_in_pipeline, loading_on_host, prepare_on_host, steps_in
+from roundpipe.trainer.kinds import check_kind
 
 RANDOM_STATE = "roundpipe_state.json"
 """In a checkpoint: what dropout draws from, beside transformers' own rng_state.pth."""
@@ -46,10 +48,12 @@ class RoundPipeTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(super().__init__).bind(*args, **kwargs)
+        check_kind(self._where, type(self), bound.arguments.get("model"))
         if isinstance(bound.arguments.get("args"), TrainingArguments):
             self._check(bound.arguments["args"])
         self._in_init = True
-        super().__init__(*bound.args, **bound.kwargs)
+        with loading_on_host():
+            super().__init__(*bound.args, **bound.kwargs)
         self._in_init = False
         if not is_in_pipeline(self.model):
             self.model = self.model_wrapped = self._wrapped(cast(nn.Module, self.model))
@@ -75,6 +79,7 @@ class RoundPipeTrainer(Trainer):
         return self._wrapped(super().call_model_init(trial))
 
     def _wrapped(self, model: nn.Module) -> nn.Module:
+        make_followable(self._where, model)
         places = getattr(model, "hf_device_map", None)
         if places and any(str(place) != "cpu" for place in places.values()):
             raise ValueError(

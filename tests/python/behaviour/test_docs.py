@@ -77,14 +77,13 @@ def test_flags_are_known(flag: str) -> None:
 
 # What a page with the flag "with-model" takes as given. On one line, so that tracebacks keep their lines.
 GIVEN = (
-    "import torch, transformers; "
+    "import tokenizers, torch, transformers; "
     "sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2); "
     "transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained('path/to/model'); "
-    "from tokenizers import Tokenizer, models, pre_tokenizers; letters = sorted(pre_tokenizers.ByteLevel.alphabet()); "
-    "inner = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[])); "
-    "inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False); inner.add_special_tokens(['<eos>']); "
-    "made = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token='<eos>'); "
-    "made.save_pretrained('path/to/model'); "
+    "letters = {letter: index for index, letter in enumerate(' abcdefghijklmnopqrstuvwxyz')}; "
+    "letters = tokenizers.Tokenizer(tokenizers.models.BPE(letters, [])); "
+    "special = dict(pad_token='<pad>', eos_token='<eos>'); "
+    "transformers.PreTrainedTokenizerFast(tokenizer_object=letters, **special).save_pretrained('path/to/model'); "
     "tokens = torch.randint(64, (4, 16)); batches = [{'input_ids': tokens, 'labels': tokens}] * 2; "
 )
 
