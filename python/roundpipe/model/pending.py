@@ -13,6 +13,7 @@ from roundpipe.call.request import CallRequest
 from roundpipe.call.run_config import ResolvedRunConfig
 from roundpipe.data.microbatch import merge_outputs
 from roundpipe.model.timer import print_times
+from roundpipe.performance.timeline import Timeline, timeline_of
 from roundpipe.step.scaler import live_scalers
 
 
@@ -89,6 +90,14 @@ class Pending:
             self._pipeline.expose()
         value = totals[0] if self._loss.is_single else totals
         return (value, merged(result.outputs, self._request.config)) if self._request.return_outputs else value
+
+    def timeline(self) -> Timeline:
+        """What the devices have done for this batch, and when; see `RoundPipe.timeline`.
+
+        Raises:
+            ValueError: no device has finished any work of it yet.
+        """
+        return timeline_of([self._submitted.records()], self._pipeline.last_plan(), "the batch")
 
     def records(self) -> list[RecordFields]:
         """Records of the batch so far, see `RoundPipe.last_records`; for a backward they also say when it had

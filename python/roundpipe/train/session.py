@@ -15,7 +15,6 @@ import transformers
 import roundpipe
 from roundpipe.data.batches import check_positions
 from roundpipe.data.chat import load_tokenizer
-from roundpipe.planning.pictures import spans_of_call
 from roundpipe.runs.event_file import EventFile
 from roundpipe.runs.lines import Lines
 from roundpipe.saving.folders import wait_for_saves
@@ -102,7 +101,7 @@ def _train(
         config=config,
         metrics=metrics.lines,
         samples=samples.lines,
-        timeline=[] if training.last_call is None else spans_of_call(training.last_call),
+        timeline=[] if training.last_call is None else training.last_call.timeline().spans,
         step=_step_report(model),
         host=str(optimizer.host_memory()),
         data=str(data.summary),

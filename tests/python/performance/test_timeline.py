@@ -54,6 +54,15 @@ def test_forward_only_calls_count() -> None:
     assert {span.kind for span in model.timeline().spans} == {"forward"}
 
 
+def test_a_submitted_batch_has_a_timeline_of_its_own() -> None:
+    model = model_on(2)
+    pending = model.submit((torch.ones(6, 4),), loss_fn=lambda outputs, _: outputs.sum())
+    pending.loss()
+    train(model, 1)
+    assert pending.timeline().devices == 2
+    assert len([span for span in pending.timeline().spans if span.kind != "recompute"]) == len(pending.records())
+
+
 def test_eight_calls_are_kept() -> None:
     model = model_on(1)
     train(model, 10)

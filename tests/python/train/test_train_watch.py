@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from roundpipe.planning.pictures import Span
+from roundpipe.performance.pictures import Span
 from roundpipe.runs.event_file import EventFile, crc32c
 from roundpipe.runs.lines import Lines, read_lines
 from roundpipe.train.config import TrainConfig
