@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/ops/grouped_product.h>
 
 namespace roundpipe::models {
 
@@ -161,8 +162,8 @@ Tensor grouped(const MoeConfig& config, const MoeWeights& weights, const Tensor&
   const Tensor ends = at::cumsum(at::histc(counted, experts, 0, experts - 1), 0, at::kInt);
   const auto product = [&](const Tensor& states, const Tensor& stacked, const Tensor& bias) {
     const Tensor biases = bias.defined() ? bias.index({sorted}) : bias;
-    const Tensor matrices = config.clamped ? stacked : stacked.transpose(-2, -1);
-    Tensor result = at::_grouped_mm(states.to(stacked.scalar_type()), matrices, ends);
+    const ops::Stacked way = config.clamped ? ops::Stacked::kInputsFirst : ops::Stacked::kOutputsFirst;
+    Tensor result = ops::grouped_product(states.to(stacked.scalar_type()), stacked, ends, way);
     return biases.defined() ? result.add_(biases) : result;
   };
   Tensor states = gated(config, product(own, weights.gate_up, weights.gate_up_bias));
