@@ -438,7 +438,12 @@ class Pipeline:
     random_seed: int
     def __init__(self, name: str, layers: list[Any], pinned: bool) -> None: ...
     def forward(
-        self, inputs: list[Any], options: CallOptions, route: Stages | Plan | None, explain: Explain
+        self,
+        inputs: list[Any],
+        options: CallOptions,
+        route: Stages | Plan | None,
+        explain: Explain,
+        passages: Sequence[Passage | None],
     ) -> list[tuple[list[torch.Tensor], Any]]: ...
     def submit(
         self,
@@ -449,6 +454,7 @@ class Pipeline:
         options: CallOptions,
         route: Stages | Plan | None,
         explain: Explain,
+        passages: Sequence[Passage | None],
     ) -> Submitted: ...
     def finish(self, submitted: Submitted) -> TrainResult: ...
     def planned_stages(self, mode: PlanMode, microbatches: int) -> Stages: ...
@@ -709,13 +715,64 @@ class DecoderCall:
         inputs: int,
     ) -> None: ...
 
+class EmbeddingConfig:
+    def __init__(self, *, padding_index: int, rotary_scaling: float) -> None: ...
+
+# As DecoderCall; it hands on EMBEDDED, then what is kept.
+class EmbeddingCall:
+    def __init__(
+        self,
+        ids: int,
+        attention_mask: int | None,
+        positions: int | None,
+        kept: Sequence[int],
+        inputs: int,
+    ) -> None: ...
+
+class HeadConfig:
+    def __init__(self, *, norm_eps: float, scales_norm_in_float: bool) -> None: ...
+
+class HeadCall:
+    def __init__(
+        self,
+        hidden: int,
+        labels: int | None,
+        items: int | None,
+        share: float | None,
+        gives_logits: bool,
+        chunk_tokens: int | None,
+        inputs: int,
+    ) -> None: ...
+
 ADAPTABLE: list[str]
+EMBEDDED: list[int]  # places of the hidden states, cosines, sines, mask and positions
 RESULT: int
 ROUTER_LOGITS: int
 
 class Passage:
-    def __init__(self, calls: Sequence[DecoderCall | None], structure_after: Callable[[int], Any]) -> None: ...
+    def __init__(
+        self,
+        calls: Sequence[DecoderCall | None],
+        structure_after: Callable[[int], Any],
+        embedding: EmbeddingCall | None,
+        head: HeadCall | None,
+    ) -> None: ...
 
+def embed(
+    config: EmbeddingConfig,
+    call: EmbeddingCall,
+    weight: torch.Tensor,
+    frequencies: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+) -> list[torch.Tensor]: ...
+def apply_head(
+    config: HeadConfig,
+    call: HeadCall,
+    norm: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    inputs: Sequence[torch.Tensor],
+) -> list[torch.Tensor]: ...
 def decode(
     config: DecoderConfig,
     names: Sequence[str],

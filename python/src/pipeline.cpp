@@ -7,6 +7,7 @@
 
 #include "bindings.h"
 #include "models/model_layer.h"
+#include "models/passage.h"
 #include "python_layer.h"
 #include "python_values.h"
 
@@ -23,9 +24,33 @@ using runtime::WeightUpdate;
 
 namespace {
 
+// Values with the same structure object share their structure: each that is dropped takes the interpreter lock.
 std::vector<Values> values_list(const py::list& list) {
   std::vector<Values> result;
-  for (const py::handle entry : list) result.push_back(values_from(entry));
+  py::handle last;
+  for (const py::handle entry : list) {
+    const py::object structure = entry[py::int_(1)];
+    if (!result.empty() && structure.is(last)) {
+      result.push_back({entry[py::int_(0)].cast<std::vector<at::Tensor>>(), result.back().structure});
+    } else {
+      result.push_back(values_from(entry));
+    }
+    last = structure;
+  }
+  return result;
+}
+
+// `passages`: of each microbatch, the one that its inputs enter natively, or None.
+std::vector<Values> inputs_list(const py::list& list, const std::vector<std::shared_ptr<Passage>>& passages) {
+  std::vector<Values> result;
+  for (const py::handle entry : list) {
+    const std::shared_ptr<Passage>& passage = passages.at(result.size());
+    if (passage == nullptr) {
+      result.push_back(values_from(entry));
+    } else {
+      result.push_back({entry[py::int_(0)].cast<std::vector<at::Tensor>>(), passage->entered()});
+    }
+  }
   return result;
 }
 
@@ -140,8 +165,8 @@ void bind_pipeline(py::module_& module) {
       .def(
           "forward",
           [](Pipeline& pipeline, const py::list& inputs, const CallOptions& options, const runtime::Route& route,
-             py::object explain) {
-            const std::vector<Values> values = values_list(inputs);
+             py::object explain, const std::vector<std::shared_ptr<Passage>>& passages) {
+            const std::vector<Values> values = inputs_list(inputs, passages);
             SharedObject step = share(std::move(explain));
             Pipeline::Outputs outputs;
             {
@@ -150,12 +175,13 @@ void bind_pipeline(py::module_& module) {
             }
             return values_list(outputs.microbatches);
           },
-          py::arg("inputs"), py::arg("options"), py::arg("route"), py::arg("explain"))
+          py::arg("inputs"), py::arg("options"), py::arg("route"), py::arg("explain"), py::arg("passages"))
       .def(
           "submit",
           [](Pipeline& pipeline, const py::list& inputs, const py::list& labels, py::object loss, bool keep_outputs,
-             const CallOptions& options, const runtime::Route& route, py::object explain) {
-            const std::vector<Values> values = values_list(inputs);
+             const CallOptions& options, const runtime::Route& route, py::object explain,
+             const std::vector<std::shared_ptr<Passage>>& passages) {
+            const std::vector<Values> values = inputs_list(inputs, passages);
             const std::vector<Values> label_values = values_list(labels);
             std::shared_ptr<runtime::Loss> loss_function = make_python_loss(std::move(loss));
             SharedObject step = share(std::move(explain));
@@ -164,7 +190,7 @@ void bind_pipeline(py::module_& module) {
                                    std::move(step));
           },
           py::arg("inputs"), py::arg("labels"), py::arg("loss"), py::arg("keep_outputs"), py::arg("options"),
-          py::arg("route"), py::arg("explain"))
+          py::arg("route"), py::arg("explain"), py::arg("passages"))
       .def(
           "finish", [](Pipeline& pipeline, Pipeline::Submitted& submitted) { return pipeline.finish(submitted); },
           py::arg("submitted"), py::call_guard<py::gil_scoped_release>())

@@ -1,6 +1,7 @@
 #include "python_layer.h"
 
 #include <roundpipe/core/engine_life.h>
+#include <roundpipe/core/error.h>
 
 #include "interpreter_lock.h"
 #include "models/passage.h"
@@ -28,10 +29,11 @@ std::vector<NamedTensor> named_tensors(const py::object& list) {
   return tensors;
 }
 
-// The passage that a layer has begun, or else the one that it is part of. `made`: (tensors, structure, passage or
-// None).
+// The passage that a layer has begun, or else the one that it is part of. `made`: (tensors, structure, passage), with
+// False if the layer has begun none, and None if it never does.
 std::shared_ptr<const Passage> passage_after(const py::object& made, const Values& inputs) {
   const py::object begun = made[py::int_(2)];
+  if (py::isinstance<py::bool_>(begun)) return nullptr;
   if (!begun.is_none()) return begun.cast<std::shared_ptr<Passage>>();
   const PythonStructure* const structure = structure_of(inputs);
   return structure == nullptr || structure->passage == nullptr ? nullptr : structure->passage->shared_from_this();
@@ -121,9 +123,16 @@ class PythonLayer final : public runtime::Layer {
 
 class PythonLoss final : public runtime::Loss {
  public:
-  explicit PythonLoss(py::object object) : object_(share(std::move(object))) {}
+  explicit PythonLoss(const py::object& object)
+      : object_(share(object)),
+        own_parts_(object.attr("own_parts").cast<std::optional<int64_t>>()),
+        nan_message_(object.attr("nan_message").cast<std::optional<std::string>>()) {}
 
   std::vector<at::Tensor> operator()(const Values& outputs, const Values& label, const LayerContext& context) override {
+    const PythonStructure* const structure = structure_of(outputs);
+    if (own_parts_ && structure != nullptr && structure->passage != nullptr && structure->passage->is_loss(structure)) {
+      return {own_loss(outputs.tensors.front())};
+    }
     const InterpreterLock lock;
     try {
       auto losses = object_of(object_)(values_to(outputs), values_to(label), context_tuple(context))
@@ -136,7 +145,16 @@ class PythonLoss final : public runtime::Loss {
   }
 
  private:
+  // The same as `object_` makes of this loss of the model, without Python.
+  at::Tensor own_loss(const at::Tensor& of_model) const {
+    at::Tensor loss = *own_parts_ == 1 ? of_model : of_model.div(*own_parts_);
+    if (nan_message_ && loss.isnan().item<bool>()) throw Error(*nan_message_);
+    return loss;
+  }
+
   const SharedObject object_;
+  const std::optional<int64_t> own_parts_;        // none: another function of the outputs
+  const std::optional<std::string> nan_message_;  // of the error for a NaN; none: there is no error
 };
 
 }  // namespace
@@ -145,8 +163,6 @@ std::unique_ptr<runtime::Layer> make_python_layer(py::object object) {
   return std::make_unique<PythonLayer>(std::move(object));
 }
 
-std::shared_ptr<runtime::Loss> make_python_loss(py::object object) {
-  return std::make_shared<PythonLoss>(std::move(object));
-}
+std::shared_ptr<runtime::Loss> make_python_loss(py::object object) { return std::make_shared<PythonLoss>(object); }
 
 }  // namespace roundpipe::python

@@ -10,9 +10,8 @@
 #include <ATen/TensorOperators.h>
 
 #include <roundpipe/core/error.h>
-#include <roundpipe/language/masks.h>
 #include <roundpipe/language/rotary.h>
-#include <roundpipe/ops/linear_cross_entropy.h>
+#include <roundpipe/models/masks.h>
 
 namespace roundpipe::language {
 
@@ -99,16 +98,16 @@ Layer embedding_layer(const Config& config, const Tensor& weight, Attention atte
   return layer({{"weight", weight}},
                [any_slides, any_full, attention, balanced, window = config.window, pad = config.pad_token.value_or(-1),
                 rotary = Rotary(config)](const std::vector<Tensor>& own, const Tokens& tokens) {
-                 const Tensor& ids = tokens.ids;
-                 Hidden hidden;
-                 hidden.values = at::embedding(own[0], ids, pad);
-                 const c10::ScalarType dtype = hidden.values.scalar_type();
-                 TokenPlaces places{ids.size(0), ids.size(1), tokens.attention_mask, tokens.positions};
-                 if (any_full) {
-                   hidden.mask = make_mask(attention, places, std::nullopt, dtype, ids.device()).value_or(Tensor());
-                 }
-                 if (any_slides) {
-                   hidden.window_mask = make_mask(attention, places, window, dtype, ids.device()).value_or(Tensor());
+    const Tensor& ids = tokens.ids;
+    Hidden hidden;
+    hidden.values = at::embedding(own[0], ids, pad);
+    const c10::ScalarType dtype = hidden.values.scalar_type();
+    models::TokenPlaces places{ids.size(0), ids.size(1), tokens.attention_mask, tokens.positions};
+    const auto mask_of = [&](std::optional<int64_t> seen) {
+      return models::make_mask(attention, places, seen, dtype, ids.device()).value_or(Tensor());
+    };
+    if (any_full) hidden.mask = mask_of(std::nullopt);
+    if (any_slides) hidden.window_mask = mask_of(window);
                  }
                  Tensor positions = tokens.positions;
                  if (!positions.defined()) positions = at::arange(ids.size(1), ids.options()).unsqueeze(0);
@@ -118,11 +117,11 @@ Layer embedding_layer(const Config& config, const Tensor& weight, Attention atte
                  hidden.counted = tokens.counted;
                  hidden.training = tokens.training;
                  if (balanced && tokens.labels.defined()) {
-                   hidden.routers = no_routers(*balanced, ids.device());
-                   hidden.attention_mask = tokens.attention_mask;
+    hidden.routers = no_routers(*balanced, ids.device());
+    hidden.attention_mask = tokens.attention_mask;
                  }
                  return hidden;
-               })
+})
       .named(kEmbedding);
 }
 
@@ -187,35 +186,15 @@ Layer norm_layer(const Config& config, const Tensor& weight) {
       .named(kNorm);
 }
 
-// The labels that the tokens of a microbatch predict, in one row.
-Tensor predicted_labels(const Tensor& labels, c10::Device device) {
-  return at::constant_pad_nd(labels, {0, 1}, kIgnoredLabel).slice(-1, 1).contiguous().reshape({-1}).to(device);
-}
-
-// The sum of the losses of the labels that count.
-Tensor summed_loss(const Tensor& hidden, const Tensor& weight, const Tensor& labels, int64_t chunk_tokens) {
-  const int64_t vocabulary = weight.size(0);
-  const bool chunked = chunk_tokens > 0
-                           ? labels.numel() > chunk_tokens
-                           : labels.numel() * vocabulary * static_cast<int64_t>(sizeof(float)) > kWholeLogitBytes;
-  if (chunked) {
-    ops::LinearCrossEntropyOptions options;
-    options.ignore_index = kIgnoredLabel;
-    options.chunk_tokens = chunk_tokens;
-    return ops::linear_cross_entropy(hidden.reshape({-1, hidden.size(-1)}), weight, std::nullopt, labels, options).sum;
-  }
-  const Tensor logits = at::linear(hidden, weight).to(at::kFloat).view({-1, vocabulary});
-  return at::cross_entropy_loss(logits, labels, {}, at::Reduction::Sum, kIgnoredLabel);
-}
-
 Layer head_layer(const Config& config, const Tensor& weight, const LayerOptions& options) {
   return layer({{"weight", weight}},
                [chunk_tokens = options.loss_chunk_tokens, factor = config.router_loss_factor,
                 routers = std::ranges::count(config.sparse, 1)](const std::vector<Tensor>& own, const Hidden& hidden) {
                  if (!hidden.labels.defined()) return at::linear(hidden.values, own[0]);
-                 const Tensor labels = predicted_labels(hidden.labels, hidden.values.device());
-                 const Tensor loss = summed_loss(hidden.values, own[0], labels, chunk_tokens) / hidden.counted;
+                 const models::TokenLossOptions how{.mean = false, .chunk_tokens = chunk_tokens};
+                 const Tensor loss = models::token_loss(hidden.values, {own[0]}, hidden.labels, how) / hidden.counted;
                  if (!factor) return loss;
+                 const Tensor labels = models::predicted_labels(hidden.labels, hidden.values.device());
                  const Tensor balance = router_loss(hidden.routers, routers, labels.numel(), hidden.attention_mask);
                  const Tensor share = labels.ne(kIgnoredLabel).sum().to(at::kFloat) / hidden.counted;
                  return loss + balance * *factor * share;

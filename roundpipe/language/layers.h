@@ -12,6 +12,7 @@
 #include <roundpipe/language/lora.h>
 #include <roundpipe/language/router_loss.h>
 #include <roundpipe/models/decoder.h>
+#include <roundpipe/models/token_loss.h>
 
 namespace roundpipe::language {
 
@@ -19,7 +20,7 @@ namespace roundpipe::language {
 struct Tokens {
   at::Tensor ids;             // [rows, tokens], int64
   at::Tensor labels;          // [rows, tokens]; undefined: logits are wanted
-  at::Tensor attention_mask;  // see TokenPlaces
+  at::Tensor attention_mask;  // see models::TokenPlaces
   at::Tensor positions;
   int64_t counted = 0;    // labels of the whole batch that count
   bool training = false;  // whether dropouts drop
@@ -53,10 +54,8 @@ struct LayerOptions {
 // std::invalid_argument for kSdpa with sinks, which torch's attention does not take.
 models::Attention attention_of(const Config& config, const LayerOptions& options);
 
-// Labels that do not count.
-inline constexpr int64_t kIgnoredLabel = -100;
-// Logits that take more than this are computed in chunks, unless a number of tokens is given.
-inline constexpr int64_t kWholeLogitBytes = int64_t{16} << 20;
+using models::kIgnoredLabel;     // -100: labels that do not count
+using models::kWholeLogitBytes;  // 16 MiB: larger logits are computed in chunks, unless a number of tokens is given
 
 // The name of a weight in a model's folder, and its shape.
 struct WeightShape {

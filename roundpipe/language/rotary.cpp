@@ -8,6 +8,8 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 
+#include <roundpipe/models/rotary_tables.h>
+
 namespace roundpipe::language {
 
 using at::Tensor;
@@ -104,11 +106,7 @@ Rotary::Rotary(const Config& config) : halves_(config.rotary.halves) {
 }
 
 std::pair<Tensor, Tensor> Rotary::cos_sin(const Tensor& positions, c10::ScalarType dtype) const {
-  const at::NoGradGuard no_grad;
-  const Tensor frequencies = inverse_frequencies_.to(positions.device());
-  const Tensor angles = positions.unsqueeze(-1).to(at::kFloat) * frequencies;
-  const Tensor all = halves_ ? angles : at::cat({angles, angles}, -1);
-  return {(all.cos() * scaling_).to(dtype), (all.sin() * scaling_).to(dtype)};
+  return models::rotary_tables(positions, inverse_frequencies_.to(positions.device()), scaling_, dtype, halves_);
 }
 
 }  // namespace roundpipe::language

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <roundpipe/models/decoder.h>
+#include <roundpipe/models/native_layer.h>
 #include <roundpipe/runtime/model/layer.h>
 
 namespace roundpipe::models {
@@ -19,7 +20,7 @@ struct DecoderCall {
   int hidden = 0;
   int cos = 0;
   int sin = 0;
-  std::optional<int> mask;
+  std::optional<int> mask;  // a value without elements says that there is none
   std::optional<int> positions;
   Attention attention = Attention::kSdpa;
   Experts experts = Experts::kGrouped;
@@ -30,20 +31,13 @@ struct DecoderCall {
   const void* structure = nullptr;  // of what is handed on; part of what the structure of the inputs owns
 };
 
-struct DecoderLayerParts {
-  // The same layer in a form that runs any call. It holds the parameters and says what has changed. It has no buffers.
-  std::unique_ptr<runtime::Layer> general;
-  std::vector<std::string> names;  // of general's parameters, as find_decoder_weights() knows them
-  // The configuration for a call that is made now; none: the call runs in the general form. Asked on the caller's
-  // thread when a call is made. Returns the same object as before if nothing has changed.
-  std::function<std::shared_ptr<const DecoderConfig>()> config;
-  // How the layer is called with these inputs; null: in the general form. The result lives as long as the structure of
-  // the inputs. Any thread.
-  std::function<const DecoderCall*(const runtime::Values&)> call;
-};
+// How a decoder layer is called with these inputs; null: in the general form. The result lives as long as the structure
+// of the inputs. Any thread.
+using FindDecoderCall = std::function<const DecoderCall*(const runtime::Values&)>;
 
-// Makes a layer that computes natively where `config` and `call` allow it, and otherwise has `general` do it. Both use
-// the same tensors. A native forward, and its backward, take no lock.
-std::unique_ptr<runtime::Layer> make_decoder_layer(DecoderLayerParts parts);
+// Makes a decoder layer's code. `names`: of the parameters, as find_decoder_weights() knows them. Configurations are
+// DecoderConfigs.
+std::unique_ptr<NativeCode> make_decoder_code(const std::vector<std::string>& names,
+                                              const std::vector<at::Tensor>& parameters, FindDecoderCall call);
 
 }  // namespace roundpipe::models

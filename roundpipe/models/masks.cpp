@@ -1,4 +1,4 @@
-#include <roundpipe/language/masks.h>
+#include <roundpipe/models/masks.h>
 
 #include <algorithm>
 #include <limits>
@@ -8,7 +8,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 
-namespace roundpipe::language {
+namespace roundpipe::models {
 
 using at::Tensor;
 
@@ -87,18 +87,18 @@ Tensor document_table(const TokenPlaces& places, std::optional<int64_t> window) 
 
 }  // namespace
 
-std::optional<Tensor> make_mask(models::Attention attention, const TokenPlaces& places, std::optional<int64_t> window,
+std::optional<Tensor> make_mask(Attention attention, const TokenPlaces& places, std::optional<int64_t> window,
                                 c10::ScalarType dtype, c10::Device device) {
   const at::NoGradGuard no_grad;
   switch (attention) {
-    case models::Attention::kPacked:
+    case Attention::kPacked:
       return document_table(places, window).to(device);
-    case models::Attention::kEager:
+    case Attention::kEager:
       return added_mask(places, window, dtype, device);
-    case models::Attention::kSdpa:
+    case Attention::kSdpa:
       break;
   }
   return sdpa_mask(places, window, device, /*skips=*/true);
 }
 
-}  // namespace roundpipe::language
+}  // namespace roundpipe::models

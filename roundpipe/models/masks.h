@@ -6,7 +6,7 @@
 
 #include <roundpipe/models/decoder.h>
 
-namespace roundpipe::language {
+namespace roundpipe::models {
 
 // What tells a microbatch's tokens apart.
 struct TokenPlaces {
@@ -22,7 +22,7 @@ struct TokenPlaces {
 // kSdpa: bool [rows, 1, tokens, tokens]. kEager: the same in `dtype`, 0 or its least number, and never none. kPacked:
 // int [rows, 1 + n], the table that ops::read_documents reads, which is told of the positions as well. Waits for the
 // device of an attention mask or of positions, to see whether a mask is needed.
-std::optional<at::Tensor> make_mask(models::Attention attention, const TokenPlaces& places,
-                                    std::optional<int64_t> window, c10::ScalarType dtype, c10::Device device);
+std::optional<at::Tensor> make_mask(Attention attention, const TokenPlaces& places, std::optional<int64_t> window,
+                                    c10::ScalarType dtype, c10::Device device);
 
-}  // namespace roundpipe::language
+}  // namespace roundpipe::models

@@ -26,6 +26,27 @@ def outputs_as_loss(outputs: Any, label: Any) -> Any:
     return outputs
 
 
+class OwnLoss:
+    """The loss among a model's outputs as a loss function: a part of the batch's loss.
+
+    Args:
+        loss_in: finds the loss; None if there is none.
+        parts: the number of microbatches whose losses are averaged.
+    """
+
+    def __init__(self, loss_in: Callable[[Any], Any], parts: int) -> None:
+        self._loss_in = loss_in
+        self.parts = parts
+
+    def __call__(self, outputs: Any, label: Any) -> torch.Tensor:
+        value = self._loss_in(outputs)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            raise ValueError(
+                "[forward_backward] the model returned no loss, expected one; give labels in input_kwargs, or a loss_fn"
+            )
+        return value if self.parts == 1 else value / self.parts
+
+
 class MicrobatchLoss:
     """The function that the engine calls with `(tensors, structure)` pairs for the losses of one microbatch.
 
@@ -35,11 +56,14 @@ class MicrobatchLoss:
 
     Attributes:
         is_single: whether `loss_fn` returned one loss instead of a list. Set by calls.
+        own_parts: `OwnLoss.parts`, with which the engine makes the loss of a native head itself; None for others.
+        nan_message: of the error for a NaN loss; None if it is not refused.
     """
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any], refuses_nan: bool) -> None:
         self._loss_fn = loss_fn
-        self._refuses_nan = refuses_nan
+        self.nan_message = NAN_LOSS.format("") if refuses_nan else None
+        self.own_parts = loss_fn.parts if isinstance(loss_fn, OwnLoss) else None
         self.is_single = True
 
     def __call__(self, outputs: Any, label: Any, context: Any) -> list[torch.Tensor]:
@@ -56,6 +80,6 @@ class MicrobatchLoss:
                 )
         if not losses:
             raise ValueError("[forward_backward] loss_fn returned no loss, expected at least one")
-        if self._refuses_nan and any(bool(loss.isnan()) for loss in losses):
-            raise _core.RoundPipeError(NAN_LOSS.format(""))
+        if self.nan_message is not None and any(bool(loss.isnan()) for loss in losses):
+            raise _core.RoundPipeError(self.nan_message)
         return losses

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from roundpipe.call.loss_function import OwnLoss
 from roundpipe.following import collector
 from roundpipe.following.loss_arguments import is_part_of_a_sum, leaves_loss_to_caller, take_return_logits
 from roundpipe.following.parts import LOSS_ONLY, SHARE, FollowedModel
@@ -304,19 +305,9 @@ class LanguageModel:
         return found.reduction is Reduction.SUM or (found.adds_up and is_part_of_a_sum(arguments))
 
     @staticmethod
-    def mean_loss(microbatches: int) -> Callable[[Any, Any], Any]:
+    def mean_loss(microbatches: int) -> OwnLoss:
         """A loss_fn that returns the model's own loss, scaled so that the microbatches' losses sum to the batch's."""
-
-        def loss(outputs: Any, _: Any) -> torch.Tensor:
-            value = loss_in(outputs)
-            if not isinstance(value, torch.Tensor) or value.numel() != 1:
-                raise ValueError(
-                    "[forward_backward] the model returned no loss, expected one; give labels in input_kwargs, or a "
-                    "loss_fn"
-                )
-            return value if microbatches == 1 else value / microbatches
-
-        return loss
+        return OwnLoss(loss_in, microbatches)
 
 
 def _contents(model: nn.Module) -> list[int]:

@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -60,12 +60,11 @@ def holding_nothing() -> Iterator[None]:
 
 
 class NativeForm(Protocol):
-    """How the engine can run a layer without Python: as call `number` of a passage, with the parameters `names`."""
+    """How the engine can run a layer without Python, as a passage says. What else it reads depends on the kind."""
 
-    number: int
-    names: list[str]
+    kind: str
 
-    def config(self) -> _core.DecoderConfig | None:
+    def config(self) -> Any:
         """For a call that is made now; None if Python has to run the layer."""
 
 
@@ -228,8 +227,9 @@ class DeviceShell:
 
     def run(
         self, tensors: list[torch.Tensor], structure: Structure, context: LayerContext
-    ) -> tuple[list[torch.Tensor], Structure, _core.Passage | None]:
-        """Calls the module and splits its result into tensors and structure, with the passage that it begins."""
+    ) -> tuple[list[torch.Tensor], Structure, _core.Passage | Literal[False] | None]:
+        """Calls the module and splits its result into tensors and structure, with the passage that it begins: False if
+        it begins none this time, None if it never does."""
         value = structure.join(tensors)
         alone: AbstractContextManager[Any] = _one_at_a_time if self._alone or _Compiling.met else nullcontext()
         with seeing(self._attributes), layer_context(context, self._device), alone, holding_nothing():
@@ -238,7 +238,7 @@ class DeviceShell:
         tensors, made = split(output)
         if not self._is_last:
             made.check_open("forward")
-        return tensors, made, None if self._passages is None else self._passages(output)
+        return tensors, made, None if self._passages is None else self._passages(output) or False
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

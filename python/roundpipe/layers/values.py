@@ -67,6 +67,8 @@ def split(value: Any, is_call: bool = False) -> tuple[list[torch.Tensor], Struct
     """Splits a pytree into its tensors, in order, and its structure."""
     if type(value) is torch.Tensor:
         return [value], _SINGLE_CALL if is_call else _SINGLE
+    if value is None and not is_call:
+        return [], _NOTHING
     leaves, spec = pytree.tree_flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     marked = [_SLOT if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -74,6 +76,7 @@ def split(value: Any, is_call: bool = False) -> tuple[list[torch.Tensor], Struct
 
 
 _LEAF_SPEC = pytree.tree_flatten(0)[1]
+_NOTHING = Structure([None], _LEAF_SPEC, is_call=False)
 _SINGLE = Structure([_SLOT], _LEAF_SPEC, is_call=False)
 _SINGLE_CALL = Structure([_SLOT], _LEAF_SPEC, is_call=True)
 

@@ -268,7 +268,8 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
                 modes.enter_context(torch.no_grad())
             modes.enter_context(torch.set_grad_enabled(requires_grad))
             options = request.options(self._memory.admit(request))
-            parts = self._pipeline.forward(request.batch, options, request.route, StepNote(self._memory, request))
+            passages, note = self._native.enter(request.batch), StepNote(self._memory, request)
+            parts = self._pipeline.forward(request.batch, options, request.route, note, passages)
             for _, structure in parts:
                 structure.check_open("forward")
             print_times(self._pipeline)
@@ -390,8 +391,9 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         with torch.inference_mode(False), torch.enable_grad():
             options = request.options(self._memory.admit(request))
             note = StepNote(self._memory, request)
+            passages = self._native.enter(request.batch)
             submitted = self._pipeline.submit(
-                request.batch, request.labels, loss, request.return_outputs, options, request.route, note
+                request.batch, request.labels, loss, request.return_outputs, options, request.route, note, passages
             )
         return Pending(self._pipeline, submitted, request, loss, self._check_loss)
 

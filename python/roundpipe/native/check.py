@@ -14,7 +14,7 @@ from roundpipe.native.decoder import NativeDecoder, config_of
 from roundpipe.native.experts import activation_path, family, numbers_of
 
 # Of a layer with more bytes than this, the gradients of matrices are not compared: they would double its memory.
-_LARGE_BYTES = 64 << 20
+LARGE_BYTES = 64 << 20
 _ROWS_AND_TOKENS = (2, 6)
 _OF_A_LARGE_LAYER = (1, 3)
 
@@ -47,7 +47,7 @@ def reason_against_bits(decoder: NativeDecoder, attention: str, experts: str | N
     layer = ShadowTree(decoder.layer, {}).root
     layer.eval()
     weights = [parameter for _, parameter in decoder.layer.named_parameters()]
-    is_large = sum(weight.numel() * weight.element_size() for weight in weights) > _LARGE_BYTES
+    is_large = sum(weight.numel() * weight.element_size() for weight in weights) > LARGE_BYTES
     rows, tokens = _OF_A_LARGE_LAYER if is_large else _ROWS_AND_TOKENS
     generator = torch.Generator().manual_seed(0)
     dtype = weights[0].dtype
@@ -74,10 +74,10 @@ def reason_against_bits(decoder: NativeDecoder, attention: str, experts: str | N
         for mask in (seen,) if is_large or (has_sinks and attention == "packed") else (seen, None):
             plain = layer(hidden, attention_mask=mask, position_embeddings=(cos, sin), use_cache=False)
             native = _core.decode(config, decoder.names, weights, hidden, cos, sin, mask, attention, experts=experts)
-            if not _same_bits(plain, native):
+            if not same_bits(plain, native):
                 return "its values differ in bits from the layer's own"
             expected = torch.autograd.grad(plain, wanted, outgoing)
-            if not all(map(_same_bits, expected, torch.autograd.grad(native, wanted, outgoing))):
+            if not all(map(same_bits, expected, torch.autograd.grad(native, wanted, outgoing))):
                 return "its gradients differ in bits from the layer's own"
     return None
 
@@ -85,7 +85,8 @@ def reason_against_bits(decoder: NativeDecoder, attention: str, experts: str | N
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     whole = _INTEGERS[a.element_size()]

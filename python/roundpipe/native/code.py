@@ -27,6 +27,8 @@ _PARTS = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm")
 _FUNCTIONS = ("apply_rotary_pos_emb", "repeat_kv", "eager_attention_forward")
 _BUILT_IN = ("linear", "scaled_dot_product_attention", "gelu")
 _FUNCTIONAL = ("silu", "relu", "softmax", "dropout")
+_MASK = "create_causal_mask"
+_MASK_FUNCTIONS = ("sdpa_mask", "find_packed_sequence_indices", "causal_mask_function")
 _EXPERTS_FUNCTIONAL = ("grouped_mm",)
 # By the name of an experts implementation of transformers, its function; "eager" is the class's own.
 _EXPERTS = {"grouped_mm": "grouped_mm_experts_forward", "batched_mm": "batched_mm_experts_forward"}
@@ -68,6 +70,7 @@ class Code:
         self._sdpa = sdpa_attention.sdpa_attention_forward
         self._has_sinks = prefix == "GptOss"
         self._functions = list(self._found(prefix))
+        self._functions_around = list(self._found_around(prefix))
 
     def _found(self, prefix: str) -> Iterator[tuple[Any, str, Any, bool]]:
         """Yields the owner of each function, its name, the function, and whether it is the original one."""
@@ -105,11 +108,45 @@ class Code:
             function = getattr(F, name)
             yield F, name, function, function.__module__ == F.__name__
 
+    def _found_around(self, prefix: str) -> Iterator[tuple[Any, str, Any, bool]]:
+        """Likewise of what the model runs around its layers."""
+        modeling = self._modeling
+        for part in ("ForCausalLM", "RotaryEmbedding"):
+            kind = getattr(modeling, f"{prefix}{part}")
+            function = kind.forward
+            yield kind, "forward", function, function.__qualname__ == f"{kind.__name__}.forward"
+        yield nn.Embedding, "forward", nn.Embedding.forward, nn.Embedding.forward.__module__ == nn.Embedding.__module__
+        masks = sys.modules["transformers.masking_utils"]
+        for owner, name in ((modeling, _MASK), *((masks, name) for name in (_MASK, *_MASK_FUNCTIONS))):
+            function = getattr(owner, name, None)  # other versions lack some
+            yield owner, name, function, function is None or function.__module__ == masks.__name__
+        losses = sys.modules["transformers.loss.loss_utils"]
+        for name in ("ForCausalLMLoss", "fixed_cross_entropy"):
+            function = getattr(losses, name)
+            yield losses, name, function, function.__module__ == losses.__name__
+        for name in ("cross_entropy", "embedding"):
+            function = getattr(F, name)
+            yield F, name, function, function.__module__ == F.__name__
+
+    def is_own_loss(self, function: Any) -> bool:
+        """Whether a function is transformers' loss of causal language models."""
+        return function is sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
+
+    def makes_own_masks(self, config: Any) -> bool:
+        """Whether a model with this config makes transformers' own masks for torch's attention now."""
+        made = sys.modules["transformers.masking_utils"].ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation)
+        own = getattr(made, "__module__", None) == "transformers.masking_utils"
+        return own and self.attention(config) == "sdpa"
+
+    def reason_against_around(self) -> str | None:
+        """Why native parts around the layers would not do what this code does now; None if they would. Cheap."""
+        return self.reason_against() or _replaced(self._functions_around)
+
     def reason_against(self) -> str | None:
         """Why native layers would not do what this code does now; None if they would. Cheap."""
-        for owner, name, function, original in self._functions:
-            if not original or getattr(owner, name) is not function:
-                return f"{owner.__name__}.{name} has been replaced"
+        replaced = _replaced(self._functions)
+        if replaced is not None:
+            return replaced
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return "hooks are registered for all modules"
         if torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks:
@@ -137,3 +174,10 @@ class Code:
         if function is None:
             return "eager" if name in ("eager", None) else None
         return name if name in _EXPERTS and function is getattr(self._moe, _EXPERTS[name]) else None
+
+
+def _replaced(functions: list[tuple[Any, str, Any, bool]]) -> str | None:
+    for owner, name, function, original in functions:
+        if not original or getattr(owner, name, None) is not function:
+            return f"{owner.__name__}.{name} has been replaced"
+    return None

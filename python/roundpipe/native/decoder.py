@@ -14,7 +14,7 @@ from roundpipe import _core
 from roundpipe.native import adapters, experts
 from roundpipe.native.code import family_of, modeling_of
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CAPTURING = "transformers.utils.output_capturing"
 # By class: its parameters, if they are not just a weight.
 _PARAMETERS = {"Linear": {"weight", "bias"}, "GptOssAttention": {"sinks"}, **experts.PARAMETERS}
@@ -76,7 +76,8 @@ def reason_against(layer: nn.Module, prefix: str) -> str | None:
             return f"{shown} is a module that the class has not"
         elif type(module) is not expected[name]:
             return f"{shown} is {type(module).__module__}.{type(module).__name__}, not {expected[name].__name__}"
-        reason = _instance_reason(module)
+        parameters = set() if adapters.is_adapted(module) else _PARAMETERS.get(type(module).__name__, {"weight"})
+        reason = instance_reason(module, parameters, set())
         if reason is not None:
             return f"{shown} {reason}"
     missing = {*expected, *([] if activation is None else [activation])} - found.keys()
@@ -100,20 +101,21 @@ def reason_against(layer: nn.Module, prefix: str) -> str | None:
     return None
 
 
-def _instance_reason(module: nn.Module) -> str | None:
+def instance_reason(module: nn.Module, parameters: set[str], buffers: set[str]) -> str | None:
+    """What a module has beside its class's code and these parameters and buffers; None if nothing."""
     own = vars(module)
     if "forward" in own:
         return "has a forward of its own"
     if own.get("_compiled_call_impl") is not None:
         return "is compiled"
-    for name in _HOOKS:
+    for name in HOOKS:
         if any(getattr(hook, "__module__", None) != _CAPTURING for hook in own[name].values()):
             return f"has hooks ({name})"
-    if own["_buffers"]:
-        return f"has a buffer ({next(iter(own['_buffers']))})"
-    expected = set() if adapters.is_adapted(module) else _PARAMETERS.get(type(module).__name__, {"weight"})
+    for name in own["_buffers"]:
+        if name not in buffers:
+            return f"has a buffer ({name})"
     for name, parameter in own["_parameters"].items():
-        if name not in expected or (parameter is not None and type(parameter) is not nn.Parameter):
+        if name not in parameters or (parameter is not None and type(parameter) is not nn.Parameter):
             return f"has a parameter {name} of class {type(parameter).__name__}"
     return None
 
@@ -149,6 +151,7 @@ class NativeDecoder:
     """Tells the engine how to run one call of a decoder layer natively.
 
     Attributes:
+        kind: what it is, for the engine.
         number: of the call, in the model's order.
         layer: the module.
         names: of its parameters.
@@ -157,6 +160,8 @@ class NativeDecoder:
         has_experts: whether it has them.
         reason: why its latest look found that it cannot run natively; None if it can.
     """
+
+    kind = "decoder"
 
     def __init__(self, layer: Any, prefix: str, number: int) -> None:
         self.number = number
@@ -194,7 +199,7 @@ class NativeDecoder:
 
 def _changing_of(module: nn.Module) -> list[dict[Any, Any]]:
     """The dicts of a module that change in place."""
-    return [*(vars(module)[name] for name in _HOOKS), *adapters.changing_of(module)]
+    return [*(vars(module)[name] for name in HOOKS), *adapters.changing_of(module)]
 
 
 def native_decoder(layer: nn.Module, number: int) -> NativeDecoder | str:

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from roundpipe.following.language_model import LanguageModel
-from roundpipe.following.parts import FollowedModel, OwnLayer
+from roundpipe.following.parts import FollowedModel, OwnLayer, Part
+from roundpipe.layers.shell import NativeForm
+from roundpipe.native.around import Around, NativeEmbedding, NativeHead
 from roundpipe.native.check import compare
+from roundpipe.native.check_around import compare_embedding, compare_head
 from roundpipe.native.code import Code, family_of
 from roundpipe.native.decoder import NativeDecoder, native_decoder
 from roundpipe.native.passages import Passages
@@ -50,14 +53,45 @@ def make_native(model: LanguageModel, option: NativeOption) -> NativeLayers:
     for number in differing:
         del decoders[number]
     reasons |= differing
-    modules = {id(part): decoders[part.index] for part in parts if part.index in decoders}
+    modules: dict[int, NativeForm] = {id(part): decoders[part.index] for part in parts if part.index in decoders}
     followed.calls_alike = None
     if not decoders:
         return required(NativeLayers(option, len(parts), reasons=reasons))
-    layers = NativeLayers(option, len(parts), decoders, reasons, passages, modules=modules, before=model.chain[0])
+    before, after = model.chain[0], model.chain[-1]
+    around = _around(before, after, passages, prefix, code)
+    modules |= {id(part): native for part, native in zip((before, after), around, strict=True) if native is not None}
+    layers = NativeLayers(option, len(parts), decoders, reasons, passages, modules=modules, before=before)
     if not reasons:
         followed.calls_alike = _alike(followed, prefix, code)
     return required(layers)
+
+
+def _around(before: Any, after: Any, passages: Passages, prefix: str, code: Code) -> tuple[NativeForm | None, ...]:
+    """Gives `passages` the native forms of the parts around the layers, and returns them; None for one that has none,
+    or other bits."""
+    around = Around(before.followed, prefix)
+    reason = around.reason_against() or code.reason_against_around()
+    passages.around = {"the part before the layers": reason, "the part after the layers": reason}
+    if reason is not None or not (isinstance(before, Part) and isinstance(after, Part)):
+        return None, None
+    head, embedding = NativeHead(around, code, after), NativeEmbedding(around, code, before)
+    against = (
+        _compared(lambda: compare_embedding(embedding, before))
+        if code.makes_own_masks(around.base.config)
+        else f"masks for the attention {around.base.config._attn_implementation!r} have no native form",
+        _compared(lambda: compare_head(head, before, after)),
+    )
+    passages.around = dict(zip(passages.around, against, strict=True))
+    passages.embedding = embedding if against[0] is None else None
+    passages.head = head if against[1] is None else None
+    return passages.embedding, passages.head
+
+
+def _compared(comparison: Callable[[], str | None]) -> str | None:
+    try:
+        return comparison()
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        return f"it cannot be compared ({str(error).splitlines()[0]})"
 
 
 def _alike(followed: FollowedModel, prefix: str, code: Code) -> Callable[[], bool] | None:

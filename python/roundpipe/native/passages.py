@@ -1,19 +1,21 @@
-"""How the native layers of a followed model are called by one microbatch."""
+"""How the native parts of a followed model are called by one microbatch."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from roundpipe import _core
-from roundpipe.following.parts import FollowedModel, PartState
+from roundpipe.following.parts import LOSS_ONLY, SHARE, FollowedModel, PartState
 from roundpipe.following.program import LayerCall, Program, Ref
 from roundpipe.following.token_wise import chunk_of
 from roundpipe.layers.values import Structure, split
+from roundpipe.native.arguments import TokenArguments, token_arguments
+from roundpipe.native.around import NativeEmbedding, NativeHead
 from roundpipe.native.code import Code
 from roundpipe.native.decoder import NativeDecoder
 
@@ -31,21 +33,35 @@ _NO_CACHE: dict[str, tuple[Any, ...]] = {
     "return_dict": (None, False, True),
 }
 _ANY = torch.empty(0)
+_TOKEN_DIMS = 2  # rows and tokens
+_MOST_ENTERED = 64
+"""Forms of microbatches whose passages are kept."""
 
 
 class Passages:
-    """Makes the passage of each microbatch, once the part before the layers has run.
+    """Makes the passage of each microbatch: before it enters the model if all of it is native, and else once the part
+    before the layers has run.
 
     Args:
         followed: the model.
         decoders: the native layers, by number of the call.
         code: what they stand for.
+
+    Attributes:
+        embedding: the native part before the layers, if there is one.
+        head: the native part after the layers, if there is one.
+        around: why the parts around the layers have no native form; None for one that has.
     """
 
     def __init__(self, followed: FollowedModel, decoders: Mapping[int, NativeDecoder], code: Code) -> None:
+        self.embedding: NativeEmbedding | None = None
+        self.head: NativeHead | None = None
+        self.around: dict[str, str | None] = {}
         self._followed = followed
         self._decoders = decoders
         self._code = code
+        # Passages that were made before the model was entered, by what they were made from.
+        self._entered: dict[tuple[Any, ...], _core.Passage] = {}
         # The latest passage's calls and what they were made from. Replaced whole, by any thread.
         self._last: tuple[tuple[Any, ...], list[_core.DecoderCall | None]] | None = None
 
@@ -59,6 +75,15 @@ class Passages:
             name = next(d.model_config._experts_implementation for d in self._decoders.values() if d.has_experts)
             reason = f"the experts implementation {name!r} has no native form"
         return reason
+
+    def reasons_around(self) -> dict[str, str]:
+        """Why parts around the layers run in Python now, by part."""
+        now = {
+            name: part.reason_now()
+            for name, part in zip(self.around, (self.embedding, self.head), strict=False)
+            if part
+        }
+        return {name: reason for name, reason in {**self.around, **now}.items() if reason is not None}
 
     def attention(self) -> str | None:
         """The native name of the attention that the layers use now; None if there is none."""
@@ -89,7 +114,101 @@ class Passages:
             ):
                 return None
             last = self._last = (key, list(self._calls(program, list(values), attention, experts)))
-        return _core.Passage(last[1], functools.partial(_structure_after, program, self._logits(program)))
+        head, structure = self._head_after(program) or (None, None)
+        after = functools.partial(_structure_after, program, self._logits(program), structure)
+        return _core.Passage(last[1], after, None, head)
+
+    def _head_after(self, program: Program) -> tuple[_core.HeadCall, Structure] | None:
+        """How the native part after the layers is called, and the structure of its result; None if Python runs it."""
+        last = program.calls[-1]
+        if self.head is None or program.carried or any(call.collected for call in program.calls):
+            return None
+        if self.head.config() is None or self._code.reason_against_around() is not None:
+            return None
+        args, kwargs = pytree.tree_unflatten(program.inputs.leaves, program.inputs.spec)
+        given = token_arguments(self._followed.model.forward, args, kwargs)
+        if given is None or len(last.outputs) != 1 or last.outputs[0] not in last.kept:
+            return None
+        places = {number: place for place, number in enumerate(last.kept)}
+        labels, items = (None if number is None else places[number] for number in (given.labels, given.items))
+        return self._head(places[last.outputs[0]], labels, items, program.share, program.loss_only, len(places))
+
+    def _head(
+        self, hidden: int, labels: int | None, items: int | None, share: float | None, loss_only: bool, inputs: int
+    ) -> tuple[_core.HeadCall, Structure] | None:
+        if self.head is None or share == 0:  # a microbatch without labels
+            return None
+        chunk = self._followed.loss_chunk_tokens
+        gives_logits = labels is None or not loss_only
+        call = _core.HeadCall(hidden, labels, items, share, gives_logits, 0 if chunk == "auto" else chunk, inputs)
+        return call, self.head.structures[labels is not None, gives_logits]
+
+    def enter(self, batch: Sequence[tuple[list[torch.Tensor], Structure]]) -> list[_core.Passage | None]:
+        """The passages of microbatches that have not entered the model; None for one that Python embeds."""
+        if not self._enters():
+            return [None] * len(batch)
+        return [self._entering(tensors, structure) for tensors, structure in batch]
+
+    def _enters(self) -> bool:
+        """Whether all parts are native for a call that is made now."""
+        if self.embedding is None or self.head is None or len(self._decoders) != len(self._followed.order):
+            return False
+        if self._code.reason_against_around() is not None:
+            return False
+        if self.attention() != "sdpa" or not self._code.makes_own_masks(self.embedding.around.base.config):
+            return False
+        if self.embedding.config() is None or self.head.config() is None or self.experts() is None:
+            return False
+        return all(decoder.config() is not None for decoder in self._decoders.values())
+
+    def _entering(self, tensors: list[torch.Tensor], structure: Structure) -> _core.Passage | None:
+        args, kwargs = structure.join([Ref(place) for place in range(len(tensors))])  # type: ignore[misc]
+        share, loss_only = kwargs.pop(SHARE, None), kwargs.pop(LOSS_ONLY, False)
+        given = token_arguments(self._followed.model.forward, args, {**kwargs, **self._followed.forced})
+        if given is None:
+            return None
+        shape = tensors[given.ids].shape
+        alike = [tensors[place].shape for place in (given.attention_mask, given.labels) if place is not None]
+        placed = shape if given.positions is None else tensors[given.positions].shape
+        if len(shape) != _TOKEN_DIMS or not shape.numel() or any(each != shape for each in alike):
+            return None
+        if placed not in (shape, (1, shape[1])):
+            return None
+        chunk = chunk_of(self._followed.mlp_chunk_tokens, shape[1]) or 0
+        ways = self.attention(), self.experts(), self._followed.loss_chunk_tokens
+        key = (given, share, loss_only, chunk, len(tensors), *ways)
+        passage = self._entered.get(key)
+        if passage is None:
+            passage = self._made(given, share, loss_only, chunk, len(tensors))
+            if passage is not None:
+                if len(self._entered) == _MOST_ENTERED:
+                    self._entered = {}
+                self._entered[key] = passage
+        return passage
+
+    def _made(
+        self, given: TokenArguments, share: float | None, loss_only: bool, chunk: int, inputs: int
+    ) -> _core.Passage | None:
+        attention, experts = str(self.attention()), str(self.experts())
+        kept = [place for place in (given.labels, given.items) if place is not None]
+        hidden, cos, sin, mask, positions = embedded = _core.EMBEDDED
+        further = list(range(len(embedded), len(embedded) + len(kept)))
+        calls: list[_core.DecoderCall | None] = []
+        for number in range(len(self._decoders)):
+            chunk_here = self._chunk_in(number, chunk)
+            if chunk_here is None:
+                return None
+            is_last = number == len(self._decoders) - 1
+            outputs = [_core.RESULT, *(further if is_last else [*embedded[1:], *further])]
+            places = (hidden, cos, sin, mask, positions)
+            calls.append(_core.DecoderCall(*places, attention, experts, chunk_here, outputs, len(embedded) + len(kept)))
+        labels = None if given.labels is None else 1
+        items = None if given.items is None else len(kept)
+        head = self._head(0, labels, items, share, loss_only, 1 + len(kept))
+        if head is None:
+            return None
+        embedding = _core.EmbeddingCall(given.ids, given.attention_mask, given.positions, kept, inputs)
+        return _core.Passage(calls, functools.partial(_structure_entered, len(calls), head[1]), embedding, head[0])
 
     def _logits(self, program: Program) -> list[int]:
         """How many router's logits transformers collects in each call."""
@@ -121,7 +240,7 @@ class Passages:
         for name, value in kwargs.items():
             if name not in _UNREAD and value not in _NO_CACHE.get(name, ()):
                 return None
-        chunk = self._chunk(number, call, decoder)
+        chunk = self._chunk(number, call)
         if chunk is None:
             return None
         places = {each: place for place, each in enumerate(numbers)}
@@ -135,23 +254,40 @@ class Passages:
             outputs.append(_core.ROUTER_LOGITS)
         return _core.DecoderCall(hidden, cos, sin, seen, placed, attention, experts, chunk, outputs, given_tensors)
 
-    def _chunk(self, number: int, call: LayerCall, decoder: NativeDecoder) -> int | None:
+    def _chunk(self, number: int, call: LayerCall) -> int | None:
         """The number of tokens of a row that the MLP computes at a time, 0 for all; None if it cannot."""
         shape = call.shapes[0]
         if shape is None or len(shape) != 3:
             return None
-        blocks = () if call.collected else self._followed.blocks[number]
-        chunk = chunk_of(self._followed.mlp_chunk_tokens, shape[1]) if blocks else None
-        if chunk is None:
+        chunk = None if call.collected else chunk_of(self._followed.mlp_chunk_tokens, shape[1])
+        return self._chunk_in(number, chunk or 0)
+
+    def _chunk_in(self, number: int, chunk: int) -> int | None:
+        """Likewise, where the option asks for `chunk`."""
+        blocks = [(block.path, block.activation) for block in self._followed.blocks[number]]
+        if not chunk or not blocks:
             return 0
-        return chunk if [(block.path, block.activation) for block in blocks] == [("mlp", decoder.activation)] else None
+        return chunk if blocks == [("mlp", self._decoders[number].activation)] else None
 
 
 _LEAF = pytree.tree_flatten(0)[1]
 
 
-def _structure_after(program: Program, logits: list[int], number: int) -> Structure:
-    """The structure of the state that call `number` hands on."""
+def _structure_after(program: Program, logits: list[int], end: Structure | None, number: int) -> Structure:
+    """The structure of the state that call `number` hands on, or of the model's output, `end`."""
+    if number == len(program.calls):
+        assert end is not None
+        return end
     call = program.calls[number]
     collected = tuple({_LOGITS: (_ANY,) * count} for count in logits[: number + 1]) if call.collected else ()
     return split((program, dict.fromkeys(call.kept, _ANY), {}, collected))[1]
+
+
+def _structure_entered(calls: int, end: Structure, number: int) -> Structure:
+    """Likewise, of a microbatch that entered natively."""
+    if number != calls:
+        raise _core.RoundPipeError(
+            "[native] a part of the model was changed by another thread while a call of it began; expected one that "
+            "stays the same until the call has begun"
+        )
+    return end

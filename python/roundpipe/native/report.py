@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 if TYPE_CHECKING:
+    from roundpipe import _core
+    from roundpipe.layers.shell import NativeForm
     from roundpipe.native.decoder import NativeDecoder
     from roundpipe.native.passages import Passages
 
@@ -18,7 +20,8 @@ NativeOption = Literal["exact"] | bool | None
 class NativeLayers:
     """Says which decoder layers of a model the engine runs natively, without Python.
 
-    Its truth value is whether all of them are native, and its text says how many are, and why the others are not.
+    Its truth value is whether all of them are native, and its text says how many are, and why the others are not. If
+    all are, it also says which parts around them run in Python.
 
     Attributes:
         option: the user's option.
@@ -32,7 +35,7 @@ class NativeLayers:
         reasons: Mapping[int, str] | None = None,
         passages: Passages | None = None,
         whole: str | None = None,
-        modules: Mapping[int, NativeDecoder] | None = None,
+        modules: Mapping[int, NativeForm] | None = None,
         before: nn.Module | None = None,
     ) -> None:
         self.option = option
@@ -44,9 +47,18 @@ class NativeLayers:
         self._modules = modules or {}
         self._before = before
 
-    def of(self, part: nn.Module) -> NativeDecoder | None:
+    def of(self, part: nn.Module) -> NativeForm | None:
         """The native form of a layer of the chain; None if Python runs it."""
         return self._modules.get(id(part))
+
+    def enter(self, batch: Sequence[tuple[list[Any], Any]]) -> list[_core.Passage | None]:
+        """The passages of microbatches that enter the model now; None for one that begins in Python."""
+        return self._passages.enter(batch) if self._passages else [None] * len(batch)
+
+    @property
+    def reasons_around(self) -> dict[str, str]:
+        """Why the parts before and after the decoder layers run in Python at this moment, by part."""
+        return self._passages.reasons_around() if self._passages else {}
 
     def passages(self, part: nn.Module) -> Callable[[Any], Any] | None:
         """For the part before the layers, the function that makes the passage of its result; else None."""
@@ -72,7 +84,8 @@ class NativeLayers:
         if "model" in reasons:
             return f"no layer runs natively: {reasons['model']}"
         if not reasons:
-            return f"all {self._total} decoder layers run natively"
+            around = "".join(f"; {part} runs in Python: {reason}" for part, reason in self.reasons_around.items())
+            return f"all {self._total} decoder layers run natively{around}"
         first = next(iter(reasons))
         return f"{self._total - len(reasons)} of {self._total} decoder layers run natively; {first}: {reasons[first]}"
 

@@ -15,30 +15,79 @@ namespace roundpipe::python {
 namespace py = pybind11;
 using models::DecoderCall;
 using models::DecoderConfig;
+using models::EmbeddingCall;
+using models::HeadCall;
 using models::MoeConfig;
 using runtime::Values;
 
-std::unique_ptr<runtime::Layer> make_model_layer(py::object object) {
-  const py::object native = object.attr("native");
-  if (native.is_none()) return make_python_layer(std::move(object));
-  models::DecoderLayerParts parts;
-  parts.names = native.attr("names").cast<std::vector<std::string>>();
-  parts.config = [config = share(native.attr("config"))]() -> std::shared_ptr<const DecoderConfig> {
+namespace {
+
+// The result of `function`, which is a Config or None.
+template <typename Config>
+std::function<std::shared_ptr<const void>()> config_from(py::object function) {
+  return [function = share(std::move(function))]() -> std::shared_ptr<const void> {
     const InterpreterLock lock;
     try {
-      const py::object now = object_of(config)();
+      const py::object now = object_of(function)();
       if (now.is_none()) return nullptr;
-      return now.cast<std::shared_ptr<DecoderConfig>>();
+      return now.cast<std::shared_ptr<Config>>();
     } catch (py::error_already_set& raised) {
       throw_python_error(raised);
     }
   };
-  parts.call = [number = native.attr("number").cast<size_t>()](const Values& inputs) -> const DecoderCall* {
-    const PythonStructure* const structure = structure_of(inputs);
-    return structure == nullptr || structure->passage == nullptr ? nullptr : structure->passage->call(number);
+}
+
+const Passage* passage_of(const Values& inputs) {
+  const PythonStructure* const structure = structure_of(inputs);
+  return structure == nullptr ? nullptr : structure->passage;
+}
+
+void make_decoder(models::NativeLayerParts& parts, const py::object& native) {
+  parts.config = config_from<DecoderConfig>(native.attr("config"));
+  const auto find = [number = native.attr("number").cast<size_t>()](const Values& inputs) {
+    const Passage* const passage = passage_of(inputs);
+    return passage == nullptr ? nullptr : passage->call(number);
   };
+  parts.code = [names = native.attr("names").cast<std::vector<std::string>>(), find](const auto& shell) {
+    return models::make_decoder_code(names, shell.parameters, find);
+  };
+}
+
+void make_embedding(models::NativeLayerParts& parts, const py::object& native) {
+  parts.config = config_from<models::EmbeddingConfig>(native.attr("config"));
+  parts.code = [weight = native.attr("weight").cast<size_t>(),
+                frequencies = native.attr("frequencies").cast<size_t>()](const auto& shell) {
+    return models::make_embedding_code({shell.parameters.at(weight), shell.buffers.at(frequencies)},
+                                       [](const Values& inputs) {
+                                         const Passage* const passage = passage_of(inputs);
+                                         return passage == nullptr ? nullptr : passage->embedding();
+                                       });
+  };
+}
+
+void make_head(models::NativeLayerParts& parts, const py::object& native) {
+  parts.config = config_from<models::HeadConfig>(native.attr("config"));
+  parts.code = [norm = native.attr("norm").cast<size_t>(), weight = native.attr("weight").cast<size_t>(),
+                bias = native.attr("bias").cast<std::optional<size_t>>()](const auto& shell) {
+    models::HeadWeights weights{shell.parameters.at(norm), {shell.parameters.at(weight)}};
+    if (bias) weights.head.bias = shell.parameters.at(*bias);
+    return models::make_head_code(std::move(weights), [](const Values& inputs) {
+      const Passage* const passage = passage_of(inputs);
+      return passage == nullptr ? nullptr : passage->head();
+    });
+  };
+}
+
+}  // namespace
+
+std::unique_ptr<runtime::Layer> make_model_layer(py::object object) {
+  const py::object native = object.attr("native");
+  if (native.is_none()) return make_python_layer(std::move(object));
+  models::NativeLayerParts parts;
+  const auto kind = native.attr("kind").cast<std::string>();
+  (kind == "decoder" ? make_decoder : kind == "head" ? make_head : make_embedding)(parts, native);
   parts.general = make_python_layer(std::move(object));
-  return models::make_decoder_layer(std::move(parts));
+  return models::make_native_layer(std::move(parts));
 }
 
 void bind_models(py::module_& module) {
@@ -100,12 +149,61 @@ void bind_models(py::module_& module) {
            py::arg("hidden"), py::arg("cos"), py::arg("sin"), py::arg("mask"), py::arg("positions"),
            py::arg("attention"), py::arg("experts"), py::arg("mlp_chunk_tokens"), py::arg("outputs"),
            py::arg("inputs"));
+  py::class_<models::EmbeddingConfig, std::shared_ptr<models::EmbeddingConfig>>(module, "EmbeddingConfig")
+      .def(py::init([](int64_t padding_index, double rotary_scaling) {
+             return std::make_shared<models::EmbeddingConfig>(models::EmbeddingConfig{padding_index, rotary_scaling});
+           }),
+           py::kw_only(), py::arg("padding_index"), py::arg("rotary_scaling"));
+  py::class_<EmbeddingCall>(module, "EmbeddingCall")
+      .def(py::init([](int ids, std::optional<int> attention_mask, std::optional<int> positions, std::vector<int> kept,
+                       size_t inputs) {
+             return EmbeddingCall{ids, attention_mask, positions, std::move(kept), inputs, nullptr};
+           }),
+           py::arg("ids"), py::arg("attention_mask"), py::arg("positions"), py::arg("kept"), py::arg("inputs"));
+  py::class_<models::HeadConfig, std::shared_ptr<models::HeadConfig>>(module, "HeadConfig")
+      .def(py::init([](double norm_eps, bool scales_norm_in_float) {
+             return std::make_shared<models::HeadConfig>(models::HeadConfig{norm_eps, scales_norm_in_float});
+           }),
+           py::kw_only(), py::arg("norm_eps"), py::arg("scales_norm_in_float"));
+  py::class_<HeadCall>(module, "HeadCall")
+      .def(py::init([](int hidden, std::optional<int> labels, std::optional<int> items, std::optional<double> share,
+                       bool gives_logits, std::optional<int64_t> chunk_tokens, size_t inputs) {
+             return HeadCall{hidden, labels, items, share, gives_logits, chunk_tokens, inputs, nullptr};
+           }),
+           py::arg("hidden"), py::arg("labels"), py::arg("items"), py::arg("share"), py::arg("gives_logits"),
+           py::arg("chunk_tokens"), py::arg("inputs"));
   module.attr("ADAPTABLE") = py::cast(std::vector<std::string>(models::kAdaptable.begin(), models::kAdaptable.end()));
   module.attr("RESULT") = DecoderCall::kResult;
   module.attr("ROUTER_LOGITS") = DecoderCall::kRouterLogits;
   py::class_<Passage, std::shared_ptr<Passage>>(module, "Passage")
-      .def(py::init<std::vector<std::optional<DecoderCall>>, py::object>(), py::arg("calls"),
-           py::arg("structure_after"));
+      .def(py::init<std::vector<std::optional<DecoderCall>>, py::object, std::optional<EmbeddingCall>,
+                    std::optional<HeadCall>>(),
+           py::arg("calls"), py::arg("structure_after"), py::arg("embedding"), py::arg("head"));
+  // What the native part before the layers hands on.
+  module.attr("EMBEDDED") = std::vector<int>{EmbeddingCall::kHidden, EmbeddingCall::kCos, EmbeddingCall::kSin,
+                                             EmbeddingCall::kMask, EmbeddingCall::kPositions};
+  module.def(
+      "embed",
+      [](const models::EmbeddingConfig& config, const EmbeddingCall& call, const at::Tensor& weight,
+         const at::Tensor& frequencies, std::vector<at::Tensor> inputs) {
+        const auto code =
+            models::make_embedding_code({weight, frequencies}, [&](const Values& /*inputs*/) { return &call; });
+        code->configure(std::make_shared<models::EmbeddingConfig>(config));
+        return code->forward({std::move(inputs), nullptr}).value().tensors;
+      },
+      py::arg("config"), py::arg("call"), py::arg("weight"), py::arg("frequencies"), py::arg("inputs"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "apply_head",
+      [](const models::HeadConfig& config, const HeadCall& call, const at::Tensor& norm, const at::Tensor& weight,
+         const std::optional<at::Tensor>& bias, std::vector<at::Tensor> inputs) {
+        const auto code =
+            models::make_head_code({norm, {weight, bias}}, [&](const Values& /*inputs*/) { return &call; });
+        code->configure(std::make_shared<models::HeadConfig>(config));
+        return code->forward({std::move(inputs), nullptr}).value().tensors;
+      },
+      py::arg("config"), py::arg("call"), py::arg("norm"), py::arg("weight"), py::arg("bias"), py::arg("inputs"),
+      py::call_guard<py::gil_scoped_release>());
   module.def(
       "decode",
       [](const DecoderConfig& config, const std::vector<std::string>& names, const std::vector<at::Tensor>& weights,

@@ -101,15 +101,16 @@ struct Fixture {
     call.outputs = {1, DecoderCall::kResult, 0};
     call.inputs = 3;
     call.structure = &after;
-    DecoderLayerParts parts;
+    NativeLayerParts parts;
     parts.general = std::make_unique<General>(counts);
-    parts.names = kNames;
     parts.config = [this] { return current; };
-    parts.call = [this](const Values& given) {
-      CHECK(given.structure == structure);
-      return is_native ? &call : nullptr;
+    parts.code = [this](const LayerShell& general) {
+      return make_decoder_code(kNames, general.parameters, [this](const Values& given) {
+        CHECK(given.structure == structure);
+        return is_native ? &call : nullptr;
+      });
     };
-    layer = make_decoder_layer(std::move(parts));
+    layer = make_native_layer(std::move(parts));
     shell = layer->make_shell(at::kCPU);
     shell->refresh(layer->attributes());
     const at::Tensor angles = at::arange(10, at::kFloat).reshape({1, 5, 2});
@@ -183,6 +184,8 @@ TEST_CASE_FIXTURE(Fixture, "decoder layer: the mask and the MLP's chunks of the 
   CHECK(at::allclose(shell->forward(inputs, {}).tensors[1], expected(), 1e-5, 1e-5));
   inputs.tensors.back() = at::eye(5, at::kBool);
   CHECK_FALSE(at::allclose(shell->forward(inputs, {}).tensors[1], expected(), 1e-5, 1e-5));
+  inputs.tensors.back() = at::empty({0}, at::kBool);  // there is none
+  CHECK(at::allclose(shell->forward(inputs, {}).tensors[1], expected(), 1e-5, 1e-5));
   call.mask.reset();
   call.mlp_chunk_tokens = 2;
   CHECK(at::allclose(shell->forward(inputs, {}).tensors[1], expected(), 1e-5, 1e-5));

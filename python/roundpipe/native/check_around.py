@@ -1,0 +1,100 @@
+"""Compares the bits of the native parts around a model's layers with those of the Python parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from roundpipe import _core
+from roundpipe.following.parts import LOSS_ONLY, SHARE, PartState
+from roundpipe.following.program import calls_are_alike
+from roundpipe.following.survey import evaluating
+from roundpipe.layers.values import split
+from roundpipe.native.around import NativeEmbedding, NativeHead
+from roundpipe.native.check import LARGE_BYTES, same_bits
+
+_ROWS, _TOKENS = 2, 6
+_SHARE = 0.75
+
+
+def _batches(vocabulary: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Tokens without a mask, with padding, with a mask that hides nothing, and with two documents in a row."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (_ROWS, _TOKENS), generator=generator)
+    yield {"input_ids": ids}
+    mask = torch.ones_like(ids)
+    yield {"input_ids": ids, "attention_mask": mask}
+    padded = mask.clone()
+    padded[0, :2] = padded[1, -1:] = 0
+    yield {"input_ids": ids, "attention_mask": padded}
+    yield {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]] * _ROWS)}
+
+
+def compare_embedding(native: NativeEmbedding, before: nn.Module) -> str | None:
+    """Why the native part before the layers cannot stand for `before`; None if both hand on the same bits."""
+    config = native.config()
+    if config is None:
+        return native.reason
+    weight, frequencies = native.tensors_now()
+    with torch.inference_mode(False), evaluating(native.around.causal):
+        for batch in _batches(weight.shape[0]):
+            program, values, contents, collected = before(**batch)
+            if contents or collected or not calls_are_alike(program):
+                return "its layers are not called alike"
+            places = {name: place for place, name in enumerate(batch)}
+            mask, positions = places.get("attention_mask"), places.get("position_ids")
+            call = _core.EmbeddingCall(places["input_ids"], mask, positions, [], len(batch))
+            hidden, cos, sin, seen, placed = _core.embed(config, call, weight, frequencies, list(batch.values()))
+            args, kwargs = program.calls[0].arguments.join(values, {})
+            expected = kwargs["attention_mask"]
+            if (expected is None) != (seen.numel() == 0):
+                return "it makes another mask than the model"
+            mine = (hidden, cos, sin, placed, *(() if expected is None else (seen,)))
+            theirs = (*args, *kwargs["position_embeddings"], kwargs["position_ids"])
+            if not all(map(same_bits, mine, (*theirs, *(() if expected is None else (expected,))))):
+                return "its values differ in bits from the model's own"
+    return None
+
+
+def compare_head(native: NativeHead, before: nn.Module, after: nn.Module) -> str | None:
+    """Why the native part after the layers cannot stand for `after`; None if both have the same bits. Notes the
+    structures of the model's outputs."""
+    config = native.config()
+    if config is None:
+        return native.reason
+    norm, weight, bias = native.tensors_now()
+    generator = torch.Generator().manual_seed(0)
+    shape = (_ROWS, _TOKENS, weight.shape[1])
+    hidden = torch.randn(shape, generator=generator).to(weight.dtype).requires_grad_()
+    labels = torch.randint(weight.shape[0], shape[:2], generator=generator)
+    labels[0, 2] = -100
+    chunk = native.around.followed.loss_chunk_tokens
+    chunk_tokens = 0 if chunk == "auto" else chunk
+    is_large = weight.numel() * weight.element_size() > LARGE_BYTES
+    trained = (norm, bias, *(() if is_large else (weight,)))
+    wanted = [hidden, *(each for each in trained if each is not None and each.requires_grad)]
+    with torch.inference_mode(False), evaluating(native.around.causal):
+        for given, loss_only in (({"labels": labels}, True), ({"labels": labels}, False), ({}, False)):
+            share = _SHARE if given else None
+            state = before(input_ids=torch.zeros_like(labels), **given, **{SHARE: share, LOSS_ONLY: loss_only})
+            gives_logits = not loss_only
+            call = _core.HeadCall(0, 1 if given else None, None, share, gives_logits, chunk_tokens, 1 + len(given))
+            with torch.enable_grad():
+                theirs, native.structures[bool(given), gives_logits] = split(after(_ending(state, hidden)))
+                mine = _core.apply_head(config, call, norm, weight, bias, [hidden, *given.values()])
+                if len(mine) != len(theirs) or not all(map(same_bits, mine, theirs)):
+                    return "its values differ in bits from the model's own"
+                gradients = [torch.autograd.grad([v.sum() for v in each], wanted) for each in (mine, theirs)]
+            if not all(map(same_bits, *gradients)):
+                return "its gradients differ in bits from the model's own"
+    return None
+
+
+def _ending(state: PartState, hidden: torch.Tensor) -> PartState:
+    """The state after the last layer, which has returned `hidden`."""
+    program, values, contents, collected = state
+    (number,) = program.calls[-1].outputs
+    assert number is not None
+    return program, {**values, number: hidden}, contents, collected
