@@ -2,11 +2,14 @@
 
 The models are so small that almost all of their time is the host's. The first table calls one Llama layer by itself, on
 one thread: transformers' module and its native form, which dispatch the same operators, and the native form little
-else. The second runs whole models through the engine on 1 to 8 virtual devices, each of which is a thread. Its figures
-are per layer, and hold that layer's share of the embedding, the masks and the loss, which are Python in both. The third
-is the speed of a training step of layers that compute a little: a Llama, and a Qwen3-MoE of 32 small experts, with
-transformers' default way to compute experts and expert by expert. Python and native take turns in one process, and
-their losses and gradients have to be the same bits.
+else. The second compares both with the bare dispatch of these operators, a trace of the native form: torch's
+interpreter calls them with the same sizes, and no code of a module runs. The third runs whole models through the engine
+on 1 to 8 virtual devices, each of which is a thread. Its figures are per layer, and hold that layer's share of the
+parts around the layers, and of what each call asks a layer before it begins. The fourth says what a further microbatch
+adds: the locks of its way through all parts, forward and backward. The last is the speed of a training step of layers
+that compute a little: a Llama, and a Qwen3-MoE of 32 small experts, with transformers' default way to compute experts
+and expert by expert. Python and native take turns in one process, and their losses and gradients have to be the same
+bits.
 """
 
 from __future__ import annotations
@@ -98,6 +101,53 @@ class Single:
         )
 
 
+class Bare:
+    """The operators of a native layer's forward, and nothing else: a trace, in which all but the hidden states is
+    constant."""
+
+    def __init__(self, single: Single) -> None:
+        names, config, table = single.decoder.names, single.config, single.table
+        weights = [weight.detach() for weight in single.weights]
+
+        def layer(hidden: torch.Tensor) -> torch.Tensor:
+            return _core.decode(config, names, weights, hidden, table, table, None, "sdpa")
+
+        self.hidden = single.hidden.detach()
+        with torch.no_grad():
+            self.graph: Any = torch.jit.trace(layer, self.hidden, check_trace=False)
+        self.operators = sum(node.kind().startswith("aten::") for node in self.graph.graph.nodes())
+        # As many operators on numbers: what the interpreter takes for itself. An identity: what a call of it takes.
+        source = "def counts(x: int):\n" + "    x = x + x * x\n" * (self.operators // 2) + "    return x\n"
+        self.counts: Any = torch.jit.CompilationUnit(source).counts
+        self.nothing: Any = torch.jit.trace(lambda hidden: hidden, self.hidden, check_trace=False)
+
+    def __call__(self) -> torch.Tensor:
+        result: torch.Tensor = self.graph(self.hidden)
+        return result
+
+
+def bare_dispatch(report: Report, single: Single, options: Any) -> None:
+    bare = Bare(single)
+    runs: list[Callable[[], object]] = [single.python, single.native, bare]
+    runs += [lambda: bare.counts(1), lambda: bare.nothing(bare.hidden)]
+    with torch.no_grad(), torch.jit.optimized_execution(False):
+        if not torch.equal(single.native(), bare()):
+            raise SystemExit("the bare operators' output differs")
+        python, native, plain, counts, nothing = microseconds(runs, options.rounds, options.repeats)
+    above = (native - plain) / (python - plain)
+    rows = [[f"{python:.0f}", f"{native:.0f}", f"{plain:.0f}", str(bare.operators), f"{above:.2f}"]]
+    report(f"The same forward without gradients, and its {bare.operators} operators alone, in microseconds:")
+    report("")
+    header = ["Python", "native", "bare dispatch", "operators", "(native - bare) / (Python - bare)"]
+    report.table(header, rows)
+    report(
+        f"In the bare dispatch, torch's interpreter takes about {counts:.0f} for itself (as many operators on numbers, "
+        f"and the call of a graph, {nothing:.0f} of these), beside the boxing of arguments. Without that, the quotient "
+        f"is {(native - plain + counts) / (python - plain + counts):.2f}."
+    )
+    report("")
+
+
 def single_layer(report: Report, options: Any) -> None:
     single = Single(options.width)
     runs = [single.python, single.native]
@@ -122,6 +172,7 @@ def single_layer(report: Report, options: Any) -> None:
     report("A layer by itself, on one thread, in microseconds of the host's cores:")
     report("")
     report.table(["what", "Python", "native", "native / Python"], rows)
+    bare_dispatch(report, single, options)
 
 
 class Trained:
@@ -192,6 +243,31 @@ def engine(report: Report, options: Any) -> None:
     report.table([*header, "locks forward Python", "native", "locks step Python", "native"], rows)
 
 
+def further_microbatches(report: Report, options: Any) -> None:
+    """Calls of twice and of four times the microbatches, through the same plan on one device."""
+    model = llama(options.layers, options.width)
+    roundpipe.devices("virtual:1,threads=1")
+    rows = []
+    for name, native in (("Python", False), ("native", True)):
+        taken = []
+        for times in (2, 4):
+            count = times * options.microbatches
+            trained = Trained(model, count, native)
+            ids = torch.randint(VOCABULARY, (count, 4))
+            for _ in range(2):  # makes all there is
+                trained.forward(ids)
+                trained.step(ids)
+            taken.append((taken_by(lambda: trained.forward(ids)), taken_by(lambda: trained.step(ids))))  # noqa: B023
+        more = 2 * options.microbatches
+        rows.append([name, *(f"{(after - before) / more:.2f}" for before, after in zip(*taken, strict=True))])
+    report(
+        f"How often a further microbatch takes the interpreter lock on its way through {options.layers} layers and the "
+        "parts around them, on one device:"
+    )
+    report("")
+    report.table(["layers", "forward", "step"], rows)
+
+
 def tokens_a_second(report: Report, options: Any) -> None:
     width = 4 * options.width
     models = {"Llama": llama(options.layers, width)}
@@ -239,6 +315,7 @@ def main() -> None:
     report("")
     single_layer(report, options)
     engine(report, options)
+    further_microbatches(report, options)
     tokens_a_second(report, options)
     report.close()
 
