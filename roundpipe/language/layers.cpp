@@ -98,17 +98,16 @@ Layer embedding_layer(const Config& config, const Tensor& weight, Attention atte
   return layer({{"weight", weight}},
                [any_slides, any_full, attention, balanced, window = config.window, pad = config.pad_token.value_or(-1),
                 rotary = Rotary(config)](const std::vector<Tensor>& own, const Tokens& tokens) {
-    const Tensor& ids = tokens.ids;
-    Hidden hidden;
-    hidden.values = at::embedding(own[0], ids, pad);
-    const c10::ScalarType dtype = hidden.values.scalar_type();
-    models::TokenPlaces places{ids.size(0), ids.size(1), tokens.attention_mask, tokens.positions};
-    const auto mask_of = [&](std::optional<int64_t> seen) {
-      return models::make_mask(attention, places, seen, dtype, ids.device()).value_or(Tensor());
-    };
-    if (any_full) hidden.mask = mask_of(std::nullopt);
-    if (any_slides) hidden.window_mask = mask_of(window);
-                 }
+                 const Tensor& ids = tokens.ids;
+                 Hidden hidden;
+                 hidden.values = at::embedding(own[0], ids, pad);
+                 const c10::ScalarType dtype = hidden.values.scalar_type();
+                 models::TokenPlaces places{ids.size(0), ids.size(1), tokens.attention_mask, tokens.positions};
+                 const auto mask_of = [&](std::optional<int64_t> seen) {
+                   return models::make_mask(attention, places, seen, dtype, ids.device()).value_or(Tensor());
+                 };
+                 if (any_full) hidden.mask = mask_of(std::nullopt);
+                 if (any_slides) hidden.window_mask = mask_of(window);
                  Tensor positions = tokens.positions;
                  if (!positions.defined()) positions = at::arange(ids.size(1), ids.options()).unsqueeze(0);
                  std::tie(hidden.cos, hidden.sin) = rotary.cos_sin(positions, dtype);
@@ -117,11 +116,11 @@ Layer embedding_layer(const Config& config, const Tensor& weight, Attention atte
                  hidden.counted = tokens.counted;
                  hidden.training = tokens.training;
                  if (balanced && tokens.labels.defined()) {
-    hidden.routers = no_routers(*balanced, ids.device());
-    hidden.attention_mask = tokens.attention_mask;
+                   hidden.routers = no_routers(*balanced, ids.device());
+                   hidden.attention_mask = tokens.attention_mask;
                  }
                  return hidden;
-})
+               })
       .named(kEmbedding);
 }
 

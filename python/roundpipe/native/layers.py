@@ -75,12 +75,14 @@ def _around(before: Any, after: Any, passages: Passages, prefix: str, code: Code
     if reason is not None or not (isinstance(before, Part) and isinstance(after, Part)):
         return None, None
     head, embedding = NativeHead(around, code, after), NativeEmbedding(around, code, before)
+    carried = dict(before.followed.carried)
     against = (
         _compared(lambda: compare_embedding(embedding, before))
         if code.makes_own_masks(around.base.config)
         else f"masks for the attention {around.base.config._attn_implementation!r} have no native form",
         _compared(lambda: compare_head(head, before, after)),
     )
+    before.followed.carried = carried  # without the forms of these calls
     passages.around = dict(zip(passages.around, against, strict=True))
     passages.embedding = embedding if against[0] is None else None
     passages.head = head if against[1] is None else None

@@ -154,6 +154,30 @@ def test_microbatches_have_the_weight_of_their_labels() -> None:
         check_gradients(found[0][4], found[1][4], exact=True)
 
 
+def test_arguments_of_other_forms_begin_in_python() -> None:
+    """Each of them has the Python layers' outputs, also after calls of a plain form."""
+    model = make("llama")
+    wrapped, python = wrap(copy.deepcopy(model)), wrap(copy.deepcopy(model), native=False)
+    ids, labels = batch("whole")["input_ids"], batch("whole")["labels"]
+    kept = torch.arange(ids.shape[1]).expand(ids.shape) > 1
+    forms: list[dict[str, Any]] = [
+        {"input_ids": ids},
+        {"inputs_embeds": model.model.embed_tokens(ids).detach()},
+        {"input_ids": ids, "attention_mask": kept},
+        {"input_ids": ids, "attention_mask": torch.ones(ids.shape[1], ids.shape[1]).tril().bool()[None, None]},
+        {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None] + 1},
+        {"input_ids": ids, "logits_to_keep": 2},
+        {"input_ids": ids, "shift_labels": labels.roll(-1, 1), "labels": labels},
+        {"input_ids": ids, "labels": labels, "output_hidden_states": True},
+    ]
+    for arguments in forms:
+        with torch.no_grad():
+            outputs, expected = wrapped(**arguments), python(**arguments)
+        assert torch.equal(outputs.logits, expected.logits), arguments.keys()
+        assert outputs.loss is expected.loss or torch.equal(outputs.loss, expected.loss), arguments.keys()
+        assert (outputs.hidden_states is None) == (expected.hidden_states is None)
+
+
 def test_own_loss_functions_get_the_outputs() -> None:
     def loss_fn(outputs: Any, label: Any) -> torch.Tensor:
         assert type(outputs).__name__ == "CausalLMOutputWithPast"
