@@ -5,7 +5,6 @@
 
 #include <roundpipe/checkpoint/json_text.h>
 #include <roundpipe/checkpoint/output_file.h>
-#include <roundpipe/checkpoint/safetensors.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/language/config.h>
 #include <roundpipe/saving/tensor_files.h>
@@ -85,11 +84,7 @@ void write_text(const std::string& folder, const std::string& name, const std::s
 
 void write_weights(const std::string& folder, const std::string& name, const Weights& weights,
                    const WrittenValue& written, FileSystem& files) {
-  std::vector<checkpoint::TensorDescription> descriptions;
-  for (const auto& [weight, tensor] : weights) {
-    descriptions.push_back({weight, saving::dtype_name(tensor.scalar_type(), weight), tensor.sizes().vec()});
-  }
-  const checkpoint::SafetensorsLayout layout = checkpoint::lay_out_safetensors(descriptions, {{"format", "pt"}});
+  const checkpoint::SafetensorsLayout layout = saving::lay_out(weights);
   checkpoint::OutputFile file(files, folder, name, layout.file_bytes);
   file.write_at(0, layout.header.data(), static_cast<int64_t>(layout.header.size()));
   for (size_t i = 0; i < weights.size(); ++i) {

@@ -7,7 +7,6 @@
 
 #include <roundpipe/checkpoint/json_text.h>
 #include <roundpipe/checkpoint/manifest.h>
-#include <roundpipe/checkpoint/safetensors.h>
 #include <roundpipe/checkpoint/steps.h>
 #include <roundpipe/core/clock.h>
 #include <roundpipe/core/engine_life.h>
@@ -37,12 +36,9 @@ struct LaidOut {
 };
 
 LaidOut lay_out(std::string name, std::vector<CapturedTensor> tensors) {
-  std::vector<checkpoint::TensorDescription> described;
-  for (const CapturedTensor& item : tensors) {
-    described.push_back(
-        {item.name, saving::dtype_name(item.tensor.scalar_type(), "'" + item.name + "'"), item.tensor.sizes().vec()});
-  }
-  checkpoint::SafetensorsLayout layout = checkpoint::lay_out_safetensors(described, {{"format", "pt"}});
+  std::vector<std::pair<std::string, at::Tensor>> named;
+  for (const CapturedTensor& item : tensors) named.emplace_back(item.name, item.tensor);
+  checkpoint::SafetensorsLayout layout = saving::lay_out(named);
   return {std::move(name), std::move(tensors), std::move(layout)};
 }
 

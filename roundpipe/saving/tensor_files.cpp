@@ -114,6 +114,14 @@ std::string shard_name(const std::string& stem, size_t index, size_t count) {
   return concat(stem, part.data(), ".safetensors");
 }
 
+checkpoint::SafetensorsLayout lay_out(const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
+  std::vector<checkpoint::TensorDescription> described;
+  for (const auto& [name, tensor] : tensors) {
+    described.push_back({name, dtype_name(tensor.scalar_type(), "'" + name + "'"), tensor.sizes().vec()});
+  }
+  return checkpoint::lay_out_safetensors(described, {{"format", "pt"}});
+}
+
 void write_tensor(const Target& target, const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;
   const at::Tensor dense = tensor.contiguous();

@@ -28,6 +28,9 @@ std::vector<size_t> shard_counts(const std::vector<int64_t>& tensor_bytes, int64
 // "model-00002-of-00005.safetensors" of index 1 of 5; "model.safetensors" of a single one.
 std::string shard_name(const std::string& stem, size_t index, size_t count);
 
+// The layout of a safetensors file of these tensors, which transformers and PEFT read. Throws as dtype_name() does.
+checkpoint::SafetensorsLayout lay_out(const std::vector<std::pair<std::string, at::Tensor>>& tensors);
+
 // The place of a tensor's first byte.
 struct Target {
   checkpoint::OutputFile* file = nullptr;

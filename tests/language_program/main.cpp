@@ -56,11 +56,7 @@ roundpipe::LanguageBatch read_batch(const std::string& path) {
 }
 
 void write_tensors(const std::string& path, const NamedTensors& tensors) {
-  std::vector<checkpoint::TensorDescription> descriptions;
-  for (const auto& [name, tensor] : tensors) {
-    descriptions.push_back({name, roundpipe::saving::dtype_name(tensor.scalar_type(), name), tensor.sizes().vec()});
-  }
-  const auto layout = checkpoint::lay_out_safetensors(descriptions);
+  const auto layout = roundpipe::saving::lay_out(tensors);
   const size_t slash = path.find_last_of('/');
   checkpoint::OutputFile file(checkpoint::FileSystem::real(), path.substr(0, slash), path.substr(slash + 1),
                               layout.file_bytes);

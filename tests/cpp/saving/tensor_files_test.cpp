@@ -4,7 +4,6 @@
 #include <doctest/doctest.h>
 
 #include <roundpipe/checkpoint/run_folder.h>
-#include <roundpipe/checkpoint/safetensors.h>
 #include <roundpipe/checkpoint/steps.h>
 #include <roundpipe/core/error.h>
 
@@ -18,11 +17,7 @@ namespace {
 // Writes the tensors as the checkpoint of step 1.
 checkpoint::FileRecord save(const std::string& folder, const std::vector<Destination>& tensors) {
   checkpoint::RunFolder run(folder);
-  std::vector<checkpoint::TensorDescription> described;
-  for (const auto& [name, tensor] : tensors) {
-    described.push_back({name, dtype_name(tensor.scalar_type(), name), tensor.sizes().vec()});
-  }
-  const auto layout = checkpoint::lay_out_safetensors(described);
+  const auto layout = lay_out(tensors);
   const auto writer = run.begin(1);
   checkpoint::OutputFile& file = writer->create("model.safetensors", layout.file_bytes);
   file.write_at(0, layout.header.data(), static_cast<int64_t>(layout.header.size()));
