@@ -131,7 +131,7 @@ def stay_on_host(where: str, args: TrainingArguments) -> None:
     Raises:
         ValueError: accelerate was configured for another device by the script.
     """
-    if args.device.type == "cpu":
+    if _is_on_host(args):
         return
     if getattr(args.accelerator_config, "use_configured_state", False):
         raise ValueError(
@@ -140,4 +140,12 @@ def stay_on_host(where: str, args: TrainingArguments) -> None:
         )
     args.use_cpu = True
     vars(args).pop("_setup_devices", None)  # a cached property
-    assert args.device.type == "cpu"
+    if not _is_on_host(args):
+        raise ValueError(
+            f"[{where}] accelerate uses {args.distributed_state.device} though use_cpu is on, expected the CPU; unset "
+            "the environment variable ACCELERATE_TORCH_DEVICE"
+        )
+
+
+def _is_on_host(args: TrainingArguments) -> bool:
+    return {args.device.type, args.distributed_state.device.type} == {"cpu"}

@@ -30,6 +30,7 @@ from trainer_runs import (
     some_in_short,
 )
 
+accelerate = pytest.importorskip("accelerate")
 peft = pytest.importorskip("peft")
 
 pytestmark = [
@@ -340,6 +341,21 @@ def test_models_elsewhere_and_several_processes_are_refused(tmp_path: Path, monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"^\[RoundPipeTrainer\] the script was launched with"):
         RoundPipeTrainer(model=small_llama(), args=args)
+
+
+def test_all_but_the_layers_stays_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A device that is there but not to be used: whatever goes to it has no values.
+    monkeypatch.setattr(accelerate.state.PartialState, "default_device", torch.device("meta"))
+    args = arguments(tmp_path, use_cpu=False, max_steps=2)
+    assert args.distributed_state.device.type == "meta"
+    trainer = make_trainer(RoundPipeTrainer, tmp_path, small_llama(), {"args": args})
+    trainer.train()
+    assert trainer.accelerator.device.type == args.device.type == "cpu"
+    assert all(loss > 0 for loss in losses(trainer))
+
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
+    with pytest.raises(ValueError, match="unset the environment variable ACCELERATE_TORCH_DEVICE"):
+        make_trainer(RoundPipeTrainer, tmp_path, small_llama(), {}, max_steps=2)
 
 
 def test_importing_the_package_does_not_import_the_trainer() -> None:
