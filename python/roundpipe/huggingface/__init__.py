@@ -10,12 +10,13 @@ if TYPE_CHECKING:
 
 # The module of each trainer; imported on first use, because transformers' and TRL's trainers take seconds.
 _TRAINERS = {
+    "RoundPipeAccelerator": "trainer.accelerator",
     "RoundPipeDPOTrainer": "trainer.trl_trainers",
     "RoundPipeSFTTrainer": "trainer.trl_trainers",
     "RoundPipeTrainer": "trainer.trainer",
 }
 
-__all__ = ["RoundPipeDPOTrainer", "RoundPipeSFTTrainer", "RoundPipeTrainer"]
+__all__ = ["RoundPipeAccelerator", "RoundPipeDPOTrainer", "RoundPipeSFTTrainer", "RoundPipeTrainer"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 _USE_CPU = "ACCELERATE_USE_CPU"  # read by accelerate and transformers
-_MIXED = {"bf16": torch.bfloat16}
+MIXED = {"bf16": torch.bfloat16}
 
 
 @contextmanager
@@ -70,8 +70,8 @@ def prepare_on_host(accelerator: Accelerator, later: Callable[[nn.Module], bool]
 
 def compute_in(model: Any, precision: str) -> None:
     """Gives the model's forward accelerate's mixed precision, on all devices that run its layers."""
-    if precision in _MIXED and "forward" not in vars(model):
-        model.forward = convert_outputs_to_fp32(_autocast(_MIXED[precision])(model.forward))
+    if precision in MIXED and "forward" not in vars(model):
+        model.forward = convert_outputs_to_fp32(_autocast(MIXED[precision])(model.forward))
 
 
 def _autocast(dtype: torch.dtype) -> Callable[[Any], Any]:
@@ -101,7 +101,7 @@ def steps_in(model: Any, precision: str) -> Iterator[None]:
     """Lets `model.forward_backward` run with the precision that `compute_in` gave to the model's forward."""
     forward = vars(model).pop("forward", None)
     try:
-        with autocasting(_MIXED.get(precision)):
+        with autocasting(MIXED.get(precision)):
             yield
     finally:
         if forward is not None:

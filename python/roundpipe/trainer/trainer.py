@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import warnings
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +13,6 @@ from transformers import PreTrainedConfig, Trainer, TrainingArguments
 
 from roundpipe.call.run_config import RoundPipeRunConfig
 from roundpipe.data.balance import balanced_config
-from roundpipe.files import read_json, write_text
 from roundpipe.following.token_loss import loss_in
 from roundpipe.model.pipe import RoundPipe
 from roundpipe.model.wrap import wrap_model_to_roundpipe
@@ -22,9 +20,7 @@ from roundpipe.trainer.arguments import check_arguments, stay_on_host
 from roundpipe.trainer.fused_head import make_followable
 from roundpipe.trainer.host import is_in_pipeline, loading_on_host, prepare_on_host, steps_in
 from roundpipe.trainer.kinds import check_kind
-
-RANDOM_STATE = "roundpipe_state.json"
-"""In a checkpoint: what dropout draws from, beside transformers' own rng_state.pth."""
+from roundpipe.trainer.random_state import load_random_state, save_random_state
 
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "labels", "position_ids"})
 
@@ -181,18 +177,12 @@ class RoundPipeTrainer(Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        model: Any = self.model
-        if isinstance(getattr(model, "calls", None), int):
-            state = {"calls": model.calls, "random_seed": model.random_seed}
-            write_text(Path(output_dir) / RANDOM_STATE, json.dumps(state))
+        save_random_state(Path(output_dir), self.model)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
-        file = Path(checkpoint or "") / RANDOM_STATE
-        if checkpoint is not None and file.exists():
-            model: Any = self.model
-            state = read_json(file, self._where, "the random state of a checkpoint")
-            model.calls, model.random_seed = state["calls"], state["random_seed"]
+        if checkpoint is not None:
+            load_random_state(Path(checkpoint), self.model)
 
 
 def _adds_router_loss(model: nn.Module) -> bool:
