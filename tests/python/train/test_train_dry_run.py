@@ -47,6 +47,7 @@ def test_what_a_run_would_do(said: Callable[..., Any], tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.long
 def test_memory_of_the_host_follows_the_configuration(said: Callable[..., Any]) -> None:
     totals = {}
     for name, values in {
@@ -64,7 +65,8 @@ def test_memory_of_the_host_follows_the_configuration(said: Callable[..., Any]) 
     assert totals["bf16"] != totals["full"]
 
 
-def test_slow_links_and_disk(said: Callable[..., Any]) -> None:
+@pytest.mark.long
+def test_checkpoints_on_the_disk(said: Callable[..., Any]) -> None:
     _, few = said(save_every=1, keep=1)
     _, many = said(save_every=1, keep=4)
     assert "2 x " in few["disk"] and "5 x " in many["disk"]
@@ -73,10 +75,14 @@ def test_slow_links_and_disk(said: Callable[..., Any]) -> None:
 def test_what_would_make_it_fit(said: Callable[..., Any]) -> None:
     fits, lines = said(host_memory="3MB")
     assert not fits and "the host needs" in lines["does"] and "it would with --moments 8bit" in lines["does"]
-    assert "it would with --lora" in said(host_memory="2.5MB", optimizer="lion")[1]["does"]
-    assert "give it more memory" in said(host_memory="1KB")[1]["does"]
     fits, lines = said(device_memory="1.5MB", batch_tokens=512)
     assert not fits and "a device needs" in lines["does"] and "it would with --microbatches 8" in lines["does"]
+
+
+@pytest.mark.long
+def test_larger_changes_that_would_make_it_fit(said: Callable[..., Any]) -> None:
+    assert "it would with --lora" in said(host_memory="2.5MB", optimizer="lion")[1]["does"]
+    assert "give it more memory" in said(host_memory="1KB")[1]["does"]
 
 
 def test_a_machine_of_other_devices_is_refused(said: Callable[..., Any]) -> None:
