@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from roundpipe.data.conversation import Conversation, UnusableError
 from roundpipe.data.samples import IGNORED
 
@@ -117,8 +119,11 @@ class ChatEncoder:
         )
         samples = []
         for tokens, offsets, learnt in zip(encoded["input_ids"], encoded["offset_mapping"], spans, strict=True):
-            flags = [any(first <= start < last for first, last in learnt) for start, _ in offsets]
-            samples.append({"input_ids": list(tokens), "labels": _labels(tokens, flags)})
+            starts = np.array([start for start, _ in offsets], dtype=np.int64)
+            flags = np.zeros(len(starts), dtype=bool)
+            for first, last in learnt:
+                flags |= (first <= starts) & (starts < last)
+            samples.append({"input_ids": list(tokens), "labels": np.where(flags, tokens, IGNORED).tolist()})
         return samples
 
     def _render(self, conversation: Conversation, count: int, ask: bool) -> str:
@@ -144,7 +149,8 @@ class ChatEncoder:
             if not conversation.learns(index):
                 continue
             before = self._render(conversation, index, True)
-            with_it = self._render(conversation, index + 1, False)
+            last = index + 1 == len(messages)
+            with_it = whole.text if last else self._render(conversation, index + 1, False)
             if not with_it.startswith(before):
                 raise _hidden(index)
             if whole.text.startswith(with_it):
