@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -120,8 +120,6 @@ class Training:
     ) -> None:
         self._config, self._model, self._optimizer, self._schedule = config, model, optimizer, schedule
         self._data, self._folder = data, folder
-        self._held_out = list(data.held_out)
-        self._held_out_tokens = sum(count_label_tokens(batch["labels"]) for batch in self._held_out)
         self._journal: roundpipe.RunJournal | None = None
         self._observer: Observer | None = None
         self._since = 0.0
@@ -231,14 +229,21 @@ class Training:
             print(f"{error}\n[train] training goes on without the journal", file=sys.stderr)
 
     def _evaluate(self, step: int) -> None:
-        if not self._held_out:
+        if not self._data.held_out:
             return
+        counts: list[int] = []
+
+        def batches() -> Iterator[dict[str, Any]]:
+            for batch in self._data.held_out:
+                counts.append(count_label_tokens(batch["labels"]))
+                yield batch
+
         # Evaluations do not count among the calls that key the random numbers of steps.
         calls = self._model.calls
-        loss = held_out_loss(self._model, self._held_out)
+        loss = held_out_loss(self._model, batches())
         self._model.calls = calls
         assert self._observer is not None
-        self._observer.on_evaluation(EvaluationRecord(step, loss, self._held_out_tokens))
+        self._observer.on_evaluation(EvaluationRecord(step, loss, sum(counts)))
         self._since = time.perf_counter()
 
     def _save(self, step: int) -> None:

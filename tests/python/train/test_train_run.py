@@ -190,6 +190,9 @@ def test_what_is_refused_before_training_leaves_no_run(
     broken = tmp_path / "broken.jsonl"
     broken.write_text((place / "chat.jsonl").read_text() + "{\n")
     refused(r"broken\.jsonl:121", data=[str(broken)], on_bad="error")
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 3)
+    refused("has preference pairs, expected texts or conversations", data=[str(pairs)], held_out=0.0)
     refused("expected at most the number of steps", epochs=1, steps=None, warmup_steps=10_000)
     long = tmp_path / "long.txt"
     long.write_text("word " * 200)
