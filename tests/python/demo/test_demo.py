@@ -526,8 +526,9 @@ def test_three_steps_through_the_pipeline(tmp_path: Path) -> None:
     verdict = [line.split()[0] for line in lines if line.startswith(("FITS ", "EXACT ", "LEARNS "))]
     assert verdict == ["FITS", "EXACT", "LEARNS"]
     assert not any(" no: " in line for line in lines)
-    # No checkout here, so not a command that would not be found.
-    assert 'model = roundpipe.from_pretrained("MODEL_FOLDER")' in result.stdout
+    assert "train --model run/model --data run/chat.jsonl --out run/chat-model --length 32" in result.stdout
+    assert (tmp_path / "run" / "model" / "tokenizer.json").exists()
+    assert len((tmp_path / "run" / "chat.jsonl").read_text().splitlines()) > 100
 
     records = records_of(tmp_path / "run")
     kinds = [record["kind"] for record in records]
