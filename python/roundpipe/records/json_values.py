@@ -109,8 +109,8 @@ class _Reader:
         self.line += self._text.count("\n", self._at, end)
         self._at = end
 
-    def _more(self, characters: int = _PIECE_CHARACTERS) -> bool:
-        read = self._file.read(characters)
+    def _more(self, characters: int = 0) -> bool:
+        read = self._file.read(characters or _PIECE_CHARACTERS)
         self._text = self._text[self._at :] + read
         self._at = 0
         return bool(read)

@@ -115,7 +115,7 @@ class SampleFiles:
             self._firsts = np.memmap(folder / _RECORDS, dtype="<u8", mode="r")
         except (OSError, ValueError) as error:
             raise ValueError(f"[data] cannot read {folder / _RECORDS}: {error}; prepare the data again") from None
-        if self._runs.documents != self._tokens.documents or int(self._firsts[-1]) >= self._tokens.documents:
+        if self._runs.documents != self._tokens.documents or int(self._firsts[-1]) > self._tokens.documents:
             raise ValueError(f"[data] the files of {folder} do not belong together; prepare the data again")
 
     def __len__(self) -> int:

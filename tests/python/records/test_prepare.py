@@ -11,9 +11,11 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from tokenizers import processors
 
 from process_memory import report_of
 from roundpipe.data.batches import Batches
+from roundpipe.data.chat_encoder import SPLIT
 from roundpipe.data.samples import IGNORED
 from roundpipe.records import extra
 from roundpipe.records.prepare import DataOptions, DataSummary, PreparedData, Progress, prepare
@@ -105,6 +107,55 @@ def test_pairs(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=r"a\.txt is no preference pair, and records before it are pairs"):
         made([tmp_path / "a.jsonl", write(tmp_path / "a.txt", "text")], tmp_path / "mixed", max_length=64)
+
+
+REWRITING = (  # as templates that keep thoughts only in the last answer
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_what_a_template_rewrites_is_said(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = REWRITING
+    long = talk("q", "<think>x</think>a")["messages"] + talk("p", "b")["messages"]
+    path = write(tmp_path / "a.jsonl", {"messages": long}, talk("q", "a"))
+    data = prepare([path], tokenizer, DataOptions(max_length=128), tmp_path / "out")
+    assert (data.summary.records, data.summary.samples) == (2, 3)
+    assert data.summary.sources[0].notes.places == {SPLIT: [f"{path}:1"]}
+    assert f"notes: 1: {SPLIT}" in str(data.summary)
+    other = [*long[:-1], {"role": "assistant", "content": "c"}]
+    first, last = {"chosen": [*long[:1], *long[1:]], "rejected": [long[0], *other[1:]]}, talk("q", "a")["messages"]
+    first["chosen"][1] = {"role": "assistant", "content": "<think>y</think>a"}
+    pair = {"chosen": last, "rejected": [last[0], {"role": "assistant", "content": "b"}]}
+    pairs = prepare(
+        [write(tmp_path / "b.jsonl", first, pair)], tokenizer, DataOptions(max_length=128), tmp_path / "pairs"
+    )
+    assert list(pairs.summary.sources[0].broken.reasons) == ["a pair whose answers the chat template rewrites"]
+    assert len(pairs.train) == 1
+
+
+def test_a_pair_is_left_out_as_a_whole(tmp_path: Path) -> None:
+    pair = {"prompt": "q", "chosen": "good", "rejected": "bad " * 40}
+    for overlong, reason, left in (("drop", "left out", 1), ("cut", "lost its end", 2)):
+        path = write(tmp_path / "a.jsonl", pair, {**pair, "rejected": "bad"})
+        data = made(path, tmp_path / overlong, max_length=64, overlong=overlong)
+        assert data.summary.sources[0].overlong.reasons == {reason: 1} and len(data.train) == left
+
+
+def test_tokens_that_a_tokenizer_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_tokenizer(bos_token="<|im_start|>", unk_token="<pad>")
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A <eos>", special_tokens=[("<|im_start|>", begin), ("<eos>", end)]
+    )
+    (tmp_path / "a.txt").write_text("one\ntwo\nthree\n<pad>")
+    expected = [begin, *tokenizer("one\ntwo\nthree\n<pad>", add_special_tokens=False)["input_ids"], end]
+    for pieces in (1 << 20, 2):
+        monkeypatch.setattr("roundpipe.records.reading._PIECE_CHARACTERS", pieces)
+        data = prepare([tmp_path / "a.txt"], tokenizer, DataOptions(max_length=64), tmp_path / f"{pieces}")
+        assert [token for sample in data.train for token in sample["input_ids"].tolist()] == expected
+        assert (data.summary.unknown, data.summary.records) == (1, 1)
 
 
 def test_tokens(tmp_path: Path) -> None:
