@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from tokenizers import processors
+from tokenizers import normalizers, processors
 
 from process_memory import report_of
 from roundpipe.data.batches import Batches
@@ -156,6 +156,17 @@ def test_tokens_that_a_tokenizer_adds(tmp_path: Path, monkeypatch: pytest.Monkey
         data = prepare([tmp_path / "a.txt"], tokenizer, DataOptions(max_length=64), tmp_path / f"{pieces}")
         assert [token for sample in data.train for token in sample["input_ids"].tolist()] == expected
         assert (data.summary.unknown, data.summary.records) == (1, 1)
+
+
+def test_a_long_text_whose_first_piece_has_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Strip()
+    monkeypatch.setattr("roundpipe.records.reading._PIECE_CHARACTERS", 1)
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "b.txt").write_text("\n\nsecond\n")
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    data = prepare(files, tokenizer, DataOptions(max_length=64, held_out=1), tmp_path / "out")
+    assert data.summary.records == 2 and len(data.train) == len(data.held_out) == 1
 
 
 def test_tokens(tmp_path: Path) -> None:
