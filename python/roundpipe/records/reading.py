@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,7 @@ def records_of(path: Path, lines: bool, note: Note) -> Iterator[Record]:
                 yield from (Record(line, where) for where, line in decoded_lines(file, str(path), note))
             else:
                 yield from _text(path, file, note)
-    except (EOFError, gzip.BadGzipFile) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         note("a damaged gzip file", f"{path} ({error})")
     except OSError as error:
         raise ValueError(f"[data] cannot read {path}: {error.strerror}") from None
@@ -174,9 +175,13 @@ def _text(path: Path, file: IO[bytes], note: Note) -> Iterator[Record]:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value of Arrow's, without the members that are null: Arrow gives each record the members of all."""
+    """A value of Arrow's, without the members that are null: Arrow gives each record the members of all.
+
+    The content of a message stays, since templates tell none from a missing one.
+    """
     if isinstance(value, dict):
-        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+        kept = {"content"} if "role" in value else set()
+        return {name: without_nulls(each) for name, each in value.items() if each is not None or name in kept}
     if isinstance(value, list):
         return [without_nulls(each) for each in value]
     return value

@@ -90,7 +90,7 @@ def source_of(given: Any) -> Source:
         return Source(text, share, taken, left_out=tuple(file for file in found if file not in set(taken)))
     name, *rest = text.split(":")
     folder = Path(name).is_dir()
-    if not folder and (text.startswith((".", "/", "~")) or text.count("/") > 1 or path.suffix or "=" in text):
+    if not folder and (text.startswith((".", "/", "~")) or text.count("/") > 1 or is_data(path) or "=" in text):
         raise ValueError(f"[data] {text} is not there, expected a file, a folder, or the name of a data set on the Hub")
     if len(rest) > 2 or not all([name, *rest]):
         raise ValueError(f"[data] {text!r} names no data set, expected NAME, NAME:SPLIT or NAME:CONFIGURATION:SPLIT")

@@ -321,7 +321,7 @@ def test_sources_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(ValueError, match=rf"^\[data\] .*{message}"):
             made([given], tmp_path / "out", max_length=64)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    for name in ("owner/name", "owner/name:test", "owner/name:part:test"):
+    for name in ("owner/name-2.5", "owner/name:test", "owner/name:part:test"):
         with pytest.raises(ValueError, match=rf"^\[data\] datasets cannot load {name}: "):
             made(name, tmp_path / "out", max_length=64)
     with pytest.raises(ValueError, match="expected a list of at least one source"):

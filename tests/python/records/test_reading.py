@@ -93,6 +93,9 @@ def test_parquet(tmp_path: Path) -> None:
     rows = [{"a": "x", "b": [{"c": 1, "d": None}]}, {"a": None, "b": [{"c": None, "d": "y"}]}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     assert read(path) == ([({"a": "x", "b": [{"c": 1}]}, ":1"), ({"b": [{"d": "y"}]}, ":2")], [])
+    message = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"m": [message]}, {"m": [{"role": "tool"}]}]), path)
+    assert [value["m"] for value, _ in read(path)[0]] == [[message], [{"role": "tool", "content": None}]]
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     found, ((reason, _),) = read(path)
@@ -125,6 +128,9 @@ def test_compressed_files(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(b'{"a": 1}\n{"a": 2}\n'))
     assert read(path) == ([({"a": 1}, ":1"), ({"a": 2}, ":2")], [])
     path.write_bytes(b"no gzip")
+    assert [reason for reason, _ in read(path)[1]] == ["a damaged gzip file"]
+    header = gzip.compress(b"")[:10]
+    path.write_bytes(header + b"\xff" * 20)  # no deflated data
     assert [reason for reason, _ in read(path)[1]] == ["a damaged gzip file"]
     path.write_bytes(gzip.compress(b'{"a": 1}\n' * 1000)[:-9])
     assert [reason for reason, _ in read(path)[1]][-1] == "a damaged gzip file"
