@@ -112,7 +112,7 @@ class TrainConfig:
         float, _option(_DATA, "Records that are held out to be evaluated on: a share below 1, or a number.")
     ] = 0.05
     format: Annotated[
-        Format, _option(_DATA, "What the records of the data are; auto looks at the members of the first.")
+        Format, _option(_DATA, "What the records of the data are; auto takes what most of the first ones are.")
     ] = "auto"
     fields: Annotated[
         list[str] | None,
