@@ -67,12 +67,15 @@ void check_lora(const LoraOptions& lora, const Config& config) {
     throw std::invalid_argument(concat("[lora] the dropout is ", lora.dropout, ", expected a number from 0 to 1"));
   }
   if (lora.targets.empty()) throw std::invalid_argument("[lora] there is no target, expected at least one");
-  if (has_all(lora)) return;
+  // PEFT takes the names of these models' MLPs for their experts, also in layers without experts.
+  const bool names_experts = config.experts && !config.experts->clamped;
+  if (has_all(lora) && !names_experts) return;
   std::vector<std::string> ends;  // of all modules, each once
   for (const std::string& target : lora.targets) {
     bool found = false;
     for (int64_t layer = 0; layer < config.layers; ++layer) {
       for (const std::string& module : linear_modules(config, layer)) {
+        if (names_experts && module.starts_with("mlp.")) continue;
         found = found || ends_in(concat("model.layers.", layer, ".", module), target);
         const std::string end = module.substr(module.find('.') + 1);
         if (std::ranges::find(ends, end) == ends.end()) ends.push_back(end);

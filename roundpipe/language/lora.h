@@ -33,7 +33,7 @@ std::vector<std::string> linear_modules(const Config& config, int64_t index);
 bool has_adapter(const LoraOptions& lora, const std::string& layer, const std::string& module);
 
 // Throws std::invalid_argument for a number that is not positive, and for a target that is no linear layer of one of
-// the decoder layers.
+// the decoder layers, or one that PEFT would take for experts.
 void check_lora(const LoraOptions& lora, const Config& config);
 
 // Reads the text of PEFT's adapter_config.json. Throws std::invalid_argument, naming the field, for everything that

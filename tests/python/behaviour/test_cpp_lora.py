@@ -28,6 +28,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "qwen3", "head_dim": 18},
         {"r": 2, "lora_alpha": 2, "target_modules": ["mlp.up_proj", "model.layers.1.self_attn.o_proj"]},
     ),
+    "qwen3_moe": (
+        {
+            "model_type": "qwen3_moe",
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [1],
+            "output_router_logits": True,
+            "router_aux_loss_coef": 0.5,
+        },
+        {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "o_proj"]},
+    ),
     "gpt_oss": (
         {"model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16},
         {"r": 2, "lora_alpha": 3, "target_modules": "all-linear"},
@@ -59,6 +71,7 @@ def make_adapter(model: Path, folder: Path, options: dict[str, Any]) -> Path:
         ("llama", "bfloat16"),
         ("qwen2, all layers, rslora", "float32"),
         ("qwen3, some names", "float32"),
+        ("qwen3_moe", "float32"),
         ("gpt_oss", "bfloat16"),
         pytest.param("gpt_oss", "float32", marks=pytest.mark.long),
         pytest.param("llama", "float32", marks=pytest.mark.long),
@@ -130,6 +143,19 @@ def test_new_adapters_add_nothing_at_first(program: Program, tmp_path: Path) -> 
         else:  # as nn.Linear begins
             bound = tensor.shape[1] ** -0.5
             assert 0.9 * bound < tensor.abs().max() <= bound and tensor.std() == pytest.approx(bound * 3**-0.5, rel=0.2)
+
+
+def test_all_linear_layers(program: Program, tmp_path: Path) -> None:
+    for name, modules in (("gpt_oss", 4), ("llama", 7)):
+        model = make_folder(tmp_path / name, CASES[name][0])
+        saved = tmp_path / f"{name} adapter"
+        assert program.run(model=model, lora="all-linear", rank=2, alpha=2, save_adapter=saved) == "ok"
+        assert program.run(model=model, adapter=saved) == "ok"
+        ours = load_file(saved / "adapter_model.safetensors")
+        peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), saved)
+        theirs = {n.replace(".default", ""): p for n, p in peft.named_parameters() if "lora_" in n}
+        assert len(ours) == 3 * modules * 2 and ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[n], tensor) for n, tensor in theirs.items())
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -245,3 +245,11 @@ def test_refused(program: Program, folder: Callable[[str], Path], tmp_path: Path
         said = program.run(model=folder("gpt_oss"), lora=target, rank=2, alpha=2)
         assert f"the target '{target}' is no linear layer of a decoder layer of this gpt_oss" in said, said
         assert said.endswith("expected names such as q_proj, k_proj, v_proj, o_proj; experts take no adapters")
+    for target in (
+        "up_proj",
+        "mlp.down_proj",
+        "model.layers.0.mlp.up_proj",
+        "all-linear",
+    ):  # of layer 0 without experts
+        said = program.run(model=folder("qwen3_moe, mixed"), lora=target, rank=2, alpha=2)
+        assert f"the target '{target}' is no linear layer of a decoder layer of this qwen3_moe" in said, said
