@@ -12,15 +12,19 @@ Frontend& defaults() {
   return *instance;
 }
 
-std::atomic<Frontend*> current{&defaults()};
+// Null: the defaults. Initialised before any code runs, since static objects of programs may set one.
+constinit std::atomic<Frontend*> current{nullptr};
 
 }  // namespace
 
-Frontend& frontend() { return *current.load(); }
+Frontend& frontend() {
+  Frontend* const set = current.load();
+  return set != nullptr ? *set : defaults();
+}
 
 void set_frontend(std::unique_ptr<Frontend> given) {
   static auto* const kept = new std::vector<std::unique_ptr<Frontend>>;
-  current.store(given ? given.get() : &defaults());
+  current.store(given.get());
   if (given) kept->push_back(std::move(given));
 }
 
