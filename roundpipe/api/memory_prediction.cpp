@@ -203,9 +203,14 @@ MemoryPrediction predict_step(runtime::Pipeline& pipeline, const StepShape& shap
   prediction.host_values = simulate::waiting_on_host(plan, footprints, shape.microbatches);
   prediction.host_partial_sums =
       runtime::partial_sum_bytes(model, plan, options.gradient_groups, options.tied_grad_accumulation);
-  if (options.fault_tolerant) {
-    prediction.kept_for_failures =
-        prediction.host.gradients + 2 * prediction.host_values + shape.microbatches * sizes.label_bytes;
+  const int64_t labels = shape.microbatches * sizes.label_bytes;
+  if (options.fault_tolerant)
+    prediction.kept_for_failures += prediction.host.gradients + 2 * prediction.host_values + labels;
+  if (options.verify_every > 0) {
+    // The weights and values that one job has read, and the results of its second run until they are compared.
+    sizes.grain = RecomputeGrain::kStage;
+    prediction.kept_for_failures +=
+        2 * (simulate::largest_stage_bytes(std::span(&plan, 1), sizes) + prediction.host_values) + labels;
   }
   return prediction;
 }

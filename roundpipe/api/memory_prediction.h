@@ -18,7 +18,7 @@ struct MemoryPrediction {
   simulate::HostMemory host;
   int64_t host_values = 0;        // values that wait between stages,
   int64_t host_partial_sums = 0;  // sums of gradients of layers that devices share,
-  int64_t kept_for_failures = 0;  // and what a fault-tolerant step keeps to run jobs again.
+  int64_t kept_for_failures = 0;  // and what is kept to run jobs again (RunOptions: fault_tolerant, verify_every).
 
   int64_t host_total() const {
     return host.weights + host.gradients + host.masters + host.moments + host_values + host_partial_sums +
