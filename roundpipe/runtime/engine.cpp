@@ -1,6 +1,7 @@
 #include <roundpipe/runtime/engine.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <limits>
 #include <thread>
@@ -49,6 +50,17 @@ void wait_for_ended_pools() {
   for (std::thread& thread : threads) thread.join();
 }
 
+void end_at_exit() {
+  if (is_engine_thread() && !is_left_behind()) {
+    std::fputs(
+        "[engine] a layer or a loss function has called exit, which waits for the thread that it runs on; expected an "
+        "exception there, and exit where it arrives\n",
+        stderr);
+    std::abort();
+  }
+  Engine::shut_down();
+}
+
 constexpr double kBehindAll = std::numeric_limits<double>::infinity();
 
 // Never destroyed: the user's threads may ask for the pool while the process ends.
@@ -64,7 +76,7 @@ struct Pools {
     // torch's table of accelerators is made, since threads that end look there.
     if (!std::exchange(ends_at_exit, true)) {
       at::getAccelerator(false);
-      std::atexit([] { Engine::shut_down(); });
+      std::atexit(end_at_exit);
     }
     const std::shared_ptr<Engine> engine(new Engine(specs), end_pool);
     std::erase_if(all, [](const std::weak_ptr<Engine>& old) { return old.expired(); });
