@@ -83,8 +83,13 @@ Layer& Layer::tie(const std::string& name, const at::Tensor& parameter) {
       concat("[layer] there is no parameter '", name, "' to tie, expected one of: ", known.empty() ? "none" : known));
 }
 
+std::string Layer::name_or(size_t number) const { return name_.empty() ? std::to_string(number) : name_; }
+
 std::unique_ptr<runtime::Layer> Layer::for_engine(size_t number) const {
-  return make_engine_layer(name_.empty() ? std::to_string(number) : name_, original_);
+  require_unchanged(number);
+  return make_engine_layer(name_or(number), original_);
 }
+
+void Layer::require_unchanged(size_t number) const { roundpipe::require_unchanged(*original_, name_or(number)); }
 
 }  // namespace roundpipe

@@ -78,9 +78,13 @@ class Layer {
   Layer& tie(const std::string& name, const at::Tensor& parameter);
 
   const std::string& name() const { return name_; }
+  std::string name_or(size_t number) const;
   // The layer in the engine's form. `number`: its default name. Throws std::invalid_argument for a module that cannot
   // be copied; the message says what to do.
   std::unique_ptr<runtime::Layer> for_engine(size_t number) const;
+  // Throws std::invalid_argument if the module has other parameters, buffers or submodules than when the layer was
+  // made. `number`: as above.
+  void require_unchanged(size_t number) const;
   // The user's tensors, ties in place.
   const NamedParameters& parameters() const { return original_->parameters; }
   const NamedParameters& buffers() const { return original_->buffers; }

@@ -27,6 +27,9 @@ struct LayerInstance {
   NamedParameters parameters;
   NamedParameters buffers;
   std::shared_ptr<torch::nn::Module> module;  // null for a function
+  // What the module had when the instance was made: parameters, then buffers, and itself with its submodules.
+  NamedParameters found;
+  std::vector<std::shared_ptr<torch::nn::Module>> submodules;
 };
 
 // How a kind of module runs: the function of an instance of it.

@@ -31,16 +31,12 @@ std::vector<Layer> children_of(const torch::nn::Sequential& sequential) {
   return layers;
 }
 
-std::string name_of(size_t number, const Layer& layer) {
-  return layer.name().empty() ? std::to_string(number) : layer.name();
-}
-
 // All that the layers have of one kind, by the layer's name and the name in it.
 NamedParameters named_in(const std::vector<Layer>& layers, const NamedParameters& (Layer::*kind)() const) {
   NamedParameters named;
   for (size_t l = 0; l < layers.size(); ++l) {
     for (const auto& [name, tensor] : (layers[l].*kind)())
-      named.emplace_back(name_of(l, layers[l]) + "." + name, tensor);
+      named.emplace_back(layers[l].name_or(l) + "." + name, tensor);
   }
   return named;
 }
@@ -91,9 +87,14 @@ Model::Model(std::vector<Layer> layers, ModelOptions options)
       run_options_(std::move(options.run)),
       check_loss_(options.check_loss) {}
 
+void Model::check_modules() const {
+  for (size_t l = 0; l < layers_.size(); ++l) layers_[l].require_unchanged(l);
+  check_trainable();
+}
+
 std::vector<Values> Model::run(detail::Batch inputs, RunOptions options) {
   check(options);
-  check_trainable();
+  check_modules();
   const bool inference = c10::InferenceMode::is_enabled();
   const bool requires_grad = !inference && options.requires_grad.value_or(at::GradMode::is_enabled());
   inputs = detail::on_host(std::move(inputs), "forward");
@@ -113,7 +114,7 @@ struct Model::Request {
 Model::Request Model::request(const char* where, detail::Batch inputs, detail::Batch labels,
                               const RunOptions& options) {
   check(options);
-  check_trainable();
+  check_modules();
   if (c10::InferenceMode::is_enabled() || !at::GradMode::is_enabled() || !options.requires_grad.value_or(true)) {
     throw std::invalid_argument(concat("[", where, "] gradients are off here, expected them on, as ", where,
                                        " makes them; leave the NoGradGuard or InferenceMode, or call forward"));

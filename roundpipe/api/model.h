@@ -51,7 +51,7 @@ struct TrainResult {
 // bits of a plain loop over the same microbatches, for any devices: docs/exactness.md.
 //
 // Ownership: shares the layers' modules, whose parameters become views of flat host blocks. Their values may be changed
-// in place after synchronize(). What was submitted goes on when the model is dropped.
+// in place after synchronize(). What was submitted goes on when the model is dropped, which waits for steps only.
 // Thread safety: one thread at a time, not a layer's or a loss's.
 // Errors: a call throws what its layers and its loss threw, with their own types, or what work from an earlier call
 // threw; the failed call's gradients are dropped, and the model can be used again. Error says the engine's own, such as
@@ -167,6 +167,8 @@ class Model : public HostWeights {
     }
   }
 
+  // Throws std::invalid_argument if modules or parameters have changed in a way that the model does not follow.
+  void check_modules() const;
   std::vector<runtime::Values> run(detail::Batch inputs, RunOptions options);
   struct Request;
   Request request(const char* where, detail::Batch inputs, detail::Batch labels, const RunOptions& options);

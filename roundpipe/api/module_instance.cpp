@@ -12,10 +12,13 @@ namespace roundpipe {
 
 namespace {
 
-// The tensor that the module's forward reads where it registered `tensor` as its weight.
-at::Tensor weight_in_use(torch::nn::Module& module, const at::Tensor& tensor) {
-  if (const auto* linear = dynamic_cast<torch::nn::LinearImpl*>(&module)) return linear->weight;
-  if (const auto* embedding = dynamic_cast<torch::nn::EmbeddingImpl*>(&module)) return embedding->weight;
+// The tensor that the module's forward reads where it registered `tensor` as its parameter `name`.
+at::Tensor parameter_in_use(torch::nn::Module& module, const std::string& name, const at::Tensor& tensor) {
+  const bool is_weight = name == "weight";
+  if (const auto* linear = dynamic_cast<torch::nn::LinearImpl*>(&module); linear && (is_weight || name == "bias"))
+    return is_weight ? linear->weight : linear->bias;
+  if (const auto* embedding = dynamic_cast<torch::nn::EmbeddingImpl*>(&module); embedding && is_weight)
+    return embedding->weight;
   return tensor;
 }
 
@@ -26,18 +29,21 @@ void add_distinct(NamedParameters& tensors, const std::string& prefix, const std
   tensors.emplace_back(prefix.empty() ? name : prefix + "." + name, tensor);
 }
 
+// The parameters and buffers, and itself with its submodules, that the module has now.
 void collect_tensors(LayerInstance& instance) {
   for (const auto& entry : instance.module->named_modules()) {
     torch::nn::Module& module = *entry.value();
     for (const auto& parameter : module.named_parameters(/*recurse=*/false)) {
-      const bool is_weight = parameter.key() == "weight";
       add_distinct(instance.parameters, entry.key(), parameter.key(),
-                   is_weight ? weight_in_use(module, parameter.value()) : parameter.value());
+                   parameter_in_use(module, parameter.key(), parameter.value()));
     }
     for (const auto& buffer : module.named_buffers(/*recurse=*/false)) {
       add_distinct(instance.buffers, entry.key(), buffer.key(), buffer.value());
     }
   }
+  instance.found = instance.parameters;
+  instance.found.insert(instance.found.end(), instance.buffers.begin(), instance.buffers.end());
+  instance.submodules = instance.module->modules();
 }
 
 [[noreturn]] void refuse_copy(const torch::nn::Module& module, const std::string& why) {
@@ -128,6 +134,23 @@ std::shared_ptr<LayerInstance> any_instance(const torch::nn::AnyModule& module) 
   instance->copy = [own = module] { return any_instance(copied(*own.ptr(), [&] { return own.clone(); })); };
   collect_tensors(*instance);
   return instance;
+}
+
+void require_unchanged(const LayerInstance& instance, const std::string& name) {
+  if (!instance.module) return;
+  LayerInstance now;
+  now.module = instance.module;
+  collect_tensors(now);
+  const auto same = [](const auto& a, const auto& b) { return a.first == b.first && a.second.is_same(b.second); };
+  const auto [before, after] = std::ranges::mismatch(instance.found, now.found, same);
+  const bool odd = before != instance.found.end() || after != now.found.end();
+  if (!odd && instance.submodules == now.submodules) return;
+  const std::string where =
+      !odd ? "submodules" : concat("'", before != instance.found.end() ? before->first : after->first, "'");
+  throw std::invalid_argument(concat("[layer] parameters, buffers or submodules of layer ", name, " (", where, " of a ",
+                                     instance.module->name(),
+                                     ") were added, removed or replaced since the model was made; change values in "
+                                     "place, or make the model again"));
 }
 
 }  // namespace roundpipe
