@@ -17,6 +17,29 @@ HostWeights::HostWeights(std::shared_ptr<runtime::Pipeline> pipeline, NamedParam
   pipeline_->gradients().set_shows_at_once(true);
 }
 
+HostWeights::~HostWeights() { leave_weights(); }
+
+HostWeights& HostWeights::operator=(HostWeights&& other) noexcept {
+  if (this == &other) return *this;
+  leave_weights();
+  pipeline_ = std::move(other.pipeline_);
+  named_ = std::move(other.named_);
+  buffers_ = std::move(other.buffers_);
+  optimizer_ = std::move(other.optimizer_);
+  trained_ = std::move(other.trained_);
+  hides_weights_ = other.hides_weights_;
+  return *this;
+}
+
+void HostWeights::leave_weights() noexcept {
+  if (!pipeline_ || !hides_weights_) return;
+  try {
+    synchronize();
+  } catch (...) {
+    // Work that nobody waited for has failed, or the engine has ended; then the modules keep what they have.
+  }
+}
+
 void HostWeights::synchronize() {
   pipeline_->drain();
   if (optimizer_) optimizer_->finish();

@@ -23,8 +23,9 @@ class HostWeights {
   // `named`: every parameter under every name, layer by layer; `buffers` in the same way.
   HostWeights(std::shared_ptr<runtime::Pipeline> pipeline, NamedParameters named, NamedParameters buffers);
   HostWeights(HostWeights&&) = default;
-  HostWeights& operator=(HostWeights&&) = default;
-  virtual ~HostWeights() = default;
+  HostWeights& operator=(HostWeights&& other) noexcept;
+  // Waits for steps of a fused optimizer, so that the user's modules are left with the newest weights.
+  virtual ~HostWeights();
 
   // Waits for all work. Then the parameters show the newest weights, the buffers are those after the last forward, and
   // `.grad` holds the gradients that no step has consumed. Throws whatever the work threw.
@@ -66,6 +67,8 @@ class HostWeights {
   void require_plain(const char* where) const;
 
  private:
+  void leave_weights() noexcept;
+
   std::shared_ptr<runtime::Pipeline> pipeline_;
   NamedParameters named_;
   NamedParameters buffers_;
