@@ -7,15 +7,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from roundpipe.model.wrap import wrap_model_to_roundpipe
 from roundpipe.trainer.host import MIXED, autocasting, compute_in, is_in_pipeline
 from roundpipe.trainer.random_state import load_random_state, save_random_state
+from roundpipe.trainer.wrapping import into_pipeline
 
 _REFUSED = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
 _COMPILED = ("dynamo_backend", "dynamo_plugin")
@@ -58,8 +57,7 @@ class RoundPipeAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has
         if not is_in_pipeline(model):
             if not any(parameter.requires_grad for parameter in model.parameters()):
                 return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
-            with torch.random.fork_rng(devices=[]):
-                model = wrap_model_to_roundpipe(model.to("cpu"), check_loss=False)
+            model = into_pipeline("RoundPipeAccelerator", model)
         if all(model is not known for known in self._models):
             self._models.append(model)
         compute_in(model, self.mixed_precision)

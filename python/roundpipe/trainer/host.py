@@ -41,6 +41,11 @@ def is_in_pipeline(model: Any) -> bool:
     return issubclass(type(model), ModelFacade)
 
 
+def original_of(model: Any) -> Any:
+    """The model that a model in the pipeline stands for; any other model itself."""
+    return model._original_model if is_in_pipeline(model) else model
+
+
 def prepare_on_host(accelerator: Accelerator, later: Callable[[nn.Module], bool]) -> None:
     """Makes `accelerator.prepare` leave models in the pipeline, and those that will be, where they are.
 

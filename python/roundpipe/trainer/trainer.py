@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from roundpipe.call.run_config import RoundPipeRunConfig
 from roundpipe.data.balance import balanced_config
 from roundpipe.following.token_loss import loss_in
 from roundpipe.model.pipe import RoundPipe
-from roundpipe.model.wrap import wrap_model_to_roundpipe
 from roundpipe.trainer.arguments import check_arguments, stay_on_host
-from roundpipe.trainer.fused_head import make_followable
-from roundpipe.trainer.host import is_in_pipeline, loading_on_host, prepare_on_host, steps_in
+from roundpipe.trainer.host import (
+    is_in_pipeline,
+    loading_on_host,
+    original_of,
+    prepare_on_host,
+    steps_in,
+)
 from roundpipe.trainer.kinds import check_kind
 from roundpipe.trainer.random_state import load_random_state, save_random_state
+from roundpipe.trainer.wrapping import into_pipeline, is_unfollowed
 
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "labels", "position_ids"})
 
@@ -54,6 +58,12 @@ class RoundPipeTrainer(Trainer):
         if not is_in_pipeline(self.model):
             self.model = self.model_wrapped = self._wrapped(cast(nn.Module, self.model))
             self.callback_handler.model = self.model
+        elif is_unfollowed(self.model) and cast(Any, self.model).model_run_config.num_microbatch != 1:
+            raise ValueError(
+                f"[{self._where}] the model is in the pipeline without being followed, so the losses of its "
+                "microbatches do not make that of the batch; wrap it with "
+                "model_run_config=RoundPipeRunConfig(num_microbatch=1)"
+            )
 
     @property
     def _where(self) -> str:
@@ -75,25 +85,8 @@ class RoundPipeTrainer(Trainer):
         return self._wrapped(super().call_model_init(trial))
 
     def _wrapped(self, model: nn.Module) -> nn.Module:
-        make_followable(self._where, model)
-        places = getattr(model, "hf_device_map", None)
-        if places and any(str(place) != "cpu" for place in places.values()):
-            raise ValueError(
-                f"[{self._where}] the model was loaded with a device_map ({places}), expected all of it on the host; "
-                "leave device_map out, as the pipeline moves layers to devices by itself"
-            )
-        whole = _adds_router_loss(model)
-        if whole:
-            warnings.warn(
-                f"[{self._where}] the model adds a router loss, which is one of the whole batch: a batch runs as one "
-                "microbatch, and devices mostly wait for each other; output_router_logits=False leaves that loss out",
-                stacklevel=4,
-            )
-        self._balances = not whole
-        config = RoundPipeRunConfig(num_microbatch=1 if whole else None)
-        # The Trainer's draws, such as the order of the rows, must not notice the sample batches of wrapping.
-        with torch.random.fork_rng(devices=[]):
-            wrapped = wrap_model_to_roundpipe(model.to("cpu"), model_run_config=config, check_loss=False)
+        wrapped = into_pipeline(self._where, model)
+        self._balances = wrapped.model_run_config.num_microbatch is None if type(wrapped) is RoundPipe else False
         return cast(nn.Module, wrapped)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
@@ -175,6 +168,17 @@ class RoundPipeTrainer(Trainer):
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Saves a transformers model as one also where only its parts are in the pipeline."""
+        model: Any = self.model
+        if not isinstance(model, PreTrainedModel) and isinstance(original_of(model), PreTrainedModel):
+            model.synchronize()
+            self.model = original_of(model)
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self.model = model
+
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         save_random_state(Path(output_dir), self.model)
@@ -183,11 +187,3 @@ class RoundPipeTrainer(Trainer):
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
             load_random_state(Path(checkpoint), self.model)
-
-
-def _adds_router_loss(model: nn.Module) -> bool:
-    """Whether the model's loss has a part that is no sum over rows or tokens: the balance of its experts."""
-    config = getattr(model, "config", None)
-    if not isinstance(config, PreTrainedConfig):
-        return False
-    return any(getattr(each, "output_router_logits", False) for each in (config, config.get_text_config()))

@@ -154,6 +154,7 @@ def small_mixtral() -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*adds a router loss")
 def test_a_router_loss_is_one_of_the_whole_batch(tmp_path: Path) -> None:
     curves = []
@@ -341,6 +342,33 @@ def test_models_elsewhere_and_several_processes_are_refused(tmp_path: Path, monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"^\[RoundPipeTrainer\] the script was launched with"):
         RoundPipeTrainer(model=small_llama(), args=args)
+
+
+@pytest.mark.filterwarnings("ignore:.*(single layer|one layer)")
+def test_models_that_are_not_followed_are_saved_and_not_cut(tmp_path: Path) -> None:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    config = transformers.GPT2Config(vocab_size=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **sizes)
+    weights = transformers.GPT2LMHeadModel(config).state_dict()
+
+    def model(microbatches: int | None) -> Any:
+        plain = transformers.GPT2LMHeadModel(config)
+        plain.load_state_dict(weights)
+        one = roundpipe.RoundPipeRunConfig(num_microbatch=microbatches)
+        return wrap_model_to_roundpipe(plain, use_sequential_preset=False, model_run_config=one)
+
+    with pytest.raises(ValueError, match="without being followed"):
+        make_trainer(RoundPipeTrainer, tmp_path, model(None), {}, max_steps=2)
+    trainer = make_trainer(RoundPipeTrainer, tmp_path, model(1), {}, max_steps=2)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    plain = transformers.GPT2LMHeadModel(config)
+    plain.load_state_dict(weights)
+    expected = make_trainer(Trainer, tmp_path, plain, {}, max_steps=2)
+    expected.train()
+    assert difference(curve(expected), curve(trainer)) < 1e-5
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value)
 
 
 def test_all_but_the_layers_stays_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ SFT: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "chats": (tiny_llama, chats, {}, {}),
     "texts": (tiny_llama, texts, {}, {}),
     "completions": (
-        tiny_llama, completions, {"max_length": 32, "per_device_train_batch_size": 1, "max_steps": 8}, {}
+        tiny_llama, completions, {"max_length": 32, "per_device_train_batch_size": 1, "max_steps": 4}, {}
     ),
     "accumulated": (tiny_llama, completions, {"gradient_accumulation_steps": 2, "max_length": 32}, {}),
     "LoRA": (tiny_llama, chats, {}, {"peft_config": lora()}),
@@ -207,7 +207,7 @@ PREFERENCES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 def test_preferences(case: str, tmp_path: Path) -> None:
     model, given, options = PREFERENCES[case]
     kinds = (trl.DPOTrainer, RoundPipeDPOTrainer)
-    settings = {"learning_rate": 1e-2, "max_steps": 5, **options}
+    settings = {"learning_rate": 1e-2, "max_steps": 4, **options}
     trainer = compared(kinds, trl.DPOConfig, tmp_path, model, preferences(), given, **settings)
     assert losses(trainer)[0] > losses(trainer)[-1]
 
