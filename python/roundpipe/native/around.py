@@ -199,6 +199,13 @@ class NativeEmbedding(_NativePart):
             return "layers have a sliding window"
         return None
 
+    def reason_now(self) -> str | None:
+        """Likewise, also for its masks."""
+        config = self.around.base.config
+        if not self._code.makes_own_masks(config):
+            return f"masks for the attention {config._attn_implementation!r} have no native form"
+        return super().reason_now()
+
     def tensors_now(self) -> tuple[nn.Parameter, torch.Tensor]:
         """The embedding's weight and the rotary frequencies."""
         return self._embedding.weight, self._rotary.inv_freq

@@ -77,10 +77,8 @@ def _around(before: Any, after: Any, passages: Passages, prefix: str, code: Code
     head, embedding = NativeHead(around, code, after), NativeEmbedding(around, code, before)
     carried = dict(before.followed.carried)
     against = (
-        _compared(lambda: compare_embedding(embedding, before))
-        if code.makes_own_masks(around.base.config)
-        else f"masks for the attention {around.base.config._attn_implementation!r} have no native form",
-        _compared(lambda: compare_head(head, before, after)),
+        embedding.reason_now() or _compared(lambda: compare_embedding(embedding, before)),
+        head.reason_now() or _compared(lambda: compare_head(head, before, after)),
     )
     before.followed.carried = carried  # without the forms of these calls
     passages.around = dict(zip(passages.around, against, strict=True))

@@ -78,12 +78,11 @@ class Passages:
 
     def reasons_around(self) -> dict[str, str]:
         """Why parts around the layers run in Python now, by part."""
-        now = {
-            name: part.reason_now()
-            for name, part in zip(self.around, (self.embedding, self.head), strict=False)
-            if part
-        }
-        return {name: reason for name, reason in {**self.around, **now}.items() if reason is not None}
+        found = dict(self.around)
+        for name, part in zip(found, (self.embedding, self.head), strict=False):
+            if part is not None:
+                found[name] = part.reason_now()
+        return {name: reason for name, reason in found.items() if reason is not None}
 
     def attention(self) -> str | None:
         """The native name of the attention that the layers use now; None if there is none."""
@@ -153,11 +152,9 @@ class Passages:
         """Whether all parts are native for a call that is made now."""
         if self.embedding is None or self.head is None or len(self._decoders) != len(self._followed.order):
             return False
-        if self._code.reason_against_around() is not None:
+        if self.attention() != "sdpa" or self.experts() is None:
             return False
-        if self.attention() != "sdpa" or not self._code.makes_own_masks(self.embedding.around.base.config):
-            return False
-        if self.embedding.config() is None or self.head.config() is None or self.experts() is None:
+        if self.embedding.reason_now() is not None or self.head.reason_now() is not None:
             return False
         return all(decoder.config() is not None for decoder in self._decoders.values())
 

@@ -74,6 +74,11 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], set[str], str]] = {
         {BEFORE, AFTER},
         "output_hidden_states is on",
     ),
+    "masks": (
+        lambda m: m.set_attn_implementation("eager"),
+        {BEFORE},
+        "masks for the attention 'eager' have no native form",
+    ),
     "model": (lambda m: m.model.register_forward_hook(lambda *_: None), {BEFORE, AFTER}, "LlamaModel has hooks"),
 }
 
