@@ -15,7 +15,6 @@ import transformers
 import roundpipe
 from roundpipe.data.batches import check_positions
 from roundpipe.data.chat import load_tokenizer
-from roundpipe.runs.event_file import EventFile
 from roundpipe.runs.lines import Lines
 from roundpipe.saving.folders import wait_for_saves
 from roundpipe.train.config import TrainConfig
@@ -34,7 +33,7 @@ from roundpipe.train.run_folder import (
     RunFolder,
 )
 from roundpipe.train.samples import Samples, make_prompts
-from roundpipe.train.trackers import All, Metrics, TensorBoard, WeightsAndBiases, imported_wandb
+from roundpipe.train.trackers import All, Metrics, TensorBoard, WeightsAndBiases, imported_tensorboard, imported_wandb
 
 EXIT_OK, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 130
 
@@ -47,6 +46,8 @@ def run(config: TrainConfig, resume: bool) -> int:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same bits on every stream
     folder = RunFolder(config, resume)
+    if config.tensorboard:
+        imported_tensorboard()
     if config.wandb is not None:
         imported_wandb()
     if config.devices is not None:
@@ -85,7 +86,7 @@ def _train(
         samples = open_files.enter_context(Lines(folder.path / SAMPLES_FILE, step))
         stop = open_files.enter_context(roundpipe.StopSignal())
         observers: list[Observer] = [Metrics(metrics), screen]
-        observers += _trackers(config, folder, open_files)
+        observers += _trackers(config, folder, open_files, step)
         prompts = make_prompts(config, tokenizer, data.held_out_samples)
         observers.append(Samples(model, tokenizer, prompts, config.sample_tokens, samples, screen.say))
         open_files.enter_context(screen)
@@ -112,12 +113,14 @@ def _train(
     return EXIT_OK
 
 
-def _trackers(config: TrainConfig, folder: RunFolder, open_files: contextlib.ExitStack) -> list[Observer]:
+def _trackers(
+    config: TrainConfig, folder: RunFolder, open_files: contextlib.ExitStack, step: int
+) -> list[Observer]:
     trackers: list[Observer] = []
     if config.tensorboard:
-        events = EventFile(folder.path / TENSORBOARD_FOLDER)
-        open_files.callback(events.close)
-        trackers.append(TensorBoard(events))
+        board = TensorBoard(folder.path / TENSORBOARD_FOLDER, step)
+        open_files.callback(board.close)
+        trackers.append(board)
     if config.wandb is not None:
         run = WeightsAndBiases(config.wandb, config)
         open_files.callback(run.close)

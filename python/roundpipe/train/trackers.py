@@ -6,9 +6,9 @@ import dataclasses
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from roundpipe.runs.event_file import EventFile
 from roundpipe.runs.lines import Lines
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.loop import EvaluationRecord, Observer, StepRecord
@@ -43,10 +43,18 @@ class Metrics:
 
 
 class TensorBoard:
-    """Writes an event file. If it cannot be written, training goes on without it."""
+    """Writes event files. If they cannot be written, training goes on without them.
 
-    def __init__(self, events: EventFile) -> None:
-        self._events = events
+    Args:
+        folder: TensorBoard's `--logdir`, or a folder in it; made if it is not there.
+        after_step: a run that goes on after this step; what an earlier attempt wrote of later ones is not shown.
+
+    Raises:
+        ValueError: tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path, after_step: int = 0) -> None:
+        self._writer = imported_tensorboard().SummaryWriter(str(folder), purge_step=after_step + 1)
         self._is_broken = False
 
     def on_step(self, record: StepRecord) -> None:
@@ -59,10 +67,23 @@ class TensorBoard:
         if self._is_broken:
             return
         try:
-            self._events.add(step, {name: value for name, value in values.items() if value is not None})
+            for name, value in values.items():
+                if value is not None:
+                    self._writer.add_scalar(name, value, step)
         except OSError as error:
-            self._is_broken = True
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Writes what is left."""
+        try:
+            self._writer.close()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        if not self._is_broken:
             print(f"[train] TensorBoard's file cannot be written: {error.strerror}; training goes on", file=sys.stderr)
+        self._is_broken = True
 
 
 class WeightsAndBiases:
@@ -85,6 +106,16 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def imported_tensorboard() -> Any:
+    """torch's writer; ValueError if tensorboard is not installed."""
+    try:
+        return importlib.import_module("torch.utils.tensorboard")
+    except ImportError:
+        raise ValueError(
+            "[train] --tensorboard needs tensorboard, which is not installed; pip install 'tensorboard>=2.18,<3'"
+        ) from None
 
 
 def imported_wandb() -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import struct
+import shutil
+import subprocess
 import sys
 import types
 from html.parser import HTMLParser
@@ -13,7 +15,6 @@ from typing import Any
 import pytest
 
 from roundpipe.performance.pictures import Span
-from roundpipe.runs.event_file import EventFile, crc32c
 from roundpipe.runs.lines import Lines, read_lines
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.loop import EvaluationRecord, StepRecord
@@ -51,30 +52,47 @@ def test_a_full_disk_does_not_end_training(capsys: pytest.CaptureFixture[str]) -
     lines._file.close()
 
 
-def records_of(data: bytes) -> list[bytes]:
-    """The events of a file, whose checksums must be right."""
-    events = []
-    while data:
-        length = struct.unpack("<Q", data[:8])[0]
-        for begin, end in ((0, 8), (12, 12 + length)):
-            value = crc32c(data[begin:end])
-            masked = ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF
-            assert struct.unpack("<I", data[end : end + 4])[0] == masked
-        events.append(data[12 : 12 + length])
-        data = data[16 + length :]
-    return events
+def scalars_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a run: (step, value) of each curve."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_event_files_are_those_of_tensorboard(tmp_path: Path) -> None:
-    assert crc32c(b"123456789") == 0xE3069283  # the check value of the polynomial
-    events = EventFile(tmp_path, time_s=1.5)
-    events.add(300, {"loss": 0.5}, time_s=2.5)
-    events.close()
-    first, second = records_of(next(tmp_path.iterdir()).read_bytes())
-    # Read by TensorBoard as: wall_time 1.5, file_version; wall_time 2.5, step 300, loss 0.5.
-    assert first == b"\x09" + struct.pack("<d", 1.5) + b"\x1a\x0dbrain.Event:2"
-    value = b"\x0a\x04loss\x15" + struct.pack("<f", 0.5)
-    assert second == b"\x09" + struct.pack("<d", 2.5) + b"\x10\xac\x02" + b"\x2a\x0d\x0a\x0b" + value
+def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
+    for first, value in ((1, 1.0), (2, 0.5)):  # the second run goes on after step 1
+        board = TensorBoard(tmp_path, after_step=first - 1)
+        for step in (first, first + 1, first + 2):
+            board.on_step(dataclasses.replace(STEP, step=step, loss=value))
+        board.close()
+        # Event files are ordered by the second of their names.
+        (written,) = (path for path in tmp_path.iterdir() if path.name.count(".") > 3)
+        written.rename(tmp_path / f"events.out.tfevents.{first}")
+    assert scalars_of(tmp_path)["loss"] == [(1, 1.0), (2, 0.5), (3, 0.5), (4, 0.5)]
+
+
+def test_a_board_that_cannot_be_written_does_not_end_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board = TensorBoard(tmp_path)
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(board._writer, "add_scalar", fails)
+    monkeypatch.setattr(board._writer, "close", fails)
+    board.on_step(STEP)
+    board.on_step(STEP)
+    board.close()
+    assert capsys.readouterr().err.count("No space left on device; training goes on") == 1
+
+
+def test_tensorboard_has_to_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match=r"^\[train\] --tensorboard needs tensorboard"):
+        TensorBoard(tmp_path)
 
 
 def test_trackers_get_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,22 +109,22 @@ def test_trackers_get_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     module: Any = types.ModuleType("wandb")
     module.init = lambda **options: made.update(options) or Run()
     monkeypatch.setitem(sys.modules, "wandb", module)
-    events = EventFile(tmp_path / "events")
+    board = TensorBoard(tmp_path / "events")
     wandb = WeightsAndBiases("project", TrainConfig(out="mine", seed=4))
     with Lines(tmp_path / "metrics.jsonl") as lines:
-        everything = All([Metrics(lines), TensorBoard(events), wandb])
+        everything = All([Metrics(lines), board, wandb])
         everything.on_step(STEP)
         everything.on_evaluation(EvaluationRecord(3, 1.25, 77))
     wandb.close()
-    events.close()
+    board.close()
     assert (made["project"], made["name"], made["config"]["seed"]) == ("project", "mine", 4)
     assert [entry if entry == "finished" else entry[0] for entry in logged] == [3, 3, "finished"]
     assert logged[0][1]["loss"] == 1.5 and logged[1][1] == {"evaluation_loss": 1.25, "evaluation_tokens": 77}
     step, evaluation = read_lines(tmp_path / "metrics.jsonl")
     assert (step["loss"], step["devices_busy"], evaluation["evaluation_loss"]) == (1.5, 0.5, 1.25)
-    written = b"".join(records_of(next((tmp_path / "events").iterdir()).read_bytes()))
-    for tag in ("grad_norm", "tokens_per_second", "evaluation_loss"):
-        assert tag.encode() in written
+    shown = scalars_of(tmp_path / "events")
+    assert shown["grad_norm"] == [(3, 0.25)] and shown["tokens_per_second"] == [(3, 50.0)]
+    assert shown["evaluation_loss"] == [(3, 1.25)]
 
 
 def test_weights_and_biases_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +232,20 @@ def test_the_report_is_one_page_without_the_network(tmp_path: Path) -> None:
         "12 records",
     ):
         assert expected in shown
+    looked_at_in_a_browser(tmp_path / "report.html")
+
+
+def looked_at_in_a_browser(path: Path) -> None:
+    """Opens the page without the network in a browser of this machine, if it has one; it must draw and not complain."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    browser = next(filter(None, map(shutil.which, names)), None)
+    if browser is None:
+        return
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    command += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={path.parent / 'browser'}", path.as_uri()]
+    drawn = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert "CONSOLE" not in drawn.stderr
+    assert drawn.stdout.count("<svg") == 7 and drawn.stdout.rstrip().endswith("</html>")
     for expected in ("moments 3 MiB", "virtual:2", "lora *", "torch", "layer <0>"):
         assert expected in shown
     assert len(text) < 200_000
