@@ -1,0 +1,268 @@
+#include <roundpipe/roundpipe.h>
+
+#include <cmath>
+
+#include <doctest/doctest.h>
+
+#include "support/chain.h"
+
+using namespace roundpipe;
+using namespace roundpipe::support;
+
+namespace {
+
+struct Mistake {
+  std::function<void(Duel&)> make;
+  std::string says;
+};
+
+// Each mistake is refused twice, with its text, between calls whose gradients add up; then the bits are the plain
+// loop's.
+void refuses(const std::vector<Mistake>& mistakes, bool with_optimizer = false) {
+  for (const Mistake& mistake : mistakes) {
+    CAPTURE(mistake.says);
+    set_devices("virtual:2,debug");
+    at::manual_seed(1);
+    Duel duel;
+    if (with_optimizer) duel.step();
+    CHECK(duel.call(0));
+    for (int round = 0; round < 2; ++round) {
+      CHECK_THROWS_WITH_AS(mistake.make(duel), doctest::Contains(mistake.says.c_str()), std::invalid_argument);
+    }
+    CHECK(duel.goes_on());
+  }
+}
+
+const Tensor& good() {
+  static const Tensor inputs = at::ones({6, Chain::kIn});
+  return inputs;
+}
+const Tensor& good_labels() {
+  static const Tensor labels = at::ones({6, Chain::kOut});
+  return labels;
+}
+
+Mistake batch(Tensor inputs, Tensor labels, const char* says) {
+  return {[=](Duel& duel) { duel.model.forward_backward(inputs, labels, squared_error); }, says};
+}
+Mistake with(const std::function<void(RunOptions&)>& change, const char* says) {
+  return {[=](Duel& duel) {
+            RunOptions options = duel.model.run_options();
+            change(options);
+            duel.model.forward_backward(good(), good_labels(), squared_error, options);
+          },
+          says};
+}
+Mistake route(std::vector<schedule::Range> forward, std::vector<schedule::Range> backward, const char* says) {
+  return with([=](RunOptions& options) { options.route = schedule::Stages{forward, backward}; }, says);
+}
+
+}  // namespace
+
+TEST_SUITE("wrong use") {
+  TEST_CASE("batches") {
+    refuses({
+        batch(at::ones({0, Chain::kIn}), good_labels(), "[inputs] the batch is empty"),
+        batch(at::ones({6, Chain::kIn}, at::kMeta), good_labels(), "expected a dense strided tensor"),
+        batch(good().to_sparse(), good_labels(), "expected a dense strided tensor"),
+        batch(good(), good_labels().to(at::kMeta), "expected a dense strided tensor"),
+        batch(good(), at::ones({0, Chain::kOut}), "[labels] tensor 0 has 0 rows, fewer than the 3 microbatches"),
+        batch(good(), at::ones({2, Chain::kOut}), "[labels] tensor 0 has 2 rows, fewer than the 3 microbatches"),
+        {[](Duel& duel) {
+           const auto loss = [](const Tensor& outputs, const std::tuple<Tensor, Tensor>&) { return outputs.sum(); };
+           duel.model.forward_backward(good(), std::tuple(at::ones({6}), at::ones({5})), loss);
+         },
+         "expected the same batch size"},
+        {[](Duel& duel) { duel.model.forward(good(), good()); }, "[values] a at::Tensor was expected"},
+        {[](Duel& duel) {
+           duel.model.forward_backward(Microbatches<Tensor>{{good(), good()}}, Microbatches<Tensor>{{good_labels()}},
+                                       squared_error, RunOptions());
+         },
+         "[labels] the batch is cut into 1 microbatches, expected 2"},
+        {[](Duel& duel) {
+           duel.model.forward_backward(Microbatches<Tensor>{}, good_labels(), squared_error, RunOptions());
+         },
+         "there are no microbatches"},
+        {[](Duel& duel) {
+           duel.model.forward_backward(Microbatches<Tensor>{{good(), good()}}, good_labels(), squared_error);
+         },
+         "the options ask for 3"},
+    });
+  }
+
+  TEST_CASE("options of a call") {
+    refuses({
+        with([](RunOptions& options) { options.microbatches = 0; }, "microbatches"),
+        with([](RunOptions& options) { options.microbatches = -1; }, "microbatches"),
+        with([](RunOptions& options) { options.gradient_groups = 0; }, "gradient_groups"),
+        with([](RunOptions& options) { options.verify_every = -1; }, "verify_every"),
+        with([](RunOptions& options) { options.cut_inputs = {Cut::along(0), Cut::along(0)}; },
+             "expected at most one entry for each"),
+        with([](RunOptions& options) { options.cut_inputs = {Cut::along(2)}; }, "expected a dimension 2"),
+        with([](RunOptions& options) { options.cut_labels = {Cut::along(-3)}; }, "expected a dimension -3"),
+        with([](RunOptions& options) { options.requires_grad = false; }, "gradients are off"),
+        {[](Duel& duel) {
+           const at::NoGradGuard no_grad;
+           duel.model.forward_backward(good(), good_labels(), squared_error);
+         },
+         "leave the NoGradGuard"},
+        {[](Duel& duel) {
+           const c10::InferenceMode inference;
+           duel.model.submit(good(), good_labels(), squared_error);
+         },
+         "[submit] gradients are off"},
+        {[](Duel& duel) {
+           const at::NoGradGuard no_grad;
+           duel.model.predict_memory(good(), good_labels(), squared_error);
+         },
+         "[predict_memory] gradients are off"},
+        {[](Duel& duel) {
+           duel.model.run_options().microbatches = 0;
+           const auto restores = [&duel](const Duel*) { duel.model.run_options().microbatches = 3; };
+           const std::unique_ptr<const Duel, decltype(restores)> restored(&duel, restores);
+           duel.model.forward(good());
+         },
+         "microbatches"},
+        {[](Duel& duel) { (void)Model(duel.chain.twin().layers(), {.run = {.gradient_groups = 0}}); },
+         "gradient_groups"},
+    });
+  }
+
+  TEST_CASE("stages that do not fit") {
+    refuses({
+        route({{0, 3}}, {{4, 6}, {0, 3}}, "before the forward of layer 3"),
+        route({{0, 2}, {3, 4}}, {{4, 6}, {0, 4}}, "before the forward of layer 2"),
+        route({{0, 3}, {2, 4}}, {{4, 6}, {0, 4}}, "repeats the forward of layer 2"),
+        route({{0, 4}}, {{4, 7}, {0, 4}}, "expected a non-empty part of [0, 6)"),
+        route({}, {}, "no job runs the forward of layer 0"),
+    });
+  }
+
+  TEST_CASE("devices") {
+    for (const char* spec : {"foo", "virtual:0", "virtual:-1", "virtual:two", "virtual:2,memory=much",
+                             "virtual:2,memory=-1GiB", "virtual:2,colour=red", "virtual:2,link=0GB/s", "memory=2GiB",
+                             "cuda:99", "", "virtual:2,fail=fire@1", "virtual:2,fail=7:error@1"}) {
+      refuses({{[spec](Duel&) { set_devices(spec); }, "[devices]"}});
+      CHECK(devices().size() == 2);
+    }
+  }
+
+  TEST_CASE("a batch's result is taken once") {
+    set_devices("virtual:2");
+    Duel duel;
+    auto pending = duel.model.submit(good(), good_labels(), squared_error);
+    pending.finish();
+    for (int round = 0; round < 2; ++round) {
+      CHECK_THROWS_WITH_AS(pending.finish(), doctest::Contains("the losses have been taken already"),
+                           std::invalid_argument);
+    }
+  }
+
+  TEST_CASE("steps") {
+    refuses(
+        {
+            {[](Duel& duel) {
+               Duel other(false, {.name = "other"});
+               other.step();
+               duel.model.step(*other.sgd);
+             },
+             "the optimizer was not made for this model"},
+            {[](Duel& duel) { duel.model.step(*duel.sgd, {.max_grad_norm = 0.0}); }, "max_grad_norm is 0"},
+            {[](Duel& duel) { duel.model.step(*duel.sgd, {.max_grad_norm = -1.0}); }, "max_grad_norm is -1"},
+            {[](Duel& duel) { duel.model.step(*duel.sgd, {.max_grad_norm = std::nan("")}); }, "max_grad_norm is nan"},
+            {[](Duel& duel) {
+               torch::optim::SGD sgd(duel.chain.parameters(), 0.1);
+               duel.model.step(sgd);
+             },
+             "model.step(optimizer)"},
+            {[](Duel& duel) { Optimizer(duel.model, optim::Algorithm::kAdam, {{{}, {}}}); }, "group 0 holds no"},
+            {[](Duel& duel) {
+               Optimizer(duel.model, optim::Algorithm::kSGD, {}, {.moments = optim::MomentFormat::kBlockwise8Bit});
+             },
+             "8-bit moments are for Adam"},
+        },
+        /*with_optimizer=*/true);
+  }
+
+  TEST_CASE("a replaced optimizer") {
+    set_devices("virtual:2");
+    at::manual_seed(2);
+    Duel duel;
+    duel.step();
+    const std::unique_ptr<Optimizer> old = std::move(duel.sgd);
+    duel.step();
+    CHECK(duel.call(0));
+    for (int round = 0; round < 2; ++round) {
+      CHECK_THROWS_WITH_AS(duel.model.step(*old), doctest::Contains("another one was made since"),
+                           std::invalid_argument);
+    }
+    CHECK(duel.goes_on());
+  }
+
+  TEST_CASE("models that cannot be made") {
+    CHECK_THROWS_WITH_AS(Model(std::vector<Layer>{}), doctest::Contains("there are no layers"), std::invalid_argument);
+    CHECK_THROWS_WITH_AS(Model(torch::nn::Sequential()), doctest::Contains("there are no layers"),
+                         std::invalid_argument);
+    const auto twice = [](const std::vector<Tensor>& own, const Tensor& x) { return x * own[0]; };
+    CHECK_THROWS_WITH_AS(Model({layer({{"scale", Tensor()}}, twice)}), doctest::Contains("'scale' is undefined"),
+                         std::invalid_argument);
+  }
+
+  TEST_CASE("a model whose modules have changed") {
+    const auto changed = [](const std::function<std::function<void()>(Chain&)>& change, const char* says) {
+      CAPTURE(says);
+      set_devices("virtual:2");
+      at::manual_seed(3);
+      Duel duel;
+      duel.step();
+      CHECK(duel.call(0));
+      duel.model.synchronize();
+      const std::function<void()> back = change(duel.chain);
+      for (int round = 0; round < 2; ++round) {
+        CHECK_THROWS_WITH_AS(duel.model.forward_backward(good(), good_labels(), squared_error), doctest::Contains(says),
+                             std::invalid_argument);
+      }
+      if (!back) return;
+      back();
+      CHECK(duel.goes_on());
+    };
+    changed(
+        [](Chain& chain) {
+          const Tensor old = chain.first->weight;
+          chain.first->weight = at::ones_like(old).set_requires_grad(true);
+          return [&chain, old] { chain.first->weight = old; };
+        },
+        "replaced");
+    changed(
+        [](Chain& chain) {
+          chain.first->register_parameter("extra", at::ones({2}));
+          return std::function<void()>();
+        },
+        "were added, removed or replaced");
+    changed(
+        [](Chain& chain) {
+          chain.first->to(at::kDouble);
+          return std::function<void()>();
+        },
+        "has become");
+  }
+
+  TEST_CASE("a call from a layer or a loss") {
+    set_devices("virtual:2");
+    at::manual_seed(4);
+    Duel duel, other(false, {.name = "other"});
+    const auto calls = [&other](const Tensor& outputs, const Tensor&) {
+      return outputs.sum() + other.model.forward(good()).sum();
+    };
+    CHECK_THROWS_WITH_AS(duel.model.forward_backward(good(), good_labels(), calls),
+                         doctest::Contains("has called a model in the pipeline"), Error);
+    duel.chain.trap->set(1, [&other](const Tensor& value) {
+      other.model.synchronize();
+      return value;
+    });
+    CHECK_THROWS_WITH_AS(duel.model.forward(good()), doctest::Contains("has called a model in the pipeline"), Error);
+    duel.chain.trap->clear();
+    CHECK(duel.goes_on());
+    CHECK(other.goes_on());
+  }
+}
