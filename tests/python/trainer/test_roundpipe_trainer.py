@@ -132,12 +132,21 @@ def small_classifier() -> Any:
 
 
 @pytest.mark.long
-def test_an_overridden_loss_sees_the_whole_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kinds", [(Trainer, RoundPipeTrainer), (PlainWeighted, OurWeighted)])
+def test_classes_of_accumulated_batches(kinds: Any, tmp_path: Path) -> None:
     rows = [{"input_ids": torch.arange(8) + 3 * i, "labels": i % 3} for i in range(16)]
     given = {"train_dataset": rows, "eval_dataset": rows[:5], "data_collator": None}
     curves = []
-    for kind in (PlainWeighted, OurWeighted):
-        trainer = make_trainer(kind, tmp_path, small_classifier(), given, learning_rate=1e-3, eval_strategy="epoch")
+    for kind in kinds:
+        trainer = make_trainer(
+            kind,
+            tmp_path,
+            small_classifier(),
+            given,
+            learning_rate=1e-3,
+            eval_strategy="epoch",
+            gradient_accumulation_steps=3,
+        )
         trainer.train()
         curves.append(curve(trainer))
     assert difference(*curves) < 1e-5
