@@ -232,6 +232,8 @@ def test_the_report_is_one_page_without_the_network(tmp_path: Path) -> None:
         "12 records",
     ):
         assert expected in shown
+    for expected in ("moments 3 MiB", "virtual:2", "lora *", "torch", "layer <0>"):
+        assert expected in shown
     looked_at_in_a_browser(tmp_path / "report.html")
 
 
@@ -246,8 +248,6 @@ def looked_at_in_a_browser(path: Path) -> None:
     drawn = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert "CONSOLE" not in drawn.stderr
     assert drawn.stdout.count("<svg") == 7 and drawn.stdout.rstrip().endswith("</html>")
-    for expected in ("moments 3 MiB", "virtual:2", "lora *", "torch", "layer <0>"):
-        assert expected in shown
     assert len(text) < 200_000
 
 
