@@ -122,31 +122,33 @@ class OurWeighted(WeightedLoss, RoundPipeTrainer):
     pass
 
 
-def small_classifier() -> Any:
+def small_bert(head: Any, labels: int) -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     config = transformers.BertConfig(
-        vocab_size=64, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes
+        vocab_size=64, num_labels=labels, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes
     )
     torch.manual_seed(0)
-    return transformers.BertForSequenceClassification(config)
+    return head(config)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kinds", [(Trainer, RoundPipeTrainer), (PlainWeighted, OurWeighted)])
-def test_classes_of_accumulated_batches(kinds: Any, tmp_path: Path) -> None:
+def test_an_overridden_loss_sees_the_whole_batch(tmp_path: Path) -> None:
     rows = [{"input_ids": torch.arange(8) + 3 * i, "labels": i % 3} for i in range(16)]
+    compare_accumulated((PlainWeighted, OurWeighted), transformers.BertForSequenceClassification, 3, rows, tmp_path)
+
+
+@pytest.mark.long
+def test_a_mean_is_divided_by_the_accumulated_batches(tmp_path: Path) -> None:
+    rows = [{"input_ids": torch.arange(8) + i, "start_positions": i % 8, "end_positions": 7 - i % 4} for i in range(16)]
+    compare_accumulated((Trainer, RoundPipeTrainer), transformers.BertForQuestionAnswering, 2, rows, tmp_path)
+
+
+def compare_accumulated(kinds: Any, head: Any, labels: int, rows: list[dict[str, Any]], folder: Path) -> None:
     given = {"train_dataset": rows, "eval_dataset": rows[:5], "data_collator": None}
+    options = {"learning_rate": 1e-3, "eval_strategy": "epoch", "gradient_accumulation_steps": 3}
     curves = []
     for kind in kinds:
-        trainer = make_trainer(
-            kind,
-            tmp_path,
-            small_classifier(),
-            given,
-            learning_rate=1e-3,
-            eval_strategy="epoch",
-            gradient_accumulation_steps=3,
-        )
+        trainer = make_trainer(kind, folder, small_bert(head, labels), given, **options)
         trainer.train()
         curves.append(curve(trainer))
     assert difference(*curves) < 1e-5
