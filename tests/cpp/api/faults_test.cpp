@@ -139,7 +139,7 @@ TEST_SUITE("device failures") {
       CAPTURE(kind.name);
       set_devices("virtual:3");
       const Outcome expected = train(kind, /*check=*/true);
-      for (const char* fault : {"0:error@1", "1:error@7", "2:error@16", "1:error@23", "0:slow@3+1ms,fail=1:error@12"}) {
+      for (const char* fault : {"0:error@1", "1:error@7", "2:error@16", "0:slow@3+1ms,fail=1:error@12"}) {
         CAPTURE(fault);
         set_devices(concat("virtual:3,fail=", fault));
         CHECK(same(train(kind), expected));

@@ -337,7 +337,7 @@ TEST_SUITE("memory of the host") {
     Duel duel;
     const auto rounds = [&](int count) {
       for (int round = 0; round < count; ++round) {
-        duel.chain.trap->throw_from(1 + round % 5);
+        duel.chain.trap->throw_from(1 + round % 3);
         CHECK_THROWS_AS(duel.call_alone(), OnPurpose);
         duel.chain.trap->clear();
         duel.call_alone();
