@@ -113,9 +113,7 @@ def _train(
     return EXIT_OK
 
 
-def _trackers(
-    config: TrainConfig, folder: RunFolder, open_files: contextlib.ExitStack, step: int
-) -> list[Observer]:
+def _trackers(config: TrainConfig, folder: RunFolder, open_files: contextlib.ExitStack, step: int) -> list[Observer]:
     trackers: list[Observer] = []
     if config.tensorboard:
         board = TensorBoard(folder.path / TENSORBOARD_FOLDER, step)
