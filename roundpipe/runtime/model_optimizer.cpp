@@ -67,11 +67,11 @@ void ModelOptimizer::reap(size_t at_most) {
   while (runs_.size() > at_most || (!runs_.empty() && runs_.front()->finished()->complete())) {
     const std::shared_ptr<StepRun> run = runs_.front();
     if (!run->finished()->complete()) {
-      // The step's own error is thrown below; an interrupt leaves everything as it is.
+      // The step's own error is thrown below; an interrupt leaves everything as it is, also if the step ends just then.
       try {
         device::wait_interruptible(*run->finished());
       } catch (...) {
-        if (!run->finished()->complete()) throw;
+        if (!run->finished()->complete() || !run->finished()->error()) throw;
       }
     }
     runs_.pop_front();
