@@ -167,12 +167,13 @@ Step Model::step(Optimizer& optimizer, const StepOptions& options) {
     throw std::invalid_argument(
         concat("[step] max_grad_norm is ", *options.max_grad_norm, ", expected a positive number or none"));
   }
+  const std::vector<optim::Hyperparameters>& groups = optimizer.options_of_step();
   prepare_step(*optimizer.core(), options.asynchronous);
   runtime::StepOptions engine_options;
   engine_options.asynchronous = options.asynchronous;
   engine_options.max_norm = options.max_grad_norm.value_or(0);
   if (options.scaler != nullptr) engine_options.loss_scale = options.scaler->begin_step();
-  const std::shared_ptr<runtime::StepRun> run = start_step(optimizer.all_options(), engine_options);
+  const std::shared_ptr<runtime::StepRun> run = start_step(groups, engine_options);
   if (options.scaler != nullptr) {
     options.scaler->stepped(run);
     // The scale of the next losses depends on these gradients.

@@ -67,6 +67,35 @@ Hyperparameters adam_options(Hyperparameters options, const Options& from) {
   return options;
 }
 
+// Refuses values that torch.optim's constructors refuse, NaN among them. `where`: begins the error.
+void require_in_range(const Hyperparameters& options, const std::string& where) {
+  const std::pair<const char*, double> not_negative[] = {
+      {"lr", options.lr},
+      {"eps", options.eps},
+      {"weight_decay", options.weight_decay},
+      {"momentum", options.momentum},
+      {"alpha", options.alpha},
+      {"lr_decay", options.lr_decay},
+      {"initial_accumulator_value", options.initial_accumulator_value}};
+  for (const auto& [name, value] : not_negative) {
+    if (value >= 0) continue;
+    throw std::invalid_argument(concat(where, name, " is ", value, ", expected a number that is not negative"));
+  }
+  const std::pair<const char*, double> below_one[] = {{"beta1", options.beta1}, {"beta2", options.beta2}};
+  for (const auto& [name, value] : below_one) {
+    if (value >= 0 && value < 1) continue;
+    throw std::invalid_argument(
+        concat(where, name, " is ", value, ", expected a number from 0 up to but not including 1"));
+  }
+}
+
+void require_in_range(const std::vector<Hyperparameters>& groups, const char* where) {
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const std::string group = groups.size() > 1 ? concat("group ", i, ": ") : "";
+    require_in_range(groups[i], concat("[", where, "] ", group));
+  }
+}
+
 }  // namespace
 
 UpdateRule::UpdateRule(Algorithm chosen) : algorithm(chosen), options(defaults_of(chosen)) {}
@@ -109,6 +138,7 @@ Optimizer::Optimizer(HostWeights& model, const UpdateRule& rule, const std::vect
     : algorithm_(rule.algorithm), moments_(format.moments) {
   for (const ParameterGroup& group : groups) options_.push_back(group.options);
   options_.push_back(rule.options);
+  require_in_range(options_, "optimizer");
   // Refuses options that the rule or the format does not know.
   for (const Hyperparameters& options : options_) optim::state_names(rule.algorithm, options, format.moments, {1});
 
@@ -128,6 +158,11 @@ Optimizer::Optimizer(HostWeights& model, const UpdateRule& rule, const std::vect
     }
   };
   core_ = model.bind(group_of, accepted, rule.algorithm, format.moments, format.gradients_in_fp32);
+}
+
+const std::vector<Hyperparameters>& Optimizer::options_of_step() const {
+  require_in_range(options_, "step");
+  return options_;
 }
 
 void Optimizer::set_learning_rate(LearningRate factor) {

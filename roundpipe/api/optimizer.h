@@ -78,6 +78,8 @@ class Optimizer {
   // -- for Model --
   const std::shared_ptr<runtime::ModelOptimizer>& core() const { return core_; }
   const std::vector<optim::Hyperparameters>& all_options() const { return options_; }
+  // The same, for a step. Throws std::invalid_argument for values that torch.optim's constructors refuse.
+  const std::vector<optim::Hyperparameters>& options_of_step() const;
   void count_step();
 
   // -- for checkpoints --

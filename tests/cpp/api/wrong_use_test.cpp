@@ -189,6 +189,41 @@ TEST_SUITE("wrong use") {
         /*with_optimizer=*/true);
   }
 
+  TEST_CASE("hyperparameters that libtorch's constructors refuse") {
+    using optim::Hyperparameters;
+    using Change = std::function<void(Hyperparameters&)>;
+    const std::vector<std::pair<Change, std::string>> wrong = {
+        {[](Hyperparameters& options) { options.lr = -0.1; }, "lr is -0.1, expected a number that is not negative"},
+        {[](Hyperparameters& options) { options.lr = std::nan(""); }, "lr is nan"},
+        {[](Hyperparameters& options) { options.momentum = -1; }, "momentum is -1"},
+        {[](Hyperparameters& options) { options.weight_decay = -1; }, "weight_decay is -1"},
+        {[](Hyperparameters& options) { options.eps = -1; }, "eps is -1"},
+        {[](Hyperparameters& options) { options.beta1 = 1; }, "beta1 is 1, expected a number from 0"},
+        {[](Hyperparameters& options) { options.beta2 = -0.5; }, "beta2 is -0.5"},
+    };
+    std::vector<Mistake> mistakes;
+    for (const auto& [change, says] : wrong) {
+      mistakes.push_back({[change = change](Duel& duel) {
+                            UpdateRule rule = PlainTraining::rule();
+                            change(rule.options);
+                            Optimizer(duel.model, rule);
+                          },
+                          "[optimizer] " + says});
+      mistakes.push_back({[change = change](Duel& duel) {
+                            const Hyperparameters before = duel.sgd->options();
+                            change(duel.sgd->options());
+                            try {
+                              duel.model.step(*duel.sgd);
+                            } catch (...) {
+                              duel.sgd->options() = before;
+                              throw;
+                            }
+                          },
+                          "[step] " + says});
+    }
+    refuses(mistakes, /*with_optimizer=*/true);
+  }
+
   TEST_CASE("a replaced optimizer") {
     set_devices("virtual:2");
     at::manual_seed(2);
