@@ -24,7 +24,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import roundpipe
 from roundpipe.data.balance import balanced_config
 from roundpipe.data.chat import load_tokenizer
-from roundpipe.runs.event_file import EventFile
 from roundpipe.runs.lines import Lines
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import read_data
@@ -87,11 +86,11 @@ def make_files(folder: Path, width: int, layers: int, lines: int) -> None:
 def by_command(config: TrainConfig, folder: Path) -> Taken:
     model, optimizer, schedule, data = parts(config, folder)
     clock = Clock()
-    events = EventFile(folder / "events")
+    board = TensorBoard(folder / "events")
     with Lines(folder / "metrics.jsonl") as lines, Screen(data.steps, 0, 1) as screen:
         training = Training(config, model, optimizer, schedule, data, folder)
-        training.run(All([Metrics(lines), TensorBoard(events), screen, clock]), lambda: False)
-    events.close()
+        training.run(All([Metrics(lines), board, screen, clock]), lambda: False)
+    board.close()
     return clock.taken()
 
 
