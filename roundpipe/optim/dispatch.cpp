@@ -14,9 +14,9 @@ struct InstructionSet {
   const kernels::Kernels* kernels;
 };
 
-// In ascending order, the best one last.
+// In ascending order, the best one last. Never destroyed: at exit, a step that is being made still reads it.
 const std::vector<InstructionSet>& supported() {
-  static const std::vector<InstructionSet> sets = [] {
+  static const auto& sets = *new std::vector<InstructionSet>([] {
     std::vector<InstructionSet> found = {{"baseline", &kernels::baseline::table}};
 #ifdef __x86_64__
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
@@ -30,7 +30,7 @@ const std::vector<InstructionSet>& supported() {
     found.push_back({"neon", &kernels::neon::table});
 #endif
     return found;
-  }();
+  }());
   return sets;
 }
 

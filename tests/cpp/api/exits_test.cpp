@@ -166,6 +166,14 @@ const std::vector<Ending>& endings() {
          std::quick_exit(5);
        },
        5},
+      {"by exit on another thread",
+       [] {
+         Program program(true);
+         program.call();
+         program.step();
+         std::thread([] { std::exit(6); }).join();
+       },
+       6},
       {"by an exception",
        [] {
          // The test program would catch it.
