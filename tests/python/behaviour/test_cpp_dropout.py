@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16},
 }
-
-
-@pytest.fixture(scope="module")
-def program() -> Iterator[Program]:
-    made = Program()
-    yield made
-    made.close()
 
 
 def seeded_loop(model: Any, decoder: Any, batch: dict[str, torch.Tensor], seeds: torch.Tensor) -> torch.Tensor:

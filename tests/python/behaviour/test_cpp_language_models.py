@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,25 +67,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 18, "attention_bias": True},
     "qwen3, tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
 }
-
-
-@pytest.fixture(scope="module")
-def program() -> Iterator[Program]:
-    made = Program()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def of(name: str) -> Path:
-        if name not in made:
-            made[name] = make_folder(tmp_path_factory.mktemp("model"), CONFIGS[name])
-        return made[name]
-
-    return of
 
 
 SHORT_IN_BF16 = ("llama, tied, pad token", "yarn", "mistral, window", "qwen2, some windows")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +44,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"r": 2, "lora_alpha": 3, "target_modules": "all-linear"},
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def program() -> Iterator[Program]:
-    made = Program()
-    yield made
-    made.close()
 
 
 def make_adapter(model: Path, folder: Path, options: dict[str, Any]) -> Path:

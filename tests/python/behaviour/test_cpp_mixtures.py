@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from language_program import (
     check_saved_folders,
     compare,
     expected,
-    make_folder,
     needs_program,
 )
 
@@ -74,25 +73,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 SHORT_IN_BF16 = ("qwen3_moe", "qwen3_moe, router loss", "gpt_oss", "gpt_oss, other fields")
 LONG = ("gpt_oss, one expert", "qwen3_moe, all of the experts")
-
-
-@pytest.fixture(scope="module")
-def program() -> Iterator[Program]:
-    made = Program()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def of(name: str) -> Path:
-        if name not in made:
-            made[name] = make_folder(tmp_path_factory.mktemp("model"), CONFIGS[name])
-        return made[name]
-
-    return of
 
 
 def cases() -> list[Any]:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
+from trainer_runs import accelerate_epoch
 
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -116,18 +117,9 @@ def accelerate_loop(model: Any, precision: str, which: str) -> list[float]:
     rows = [{name: row[name] for name in ("input_ids", "labels")} for row in make_rows()]
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, DataLoader(rows, 4), schedule)
-    losses = []
+    losses: list[float] = []
     for _ in range(2):
-        for batch in loader:
-            with accelerator.accumulate(model):
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    losses.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
+        losses += accelerate_epoch(accelerator, model, optimizer, schedule, loader)
     unwrapped = accelerator.unwrap_model(model)
     losses.append(unwrapped(**rows_as_batch()).loss.item())
     return losses

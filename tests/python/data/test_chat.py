@@ -20,7 +20,7 @@ from roundpipe.data.chat import (
     padding_token_id,
     read_chat,
 )
-from roundpipe.data.samples import IGNORED
+from tiny_chat import learnt, talk
 
 TURNS = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -51,24 +51,6 @@ def tokenizer(template: str | None = None, **special: str | None) -> PreTrainedT
     made = PreTrainedTokenizerFast(tokenizer_object=inner, **{k: v for k, v in names.items() if v is not None})
     made.chat_template = template
     return made
-
-
-def talk(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
-    roles = ("user", "assistant")
-    messages = [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
-    return ([] if system is None else [{"role": "system", "content": system}]) + messages
-
-
-def learnt(sample: dict[str, list[int]], using: PreTrainedTokenizerFast) -> list[str]:
-    """The stretches of text whose tokens have labels."""
-    runs: list[list[int]] = [[]]
-    for token, label in zip(sample["input_ids"], sample["labels"], strict=True):
-        if label == IGNORED:
-            runs.append([])
-        else:
-            assert label == token
-            runs[-1].append(token)
-    return [using.decode(run) for run in runs if run]
 
 
 def write(path: Path, *entries: Any) -> Path:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from roundpipe.data.chat_encoder import LEFT_OUT, SHORTER, SPLIT, ChatEncoder, EncodedChat
 from roundpipe.data.conversation import Conversation, UnusableError, checked_messages
 from roundpipe.data.samples import IGNORED
-from tiny_chat import TEMPLATE, byte_tokenizer
+from tiny_chat import TEMPLATE, byte_tokenizer, learnt, talk
 
 HEADERS = (  # as Llama 3: the text before an answer is a header of the answer's own
     "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
@@ -56,12 +56,6 @@ ENDS = {
 }
 
 
-def talk(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
-    roles = ("user", "assistant")
-    messages = [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
-    return ([] if system is None else [{"role": "system", "content": system}]) + messages
-
-
 def using(template: str | None) -> PreTrainedTokenizerFast:
     tokenizer = byte_tokenizer(bos_token="<pad>")
     tokenizer.chat_template = template
@@ -76,20 +70,9 @@ def encoded(template: str | None, messages: list[dict[str, Any]], all_count: boo
     return found
 
 
-def learnt(found: EncodedChat) -> list[list[str]]:
+def all_learnt(found: EncodedChat) -> list[list[str]]:
     """Of each sample, the stretches of text whose tokens have labels."""
-    tokenizer = using(None)
-    samples = []
-    for sample in found.samples:
-        runs: list[list[int]] = [[]]
-        for token, label in zip(sample["input_ids"], sample["labels"], strict=True):
-            if label == IGNORED:
-                runs.append([])
-            else:
-                assert label == token
-                runs[-1].append(token)
-        samples.append([tokenizer.decode(run) for run in runs if run])
-    return samples
+    return [learnt(sample, using(None)) for sample in found.samples]
 
 
 def texts(found: EncodedChat) -> list[str]:
@@ -102,12 +85,12 @@ def test_only_answers_count(style: str, contents: list[str]) -> None:
     template, end = ENDS[style]
     messages = talk(*contents)
     found = encoded(template, messages)
-    assert learnt(found) == [[end.format(content) for content in contents[1::2]]] and found.notes == []
+    assert all_learnt(found) == [[end.format(content) for content in contents[1::2]]] and found.notes == []
     assert found.samples[0]["input_ids"] == using(template).apply_chat_template(messages, return_dict=False)
 
 
 def test_a_system_s_words_within_the_first_question() -> None:
-    assert learnt(encoded(NAMES, talk("a", "b", system="be brief"))) == [["b<end>\n"]]
+    assert all_learnt(encoded(NAMES, talk("a", "b", system="be brief"))) == [["b<end>\n"]]
 
 
 def test_everything_may_count() -> None:
@@ -118,10 +101,10 @@ def test_everything_may_count() -> None:
 
 def test_answers_of_a_prompt_and_those_of_weight_0_do_not_count() -> None:
     messages = talk("a", "b", "c", "d", "e", "f")
-    assert learnt(encoded(TEMPLATE, messages, first_learnt=4)) == [["f<|im_end|>\n"]]
+    assert all_learnt(encoded(TEMPLATE, messages, first_learnt=4)) == [["f<|im_end|>\n"]]
     messages[5]["weight"] = 0
-    assert learnt(encoded(TEMPLATE, messages)) == [["b<|im_end|>\n", "d<|im_end|>\n"]]
-    assert learnt(encoded(None, messages)) == [["b<eos>", "d<eos>"]]
+    assert all_learnt(encoded(TEMPLATE, messages)) == [["b<|im_end|>\n", "d<|im_end|>\n"]]
+    assert all_learnt(encoded(None, messages)) == [["b<eos>", "d<eos>"]]
     with pytest.raises(UnusableError, match="some answers are not to be learnt, but the chat template marks all"):
         encoded(MARKED, messages)
 
@@ -135,19 +118,19 @@ def test_a_template_that_drops_earlier_thoughts() -> None:
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\none<|im_end|>\n"
         f"<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n{last}<|im_end|>\n",
     ]
-    assert learnt(found) == [[f"{first}<|im_end|>\n"], [f"{last}<|im_end|>\n"]] and found.notes == [SPLIT]
+    assert all_learnt(found) == [[f"{first}<|im_end|>\n"], [f"{last}<|im_end|>\n"]] and found.notes == [SPLIT]
 
 
 def test_thoughts_beside_the_content_are_not_lost_either() -> None:
     messages = talk("a", "one", "b", "two")
     messages[1]["reasoning_content"] = "hm"
     found = encoded(THOUGHTS, messages)
-    assert learnt(found)[0] == ["<think>\nhm\n</think>\n\none<|im_end|>\n"] and found.notes == [SPLIT]
+    assert all_learnt(found)[0] == ["<think>\nhm\n</think>\n\none<|im_end|>\n"] and found.notes == [SPLIT]
 
 
 def test_answers_without_thoughts_stay_in_one_sample() -> None:
     found = encoded(THOUGHTS, talk("a", "one", "b", "two"))
-    assert learnt(found) == [["one<|im_end|>\n", "<think>\n\n</think>\n\ntwo<|im_end|>\n"]]
+    assert all_learnt(found) == [["one<|im_end|>\n", "<think>\n\n</think>\n\ntwo<|im_end|>\n"]]
     assert found.notes == [SHORTER]
 
 
@@ -162,7 +145,7 @@ def test_tools_and_calls_reach_the_template() -> None:
     ]
     found = encoded(CALLS, messages, tools=tools)
     written = f"<call>{json.dumps(call['function'])}</call><|im_end|>\n"
-    assert learnt(found) == [[written, "four<|im_end|>\n"]]
+    assert all_learnt(found) == [[written, "four<|im_end|>\n"]]
     assert texts(found)[0].startswith(f"tools: {json.dumps(tools)}\n")
     with pytest.raises(UnusableError, match="no chat template that writes them"):
         encoded(None, messages, tools=tools)
@@ -176,7 +159,7 @@ def test_marks_of_a_template_are_those_of_transformers() -> None:
     (sample,) = found.samples
     assert sample["input_ids"] == expected["input_ids"]
     assert [label != IGNORED for label in sample["labels"]] == [bool(mark) for mark in expected["assistant_masks"]]
-    assert learnt(found) == [["é 🌍<|im_end|>", "c<|im_end|>"]] and found.notes == [LEFT_OUT]
+    assert all_learnt(found) == [["é 🌍<|im_end|>", "c<|im_end|>"]] and found.notes == [LEFT_OUT]
 
 
 def test_a_bad_conversation_does_not_disturb_its_neighbours() -> None:
@@ -192,4 +175,4 @@ def test_options_of_the_template() -> None:
     template = "{{ style }}: {% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}"
     template += "{% if add_generation_prompt %}a{% endif %}"
     found = encoded(template, talk("x", "y"), template_options={"style": "short"})
-    assert texts(found) == ["short: ux;ay;"] and learnt(found) == [["y;"]]
+    assert texts(found) == ["short: ux;ay;"] and all_learnt(found) == [["y;"]]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from roundpipe.data.samples import IGNORED
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -56,3 +59,22 @@ def chat_file(path: Path, conversations: int = 60, capitals: bool = False) -> Pa
             answer = {"role": "assistant", "content": content}
             file.write(json.dumps({"messages": [question, answer]}) + "\n")
     return path
+
+
+def talk(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
+    """The messages of a user and an assistant, who take turns."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
+    return ([] if system is None else [{"role": "system", "content": system}]) + messages
+
+
+def learnt(sample: Mapping[str, list[int]], using: PreTrainedTokenizerFast) -> list[str]:
+    """The stretches of a sample's text whose tokens have labels."""
+    runs: list[list[int]] = [[]]
+    for token, label in zip(sample["input_ids"], sample["labels"], strict=True):
+        if label == IGNORED:
+            runs.append([])
+        else:
+            assert label == token
+            runs[-1].append(token)
+    return [using.decode(run) for run in runs if run]

@@ -32,6 +32,22 @@ def rows_of_text(count: int = 18) -> list[dict[str, Any]]:
     return rows
 
 
+def accelerate_epoch(accelerator: Any, model: Any, optimizer: Any, schedule: Any, loader: Iterable[Any]) -> list[float]:
+    """An epoch of the loop in accelerate's documentation: the loss of each batch, and before it a step's norm."""
+    found = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                found.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    return found
+
+
 def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """A data collator for `rows_of_text`."""
     longest = max(len(row["input_ids"]) for row in rows)

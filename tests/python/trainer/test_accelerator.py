@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, get_scheduler
 
 from roundpipe.huggingface import RoundPipeAccelerator
-from trainer_runs import padded, rows_of_text, small_llama
+from trainer_runs import accelerate_epoch, padded, rows_of_text, small_llama
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -36,19 +36,11 @@ def loop(accelerator: Any, folder: Path, resume: bool = False, model: Any = None
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     if resume:
         accelerator.load_state(str(folder / "state"))
-    found, first = [], 0
+    found: list[float] = []
+    first = 0
     model.train()
     for epoch in range(1 if resume else 0, 2):
-        for batch in loader:
-            with accelerator.accumulate(model):
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    found.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-                found.append(loss.item())
+        found += accelerate_epoch(accelerator, model, optimizer, schedule, loader)
         if epoch == 0:
             accelerator.save_state(str(folder / "state"))
             first = returned * len(found)
