@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from roundpipe.demo.guessing import Guessing
 from roundpipe.demo.training import EvaluationRecord, StepRecord
+from roundpipe.runs.lines import json_line
 
 METRICS_FILE = "metrics.jsonl"
 CURVE_FILE = "loss.png"
@@ -61,12 +61,7 @@ class MetricsWriter:
         self._file = path.open("a" if resume else "x", encoding="utf-8")
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
-        # JSON has no NaN or infinity; such values become null.
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in values.items()
-        }
-        self._file.write(json.dumps({"kind": kind, **finite}, allow_nan=False) + "\n")
+        self._file.write(json_line({"kind": kind, **values}))
         self._file.flush()
 
     def __enter__(self) -> MetricsWriter:

@@ -11,6 +11,7 @@ import torch
 from roundpipe.data.balance import balanced_config
 from roundpipe.data.collate import count_label_tokens
 from roundpipe.following.token_loss import loss_in
+from roundpipe.layers.evaluation_mode import evaluating
 from roundpipe.model.pipe import RoundPipe
 
 
@@ -27,10 +28,8 @@ def held_out_loss(model: RoundPipe, batches: Iterable[Mapping[str, Any]]) -> flo
         ValueError: the model returns no loss, or no token counts.
     """
     model.synchronize()
-    training = [(module, module.training) for module in model.modules()]
     total, tokens = 0.0, 0
-    model.eval()
-    try:
+    with evaluating(model):
         for batch in batches:
             count = count_label_tokens(batch["labels"]) if isinstance(batch.get("labels"), torch.Tensor) else 0
             if not count:
@@ -39,9 +38,6 @@ def held_out_loss(model: RoundPipe, batches: Iterable[Mapping[str, Any]]) -> flo
             with torch.no_grad():
                 total += count * float(model(**batch, roundpipe_run_config=config, roundpipe_loss_only=True))
             tokens += count
-    finally:
-        for module, mode in training:
-            module.training = mode
     if not tokens:
         raise ValueError(
             "[held_out_loss] no token of the batches has a label that counts, expected at least one; give batches with "

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from roundpipe import _core
+from roundpipe.layers.evaluation_mode import evaluating
 
 NAME = "sdpa_packed"
 # transformers refuses every name with "sdpa" in it for models whose scores SDPA cannot compute: Gemma 2, GPT-OSS.
@@ -176,14 +177,8 @@ def check_packing(model: Any) -> None:
     tokens[1] = tokens[0].roll(1)
     tokens[:, 5:] = tokens[0, 5:]
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]]).repeat(2, 1)
-    training = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, 5:].float()
-    finally:
-        for module, mode in training:
-            module.training = mode
+    with evaluating(model), torch.no_grad():
+        logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, 5:].float()
     difference = float((logits[0] - logits[1]).abs().max())
     if not difference <= 1e-2 * float(logits.abs().max()):
         raise ValueError(

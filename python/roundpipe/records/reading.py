@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import json
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import IO, Any, cast
 
 from roundpipe.records.extra import imported
 from roundpipe.records.json_values import json_values
-from roundpipe.tokens.texts import decoded_lines
+from roundpipe.tokens.texts import decoded_lines, json_lines
 
 Note = Callable[[str, str], None]
 
@@ -74,7 +73,7 @@ def records_of(path: Path, lines: bool, note: Note) -> Iterator[Record]:
             return
         with _opened(path) as file:
             if kind == "lines":
-                yield from _lines(path, file, note)
+                yield from (Record(value, where) for where, value in json_lines(file, str(path), note))
             elif kind == "json":
                 yield from _json(path, file, note)
             elif kind == "csv":
@@ -91,18 +90,6 @@ def records_of(path: Path, lines: bool, note: Note) -> Iterator[Record]:
 
 def _opened(path: Path) -> IO[bytes]:
     return cast(IO[bytes], gzip.open(path, "rb")) if path.suffix.lower() == ".gz" else open(path, "rb")
-
-
-def _lines(path: Path, file: IO[bytes], note: Note) -> Iterator[Record]:
-    for where, line in decoded_lines(file, str(path), note):
-        if not line.strip():
-            continue  # between records
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            note("not JSON", where)
-            continue
-        yield Record(value, where)
 
 
 def _json(path: Path, file: IO[bytes], note: Note) -> Iterator[Record]:

@@ -28,7 +28,7 @@ class Lines:
     def __init__(self, path: Path, after_step: int = 0) -> None:
         self._path = path
         self.lines = [line for line in read_lines(path) if line["step"] <= after_step] if after_step else []
-        write_text(path, "".join(_text(line) for line in self.lines))
+        write_text(path, "".join(json_line(line) for line in self.lines))
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
         self._complained = False
@@ -37,7 +37,7 @@ class Lines:
         """Appends a line."""
         line = {"step": step, **values}
         self.lines.append(line)
-        self._unwritten += _text(line).encode()
+        self._unwritten += json_line(line).encode()
         try:
             written = self._file.write(self._unwritten) or 0
         except OSError as error:
@@ -75,9 +75,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _text(line: Mapping[str, Any]) -> str:
-    # JSON has no NaN or infinity; such values become null.
+def json_line(values: Mapping[str, Any]) -> str:
+    """The values as a line of JSON, which has no NaN and no infinity: such values become null."""
     finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in line.items()
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
     }
     return json.dumps(finite, allow_nan=False) + "\n"

@@ -122,8 +122,9 @@ def _texts_of_text(path: Path, split: Split, dropped: Dropped) -> Iterator[Text]
         except UnicodeDecodeError:
             dropped.note("not UTF-8", str(path))
         return
-    for where, line in _lines_of(path, dropped):
-        yield Text(line, where)
+    with open(path, "rb") as file:
+        for where, line in decoded_lines(file, str(path), dropped.note):
+            yield Text(line, where)
 
 
 def decoded_lines(file: IO[bytes], name: str, note: Callable[[str, str], None]) -> Iterator[tuple[str, str]]:
@@ -137,23 +138,26 @@ def decoded_lines(file: IO[bytes], name: str, note: Callable[[str, str], None]) 
             note("not UTF-8", where)
 
 
-def _lines_of(path: Path, dropped: Dropped) -> Iterator[tuple[str, str]]:
-    with open(path, "rb") as file:
-        yield from decoded_lines(file, str(path), dropped.note)
+def json_lines(file: IO[bytes], name: str, note: Callable[[str, str], None]) -> Iterator[tuple[str, Any]]:
+    """The values of an open file with a JSON text a line, and where they are. Empty lines may stand between them.
+    `note`: see `decoded_lines`."""
+    for where, line in decoded_lines(file, name, note):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            note("not JSON", where)
+            continue
+        yield where, value
 
 
 def _texts_of_records(path: Path, name: str, dropped: Dropped) -> Iterator[Text]:
-    for where, line in _lines_of(path, dropped):
-        if not line.strip():
-            continue  # between records
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            dropped.note("not JSON", where)
-            continue
-        if not isinstance(record, dict) or name not in record:
-            dropped.note(f"a record without '{name}'", where)
-        elif not isinstance(record[name], str):
-            dropped.note(f"'{name}' is no text", where)
-        else:
-            yield Text(record[name], where)
+    with open(path, "rb") as file:
+        for where, record in json_lines(file, str(path), dropped.note):
+            if not isinstance(record, dict) or name not in record:
+                dropped.note(f"a record without '{name}'", where)
+            elif not isinstance(record[name], str):
+                dropped.note(f"'{name}' is no text", where)
+            else:
+                yield Text(record[name], where)

@@ -10,6 +10,7 @@ import torch
 
 import roundpipe
 from roundpipe.data.samples import IGNORED
+from roundpipe.layers.evaluation_mode import evaluating
 from roundpipe.runs.lines import Lines
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.loop import EvaluationRecord, StepRecord
@@ -70,18 +71,13 @@ class Samples:
         pass
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        modes = [(module, module.training) for module in self._model.modules()]
-        self._model.eval()
-        try:
+        with evaluating(self._model):
             for index, prompt in enumerate(self._prompts):
                 text = self._written(prompt)
                 asked = self._tokenizer.decode(prompt.tokens)
                 self._lines.write(record.step, {"prompt": asked, "text": text, "expected": prompt.expected})
                 if index == 0:
                     self._say(f"  it writes: {_shortened(asked, end=True)!r} -> {_shortened(text)!r}")
-        finally:
-            for module, mode in modes:
-                module.training = mode
 
     def _written(self, prompt: Prompt) -> str:
         from transformers import GenerationConfig

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from transformers.training_args import OptimizerNames
@@ -29,50 +28,40 @@ OPTIMIZERS = frozenset(
 )
 
 
-def _is_set(value: Any) -> bool:
-    return bool(value)
-
-
 _ONE_PROCESS = "one process drives all devices and holds the weights on the host"
 _RECOMPUTED = "layers are always recomputed in the backward pass, and only what lies between stages is kept"
 
-# Of each refused argument: when it is refused, why, and what to do instead. Arguments that a version of transformers
-# or TRL does not have are not looked at.
-_REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
-    "fsdp": (_is_set, _ONE_PROCESS, "leave it out"),
-    "deepspeed": (_is_set, _ONE_PROCESS, "leave it out"),
-    "parallelism_config": (_is_set, _ONE_PROCESS, "leave it out"),
+# Of each argument that may not be set: why, and what to do instead. Arguments that a version of transformers or TRL
+# does not have are not looked at.
+_REFUSED: dict[str, tuple[str, str]] = {
+    "fsdp": (_ONE_PROCESS, "leave it out"),
+    "deepspeed": (_ONE_PROCESS, "leave it out"),
+    "parallelism_config": (_ONE_PROCESS, "leave it out"),
     "fp16": (
-        _is_set,
         "the Trainer's loss scaler is not the pipeline's",
         "set bf16=True, or write your own loop with roundpipe.GradScaler",
     ),
-    "fp16_full_eval": (_is_set, "weights stay in the dtype that they were wrapped in", "leave it out"),
+    "fp16_full_eval": ("weights stay in the dtype that they were wrapped in", "leave it out"),
     "bf16_full_eval": (
-        _is_set,
         "weights stay in the dtype that they were wrapped in",
         "leave it out; bf16=True computes in bf16",
     ),
     "torch_compile": (
-        _is_set,
         "the layers run one by one, and a compiled whole would never run",
         "leave it out, or call layer.compile() for each layer before",
     ),
     "use_liger_kernel": (
-        _is_set,
         "it replaces the forward that the pipeline follows, and the pipeline computes losses in chunks by itself",
         "leave it out",
     ),
-    "activation_offloading": (_is_set, _RECOMPUTED, "leave it out"),
+    "activation_offloading": (_RECOMPUTED, "leave it out"),
     "auto_find_batch_size": (
-        _is_set,
         "a batch is cut into microbatches, so its size is not what fills a device",
         "leave it out, and see device_memory of wrap_model_to_roundpipe",
     ),
-    "debug": (_is_set, "its hooks look at modules of a model that runs as a whole", "leave it out"),
-    "sync_ref_model": (_is_set, "it writes to weights that the pipeline holds", "leave it out"),
+    "debug": ("its hooks look at modules of a model that runs as a whole", "leave it out"),
+    "sync_ref_model": ("it writes to weights that the pipeline holds", "leave it out"),
     "precompute_ref_log_probs": (
-        _is_set,
         "they would be computed on the host before the model is in the pipeline",
         "leave it out",
     ),
@@ -86,9 +75,9 @@ def check_arguments(where: str, args: TrainingArguments) -> None:
     Raises:
         ValueError: an argument has no meaning here; the message names it.
     """
-    for name, (refuses, why, instead) in _REFUSED.items():
+    for name, (why, instead) in _REFUSED.items():
         value = getattr(args, name, None)
-        if refuses(value):
+        if value:
             raise ValueError(f"[{where}] {name}={_shown(value)} is refused: {why}; {instead}")
     if args.optim not in OPTIMIZERS:
         raise ValueError(
