@@ -78,6 +78,7 @@ class Layer {
   Layer& tie(const std::string& name, const at::Tensor& parameter);
 
   const std::string& name() const { return name_; }
+  // Its name or, without one, its number.
   std::string name_or(size_t number) const;
   // The layer in the engine's form. `number`: its default name. Throws std::invalid_argument for a module that cannot
   // be copied; the message says what to do.

@@ -51,7 +51,8 @@ struct TrainResult {
 // bits of a plain loop over the same microbatches, for any devices: docs/exactness.md.
 //
 // Ownership: shares the layers' modules, whose parameters become views of flat host blocks. Their values may be changed
-// in place after synchronize(). What was submitted goes on when the model is dropped, which waits for steps only.
+// in place after synchronize(). What was submitted goes on when the model is dropped; but if a step has begun, dropping
+// it waits for all work, so that the modules are left with the newest weights.
 // Thread safety: one thread at a time, not a layer's or a loss's.
 // Errors: a call throws what its layers and its loss threw, with their own types, or what work from an earlier call
 // threw; the failed call's gradients are dropped, and the model can be used again. Error says the engine's own, such as

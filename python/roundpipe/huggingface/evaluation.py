@@ -11,7 +11,7 @@ import torch
 from roundpipe.data.balance import balanced_config
 from roundpipe.data.collate import count_label_tokens
 from roundpipe.following.token_loss import loss_in
-from roundpipe.layers.evaluation_mode import evaluating
+from roundpipe.layers.evaluation_mode import evaluation_mode
 from roundpipe.model.pipe import RoundPipe
 
 
@@ -29,7 +29,7 @@ def held_out_loss(model: RoundPipe, batches: Iterable[Mapping[str, Any]]) -> flo
     """
     model.synchronize()
     total, tokens = 0.0, 0
-    with evaluating(model):
+    with evaluation_mode(model):
         for batch in batches:
             count = count_label_tokens(batch["labels"]) if isinstance(batch.get("labels"), torch.Tensor) else 0
             if not count:

@@ -9,7 +9,7 @@ from torch import nn
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Puts a model into evaluation mode, and afterwards each of its modules into the mode that it had."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

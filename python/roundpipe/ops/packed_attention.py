@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from roundpipe import _core
-from roundpipe.layers.evaluation_mode import evaluating
+from roundpipe.layers.evaluation_mode import evaluation_mode
 
 NAME = "sdpa_packed"
 # transformers refuses every name with "sdpa" in it for models whose scores SDPA cannot compute: Gemma 2, GPT-OSS.
@@ -177,7 +177,7 @@ def check_packing(model: Any) -> None:
     tokens[1] = tokens[0].roll(1)
     tokens[:, 5:] = tokens[0, 5:]
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]]).repeat(2, 1)
-    with evaluating(model), torch.no_grad():
+    with evaluation_mode(model), torch.no_grad():
         logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, 5:].float()
     difference = float((logits[0] - logits[1]).abs().max())
     if not difference <= 1e-2 * float(logits.abs().max()):

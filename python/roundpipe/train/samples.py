@@ -10,7 +10,7 @@ import torch
 
 import roundpipe
 from roundpipe.data.samples import IGNORED
-from roundpipe.layers.evaluation_mode import evaluating
+from roundpipe.layers.evaluation_mode import evaluation_mode
 from roundpipe.runs.lines import Lines
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.loop import EvaluationRecord, StepRecord
@@ -71,7 +71,7 @@ class Samples:
         pass
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        with evaluating(self._model):
+        with evaluation_mode(self._model):
             for index, prompt in enumerate(self._prompts):
                 text = self._written(prompt)
                 asked = self._tokenizer.decode(prompt.tokens)
