@@ -46,6 +46,13 @@ Plan plan_stages(schedule::Stages stages, int layers, const schedule::PlannerOpt
     const int first = fused ? stage.first : std::max(stage.first, first_backward_layer);
     backward.push_back({first, stage.last});
   }
+  const int end = stages.forward.empty() ? 0 : stages.forward.back().last;
+  if (mode != PlanMode::kFused && end != layers && !stages.backward.empty() && end == stages.backward.front().first) {
+    throw std::invalid_argument(
+        concat("[plan] the forward stages end before layer ", end, " of ", layers,
+               ", expected all layers in a forward without a loss; only in a batch with a loss does the first backward "
+               "stage run its own forward: add forward stages of these layers"));
+  }
   stages.backward = std::move(backward);
   return schedule::make_plan(stages, layers, devices, options);
 }

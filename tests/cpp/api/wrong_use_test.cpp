@@ -135,6 +135,13 @@ TEST_SUITE("wrong use") {
         route({{0, 3}, {2, 4}}, {{4, 6}, {0, 4}}, "repeats the forward of layer 2"),
         route({{0, 4}}, {{4, 7}, {0, 4}}, "expected a non-empty part of [0, 6)"),
         route({}, {}, "no job runs the forward of layer 0"),
+        {[](Duel& duel) {
+           duel.model.run_options().route = schedule::Stages{{{0, 4}}, {{4, 6}, {0, 4}}};
+           const auto restores = [&duel](const Duel*) { duel.model.run_options().route = {}; };
+           const std::unique_ptr<const Duel, decltype(restores)> restored(&duel, restores);
+           duel.model.forward(good());
+         },
+         "[plan] the forward stages end before layer 4 of 6"},
     });
   }
 
