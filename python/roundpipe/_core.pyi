@@ -525,6 +525,13 @@ class HostBytes:
     masters: int
     moments: int
 
+class Nodes:
+    def __init__(self, gradients: str, weights: str, timeout_s: float) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
 class ModelOptimizer:
     def __init__(
         self,
@@ -532,10 +539,17 @@ class ModelOptimizer:
         groups: list[list[list[int]]],
         algorithm: Algorithm,
         format: MomentFormat,
+        nodes: Nodes | None = None,
     ) -> None: ...
     def step(
-        self, groups: list[Hyperparameters], asynchronous: bool, max_norm: float, loss_scale: float
+        self,
+        groups: list[Hyperparameters],
+        asynchronous: bool,
+        max_norm: float,
+        loss_scale: float,
+        gradient_factor: float = ...,
     ) -> StepRun: ...
+    def shard(self, block: int) -> list[tuple[int, int]]: ...
     def make_room(self) -> None: ...
     def finish(self) -> None: ...
     def accept_weights(self) -> None: ...

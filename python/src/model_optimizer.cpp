@@ -23,6 +23,15 @@ void bind_model_optimizer(py::module_& module) {
       .def_property_readonly("updated_blocks", &StepRun::updated_blocks)
       .def_property_readonly("abandoned_blocks", &StepRun::abandoned_blocks);
 
+  py::class_<cluster::Nodes, std::shared_ptr<cluster::Nodes>>(module, "Nodes")
+      .def(py::init([](const std::string& gradients, const std::string& weights, double timeout_s) {
+             return cluster::Nodes::of_names(gradients, weights,
+                                             std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1000)));
+           }),
+           py::arg("gradients"), py::arg("weights"), py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("rank", &cluster::Nodes::rank)
+      .def_property_readonly("size", &cluster::Nodes::size);
+
   ValueClass<ModelOptimizer::HostBytes>(module, "HostBytes")
       .attribute("parameters", &ModelOptimizer::HostBytes::parameters)
       .attribute("weights_and_gradients", &ModelOptimizer::HostBytes::weights_and_gradients)
@@ -30,14 +39,16 @@ void bind_model_optimizer(py::module_& module) {
       .attribute("moments", &ModelOptimizer::HostBytes::moments);
   py::class_<ModelOptimizer, std::shared_ptr<ModelOptimizer>>(module, "ModelOptimizer")
       .def(py::init<std::vector<std::shared_ptr<runtime::Pipeline>>, const std::vector<std::vector<std::vector<int>>>&,
-                    optim::Algorithm, optim::MomentFormat>(),
-           py::arg("pipelines"), py::arg("groups"), py::arg("algorithm"), py::arg("format"))
+                    optim::Algorithm, optim::MomentFormat, std::shared_ptr<cluster::Nodes>>(),
+           py::arg("pipelines"), py::arg("groups"), py::arg("algorithm"), py::arg("format"), py::arg("nodes") = nullptr)
       .def(
           "step",
           [](ModelOptimizer& optimizer, std::vector<optim::Hyperparameters> groups, bool asynchronous, double max_norm,
-             double loss_scale) { return optimizer.step(std::move(groups), {asynchronous, max_norm, loss_scale}); },
+             double loss_scale, double gradient_factor) {
+            return optimizer.step(std::move(groups), {asynchronous, max_norm, loss_scale, gradient_factor});
+          },
           py::arg("groups"), py::arg("asynchronous"), py::arg("max_norm"), py::arg("loss_scale"),
-          py::call_guard<py::gil_scoped_release>())
+          py::arg("gradient_factor") = 1.0, py::call_guard<py::gil_scoped_release>())
       .def("make_room", &ModelOptimizer::make_room, py::call_guard<py::gil_scoped_release>())
       .def("finish", &ModelOptimizer::finish, py::call_guard<py::gil_scoped_release>())
       .def("accept_weights", &ModelOptimizer::accept_weights)
@@ -54,6 +65,16 @@ void bind_model_optimizer(py::module_& module) {
             return remainder.defined() ? std::optional(remainder) : std::nullopt;
           },
           py::arg("block"), py::arg("parameter"))
+      .def(
+          "shard",
+          [](ModelOptimizer& optimizer, size_t block) {
+            std::vector<std::pair<int64_t, int64_t>> ranges;
+            const optim::BlockOptimizer& state = optimizer.block(block);
+            for (size_t i = 0; i < state.parameters(); ++i)
+              ranges.emplace_back(state.shard(i).first, state.shard(i).last);
+            return ranges;
+          },
+          py::arg("block"))
       .def(
           "restart_master",
           [](ModelOptimizer& optimizer, size_t block, size_t parameter, const at::Tensor& weights) {

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
+
+#include <c10/util/accumulate.h>
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/memory/host_arena.h>
@@ -18,13 +21,20 @@ std::optional<c10::ScalarType> remainder_dtype(c10::ScalarType weights) {
 }
 
 BlockOptimizer::BlockOptimizer(const memory::ParameterBlock& block, std::vector<int> groups,
-                               std::vector<at::Tensor>& remainders, Algorithm algorithm, MomentFormat format)
+                               std::vector<at::Tensor>& remainders, Algorithm algorithm, MomentFormat format,
+                               std::vector<ElementRange> shard)
     : layout_(block.layout()),
       groups_(std::move(groups)),
       remainders_(remainders),
       algorithm_(algorithm),
       format_(format),
+      shard_(std::move(shard)),
       states_(layout_.tensors.size()) {
+  if (algorithm_ == Algorithm::kAdafactor && !shard_.empty()) {
+    throw std::invalid_argument(
+        "[optim] Adafactor is not for several nodes: its factors are those of whole parameters, and each node updates "
+        "a part; use Adam, perhaps with 8-bit moments, or another optimizer");
+  }
   for (size_t i = 0; i < groups_.size(); ++i) {
     const c10::ScalarType dtype = layout_.tensors[i].dtype;
     if (groups_[i] >= 0 && dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kHalf) {
@@ -39,7 +49,9 @@ BlockOptimizer::BlockOptimizer(const memory::ParameterBlock& block, std::vector<
     const memory::TensorLayout& tensor = layout_.tensors[i];
     const std::optional<c10::ScalarType> dtype = remainder_dtype(tensor.dtype);
     if (groups_[i] < 0 || remainders_[i].defined() || !dtype) continue;
-    remainders_[i] = memory::empty_strided(memory::HostArena::pageable(), tensor.sizes, tensor.strides, *dtype);
+    remainders_[i] = shard_.empty()
+                         ? memory::empty_strided(memory::HostArena::pageable(), tensor.sizes, tensor.strides, *dtype)
+                         : memory::empty_strided(memory::HostArena::pageable(), {shard_[i].count()}, {1}, *dtype);
     restart_master(i, layout_.view(block.current()->flat, i));
   }
 }
@@ -48,11 +60,22 @@ bool BlockOptimizer::trains_any() const {
   return std::any_of(groups_.begin(), groups_.end(), [](int group) { return group >= 0; });
 }
 
+ElementRange BlockOptimizer::shard(size_t parameter) const {
+  if (!shard_.empty()) return shard_[parameter];
+  return {0, c10::multiply_integers(layout_.tensors[parameter].sizes)};
+}
+
+at::Tensor BlockOptimizer::own(const at::Tensor& whole, size_t parameter) const {
+  if (shard_.empty()) return whole;
+  const ElementRange range = shard_[parameter];
+  return whole.as_strided({range.count()}, {1}, whole.storage_offset() + range.first);
+}
+
 void BlockOptimizer::restart_master(size_t index, const at::Tensor& weights) {
   at::Tensor& remainder = remainders_[index];
   if (!remainder.defined()) return;
   if (remainder.scalar_type() == at::kFloat) {
-    remainder.copy_(weights);
+    remainder.copy_(own(weights, index));
   } else {
     remainder.zero_();
   }
@@ -69,32 +92,59 @@ void BlockOptimizer::update(const at::Tensor& before, const at::Tensor& after, c
                   before.const_data_ptr<uint8_t>() + tensor.offset_bytes, static_cast<size_t>(tensor.size_bytes));
       continue;
     }
+    if (shard(i).count() == 0 && !shard_.empty()) continue;
     const Hyperparameters& hyper = groups[static_cast<size_t>(groups_[i])];
-    Weights weights{layout_.view(before, i), layout_.view(after, i), {}, {}};
+    Weights weights{own(layout_.view(before, i), i), own(layout_.view(after, i), i), {}, {}};
     if (remainders_[i].defined())
       (remainders_[i].scalar_type() == at::kFloat ? weights.master : weights.remainder) = remainders_[i];
     if (states_[i].tensors.empty() && states_[i].scalars.step == 0) {
       states_[i] = make_state(algorithm_, hyper, format_, weights.before);
     }
-    optim::update(algorithm_, hyper, format_, states_[i], weights, gradient, scaling, pool);
+    optim::update(algorithm_, hyper, format_, states_[i], weights, own(gradient, i), scaling, pool);
   }
 }
 
-double BlockOptimizer::sum_of_squares(const GradientBlock& gradients, const BlockLayout& gradient_layout,
-                                      float inverse_scale, ThreadPool& pool) const {
-  double sum = 0;
+std::vector<double> BlockOptimizer::sums_of_squares(const GradientBlock& gradients, const BlockLayout& gradient_layout,
+                                                    float inverse_scale, ThreadPool& pool) const {
+  std::vector<double> sums;
   for (size_t i = 0; i < groups_.size(); ++i) {
+    if (groups_[i] < 0) continue;
+    const size_t begin = sums.size();
+    sums.resize(begin + static_cast<size_t>(sum_parts(c10::multiply_integers(layout_.tensors[i].sizes))));
     const at::Tensor gradient = memory::gradient(gradients, gradient_layout, i);
-    if (groups_[i] >= 0 && gradient.defined()) sum += optim::sum_of_squares(gradient, inverse_scale, pool);
+    if (!gradient.defined() || shard(i).count() == 0) continue;
+    const std::vector<double> parts = optim::sums_of_squares(own(gradient, i), inverse_scale, pool);
+    std::copy(parts.begin(), parts.end(), sums.begin() + static_cast<int64_t>(begin) + shard(i).first / kShardGrain);
   }
-  return sum;
+  return sums;
+}
+
+size_t BlockOptimizer::terms() const {
+  int64_t terms = 0;
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    if (groups_[i] >= 0) terms += sum_parts(c10::multiply_integers(layout_.tensors[i].sizes));
+  }
+  return static_cast<size_t>(terms);
+}
+
+double BlockOptimizer::total(const std::vector<double>& sums) const {
+  double total = 0;
+  auto part = sums.begin();
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    if (groups_[i] < 0) continue;
+    const auto end = part + sum_parts(c10::multiply_integers(layout_.tensors[i].sizes));
+    total += std::accumulate(part, end, 0.0);
+    part = end;
+  }
+  return total;
 }
 
 int64_t BlockOptimizer::moment_bytes(const std::vector<Hyperparameters>& groups) const {
   int64_t bytes = 0;
   for (size_t i = 0; i < groups_.size(); ++i) {
     if (groups_[i] < 0) continue;
-    bytes += state_bytes(algorithm_, groups[static_cast<size_t>(groups_[i])], format_, layout_.tensors[i].sizes);
+    bytes += state_bytes(algorithm_, groups[static_cast<size_t>(groups_[i])], format_,
+                         shard_.empty() ? layout_.tensors[i].sizes : std::vector{shard_[i].count()});
   }
   return bytes;
 }

@@ -8,6 +8,7 @@
 #include <roundpipe/memory/gradient_block.h>
 #include <roundpipe/memory/parameter_block.h>
 #include <roundpipe/optim/parameter_update.h>
+#include <roundpipe/optim/shards.h>
 
 namespace roundpipe::optim {
 
@@ -24,22 +25,35 @@ class BlockOptimizer {
   // none. It belongs to the model, so the block's owner keeps it; missing entries are made here. Throws
   // std::invalid_argument if a trained parameter is neither fp32 nor bf16 nor fp16. REQUIRES: `block` and `remainders`
   // outlive the optimizer.
+  // `shard`: for each parameter, the elements that are updated here while other processes update the others; empty: all
+  // of them. Remainders and state then have those elements only, in one dimension. Not for Adafactor, whose factors are
+  // those of whole parameters: throws std::invalid_argument.
   BlockOptimizer(const memory::ParameterBlock& block, std::vector<int> groups, std::vector<at::Tensor>& remainders,
-                 Algorithm algorithm, MomentFormat format);
+                 Algorithm algorithm, MomentFormat format, std::vector<ElementRange> shard = {});
 
   bool trains_any() const;
+  size_t parameters() const { return groups_.size(); }
   int group(size_t parameter) const { return groups_[parameter]; }
+  // The elements of a parameter that are updated here.
+  ElementRange shard(size_t parameter) const;
 
   // Computes the next version from `before` and `gradients` and writes it to `after`, which may be the memory of the
   // gradients. `before` and `after` have the block's layout, `gradients` has `gradient_layout`. A parameter without a
-  // gradient keeps its weights and its state. `groups`: the hyperparameters of each group.
+  // gradient keeps its weights and its state. Of a shard, reads and writes its elements only. `groups`: the
+  // hyperparameters of each group.
   void update(const at::Tensor& before, const at::Tensor& after, const memory::GradientBlock& gradients,
               const memory::BlockLayout& gradient_layout, const std::vector<Hyperparameters>& groups,
               const GradientScaling& scaling, ThreadPool& pool);
 
-  // The sum over the gradients of the trained parameters, see optim::sum_of_squares.
-  double sum_of_squares(const memory::GradientBlock& gradients, const memory::BlockLayout& gradient_layout,
-                        float inverse_scale, ThreadPool& pool) const;
+  // The terms of optim::sum_of_squares over the gradients of the trained parameters, one after the other; those of
+  // other shards, and of parameters without a gradient, are 0.
+  std::vector<double> sums_of_squares(const memory::GradientBlock& gradients,
+                                      const memory::BlockLayout& gradient_layout, float inverse_scale,
+                                      ThreadPool& pool) const;
+  // How many there are.
+  size_t terms() const;
+  // Their sum: first over the parts of each parameter, then over the parameters.
+  double total(const std::vector<double>& sums) const;
 
   // Restarts the master of parameter `index` from `weights`, after the user has written to the parameter.
   void restart_master(size_t index, const at::Tensor& weights);
@@ -58,7 +72,11 @@ class BlockOptimizer {
   std::vector<at::Tensor>& remainders_;
   const Algorithm algorithm_;
   const MomentFormat format_;
+  const std::vector<ElementRange> shard_;  // empty: all elements
   std::vector<ParameterState> states_;
+
+  // The shard's elements of a whole parameter or of something with its layout.
+  at::Tensor own(const at::Tensor& whole, size_t parameter) const;
 };
 
 }  // namespace roundpipe::optim

@@ -12,6 +12,7 @@
 #include <roundpipe/optim/adafactor.h>
 #include <roundpipe/optim/coefficients.h>
 #include <roundpipe/optim/dispatch.h>
+#include <roundpipe/optim/shards.h>
 #include <roundpipe/optim/thread_pool.h>
 
 namespace roundpipe::optim {
@@ -21,7 +22,7 @@ using kernels::Element;
 using kernels::kChunk;
 
 // The work that one thread takes at a time. Waking another thread does not pay for smaller tensors.
-constexpr int64_t kGrain = 65536;
+constexpr int64_t kGrain = kShardGrain;
 
 int64_t blocks(int64_t elements) { return (elements + kChunk - 1) / kChunk; }
 
@@ -282,18 +283,25 @@ void update(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat form
                   [&](int64_t begin, int64_t end) { kernel(coefficients, memory, begin, end); });
 }
 
-double sum_of_squares(const at::Tensor& gradient, float inverse_scale, ThreadPool& pool) {
+int64_t sum_parts(int64_t elements) { return (elements + kGrain - 1) / kGrain; }
+
+std::vector<double> sums_of_squares(const at::Tensor& gradient, float inverse_scale, ThreadPool& pool) {
   check_dense(gradient, "sum_of_squares", "the gradient");
   const Element type = element_of(gradient, "sum_of_squares", "the gradient");
   const void* const memory = gradient.const_data_ptr();
   const kernels::Kernels& kernels = current_kernels();
   const int64_t count = gradient.numel();
-  std::vector<double> parts(static_cast<size_t>((count + kGrain - 1) / kGrain));
+  std::vector<double> parts(static_cast<size_t>(sum_parts(count)));
   pool.for_ranges(count, kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end; at += kGrain) {
       parts[at / kGrain] = kernels.sum_of_squares(type, memory, inverse_scale, at, std::min(at + kGrain, end));
     }
   });
+  return parts;
+}
+
+double sum_of_squares(const at::Tensor& gradient, float inverse_scale, ThreadPool& pool) {
+  const std::vector<double> parts = sums_of_squares(gradient, inverse_scale, pool);
   return std::accumulate(parts.begin(), parts.end(), 0.0);
 }
 

@@ -57,6 +57,11 @@ void update(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat form
 // if and only if an element is not. Blocks; uses `pool`.
 double sum_of_squares(const at::Tensor& gradient, float inverse_scale, ThreadPool& pool);
 
+// The terms of that sum, which are added in order: one for each part of kShardGrain elements, see shards.h.
+std::vector<double> sums_of_squares(const at::Tensor& gradient, float inverse_scale, ThreadPool& pool);
+// The number of parts of so many elements.
+int64_t sum_parts(int64_t elements);
+
 // Writes the bf16 weight nearest to each element of `master` (fp32; ties away from zero) and the remainder.
 void split(const at::Tensor& master, const at::Tensor& weight, const at::Tensor& remainder, ThreadPool& pool);
 // Writes the fp32 master of each element. Restores NaN, infinities, denormals and signed zeros bit for bit.

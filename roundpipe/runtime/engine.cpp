@@ -10,6 +10,7 @@
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/Parallel.h>
 
+#include <roundpipe/cluster/channel.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/device/make_devices.h>
 #include <roundpipe/optim/thread_pool.h>
@@ -203,7 +204,8 @@ void Engine::shut_down() {
   for (const auto& engine : engines) {
     if (engine) engine->stop();
   }
-  // All gradients have landed. Updates that are left must end before the process does.
+  // All gradients have landed. Steps that are left must end before the process does.
+  cluster::Channel::drain_all();
   UpdateThread::instance().stop();
   wait_for_ended_pools();
 }

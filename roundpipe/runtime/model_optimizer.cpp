@@ -14,14 +14,42 @@ namespace roundpipe::runtime {
 using optim::Hyperparameters;
 using Reads = memory::ParameterBlock::Reads;
 
+namespace {
+
+std::optional<cluster::BlockShards> shards_of(const BlockState& state, const std::vector<int>& groups,
+                                              const cluster::Nodes* nodes) {
+  if (nodes == nullptr) return std::nullopt;
+  std::vector<char> trained;
+  for (const int group : groups) trained.push_back(group >= 0);
+  return cluster::shard_block(state.block->layout(), state.gradient_layout, trained, nodes->size());
+}
+
+// Gradients of a call that failed with this error.
+memory::GradientBlockPtr failed_gradients(const std::exception_ptr& error) {
+  auto gradients = std::make_shared<memory::GradientBlock>();
+  gradients->landed->fail(error);
+  return gradients;
+}
+
+memory::GradientBlockPtr no_gradients() {
+  auto gradients = std::make_shared<memory::GradientBlock>();
+  gradients->landed->fire();
+  return gradients;
+}
+
+}  // namespace
+
 ModelOptimizer::BoundBlock::BoundBlock(std::shared_ptr<ModelState> of, size_t block, size_t layers_before,
-                                       std::vector<int> groups, optim::Algorithm algorithm, optim::MomentFormat format)
+                                       std::vector<int> groups, optim::Algorithm algorithm, optim::MomentFormat format,
+                                       const cluster::Nodes* nodes)
     : model(std::move(of)),
       state(model->blocks[block]),
       index(block),
       layer(layers_before + static_cast<size_t>(state.layers.front())),
       emulated_ms(model->layers[static_cast<size_t>(state.layers.front())]->layer->emulated_update_ms()),
-      optimizer(*state.block, std::move(groups), state.master_remainders, algorithm, format) {
+      shards(shards_of(state, groups, nodes)),
+      optimizer(*state.block, std::move(groups), state.master_remainders, algorithm, format,
+                shards ? shards->elements[static_cast<size_t>(nodes->rank())] : std::vector<optim::ElementRange>()) {
   see();
 }
 
@@ -43,8 +71,8 @@ void ModelOptimizer::BoundBlock::see() {
 
 ModelOptimizer::ModelOptimizer(std::vector<std::shared_ptr<Pipeline>> pipelines,
                                const std::vector<std::vector<std::vector<int>>>& groups, optim::Algorithm algorithm,
-                               optim::MomentFormat format)
-    : pipelines_(std::move(pipelines)), blocks_(std::make_shared<Blocks>()) {
+                               optim::MomentFormat format, std::shared_ptr<cluster::Nodes> nodes)
+    : pipelines_(std::move(pipelines)), nodes_(std::move(nodes)), blocks_(std::make_shared<Blocks>()) {
   // Reads the settings in the environment now: an error on the update thread would come too late.
   optim::ThreadPool::current();
   optim::instruction_set();
@@ -53,7 +81,8 @@ ModelOptimizer::ModelOptimizer(std::vector<std::shared_ptr<Pipeline>> pipelines,
     const std::shared_ptr<ModelState> model = pipelines_[p]->shared_model();
     for (size_t b = 0; b < groups[p].size(); ++b) {
       model->blocks[b].block->own_trainable();
-      blocks_->push_back(std::make_unique<BoundBlock>(model, b, layers_before, groups[p][b], algorithm, format));
+      blocks_->push_back(
+          std::make_unique<BoundBlock>(model, b, layers_before, groups[p][b], algorithm, format, nodes_.get()));
     }
     layers_before += model->layers.size();
   }
@@ -85,7 +114,6 @@ void ModelOptimizer::make_room() {
 }
 
 std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> groups, const StepOptions& options) {
-  static std::atomic<uint64_t> next_number{1};
   require_engine();
   make_room();
   for (const auto& block : *blocks_) {
@@ -96,14 +124,36 @@ std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> group
                                        "' was written while a step was under way, whose weights replace it; call "
                                        "model.synchronize() before you write, and write again"));
   }
-  for (const auto& pipeline : pipelines_) pipeline->raise_pending();
+  std::exception_ptr failure;
+  try {
+    for (const auto& pipeline : pipelines_) pipeline->raise_pending();
+  } catch (...) {
+    if (!nodes_) throw;
+    failure = std::current_exception();
+  }
   for (const auto& block : *blocks_) {
     if (block->reader) block->reader->before_step();
   }
+  std::shared_ptr<StepRun> run = run_step(std::move(groups), options, failure);
+  if (failure) std::rethrow_exception(failure);
+  return run;
+}
+
+std::shared_ptr<StepRun> ModelOptimizer::run_step(std::vector<Hyperparameters> groups, const StepOptions& options,
+                                                  const std::exception_ptr& failure) {
+  static std::atomic<uint64_t> next_number{1};
   std::map<const ModelState*, std::vector<memory::GradientBlockPtr>> gradients;
   for (const auto& pipeline : pipelines_) {
-    gradients[&pipeline->model()] = pipeline->take_gradients();
+    auto& taken = gradients[&pipeline->model()];
+    if (failure) {
+      taken.assign(pipeline->model().blocks.size(), failed_gradients(failure));
+      continue;
+    }
+    taken = pipeline->take_gradients();
     pipeline->commit_calls();
+    for (memory::GradientBlockPtr& each : taken) {
+      if (nodes_ && !each) each = no_gradients();
+    }
   }
   std::vector<BlockStep> steps;
   steps.reserve(blocks_->size());
@@ -132,11 +182,17 @@ std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> group
     step.before = versions.before;
     step.after = versions.after;
     step.written = written;
+    if (nodes_) {
+      step.shards = &*block->shards;
+      step.number = static_cast<size_t>(&block - blocks_->data());
+      step.layer_name = concat("layer ", state.layers.front(), " of ", block->model->name);
+    }
     step.emulated_ms = block->emulated_ms;
     step.reader = std::exchange(block->reader, nullptr);
     if (std::exchange(block->stepped, true)) step.meter = &block->model->updates;
   }
-  const auto run = std::make_shared<StepRun>(next_number++, std::move(steps), std::move(groups), options, blocks_);
+  const auto run =
+      std::make_shared<StepRun>(next_number++, std::move(steps), std::move(groups), options, blocks_, nodes_, ++turn_);
   runs_.push_back(run);
   run->start();
   return run;

@@ -2,6 +2,7 @@
 
 #include <deque>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <roundpipe/optim/block_optimizer.h>
@@ -19,14 +20,16 @@ class ModelOptimizer {
   // `groups`: for each pipeline, block and parameter, the group that it belongs to; -1 if it is not trained. Throws
   // std::invalid_argument for a parameter that cannot be trained this way, and for settings of the environment with
   // which updates cannot be computed; then nothing has been changed.
+  // `nodes`: processes that make an optimizer of the same models, and then the same steps, each after batches of its
+  // own, or none; see StepRun. Each has the state of its shard of each block. Null: there is one.
   ModelOptimizer(std::vector<std::shared_ptr<Pipeline>> pipelines,
                  const std::vector<std::vector<std::vector<int>>>& groups, optim::Algorithm algorithm,
-                 optim::MomentFormat format);
+                 optim::MomentFormat format, std::shared_ptr<cluster::Nodes> nodes = nullptr);
 
   // Starts a step with the gradients summed since the last one; `groups` are the hyperparameters of each group. At most
   // two steps are in progress, so it may wait for one unless make_room() has. Throws the error of an earlier step or
   // call, or std::invalid_argument if the user has written to weights that a step in progress replaces; then no step
-  // has been started.
+  // has been started. With several nodes, the error of a call is thrown after a step that tells the other nodes.
   std::shared_ptr<StepRun> step(std::vector<optim::Hyperparameters> groups, const StepOptions& options);
 
   // Waits for all steps and lets calls read the newest weights. Throws the error of a step.
@@ -71,7 +74,7 @@ class ModelOptimizer {
   // One block of one pipeline's model. Steps use it and keep it alive.
   struct BoundBlock {
     BoundBlock(std::shared_ptr<ModelState> of, size_t index, size_t layers_before, std::vector<int> groups,
-               optim::Algorithm algorithm, optim::MomentFormat format);
+               optim::Algorithm algorithm, optim::MomentFormat format, const cluster::Nodes* nodes);
 
     // Parameters that the user has written to since `seen` was taken.
     std::vector<size_t> written() const;
@@ -82,6 +85,7 @@ class ModelOptimizer {
     const size_t index;  // in the model
     const size_t layer;  // its first layer, counted over all models
     const double emulated_ms;
+    const std::optional<cluster::BlockShards> shards;  // with several nodes
     optim::BlockOptimizer optimizer;
     std::shared_ptr<StateReader> reader;  // caller's thread only
     bool stepped = false;                 // whether a step has been begun; caller's thread only
@@ -89,9 +93,13 @@ class ModelOptimizer {
   };
   using Blocks = std::vector<std::unique_ptr<BoundBlock>>;
   void reap(size_t at_most);
+  std::shared_ptr<StepRun> run_step(std::vector<optim::Hyperparameters> groups, const StepOptions& options,
+                                    const std::exception_ptr& failure);
 
   const std::vector<std::shared_ptr<Pipeline>> pipelines_;
+  const std::shared_ptr<cluster::Nodes> nodes_;
   const std::shared_ptr<Blocks> blocks_;
+  uint64_t turn_ = 0;                          // steps begun
   std::deque<std::shared_ptr<StepRun>> runs_;  // oldest first
 };
 

@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <roundpipe/cluster/channel.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
@@ -133,6 +134,7 @@ std::exception_ptr Pipeline::told(const std::exception_ptr& error, const std::ve
     return error;
   }
   // What a step may still do with the gradients that have landed.
+  cluster::Channel::drain_all();
   UpdateThread::instance().drain();
   engine_->see_to_failures();
   std::string numbers;

@@ -16,12 +16,15 @@ using device::EventPtr;
 using optim::ThreadPool;
 
 StepRun::StepRun(uint64_t number, std::vector<BlockStep> blocks, std::vector<optim::Hyperparameters> groups,
-                 const StepOptions& options, std::shared_ptr<void> owner)
+                 const StepOptions& options, std::shared_ptr<void> owner, std::shared_ptr<cluster::Nodes> nodes,
+                 uint64_t turn)
     : number_(number),
       blocks_(std::move(blocks)),
       groups_(std::move(groups)),
       options_(options),
       owner_(std::move(owner)),
+      nodes_(std::move(nodes)),
+      turn_(turn),
       norm_(std::numeric_limits<double>::quiet_NaN()) {
   if (options_.loss_scale > 0) scaling_.inverse_scale = static_cast<float>(1.0 / options_.loss_scale);
 }
@@ -31,6 +34,7 @@ void StepRun::start() noexcept {
   const bool look_first = options_.max_norm > 0 || options_.loss_scale > 0;
   try {
     prepare(look_first);
+    if (nodes_) start_exchange(look_first);
   } catch (...) {
     return fail_all(std::current_exception());
   }
@@ -58,6 +62,10 @@ void StepRun::prepare(bool look_first) {
   };
   for (BlockStep& step : blocks_) {
     // Prepared work holds the step, which holds the work; handing it in, or fail_all(), breaks the circle.
+    if (nodes_) {
+      step.summed = device::make_event();
+      step.made = device::make_event();
+    }
     if (look_first) step.measure_work = work(UpdateThread::Kind::kNorm, &StepRun::measure, step);
     step.update_work = work(UpdateThread::Kind::kUpdate, &StepRun::update, step);
   }
@@ -65,7 +73,7 @@ void StepRun::prepare(bool look_first) {
 
 void StepRun::wait_to_run(BlockStep& step, bool look_first) {
   const auto self = shared_from_this();
-  const EventPtr landed = step.gradients->landed;
+  const EventPtr landed = nodes_ ? step.summed : step.gradients->landed;
   // The update first: the measurement may start at once, and nothing may throw after that.
   device::when_all({landed, decided_, step.before->published},
                    [self, &step] { self->hand_in(step.update_work, &StepRun::update, step); });
@@ -101,24 +109,30 @@ void StepRun::measure(BlockStep& step) {
   const double began_ms = now_ms();
   try {
     if (step.error) std::rethrow_exception(step.error);
-    if (step.gradients->landed->error()) {
+    if (step.exchange_error) std::rethrow_exception(step.exchange_error);
+    if (step.abandoned || step.gradients->landed->error()) {
       gradients_failed_ = true;
-    } else if (step.gradients->flat.defined()) {
-      step.squares = step.optimizer->sum_of_squares(*step.gradients, step.block->gradient_layout,
-                                                    scaling_.inverse_scale, *ThreadPool::current());
+    } else if (step.gradients->flat.defined() || nodes_) {
+      step.squares = step.optimizer->sums_of_squares(*step.gradients, step.block->gradient_layout,
+                                                     scaling_.inverse_scale, *ThreadPool::current());
     }
   } catch (...) {
     note(std::current_exception());
   }
   step.measured_ms = now_ms() - began_ms;
-  if (--to_measure_ == 0) decide();
+  if (--to_measure_ > 0) return;
+  if (nodes_) {
+    measured_->fire();
+  } else {
+    decide();
+  }
 }
 
 void StepRun::decide() {
   if (error_) return decided_->fail(error_);
   // In block order, not in the order of arrival, so that the sum has the same bits every time.
   double squares = 0;
-  for (const BlockStep& step : blocks_) squares += step.squares;
+  for (const BlockStep& step : blocks_) squares += step.squares.empty() ? 0 : step.optimizer->total(step.squares);
   const auto norm = static_cast<float>(std::sqrt(squares));
   if (!gradients_failed_) norm_ = norm;
   overflowed_ = options_.loss_scale > 0 && !std::isfinite(norm_);
@@ -130,10 +144,7 @@ void StepRun::decide() {
   decided_->fire();
 }
 
-void StepRun::pass_on(BlockStep& step) {
-  step.after->flat = step.before->flat;
-  step.after->published->fire();
-}
+void StepRun::pass_on(BlockStep& step) { step.after->flat = step.before->flat; }
 
 void StepRun::make(BlockStep& step) {
   // Before the update, which lets the weights before it go.
@@ -146,7 +157,7 @@ void StepRun::make(BlockStep& step) {
 void StepRun::compute(BlockStep& step) {
   if (step.emulated_ms > 0) {
     static device::EmulatedTime time;  // used by the update thread only
-    time.spend(step.emulated_ms);
+    time.spend(nodes_ ? step.emulated_ms / nodes_->size() : step.emulated_ms);
     return pass_on(step);
   }
   if (!step.gradients->flat.defined()) return pass_on(step);
@@ -155,18 +166,22 @@ void StepRun::compute(BlockStep& step) {
   step.optimizer->update(step.before->flat, after, *step.gradients, step.block->gradient_layout, groups_, scaling_,
                          *ThreadPool::current());
   step.after->flat = after;
-  step.after->published->fire();
+}
+
+bool StepRun::is_left_out(const BlockStep& step) const {
+  return step.abandoned || overflowed_ || decided_->error() || (!nodes_ && gradients_failed_);
 }
 
 void StepRun::publish(BlockStep& step) {
   if (step.error) std::rethrow_exception(step.error);
+  if (step.exchange_error) std::rethrow_exception(step.exchange_error);
   if (const std::exception_ptr error = step.before->published->error()) std::rethrow_exception(error);
   gradients_failed_ |= step.gradients->landed->error() != nullptr;
   for (const size_t index : step.written) {
     step.optimizer->restart_master(index, step.block->block->layout().view(step.before->flat, index));
   }
-  if (gradients_failed_ || overflowed_ || decided_->error()) {
-    abandoned_ += gradients_failed_ ? 1 : 0;
+  if (is_left_out(step)) {
+    abandoned_ += step.abandoned || gradients_failed_ ? 1 : 0;
     pass_on(step);
   } else {
     make(step);
@@ -182,10 +197,19 @@ void StepRun::update(BlockStep& step) {
     publish(step);
     // The call does not need its gradients any more.
     if (!step.gradients->landed->error()) step.gradients->flat.reset();
+    (nodes_ ? step.made : step.after->published)->fire();
   } catch (...) {
-    note(std::current_exception());
-    step.after->published->fail(std::current_exception());
+    if (nodes_) {
+      step.made->fail(std::current_exception());
+    } else {
+      note(std::current_exception());
+      step.after->published->fail(std::current_exception());
+    }
   }
+  if (!nodes_) finish(step);
+}
+
+void StepRun::finish(BlockStep& step) {
   step.before.reset();
   step.after.reset();
   if (--to_update_ > 0) return;

@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include <roundpipe/cluster/block_exchange.h>
 #include <roundpipe/memory/parameter_block.h>
 #include <roundpipe/optim/block_optimizer.h>
 #include <roundpipe/runtime/model/model_state.h>
@@ -18,6 +19,8 @@ struct StepOptions {
   // The factor by which the losses were multiplied; if a gradient is then inf or NaN, the whole step changes nothing.
   // 0: losses were not scaled, and gradients are not checked.
   double loss_scale = 0;
+  // With several nodes: the factor of the sums over all nodes' gradients.
+  double gradient_factor = 1;
 };
 
 // One block in one step.
@@ -30,12 +33,22 @@ struct BlockStep {
   memory::WeightVersionPtr before;
   memory::WeightVersionPtr after;
   std::vector<size_t> written;          // parameters that the user has written into since the last step
-  double squares = 0;                   // of the gradients, once measured
+  std::vector<double> squares;          // of the gradients, once measured: BlockOptimizer::sums_of_squares
   double emulated_ms = 0;               // how long the update is pretended to take; 0: it is really made
   UpdateMeter* meter = nullptr;         // learns how long the update takes; null: the first one, which sets up more
   double measured_ms = 0;               // that measuring the gradients took
   std::shared_ptr<StateReader> reader;  // of the state before this step; may be null
+  // With several nodes.
+  const cluster::BlockShards* shards = nullptr;
+  size_t number = 0;       // of the block, counted over all models
+  std::string layer_name;  // for messages
+
   // Used by StepRun only.
+  device::EventPtr summed;  // with several nodes: `gradients` are those of all nodes, or exchange_error is set
+  device::EventPtr made;    // with several nodes: `after` has this node's shard; fails if it could not be made
+  std::exception_ptr exchange_error;
+  bool abandoned = false;  // with several nodes: gradients of this block or of one exchanged before it failed
+  bool changes = false;    // with several nodes: some node has gradients, and none failed
   UpdateThread::Work measure_work;
   UpdateThread::Work update_work;
   bool updated = false;
@@ -48,14 +61,21 @@ struct BlockStep {
 // lowest layer goes first. To clip by the norm or to check a loss scale, all gradients are measured first, each as it
 // lands. If the call of some gradients failed, the step leaves the blocks that it has not yet updated unchanged.
 //
+// With several nodes, each block's gradients are exchanged, last block first, on a thread of the nodes' gradients, and
+// each node measures and updates its shard; new weights are gathered, first block first, on a thread of the nodes'
+// weights, and published then. Every node makes the same decisions. If a call failed on one of them, the step fails on
+// the others.
+//
 // Any error fails the step. If the step could not be decided, nothing has been updated and all weights stay as they
 // are. A block whose own update failed has no weights any more, and calls that would read it fail.
 // Thread safety: start() once; waiting and reading from any thread.
 class StepRun : public std::enable_shared_from_this<StepRun> {
  public:
-  // `owner` keeps the blocks and their optimizers alive.
+  // `number`: greater than those of earlier steps. `owner` keeps the blocks and their optimizers alive. `nodes`: null:
+  // there is one node. `turn`: the number of the step of this optimizer, from 1.
   StepRun(uint64_t number, std::vector<BlockStep> blocks, std::vector<optim::Hyperparameters> groups,
-          const StepOptions& options, std::shared_ptr<void> owner);
+          const StepOptions& options, std::shared_ptr<void> owner, std::shared_ptr<cluster::Nodes> nodes = nullptr,
+          uint64_t turn = 0);
 
   // Never throws: an error that keeps the step from starting fails it.
   void start() noexcept;
@@ -90,15 +110,28 @@ class StepRun : public std::enable_shared_from_this<StepRun> {
   void compute(BlockStep& step);
   static void pass_on(BlockStep& step);
   void note(const std::exception_ptr& error);
+  void finish(BlockStep& step);
+  bool is_left_out(const BlockStep& step) const;
+  // Of several nodes: hand in the work below, which runs on the nodes' threads.
+  void start_exchange(bool look_first);
+  void exchange(BlockStep& step);
+  void agree();
+  void gather(BlockStep& step);
+  void note_failed_nodes();
+  cluster::Turn turn_of(const BlockStep& step, const char* what) const;
 
   const uint64_t number_;
   std::vector<BlockStep> blocks_;
   const std::vector<optim::Hyperparameters> groups_;
   const StepOptions options_;
   std::shared_ptr<void> owner_;
+  const std::shared_ptr<cluster::Nodes> nodes_;
+  const uint64_t turn_;
+  const device::EventPtr measured_ = device::make_event();  // with several nodes: every block, here
   const device::EventPtr decided_ = device::make_event();
   const device::EventPtr finished_ = device::make_event();
-  // Used by the update thread, until the event after which they may be read has fired.
+  // Used by the update thread, until the event after which they may be read has fired. With several nodes, decide()
+  // runs on the gradients' thread, and finish() and note() on the weights' thread, after the update thread's part.
   optim::GradientScaling scaling_;
   size_t to_measure_ = 0;
   size_t to_update_ = 0;
@@ -108,6 +141,8 @@ class StepRun : public std::enable_shared_from_this<StepRun> {
   int updated_ = 0;
   int abandoned_ = 0;
   std::exception_ptr error_;  // the first
+  // Used by the thread of the nodes' gradients, and read after the events of the blocks.
+  std::vector<int> failed_nodes_;
 };
 
 }  // namespace roundpipe::runtime

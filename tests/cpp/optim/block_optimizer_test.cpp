@@ -93,7 +93,7 @@ TEST_CASE("block optimizer: the norm counts what is trained, and a new master st
   std::vector<at::Tensor> rest;
   BlockOptimizer optimizer(block, {0, -1}, rest, Algorithm::kSGD, MomentFormat::kFloat32);
   const GradientBlock gradients = gradients_of(block, {at::full({3}, 2.0), at::full({2}, 100.0)});
-  CHECK(optimizer.sum_of_squares(gradients, block.layout(), 0.5F, pool) == doctest::Approx(3.0));
+  CHECK(optimizer.total(optimizer.sums_of_squares(gradients, block.layout(), 0.5F, pool)) == doctest::Approx(3.0));
   rest[0].fill_(9);
   // Another optimizer takes over: the masters stay the model's.
   BlockOptimizer second(block, {0, -1}, rest, Algorithm::kSGD, MomentFormat::kFloat32);
