@@ -17,6 +17,7 @@
 #include <roundpipe/api/grad_scaler.h>
 #include <roundpipe/api/learning_rate.h>
 #include <roundpipe/api/model.h>
+#include <roundpipe/cluster/nodes.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
 #include <roundpipe/language/language_model.h>

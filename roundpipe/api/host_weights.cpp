@@ -61,7 +61,7 @@ void HostWeights::zero_grad() { pipeline_->gradients().drop(); }
 
 std::shared_ptr<ModelOptimizer> HostWeights::bind(const GroupOf& group_of, const std::function<void()>& accepted,
                                                   optim::Algorithm algorithm, optim::MomentFormat moments,
-                                                  bool gradients_in_fp32) {
+                                                  bool gradients_in_fp32, std::shared_ptr<cluster::Nodes> nodes) {
   std::unordered_map<const c10::TensorImpl*, int> groups;
   for (const auto& [name, parameter] : named_) {
     const c10::TensorImpl* const key = parameter.unsafeGetTensorImpl();
@@ -82,8 +82,8 @@ std::shared_ptr<ModelOptimizer> HostWeights::bind(const GroupOf& group_of, const
     }
   }
   if (gradients_in_fp32) pipeline_->keep_gradients_in_fp32();
-  auto made = std::make_shared<ModelOptimizer>(std::vector{pipeline_},
-                                               std::vector<std::vector<std::vector<int>>>{blocks}, algorithm, moments);
+  auto made = std::make_shared<ModelOptimizer>(
+      std::vector{pipeline_}, std::vector<std::vector<std::vector<int>>>{blocks}, algorithm, moments, std::move(nodes));
   pipeline_->gradients().set_shows_at_once(false);
   trained_.clear();
   for (const auto& [key, group] : groups) trained_.insert(key);
@@ -109,7 +109,8 @@ void HostWeights::prepare_step(ModelOptimizer& optimizer, bool asynchronous) {
   }
   check_trainable();
   pipeline_->planner().set_asynchronous(asynchronous);
-  pipeline_->raise_pending();
+  // With several nodes, the step tells them first.
+  if (!optimizer.nodes()) pipeline_->raise_pending();
   optimizer.make_room();
 }
 

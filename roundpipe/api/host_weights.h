@@ -44,7 +44,7 @@ class HostWeights {
   // every parameter has its group, and may throw to leave everything as it was. Waits for all work.
   std::shared_ptr<runtime::ModelOptimizer> bind(const GroupOf& group_of, const std::function<void()>& accepted,
                                                 optim::Algorithm algorithm, optim::MomentFormat moments,
-                                                bool gradients_in_fp32);
+                                                bool gradients_in_fp32, std::shared_ptr<cluster::Nodes> nodes);
 
   // -- for checkpoints: what there is, without a look at values --
   const std::shared_ptr<runtime::Pipeline>& shared_pipeline() const { return pipeline_; }

@@ -172,6 +172,8 @@ Step Model::step(Optimizer& optimizer, const StepOptions& options) {
   runtime::StepOptions engine_options;
   engine_options.asynchronous = options.asynchronous;
   engine_options.max_norm = options.max_grad_norm.value_or(0);
+  const std::shared_ptr<cluster::Nodes>& nodes = optimizer.core()->nodes();
+  engine_options.gradient_factor = options.gradient_factor.value_or(nodes ? 1.0 / nodes->size() : 1.0);
   if (options.scaler != nullptr) engine_options.loss_scale = options.scaler->begin_step();
   const std::shared_ptr<runtime::StepRun> run = start_step(groups, engine_options);
   if (options.scaler != nullptr) {

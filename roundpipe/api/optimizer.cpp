@@ -157,7 +157,7 @@ Optimizer::Optimizer(HostWeights& model, const UpdateRule& rule, const std::vect
                                          "does not hold, expected at least one; see Model::named_parameters"));
     }
   };
-  core_ = model.bind(group_of, accepted, rule.algorithm, format.moments, format.gradients_in_fp32);
+  core_ = model.bind(group_of, accepted, rule.algorithm, format.moments, format.gradients_in_fp32, format.nodes);
 }
 
 const std::vector<Hyperparameters>& Optimizer::options_of_step() const {

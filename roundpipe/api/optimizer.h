@@ -14,6 +14,7 @@
 
 #include <roundpipe/api/host_weights.h>
 #include <roundpipe/api/learning_rate.h>
+#include <roundpipe/cluster/nodes.h>
 
 namespace roundpipe {
 
@@ -45,6 +46,10 @@ struct OptimizerFormat {
   optim::MomentFormat moments = optim::MomentFormat::kFloat32;
   // Keep the gradients of 16-bit weights in fp32 on the host, to sum them over several calls before a step.
   bool gradients_in_fp32 = false;
+  // Processes that train the same model, from equal weights, each with rows and devices of its own, and that make the
+  // same steps: gradients are added over all of them, and each keeps the state of a part of every layer. Each makes its
+  // optimizer with the same arguments. See docs/several-machines.md. Null: there is one process.
+  std::shared_ptr<cluster::Nodes> nodes = nullptr;
 };
 
 // A fused optimizer: Model::step(optimizer) updates each layer in place, on the host, as soon as its gradient has

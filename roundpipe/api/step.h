@@ -19,6 +19,9 @@ struct StepOptions {
   std::optional<double> max_grad_norm = std::nullopt;
   // What scaled the losses: gradients are unscaled, a step with inf or NaN changes nothing, and the scale is updated.
   GradScaler* scaler = nullptr;
+  // With several nodes, the factor of gradients that were added over all of them. Unset: 1 / nodes, the mean, as in
+  // torch's DistributedDataParallel; 1 suits losses that are divided by a count over all nodes already.
+  std::optional<double> gradient_factor = std::nullopt;
 };
 
 // One step. Thread safety: any thread.

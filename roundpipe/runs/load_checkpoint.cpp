@@ -321,6 +321,12 @@ Loaded load_checkpoint(const std::string& folder, Model& model, Optimizer& optim
         "[load_checkpoint] the optimizer was not made for this model, or another one was made since, expected the one "
         "that steps it");
   }
+  if (optimizer.core()->nodes()) {
+    throw std::invalid_argument(
+        "[load_checkpoint] the optimizer keeps a part of its state on each of several nodes, expected one node; save "
+        "and load such "
+        "checkpoints with the Python package");
+  }
   return load(folder, {.model = model, .fused = &optimizer, .scaler = options.scaler, .strict = options.strict});
 }
 

@@ -290,6 +290,12 @@ Save save_checkpoint(const std::string& folder, Model& model, Optimizer& optimiz
         "[save_checkpoint] the optimizer was not made for this model, or another one was made since, expected the one "
         "that steps it");
   }
+  if (optimizer.core()->nodes()) {
+    throw std::invalid_argument(
+        "[save_checkpoint] the optimizer keeps a part of its state on each of several nodes, expected one node; save "
+        "and load such "
+        "checkpoints with the Python package");
+  }
   return save(folder, model, options, options.step.value_or(optimizer.steps()), /*is_quiet=*/false,
               [&](Capture& capture, const auto& memory) { capture.take(optimizer, memory); });
 }

@@ -38,6 +38,9 @@ class ModelOptimizer {
   // Waits until a step can be started without waiting. Throws the error of an earlier step.
   void make_room();
 
+  // Null: there is one node.
+  const std::shared_ptr<cluster::Nodes>& nodes() const { return nodes_; }
+
   // Block `index`, counted over all pipelines. REQUIRES: no step is in progress.
   optim::BlockOptimizer& block(size_t index) { return blocks_->at(index)->optimizer; }
   // Treats the current weights as those of the masters, not as written by the user: for example, both have been loaded.
