@@ -276,6 +276,7 @@ class TransferEvent:
 class LinkTimeline:
     timeline: Timeline
     transfers: list[TransferEvent]
+    network_busy_ms: float
 
 def simulate_links(
     plans: list[Plan],
@@ -286,6 +287,10 @@ def simulate_links(
     chunk_bytes: int = 64_000_000,
     priorities: bool = True,
     update_gb_per_s: float = 0.0,
+    nodes: int = 1,
+    network_gb_per_s: float = 0.0,
+    network_latency_ms: float = 0.0,
+    clipped: bool = False,
 ) -> LinkTimeline: ...
 def simulate(plans: list[Plan], costs: list[LayerCost], cluster: Cluster, rules: TimingRules = ...) -> Timeline: ...
 

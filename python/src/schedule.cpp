@@ -211,24 +211,31 @@ void bind_schedule(py::module_& module) {
       .attribute("end_ms", &TransferEvent::end_ms);
   py::class_<simulate::LinkTimeline>(module, "LinkTimeline")
       .def_readonly("timeline", &simulate::LinkTimeline::timeline)
-      .def_readonly("transfers", &simulate::LinkTimeline::transfers);
+      .def_readonly("transfers", &simulate::LinkTimeline::transfers)
+      .def_readonly("network_busy_ms", &simulate::LinkTimeline::network_busy_ms);
   module.def(
       "simulate_links",
       [](const std::vector<Plan>& plans, const LayerCosts& costs, const Cluster& cluster, TimingRules rules,
-         std::int64_t chunk_bytes, bool priorities, double update_gb_per_s) {
+         std::int64_t chunk_bytes, bool priorities, double update_gb_per_s, int nodes, double network_gb_per_s,
+         double network_latency_ms, bool clipped) {
         simulate::LinkRules links;
         links.timing = rules;
         links.chunk_bytes = chunk_bytes;
         links.priorities = priorities;
         links.update_gb_per_s = update_gb_per_s;
+        links.nodes = {nodes, network_gb_per_s, network_latency_ms, clipped};
         simulate::LinkTimeline timeline = simulate::simulate_links(plans, costs, cluster, links);
         simulate::check(timeline.timeline, plans, rules);
         return timeline;
       },
       py::arg("plans"), py::arg("costs"), py::arg("cluster"), py::kw_only(), py::arg("rules") = TimingRules{},
       py::arg("chunk_bytes") = simulate::LinkRules{}.chunk_bytes, py::arg("priorities") = true,
-      py::arg("update_gb_per_s") = 0.0, py::call_guard<py::gil_scoped_release>(),
-      "Runs one plan a step with every byte on the links, and checks the result against the rules.");
+      py::arg("update_gb_per_s") = 0.0, py::arg("nodes") = simulate::NodeRules{}.nodes,
+      py::arg("network_gb_per_s") = simulate::NodeRules{}.network_gb_per_s,
+      py::arg("network_latency_ms") = simulate::NodeRules{}.latency_ms,
+      py::arg("clipped") = simulate::NodeRules{}.clipped, py::call_guard<py::gil_scoped_release>(),
+      "Runs one plan a step with every byte on the links, on every one of the nodes, and checks the result against the "
+      "rules.");
 }
 
 }  // namespace roundpipe::python

@@ -69,7 +69,13 @@ class LinkSimulator {
  public:
   LinkSimulator(std::span<const Plan> plans, const schedule::LayerCosts& costs, const schedule::Cluster& cluster,
                 const LinkRules& rules)
-      : plans_(plans), costs_(costs), cluster_(cluster), rules_(rules), sums_(costs, plans[0].first_backward_layer) {
+      : plans_(plans),
+        costs_(costs),
+        cluster_(cluster),
+        rules_(rules),
+        sums_(costs, plans[0].first_backward_layer),
+        gradients_left_(gradients_of(plans)),
+        exchange_(costs, expected(gradients_left_), rules.nodes, rules.update_gb_per_s) {
     const Plan& first = plans[0];
     layers_ = first.layers;
     microbatches_ = first.microbatches;
@@ -92,17 +98,6 @@ class LinkSimulator {
       for (const Job& job : plan.jobs) read_[static_cast<std::size_t>(job.layers.first)] = 1;
     }
     outputs_left_.assign(plans.size(), microbatches_);
-    published_.assign(plans.size() * static_cast<std::size_t>(layers_), 0);
-    gradients_left_.assign(published_.size(), 0);
-    for (std::size_t step = 0; step < plans.size(); ++step) {
-      for (const Job& job : plans[step].jobs) {
-        if (job.phase == Phase::kForward) continue;
-        for (int layer = job.layers.first; layer < job.layers.last; ++layer) ++gradients_left_[at_layer(step, layer)];
-      }
-      for (int layer = 0; layer < layers_; ++layer) {
-        if (gradients_left_[at_layer(step, layer)] == 0) published_[at_layer(step, layer)] = 1;
-      }
-    }
   }
 
   LinkTimeline run() {
@@ -120,8 +115,22 @@ class LinkSimulator {
   }
 
  private:
-  std::size_t at_layer(std::size_t step, int layer) const {
-    return step * static_cast<std::size_t>(layers_) + static_cast<std::size_t>(layer);
+  // [step, layer]: how many jobs make gradients of it.
+  static std::vector<int> gradients_of(std::span<const Plan> plans) {
+    std::vector<int> gradients(plans.size() * static_cast<std::size_t>(plans[0].layers), 0);
+    for (std::size_t step = 0; step < plans.size(); ++step) {
+      for (const Job& job : plans[step].jobs) {
+        if (job.phase == Phase::kForward) continue;
+        for (int layer = job.layers.first; layer < job.layers.last; ++layer)
+          ++gradients[step * static_cast<std::size_t>(plans[0].layers) + static_cast<std::size_t>(layer)];
+      }
+    }
+    return gradients;
+  }
+  static std::vector<char> expected(const std::vector<int>& gradients) {
+    std::vector<char> any;
+    for (const int count : gradients) any.push_back(count > 0 ? 1 : 0);
+    return any;
   }
   std::size_t at_cell(int step, int boundary, int m) const {
     return static_cast<std::size_t>((step * (layers_ + 1) + boundary) * microbatches_ + m);
@@ -160,7 +169,7 @@ class LinkSimulator {
     if (run.job->phase == Phase::kBackward || run.step < staleness_) return true;
     const auto read = static_cast<std::size_t>(run.step - staleness_);
     for (int layer = run.job->layers.first; layer < run.job->layers.last; ++layer) {
-      if (!published_[at_layer(read, layer)]) return false;
+      if (!exchange_.published(read, static_cast<std::size_t>(layer))) return false;
     }
     return true;
   }
@@ -287,7 +296,7 @@ class LinkSimulator {
   }
 
   double next_event() const {
-    double next_ms = update_ends_ms_;
+    double next_ms = exchange_.next_ms();
     for (const double ends_ms : ends_ms_) next_ms = std::min(next_ms, ends_ms);
     const double share = host_share();
     for (const Link* link : busy_links_)
@@ -316,10 +325,9 @@ class LinkSimulator {
     for (std::size_t d = 0; d < devices_.size(); ++d) {
       if (ends_ms_[d] <= now_ms_) compute_over(static_cast<int>(d), devices_[d]);
     }
-    if (update_ends_ms_ <= now_ms_) {
-      publish();
-      update_ends_ms_ = kNever;
-      update_next();
+    if (landed_ || exchange_.next_ms() <= now_ms_) {
+      landed_ = false;
+      if (exchange_.run(now_ms_)) all_may_start();
     }
   }
 
@@ -349,7 +357,7 @@ class LinkSimulator {
     if (transfer.what.kind == Priority::kActivation) value_on_host_[cell_of_[transfer.order]] = 1;
     if (transfer.what.kind == Priority::kBoundaryGradient)
       gradient_on_host_[at_cell(run.step, job.layers.first, transfer.microbatch)] = 1;
-    if (transfer.what.kind == Priority::kParameterGradient) landed(run);
+    if (transfer.what.kind == Priority::kParameterGradient) land(run);
   }
 
   void compute_over(int d, DeviceRun& device) {
@@ -394,36 +402,17 @@ class LinkSimulator {
     ++device.at;
   }
 
-  void landed(const JobRun& run) {
-    for (int layer = run.job->layers.first; layer < run.job->layers.last; ++layer) {
-      const std::size_t place = at_layer(static_cast<std::size_t>(run.step), layer);
-      if (--gradients_left_[place] == 0) to_update_.push_back(place);
+  void land(const JobRun& run) {
+    const auto step = static_cast<std::size_t>(run.step), layers = static_cast<std::size_t>(layers_);
+    for (auto layer = static_cast<std::size_t>(run.job->layers.first);
+         layer < static_cast<std::size_t>(run.job->layers.last); ++layer) {
+      if (--gradients_left_[step * layers + layer] == 0) exchange_.land(step, layer);
     }
-    update_next();
-  }
-
-  void publish() {
-    published_[updating_] = 1;
-    all_may_start();
+    landed_ = true;
   }
 
   void all_may_start() {
     for (DeviceRun& device : devices_) device.may_start = true;
-  }
-
-  void update_next() {
-    while (update_ends_ms_ == kNever && !to_update_.empty()) {
-      const auto lowest = std::ranges::min_element(to_update_);
-      updating_ = *lowest;
-      to_update_.erase(lowest);
-      const auto layer = updating_ % static_cast<std::size_t>(layers_);
-      const auto bytes = static_cast<double>(costs_[layer].updated_bytes());
-      if (rules_.update_gb_per_s <= 0 || bytes == 0) {
-        publish();
-      } else {
-        update_ends_ms_ = now_ms_ + bytes / (rules_.update_gb_per_s * kBytesPerMs);
-      }
-    }
   }
 
   LinkTimeline finish() {
@@ -448,6 +437,7 @@ class LinkSimulator {
     timeline.bubble = idle(busy_ms_, timeline.makespan_ms);
     timeline.steady_bubble = idle(busy_ms_ / static_cast<double>(plans_.size()), timeline.steady_step_ms);
     result.transfers = std::move(transfers_);
+    result.network_busy_ms = exchange_.network_busy_ms();
     return result;
   }
 
@@ -476,14 +466,12 @@ class LinkSimulator {
   std::vector<std::size_t> cell_of_;  // by Transfer::order, for values that are downloaded
   std::vector<Wanted> wanted_;
   std::vector<char> value_on_host_, gradient_on_host_;
-  bool host_changed_ = false;      // one of them, or the last output of a step
-  std::vector<char> read_;         // whether some job starts at the boundary
-  std::vector<int> outputs_left_;  // [step]: outputs of a train plan still to come
-  std::vector<char> published_;    // [step, layer]
-  std::vector<int> gradients_left_;
-  std::vector<std::size_t> to_update_;
-  std::size_t updating_ = 0;
-  double update_ends_ms_ = kNever;
+  bool host_changed_ = false;        // one of them, or the last output of a step
+  std::vector<char> read_;           // whether some job starts at the boundary
+  std::vector<int> outputs_left_;    // [step]: outputs of a train plan still to come
+  std::vector<int> gradients_left_;  // [step, layer]
+  bool landed_ = false;              // a gradient, and exchange_ has not run since
+  NodeExchange exchange_;
   std::vector<TimelineEvent> events_;
   std::vector<TransferEvent> transfers_;
 };

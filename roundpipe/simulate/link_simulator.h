@@ -5,6 +5,7 @@
 #include <vector>
 
 #include <roundpipe/schedule/priority.h>
+#include <roundpipe/simulate/node_exchange.h>
 #include <roundpipe/simulate/simulator.h>
 
 namespace roundpipe::simulate {
@@ -17,6 +18,7 @@ struct LinkRules {
   int prefetched_values = 2;              // microbatches whose values are prefetched, counting the running one
   // Weights that the host's optimizer updates, in 1e9 bytes per second; 0 = at once. One layer at a time, lowest first.
   double update_gb_per_s = 0;
+  NodeRules nodes;  // of the machines that train together; each runs the same plans
 };
 
 // The time that a transfer occupied its link: one or more chunks without a break.
@@ -33,7 +35,8 @@ struct TransferEvent {
 struct LinkTimeline {
   Timeline timeline;
   std::vector<TransferEvent> transfers;
-  double landed_ms = 0;  // when the last gradient has landed and the last update is done
+  double landed_ms = 0;        // when the last gradient has landed and the last update is done, on every node
+  double network_busy_ms = 0;  // of a node's network, in each direction
 };
 
 // Runs one plan per step. Weights, values and gradients move over the two directions of each device's link at the
@@ -43,7 +46,7 @@ struct LinkTimeline {
 //   job reads is published.
 // - A value goes to the host and from there to the device that needs it, even if that is the same device.
 // - The parameter gradients of a job are downloaded when it has ended. When all gradients of a layer have landed, the
-//   layer is updated and then published.
+//   layer is updated and then published; among several nodes, as NodeExchange says.
 // - A link sends the waiting chunk of highest priority; within a priority, the transfer requested first.
 // With infinite bandwidths, the result is that of simulate() without hops. Throws std::invalid_argument like
 // simulate(), and for rules out of range.
