@@ -19,9 +19,9 @@ from roundpipe.export.command import export
 from roundpipe.machine.command import machine
 from roundpipe.planning.emulate_command import emulate
 from roundpipe.planning.plan_command import plan
-from roundpipe.planning.simulate_command import simulate
 from roundpipe.runs.command import app as checkpoint
 from roundpipe.selftest.command import selftest
+from roundpipe.simulation.command import simulate
 from roundpipe.tokens.command import tokenize
 from roundpipe.train.command import train
 

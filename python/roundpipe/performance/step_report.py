@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from roundpipe import _core
+from roundpipe.performance.limits import limit_of, shape_limit
 from roundpipe.performance.notation import STAGES_LEGEND
 
 # Of the steps that are measured, and of those that are simulated to a steady state.
@@ -16,8 +17,6 @@ _MOST_MEASURED = 16
 _FEWEST_MEASURED = 2
 _MOST_STEPS, _FEWEST_STEPS = 49, 9
 _VISITS = 40_000
-# A resource limits the step if the step is shorter by this share without its limit.
-_SMALL = 0.005
 # A device's link is slower than the others' below this share of the fastest.
 _ALIKE = 0.9
 _EFFORT = 20_000_000  # of the search for a plan without a limit of memory
@@ -201,12 +200,8 @@ class _Simulated:
 
 
 def _limit(step_ms: float, compute_ms: float, unlimited_ms: dict[str, float], machine: _core.MeasuredMachine) -> str:
-    """What shortens the step most if it has no limit; "" if nothing does, beyond the shape of the plan."""
-    if step_ms - compute_ms < _SMALL * step_ms:
-        return "compute"
-    name, best = min(unlimited_ms.items(), key=lambda item: item[1], default=("", step_ms))
-    if best >= (1 - _SMALL) * step_ms:
-        return ""
+    """As `limit_of`, with the device whose link is slower than the others."""
+    name = limit_of(step_ms, compute_ms, unlimited_ms)
     ways: dict[str, tuple[str, Callable[[_core.LinkRates], float]]] = {
         "links up": ("up", lambda link: link.up_gb_per_s),
         "links down": ("down", lambda link: link.down_gb_per_s),
@@ -259,7 +254,6 @@ def report(pipeline: _core.Pipeline, name: str) -> StepReport:
     timeline = simulated.timeline()
     compute_ms = simulated.compute_ms()
     unlimited = simulated.unlimited_ms()
-    shape = "dependencies" if pipeline.asynchronous else "fill and drain"
     return StepReport(
         name=name,
         devices=plan.devices,
@@ -271,7 +265,8 @@ def report(pipeline: _core.Pipeline, name: str) -> StepReport:
         measured_steps=len(steps) - 1,
         predicted_bubble_percent=max(0.0, 100 * timeline.steady_bubble),
         measured_bubble_percent=100 * (1 - busy_ms / (plan.devices * measured_ms)) if measured_ms > 0 else 0.0,
-        limited_by=_limit(timeline.steady_step_ms, compute_ms, unlimited, machine) or shape,
+        limited_by=_limit(timeline.steady_step_ms, compute_ms, unlimited, machine)
+        or shape_limit(pipeline.asynchronous),
         compute_ms=compute_ms,
         unlimited_ms=unlimited,
         links_gb_per_s=tuple((link.up_gb_per_s, link.down_gb_per_s) for link in machine.links),

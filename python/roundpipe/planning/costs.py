@@ -9,7 +9,7 @@ A cost file is JSON, or TOML with the same fields if its name ends in .toml. Eve
                   "weight_bytes": 435000000, "gradient_bytes": 435000000,
                   "activation_bytes": 67108864, "saved_bytes": 1140000000, "trainable": true}],
       "head": {"forward_ms": 37.2, "backward_ms": 74.5},
-      "hop_latency_ms": 3.2,
+      "hop_latency_ms": 3.2, "tokens": 8192,
       "devices": [{"count": 8, "speed": 1.0, "memory_bytes": 24000000000}],
       "link_up_gb_per_s": 25, "link_down_gb_per_s": 25, "host_gb_per_s": 200,
       "baseline_stages": {"pipeline": [4, 4], "chunks": [1, 1], "forward": [5, 5], "backward": [2, 2]}
@@ -17,7 +17,8 @@ A cost file is JSON, or TOML with the same fields if its name ends in .toml. Eve
 
 Times are for one microbatch on a device of speed 1. `backward_ms` excludes the recompute; `recompute_ms` defaults to
 `forward_ms`. `gradient_bytes` defaults to `weight_bytes`, or to 0 for a layer that is not trainable. The head is one
-more layer at the end; without one, the last layer takes its place.
+more layer at the end; without one, the last layer takes its place. `tokens` are those of a microbatch, for tokens per
+second.
 
 There are at most 2,000 layers, which take at most 1e12 ms and 1e14 bytes of each kind together, and at most 1,024
 devices.
@@ -55,6 +56,7 @@ MOST_DEVICES = 1024
 _MOST_MS = 1e12
 _MOST_BYTES = 10**14
 _MOST_MEMORY_BYTES = 10**18
+_MOST_TOKENS = 10**12
 _SPEEDS = (1e-6, 1e6)
 # GB/s of a link, and of the host's optimizer.
 RATES_RANGE = (1e-6, 1e9)
@@ -71,6 +73,7 @@ class CostSet:
         devices: speed and memory (bytes, 0 = unlimited) of each; empty if the file lists none.
         rates: link and host bandwidths in GB/s, by field name.
         stages: number of layers in each stage of the schedules to compare with; None balances them.
+        tokens: of a microbatch; None = not known.
     """
 
     name: str
@@ -80,6 +83,7 @@ class CostSet:
     devices: list[tuple[float, int]] = dataclasses.field(default_factory=list)
     rates: dict[str, float] = dataclasses.field(default_factory=dict)
     stages: _core.BaselineSizes | None = None
+    tokens: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.layers) > _MOST_LAYERS:
@@ -205,8 +209,8 @@ def estimate(model: nn.Module, tokens: int, width: int, device_tflops: float) ->
 
 def parse(document: Any, source: str) -> CostSet:
     """Makes costs from a cost file that has been read as JSON; `source` names the file in errors."""
-    known = ("schema", "version", "name", "layers", "head", "hop_latency_ms", "devices", "baseline_stages", *RATES)
-    fields = object_of(document, "the file", known)
+    own = ("schema", "version", "name", "layers", "head", "hop_latency_ms", "tokens", "devices", "baseline_stages")
+    fields = object_of(document, "the file", (*own, *RATES))
     if fields.get("schema") != SCHEMA:
         raise ValueError(f"[costs] schema is {reprlib.repr(fields.get('schema'))}, expected '{SCHEMA}'")
     version = fields.get("version")
@@ -231,10 +235,11 @@ def parse(document: Any, source: str) -> CostSet:
         name=name_of(fields, source),
         layers=layers,
         first_backward_layer=trainable.index(True) if True in trainable else len(layers),
-        hop_latency_ms=float(_number(fields.get("hop_latency_ms", 0), "hop_latency_ms", 0, _MOST_MS)),
+        hop_latency_ms=milliseconds_of(fields.get("hop_latency_ms", 0), "hop_latency_ms"),
         devices=devices_of(fields.get("devices", [])),
         rates={name: rate_of(fields[name], name) for name in RATES if name in fields},
         stages=_stages(fields["baseline_stages"]) if "baseline_stages" in fields else None,
+        tokens=int(_number(fields["tokens"], "tokens", 1, _MOST_TOKENS)) if "tokens" in fields else None,
     )
 
 
@@ -287,6 +292,10 @@ def _number(value: Any, where: str, least: float, most: float) -> int | float:
 def rate_of(value: Any, where: str) -> float:
     # 0 is a link without a limit.
     return 0.0 if value == 0 and not isinstance(value, bool) else float(_number(value, where, *RATES_RANGE))
+
+
+def milliseconds_of(value: Any, where: str) -> float:
+    return float(_number(value, where, 0, _MOST_MS))
 
 
 def _most(field: str) -> float:
@@ -366,6 +375,7 @@ def _preset(
             "saved_bytes": 2 * boundary,
         },
         "hop_latency_ms": hop_ms,
+        "tokens": tokens,
         "devices": [{"count": 8, "memory_bytes": 24_000_000_000}],
         "link_up_gb_per_s": 25,
         "link_down_gb_per_s": 25,

@@ -1,7 +1,8 @@
 """Machine files: devices, links and host, for the planning commands.
 
 A machine file is TOML, as `roundpipe machine` writes it. Everything except `schema`, `version` and `devices` may be
-omitted; a rate that is not given, or 0, is infinite:
+omitted; a rate that is not given, or 0, is infinite. The network between nodes is not measured; with `--nodes`, its
+bandwidth has to be given here or as an option:
 
     schema = "roundpipe-machine"
     version = 1
@@ -10,6 +11,8 @@ omitted; a rate that is not given, or 0, is infinite:
     link_down_gb_per_s = 25.0  # of each device, device to host
     host_gb_per_s = 40.0       # of all links together
     update_gb_per_s = 3.5      # weights that the host's optimizer updates
+    network_gb_per_s = 1.25    # of a node, in each direction at once: 10 Gb/s
+    network_latency_ms = 0.5   # of a collective among the nodes, besides its bytes
 
     [[devices]]
     count = 2
@@ -27,13 +30,15 @@ from typing import TYPE_CHECKING
 
 from roundpipe import _core
 from roundpipe.files import read_toml, write_text
-from roundpipe.planning.costs import RATES, CostSet, devices_of, name_of, object_of, rate_of
+from roundpipe.planning.costs import RATES, CostSet, devices_of, milliseconds_of, name_of, object_of, rate_of
 
 if TYPE_CHECKING:
     from roundpipe.model.run_records import RunRecords
 
 SCHEMA = "roundpipe-machine"
 VERSION = 1
+
+_NETWORK = ("network_gb_per_s", "network_latency_ms")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +49,16 @@ class Machine:
         devices: speed, relative to that of a cost file's times, and memory in bytes of each; 0 bytes = unlimited.
         rates: bandwidths in GB/s, by field name.
         update_gb_per_s: weights that the host's optimizer updates; 0 = at once.
+        network_gb_per_s: of a node, in each direction at once; 0 = infinite, None = not given.
+        network_latency_ms: of a collective among nodes, besides its bytes; None = not given.
     """
 
     name: str
     devices: list[tuple[float, int]]
     rates: dict[str, float]
     update_gb_per_s: float = 0.0
+    network_gb_per_s: float | None = None
+    network_latency_ms: float | None = None
 
     def costs(self, costs: CostSet) -> CostSet:
         """These costs on this machine."""
@@ -60,6 +69,8 @@ class Machine:
         lines = [f'schema = "{SCHEMA}"', f"version = {VERSION}", f"name = {json.dumps(self.name)}"]
         lines += [f"{name} = {rate!r}" for name, rate in self.rates.items()]
         lines.append(f"update_gb_per_s = {self.update_gb_per_s!r}")
+        network = {name: getattr(self, name) for name in _NETWORK}
+        lines += [f"{name} = {value!r}" for name, value in network.items() if value is not None]
         for (speed, memory_bytes), alike in itertools.groupby(self.devices):
             lines += ["", "[[devices]]", f"count = {len(list(alike))}", f"speed = {speed!r}"]
             lines.append(f"memory_bytes = {memory_bytes}")
@@ -117,7 +128,7 @@ def load(path: str | Path) -> Machine:
         fields = object_of(
             read_toml(path, "machine", "a machine file"),
             str(path),
-            ("schema", "version", "name", "devices", "update_gb_per_s", *RATES),
+            ("schema", "version", "name", "devices", "update_gb_per_s", *_NETWORK, *RATES),
         )
         if fields.get("schema") != SCHEMA or type(fields.get("version")) is not int or fields["version"] != VERSION:
             raise ValueError(f"[costs] {path} has no schema '{SCHEMA}' of version {VERSION}")
@@ -126,6 +137,14 @@ def load(path: str | Path) -> Machine:
             raise ValueError(f"[costs] {path} has no devices, expected at least one [[devices]]")
         rates = {name: rate_of(fields[name], name) for name in RATES if name in fields}
         update = rate_of(fields.get("update_gb_per_s", 0), "update_gb_per_s")
-        return Machine(name_of(fields, str(path)), devices, rates, update)
+        bandwidth, latency = (fields.get(name) for name in _NETWORK)
+        return Machine(
+            name_of(fields, str(path)),
+            devices,
+            rates,
+            update,
+            network_gb_per_s=None if bandwidth is None else rate_of(bandwidth, "network_gb_per_s"),
+            network_latency_ms=None if latency is None else milliseconds_of(latency, "network_latency_ms"),
+        )
     except ValueError as error:
         raise ValueError(str(error).replace("[costs]", "[machine]", 1)) from None

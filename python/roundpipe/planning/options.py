@@ -15,10 +15,11 @@ from roundpipe.command_options import After
 from roundpipe.performance.notation import STAGES_LEGEND as STAGES_LEGEND
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
     from roundpipe.performance.pictures import Span
     from roundpipe.planning.costs import CostSet
+    from roundpipe.planning.machine import Machine
     from roundpipe.planning.schedules import Impossible, Request
 
 CostsArgument = Annotated[
@@ -43,6 +44,14 @@ def require(ok: bool, option: str, value: object, expected: str) -> None:
         shown = str(value)
         shown = shown if len(shown) <= _LONGEST_SHOWN else shown[:_LONGEST_SHOWN] + "..."
         raise ValueError(f"[options] --{option} is {shown}, expected {expected}")
+
+
+# GB/s of a link, a network, or the host's optimizer.
+RATES_EXPECTED = "1e-06 to 1e+09"
+
+
+def is_rate(gb_per_s: float) -> bool:
+    return 1e-6 <= gb_per_s <= 1e9
 
 
 def schedules_in(text: str, known: Collection[str], every: Iterable[str]) -> list[str]:
@@ -72,14 +81,16 @@ def require_files(paths: dict[str, Path | None]) -> None:
         require(other == option, option, path, f"another file than --{other}")
 
 
-def print_table(title: str, columns: list[str], rows: list[list[str] | Impossible]) -> None:
-    """Prints one line for each schedule; that of an impossible one says why."""
+def print_table(
+    title: str, columns: list[str], rows: Sequence[list[str] | Impossible], of_rows: str = "schedule"
+) -> None:
+    """Prints one line for each schedule, or other things; that of an impossible one says why."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(title=escape(title), title_justify="left")
-    table.add_column("schedule")
+    table.add_column(of_rows)
     for column in columns:
         table.add_column(column, justify="right")
     if not all(isinstance(row, list) for row in rows):
@@ -273,21 +284,28 @@ class LinkOptions(PlanningOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rate_ok = self.update_rate == 0 or 1e-6 <= self.update_rate <= 1e9
-        require(rate_ok, "update-rate", self.update_rate, "0 (at once), or 1e-06 to 1e+09")
-        if not self.links:
+        rate_ok = self.update_rate == 0 or is_rate(self.update_rate)
+        require(rate_ok, "update-rate", self.update_rate, f"0 (at once), or {RATES_EXPECTED}")
+        if not self.counts_bytes:
             self.refuse(["machine", "update_rate"], "--links")
 
-    def request(self, costs: CostSet) -> Request:
+    @property
+    def counts_bytes(self) -> bool:
+        """Whether every byte is simulated."""
+        return self.links
+
+    def machine_file(self) -> Machine | None:
+        """What `--machine` says."""
         from roundpipe.planning import machine as machines
 
-        if self.machine is None:
-            machine = None
-        else:
-            machine = machines.load(self.machine)
+        return None if self.machine is None else machines.load(self.machine)
+
+    def request(self, costs: CostSet) -> Request:
+        machine = self.machine_file()
+        if machine is not None:
             costs = machine.costs(costs)
         request = super().request(costs)
-        if self.links:
+        if self.counts_bytes:
             request.links = costs.cluster(self.devices, self.memory_bytes(), with_links=True)
             own_rate = 0.0 if machine is None else machine.update_gb_per_s
             request.update_gb_per_s = self.update_rate or own_rate

@@ -14,7 +14,7 @@ import roundpipe
 from roundpipe.cli import app
 from roundpipe.planning.emulate_command import EmulateOptions
 from roundpipe.planning.plan_command import PlanOptions
-from roundpipe.planning.simulate_command import SimulateOptions
+from roundpipe.simulation.command import SimulateOptions
 
 DOCS = Path(roundpipe.__file__).resolve().parents[2] / "docs" / "planner.md"
 OPTIONS: dict[str, Any] = {"plan": PlanOptions, "simulate": SimulateOptions, "emulate": EmulateOptions}
@@ -60,12 +60,14 @@ def test_files_are_among_the_inputs(costs: str, tmp_path: Path) -> None:
 def test_every_field_is_documented(costs: str) -> None:
     documented = DOCS.read_text()
     reports = [run("plan", costs, *SMALL), run("simulate", costs, *SMALL, "--links")]
+    reports.append(run("simulate", costs, *SMALL, "--nodes", "2", "--network", "10Gb/s"))
     reports.append(run("emulate", costs, *SMALL, "--schedule", "roundpipe", "--steps", "1"))
     for report in reports:
         assert f"`{report['schema']}`" in documented
         for names in [
             report,
             *report.get("schedules", []),
+            *report.get("nodes", []),
             *(e["plan"] for e in report.get("schedules", []) if "plan" in e),
         ]:
             for name in names:

@@ -1,0 +1,1 @@
+"""The command that simulates steps, on one node and on several."""
