@@ -310,7 +310,9 @@ class LinkSimulator {
     for (Link* const busy : busy_links_) {
       Link& link = *busy;
       const double speed = std::min(link.rate, share), most = bytes_before_choice(link);
-      const double moved = speed == kNever ? most : std::min(most, speed * (to_ms - now_ms_));
+      double moved = speed == kNever ? most : std::min(most, speed * (to_ms - now_ms_));
+      // Late in a long run, the clock cannot tell the moment when the rest has moved.
+      if (most - moved > kByte && to_ms + (most - moved) / speed == to_ms) moved = most;
       link.current.left_bytes -= moved;
       link.chunk_bytes -= moved;
       if (link.chunk_bytes < -kByte) {

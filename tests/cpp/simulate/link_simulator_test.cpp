@@ -45,6 +45,15 @@ LayerCosts costs_of(std::int64_t weight_bytes, std::int64_t activation_bytes) {
 
 }  // namespace
 
+TEST_CASE("links: transfers end, however late it is") {
+  // At 1e12 ms, a clock cannot tell less than some thousand bytes of such a link.
+  LayerCosts costs = costs_of(1'234'567, 89'123);
+  for (LayerCost& cost : costs) cost.forward_ms = 1e11 / 3;
+  const std::vector<Plan> plans(6, two_layers(3));
+  const LinkTimeline got = simulate_links(plans, costs, cluster_of(1, 25), {});
+  CHECK(got.timeline.makespan_ms == doctest::Approx(6 * 3 * 1e11));
+}
+
 TEST_CASE("links: with infinite bandwidth every event ends as without links") {
   std::mt19937 random(21);
   for (int round = 0; round < 60; ++round) {
