@@ -38,7 +38,8 @@ constexpr std::pair<const char*, Flag> kMaximize{"maximize", &Hyperparameters::m
 constexpr std::pair<const char*, Flag> kDecoupled{"decoupled_weight_decay", &Hyperparameters::decoupled_weight_decay};
 
 const Names& names_of(Algorithm algorithm) {
-  static const std::vector<Names> all{
+  // Never destroyed: saves go on while the process ends.
+  static const auto& all = *new std::vector<Names>{
       {Algorithm::kAdam,
        "Adam",
        {kLr, kEps, kDecay},

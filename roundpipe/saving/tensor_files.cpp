@@ -21,8 +21,9 @@ namespace {
 
 constexpr int64_t kPartBytes = 8 << 20;
 
+// Never destroyed: saves go on while the process ends.
 const std::map<c10::ScalarType, const char*>& dtype_names() {
-  static const std::map<c10::ScalarType, const char*> names = {
+  static const auto& names = *new std::map<c10::ScalarType, const char*>{
       {at::kDouble, "F64"},         {at::kFloat, "F32"},        {at::kHalf, "F16"},
       {at::kBFloat16, "BF16"},      {at::kLong, "I64"},         {at::kInt, "I32"},
       {at::kShort, "I16"},          {at::kChar, "I8"},          {at::kByte, "U8"},

@@ -33,10 +33,11 @@ constexpr std::size_t kAsyncRounds = 3;  // fewer if each cut is clocked over ma
 constexpr double kDescentShare = 0.15;   // of the effort
 constexpr std::array kInterleaves = {1.0, 1.25, 1.5, 1.6, 1.65, 1.7, 1.8};
 
-// Replicas of the first forward and the last backward stages, for eight devices.
-const std::vector<std::vector<int>> kHeads = {
+// Replicas of the first forward and the last backward stages, for eight devices. Never destroyed: the user's threads
+// may still plan while the process ends.
+const auto& kHeads = *new std::vector<std::vector<int>>{
     {}, {2}, {3, 2}, {4, 2}, {6, 3}, {6, 3, 2}, {8, 4, 2}, {7, 5, 3, 2}, {8, 6, 5, 4, 3, 2}};
-const std::vector<std::vector<int>> kTails = {
+const auto& kTails = *new std::vector<std::vector<int>>{
     {}, {2}, {8}, {4, 8}, {2, 4, 8}, {4, 8, 8}, {4, 6, 6, 7}, {2, 3, 5, 7, 8}, {2, 4, 6, 7, 7, 8}};
 
 // The numbers that describe a cut made of exact partitions.

@@ -185,6 +185,23 @@ const std::vector<Ending>& endings() {
          std::thread([] { std::exit(6); }).join();
        },
        6},
+      {"with a thread that goes on training",
+       [] {
+         auto* const program = new Program(true);  // the thread may outlive what is destroyed at exit
+         static std::promise<void> begun;
+         std::thread([program] {
+           try {
+             for (int step = 0;; ++step) {
+               program->call();
+               program->step();
+               if (step == 3) begun.set_value();
+             }
+           } catch (const Error& ended) {
+             expect(std::string(ended.what()).find("the engine has ended") != std::string::npos, ended.what());
+           }
+         }).detach();
+         begun.get_future().wait();
+       }},
       {"by an exception",
        [] {
          // The test program would catch it.
