@@ -326,6 +326,24 @@ TEST_SUITE("checkpoint") {
     CHECK(load_checkpoint(folder.path(), resumed.model, resumed.optimizer).step == 2);
   }
 
+  TEST_CASE("a folder that was removed is made again, whoever saved into it") {
+    set_devices("virtual:2");
+    const Folder folder;
+    Training training;
+    training.run(1, true);
+    for (int round = 0; round < 2; ++round) {
+      const Save save =
+          save_checkpoint(folder.path(), training.model, training.optimizer, {.overwrite = true, .wait = true});
+      CHECK(latest(folder.path()));
+      fs::remove_all(folder.path());
+      Training other;
+      other.run(1, true);
+      save_checkpoint(folder.path(), other.model, other.optimizer, {.wait = true});
+      CHECK(latest(folder.path()));
+      fs::remove_all(folder.path());
+    }
+  }
+
   TEST_CASE("frozen parameters of another folder stay out, and are compared") {
     set_devices("virtual:2");
     const Folder folder;
