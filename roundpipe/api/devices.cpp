@@ -1,5 +1,6 @@
 #include <roundpipe/api/devices.h>
 
+#include <roundpipe/core/engine_life.h>
 #include <roundpipe/device/device_spec.h>
 #include <roundpipe/runtime/engine.h>
 
@@ -34,6 +35,9 @@ void reset_peak_memory() {
   for (int i = 0; i < engine->pool_size(); ++i) engine->pool_worker(i).device().reset_peak_memory();
 }
 
-void shut_down() { Engine::shut_down(); }
+void shut_down() {
+  require_callers_thread();
+  Engine::shut_down();
+}
 
 }  // namespace roundpipe

@@ -87,6 +87,13 @@ std::string Layer::name_or(size_t number) const { return name_.empty() ? std::to
 
 std::unique_ptr<runtime::Layer> Layer::for_engine(size_t number) const {
   require_unchanged(number);
+  for (const auto& [name, parameter] : parameters()) {
+    if (parameter.is_leaf()) continue;
+    throw std::invalid_argument(
+        concat("[layer] parameter '", name, "' of layer ", name_or(number),
+               " was computed from other tensors, which would get no gradient, expected a leaf of autograd; pass those "
+               "tensors and compute it inside the layer, or pass parameter.detach().requires_grad_()"));
+  }
   return make_engine_layer(name_or(number), original_);
 }
 

@@ -1,5 +1,6 @@
 #include <roundpipe/api/loss.h>
 
+#include <atomic>
 #include <stdexcept>
 
 #include <roundpipe/core/error.h>
@@ -16,6 +17,12 @@ class CheckedLoss final : public runtime::Loss {
                                      const runtime::LayerContext& /*context*/) override {
     std::vector<at::Tensor> losses = function_(outputs, label);
     if (losses.empty()) throw std::invalid_argument("[loss] the loss function returned no loss, expected at least one");
+    size_t others = 0;
+    if (!count_.compare_exchange_strong(others, losses.size()) && others != losses.size()) {
+      throw std::invalid_argument(concat("[loss] the loss function returned ", losses.size(),
+                                         " losses for one microbatch and ", others,
+                                         " for another, expected the same number for each"));
+    }
     for (const at::Tensor& loss : losses) {
       if (!loss.defined() || loss.numel() != 1) {
         throw std::invalid_argument(concat("[loss] the loss function returned ",
@@ -30,6 +37,7 @@ class CheckedLoss final : public runtime::Loss {
  private:
   const LossFunction function_;
   const bool refuses_nan_;
+  std::atomic<size_t> count_{0};  // of losses of a microbatch; 0: not known yet
 };
 
 }  // namespace

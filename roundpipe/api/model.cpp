@@ -78,7 +78,10 @@ ModelOptions with_name(ModelOptions options, const char* name) {
 }  // namespace
 
 Model::Model(const torch::nn::Sequential& layers, ModelOptions options)
-    : Model(children_of(layers), with_name(std::move(options), "Sequential")) {}
+    : Model(children_of(layers), with_name(std::move(options), "Sequential")) {
+  container_ = layers.ptr();
+  children_ = container_->children();
+}
 
 Model::Model(std::vector<Layer> layers, ModelOptions options)
     : HostWeights(pipeline_of(layers, options), named_in(layers, &Layer::parameters),
@@ -88,6 +91,10 @@ Model::Model(std::vector<Layer> layers, ModelOptions options)
       check_loss_(options.check_loss) {}
 
 void Model::check_modules() const {
+  if (container_ && container_->children() != children_) {
+    throw std::invalid_argument(concat("[model] children of the torch::nn::Sequential of ", name(),
+                                       " were added or replaced since the model was made; make the model again"));
+  }
   for (size_t l = 0; l < layers_.size(); ++l) layers_[l].require_unchanged(l);
   check_trainable();
 }

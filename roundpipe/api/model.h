@@ -178,6 +178,9 @@ class Model : public HostWeights {
   MemoryPrediction predict(detail::Batch inputs, detail::Batch labels, const LossFunction& loss,
                            const RunOptions& options);
   std::vector<Layer> layers_;
+  // The Sequential that the model was made of and its children then; null for layers.
+  std::shared_ptr<torch::nn::SequentialImpl> container_;
+  std::vector<std::shared_ptr<torch::nn::Module>> children_;
   RunOptions run_options_;
   bool check_loss_;
 };

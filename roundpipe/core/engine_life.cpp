@@ -41,7 +41,7 @@ void require_engine() {
   if (!engine_has_ended()) return;
   throw Error(
       "[engine] the process is exiting and the engine has ended, expected a call before that; make it in the program "
-      "itself, or in an exit handler that is registered after roundpipe has been imported");
+      "itself, or in an exit handler that is registered after the engine's first use");
 }
 
 void become_engine_thread() noexcept { of_engine = true; }
@@ -53,9 +53,9 @@ void become_device_thread() noexcept { runs_layers = true; }
 void require_callers_thread() {
   if (!runs_layers) return;
   throw Error(
-      "[engine] a layer or a loss function has called a model in the pipeline, and would wait for the device that it "
-      "occupies itself; expected calls from outside the pipeline; call the plain module there, or make the other "
-      "model's call before or after this one");
+      "[engine] a layer or a loss function has called a model in the pipeline or changed the devices, and would wait "
+      "for the device that it occupies itself; expected that from outside the pipeline; call the plain module there, "
+      "or do it before or after this call");
 }
 
 }  // namespace roundpipe

@@ -21,7 +21,7 @@ int parse_int(std::string_view digits, std::string_view text, int least) {
   int value = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
   if (error != std::errc{} || end != digits.data() + digits.size() || value < least || value > kMostDevices) {
-    refuse(text, concat("'", digits, "' is not a number of at least ", least));
+    refuse(text, concat("'", digits, "' is not a number from ", least, " to ", kMostDevices));
   }
   return value;
 }

@@ -177,6 +177,7 @@ std::shared_ptr<Engine> Engine::current() {
 
 std::shared_ptr<Engine> Engine::set_current(const std::vector<device::DeviceSpec>& specs) {
   require_engine();
+  require_callers_thread();
   wait_for_ended_pools();
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Engine> old;  // dropped after the lock is released, since that may join threads

@@ -165,6 +165,7 @@ void Engine::attempt_again(const std::vector<Worker*>& devices, Aftermath& after
 
 std::vector<std::string> Engine::restore() {
   require_engine();
+  require_callers_thread();
   std::vector<Aftermath> dropped;  // after the lock
   const MutexLock lock(overseen_);
   dropped = look();

@@ -115,6 +115,7 @@ void ModelOptimizer::make_room() {
 
 std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> groups, const StepOptions& options) {
   require_engine();
+  require_callers_thread();
   make_room();
   for (const auto& block : *blocks_) {
     const std::vector<size_t> written = block->written();

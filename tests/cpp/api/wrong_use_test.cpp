@@ -87,6 +87,13 @@ TEST_SUITE("wrong use") {
            duel.model.forward_backward(Microbatches<Tensor>{{good(), good()}}, good_labels(), squared_error);
          },
          "the options ask for 3"},
+        {[](Duel& duel) {
+           const auto losses = [](const Tensor& outputs, const Tensor&) {
+             return std::vector<Tensor>(static_cast<size_t>(outputs.size(0)), outputs.sum());
+           };
+           duel.model.forward_backward(at::ones({7, Chain::kIn}), at::ones({7, Chain::kOut}), losses);
+         },
+         "expected the same number for each"},
     });
   }
 
@@ -152,7 +159,7 @@ TEST_SUITE("wrong use") {
     CHECK(duel.call(0));
     for (const char* spec : {"foo", "virtual:0", "virtual:-1", "virtual:two", "virtual:2,memory=much",
                              "virtual:2,memory=-1GiB", "virtual:2,colour=red", "virtual:2,link=0GB/s", "memory=2GiB",
-                             "cuda:99", "", "virtual:2,fail=fire@1", "virtual:2,fail=7:error@1"}) {
+                             "cuda:99", "", "virtual:1025", "virtual:2,fail=fire@1", "virtual:2,fail=7:error@1"}) {
       CHECK_THROWS_WITH_AS(set_devices(spec), doctest::Contains("[devices]"), std::invalid_argument);
       CHECK(devices().size() == 2);
     }
@@ -253,6 +260,22 @@ TEST_SUITE("wrong use") {
     const auto twice = [](const std::vector<Tensor>& own, const Tensor& x) { return x * own[0]; };
     CHECK_THROWS_WITH_AS(Model({layer({{"scale", Tensor()}}, twice)}), doctest::Contains("'scale' is undefined"),
                          std::invalid_argument);
+    const Tensor computed = at::ones({4}).requires_grad_() * 2;
+    CHECK_THROWS_WITH_AS(Model({layer({{"scale", computed}}, twice)}),
+                         doctest::Contains("'scale' of layer 0 was computed from other tensors"),
+                         std::invalid_argument);
+  }
+
+  TEST_CASE("a torch::nn::Sequential whose children have changed") {
+    set_devices("virtual:2");
+    torch::nn::Sequential layers{torch::nn::Linear(Chain::kIn, Chain::kOut)};
+    Model model(layers);
+    model.forward(good());
+    layers->push_back(torch::nn::Linear(Chain::kOut, Chain::kOut));
+    for (int round = 0; round < 2; ++round) {
+      CHECK_THROWS_WITH_AS(model.forward(good()), doctest::Contains("were added or replaced since"),
+                           std::invalid_argument);
+    }
   }
 
   TEST_CASE("a model whose modules have changed") {
@@ -310,6 +333,27 @@ TEST_SUITE("wrong use") {
     CHECK_THROWS_WITH_AS(duel.model.forward(good()), doctest::Contains("has called a model in the pipeline"), Error);
     duel.chain.trap->clear();
     CHECK(duel.goes_on());
+    CHECK(other.goes_on());
+    // Those that wait for devices, or end them.
+    other.step();
+    other.call(3);
+    const std::vector<std::function<void()>> waits = {
+        [&other] { other.model.step(*other.sgd); },
+        [&other] { other.model.predict_memory(good(), good_labels(), squared_error); },
+        [] { set_devices("virtual:1"); },
+        [] { restore_devices(); },
+        [] { shut_down(); },
+    };
+    for (const auto& use : waits) {
+      const auto uses = [&use](const Tensor& outputs, const Tensor&) {
+        use();
+        return outputs.sum();
+      };
+      CHECK_THROWS_WITH_AS(duel.model.forward_backward(good(), good_labels(), uses),
+                           doctest::Contains("a layer or a loss function has"), Error);
+    }
+    CHECK(duel.goes_on());
+    other.step();
     CHECK(other.goes_on());
   }
 }
