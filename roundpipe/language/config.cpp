@@ -233,7 +233,7 @@ std::optional<int64_t> parse_pad_token(JsonFields& fields, int64_t vocabulary) {
 
 Config parse_config(std::string_view text, const std::string& where) {
   const std::string begin = concat("[language model] ", where);
-  const json object = checkpoint::parse_json(text, begin);
+  const json object = checkpoint::parse_json(text, where);
   JsonFields fields(object, begin);
   Config config;
   config.model_type = fields.text("model_type");

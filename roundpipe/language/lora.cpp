@@ -92,7 +92,7 @@ void check_lora(const LoraOptions& lora, const Config& config) {
 
 LoraOptions parse_lora(std::string_view text, const std::string& where) {
   const std::string begin = concat("[lora] ", where);
-  const json object = checkpoint::parse_json(text, begin);
+  const json object = checkpoint::parse_json(text, where);
   JsonFields fields(object, begin);
   LoraOptions lora;
   fields.must_be("peft_type", "LORA");

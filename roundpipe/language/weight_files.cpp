@@ -97,8 +97,8 @@ WeightFiles::WeightFiles(const std::string& folder, checkpoint::FileSystem& file
                                        ", expected one of them; save the model with safetensors"));
   }
   const std::string where = "[language model] " + index_path;
-  const nlohmann::json index = checkpoint::parse_json(files.read_small(index_path, kMostIndexBytes), where);
-  const nlohmann::json& map = checkpoint::member(index, "weight_map", nlohmann::json::value_t::object, where);
+  const nlohmann::json index = checkpoint::parse_json(files.read_small(index_path, kMostIndexBytes), index_path);
+  const nlohmann::json& map = checkpoint::member(index, "weight_map", nlohmann::json::value_t::object, index_path);
   std::set<std::string> names;
   for (const auto& [name, file] : map.items()) {
     const bool plain = file.is_string() && !file.get<std::string>().empty() &&

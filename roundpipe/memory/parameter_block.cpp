@@ -37,8 +37,8 @@ ParameterBlock::ParameterBlock(std::vector<NamedTensor> parameters, bool pinned)
     if (!parameter.tensor.device().is_cpu()) {
       throw std::invalid_argument(concat("[RoundPipe] parameter '", parameter.name, "' is on ",
                                          parameter.tensor.device().str(),
-                                         "; weights live on the host, call model.cpu() first, or "
-                                         "to_empty(device='cpu') for a model without values"));
+                                         "; weights live on the host, so move the model to the CPU first; one without "
+                                         "values (on meta) is made there, in Python by to_empty(device='cpu')"));
     }
     layout_.add(parameter.tensor, parameter.tensor.scalar_type());
   }

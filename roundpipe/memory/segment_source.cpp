@@ -65,7 +65,8 @@ void warn_pageable_once(int64_t size_bytes, std::string_view why) {
   if (warned.exchange(true)) return;
   TORCH_WARN("[memory] could not page-lock ", format_bytes(size_bytes), " of host memory: ", why,
              "; expected room for the whole model. Pageable memory is used instead, so transfers are slower; raise the "
-             "limit (ulimit -l unlimited, or the container's memlock), or pass pin_model=\"off\" to the model");
+             "limit (ulimit -l unlimited, or the container's memlock), or do not ask for it (pin_model=\"off\" of a "
+             "model, ModelOptions::pin in C++)");
 }
 
 class MappedSource final : public SegmentSource {

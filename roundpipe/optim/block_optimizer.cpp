@@ -40,8 +40,8 @@ BlockOptimizer::BlockOptimizer(const memory::ParameterBlock& block, std::vector<
     if (groups_[i] >= 0 && dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kHalf) {
       throw std::invalid_argument(
           concat("[optim] parameter '", block.parameters()[i].name, "' is ", c10::toString(dtype),
-                 ", expected float32, bfloat16 or float16; convert the model, or step it with a "
-                 "torch.optim optimizer over model.optim_parameters()"));
+                 ", expected float32, bfloat16 or float16; convert the model, or step it with one of torch's own "
+                 "optimizers"));
     }
   }
   remainders_.resize(layout_.tensors.size());

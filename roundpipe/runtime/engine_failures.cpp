@@ -55,8 +55,8 @@ void Engine::require_devices() const {
   std::string why;
   for (const Failed& failed : failed()) why += concat("; ", failed.error);
   throw DeviceError(
-      concat("[devices] every device of the pool has failed, so nothing can run; bring them back with "
-             "roundpipe.devices().restore(), or set other ones with roundpipe.devices(...)",
+      concat("[devices] every device of the pool has failed, so nothing can run; restore them (restore_devices() in "
+             "C++, roundpipe.devices().restore() in Python), or set other ones",
              why));
 }
 

@@ -160,7 +160,7 @@ std::exception_ptr Pipeline::told(const std::exception_ptr& error, const std::ve
         "and look at the device with `roundpipe selftest`";
     return std::make_exception_ptr(WrongBits(what));
   }
-  if (!tolerant) what += "; with RoundPipeRunConfig(fault_tolerant=True), training goes on by itself";
+  if (!tolerant) what += "; with the option fault_tolerant, training goes on by itself";
   return std::make_exception_ptr(DeviceError(what));
 }
 

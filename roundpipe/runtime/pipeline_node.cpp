@@ -19,7 +19,7 @@ struct PipelineNode final : public torch::autograd::Node {
     if (!call) {
       throw Error(
           "[backward] the backward of this graph has already run and has freed its activations; pass "
-          "retain_graph=True to the first backward");
+          "retain_graph to the first backward");
     }
     if (at::GradMode::is_enabled()) {
       throw Error(

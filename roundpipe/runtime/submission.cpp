@@ -65,12 +65,12 @@ void check_groups(const Plan& plan, const Call& call) {
     if (job.phase == Phase::kForward || groups.are_whole(job.microbatches)) continue;
     for (int l = job.layers.first; l < job.layers.last; ++l) {
       if (!trained[static_cast<size_t>(l)]) continue;
-      throw std::invalid_argument(
-          concat("[plan] the job \"", to_string(job), "\" divides the trainable layer ", l,
-                 " within a group of gradients: gradient_groups is ", call.options.gradient_groups, " for ",
-                 call.options.microbatches,
-                 " microbatches, and devices share a trainable layer by whole groups; set "
-                 "RoundPipeRunConfig(gradient_groups=...) to the number of groups that the plan was made for"));
+      throw std::invalid_argument(concat(
+          "[plan] the job \"", to_string(job), "\" divides the trainable layer ", l,
+          " within a group of gradients: gradient_groups is ", call.options.gradient_groups, " for ",
+          call.options.microbatches,
+          " microbatches, and devices share a trainable layer by whole groups; set the option gradient_groups to "
+          "the number of groups that the plan was made for"));
     }
   }
 }

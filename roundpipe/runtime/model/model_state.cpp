@@ -105,8 +105,9 @@ ModelState::ModelState(std::string model_name, std::vector<std::unique_ptr<Layer
       if (!buffer.tensor.device().is_cpu() || buffer.tensor.layout() != c10::kStrided) {
         throw std::invalid_argument(concat("[RoundPipe] buffer '", buffer.name, "' is a ", buffer.tensor.toString(),
                                            " on ", buffer.tensor.device().str(),
-                                           ", expected a dense tensor on the CPU; call model.cpu() first, or "
-                                           "to_empty(device='cpu') for a model without values"));
+                                           ", expected a dense tensor on the CPU; move the model there first; one "
+                                           "without values (on meta) is made there, in Python by "
+                                           "to_empty(device='cpu')"));
       }
       state->buffer_layout.add(buffer.tensor, buffer.tensor.scalar_type());
     }

@@ -233,7 +233,7 @@ at::Tensor MicrobatchRunner::total_loss(JobRun& run, const Values& outputs, int 
   if (!total.defined()) {
     throw std::invalid_argument(
         "[forward_backward] the loss does not require grad: nothing that it depends on is trainable; check "
-        "requires_grad of the parameters, and that loss_fn uses the outputs");
+        "requires_grad of the parameters, and that the loss uses the outputs");
   }
   outbox_.send_losses(run, losses, microbatch);
   return total;

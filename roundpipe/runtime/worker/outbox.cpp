@@ -137,10 +137,9 @@ void Outbox::send_losses(JobRun& run, const std::vector<at::Tensor>& losses, int
       same = at::allclose(losses[i], losses_[i], /*rtol=*/1e-3, /*atol=*/1e-5, /*equal_nan=*/true);
     }
     if (same) return;
-    throw Error(
-        concat("[forward_backward] memory ran out in the backward of microbatch ", microbatch,
-               ", and its loss, computed again, is a different one; expected a loss_fn that depends only on its "
-               "arguments; this step is dropped"));
+    throw Error(concat("[forward_backward] memory ran out in the backward of microbatch ", microbatch,
+                       ", and its loss, computed again, is a different one; expected one that depends only on its "
+                       "arguments; this step is dropped"));
   }
   losses_.clear();
   for (const at::Tensor& loss : losses) losses_.push_back(loss.detach().clone());

@@ -1,7 +1,10 @@
-"""Rooms use only rooms above them, nothing goes in circles, and no room is overfull; and that a mistake is found."""
+"""Rooms use only rooms above them, nothing goes in circles, and no room is overfull; and that a mistake is found.
+
+The engine is at the bottom, for programs in C++ and Python alike."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -43,6 +46,13 @@ SOUND = {
 def test_the_engine() -> None:
     problems = cpp_problems(ROOT)
     assert not problems, "\n".join(problems)
+
+
+def test_messages_of_the_engine_fit_programs_of_both_languages() -> None:
+    of_python = re.compile(r'"[^"]*(RoundPipeRunConfig|optim_parameters|loss_fn|num_microbatch=|=True)')
+    for source in sorted((ROOT / "roundpipe").rglob("*.cpp")):
+        for line in source.read_text().splitlines():
+            assert not of_python.search(line), f"{source.relative_to(ROOT)}: {line.strip()}"
 
 
 def test_the_python_package() -> None:
