@@ -13,7 +13,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "cpp-reference.md"
 LEVELS = ("api", "runs", "language", "tokens")
-ALSO = ("roundpipe/core/error.h", "roundpipe/core/frontend.h")
+ALSO = (
+    "roundpipe/core/error.h",
+    "roundpipe/core/frontend.h",
+    "roundpipe/optim/algorithm.h",
+    "roundpipe/schedule/costs.h",
+    "roundpipe/schedule/plan.h",
+    "roundpipe/schedule/planner.h",
+    "roundpipe/schedule/range.h",
+)
 HEAD = """# Reference of the C++ headers
 
 `roundpipe/roundpipe.h` includes all of these. [cpp.md](cpp.md) shows how they are used. This page is made from the
@@ -34,6 +42,9 @@ def headers() -> list[str]:
             found.append(header)
 
     visit("roundpipe/roundpipe.h")
+    for header in ALSO:
+        if header not in found:
+            visit(header)
     return found
 
 
