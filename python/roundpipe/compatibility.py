@@ -36,20 +36,26 @@ def package_version() -> str:
         return "unknown (not installed)"
 
 
+def _not_built(running: str) -> ImportError:
+    return ImportError(
+        f"[roundpipe] the engine has not been built in {__file__.rpartition('/')[0]}, expected "
+        f"roundpipe._core for Python {running}; {_INSTALL}"
+    )
+
+
 def require_fitting_build() -> None:
     """Raises ImportError if the extension cannot work here; the message gives the found and the expected versions."""
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     try:
         import roundpipe._built_with as built_with
     except ImportError:
-        raise ImportError(
-            f"[roundpipe] the engine has not been built in {__file__.rpartition('/')[0]}, expected "
-            f"roundpipe._core for Python {running}; {_INSTALL}"
-        ) from None
-    if running != built_with.PYTHON or importlib.util.find_spec("roundpipe._core") is None:
+        raise _not_built(running) from None
+    if running != built_with.PYTHON:
         raise ImportError(
             f"[roundpipe] the engine was built for Python {built_with.PYTHON}, and this is Python {running}; {_INSTALL}"
         )
+    if importlib.util.find_spec("roundpipe._core") is None:  # a folder that was configured, and only C++ built there
+        raise _not_built(running)
     torch = _installed_torch()
     if torch is not None and _minor(torch) != _minor(built_with.TORCH):
         raise ImportError(

@@ -82,11 +82,10 @@ def test_another_python_is_refused_with_both_versions(monkeypatch: pytest.Monkey
         compatibility.require_fitting_build()
 
 
-def test_a_package_without_its_engine_says_how_to_build_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", [("_core*.so", "_built_with.py"), ("_core*.so",)], ids=["nothing", "C++ alone"])
+def test_a_package_without_its_engine_says_how_to_build_it(missing: tuple[str, ...], tmp_path: Path) -> None:
     package = Path(roundpipe.__file__).parent
-    shutil.copytree(
-        package, tmp_path / "roundpipe", ignore=shutil.ignore_patterns("_core*.so", "_built_with.py", "__pycache__")
-    )
+    shutil.copytree(package, tmp_path / "roundpipe", ignore=shutil.ignore_patterns(*missing, "__pycache__"))
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.meta_path = "
          "[f for f in sys.meta_path if 'Inplace' not in type(f).__name__]; import roundpipe"],
