@@ -89,7 +89,7 @@ class LanguageModel:
         self._config = inner.config
         self.is_causal = language_model_in(model) is not None
         self._chunks = loss_chunk_tokens, mlp_chunk_tokens
-        self._contents = _contents(model)
+        self._contents, self._trained = _contents(model), _trained(model)
         self._signature = inspect.signature(model.forward)
         self._positions = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
         self.chain = nn.Sequential()
@@ -152,9 +152,20 @@ class LanguageModel:
             + (f" ({type(reason).__name__}: {str(reason).splitlines()[0] if str(reason) else ''})" if reason else "")
         ) from reason
 
-    def followed_anew(self) -> LanguageModel | None:
-        """Follows the model again if modules or parameters were added or removed since it was followed; else None."""
-        return LanguageModel(self._model, *self._chunks) if _contents(self._model) != self._contents else None
+    def is_outdated(self, frees: bool) -> bool:
+        """Whether modules or parameters were added or removed since the model was followed, or are trained now and were
+        not.
+
+        Args:
+            frees: whether parameters that were frozen since then count, too: only their memory depends on it.
+        """
+        trained = _trained(self._model)
+        newly = trained != self._trained if frees else not trained <= self._trained
+        return newly or _contents(self._model) != self._contents
+
+    def followed_anew(self) -> LanguageModel:
+        """Follows the model again. REQUIRES: nothing runs its layers."""
+        return LanguageModel(self._model, *self._chunks)
 
     @property
     def cuts_by_rows(self) -> bool:
@@ -311,13 +322,17 @@ class LanguageModel:
 
 
 def _contents(model: nn.Module) -> list[int]:
-    """A value that changes when a parameter, its shape, a submodule or `requires_grad` changes."""
+    """A value that changes when a parameter, its shape or a submodule changes."""
     found: list[int] = []
     for module in model.modules():
         found.extend(map(id, module._modules.values()))
-        found.extend(id(p) if p is None or p.requires_grad else ~id(p) for p in module._parameters.values())
+        found.extend(map(id, module._parameters.values()))
         found.extend(size for p in module._parameters.values() if p is not None for size in p.shape)
     return found
+
+
+def _trained(model: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
 
 
 def _check_chunk(name: str, value: ChunkTokens) -> None:

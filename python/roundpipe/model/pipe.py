@@ -185,21 +185,31 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         object.__getattribute__(self, "__dict__")["_language_model"] = followed
 
     def _follow_changes(self) -> None:
-        """Follows the model again, before its first step, if adapters were added to it or parameters were frozen."""
+        """Follows the model again, before an optimizer has been made for it, if adapters were added to it or parameters
+        became trainable or, before the first step, frozen. Gradients that no step has consumed stay in `.grad`."""
         if self._language_model is None:
             self._take_over_layers()
             return
-        if not self._step_group.is_untouched:
+        group = self._step_group
+        if not group.is_untouched:
             return
-        followed = self._language_model.followed_anew()
-        if followed is not None:
-            self._pipeline.drain()
-            own = object.__getattribute__(self, "__dict__")
-            own["_language_model"] = followed
-            from roundpipe.native.layers import make_native  # imports transformers, which takes seconds
+        if not self._language_model.is_outdated(frees=not group.steps and not self._pipeline.has_gradients):
+            return
+        group.synchronize()
+        own = object.__getattribute__(self, "__dict__")
+        own["_language_model"] = followed = self._language_model.followed_anew()
+        from roundpipe.native.layers import make_native  # imports transformers, which takes seconds
 
-            own["_native"] = make_native(followed, self._native.option)
-            self._build(followed.chain)
+        own["_native"] = make_native(followed, self._native.option)
+        self._rebuild(followed.chain)
+
+    def _rebuild(self, chain: nn.Module) -> None:
+        """Builds the pipeline anew. REQUIRES: the step group is synchronized, so `.grad` holds all gradients."""
+        before, steps = self._pipeline, self._step_group.steps
+        self._build(chain)
+        self._step_group.steps = steps
+        for name in ("calls", "random_seed", "exposes_gradients"):
+            setattr(self._pipeline, name, getattr(before, name))
 
     def _take_over_layers(self) -> None:
         """Rebuilds the pipeline if layers of an `nn.Sequential` were added, removed or replaced.
@@ -216,8 +226,8 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
                 f"[RoundPipe] layers of {self._name} were added, removed or replaced after an optimizer was made for "
                 "it; change the model first, then make the optimizer, or wrap the model again"
             )
-        self._pipeline.drain()
-        self._build(chain)
+        self._step_group.synchronize()
+        self._rebuild(chain)
 
     def _may_replace(self) -> bool:
         return self._language_model is not None and self._step_group.is_untouched

@@ -76,7 +76,9 @@ class StepGroup(ABC):
                 raise ValueError(
                     f"[RoundPipe] parameter '{name}' was frozen when the optimizer's parameters were made and requires "
                     "grad now, so no optimizer would update it; set requires_grad before optim_parameters() or the "
-                    "first step, and wrap the model again to change it (freezing later is fine)"
+                    "first step, and wrap the model again to change it (freezing later is fine). PEFT's set_adapter "
+                    "makes the adapter trainable that it names, and the end of disable_adapter() all active ones: let "
+                    "what is trained require grad before the optimizer is made"
                 )
 
     def before_call(self) -> None:

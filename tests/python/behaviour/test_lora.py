@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +168,67 @@ def test_adapters_after_an_optimizer_was_made_are_refused() -> None:
 def test_adapters_of_the_embedding_and_the_head() -> None:
     model, plain = make("llama", "peft first", adapters(target_modules=["embed_tokens", "q_proj", "lm_head"]))
     check_bits(model, plain, padded_batch())
+
+
+def with_two() -> Any:
+    torch.manual_seed(1)
+    model = peft.get_peft_model(build("llama"), adapters(target_modules=["q_proj", "v_proj"]))
+    model.add_adapter("second", adapters(target_modules=["q_proj", "v_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:  # B begins at zero
+            parameter.data.normal_(std=0.1)
+    return model
+
+
+def losses_over_switches(model: Any, backward: Callable[[], float]) -> list[float]:
+    """Two steps of one optimizer over all adapters, with gradients of both kinds of switches in between."""
+    found = []
+    adapted = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+    optimizer = torch.optim.AdamW(adapted, lr=1e-2)
+    for _ in range(2):
+        found.append(backward())
+        with model.disable_adapter(), torch.no_grad():
+            found.append(float(model(**padded_batch(), use_cache=False).loss))
+        found.append(backward())
+        model.set_adapter("second")
+        found.append(backward())
+        if isinstance(model, roundpipe.RoundPipe):
+            model.synchronize()
+        found.append(float(torch.nn.utils.clip_grad_norm_(adapted, 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+        model.set_adapter("default")
+    return found
+
+
+@pytest.mark.parametrize("way", ["backward", "forward_backward"])
+def test_switching_adapters_between_backwards_of_a_step(way: str) -> None:
+    plain, model = (
+        with_two(),
+        wrap_model_to_roundpipe(with_two(), model_run_config=RoundPipeRunConfig(num_microbatch=1)),
+    )
+
+    def backward(each: Any) -> float:
+        loss = each(**padded_batch(), use_cache=False).loss
+        loss.backward()
+        return loss.item()
+
+    def forward_backward() -> float:
+        return float(model.forward_backward(input_kwargs=padded_batch()))
+
+    expected = losses_over_switches(plain, lambda: backward(plain))
+    found = losses_over_switches(model, (lambda: backward(model)) if way == "backward" else forward_backward)
+    assert found == expected
+    assert model.calls == 8  # each draws other numbers, though the model was followed again
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_an_adapter_that_no_optimizer_has_is_refused_by_name() -> None:
+    model = wrap_model_to_roundpipe(with_two())
+    optimizer = roundpipe.optim.AdamW(model, lr=1e-2)
+    model.forward_backward(input_kwargs=padded_batch())
+    model.step(optimizer)
+    model.set_adapter("second")
+    with pytest.raises(ValueError, match=r"lora_A\.second.*no optimizer would update it.*set_adapter"):
+        model.forward_backward(input_kwargs=padded_batch())
