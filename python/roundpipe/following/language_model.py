@@ -12,8 +12,13 @@ from torch import nn
 
 from roundpipe.call.loss_function import OwnLoss
 from roundpipe.following import collector
-from roundpipe.following.loss_arguments import is_part_of_a_sum, leaves_loss_to_caller, take_return_logits
-from roundpipe.following.parts import LOSS_ONLY, SHARE, FollowedModel
+from roundpipe.following.loss_arguments import (
+    asks_for_router_loss,
+    is_part_of_a_sum,
+    leaves_loss_to_caller,
+    take_return_logits,
+)
+from roundpipe.following.parts import COEFFICIENT, LOSS_ONLY, ROUTER_SHARE, SHARE, FollowedModel
 from roundpipe.following.pictures import picture_splitting
 from roundpipe.following.placeholder import CannotFollow
 from roundpipe.following.reduction import Reduction, asks_for_loss, count, positions_are_inside, rows_of
@@ -86,7 +91,7 @@ class LanguageModel:
         _check_chunk("mlp_chunk_tokens", mlp_chunk_tokens)
         self._model = model
         self.name = type(inner).__name__
-        self._config = inner.config
+        self._inner, self._config = inner, inner.config
         self.is_causal = language_model_in(model) is not None
         self._chunks = loss_chunk_tokens, mlp_chunk_tokens
         self._contents, self._trained = _contents(model), _trained(model)
@@ -208,10 +213,18 @@ class LanguageModel:
             )
         loss_only = loss_only or no_logits
         shared: list[float] | list[None] = shares(counts, summed) or [None] * len(batch)
+        routed: list[float] | list[None] = [None] * len(batch)
+        if self._sums_router_loss(named[0]) and len(batch) > 1:
+            total = sum(count or 0 for count in counts)
+            routed = [(count or 0) / total if total else 1 / len(batch) for count in counts]
         return [
-            (args, {**kwargs, SHARE: weight, LOSS_ONLY: loss_only and has_labels})
-            for (args, kwargs), weight in zip(batch, shared, strict=True)
+            (args, {**kwargs, SHARE: weight, ROUTER_SHARE: router, LOSS_ONLY: loss_only and has_labels})
+            for (args, kwargs), weight, router in zip(batch, shared, routed, strict=True)
         ]
+
+    def _sums_router_loss(self, arguments: dict[str, Any]) -> bool:
+        """Whether microbatches' losses are added, and each has a router's loss, which counts once for the batch."""
+        return self._adds(arguments) and asks_for_loss(arguments) and asks_for_router_loss(self._config, arguments)
 
     def _counts(self, batch: list[dict[str, Any]]) -> list[int | None]:
         """For each microbatch, the number of items that the loss averages over; None without labels."""
@@ -244,6 +257,8 @@ class LanguageModel:
                 reason = "what its loss is the mean of is not known"
             elif not positions_are_inside(arguments):
                 reason = "positions outside of a row do not count"
+        if reason is None and self._sums_router_loss(arguments) and COEFFICIENT not in vars(self._inner):
+            reason = "its router's loss counts once for the batch, and how it is weighted is not known"
         if number == 1 or reason is None:
             return min(number, rows_of({"input_ids": arguments.get("input_ids")}) if self._splits(kwargs) else number)
         if not is_default:

@@ -34,7 +34,7 @@ from roundpipe.following.program import (
     Template,
     calls_are_alike,
 )
-from roundpipe.following.token_loss import TokenLoss, loss_in
+from roundpipe.following.token_loss import TokenLoss, only_the_loss, weighed
 from roundpipe.following.token_wise import ChunkTokens, TokenWise, chunk_of, in_chunks
 from roundpipe.layers.shadow import ShadowTree
 
@@ -332,15 +332,14 @@ class Before(Part):
     """Everything until the first of the model's layers is called: embeddings, masks, positions."""
 
     def forward(self, *args: Any, **kwargs: Any) -> PartState:
-        share = kwargs.pop(SHARE, None)
-        loss_only = kwargs.pop(LOSS_ONLY, False)
+        weights = kwargs.pop(SHARE, None), kwargs.pop(ROUTER_SHARE, None), kwargs.pop(LOSS_ONLY, False)
         followed = self.followed
         kwargs.update(followed.forced)
         alike = followed.calls_alike is not None and followed.calls_alike()
         again = self._again(args, kwargs) if alike else None
         if again is not None:
             program, values = again
-            program.share, program.loss_only = share, loss_only
+            program.share, program.router_share, program.loss_only = weights
             return program, values, {}, ()
         run = RecordingRun(followed, stops=True)
         try:
@@ -353,7 +352,7 @@ class Before(Part):
             )
         compiler = Compiler(run.recorder.ops, run.calls, (args, kwargs))
         program = compiler.compile(self._carried(args, kwargs))
-        program.share, program.loss_only = share, loss_only
+        program.share, program.router_share, program.loss_only = weights
         if alike and calls_are_alike(program):
             program.alike = True
             skeleton = self.skeleton()
@@ -395,7 +394,9 @@ class Before(Part):
 MOST_TEMPLATES = 4
 """Forms of microbatches whose programs a device keeps."""
 SHARE = "roundpipe_share"
+ROUTER_SHARE = "roundpipe_router_share"
 LOSS_ONLY = "roundpipe_loss_only"
+COEFFICIENT = "router_aux_loss_coef"  # of a model with experts, what it multiplies the router's loss by
 
 
 class OwnLayer(nn.Module):
@@ -457,14 +458,28 @@ class After(Part):
         program, values, _, _ = state
         args, kwargs = program.inputs.join(values, {})
         skeleton = self.skeleton()
-        with self._postponing(skeleton) if self._postpones(values, program) else nullcontext():
+        postponing = self._postponing(skeleton) if self._postpones(values, program) else nullcontext()
+        with postponing, self._sharing_router_loss(skeleton, program.router_share):
             outputs = skeleton.run(ReplayingRun(self.followed, state), args, kwargs)
         if program.share is not None:
-            outputs = _weighed(outputs, program.share)
+            outputs = weighed(outputs, program.share)
         if program.loss_only:
-            outputs = _only_the_loss(outputs)
+            outputs = only_the_loss(outputs)
         check_real(outputs)
         return outputs
+
+    @contextmanager
+    def _sharing_router_loss(self, skeleton: Skeleton, share: float | None) -> Iterator[None]:
+        """Within the block, the router's loss counts by `share`; see `COEFFICIENT`."""
+        whole = skeleton.of(self.followed.language_model)
+        before = whole.__dict__.get(COEFFICIENT)
+        if share is not None:
+            whole.__dict__[COEFFICIENT] = before * share
+        try:
+            yield
+        finally:
+            if share is not None:
+                whole.__dict__[COEFFICIENT] = before
 
     def _postpones(self, values: NumberedValues, program: Program) -> bool:
         """Whether postponing the logits is requested, possible, and saves much memory."""
@@ -495,35 +510,6 @@ class After(Part):
                 del whole.__dict__["_loss_function"]
             else:
                 whole.__dict__["_loss_function"] = before
-
-
-def _only_the_loss(outputs: Any) -> Any:
-    if isinstance(outputs, tuple):
-        return outputs[:1]
-    for name in outputs:
-        if name != "loss":
-            outputs[name] = None
-    return outputs
-
-
-def _weighed(outputs: Any, share: float) -> Any:
-    """The model's outputs with its loss times `share`; if no token counts, the loss is 0 instead of 0 / 0."""
-    loss = loss_in(outputs)
-    if loss is None:
-        return outputs
-    if share == 0:
-        others = [leaf for leaf in pytree.tree_leaves(outputs) if leaf is not loss and isinstance(leaf, torch.Tensor)]
-        # One element of each is enough: only its dependencies matter.
-        ends = [leaf.hidden if isinstance(leaf, LazyLogits) else leaf for leaf in others]
-        ends += [leaf.weight for leaf in others if isinstance(leaf, LazyLogits)]
-        parts = [end.flatten()[:1].sum() * 0 for end in ends if end.requires_grad]
-        weighed = torch.stack([part.to(loss.dtype) for part in parts]).sum() if parts else torch.zeros_like(loss)
-    else:
-        weighed = loss * share
-    if isinstance(outputs, tuple):
-        return (weighed, *outputs[1:])
-    outputs["loss"] = weighed
-    return outputs
 
 
 def buffers_around(followed: FollowedModel) -> dict[str, torch.Tensor]:

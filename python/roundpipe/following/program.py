@@ -125,6 +125,7 @@ class Program:
         inputs: `(args, kwargs)` of the model's forward.
         carried: numbers of the values made before the last call that the end of the forward reads.
         share: factor of the microbatch's loss; None: the loss is not scaled.
+        router_share: factor of the router's loss in it; None: that loss is not scaled.
         loss_only: only the loss is read, so it may be computed without the logits.
         alike: its calls all have the same arguments but for the hidden states, which each takes from the one before.
     """
@@ -133,6 +134,7 @@ class Program:
     inputs: Tree
     carried: dict[Made, int]
     share: float | None = None
+    router_share: float | None = None
     loss_only: bool = False
     alike: bool = False
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from roundpipe.data.collate import count_label_tokens
 from roundpipe.data.samples import IGNORED
@@ -51,6 +52,36 @@ def shares(counts: list[int | None], summed: bool) -> list[float] | None:
     if any(count is None for count in counts) or total == 0:
         return None
     return [n * count / total for count in counts if count is not None]
+
+
+def only_the_loss(outputs: Any) -> Any:
+    """The model's outputs without all but the loss."""
+    if isinstance(outputs, tuple):
+        return outputs[:1]
+    for name in outputs:
+        if name != "loss":
+            outputs[name] = None
+    return outputs
+
+
+def weighed(outputs: Any, share: float) -> Any:
+    """The model's outputs with its loss times `share`; if no token counts, the loss is 0 instead of 0 / 0."""
+    loss = loss_in(outputs)
+    if loss is None:
+        return outputs
+    if share == 0:
+        others = [leaf for leaf in pytree.tree_leaves(outputs) if leaf is not loss and isinstance(leaf, torch.Tensor)]
+        # One element of each is enough: only its dependencies matter.
+        ends = [leaf.hidden if isinstance(leaf, LazyLogits) else leaf for leaf in others]
+        ends += [leaf.weight for leaf in others if isinstance(leaf, LazyLogits)]
+        parts = [end.flatten()[:1].sum() * 0 for end in ends if end.requires_grad]
+        weighed = torch.stack([part.to(loss.dtype) for part in parts]).sum() if parts else torch.zeros_like(loss)
+    else:
+        weighed = loss * share
+    if isinstance(outputs, tuple):
+        return (weighed, *outputs[1:])
+    outputs["loss"] = weighed
+    return outputs
 
 
 class TokenLoss:

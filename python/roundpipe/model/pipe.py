@@ -362,7 +362,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         self._follow_changes()
         self._step_group.before_call()
         config = resolve(run_config, self._run_config, devices=len(devices()), chosen=self._auto_microbatches)
-        return Preparation(self._name, self._layer_count, self._language_model, config)
+        return Preparation(self._name, self._layer_count, self._original_model, self._language_model, config)
 
     def _request(self, preparation: Preparation, made: Callable[[Preparation], CallRequest]) -> CallRequest:
         """The request that `made` makes of the preparation; the first that trains with `num_microbatch="auto"` decides

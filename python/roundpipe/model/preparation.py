@@ -11,10 +11,12 @@ from roundpipe.call.loss_function import outputs_as_loss
 from roundpipe.call.request import MODES, CallRequest, Microbatch, route_of
 from roundpipe.call.run_config import ResolvedRunConfig, RoundPipeRunConfig
 from roundpipe.data.microbatch import effective_microbatches, split_call, split_label
-from roundpipe.following.loss_arguments import adding_losses
+from roundpipe.following.loss_arguments import adding_losses, cut_of_own_loss
 from roundpipe.layers.values import owned, split, to_host
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from roundpipe.following.language_model import LanguageModel
 
 
@@ -38,6 +40,7 @@ class Preparation:
     Attributes:
         name: the model's name, in messages.
         layers: how many layers the model has.
+        model: what the pipeline stands for.
         followed: the language model that the layers come from, if they do.
         config: the call's options.
     """
@@ -47,6 +50,7 @@ class Preparation:
 
     name: str
     layers: int
+    model: nn.Module
     followed: LanguageModel | None
     config: ResolvedRunConfig
 
@@ -56,7 +60,7 @@ class Preparation:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_only: bool) -> CallRequest:
         """The request of `model(...)`; `loss_only` says that only the loss will be read from the outputs."""
-        batch, changeable = self._split(args, kwargs, loss_only)
+        batch, changeable = self._split(args, kwargs, loss_only, merges=self.config.merge_output is True)
         adds = self.followed is not None and self.followed.adds_losses(args, kwargs)
         config = adding_losses(self.config) if adds else self.config
         run_type: RunType = "train" if config.requires_grad else "infer"
@@ -86,9 +90,11 @@ class Preparation:
     def _savers(self) -> tuple[str, ...]:
         return () if self.followed is None else self.followed.memory_savers()
 
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_only: bool) -> tuple[list[Microbatch], bool]:
+    def _split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_only: bool, merges: bool = False
+    ) -> tuple[list[Microbatch], bool]:
         """Returns each microbatch's tensors with their structure, and whether the arguments hold objects that the
-        caller may change."""
+        caller may change. `merges` says that outputs are merged automatically, with a loss among them."""
         args, kwargs = to_host((args, kwargs), self.name)
         followed, config, how = self.followed, self.config, self.config.split_input
         if followed is not None:
@@ -96,6 +102,8 @@ class Preparation:
         count = effective_microbatches(args, kwargs, config.num_microbatch, config.num_microbatch_is_default, how)
         if followed is not None:
             count = followed.microbatches(count, config.num_microbatch_is_default, args, kwargs)
+        elif merges:
+            count = cut_of_own_loss(self.model, count, config.num_microbatch_is_default, args, kwargs)
         calls, changeable = owned(split_call(args, kwargs, count, how))
         if followed is not None:
             calls = followed.prepare(calls, loss_only)

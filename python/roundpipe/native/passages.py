@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from roundpipe import _core
-from roundpipe.following.parts import LOSS_ONLY, SHARE, FollowedModel, PartState
+from roundpipe.following.parts import LOSS_ONLY, ROUTER_SHARE, SHARE, FollowedModel, PartState
 from roundpipe.following.program import LayerCall, Program, Ref
 from roundpipe.following.token_wise import chunk_of
 from roundpipe.layers.values import Structure, split
@@ -161,6 +161,8 @@ class Passages:
     def _entering(self, tensors: list[torch.Tensor], structure: Structure) -> _core.Passage | None:
         args, kwargs = structure.join([Ref(place) for place in range(len(tensors))])  # type: ignore[misc]
         share, loss_only = kwargs.pop(SHARE, None), kwargs.pop(LOSS_ONLY, False)
+        if kwargs.pop(ROUTER_SHARE, None) is not None:
+            return None
         given = token_arguments(self._followed.model.forward, args, {**kwargs, **self._followed.forced})
         if given is None:
             return None

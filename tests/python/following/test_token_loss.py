@@ -254,3 +254,32 @@ def test_return_logits(options: Any) -> None:
     torch.testing.assert_close(loss, expected.loss.detach())
     with pytest.raises(ValueError, match="return_logits is False and there are no labels"):
         wrapped(input_ids=batch["input_ids"], return_logits=False)
+
+
+@pytest.mark.parametrize("asked", ["by the call", "by the model"])
+def test_a_routers_loss_counts_once_in_a_sum(asked: str) -> None:
+    plain, model = build("qwen3_moe"), build("qwen3_moe")
+    for each in (plain, model):
+        each.router_aux_loss_coef = 0.5
+        each.config.output_router_logits = asked == "by the model"
+    batch = {**padded_batch(), "num_items_in_batch": torch.tensor(50)}
+    if asked == "by the call":
+        batch["output_router_logits"] = True
+    wrapped = wrap_model_to_roundpipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=2))
+    rows = len(batch["input_ids"])
+    total = int((batch["labels"][:, 1:] != -100).sum())
+    expected: Any = 0
+    for part in (slice((rows + 1) // 2), slice((rows + 1) // 2, rows)):
+        cut = {name: value[part] if getattr(value, "ndim", 0) else value for name, value in batch.items()}
+        outputs = plain(**cut, use_cache=False)
+        share = int((cut["labels"][:, 1:] != -100).sum()) / total
+        expected = expected + outputs.loss + (share - 1) * 0.5 * outputs.aux_loss
+    expected.backward()
+    loss = wrapped.forward_backward(input_kwargs=batch)
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(wrapped(**batch).loss.detach(), loss)
+    check_gradients(gradients(wrapped), gradients(plain), exact=False)
+    # A model that weights it elsewhere is not cut.
+    del model.router_aux_loss_coef
+    with pytest.raises(ValueError, match=r"cannot be cut into 2 microbatches: its router's loss counts once"):
+        wrapped(**batch)

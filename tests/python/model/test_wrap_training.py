@@ -93,6 +93,27 @@ def test_llama_as_one_layer() -> None:
     train_beside_plain(plain, wrapped, token_batches(50), lambda out: out.logits.square().mean(), fused=True)
 
 
+@pytest.mark.parametrize("items", [{}, {"num_items_in_batch": 50}])
+def test_the_loss_of_a_llama_as_one_layer_is_that_of_the_batch(items: dict[str, int]) -> None:
+    model = llama()
+    plain = copy.deepcopy(model)
+    batch = {"input_ids": torch.arange(1, 41).view(4, 10), "labels": torch.arange(1, 41).view(4, 10)}
+    batch["labels"][0, 2:] = -100
+    expected = plain(**batch, **items).loss
+    expected.backward()
+    wrapped = wrap_model_to_roundpipe(model, use_sequential_preset=False, upper_threshold=1 << 30)
+    loss = wrapped(**batch, **items).loss
+    loss.backward()
+    wrapped.synchronize()
+    assert torch.equal(loss, expected)
+    assert torch.equal(wrapped.lm_head.weight.grad, plain.lm_head.weight.grad)
+    two = RoundPipeRunConfig(num_microbatch=2)
+    with pytest.raises(ValueError, match=r"cannot be cut into 2 microbatches: the model is not followed"):
+        wrapped(batch["input_ids"], labels=batch["labels"], roundpipe_run_config=two, **items)
+    parts = RoundPipeRunConfig(num_microbatch=2, merge_output=lambda outputs: [each.loss for each in outputs])
+    assert len(wrapped(**batch, roundpipe_run_config=parts, **items)) == 2
+
+
 def test_tied_llama_part_by_part_warns_and_trains() -> None:
     model = llama(tie_word_embeddings=True)
     plain = copy.deepcopy(model)
