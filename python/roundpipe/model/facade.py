@@ -14,6 +14,7 @@ from torch import nn
 from roundpipe.layers.adapters import without_adapters
 from roundpipe.model import forward as model_forward
 from roundpipe.model.host_resident import HostResident
+from roundpipe.model.own_storages import with_own_storages
 from roundpipe.model.published_attributes import COMMON, standing_for
 from roundpipe.model.replacing import REPLACING, guarded, refuse_compiling
 from roundpipe.step.optimizer_context import in_optimizer_context
@@ -162,9 +163,10 @@ class ModelFacade(HostResident):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The original model's state dict, after all running work has finished."""
+        """The original model's state dict, after all running work has finished. Each tensor is in the memory of its
+        parameter and, for code that takes tensors of one storage for one tensor, in a storage of its own."""
         self._step_group.synchronize()
-        return self._original_model.state_dict(*args, **kwargs)
+        return with_own_storages(self._original_model.state_dict(*args, **kwargs))
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Loads into the original model after all running work has finished; the next step starts from these values."""

@@ -69,15 +69,8 @@ class RoundPipeAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has
             raise ValueError("[RoundPipeAccelerator] autocast_handler is refused; use torch.autocast in its place")
         return autocasting(MIXED.get(self.mixed_precision))
 
-    def save_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Refused: accelerate leaves out tensors that share memory, as weights in the pipeline's blocks do."""
-        raise ValueError(
-            "[RoundPipeAccelerator] save_model would leave out weights; call "
-            "accelerator.unwrap_model(model).save_pretrained(folder), or save_state"
-        )
-
     def _save_models(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-        """Writes the models' files in the place of accelerate, which leaves out tensors that share memory."""
+        """Writes the models' files in the place of accelerate, and beside them what their dropout draws from."""
         for index, model in enumerate(models):
             known: dict[tuple[Any, ...], str] = {}
             tensors = {}

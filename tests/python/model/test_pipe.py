@@ -445,6 +445,27 @@ def public_members() -> Iterator[tuple[str, Any]]:
                     yield f"{name}.{member}", attribute
 
 
+def test_a_state_dict_is_the_parameters_in_storages_of_their_own() -> None:
+    model = RoundPipe(
+        nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), model_run_config=RoundPipeRunConfig(num_microbatch=1)
+    )
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.5)
+    state = model.state_dict()
+    assert list(state) == list(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).state_dict())
+    for name, tensor in state.items():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
+    kept = model.state_dict(keep_vars=True)
+    assert kept["0.weight"] is model[0].weight and state["0.weight"].data_ptr() == kept["0.weight"].data_ptr()
+    state["0.weight"].fill_(2)  # as if the parameter itself was written: the optimizer goes on from there
+    model.forward_backward((torch.ones(2, 3),), loss_fn=lambda outputs, _: outputs.sum() * 0)
+    model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+    assert torch.equal(model.state_dict()["0.weight"], torch.full((3, 3), 2.0))
+    del model, kept
+    assert torch.equal(state["0.weight"], torch.full((3, 3), 2.0))
+    with torch.inference_mode():
+        assert RoundPipe(nn.Linear(3, 3)).state_dict()["weight"].shape == (3, 3)
+
+
 def test_every_public_name_has_a_docstring() -> None:
     assert set(roundpipe.__all__) <= set(dir(roundpipe))
     missing = [name for name, value in public_members() if not inspect.getdoc(value)]

@@ -7,15 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_model
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, get_scheduler
 
+from roundpipe import wrap_model_to_roundpipe
 from roundpipe.huggingface import RoundPipeAccelerator
 from trainer_runs import accelerate_epoch, padded, rows_of_text, small_llama
 
 accelerate = pytest.importorskip("accelerate")
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+def tied_llama() -> Any:
+    model = small_llama()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    return model
 
 
 @pytest.fixture(autouse=True)
@@ -89,3 +98,22 @@ def test_what_has_no_meaning_is_refused_by_name(options: dict[str, str]) -> None
     (name,) = options
     with pytest.raises(ValueError, match=name if name != "mixed_precision" else "fp16"):
         RoundPipeAccelerator(**options)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("kind", [accelerate.Accelerator, RoundPipeAccelerator])
+def test_whole_models_are_saved_and_loaded(kind: Any, safe: bool, tmp_path: Path) -> None:
+    accelerator = kind(cpu=True)
+    model = accelerator.prepare(wrap_model_to_roundpipe(tied_llama()))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    accelerator.save_model(model, tmp_path / "model", safe_serialization=safe)
+    if safe:
+        loaded = AutoModelForCausalLM.from_config(model.config)
+        load_model(loaded, tmp_path / "model" / "model.safetensors")
+        assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.state_dict().items())
+    accelerator.save_state(str(tmp_path / "state"), safe_serialization=safe)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    accelerator.load_state(str(tmp_path / "state"))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
