@@ -31,6 +31,7 @@ from roundpipe.memory.budget import HostPrediction, predict_model
 from roundpipe.planning.shape_meter import ShapeMeter
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
     from transformers import PretrainedConfig
 
 _META = torch.device("meta")
@@ -81,13 +82,17 @@ class ModelShapes:
 
 
 def make_model(
-    config: PretrainedConfig, lora_rank: int | None = None, dtype: torch.dtype = torch.bfloat16
+    config: PretrainedConfig,
+    lora_rank: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    adapters: PeftConfig | None = None,
 ) -> nn.Module:
     """Makes the model on the meta device.
 
     Args:
         lora_rank: None trains everything; otherwise only PEFT's adapters of that rank on every `nn.Linear` of the
             layers. Experts stored as one tensor are not such modules.
+        adapters: trains these instead.
 
     Raises:
         ValueError: transformers has no causal language model, or no fused attention, for the configuration.
@@ -110,11 +115,14 @@ def make_model(
         )
     model.set_attn_implementation(_ATTENTION)
     if lora_rank is not None:
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig
 
         modules = find_layers(model).named_modules()
         linear = {name.rpartition(".")[2] for name, module in modules if type(module) is nn.Linear}
         adapters = LoraConfig(r=lora_rank, target_modules=sorted(linear), task_type="CAUSAL_LM")
+    if adapters is not None:
+        from peft import get_peft_model
+
         with _META:
             model = get_peft_model(model, adapters, low_cpu_mem_usage=True)
     made: nn.Module = model.train()

@@ -289,6 +289,8 @@ class TrainConfig:
         for name, rules in OF_SOME_RULES.items():
             if getattr(self, name) is not None and self.optimizer not in rules:
                 raise refused(name, getattr(self, name), f"it only for {', '.join(rules)}, not for {self.optimizer}")
+        if self.format == "preference":
+            raise refused("format", self.format, "texts or conversations; RoundPipeDPOTrainer trains on pairs")
         if self.steps is not None and self.warmup_steps > self.steps:
             raise refused("warmup_steps", self.warmup_steps, f"at most --steps, which is {self.steps}")
         if self.steps is not None and self.epochs != 1:

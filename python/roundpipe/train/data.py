@@ -71,7 +71,8 @@ def read_data(config: TrainConfig, tokenizer: Any, folder: Path) -> RunData:
         )
     if found.summary.pairs:
         raise ValueError(
-            f"[train] {', '.join(config.data)} has preference pairs, expected texts or conversations; give other data"
+            f"[train] {', '.join(config.data)} has preference pairs, expected texts or conversations, whose tokens "
+            "are learnt; train on pairs with roundpipe.huggingface.RoundPipeDPOTrainer, or give other data"
         )
     sizes: dict[str, Any] = {
         "batch_tokens": config.tokens_of_step,

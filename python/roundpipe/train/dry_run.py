@@ -15,7 +15,6 @@ from transformers import AutoConfig
 
 import roundpipe
 from roundpipe import _core
-from roundpipe.data.chat import load_tokenizer
 from roundpipe.machine.meter import matmul_gflops, measure
 from roundpipe.memory.budget import HostPrediction
 from roundpipe.memory.host import free_host_bytes
@@ -27,7 +26,7 @@ from roundpipe.planning.shapes import ModelShapes, make_model
 from roundpipe.planning.shapes import measure as measure_shapes
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, read_data
-from roundpipe.train.model import base_of
+from roundpipe.train.model import base_of_adapter, lora_of, tokenizer_of
 from roundpipe.train.progress import duration
 from roundpipe.train.run_folder import DATA_FOLDER, RunFolder
 
@@ -85,7 +84,7 @@ def dry_run(
     folder = RunFolder(config, resume)
     if config.devices is not None:
         roundpipe.devices(config.devices)
-    tokenizer = load_tokenizer(base_of(config))
+    tokenizer = tokenizer_of(config)
     with tempfile.TemporaryDirectory() as temporary:
         data = read_data(config, tokenizer, Path(temporary) / DATA_FOLDER)
     say(str(data.summary))
@@ -149,16 +148,16 @@ def _moments(config: TrainConfig) -> int:
 
 
 def _shapes(config: TrainConfig) -> ModelShapes:
-    base, rank = config.model, config.lora_rank if config.trains_adapters else None
+    base, adapters = config.model, lora_of(config) if config.trains_adapters and not config.adapter else None
     if config.adapter:
         from peft import PeftConfig
 
-        adapter: Any = PeftConfig.from_pretrained(config.adapter)
-        base, rank = adapter.base_model_name_or_path, adapter.r
+        base, adapters = base_of_adapter(config.adapter), PeftConfig.from_pretrained(config.adapter)
+        adapters.inference_mode = False  # a saved adapter is frozen
     model_config: Any = AutoConfig.from_pretrained(base)
     name = config.dtype or model_config.dtype or "float32"
     dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
-    return measure_shapes(make_model(model_config, rank, dtype), config.length, Path(base).name)
+    return measure_shapes(make_model(model_config, dtype=dtype, adapters=adapters), config.length, Path(base).name)
 
 
 def _rows_of(cost: _core.LayerCost, rows: int) -> _core.LayerCost:

@@ -9,6 +9,7 @@ import torch
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig
+from roundpipe.data.chat import load_tokenizer
 from roundpipe.files import first_lines, new_folder
 from roundpipe.huggingface.quiet import without_progress_bars
 from roundpipe.ops.packed_attention import check_packing
@@ -20,6 +21,26 @@ _NAME = "roundpipe-train"
 def base_of(config: TrainConfig) -> str:
     """Where the model's folder or name on the Hub is: an adapter names its base."""
     return config.adapter or config.model
+
+
+def tokenizer_of(config: TrainConfig) -> Any:
+    """The tokenizer of a run. PEFT saves adapters without one; then it is that of their base.
+
+    Raises:
+        ValueError: there is none that can be loaded.
+    """
+    place = base_of(config)
+    folder = Path(config.adapter)
+    if config.adapter and (folder / "adapter_config.json").exists() and not (folder / "tokenizer_config.json").exists():
+        place = base_of_adapter(config.adapter)
+    return load_tokenizer(place)
+
+
+def base_of_adapter(folder: str) -> str:
+    """The folder or name of the model that an adapter was trained for."""
+    from peft import PeftConfig
+
+    return str(PeftConfig.from_pretrained(folder).base_model_name_or_path)
 
 
 def load_model(config: TrainConfig) -> roundpipe.RoundPipe:
@@ -35,7 +56,7 @@ def load_model(config: TrainConfig) -> roundpipe.RoundPipe:
     if config.dtype is not None:
         options["dtype"] = getattr(torch, config.dtype)
     if config.lora or config.dora:
-        options["peft_config"] = _lora(config)
+        options["peft_config"] = lora_of(config)
     run_config = RoundPipeRunConfig(
         num_microbatch=config.microbatches,
         recompute_grain="layer" if config.recompute_by_layer else None,
@@ -55,7 +76,12 @@ def load_model(config: TrainConfig) -> roundpipe.RoundPipe:
     return model
 
 
-def _lora(config: TrainConfig) -> Any:
+def lora_of(config: TrainConfig) -> Any:
+    """PEFT's configuration of the adapters of a run with `lora` or `dora`.
+
+    Raises:
+        ValueError: peft is not installed.
+    """
     try:
         from peft import LoraConfig
     except ImportError:

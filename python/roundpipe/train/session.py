@@ -14,13 +14,12 @@ import transformers
 
 import roundpipe
 from roundpipe.data.batches import check_positions
-from roundpipe.data.chat import load_tokenizer
 from roundpipe.runs.lines import Lines
 from roundpipe.saving.folders import wait_for_saves
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, read_data
 from roundpipe.train.loop import Observer, Training
-from roundpipe.train.model import base_of, load_model, save_result
+from roundpipe.train.model import load_model, save_result, tokenizer_of
 from roundpipe.train.optimizer import make_optimizer, make_schedule
 from roundpipe.train.progress import Screen
 from roundpipe.train.report import RunReport, write_report
@@ -52,7 +51,7 @@ def run(config: TrainConfig, resume: bool) -> int:
         imported_wandb()
     if config.devices is not None:
         roundpipe.devices(config.devices)
-    tokenizer = load_tokenizer(base_of(config))
+    tokenizer = tokenizer_of(config)
     folder.begin()
     data = read_data(config, tokenizer, folder.path / DATA_FOLDER)
     print(data.summary, flush=True)

@@ -137,6 +137,7 @@ def test_a_value_out_of_range_is_refused_by_name(name: str) -> None:
         ({"momentum": 0.9}, "not for adamw"),
         ({"momentum": 1.0, "optimizer": "sgd"}, "--momentum is 1"),
         ({"steps": 5, "warmup_steps": 6}, "--warmup-steps is 6, expected at most --steps"),
+        ({"format": "preference"}, "--format is preference, expected texts or conversations"),
         ({"evaluate_every": 2, "held_out": 0.0}, "expected it only with --held-out above 0"),
     ],
 )

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 
 from roundpipe import _core
 from roundpipe.planning.machine import Machine
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.dry_run import dry_run
-from tiny_chat import chat_file, model_folder
+from roundpipe.train.model import lora_of
+from tiny_chat import chat_file, model_folder, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -70,6 +72,20 @@ def test_checkpoints_on_the_disk(said: Callable[..., Any]) -> None:
     _, few = said(save_every=1, keep=1)
     _, many = said(save_every=1, keep=4)
     assert "2 x " in few["disk"] and "5 x " in many["disk"]
+
+
+@pytest.mark.parametrize("values", [{"lora": True}, {"dora": True, "lora_rank": 3}])
+def test_adapters_are_those_of_a_run(values: dict[str, Any], said: Callable[..., Any], tmp_path: Path) -> None:
+    for targets in (None, ["q_proj", "down_proj"]):
+        config = TrainConfig(**values, lora_targets=targets)
+        _, lines = said(**values, lora_targets=targets)
+        model = peft.get_peft_model(tiny_llama(), lora_of(config))
+        trained, of_all = model.get_nb_trainable_parameters()
+        assert f"{of_all / 1e6:,.2f} M parameters" in lines["model"]
+        assert f"of which {trained / 1e6:,.2f} M are trained" in lines["model"]
+        model.peft_config["default"].base_model_name_or_path = str(tmp_path / "model")
+        model.save_pretrained(tmp_path / "adapter")
+        assert said(model="", adapter=str(tmp_path / "adapter"))[1]["model"] == lines["model"]
 
 
 def test_what_would_make_it_fit(said: Callable[..., Any]) -> None:
