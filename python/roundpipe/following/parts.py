@@ -472,7 +472,7 @@ class After(Part):
     def _sharing_router_loss(self, skeleton: Skeleton, share: float | None) -> Iterator[None]:
         """Within the block, the router's loss counts by `share`; see `COEFFICIENT`."""
         whole = skeleton.of(self.followed.language_model)
-        before = whole.__dict__.get(COEFFICIENT)
+        before: Any = whole.__dict__.get(COEFFICIENT)
         if share is not None:
             whole.__dict__[COEFFICIENT] = before * share
         try:
