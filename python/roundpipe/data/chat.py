@@ -1,24 +1,27 @@
-"""Reads conversations from a JSONL file and makes samples from which only the assistant's words are learned.
+"""Reads conversations from a file and makes samples from which only the assistant's words are learned, in memory.
 
-A line is `{"messages": [{"role": "user", "content": "..."}, ...]}`, or `{"prompt": "...", "completion": "..."}`, which
-counts as a question and its answer.
+Records are those of `roundpipe.records`: `{"messages": [{"role": "user", "content": "..."}, ...]}`,
+`{"prompt": "...", "completion": "..."}`, which counts as a question and its answer, and its other conversations.
 
 `chat_encoder` says how a conversation becomes tokens.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
 from roundpipe.data.chat_encoder import ChatEncoder, ChatSample
-from roundpipe.data.conversation import Conversation, UnusableError, checked_messages
+from roundpipe.data.conversation import Conversation, UnusableError
 from roundpipe.data.samples import IGNORED
-from roundpipe.files import first_lines, refuse_missing_folder
+from roundpipe.data.tokenizer import load_tokenizer as load_tokenizer
+from roundpipe.data.tokenizer import padding_token_id as padding_token_id
+from roundpipe.records.formats import NO_ANSWER, format_of, item_of
+from roundpipe.records.reading import Record, kind_of, records_of
+from roundpipe.tokens.texts import json_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,12 +61,12 @@ def load_chat(
         raise ValueError(f"[chat] held_out is {held_out}, expected a fraction from 0 to below 1")
     found: list[list[ChatSample]] = []
     without_answer = []
-    for conversation in read_chat(path):
-        samples = encode_chat(conversation, tokenizer)
+    for conversation in _read(path):
+        samples = [] if isinstance(conversation, str) else encode_chat(conversation, tokenizer)
         if any(label != IGNORED for sample in samples for label in sample["labels"]):
             found.append(samples)
         else:
-            without_answer.append(conversation.where)
+            without_answer.append(conversation if isinstance(conversation, str) else conversation.where)
     kept_back = max(1, round(len(found) * held_out)) if held_out else 0
     if kept_back >= len(found):
         raise ValueError(
@@ -79,24 +82,13 @@ def load_chat(
 
 
 def read_chat(path: str | Path) -> list[Conversation]:
-    """Reads and checks the conversations of a file. Empty lines are skipped.
+    """Reads and checks the conversations of a file, but those in which the assistant says nothing.
 
     Raises:
-        ValueError: the file does not exist or is empty, or (with the line's number) JSON is malformed, keys are
-            missing, a content is not text, or roles are out of order.
+        ValueError: the file does not exist, cannot be read or has no records, or a record (named by its line) is
+            malformed or no conversation.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"[chat] cannot read {path}: {error}; expected a JSONL file of conversations") from None
-    found = []
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would also break lines inside strings
-        if line.strip():
-            where = f"{path}:{number}"
-            found.append(Conversation(_messages(line, where), where))
-    if not found:
-        raise ValueError(f"[chat] {path} is empty, expected a conversation a line")
-    return found
+    return [found for found in _read(path) if isinstance(found, Conversation)]
 
 
 def encode_chat(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> list[ChatSample]:
@@ -111,57 +103,41 @@ def encode_chat(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) 
     return encoded.samples
 
 
-def load_tokenizer(name_or_path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer beside a model's weights, or the tokenizer of a model on the Hub.
+def _read(path: str | Path) -> Iterator[Conversation | str]:
+    """Each conversation, or the place of one without an answer."""
+    count = 0
+    for record in _records(Path(path)):
+        count += 1
+        try:
+            form = format_of(record.value, record.where)
+            if form is None or form in ("text", "tokens", "preference"):
+                raise UnusableError("broken", "no conversation", _no_conversation(record.value))
+            conversation = item_of(record, form)
+            assert isinstance(conversation, Conversation)
+            yield conversation
+        except UnusableError as error:
+            if error.reason != NO_ANSWER:
+                raise ValueError(f"[chat] {record.where} {error}") from None
+            yield record.where
+    if not count:
+        raise ValueError(f"[chat] {path} is empty, expected a conversation a line")
 
-    Raises:
-        ValueError: the folder does not exist, or has no tokenizer that can be loaded.
-    """
-    from transformers import AutoTokenizer
 
-    refuse_missing_folder(name_or_path, "load_tokenizer")
+def _no_conversation(value: object) -> str:
+    if not isinstance(value, dict):
+        return f"is a {type(value).__name__}, expected an object with messages"
+    return f"has the keys {sorted(value)}, expected messages, or prompt and completion"
+
+
+def _records(path: Path) -> Iterator[Record]:
+    def refuse(reason: str, where: str) -> NoReturn:
+        raise ValueError(f"[chat] {where}: {reason}; expected a JSONL file of conversations")
+
+    if kind_of(path) != "text":
+        yield from records_of(path, lines=False, note=refuse)
+        return
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name_or_path)
-    except (OSError, KeyError, ValueError, ImportError) as error:
-        raise ValueError(
-            f"[load_tokenizer] {name_or_path} has no tokenizer that can be loaded, expected its files beside the "
-            f"model's, as tokenizer.save_pretrained writes them; transformers says: {first_lines(error)}"
-        ) from error
-    return tokenizer
-
-
-def padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Returns the padding token, or else the end-of-text token, which is harmless because padding has no labels.
-
-    Raises:
-        ValueError: the tokenizer has neither.
-    """
-    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if isinstance(token, int):
-            return token
-    raise ValueError(
-        f"[chat] {type(tokenizer).__name__} has no padding token and no end-of-text token, expected one of them; set "
-        "tokenizer.pad_token to a token of its vocabulary"
-    )
-
-
-def _messages(line: str, where: str) -> list[dict[str, Any]]:
-    try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"[chat] {where} is not JSON: {error}; expected one object a line") from None
-    if not isinstance(entry, dict):
-        raise ValueError(f"[chat] {where} is a {type(entry).__name__}, expected an object with messages")
-    if "messages" in entry:
-        messages = entry["messages"]
-    elif "prompt" in entry and "completion" in entry:
-        messages = [
-            {"role": "user", "content": entry["prompt"]},
-            {"role": "assistant", "content": entry["completion"]},
-        ]
-    else:
-        raise ValueError(f"[chat] {where} has the keys {sorted(entry)}, expected messages, or prompt and completion")
-    try:
-        return checked_messages(messages)
-    except UnusableError as error:
-        raise ValueError(f"[chat] {where}: {error}") from None
+        with open(path, "rb") as file:
+            yield from (Record(value, where) for where, value in json_lines(file, str(path), refuse))
+    except OSError as error:
+        raise ValueError(f"[data] cannot read {path}: {error.strerror}") from None

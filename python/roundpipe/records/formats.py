@@ -24,6 +24,8 @@ _OTHERS: dict[Format, tuple[str, ...]] = {
     "instruction": ("instruction", "output"),
     "text": ("text",),
 }
+NO_ANSWER = "no answer of the assistant"
+"""The reason against a conversation in which nothing is learnt."""
 _SPEAKERS = {
     "system": "system",
     "human": "user",
@@ -140,7 +142,7 @@ def _conversation(messages: Any, value: Mapping[str, Any], where: str, first_lea
         raise UnusableError("broken", "chat_template_kwargs that are no object", "")
     found = Conversation(checked, where, tools or None, options, first_learnt)
     if not any(found.learns(index) for index in range(len(checked))):
-        raise UnusableError("empty", "no answer of the assistant", "")
+        raise UnusableError("empty", NO_ANSWER, "")
     return found
 
 

@@ -50,7 +50,7 @@ def tokenize(options: TokenizeOptions) -> None:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn
 
-    from roundpipe.data.chat import load_tokenizer
+    from roundpipe.data.tokenizer import load_tokenizer
     from roundpipe.tokens.tokenize import Tokenized, tokenize_files
 
     if options.out.exists() and not options.overwrite:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from roundpipe.data.batches import Batches
-from roundpipe.data.chat import padding_token_id
+from roundpipe.data.tokenizer import padding_token_id
 from roundpipe.records.prepare import DataOptions, prepare
 from roundpipe.records.summary import DataSummary
 from roundpipe.train.config import TrainConfig

@@ -9,7 +9,7 @@ import torch
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig
-from roundpipe.data.chat import load_tokenizer
+from roundpipe.data.tokenizer import load_tokenizer
 from roundpipe.files import first_lines, new_folder
 from roundpipe.huggingface.quiet import without_progress_bars
 from roundpipe.ops.packed_attention import check_packing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,28 @@ def test_both_kinds_of_lines(tmp_path: Path) -> None:
     assert second.messages == talk("p", "q") and second.where == f"{path}:3"
 
 
+def test_a_file_is_read_as_prepared_data_is(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    path = write(
+        tmp_path / "chat.jsonl",
+        {"messages": talk("a", "b"), "tools": tools, "chat_template_kwargs": {"thinking": False}},
+        {"conversations": turns},
+        {"instruction": "p", "output": "q"},
+    )
+    text = path.read_text()
+    for name, content in {
+        "b.jsonl": b"\xef\xbb\xbf" + text.encode(),
+        "c.jsonl.gz": gzip.compress(text.encode()),
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        first, second, third = read_chat(tmp_path / name)
+        assert first.tools == tools and first.template_options == {"thinking": False}
+        assert second.messages == talk("a", "b") and third.messages == talk("p", "q")
+    (tmp_path / "chat").write_text(text)  # without a suffix, too
+    assert [each.messages for each in read_chat(tmp_path / "chat")] == [each.messages for each in read_chat(path)]
+
+
 def test_tools_may_answer() -> None:
     messages = [*talk("a", "call"), {"role": "tool", "content": "1"}, {"role": "assistant", "content": "b"}]
     (sample,) = encode_chat(Conversation(messages, "here"), TOKENIZER)
@@ -162,7 +185,7 @@ def test_conversations_without_an_answer_are_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "is not JSON"),
+        ("{", "not JSON"),
         ("[]", "is a list, expected an object"),
         ('{"text": "a"}', r"has the keys \['text'\], expected messages, or prompt and completion"),
         ('{"prompt": "a"}', r"has the keys \['prompt'\]"),
@@ -191,7 +214,7 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is empty"):
         read_chat(tmp_path / "empty.jsonl")
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="cannot read"):
+    with pytest.raises(ValueError, match="not UTF-8"):
         read_chat(tmp_path / "binary.jsonl")
     path = write(tmp_path / "one.jsonl", {"messages": talk("a", "b")})
     with pytest.raises(ValueError, match="has 1 conversations with an answer, of which 1 would be held out"):
