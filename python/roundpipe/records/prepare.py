@@ -6,6 +6,7 @@ batches = Batches(data.train, batch_tokens=65536, max_length=4096, pad_token_id=
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class PreparedData:
         summary: what was read, and what became of it.
         folder: where the samples are.
         reused: whether they were there already.
+        outdated: whether the sources or the tokenizer are others by now than those that the samples were made of.
     """
 
     train: SampleStore
@@ -47,6 +49,7 @@ class PreparedData:
     summary: DataSummary
     folder: Path
     reused: bool
+    outdated: bool = False
 
 
 def prepare(
@@ -55,6 +58,7 @@ def prepare(
     options: DataOptions,
     folder: str | Path,
     progress: Callable[[Progress], None] | None = None,
+    keep: bool = False,
 ) -> PreparedData:
     """Reads records, makes samples of them, and writes these to a folder, whole or not at all.
 
@@ -67,6 +71,8 @@ def prepare(
         options: how records become samples.
         folder: to write; one that was prepared from something else is replaced.
         progress: called now and then.
+        keep: take what the folder holds even if it was prepared from sources that have changed, so that a training
+            that goes on has the samples that it began with.
 
     Raises:
         ValueError: a source is not there, nothing usable is left, the folder holds something else, or a record is such
@@ -79,8 +85,9 @@ def prepare(
     fingerprint = fingerprint_of(found, tokenizer, options)
     if _prepared(folder):
         description = read_json(folder / _DESCRIPTION, "data", "prepared data")
-        if fingerprint is not None and _identity(description) == (_SCHEMA, _VERSION, fingerprint):
-            return _opened(folder, found, options, reused=True)
+        current = fingerprint is not None and _identity(description) == (_SCHEMA, _VERSION, fingerprint)
+        if current or (keep and _identity(description)[:-1] == (_SCHEMA, _VERSION)):
+            return dataclasses.replace(_opened(folder, found, options, reused=True), outdated=not current)
         _remove(folder)
     with new_folder(folder, "data") as temporary:
         summary = convert(found, tokenizer, options, temporary, progress)
@@ -121,6 +128,11 @@ def _opened(folder: Path, sources: Sequence[Source], options: DataOptions, reuse
             f"{summary.records}; remove the folder, and prepare the data again"
         )
     held = files.samples_of(held_out_records(summary.records, options.held_out, options.seed))
+    if len(summary.sources) != len(sources):
+        raise ValueError(
+            f"[data] {folder} was prepared from {len(summary.sources)} sources, expected {len(sources)}; give the same "
+            "ones, or another folder"
+        )
     parts = [(each.samples, source.weight) for each, source in zip(summary.sources, sources, strict=True)]
     return PreparedData(
         train=TrainSamples(files, summary.longest, held, parts),

@@ -277,6 +277,11 @@ class TrainConfig:
     def _check_together(self) -> None:
         if self.lora + self.dora + bool(self.adapter) > 1:
             raise ValueError("[train] --lora, --dora and --adapter are for different runs, expected one of them")
+        if self.model and self.adapter:
+            raise ValueError(
+                "[train] --model and --adapter are given, expected one of them, since an adapter names its base; to use "
+                "another base, change base_model_name_or_path in its adapter_config.json"
+            )
         if not (self.lora or self.dora):
             defaults = {field.name: field.default for field in dataclasses.fields(self)}
             for name in _OF_LORA:

@@ -30,6 +30,7 @@ class RunData:
         held_out_samples: that these batches are made of.
         steps: the number of steps.
         summary: what was read, for reports.
+        outdated: whether a run that goes on has samples of data that has changed since.
     """
 
     train: Batches
@@ -37,10 +38,12 @@ class RunData:
     held_out_samples: Sequence[Any]
     steps: int
     summary: DataSummary
+    outdated: bool
 
 
-def read_data(config: TrainConfig, tokenizer: Any, folder: Path) -> RunData:
-    """Reads and tokenizes the data of a run into a folder, or opens what is there already.
+def read_data(config: TrainConfig, tokenizer: Any, folder: Path, goes_on: bool = False) -> RunData:
+    """Reads and tokenizes the data of a run into a folder, or opens what is there already: for a run that goes on, also
+    if the data has changed since.
 
     Raises:
         ValueError: a source is missing, there is nothing to learn from, or the tokenizer has no token to pad with.
@@ -68,6 +71,7 @@ def read_data(config: TrainConfig, tokenizer: Any, folder: Path) -> RunData:
             options,
             folder,
             lambda done: bar.update(task, description=f"{done.read:,} records, {done.tokens:,} tokens"),
+            keep=goes_on,
         )
     if found.summary.pairs:
         raise ValueError(
@@ -84,4 +88,4 @@ def read_data(config: TrainConfig, tokenizer: Any, folder: Path) -> RunData:
     train = Batches(found.train, epochs=epochs, seed=None if config.in_order else config.seed, **sizes)
     steps = len(train) if config.steps is None else config.steps
     held_out: Batches | list[Any] = Batches(found.held_out, **sizes) if len(found.held_out) else []
-    return RunData(train, held_out, found.held_out, steps, found.summary)
+    return RunData(train, held_out, found.held_out, steps, found.summary, found.outdated)

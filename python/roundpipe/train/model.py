@@ -16,10 +16,20 @@ from roundpipe.ops.packed_attention import check_packing
 from roundpipe.train.config import TrainConfig
 
 _NAME = "roundpipe-train"
+_OF_AN_ADAPTER = "adapter_config.json"
 
 
 def base_of(config: TrainConfig) -> str:
-    """Where the model's folder or name on the Hub is: an adapter names its base."""
+    """Where the model's folder or name on the Hub is: an adapter names its base.
+
+    Raises:
+        ValueError: a folder that is given as an adapter holds none.
+    """
+    if config.adapter and Path(config.adapter).is_dir() and not (Path(config.adapter) / _OF_AN_ADAPTER).exists():
+        raise ValueError(
+            f"[train] --adapter is {config.adapter}, which has no {_OF_AN_ADAPTER}, expected a folder that PEFT wrote; "
+            "a whole model is given as --model"
+        )
     return config.adapter or config.model
 
 
@@ -30,8 +40,11 @@ def tokenizer_of(config: TrainConfig) -> Any:
         ValueError: there is none that can be loaded.
     """
     place = base_of(config)
-    folder = Path(config.adapter)
-    if config.adapter and (folder / "adapter_config.json").exists() and not (folder / "tokenizer_config.json").exists():
+    if (
+        config.adapter
+        and Path(config.adapter).is_dir()
+        and not (Path(config.adapter) / "tokenizer_config.json").exists()
+    ):
         place = base_of_adapter(config.adapter)
     return load_tokenizer(place)
 

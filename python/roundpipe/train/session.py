@@ -53,8 +53,14 @@ def run(config: TrainConfig, resume: bool) -> int:
         roundpipe.devices(config.devices)
     tokenizer = tokenizer_of(config)
     folder.begin()
-    data = read_data(config, tokenizer, folder.path / DATA_FOLDER)
+    data = read_data(config, tokenizer, folder.path / DATA_FOLDER, folder.goes_on)
     print(data.summary, flush=True)
+    if data.outdated:
+        print(
+            f"[train] the data or the tokenizer has changed since the run began: it goes on with the samples in "
+            f"{folder.path / DATA_FOLDER}, which were made then",
+            file=sys.stderr,
+        )
     transformers.set_seed(config.seed)  # adapters and dropout begin at random
     model = load_model(config)
     check_positions(model, data.train, data.held_out)

@@ -181,7 +181,7 @@ def test_mistakes_end_with_a_message(run: Run, base: Path, tmp_path: Path) -> No
     answers = ["b" * (400 if index == 29 else 3) for index in range(40)]
     long.write_text("".join(json.dumps({"prompt": "a", "completion": answer}) + "\n" for answer in answers))
     for arguments, message in (
-        ((base, tmp_path / "none.jsonl"), "[chat] cannot read"),
+        ((base, tmp_path / "none.jsonl"), "[data] cannot read"),
         ((base, long), "[check_positions] a sample has 422 tokens, and the model has max_position_embeddings = 256"),
     ):
         result = run(*arguments, tmp_path / "out")

@@ -126,6 +126,7 @@ def test_a_value_out_of_range_is_refused_by_name(name: str) -> None:
     [
         ({"lora": True, "dora": True}, "expected one of them"),
         ({"lora": True, "adapter": "a"}, "expected one of them"),
+        ({"model": "m", "adapter": "a"}, "--model and --adapter are given"),
         ({"steps": 5, "epochs": 2}, "expected one of them"),
         ({"lora_rank": 4}, "--lora-rank is 4, expected it only with --lora"),
         ({"lora_dropout": 0.1}, "--lora-dropout is 0.1, expected it only with --lora"),

@@ -137,6 +137,22 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(
     assert metrics(ours) == metrics(whole)
 
 
+def test_a_run_goes_on_with_the_samples_that_it_began_with(
+    config: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    data = chat_file(tmp_path / "chat.jsonl", 30)
+    more = {"data": [str(data)], "steps": 5, "samples": 0, "held_out": 2.0}
+    whole, ours = config(**more, out=str(tmp_path / "whole")), config(**more)
+    assert run(whole, resume=False) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", InterruptedAt("step 2/"))
+        assert run(ours, resume=False) == 130
+    chat_file(data, 33, capitals=True)
+    assert run(ours, resume=True) == 0
+    assert "the data or the tokenizer has changed since the run began" in capsys.readouterr().err
+    assert metrics(ours) == metrics(whole)
+
+
 def test_a_termination_is_no_failure(config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     ours = config()
     monkeypatch.setattr(sys, "stdout", InterruptedAt("step 1/", signal.SIGTERM))
@@ -187,6 +203,7 @@ def test_what_is_refused_before_training_leaves_no_run(
 
     refused("nothing.jsonl", data=[str(tmp_path / "nothing.jsonl")])
     refused("is not a folder", model=str(tmp_path / "nothing"))
+    refused("which has no adapter_config.json", model="", adapter=str(place / "model"))
     broken = tmp_path / "broken.jsonl"
     broken.write_text((place / "chat.jsonl").read_text() + "{\n")
     refused(r"broken\.jsonl:121", data=[str(broken)], on_bad="error")
