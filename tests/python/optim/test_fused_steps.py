@@ -152,7 +152,7 @@ def test_modes_may_change_from_step_to_step(pattern: str) -> None:
         run.step(kind == "a")
         if kind == "s":
             # Calls read this step's weights, whatever was asynchronous before.
-            run.read = [m.clone() for m in run.made]
+            run.plain.read = [m.clone() for m in run.plain.made]
     run.compare()
 
 
