@@ -94,7 +94,7 @@ void BlockOptimizer::update(const at::Tensor& before, const at::Tensor& after, c
     }
     if (shard(i).count() == 0 && !shard_.empty()) continue;
     const Hyperparameters& hyper = groups[static_cast<size_t>(groups_[i])];
-    Weights weights{own(layout_.view(before, i), i), own(layout_.view(after, i), i), {}, {}};
+    Weights weights{own(layout_.view(before, i), i), own(layout_.view(after, i), i), {}, {}, shard(i).first};
     if (remainders_[i].defined())
       (remainders_[i].scalar_type() == at::kFloat ? weights.master : weights.remainder) = remainders_[i];
     if (states_[i].tensors.empty() && states_[i].scalars.step == 0) {

@@ -44,6 +44,8 @@ struct Coefficients {
   float step_size_min = 0;
   float step_size_max = 0;
   uint32_t dither_seed = 0;  // 8-bit moments: makes rounding differ from step to step
+  int64_t first_element =
+      0;  // 8-bit moments: of a part of a parameter, where it begins, so that it rounds as the whole
 };
 
 // Counts one step in `scalars` and returns its coefficients. Not for Adafactor, whose coefficients depend on tensors.

@@ -276,7 +276,8 @@ void update(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat form
     return;
   }
   const kernels::Memory memory = memory_of(state, weights, gradient, scaling);
-  const Coefficients coefficients = advance(algorithm, hyper, state.scalars);
+  Coefficients coefficients = advance(algorithm, hyper, state.scalars);
+  coefficients.first_element = weights.first_element;
   const kernels::Kernels& kernels = current_kernels();
   const auto kernel = format == MomentFormat::kFloat32 ? kernels.update : kernels.update_8bit;
   pool.for_ranges(weights.before.numel(), kGrain,

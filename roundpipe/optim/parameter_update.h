@@ -38,6 +38,8 @@ struct Weights {
   at::Tensor after;      // the same dtype; may be the memory of `before`, or of a gradient with equally large elements
   at::Tensor remainder;  // int16, with bf16 weights: (weight << 16) + remainder is the fp32 master, bit for bit
   at::Tensor master;     // fp32, with fp16 weights
+  // Of a part of a parameter: the place of its first element in memory order. A multiple of kShardGrain.
+  int64_t first_element = 0;
 };
 
 // The factors by which every gradient element is multiplied first, in fp32, with one rounding each.

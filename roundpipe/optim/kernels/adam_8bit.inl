@@ -138,5 +138,6 @@ inline void adam_8bit(Coefficients k, const Memory& memory, Values g, Chunk p, i
   step_quarter<3>(k, d, first, second, g, p, average, root, largest);
   *first_scale = block_scale(largest.average);
   *second_scale = block_scale(largest.root);
-  encode_moments(dither_at(k.dither_seed, begin), average, root, *first_scale, *second_scale, first, second);
+  encode_moments(dither_at(k.dither_seed, k.first_element + begin), average, root, *first_scale, *second_scale, first,
+                 second);
 }
