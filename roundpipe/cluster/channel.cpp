@@ -77,7 +77,11 @@ void Channel::run(const std::shared_ptr<State>& state) {
     {
       const MutexLock lock(state->mutex);
       while (state->waiting.empty() && !state->dropped) state->changed.wait(state->mutex);
-      if (state->waiting.empty()) return;
+      if (state->waiting.empty()) {
+        // The frontend may be gone as well: a model that lives until the process ends drops its channels last.
+        if (engine_has_ended()) static_cast<void>(new std::shared_ptr<void>(std::move(attached)));
+        return;
+      }
       work = std::move(state->waiting.front());
       state->waiting.pop_front();
       state->working = true;
