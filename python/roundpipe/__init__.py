@@ -67,11 +67,11 @@ _PUBLIC = {
     "wrap_model_to_roundpipe": "model.wrap",
 }
 
-# Modules that scripts for the published package access as attributes.
+# Modules that scripts access as attributes, most of them scripts for the published package.
 _MODULES = frozenset(
     {
-        *("batch", "context", "device", "grad_scaler", "models", "optim", "roundpipe", "run_config", "scheduler"),
-        *("timer", "wrapper"),
+        *("batch", "context", "device", "distributed", "grad_scaler", "models", "optim", "roundpipe", "run_config"),
+        *("scheduler", "timer", "wrapper"),
     }
 )
 

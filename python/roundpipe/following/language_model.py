@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from roundpipe.call.loss_function import OwnLoss
+from roundpipe.distributed.loss_counts import CallCount
 from roundpipe.following import collector
 from roundpipe.following.loss_arguments import (
     asks_for_router_loss,
@@ -183,13 +184,14 @@ class LanguageModel:
         return tuple(f"a smaller {name} (now {chunk!r})" for name, chunk in zip(names, self._chunks, strict=True))
 
     def prepare(
-        self, batch: list[tuple[tuple[Any, ...], dict[str, Any]]], loss_only: bool
+        self, batch: list[tuple[tuple[Any, ...], dict[str, Any]]], loss_only: bool, count: CallCount | None = None
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Adds to each microbatch's arguments the weight of its loss.
 
         Args:
             batch: `(args, kwargs)` of each microbatch.
             loss_only: only the loss will be read from the outputs.
+            count: counts the labels of the other nodes, for a loss over all of them.
 
         Raises:
             ValueError: there are more tokens than the model has positions, or no label counts and the loss is a mean.
@@ -201,7 +203,10 @@ class LanguageModel:
         counts = self._counts(named)
         summed = self._adds(named[0])
         is_mean = not summed and not leaves_loss_to_caller(named[0])
-        if is_mean and any(counted is not None for counted in counts) and not any(counts):
+        total = None
+        if count is not None:
+            total, batch = self._counted(count, counts, summed, named[0], batch)
+        if is_mean and any(counted is not None for counted in counts) and not any(counts) and not total:
             raise ValueError(
                 "[forward] every label of the batch is ignored (-100), so there is no loss; expected at least one "
                 "label that is a token and is not the first of its row"
@@ -212,11 +217,12 @@ class LanguageModel:
                 "[forward] return_logits is False and there are no labels; expected one of logits and loss"
             )
         loss_only = loss_only or no_logits
-        shared: list[float] | list[None] = shares(counts, summed) or [None] * len(batch)
+        shared: list[float] | list[None] = shares(counts, summed, total) or [None] * len(batch)
         routed: list[float] | list[None] = [None] * len(batch)
-        if self._sums_router_loss(named[0]) and len(batch) > 1:
-            total = sum(count or 0 for count in counts)
-            routed = [(count or 0) / total if total else 1 / len(batch) for count in counts]
+        of_node = 1.0 if count is None else count.share
+        if self._sums_router_loss(named[0]) and (len(batch) > 1 or of_node != 1.0):
+            labels = sum(counted or 0 for counted in counts)
+            routed = [of_node * ((counted or 0) / labels if labels else 1 / len(batch)) for counted in counts]
         return [
             (args, {**kwargs, SHARE: weight, ROUTER_SHARE: router, LOSS_ONLY: loss_only and has_labels})
             for (args, kwargs), weight, router in zip(batch, shared, routed, strict=True)
@@ -225,6 +231,30 @@ class LanguageModel:
     def _sums_router_loss(self, arguments: dict[str, Any]) -> bool:
         """Whether microbatches' losses are added, and each has a router's loss, which counts once for the batch."""
         return self._adds(arguments) and asks_for_loss(arguments) and asks_for_router_loss(self._config, arguments)
+
+    def _counted(
+        self,
+        count: CallCount,
+        counts: list[int | None],
+        summed: bool,
+        arguments: dict[str, Any],
+        batch: list[tuple[tuple[Any, ...], dict[str, Any]]],
+    ) -> tuple[float | None, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
+        """The number of labels on all nodes, of a loss that is their mean, and the microbatches' arguments; a
+        `num_items_in_batch` among them becomes that of all nodes."""
+        labels = [counted for counted in counts if counted is not None]
+        if len(labels) < len(counts):
+            count.note_users_loss()  # a mean over who knows what
+            return None, batch
+        items = arguments.get("num_items_in_batch") if summed else None
+        if summed and items is None:
+            count.note_sum()
+            return None, batch
+        total = count.total(sum(labels), None if items is None else float(items))
+        if items is None:
+            return total, batch
+        everywhere = torch.full_like(items, total) if isinstance(items, torch.Tensor) else type(items)(total)
+        return None, [(args, {**kwargs, "num_items_in_batch": everywhere}) for args, kwargs in batch]
 
     def _counts(self, batch: list[dict[str, Any]]) -> list[int | None]:
         """For each microbatch, the number of items that the loss averages over; None without labels."""

@@ -34,21 +34,21 @@ def count_tokens(kwargs: dict[str, Any], shifts: bool) -> int | None:
     return None
 
 
-def shares(counts: list[int | None], summed: bool) -> list[float] | None:
+def shares(counts: list[int | None], summed: bool, total: float | None = None) -> list[float] | None:
     """The weight of each microbatch's mean loss, such that the mean of the products is the mean over all tokens.
 
-    None: no labels, one microbatch, or losses that need no weights.
+    None: no labels, one microbatch that is the whole, or losses that need no weights.
 
     Args:
         counts: number of labels in each microbatch.
         summed: whether the losses are sums divided by a number for the whole step, and are added.
+        total: the number of labels of which these are a part, on several nodes; None: these are all.
     """
     n = len(counts)
-    if n == 1:
+    if summed or (n == 1 and total is None):
         return None
-    if summed:
-        return None
-    total = sum(count for count in counts if count is not None)
+    if total is None:
+        total = sum(count for count in counts if count is not None)
     if any(count is None for count in counts) or total == 0:
         return None
     return [n * count / total for count in counts if count is not None]

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import nn
 
+from roundpipe.distributed.joint_training import JointTraining, join
 from roundpipe.layers.adapters import without_adapters
 from roundpipe.model import forward as model_forward
 from roundpipe.model.host_resident import HostResident
 from roundpipe.model.own_storages import with_own_storages
-from roundpipe.model.published_attributes import COMMON, standing_for
+from roundpipe.model.published_attributes import COMMON, source_of_names, standing_for
 from roundpipe.model.replacing import REPLACING, guarded, refuse_compiling
 from roundpipe.step.optimizer_context import in_optimizer_context
 
@@ -72,6 +73,7 @@ class ModelFacade(HostResident):
     _name: str
     _optim_dtype: torch.dtype | None
     _step_group: TorchSteps | FusedSteps
+    _joint: JointTraining | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -88,6 +90,17 @@ class ModelFacade(HostResident):
         steps = self._step_group.bind(optimizer, moments, gradients)
         object.__getattribute__(self, "__dict__")["_step_group"] = steps
         return steps
+
+    def _join_nodes(self, process_group: Any, layers: int | None) -> None:
+        """Joins the nodes that train the model, if there are several; see `RoundPipe`."""
+        kind = type(self._original_model).__name__
+        joint = join(process_group, self._name, kind, layers, source_of_names(self))
+        self._take_joint(joint)
+
+    def _take_joint(self, joint: JointTraining | None) -> None:
+        """Trains the model jointly from now on, unless it is so already."""
+        if self._joint is None:
+            object.__getattribute__(self, "__dict__")["_joint"] = self._step_group.joint = joint
 
     def synchronize(self) -> None:
         raise NotImplementedError

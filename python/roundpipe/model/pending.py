@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from roundpipe.call.loss_function import NAN_LOSS, MicrobatchLoss
 from roundpipe.call.request import CallRequest
 from roundpipe.call.run_config import ResolvedRunConfig
 from roundpipe.data.microbatch import merge_outputs
+from roundpipe.distributed.loss_counts import CallCount
 from roundpipe.model.timer import print_times
 from roundpipe.performance.timeline import Timeline, timeline_of
 from roundpipe.step.scaler import live_scalers
@@ -52,6 +54,7 @@ class Pending:
         request: what was asked for; its values are dropped.
         loss: computes the losses.
         checks_loss: whether a NaN loss is an error while no GradScaler exists.
+        count: has told the other nodes of the batch; None if there are none.
     """
 
     def __init__(
@@ -61,12 +64,14 @@ class Pending:
         request: CallRequest,
         loss: MicrobatchLoss,
         checks_loss: bool,
+        count: CallCount | None,
     ) -> None:
         self._pipeline = pipeline
         self._submitted = submitted
         self._request = request.without_values()
         self._loss = loss
         self._checks_loss = checks_loss
+        self._count = count
 
     def loss(self) -> Any:
         """Waits for the result of `forward_backward` and returns it. May be called once.
@@ -75,6 +80,10 @@ class Pending:
             ValueError: the loss has been read already.
             Exception: whatever `forward_backward` raises.
         """
+        with nullcontext() if self._count is None else self._count.noting_failure():
+            return self._finish()
+
+    def _finish(self) -> Any:
         with torch.inference_mode(False), torch.enable_grad():
             result = self._pipeline.finish(self._submitted)
         losses = result.losses
@@ -85,6 +94,8 @@ class Pending:
                     self._pipeline.discard_last_call(NAN_LOSS.format(f" of microbatch {index}"))
         with torch.no_grad():
             totals = [sum(values[1:], values[0]) for values in zip(*losses, strict=True)]
+            if self._count is not None and self._count.loss_factor != 1.0:
+                totals = [total * self._count.loss_factor for total in totals]
         if self._pipeline.exposes_gradients:
             self._pipeline.drain()
             self._pipeline.expose()

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from roundpipe.call.loss_function import MicrobatchLoss, outputs_as_loss
 from roundpipe.call.request import MODES, CallRequest
 from roundpipe.call.run_config import RoundPipeRunConfig, copied, resolve
 from roundpipe.device.pool import devices
+from roundpipe.distributed.loss_counts import CallCount
 from roundpipe.following.refusals import refuse_weights, warn_batch_norm, warn_single_layer
 from roundpipe.layers.emulated import EmulatedLayer, NativeEmulatedLayer
 from roundpipe.layers.shell import PythonLayer, layers_of
@@ -61,10 +62,13 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
             the environment variable ROUNDPIPE_HOST_MEMORY. Checked before anything is allocated.
         device_memory: limit for a step on each device; None reads ROUNDPIPE_DEVICE_MEMORY. Steps are planned within
             it, and a step of a new shape is checked before it runs.
+        process_group: the ranks of torch.distributed that train the model together, see `roundpipe.distributed`; None
+            takes the default group, if there is one with several ranks, and False trains the model alone. Collective:
+            every rank wraps the same models in the same order.
 
     Raises:
-        ValueError: the model has no layers, does not fit its budget or has a parameter that is not on the CPU, or an
-            argument is not one of those listed above.
+        ValueError: the model has no layers, does not fit its budget or has a parameter that is not on the CPU, an
+            argument is not one of those listed above, or another rank has another model.
     """
 
     _FALLBACK = OF_A_PIPE
@@ -91,6 +95,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         check_loss: bool = True,
         host_memory: str | int | None = None,
         device_memory: str | int | None = None,
+        process_group: torch.distributed.ProcessGroup | Literal[False] | None = None,
     ) -> None:
         # nn.Module.__init__ is left out on purpose: its state is the original model's.
         if not isinstance(model, nn.Module):
@@ -117,6 +122,8 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         self._build(model)
         if own["_run_config"].num_microbatch != 1 and not self._is_part:
             warn_batch_norm(self._name, [model])
+        if not self._is_part:
+            self._join_nodes(process_group, self._layer_count)
 
     def _build(self, chain: nn.Module) -> None:
         """Builds the pipeline for a chain of layers."""
@@ -141,7 +148,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         ]
         own = object.__getattribute__(self, "__dict__")
         own["_pipeline"] = _core.Pipeline(self._name, layers, self._pinned)
-        own["_step_group"] = TorchSteps({"": self}, {}, self._optim_dtype)
+        own["_step_group"] = TorchSteps({"": self}, {}, self._optim_dtype, self._joint)
         own["_layer_count"] = len(layers)
         own["_modules_in_order"] = modules
         own["_memory"] = StepMemory(self._name, own["_pipeline"], layers, self._host_budget, self._device_budget)
@@ -395,17 +402,19 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         return self._request(preparation, lambda ready: ready.step(given))
 
     def _submit(self, given: StepArguments, refuses_nan: bool) -> Pending:
-        request = self._prepare_step(given)
-        assert request.loss_fn is not None
-        loss = MicrobatchLoss(request.loss_fn, refuses_nan)
-        with torch.inference_mode(False), torch.enable_grad():
-            options = request.options(self._memory.admit(request))
-            note = StepNote(self._memory, request)
-            passages = self._native.enter(request.batch)
-            submitted = self._pipeline.submit(
-                request.batch, request.labels, loss, request.return_outputs, options, request.route, note, passages
-            )
-        return Pending(self._pipeline, submitted, request, loss, self._check_loss)
+        count = None if self._joint is None else CallCount(self._joint.counts)
+        with nullcontext() if count is None else count.noting_failure():
+            request = self._prepare_step(dataclasses.replace(given, count=count))
+            assert request.loss_fn is not None
+            loss = MicrobatchLoss(request.loss_fn, refuses_nan)
+            with torch.inference_mode(False), torch.enable_grad():
+                options = request.options(self._memory.admit(request))
+                note = StepNote(self._memory, request)
+                passages = self._native.enter(request.batch)
+                submitted = self._pipeline.submit(
+                    request.batch, request.labels, loss, request.return_outputs, options, request.route, note, passages
+                )
+        return Pending(self._pipeline, submitted, request, loss, self._check_loss, count)
 
     def predict_memory(
         self,

@@ -11,6 +11,7 @@ from roundpipe.call.loss_function import outputs_as_loss
 from roundpipe.call.request import MODES, CallRequest, Microbatch, route_of
 from roundpipe.call.run_config import ResolvedRunConfig, RoundPipeRunConfig
 from roundpipe.data.microbatch import effective_microbatches, split_call, split_label
+from roundpipe.distributed.loss_counts import CallCount
 from roundpipe.following.loss_arguments import adding_losses, cut_of_own_loss
 from roundpipe.layers.values import owned, split, to_host
 
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepArguments:
-    """The arguments of `forward_backward` or a sibling, as the user gave them; `where` is the method's name."""
+    """The arguments of `forward_backward` or a sibling, as the user gave them; `where` is the method's name.
+
+    `count` tells the other nodes of the call; None if there are none, or it is only prepared.
+    """
 
     where: str
     input_args: Any
@@ -31,6 +35,7 @@ class StepArguments:
     loss_fn: Callable[[Any, Any], Any]
     return_outputs: bool
     run_config: RoundPipeRunConfig | None
+    count: CallCount | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,10 @@ class Preparation:
         args = tuple(given.input_args) if isinstance(given.input_args, (list, tuple)) else (given.input_args,)
         kwargs = dict(given.input_kwargs or {})
         own_loss = self.followed is not None and given.loss_fn is outputs_as_loss
-        batch, changeable = self._split(args, kwargs, loss_only=own_loss and not given.return_outputs)
+        if given.count is not None and not own_loss:
+            given.count.note_users_loss()
+        count = given.count if own_loss else None
+        batch, changeable = self._split(args, kwargs, own_loss and not given.return_outputs, count=count)
         config, loss_fn = self.config, given.loss_fn
         if self.followed is not None:
             adds = self.followed.adds_losses(args, kwargs)
@@ -91,7 +99,12 @@ class Preparation:
         return () if self.followed is None else self.followed.memory_savers()
 
     def _split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_only: bool, merges: bool = False
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss_only: bool,
+        merges: bool = False,
+        count: CallCount | None = None,
     ) -> tuple[list[Microbatch], bool]:
         """Returns each microbatch's tensors with their structure, and whether the arguments hold objects that the
         caller may change. `merges` says that outputs are merged automatically, with a loss among them."""
@@ -99,12 +112,12 @@ class Preparation:
         followed, config, how = self.followed, self.config, self.config.split_input
         if followed is not None:
             how = followed.splitting(how, kwargs)
-        count = effective_microbatches(args, kwargs, config.num_microbatch, config.num_microbatch_is_default, how)
+        parts = effective_microbatches(args, kwargs, config.num_microbatch, config.num_microbatch_is_default, how)
         if followed is not None:
-            count = followed.microbatches(count, config.num_microbatch_is_default, args, kwargs)
+            parts = followed.microbatches(parts, config.num_microbatch_is_default, args, kwargs)
         elif merges:
-            count = cut_of_own_loss(self.model, count, config.num_microbatch_is_default, args, kwargs)
-        calls, changeable = owned(split_call(args, kwargs, count, how))
+            parts = cut_of_own_loss(self.model, parts, config.num_microbatch_is_default, args, kwargs)
+        calls, changeable = owned(split_call(args, kwargs, parts, how))
         if followed is not None:
-            calls = followed.prepare(calls, loss_only)
+            calls = followed.prepare(calls, loss_only, count)
         return [split(call, is_call=True) for call in calls], changeable

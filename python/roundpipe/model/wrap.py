@@ -147,7 +147,8 @@ def wrap_model_to_roundpipe(
         for child_name, child in list(host.module._modules.items()):
             if child is not None and id(child) in pipes:
                 setattr(host.module, child_name, pipes[id(child)])
-    root = AutoRoundPipe(model, name, roundpipe_kwargs.get("optim_dtype"))
+    process_group = roundpipe_kwargs.get("process_group")
+    root = AutoRoundPipe(model, name, roundpipe_kwargs.get("optim_dtype"), process_group=process_group)
     object.__getattribute__(root, "__dict__")["_native"] = not_native
     return root
 
@@ -165,8 +166,10 @@ def _pipe_of(
 
     pipe = RoundPipe.__new__(RoundPipe)
     object.__getattribute__(pipe, "__dict__")["_native"] = make_native(followed, native)
-    pipe.__init__(followed.chain, name=name, model_run_config=config, **roundpipe_kwargs)  # type: ignore[misc]
+    alone = {**roundpipe_kwargs, "process_group": False}
+    pipe.__init__(followed.chain, name=name, model_run_config=config, **alone)  # type: ignore[misc]
     pipe._set_language_model(followed, model)
+    pipe._join_nodes(roundpipe_kwargs.get("process_group"), pipe.num_layers)
     return pipe
 
 
@@ -389,6 +392,7 @@ class AutoRoundPipe(SteppedModel):
         model: the original model, with its wrapped parts in place.
         name: the name in messages; None takes the class name.
         optim_dtype: dtype of the optimizer's parameters; None keeps each parameter's dtype.
+        process_group: see `RoundPipe`.
         **roundpipe_kwargs: other options of `RoundPipe`, which have no effect here.
 
     Raises:
@@ -409,6 +413,7 @@ class AutoRoundPipe(SteppedModel):
         model: nn.Module,
         name: str | None = None,
         optim_dtype: torch.dtype | None = None,
+        process_group: Any = None,
         **roundpipe_kwargs: Any,
     ) -> None:
         if not isinstance(model, nn.Module) or isinstance(model, ModelFacade):
@@ -422,6 +427,9 @@ class AutoRoundPipe(SteppedModel):
         own["_name"] = type(model).__name__ if name is None else name
         own["_optim_dtype"] = optim_dtype
         self._take_parts()
+        self._join_nodes(process_group, None)
+        for _, part in self._step_group.models.pipes():
+            part._take_joint(self._joint)  # type: ignore[attr-defined]
 
     def _take_parts(self) -> None:
         """Records the model's current pipelines and host contents."""
@@ -429,7 +437,7 @@ class AutoRoundPipe(SteppedModel):
         model = own["_wrapped"]
         pipes, host_parameters = _parts_of(model)
         order = [parameter_name for parameter_name, _ in model.named_parameters(remove_duplicate=False)]
-        own["_step_group"] = TorchSteps(pipes, host_parameters, own["_optim_dtype"])
+        own["_step_group"] = TorchSteps(pipes, host_parameters, own["_optim_dtype"], self._joint)
         own["_order"] = {parameter_name: place for place, parameter_name in enumerate(order)}
         own["_contents"] = contents_of(model)
 

@@ -70,6 +70,7 @@ class Binding:
         optimizer: has trained parameters in its groups.
         moments: the format of the moments, see `roundpipe.optim.AdamW`.
         gradients: "float32" keeps the gradients of 16-bit weights in fp32 on the host.
+        nodes: those that share the state; None if this process has all of it.
 
     Attributes:
         core: the engine's optimizer.
@@ -77,7 +78,12 @@ class Binding:
     """
 
     def __init__(
-        self, pipelines: list[_core.Pipeline], optimizer: BoundOptimizer, moments: Moments, gradients: Gradients
+        self,
+        pipelines: list[_core.Pipeline],
+        optimizer: BoundOptimizer,
+        moments: Moments,
+        gradients: Gradients,
+        nodes: _core.Nodes | None = None,
     ) -> None:
         group_of = {id(p): index for index, options in enumerate(optimizer.param_groups) for p in options["params"]}
         self.trained = frozenset(group_of)
@@ -91,7 +97,7 @@ class Binding:
         if gradients == "float32":
             for pipeline in pipelines:
                 pipeline.keep_gradients_in_fp32()
-        self.core = _core.ModelOptimizer(pipelines, groups, optimizer.algorithm, MOMENTS[moments])
+        self.core = _core.ModelOptimizer(pipelines, groups, optimizer.algorithm, MOMENTS[moments], nodes=nodes)
 
     def place(self, parameter: nn.Parameter) -> tuple[int, int]:
         """The number of the parameter's block, counted over all pipelines, and its index there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -54,7 +55,7 @@ class FusedSteps(StepGroup):
     is_untouched = False
 
     def __init__(self, earlier: StepGroup, optimizer: BoundOptimizer, moments: Moments, gradients: Gradients) -> None:
-        super().__init__(earlier.models)
+        super().__init__(earlier.models, earlier.joint)
         self.steps, self.save = earlier.steps, earlier.save
         self._hides_weights = False
         self._bind(earlier, optimizer, moments, gradients)
@@ -76,8 +77,11 @@ class FusedSteps(StepGroup):
             earlier.save.wait_over()
         self.models.give_host_parameters_a_pipeline()
         self.models.expose_gradients_of_backwards(False)
-        self.binding = Binding(self.models.all_pipelines(), optimizer, moments, gradients)
         self._names = self.models.named_parameters()
+        nodes = None
+        if self.joint is not None:
+            nodes = self.joint.make_optimizer(optimizer, {"moments": moments, "gradients": gradients}, self._names)
+        self.binding = Binding(self.models.all_pipelines(), optimizer, moments, gradients, nodes)
         self._trained = self.binding.trained
 
     def step(self, step_fn: Any, is_async: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
@@ -103,17 +107,24 @@ class FusedSteps(StepGroup):
             raise ValueError(f"[step] scaler is a {type(scaler).__name__}, expected a roundpipe.GradScaler")
         schedulers = as_schedulers(lr_scheduler)
         groups = optimizer.core_groups()
-        self.check_trainable()
-        self.finish_update()
-        self.models.begin_step(is_async)
+        core, host = self.binding.core, self.models.host_pipeline
+        with nullcontext() if self.joint is None else self.joint.counts.telling_failure():
+            self.check_trainable()
+            self.finish_update()
+            self.models.begin_step(is_async)
+            core.make_room()  # here, so that Ctrl+C ends the wait
+        if self.joint is not None and scaler is not None:
+            scaler._note_step()
         scales = hand_over_scales() if scaler is not None and scaler.is_enabled() else None
         loss_scale = 0.0  # losses are not scaled
         if scaler is not None and scales is not None:
             loss_scale = scaler._scale_of(scales)
-        core, host = self.binding.core, self.models.host_pipeline
-        core.make_room()  # outside the block, so that Ctrl+C ends the wait
+        factor = 1.0
+        if self.joint is not None:
+            options = {"is_async": is_async, "max_grad_norm": max_grad_norm, "the loss scale": loss_scale}
+            factor = self.joint.step(options, optimizer.param_groups)
         with uninterrupted():
-            run = core.step(groups, is_async, max_grad_norm or 0.0, loss_scale)
+            run = core.step(groups, is_async, max_grad_norm or 0.0, loss_scale, gradient_factor=factor)
             self._hides_weights = True
             if host is not None:
                 host.show_weights()
@@ -160,6 +171,8 @@ class FusedSteps(StepGroup):
         """Drops the gradients that no step has consumed, without waiting."""
         for pipeline in self.models.all_pipelines():
             pipeline.drop_gradients()
+        if self.joint is not None:
+            self.joint.counts.forget()
 
     def begin_plain_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ValueError for a step of any optimizer but the one that updates these models."""

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from roundpipe import _core
+from roundpipe.distributed.joint_training import JointTraining
+from roundpipe.distributed.nodes import Nodes
 from roundpipe.step.models import SteppedModels
 from roundpipe.step.plain_steps import owners, watch_optimizers
 from roundpipe.step.scaler import GradScaler, StepScales, live_scalers
@@ -44,18 +46,25 @@ class StepGroup(ABC):
 
     Attributes:
         models: the models and host parameters.
+        joint: their training by several nodes; None if this process trains them alone.
         steps: how many steps were made.
         save: the last save of their state.
     """
 
-    def __init__(self, models: SteppedModels) -> None:
+    def __init__(self, models: SteppedModels, joint: JointTraining | None) -> None:
         self.models = models
+        self.joint = joint
         self._names: list[tuple[str, nn.Parameter]] = []  # every name of every parameter, once there is an optimizer
         self._trained: Container[int] = ()  # ids of the parameters that the optimizer updates
         self._pending: Update | None = None
         self._reader: StateReader | None = None
         self.steps = 0  # made so far
         self.save: RunningSave | None = None  # the last one
+
+    @property
+    def nodes(self) -> Nodes | None:
+        """The nodes that train the models; None if this process trains them alone."""
+        return None if self.joint is None else self.joint.nodes
 
     @abstractmethod
     def show_weights(self) -> None:

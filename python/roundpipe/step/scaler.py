@@ -310,6 +310,11 @@ class GradScaler(torch.amp.GradScaler):
             after_steps(lambda: False).wait()
         return self
 
+    def _note_step(self) -> None:
+        """Makes the scale of the next losses that of the step to be made, though this node may have had no loss."""
+        if self._enabled and not self._pending:
+            self.scale(torch.zeros(()))
+
     def _scale_of(self, scales: StepScales) -> float:
         """The scale of the step's losses; raises ValueError if no loss was scaled."""
         scale = scales._scales.get(self)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from roundpipe import _core
+from roundpipe.distributed.joint_training import JointTraining
 from roundpipe.step.binding import BoundOptimizer, Gradients, Moments
 from roundpipe.step.fused_steps import FusedSteps, refuse_optimizer
 from roundpipe.step.group import StepGroup, hand_over_scales, refuse_gradient_hooks
@@ -40,6 +41,7 @@ class TorchSteps(StepGroup):
         pipes: see `SteppedModels`.
         host_parameters: see `SteppedModels`.
         optim_dtype: dtype of the copies; None keeps each parameter's dtype.
+        joint: see `StepGroup`; every step is then refused, until there is a fused optimizer.
 
     Attributes:
         has_copies: whether the copies have been made.
@@ -50,8 +52,9 @@ class TorchSteps(StepGroup):
         pipes: Mapping[str, PipedModel],
         host_parameters: dict[str, nn.Parameter],
         optim_dtype: torch.dtype | None,
+        joint: JointTraining | None,
     ) -> None:
-        super().__init__(SteppedModels(pipes, host_parameters))
+        super().__init__(SteppedModels(pipes, host_parameters), joint)
         self._optim_dtype = optim_dtype
         self._copies: dict[int, OptimizerParameter] = {}  # by id of the user's parameter; trainable ones only
         self._trained = self._copies
@@ -106,6 +109,8 @@ class TorchSteps(StepGroup):
 
     def optim_named_parameters(self, prefix: str, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:
         """The optimizer's parameters with their names; frozen parameters have none."""
+        if self.joint is not None:
+            self.joint.refuse("an optimizer over optim_parameters()")
         self._make_copies()
         return self._iterate(prefix, remove_duplicate)
 
@@ -177,6 +182,8 @@ class TorchSteps(StepGroup):
         _core.require_engine()
         if not callable(step_fn):
             raise ValueError(f"[step] step_fn is a {type(step_fn).__name__}, expected a function")
+        if self.joint is not None:
+            self.joint.refuse("a step function")
         self._make_copies()
         self.check_trainable()
         self.finish_update()
@@ -334,6 +341,8 @@ class TorchSteps(StepGroup):
     def begin_plain_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Prepares for a step of a torch optimizer over parameters of these models, outside `step`."""
         _core.require_engine()
+        if self.joint is not None:
+            self.joint.refuse(f"{type(optimizer).__name__}.step()")
         self.finish_update()
         self.check_trainable()
         if self._has_copies_in(optimizer):

@@ -1,0 +1,158 @@
+"""Several nodes against a loop written by hand, which adds their gradients in the documented order, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import node_programs
+from fused_reference import PlainTraining, fused_adamw
+from node_processes import NodeProcesses
+from node_programs import RATES, Training
+from reference_loops import assert_same
+from robustness import script_environment
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[NodeProcesses]:
+    with NodeProcesses(script_environment()) as processes:
+        yield processes
+
+
+def adamw(masters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return fused_adamw([m for _, m in masters], **RATES)
+
+
+def compare(training: Training, said: list[dict]) -> None:
+    """Losses, norms, skipped steps and weights of every node with those of the loop."""
+    plain = PlainTraining(training.model(), adamw, training.microbatches, training.size)
+    seeds = [[0] * (len(plain.model) + 1)] * training.microbatches
+    losses: list[list[float]] = [[] for _ in said]
+    steps = []
+    for step in range(training.steps):
+        scales = {each["scales"][step] for each in said} if training.scaled else {1.0}
+        assert len(scales) == 1, f"step {step}: the scale is {scales}"
+        (scale,) = scales
+        for node in range(training.size):
+            for call in range(training.calls[node]):
+                inputs, label = training.batch(step, node, call)
+                loss = plain.call(inputs, label, seeds, training.factor(step, node), scale, node)
+                losses[node].append(float(loss))
+        steps.append(
+            plain.step(training.is_async, training.max_grad_norm, scale if training.scaled else None, 1 / training.size)
+        )
+    for node, each in enumerate(said):
+        assert repr(each["losses"]) == repr(losses[node]), f"losses of node {node}"
+        for name, weight in plain.weights().items():
+            assert_same(each["weights"][name], weight, f"node {node}: {name}")
+        if each["skipped"]:
+            assert each["skipped"] == [skipped for _, skipped in steps], f"node {node}"
+            made = [norm for norm, skipped in steps if not skipped]
+            assert [n for n, s in zip(each["norms"], each["skipped"], strict=True) if not s] == made, f"node {node}"
+
+
+def run(nodes: NodeProcesses, trainings: list[Training]) -> None:
+    """Makes the trainings, of one number of nodes, and compares each."""
+    (size,) = {training.size for training in trainings}
+    results = nodes.results(size, "train_all", trainings)
+    for index, training in enumerate(trainings):
+        compare(training, [each[index] for each in results])
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def test_two_nodes(nodes: NodeProcesses) -> None:
+    run(
+        nodes,
+        [
+            Training(2),
+            Training(2, devices=2, is_async=False),
+            Training(2, dtype=BF16, devices=2, tied=True),
+            Training(2, dtype=BF16, frozen=True, rows=(6, 3), max_grad_norm=0.02),
+            Training(2, rows=(4, 8), calls=(2, 1), max_grad_norm=math.inf, is_async=False),
+            Training(2, calls=(1, 0), tied=True),
+            Training(2, dtype=FP16, scaled=True, infinite=((2, 1),), steps=5),
+            Training(2, other_weights=True, steps=1),
+            Training(2, width=512, dtype=BF16, max_grad_norm=0.02, steps=2),  # parameters that are cut
+        ],
+    )
+
+
+def test_three_nodes_one_of_them_without_rows(nodes: NodeProcesses) -> None:
+    run(
+        nodes,
+        [
+            Training(3, calls=(0, 1, 2), max_grad_norm=0.02),
+            Training(3, dtype=FP16, scaled=True, calls=(1, 0, 1), infinite=((1, 2),), is_async=False),
+            Training(3, width=512, steps=1),
+        ],
+    )
+
+
+def test_four_nodes(nodes: NodeProcesses) -> None:
+    run(nodes, [Training(4, dtype=BF16, frozen=True, tied=True, rows=(2, 5, 3, 4))])
+
+
+def test_a_group_of_one_rank_is_one_machine(nodes: NodeProcesses) -> None:
+    run(nodes, [Training(1), Training(1, dtype=BF16, max_grad_norm=0.02)])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_combination(nodes: NodeProcesses, size: int) -> None:
+    choices = itertools.product(
+        (torch.float32, BF16), (1, 2), (True, False), (False, True), (False, True), (None, 0.02)
+    )
+    run(
+        nodes,
+        [
+            Training(
+                size, dtype=dtype, devices=devices, is_async=is_async, frozen=frozen, tied=tied, max_grad_norm=clip
+            )
+            for dtype, devices, is_async, frozen, tied, clip in choices
+        ],
+    )
+
+
+OPTIMIZERS = [
+    ("AdamW", (("moments", "8bit"),)),
+    ("Adam", (("amsgrad", True),)),
+    ("SGD", (("momentum", 0.9),)),
+    ("Adagrad", ()),
+    ("Lion", ()),
+    ("RMSprop", (("centered", True),)),
+]
+
+
+@pytest.mark.parametrize(
+    "kind", [OPTIMIZERS[0], *(pytest.param(each, marks=pytest.mark.long) for each in OPTIMIZERS[1:])], ids=str
+)
+def test_every_optimizer_cut_over_nodes_is_the_whole_one(
+    nodes: NodeProcesses, kind: tuple[str, tuple[tuple[str, object], ...]]
+) -> None:
+    # Only the first of two nodes has rows: half of its gradients, which is exact, is what one machine has of half the
+    # loss.
+    cut = Training(2, width=512, dtype=BF16, calls=(1, 0), optimizer=kind[0], options=kind[1])
+    (whole,) = nodes.results(1, "train", replace(cut, size=1, calls=(1,), loss_factor=0.5))
+    for each in nodes.results(2, "train", cut):
+        for name, weight in whole["weights"].items():
+            assert_same(each["weights"][name], weight, name)
+
+
+def test_a_loop_that_adds_in_another_order_is_told_apart() -> None:
+    training = Training(3)
+    plain = [PlainTraining(training.model(), adamw, nodes=3) for _ in range(2)]
+    for node in range(3):
+        inputs, label = training.batch(0, node, 0)
+        for other, loop in enumerate(plain):
+            loop.call(inputs, label, [[0] * 4] * 2, node=(node + other) % 3)
+    one, other = (loop.landed(1 / 3) for loop in plain)
+    assert any(not torch.equal(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None)
+    assert training.width == node_programs.WIDTH

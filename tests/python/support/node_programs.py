@@ -1,0 +1,475 @@
+"""What nodes run in tests: each function is called on every rank of a process group."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import roundpipe
+from fused_reference import squared_error
+from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig
+from roundpipe.data.collate import collate, count_label_tokens
+from roundpipe.distributed import description
+from roundpipe.distributed.control import Control
+from roundpipe.distributed.groups import made_beside, timeout_of
+
+WIDTH = 32  # torch's own vector tails round otherwise, so sizes are multiples of 16
+RATES = {"lr": 1e-2, "weight_decay": 0.02}
+
+
+def rank() -> int:
+    """0 without a process group."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+def _control() -> Control:
+    group = torch.distributed.group.WORLD
+    timeout = timeout_of(group)
+    return Control(made_beside(group, "gloo", timeout), timeout)
+
+
+def exchange(messages: list[list[bytes]]) -> list[list[bytes]]:
+    """What a rank gets in each exchange of `messages[exchange][rank]`."""
+    control = _control()
+    return [control.exchange(each[rank()]) for each in messages]
+
+
+def exchange_with_a_silent_rank(silent: int, how: int) -> list[str]:
+    """The errors of two exchanges in which a rank ends, or stops, by the signal `how`."""
+    control = _control()
+    control.exchange(b"")
+    if rank() == silent:
+        os.kill(os.getpid(), how)
+    errors = []
+    for _ in range(2):
+        try:
+            control.exchange(b"")
+        except roundpipe.RoundPipeError as error:
+            errors.append(str(error))
+    return errors
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training. The rows of a step are `rows[rank]`, in each of `calls[rank]` calls; 0 calls are a node without
+    rows."""
+
+    size: int
+    width: int = WIDTH
+    dtype: torch.dtype = torch.float32
+    devices: int = 1
+    is_async: bool = True
+    steps: int = 3
+    microbatches: int = 2
+    rows: tuple[int, ...] = (4, 4, 4, 4)
+    calls: tuple[int, ...] = (1, 1, 1, 1)
+    max_grad_norm: float | None = None
+    scaled: bool = False
+    infinite: tuple[tuple[int, int], ...] = ()  # (step, rank) whose loss is infinite
+    frozen: bool = False
+    tied: bool = False
+    optimizer: str = "AdamW"
+    options: tuple[tuple[str, Any], ...] = ()  # of the optimizer
+    loss_factor: float = 1.0
+    other_weights: bool = False  # on ranks but the first
+
+    def model(self) -> nn.Sequential:
+        torch.manual_seed(1)
+        layers = [nn.Sequential(nn.Linear(self.width, self.width), nn.GELU()) for _ in range(3)]
+        model = nn.Sequential(*layers).to(self.dtype)
+        if self.frozen:
+            model[1].requires_grad_(False)
+            model[0][0].bias.requires_grad_(False)
+        if self.tied:
+            model.append(model[0])
+        return model
+
+    def batch(self, step: int, node: int, call: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(1000 * step + 10 * node + call)
+        shape = 2, self.rows[node], self.width
+        inputs, label = torch.randn(shape, generator=generator).to(self.dtype)
+        return inputs, label
+
+    def factor(self, step: int, node: int) -> float:
+        """Of the loss."""
+        return float("inf") if (step, node) in self.infinite else self.loss_factor
+
+
+def train(training: Training, reached: Callable[[str, int], None] = lambda moment, step: None) -> dict[str, Any]:
+    """Trains, and returns the losses, the norms, the steps that were skipped, the loss scales, and the weights.
+
+    Args:
+        reached: called with the moment, "call", "step" or "stepped", and the step's number.
+    """
+    roundpipe.devices(f"virtual:{training.devices},debug")
+    model = training.model()
+    if training.other_weights and rank():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+    config = RoundPipeRunConfig(num_microbatch=training.microbatches)
+    pipe = RoundPipe(model, name="nodes", model_run_config=config, check_loss=False)
+    optimizer = getattr(roundpipe.optim, training.optimizer)(pipe, **RATES, **dict(training.options))
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2) if training.scaled else None
+    said: dict[str, Any] = {"losses": [], "norms": [], "skipped": [], "scales": []}
+    for step in range(training.steps):
+        factor = training.factor(step, rank())
+
+        def loss_fn(outputs: torch.Tensor, label: torch.Tensor, factor: float = factor) -> torch.Tensor:
+            loss = squared_error(outputs, label) * factor
+            return loss if scaler is None else scaler.scale(loss)
+
+        reached("call", step)
+        for call in range(training.calls[rank()]):
+            inputs, label = training.batch(step, rank(), call)
+            said["losses"].append(float(pipe.forward_backward((inputs,), label=label, loss_fn=loss_fn)))
+        if scaler is not None:
+            said["scales"].append(scaler.get_scale())
+        reached("step", step)
+        made = pipe.step(optimizer, training.is_async, max_grad_norm=training.max_grad_norm, scaler=scaler)
+        reached("stepped", step)
+        if scaler is not None or training.max_grad_norm is not None:
+            said["norms"].append(float(made))
+            said["skipped"].append(made.skipped)
+    pipe.synchronize()
+    said["weights"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return said
+
+
+def train_all(trainings: list[Training]) -> list[dict[str, Any]]:
+    """One training after the other."""
+    return [train(training) for training in trainings]
+
+
+def train_with_a_silent_rank(training: Training, silent: int, how: int, at: tuple[str, int]) -> str:
+    """The error of a training in which a rank ends or stops itself by the signal `how`, at a moment of a step."""
+
+    def reached(moment: str, step: int) -> None:
+        if (rank(), moment, step) == (silent, *at):
+            os.kill(os.getpid(), how)
+
+    try:
+        train(training, reached)
+    except roundpipe.RoundPipeError as error:
+        return str(error)
+    return "no error"
+
+
+# -- programs that differ ---------------------------------------------------------------------------------------------
+
+
+def _pipe(layers: int = 2, dtype: torch.dtype = torch.float32, **options: Any) -> RoundPipe:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)]).to(dtype)
+    return RoundPipe(model, **options)
+
+
+def _frozen() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if rank():
+        model[1].requires_grad_(False)
+    RoundPipe(model)
+
+
+def _tied() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if rank():
+        model[1].weight = model[0].weight
+    RoundPipe(model)
+
+
+def _other_version() -> None:
+    if rank():
+        description.package_version = lambda: "0.0.7"
+    _pipe()
+
+
+def _stepped(**options: Any) -> None:
+    """A step whose optimizer or options differ."""
+    pipe = _pipe()
+    mine = {name: values[rank()] for name, values in options.items()}
+    made = {name: mine.pop(name) for name in ("lr", "moments", "kind") if name in mine}
+    optimizer = made.pop("kind", roundpipe.optim.AdamW)(pipe, **{"lr": 0.1, **made})
+    if "late_lr" in mine:
+        optimizer.param_groups[0]["lr"] = mine.pop("late_lr")
+    pipe.forward_backward((torch.ones(2, 4),), loss_fn=lambda outputs, _: outputs.square().mean())
+    pipe.step(optimizer, **mine)
+
+
+def _models_in_another_order() -> None:
+    for name in ("first", "second")[:: -1 if rank() else 1]:
+        _pipe(name=name)
+
+
+def _another_number_of_models() -> None:
+    pipe = _pipe()
+    if rank():
+        roundpipe.optim.SGD(pipe, lr=0.1)
+    else:
+        _pipe()
+
+
+def _torch_optimizer() -> None:
+    pipe = _pipe()
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    pipe(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def _step_function() -> None:
+    _pipe().step(lambda: None)
+
+
+def _optim_parameters() -> None:
+    list(_pipe().optim_parameters())
+
+
+def _batch_norm() -> None:
+    pipe = RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    pipe.step(roundpipe.optim.SGD(pipe, lr=0.1))
+
+
+def _wrong_group() -> None:
+    _pipe(process_group="gloo")
+
+
+def _foreign_group() -> None:
+    group = torch.distributed.new_group([0])
+    if rank():
+        _pipe(process_group=group)
+    raise ValueError("rank 0 is in it")
+
+
+def _other_mapped_file() -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(torch.full((16,), float(rank())).numpy().tobytes())
+        file.flush()
+        weight = roundpipe._core.map_file(file.name).view(torch.float32).view(4, 4)
+        layer = nn.Linear(4, 4, bias=False)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        RoundPipe(nn.Sequential(layer, nn.Linear(4, 4)))
+
+
+class NoExchange(torch.distributed.ProcessGroup):
+    """A backend that lacks what a step needs."""
+
+    def __init__(self, store: Any, group_rank: int, size: int, timeout: Any) -> None:
+        super().__init__(group_rank, size)
+
+
+def _lame_backend() -> None:
+    torch.distributed.Backend.register_backend("lame", NoExchange, devices=["cpu"])
+    group = torch.distributed.new_group(backend="lame")
+    _pipe(process_group=group)
+
+
+WRONG = {
+    "layers": lambda: _pipe(2 + rank()),
+    "dtypes": lambda: _pipe(dtype=(torch.float32, torch.bfloat16)[rank()]),
+    "frozen": _frozen,
+    "tied": _tied,
+    "version": _other_version,
+    "order": _models_in_another_order,
+    "number": _another_number_of_models,
+    "torch optimizer": _torch_optimizer,
+    "step function": _step_function,
+    "optim_parameters": _optim_parameters,
+    "batch norm": _batch_norm,
+    "wrong group": _wrong_group,
+    "foreign group": _foreign_group,
+    "mapped file": _other_mapped_file,
+    "lame backend": _lame_backend,
+    "lr": lambda: _stepped(lr=(0.1, 0.2)),
+    "late lr": lambda: _stepped(late_lr=(0.1, 0.2)),
+    "kind": lambda: _stepped(kind=(roundpipe.optim.AdamW, roundpipe.optim.Adam)),
+    "moments": lambda: _stepped(moments=("float32", "8bit")),
+    "is_async": lambda: _stepped(is_async=(True, False)),
+    "max_grad_norm": lambda: _stepped(max_grad_norm=(None, 1.0)),
+}
+
+
+def error_of(name: str) -> str:
+    """What a program of `WRONG` raises."""
+    roundpipe.devices("virtual:1")
+    try:
+        WRONG[name]()
+    except (ValueError, roundpipe.RoundPipeError) as error:
+        return str(error)
+    return "no error"
+
+
+# -- losses over the tokens of all nodes ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Batches of a language model: `lengths[rank][call]` are the lengths of a call's rows. `items` gives the calls
+    `num_items_in_batch`."""
+
+    lengths: tuple[tuple[tuple[int, ...], ...], ...]
+    items: bool = False
+    microbatches: int = 1
+
+    def model(self) -> Any:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=64, use_cache=False, **sizes)).train()
+
+    def batches(self, node: int) -> list[dict[str, Any]]:
+        texts = torch.Generator().manual_seed(node)
+        made = [
+            collate([{"input_ids": torch.randint(64, (length,), generator=texts)} for length in call], pad_token_id=0)
+            for call in self.lengths[node]
+        ]
+        if self.items:
+            count = sum(count_label_tokens(batch["labels"]) for batch in made)
+            made = [{**batch, "num_items_in_batch": count} for batch in made]
+        return made
+
+
+def train_on_tokens(tokens: Tokens) -> dict[str, Any]:
+    """Makes a step, and returns the losses and the weights."""
+    roundpipe.devices("virtual:1,debug")
+    model = tokens.model()
+    config = RoundPipeRunConfig(num_microbatch=tokens.microbatches)
+    pipe = roundpipe.wrap_model_to_roundpipe(model, model_run_config=config)
+    optimizer = roundpipe.optim.SGD(pipe, lr=1.0)
+    losses = [float(pipe.forward_backward(input_kwargs=batch)) for batch in tokens.batches(rank())]
+    pipe.step(optimizer, is_async=False)
+    pipe.synchronize()
+    return {"losses": losses, "weights": {name: p.detach().clone() for name, p in model.named_parameters()}}
+
+
+def _own_loss(pipe: Any, **more: Any) -> None:
+    pipe.forward_backward(input_kwargs={**SHORT.batches(rank())[0], **more})
+
+
+def _users_loss(pipe: Any) -> None:
+    pipe.forward_backward(input_kwargs=SHORT.batches(rank())[0], loss_fn=lambda outputs, _: outputs.loss)
+
+
+def _both_on_a_rank(pipe: Any) -> None:
+    _own_loss(pipe)
+    _users_loss(pipe)
+
+
+def _both_on_two_ranks(pipe: Any) -> None:
+    (_own_loss, _users_loss)[rank()](pipe)
+
+
+def _items_on_a_rank(pipe: Any) -> None:
+    _own_loss(pipe, **({"num_items_in_batch": 4} if rank() else {}))
+
+
+def _items_of_all_ranks(pipe: Any) -> None:
+    _own_loss(pipe, num_items_in_batch=sum(count_label_tokens(SHORT.batches(r)[0]["labels"]) for r in range(2)))
+
+
+def _failed_call(pipe: Any) -> None:
+    with suppress(IndexError):
+        _own_loss(pipe, **({"input_ids": torch.full((1, 7), 64)} if rank() else {}))
+
+
+SHORT = Tokens((((5,),), ((7,),)))
+WRONG_LOSSES = {
+    "both on a rank": _both_on_a_rank,
+    "both on two ranks": _both_on_two_ranks,
+    "items on a rank": _items_on_a_rank,
+    "items of all ranks": _items_of_all_ranks,
+    "failed call": _failed_call,
+}
+
+
+def go_on_after(name: str) -> dict[str, Any]:
+    """What a step of `WRONG_LOSSES` raises, and the weights after a good step that follows."""
+    roundpipe.devices("virtual:1,debug")
+    model = SHORT.model()
+    pipe = roundpipe.wrap_model_to_roundpipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=1))
+    optimizer = roundpipe.optim.SGD(pipe, lr=1.0)
+    error = "no error"
+    try:
+        WRONG_LOSSES[name](pipe)
+        pipe.step(optimizer, is_async=False)
+    except (ValueError, roundpipe.RoundPipeError) as raised:
+        error = str(raised)
+    optimizer.zero_grad()
+    _own_loss(pipe)
+    pipe.step(optimizer, is_async=False)
+    pipe.synchronize()
+    return {"error": error, "weights": {name: p.detach().clone() for name, p in model.named_parameters()}}
+
+
+# -- other ways to wrap -----------------------------------------------------------------------------------------------
+
+
+def _one_step(pipe: Any, model: nn.Module) -> dict[str, torch.Tensor]:
+    optimizer = roundpipe.optim.SGD(pipe, lr=0.1)
+    pipe.forward_backward((torch.full((2, 4), 1.0 + rank()),), loss_fn=lambda outputs, _: outputs.square().mean())
+    pipe.step(optimizer)
+    pipe.synchronize()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def members_of_a_group() -> tuple[int, int] | None:
+    """The node's rank and how many there are, for a model of ranks 0 and 2."""
+    roundpipe.devices("virtual:1")
+    group = torch.distributed.new_group([0, 2])
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = RoundPipe(model, process_group=False if rank() == 1 else group)
+    _one_step(pipe, model)
+    found = roundpipe.distributed.nodes_of(pipe)
+    return None if found is None else (found.rank, found.size)
+
+
+class OnTheHost(nn.Module):
+    """A model whose root, with a parameter of its own, runs on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.register_buffer("shift", torch.randn(4))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            value = layer(value)
+        return value * self.scale + self.shift
+
+
+def wrapped_part_by_part() -> dict[str, torch.Tensor]:
+    """The weights after a step; each rank begins with others."""
+    roundpipe.devices("virtual:1")
+    torch.manual_seed(rank())
+    model = OnTheHost()
+    pipe = roundpipe.wrap_model_to_roundpipe(model, upper_threshold=100)
+    assert isinstance(pipe, roundpipe.AutoRoundPipe)
+    return {**_one_step(pipe, model), "shift": model.shift.clone()}
+
+
+def adapters_added_late(targets: list[str]) -> dict[str, torch.Tensor]:
+    """The adapters after a step; each rank draws others."""
+    import peft
+
+    roundpipe.devices("virtual:1")
+    pipe = roundpipe.wrap_model_to_roundpipe(SHORT.model())
+    torch.manual_seed(rank())
+    adapted = peft.get_peft_model(pipe, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets))
+    optimizer = roundpipe.optim.AdamW(adapted, lr=0.1)
+    _own_loss(pipe)
+    pipe.step(optimizer)
+    pipe.synchronize()
+    return {name: p.detach().clone() for name, p in adapted.named_parameters() if p.requires_grad}
