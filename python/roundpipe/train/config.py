@@ -279,7 +279,7 @@ class TrainConfig:
             raise ValueError("[train] --lora, --dora and --adapter are for different runs, expected one of them")
         if self.model and self.adapter:
             raise ValueError(
-                "[train] --model and --adapter are given, expected one of them, since an adapter names its base; to use "
+                "[train] --model and --adapter are given, expected one of them, as an adapter names its base; to use "
                 "another base, change base_model_name_or_path in its adapter_config.json"
             )
         if not (self.lora or self.dora):
