@@ -92,8 +92,9 @@ std::string format_crc32c(uint32_t crc32c) {
 }
 
 std::string print_manifest(const Manifest& manifest) {
-  if (manifest.step < 0) {
-    throw std::invalid_argument(concat("[manifest] the step is ", manifest.step, ", expected 0 or more"));
+  if (manifest.step < 0 || manifest.nodes < 1) {
+    throw std::invalid_argument(concat("[manifest] the step is ", manifest.step, " of ", manifest.nodes,
+                                       " nodes, expected 0 or more of at least 1"));
   }
   std::set<std::string_view> names;
   ordered_json files = ordered_json::array();
@@ -104,12 +105,14 @@ std::string print_manifest(const Manifest& manifest) {
     }
     files.push_back({{"name", file.name}, {"bytes", file.bytes}, {"crc32c", format_crc32c(file.crc32c)}});
   }
-  std::string text = print_json({{"format", kFormatName},
-                                 {"version", concat(kFormatMajor, ".", kFormatMinor)},
-                                 {"step", manifest.step},
-                                 {"writer", ordered_json(manifest.writer)},
-                                 {"files", std::move(files)}},
-                                "manifest");
+  const bool several = manifest.nodes > 1;
+  ordered_json fields = {{"format", kFormatName},
+                         {"version", concat(several ? kNodesFormatMajor : kFormatMajor, ".", kFormatMinor)},
+                         {"step", manifest.step},
+                         {"writer", ordered_json(manifest.writer)}};
+  if (several) fields["nodes"] = manifest.nodes;
+  fields["files"] = std::move(files);
+  std::string text = print_json(fields, "manifest");
   text.resize(text.size() - 2);  // "\n}"
   const uint32_t checksum = crc32c(text.data(), text.size());
   text.append(kChecksum).append(format_crc32c(checksum)).append(kEnd);
@@ -125,15 +128,20 @@ Manifest parse_manifest(std::string_view text, const std::string& where) {
     throw Error(concat("[", where, "] the format is '", shown(name), "', version '", shown(version), "', expected '",
                        kFormatName, "', version ", kFormatMajor, "; it is no manifest of a checkpoint, or damaged"));
   }
-  if (*major != kFormatMajor) {
+  if (*major != kFormatMajor && *major != kNodesFormatMajor) {
     throw Error(concat("[", where, "] the checkpoint has format ", shown(version), ", expected ", kFormatMajor,
+                       ".x or ", kNodesFormatMajor,
                        ".x, which this version of roundpipe reads; use the version that wrote it",
-                       *major > kFormatMajor ? ", or a newer one" : ""));
+                       *major > kNodesFormatMajor ? ", or a newer one" : ""));
   }
   check_checksum(text, where);
   Manifest manifest;
   manifest.format = version;
   manifest.step = count(member(fields, "step", where), "'step'", where);
+  if (*major == kNodesFormatMajor) {
+    manifest.nodes = count(member(fields, "nodes", where), "'nodes'", where);
+    if (manifest.nodes < 2) throw Error(concat("[", where, "] 'nodes' is not 2 or more; the file is damaged"));
+  }
   const json& writer = member(fields, "writer", json::value_t::object, where);
   for (const auto& [key, value] : writer.items()) {
     manifest.writer[key] = member(writer, key.c_str(), json::value_t::string, where).get<std::string>();

@@ -17,12 +17,15 @@ inline constexpr const char* kManifestName = "manifest.json";
 // new.
 inline constexpr int64_t kFormatMajor = 1;
 inline constexpr int64_t kFormatMinor = 0;
+// Of a checkpoint that several nodes have written.
+inline constexpr int64_t kNodesFormatMajor = 2;
 
 // What makes a folder a checkpoint: its files, with their sizes and checksums. It is written last.
 struct Manifest {
   int64_t step = 0;
   std::vector<FileRecord> files;
   std::map<std::string, std::string> writer;  // what wrote it: {"roundpipe": "0.1.0", "torch": "2.13.0", ...}
+  int64_t nodes = 1;                          // processes that trained together, each with files of its own
   std::string format = {};                    // set by parse: "1.0"
 
   // Null where there is no such file.

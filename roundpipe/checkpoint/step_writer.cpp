@@ -4,7 +4,6 @@
 
 #include <stdexcept>
 #include <utility>
-#include <vector>
 
 #include <roundpipe/checkpoint/steps.h>
 #include <roundpipe/core/error.h>
@@ -26,9 +25,9 @@ StepWriter::StepWriter(std::shared_ptr<RunState> run, int64_t step, bool replace
     }
     number_ = run_->writers++;
   }
-  folder_ = aside("partial");
+  files_ = std::make_unique<StepFiles>(aside("partial"), run_->files);
   try {
-    run_->files.make_folder(folder_);
+    run_->files.make_folder(folder());
   } catch (...) {
     MutexLock lock(run_->mutex);
     run_->being_written.erase(step_);
@@ -38,13 +37,10 @@ StepWriter::StepWriter(std::shared_ptr<RunState> run, int64_t step, bool replace
 
 StepWriter::~StepWriter() {
   if (!run_->lock.is_of_this_process()) return;  // the parent is writing there
-  {
-    MutexLock lock(mutex_);
-    outputs_.clear();
-  }
+  files_->close();
   if (!placed_) {
     try {
-      run_->files.remove_tree(folder_);
+      run_->files.remove_tree(folder());
     } catch (const Error&) {  // removed when the folder is opened again
     }
   }
@@ -59,29 +55,24 @@ std::string StepWriter::aside(const char* why) const {
 
 OutputFile& StepWriter::create(const std::string& name, int64_t bytes) {
   run_->lock.require_own_process();
-  if (!is_file_name(name)) {
-    throw std::invalid_argument(concat("[checkpoint] '", name,
-                                       "' cannot be a file of a checkpoint; expected a plain "
-                                       "name without '/', not beginning with '.'"));
-  }
-  MutexLock lock(mutex_);
-  auto& output = outputs_[name];
-  if (output) {
-    throw std::invalid_argument(concat("[checkpoint] '", name, "' is in the checkpoint already; use another name"));
-  }
-  try {
-    output = std::make_unique<OutputFile>(run_->files, folder_, name, bytes);
-  } catch (...) {
-    outputs_.erase(name);
-    throw;
-  }
-  return *output;
+  return files_->create(name, bytes);
 }
 
 void StepWriter::add_small(const std::string& name, const std::string& contents) {
-  OutputFile& file = create(name, static_cast<int64_t>(contents.size()));
-  file.write_at(0, contents.data(), file.bytes());
-  file.finish();
+  run_->lock.require_own_process();
+  files_->add_small(name, contents);
+}
+
+void StepWriter::adopt(const std::vector<FileRecord>& records, const std::string& whose) {
+  for (const FileRecord& record : records) {
+    const Entry found = run_->files.look(join(folder(), record.name));
+    if (found.kind != EntryKind::kFile || found.bytes != record.bytes) {
+      throw Error(concat("[checkpoint] '", record.name, "', which ", whose, " has written with ", record.bytes,
+                         " bytes, ", found.kind == EntryKind::kFile ? "has another size" : "is not there", " in ",
+                         run_->folder, "; give a folder that all of them share"));
+    }
+    adopted_.push_back(record);
+  }
 }
 
 void StepWriter::take_place() {
@@ -93,14 +84,14 @@ void StepWriter::take_place() {
     throw Error(concat("[checkpoint] ", place, " has appeared while step ", step_,
                        " was being written there; let one program write into a run folder"));
   }
-  std::string old = folder_;  // where the one before is then
+  std::string old = folder();  // where the one before is then
   if (!taken) {
-    files.rename(folder_, place);
-  } else if (!files.exchange(folder_, place)) {
+    files.rename(folder(), place);
+  } else if (!files.exchange(folder(), place)) {
     old = aside("replaced");
     files.rename(place, old);
     try {
-      files.rename(folder_, place);
+      files.rename(folder(), place);
     } catch (...) {
       files.rename(old, place);  // if this fails too, opening the run folder again does it
       throw;
@@ -115,19 +106,16 @@ void StepWriter::take_place() {
   }
 }
 
-Manifest StepWriter::commit(const std::map<std::string, std::string>& writer) {
+Manifest StepWriter::commit(const std::map<std::string, std::string>& writer, int64_t nodes) {
   run_->lock.require_own_process();
-  Manifest manifest{step_, {}, writer};
-  {
-    MutexLock lock(mutex_);
-    for (const auto& [name, output] : outputs_) manifest.files.push_back(output->finish());
-  }
+  Manifest manifest{.step = step_, .files = files_->finish(), .writer = writer, .nodes = nodes};
+  manifest.files.insert(manifest.files.end(), adopted_.begin(), adopted_.end());
   const std::string text = print_manifest(manifest);
-  File file = run_->files.create(join(folder_, kManifestName));
+  File file = run_->files.create(join(folder(), kManifestName));
   file.write(0, text.data(), static_cast<int64_t>(text.size()));
   file.sync();
   file.close();
-  run_->files.sync_folder(folder_);
+  run_->files.sync_folder(folder());
   take_place();
   return manifest;
 }

@@ -4,12 +4,13 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include <roundpipe/checkpoint/file_system.h>
 #include <roundpipe/checkpoint/manifest.h>
 #include <roundpipe/checkpoint/output_file.h>
 #include <roundpipe/checkpoint/run_state.h>
-#include <roundpipe/core/mutex.h>
+#include <roundpipe/checkpoint/step_files.h>
 
 namespace roundpipe::checkpoint {
 
@@ -25,18 +26,21 @@ class StepWriter {
   StepWriter& operator=(const StepWriter&) = delete;
 
   int64_t step() const { return step_; }
+  // Where files are written until the commit; other processes may write more of them there.
+  const std::string& folder() const { return files_->folder(); }
 
-  // A new file of a final size. The reference lasts as long as the writer. Throws std::invalid_argument for a name that
-  // is_file_name refuses, or that was given before.
+  // See StepFiles.
   OutputFile& create(const std::string& name, int64_t bytes);
-  // A file of these contents, finished.
   void add_small(const std::string& name, const std::string& contents);
+  // Takes over finished files that another process has written into folder(). Throws Error, naming `whose` they are,
+  // where one is not there with its size: then the folder is not the same for both.
+  void adopt(const std::vector<FileRecord>& records, const std::string& whose);
 
   // Finishes the files that are not yet finished, writes the manifest, and moves the folder to its place. What is
-  // there after that, survives a loss of power. Returns the manifest. `writer`: see Manifest.
+  // there after that, survives a loss of power. Returns the manifest. `writer`, `nodes`: see Manifest.
   // Throws Error where anything fails. Then nothing of it is there, with one exception: when only the last sync failed,
   // the checkpoint is there and complete, but may be lost with the power.
-  Manifest commit(const std::map<std::string, std::string>& writer = {});
+  Manifest commit(const std::map<std::string, std::string>& writer = {}, int64_t nodes = 1);
 
  private:
   std::string aside(const char* why) const;
@@ -46,11 +50,9 @@ class StepWriter {
   const int64_t step_;
   const bool replace_;
   int64_t number_ = 0;  // of this writer, so that its folder is its own
-  std::string folder_;  // where files are written
+  std::unique_ptr<StepFiles> files_;
+  std::vector<FileRecord> adopted_;
   bool placed_ = false;
-
-  Mutex mutex_;
-  std::map<std::string, std::unique_ptr<OutputFile>> outputs_ ROUNDPIPE_GUARDED_BY(mutex_);
 };
 
 }  // namespace roundpipe::checkpoint

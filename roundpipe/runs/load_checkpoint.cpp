@@ -129,6 +129,11 @@ void check(const StoredCheckpoint& stored, const Request& request, const ModelNa
                                        "that base first"));
   }
   if (request.weights_only) return;
+  if (stored.nodes() > 1) {
+    throw std::invalid_argument(concat("[load_checkpoint] ", stored.folder(), " was saved by ", stored.nodes(),
+                                       " nodes, each with its part of the optimizer's state, expected one of a single "
+                                       "process; load it from Python and save it there, or call load_weights"));
+  }
   const bool has_optimizer = stored.state().contains("optimizer");
   const bool wants_optimizer = request.fused != nullptr || request.torch != nullptr;
   if (has_optimizer != wants_optimizer) {

@@ -33,6 +33,8 @@ class StoredCheckpoint {
 
   const std::string& folder() const { return folder_; }
   int64_t step() const { return manifest_.step; }
+  // The processes that have written it.
+  int64_t nodes() const { return manifest_.nodes; }
   const nlohmann::json& state() const { return state_; }
   // The tensors of a section; empty for one that is not there.
   const Section& section(const std::string& name) const;

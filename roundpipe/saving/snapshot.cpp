@@ -35,8 +35,9 @@ class Snapshot::Reader final : public runtime::StateReader {
   Unit* const state_;
 };
 
-Snapshot::Snapshot(ModelOptimizer& optimizer, std::shared_ptr<SnapshotMemory> memory, std::shared_ptr<const void> owner)
-    : memory_(std::move(memory)), owner_(std::move(owner)), step_(optimizer.last_step()) {
+Snapshot::Snapshot(ModelOptimizer& optimizer, std::shared_ptr<SnapshotMemory> memory, std::shared_ptr<const void> owner,
+                   bool with_weights)
+    : memory_(std::move(memory)), owner_(std::move(owner)), with_weights_(with_weights), step_(optimizer.last_step()) {
   for (size_t index = 0; index < optimizer.block_count(); ++index) {
     const ModelOptimizer::BlockContents contents = optimizer.contents(index);
     if (contents.optimizer->trains_any()) blocks_.push_back({index, contents});
@@ -44,11 +45,11 @@ Snapshot::Snapshot(ModelOptimizer& optimizer, std::shared_ptr<SnapshotMemory> me
 }
 
 std::shared_ptr<Snapshot> Snapshot::of(ModelOptimizer& optimizer, std::shared_ptr<SnapshotMemory> memory,
-                                       std::shared_ptr<const void> owner) {
-  const std::shared_ptr<Snapshot> made(new Snapshot(optimizer, std::move(memory), std::move(owner)));
+                                       std::shared_ptr<const void> owner, bool with_weights) {
+  const std::shared_ptr<Snapshot> made(new Snapshot(optimizer, std::move(memory), std::move(owner), with_weights));
   std::vector<Unit*> previous(made->blocks_.size(), nullptr);
   for (size_t b = 0; b < made->blocks_.size(); ++b) {
-    if (made->blocks_[b].contents.read) {
+    if (with_weights && made->blocks_[b].contents.read) {
       previous[b] = made->units_.emplace_back(std::make_unique<Unit>(b, true)).get();
     }
   }
@@ -66,7 +67,7 @@ void Snapshot::freeze(Unit& unit) {
   const Block& block = blocks_[unit.block];
   const memory::ParameterBlock& parameters = *block.contents.state->block;
   const at::Tensor flat = unit.previous ? block.contents.read->flat : block.contents.newest->flat;
-  for (size_t i = 0; flat.defined() && i < parameters.parameters().size(); ++i) {
+  for (size_t i = 0; with_weights_ && flat.defined() && i < parameters.parameters().size(); ++i) {
     unit.pieces.push_back(
         {unit.previous ? Part::kPrevious : Part::kWeights, block.index, i, 0, parameters.layout().view(flat, i)});
   }

@@ -46,9 +46,10 @@ class Snapshot : public std::enable_shared_from_this<Snapshot> {
     optim::Scalars scalars;
   };
 
-  // Takes the state of the blocks in which something is trained. `owner` keeps `optimizer` alive.
+  // Takes the state of the blocks in which something is trained. `owner` keeps `optimizer` alive. Without
+  // `with_weights`, the weights are left out: another node, which has the same ones, writes them.
   static std::shared_ptr<Snapshot> of(runtime::ModelOptimizer& optimizer, std::shared_ptr<SnapshotMemory> memory,
-                                      std::shared_ptr<const void> owner);
+                                      std::shared_ptr<const void> owner, bool with_weights = true);
   ~Snapshot();
   Snapshot(const Snapshot&) = delete;
   Snapshot& operator=(const Snapshot&) = delete;
@@ -97,7 +98,7 @@ class Snapshot : public std::enable_shared_from_this<Snapshot> {
   };
 
   Snapshot(runtime::ModelOptimizer& optimizer, std::shared_ptr<SnapshotMemory> memory,
-           std::shared_ptr<const void> owner);
+           std::shared_ptr<const void> owner, bool with_weights);
   // Finds the unit's tensors, once. REQUIRES: the steps have updated the block.
   void freeze(Unit& unit) ROUNDPIPE_REQUIRES(mutex_);
   void freeze_state(Unit& unit) ROUNDPIPE_REQUIRES(mutex_);
@@ -111,6 +112,7 @@ class Snapshot : public std::enable_shared_from_this<Snapshot> {
 
   const std::shared_ptr<SnapshotMemory> memory_;
   const std::shared_ptr<const void> owner_;
+  const bool with_weights_;
   const std::shared_ptr<runtime::StepRun> step_;  // the last one; null: all have finished
   std::vector<Block> blocks_;                     // in which something is trained; constant
   std::vector<std::unique_ptr<Unit>> units_;      // constant; those of the step before first, in both by block

@@ -66,6 +66,32 @@ class Reader {
   std::vector<char> buffer_;
 };
 
+const TensorEntry& entry_of(const std::map<std::string, const TensorEntry*>& entries, const std::string& name,
+                            const std::string& path) {
+  const auto found = entries.find(name);
+  if (found == entries.end()) {
+    throw Error(concat("[checkpoint] ", path, " has no tensor '", name,
+                       "', expected it; its manifest or its state is of another checkpoint"));
+  }
+  return *found->second;
+}
+
+std::map<std::string, const TensorEntry*> by_name(const checkpoint::SafetensorsHeader& header) {
+  std::map<std::string, const TensorEntry*> entries;
+  for (const TensorEntry& entry : header.tensors) entries[entry.name] = &entry;
+  return entries;
+}
+
+checkpoint::File open_whole(checkpoint::FileSystem& files, const std::string& path,
+                            const checkpoint::FileRecord& record) {
+  checkpoint::File file = files.open_to_read(path);
+  if (file.size() != record.bytes) {
+    throw Error(concat("[checkpoint] ", path, " has ", file.size(), " bytes, expected ", record.bytes,
+                       "; it is damaged, use another checkpoint"));
+  }
+  return file;
+}
+
 void read_into(Reader& reader, const at::Tensor& to, c10::ScalarType dtype) {
   if (to.scalar_type() == dtype && to.is_contiguous()) {
     return reader.read(to.mutable_data_ptr(), static_cast<int64_t>(to.nbytes()));
@@ -136,16 +162,10 @@ void read_tensors(const std::string& folder, const checkpoint::FileRecord& recor
   const at::NoGradGuard no_grad;
   const std::string path = checkpoint::join(folder, record.name);
   const checkpoint::SafetensorsHeader header = checkpoint::read_safetensors_header(path, files);
-  std::map<std::string, const TensorEntry*> entries;
-  for (const TensorEntry& entry : header.tensors) entries[entry.name] = &entry;
+  const std::map<std::string, const TensorEntry*> entries = by_name(header);
   std::map<int64_t, std::pair<at::Tensor, c10::ScalarType>> places;  // by offset
   for (const auto& [name, tensor] : destinations) {
-    const auto found = entries.find(name);
-    if (found == entries.end()) {
-      throw Error(concat("[checkpoint] ", path, " has no tensor '", name,
-                         "', expected it; its manifest or its state is of another checkpoint"));
-    }
-    const TensorEntry& entry = *found->second;
+    const TensorEntry& entry = entry_of(entries, name, path);
     if (tensor.sizes() != at::IntArrayRef(entry.shape)) {
       throw std::invalid_argument(concat("[load_checkpoint] '", name, "' has shape ", at::IntArrayRef(entry.shape),
                                          " in ", path, ", expected ", tensor.sizes(),
@@ -153,22 +173,46 @@ void read_tensors(const std::string& folder, const checkpoint::FileRecord& recor
     }
     if (tensor.numel() > 0) places[entry.offset] = {tensor, dtype_of(entry, path)};
   }
-  checkpoint::File file = files.open_to_read(path);
-  const int64_t size = file.size();
-  if (size != record.bytes) {
-    throw Error(concat("[checkpoint] ", path, " has ", size, " bytes, expected ", record.bytes,
-                       "; it is damaged, use another checkpoint"));
-  }
+  checkpoint::File file = open_whole(files, path, record);
   Reader reader(file, progress);
   for (const auto& [offset, taker] : places) {
     reader.skip_to(offset);
     read_into(reader, taker.first, taker.second);
   }
-  reader.skip_to(size);
+  reader.skip_to(record.bytes);
   if (reader.checksum() != record.crc32c) {
     throw Error(concat("[checkpoint] ", path, " has the checksum ", checkpoint::format_crc32c(reader.checksum()),
                        ", expected ", checkpoint::format_crc32c(record.crc32c),
                        "; it is damaged, use another checkpoint"));
+  }
+}
+
+void read_ranges(const std::string& folder, const checkpoint::FileRecord& record, const std::vector<Range>& ranges,
+                 checkpoint::FileSystem& files) {
+  const at::NoGradGuard no_grad;
+  const std::string path = checkpoint::join(folder, record.name);
+  const checkpoint::SafetensorsHeader header = checkpoint::read_safetensors_header(path, files);
+  const std::map<std::string, const TensorEntry*> entries = by_name(header);
+  checkpoint::File file = open_whole(files, path, record);
+  for (const Range& range : ranges) {
+    const TensorEntry& entry = entry_of(entries, range.name, path);
+    const auto element_bytes = static_cast<int64_t>(c10::elementSize(dtype_of(entry, path)));
+    if (range.first < 0 || (range.first + range.tensor.numel()) * element_bytes > entry.bytes) {
+      throw Error(concat("[checkpoint] '", range.name, "' in ", path, " has ", entry.bytes / element_bytes,
+                         " elements, expected those from ", range.first, " to ", range.first + range.tensor.numel(),
+                         "; its state is of another checkpoint"));
+    }
+  }
+  for (const Range& range : ranges) {
+    if (range.tensor.numel() == 0) continue;
+    const TensorEntry& entry = *entries.at(range.name);
+    const c10::ScalarType dtype = dtype_of(entry, path);
+    const at::Tensor values = range.tensor.scalar_type() == dtype
+                                  ? range.tensor
+                                  : at::empty(range.tensor.sizes(), at::TensorOptions().dtype(dtype));
+    file.read(entry.offset + range.first * static_cast<int64_t>(c10::elementSize(dtype)), values.mutable_data_ptr(),
+              static_cast<int64_t>(values.nbytes()));
+    if (!values.is_same(range.tensor)) range.tensor.copy_(values);
   }
 }
 

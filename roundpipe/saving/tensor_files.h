@@ -52,4 +52,18 @@ void read_tensors(const std::string& folder, const checkpoint::FileRecord& recor
                   const std::vector<Destination>& destinations, const std::function<void(int64_t)>& progress,
                   checkpoint::FileSystem& files = checkpoint::FileSystem::real());
 
+// Some elements of a tensor of a file, from the one numbered `first` in the file's order on, and the contiguous host
+// tensor that takes them, cast to its dtype.
+struct Range {
+  std::string name;
+  int64_t first = 0;
+  at::Tensor tensor;
+};
+
+// Reads only these ranges of a safetensors file of `folder`, so the file's checksum is not compared: read_tensors()
+// without destinations does that. Throws Error for a file that lacks a range. Names and ends are checked before
+// anything is written to.
+void read_ranges(const std::string& folder, const checkpoint::FileRecord& record, const std::vector<Range>& ranges,
+                 checkpoint::FileSystem& files = checkpoint::FileSystem::real());
+
 }  // namespace roundpipe::saving

@@ -136,7 +136,7 @@ class Capture:
             if parameter in hypers:
                 self._moment_names[name] = optimizer.names_of_state(hypers[parameter], parameter)
         self.state["optimizer"] = self._groups(optimizer, optimizer.format_name)
-        self.snapshot = _core.Snapshot.of(binding.core, memory)
+        self.snapshot = _core.Snapshot.of(binding.core, memory, with_weights=True)
         covered = binding.blocks_with_trained()
         for name, parameter in self.names.parameters.items():
             if binding.place(parameter)[0] not in covered and name not in self.names.outside:

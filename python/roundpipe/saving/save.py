@@ -158,7 +158,7 @@ class Save:
         self._read.fire()
         for name, text in texts.items():
             writer.add_small(name, text)
-        writer.commit(capture.state["versions"])
+        writer.commit(capture.state["versions"], 1)
         if self._options.keep_last is not None:
             self._run.prune(self._options.keep_last, self._options.keep_every)
 

@@ -24,6 +24,7 @@ void bind_manifest(py::module_& module) {
       .attribute("step", &Manifest::step)
       .attribute("files", &Manifest::files)
       .attribute("writer", &Manifest::writer)
+      .attribute("nodes", &Manifest::nodes)
       .attribute("format", &Manifest::format);
   module.def(
       "read_manifest", [](const std::string& folder) { return read_manifest(folder); }, py::arg("folder"),

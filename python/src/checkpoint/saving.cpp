@@ -42,10 +42,9 @@ void bind_saving(py::module_& module) {
   py::class_<Snapshot, std::shared_ptr<Snapshot>>(module, "Snapshot")
       .def_static(
           "of",
-          [](const std::shared_ptr<ModelOptimizer>& optimizer, std::shared_ptr<SnapshotMemory> memory) {
-            return Snapshot::of(*optimizer, std::move(memory), optimizer);
-          },
-          py::arg("optimizer"), py::arg("memory"))
+          [](const std::shared_ptr<ModelOptimizer>& optimizer, std::shared_ptr<SnapshotMemory> memory,
+             bool with_weights) { return Snapshot::of(*optimizer, std::move(memory), optimizer, with_weights); },
+          py::arg("optimizer"), py::arg("memory"), py::arg("with_weights"))
       .def("wait_ready", &Snapshot::wait_ready, py::call_guard<py::gil_scoped_release>())
       .def("pieces", &Snapshot::pieces)
       .def("counters", &Snapshot::counters)
@@ -74,6 +73,15 @@ void bind_saving(py::module_& module) {
         saving::read_tensors(folder, record, destinations, [](int64_t) {});
       },
       py::arg("folder"), py::arg("record"), py::arg("destinations"), py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "read_ranges",
+      [](const std::string& folder, const checkpoint::FileRecord& record,
+         const std::vector<std::tuple<std::string, int64_t, at::Tensor>>& ranges) {
+        std::vector<saving::Range> wanted;
+        for (const auto& [name, first, tensor] : ranges) wanted.push_back({name, first, tensor});
+        saving::read_ranges(folder, record, wanted);
+      },
+      py::arg("folder"), py::arg("record"), py::arg("ranges"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace roundpipe::python

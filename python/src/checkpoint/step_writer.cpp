@@ -41,12 +41,37 @@ void bind_step_writer(py::module_& module) {
             file.write_at(offset, view.data(), static_cast<int64_t>(view.size()));
           },
           py::arg("offset"), py::arg("data"));
+  py::class_<StepFiles>(module, "StepFiles")
+      .def(py::init([](const std::string& folder) { return std::make_unique<StepFiles>(folder); }), py::arg("folder"))
+      .def("create", &StepFiles::create, py::arg("name"), py::arg("bytes"), py::return_value_policy::reference_internal,
+           py::call_guard<py::gil_scoped_release>())
+      .def("add_small", &StepFiles::add_small, py::arg("name"), py::arg("contents"),
+           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "finish",
+          [](StepFiles& files) {
+            std::vector<FileRecord> records = files.finish();
+            files.sync_names();
+            return records;
+          },
+          py::call_guard<py::gil_scoped_release>());
   py::class_<StepWriter>(module, "StepWriter")
+      .def_property_readonly("folder", &StepWriter::folder)
       .def("create", &StepWriter::create, py::arg("name"), py::arg("bytes"),
            py::return_value_policy::reference_internal, py::call_guard<py::gil_scoped_release>())
       .def("add_small", &StepWriter::add_small, py::arg("name"), py::arg("contents"),
            py::call_guard<py::gil_scoped_release>())
-      .def("commit", &StepWriter::commit, py::arg("writer"), py::call_guard<py::gil_scoped_release>());
+      .def(
+          "adopt",
+          [](StepWriter& writer, const std::vector<std::tuple<std::string, int64_t, uint32_t>>& records,
+             const std::string& whose) {
+            std::vector<FileRecord> adopted;
+            for (const auto& [name, bytes, crc32c] : records) adopted.push_back({name, bytes, crc32c});
+            writer.adopt(adopted, whose);
+          },
+          py::arg("records"), py::arg("whose"), py::call_guard<py::gil_scoped_release>())
+      .def("commit", &StepWriter::commit, py::arg("writer"), py::arg("nodes"),
+           py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace roundpipe::python

@@ -12,6 +12,8 @@
 
 #include <doctest/doctest.h>
 
+#include <roundpipe/checkpoint/crc32c.h>
+#include <roundpipe/checkpoint/step_files.h>
 #include <roundpipe/checkpoint/steps.h>
 #include <roundpipe/checkpoint/verify.h>
 #include <roundpipe/core/error.h>
@@ -81,6 +83,35 @@ TEST_CASE("run folder: what is committed is complete, and nothing else has a ste
   CHECK(manifest.step == 7);
   CHECK(manifest.writer.at("torch") == "2.13");
   CHECK(verify_step(run.path() + "/step-7").empty());
+}
+
+TEST_CASE("run folder: files of other processes belong to the checkpoint, if they are there") {
+  const TemporaryFolder folder(kMemory);
+  RunFolder run(folder.path());
+  {
+    const auto writer = run.begin(1);
+    writer->add_small("own", "alpha");
+    REQUIRE(in_child([&] {
+              StepFiles files(writer->folder());
+              files.add_small("theirs", "beta");
+              files.finish();
+              files.sync_names();
+            }) == 0);
+    const FileRecord theirs{"theirs", 4, crc32c("beta", 4)};
+    CHECK(contains(error_of<Error>([&] { writer->adopt({{"theirs", 5, 0}}, "rank 1"); }), "has another size"));
+    CHECK(contains(error_of<Error>([&] { writer->adopt({{"other", 4, 0}}, "rank 1"); }),
+                   "'other', which rank 1 has written with 4 bytes, is not there"));
+    writer->adopt({theirs}, "rank 1");
+    const Manifest manifest = writer->commit({}, 2);
+    CHECK(manifest.files.size() == 2);
+  }
+  CHECK(require_complete(run.path() + "/step-1").nodes == 2);
+  CHECK(verify_step(run.path() + "/step-1").empty());
+  {
+    const auto writer = run.begin(2);
+    StepFiles(writer->folder()).add_small("theirs", "beta");
+  }
+  CHECK(names_in(run.path()) == std::vector<std::string>{".lock", "step-1"});
 }
 
 TEST_CASE("run folder: a writer that does not commit leaves nothing") {

@@ -5,6 +5,7 @@
 #include <doctest/doctest.h>
 #include <unistd.h>
 
+#include <roundpipe/checkpoint/manifest.h>
 #include <roundpipe/roundpipe.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/batchnorm.h>
@@ -296,6 +297,14 @@ TEST_SUITE("checkpoint") {
     CHECK(loaded.value("nothing").is_none());
     CHECK_THROWS_AS(loaded.value("tensor").as_int(), Mistake);
     CHECK_THROWS_AS(loaded.value("other"), Mistake);
+
+    checkpoint::Manifest manifest = checkpoint::read_manifest(folder.path() + "/step-2");
+    manifest.nodes = 2;
+    std::ofstream(folder.path() + "/step-2/manifest.json") << checkpoint::print_manifest(manifest);
+    CHECK(thrown<Mistake>([&] {
+            load_checkpoint(folder.path(), other.model, other.optimizer);
+          }).find("was saved by 2 nodes") != std::string::npos);
+    CHECK(load_weights(folder.path(), other.model).step == 2);
   }
 
   TEST_CASE("updates wait for the disk when the memory of a save is used up") {

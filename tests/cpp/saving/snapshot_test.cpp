@@ -42,9 +42,9 @@ struct Run {
       model->step(0.1, asynchronous);
     }
   }
-  std::shared_ptr<Snapshot> snapshot(int64_t memory_bytes) {
+  std::shared_ptr<Snapshot> snapshot(int64_t memory_bytes, bool with_weights = true) {
     memory = std::make_shared<SnapshotMemory>(memory_bytes);
-    return Snapshot::of(model->optimizer(), memory, nullptr);
+    return Snapshot::of(model->optimizer(), memory, nullptr, with_weights);
   }
   Weights settled() {
     model->synchronize();
@@ -125,6 +125,18 @@ TEST_CASE("snapshot: gradients that no step has taken") {
       CHECK(same_bits(values.at({Snapshot::Part::kGradient, {b, i}}), sums[b][i]));
     }
   }
+}
+
+TEST_CASE("snapshot: weights that another node writes are left out, and not held for the next step") {
+  Run run;
+  run.train(2, true);
+  run.call();
+  const auto snapshot = run.snapshot(0, /*with_weights=*/false);
+  const Written values = written(*snapshot);
+  REQUIRE_FALSE(values.empty());
+  for (const auto& [place, value] : values) CHECK(place.first == Snapshot::Part::kGradient);
+  run.train(1, true);
+  run.model->synchronize();
 }
 
 TEST_CASE("snapshot: an error of a sink ends it, and training goes on") {

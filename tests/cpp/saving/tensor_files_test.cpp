@@ -64,6 +64,24 @@ TEST_CASE("tensor files: another shape, another name and damage are refused") {
   CHECK_THROWS_AS(read_tensors(step, record, {{"value", same}}, ignore), roundpipe::Error);
 }
 
+TEST_CASE("tensor files: ranges of elements come back, cast where dtypes differ") {
+  const checkpoint::test::TemporaryFolder folder(checkpoint::test::kMemory);
+  const at::Tensor numbers = at::arange(24, at::kFloat).view({4, 6});
+  const at::Tensor half = at::arange(9).to(at::kBFloat16);
+  const auto record = save(folder.path(), {{"numbers", numbers}, {"half", half}});
+  const std::string step = folder / "step-1";
+  const at::Tensor a = at::empty({5}), b = at::empty({3}), c = at::empty({2}), none = at::empty({0});
+  read_ranges(step, record, {{"numbers", 4, a}, {"half", 6, b}, {"numbers", 22, c}, {"half", 9, none}});
+  CHECK(a.equal(at::arange(4, 9, at::kFloat)));
+  CHECK(b.equal(at::arange(6, 9, at::kFloat)));
+  CHECK(c.equal(at::arange(22, 24, at::kFloat)));
+  a.zero_();
+  CHECK_THROWS_AS(read_ranges(step, record, {{"numbers", 0, a}, {"numbers", 23, c}}), roundpipe::Error);
+  CHECK_THROWS_AS(read_ranges(step, record, {{"numbers", 0, a}, {"other", 0, c}}), roundpipe::Error);
+  CHECK_THROWS_AS(read_ranges(step, record, {{"numbers", -1, a}}), roundpipe::Error);
+  CHECK(a.equal(at::zeros({5})));
+}
+
 TEST_CASE("tensor files: tensors are cut into files of at most so many bytes") {
   using Counts = std::vector<size_t>;
   CHECK(shard_counts({}, 10) == Counts{0});
