@@ -59,6 +59,16 @@ class LossCounts:
         """
         self._use(self.mean)
 
+    def state(self) -> dict[str, Any]:
+        """What the calls since the last step have used, for a checkpoint."""
+        return {"used": self.used, "items": self._items, "labels": self._labels}
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """Takes what `state` has returned; None: there were no calls since the last step."""
+        self._start_over()
+        if state is not None:
+            self.used, self._items, self._labels = state["used"], state["items"], state["labels"]
+
     def forget(self) -> None:
         """Forgets the calls since the last step, whose gradients were dropped; not that one has failed."""
         failed = self._failed

@@ -6,6 +6,7 @@ import hashlib
 import json
 import weakref
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 from roundpipe import _core
@@ -120,6 +121,14 @@ class Nodes:
             for group in self._groups:
                 try_collectives(group, backend)
         return self._groups
+
+    def new_control(self, timeout: timedelta) -> Control:
+        """Another way to exchange messages, for a thread of its own. Collective.
+
+        Args:
+            timeout: how long a rank may take to answer.
+        """
+        return Control(made_beside(self._process_group, "gloo", timeout), timeout)
 
     def for_optimizer(self) -> _core.Nodes:
         """What an optimizer of the engine needs to know of its groups; the next one gets others. Collective."""

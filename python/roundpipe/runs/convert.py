@@ -11,6 +11,7 @@ import torch
 from roundpipe import _core
 from roundpipe.files import new_folder
 from roundpipe.saving.capture import BUFFERS, OPTIMIZER, REMAINDERS, WEIGHTS
+from roundpipe.saving.state_reads import StateReads
 from roundpipe.saving.stored import StoredCheckpoint, candidates
 
 _HUGGING_FACE = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
@@ -46,23 +47,28 @@ def to_dcp(source: Path, out: Path) -> None:
 
     stored = _newest(source)
     values: dict[str, dict[str, torch.Tensor]] = {}
-    for section in (WEIGHTS, BUFFERS, OPTIMIZER):
+    for section in (WEIGHTS, BUFFERS):
         entries = stored.tensors.get(section, {})
         values[section] = {name: torch.empty(entry.shape, dtype=entry.torch_dtype) for name, entry in entries.items()}
-    stored.read(values)
     model = {**values[BUFFERS], **values[WEIGHTS]}
-    state: dict[str, dict[str, Any]] = {}
-    for key, value in values[OPTIMIZER].items():
+    reads = StateReads(stored, 0, 1)
+    kept: dict[tuple[str, str], torch.Tensor] = {}
+    for key in stored.parts:
         name, kind = key.rsplit("/", 1)
+        kept[name, kind] = reads.whole(name, kind, stored.shape(name))
+    stored.read({**values, OPTIMIZER: reads.whole_tensors})
+    reads.read()
+    state: dict[str, dict[str, Any]] = {}
+    for (name, kind), value in kept.items():
         if kind == REMAINDERS[torch.int16]:
             master = torch.empty(value.shape)
-            _core.join(model[name], value, master)
+            _core.join(model[name], value.contiguous(), master)
             model[name] = master
         elif kind in (REMAINDERS[torch.float32], "copy"):
             model[name] = value
         elif kind != "copy_grad":
             state.setdefault(name, {})[kind] = value
-    for name, counters in stored.state.get("counters", {}).items():
+    for name, counters in stored.counters.items():
         state.setdefault(name, {})["step"] = torch.tensor(float(counters["step"]))
     whole: dict[str, Any] = {"model": model}
     optimizer = stored.state.get("optimizer")

@@ -26,17 +26,26 @@ def describe(folder: Path) -> Iterator[str]:
     yield f"{paths[0]}"
     yield f"  step {stored.manifest.step}, after {state['steps']} steps of the optimizer"
     yield "  written by " + ", ".join(f"{name} {version}" for name, version in stored.manifest.writer.items())
+    if stored.nodes > 1:
+        yield f"  of {stored.nodes} nodes, each with its part of the optimizer's state"
     optimizer = state.get("optimizer")
     if optimizer is not None:
         yield f"  optimizer {optimizer['class']}, moments {optimizer['moments']}"
     for section, tensors in stored.tensors.items():
         size = sum(entry.end - entry.start for entry in tensors.values())
         yield f"  {section}: {len(tensors)} tensors, {_core.format_bytes(size)}"
+    for rank, own in enumerate(stored.ranks if stored.nodes > 1 else []):
+        sizes = {
+            section: sum(entry.end - entry.start for entry in tensors.values())
+            for section, tensors in own.tensors.items()
+        }
+        yield f"  rank {rank}: " + ", ".join(f"{name} {_core.format_bytes(size)}" for name, size in sizes.items())
+    own_values = stored.ranks[0].values
     if state["outside"]:
         yield f"  {len(state['outside'])} frozen parameters are left out: those of the base"
-    if state["state"]:
-        yield "  state: " + ", ".join(state["state"])
-    for path, pipe in state["pipelines"].items():
+    if own_values["state"]:
+        yield "  state: " + ", ".join(own_values["state"])
+    for path, pipe in own_values["pipelines"].items():
         number = pipe["num_microbatch"]
         yield f"  {path or 'model'}: {pipe['calls']} calls, num_microbatch {'open' if number is None else number}"
     if paths != [folder]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +22,7 @@ from roundpipe.model.published_attributes import source_of_names
 from roundpipe.saving.encoding import Encoder
 from roundpipe.saving.names import ModelNames, names_of
 from roundpipe.saving.random_states import random_states
+from roundpipe.saving.ranks import Ranks
 from roundpipe.saving.sampled import sampled_checksum
 from roundpipe.step.binding import BoundOptimizer
 from roundpipe.step.fused_steps import FusedSteps
@@ -52,27 +55,40 @@ class Item:
 
 @dataclass
 class Capture:
-    """The state of a training, some of it still in motion.
+    """The state of a training, some of it still in motion. Of several ranks, the first has what is whole, and each has
+    what only it has.
 
     Attributes:
         names: of the model's contents.
+        rank: this process's number.
+        size: how many processes train together.
         sections: the tensors of each kind of file.
-        state: for `state.json`.
+        state: for `state.json`: what is the same on all ranks.
         encoder: has the tensors of `state`.
+        own_state: what only this rank has; `state` itself for a process that trains alone.
+        own_encoder: has the tensors of `own_state`.
         files: contents of small files beside them, by name.
         snapshot: of a fused optimizer's blocks.
         late: completes `state` once the queued steps are over.
     """
 
     names: ModelNames
+    rank: int = 0
+    size: int = 1
     sections: dict[str, list[Item]] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     encoder: Encoder = field(default_factory=Encoder)
+    own_state: dict[str, Any] = field(default_factory=dict)
+    own_encoder: Encoder = field(default_factory=Encoder)
     files: dict[str, str] = field(default_factory=dict)
     snapshot: _core.Snapshot | None = None
     late: list[tuple[Update, Callable[[], None]]] = field(default_factory=list)
     _moment_names: dict[str, list[str]] = field(default_factory=dict)
     _names_of_places: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.size == 1:
+            self.own_state, self.own_encoder = self.state, self.encoder
 
     def add(self, section: str, item: Item) -> None:
         self.sections.setdefault(section, []).append(item)
@@ -81,13 +97,18 @@ class Capture:
         """The tensors in use that are to be written as they are now."""
         for items in self.sections.values():
             yield from (item.tensor if item.values is None else item.values for item in items if item.piece is None)
-        yield from self.encoder.tensors.values()
+        for encoder in self._encoders():
+            yield from encoder.tensors.values()
+
+    def _encoders(self) -> list[Encoder]:
+        return [self.encoder] if self.size == 1 else [self.encoder, self.own_encoder]
 
     def copy_plain(self) -> None:
         """Replaces the tensors in use by copies."""
         for section, items in self.sections.items():
             self.sections[section] = [_copied(item) for item in items]
-        self.encoder.tensors = {name: tensor.clone() for name, tensor in self.encoder.tensors.items()}
+        for encoder in self._encoders():
+            encoder.tensors = {name: tensor.clone() for name, tensor in encoder.tensors.items()}
 
     def finish(self) -> None:
         """Waits for what is in motion, and completes sections and state. Not on the caller's thread.
@@ -109,12 +130,35 @@ class Capture:
             name = self._names_of_places[entry.block, entry.parameter]
             scalars = entry.scalars
             counters[name] = {key: getattr(scalars, key) for key in ("step", "mu_product", "eta", "mu")}
-        self.state["counters"] = counters
+        self.own_state["counters"] = counters
+
+    def common_digest(self) -> str:
+        """A checksum of what is to be the same on all ranks."""
+        common = {key: value for key, value in self.state.items() if key not in ("versions", "devices")}
+        digest = hashlib.sha256(json.dumps(common, sort_keys=True).encode())
+        for name, tensor in sorted(self.encoder.tensors.items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + bytes_of(tensor))
+        return digest.hexdigest()
+
+    def buffer_checksums(self) -> dict[str, int]:
+        """Checksums of the buffers, by their names in files."""
+        items = [item for section in (WEIGHTS, BUFFERS) for item in self.sections.get(section, [])]
+        return {item.name: zlib.crc32(bytes_of(item.tensor)) for item in items}
+
+    def leave_out_buffers(self, checksums: Mapping[str, int]) -> None:
+        """Leaves out the buffers that the first rank, which has these checksums, writes with the same values."""
+        own = self.buffer_checksums()
+        kept = [item for item in self.sections.pop(BUFFERS, []) if own[item.name] != checksums.get(item.name)]
+        if kept:
+            self.sections[BUFFERS] = kept
 
     def _add_piece(self, number: int, piece: _core.SnapshotPiece) -> None:
         part = _core.SnapshotPart
         name = self._names_of_places[piece.block, piece.parameter]
         if piece.part == part.WEIGHTS:
+            # Not of the parameter, which may show nothing while a step is under way.
+            if self.size > 1 and not piece.tensor.is_contiguous():
+                self.own_state["strides"][name] = list(piece.tensor.stride())
             self.add(WEIGHTS, Item(self.names.file_name(name), piece.tensor, number))
         elif piece.part == part.PREVIOUS:
             self.add(PREVIOUS, Item(name, piece.tensor, number))
@@ -136,10 +180,14 @@ class Capture:
             if parameter in hypers:
                 self._moment_names[name] = optimizer.names_of_state(hypers[parameter], parameter)
         self.state["optimizer"] = self._groups(optimizer, optimizer.format_name)
-        self.snapshot = _core.Snapshot.of(binding.core, memory, with_weights=True)
+        if self.size > 1:
+            trained = {name: parameter for name, parameter in self.names.parameters.items() if parameter in hypers}
+            self.own_state["ranges"] = {name: list(binding.shard(parameter)) for name, parameter in trained.items()}
+            self.own_state["strides"] = {}
+        self.snapshot = _core.Snapshot.of(binding.core, memory, with_weights=self.rank == 0)
         covered = binding.blocks_with_trained()
         for name, parameter in self.names.parameters.items():
-            if binding.place(parameter)[0] not in covered and name not in self.names.outside:
+            if self.rank == 0 and binding.place(parameter)[0] not in covered and name not in self.names.outside:
                 self.add(WEIGHTS, Item(self.names.file_name(name), parameter.detach()))
         self._take_shown_gradients()
 
@@ -157,7 +205,8 @@ class Capture:
             weights = read.get(id(parameter), parameter.detach())
             copy = group.copy_of(parameter)
             if copy is None:
-                self.add(WEIGHTS, Item(self.names.file_name(name), weights))
+                if self.rank == 0:
+                    self.add(WEIGHTS, Item(self.names.file_name(name), weights))
                 continue
             self.add(WEIGHTS, Item(self.names.file_name(name), weights, values=copy.detach()))
             self.add(OPTIMIZER, Item(f"{name}/copy", copy.detach()))
@@ -213,17 +262,28 @@ class Capture:
 
         self.late.append((after_steps(read), complete))
 
-    def take_objects(self, where: str, objects: Mapping[str, Any] | Sequence[Any]) -> None:
-        """Encodes objects with a `state_dict`, or plain values, by name or number."""
-        if isinstance(objects, Mapping):
-            self.state[where] = {name: self._object(value, f"{where}.{name}") for name, value in objects.items()}
-        else:
-            self.state[where] = [self._object(value, f"{where}[{index}]") for index, value in enumerate(objects)]
+    def take_schedulers(self, schedulers: Sequence[Any]) -> None:
+        """Encodes the states of learning-rate schedulers."""
+        self.state["lr_schedulers"] = [
+            _encoded(self.encoder, value, f"lr_schedulers[{index}]") for index, value in enumerate(schedulers)
+        ]
 
-    def _object(self, value: Any, path: str) -> dict[str, Any]:
-        if hasattr(value, "state_dict"):
-            return {"state_dict": self.encoder.encode(value.state_dict(), path)}
-        return {"value": self.encoder.encode(value, path)}
+    def take_objects(self, objects: Mapping[str, Any]) -> None:
+        """Encodes objects with a `state_dict`, or plain values, by name."""
+        self.own_state["state"] = {
+            name: _encoded(self.own_encoder, value, f"state.{name}") for name, value in objects.items()
+        }
+
+
+def _encoded(encoder: Encoder, value: Any, path: str) -> dict[str, Any]:
+    if hasattr(value, "state_dict"):
+        return {"state_dict": encoder.encode(value.state_dict(), path)}
+    return {"value": encoder.encode(value, path)}
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The bytes of a host tensor's values, in the order of its dimensions."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _copied(item: Item) -> Item:
@@ -233,19 +293,17 @@ def _copied(item: Item) -> Item:
     return Item(item.name, item.tensor, values=values.clone())
 
 
-def begin(model: ModelFacade, step: int) -> Capture:
+def begin(model: ModelFacade, step: int, ranks: Ranks) -> Capture:
     """Takes what every checkpoint has: names, buffers, counters, random states, configuration and versions."""
     names = names_of(model)
-    capture = Capture(names)
+    capture = Capture(names, ranks.rank, ranks.size)
     group = model._step_group
     for pipeline in group.models.pipelines:
         pipeline.wait_buffers()
     for name, buffer in names.buffers.items():
-        capture.add(BUFFERS if names.adapter else WEIGHTS, Item(names.file_name(name), buffer.detach().clone()))
-    capture.state.update(
-        step=step,
-        steps=group.steps,
-        versions=_versions(),
+        apart = names.adapter is not None or ranks.rank > 0
+        capture.add(BUFFERS if apart else WEIGHTS, Item(names.file_name(name), buffer.detach().clone()))
+    capture.own_state.update(
         pipelines={
             path: {
                 "calls": pipe._pipeline.calls,
@@ -254,10 +312,17 @@ def begin(model: ModelFacade, step: int) -> Capture:
             }
             for path, pipe in group.models.pipes()
         },
+        random=capture.own_encoder.encode(random_states(), "random"),
+    )
+    if group.joint is not None:
+        capture.own_state["loss_counts"] = group.joint.counts.state()
+    capture.state.update(
+        step=step,
+        steps=group.steps,
+        versions=_versions(),
         devices=len(devices()),
         dtypes={name: str(parameter.dtype).removeprefix("torch.") for name, parameter in names.parameters.items()},
         outside={name: sampled_checksum(names.parameters[name]) for name in names.outside if name in names.parameters},
-        random=capture.encoder.encode(random_states(), "random"),
         tied=dict(_tied(model, names)),
     )
     capture.files.update(_configurations(source_of_names(model), names.adapter))
@@ -334,4 +399,9 @@ def optimizer_kind(model: ModelFacade, optimizer: Any) -> str | None:
                 "one that steps it"
             )
         return "fused"
+    if group.nodes is not None:
+        raise ValueError(
+            f"[checkpoint] {type(optimizer).__name__} of torch does not step a model that {group.nodes.size} nodes "
+            "train, expected an optimizer of roundpipe.optim, or none"
+        )
     return "torch"

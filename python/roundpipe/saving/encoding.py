@@ -9,7 +9,7 @@ import base64
 import collections
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -140,6 +140,19 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor], path: str = "state")
             f"[load_checkpoint] {path} cannot be decoded ({type(error).__name__}: {error}), expected the encoding of "
             "docs/checkpoint-format.md; the checkpoint is damaged or newer than this version"
         ) from None
+
+
+def tensor_names(encoded: Any) -> Iterator[str]:
+    """The names of the tensors of an encoded value, in its order."""
+    if isinstance(encoded, list):
+        for item in encoded:
+            yield from tensor_names(item)
+    elif isinstance(encoded, dict):
+        tag, content = next(iter(encoded.items()))
+        if tag in ("tensor", "array", "number"):
+            yield content
+        else:
+            yield from tensor_names(content)
 
 
 def _decode_tagged(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], path: str) -> Any:

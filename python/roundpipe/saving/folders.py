@@ -39,10 +39,10 @@ def run_folder(folder: str | os.PathLike[str]) -> _core.RunFolder:
         return run
 
 
-def note_save(run: _core.RunFolder, save: RunningSave) -> None:
-    """Notes the last save into a run folder."""
+def note_save(path: str, save: RunningSave) -> None:
+    """Notes the last save into a run folder, given by its real path."""
     with _lock:
-        _saves[run.path] = save
+        _saves[path] = save
 
 
 def wait_for_saves(folder: str | os.PathLike[str]) -> None:

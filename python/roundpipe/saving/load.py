@@ -14,11 +14,12 @@ import torch
 from roundpipe import _core
 from roundpipe.device.pool import devices
 from roundpipe.model.facade import ModelFacade, facade_in
-from roundpipe.saving.capture import GRADIENTS, optimizer_kind
+from roundpipe.saving.capture import optimizer_kind
 from roundpipe.saving.folders import wait_for_saves
 from roundpipe.saving.fused import load_fused
 from roundpipe.saving.names import ModelNames, names_of
-from roundpipe.saving.random_states import restore_random_states
+from roundpipe.saving.own_state import OwnState
+from roundpipe.saving.ranks import Ranks, ranks_of_call
 from roundpipe.saving.sampled import sampled_checksum
 from roundpipe.saving.stored import StoredCheckpoint, candidates
 from roundpipe.saving.torch_state import load_groups, load_torch
@@ -64,7 +65,9 @@ def load_checkpoint(
     Make model, optimizer, schedulers and scaler as at the start of the training, then load. Devices, plans, budgets
     and the weights' dtype may be others than at the save. The number of microbatches is the checkpoint's, since it
     belongs to the bits; a message says so if it differs. Files are read once, straight into the model, and verified.
-    A save into the folder that this process has under way is waited for.
+    A save into the folder that this process has under way is waited for. Every rank of a model that several nodes train
+    calls it, and reads its own part of the optimizer's state, whatever the number of nodes at the save was; see
+    docs/several-machines-checkpoints.md.
 
     Args:
         folder: a checkpoint, or a run's folder: then its newest complete checkpoint. If that one is damaged, a message
@@ -75,10 +78,12 @@ def load_checkpoint(
         scaler: as saved.
         state: objects with `load_state_dict`, by the names under which they were saved.
         weights_only: load weights and buffers, nothing else; a new training starts from them.
-        strict: raise an error if the checkpoint lacks parameters or buffers of the model, or has others.
+        strict: raise an error if the checkpoint lacks parameters or buffers of the model, or has others; or if it is of
+            another number of nodes, which had values of `state` that differed between them.
 
     Raises:
-        ValueError: the checkpoint is of another model, optimizer or base; nothing has been changed.
+        ValueError: the checkpoint is of another model, optimizer or base, or has gradients of another number of nodes;
+            nothing has been changed.
         RoundPipeError: there is no complete checkpoint, or it is damaged. Damage of a large file is found when it has
             been read: do not use the model then.
     """
@@ -86,16 +91,25 @@ def load_checkpoint(
     facade = facade_in(model)
     if facade is None:
         raise ValueError(f"[load_checkpoint] model is a {type(model).__name__}, expected one in the pipeline; wrap it")
-    kind = None if weights_only else optimizer_kind(facade, optimizer)
-    request = _Request(facade, optimizer, kind, as_schedulers(lr_scheduler), scaler, dict(state or {}), strict)
-    if weights_only and (lr_scheduler is not None or scaler is not None or state):
-        raise ValueError("[load_checkpoint] weights_only=True loads nothing but weights, expected no other objects")
-    wait_for_saves(folder)
+    ranks = ranks_of_call(facade, "loads a checkpoint into")
+    requests: list[_Request] = []
+
+    def find() -> list[str]:
+        kind = None if weights_only else optimizer_kind(facade, optimizer)
+        if weights_only and (lr_scheduler is not None or scaler is not None or state):
+            raise ValueError("[load_checkpoint] weights_only=True loads nothing but weights, expected no other objects")
+        schedulers = as_schedulers(lr_scheduler)
+        requests.append(
+            _Request(facade, optimizer, kind, schedulers, scaler, dict(state or {}), strict, weights_only, ranks)
+        )
+        wait_for_saves(folder)
+        # The first rank's list counts: a checkpoint may be pruned meanwhile.
+        return [os.path.relpath(path, folder) for path in candidates(Path(folder))] if ranks.rank == 0 else []
+
     damaged: list[str] = []
-    for path in candidates(Path(folder)):
+    for name in ranks.agree(find)[0]:
         try:
-            stored = StoredCheckpoint(path)
-            return _load(stored, request, weights_only)
+            return _load_together(Path(folder) / name, requests[0])
         except _core.RoundPipeError as error:
             print(f"{error}", file=sys.stderr)
             damaged.append(str(error))
@@ -114,17 +128,44 @@ class _Request:
     scaler: GradScaler | None
     objects: dict[str, Any]
     strict: bool
+    weights_only: bool
+    ranks: Ranks
 
 
-def _load(stored: StoredCheckpoint, request: _Request, weights_only: bool) -> Loaded:
-    model, group = request.model, request.model._step_group
+@dataclass(frozen=True)
+class _Opened:
+    stored: StoredCheckpoint
+    own: OwnState
+    names: ModelNames
+    places: WeightPlaces
+
+
+def _load_together(path: Path, request: _Request) -> Loaded:
+    """Opens a checkpoint, and loads it if it fits on every rank."""
+    opened: list[_Opened] = []
+    loaded: list[Loaded] = []
+    request.ranks.agree(lambda: opened.append(_open(path, request)))
+    request.ranks.agree(lambda: loaded.append(_load(opened[0], request)))
+    return loaded[0]
+
+
+def _open(path: Path, request: _Request) -> _Opened:
+    stored = StoredCheckpoint(path)
+    group = request.model._step_group
     group.synchronize()
     if group.save is not None:
         group.save.wait_over()
-    names = names_of(model)
+    names = names_of(request.model)
     places = WeightPlaces(stored, names)
-    _check(stored, request, names, places, weights_only)
-    if weights_only:
+    own = OwnState(stored, request.ranks.rank, request.ranks.size)
+    _check(stored, request, names, places, own)
+    return _Opened(stored, own, names, places)
+
+
+def _load(opened: _Opened, request: _Request) -> Loaded:
+    stored, own, names, places = opened.stored, opened.own, opened.names, opened.places
+    model, group = request.model, request.model._step_group
+    if request.weights_only:
         places.load_plain()
         if isinstance(group, FusedSteps):
             for parameter in names.parameters.values():
@@ -132,29 +173,29 @@ def _load(stored: StoredCheckpoint, request: _Request, weights_only: bool) -> Lo
                     group.binding.restart_master(parameter)
             group.binding.core.accept_weights()
         return Loaded(stored.manifest.step, stored.folder, {}, places.missing, places.unexpected)
-    objects = _decoded_objects(stored, request)
+    schedules, values = _decoded_schedules(stored), {name: own.value(name) for name in own.values}
     if isinstance(group, FusedSteps):
-        load_fused(stored, names, places, group, request.optimizer)
+        load_fused(stored, names, places, group, request.optimizer, request.ranks)
     else:
         assert isinstance(group, TorchSteps)
         load_torch(stored, names, places, group, request.optimizer)
-    _load_gradients(stored, names, model)
-    _load_run(stored, model)
-    for scheduler, value in zip(request.schedulers, objects["lr_schedulers"], strict=True):
+    _load_own_buffers(stored, own, names)
+    _load_gradients(stored, own, names, model)
+    _load_run(stored, own, model)
+    for scheduler, value in zip(request.schedulers, schedules, strict=True):
         scheduler.load_state_dict(value)
     if request.scaler is not None:
         saved = stored.value(stored.state["scaler"], "scaler")
         request.scaler.load_state_dict(saved["state"])
         request.scaler.load_resume_state(saved["resume"])
     for name, taker in request.objects.items():
-        taker.load_state_dict(objects["state"][name])
-    restore_random_states(stored.value(stored.state["random"], "random"))
-    return Loaded(stored.manifest.step, stored.folder, objects["state"], places.missing, places.unexpected)
+        if name in values:
+            taker.load_state_dict(values[name])
+    own.restore_random_states()
+    return Loaded(stored.manifest.step, stored.folder, values, places.missing, places.unexpected)
 
 
-def _check(
-    stored: StoredCheckpoint, request: _Request, names: ModelNames, places: WeightPlaces, weights_only: bool
-) -> None:
+def _check(stored: StoredCheckpoint, request: _Request, names: ModelNames, places: WeightPlaces, own: OwnState) -> None:
     """Raises ValueError for a checkpoint that does not fit, before anything is changed."""
     if request.strict and (places.missing or places.unexpected):
         raise ValueError(
@@ -170,7 +211,7 @@ def _check(
                 f"[load_checkpoint] the frozen parameter '{name}' has other values than when {stored.folder} was "
                 "saved, expected the same base, which the checkpoint does not hold; load that base first"
             )
-    if weights_only:
+    if request.weights_only:
         return
     saved = stored.state.get("optimizer")
     ours = request.optimizer
@@ -198,11 +239,12 @@ def _check(
     if ("scaler" in stored.state) != (request.scaler is not None):
         has = "a scaler" if "scaler" in stored.state else "no scaler"
         raise ValueError(f"[load_checkpoint] {stored.folder} has {has}, expected scaler= to be given as at the save")
-    absent = [name for name in request.objects if name not in stored.state["state"]]
+    own.check(request.strict)
+    absent = [name for name in request.objects if name not in own.values and name not in own.differing]
     if absent:
         raise ValueError(
             f"[load_checkpoint] {stored.folder} has no state {_some(absent)}, expected names of its own: "
-            f"{_some(list(stored.state['state']))}"
+            f"{_some(list(own.values))}"
         )
 
 
@@ -212,22 +254,21 @@ def _some(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown
 
 
-def _decoded_objects(stored: StoredCheckpoint, request: _Request) -> dict[str, Any]:
-    def decoded(entry: dict[str, Any], path: str) -> Any:
-        return stored.value(next(iter(entry.values())), path)
-
-    schedulers = stored.state.get("lr_schedulers", [])
-    return {
-        "lr_schedulers": [decoded(entry, f"lr_schedulers[{i}]") for i, entry in enumerate(schedulers)],
-        "state": {name: decoded(entry, f"state.{name}") for name, entry in stored.state["state"].items()},
-    }
+def _decoded_schedules(stored: StoredCheckpoint) -> list[Any]:
+    saved = stored.state.get("lr_schedulers", [])
+    return [stored.value(next(iter(entry.values())), f"lr_schedulers[{i}]") for i, entry in enumerate(saved)]
 
 
-def _load_gradients(stored: StoredCheckpoint, names: ModelNames, model: ModelFacade) -> None:
+def _load_own_buffers(stored: StoredCheckpoint, own: OwnState, names: ModelNames) -> None:
+    """Loads the buffers that this rank had with other values than the first one."""
+    buffers = {names.file_name(name): buffer for name, buffer in names.buffers.items()}
+    stored.read_files((entry.file, name, buffers[name]) for name, entry in own.buffers.items() if name in buffers)
+
+
+def _load_gradients(stored: StoredCheckpoint, own: OwnState, names: ModelNames, model: ModelFacade) -> None:
     """Replaces the gradients that no step has consumed by the checkpoint's."""
-    entries = stored.tensors.get(GRADIENTS, {})
-    values = {name: torch.empty(entry.shape, dtype=entry.torch_dtype) for name, entry in entries.items()}
-    stored.read({GRADIENTS: values})
+    values = {name: torch.empty(entry.shape, dtype=entry.torch_dtype) for name, entry in own.gradients.items()}
+    stored.read_files((entry.file, name, values[name]) for name, entry in own.gradients.items())
     by_id = names.by_id()
     for pipeline in model._step_group.models.all_pipelines():
         blocks = pipeline.block_parameters()
@@ -237,26 +278,29 @@ def _load_gradients(stored: StoredCheckpoint, names: ModelNames, model: ModelFac
             parameter.grad = values.get(name)
 
 
-def _load_run(stored: StoredCheckpoint, model: ModelFacade) -> None:
+def _load_run(stored: StoredCheckpoint, own: OwnState, model: ModelFacade) -> None:
     """Restores counters and seeds, and the number of microbatches, which belongs to the bits."""
-    model._step_group.steps = stored.state["steps"]
-    for path, pipe in model._step_group.models.pipes():
-        saved = stored.state["pipelines"].get(path)
+    group = model._step_group
+    group.steps = stored.state["steps"]
+    if group.joint is not None:
+        group.joint.counts.load(own.loss_counts)
+    for path, pipe in group.models.pipes():
+        saved = own.pipelines.get(path)
         if saved is None:
             continue
         pipe._pipeline.calls = saved["calls"]
-        pipe._pipeline.random_seed = saved["random_seed"]
-        own = object.__getattribute__(pipe, "__dict__")
-        before, number = own["_run_config"].num_microbatch, saved["num_microbatch"]
+        pipe._pipeline.random_seed = own.seed(path)
+        attributes = object.__getattribute__(pipe, "__dict__")
+        before, number = attributes["_run_config"].num_microbatch, saved["num_microbatch"]
         if number is None or before == number:
             continue
         if before == "auto":
-            own["_auto_microbatches"] = number
+            attributes["_auto_microbatches"] = number
             continue
-        own["_run_config"] = replace(own["_run_config"], num_microbatch=number)
+        attributes["_run_config"] = replace(attributes["_run_config"], num_microbatch=number)
         if (len(devices()) + 1 if before is None else before) != number:
             print(
-                f"[load_checkpoint] num_microbatch of {own['_name']} is {number}, as in the checkpoint, so that "
+                f"[load_checkpoint] num_microbatch of {attributes['_name']} is {number}, as in the checkpoint, so that "
                 "results stay the same",
                 file=sys.stderr,
             )

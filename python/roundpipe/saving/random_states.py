@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from typing import Any
@@ -43,3 +44,19 @@ def restore_random_states(states: dict[str, Any]) -> None:
     if module is not None and "devices" in states:
         for index, state in enumerate(states["devices"][: module.device_count()]):
             module.set_rng_state(state, index)
+
+
+def derived_seed(of: bytes, rank: int) -> int:
+    """A seed of 63 bits for a rank, from what rank 0 has: the first eight bytes of their SHA-256."""
+    digest = hashlib.sha256(of + rank.to_bytes(8, "little")).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def derive_random_states(states: dict[str, Any], rank: int) -> None:
+    """Seeds all generators of a rank that has no states of its own, from rank 0's states."""
+    seed = derived_seed(states["torch"].numpy().tobytes(), rank)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +20,13 @@ from roundpipe.model.facade import ModelFacade, facade_in
 from roundpipe.saving import capture as captured
 from roundpipe.saving.capture import Capture, Item
 from roundpipe.saving.folders import note_save, run_folder
+from roundpipe.saving.layout import File, files_of, texts_of
+from roundpipe.saving.ranks import Ranks, ranks_of_call, ranks_of_saves
 from roundpipe.step.binding import as_schedulers
 from roundpipe.step.fused_steps import FusedSteps
 from roundpipe.step.scaler import GradScaler
 
-_SHARD_BYTES = 5_000_000_000
 _THREADS = 2
-STATE_FILE = "state.json"
-STATE_TENSORS = "state.safetensors"
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class SaveReport:
     """What a save took.
 
     Attributes:
-        bytes: written.
+        bytes: written by this process.
         seconds: from the call to the complete checkpoint.
         caller_seconds: how long `save_checkpoint` kept its caller.
         longest_wait_seconds: the longest time that an update, or the caller at the next step, waited for the disk.
@@ -60,10 +58,22 @@ class Save:
         folder: where it will be.
     """
 
-    def __init__(self, run: _core.RunFolder, capture: Capture, memory: _core.SnapshotMemory, options: _Options) -> None:
+    def __init__(
+        self,
+        run: _core.RunFolder | None,
+        path: str,
+        capture: Capture,
+        memory: _core.SnapshotMemory,
+        ranks: Ranks,
+        options: _Options,
+    ) -> None:
         self.step = options.step
-        self.folder = os.path.join(run.path, f"step-{options.step}")
+        self.folder = os.path.join(path, f"step-{options.step}")
         self._run, self._capture, self._memory, self._options = run, capture, memory, options
+        self._ranks = ranks
+        self._files: list[File] = []
+        self._texts: dict[str, str] = {}
+        self._writer: _core.StepWriter | None = None  # of the first rank
         self._began = time.perf_counter()
         self._read = _core.Event()
         self._over = _core.Event()
@@ -126,23 +136,57 @@ class Save:
         finally:
             if self._capture.snapshot is not None:
                 self._capture.snapshot.cancel()
-            del self._capture
+            del self._capture, self._files, self._texts, self._writer
             self._seconds = time.perf_counter() - self._began
             self._is_over = True
             self._read.fire()
             self._over.fire()
 
     def _write(self) -> None:
+        ranks = self._ranks
+        prepared = ranks.agree(self._prepare)
+        differing = [rank for rank, (_, digest) in enumerate(prepared) if digest != prepared[0][1]]
+        if differing:
+            raise _core.RoundPipeError(
+                f"[save_checkpoint] the optimizer's options, schedulers, scaler or number of steps differ between rank "
+                f"0 and rank {differing[0]}, expected the same on all ranks; give what differs as state="
+            )
+        total = sum(size for size, _ in prepared)
+        place = ranks.agree(lambda: self._begin(total))[0]
+        records = ranks.agree(lambda: self._write_files(place))
+        ranks.agree(lambda: self._commit(records))
+
+    def _prepare(self) -> tuple[int, str]:
+        """Lays out this rank's files. Returns their size, and a checksum of what all ranks have."""
         capture = self._capture
         capture.finish()
-        files = list(_files_of(capture))
-        texts = {**capture.files, **_indexes(files)}
-        texts[STATE_FILE] = json.dumps(capture.state)
-        self._bytes = sum(file.layout.file_bytes for file in files) + sum(map(len, texts.values()))
-        writer = self._run.begin(self.step, total_bytes=self._bytes, replace=self._options.overwrite)
+        self._files = list(files_of(capture))
+        self._texts = texts_of(capture, self._files)
+        self._bytes = sum(file.layout.file_bytes for file in self._files) + sum(map(len, self._texts.values()))
+        return self._bytes, capture.common_digest() if self._ranks.size > 1 else ""
+
+    def _begin(self, total_bytes: int) -> str:
+        """Makes the hidden folder, on the first rank. Returns its name in the run's folder."""
+        if self._run is None:
+            return ""
+        self._writer = self._run.begin(self.step, total_bytes=total_bytes, replace=self._options.overwrite)
+        return os.path.basename(self._writer.folder)
+
+    def _write_files(self, place: str) -> list[tuple[str, int, int]]:
+        """Writes this rank's files into the hidden folder. Returns those that the first rank did not write."""
+        capture, ranks = self._capture, self._ranks
+        writer: _core.StepWriter | _core.StepFiles | None = self._writer
+        if writer is None:
+            folder = os.path.join(os.path.dirname(self.folder), place)
+            if not os.path.isdir(folder):
+                raise _core.RoundPipeError(
+                    f"[save_checkpoint] rank {ranks.rank} does not see {folder}, which rank 0 has made, expected one "
+                    "folder that all ranks share; give one on a file system of the network"
+                )
+            writer = _core.StepFiles(folder)
         targets: dict[int, tuple[_core.OutputFile, int]] = {}
         plain: list[tuple[_core.OutputFile, int, Item]] = []
-        for file in files:
+        for file in self._files:
             output = writer.create(file.name, file.layout.file_bytes)
             output.write_at(0, file.layout.header)
             for item, offset in zip(file.items, file.layout.offsets, strict=True):
@@ -156,9 +200,19 @@ class Save:
             values = item.tensor if item.values is None else item.values.to(item.tensor.dtype)
             _core.write_tensor(output, offset, values)
         self._read.fire()
-        for name, text in texts.items():
+        for name, text in self._texts.items():
             writer.add_small(name, text)
-        writer.commit(capture.state["versions"], 1)
+        if isinstance(writer, _core.StepWriter):
+            return []
+        return [(record.name, record.bytes, record.crc32c) for record in writer.finish()]
+
+    def _commit(self, records: list[list[tuple[str, int, int]]]) -> None:
+        """Completes the checkpoint, on the first rank."""
+        if self._writer is None or self._run is None:
+            return
+        for rank, files in enumerate(records):
+            self._writer.adopt(files, f"rank {rank}")
+        self._writer.commit(self._capture.state["versions"], self._ranks.size)
         if self._options.keep_last is not None:
             self._run.prune(self._options.keep_last, self._options.keep_every)
 
@@ -170,54 +224,6 @@ class _Options:
     keep_last: int | None
     keep_every: int
     is_loud: bool
-
-
-@dataclass(frozen=True)
-class _File:
-    name: str
-    items: list[Item]
-    layout: _core.SafetensorsLayout
-
-
-def _files_of(capture: Capture) -> Iterator[_File]:
-    """Lays out the files, the sections' tensors in shards of at most `_SHARD_BYTES`."""
-    for section, items in capture.sections.items():
-        is_adapter = section == captured.WEIGHTS and capture.names.adapter is not None
-        stem = "adapter_model" if is_adapter else section
-        shards = [items] if is_adapter else _shards(items)
-        for index, shard in enumerate(shards, start=1):
-            suffix = f"-{index:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-            yield _laid_out(f"{stem}{suffix}.safetensors", shard)
-    values = [Item(name, tensor) for name, tensor in capture.encoder.tensors.items()]
-    if values:
-        yield _laid_out(STATE_TENSORS, values)
-
-
-def _shards(items: list[Item]) -> list[list[Item]]:
-    shards: list[list[Item]] = [[]]
-    filled = 0
-    for item in items:
-        if shards[-1] and filled + item.tensor.nbytes > _SHARD_BYTES:
-            shards.append([])
-            filled = 0
-        shards[-1].append(item)
-        filled += item.tensor.nbytes
-    return shards
-
-
-def _laid_out(name: str, items: list[Item]) -> _File:
-    described = [(item.name, item.tensor.dtype, list(item.tensor.shape)) for item in items]
-    return _File(name, items, _core.lay_out_safetensors(described, {"format": "pt"}))
-
-
-def _indexes(files: Sequence[_File]) -> dict[str, str]:
-    """The index that transformers reads beside several shards of weights."""
-    shards = [file for file in files if file.name.startswith("model-")]
-    if not shards:
-        return {}
-    weight_map = {item.name: file.name for file in shards for item in file.items}
-    total = sum(item.tensor.nbytes for file in shards for item in file.items)
-    return {"model.safetensors.index.json": json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})}
 
 
 def save_checkpoint(
@@ -237,7 +243,8 @@ def save_checkpoint(
 ) -> Save:
     """Saves the complete state of a training as `folder/step-N`, while the training goes on.
 
-    Call it after `model.step`. Weights are standard safetensors files that transformers (for adapters: peft) loads from
+    Call it after `model.step`, on every rank of a model that several nodes train, with one folder that all of them
+    see. Weights are standard safetensors files that transformers (for adapters: peft) loads from
     the checkpoint's folder. A training that loads the checkpoint continues with the same bits. The checkpoint appears
     under its name only when it is complete. See docs/checkpoints.md.
 
@@ -275,40 +282,63 @@ def save_checkpoint(
     facade = facade_in(model)
     if facade is None:
         raise ValueError(f"[save_checkpoint] model is a {type(model).__name__}, expected one in the pipeline; wrap it")
-    kind = captured.optimizer_kind(facade, optimizer)
     group = facade._step_group
-    step = group.steps if step is None else step
-    _check(step, keep_last, keep_every, scaler)
-    schedulers = as_schedulers(lr_scheduler)
-    limit = budget_of(snapshot_memory, "snapshot_memory", "ROUNDPIPE_SNAPSHOT_MEMORY")
-    run = run_folder(folder)
-    _finish_earlier(group)
-    if kind != "fused":
-        group.finish_update()
-    memory = _core.SnapshotMemory(_default_memory(facade) if limit is None else limit)
-    taken = captured.begin(facade, step)
-    try:
+    ranks = ranks_of_call(facade, "saves")
+    taken: list[tuple[Capture, _core.SnapshotMemory]] = []
+
+    def take() -> tuple[int, dict[str, int]]:
+        kind = captured.optimizer_kind(facade, optimizer)
+        number = group.steps if step is None else step
+        _check(number, keep_last, keep_every, scaler)
+        schedulers = as_schedulers(lr_scheduler)
+        limit = budget_of(snapshot_memory, "snapshot_memory", "ROUNDPIPE_SNAPSHOT_MEMORY")
+        if ranks.rank == 0:
+            run_folder(folder)
+        _finish_earlier(group)
+        if kind != "fused":
+            group.finish_update()
+        memory = _core.SnapshotMemory(_default_memory(facade) if limit is None else limit)
+        capture = captured.begin(facade, number, ranks)
+        taken.append((capture, memory))
         if schedulers:
-            taken.take_objects("lr_schedulers", schedulers)
-        taken.take_objects("state", dict(state or {}))
+            capture.take_schedulers(schedulers)
+        capture.take_objects(dict(state or {}))
         if scaler is not None:
-            taken.take_scaler(scaler)
+            capture.take_scaler(scaler)
         if isinstance(group, FusedSteps):
-            taken.take_fused(group, optimizer, memory)
+            capture.take_fused(group, optimizer, memory)
         else:
-            taken.take_torch(group, optimizer)
-        save = Save(run, taken, memory, _Options(step, overwrite, keep_last, keep_every, is_loud=not wait))
+            capture.take_torch(group, optimizer)
+        return number, capture.buffer_checksums() if ranks.size > 1 else {}
+
+    try:
+        told = ranks.agree(take)
+        capture, memory = taken[0]
+        if ranks.rank > 0:
+            capture.leave_out_buffers(told[0][1])
+        numbers = [number for number, _ in told]
+        if len(set(numbers)) > 1:
+            raise ValueError(f"[save_checkpoint] the ranks save as steps {numbers}, expected the same step on all")
+        save = Save(
+            run_folder(folder) if ranks.rank == 0 else None,
+            os.path.realpath(folder),
+            capture,
+            memory,
+            ranks_of_saves(facade),
+            _Options(numbers[0], overwrite, keep_last, keep_every, is_loud=not wait),
+        )
         if not isinstance(group, FusedSteps):
-            if memory.try_take(sum(tensor.nbytes for tensor in taken.plain_tensors())):
-                taken.copy_plain()
+            if memory.try_take(sum(tensor.nbytes for tensor in capture.plain_tensors())):
+                capture.copy_plain()
             else:
                 group.keep_for(save)
         group.save = save
-        note_save(run, save)
+        note_save(os.path.realpath(folder), save)
         save._start(began)
     except BaseException:
-        if taken.snapshot is not None:
-            taken.snapshot.cancel()
+        for capture, _ in taken:
+            if capture.snapshot is not None:
+                capture.snapshot.cancel()
         raise
     if wait:
         save.wait()

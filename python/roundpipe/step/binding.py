@@ -112,6 +112,12 @@ class Binding:
         place = self._places[id(parameter)]
         return self.core.state(*place), self.core.remainder(*place)
 
+    def shard(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """The first of the elements of a trained parameter that this process updates, counted in the order of memory,
+        and the one after the last."""
+        block, index = self._places[id(parameter)]
+        return self.core.shard(block)[index]
+
     def restart_master(self, parameter: nn.Parameter) -> None:
         """Restarts the fp32 master from the parameter's value. No step may be running."""
         self.core.restart_master(*self._places[id(parameter)], parameter)

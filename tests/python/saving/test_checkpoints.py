@@ -41,7 +41,7 @@ def test_weights_are_those_of_the_step(trained: Training, tmp_path: Path) -> Non
 
 
 def test_shards_have_an_index(trained: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roundpipe.saving.save._SHARD_BYTES", 2000)
+    monkeypatch.setattr("roundpipe.saving.layout._SHARD_BYTES", 2000)
     folder = Path(trained.save(tmp_path, wait=True).folder)
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     assert set(index.values()) == {path.name for path in folder.glob("model-*.safetensors")}

@@ -27,7 +27,7 @@ class Request:
 
     Attributes:
         size: how many nodes there are.
-        program: the name of a function of `node_programs`; every node calls it.
+        program: the name of a function of `node_programs`, or "module:function"; every node calls it.
         arguments: of the function.
         timeout_s: of the process group.
     """
@@ -114,7 +114,8 @@ def live(folder: Path, rank: int, request: Request) -> int:
         world_size=request.size,
         timeout=timedelta(seconds=request.timeout_s),
     )
-    program = getattr(importlib.import_module("node_programs"), request.program)
+    module, _, function = request.program.rpartition(":")
+    program = getattr(importlib.import_module(module or "node_programs"), function)
     try:
         result = program(*request.arguments)
     except BaseException:
