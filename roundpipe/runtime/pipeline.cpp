@@ -421,8 +421,9 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
 
 void Pipeline::finish_backward(const CallPtr& call) {
   wait_or_abort(call->finished(), call);
-  raise_pending();
-  if (gradients_.shows_at_once()) expose();
+  if (!gradients_.shows_at_once()) return raise_pending();
+  drain();  // also of other calls in the same graph, whose backwards are submitted as well
+  expose();
 }
 
 void Pipeline::raise_pending() {

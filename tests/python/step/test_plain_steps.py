@@ -151,6 +151,22 @@ def by_hand(model: Any, parameters: Parameters, make: Any) -> list[float]:
     return losses
 
 
+def of_two_calls(model: Any, parameters: Parameters, make: Any) -> list[float]:
+    """One backward goes through two calls, as for losses that compare two batches."""
+    trained = list(parameters(model))
+    optimizer = make(trained)
+    losses = []
+    for inputs, labels in batches():
+        outputs, others = model(inputs), model(inputs.flip(0))
+        loss = F.cross_entropy(outputs, labels) + (outputs - others).square().mean()
+        loss.backward()
+        losses.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def with_closure(model: Any, parameters: Parameters, make: Any) -> list[float]:
     optimizer = make(parameters(model))
     losses = []
@@ -176,6 +192,7 @@ LOOPS: list[Loop] = [
     dropped,
     evaluated,
     by_hand,
+    of_two_calls,
     with_closure,
 ]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
