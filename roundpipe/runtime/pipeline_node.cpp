@@ -1,5 +1,8 @@
 #include <roundpipe/runtime/pipeline_node.h>
 
+#include <algorithm>
+#include <vector>
+
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
@@ -11,6 +14,18 @@
 
 namespace roundpipe::runtime {
 namespace {
+
+// Whether the backward under way was not asked for the gradients of all leaves.
+bool asks_for_some() {
+  const auto* asked = torch::autograd::get_current_graph_task_exec_info();
+  return asked != nullptr && !asked->empty();
+}
+
+bool trains(const Call& call) {
+  return std::any_of(call.trainable.begin(), call.trainable.end(), [](const std::vector<char>& of_layer) {
+    return std::find(of_layer.begin(), of_layer.end(), 1) != of_layer.end();
+  });
+}
 
 struct PipelineNode final : public torch::autograd::Node {
   using torch::autograd::Node::Node;
@@ -25,6 +40,12 @@ struct PipelineNode final : public torch::autograd::Node {
       throw Error(
           "[backward] gradients of gradients do not go through the pipeline; call backward without "
           "create_graph");
+    }
+    if (asks_for_some() && trains(*call)) {
+      throw Error(
+          "[backward] torch.autograd.grad and backward(inputs=...) ask for some gradients only, and the pipeline sums "
+          "those of all parameters that require grad; call loss.backward() and read .grad, or freeze the parameters "
+          "before the call (model.requires_grad_(False)) for the gradients of its inputs alone");
     }
     std::vector<std::vector<at::Tensor>> per_microbatch(output_counts.size());
     for (size_t m = 0; m < output_counts.size(); ++m) per_microbatch[m].resize(output_counts[m]);

@@ -370,6 +370,19 @@ def test_refusals_name_what_to_do() -> None:
         model.synchronize()
 
 
+def test_gradients_of_some_leaves_alone_are_refused() -> None:
+    plain, model = make_model(), RoundPipe(make_model(), model_run_config=CALLS)
+    inputs = torch.randn(4, 6, requires_grad=True)
+    for backward in (lambda loss: torch.autograd.grad(loss, inputs), lambda loss: loss.backward(inputs=[inputs])):
+        with pytest.raises(RuntimeError, match=r"\[backward\] torch\.autograd\.grad and backward\(inputs=\.\.\.\)"):
+            backward(model(inputs).square().sum())
+    (expected,) = torch.autograd.grad(plain(inputs).square().sum(), inputs)
+    model.requires_grad_(False)
+    assert torch.equal(torch.autograd.grad(model(inputs).square().sum(), inputs)[0], expected)
+    model.requires_grad_(True)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_optimizers_of_other_models_are_left_alone() -> None:
     model = RoundPipe(make_model(), model_run_config=CALLS)
     inputs, labels = next(batches())
