@@ -41,7 +41,11 @@ Folders& folders() {
   return *instance;
 }
 
-std::string real_path(const std::string& folder) { return std::filesystem::weakly_canonical(folder).string(); }
+// The same before the folder is made and after.
+std::string real_path(const std::string& folder) {
+  const std::filesystem::path path = std::filesystem::weakly_canonical(std::filesystem::absolute(folder));
+  return (path.has_filename() ? path : path.parent_path()).string();  // "run/"
+}
 
 void wait_for_all_saves() {
   if (is_left_behind()) return;

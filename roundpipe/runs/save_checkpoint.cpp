@@ -188,7 +188,6 @@ void Save::Work::run_all() noexcept {
   }
   if (capture->snapshot() != nullptr) capture->snapshot()->cancel();
   capture.reset();
-  run.reset();  // or it would hold a folder that the user removes
   if (error && !options.wait) {
     try {
       std::rethrow_exception(error);

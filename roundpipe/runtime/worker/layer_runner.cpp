@@ -25,12 +25,15 @@ void LayerRunner::bind(JobRun& run) {
     Shell& shell =
         call.model->shells.get(worker_, number, *state.layer, device_.torch_device(), call.attributes[number]);
     LayerShell& layer = *shell.layer;
-    for (const auto* tensors : {&layer.parameters, &layer.buffers}) {
-      for (const at::Tensor& tensor : *tensors) {
-        at::Tensor& nothing = nothing_[tensor.scalar_type()];
-        if (!nothing.defined()) nothing = at::empty({0}, tensor.options());
+    const auto know_nothing = [&] {
+      for (const auto* tensors : {&layer.parameters, &layer.buffers}) {
+        for (const at::Tensor& tensor : *tensors) {
+          at::Tensor& nothing = nothing_[tensor.scalar_type()];
+          if (!nothing.defined()) nothing = at::empty({0}, tensor.options());
+        }
       }
-    }
+    };
+    know_nothing();
     bound_.push_back(&shell);
     for (size_t i = 0; i < state.parameters.size(); ++i) {
       const auto [block, index] = state.parameters[i];
@@ -44,6 +47,7 @@ void LayerRunner::bind(JobRun& run) {
     for (size_t i = 0; i < state.buffers.size(); ++i) {
       layer.buffers[i].set_data(state.buffer_layout.view(run.weights, i, place.buffers_at));
     }
+    know_nothing();  // a copy may have been made in another dtype
   }
 }
 

@@ -234,6 +234,18 @@ TEST_SUITE("layer") {
     }
   }
 
+  TEST_CASE("copies may be made in another dtype") {
+    set_devices("virtual:2");
+    torch::nn::Linear linear(kWidth, kWidth);
+    linear->to(at::kBFloat16);
+    Model model({layer(linear).made_by([] { return std::make_shared<torch::nn::LinearImpl>(kWidth, kWidth); })});
+    const Tensor inputs = at::ones({4, kWidth}, at::kBFloat16);
+    for (int call = 0; call < 2; ++call) {
+      const Tensor outputs = model.forward(inputs);
+      CHECK(at::equal(outputs, linear->forward(inputs)));
+    }
+  }
+
   TEST_CASE("values of the wrong type are refused by name") {
     set_devices("virtual:1");
     Block block;

@@ -335,22 +335,20 @@ TEST_SUITE("checkpoint") {
     CHECK(load_checkpoint(folder.path(), resumed.model, resumed.optimizer).step == 2);
   }
 
-  TEST_CASE("a folder that was removed is made again, whoever saved into it") {
+  TEST_CASE("a folder that a save makes is the same one for the next, however it is named") {
     set_devices("virtual:2");
     const Folder folder;
+    fs::create_directories(folder.path());
+    const fs::path before = fs::current_path();
+    fs::current_path(folder.path());
     Training training;
     training.run(1, true);
-    for (int round = 0; round < 2; ++round) {
-      const Save save =
-          save_checkpoint(folder.path(), training.model, training.optimizer, {.overwrite = true, .wait = true});
-      CHECK(latest(folder.path()));
-      fs::remove_all(folder.path());
-      Training other;
-      other.run(1, true);
-      save_checkpoint(folder.path(), other.model, other.optimizer, {.wait = true});
-      CHECK(latest(folder.path()));
-      fs::remove_all(folder.path());
+    for (const char* name : {"new", "newer/", "./inner/newest"}) {
+      for (int64_t step = 1; step <= 2; ++step)
+        save_checkpoint(name, training.model, training.optimizer, {.step = step, .wait = true});
+      CHECK(latest(name));
     }
+    fs::current_path(before);
   }
 
   TEST_CASE("frozen parameters of another folder stay out, and are compared") {

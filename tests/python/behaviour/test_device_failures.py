@@ -103,7 +103,7 @@ def test_without_fault_tolerance_the_error_says_what_to_do() -> None:
         for number in range(4):
             called(pipe, number)
             pipe.synchronize()
-    assert "fault_tolerant=True" in str(raised.value)
+    assert "with the option fault_tolerant" in str(raised.value)
     assert list(pool.failed) == ["virtual:1"]
     called(pipe, 9)
     pipe.synchronize()
