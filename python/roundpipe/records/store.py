@@ -130,6 +130,10 @@ class SampleFiles:
         """Differs if any token or label does."""
         return f"{self._tokens.checksum:08x}{self._runs.checksum:08x}"
 
+    def largest_token(self, most: int) -> int:
+        """The largest token, if the files may hold one above `most`; else -1. Reads all tokens then."""
+        return self._tokens.largest() if self._tokens.vocabulary > most + 1 else -1
+
     def samples_of(self, records: Numbers) -> Numbers:
         """The numbers of the samples of these records, in this order."""
         if self._pairs:

@@ -68,6 +68,11 @@ class TokenFile:
         begins = np.where(numbers > 0, self.ends[np.maximum(numbers - 1, 0)], 0)
         return (self.ends[numbers] - begins).astype(np.int64)
 
+    def largest(self) -> int:
+        """The largest token, or -1 if there is none. Reads all tokens."""
+        step = 1 << 20  # in pieces, so that a mapped file is not held in memory
+        return max((int(self._data[b : b + step].max()) for b in range(0, self.tokens, step)), default=-1)
+
     def verify(self) -> None:
         """Reads all tokens.
 

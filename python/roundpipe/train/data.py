@@ -13,6 +13,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from roundpipe.data.batches import Batches
 from roundpipe.data.tokenizer import padding_token_id
 from roundpipe.records.prepare import DataOptions, prepare
+from roundpipe.records.store import SampleFiles
 from roundpipe.records.summary import DataSummary
 from roundpipe.train.config import TrainConfig
 
@@ -39,6 +40,17 @@ class RunData:
     steps: int
     summary: DataSummary
     outdated: bool
+
+
+def check_vocabulary(model: Any, folder: Path) -> None:
+    """Raises ValueError if the samples in a folder hold a token that the model's embedding has no row for."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    largest = SampleFiles(folder, pairs=False).largest_token(rows - 1)
+    if largest >= rows:
+        raise ValueError(
+            f"[train] the data has the token {largest}, and the model's embedding has {rows} rows, expected more; call "
+            f"resize_token_embeddings({largest + 1}) on the model and save it, or take its own tokenizer"
+        )
 
 
 def read_data(config: TrainConfig, tokenizer: Any, folder: Path, goes_on: bool = False) -> RunData:

@@ -17,7 +17,7 @@ from roundpipe.data.batches import check_positions
 from roundpipe.runs.lines import Lines
 from roundpipe.saving.folders import wait_for_saves
 from roundpipe.train.config import TrainConfig
-from roundpipe.train.data import RunData, read_data
+from roundpipe.train.data import RunData, check_vocabulary, read_data
 from roundpipe.train.loop import Observer, Training
 from roundpipe.train.model import load_model, save_result, tokenizer_of
 from roundpipe.train.optimizer import make_optimizer, make_schedule
@@ -64,6 +64,7 @@ def run(config: TrainConfig, resume: bool) -> int:
     transformers.set_seed(config.seed)  # adapters and dropout begin at random
     model = load_model(config)
     check_positions(model, data.train, data.held_out)
+    check_vocabulary(model, folder.path / DATA_FOLDER)
     optimizer = make_optimizer(model, config)
     schedule = make_schedule(optimizer, config, data.steps)
     folder.require_space(_result_bytes(model), _checkpoint_bytes(optimizer))
