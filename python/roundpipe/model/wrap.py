@@ -428,8 +428,9 @@ class AutoRoundPipe(SteppedModel):
         own["_optim_dtype"] = optim_dtype
         self._take_parts()
         self._join_nodes(process_group, None)
-        for _, part in self._step_group.models.pipes():
-            part._take_joint(self._joint)  # type: ignore[attr-defined]
+        if self._joint is not None:
+            for part in _parts_of(model)[0].values():
+                part._take_joint(self._joint)
 
     def _take_parts(self) -> None:
         """Records the model's current pipelines and host contents."""

@@ -47,7 +47,11 @@ class FakePipe(nn.Module):
 
 class FakeSteps:
     def __init__(
-        self, pipes: dict[str, Any], host_parameters: dict[str, nn.Parameter], optim_dtype: torch.dtype | None
+        self,
+        pipes: dict[str, Any],
+        host_parameters: dict[str, nn.Parameter],
+        optim_dtype: torch.dtype | None,
+        joint: None,
     ) -> None:
         self.pipes, self.host_parameters, self.optim_dtype = pipes, host_parameters, optim_dtype
         self.synchronized = 0
