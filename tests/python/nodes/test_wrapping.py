@@ -14,6 +14,7 @@ from reference_loops import assert_same
 from robustness import script_environment
 
 PROGRAM = """
+import os
 import torch
 import roundpipe
 
@@ -26,7 +27,8 @@ for _ in range(3):
     pipe.forward_backward((torch.randn(4, 8),), loss_fn=lambda outputs, _: outputs.square().mean())
     pipe.step(optimizer)
 pipe.synchronize()
-print("weights", sum(float(p.detach().double().sum()) for p in model.parameters()).hex())
+weights = sum(float(p.detach().double().sum()) for p in model.parameters())
+os.write(1, f"weights {weights.hex()}\\n".encode())  # at once, as both ranks write
 """
 
 
