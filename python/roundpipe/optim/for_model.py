@@ -144,9 +144,13 @@ class ForModel(BoundOptimizer):
         """The state in torch's layout. For a model's 16-bit parameters it also holds the difference between fp32 master
         and weight ("master_remainder") or the master itself ("master"), so that a run resumes exactly. As in torch, the
         tensors are the ones in use: copy them before the next step, or save them at once.
+
+        Raises:
+            ValueError: several nodes have the state together.
         """
         if self.binding is None:
             return super().state_dict()
+        self._refuse_parts("state_dict")
         self._group.synchronize()
         self.state = defaultdict(dict)
         for group, hyper in zip(self.param_groups, self.core_groups(), strict=True):
@@ -170,11 +174,12 @@ class ForModel(BoundOptimizer):
         state (torch's own format), training resumes from the weights.
 
         Raises:
-            ValueError: the state does not fit; nothing has been changed.
+            ValueError: the state does not fit, or several nodes have the state together; nothing has been changed.
         """
         if self.binding is None:
             super().load_state_dict(state_dict)
             return
+        self._refuse_parts("load_state_dict")
         self._group.synchronize()
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -208,6 +213,14 @@ class ForModel(BoundOptimizer):
                 else:
                     self.binding.restart_master(parameter)
         self.binding.core.accept_weights()
+
+    def _refuse_parts(self, what: str) -> None:
+        nodes = self._group.nodes
+        if nodes is not None:
+            raise ValueError(
+                f"[optim] {what}() of an optimizer of {nodes.size} nodes, each of which has a part of the state, "
+                "expected one that has all of it; use roundpipe.save_checkpoint and load_checkpoint instead"
+            )
 
     def names_of_state(self, hyper: _core.Hyperparameters, parameter: torch.Tensor) -> list[str]:
         """The names of a parameter's state tensors, in the engine's order."""

@@ -81,6 +81,11 @@ def test_refused_when_wrapped(nodes: NodeProcesses, name: str, message: str) -> 
         ("late lr", f"{IN_MODEL}lr of group 0: rank 0 has 0.1, rank 1 has 0.2{STEP}"),
         ("is_async", f"{IN_MODEL}is_async: rank 0 has True, rank 1 has False{STEP}"),
         ("max_grad_norm", f"{IN_MODEL}max_grad_norm: rank 0 has None, rank 1 has 1.0{STEP}"),
+        (
+            "state_dict",
+            "[optim] state_dict() of an optimizer of 2 nodes, each of which has a part of the state, expected",
+        ),
+        ("load_state_dict", "[optim] load_state_dict() of an optimizer of 2 nodes, each of which has a part"),
         ("batch norm", "[distributed] 1 is a BatchNorm1d that keeps running statistics, which would be of this "),
     ],
 )

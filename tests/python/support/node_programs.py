@@ -236,6 +236,14 @@ def _optim_parameters() -> None:
     list(_pipe().optim_parameters())
 
 
+def _state_dict() -> None:
+    roundpipe.optim.SGD(_pipe(), lr=0.1).state_dict()
+
+
+def _load_state_dict() -> None:
+    roundpipe.optim.SGD(_pipe(), lr=0.1).load_state_dict({})
+
+
 def _batch_norm() -> None:
     pipe = RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     pipe.step(roundpipe.optim.SGD(pipe, lr=0.1))
@@ -286,6 +294,8 @@ WRONG = {
     "torch optimizer": _torch_optimizer,
     "step function": _step_function,
     "optim_parameters": _optim_parameters,
+    "state_dict": _state_dict,
+    "load_state_dict": _load_state_dict,
     "batch norm": _batch_norm,
     "wrong group": _wrong_group,
     "foreign group": _foreign_group,
