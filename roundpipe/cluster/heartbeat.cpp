@@ -45,7 +45,7 @@ std::string look(c10d::Store& store, int own, int size, std::chrono::millisecond
 
 }  // namespace
 
-struct Nodes::Heartbeat::State {
+struct Heartbeat::State {
   c10::intrusive_ptr<c10d::Store> store;  // a connection of its own
   Mutex mutex;
   Condition changed;
@@ -53,8 +53,8 @@ struct Nodes::Heartbeat::State {
   std::string failure ROUNDPIPE_GUARDED_BY(mutex);  // empty: none
 };
 
-Nodes::Heartbeat::Heartbeat(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                            std::chrono::milliseconds timeout)
+Heartbeat::Heartbeat(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                     std::chrono::milliseconds timeout)
     : rank_(rank),
       size_(size),
       interval_(std::clamp(timeout / 20, std::chrono::milliseconds(10), kLongestInterval)),
@@ -76,7 +76,7 @@ Nodes::Heartbeat::Heartbeat(const c10::intrusive_ptr<c10d::Store>& store, int ra
   }).detach();
 }
 
-Nodes::Heartbeat::~Heartbeat() {
+Heartbeat::~Heartbeat() {
   if (is_left_behind()) return;
   {
     const MutexLock lock(state_->mutex);
@@ -85,7 +85,7 @@ Nodes::Heartbeat::~Heartbeat() {
   state_->changed.notify_all();
 }
 
-std::string Nodes::Heartbeat::find_cause() const {
+std::string Heartbeat::find_cause() const {
   if (!state_->store) return "";
   struct Search {
     Mutex mutex;
@@ -117,7 +117,7 @@ std::string Nodes::Heartbeat::find_cause() const {
   return search->found.empty() ? kNoStore : search->found;
 }
 
-void Nodes::Heartbeat::fail(const std::string& what, const std::string& reason) {
+void Heartbeat::fail(const std::string& what, const std::string& reason) {
   const std::string cause = find_cause();
   const MutexLock lock(state_->mutex);
   if (!state_->failure.empty()) return;
@@ -136,7 +136,7 @@ void Nodes::Heartbeat::fail(const std::string& what, const std::string& reason) 
   }).detach();
 }
 
-void Nodes::Heartbeat::throw_failure() {
+void Heartbeat::throw_failure() {
   const MutexLock lock(state_->mutex);
   if (!state_->failure.empty()) throw Error(state_->failure);
 }

@@ -7,7 +7,6 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <roundpipe/cluster/nodes.h>
 #include <roundpipe/core/mutex.h>
 
 namespace roundpipe::cluster {
@@ -15,7 +14,7 @@ namespace roundpipe::cluster {
 // Signs of life of the ranks of a group, in the group's store, and the error of the first collective that failed here.
 // The thread that writes this rank's signs ends with the object.
 // Thread safety: any thread.
-struct Nodes::Heartbeat {
+struct Heartbeat {
   // `store`: null: there are no signs, and no rank is named. `timeout`: the user's, for a collective.
   Heartbeat(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout);
   ~Heartbeat();

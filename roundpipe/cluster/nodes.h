@@ -15,6 +15,8 @@ class ProcessGroup;
 
 namespace roundpipe::cluster {
 
+struct Heartbeat;
+
 // The other processes that train the same model, each with rows and devices of its own, and two process groups that
 // only this object uses: collectives of gradients and of weights run side by side, each kind on its own thread.
 //
@@ -55,7 +57,6 @@ class Nodes {
   void sum(Link link, const at::Tensor& values, const std::string& what);
 
  private:
-  struct Heartbeat;
   template <typename Start>
   void run(Link link, const std::string& what, Start start);
 
