@@ -103,6 +103,13 @@ def test_within_a_step(nodes: NodeProcesses, tmp_path: Path) -> None:
             assert "has gradients that no step has consumed" in error
 
 
+@pytest.mark.long
+def test_gradients_keep_the_kind_of_their_loss(nodes: NodeProcesses, tmp_path: Path) -> None:
+    expected = run(nodes, 2, "step_of_saved_gradients", str(tmp_path), False)
+    for ours, theirs in zip(run(nodes, 2, "step_of_saved_gradients", str(tmp_path), True), expected, strict=True):
+        assert_same(ours, theirs)
+
+
 def test_values_of_each_rank(nodes: NodeProcesses, tmp_path: Path) -> None:
     run(nodes, 2, "train_and_save", Kind(), str(tmp_path), 1, 0)
     for error in run(nodes, 1, "error_of_load", Kind(), str(tmp_path)):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import roundpipe
+from node_programs import Tokens
 from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig
 
 WIDTH = 512  # a weight has four of the pieces at whose ends it may be cut
@@ -275,3 +276,21 @@ def errors_of_saves(folder: str) -> dict[str, str]:
         except (ValueError, roundpipe.RoundPipeError) as error:
             found[save.__name__] = f"{type(error).__name__} {error}"
     return found
+
+
+def step_of_saved_gradients(folder: str, loads: bool) -> dict[str, torch.Tensor]:
+    """Weights after a step of a language model whose gradients were saved before it, or were loaded."""
+    roundpipe.devices("virtual:1")
+    tokens = Tokens((((5,),), ((7,),)))
+    model = tokens.model()
+    pipe = roundpipe.wrap_model_to_roundpipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=1))
+    optimizer = roundpipe.optim.SGD(pipe, lr=1.0)
+    if loads:
+        roundpipe.load_checkpoint(folder, pipe, optimizer)
+    else:
+        for batch in tokens.batches(torch.distributed.get_rank()):
+            pipe.forward_backward(input_kwargs=batch)
+        roundpipe.save_checkpoint(folder, pipe, optimizer, wait=True)
+    pipe.step(optimizer, is_async=False)
+    pipe.synchronize()
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
