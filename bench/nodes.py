@@ -52,7 +52,8 @@ class Setting:
 
     def request(self) -> Request:
         size = round(self.layer_mb * 1e6)
-        cost = _core.LayerCost(self.forward_ms, 2 * self.forward_ms, weight_bytes=size, gradient_bytes=size)
+        times = {"forward_ms": self.forward_ms, "backward_ms": 2 * self.forward_ms}
+        cost = _core.LayerCost(**times, weight_bytes=size, gradient_bytes=size)
         rates = {"link_up_gb_per_s": LINKS.gb_per_s, "link_down_gb_per_s": LINKS.gb_per_s}
         costs = CostSet("emulated", [cost] * self.layers, rates=rates)
         links = costs.cluster(self.devices, with_links=True)
@@ -96,7 +97,7 @@ class Distributed:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
 
 class Ours:
@@ -224,12 +225,13 @@ def main() -> None:
         return
     options = parser(__doc__)
     options.add_argument("--nodes", default="2,4", help="numbers of nodes")
-    options.add_argument("--megabits", default="2000,400", help="rates of each node's network, in Mb/s")
+    options.add_argument("--megabits", default="2000,400,100", help="rates of each node's network, in Mb/s")
     options.add_argument("--width", type=int, default=768, help="of the real model")
     chosen: argparse.Namespace = options.parse_args()
     counts = [int(count) for count in chosen.nodes.split(",")]
-    limited = [float(rate) for rate in chosen.megabits.split(",")] if node_network.available() else []
-    setting = Setting(steps=4, layers=4) if chosen.quick else Setting()
+    rates = [] if chosen.quick else chosen.megabits.split(",")
+    limited = [float(rate) for rate in rates] if node_network.available() else []
+    setting = Setting(steps=2, layers=3, forward_ms=5.0) if chosen.quick else Setting()
     report = Report("Several machines", chosen.out)
     report("## Emulated layers: the step, and what `roundpipe simulate --nodes` says")
     report("")
