@@ -168,6 +168,31 @@ def train_with_a_silent_rank(training: Training, silent: int, how: int, at: tupl
     return "no error"
 
 
+def held_bytes(width: int, layers: int) -> tuple[int, int, int]:
+    """The number of parameters of a bf16 model; the bytes that this node holds of it and of AdamW, as told; and by how
+    much the process has grown."""
+
+    def private() -> int:
+        with open("/proc/self/smaps_rollup") as rollup:
+            kinds = {line.split(":")[0]: int(line.split()[1]) for line in rollup if line.endswith("kB\n")}
+        return 1024 * (kinds["Private_Dirty"] + kinds["Private_Clean"])
+
+    roundpipe.devices("virtual:1,memory=250MB")
+    before = private()
+    model = nn.Sequential(*[nn.Linear(width, width, dtype=torch.bfloat16) for _ in range(layers)])
+    pipe = RoundPipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=1))
+    optimizer = roundpipe.optim.AdamW(pipe, **RATES)
+    for _ in range(2):
+        pipe.forward_backward(
+            (torch.ones(1, width, dtype=torch.bfloat16),), label=None, loss_fn=lambda out, _: out.sum()
+        )
+        pipe.step(optimizer)
+    pipe.synchronize()
+    memory = optimizer.host_memory()
+    told = memory.weights_and_gradients + memory.masters + memory.moments
+    return memory.parameters, told, private() - before
+
+
 # -- programs that differ ---------------------------------------------------------------------------------------------
 
 
