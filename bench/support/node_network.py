@@ -15,9 +15,11 @@ def _run(*words: str) -> None:
 
 
 def _remove(nodes: int) -> None:
-    for node in range(nodes):
-        subprocess.run(["ip", "netns", "del", f"rpnode{node}"], check=False, capture_output=True)
-    subprocess.run(["ip", "link", "del", _BRIDGE], check=False, capture_output=True)
+    # Links first: a namespace lives as long as a process in it.
+    commands = [["link", "del", f"rplink{node}"] for node in range(nodes)]
+    commands += [["netns", "del", f"rpnode{node}"] for node in range(nodes)]
+    for command in [*commands, ["link", "del", _BRIDGE]]:
+        subprocess.run(["ip", *command], check=False, capture_output=True)
 
 
 def available() -> bool:
