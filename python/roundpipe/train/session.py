@@ -43,6 +43,11 @@ def run(config: TrainConfig, resume: bool) -> int:
     Raises:
         ValueError: a value, the data or the model do not fit; nothing has been trained.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "[train] WORLD_SIZE says that several processes train, expected one, since each would train on all the "
+            "data; start it without torchrun, or write a loop for several machines (docs/several-machines.md)"
+        )
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same bits on every stream
     folder = RunFolder(config, resume)
     if config.tensorboard:

@@ -227,6 +227,9 @@ def test_what_is_refused_before_training_leaves_no_run(
     (tmp_path / "file").write_text("")
     refused("a file, expected a folder", out=str(tmp_path / "file"))
     refused("cannot create", out=str(tmp_path / "file" / "run"))
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="several processes train"):
+        patch.setenv("WORLD_SIZE", "2")
+        run(config(), resume=False)
     monkeypatch.setitem(sys.modules, "wandb", None)
     refused("pip install wandb", wandb="project", out=str(tmp_path / "other"))
     assert not (tmp_path / "other").exists()
