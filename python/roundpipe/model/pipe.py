@@ -202,7 +202,10 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
             return
         if not self._language_model.is_outdated(frees=not group.steps and not self._pipeline.has_gradients):
             return
-        group.synchronize()
+        if group.steps or self._pipeline.has_gradients:
+            group.synchronize()
+        else:
+            self._pipeline.drain()  # and no more: parameters that were resized keep their new values
         own = object.__getattribute__(self, "__dict__")
         own["_language_model"] = followed = self._language_model.followed_anew()
         from roundpipe.native.layers import make_native  # imports transformers, which takes seconds
@@ -211,7 +214,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         self._rebuild(followed.chain)
 
     def _rebuild(self, chain: nn.Module) -> None:
-        """Builds the pipeline anew. REQUIRES: the step group is synchronized, so `.grad` holds all gradients."""
+        """Builds the pipeline anew. REQUIRES: nothing runs, and `.grad` holds all gradients."""
         before, steps = self._pipeline, self._step_group.steps
         self._build(chain)
         self._step_group.steps = steps
