@@ -96,6 +96,7 @@ class LanguageModel:
         self.is_causal = language_model_in(model) is not None
         self._chunks = loss_chunk_tokens, mlp_chunk_tokens
         self._contents, self._trained = _contents(model), _trained(model)
+        self._sizes = {id(parameter): parameter.shape for parameter in model.parameters()}
         self._signature = inspect.signature(model.forward)
         self._positions = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
         self.chain = nn.Sequential()
@@ -168,6 +169,11 @@ class LanguageModel:
         trained = _trained(self._model)
         newly = trained != self._trained if frees else not trained <= self._trained
         return newly or _contents(self._model) != self._contents
+
+    @property
+    def is_resized(self) -> bool:
+        """Whether a parameter that the model had when it was followed has another shape now."""
+        return any(self._sizes.get(id(each), each.shape) != each.shape for each in self._model.parameters())
 
     def followed_anew(self) -> LanguageModel:
         """Follows the model again. REQUIRES: nothing runs its layers."""

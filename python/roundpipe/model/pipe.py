@@ -203,6 +203,11 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         if not self._language_model.is_outdated(frees=not group.steps and not self._pipeline.has_gradients):
             return
         if group.steps or self._pipeline.has_gradients:
+            if self._language_model.is_resized:
+                raise ValueError(
+                    f"[RoundPipe] parameters of {self._name} were resized after batches were trained with it, expected "
+                    "a change before the first batch; wrap the model again"
+                )
             group.synchronize()
         else:
             self._pipeline.drain()  # and no more: parameters that were resized keep their new values

@@ -36,6 +36,14 @@ def test_resized_embeddings_are_followed_anew() -> None:
     check_gradients(gradients(model), gradients(reference), exact=True)
 
 
+def test_resizing_after_a_batch_is_refused() -> None:
+    wrapped = wrap_model_to_roundpipe(build("llama"), model_run_config=RoundPipeRunConfig(num_microbatch=1))
+    wrapped.forward_backward(input_kwargs=padded_batch())
+    wrapped.resize_token_embeddings(SIZE)
+    with pytest.raises(ValueError, match="were resized after batches were trained"):
+        wrapped.forward_backward(input_kwargs=padded_batch())
+
+
 @pytest.mark.parametrize("make", [roundpipe.optim.AdamW, lambda model: list(model.optim_parameters())])
 def test_resizing_after_an_optimizer_changes_nothing(make: Callable[[Any], Any]) -> None:
     model = build("llama")
