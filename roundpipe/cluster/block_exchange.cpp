@@ -105,13 +105,13 @@ void add_up(c10::ScalarType dtype, const std::vector<const uint8_t*>& sources, u
 BlockShards shard_block(const BlockLayout& weights, const BlockLayout& gradients, const std::vector<char>& trained,
                         int nodes) {
   std::vector<int64_t> elements;
-  for (size_t i = 0; i < weights.tensors.size(); ++i) {
-    elements.push_back(trained[i] ? c10::multiply_integers(weights.tensors[i].sizes) : 0);
+  for (const memory::TensorLayout& tensor : weights.tensors) {
+    elements.push_back(c10::multiply_integers(tensor.sizes));
   }
   BlockShards shards;
   shards.elements = optim::cut_into_shards(elements, nodes);
-  shards.weights = locate_shards(weights, shards.elements);
-  shards.gradients = locate_shards(gradients, shards.elements);
+  shards.weights = locate_shards(weights, shards.elements, trained);
+  shards.gradients = locate_shards(gradients, shards.elements, trained);
   return shards;
 }
 

@@ -10,7 +10,8 @@
 
 namespace roundpipe::cluster {
 
-// The shards of one block, the same on every node.
+// The shards of one block, the same on every node, and where those of its trained parameters lie. They are cut over all
+// parameters, so that another optimizer, which trains others, finds the masters that this one leaves in their places.
 struct BlockShards {
   optim::Shards elements;
   ShardBytes weights;

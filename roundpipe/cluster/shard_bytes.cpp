@@ -10,19 +10,17 @@ int64_t ShardBytes::Run::largest_bytes() const {
   return largest;
 }
 
-ShardBytes locate_shards(const memory::BlockLayout& layout, const optim::Shards& shards) {
-  const auto is_trained = [&](size_t parameter) {
-    return std::any_of(shards.begin(), shards.end(), [&](const auto& shard) { return shard[parameter].count() > 0; });
-  };
+ShardBytes locate_shards(const memory::BlockLayout& layout, const optim::Shards& shards,
+                         const std::vector<char>& trained) {
   ShardBytes located;
   const size_t parameters = layout.tensors.size();
   for (size_t first = 0; first < parameters;) {
-    if (!is_trained(first)) {
+    if (!trained[first]) {
       ++first;
       continue;
     }
     size_t last = first + 1;
-    while (last < parameters && is_trained(last)) ++last;
+    while (last < parameters && trained[last]) ++last;
     ShardBytes::Run run{first, last, std::vector<int64_t>(shards.size() + 1)};
     run.bounds.back() = layout.tensors[last - 1].offset_bytes + layout.tensors[last - 1].size_bytes;
     for (size_t shard = shards.size(); shard-- > 0;) {

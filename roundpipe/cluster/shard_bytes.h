@@ -21,7 +21,8 @@ struct ShardBytes {
   std::vector<Run> runs;
 };
 
-// `layout`: of the weights or of the gradients. A parameter is trained if some shard has elements of it.
-ShardBytes locate_shards(const memory::BlockLayout& layout, const optim::Shards& shards);
+// `layout`: of the weights or of the gradients. `trained`: for each parameter.
+ShardBytes locate_shards(const memory::BlockLayout& layout, const optim::Shards& shards,
+                         const std::vector<char>& trained);
 
 }  // namespace roundpipe::cluster

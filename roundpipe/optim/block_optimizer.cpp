@@ -48,6 +48,11 @@ BlockOptimizer::BlockOptimizer(const memory::ParameterBlock& block, std::vector<
   for (size_t i = 0; i < groups_.size(); ++i) {
     const memory::TensorLayout& tensor = layout_.tensors[i];
     const std::optional<c10::ScalarType> dtype = remainder_dtype(tensor.dtype);
+    if (groups_[i] >= 0 && remainders_[i].defined() && remainders_[i].numel() != this->shard(i).count()) {
+      throw std::invalid_argument(concat("[optim] the fp32 master of '", block.parameters()[i].name,
+                                         "' is divided over another number of nodes, expected the nodes of the "
+                                         "model's first optimizer; make the model again"));
+    }
     if (groups_[i] < 0 || remainders_[i].defined() || !dtype) continue;
     remainders_[i] = shard_.empty()
                          ? memory::empty_strided(memory::HostArena::pageable(), tensor.sizes, tensor.strides, *dtype)

@@ -5,6 +5,8 @@
 
 #include <doctest/doctest.h>
 
+#include <roundpipe/cluster/block_exchange.h>
+
 #include "support/chain.h"
 #include "support/local_group.h"
 
@@ -116,6 +118,19 @@ bool near(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
 }  // namespace
 
 TEST_SUITE("several nodes") {
+  TEST_CASE("what a node holds of a parameter does not depend on what else is trained") {
+    const at::Tensor large = at::empty({5, optim::kShardGrain}, at::kBFloat16), small = at::empty({7}, at::kBFloat16);
+    memory::BlockLayout layout;
+    for (const at::Tensor& tensor : {large, small, large}) layout.add(tensor, at::kBFloat16);
+    const cluster::BlockShards all = cluster::shard_block(layout, layout, {1, 1, 1}, 3);
+    const cluster::BlockShards last = cluster::shard_block(layout, layout, {0, 0, 1}, 3);
+    CHECK((all.elements == last.elements));
+    CHECK(all.weights.runs.size() == 1);
+    REQUIRE(last.weights.runs.size() == 1);
+    CHECK(last.weights.runs[0].first_parameter == 2);
+    CHECK(last.weights.runs[0].bounds.front() == layout.tensors[2].offset_bytes);
+  }
+
   TEST_CASE("nodes that share a training end with the weights of a plain loop over all their batches") {
     set_devices("virtual:2");
     for (const int count : {2, 3}) {
