@@ -4,6 +4,7 @@
 #include <thread>
 #include <vector>
 
+#include <roundpipe/core/clock.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
 
@@ -108,11 +109,10 @@ std::string Heartbeat::find_cause() const {
     }
     search->changed.notify_all();
   }).detach();
-  const auto limit = interval_ * kSilentIntervals * 3 / 2;
-  const auto end = std::chrono::steady_clock::now() + limit;
+  const double end_ms = now_ms() + static_cast<double>((interval_ * kSilentIntervals * 3 / 2).count());
   const MutexLock lock(search->mutex);
-  while (search->found.empty() && std::chrono::steady_clock::now() < end) {
-    search->changed.wait_for(search->mutex, static_cast<double>(limit.count()));
+  for (double now = now_ms(); search->found.empty() && now < end_ms; now = now_ms()) {
+    search->changed.wait_for(search->mutex, end_ms - now);
   }
   return search->found.empty() ? kNoStore : search->found;
 }

@@ -16,9 +16,6 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 namespace {
 
-// Collectives give up before the user's time is over, so that there is time to find out who is missing.
-std::chrono::milliseconds for_collectives(std::chrono::milliseconds timeout) { return timeout * 3 / 4; }
-
 Group resolve(const std::string& name) {
   try {
     return c10d::resolve_process_group(name);
@@ -46,7 +43,7 @@ Nodes::Nodes(Group gradients, Group weights, std::chrono::milliseconds timeout)
     : groups_{std::move(gradients), std::move(weights)},
       rank_(groups_[0]->getRank()),
       size_(groups_[0]->getSize()),
-      timeout_(timeout),
+      patience_(timeout * 3 / 4),  // so that there is time to find out who is missing
       heartbeat_(std::make_shared<Heartbeat>(groups_[0]->getStore(), rank_, size_, timeout)) {
   if (groups_[1]->getRank() != rank_ || groups_[1]->getSize() != size_) {
     throw std::invalid_argument(
@@ -90,7 +87,7 @@ void Nodes::all_gather(Link link, const at::Tensor& all, const at::Tensor& own, 
     std::vector<std::vector<at::Tensor>> outputs{all.unbind()};
     std::vector<at::Tensor> inputs{own};
     c10d::AllgatherOptions options;
-    options.timeout = for_collectives(timeout_);
+    options.timeout = patience_;
     return group.allgather(outputs, inputs, options);
   });
 }
@@ -103,7 +100,7 @@ void Nodes::all_to_all(Link link, const at::Tensor& received, const std::vector<
     std::vector<int64_t> to_bytes = received_bytes;
     std::vector<int64_t> from_bytes = sent_bytes;
     c10d::AllToAllOptions options;
-    options.timeout = for_collectives(timeout_);
+    options.timeout = patience_;
     return start_all_to_all(group, to, from, to_bytes, from_bytes, options);
   });
 }
@@ -112,7 +109,7 @@ void Nodes::sum(Link link, const at::Tensor& values, const std::string& what) {
   run(link, what, [&](c10d::ProcessGroup& group) {
     std::vector<at::Tensor> tensors{values};
     c10d::AllreduceOptions options;
-    options.timeout = for_collectives(timeout_);
+    options.timeout = patience_;
     return group.allreduce(tensors, options);
   });
 }

@@ -63,7 +63,7 @@ class Nodes {
   const c10::intrusive_ptr<c10d::ProcessGroup> groups_[2];
   const int rank_;
   const int size_;
-  const std::chrono::milliseconds timeout_;
+  const std::chrono::milliseconds patience_;  // of a collective
   const std::shared_ptr<Heartbeat> heartbeat_;
   at::Tensor scratch_[2];  // each used on its link's thread
   Channel channels_[2];

@@ -186,7 +186,6 @@ std::shared_ptr<StepRun> ModelOptimizer::run_step(std::vector<Hyperparameters> g
     if (nodes_) {
       step.shards = &*block->shards;
       step.number = static_cast<size_t>(&block - blocks_->data());
-      step.layer_name = concat("layer ", state.layers.front(), " of ", block->model->name);
     }
     step.emulated_ms = block->emulated_ms;
     step.reader = std::exchange(block->reader, nullptr);

@@ -22,7 +22,8 @@ void StepRun::start_exchange(bool look_first) {
 }
 
 cluster::Turn StepRun::turn_of(const BlockStep& step, const char* what) const {
-  return {turn_, step.number, concat(what, " of ", step.layer_name, " in step ", turn_)};
+  return {turn_, step.number,
+          concat(what, " of layer ", step.block->layers.front(), " of ", step.model->name, " in step ", turn_)};
 }
 
 void StepRun::exchange(BlockStep& step) {

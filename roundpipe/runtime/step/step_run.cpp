@@ -112,7 +112,7 @@ void StepRun::measure(BlockStep& step) {
     if (step.exchange_error) std::rethrow_exception(step.exchange_error);
     if (step.abandoned || step.gradients->landed->error()) {
       gradients_failed_ = true;
-    } else if (step.gradients->flat.defined() || nodes_) {
+    } else if (step.gradients->flat.defined()) {
       step.squares = step.optimizer->sums_of_squares(*step.gradients, step.block->gradient_layout,
                                                      scaling_.inverse_scale, *ThreadPool::current());
     }

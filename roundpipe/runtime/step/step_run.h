@@ -40,8 +40,7 @@ struct BlockStep {
   std::shared_ptr<StateReader> reader;  // of the state before this step; may be null
   // With several nodes.
   const cluster::BlockShards* shards = nullptr;
-  size_t number = 0;       // of the block, counted over all models
-  std::string layer_name;  // for messages
+  size_t number = 0;  // of the block, counted over all models
 
   // Used by StepRun only.
   device::EventPtr summed;  // with several nodes: `gradients` are those of all nodes, or exchange_error is set
