@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 from support import node_network
+from support.ports import free_port
 from support.report import Report, parser
 from torch import nn
 
@@ -148,12 +148,6 @@ def node(asked: dict[str, Any]) -> None:
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 def run_nodes(asked: dict[str, Any], prefixes: Sequence[Sequence[str]], interface: str) -> list[Any]:

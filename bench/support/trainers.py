@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from support.language_models import as_chain, qwen3
+from support.ports import free_port
 from support.training_request import Request
 from torch import nn
 
@@ -234,14 +235,6 @@ def only_the_path() -> None:
 def require_sync(is_async: bool) -> None:
     if is_async:
         raise ValueError("[trainers] only RoundPipe has asynchronous steps, expected mode sync")
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def plain_loss(hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor) -> torch.Tensor:
