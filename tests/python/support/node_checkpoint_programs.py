@@ -13,6 +13,7 @@ from torch import nn
 
 import roundpipe
 from node_programs import Tokens
+from resumable import Resumable
 from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig
 
 WIDTH = 512  # a weight has four of the pieces at whose ends it may be cut
@@ -46,11 +47,11 @@ class Kind:
     counting: bool = False
 
 
-class Training:
+class Training(Resumable):
     """A model whose rows, dropout and position differ between the nodes."""
 
     def __init__(self, kind: Kind) -> None:
-        self.kind = kind
+        self.kind, self.calls = kind, kind.calls
         roundpipe.devices("virtual:2")
         torch.manual_seed(3)
         layers: list[nn.Module] = [
@@ -87,30 +88,11 @@ class Training:
             lr_scheduler=self.scheduler,
         )
 
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            for _ in range(self.kind.calls):
-                self.call()
-            self.step()
+    def own_state(self) -> dict[str, Any]:
+        return {"seen": self.seen, "rank": torch.distributed.get_rank()}
 
-    def save(self, folder: str, **options: Any) -> roundpipe.Save:
-        state = {"seen": self.seen, "rank": torch.distributed.get_rank()}
-        return roundpipe.save_checkpoint(
-            folder,
-            self.model,
-            self.optimizer,
-            lr_scheduler=self.scheduler,
-            scaler=self.scaler,
-            state=state,
-            **options,
-        )
-
-    def load(self, folder: str, **options: Any) -> roundpipe.Loaded:
-        loaded = roundpipe.load_checkpoint(
-            folder, self.model, self.optimizer, lr_scheduler=self.scheduler, scaler=self.scaler, **options
-        )
-        self.seen = loaded.state["seen"]
-        return loaded
+    def take(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
 
     def state(self) -> dict[str, Any]:
         """What is whole, what this rank has of each parameter's state, and what only this rank has."""

@@ -55,12 +55,73 @@ class Recipe:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-class Training:
+class Resumable:
+    """A training that is saved with values of its own.
+
+    Attributes:
+        model: in the pipeline.
+        optimizer: of it.
+        scheduler: of the optimizer.
+        scaler: of the losses; None if they are not scaled.
+        calls: batches summed for each step.
+    """
+
+    model: RoundPipe
+    optimizer: Any
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    scaler: GradScaler | None
+    calls: int
+
+    def call(self) -> None:
+        """One batch forward and backward."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """One step of the optimizer."""
+        raise NotImplementedError
+
+    def own_state(self) -> dict[str, Any]:
+        """The values that are saved beside the rest."""
+        raise NotImplementedError
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Goes on with values of `own_state`."""
+        raise NotImplementedError
+
+    def run(self, steps: int) -> None:
+        """Trains for a number of steps."""
+        for _ in range(steps):
+            for _ in range(self.calls):
+                self.call()
+            self.step()
+
+    def save(self, folder: Path | str, **options: Any) -> roundpipe.Save:
+        """Saves a checkpoint of the present state."""
+        return roundpipe.save_checkpoint(
+            folder,
+            self.model,
+            self.optimizer,
+            lr_scheduler=self.scheduler,
+            scaler=self.scaler,
+            state=self.own_state(),
+            **options,
+        )
+
+    def load(self, folder: Path | str, **options: Any) -> roundpipe.Loaded:
+        """Loads the newest checkpoint."""
+        loaded = roundpipe.load_checkpoint(
+            folder, self.model, self.optimizer, lr_scheduler=self.scheduler, scaler=self.scaler, **options
+        )
+        self.take(loaded.state)
+        return loaded
+
+
+class Training(Resumable):
     """A model, its optimizer, scheduler and scaler, and the batches, which depend on torch's generator."""
 
     def __init__(self, recipe: Recipe, devices: int) -> None:
         roundpipe.devices(f"virtual:{devices}")
-        self.recipe = recipe
+        self.recipe, self.calls = recipe, recipe.calls
         torch.manual_seed(5)
         layer: Callable[[], nn.Module] = NormedLayer if recipe.normed else lambda: nn.Linear(WIDTH, WIDTH)
         layers = nn.Sequential(*(layer() for _ in range(4)), nn.Linear(WIDTH, WIDTH)).to(recipe.dtype)
@@ -71,7 +132,6 @@ class Training:
         config = RoundPipeRunConfig(num_microbatch=recipe.num_microbatch)
         self.model = RoundPipe(layers, optim_dtype=dtype, name="resumed", model_run_config=config)
         self.scaler = GradScaler("cpu", init_scale=512.0, growth_interval=3) if recipe.scaled else None
-        self.optimizer: Any
         if recipe.optimizer == "fused":
             self.optimizer = getattr(roundpipe.optim, recipe.kind)(self.model, lr=0.01, **recipe.options)
         else:
@@ -116,33 +176,11 @@ class Training:
         self.optimizer.zero_grad()
         self.scheduler.step()
 
-    def run(self, steps: int) -> None:
-        """Trains for a number of steps."""
-        for _ in range(steps):
-            for _ in range(self.recipe.calls):
-                self.call()
-            self.step()
+    def own_state(self) -> dict[str, Any]:
+        return {"losses": list(self.losses)}
 
-    def save(self, folder: Path, **options: Any) -> roundpipe.Save:
-        """Saves a checkpoint of the present state."""
-        state = {"losses": list(self.losses)}
-        return roundpipe.save_checkpoint(
-            folder,
-            self.model,
-            self.optimizer,
-            lr_scheduler=self.scheduler,
-            scaler=self.scaler,
-            state=state,
-            **options,
-        )
-
-    def load(self, folder: Path) -> roundpipe.Loaded:
-        """Loads the newest checkpoint."""
-        loaded = roundpipe.load_checkpoint(
-            folder, self.model, self.optimizer, lr_scheduler=self.scheduler, scaler=self.scaler
-        )
-        self.losses = loaded.state["losses"]
-        return loaded
+    def take(self, state: dict[str, Any]) -> None:
+        self.losses = state["losses"]
 
     def final(self) -> dict[str, torch.Tensor]:
         """Weights, buffers, moments and losses, once all work is done."""
