@@ -29,6 +29,7 @@ from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import read_data
 from roundpipe.train.loop import StepRecord, Training
 from roundpipe.train.model import load_model
+from roundpipe.train.nodes import RunNodes
 from roundpipe.train.optimizer import make_optimizer, make_schedule
 from roundpipe.train.progress import Screen
 from roundpipe.train.trackers import All, Metrics, TensorBoard
@@ -88,7 +89,7 @@ def by_command(config: TrainConfig, folder: Path) -> Taken:
     clock = Clock()
     board = TensorBoard(folder / "events")
     with Lines(folder / "metrics.jsonl") as lines, Screen(data.steps, 0, 1) as screen:
-        training = Training(config, model, optimizer, schedule, data, folder)
+        training = Training(config, model, optimizer, schedule, data, folder, RunNodes.alone())
         training.run(All([Metrics(lines), board, screen, clock]), lambda: False)
     board.close()
     return clock.taken()
@@ -109,7 +110,7 @@ def by_hand(config: TrainConfig, folder: Path) -> Taken:
 
 def parts(config: TrainConfig, folder: Path) -> tuple[Any, Any, Any, Any]:
     tokenizer = load_tokenizer(config.model)
-    data = read_data(config, tokenizer, folder / "data")
+    data = read_data(config, tokenizer, folder / "data", RunNodes.alone())
     model = load_model(config)
     optimizer = make_optimizer(model, config)
     return model, optimizer, make_schedule(optimizer, config, data.steps), data

@@ -83,13 +83,17 @@ class BalancedSplit:
         self._ends: list[int] = (kept * columns).amax(dim=1).tolist()
         self._quadratic = quadratic
 
+    @property
+    def rows(self) -> int:
+        """Of the batch."""
+        return int(self._shape[0])
+
     def parts(self, n: int) -> list[list[int]]:
         """The rows of each of `n` microbatches."""
-        rows = self._shape[0]
-        if n > rows:
+        if n > self.rows:
             raise ValueError(
-                f"[BalancedSplit] the batch has {rows} rows, fewer than the {n} microbatches; expected at least one "
-                f"row for each: set num_microbatch to {rows} or less"
+                f"[BalancedSplit] the batch has {self.rows} rows, fewer than the {n} microbatches; expected at least "
+                f"one row for each: set num_microbatch to {self.rows} or less"
             )
         return balance(self._lengths, n, quadratic=self._quadratic)
 
@@ -97,14 +101,15 @@ class BalancedSplit:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], n: int
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
         """For `RoundPipeRunConfig.split_input`."""
-        cut = [self._cut((args, kwargs), rows) for rows in self.parts(n)]
+        cut = [self.of_rows((args, kwargs), rows) for rows in self.parts(n)]
         return [args for args, _ in cut], [kwargs for _, kwargs in cut]
 
     def labels(self, label: Any, n: int) -> list[Any]:
         """For `RoundPipeRunConfig.split_label`: cuts a tensor, or a tree of tensors, to the same rows and columns."""
-        return [self._cut(label, rows) for rows in self.parts(n)]
+        return [self.of_rows(label, rows) for rows in self.parts(n)]
 
-    def _cut(self, tree: Any, rows: list[int]) -> Any:
+    def of_rows(self, tree: Any, rows: list[int]) -> Any:
+        """A tree of tensors, each with these rows of the batch, trimmed to the longest of them."""
         batch, tokens = self._shape
         end = max(1, *(self._ends[row] for row in rows))
 
@@ -150,6 +155,28 @@ def balanced_config(batch: Mapping[str, Any], num_microbatch: int | None = None)
     rows = _kept(batch, "balanced_config").shape[0]
     wanted = len(devices()) + 1 if num_microbatch is None else num_microbatch
     return RoundPipeRunConfig(num_microbatch=min(wanted, rows), split_input=split_balanced)
+
+
+def rows_of_part(batch: Mapping[str, Any], part: int, parts: int) -> dict[str, Any] | None:
+    """Divides the rows of a batch among several parts, such as nodes, with about as many tokens each.
+
+    Args:
+        batch: keyword arguments of a model, with `attention_mask` or `labels`; see `BalancedSplit` for what is cut.
+        part: which one, from 0.
+        parts: how many there are.
+
+    Returns:
+        The arguments with this part's rows; the batch itself if it is the only part, and None if there are fewer rows
+        than parts and it has none.
+
+    Raises:
+        ValueError: there are neither attention_mask nor labels.
+    """
+    if parts == 1:
+        return dict(batch)
+    split = BalancedSplit(_kept(batch, "rows_of_part"))
+    rows = split.parts(min(parts, split.rows))
+    return split.of_rows(dict(batch), rows[part]) if part < len(rows) else None
 
 
 def _kept(batch: Mapping[str, Any], where: str) -> torch.Tensor:

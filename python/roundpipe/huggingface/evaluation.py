@@ -27,6 +27,21 @@ def held_out_loss(model: RoundPipe, batches: Iterable[Mapping[str, Any]]) -> flo
     Raises:
         ValueError: the model returns no loss, or no token counts.
     """
+    total, tokens = held_out_sum(model, batches)
+    if not tokens:
+        raise ValueError(
+            "[held_out_loss] no token of the batches has a label that counts, expected at least one; give batches with "
+            "labels"
+        )
+    return total / tokens
+
+
+def held_out_sum(model: RoundPipe, batches: Iterable[Mapping[str, Any]]) -> tuple[float, int]:
+    """`held_out_loss` as the sum over the predicted tokens, and their number, which may be 0.
+
+    Raises:
+        ValueError: the model returns no loss.
+    """
     model.synchronize()
     total, tokens = 0.0, 0
     with evaluation_mode(model):
@@ -38,12 +53,7 @@ def held_out_loss(model: RoundPipe, batches: Iterable[Mapping[str, Any]]) -> flo
             with torch.no_grad():
                 total += count * float(model(**batch, roundpipe_run_config=config, roundpipe_loss_only=True))
             tokens += count
-    if not tokens:
-        raise ValueError(
-            "[held_out_loss] no token of the batches has a label that counts, expected at least one; give batches with "
-            "labels"
-        )
-    return total / tokens
+    return total, tokens
 
 
 def _mean_loss(outputs: list[Any]) -> torch.Tensor:

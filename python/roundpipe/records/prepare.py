@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from roundpipe.records.conversion import Progress as Progress
 from roundpipe.records.conversion import convert
 from roundpipe.records.fingerprint import fingerprint_of
 from roundpipe.records.options import DataOptions as DataOptions
-from roundpipe.records.sources import Source, source_of
+from roundpipe.records.sources import source_of
 from roundpipe.records.store import FILES, SampleFiles
 from roundpipe.records.summary import DataSummary as DataSummary
 from roundpipe.records.views import HeldOutSamples, TrainSamples, held_out_records
@@ -41,6 +42,7 @@ class PreparedData:
         summary: what was read, and what became of it.
         folder: where the samples are.
         reused: whether they were there already.
+        weights: how often an epoch has the samples of each source.
         outdated: whether the sources or the tokenizer are others by now than those that the samples were made of.
     """
 
@@ -49,6 +51,7 @@ class PreparedData:
     summary: DataSummary
     folder: Path
     reused: bool
+    weights: tuple[Fraction, ...]
     outdated: bool = False
 
 
@@ -82,12 +85,13 @@ def prepare(
         raise ValueError(f"[data] sources are {sources!r}, expected a list of at least one source")
     folder = Path(folder)
     found = [source_of(source) for source in sources]
+    weights = tuple(source.weight for source in found)
     fingerprint = fingerprint_of(found, tokenizer, options)
     if _prepared(folder):
         description = read_json(folder / _DESCRIPTION, "data", "prepared data")
         current = fingerprint is not None and _identity(description) == (_SCHEMA, _VERSION, fingerprint)
         if current or (keep and _identity(description)[:-1] == (_SCHEMA, _VERSION)):
-            return dataclasses.replace(_opened(folder, found, options, reused=True), outdated=not current)
+            return dataclasses.replace(open_prepared(folder, weights, options), reused=True, outdated=not current)
         _remove(folder)
     with new_folder(folder, "data") as temporary:
         summary = convert(found, tokenizer, options, temporary, progress)
@@ -101,7 +105,49 @@ def prepare(
             "summary": summary.as_json(),
         }
         (temporary / _DESCRIPTION).write_text(json.dumps(document, indent=1), encoding="utf-8")
-    return _opened(folder, found, options, reused=False)
+    return open_prepared(folder, weights, options)
+
+
+def open_prepared(folder: str | Path, weights: Sequence[Fraction], options: DataOptions) -> PreparedData:
+    """Opens what `prepare` has written, without its sources: on another machine that sees the folder.
+
+    Args:
+        folder: that was prepared.
+        weights: of its sources, from `PreparedData`.
+        options: that it was prepared with.
+
+    Raises:
+        ValueError: the folder holds no prepared data, or data of other sources, or was damaged.
+    """
+    folder = Path(folder)
+    if not _prepared(folder):
+        raise ValueError(
+            f"[data] {folder} has no {_DESCRIPTION}, expected a folder of prepared data; if another machine has "
+            "prepared it, the folder must be on a file system that both see"
+        )
+    description = read_json(folder / _DESCRIPTION, "data", "prepared data")
+    summary = DataSummary.from_json(description["summary"])
+    files = SampleFiles(folder, summary.pairs)
+    if (files.records, len(files)) != (summary.records, summary.samples):
+        raise ValueError(
+            f"[data] {folder} has {len(files)} samples of {files.records} records, expected {summary.samples} of "
+            f"{summary.records}; remove the folder, and prepare the data again"
+        )
+    held = files.samples_of(held_out_records(summary.records, options.held_out, options.seed))
+    if len(summary.sources) != len(weights):
+        raise ValueError(
+            f"[data] {folder} was prepared from {len(summary.sources)} sources, expected {len(weights)}; give the same "
+            "ones, or another folder"
+        )
+    parts = [(each.samples, weight) for each, weight in zip(summary.sources, weights, strict=True)]
+    return PreparedData(
+        train=TrainSamples(files, summary.longest, held, parts),
+        held_out=HeldOutSamples(files, summary.longest, held),
+        summary=summary,
+        folder=folder,
+        reused=False,
+        weights=tuple(weights),
+    )
 
 
 def _identity(description: Any) -> tuple[Any, ...]:
@@ -116,28 +162,3 @@ def _remove(folder: Path) -> None:
     """Removes what was prepared, and nothing else."""
     for name in (_DESCRIPTION, *FILES):
         (folder / name).unlink(missing_ok=True)
-
-
-def _opened(folder: Path, sources: Sequence[Source], options: DataOptions, reused: bool) -> PreparedData:
-    description = read_json(folder / _DESCRIPTION, "data", "prepared data")
-    summary = DataSummary.from_json(description["summary"])
-    files = SampleFiles(folder, summary.pairs)
-    if (files.records, len(files)) != (summary.records, summary.samples):
-        raise ValueError(
-            f"[data] {folder} has {len(files)} samples of {files.records} records, expected {summary.samples} of "
-            f"{summary.records}; remove the folder, and prepare the data again"
-        )
-    held = files.samples_of(held_out_records(summary.records, options.held_out, options.seed))
-    if len(summary.sources) != len(sources):
-        raise ValueError(
-            f"[data] {folder} was prepared from {len(summary.sources)} sources, expected {len(sources)}; give the same "
-            "ones, or another folder"
-        )
-    parts = [(each.samples, source.weight) for each, source in zip(summary.sources, sources, strict=True)]
-    return PreparedData(
-        train=TrainSamples(files, summary.longest, held, parts),
-        held_out=HeldOutSamples(files, summary.longest, held),
-        summary=summary,
-        folder=folder,
-        reused=reused,
-    )

@@ -17,12 +17,12 @@ from roundpipe import _core
 from roundpipe.call.run_config import resolve
 from roundpipe.compatibility import package_version
 from roundpipe.device.pool import devices
+from roundpipe.distributed.ranks import Ranks
 from roundpipe.model.facade import ModelFacade
 from roundpipe.model.published_attributes import source_of_names
 from roundpipe.saving.encoding import Encoder
 from roundpipe.saving.names import ModelNames, names_of
 from roundpipe.saving.random_states import random_states
-from roundpipe.saving.ranks import Ranks
 from roundpipe.saving.sampled import sampled_checksum
 from roundpipe.step.binding import BoundOptimizer
 from roundpipe.step.fused_steps import FusedSteps

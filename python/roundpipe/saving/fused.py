@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from roundpipe import _core
+from roundpipe.distributed.ranks import Ranks
 from roundpipe.saving.capture import OPTIMIZER, PREVIOUS, REMAINDERS, WEIGHTS
 from roundpipe.saving.names import ModelNames
-from roundpipe.saving.ranks import Ranks
 from roundpipe.saving.state_reads import Range, StateReads, own_range
 from roundpipe.saving.stored import StoredCheckpoint
 from roundpipe.saving.torch_state import load_groups

@@ -13,13 +13,14 @@ import torch
 
 from roundpipe import _core
 from roundpipe.device.pool import devices
+from roundpipe.distributed.ranks import Ranks
 from roundpipe.model.facade import ModelFacade, facade_in
 from roundpipe.saving.capture import optimizer_kind
 from roundpipe.saving.folders import wait_for_saves
 from roundpipe.saving.fused import load_fused
 from roundpipe.saving.names import ModelNames, names_of
 from roundpipe.saving.own_state import OwnState
-from roundpipe.saving.ranks import Ranks, ranks_of_call
+from roundpipe.saving.ranks import ranks_of_call
 from roundpipe.saving.sampled import sampled_checksum
 from roundpipe.saving.stored import StoredCheckpoint, candidates
 from roundpipe.saving.torch_state import load_groups, load_torch

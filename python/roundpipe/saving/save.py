@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from roundpipe import _core
+from roundpipe.distributed.ranks import Ranks
 from roundpipe.memory.budget import budget_of
 from roundpipe.memory.host import free_host_bytes, host_arena
 from roundpipe.model.facade import ModelFacade, facade_in
@@ -21,7 +22,7 @@ from roundpipe.saving import capture as captured
 from roundpipe.saving.capture import Capture, Item
 from roundpipe.saving.folders import note_save, run_folder
 from roundpipe.saving.layout import File, files_of, texts_of
-from roundpipe.saving.ranks import Ranks, ranks_of_call, ranks_of_saves
+from roundpipe.saving.ranks import ranks_of_call, ranks_of_saves
 from roundpipe.step.binding import as_schedulers
 from roundpipe.step.fused_steps import FusedSteps
 from roundpipe.step.scaler import GradScaler

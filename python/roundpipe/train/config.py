@@ -30,6 +30,8 @@ _FREE = (
     *("save_every", "keep", "evaluate_every", "samples", "sample_prompts", "sample_tokens"),
     *("log_every", "tensorboard", "wandb"),
 )
+# May differ between the nodes of a run.
+_OF_A_MACHINE = ("model", "adapter", "data", "out", "devices", "host_memory", "device_memory")
 
 
 def _option(panel: str, text: str, **more: Any) -> Any:
@@ -235,6 +237,10 @@ class TrainConfig:
         if self.asynchronous:  # an evaluation lets the next step read the newest weights
             fixed["evaluate_every"] = self.evaluate_every
         return fixed
+
+    def of_all_nodes(self) -> dict[str, Any]:
+        """The values that are the same on every node of a run; the others are about one machine."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in _OF_A_MACHINE}
 
     def require_run(self) -> None:
         """Raises ValueError unless the model, the data and the folder of the run are known."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from roundpipe.data.batches import Batches
 from roundpipe.data.tokenizer import padding_token_id
-from roundpipe.records.prepare import DataOptions, prepare
+from roundpipe.records.prepare import DataOptions, PreparedData, open_prepared, prepare
 from roundpipe.records.store import SampleFiles
 from roundpipe.records.summary import DataSummary
 from roundpipe.train.config import TrainConfig
+from roundpipe.train.nodes import RunNodes
 
 # A run of so many steps reads the data again and again; an epoch has at least one step.
 _ENDLESS = 1_000_000_000
@@ -53,14 +55,14 @@ def check_vocabulary(model: Any, folder: Path) -> None:
         )
 
 
-def read_data(config: TrainConfig, tokenizer: Any, folder: Path, goes_on: bool = False) -> RunData:
+def read_data(config: TrainConfig, tokenizer: Any, folder: Path, nodes: RunNodes, goes_on: bool = False) -> RunData:
     """Reads and tokenizes the data of a run into a folder, or opens what is there already: for a run that goes on, also
-    if the data has changed since.
+    if the data has changed since. Rank 0 reads, and the other nodes open what it has written. Collective.
 
     Raises:
-        ValueError: a source is missing, there is nothing to learn from, or the tokenizer has no token to pad with.
+        ValueError: a source is missing, there is nothing to learn from, the tokenizer has no token to pad with, or the
+            nodes do not see one folder.
     """
-    assert config.data
     options = DataOptions(
         max_length=config.length,
         format=config.format,
@@ -73,22 +75,29 @@ def read_data(config: TrainConfig, tokenizer: Any, folder: Path, goes_on: bool =
         on_bad=config.on_bad,
         seed=config.seed,
     )
-    with Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), console=Console(stderr=True), transient=True
-    ) as bar:
-        task = bar.add_task("reading the data", total=None)
-        found = prepare(
-            config.data,
-            tokenizer,
-            options,
-            folder,
-            lambda done: bar.update(task, description=f"{done.read:,} records, {done.tokens:,} tokens"),
-            keep=goes_on,
+    opened: list[PreparedData] = []
+
+    def prepared() -> list[str]:
+        opened.append(_prepared(config, tokenizer, options, folder, goes_on))
+        return [str(weight) for weight in opened[0].weights]
+
+    weights = nodes.first(prepared)
+
+    def identity() -> str:
+        if not opened:
+            opened.append(open_prepared(folder, [Fraction(weight) for weight in weights], options))
+        return opened[0].train.identity
+
+    if len(set(nodes.each(identity))) > 1:
+        raise ValueError(
+            f"[train] the nodes find different samples in {folder}, expected those that rank 0 has written; --out must "
+            "be one folder, on a file system that all nodes see"
         )
+    found = opened[0]
     if found.summary.pairs:
         raise ValueError(
-            f"[train] {', '.join(config.data)} has preference pairs, expected texts or conversations, whose tokens "
-            "are learnt; train on pairs with roundpipe.huggingface.RoundPipeDPOTrainer, or give other data"
+            f"[train] {', '.join(config.data or ())} has preference pairs, expected texts or conversations, whose "
+            "tokens are learnt; train on pairs with roundpipe.huggingface.RoundPipeDPOTrainer, or give other data"
         )
     sizes: dict[str, Any] = {
         "batch_tokens": config.tokens_of_step,
@@ -101,3 +110,19 @@ def read_data(config: TrainConfig, tokenizer: Any, folder: Path, goes_on: bool =
     steps = len(train) if config.steps is None else config.steps
     held_out: Batches | list[Any] = Batches(found.held_out, **sizes) if len(found.held_out) else []
     return RunData(train, held_out, found.held_out, steps, found.summary, found.outdated)
+
+
+def _prepared(config: TrainConfig, tokenizer: Any, options: DataOptions, folder: Path, goes_on: bool) -> PreparedData:
+    assert config.data
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), console=Console(stderr=True), transient=True
+    ) as bar:
+        task = bar.add_task("reading the data", total=None)
+        return prepare(
+            config.data,
+            tokenizer,
+            options,
+            folder,
+            lambda done: bar.update(task, description=f"{done.read:,} records, {done.tokens:,} tokens"),
+            keep=goes_on,
+        )

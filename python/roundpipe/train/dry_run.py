@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from roundpipe.planning.shapes import measure as measure_shapes
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, read_data
 from roundpipe.train.model import base_of_adapter, lora_of, tokenizer_of
+from roundpipe.train.nodes import RunNodes
 from roundpipe.train.progress import duration
 from roundpipe.train.run_folder import DATA_FOLDER, RunFolder
 
@@ -81,12 +83,18 @@ def dry_run(
     Raises:
         ValueError: the run would be refused.
     """
-    folder = RunFolder(config, resume)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError(
+            "[train] --dry-run was started by torchrun, expected one process, as it says what one machine would do; "
+            "start it without torchrun, and see roundpipe simulate --nodes for several machines"
+        )
+    nodes = RunNodes.alone()
+    folder = RunFolder(config, resume, nodes)
     if config.devices is not None:
         roundpipe.devices(config.devices)
     tokenizer = tokenizer_of(config)
     with tempfile.TemporaryDirectory() as temporary:
-        data = read_data(config, tokenizer, Path(temporary) / DATA_FOLDER)
+        data = read_data(config, tokenizer, Path(temporary) / DATA_FOLDER, nodes)
     say(str(data.summary))
     machine = measure(roundpipe.devices()) if machine_file is None else load_machine(machine_file)
     if len(machine.devices) != len(roundpipe.devices()):

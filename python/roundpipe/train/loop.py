@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,16 +14,17 @@ from typing import Any, Protocol
 import roundpipe
 from roundpipe.data.balance import balanced_config
 from roundpipe.data.collate import count_label_tokens
-from roundpipe.huggingface.evaluation import held_out_loss
+from roundpipe.huggingface.evaluation import held_out_sum
 from roundpipe.memory.host import resident_bytes
 from roundpipe.step.binding import Step
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData
+from roundpipe.train.nodes import RunNodes
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A completed step.
+    """A completed step. Of several nodes, tokens and loss are those of all, and the last three values of this one.
 
     Attributes:
         tokens: in its batch, with padding between samples of a row.
@@ -84,10 +85,17 @@ class Observer(Protocol):
 
 @dataclass
 class _Begun:
-    """A step whose loss has not been read."""
+    """A step whose loss has not been read.
+
+    Attributes:
+        pending: this node's call; None: the node has no rows.
+        labels: of its rows, that count.
+        tokens: of the whole batch.
+    """
 
     step: int
     pending: Any
+    labels: int
     made: Step
     rate: float
     tokens: int
@@ -103,10 +111,11 @@ class Training:
         schedule: of its learning rate.
         data: the batches.
         folder: of the checkpoints.
+        nodes: which share each batch's rows. All methods are collective.
 
     Attributes:
         step: the last step of which the observer was told.
-        last_call: the batch of that step, for its timeline; None: no step has been made.
+        last_call: this node's last call, for its timeline; None: it has made none.
     """
 
     def __init__(
@@ -117,9 +126,10 @@ class Training:
         schedule: Any,
         data: RunData,
         folder: Path,
+        nodes: RunNodes,
     ) -> None:
         self._config, self._model, self._optimizer, self._schedule = config, model, optimizer, schedule
-        self._data, self._folder = data, folder
+        self._data, self._folder, self._nodes = data, folder, nodes
         self._journal: roundpipe.RunJournal | None = None
         self._observer: Observer | None = None
         self._since = 0.0
@@ -145,13 +155,14 @@ class Training:
 
         Args:
             observer: is told what happens.
-            stop: whether to save and end, asked after each step.
+            stop: whether to save and end, asked after each step; if one node says so, all end.
 
         Returns:
             Whether the run is complete.
         """
         self._observer = observer
-        self._journal = roundpipe.RunJournal(self._folder, after_step=self.step)
+        if self._nodes.is_first:
+            self._journal = roundpipe.RunJournal(self._folder, after_step=self.step)
         if self.step == 0:
             self._evaluate(0)
         steps, every = self._data.steps, self._config.evaluate_every
@@ -164,7 +175,7 @@ class Training:
             if begun is not None:
                 self._read(begun)
             begun = following
-            is_stopped = stop()
+            is_stopped = any(self._nodes.each(stop))
             is_evaluated = step == steps or (every is not None and step % every == 0)
             is_saved = self._config.save_every is not None and step % self._config.save_every == 0
             if is_stopped or is_evaluated or is_saved:
@@ -186,7 +197,14 @@ class Training:
         return False
 
     def _begin(self, step: int, batch: dict[str, Any]) -> _Begun:
-        pending = self._model.submit(input_kwargs=batch, run_config=balanced_config(batch))
+        rows = self._nodes.rows_of(batch)
+        pending, labels = None, 0
+        if rows is not None:
+            config = balanced_config(rows, self._config.microbatches)
+            pending, labels = (
+                self._model.submit(input_kwargs=rows, run_config=config),
+                count_label_tokens(rows["labels"]),
+            )
         rate = float(self._optimizer.param_groups[0]["lr"])
         made = self._model.step(
             self._optimizer,
@@ -196,10 +214,10 @@ class Training:
         )
         mask = batch.get("attention_mask")
         tokens = batch["input_ids"].numel() if mask is None else int(mask.sum())
-        return _Begun(step, pending, made, rate, tokens)
+        return _Begun(step, pending, labels, made, rate, tokens)
 
     def _read(self, begun: _Begun) -> None:
-        loss, norm = float(begun.pending.loss()), begun.made.grad_norm
+        loss, norm = self._loss_of(begun), begun.made.grad_norm
         now = time.perf_counter()
         record = StepRecord(
             begun.step,
@@ -215,8 +233,18 @@ class Training:
         self._since = now
         assert self._observer is not None
         self._note(begun.step, loss, norm)
-        self.step, self.last_call = begun.step, begun.pending
+        self.step = begun.step
+        if begun.pending is not None:
+            self.last_call = begun.pending
         self._observer.on_step(record)
+
+    def _loss_of(self, begun: _Begun) -> float:
+        """The mean over the labels of the whole batch."""
+        told = self._nodes.each(lambda: (0.0 if begun.pending is None else float(begun.pending.loss()), begun.labels))
+        counted = [(loss, labels) for loss, labels in told if labels]
+        if len(counted) == 1:
+            return counted[0][0]
+        return sum(loss * labels for loss, labels in counted) / sum(labels for _, labels in counted)
 
     def _note(self, step: int, loss: float, norm: float) -> None:
         """Records a step in the journal. A journal that cannot be written does not end the training."""
@@ -231,19 +259,14 @@ class Training:
     def _evaluate(self, step: int) -> None:
         if not self._data.held_out:
             return
-        counts: list[int] = []
-
-        def batches() -> Iterator[dict[str, Any]]:
-            for batch in self._data.held_out:
-                counts.append(count_label_tokens(batch["labels"]))
-                yield batch
-
+        parts = (self._nodes.rows_of(batch) for batch in self._data.held_out)
         # Evaluations do not count among the calls that key the random numbers of steps.
         calls = self._model.calls
-        loss = held_out_loss(self._model, batches())
+        told = self._nodes.each(lambda: held_out_sum(self._model, (part for part in parts if part is not None)))
         self._model.calls = calls
+        total, tokens = sum(loss for loss, _ in told), sum(count for _, count in told)
         assert self._observer is not None
-        self._observer.on_evaluation(EvaluationRecord(step, loss, sum(counts)))
+        self._observer.on_evaluation(EvaluationRecord(step, total / tokens, tokens))
         self._since = time.perf_counter()
 
     def _save(self, step: int) -> None:

@@ -12,6 +12,7 @@ import roundpipe
 from roundpipe.files import write_text
 from roundpipe.train.config import TrainConfig, refused
 from roundpipe.train.config_file import changed_values, read_config, written_config
+from roundpipe.train.nodes import RunNodes
 
 CONFIG_FILE = "config.toml"
 METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
@@ -29,6 +30,7 @@ class RunFolder:
     Args:
         config: of the run.
         resume: go on with the run that is there, if one is.
+        nodes: of the run, all of which see the folder. Making this is collective; only rank 0 calls what writes.
 
     Attributes:
         path: the folder.
@@ -39,12 +41,11 @@ class RunFolder:
             the run to go on with has changed.
     """
 
-    def __init__(self, config: TrainConfig, resume: bool) -> None:
+    def __init__(self, config: TrainConfig, resume: bool, nodes: RunNodes) -> None:
         self.path = Path(config.out)
         self.result = self.path / (ADAPTER_FOLDER if config.trains_adapters else MODEL_FOLDER)
         self._config = config
-        self._check(resume)
-        self.goes_on = resume and self.path.is_dir() and roundpipe.latest(self.path) is not None
+        self.goes_on = nodes.first(lambda: self._checked(resume))
 
     def begin(self) -> None:
         """Makes the folder, and writes the configuration into it."""
@@ -98,6 +99,11 @@ class RunFolder:
     def _has_begun(self) -> bool:
         """Whether there is more than what a run leaves that was refused before its first step."""
         return self.path.is_dir() and any(entry.name not in _BEFORE_TRAINING for entry in self.path.iterdir())
+
+    def _checked(self, resume: bool) -> bool:
+        """Whether there is a checkpoint to go on from, after what may not be there was refused."""
+        self._check(resume)
+        return resume and self.path.is_dir() and roundpipe.latest(self.path) is not None
 
     def _check(self, resume: bool) -> None:
         if self.path.exists() and not self.path.is_dir():

@@ -20,6 +20,7 @@ from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, check_vocabulary, read_data
 from roundpipe.train.loop import Observer, Training
 from roundpipe.train.model import load_model, save_result, tokenizer_of
+from roundpipe.train.nodes import RunNodes, joined_nodes
 from roundpipe.train.optimizer import make_optimizer, make_schedule
 from roundpipe.train.progress import Screen
 from roundpipe.train.report import RunReport, write_report
@@ -38,28 +39,38 @@ EXIT_OK, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 130
 
 
 def run(config: TrainConfig, resume: bool) -> int:
-    """Trains, and returns the exit code.
+    """Trains, with the other nodes if torchrun has started several, and returns the exit code.
 
     Raises:
         ValueError: a value, the data or the model do not fit; nothing has been trained.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            "[train] WORLD_SIZE says that several processes train, expected one, since each would train on all the "
-            "data; start it without torchrun, or write a loop for several machines (docs/several-machines.md)"
-        )
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same bits on every stream
-    folder = RunFolder(config, resume)
-    if config.tensorboard:
+    with joined_nodes() as nodes:
+        try:
+            return _run(config, resume, nodes)
+        except (roundpipe.RoundPipeError, torch.OutOfMemoryError) as error:
+            print(f"roundpipe{f' (rank {nodes.rank})' if nodes.size > 1 else ''}: {error}", file=sys.stderr)
+            wait_for_saves(config.out)
+            if nodes.is_first and roundpipe.latest(config.out) is not None:
+                print(f"a checkpoint is there; go on with\n  {resume_command(config, nodes)}", file=sys.stderr)
+            return EXIT_ERROR
+
+
+def _run(config: TrainConfig, resume: bool, nodes: RunNodes) -> int:
+    nodes.require_same(config)
+    folder = RunFolder(config, resume, nodes)
+    if config.tensorboard and nodes.is_first:
         imported_tensorboard()
-    if config.wandb is not None:
+    if config.wandb is not None and nodes.is_first:
         imported_wandb()
     if config.devices is not None:
         roundpipe.devices(config.devices)
+    nodes.require_own_devices()
     tokenizer = tokenizer_of(config)
-    folder.begin()
-    data = read_data(config, tokenizer, folder.path / DATA_FOLDER, folder.goes_on)
-    print(data.summary, flush=True)
+    nodes.first(folder.begin)
+    data = read_data(config, tokenizer, folder.path / DATA_FOLDER, nodes, folder.goes_on)
+    if nodes.is_first:
+        print(data.summary, flush=True)
     if data.outdated:
         print(
             f"[train] the data or the tokenizer has changed since the run began: it goes on with the samples in "
@@ -68,59 +79,73 @@ def run(config: TrainConfig, resume: bool) -> int:
         )
     transformers.set_seed(config.seed)  # adapters and dropout begin at random
     model = load_model(config)
+    model.random_seed += nodes.rank  # nodes drop other values of their rows
     check_positions(model, data.train, data.held_out)
-    check_vocabulary(model, folder.path / DATA_FOLDER)
+    nodes.first(lambda: check_vocabulary(model, folder.path / DATA_FOLDER))
     optimizer = make_optimizer(model, config)
     schedule = make_schedule(optimizer, config, data.steps)
-    folder.require_space(_result_bytes(model), _checkpoint_bytes(optimizer))
-    with folder.reserved(_result_bytes(model)):
-        try:
-            return _train(config, folder, model, optimizer, schedule, data, tokenizer)
-        except (roundpipe.RoundPipeError, torch.OutOfMemoryError) as error:
-            print(f"roundpipe: {error}", file=sys.stderr)
-            wait_for_saves(folder.path)
-            if roundpipe.latest(folder.path) is not None:
-                print(f"a checkpoint is there; go on with\n  {resume_command(config)}", file=sys.stderr)
-            return EXIT_ERROR
+    checkpoint_bytes = sum(nodes.each(lambda: _state_bytes(optimizer))) + _weights_bytes(optimizer)
+    nodes.first(lambda: folder.require_space(_result_bytes(model), checkpoint_bytes))
+    with folder.reserved(_result_bytes(model)) if nodes.is_first else contextlib.nullcontext():
+        return _train(config, folder, model, optimizer, schedule, data, tokenizer, nodes)
 
 
 def _train(
-    config: TrainConfig, folder: RunFolder, model: Any, optimizer: Any, schedule: Any, data: RunData, tokenizer: Any
+    config: TrainConfig,
+    folder: RunFolder,
+    model: Any,
+    optimizer: Any,
+    schedule: Any,
+    data: RunData,
+    tokenizer: Any,
+    nodes: RunNodes,
 ) -> int:
-    training = Training(config, model, optimizer, schedule, data, folder.path)
+    training = Training(config, model, optimizer, schedule, data, folder.path, nodes)
     step = training.load() if folder.goes_on else 0
-    screen = Screen(data.steps, step, config.log_every)
-    if step:
-        screen.say(f"going on after step {step} of {data.steps}")
     with contextlib.ExitStack() as open_files:
-        metrics = open_files.enter_context(Lines(folder.path / METRICS_FILE, step))
-        samples = open_files.enter_context(Lines(folder.path / SAMPLES_FILE, step))
         stop = open_files.enter_context(roundpipe.StopSignal())
-        observers: list[Observer] = [Metrics(metrics), screen]
-        observers += _trackers(config, folder, open_files, step)
-        prompts = make_prompts(config, tokenizer, data.held_out_samples)
-        observers.append(Samples(model, tokenizer, prompts, config.sample_tokens, samples, screen.say))
-        open_files.enter_context(screen)
-        complete = training.run(All(observers), lambda: stop.requested)
+        if not nodes.is_first:
+            complete = training.run(All([]), lambda: stop.requested)
+        else:
+            screen = Screen(data.steps, step, config.log_every)
+            if step:
+                screen.say(f"going on after step {step} of {data.steps}")
+            metrics = open_files.enter_context(Lines(folder.path / METRICS_FILE, step))
+            samples = open_files.enter_context(Lines(folder.path / SAMPLES_FILE, step))
+            observers: list[Observer] = [Metrics(metrics), screen]
+            observers += _trackers(config, folder, open_files, step)
+            prompts = make_prompts(config, tokenizer, data.held_out_samples)
+            observers.append(Samples(model, tokenizer, prompts, config.sample_tokens, samples, screen.say))
+            open_files.enter_context(screen)
+            complete = training.run(All(observers), lambda: stop.requested)
     if not complete:
         wait_for_saves(folder.path)
-        screen.say(f"stopped after {training.step} steps, which are saved; go on with\n  {resume_command(config)}")
-        return EXIT_OK if stop.number == signal.SIGTERM.value else EXIT_INTERRUPTED
-    folder.release()
-    save_result(model, tokenizer, folder.result)
-    screen.say(f"the trained {'adapter' if config.trains_adapters else 'model'} is in {folder.result}")
-    report = RunReport(
-        config=config,
-        metrics=metrics.lines,
-        samples=samples.lines,
-        timeline=[] if training.last_call is None else training.last_call.timeline().spans,
-        step=_step_report(model),
-        host=str(optimizer.host_memory()),
-        data=str(data.summary),
-        devices=roundpipe.devices().description,
-    )
-    write_report(folder.path / REPORT_FILE, report)
-    screen.say(f"the report is {folder.path / REPORT_FILE}")
+        if nodes.is_first:
+            screen.say(
+                f"stopped after {training.step} steps, which are saved; go on with\n  {resume_command(config, nodes)}"
+            )
+        first = next(number for number in nodes.each(lambda: stop.number) if number is not None)
+        return EXIT_OK if first == signal.SIGTERM.value else EXIT_INTERRUPTED
+
+    def finish() -> None:
+        folder.release()
+        save_result(model, tokenizer, folder.result)
+        screen.say(f"the trained {'adapter' if config.trains_adapters else 'model'} is in {folder.result}")
+        of_nodes = f"{nodes.size} nodes; on rank 0: " if nodes.size > 1 else ""
+        report = RunReport(
+            config=config,
+            metrics=metrics.lines,
+            samples=samples.lines,
+            timeline=[] if training.last_call is None else training.last_call.timeline().spans,
+            step=_step_report(model),
+            host=str(optimizer.host_memory()),
+            data=str(data.summary),
+            devices=of_nodes + roundpipe.devices().description,
+        )
+        write_report(folder.path / REPORT_FILE, report)
+        screen.say(f"the report is {folder.path / REPORT_FILE}")
+
+    nodes.first(finish)
     return EXIT_OK
 
 
@@ -144,9 +169,10 @@ def _step_report(model: Any) -> str:
         return ""
 
 
-def resume_command(config: TrainConfig) -> str:
+def resume_command(config: TrainConfig, nodes: RunNodes) -> str:
     """The command that goes on with the run, for a shell."""
-    return shlex.join(["roundpipe", "train", "--resume", "--out", config.out])
+    command = shlex.join(["train", "--resume", "--out", config.out])
+    return f"roundpipe {command}" if nodes.size == 1 else f"torchrun ... -m roundpipe {command}"
 
 
 def _result_bytes(model: roundpipe.RoundPipe) -> int:
@@ -156,8 +182,12 @@ def _result_bytes(model: roundpipe.RoundPipe) -> int:
     return sum(p.numel() * p.element_size() for p in (model.parameters() if whole else trained))
 
 
-def _checkpoint_bytes(optimizer: Any) -> int:
-    """What a checkpoint takes on disk: what is trained, with masters and moments."""
+def _weights_bytes(optimizer: Any) -> int:
+    """What the weights that are trained take in a checkpoint."""
+    return sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
+
+
+def _state_bytes(optimizer: Any) -> int:
+    """What this node's masters and moments take in a checkpoint."""
     memory = optimizer.host_memory()
-    weights = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
-    return int(weights + memory.masters + memory.moments)
+    return int(memory.masters + memory.moments)

@@ -16,6 +16,7 @@ import roundpipe
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, read_data
 from roundpipe.train.model import load_model
+from roundpipe.train.nodes import RunNodes
 from roundpipe.train.optimizer import make_optimizer, rate_factor
 from roundpipe.train.session import run
 from tiny_chat import byte_tokenizer, chat_file, model_folder
@@ -45,7 +46,7 @@ def read(made: Callable[..., TrainConfig], tmp_path: Path) -> Callable[..., RunD
     count = iter(range(100))
 
     def data(**values: Any) -> RunData:
-        return read_data(made(**values), byte_tokenizer(), tmp_path / f"data-{next(count)}")
+        return read_data(made(**values), byte_tokenizer(), tmp_path / f"data-{next(count)}", RunNodes.alone())
 
     return data
 

@@ -22,6 +22,7 @@ import roundpipe
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.config_file import written_config
 from roundpipe.train.model import load_model, save_result
+from roundpipe.train.nodes import RunNodes
 from roundpipe.train.run_folder import RunFolder
 from roundpipe.train.session import run
 from tiny_chat import byte_tokenizer, chat_file, model_folder
@@ -161,6 +162,22 @@ def test_a_termination_is_no_failure(config: Callable[..., TrainConfig], monkeyp
     assert not (Path(ours.out) / "model").exists()
 
 
+@pytest.mark.parametrize(("asked", "made"), [(None, 3), (4, 4)])
+def test_steps_have_as_many_microbatches_as_asked_for(
+    asked: int | None, made: int, config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers: list[int] = []
+
+    def submit(model: Any, **call: Any) -> Any:
+        numbers.append(call["run_config"].num_microbatch)
+        return submitted(model, **call)
+
+    submitted = roundpipe.RoundPipe.submit
+    monkeypatch.setattr(roundpipe.RoundPipe, "submit", submit)
+    assert run(config(steps=1, held_out=0, microbatches=asked), resume=False) == 0
+    assert numbers == [made]
+
+
 def test_checkpoints_are_made_and_kept(config: Callable[..., TrainConfig]) -> None:
     ours = config(save_every=1, keep=2)
     assert run(ours, resume=False) == 0
@@ -227,7 +244,7 @@ def test_what_is_refused_before_training_leaves_no_run(
     (tmp_path / "file").write_text("")
     refused("a file, expected a folder", out=str(tmp_path / "file"))
     refused("cannot create", out=str(tmp_path / "file" / "run"))
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match="several processes train"):
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="RANK is not set"):
         patch.setenv("WORLD_SIZE", "2")
         run(config(), resume=False)
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -247,7 +264,7 @@ def test_a_missing_shard_is_named(config: Callable[..., TrainConfig], place: Pat
 
 
 def test_a_disk_without_room_is_found_before_training(config: Callable[..., TrainConfig]) -> None:
-    folder = RunFolder(config(save_every=1, keep=2), resume=False)
+    folder = RunFolder(config(save_every=1, keep=2), resume=False, nodes=RunNodes.alone())
     folder.begin()
     with pytest.raises(ValueError, match=r"GB left, expected .* for the result and 3 checkpoints"):
         folder.require_space(1, 10**17)

@@ -1,0 +1,70 @@
+"""Ranks, or one process, that work in parts: each part succeeds on all of them, or fails on all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
+
+from roundpipe import _core
+from roundpipe.distributed.control import Control
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """Ranks that work in parts, or one process that works alone. One thread at a time; each rank does the same parts.
+
+    Args:
+        rank: this process's number.
+        size: how many there are.
+        exchange: returns the messages of all ranks, values of JSON, given this one's; unused where there is one.
+    """
+
+    def __init__(self, rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> None:
+        self.rank, self.size = rank, size
+        self._exchange = exchange
+
+    @classmethod
+    def alone(cls) -> Self:
+        """One process."""
+        return cls(0, 1, lambda mine: [mine])
+
+    @classmethod
+    def over(cls, control: Control) -> Self:
+        """Those of a control, which nothing else uses."""
+        return cls(
+            control.rank,
+            control.size,
+            lambda mine: [json.loads(each) for each in control.exchange(json.dumps(mine).encode())],
+        )
+
+    def agree(self, work: Callable[[], T]) -> list[T]:
+        """Runs `work` on every rank, and returns what it has returned on each; values of JSON if there are several.
+
+        Raises:
+            ValueError: on every rank, if the first rank that fails has raised one.
+            RoundPipeError: on every rank, if it has raised something else, or if a rank does not answer.
+        """
+        if self.size == 1:
+            return [work()]
+        error: BaseException | None = None
+        mine: dict[str, Any]
+        try:
+            mine = {"value": work()}
+        except BaseException as raised:
+            error = raised
+            text = str(raised) if str(raised).startswith("[") else f"[checkpoint] {type(raised).__name__}: {raised}"
+            mine = {"error": text, "is_callers": isinstance(raised, ValueError)}
+        try:
+            told = self._exchange(mine)
+        except Exception as lost:
+            raise lost if error is None else error from lost
+        for rank, each in enumerate(told):
+            if "error" not in each:
+                continue
+            if rank == self.rank and error is not None:
+                raise error
+            kind = ValueError if each["is_callers"] else _core.RoundPipeError
+            raise kind(f"{each['error']} (on rank {rank})") from error
+        return [each["value"] for each in told]
