@@ -15,7 +15,9 @@ from torch import nn
 import roundpipe
 from fused_reference import squared_error
 from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig
+from roundpipe.data.batches import Batches
 from roundpipe.data.collate import collate, count_label_tokens
+from roundpipe.data.node_batches import NodeBatches
 from roundpipe.distributed import description
 from roundpipe.distributed.control import Control
 from roundpipe.distributed.groups import made_beside, timeout_of
@@ -343,6 +345,31 @@ def error_of(name: str) -> str:
     except (ValueError, roundpipe.RoundPipeError) as error:
         return str(error)
     return "no error"
+
+
+def differing_batches(seeds: list[int]) -> str:
+    """The error of batches with another seed on each node."""
+    model = RoundPipe(nn.Sequential(nn.Linear(4, 4)), name="model")
+    samples = [{"input_ids": list(range(4))} for _ in range(4)]
+    batches = Batches(samples, batch_tokens=8, max_length=4, pad_token_id=0, seed=seeds[rank()])
+    try:
+        list(NodeBatches(model, batches))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def shared_batches(packed: bool, taken: int) -> tuple[list[Any], dict[str, Any]]:
+    """This node's rows of batches after the first `taken`, and the position then."""
+    model = RoundPipe(nn.Sequential(nn.Linear(4, 4)), name="model")
+    samples = [{"input_ids": list(range(1, 2 + number))} for number in range(1, 9)]
+    batches = NodeBatches(model, Batches(samples, batch_tokens=20, max_length=9, pad_token_id=0, packed=packed, seed=3))
+    iterator = iter(batches)
+    for _ in range(taken):
+        next(iterator)
+    again = NodeBatches(model, Batches(samples, batch_tokens=20, max_length=9, pad_token_id=0, packed=packed, seed=3))
+    again.load_state_dict(batches.state_dict())
+    return list(again), again.state_dict()
 
 
 # -- losses over the tokens of all nodes ------------------------------------------------------------------------------
