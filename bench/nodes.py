@@ -1,9 +1,9 @@
 """Several machines: does the exchange hide behind the devices' work, and is the simulator's step the measured one?
 
 The first table: emulated layers, which take time on virtual devices and have gradients and weights of real bytes, on 1
-to 4 nodes. Each node is a process in a network namespace of its own, whose link `tc` limits (root and iproute2 are
-needed; without them, all processes share the loopback without a limit, and only that row is measured). Beside it, the
-step that `roundpipe simulate --nodes` predicts.
+to 4 nodes. Each node is a process in a network namespace of its own, whose link `tc` limits and, with --delay-ms, makes
+late (root and iproute2 are needed; without them, all processes share the loopback without a limit, and only that row is
+measured). Beside it, the step that `roundpipe simulate --nodes` predicts.
 The second table: a real small model in a plain PyTorch loop with DistributedDataParallel over gloo, and in ours, on the
 same rows, in turns. Losses have to agree.
 """
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from support import node_network
+from support.node_network import Host
 from support.ports import free_port
 from support.report import Report, parser
 from torch import nn
@@ -37,6 +38,7 @@ from roundpipe.simulation.nodes import Network, predict_nodes
 
 LINKS = emulation.Links(gb_per_s=2.0, host_gb_per_s=0.0)
 WARM_UP = 3
+LATENCY_MS = 0.5  # of a collective between processes of one machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,13 +152,14 @@ def node(asked: dict[str, Any]) -> None:
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-def run_nodes(asked: dict[str, Any], prefixes: Sequence[Sequence[str]], interface: str) -> list[Any]:
-    """What each node printed."""
-    address = "10.99.0.1" if interface == "eth0" else "127.0.0.1"
+def run_nodes(asked: dict[str, Any], places: Sequence[Host] | None = None) -> list[Any]:
+    """What each node printed; places: None for this machine's loopback."""
+    address, interface = (places[0].address, "eth0") if places else ("127.0.0.1", "lo")
     shared = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": interface}
     running = []
-    for rank, prefix in enumerate(prefixes):
-        own = {"RANK": str(rank), "WORLD_SIZE": str(len(prefixes)), "OMP_NUM_THREADS": "1"}
+    for rank in range(asked["nodes"]):
+        own = {"RANK": str(rank), "WORLD_SIZE": str(asked["nodes"]), "OMP_NUM_THREADS": "1"}
+        prefix = places[rank].prefix if places else []
         command = [*prefix, sys.executable, __file__, "--node", json.dumps(asked)]
         running.append(subprocess.Popen(command, env=os.environ | shared | own, stdout=subprocess.PIPE, text=True))
     results = []
@@ -169,34 +172,47 @@ def run_nodes(asked: dict[str, Any], prefixes: Sequence[Sequence[str]], interfac
     return results
 
 
-@contextlib.contextmanager
-def places(nodes: int, megabits: float | None) -> Iterator[tuple[list[list[str]], str]]:
-    if megabits is None:
-        yield [[] for _ in range(nodes)], "lo"
-        return
-    with node_network.hosts(nodes, megabits) as prefixes:
-        yield prefixes, "eth0"
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """Of each node."""
+
+    megabits: float
+    delay_ms: float
+
+    def network(self) -> Network:
+        """For the simulator; the rate counts bytes of payload."""
+        return Network(self.megabits / 8e3 * 0.95, LATENCY_MS + self.delay_ms)
+
+    def __str__(self) -> str:
+        return f"{self.megabits:g} Mb/s" + (f", {self.delay_ms:g} ms late" if self.delay_ms else "")
 
 
-def compare_emulated(report: Report, setting: Setting, counts: Sequence[int], rates: Sequence[float | None]) -> None:
+def compare_emulated(report: Report, setting: Setting, counts: Sequence[int], links: Sequence[Link | None]) -> None:
     request = setting.request()
     choice = predict("roundpipe", request).choice
     if choice is None:
         raise RuntimeError("the planner found no plan")
-    alone = run_nodes({"what": "emulated", "nodes": 1, "setting": dataclasses.asdict(setting)}, [[]], "lo")[0]
+    asked = {"what": "emulated", "setting": dataclasses.asdict(setting)}
+    alone = run_nodes({**asked, "nodes": 1})[0]
     rows = [["1", "-", f"{alone:,.1f}", "-", "-", "1.00", "-"]]
-    for megabits in rates:
+    for link in links:
+        # gloo's collectives over loopback cost no network, but the cores' time.
+        network = link.network() if link else Network(0.0, LATENCY_MS)
         for nodes in counts:
-            # gloo's collectives over loopback cost no network, but the cores' time; the rate counts bytes of payload.
-            network = Network(0.0 if megabits is None else megabits / 8e3 * 0.95, 0.5)
             predicted = predict_nodes([nodes], request, choice, network, clip=False)[0]
-            with places(nodes, megabits) as (prefixes, interface):
-                asked = {"what": "emulated", "nodes": nodes, "setting": dataclasses.asdict(setting)}
-                measured = statistics.median(run_nodes(asked, prefixes, interface))
-            rate = "no limit" if megabits is None else f"{megabits:g} Mb/s"
+            hosts = node_network.hosts(nodes, link.megabits, link.delay_ms) if link else contextlib.nullcontext()
+            with hosts as places:
+                measured = statistics.median(run_nodes({**asked, "nodes": nodes}, places))
             speedup = f"{nodes * alone / measured:.2f}"
             ratio = f"{measured / predicted.step_ms:.3f}"
-            shown = [str(nodes), rate, f"{measured:,.1f}", f"{predicted.step_ms:,.1f}", ratio, speedup]
+            shown = [
+                str(nodes),
+                str(link or "no limit"),
+                f"{measured:,.1f}",
+                f"{predicted.step_ms:,.1f}",
+                ratio,
+                speedup,
+            ]
             rows.append([*shown, predicted.limited_by])
     header = ["nodes", "network of each", "step ms", "predicted ms", "measured / predicted", "x one node", "limited by"]
     report.table(header, rows)
@@ -206,7 +222,7 @@ def compare_real(report: Report, counts: Sequence[int], width: int, steps: int) 
     rows = []
     for nodes in counts:
         asked = {"what": "real", "nodes": nodes, "width": width, "rows": 64, "steps": steps}
-        taken = run_nodes(asked, [[] for _ in range(nodes)], "lo")[0]
+        taken = run_nodes(asked)[0]
         medians = {name: statistics.median(times) for name, times in taken.items()}
         ratio = medians["ddp"] / medians["roundpipe"]
         rows.append([str(nodes), f"{medians['ddp']:,.1f}", f"{medians['roundpipe']:,.1f}", f"{ratio:.2f}"])
@@ -220,11 +236,16 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--nodes", default="2,4", help="numbers of nodes")
     options.add_argument("--megabits", default="2000,400,100", help="rates of each node's network, in Mb/s")
+    late = "milliseconds by which what a node sends is late, on these networks; needs netem in the kernel"
+    options.add_argument("--delay-ms", type=float, default=0.0, help=late)
     options.add_argument("--width", type=int, default=768, help="of the real model")
     chosen: argparse.Namespace = options.parse_args()
     counts = [int(count) for count in chosen.nodes.split(",")]
     rates = [] if chosen.quick else chosen.megabits.split(",")
-    limited = [float(rate) for rate in rates] if node_network.available() else []
+    obstacle = node_network.obstacle(chosen.delay_ms) if rates else ""
+    if chosen.delay_ms and obstacle:
+        options.error(f"--delay-ms {chosen.delay_ms:g}: {obstacle}")
+    links = [] if obstacle else [Link(float(rate), chosen.delay_ms) for rate in rates]
     setting = Setting(steps=2, layers=3, forward_ms=5.0) if chosen.quick else Setting()
     report = Report("Several machines", chosen.out)
     report("## Emulated layers: the step, and what `roundpipe simulate --nodes` says")
@@ -234,7 +255,7 @@ def main() -> None:
         f"gradients, {setting.devices} devices and {setting.microbatches} microbatches on each node, asynchronous."
     )
     report("")
-    compare_emulated(report, setting, counts[:1] if chosen.quick else counts, [None, *limited])
+    compare_emulated(report, setting, counts[:1] if chosen.quick else counts, [None, *links])
     report("## A real model: DistributedDataParallel and ours, on one machine's cores")
     report("")
     compare_real(report, counts[:1], 256 if chosen.quick else chosen.width, 4 if chosen.quick else 15)
