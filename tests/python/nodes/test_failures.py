@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from node_processes import TIMEOUT_S, Node, NodeProcesses
+from node_processes import TIMEOUT_S, Node, NodeProcesses, Request
 from node_programs import Training
 from robustness import script_environment
 
@@ -22,7 +23,7 @@ def nodes() -> Iterator[NodeProcesses]:
         yield processes
 
 
-def errors_of_others(ended: list[Node], silent: int) -> list[str]:
+def errors_of_others(ended: list[Node], silent: int) -> list[Any]:
     assert ended[silent].status == -KILL
     others = [node for rank, node in enumerate(ended) if rank != silent]
     for node in others:
@@ -31,30 +32,40 @@ def errors_of_others(ended: list[Node], silent: int) -> list[str]:
 
 
 @pytest.mark.parametrize("silent", [0, pytest.param(2, marks=pytest.mark.long)])
-@pytest.mark.parametrize("how", [KILL, STOP], ids=str)
-def test_in_an_exchange(nodes: NodeProcesses, silent: int, how: signal.Signals) -> None:
-    ended = nodes.end(3, "exchange_with_a_silent_rank", silent, int(how), timeout_s=PATIENCE_S[how])
-    for first, second in errors_of_others(ended, silent):
-        assert first == second
-        assert first.startswith(f"[distributed] rank {silent} did not answer rank ")
+def test_in_an_exchange(nodes: NodeProcesses, silent: int) -> None:
+    requests = [
+        Request(3, "exchange_with_a_silent_rank", (silent, int(how)), patience) for how, patience in PATIENCE_S.items()
+    ]
+    for ended in nodes.end_together(requests):
+        for first, second in errors_of_others(ended, silent):
+            assert first == second
+            assert first.startswith(f"[distributed] rank {silent} did not answer rank ")
 
 
-@pytest.mark.parametrize("how", [KILL, pytest.param(STOP, marks=pytest.mark.long)], ids=str)
+# The silent rank, and the moment of a step.
+SHORT = [(1, ("stepped", 1))]
+FIRST, LATER = (
+    [(silent, (moment, step)) for silent in (0, 2) for moment in ("call", "step", "stepped")] for step in (0, 2)
+)
+
+
 @pytest.mark.parametrize(
-    ("silent", "at"),
+    ("how", "cases"),
     [
-        (1, ("stepped", 1)),
-        *(
-            pytest.param(silent, (moment, step), marks=pytest.mark.long)
-            for silent in (0, 2)
-            for moment in ("call", "step", "stepped")
-            for step in (0, 2)
-        ),
+        pytest.param(KILL, SHORT, id="killed"),
+        pytest.param(KILL, FIRST, id="killed in the first step", marks=pytest.mark.long),
+        pytest.param(KILL, LATER, id="killed later", marks=pytest.mark.long),
+        pytest.param(STOP, FIRST, id="stopped in the first step", marks=pytest.mark.long),
+        pytest.param(STOP, SHORT + LATER, id="stopped later", marks=pytest.mark.long),
     ],
 )
-def test_in_a_training(nodes: NodeProcesses, silent: int, at: tuple[str, int], how: signal.Signals) -> None:
+def test_in_a_training(nodes: NodeProcesses, how: signal.Signals, cases: list[tuple[int, tuple[str, int]]]) -> None:
     training = Training(3, steps=6, width=512, max_grad_norm=1.0)
-    ended = nodes.end(3, "train_with_a_silent_rank", training, silent, int(how), at, timeout_s=PATIENCE_S[how])
-    for error in errors_of_others(ended, silent):
-        assert error.startswith("[")
-        assert f"rank {silent}" in error
+    requests = [
+        Request(3, "train_with_a_silent_rank", (training, silent, int(how), at), PATIENCE_S[how])
+        for silent, at in cases
+    ]
+    for (silent, at), ended in zip(cases, nodes.end_together(requests), strict=True):
+        for error in errors_of_others(ended, silent):
+            assert error.startswith("["), at
+            assert f"rank {silent}" in error, at

@@ -3,6 +3,7 @@ process, which has imported torch."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import os
@@ -12,13 +13,30 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 60.0
+CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True)
+class Network:
+    """What connects nodes that do not share this machine's network. The first one serves the store, and each ends as a
+    program does, whatever is still out of reach.
+
+    Attributes:
+        namespaces: for each node, the file of its network namespace.
+        address: of the first node.
+        interface: of each node.
+    """
+
+    namespaces: tuple[str, ...]
+    address: str
+    interface: str
 
 
 @dataclass(frozen=True)
@@ -30,12 +48,14 @@ class Request:
         program: the name of a function of `node_programs`, or "module:function"; every node calls it.
         arguments: of the function.
         timeout_s: of the process group.
+        network: None for this machine's.
     """
 
     size: int
     program: str
     arguments: tuple[Any, ...]
-    timeout_s: float
+    timeout_s: float = TIMEOUT_S
+    network: Network | None = None
 
 
 @dataclass(frozen=True)
@@ -76,27 +96,54 @@ class NodeProcesses:
         self._process.kill()
         self._process.communicate()
 
-    def end(self, size: int, program: str, *arguments: Any, timeout_s: float = TIMEOUT_S) -> list[Node]:
-        """How each node ended. A node that stops itself is killed once the others have ended."""
+    def end(self, size: int, program: str, *arguments: Any) -> list[Node]:
+        """How each node ended."""
+        (ended,) = self.end_together([Request(size, program, arguments)])
+        return ended
+
+    def end_together(self, requests: Sequence[Request]) -> list[list[Node]]:
+        """How each node of each request ended. The groups live side by side, so that one waits while another computes.
+        A node that stops itself is killed once the others of its group have ended."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        with tempfile.TemporaryDirectory() as folder:
-            pickle.dump((folder, Request(size, program, arguments, timeout_s)), self._process.stdin)
+        with tempfile.TemporaryDirectory() as name:
+            folders = [Path(name, str(index)) for index in range(len(requests))]
+            for folder in folders:
+                folder.mkdir()
+            pickle.dump(list(zip(folders, requests, strict=True)), self._process.stdin)
             self._process.stdin.flush()
-            statuses: list[int] = pickle.load(self._process.stdout)
-            return [_node(Path(folder), rank, status) for rank, status in enumerate(statuses)]
+            ended: list[list[int]] = pickle.load(self._process.stdout)
+            return [
+                [_node(folder, rank, status) for rank, status in enumerate(statuses)]
+                for folder, statuses in zip(folders, ended, strict=True)
+            ]
 
     def results(self, size: int, program: str, *arguments: Any) -> list[Any]:
         """What the function returned on each node."""
-        nodes = self.end(size, program, *arguments)
-        for rank, node in enumerate(nodes):
-            assert node.status == 0, f"rank {rank} ended with {node.status}:\n{node.errors}"
-        return [node.result for node in nodes]
+        (results,) = self.results_together([Request(size, program, arguments)])
+        return results
+
+    def results_together(self, requests: Sequence[Request]) -> list[list[Any]]:
+        """What the function of each request returned on each node; see `end_together`."""
+        results = []
+        for request, nodes in zip(requests, self.end_together(requests), strict=True):
+            for rank, node in enumerate(nodes):
+                assert node.status == 0, f"{request}: rank {rank} ended with {node.status}:\n{node.errors}"
+            results.append([node.result for node in nodes])
+        return results
 
 
 def _node(folder: Path, rank: int, status: int) -> Node:
     result = folder / f"result-{rank}"
     errors = (folder / f"errors-{rank}").read_text()
     return Node(status, pickle.loads(result.read_bytes()) if result.exists() else None, errors)
+
+
+def move(network: Network, rank: int) -> None:
+    """Puts this process, which has a single thread, on the network of a node."""
+    with open(network.namespaces[rank]) as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns to {namespace.name}")
+    os.environ["GLOO_SOCKET_IFNAME"] = network.interface
 
 
 def live(folder: Path, rank: int, request: Request) -> int:
@@ -107,16 +154,20 @@ def live(folder: Path, rank: int, request: Request) -> int:
     os.dup2(errors, 2)
     os.dup2(errors, 1)
     torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=request.size,
-        timeout=timedelta(seconds=request.timeout_s),
-    )
-    module, _, function = request.program.rpartition(":")
-    program = getattr(importlib.import_module(module or "node_programs"), function)
     try:
+        store = f"file://{folder}/store"
+        if request.network is not None:
+            move(request.network, rank)
+            store = f"tcp://{request.network.address}:29500"
+        torch.distributed.init_process_group(
+            "gloo",
+            init_method=store,
+            rank=rank,
+            world_size=request.size,
+            timeout=timedelta(seconds=request.timeout_s),
+        )
+        module, _, function = request.program.rpartition(":")
+        program = getattr(importlib.import_module(module or "node_programs"), function)
         result = program(*request.arguments)
     except BaseException:
         traceback.print_exc()
@@ -125,25 +176,27 @@ def live(folder: Path, rank: int, request: Request) -> int:
     return 0
 
 
-def wait_for(pids: list[int]) -> list[int]:
-    """The exit statuses; nodes that have stopped are killed when all others have ended."""
+def wait_for(groups: list[list[int]]) -> list[list[int]]:
+    """The exit statuses; processes that have stopped are killed when all others of their group have ended."""
     statuses: dict[int, int] = {}
     stopped: set[int] = set()
-    while len(statuses) < len(pids):
-        if len(statuses) + len(stopped) == len(pids):
-            for pid in stopped:
-                os.kill(pid, signal.SIGKILL)
-            stopped.clear()
+    group_of = {pid: group for group in groups for pid in group}
+    while len(statuses) < len(group_of):
         pid, status = os.waitpid(-1, os.WUNTRACED)
         if os.WIFSTOPPED(status):
             stopped.add(pid)
         else:
             statuses[pid] = os.waitstatus_to_exitcode(status)
-    return [statuses[pid] for pid in pids]
+        left = [other for other in group_of[pid] if other not in statuses]
+        if stopped.issuperset(left):
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+            stopped.difference_update(left)
+    return [[statuses[pid] for pid in group] for group in groups]
 
 
 def serve() -> None:
-    """Forks the nodes of each request on stdin, and writes their exit statuses."""
+    """Forks the nodes of the requests on stdin, and writes their exit statuses."""
     import torch._dynamo  # noqa: F401 - by torch.optim, when the first optimizer is made
 
     for name in ("node_programs", *sys.argv[1:]):
@@ -151,20 +204,21 @@ def serve() -> None:
     gc.freeze()  # a fork that goes through all of them as it ends copies the memory that they are in
     while True:
         try:
-            folder, request = pickle.load(sys.stdin.buffer)
+            requests = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        pids = []
-        for rank in range(request.size):
-            pid = os.fork()
-            if pid == 0:
-                status = 1
-                try:
-                    status = live(Path(folder), rank, request)
-                finally:
-                    os._exit(status)
-            pids.append(pid)
-        pickle.dump(wait_for(pids), sys.stdout.buffer)
+        groups: list[list[int]] = []
+        for folder, request in requests:
+            groups.append([])
+            for rank in range(request.size):
+                pid = os.fork()
+                if pid == 0:
+                    status = live(folder, rank, request)
+                    if request.network is None:
+                        os._exit(status)  # at once, as all that a program does to end takes longer than most tests
+                    sys.exit(status)
+                groups[-1].append(pid)
+        pickle.dump(wait_for(groups), sys.stdout.buffer)
         sys.stdout.buffer.flush()
 
 
