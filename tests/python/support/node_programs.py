@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -156,12 +157,17 @@ def train_all(trainings: list[Training]) -> list[dict[str, Any]]:
     return [train(training) for training in trainings]
 
 
-def train_with_a_silent_rank(training: Training, silent: int, how: int, at: tuple[str, int]) -> str:
-    """The error of a training in which a rank ends or stops itself by the signal `how`, at a moment of a step."""
+def train_with_a_silent_rank(training: Training, silent: int, how: int | list[str], at: tuple[str, int]) -> str:
+    """The error of a training in which a rank falls silent at a moment of a step: it ends or stops itself by the signal
+    `how`, or cuts its network by that command."""
 
     def reached(moment: str, step: int) -> None:
-        if (rank(), moment, step) == (silent, *at):
+        if (rank(), moment, step) != (silent, *at):
+            return
+        if isinstance(how, int):
             os.kill(os.getpid(), how)
+        else:
+            subprocess.run(how, check=True)
 
     try:
         train(training, reached)
