@@ -3,19 +3,17 @@ slow network changes no bit."""
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
-from node_processes import Network, NodeProcesses, Request
+from node_processes import Network, NodeProcesses, Request, silent_ranks
 from node_programs import Training
 from reference_loops import assert_same
-from robustness import script_environment
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[3] / "bench")]
 
@@ -24,12 +22,6 @@ from support.node_network import Host, hosts, obstacle  # noqa: E402
 pytestmark = pytest.mark.long
 
 PATIENCE_S = 6.0  # of the process group: how long a rank waits for another one
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[NodeProcesses]:
-    with NodeProcesses(script_environment()) as processes:
-        yield processes
 
 
 def skip_without_hosts(delay_ms: float = 0.0) -> None:
@@ -42,14 +34,9 @@ def between(made: Sequence[Host]) -> Network:
 
 
 # The rank that is cut off, and the moment of a step: before the nodes agree on it, and while they exchange.
-CUTS = [(cut, moment) for cut in (0, 2) for moment in ("step", "stepped")]
+CUTS = [(cut, at) for cut in (0, 2) for at in (("step", 0), ("stepped", 2))]
 # A rank that can no longer ask the store, which rank 0 has, knows only that the process of the store is out of reach.
 NO_STORE = "the store of the process group does not answer"
-
-
-def names_one_of(ranks: set[int], error: str) -> bool:
-    named = re.findall(r"\branks? (\d+(?:(?:, | and )\d+)*) (?:did not answer|gives no sign of life)", error)
-    return bool(ranks & {int(rank) for each in named for rank in re.findall(r"\d+", each)})
 
 
 @pytest.mark.parametrize("how", ["unplug", "mute"])
@@ -58,17 +45,17 @@ def test_a_cut_ends_all_of_them(nodes: NodeProcesses, how: str) -> None:
     training = Training(3, steps=6, width=512, max_grad_norm=1.0)
     with ExitStack() as stack:
         requests = []
-        for cut, moment in CUTS:
+        for cut, at in CUTS:
             made = stack.enter_context(hosts(3))
-            arguments = training, cut, getattr(made[cut], how), (moment, 2)
+            arguments = training, cut, getattr(made[cut], how), at
             requests.append(Request(3, "train_with_a_silent_rank", arguments, PATIENCE_S, between(made)))
         all_ended = nodes.end_together(requests)
-    for (cut, moment), ended in zip(CUTS, all_ended, strict=True):
+    for (cut, at), ended in zip(CUTS, all_ended, strict=True):
         for rank, node in enumerate(ended):
-            where = f"rank {rank}, after a cut of rank {cut} at {moment!r}: {node.result}"
+            where = f"rank {rank}, after a cut of rank {cut} at {at}: {node.result}"
             assert node.status == 0, f"{where}\n{node.errors}"
             missing = {0, 1, 2} - {cut} if rank == cut else {cut}
-            assert names_one_of(missing, node.result) or (moment == "stepped" and NO_STORE in node.result), where
+            assert missing & silent_ranks(node.result) or (at != ("step", 0) and NO_STORE in node.result), where
 
 
 BF16, FP16 = torch.bfloat16, torch.float16

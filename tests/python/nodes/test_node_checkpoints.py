@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 import roundpipe
 from node_checkpoint_programs import Kind
 from node_processes import NodeProcesses
-from robustness import script_environment
 from roundpipe.runs.show import problems_of
 
 KINDS = {
@@ -28,18 +27,16 @@ SHORT = "bf16"
 PROGRAMS = "node_checkpoint_programs"
 
 
-def kinds() -> list[Any]:
-    return [name if name == SHORT else pytest.param(name, marks=pytest.mark.long) for name in KINDS]
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[NodeProcesses]:
-    with NodeProcesses(script_environment()) as processes:
-        yield processes
-
-
 def run(nodes: NodeProcesses, size: int, program: str, *arguments: Any) -> list[Any]:
     return nodes.results(size, f"{PROGRAMS}:{program}", *arguments)
+
+
+def run_each(
+    nodes: NodeProcesses, size: int, program: str, names: Sequence[str], folder: Path, *more: Any
+) -> dict[str, list[Any]]:
+    """What each node returned, for each kind, whose trainings the same nodes make one after the other."""
+    each = [(KINDS[name], str(folder / name), *more) for name in names]
+    return dict(zip(names, zip(*run(nodes, size, "each_of", program, each), strict=True), strict=True))
 
 
 def joined(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -61,35 +58,47 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
         assert torch.equal(value.nan_to_num(), theirs[name].nan_to_num()), f"{where}: {name}"
 
 
-def assert_same_nodes(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> None:
-    assert_same(joined(ours), joined(theirs))
+def assert_same_nodes(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], where: str = "") -> None:
+    assert_same(joined(ours), joined(theirs), where)
     for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert_same(mine["own"], other["own"], f"rank {rank}")
+        assert_same(mine["own"], other["own"], f"{where}: rank {rank}")
 
 
-@pytest.mark.parametrize("name", kinds())
-def test_any_number_of_nodes_has_the_same_bits(name: str, nodes: NodeProcesses, tmp_path: Path) -> None:
-    kind = KINDS[name]
-    said = run(nodes, 3, "train_and_save", kind, str(tmp_path), 2, 2)
-    at_save, end = [each[0] for each in said], [each[1] for each in said]
-    assert [problems for _, problems in problems_of(tmp_path, print)] == [[]]
-    assert_same_nodes(run(nodes, 3, "load_and_train", kind, str(tmp_path), 2), end)
+def assert_own_values(loaded: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], where: str) -> None:
+    """Fewer nodes than have saved have what those of their ranks had; of more, each draws numbers of its own."""
+    found = [node["own"] for node in loaded]
+    if len(loaded) < len(saved):
+        assert [own["drawn"].tolist() for own in found] == [own["drawn"].tolist() for own in saved[: len(found)]], where
+        assert [int(own["seed"]) for own in found] == [100 + rank for rank in range(len(found))], where
+    else:
+        assert len({tuple(own["drawn"].tolist()) for own in found}) == len(found), where
+        assert len({int(own["seed"]) for own in found}) == len(found), where
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([SHORT], id=SHORT),
+        pytest.param([name for name in KINDS if name != SHORT], id="other kinds", marks=pytest.mark.long),
+    ],
+)
+def test_any_number_of_nodes_has_the_same_bits(names: list[str], nodes: NodeProcesses, tmp_path: Path) -> None:
+    saved = run_each(nodes, 3, "train_and_save", names, tmp_path, 2, 2)
+    at_save = {name: [state for state, _ in said] for name, said in saved.items()}
+    resumed = run_each(nodes, 3, "load_and_train", names, tmp_path, 2)
+    for name, said in saved.items():
+        assert [problems for _, problems in problems_of(tmp_path / name, print)] == [[]], name
+        assert_same_nodes(resumed[name], [end for _, end in said], name)
     for size in (1, 2, 4):
-        loaded = run(nodes, size, "load_and_train", kind, str(tmp_path), 0, False)
-        assert_same(joined(loaded), joined(at_save), f"on {size}")
-        there = [node["own"] for node in loaded[:3]]
-        if size < 3:
-            assert [own["drawn"].tolist() for own in there] == [own["own"]["drawn"].tolist() for own in at_save[:size]]
-            assert [int(own["seed"]) for own in there] == [100 + rank for rank in range(size)]
-        else:
-            assert len({tuple(node["own"]["drawn"].tolist()) for node in loaded}) == size
-            assert len({int(node["own"]["seed"]) for node in loaded}) == size
+        for name, loaded in run_each(nodes, size, "load_and_train", names, tmp_path, 0, False).items():
+            assert_same(joined(loaded), joined(at_save[name]), f"{name} on {size}")
+            assert_own_values(loaded, [own["own"] for own in at_save[name]], name)
     one = tmp_path / "one"
-    at_save, end = run(nodes, 1, "train_and_save", kind, str(one), 2, 1)[0]
-    loaded = run(nodes, 2, "load_and_train", kind, str(one), 0, False)
-    assert_same(joined(loaded), joined([at_save]))
-    assert_same(loaded[0]["own"], at_save["own"])
-    assert loaded[1]["own"]["drawn"].tolist() != at_save["own"]["drawn"].tolist()
+    alone = {name: said[0][0] for name, said in run_each(nodes, 1, "train_and_save", names, one, 2, 1).items()}
+    for name, loaded in run_each(nodes, 2, "load_and_train", names, one, 0, False).items():
+        assert_same(joined(loaded), joined([alone[name]]), name)
+        assert_same(loaded[0]["own"], alone[name]["own"], name)
+        assert loaded[1]["own"]["drawn"].tolist() != alone[name]["own"]["drawn"].tolist(), name
 
 
 def test_within_a_step(nodes: NodeProcesses, tmp_path: Path) -> None:
@@ -104,9 +113,10 @@ def test_within_a_step(nodes: NodeProcesses, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_gradients_keep_the_kind_of_their_loss(nodes: NodeProcesses, tmp_path: Path) -> None:
-    expected = run(nodes, 2, "step_of_saved_gradients", str(tmp_path), False)
-    for ours, theirs in zip(run(nodes, 2, "step_of_saved_gradients", str(tmp_path), True), expected, strict=True):
+def test_gradients_keep_the_kind_of_their_loss(language_nodes: NodeProcesses, tmp_path: Path) -> None:
+    expected = run(language_nodes, 2, "step_of_saved_gradients", str(tmp_path), False)
+    loaded = run(language_nodes, 2, "step_of_saved_gradients", str(tmp_path), True)
+    for ours, theirs in zip(loaded, expected, strict=True):
         assert_same(ours, theirs)
 
 

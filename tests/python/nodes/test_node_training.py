@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,13 +15,6 @@ from fused_reference import PlainTraining, fused_adamw
 from node_processes import NodeProcesses
 from node_programs import RATES, Training
 from reference_loops import assert_same
-from robustness import script_environment
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[NodeProcesses]:
-    with NodeProcesses(script_environment()) as processes:
-        yield processes
 
 
 def adamw(masters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -108,11 +100,11 @@ def test_a_group_of_one_rank_is_one_machine(nodes: NodeProcesses) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_state_is_divided(nodes: NodeProcesses, size: int) -> None:
     """14 bytes a parameter become 4 + 10 / nodes, in what the optimizer tells and in the process."""
-    for parameters, told, grown in nodes.results(size, "held_bytes", 4096, 4):
+    for parameters, told, grown in nodes.results(size, "held_bytes", 2048, 12):
         expected = parameters * (4 + 10 / size)
         assert told == pytest.approx(expected, rel=0.03)
         # Beside it: what is in flight on the device, and two blocks of the exchange.
-        assert grown <= 1.03 * expected + 200e6
+        assert grown <= 1.03 * expected + 280e6
 
 
 @pytest.mark.long
@@ -125,7 +117,14 @@ def test_every_combination(nodes: NodeProcesses, size: int) -> None:
         nodes,
         [
             Training(
-                size, dtype=dtype, devices=devices, is_async=is_async, frozen=frozen, tied=tied, max_grad_norm=clip
+                size,
+                dtype=dtype,
+                devices=devices,
+                is_async=is_async,
+                steps=2,
+                frozen=frozen,
+                tied=tied,
+                max_grad_norm=clip,
             )
             for dtype, devices, is_async, frozen, tied, clip in choices
         ],

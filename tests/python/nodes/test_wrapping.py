@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,12 +31,6 @@ os.write(1, f"weights {weights.hex()}\\n".encode())  # at once, as both ranks wr
 """
 
 
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[NodeProcesses]:
-    with NodeProcesses(script_environment()) as processes:
-        yield processes
-
-
 def test_a_group_of_some_ranks(nodes: NodeProcesses) -> None:
     assert nodes.results(3, "members_of_a_group") == [(0, 2), None, (1, 2)]
 
@@ -49,8 +42,8 @@ def test_a_model_whose_root_runs_on_the_host(nodes: NodeProcesses) -> None:
 
 
 @pytest.mark.long
-def test_adapters_that_are_added_after_wrapping(nodes: NodeProcesses) -> None:
-    first, second = nodes.results(2, "adapters_added_late", ["q_proj"])
+def test_adapters_that_are_added_after_wrapping(language_nodes: NodeProcesses) -> None:
+    first, second = language_nodes.results(2, "adapters_added_late", ["q_proj"])
     assert first
     for name, value in first.items():
         assert_same(second[name], value, name)

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from node_processes import NodeProcesses
-from robustness import script_environment
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[NodeProcesses]:
-    with NodeProcesses(script_environment()) as processes:
-        yield processes
 
 
 def test_messages_of_any_length_arrive_in_order(nodes: NodeProcesses) -> None:

@@ -147,6 +147,11 @@ def load_and_train(kind: Kind, folder: str, steps: int, strict: bool = True) -> 
     return training.state()
 
 
+def each_of(program: str, all_arguments: list[tuple[Any, ...]]) -> list[Any]:
+    """What a function of this module returns for each of them."""
+    return [globals()[program](*arguments) for arguments in all_arguments]
+
+
 def save_within_a_step(kind: Kind, folder: str) -> dict[str, Any]:
     """Saves between two calls of a step, and goes on."""
     training = Training(kind)

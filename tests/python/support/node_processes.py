@@ -8,6 +8,7 @@ import gc
 import importlib
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -74,7 +75,7 @@ class Node:
 
 
 class NodeProcesses:
-    """Runs functions on several nodes. Use as a context manager.
+    """Runs functions on several nodes. Use as a context manager; the process that forks them starts when it is needed.
 
     Args:
         environment: of the processes.
@@ -82,19 +83,34 @@ class NodeProcesses:
     """
 
     def __init__(self, environment: Mapping[str, str], preload: tuple[str, ...] = ()) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, *preload],
-            env=dict(environment),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        self._command = [sys.executable, __file__, *preload]
+        self._environment = dict(environment)
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> NodeProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _ask(self, question: Any) -> Any:
+        if self._process is None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self._process = subprocess.Popen(self._command, env=self._environment, **pipes)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            pickle.dump(question, self._process.stdin)
+            self._process.stdin.flush()
+            return pickle.load(self._process.stdout)
+        except BaseException:  # of a time limit, for example: the answer may still come, but not to the next question
+            self._stop()
+            raise
 
     def end(self, size: int, program: str, *arguments: Any) -> list[Node]:
         """How each node ended."""
@@ -104,14 +120,11 @@ class NodeProcesses:
     def end_together(self, requests: Sequence[Request]) -> list[list[Node]]:
         """How each node of each request ended. The groups live side by side, so that one waits while another computes.
         A node that stops itself is killed once the others of its group have ended."""
-        assert self._process.stdin is not None and self._process.stdout is not None
         with tempfile.TemporaryDirectory() as name:
             folders = [Path(name, str(index)) for index in range(len(requests))]
             for folder in folders:
                 folder.mkdir()
-            pickle.dump(list(zip(folders, requests, strict=True)), self._process.stdin)
-            self._process.stdin.flush()
-            ended: list[list[int]] = pickle.load(self._process.stdout)
+            ended: list[list[int]] = self._ask(list(zip(folders, requests, strict=True)))
             return [
                 [_node(folder, rank, status) for rank, status in enumerate(statuses)]
                 for folder, statuses in zip(folders, ended, strict=True)
@@ -130,6 +143,13 @@ class NodeProcesses:
                 assert node.status == 0, f"{request}: rank {rank} ended with {node.status}:\n{node.errors}"
             results.append([node.result for node in nodes])
         return results
+
+
+def silent_ranks(error: str) -> set[int]:
+    """The ranks that an error says are missing. Who looks late also misses those that have ended with an error
+    of their own."""
+    named = re.findall(r"\branks? (\d+(?:(?:, | and )\d+)*) (?:did not answer|gives no sign of life)", error)
+    return {int(rank) for each in named for rank in re.findall(r"\d+", each)}
 
 
 def _node(folder: Path, rank: int, status: int) -> Node:
