@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 import torch
 
 from roundpipe import _core
+
+# How many groups were made beside each one: the same number on all of its ranks, since making them is collective.
+_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def chosen_group(process_group: Any) -> Any:
@@ -75,14 +79,35 @@ def made_beside(group: Any, backend: str, timeout: timedelta) -> Any:
     try:
         if group is torch.distributed.group.WORLD:
             return torch.distributed.new_group(backend=backend, timeout=timeout)
-        ranks = torch.distributed.get_process_group_ranks(group)
-        return torch.distributed.new_group(ranks, timeout, backend, use_local_synchronization=True)
+        return _made_by_its_ranks(group, backend, timeout)
     except RuntimeError as error:
         raise _core.RoundPipeError(
             f"[distributed] a group of {backend} over {group.size()} ranks could not be made within "
             f"{timeout.total_seconds():g} s ({str(error).splitlines()[0]}); every rank has to wrap the same models in "
             "the same order; look at the other ranks' output"
         ) from error
+
+
+def _made_by_its_ranks(group: Any, backend: str, timeout: timedelta) -> Any:
+    """Makes a group of the ranks of `group`, in their order. Collective on these ranks alone.
+
+    torch's `new_group(use_local_synchronization=True)` names it after the number of groups of each process, so that
+    ranks that are in unlike numbers of groups wait for each other under unlike names.
+    """
+    torchs: Any = torch.distributed.distributed_c10d
+    ranks = torch.distributed.get_process_group_ranks(group)
+    _made[group] = number = _made.get(group, 0) + 1
+    made, _ = torchs._new_process_group_helper(
+        group.size(),
+        group.rank(),
+        ranks,
+        torch.distributed.Backend(backend),
+        torchs._get_default_store(),
+        f"{torchs._get_process_group_name(group)}/roundpipe/{number}",
+        timeout=timeout,
+    )
+    torchs._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
+    return made
 
 
 def try_collectives(group: Any, backend: str) -> None:

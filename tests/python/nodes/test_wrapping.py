@@ -35,6 +35,10 @@ def test_a_group_of_some_ranks(nodes: NodeProcesses) -> None:
     assert nodes.results(3, "members_of_a_group") == [(0, 2), None, (1, 2)]
 
 
+def test_groups_that_overlap(nodes: NodeProcesses) -> None:
+    assert nodes.results(3, "members_of_overlapping_groups") == [[(0, 2)], [(1, 2), (0, 2)], [(1, 2)]]
+
+
 def test_a_model_whose_root_runs_on_the_host(nodes: NodeProcesses) -> None:
     first, second = nodes.results(2, "wrapped_part_by_part")
     for name, value in first.items():

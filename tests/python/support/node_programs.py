@@ -503,6 +503,22 @@ def members_of_a_group() -> tuple[int, int] | None:
     return None if found is None else (found.rank, found.size)
 
 
+def members_of_overlapping_groups() -> list[tuple[int, int]]:
+    """The node's rank and how many there are, for models of ranks 0 and 1, and then of ranks 1 and 2."""
+    roundpipe.devices("virtual:1")
+    found = []
+    for ranks in ([0, 1], [1, 2]):
+        group = torch.distributed.new_group(ranks)
+        if rank() in ranks:
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            pipe = RoundPipe(model, process_group=group)
+            _one_step(pipe, model)
+            nodes = roundpipe.distributed.nodes_of(pipe)
+            assert nodes is not None
+            found.append((nodes.rank, nodes.size))
+    return found
+
+
 class OnTheHost(nn.Module):
     """A model whose root, with a parameter of its own, runs on the host."""
 
