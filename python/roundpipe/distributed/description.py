@@ -54,5 +54,9 @@ def _value(value: Any) -> str:
 
 def _shape(tensor: Tensor) -> str:
     size = "x".join(map(str, tensor.shape)) or "one"
-    frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
-    return f"{size} {str(tensor.dtype).removeprefix('torch.')}{frozen}"
+    told = f"{size} {str(tensor.dtype).removeprefix('torch.')}"
+    if not isinstance(tensor, nn.Parameter):
+        return told
+    if not tensor.is_contiguous():  # the nodes' shards are counted in the order of memory
+        told += f", strides {'x'.join(map(str, tensor.stride()))}"
+    return told if tensor.requires_grad else f"{told}, frozen"

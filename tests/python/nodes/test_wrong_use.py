@@ -39,6 +39,10 @@ IN_MODEL = "[distributed] the ranks differ in model 1 (Sequential): "
             f"float32, rank 1 has 4 float32, frozen{SAME}",
         ),
         ("tied", f"{IN_MODEL}1.weight: rank 0 has 4x4 float32, rank 1 has the values of 0.weight{SAME}"),
+        (
+            "strides",
+            f"{IN_MODEL}1.weight: rank 0 has 4x4 float32, rank 1 has 4x4 float32, strides 1x4{SAME}",
+        ),
         ("version", f"{IN_MODEL}the version of roundpipe: rank 0 has "),
         (
             "order",

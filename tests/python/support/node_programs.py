@@ -223,6 +223,13 @@ def _tied() -> None:
     RoundPipe(model)
 
 
+def _other_strides() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if rank():
+        model[1].weight.data = model[1].weight.data.t().contiguous().t()
+    RoundPipe(model)
+
+
 def _other_version() -> None:
     if rank():
         description.package_version = lambda: "0.0.7"
@@ -321,6 +328,7 @@ WRONG = {
     "dtypes": lambda: _pipe(dtype=(torch.float32, torch.bfloat16)[rank()]),
     "frozen": _frozen,
     "tied": _tied,
+    "strides": _other_strides,
     "version": _other_version,
     "order": _models_in_another_order,
     "number": _another_number_of_models,
