@@ -6,9 +6,11 @@ labels of all nodes: before each call, the nodes tell each other how many labels
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
+
+import torch
 
 from roundpipe import _core
 from roundpipe.distributed.description import of_options
@@ -50,6 +52,13 @@ class LossCounts:
             ValueError: an earlier call since the last step used the model's own.
         """
         self._use(self.users)
+
+    def note_backward_of(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Notes, when a loss of these outputs goes backward, that it is the user's; that raises what `note_users_loss`
+        does."""
+        for node in {output.grad_fn for output in outputs}:
+            if node is not None:
+                node.register_prehook(lambda gradients: self.note_users_loss())
 
     def note_sum(self) -> None:
         """Notes a call whose loss is the model's own, a sum that is divided by nothing.

@@ -298,6 +298,8 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
             for _, structure in parts:
                 structure.check_open("forward")
             print_times(self._pipeline)
+            if self._joint is not None:
+                self._joint.counts.note_backward_of(tensor for tensors, _ in parts for tensor in tensors)
             return merged(parts, request.config)
 
     def forward_backward(

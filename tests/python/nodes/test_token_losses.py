@@ -62,15 +62,21 @@ KINDS = "; expected one kind, as a user's loss is averaged over the nodes and th
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "both on a rank",
-            "[distributed] this call uses a loss of the user and an earlier one since the last step the model's own "
-            "loss, expected one kind: ",
+        *(
+            (
+                f"both{ways} on a rank",
+                "[distributed] this call uses a loss of the user and an earlier one since the last step the model's "
+                "own loss, expected one kind: ",
+            )
+            for ways in ("", " ways")
         ),
-        (
-            "both on two ranks",
-            "[distributed] the ranks use losses of several kinds in one step: rank 0 has the model's own loss, rank 1 "
-            f"has a loss of the user{KINDS}",
+        *(
+            (
+                f"both{ways} on two ranks",
+                "[distributed] the ranks use losses of several kinds in one step: rank 0 has the model's own loss, "
+                f"rank 1 has a loss of the user{KINDS}",
+            )
+            for ways in ("", " ways")
         ),
         (
             "items on a rank",

@@ -447,6 +447,19 @@ def _both_on_two_ranks(pipe: Any) -> None:
     (_own_loss, _users_loss)[rank()](pipe)
 
 
+def _backward(pipe: Any) -> None:
+    pipe(**SHORT.batches(rank())[0]).loss.backward()
+
+
+def _both_ways_on_a_rank(pipe: Any) -> None:
+    _own_loss(pipe)
+    _backward(pipe)
+
+
+def _both_ways_on_two_ranks(pipe: Any) -> None:
+    (_own_loss, _backward)[rank()](pipe)
+
+
 def _items_on_a_rank(pipe: Any) -> None:
     _own_loss(pipe, **({"num_items_in_batch": 4} if rank() else {}))
 
@@ -464,6 +477,8 @@ SHORT = Tokens((((5,),), ((7,),)))
 WRONG_LOSSES = {
     "both on a rank": _both_on_a_rank,
     "both on two ranks": _both_on_two_ranks,
+    "both ways on a rank": _both_ways_on_a_rank,
+    "both ways on two ranks": _both_ways_on_two_ranks,
     "items on a rank": _items_on_a_rank,
     "items of all ranks": _items_of_all_ranks,
     "failed call": _failed_call,
