@@ -43,6 +43,13 @@ def of_optimizer(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn
     return told
 
 
+def of_late_frozen(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
+    """What an optimizer trains and no longer requires grad; nothing if all of it does."""
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    frozen = [name for name, parameter in named if not parameter.requires_grad and id(parameter) in trained]
+    return {"frozen since the optimizer was made": ", ".join(frozen)} if frozen else {}
+
+
 def of_options(whose: str, options: Mapping[str, Any]) -> dict[str, str]:
     """The hyperparameters of a group."""
     return {f"{name}{whose}": _value(value) for name, value in options.items() if name != "params"}

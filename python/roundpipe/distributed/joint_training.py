@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from roundpipe import _core
-from roundpipe.distributed.description import of_model, of_optimizer
+from roundpipe.distributed.description import of_late_frozen, of_model, of_optimizer
 from roundpipe.distributed.loss_counts import LossCounts
 from roundpipe.distributed.nodes import Nodes
-from roundpipe.distributed.values import SharedValues
+from roundpipe.distributed.values import SharedValues, checksum
 
 _WRAPS, _MAKES_OPTIMIZER = "wraps", "makes an optimizer for"
 
@@ -42,6 +42,7 @@ class JointTraining:
         self.nodes = nodes
         self.counts = LossCounts(nodes)
         self._values = SharedValues(nodes)
+        self._named: list[tuple[str, nn.Parameter]] = []  # every name of every parameter, once there is an optimizer
         self._values.share(_WRAPS, named)
         self._statistics = [
             (name, part)
@@ -70,10 +71,16 @@ class JointTraining:
         told |= {name: repr(value) for name, value in options.items()}
         self.nodes.agree(_MAKES_OPTIMIZER, told, "the same parameters and optimizer on every rank")
         self._values.share(_MAKES_OPTIMIZER, named)
+        self._named = named
         return self.nodes.for_optimizer()
 
-    def step(self, options: Mapping[str, Any], groups: Iterable[dict[str, Any]]) -> float:
+    def step(self, options: Mapping[str, Any], optimizer: torch.optim.Optimizer, shows_weights: bool) -> float:
         """See `LossCounts.step`. Collective.
+
+        Args:
+            options: of the step, by name.
+            optimizer: that was made for the models.
+            shows_weights: whether the models' parameters show the weights that the step starts from.
 
         Raises:
             ValueError: the nodes differ, or a layer keeps statistics of its own node's rows alone.
@@ -86,7 +93,12 @@ class JointTraining:
                     "overwrites them with those of rank 0); put it in eval mode, give it track_running_stats=False, or "
                     "use another norm"
                 )
-        return self.counts.step({name: repr(value) for name, value in options.items()}, list(groups))
+        told = {name: repr(value) for name, value in options.items()} | of_late_frozen(optimizer, self._named)
+        written = self._values.written(self._named) if shows_weights else {}
+        told |= {f"what was written to {name}": f"{checksum(tensor):08x}" for name, tensor in written.items()}
+        factor = self.counts.step(told, optimizer.param_groups)
+        self._values.note_alike(written.values())
+        return factor
 
     def refuse(self, what: str) -> NoReturn:
         """Raises ValueError: the weights of `what` would not stay the same on all nodes."""

@@ -35,11 +35,11 @@ class SharedValues:
             RoundPipeError: another rank does not answer.
         """
         tensors = list({id(tensor): (name, tensor) for name, tensor in named}.values())
-        changed = [i for i, (_, tensor) in enumerate(tensors) if self._versions.get(id(tensor)) != tensor._version]
+        changed = [i for i, (_, tensor) in enumerate(tensors) if self._is_new(tensor)]
         anywhere = sorted({i for each in self._nodes.gather(kind, {"changed": changed}) for i in each["changed"]})
         if not anywhere:
             return
-        checksums = [_checksum(tensors[i][1]) for i in anywhere]
+        checksums = [checksum(tensors[i][1]) for i in anywhere]
         mapped = [_core.is_mapped(tensors[i][1]) for i in anywhere]
         told = self._nodes.gather(kind, {"checksums": checksums, "mapped": mapped})
         for place, i in enumerate(anywhere):
@@ -47,6 +47,18 @@ class SharedValues:
                 name, tensor = tensors[i]
                 self._send(name, tensor, any(each["mapped"][place] for each in told))
         self._versions = {id(tensor): tensor._version for _, tensor in tensors}
+
+    def written(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """The tensors that were written to since the ranks had the same values, by name."""
+        changed = {id(tensor): (name, tensor) for name, tensor in named if self._is_new(tensor)}
+        return dict(changed.values())
+
+    def note_alike(self, tensors: Iterable[Tensor]) -> None:
+        """Notes that all ranks have written the same values to them."""
+        self._versions |= {id(tensor): tensor._version for tensor in tensors}
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        return self._versions.get(id(tensor)) != tensor._version
 
     def _send(self, name: str, tensor: Tensor, is_mapped: bool) -> None:
         if is_mapped:
@@ -70,12 +82,12 @@ class SharedValues:
         torch.autograd.graph.increment_version(tensor)
 
 
-def _checksum(tensor: Tensor) -> int:
+def checksum(tensor: Tensor) -> int:
     """CRC-32C of its bytes."""
-    checksum = 0
+    found = 0
     for piece in _pieces(tensor):
-        checksum = _core.crc32c(piece.numpy().tobytes(), checksum)
-    return checksum
+        found = _core.crc32c(piece.numpy().tobytes(), found)
+    return found
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:

@@ -122,7 +122,7 @@ class FusedSteps(StepGroup):
         factor = 1.0
         if self.joint is not None:
             options = {"is_async": is_async, "max_grad_norm": max_grad_norm, "the loss scale": loss_scale}
-            factor = self.joint.step(options, optimizer.param_groups)
+            factor = self.joint.step(options, optimizer, shows_weights=not self._hides_weights)
         with uninterrupted():
             run = core.step(groups, is_async, max_grad_norm or 0.0, loss_scale, gradient_factor=factor)
             self._hides_weights = True

@@ -74,6 +74,11 @@ def test_refused_when_wrapped(nodes: NodeProcesses, name: str, message: str) -> 
         ("kind", f"{IN_MODEL}the optimizer: rank 0 has AdamW, rank 1 has Adam"),
         ("moments", f"{IN_MODEL}moments: rank 0 has 'float32', rank 1 has '8bit'{ALIKE}"),
         ("late lr", f"{IN_MODEL}lr of group 0: rank 0 has 0.1, rank 1 has 0.2{STEP}"),
+        (
+            "frozen late",
+            f"{IN_MODEL}frozen since the optimizer was made: rank 0 has none, rank 1 has 1.weight, 1.bias{STEP}",
+        ),
+        ("written late", f"{IN_MODEL}what was written to 1.weight: rank 0 has none, rank 1 has "),
         ("is_async", f"{IN_MODEL}is_async: rank 0 has True, rank 1 has False{STEP}"),
         ("max_grad_norm", f"{IN_MODEL}max_grad_norm: rank 0 has None, rank 1 has 1.0{STEP}"),
         (

@@ -248,6 +248,20 @@ def _stepped(**options: Any) -> None:
     pipe.step(optimizer, **mine)
 
 
+def _changed_late(change: Callable[[nn.Module], None]) -> None:
+    """Two steps: before the first, both ranks change their models alike, and before the second, one rank alone."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = RoundPipe(model)
+    optimizer = roundpipe.optim.SGD(pipe, lr=0.1)
+    for ranks in ((0, 1), (1,)):
+        pipe.synchronize()
+        if rank() in ranks:
+            change(model)
+        pipe.forward_backward((torch.ones(2, 4),), loss_fn=lambda outputs, _: outputs.square().mean())
+        pipe.step(optimizer)
+        model.requires_grad_(True)
+
+
 def _models_in_another_order() -> None:
     for name in ("first", "second")[:: -1 if rank() else 1]:
         _pipe(name=name)
@@ -346,6 +360,8 @@ WRONG = {
     "late lr": lambda: _stepped(late_lr=(0.1, 0.2)),
     "kind": lambda: _stepped(kind=(roundpipe.optim.AdamW, roundpipe.optim.Adam)),
     "moments": lambda: _stepped(moments=("float32", "8bit")),
+    "frozen late": lambda: _changed_late(lambda model: model[1].requires_grad_(False)),
+    "written late": lambda: _changed_late(lambda model: nn.init.ones_(model[1].weight)),
     "is_async": lambda: _stepped(is_async=(True, False)),
     "max_grad_norm": lambda: _stepped(max_grad_norm=(None, 1.0)),
 }
