@@ -43,6 +43,7 @@ def chosen_group(process_group: Any) -> Any:
             f"[distributed] process_group is a {type(process_group).__name__}, expected a group of torch.distributed, "
             "None for the default group, or False to train alone"
         )
+    check_in_use(process_group)
     return process_group if process_group.size() > 1 else None
 
 
@@ -59,6 +60,15 @@ def timeout_of(group: Any) -> timedelta:
     return default
 
 
+def check_in_use(group: Any) -> None:
+    """Raises ValueError if the group was destroyed."""
+    if group not in torch.distributed.distributed_c10d._world.pg_map:
+        raise ValueError(
+            "[distributed] the process group was destroyed, expected one that is in use; wrap the model again after "
+            "init_process_group(), or give another group"
+        )
+
+
 def backend_for_tensors_on_the_host(group: Any) -> str:
     """The name of the group's backend for CPU tensors; gloo if it has none, as a group of nccl."""
     known: Mapping[str, str] = torch.distributed.distributed_c10d.BackendConfig(
@@ -72,8 +82,10 @@ def made_beside(group: Any, backend: str, timeout: timedelta) -> Any:
     """Makes a new group of the same ranks. Collective.
 
     Raises:
+        ValueError: the group was destroyed.
         RoundPipeError: a rank did not join in.
     """
+    check_in_use(group)
     if backend == "gloo" and not torch.distributed.is_gloo_available():
         raise ValueError("[distributed] this torch was built without gloo, expected one that has it; install another")
     try:

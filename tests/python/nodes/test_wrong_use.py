@@ -58,6 +58,7 @@ IN_MODEL = "[distributed] the ranks differ in model 1 (Sequential): "
         ("step function", "[distributed] a step function would use the gradients of this node alone"),
         ("optim_parameters", "[distributed] an optimizer over optim_parameters() would use the gradients of this node"),
         ("wrong group", "[distributed] process_group is a str, expected a group of torch.distributed, None for the"),
+        ("destroyed group", "[distributed] the process group was destroyed, expected one that is in use; "),
         ("mapped file", "[distributed] the ranks differ in the values of 0.weight, which lies in a mapped file "),
         ("lame backend", "[distributed] the backend lame cannot exchange tensors on the host ("),
     ],

@@ -314,6 +314,14 @@ def _foreign_group() -> None:
     raise ValueError("rank 0 is in it")
 
 
+def _destroyed_group() -> None:
+    pipe = _pipe()
+    roundpipe.optim.SGD(pipe, lr=0.1)
+    group = torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+    _pipe(process_group=group)
+
+
 def _other_mapped_file() -> None:
     with tempfile.NamedTemporaryFile() as file:
         file.write(torch.full((16,), float(rank())).numpy().tobytes())
@@ -354,6 +362,7 @@ WRONG = {
     "batch norm": _batch_norm,
     "wrong group": _wrong_group,
     "foreign group": _foreign_group,
+    "destroyed group": _destroyed_group,
     "mapped file": _other_mapped_file,
     "lame backend": _lame_backend,
     "lr": lambda: _stepped(lr=(0.1, 0.2)),
