@@ -30,7 +30,8 @@ void bind_model_optimizer(py::module_& module) {
            }),
            py::arg("gradients"), py::arg("weights"), py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("rank", &cluster::Nodes::rank)
-      .def_property_readonly("size", &cluster::Nodes::size);
+      .def_property_readonly("size", &cluster::Nodes::size)
+      .def_static("drain_all", &cluster::Channel::drain_all, py::call_guard<py::gil_scoped_release>());
 
   ValueClass<ModelOptimizer::HostBytes>(module, "HostBytes")
       .attribute("parameters", &ModelOptimizer::HostBytes::parameters)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from roundpipe import _core
 from roundpipe.distributed.control import Control
@@ -19,9 +19,27 @@ from roundpipe.distributed.groups import (
     timeout_of,
     try_collectives,
 )
+from roundpipe.distributed.reused import Reused
 
-# One for each process group: what a rank does with one model is seen by a rank that does something with another.
-_controls: weakref.WeakKeyDictionary[Any, Control] = weakref.WeakKeyDictionary()
+T = TypeVar("T")
+
+
+class _Shared:
+    """What the models of one process group share. Keeps no reference to it, so that it can end.
+
+    Attributes:
+        control: what a rank does with one model is seen by a rank that does something with another.
+        pairs: of groups, for gradients and weights.
+        controls: for threads of their own.
+    """
+
+    def __init__(self, control: Control) -> None:
+        self.control = control
+        self.pairs: Reused[tuple[Any, Any]] = Reused()
+        self.controls: Reused[Control] = Reused()
+
+
+_shared: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()
 
 
 class Nodes:
@@ -35,14 +53,15 @@ class Nodes:
         model: which model it is, in messages.
     """
 
-    def __init__(self, control: Control, process_group: Any, model: str) -> None:
-        self._control = control
+    def __init__(self, shared: _Shared, process_group: Any, model: str) -> None:
+        self._shared = shared
+        self._control = control = shared.control
         self._process_group = process_group
         self._timeout = timeout_of(process_group)
         self.rank, self.size = control.rank, control.size
         control.models += 1
         self.model = f"model {control.models} ({model})"
-        self._groups: list[Any] = []  # for gradients and weights, until an optimizer takes them
+        self._groups: tuple[Any, Any] | None = None  # for gradients and weights
 
     @staticmethod
     def of(process_group: Any, model: str) -> Nodes | None:
@@ -55,11 +74,10 @@ class Nodes:
         group = chosen_group(process_group)
         if group is None:
             return None
-        control = _controls.get(group)
-        if control is None:
+        if group not in _shared:
             timeout = timeout_of(group)
-            control = _controls[group] = Control(made_beside(group, "gloo", timeout), timeout)
-        return Nodes(control, group, model)
+            _shared[group] = _Shared(Control(made_beside(group, "gloo", timeout), timeout))
+        return Nodes(_shared[group], group, model)
 
     def gather(self, kind: str, told: Mapping[str, Any], beside: tuple[str, ...] = ()) -> list[dict[str, Any]]:
         """Returns what every rank has told, in the order of the ranks. Collective; for a few values of JSON.
@@ -108,31 +126,45 @@ class Nodes:
             what = differences(all_told) or held(digests)
             raise ValueError(f"[distributed] the ranks differ in {self.model}: {what}; expected {expected}")
 
-    def groups(self) -> list[Any]:
-        """The groups that carry gradients and weights of the next optimizer. Collective when they are made.
+    def groups(self) -> tuple[Any, Any]:
+        """The groups that carry gradients and weights of the model's optimizer. Collective when they are taken.
 
         Raises:
             ValueError: their backend cannot do what a step does.
             RoundPipeError: another rank did not join in.
         """
-        if not self._groups:
-            backend = backend_for_tensors_on_the_host(self._process_group)
-            self._groups = [made_beside(self._process_group, backend, self._timeout) for _ in range(2)]
-            for group in self._groups:
-                try_collectives(group, backend)
+        if self._groups is None:
+            self._groups = self._taken(self._shared.pairs, self, self._new_pair)
+            _core.Nodes.drain_all()  # also what a model that is gone has not waited for
         return self._groups
 
-    def new_control(self, timeout: timedelta) -> Control:
-        """Another way to exchange messages, for a thread of its own. Collective.
+    def control_for(self, user: object, timeout: timedelta) -> Control:
+        """A way to exchange messages for a thread of its own, for as long as `user` lives. Collective.
 
         Args:
-            timeout: how long a rank may take to answer.
+            user: weakly referenced.
+            timeout: how long a rank may take to answer; always the same.
         """
-        return Control(made_beside(self._process_group, "gloo", timeout), timeout)
+        return self._taken(self._shared.controls, user, lambda: self._new_control(timeout))
+
+    def _taken(self, reused: Reused[T], user: object, make: Callable[[], tuple[str, T]]) -> T:
+        told = self.gather("takes groups for", {"free": reused.free()})
+        return reused.take(user, [each["free"] for each in told], make)
+
+    def _new_pair(self) -> tuple[str, tuple[Any, Any]]:
+        backend = backend_for_tensors_on_the_host(self._process_group)
+        gradients, weights = (made_beside(self._process_group, backend, self._timeout) for _ in range(2))
+        for group in (gradients, weights):
+            try_collectives(group, backend)
+        return gradients.group_name, (gradients, weights)
+
+    def _new_control(self, timeout: timedelta) -> tuple[str, Control]:
+        group = made_beside(self._process_group, "gloo", timeout)
+        return group.group_name, Control(group, timeout)
 
     def for_optimizer(self) -> _core.Nodes:
-        """What an optimizer of the engine needs to know of its groups; the next one gets others. Collective."""
-        (gradients, weights), self._groups = self.groups(), []
+        """What an optimizer of the engine needs to know of its groups; an earlier one has finished. Collective."""
+        gradients, weights = self.groups()
         return _core.Nodes(gradients.group_name, weights.group_name, timeout_s=self._timeout.total_seconds())
 
 

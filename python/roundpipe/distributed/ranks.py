@@ -33,11 +33,7 @@ class Ranks:
     @classmethod
     def over(cls, control: Control) -> Self:
         """Those of a control, which nothing else uses."""
-        return cls(
-            control.rank,
-            control.size,
-            lambda mine: [json.loads(each) for each in control.exchange(json.dumps(mine).encode())],
-        )
+        return cls(control.rank, control.size, values_over(control))
 
     def agree(self, work: Callable[[], T]) -> list[T]:
         """Runs `work` on every rank, and returns what it has returned on each; values of JSON if there are several.
@@ -68,3 +64,8 @@ class Ranks:
             kind = ValueError if each["is_callers"] else _core.RoundPipeError
             raise kind(f"{each['error']} (on rank {rank})") from error
         return [each["value"] for each in told]
+
+
+def values_over(control: Control) -> Callable[[Any], list[Any]]:
+    """Exchanges values of JSON instead of bytes."""
+    return lambda mine: [json.loads(each) for each in control.exchange(json.dumps(mine).encode())]

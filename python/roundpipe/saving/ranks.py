@@ -5,9 +5,8 @@ from __future__ import annotations
 import weakref
 from datetime import timedelta
 
-from roundpipe.distributed.control import Control
 from roundpipe.distributed.nodes import Nodes
-from roundpipe.distributed.ranks import Ranks
+from roundpipe.distributed.ranks import Ranks, values_over
 from roundpipe.model.facade import ModelFacade
 
 # How long a rank may write or read while the others wait for it. One that has ended is noticed at once.
@@ -27,8 +26,16 @@ def ranks_of_call(model: ModelFacade, kind: str) -> Ranks:
     return Ranks(nodes.rank, nodes.size, lambda mine: [each["part"] for each in nodes.gather(kind, {"part": mine})])
 
 
-# One for each model that was saved, for its saves' threads.
-_controls: weakref.WeakKeyDictionary[Nodes, Control] = weakref.WeakKeyDictionary()
+class _RanksOfSaves(Ranks):
+    """Used by a model, and by a save that outlives it; after both, a later model uses what their messages go over."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        control = nodes.control_for(self, _LONGEST_PART)
+        super().__init__(control.rank, control.size, values_over(control))
+
+
+# One for each model that was saved.
+_ranks: weakref.WeakKeyDictionary[Nodes, Ranks] = weakref.WeakKeyDictionary()
 
 
 def ranks_of_saves(model: ModelFacade) -> Ranks:
@@ -36,7 +43,6 @@ def ranks_of_saves(model: ModelFacade) -> Ranks:
     nodes = model._step_group.nodes
     if nodes is None:
         return Ranks.alone()
-    control = _controls.get(nodes)
-    if control is None:
-        control = _controls[nodes] = nodes.new_control(_LONGEST_PART)
-    return Ranks.over(control)
+    if nodes not in _ranks:
+        _ranks[nodes] = _RanksOfSaves(nodes)
+    return _ranks[nodes]

@@ -137,7 +137,7 @@ class Save:
         finally:
             if self._capture.snapshot is not None:
                 self._capture.snapshot.cancel()
-            del self._capture, self._files, self._texts, self._writer
+            del self._capture, self._files, self._texts, self._writer, self._ranks
             self._seconds = time.perf_counter() - self._began
             self._is_over = True
             self._read.fire()

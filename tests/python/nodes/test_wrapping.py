@@ -39,6 +39,11 @@ def test_groups_that_overlap(nodes: NodeProcesses) -> None:
     assert nodes.results(3, "members_of_overlapping_groups") == [[(0, 2)], [(1, 2), (0, 2)], [(1, 2)]]
 
 
+def test_groups_are_used_again_by_later_models(nodes: NodeProcesses, tmp_path: Path) -> None:
+    for first, second, third in nodes.results(2, "connections_after_trainings", str(tmp_path)):
+        assert first == second == third
+
+
 def test_a_model_whose_root_runs_on_the_host(nodes: NodeProcesses) -> None:
     first, second = nodes.results(2, "wrapped_part_by_part")
     for name, value in first.items():

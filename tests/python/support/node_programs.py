@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import tempfile
@@ -564,6 +565,24 @@ def members_of_overlapping_groups() -> list[tuple[int, int]]:
             nodes = roundpipe.distributed.nodes_of(pipe)
             assert nodes is not None
             found.append((nodes.rank, nodes.size))
+    return found
+
+
+def connections_after_trainings(folder: str) -> list[int]:
+    """How many files are open after each of some trainings that were saved, whose models are gone. The last one has
+    two optimizers."""
+    roundpipe.devices("virtual:1")
+    found = []
+    for training, optimizers in enumerate((1, 1, 2)):
+        pipe = _pipe()
+        for _ in range(optimizers):
+            optimizer = roundpipe.optim.SGD(pipe, lr=0.1)
+        pipe.forward_backward((torch.ones(2, 4),), loss_fn=lambda outputs, _: outputs.square().mean())
+        pipe.step(optimizer)
+        roundpipe.save_checkpoint(folder, pipe, optimizer, step=training + 1, wait=True)
+        del pipe, optimizer
+        gc.collect()
+        found.append(len(os.listdir("/proc/self/fd")))
     return found
 
 
