@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 from roundpipe import _core
 from roundpipe.distributed.description import of_late_frozen, of_model, of_optimizer
@@ -47,7 +47,7 @@ class JointTraining:
         self._statistics = [
             (name, part)
             for name, part in module.named_modules()
-            if isinstance(part, _BatchNorm) and part.running_mean is not None
+            if isinstance(part, _NormBase) and part.running_mean is not None
         ]
 
     def make_optimizer(

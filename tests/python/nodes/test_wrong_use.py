@@ -87,7 +87,13 @@ def test_refused_when_wrapped(nodes: NodeProcesses, name: str, message: str) -> 
             "[optim] state_dict() of an optimizer of 2 nodes, each of which has a part of the state, expected",
         ),
         ("load_state_dict", "[optim] load_state_dict() of an optimizer of 2 nodes, each of which has a part"),
-        ("batch norm", "[distributed] 1 is a BatchNorm1d that keeps running statistics, which would be of this "),
+        *(
+            (
+                f"{kind} norm",
+                f"[distributed] 1 is a {kind.title()}Norm1d that keeps running statistics, which would be ",
+            )
+            for kind in ("batch", "instance")
+        ),
     ],
 )
 def test_refused_in_a_step(nodes: NodeProcesses, name: str, message: str) -> None:

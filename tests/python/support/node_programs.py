@@ -299,8 +299,8 @@ def _load_state_dict() -> None:
     roundpipe.optim.SGD(_pipe(), lr=0.1).load_state_dict({})
 
 
-def _batch_norm() -> None:
-    pipe = RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+def _running_norm(norm: nn.Module) -> None:
+    pipe = RoundPipe(nn.Sequential(nn.Linear(4, 4), norm))
     pipe.step(roundpipe.optim.SGD(pipe, lr=0.1))
 
 
@@ -360,7 +360,8 @@ WRONG = {
     "optim_parameters": _optim_parameters,
     "state_dict": _state_dict,
     "load_state_dict": _load_state_dict,
-    "batch norm": _batch_norm,
+    "batch norm": lambda: _running_norm(nn.BatchNorm1d(4)),
+    "instance norm": lambda: _running_norm(nn.InstanceNorm1d(4, track_running_stats=True)),
     "wrong group": _wrong_group,
     "foreign group": _foreign_group,
     "destroyed group": _destroyed_group,
