@@ -12,7 +12,8 @@
 namespace roundpipe::cluster {
 
 // Signs of life of the ranks of a group, in the group's store, and the error of the first collective that failed here.
-// The thread that writes this rank's signs ends with the object.
+// A thread, which ends with the object, writes this rank's signs and reads those of the others, so that they are known
+// when the store is out of reach.
 // Thread safety: any thread.
 struct Heartbeat {
   // `store`: null: there are no signs, and no rank is named. `timeout`: the user's, for a collective.
@@ -21,8 +22,8 @@ struct Heartbeat {
   Heartbeat(const Heartbeat&) = delete;
   Heartbeat& operator=(const Heartbeat&) = delete;
 
-  // Records that `what` failed with `reason`, after looking which ranks are alive: blocks for some of their signs'
-  // intervals. The first error counts, and is told to the other ranks.
+  // Records that `what` failed with `reason`, and which ranks give no sign of life: blocks until some are known, for a
+  // few of their signs' intervals at most. The first error counts, and is told to the other ranks.
   void fail(const std::string& what, const std::string& reason);
   // Throws Error with the recorded error, if there is one.
   void throw_failure();
@@ -31,9 +32,6 @@ struct Heartbeat {
   struct State;
   std::string find_cause() const;
 
-  const int rank_;
-  const int size_;
-  const std::chrono::milliseconds interval_;
   const std::shared_ptr<State> state_;
 };
 

@@ -148,7 +148,7 @@ class NodeProcesses:
 def silent_ranks(error: str) -> set[int]:
     """The ranks that an error says are missing. Who looks late also misses those that have ended with an error
     of their own."""
-    named = re.findall(r"\branks? (\d+(?:(?:, | and )\d+)*) (?:did not answer|gives no sign of life)", error)
+    named = re.findall(r"\branks? (\d+(?:(?:, | and )\d+)*) (?:did not answer|gives? no sign of life)", error)
     return {int(rank) for each in named for rank in re.findall(r"\d+", each)}
 
 
