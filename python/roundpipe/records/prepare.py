@@ -20,7 +20,7 @@ from roundpipe.records.conversion import Progress as Progress
 from roundpipe.records.conversion import convert
 from roundpipe.records.fingerprint import fingerprint_of
 from roundpipe.records.options import DataOptions as DataOptions
-from roundpipe.records.sources import source_of
+from roundpipe.records.sources import sources_of
 from roundpipe.records.store import FILES, SampleFiles
 from roundpipe.records.summary import DataSummary as DataSummary
 from roundpipe.records.views import HeldOutSamples, TrainSamples, held_out_records
@@ -69,7 +69,7 @@ def prepare(
     are read one after the other; memory holds a few hundred of them, and some tens of bytes for each sample.
 
     Args:
-        sources: each a path, a name or an object, as `source_of` takes it.
+        sources: each a path, a name or an object, as `source_of` takes it; no file or data set is in two of them.
         tokenizer: of the model that will be trained.
         options: how records become samples.
         folder: to write; one that was prepared from something else is replaced.
@@ -84,7 +84,7 @@ def prepare(
     if isinstance(sources, str | Path) or not sources:
         raise ValueError(f"[data] sources are {sources!r}, expected a list of at least one source")
     folder = Path(folder)
-    found = [source_of(source) for source in sources]
+    found = sources_of(sources)
     weights = tuple(source.weight for source in found)
     fingerprint = fingerprint_of(found, tokenizer, options)
     if _prepared(folder):

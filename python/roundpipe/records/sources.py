@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -48,10 +48,37 @@ class Source:
         if self.dataset is None:
             stats = [(str(file.resolve()), file.stat()) for file in self.files]
             return [[name, found.st_size, found.st_mtime_ns] for name, found in stats]
-        if _of_datasets(self.dataset):
-            mark = getattr(self.dataset, "_fingerprint", None)  # of a Dataset; streams have none
-            return mark if isinstance(mark, str) else None
-        return None
+        return _mark(self.dataset)
+
+    def identities(self) -> Iterator[tuple[Hashable, str]]:
+        """What each of its files is, whatever path leads there, or its data set; with a name for messages."""
+        if self.dataset is not None:
+            yield _mark(self.dataset) or id(self.dataset), self.name
+        for file in self.files:
+            found = file.stat()
+            yield (found.st_dev, found.st_ino), str(file)
+
+
+def sources_of(given: Sequence[Any]) -> list[Source]:
+    """Finds sources, each as `source_of` does.
+
+    Raises:
+        ValueError: as there; or a file or a data set is in two of them, or twice in one. A record could be held out of
+            one copy and trained on in the other.
+    """
+    sources = [source_of(each) for each in given]
+    names: dict[Hashable, str] = {}
+    for source in sources:
+        for identity, name in source.identities():
+            if identity in names:
+                before = names[identity]
+                twice = f"{name} is given twice" if before == name else f"{before} and {name} are the same"
+                raise ValueError(
+                    f"[data] {twice}, expected it once, since a record could be held out of one copy and trained on "
+                    f"in the other; if records are to appear more often, give their source a weight: {source.name}=2"
+                )
+            names[identity] = name
+    return sources
 
 
 def source_of(given: Any) -> Source:
@@ -147,6 +174,12 @@ def _one_split(dataset: Any) -> Any:
             raise ValueError(f"[data] the data set has the splits {', '.join(dataset)}, expected one; choose it")
         return dataset["train"] if "train" in dataset else next(iter(dataset.values()))
     return dataset
+
+
+def _mark(dataset: Any) -> str | None:
+    """What `datasets` tells contents apart by; None for other objects, and for streams."""
+    mark = getattr(dataset, "_fingerprint", None) if _of_datasets(dataset) else None
+    return mark if isinstance(mark, str) else None
 
 
 def _of_datasets(dataset: Any) -> bool:

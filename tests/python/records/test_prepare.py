@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +327,33 @@ def test_sources_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             made(name, tmp_path / "out", max_length=64)
     with pytest.raises(ValueError, match="expected a list of at least one source"):
         prepare("a.jsonl", TOKENIZER, DataOptions(max_length=64), tmp_path / "out")
+
+
+def test_no_record_is_in_two_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    path = write(tmp_path / "data" / "a.jsonl", talk("q", "a"), talk("q", "b"))
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    table = datasets.Dataset.from_list([talk("q", "a"), talk("q", "b")])
+    table.save_to_disk(tmp_path / "saved")
+    records = [talk("q", "a")]
+    for given, twice in (
+        ([path, f"{path}=0.5"], f"{path} is given twice"),
+        ([path, "data/../data/a.jsonl"], f"{path} and data/../data/a.jsonl are the same"),
+        ([path, link], f"{path} and {link} are the same"),
+        (["data", path], f"data/a.jsonl and {path} are the same"),
+        ([table, (table, 2)], "Dataset is given twice"),
+        (["saved", f"{tmp_path}/saved"], f"saved and {tmp_path}/saved are the same"),
+        ([records, records], "list is given twice"),
+    ):
+        with pytest.raises(ValueError, match=rf"^\[data\] {re.escape(twice)}, expected it once.* give .* a weight"):
+            made(given, tmp_path / "out", max_length=64)
+    (tmp_path / "data" / "b.jsonl").symlink_to("a.jsonl")
+    with pytest.raises(ValueError, match=r"data/a\.jsonl and data/b\.jsonl are the same"):
+        made("data", tmp_path / "out", max_length=64)
+    other = write(tmp_path / "other.jsonl", talk("q", "a"), talk("q", "b"))  # no other way to the same file
+    assert made([path, other, list(records), records], tmp_path / "out", max_length=64).summary.records == 6
 
 
 def test_packages_that_are_missing_are_named(tmp_path: Path) -> None:
