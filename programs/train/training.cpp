@@ -4,6 +4,7 @@
 #include <chrono>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <limits>
@@ -72,6 +73,16 @@ Optimizer make_optimizer(LanguageModel& model, const Options& options, int64_t s
   Optimizer optimizer(model.model(), rule, groups, {.moments = moment_format(options)});
   optimizer.set_learning_rate(learning_rate(options, steps));
   return optimizer;
+}
+
+// A launcher such as torchrun tells each of its processes how many there are.
+void require_one_process() {
+  const char* const processes = std::getenv("WORLD_SIZE");
+  if (processes == nullptr || std::strtol(processes, nullptr, 10) <= 1) return;
+  throw std::invalid_argument(concat("[train] WORLD_SIZE is ", processes,
+                                     ": several processes were started, expected one, since each would train on all "
+                                     "the tokens, into one folder; start one process, which uses all devices of the "
+                                     "machine, or use the Python command `roundpipe train` for several machines"));
 }
 
 // A step whose line is not written yet.
@@ -314,6 +325,9 @@ void Training::save(int64_t step, bool wait) {
 
 }  // namespace
 
-int train(const Options& options) { return Training(options).run(); }
+int train(const Options& options) {
+  require_one_process();
+  return Training(options).run();
+}
 
 }  // namespace roundpipe::train

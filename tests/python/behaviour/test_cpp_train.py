@@ -264,6 +264,20 @@ def test_refused(name: str, train: Train, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "model").exists()
 
 
+@pytest.mark.parametrize("size", ["1", "2"])
+def test_one_of_several_processes_is_refused(size: str, command: Callable[..., list[str]], tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(steps=1), env=ENVIRONMENT | {"WORLD_SIZE": size}, capture_output=True, text=True, check=False
+    )
+    if size == "1":
+        assert done.returncode == 0, done.stderr
+        return
+    assert done.returncode == 2 and done.stdout == ""
+    assert "WORLD_SIZE is 2" in done.stderr and "start one process" in done.stderr
+    assert "`roundpipe train` for several machines" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_other_vocabularies_and_damaged_tokens(train: Train, tokens: Path, tmp_path: Path) -> None:
     larger = write_tokens(tmp_path / "larger.tokens", documents(), VOCABULARY + 1)
     done = train(tokens=larger)
