@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
@@ -111,9 +112,39 @@ void check_rows(const Values& values, const Dimensions& dimensions, int count, c
   }
 }
 
-std::vector<Values> cut(const Values& values, const Dimensions& dimensions, int count, const char* where) {
+// Labels without a cut of their own belong to the rows of the inputs, one by one.
+void check_labels_of_rows(const Values& labels, const Dimensions& dimensions, const Batch& inputs, int count,
+                          const RunOptions& options) {
+  for (size_t i = 0; i < dimensions.size(); ++i) {
+    if (dimensions[i] < 0 || !is_automatic(labels, options.cut_labels, i)) continue;
+    const int64_t own = labels.tensors[i].size(dimensions[i]);
+    if (!inputs.is_cut) {
+      const Values& values = inputs.parts.front();
+      const Dimensions given = given_dimensions(values, options.cut_inputs, "inputs");
+      const int64_t rows = batch_rows(values, options.cut_inputs, given);
+      if (rows < 0 || rows == own) continue;
+      throw std::invalid_argument(concat("[labels] tensor ", i, " has ", own, " rows (shape ",
+                                         labels.tensors[i].sizes(), ") and the batch has ", rows,
+                                         ", expected a label for each row; if labels are no rows, say how they are cut "
+                                         "in RunOptions::cut_labels, or pass Microbatches"));
+    }
+    std::vector<int64_t> rows;
+    for (const Values& part : inputs.parts) rows.push_back(batch_rows(part, {}, Dimensions(part.tensors.size(), -1)));
+    if (std::accumulate(rows.begin(), rows.end(), int64_t{0}) != own) continue;
+    for (int m = 0; m < count; ++m) {
+      const int64_t cut = own / count + (m < own % count ? 1 : 0);
+      if (rows[static_cast<size_t>(m)] == cut) continue;
+      throw std::invalid_argument(concat("[labels] microbatch ", m, " of the inputs has ", rows[static_cast<size_t>(m)],
+                                         " rows and would get ", cut,
+                                         " of the labels, expected as many; cut the labels "
+                                         "as the inputs are and pass them as Microbatches"));
+    }
+  }
+}
+
+// REQUIRES: check_rows.
+std::vector<Values> cut(const Values& values, const Dimensions& dimensions, int count) {
   if (count == 1) return {values};
-  check_rows(values, dimensions, count, where);
   std::vector<Values> parts(static_cast<size_t>(count));
   for (Values& part : parts) part.structure = values.structure;
   for (size_t i = 0; i < dimensions.size(); ++i) {
@@ -176,18 +207,25 @@ std::vector<Values> cut_inputs(const Batch& inputs, int count, const std::vector
   std::vector<size_t> doubtful;
   const Dimensions dimensions = input_dimensions(inputs.parts.front(), cuts, &doubtful);
   if (count > 1) {
+    check_rows(inputs.parts.front(), dimensions, count, "inputs");
     for (const size_t i : doubtful) {
       TORCH_WARN("[inputs] tensor ", i, " of shape ", inputs.parts.front().tensors[i].sizes(),
                  " does not have the rows of the batch, so every microbatch gets it whole; say so with Cut::whole() in "
                  "RunOptions::cut_inputs, or say how it is cut");
     }
   }
-  return cut(inputs.parts.front(), dimensions, count, "inputs");
+  return cut(inputs.parts.front(), dimensions, count);
 }
 
-std::vector<Values> cut_labels(const Batch& labels, int count, const std::vector<Cut>& cuts) {
+std::vector<Values> cut_labels(const Batch& labels, const Batch& inputs, int count, const RunOptions& options) {
   if (labels.is_cut) return as_given(labels, count, "labels");
-  return cut(labels.parts.front(), label_dimensions(labels.parts.front(), cuts), count, "labels");
+  const Values& values = labels.parts.front();
+  const Dimensions dimensions = label_dimensions(values, options.cut_labels);
+  if (count > 1) {
+    check_rows(values, dimensions, count, "labels");
+    check_labels_of_rows(values, dimensions, inputs, count, options);
+  }
+  return cut(values, dimensions, count);
 }
 
 Values merged(const std::vector<Values>& outputs, c10::Device device) {

@@ -53,8 +53,10 @@ int count_of(const Batch& inputs, const RunOptions& options, int devices);
 // with fewer rows than microbatches, and for another number of parts in a batch that is cut.
 std::vector<runtime::Values> cut_inputs(const Batch& inputs, int count, const std::vector<Cut>& cuts);
 
-// The same for labels, all of whose tensors are cut, apart from scalars and, beside a batch, single rows.
-std::vector<runtime::Values> cut_labels(const Batch& labels, int count, const std::vector<Cut>& cuts);
+// The same for labels, all of whose tensors are cut, apart from scalars and, beside others, single rows. If there is
+// more than one microbatch, throws std::invalid_argument for a tensor that is cut automatically and has another number
+// of rows than the batch, or, beside inputs that the caller has cut, would be cut into other numbers of rows than they.
+std::vector<runtime::Values> cut_labels(const Batch& labels, const Batch& inputs, int count, const RunOptions& options);
 
 // Puts the outputs of microbatches together: tensors with dimensions are concatenated along dimension 0, scalars
 // averaged. What is not a tensor is taken from the first microbatch. Throws std::invalid_argument if the microbatches

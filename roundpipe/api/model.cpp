@@ -129,7 +129,7 @@ Model::Request Model::request(const char* where, detail::Batch inputs, detail::B
   inputs = detail::on_host(std::move(inputs), where);
   labels = detail::on_host(std::move(labels), where);
   const int count = detail::count_of(inputs, options, device_count());
-  return {detail::cut_inputs(inputs, count, options.cut_inputs), detail::cut_labels(labels, count, options.cut_labels)};
+  return {detail::cut_inputs(inputs, count, options.cut_inputs), detail::cut_labels(labels, inputs, count, options)};
 }
 
 Model::Pending Model::submit_cut(const char* where, detail::Batch inputs, detail::Batch labels, LossFunction loss,

@@ -94,8 +94,9 @@ class Model : public HostWeights {
   // gradients in the parameters' `.grad`, as a plain loop does.
   //
   // `inputs`: a value, a std::tuple of the arguments of the first layer, or Microbatches of these. `labels`: a value or
-  // Microbatches; std::tuple<>() for none. `loss`: a function of the outputs and the label of a microbatch, or of the
-  // outputs alone; returns a scalar, or a vector of scalars whose sum is differentiated. It runs on devices' threads.
+  // Microbatches; std::tuple<>() for none. Both are cut along their rows, see RunOptions::cut_inputs. `loss`: a
+  // function of the outputs and the label of a microbatch, or of the outputs alone; returns a scalar, or a vector of
+  // scalars whose sum is differentiated. It runs on devices' threads.
   //
   // Throws Error if a loss is NaN; the batch's gradients are dropped then. Throws std::invalid_argument for a batch, an
   // option or a loss that does not fit, or if gradients are off.

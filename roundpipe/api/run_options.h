@@ -49,7 +49,10 @@ struct RunOptions {
   // Where merged outputs lie.
   c10::Device output_device = c10::kCPU;
   // How the tensors of the inputs and of the labels are cut, in the order of TensorsOf; those beyond the end of the
-  // list are cut automatically.
+  // list are cut automatically. For inputs, the rows of the batch are those of the first tensor with Cut::along, else
+  // the most frequent size of dimension 0, of which the first wins a tie. An input of another size, such as the number
+  // of microbatches, goes whole to every microbatch, with a warning unless it has one row. A label is never taken whole
+  // for its size: it has to have the rows of the batch, apart from scalars and single rows beside other labels.
   std::vector<Cut> cut_inputs = {};
   std::vector<Cut> cut_labels = {};
   // The stages or the plan of the step; by default, the planner chooses.

@@ -56,10 +56,41 @@ TEST_SUITE("microbatches") {
   }
 
   TEST_CASE("labels are cut, all of them") {
-    CHECK(rows_of(cut_labels(pair_of(at::zeros({4, 2}), at::zeros({1, 2})), 2, {})) == Rows{{2, 1}, {2, 1}});
-    CHECK_THROWS_AS(cut_labels(pair_of(at::zeros({4}), at::zeros({3})), 2, {}), std::invalid_argument);
-    CHECK_THROWS_AS(cut_labels(batch_of(Microbatches<Tensor>{{at::zeros({1})}}, true), 2, {}), std::invalid_argument);
-    CHECK(cut_labels(batch_of(std::tuple<>(), true), 3, {}).size() == 3);
+    const Batch four = batch_of(at::zeros({4, 5}), true);
+    CHECK(rows_of(cut_labels(pair_of(at::zeros({4, 2}), at::zeros({1, 2})), four, 2, {})) == Rows{{2, 1}, {2, 1}});
+    CHECK_THROWS_AS(cut_labels(pair_of(at::zeros({4}), at::zeros({3})), four, 2, {}), std::invalid_argument);
+    CHECK_THROWS_AS(cut_labels(batch_of(Microbatches<Tensor>{{at::zeros({1})}}, true), four, 2, {}),
+                    std::invalid_argument);
+    CHECK(cut_labels(batch_of(std::tuple<>(), true), four, 3, {}).size() == 3);
+  }
+
+  TEST_CASE("labels have the rows of the batch") {
+    const auto label = [](int64_t rows) { return batch_of(at::zeros({rows, 1}), false); };
+    const Batch eight = batch_of(at::zeros({8, 5}), true);
+    // As many as there are microbatches, or fewer: neither cut nor shared in silence.
+    for (const int64_t rows : {1, 4, 16}) {
+      CAPTURE(rows);
+      CHECK_THROWS_AS(cut_labels(label(rows), eight, 4, {}), std::invalid_argument);
+      CHECK(rows_of(cut_labels(label(rows), eight, 1, {})) == Rows{{rows}});
+    }
+    CHECK_THROWS_WITH_AS(cut_labels(label(4), eight, 4, {}),
+                         "[labels] tensor 0 has 4 rows (shape [4, 1]) and the batch has 8, expected a label for each "
+                         "row; if labels are no rows, say how they are cut in RunOptions::cut_labels, or pass "
+                         "Microbatches",
+                         std::invalid_argument);
+    CHECK(rows_of(cut_labels(label(4), eight, 4, {.cut_labels = {Cut::along(0)}})) == Rows{{1}, {1}, {1}, {1}});
+    CHECK(rows_of(cut_labels(label(4), eight, 2, {.cut_labels = {Cut::whole()}})) == Rows{{4}, {4}});
+    // The rows of a batch that is cut along another dimension, and of one that the caller has cut.
+    const Batch sequence_first = batch_of(at::zeros({3, 8}), true);
+    CHECK(rows_of(cut_labels(label(8), sequence_first, 2, {.cut_inputs = {Cut::along(1)}})) == Rows{{4}, {4}});
+    CHECK_THROWS_AS(cut_labels(label(3), sequence_first, 2, {.cut_inputs = {Cut::along(1)}}), std::invalid_argument);
+    const Batch uneven = batch_of(Microbatches<Tensor>{{at::zeros({1, 5}), at::zeros({2, 5})}}, true);
+    CHECK_THROWS_WITH_AS(cut_labels(label(3), uneven, 2, {}),
+                         doctest::Contains("microbatch 0 of the inputs has 1 rows and would get 2 of the labels"),
+                         std::invalid_argument);
+    const Batch even = batch_of(Microbatches<Tensor>{{at::zeros({2, 5}), at::zeros({1, 5})}}, true);
+    CHECK(rows_of(cut_labels(label(3), even, 2, {})) == Rows{{2}, {1}});
+    CHECK(rows_of(cut_labels(label(6), uneven, 2, {})) == Rows{{3}, {3}});  // nothing tells that these are rows
   }
 
   TEST_CASE("outputs are put together") {
