@@ -5,6 +5,7 @@
 
 #include <roundpipe/api/grad_scaler.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/moved_from.h>
 
 namespace roundpipe {
 
@@ -40,28 +41,50 @@ void HostWeights::leave_weights() noexcept {
   }
 }
 
+const std::shared_ptr<runtime::Pipeline>& HostWeights::shared_pipeline() const {
+  require_not_moved_from(pipeline_ != nullptr, "model");
+  return pipeline_;
+}
+
+const std::shared_ptr<ModelOptimizer>& HostWeights::fused_optimizer() const {
+  shared_pipeline();
+  return optimizer_;
+}
+
+const NamedParameters& HostWeights::parameter_names() const {
+  shared_pipeline();
+  return named_;
+}
+
+const NamedParameters& HostWeights::buffer_names() const {
+  shared_pipeline();
+  return buffers_;
+}
+
 void HostWeights::synchronize() {
-  pipeline_->drain();
+  pipeline().drain();
   if (optimizer_) optimizer_->finish();
   hides_weights_ = false;
-  pipeline_->wait_buffers();
-  pipeline_->expose();
+  pipeline().wait_buffers();
+  pipeline().expose();
   GradScaler::synchronize_all();
 }
 
 const NamedParameters& HostWeights::named_parameters() {
+  runtime::Pipeline& shown = pipeline();
   if (hides_weights_) {
-    pipeline_->weights().show();
+    shown.weights().show();
     hides_weights_ = false;
   }
   return named_;
 }
 
-void HostWeights::zero_grad() { pipeline_->gradients().drop(); }
+void HostWeights::zero_grad() { pipeline().gradients().drop(); }
 
 std::shared_ptr<ModelOptimizer> HostWeights::bind(const GroupOf& group_of, const std::function<void()>& accepted,
                                                   optim::Algorithm algorithm, optim::MomentFormat moments,
                                                   bool gradients_in_fp32, std::shared_ptr<cluster::Nodes> nodes) {
+  const std::shared_ptr<runtime::Pipeline>& bound = shared_pipeline();
   std::unordered_map<const c10::TensorImpl*, int> groups;
   for (const auto& [name, parameter] : named_) {
     const c10::TensorImpl* const key = parameter.unsafeGetTensorImpl();
@@ -74,17 +97,17 @@ std::shared_ptr<ModelOptimizer> HostWeights::bind(const GroupOf& group_of, const
   accepted();
   synchronize();
   std::vector<std::vector<int>> blocks;
-  for (const BlockState& block : pipeline_->model().blocks) {
+  for (const BlockState& block : bound->model().blocks) {
     blocks.emplace_back();
     for (const memory::NamedTensor& parameter : block.block->parameters()) {
       const auto found = groups.find(parameter.tensor.unsafeGetTensorImpl());
       blocks.back().push_back(found == groups.end() ? -1 : found->second);
     }
   }
-  if (gradients_in_fp32) pipeline_->keep_gradients_in_fp32();
-  auto made = std::make_shared<ModelOptimizer>(
-      std::vector{pipeline_}, std::vector<std::vector<std::vector<int>>>{blocks}, algorithm, moments, std::move(nodes));
-  pipeline_->gradients().set_shows_at_once(false);
+  if (gradients_in_fp32) bound->keep_gradients_in_fp32();
+  auto made = std::make_shared<ModelOptimizer>(std::vector{bound}, std::vector<std::vector<std::vector<int>>>{blocks},
+                                               algorithm, moments, std::move(nodes));
+  bound->gradients().set_shows_at_once(false);
   trained_.clear();
   for (const auto& [key, group] : groups) trained_.insert(key);
   optimizer_ = made;
@@ -102,15 +125,16 @@ void HostWeights::check_trainable() const {
 }
 
 void HostWeights::prepare_step(ModelOptimizer& optimizer, bool asynchronous) {
+  runtime::Pipeline& stepped = pipeline();
   if (optimizer_.get() != &optimizer) {
     throw std::invalid_argument(
         "[step] the optimizer was not made for this model, or another one was made since; make one with "
         "Optimizer(model, ...)");
   }
   check_trainable();
-  pipeline_->planner().set_asynchronous(asynchronous);
+  stepped.planner().set_asynchronous(asynchronous);
   // With several nodes, the step tells them first.
-  if (!optimizer.nodes()) pipeline_->raise_pending();
+  if (!optimizer.nodes()) stepped.raise_pending();
   optimizer.make_room();
 }
 

@@ -17,6 +17,7 @@ namespace roundpipe {
 
 // A model's weights on the host, and who updates them: a fused optimizer that was made for the model or, until there is
 // one, code that changes the parameters themselves, such as torch::optim. The base of Model.
+// Of an object that was moved from, every function but assignment throws std::invalid_argument.
 // Thread safety: the caller's thread.
 class HostWeights {
  public:
@@ -47,14 +48,14 @@ class HostWeights {
                                                 bool gradients_in_fp32, std::shared_ptr<cluster::Nodes> nodes);
 
   // -- for checkpoints: what there is, without a look at values --
-  const std::shared_ptr<runtime::Pipeline>& shared_pipeline() const { return pipeline_; }
+  const std::shared_ptr<runtime::Pipeline>& shared_pipeline() const;
   // Null: none was made.
-  const std::shared_ptr<runtime::ModelOptimizer>& fused_optimizer() const { return optimizer_; }
-  const NamedParameters& parameter_names() const { return named_; }
-  const NamedParameters& buffer_names() const { return buffers_; }
+  const std::shared_ptr<runtime::ModelOptimizer>& fused_optimizer() const;
+  const NamedParameters& parameter_names() const;
+  const NamedParameters& buffer_names() const;
 
  protected:
-  runtime::Pipeline& pipeline() const { return *pipeline_; }
+  runtime::Pipeline& pipeline() const { return *shared_pipeline(); }
   // Throws std::invalid_argument if a parameter has become trainable that the fused optimizer does not train.
   void check_trainable() const;
   // Waits until a step of `optimizer` can be started; throws what earlier work threw. Throws std::invalid_argument if
@@ -69,7 +70,7 @@ class HostWeights {
  private:
   void leave_weights() noexcept;
 
-  std::shared_ptr<runtime::Pipeline> pipeline_;
+  std::shared_ptr<runtime::Pipeline> pipeline_;  // null: moved from
   NamedParameters named_;
   NamedParameters buffers_;
   std::shared_ptr<runtime::ModelOptimizer> optimizer_;  // null: none was made

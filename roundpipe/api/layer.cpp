@@ -7,6 +7,7 @@
 #include <roundpipe/api/engine_layer.h>
 #include <roundpipe/api/module_instance.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/moved_from.h>
 
 namespace roundpipe {
 
@@ -50,13 +51,19 @@ Layer::Layer(NamedParameters parameters,
              std::function<runtime::Values(const std::vector<at::Tensor>&, const runtime::Values&)> function)
     : original_(function_instance(std::move(parameters), std::move(function))) {}
 
+const std::shared_ptr<LayerInstance>& Layer::original() const {
+  require_not_moved_from(original_ != nullptr, "layer");
+  return original_;
+}
+
 Layer& Layer::named(std::string name) {
+  original();
   name_ = std::move(name);
   return *this;
 }
 
 Layer& Layer::made_by(std::function<std::shared_ptr<torch::nn::Module>()> factory) {
-  if (!original_->module) throw std::invalid_argument("[layer] a function needs no factory, and was given one");
+  if (!original()->module) throw std::invalid_argument("[layer] a function needs no factory, and was given one");
   auto changed = std::make_shared<LayerInstance>(*original_);
   const ModuleCopies copies = [factory = std::move(factory)](const torch::nn::Module&) { return factory(); };
   changed->copy = module_instance(original_->module, runs_, copies)->copy;
@@ -65,7 +72,7 @@ Layer& Layer::made_by(std::function<std::shared_ptr<torch::nn::Module>()> factor
 }
 
 Layer& Layer::tie(const std::string& name, const at::Tensor& parameter) {
-  auto changed = std::make_shared<LayerInstance>(*original_);
+  auto changed = std::make_shared<LayerInstance>(*original());
   for (auto& [own_name, own] : changed->parameters) {
     if (own_name != name) continue;
     if (!parameter.defined() || own.sizes() != parameter.sizes() || own.scalar_type() != parameter.scalar_type()) {
@@ -94,9 +101,9 @@ std::unique_ptr<runtime::Layer> Layer::for_engine(size_t number) const {
                " was computed from other tensors, which would get no gradient, expected a leaf of autograd; pass those "
                "tensors and compute it inside the layer, or pass parameter.detach().requires_grad_()"));
   }
-  return make_engine_layer(name_or(number), original_);
+  return make_engine_layer(name_or(number), original());
 }
 
-void Layer::require_unchanged(size_t number) const { roundpipe::require_unchanged(*original_, name_or(number)); }
+void Layer::require_unchanged(size_t number) const { roundpipe::require_unchanged(*original(), name_or(number)); }
 
 }  // namespace roundpipe

@@ -55,7 +55,8 @@ runtime::Values call_with(const Function& function, const runtime::Values& value
 
 }  // namespace detail
 
-// One layer of a model: the unit that moves to a device. Made by the functions below.
+// One layer of a model: the unit that moves to a device. Made by the functions below. Of a layer that was moved from,
+// what reads or changes it throws std::invalid_argument.
 // Ownership: shares the user's module. Thread safety: the caller's thread.
 class Layer {
  public:
@@ -87,13 +88,15 @@ class Layer {
   // made. `number`: as above.
   void require_unchanged(size_t number) const;
   // The user's tensors, ties in place.
-  const NamedParameters& parameters() const { return original_->parameters; }
-  const NamedParameters& buffers() const { return original_->buffers; }
+  const NamedParameters& parameters() const { return original()->parameters; }
+  const NamedParameters& buffers() const { return original()->buffers; }
 
  private:
+  const std::shared_ptr<LayerInstance>& original() const;
+
   std::string name_;
-  std::shared_ptr<LayerInstance> original_;
-  ModuleRuns runs_;  // of modules
+  std::shared_ptr<LayerInstance> original_;  // null: moved from
+  ModuleRuns runs_;                          // of modules
 };
 
 // A layer that calls `module->forward(arguments...)`, for any torch::nn::Module whose forward is one function. A

@@ -12,6 +12,7 @@
 #include <torch/nn/utils/clip_grad.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/moved_from.h>
 #include <roundpipe/runtime/engine.h>
 #include <roundpipe/runtime/model/random.h>
 
@@ -91,6 +92,7 @@ Model::Model(std::vector<Layer> layers, ModelOptions options)
       check_loss_(options.check_loss) {}
 
 void Model::check_modules() const {
+  pipeline();
   if (container_ && container_->children() != children_) {
     throw std::invalid_argument(concat("[model] children of the torch::nn::Sequential of ", name(),
                                        " were added or replaced since the model was made; make the model again"));
@@ -141,8 +143,14 @@ Model::Pending Model::submit_cut(const char* where, detail::Batch inputs, detail
                  check_loss_, options.output_device);
 }
 
+runtime::Pipeline::Submitted& Model::Pending::submitted() const {
+  require_not_moved_from(submitted_ != nullptr, "pending batch");
+  return *submitted_;
+}
+
 TrainResult Model::Pending::finish() {
-  const Pipeline::TrainResult result = pipeline_->finish(*submitted_);
+  Pipeline::Submitted& own = submitted();
+  const Pipeline::TrainResult result = pipeline_->finish(own);
   if (check_loss_ && !GradScaler::any()) {
     for (size_t m = 0; m < result.losses.size(); ++m) {
       for (const at::Tensor& loss : result.losses[m]) {
@@ -167,7 +175,7 @@ TrainResult Model::Pending::finish() {
   return taken;
 }
 
-std::vector<runtime::ExecutionRecord> Model::Pending::records() const { return submitted_->log->records(); }
+std::vector<runtime::ExecutionRecord> Model::Pending::records() const { return submitted().log->records(); }
 
 Step Model::step(Optimizer& optimizer, const StepOptions& options) {
   if (options.max_grad_norm && !(*options.max_grad_norm > 0)) {

@@ -136,7 +136,10 @@ class Model : public HostWeights {
   }
 
   // The options of calls that are given none; may be changed.
-  RunOptions& run_options() { return run_options_; }
+  RunOptions& run_options() {
+    pipeline();
+    return run_options_;
+  }
   const std::string& name() const;
   int layers() const;
 
@@ -190,7 +193,8 @@ class Model : public HostWeights {
 // Thread safety: that of its model, which it may outlive.
 class Model::Pending {
  public:
-  // Waits for the losses, and returns what forward_backward returns. Once. Throws what forward_backward throws.
+  // Waits for the losses, and returns what forward_backward returns. Once. Throws what forward_backward throws, and
+  // std::invalid_argument if this was moved from.
   TrainResult finish();
   // Records of the batch so far.
   std::vector<runtime::ExecutionRecord> records() const;
@@ -204,8 +208,10 @@ class Model::Pending {
         check_loss_(check_loss),
         output_device_(output_device) {}
 
+  runtime::Pipeline::Submitted& submitted() const;
+
   std::shared_ptr<runtime::Pipeline> pipeline_;
-  std::shared_ptr<runtime::Pipeline::Submitted> submitted_;
+  std::shared_ptr<runtime::Pipeline::Submitted> submitted_;  // null: moved from
   bool check_loss_;
   c10::Device output_device_;
 };

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/moved_from.h>
 #include <roundpipe/optim/parameter_update.h>
 
 namespace roundpipe {
@@ -160,12 +161,38 @@ Optimizer::Optimizer(HostWeights& model, const UpdateRule& rule, const std::vect
   core_ = model.bind(group_of, accepted, rule.algorithm, format.moments, format.gradients_in_fp32, format.nodes);
 }
 
-const std::vector<Hyperparameters>& Optimizer::options_of_step() const {
-  require_in_range(options_, "step");
+const std::shared_ptr<runtime::ModelOptimizer>& Optimizer::core() const {
+  require_not_moved_from(core_ != nullptr, "optimizer");
+  return core_;
+}
+
+const std::vector<Hyperparameters>& Optimizer::all_options() const {
+  core();
   return options_;
 }
 
+Hyperparameters& Optimizer::options(size_t index) {
+  core();
+  return options_.at(index);
+}
+
+Hyperparameters& Optimizer::options() {
+  core();
+  return options_.back();
+}
+
+const std::vector<Hyperparameters>& Optimizer::options_of_step() const {
+  require_in_range(all_options(), "step");
+  return options_;
+}
+
+int64_t Optimizer::steps() const {
+  core();
+  return steps_;
+}
+
 void Optimizer::set_learning_rate(LearningRate factor) {
+  core();
   factor_ = std::move(factor);
   first_rates_.clear();
   if (!factor_) return;
@@ -174,6 +201,7 @@ void Optimizer::set_learning_rate(LearningRate factor) {
 }
 
 void Optimizer::set_steps(int64_t steps) {
+  core();
   steps_ = steps;
   schedule();
 }
@@ -195,6 +223,6 @@ void Optimizer::schedule() {
   for (size_t i = 0; i < options_.size(); ++i) options_[i].lr = first_rates_[i] * factor;
 }
 
-runtime::ModelOptimizer::HostBytes Optimizer::host_bytes() const { return core_->host_bytes(options_); }
+runtime::ModelOptimizer::HostBytes Optimizer::host_bytes() const { return core()->host_bytes(options_); }
 
 }  // namespace roundpipe

@@ -56,6 +56,7 @@ struct OptimizerFormat {
 // landed. 16-bit weights have fp32 masters, of which only the missing part takes memory.
 //
 // Another optimizer may be made for the same model; it replaces this one, whose steps are then refused.
+// Of an optimizer that was moved from, every function but assignment throws std::invalid_argument.
 // Ownership: keeps what it needs of the model. Thread safety: the caller's thread.
 class Optimizer {
  public:
@@ -66,23 +67,23 @@ class Optimizer {
             const OptimizerFormat& format = {});
 
   // The hyperparameters of group `index`; changes hold from the next step on. The last group is that of the rule.
-  optim::Hyperparameters& options(size_t index) { return options_.at(index); }
-  optim::Hyperparameters& options() { return options_.back(); }
-  size_t groups() const { return options_.size(); }
+  optim::Hyperparameters& options(size_t index);
+  optim::Hyperparameters& options();
+  size_t groups() const { return all_options().size(); }
 
   // From now on, each group's learning rate is the one that it has now times `factor` of the number of steps made;
   // null: the rates stay as they are.
   void set_learning_rate(LearningRate factor);
   // The number of steps begun, which the schedule goes by.
-  int64_t steps() const { return steps_; }
+  int64_t steps() const;
   void set_steps(int64_t steps);
 
   // The host memory of the model and this optimizer.
   runtime::ModelOptimizer::HostBytes host_bytes() const;
 
   // -- for Model --
-  const std::shared_ptr<runtime::ModelOptimizer>& core() const { return core_; }
-  const std::vector<optim::Hyperparameters>& all_options() const { return options_; }
+  const std::shared_ptr<runtime::ModelOptimizer>& core() const;
+  const std::vector<optim::Hyperparameters>& all_options() const;
   // The same, for a step. Throws std::invalid_argument for values that torch.optim's constructors refuse.
   const std::vector<optim::Hyperparameters>& options_of_step() const;
   void count_step();
@@ -98,7 +99,7 @@ class Optimizer {
  private:
   void schedule();
 
-  std::shared_ptr<runtime::ModelOptimizer> core_;
+  std::shared_ptr<runtime::ModelOptimizer> core_;  // null: moved from
   optim::Algorithm algorithm_;
   optim::MomentFormat moments_;
   std::vector<optim::Hyperparameters> options_;

@@ -1,23 +1,29 @@
 #include <roundpipe/api/step.h>
 
+#include <roundpipe/core/moved_from.h>
 #include <roundpipe/device/event.h>
 
 namespace roundpipe {
 
+runtime::StepRun& Step::run() const {
+  require_not_moved_from(run_ != nullptr, "step");
+  return *run_;
+}
+
 double Step::grad_norm() const {
-  if (!run_) return grad_norm_;
-  device::wait_interruptible(*run_->decided());
+  if (is_over_) return grad_norm_;
+  device::wait_interruptible(*run().decided());
   return run_->norm();
 }
 
 bool Step::skipped() const {
-  if (!run_) return skipped_;
-  device::wait_interruptible(*run_->decided());
+  if (is_over_) return skipped_;
+  device::wait_interruptible(*run().decided());
   return run_->overflowed();
 }
 
 void Step::wait() const {
-  if (run_) device::wait_interruptible(*run_->finished());
+  if (!is_over_) device::wait_interruptible(*run().finished());
 }
 
 }  // namespace roundpipe

@@ -24,13 +24,14 @@ struct StepOptions {
   std::optional<double> gradient_factor = std::nullopt;
 };
 
-// One step. Thread safety: any thread.
+// One step. Of one that was moved from while it might still run, every function but assignment throws
+// std::invalid_argument. Thread safety: any thread.
 class Step {
  public:
   // A step that may still run.
   explicit Step(std::shared_ptr<runtime::StepRun> run) : run_(std::move(run)) {}
   // A step that is over.
-  Step(double grad_norm, bool skipped) : grad_norm_(grad_norm), skipped_(skipped) {}
+  Step(double grad_norm, bool skipped) : is_over_(true), grad_norm_(grad_norm), skipped_(skipped) {}
 
   // The norm of all gradients, unscaled, before clipping. Waits until the last gradient has landed. NaN unless the step
   // had max_grad_norm or a scaler, and if the backward failed.
@@ -41,7 +42,11 @@ class Step {
   void wait() const;
 
  private:
-  std::shared_ptr<runtime::StepRun> run_;  // null: over
+  runtime::StepRun& run() const;
+
+  bool is_over_ = false;
+  std::shared_ptr<runtime::StepRun> run_;  // null: over, or moved from
+  // Of a step that is over.
   double grad_norm_ = 0;
   bool skipped_ = false;
 };

@@ -9,6 +9,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/moved_from.h>
 #include <roundpipe/language/experts.h>
 #include <roundpipe/language/weight_files.h>
 
@@ -114,9 +115,29 @@ LanguageModel::LanguageModel(const std::string& folder, const LanguageModelOptio
   }
 }
 
+Model& LanguageModel::own() const {
+  require_not_moved_from(model_ != nullptr, "language model");
+  return *model_;
+}
+
+const language::Config& LanguageModel::config() const {
+  own();
+  return config_;
+}
+
+c10::ScalarType LanguageModel::dtype() const {
+  own();
+  return dtype_;
+}
+
+const std::optional<LoraOptions>& LanguageModel::lora() const {
+  own();
+  return lora_;
+}
+
 NamedParameters LanguageModel::weights(bool of_adapters) {
   NamedParameters found;
-  for (const auto& [name, tensor] : model_->named_parameters()) {
+  for (const auto& [name, tensor] : own().named_parameters()) {
     const bool is_adapter = name.find(".lora_") != std::string::npos;
     const bool is_second = config_.tied && name == "lm_head.weight";
     if (is_adapter == of_adapters && !is_second) found.emplace_back(name, tensor);
@@ -138,6 +159,7 @@ void LanguageModel::begin_adapters() {
 }
 
 Tokens LanguageModel::checked(const char* where, const LanguageBatch& batch, bool with_labels) const {
+  own();
   const Tensor& ids = batch.ids;
   if (!ids.defined() || ids.dim() != 2 || ids.numel() == 0) {
     refuse(where, "the ids are no [rows, tokens], expected at least a token");
@@ -179,22 +201,22 @@ Tokens LanguageModel::to_train(const char* where, const LanguageBatch& batch) co
 }
 
 TrainResult LanguageModel::forward_backward(const LanguageBatch& batch) {
-  return model_->forward_backward(to_train("forward_backward", batch), std::tuple<>(), kLoss);
+  return own().forward_backward(to_train("forward_backward", batch), std::tuple<>(), kLoss);
 }
 
 Model::Pending LanguageModel::submit(const LanguageBatch& batch) {
-  return model_->submit(to_train("submit", batch), std::tuple<>(), kLoss);
+  return own().submit(to_train("submit", batch), std::tuple<>(), kLoss);
 }
 
 MemoryPrediction LanguageModel::predict_memory(const LanguageBatch& batch) {
-  return model_->predict_memory(to_train("predict_memory", batch), std::tuple<>(), kLoss);
+  return own().predict_memory(to_train("predict_memory", batch), std::tuple<>(), kLoss);
 }
 
 EvaluatedLoss LanguageModel::evaluate(const LanguageBatch& batch) {
   const at::NoGradGuard no_grad;
   const Tokens tokens = checked("evaluate", batch, true);
   EvaluatedLoss loss{.counted = tokens.counted};
-  for (const Tensor& part : model_->forward_microbatches(model_->run_options(), tokens)) {
+  for (const Tensor& part : own().forward_microbatches(own().run_options(), tokens)) {
     loss.mean += part.item<double>();
   }
   return loss;
@@ -202,7 +224,7 @@ EvaluatedLoss LanguageModel::evaluate(const LanguageBatch& batch) {
 
 Tensor LanguageModel::logits(const LanguageBatch& batch) {
   const at::NoGradGuard no_grad;
-  return model_->forward(checked("logits", batch, false));
+  return own().forward(checked("logits", batch, false));
 }
 
 void LanguageModel::write_folder(const std::string& folder, const language::ModelFolderOptions& options,
@@ -213,14 +235,14 @@ void LanguageModel::write_folder(const std::string& folder, const language::Mode
 }
 
 void LanguageModel::save(const std::string& folder, const language::ModelFolderOptions& options) {
-  if (lora_) refuse("language model", "the model has adapters, expected none; call save_adapter or save_merged");
-  model_->synchronize();
+  if (lora()) refuse("language model", "the model has adapters, expected none; call save_adapter or save_merged");
+  own().synchronize();
   write_folder(folder, options, {});
 }
 
 void LanguageModel::save_merged(const std::string& folder, const language::ModelFolderOptions& options) {
-  if (!lora_) refuse("language model", "the model has no adapters, expected them; call save");
-  model_->synchronize();
+  if (!lora()) refuse("language model", "the model has no adapters, expected them; call save");
+  own().synchronize();
   std::map<std::string, Tensor> adapters;
   for (auto& [name, tensor] : weights(true)) adapters.emplace(name, tensor);
   write_folder(folder, options, [&](const std::string& name, const Tensor& weight) {
@@ -234,8 +256,8 @@ void LanguageModel::save_merged(const std::string& folder, const language::Model
 }
 
 void LanguageModel::save_adapter(const std::string& folder, bool replace) {
-  if (!lora_) refuse("language model", "the model has no adapters, expected them; call save");
-  model_->synchronize();
+  if (!lora()) refuse("language model", "the model has no adapters, expected them; call save");
+  own().synchronize();
   NamedParameters adapters = weights(true);
   for (auto& [name, tensor] : adapters) name = language::peft_name(name);
   language::write_whole_folder(folder, replace, [&](const std::string& hidden) {

@@ -53,8 +53,8 @@ struct EvaluatedLoss {
 // A causal language model from the folder of a transformers model, trained without Python: Llama, Mistral, Qwen2,
 // Qwen3, Qwen3-MoE and GPT-OSS. Loss, logits and gradients have the bits of transformers' model over the same
 // microbatches, as long as the loss is not computed in chunks. docs/cpp-language-models.md says what is supported; the
-// rest is refused. Weights are read straight into the model's memory, without another copy of them. Thread safety and
-// errors: those of Model.
+// rest is refused. Weights are read straight into the model's memory, without another copy of them. Thread safety,
+// errors, and what is thrown after a move: those of Model.
 class LanguageModel {
  public:
   // Throws std::invalid_argument for a folder that is no such model or is not supported, before weights are read, and
@@ -62,9 +62,9 @@ class LanguageModel {
   explicit LanguageModel(const std::string& folder, const LanguageModelOptions& options = {});
 
   // The model itself: steps, plans, parameters by the names of the folder, and all else.
-  Model& model() { return *model_; }
-  const language::Config& config() const { return config_; }
-  c10::ScalarType dtype() const { return dtype_; }
+  Model& model() { return own(); }
+  const language::Config& config() const;
+  c10::ScalarType dtype() const;
 
   // The loss is the mean over the labels that count in the whole batch, whatever the microbatches. The loss of routers,
   // of models that have it, is that of each microbatch, weighted by its share of these labels.
@@ -86,9 +86,10 @@ class LanguageModel {
   // Writes the adapters into a folder that PEFT loads, in the same way. save() throws std::invalid_argument for a model
   // with adapters, and the other two for one without.
   void save_adapter(const std::string& folder, bool replace = false);
-  const std::optional<LoraOptions>& lora() const { return lora_; }
+  const std::optional<LoraOptions>& lora() const;
 
  private:
+  Model& own() const;
   NamedParameters weights(bool of_adapters);
   // Whether transformers writes the experts' matrices stacked.
   bool has_stacked_folders() const { return config_.experts && config_.experts->clamped; }
@@ -104,7 +105,7 @@ class LanguageModel {
   std::optional<LoraOptions> lora_;
   c10::ScalarType dtype_;
   models::Attention attention_;
-  std::unique_ptr<Model> model_;
+  std::unique_ptr<Model> model_;  // null: moved from
 };
 
 }  // namespace roundpipe

@@ -11,6 +11,7 @@
 #include <roundpipe/core/clock.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/moved_from.h>
 #include <roundpipe/core/mutex.h>
 #include <roundpipe/runs/capture.h>
 #include <roundpipe/runs/host_memory.h>
@@ -263,12 +264,17 @@ Save save(const std::string& folder, Model& model, const SaveOptions& options, i
 
 }  // namespace
 
-int64_t Save::step() const { return work_->step; }
-const std::string& Save::folder() const { return work_->folder; }
-bool Save::done() const { return work_->over->complete(); }
+Save::Work& Save::work() const {
+  require_not_moved_from(work_ != nullptr, "save");
+  return *work_;
+}
+
+int64_t Save::step() const { return work().step; }
+const std::string& Save::folder() const { return work().folder; }
+bool Save::done() const { return work().over->complete(); }
 
 SaveReport Save::wait() const {
-  device::wait_interruptible(*work_->over);
+  device::wait_interruptible(*work().over);
   if (work_->error) std::rethrow_exception(work_->error);
   SaveReport report = work_->report;
   const saving::SnapshotMemory::Report memory = work_->memory->report();

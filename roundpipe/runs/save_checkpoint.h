@@ -50,6 +50,7 @@ struct SaveReport {
 };
 
 // A checkpoint that is being written. It goes on when this is dropped, and the process ends after it.
+// Of a save that was moved from, every function but assignment throws std::invalid_argument.
 // Thread safety: any thread.
 class Save {
  public:
@@ -66,7 +67,9 @@ class Save {
   explicit Save(std::shared_ptr<Work> work) : work_(std::move(work)) {}
 
  private:
-  std::shared_ptr<Work> work_;
+  Work& work() const;
+
+  std::shared_ptr<Work> work_;  // null: moved from
 };
 
 // Saves the complete state of a training as `folder`/step-N, while the training goes on: weights as safetensors, the

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/moved_from.h>
 
 namespace roundpipe::tokens {
 
@@ -107,6 +108,7 @@ void Rows::pack(bool one_each) {
 }
 
 std::vector<Piece> Rows::row(int64_t index) const {
+  require_not_moved_from(!pieces_.empty(), "set of rows");
   const auto place = static_cast<size_t>(index);
   if (kind_ != RowKind::kStream) return {pieces_.begin() + starts_.at(place), pieces_.begin() + starts_.at(place + 1)};
   std::vector<Piece> row;
@@ -148,7 +150,8 @@ RowOrder::RowOrder(int64_t count, uint64_t seed, bool shuffles) : count_(count),
 
 int64_t RowOrder::at(int64_t position) {
   if (!shuffles_) return position % count_;
-  if (position / count_ != epoch_) {
+  // It may have been moved from, which leaves no order.
+  if (position / count_ != epoch_ || order_.empty()) {
     epoch_ = position / count_;
     order_ = shuffled(count_, seed_, static_cast<uint64_t>(epoch_));
   }

@@ -29,7 +29,8 @@ struct Piece {
 };
 
 // The rows of at most `length` tokens that documents make. They depend on nothing else, so a row has the same number
-// in every run. Memory: 8 bytes a document for kStream, else 16 bytes a piece and 8 a row. Never changes; any thread.
+// in every run. Memory: 8 bytes a document for kStream, else 16 bytes a piece and 8 a row. row() of rows that were
+// moved from throws std::invalid_argument. Never changes; any thread.
 class Rows {
  public:
   // `documents`: numbers of documents of the file, ascending. Throws std::invalid_argument if they make no row.

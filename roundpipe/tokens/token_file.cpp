@@ -8,6 +8,7 @@
 
 #include <roundpipe/checkpoint/crc32c.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/moved_from.h>
 
 namespace roundpipe::tokens {
 
@@ -97,7 +98,13 @@ void TokenFile::refuse(const std::string& what) const {
   throw Error(concat("[tokens] ", path(), " is damaged: ", what, "; make or copy it again"));
 }
 
+const std::vector<uint64_t>& TokenFile::ends() const {
+  require_not_moved_from(!ends_.empty(), "token file");
+  return ends_;
+}
+
 void TokenFile::read(int64_t first, int64_t count, int64_t* to) const {
+  ends();
   std::vector<char> bytes;
   for (int64_t done = 0; done < count;) {
     const int64_t part = std::min(count - done, kPartBytes / token_bytes_);

@@ -10,7 +10,8 @@
 namespace roundpipe::tokens {
 
 // A file of tokens and documents, opened to read; docs/token-files.md is its format. Tokens are read when they are
-// asked for; the documents' ends take 8 bytes each. Thread safety: any thread.
+// asked for; the documents' ends take 8 bytes each. Of a file that was moved from, tokens and documents are refused by
+// std::invalid_argument. Thread safety: any thread.
 class TokenFile {
  public:
   // Checks header, size and the documents' ends. Throws std::invalid_argument for a file that is no token file, and
@@ -18,8 +19,8 @@ class TokenFile {
   explicit TokenFile(const std::string& path, checkpoint::FileSystem& files = checkpoint::FileSystem::real());
 
   const std::string& path() const { return file_.path(); }
-  int64_t tokens() const { return static_cast<int64_t>(ends_.back()); }
-  int64_t documents() const { return static_cast<int64_t>(ends_.size()); }
+  int64_t tokens() const { return static_cast<int64_t>(ends().back()); }
+  int64_t documents() const { return static_cast<int64_t>(ends().size()); }
   // Every token is smaller.
   int64_t vocabulary() const { return vocabulary_; }
   // The checksum of the tokens' bytes, as the header has it.
@@ -27,7 +28,7 @@ class TokenFile {
 
   // Where a document begins and ends, in tokens of the file.
   int64_t begin(int64_t document) const { return document == 0 ? 0 : end(document - 1); }
-  int64_t end(int64_t document) const { return static_cast<int64_t>(ends_[static_cast<size_t>(document)]); }
+  int64_t end(int64_t document) const { return static_cast<int64_t>(ends()[static_cast<size_t>(document)]); }
 
   // Reads `count` tokens from `first` on into `to`. Throws Error for a token that is not of the vocabulary: the file is
   // damaged. REQUIRES: the tokens are there.
@@ -39,12 +40,13 @@ class TokenFile {
 
  private:
   [[noreturn]] void refuse(const std::string& what) const;
+  const std::vector<uint64_t>& ends() const;
 
   mutable checkpoint::File file_;  // reading changes nothing of it
   int64_t token_bytes_ = 0;
   int64_t vocabulary_ = 0;
   uint32_t checksum_ = 0;
-  std::vector<uint64_t> ends_;
+  std::vector<uint64_t> ends_;  // empty: moved from
 };
 
 }  // namespace roundpipe::tokens

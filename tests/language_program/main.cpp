@@ -3,10 +3,12 @@
 //   [adapter=FOLDER, or lora=q_proj,up_proj rank=4 alpha=6 rslora=1]
 //   batch=FILE   safetensors of ids, labels, attention_mask and positions; then out=FILE gets the loss, the logits, the
 //                gradients of the trained weights, and the seeds [microbatches, layers] that they were computed with
+//   moved=1      all that follows is asked of an object that the model was moved from
 //   save=FOLDER [file_bytes=1000]   writes the model; save_adapter=FOLDER its adapters; save_merged=FOLDER both in one
 // and answers each with a line: "ok" or "error: ...".
 #include <iostream>
 #include <map>
+#include <optional>
 #include <sstream>
 #include <string>
 
@@ -96,6 +98,8 @@ void run(Fields& fields) {
   }
   if (fields.count("seed")) at::manual_seed(std::stoull(fields["seed"]));
   roundpipe::LanguageModel model(fields["model"], options);
+  std::optional<roundpipe::LanguageModel> owner;
+  if (fields.count("moved")) owner.emplace(std::move(model));
   if (fields.count("batch")) {
     const roundpipe::LanguageBatch batch = read_batch(fields["batch"]);
     NamedTensors tensors = {{"logits", model.logits(batch)}};

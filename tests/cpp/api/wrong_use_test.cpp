@@ -253,6 +253,95 @@ TEST_SUITE("wrong use") {
     CHECK(duel.goes_on());
   }
 
+  TEST_CASE("objects that were moved from") {
+    using Uses = std::vector<std::function<void()>>;
+    const auto refused = [](const Uses& uses, const char* says) {
+      for (size_t use = 0; use < uses.size(); ++use) {
+        CAPTURE(use);
+        CHECK_THROWS_WITH_AS(uses[use](), doctest::Contains(says), std::invalid_argument);
+      }
+    };
+    set_devices("virtual:2");
+    at::manual_seed(5);
+    Duel duel;
+    duel.step();
+    CHECK(duel.call(0));
+    Model& model = duel.model;
+    Optimizer& optimizer = *duel.sgd;
+    const RunOptions options = model.run_options();
+    torch::optim::SGD plain(duel.chain.parameters(), 0.1);
+
+    Model owner(std::move(model));
+    const Uses of_model = {
+        [&] { model.forward(good()); },
+        [&] { model.forward_with(options, good()); },
+        [&] { model.forward_microbatches(options, good()); },
+        [&] { model.forward_backward(good(), good_labels(), squared_error); },
+        [&] { model.submit(good(), good_labels(), squared_error); },
+        [&] { model.step(optimizer); },
+        [&] { model.step(plain); },
+        [&] { model.predict_memory(good(), good_labels(), squared_error); },
+        [&] { model.run_options(); },
+        [&] { model.name(); },
+        [&] { model.layers(); },
+        [&] { model.last_plan(); },
+        [&] { model.last_step_plan(); },
+        [&] { model.costs(); },
+        [&] { model.last_records(); },
+        [&] { model.verified_jobs(); },
+        [&] { model.layer_seed(0, 0, 0); },
+        [&] { model.random_seed(); },
+        [&] { model.set_random_seed(1); },
+        [&] { model.calls(); },
+        [&] { model.set_calls(1); },
+        [&] { model.synchronize(); },
+        [&] { model.named_parameters(); },
+        [&] { model.zero_grad(); },
+        [&] { model.fused_optimizer(); },
+        [&] { model.parameter_names(); },
+        [&] { model.buffer_names(); },
+        [&] { Optimizer(model, optim::Algorithm::kSGD); },
+    };
+    refused(of_model, "[model] this model was moved from");
+    model = std::move(owner);  // from where it was moved to
+
+    Optimizer updates(std::move(optimizer));
+    const Uses of_optimizer = {
+        [&] { model.step(optimizer); },
+        [&] { optimizer.options(); },
+        [&] { optimizer.options(0); },
+        [&] { optimizer.groups(); },
+        [&] { optimizer.set_learning_rate(cosine_rate(1, 2)); },
+        [&] { optimizer.steps(); },
+        [&] { optimizer.set_steps(1); },
+        [&] { optimizer.host_bytes(); },
+    };
+    refused(of_optimizer, "[optimizer] this optimizer was moved from");
+    optimizer = std::move(updates);
+
+    const Sample batch = sample(1);
+    const uint64_t call = model.calls();
+    Model::Pending first = model.submit(batch.inputs, batch.labels, squared_error);
+    Model::Pending pending(std::move(first));
+    refused({[&] { first.finish(); }, [&] { (void)first.records(); }}, "[pending batch] this pending batch was moved");
+    CHECK(alike({pending.finish().loss}, {duel.plain.call(model, call, batch, duel.microbatches())}));
+
+    Step made = model.step(optimizer, {.asynchronous = false});
+    duel.plain.step();
+    const Step step(std::move(made));
+    refused({[&] { (void)made.grad_norm(); }, [&] { (void)made.skipped(); }, [&] { made.wait(); }},
+            "[step] this step was moved from");
+    step.wait();
+
+    Layer one = layer(duel.chain.first);
+    const Layer other(std::move(one));
+    refused({[&] { (void)one.parameters(); }, [&] { (void)one.buffers(); }, [&] { one.named("a"); },
+             [&] { one.tie("weight", other.parameters()[0].second); }, [&] { one.made_by(nullptr); },
+             [&] { Model({one}); }},
+            "[layer] this layer was moved from");
+    CHECK(duel.goes_on());
+  }
+
   TEST_CASE("models that cannot be made") {
     CHECK_THROWS_WITH_AS(Model(std::vector<Layer>{}), doctest::Contains("there are no layers"), std::invalid_argument);
     CHECK_THROWS_WITH_AS(Model(torch::nn::Sequential()), doctest::Contains("there are no layers"),

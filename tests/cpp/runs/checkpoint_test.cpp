@@ -1,5 +1,6 @@
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <optional>
 
 #include <doctest/doctest.h>
@@ -305,6 +306,32 @@ TEST_SUITE("checkpoint") {
             load_checkpoint(folder.path(), other.model, other.optimizer);
           }).find("was saved by 2 nodes") != std::string::npos);
     CHECK(load_weights(folder.path(), other.model).step == 2);
+  }
+
+  TEST_CASE("objects that were moved from") {
+    set_devices("virtual:2");
+    const Folder folder;
+    Training training;
+    training.run(1, false);
+    Save made = save_checkpoint(folder.path(), training.model, training.optimizer);
+    const Save save(std::move(made));
+    const std::function<void()> of_save[] = {[&] { (void)made.step(); }, [&] { (void)made.folder(); },
+                                             [&] { (void)made.done(); }, [&] { (void)made.wait(); }};
+    for (const auto& use : of_save) {
+      CHECK(thrown<std::invalid_argument>(use).starts_with("[save] this save was moved from"));
+    }
+    CHECK(save.wait().bytes > 0);
+    const Model owner(std::move(training.model));
+    const std::function<void()> of_model[] = {
+        [&] { save_checkpoint(folder.path(), training.model, training.optimizer, {.step = 2}); },
+        [&] { save_checkpoint(folder.path(), training.model, {.step = 2}); },
+        [&] { load_checkpoint(folder.path(), training.model, training.optimizer); },
+        [&] { load_weights(folder.path(), training.model); },
+        [&] { wait_for_save(training.model); },
+    };
+    for (const auto& use : of_model) {
+      CHECK(thrown<std::invalid_argument>(use).starts_with("[model] this model was moved from"));
+    }
   }
 
   TEST_CASE("updates wait for the disk when the memory of a save is used up") {

@@ -123,6 +123,23 @@ TEST_CASE("rows: each epoch has an order of its own, from any position") {
   CHECK(shuffled(8, 1, 1) == std::vector<int64_t>{6, 0, 3, 4, 2, 1, 5, 7});
 }
 
+TEST_CASE("rows: those that were moved from") {
+  const TemporaryFolder folder;
+  const TokenFile file(file_of(folder, {3, 12, 2}));
+  for (const RowKind kind : {RowKind::kPacked, RowKind::kStream}) {
+    Rows rows(file, all_of(file), 5, kind);
+    const Rows others(std::move(rows));
+    CHECK(others.row(0).size() == 2);
+    CHECK_THROWS_WITH_AS(rows.row(0), doctest::Contains("[set of rows] this set of rows was moved from"),
+                         std::invalid_argument);
+  }
+  RowOrder order(9, 1, true);
+  const int64_t third = order.at(3);
+  RowOrder other(std::move(order));
+  CHECK(order.at(3) == third);
+  CHECK(other.at(3) == third);
+}
+
 TEST_CASE("rows: mistakes") {
   const TemporaryFolder folder;
   const TokenFile file(file_of(folder, {3}));

@@ -1,10 +1,13 @@
 #include <roundpipe/tokens/token_file.h>
 
+#include <functional>
 #include <stdexcept>
+#include <utility>
 
 #include <doctest/doctest.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/tokens/rows.h>
 
 #include "token_writer.h"
 
@@ -54,6 +57,28 @@ TEST_CASE("token file: tokens of 2 and of 4 bytes, and where documents lie") {
     for (const uint16_t token : document) wide.back().push_back(100'000u * token);
   }
   check(token_bytes<uint32_t>(wide, 2'000'000), 100'000);
+}
+
+TEST_CASE("token file: one that was moved from") {
+  const TemporaryFolder folder;
+  TokenFile file(write_bytes(folder.file("some.tokens"), token_bytes<uint16_t>(kShort, 20)));
+  const TokenFile owner(std::move(file));
+  int64_t token = 0;
+  const std::function<void()> uses[] = {
+      [&] { (void)file.tokens(); },
+      [&] { (void)file.documents(); },
+      [&] { (void)file.begin(1); },
+      [&] { (void)file.end(0); },
+      [&] { file.read(0, 1, &token); },
+      [&] { file.verify(); },
+      [&] { Rows(file, {0}, 2, RowKind::kStream); },
+  };
+  for (const auto& use : uses) {
+    CHECK_THROWS_WITH_AS(use(), doctest::Contains("[token file] this token file was moved from"),
+                         std::invalid_argument);
+  }
+  owner.read(5, 1, &token);
+  CHECK(token == 19);
 }
 
 TEST_CASE("token file: every byte is checked, and every cut") {

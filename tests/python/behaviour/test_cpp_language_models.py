@@ -203,6 +203,16 @@ def test_batches_that_do_not_fit(program: Program, folder: Callable[[str], Path]
         assert said.startswith("mistake: [") and message in said, said
 
 
+def test_a_model_that_was_moved_from(program: Program, folder: Callable[[str], Path], tmp_path: Path) -> None:
+    save_file(batches()["plain"], tmp_path / "batch")
+    uses: list[dict[str, Any]] = [{"batch": tmp_path / "batch", "out": tmp_path / "out"}]
+    uses += [{name: tmp_path / name} for name in ("save", "save_merged", "save_adapter")]
+    for use in uses:
+        said = program.run(model=folder("qwen3"), moved=1, **use)
+        assert said.startswith("mistake: [language model] this language model was moved from"), (use, said)
+    assert [path.name for path in tmp_path.iterdir()] == ["batch"]
+
+
 def test_damaged_folders(program: Program, folder: Callable[[str], Path], tmp_path: Path) -> None:
     said = program.run(model=tmp_path)
     assert said.startswith("mistake: [language model] there is no ") and "config.json" in said, said
