@@ -15,6 +15,7 @@
 #include <roundpipe/core/moved_from.h>
 #include <roundpipe/runtime/engine.h>
 #include <roundpipe/runtime/model/random.h>
+#include <roundpipe/torch_compat/gradient_hooks.h>
 
 namespace roundpipe {
 
@@ -71,6 +72,17 @@ size_t bytes_of(const Values& values) {
   return bytes;
 }
 
+// Gradients are summed by the engine, which would not call hooks on them.
+void refuse_gradient_hooks(const NamedParameters& parameters) {
+  for (const auto& [name, parameter] : parameters) {
+    if (!torch_compat::has_gradient_hooks(parameter)) continue;
+    throw std::invalid_argument(
+        concat("[model] parameter '", name,
+               "' has a hook on its gradient, which nothing would call, expected none; call "
+               "remove_hook, and change .grad after the backward, before the optimizer's step"));
+  }
+}
+
 ModelOptions with_name(ModelOptions options, const char* name) {
   if (options.name.empty()) options.name = name;
   return options;
@@ -107,6 +119,7 @@ std::vector<Values> Model::run(detail::Batch inputs, RunOptions options) {
   const bool inference = c10::InferenceMode::is_enabled();
   const bool requires_grad = !inference && options.requires_grad.value_or(at::GradMode::is_enabled());
   inputs = detail::on_host(std::move(inputs), "forward");
+  if (requires_grad) refuse_gradient_hooks(parameter_names());
   const int count = detail::count_of(inputs, options, device_count());
   const std::vector<Values> parts = detail::cut_inputs(inputs, count, options.cut_inputs);
   // The engine's tensors are none of inference mode, even if its callers are in it.
@@ -128,6 +141,7 @@ Model::Request Model::request(const char* where, detail::Batch inputs, detail::B
     throw std::invalid_argument(concat("[", where, "] gradients are off here, expected them on, as ", where,
                                        " makes them; leave the NoGradGuard or InferenceMode, or call forward"));
   }
+  refuse_gradient_hooks(parameter_names());
   inputs = detail::on_host(std::move(inputs), where);
   labels = detail::on_host(std::move(labels), where);
   const int count = detail::count_of(inputs, options, device_count());

@@ -406,6 +406,31 @@ TEST_SUITE("wrong use") {
         "has become");
   }
 
+  TEST_CASE("a hook on the gradient of a parameter") {
+    set_devices("virtual:2");
+    at::manual_seed(6);
+    Duel duel;
+    CHECK(duel.call(0));
+    const unsigned hook = duel.chain.last->weight.register_hook([](const Tensor& gradient) { return gradient * 2; });
+    const std::function<void()> uses[] = {
+        [&] { duel.model.forward_backward(good(), good_labels(), squared_error); },
+        [&] { duel.model.submit(good(), good_labels(), squared_error); },
+        [&] { duel.model.forward(good()); },
+    };
+    for (const auto& use : uses) {
+      CHECK_THROWS_WITH_AS(use(), doctest::Contains("[model] parameter '5.weight' has a hook on its gradient"),
+                           std::invalid_argument);
+    }
+    {
+      const at::NoGradGuard no_grad;
+      duel.chain.norm->eval();
+      CHECK(duel.model.forward(good()).defined());
+      duel.chain.norm->train();
+    }
+    duel.chain.last->weight.remove_hook(hook);
+    CHECK(duel.goes_on());
+  }
+
   TEST_CASE("a call from a layer or a loss") {
     set_devices("virtual:2");
     at::manual_seed(4);
