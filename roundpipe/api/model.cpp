@@ -257,6 +257,11 @@ MemoryPrediction Model::predict(detail::Batch inputs, detail::Batch labels, cons
   return predict_step(pipeline(), shape, loss, options);
 }
 
+RunOptions& Model::run_options() {
+  pipeline();
+  return run_options_;
+}
+
 const std::string& Model::name() const { return pipeline().model().name; }
 int Model::layers() const { return pipeline().model().layer_count(); }
 const std::optional<schedule::Plan>& Model::last_plan() const { return pipeline().last_plan(); }

@@ -86,7 +86,6 @@ class Model : public HostWeights {
     return outputs;
   }
 
-  // A batch that was submitted.
   class Pending;
 
   // Runs forward, loss and backward of one batch. Gradients add up until a step. Returns as soon as the losses are
@@ -94,9 +93,8 @@ class Model : public HostWeights {
   // gradients in the parameters' `.grad`, as a plain loop does.
   //
   // `inputs`: a value, a std::tuple of the arguments of the first layer, or Microbatches of these. `labels`: a value or
-  // Microbatches; std::tuple<>() for none. Both are cut along their rows, see RunOptions::cut_inputs. `loss`: a
-  // function of the outputs and the label of a microbatch, or of the outputs alone; returns a scalar, or a vector of
-  // scalars whose sum is differentiated. It runs on devices' threads.
+  // Microbatches; std::tuple<>() for none. `loss`: a function of the outputs and the label of a microbatch, or of the
+  // outputs alone; returns a scalar, or a vector of scalars whose sum is differentiated. It runs on devices' threads.
   //
   // Throws Error if a loss is NaN; the batch's gradients are dropped then. Throws std::invalid_argument for a batch, an
   // option or a loss that does not fit, or if gradients are off.
@@ -136,10 +134,7 @@ class Model : public HostWeights {
   }
 
   // The options of calls that are given none; may be changed.
-  RunOptions& run_options() {
-    pipeline();
-    return run_options_;
-  }
+  RunOptions& run_options();
   const std::string& name() const;
   int layers() const;
 
@@ -193,8 +188,7 @@ class Model : public HostWeights {
 // Thread safety: that of its model, which it may outlive.
 class Model::Pending {
  public:
-  // Waits for the losses, and returns what forward_backward returns. Once. Throws what forward_backward throws, and
-  // std::invalid_argument if this was moved from.
+  // Waits for the losses, and returns or throws what forward_backward does. Once, and not if this was moved from.
   TrainResult finish();
   // Records of the batch so far.
   std::vector<runtime::ExecutionRecord> records() const;
@@ -209,7 +203,6 @@ class Model::Pending {
         output_device_(output_device) {}
 
   runtime::Pipeline::Submitted& submitted() const;
-
   std::shared_ptr<runtime::Pipeline> pipeline_;
   std::shared_ptr<runtime::Pipeline::Submitted> submitted_;  // null: moved from
   bool check_loss_;
