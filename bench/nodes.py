@@ -3,7 +3,8 @@
 The first table: emulated layers, which take time on virtual devices and have gradients and weights of real bytes, on 1
 to 4 nodes. Each node is a process in a network namespace of its own, whose link `tc` limits and, with --delay-ms, makes
 late (root and iproute2 are needed; without them, all processes share the loopback without a limit, and only that row is
-measured). Beside it, the step that `roundpipe simulate --nodes` predicts.
+measured). Beside it, the step that `roundpipe simulate --nodes` predicts, given the rate that gloo reaches on these
+links: a loop of torch's collectives alone measures it, with the two kinds that a step has at the same time.
 The second table: a real small model in a plain PyTorch loop with DistributedDataParallel over gloo, and in ours, on the
 same rows, in turns. Losses have to agree.
 """
@@ -18,6 +19,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -73,6 +75,34 @@ def emulated_step_ms(setting: Setting) -> float:
         prediction, request, setting.steps, lambda *_: None, updates, links=LINKS, warm_up=WARM_UP
     )
     return taken.step_ms
+
+
+def reached_gb_per_s(setting: Setting) -> float:
+    """What each node sends in a second by torch's collectives alone, with blocks of the layers' size."""
+    nodes, size = torch.distributed.get_world_size(), round(setting.layer_mb * 1e6)
+    shard = size // nodes
+    groups = [torch.distributed.new_group(backend="gloo") for _ in range(2)]
+
+    def gradients(blocks: int) -> None:
+        sent, received = torch.ones(shard * nodes, dtype=torch.uint8), torch.empty(shard * nodes, dtype=torch.uint8)
+        for _ in range(blocks):
+            torch.distributed.all_to_all_single(received, sent, group=groups[0])
+
+    def weights(blocks: int) -> None:
+        own, all_of_them = torch.ones(shard, dtype=torch.uint8), torch.empty(shard * nodes, dtype=torch.uint8)
+        for _ in range(blocks):
+            torch.distributed.all_gather_into_tensor(all_of_them, own, group=groups[1])
+
+    for blocks in (1, setting.layers):  # the first to warm up
+        torch.distributed.barrier()
+        began = time.perf_counter()
+        beside = threading.Thread(target=gradients, args=(blocks,))
+        beside.start()
+        weights(blocks)
+        beside.join()
+        torch.distributed.barrier()
+        taken_s = time.perf_counter() - began
+    return 2 * setting.layers * shard * (nodes - 1) / taken_s / 1e9
 
 
 def small_model(width: int) -> nn.Sequential:
@@ -141,6 +171,8 @@ def node(asked: dict[str, Any]) -> None:
         torch.distributed.init_process_group("gloo")
     if asked["what"] == "emulated":
         result: Any = emulated_step_ms(Setting(**asked["setting"]))
+    elif asked["what"] == "rate":
+        result = reached_gb_per_s(Setting(**asked["setting"]))
     else:
         result = real_steps(asked["width"], asked["rows"], asked["steps"])
     print("RESULT " + json.dumps(result), flush=True)
@@ -179,10 +211,6 @@ class Link:
     megabits: float
     delay_ms: float
 
-    def network(self) -> Network:
-        """For the simulator; the rate counts bytes of payload."""
-        return Network(self.megabits / 8e3 * 0.95, LATENCY_MS + self.delay_ms)
-
     def __str__(self) -> str:
         return f"{self.megabits:g} Mb/s" + (f", {self.delay_ms:g} ms late" if self.delay_ms else "")
 
@@ -194,27 +222,40 @@ def compare_emulated(report: Report, setting: Setting, counts: Sequence[int], li
         raise RuntimeError("the planner found no plan")
     asked = {"what": "emulated", "setting": dataclasses.asdict(setting)}
     alone = run_nodes({**asked, "nodes": 1})[0]
-    rows = [["1", "-", f"{alone:,.1f}", "-", "-", "1.00", "-"]]
+    rows = [["1", "-", "-", f"{alone:,.1f}", "-", "-", "1.00", "-"]]
     for link in links:
-        # gloo's collectives over loopback cost no network, but the cores' time.
-        network = link.network() if link else Network(0.0, LATENCY_MS)
         for nodes in counts:
-            predicted = predict_nodes([nodes], request, choice, network, clip=False)[0]
             hosts = node_network.hosts(nodes, link.megabits, link.delay_ms) if link else contextlib.nullcontext()
             with hosts as places:
+                rates = [run_nodes({**asked, "what": "rate", "nodes": nodes}, places)] if link else []
                 measured = statistics.median(run_nodes({**asked, "nodes": nodes}, places))
+                rates += [run_nodes({**asked, "what": "rate", "nodes": nodes}, places)] if link else []
+            # gloo's collectives over loopback cost no network, but the cores' time.
+            reached = statistics.fmean(rate for each in rates for rate in each) if link else 0.0
+            network = Network(reached, LATENCY_MS + (link.delay_ms if link else 0.0))
+            predicted = predict_nodes([nodes], request, choice, network, clip=False)[0]
             speedup = f"{nodes * alone / measured:.2f}"
             ratio = f"{measured / predicted.step_ms:.3f}"
             shown = [
                 str(nodes),
                 str(link or "no limit"),
+                f"{reached * 8e3:,.0f} Mb/s" if link else "-",
                 f"{measured:,.1f}",
                 f"{predicted.step_ms:,.1f}",
                 ratio,
                 speedup,
             ]
             rows.append([*shown, predicted.limited_by])
-    header = ["nodes", "network of each", "step ms", "predicted ms", "measured / predicted", "x one node", "limited by"]
+    header = [
+        "nodes",
+        "network of each",
+        "reached",
+        "step ms",
+        "predicted ms",
+        "measured / predicted",
+        "x one node",
+        "limited by",
+    ]
     report.table(header, rows)
 
 
@@ -235,7 +276,7 @@ def main() -> None:
         return
     options = parser(__doc__)
     options.add_argument("--nodes", default="2,4", help="numbers of nodes")
-    options.add_argument("--megabits", default="2000,400,100", help="rates of each node's network, in Mb/s")
+    options.add_argument("--megabits", default="2000,400,200,100", help="rates of each node's network, in Mb/s")
     late = "milliseconds by which what a node sends is late, on these networks; needs netem in the kernel"
     options.add_argument("--delay-ms", type=float, default=0.0, help=late)
     options.add_argument("--width", type=int, default=768, help="of the real model")
