@@ -186,7 +186,7 @@ def held_bytes(width: int, layers: int) -> tuple[int, int, int]:
             kinds = {line.split(":")[0]: int(line.split()[1]) for line in rollup if line.endswith("kB\n")}
         return 1024 * (kinds["Private_Dirty"] + kinds["Private_Clean"])
 
-    roundpipe.devices("virtual:1,memory=70MB")
+    roundpipe.devices("virtual:1,memory=250MB")
     before = private()
     model = nn.Sequential(*[nn.Linear(width, width, dtype=torch.bfloat16) for _ in range(layers)])
     pipe = RoundPipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=1))
