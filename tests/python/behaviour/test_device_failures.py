@@ -140,7 +140,10 @@ def test_the_error_says_which_layers_a_step_had_updated() -> None:
         optimizer = roundpipe.optim.SGD(pipe, lr=1e-2)
         value, label = batch(0)
         pipe.submit((value,), label=label, loss_fn=squared_error)
-        pipe.step(optimizer)
+        step = pipe.step(optimizer)
+        for _ in range(20_000):  # until the last layer is updated; the backward waits
+            if step._run.updated_blocks or threading.Event().wait(1e-3):
+                break
         let_go.set()
         try:
             pipe.synchronize()
