@@ -18,7 +18,7 @@ namespace {
 using namespace std::chrono_literals;
 
 // Of a collective. A sign is written every twentieth of it.
-constexpr std::chrono::milliseconds kTimeout = 2000ms;
+constexpr std::chrono::milliseconds kTimeout = 4000ms;
 
 // A store that can be cut off from all who use it.
 class CutStore : public c10d::HashStore {

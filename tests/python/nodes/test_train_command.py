@@ -69,7 +69,8 @@ def test_the_steps_of_one_node(nodes: NodeProcesses, usual: dict[str, Any], tmp_
     assert "2 nodes; on rank 0: " in (two / "report.html").read_text()
     expected = AutoModelForCausalLM.from_pretrained(one / "model").state_dict()
     for name, value in AutoModelForCausalLM.from_pretrained(two / "model").state_dict().items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-2, atol=1e-3)
+        # As a whole: Adam moves an element whose gradient is all rounding as far as any other.
+        assert (value - expected[name]).norm() <= 1e-3 * expected[name].norm(), name
 
 
 def test_a_node_without_rows(nodes: NodeProcesses, usual: dict[str, Any], tmp_path: Path) -> None:
