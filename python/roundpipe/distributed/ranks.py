@@ -50,7 +50,7 @@ class Ranks:
             mine = {"value": work()}
         except BaseException as raised:
             error = raised
-            text = str(raised) if str(raised).startswith("[") else f"[checkpoint] {type(raised).__name__}: {raised}"
+            text = str(raised) if str(raised).startswith("[") else f"[distributed] {type(raised).__name__}: {raised}"
             mine = {"error": text, "is_callers": isinstance(raised, ValueError)}
         try:
             told = self._exchange(mine)
