@@ -78,21 +78,8 @@ class Host:
 
     def _plug_in(self, megabits_per_s: float | None, delay_ms: float) -> None:
         _run("ip", "netns", "add", self.name)
-        _run(
-            "ip",
-            "-n",
-            self.switch,
-            "link",
-            "add",
-            self.port,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "eth0",
-            "netns",
-            self.name,
-        )
+        peer = ["peer", "name", "eth0", "netns", self.name]
+        _run("ip", "-n", self.switch, "link", "add", self.port, "type", "veth", *peer)
         _run("ip", "-n", self.switch, "link", "set", self.port, "master", "bridge", "up")
         _run("ip", "-n", self.name, "address", "add", f"{self.address}/24", "dev", "eth0")
         for device in ("eth0", "lo"):

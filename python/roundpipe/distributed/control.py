@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
 from roundpipe import _core
 from roundpipe.distributed.differences import ranks_in_words
+from roundpipe.distributed.groups import made_beside
 
 
 class Control:
@@ -36,6 +37,21 @@ class Control:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.models = 0
+
+    @classmethod
+    def beside(cls, group: Any, timeout: timedelta) -> Self:
+        """A control of the ranks of `group`, over a group of its own. Collective.
+
+        Raises:
+            ValueError: the group was destroyed.
+            RoundPipeError: a rank did not join in.
+        """
+        return cls(made_beside(group, "gloo", timeout), timeout)
+
+    @property
+    def name(self) -> str:
+        """The same on all ranks."""
+        return str(self._group.group_name)
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Returns every rank's message, in the order of the ranks. Ctrl+C ends the wait.

@@ -75,8 +75,7 @@ class Nodes:
         if group is None:
             return None
         if group not in _shared:
-            timeout = timeout_of(group)
-            _shared[group] = _Shared(Control(made_beside(group, "gloo", timeout), timeout))
+            _shared[group] = _Shared(Control.beside(group, timeout_of(group)))
         return Nodes(_shared[group], group, model)
 
     def gather(self, kind: str, told: Mapping[str, Any], beside: tuple[str, ...] = ()) -> list[dict[str, Any]]:
@@ -159,8 +158,8 @@ class Nodes:
         return gradients.group_name, (gradients, weights)
 
     def _new_control(self, timeout: timedelta) -> tuple[str, Control]:
-        group = made_beside(self._process_group, "gloo", timeout)
-        return group.group_name, Control(group, timeout)
+        control = Control.beside(self._process_group, timeout)
+        return control.name, control
 
     def for_optimizer(self) -> _core.Nodes:
         """What an optimizer of the engine needs to know of its groups; an earlier one has finished. Collective."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from roundpipe.planning.shapes import measure as measure_shapes
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, read_data
 from roundpipe.train.model import base_of_adapter, lora_of, tokenizer_of
-from roundpipe.train.nodes import RunNodes
+from roundpipe.train.nodes import RunNodes, launched_processes
 from roundpipe.train.progress import duration
 from roundpipe.train.run_folder import DATA_FOLDER, RunFolder
 
@@ -83,7 +82,7 @@ def dry_run(
     Raises:
         ValueError: the run would be refused.
     """
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if launched_processes() != "1":
         raise ValueError(
             "[train] --dry-run was started by torchrun, expected one process, as it says what one machine would do; "
             "start it without torchrun, and see roundpipe simulate --nodes for several machines"

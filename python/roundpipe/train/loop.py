@@ -200,11 +200,9 @@ class Training:
         rows = self._nodes.rows_of(batch)
         pending, labels = None, 0
         if rows is not None:
-            config = balanced_config(rows, self._config.microbatches)
-            pending, labels = (
-                self._model.submit(input_kwargs=rows, run_config=config),
-                count_label_tokens(rows["labels"]),
-            )
+            cut = balanced_config(rows, self._config.microbatches)
+            pending = self._model.submit(input_kwargs=rows, run_config=cut)
+            labels = count_label_tokens(rows["labels"])
         rate = float(self._optimizer.param_groups[0]["lr"])
         made = self._model.step(
             self._optimizer,

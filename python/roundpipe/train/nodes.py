@@ -15,7 +15,7 @@ import roundpipe
 from roundpipe.data.balance import rows_of_part
 from roundpipe.distributed.control import Control
 from roundpipe.distributed.differences import differences
-from roundpipe.distributed.groups import made_beside, timeout_of
+from roundpipe.distributed.groups import timeout_of
 from roundpipe.distributed.ranks import Ranks
 from roundpipe.train.config import TrainConfig
 
@@ -88,6 +88,8 @@ class RunNodes:
         Raises:
             ValueError: two processes of one machine use one accelerator.
         """
+        if self.size == 1:
+            return
         machine = [socket.gethostname(), *(os.environ.get(name, "") for name in _CHOOSE_DEVICES)]
         names = [name for name in roundpipe.devices().torch_devices if torch.device(name).type != "cpu"]
         users: dict[tuple[str, ...], int] = {}
@@ -105,6 +107,11 @@ class RunNodes:
         return rows_of_part(batch, self.rank, self.size)
 
 
+def launched_processes() -> str:
+    """How many processes of this run a launcher such as torchrun says that it has started; "1" without one."""
+    return os.environ.get("WORLD_SIZE", "1")
+
+
 @contextmanager
 def joined_nodes() -> Iterator[RunNodes]:
     """The nodes of this run: the ranks of the default process group. Under torchrun, the block has one.
@@ -115,7 +122,7 @@ def joined_nodes() -> Iterator[RunNodes]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         yield _nodes_of(torch.distributed.group.WORLD)
         return
-    size = os.environ.get("WORLD_SIZE", "1")
+    size = launched_processes()
     if size == "1":
         yield RunNodes.alone()
         return
@@ -136,7 +143,6 @@ def _nodes_of(group: Any) -> RunNodes:
     if group.size() == 1:
         return RunNodes.alone()
     usual, patient = (
-        Ranks.over(Control(made_beside(group, "gloo", timeout), timeout))
-        for timeout in (timeout_of(group), _LONGEST_WORK_OF_FIRST)
+        Ranks.over(Control.beside(group, timeout)) for timeout in (timeout_of(group), _LONGEST_WORK_OF_FIRST)
     )
     return RunNodes(usual, patient)
