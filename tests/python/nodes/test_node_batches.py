@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from node_processes import NodeProcesses
-from robustness import script_environment
 from roundpipe.data.batches import Batches
 from roundpipe.data.samples import IGNORED
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[NodeProcesses]:
-    with NodeProcesses(script_environment()) as processes:
-        yield processes
 
 
 def rows_in(batch: dict[str, torch.Tensor] | None) -> list[tuple[Any, ...]]:
