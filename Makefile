@@ -12,7 +12,7 @@ CMAKE_FLAGS ?=
 PYTEST_FLAGS ?=
 CTEST_FLAGS ?=
 DEMO_FLAGS ?=
-# The folder of the published package, which `make bench-gpu` compares with, and more arguments for it
+# The folder of packages that `make bench-gpu` compares with, and more arguments for it
 PEER ?=
 BENCH_FLAGS ?=
 # Processes of Python tests. Two use two cores well, since many tests wait; each takes up to 2 GB.
@@ -76,8 +76,8 @@ help:
 	@echo 'make lint           ruff, mypy, clang-format'
 	@echo 'make format         let ruff and clang-format rewrite the sources'
 	@echo 'make bench          every benchmark in bench/'
-	@echo 'make bench-gpu      ten minutes on an accelerator: checks, link, tokens a second and the longest row, against'
-	@echo '                    other systems. PEER=DIR: the published package. Without an accelerator, a small form'
+	@echo 'make bench-gpu      nine minutes on an accelerator: checks, tokens a second, long rows, large models, the link,'
+	@echo '                    against other systems, PEER=DIR: their packages. Without an accelerator, a small form'
 	@echo
 	@echo 'With TORCH=skip, each uses the torch of your Python (2.11 and up) and needs no network:'
 	@echo '                    make bench-gpu TORCH=skip [PYTHON=python3.12]'
@@ -296,7 +296,10 @@ bench: build-tests
 	@echo "== bench/transfer.cpp"; $(BUILD)/bench/bench_transfer
 	@for program in $(wildcard bench/*.py); do echo "== $$program"; $(BIN)/python $$program || exit 1; done
 
-bench-gpu: build $(VENV)/.test
+# What others compile is compiled beside the engine.
+bench-gpu: $(VENV)/.test
+	@$(BIN)/python bench/gpu/prepare.py $(if $(PEER),--peer $(PEER)) & \
+	  $(MAKE) --no-print-directory build; built=$$?; wait; exit $$built
 	@$(BIN)/python bench/gpu/kit.py $(if $(PEER),--peer $(PEER)) $(BENCH_FLAGS)
 
 clean:

@@ -1,22 +1,24 @@
-"""What a card does, in ten minutes and one report: is it right, how fast is the link, and what do others reach on it?
+"""What a card does, in nine minutes and one report: is it right, how fast is it, and what do others reach on it?
 
 First the checks: training against plain PyTorch on the card, bit for bit where it can be, and the short form of
-tests/gpu. Without them no figure of this report is valid. Then the link, by bench/gpu/link.py. Then tokens a second and
-the longest row of a Qwen3 of 1.7 B parameters with random weights and random tokens, full fine-tuning with AdamW on the
-host: ours, the published package, torch's FSDP2 with CPU offload, and DeepSpeed's ZeRO-3 with offload.
+tests/gpu. Without them no figure of this report is valid. Then a Qwen3 of 1.7 B parameters with random weights and
+random tokens, full fine-tuning: tokens a second of ours and of others, a profile of one step, the longest row under a
+cap, models that are too large for a 24 GB card under that cap, a model of 4 B parameters, and the link.
 
-Ours and one other train in turn, round by round, each in a process of its own, from the same weights and on the same
-tokens; their losses are compared step by step, and the ratio is the median over the rounds. Rows grow until the capped
-memory is full. Ours is the model as transformers has it, followed; the published package trains a chain of the model's
-parts with its own chunked loss; the other two train the model as transformers has it, with its plain loss and
-checkpointed layers. Whoever is missing, fails or hangs is named with its reason. Sizes and rounds are cut to keep to
-the time, and the report says so. Nothing is downloaded.
+Others are the published package, torch's FSDP2 with CPU offload, a plain loop with everything on the card, DeepSpeed's
+ZeRO-3 with offload, and TrainStream. Everybody is at its own best: the number of microbatches and whether activations
+are recomputed are found before anything is timed; weights are uploaded in 16 bits; losses are computed in chunks. What
+each got is in the report. Ours and one other train in turn, round by round, each in a process of its own, on the same
+tokens; a ratio is the median over the rounds. Three steps that learn, from the same weights, are compared loss by loss
+before that, and so are the losses of all timed steps, whose learning rate is so small that they can be.
 
-Without an accelerator this is the small form: tiny sizes on virtual devices, which say nothing but that it works.
+Every row is written when it is measured: a run that is cut leaves a valid report. Whoever is missing, fails or hangs is
+named with its reason. Nothing is downloaded. Without an accelerator this is the small form: tiny sizes on virtual
+devices, which say nothing but that it works.
 
-    make bench-gpu [TORCH=skip] [PEER=DIR] [BENCH_FLAGS="--minutes 5 --out FILE"]
+    make bench-gpu [TORCH=skip] [PEER=DIR] [BENCH_FLAGS="--minutes 5 --out FILE --parts checks throughput"]
 
-DIR holds the published package: pip install --target DIR roundpipe==0.1.1 --no-deps
+DIR holds the packages of others that this Python lacks: pip install --target DIR roundpipe==0.1.1 --no-deps ...
 """
 
 from __future__ import annotations
@@ -24,40 +26,57 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from gpu.headlines import HEADLINES, report_headlines
 from support.accelerator import default_device, describe
 from support.budget import Budget, Deadline
 from support.checks import Check, bench_program, card_tests, equality
-from support.comparison import Comparison, ContestantError, Size, compare, longest_row
+from support.comparison import (
+    Comparison,
+    ContestantError,
+    Setting,
+    Side,
+    Size,
+    best_setting,
+    compare,
+    distance,
+    longest_row,
+    timed,
+)
 from support.contestants import Contestant, Mode, contestants
 from support.report import Report, parser
 from support.training_request import Request
 
-SHARES = {"checks": 0.25, "link": 0.1, "throughput": 0.4, "longest row": 0.25}
-# Rows of a microbatch are few, so that a plain loss fits small cards, too. Each takes four times as many tokens.
-SIZES = [Size(2, 1024, 2), Size(4, 2048, 4), Size(8, 4096, 8)]
-GRID = [1024 * length for length in (4, 8, 12, 16, 24, 32, 48, 64, 96, 128)]
+SHARES = {"checks": 20, "throughput": 50, "longest row": 14, "headlines": 14, "4B": 14, "link": 4}
+SIZES = [Size(8, 4096), Size(32, 4096)]
+GRID = [1024 * length for length in (4, 8, 16, 24, 32, 48, 73, 96, 128, 192)]
+PUBLISHED_ROW = 1024 * 73  # of 1.7B on 24 GB (arXiv:2604.27085)
+ROUNDS = 2
 # Relative distance of two losses: of about 12 that were summed in bf16 by different kernels, and in fp32.
 BOUNDS = {torch.bfloat16: 2**-8, torch.float32: 1e-4}
+HEADER = ["", "steps", "tokens", "in", "tokens/s", "TFLOP/s", "GB of the card"]
 
 
 def report_checks(report: Report, spec: str, on_card: bool, deadline: Deadline) -> bool:
     """Runs the checks, and says whether all passed."""
-    checks: Sequence[Check] = [*equality(spec, deadline.share(2)), card_tests(on_card, deadline)]
     report("## Checks")
     report("")
-    rows = [[check.name, f"FAILED: {check.wrong}" if check.wrong else "passed", check.note] for check in checks]
-    report.table(["check", "result", ""], rows)
-    passed = not any(check.wrong for check in checks)
-    if passed:
-        report("All checks passed.")
-    else:
-        report("**Not all checks passed: no figure below is valid.**")
+    report.header(["check", "result", ""])
+    passed = True
+    for part in (lambda: equality(spec, deadline.share(2)), lambda: [card_tests(on_card, deadline)]):
+        checks: Sequence[Check] = part()
+        for check in checks:
+            report.row([check.name, f"FAILED: {check.wrong}" if check.wrong else "passed", check.note])
+            passed = passed and not check.wrong
+    report("")
+    report("All checks passed." if passed else "**Not all checks passed: no figure below is valid.**")
     report("")
     return passed
 
@@ -73,151 +92,282 @@ def report_link(report: Report, spec: str, small: bool, deadline: Deadline) -> N
     report("")
 
 
-def rows_of(compared: Comparison, ours: Contestant, others: Sequence[Contestant]) -> list[list[str]]:
-    """Of the table of tokens a second."""
-    rows = []
-    for mode in ("async", "sync"):
-        if (ours.name, mode) not in compared.rates:
-            continue
-        row = [mode, str(compared.size), str(compared.rounds), f"{compared.rate(ours.name, mode):,.0f}"]
-        others_here = [other for other in others if (other.name, mode) in compared.rates]
-        for other in others_here:
-            rate, ratio = compared.rate(other.name, mode), compared.ratio(ours.name, other.name, mode)
-            rows.append([other.name, *row, f"{rate:,.0f}", f"{ratio:.3f}", f"{compared.distance:.1e}"])
-        if not others_here:
-            rows.append(["nobody", *row, "-", "-", "-"])
-    return rows
+def figures(side: Side, mode: Mode, size: Size, setting: Setting, rate: float) -> list[str]:
+    """The cells of HEADER."""
+    teraflops = rate * side.flops.of_rows(size.rows, size.tokens) / size.total / 1e12
+    row = [side.name, mode, str(size), str(setting), f"{rate:,.0f}", f"{teraflops:.1f}"]
+    return [*row, f"{side.peak_bytes / 1e9:.1f}" if side.peak_bytes else "-"]
+
+
+def report_profile(report: Report, side: Side, size: Size, setting: Setting, deadline: Deadline) -> None:
+    """What the card does in one synchronous step."""
+    result = side.ask(timed(size, setting, "sync", 1, profiled=True), deadline)
+    if result is None or not result.profile:
+        return
+    seen = result.profile
+    report(f"### One step of ours: {size} tokens in {setting}, synchronous, under torch's profiler")
+    report("")
+    if not seen["kernels"]:
+        report("- no kernels were seen: there is no accelerator, or torch cannot profile it")
+        report("")
+        return
+    span_ms = seen["span_ms"]
+    report(
+        f"From the first kernel's begin to the last one's end {span_ms:,.0f} ms; in {seen['busy_ms'] / span_ms:.1%} of "
+        f"it a kernel ran; the longest gap was {seen['longest_gap_ms']:.1f} ms."
+    )
+    report("")
+    report.table(["kernels", "ms", "count"], [[n, f"{ms:,.1f}", f"{count:,}"] for n, ms, count in seen["kinds"]])
+    cells = [[f"`{n.replace('|', ' ')}`", f"{ms:,.1f}", f"{count:,}"] for n, ms, count in seen["kernels"]]
+    report.table(["the longest", "ms", "count"], cells)
+    cells = [[way, f"{ms:,.1f}", f"{size:.2f}", f"{rate:.1f}"] for way, ms, size, rate in seen["copies"]]
+    report.table(["copies", "ms", "GB", "GB/s"], cells)
+
+
+class Throughput:
+    """Tokens a second of ours and of others, in the sizes of `sizes`, the first of which is also profiled."""
+
+    def __init__(self, report: Report, sizes: Sequence[Size], limit_bytes: int, bound: float, small: bool) -> None:
+        self._report = report
+        self._sizes = sizes
+        self._limit_bytes = limit_bytes
+        self._bound = bound
+        self._check_tokens = 32 if small else 1024
+        self._settings: dict[Size, Setting] = {}
+        self._first_losses: list[float] = []
+
+    def ours(self, side: Side, deadline: Deadline) -> None:
+        """Sets ours up, and writes its own rows. Raises ContestantError."""
+        side.wait_ready(deadline)
+        self._first_losses = side.first_losses(self._check_tokens, deadline)
+        for size in self._sizes:
+            self._settings[size] = best_setting(side, size, self._limit_bytes, deadline)
+        self._report.header(HEADER)
+        for size, setting in self._settings.items():
+            for mode in side.contestant.modes:
+                steps = 1 if size != self._sizes[0] else 3
+                self._report.row(figures(side, mode, size, setting, side.lap(size, setting, mode, steps, deadline)))
+        self._report("")
+
+    def profile(self, side: Side, deadline: Deadline) -> None:
+        report_profile(self._report, side, self._sizes[0], self._settings[self._sizes[0]], deadline)
+
+    def others(self, ours: Side, peers: Sequence[Contestant], deadline: Deadline) -> bool:
+        """Rows of all `peers`; whether no losses differed. The next one sets up while one is not timed yet."""
+        self._report.header([*HEADER, "ours beside it", "ours, times", "rounds", "losses differ by"])
+        notes = [f"{peer.name}: no figures: {peer.missing}" for peer in peers if peer.missing]
+        present = [peer for peer in peers if not peer.missing]
+        fine = True
+        with ExitStack() as stack:
+            sides = [stack.enter_context(Side(peer)) for peer in present[:1]]
+            for index, peer in enumerate(present):
+                side = sides[index]
+                until = deadline.share(len(present) - index)
+                try:
+                    if side.ready is None:
+                        side.wait_ready(until)
+                    if index + 1 < len(present):
+                        sides.append(stack.enter_context(Side(present[index + 1])))
+                    self._meet(ours, side, sides[index + 1 :], until)
+                    notes.append(f"{peer.name}: {peer.settings}")
+                except ContestantError as error:
+                    notes.append(f"{peer.name}: no more figures: {error}")
+                    fine = fine and "losses" not in str(error)
+                    if index + 1 < len(present) and len(sides) == index + 1:
+                        sides.append(stack.enter_context(Side(present[index + 1])))
+                side.__exit__(None, None, None)
+        self._report("")
+        for note in [f"{ours.name}: {ours.contestant.settings}", *notes]:
+            self._report(f"- {note}")
+        self._report("")
+        return fine
+
+    def _meet(self, ours: Side, side: Side, next_one: Sequence[Side], deadline: Deadline) -> None:
+        first = distance(self._first_losses, side.first_losses(self._check_tokens, deadline))
+        if first > self._bound:
+            raise ContestantError(f"its losses of three steps that learn differ by {first:.1e} of ours")
+        for size in self._sizes:
+            setting = best_setting(side, size, self._limit_bytes, deadline)
+            for other in next_one:
+                if other.ready is None:  # nobody is timed while somebody sets up
+                    try:
+                        other.wait_ready(deadline)
+                    except ContestantError as error:
+                        other.contestant = replace(other.contestant, missing=str(error))
+            steps = 1 if size != self._sizes[0] else 2
+            for mode in (mode for mode in side.contestant.modes if mode in ours.contestant.modes):
+                compared = compare(
+                    (ours, side), (self._settings[size], setting), size, mode, steps, ROUNDS, deadline.share(2)
+                )
+                compared.distance = max(compared.distance, first)
+                self._row(compared, side, mode, size, setting)
+
+    def _row(self, compared: Comparison, side: Side, mode: Mode, size: Size, setting: Setting) -> None:
+        if compared.distance > self._bound:
+            raise ContestantError(f"its losses differ by {compared.distance:.1e} of ours")
+        mine, theirs = compared.medians
+        cells = [f"{mine:,.0f}", f"{compared.ratio:.3f}", str(len(compared.rates[0])), f"{compared.distance:.1e}"]
+        self._report.row([*figures(side, mode, size, setting, theirs), *cells])
 
 
 def report_throughput(
-    report: Report, ours: Contestant, peers: Sequence[Contestant], small: bool, bound: float, deadline: Deadline
+    report: Report,
+    ours: Contestant,
+    peers: Sequence[Contestant],
+    sizes: Sequence[Size],
+    limit_bytes: int,
+    bound: float,
+    small: bool,
+    deadline: Deadline,
 ) -> bool:
     """Whether there are figures of ours, and nobody's losses differ."""
-    steps, sizes = (1, [Size(4, 32, 2)]) if small else (3, SIZES)
-    rows: list[list[str]] = []
-    notes: list[str] = []
-    fine = True
-    left: set[Mode] = set(ours.modes)
-
-    def meet(sides: list[Contestant], alone: list[Mode], until: Deadline, sizes: Sequence[Size]) -> Sequence[Size]:
-        """Adds rows or a note; the sizes for whoever comes next."""
-        nonlocal fine
-        name = " and ".join(side.name for side in sides[1:]) or ours.name
-        try:
-            compared = compare(sides, sizes, alone, steps, until)
-        except ContestantError as error:
-            smaller = [size for size in sizes if error.too_large and size.total < error.too_large.total]
-            if not smaller:
-                whose = "" if error.contestant.name == name else f"{error.contestant.name}: "
-                notes.append(f"no figures of {name}: {whose}{error}")
-                return sizes
-            notes.append(f"{name}: smaller batches, since {error.contestant.name}: {error}")
-            return meet(sides, alone, until, smaller)
-        if compared.distance > bound:
-            notes.append(f"no figures of {name}: a loss differs from ours by {compared.distance:.1e} of its value")
-            fine = False
-            return sizes
-        rows.extend(rows_of(compared, ours, sides[1:]))
-        left.difference_update(mode for _, mode in compared.rates)
-        if compared.cut:
-            notes.append(f"{name}: {compared.cut}")
-        return [compared.size]
-
-    present = [peer for peer in peers if not peer.missing]
-    for index, peer in enumerate(present):
-        alone = [mode for mode in ours.modes if mode in left and mode not in peer.modes]
-        # Half a share is kept for ours alone, which is needed if all of these fail.
-        sizes = meet([ours, peer], alone, deadline.share(len(present) - index + 0.5), sizes)
-    if left:
-        meet([ours], [], deadline, sizes)
-    notes += [f"no figures of {peer.name}: {peer.missing}" for peer in peers if peer.missing]
     report("## Tokens a second")
     report("")
     report(
-        f"Full fine-tuning, AdamW on the host, medians over rounds of {steps} steps in which both took turns; ours "
-        f"recomputes by {ours.request.grain}. Ratio: ours to the other's. Losses of all steps agree within "
-        f"{bound:.1e} of their value; the last column is the largest distance."
+        f"Full fine-tuning with AdamW, fp32 masters and moments. TFLOP/s: six operations for each weight of a matrix "
+        f"and token, and causal attention; what is recomputed does not count. Losses agree within {bound:.1e} of their "
+        f"value, of three steps that learn and of every timed step; the last column is the largest distance."
     )
     report("")
-    report.table(["against", "steps", "batch", "rounds", "ours", "theirs", "ratio", "losses"], rows)
+    measured = Throughput(report, sizes, limit_bytes, bound, small)
+    with Side(ours) as side:
+        try:
+            measured.ours(side, deadline)
+            measured.profile(side, deadline)
+        except ContestantError as error:
+            report("")
+            report(f"- no figures of ours: {error}")
+            report("")
+            return False
+        return measured.others(side, peers, deadline)
+
+
+def report_one_by_one(
+    report: Report, sides: Sequence[Contestant], size: Size, limit_bytes: int, bound: float, deadline: Deadline
+) -> None:
+    """A model of which two do not fit beside each other in the host's memory: one after the other."""
+    report(f"## Tokens a second of {sides[0].request.shape}")
+    report("")
+    report("One after the other, since the host does not hold both; each in its best setting, three steps.")
+    report("")
+    report.header([*HEADER, "losses differ by"])
+    notes = []
+    mine: list[float] = []
+    for index, contestant in enumerate(sides):
+        until = deadline.share(len(sides) - index)
+        try:
+            with Side(contestant) as side:
+                side.wait_ready(until)
+                setting = best_setting(side, size, limit_bytes, until)
+                for mode in contestant.modes:
+                    row = figures(side, mode, size, setting, side.lap(size, setting, mode, 3, until))
+                    mine = mine or side.losses
+                    apart = distance(mine, side.losses)
+                    if apart > bound:
+                        raise ContestantError(f"its losses differ by {apart:.1e} of ours")
+                    report.row([*row, f"{apart:.1e}"])
+            notes.append(f"{contestant.name}: {contestant.settings}")
+        except ContestantError as error:
+            notes.append(f"{contestant.name}: no more figures: {error}")
     close_part(report, notes)
-    return fine and not left
 
 
 def report_longest(
     report: Report,
-    ours: Contestant,
-    peers: Sequence[Contestant],
+    sides: Sequence[Contestant],
     memory_bytes: int,
     grid: Sequence[int],
+    first: int,
+    bound: float,
     deadline: Deadline,
 ) -> None:
-    rows: list[list[str]] = []
-    notes: list[str] = []
-    lengths: dict[str, int] = {}
-    present = [side for side in (ours, *peers) if not side.missing and not side.uncapped]
-    for index, side in enumerate(present):
-        try:
-            row = longest_row(side, grid, deadline.share(len(present) - index))
-        except ContestantError as error:
-            notes.append(f"no figures of {side.name}: {error}")
-            continue
-        lengths[side.name] = row.tokens if row.full else 0
-        mine = lengths.get(ours.name, 0)
-        # What the time has cut off is nobody's longest row.
-        ratio = f"{mine / row.tokens:.2f}" if mine and row.tokens and row.full else "-"
-        rows.append([side.name, f"{row.tokens:,}" if row.tokens else "none", row.end, ratio])
-    notes += [f"no figures of {peer.name}: {peer.missing or peer.uncapped}" for peer in peers if peer not in present]
     report("## Longest row")
     report("")
     report(
-        f"One row a step, recomputation by {ours.request.grain}, {memory_bytes / 1e9:g} GB of the device. Each row has "
-        f"two steps; tried were {', '.join(f'{tokens:,}' for tokens in grid)}."
+        f"One row a step, {memory_bytes / 1e9:g} GB of the card. Tried were, from {first:,} on: "
+        f"{', '.join(f'{tokens:,}' for tokens in grid)}. A row trains if a whole step does; losses of the rows that "
+        f"ours trained, too, agree within {bound:.1e}."
     )
     report("")
-    report.table(["", "longest row", "what came after", "ours to it"], rows)
-    close_part(report, notes)
+    report.header(["", "longest row", "does not fit", "tokens/s then", "GB of the card", "losses differ by"])
+    notes = []
+    mine: dict[int, float] = {}
+    present = [side for side in sides if not side.missing and not side.uncapped]
+    for index, contestant in enumerate(present):
+        until = deadline.share(len(present) - index)
+        try:
+            with Side(contestant) as side:
+                side.wait_ready(until)
+                found = longest_row(side, grid, first, until)
+            mine = mine or found.losses
+            both = [tokens for tokens in found.losses if tokens in mine]
+            apart = max((distance([mine[t]], [found.losses[t]]) for t in both), default=0.0)
+            if apart > bound:
+                raise ContestantError(f"its losses differ by {apart:.1e} of ours")
+            report.row(
+                [
+                    *(side.name, f"{found.tokens:,}" if found.tokens else "none"),
+                    f"{found.refused:,}" if found.refused else "not reached",
+                    *(f"{found.tokens_per_s:,.0f}", f"{found.peak_bytes / 1e9:.1f}" if found.peak_bytes else "-"),
+                    f"{apart:.1e}" if both else "-",
+                ]
+            )
+            notes.append(f"{side.name}: {contestant.settings}")
+        except ContestantError as error:
+            notes.append(f"{contestant.name}: no figures: {error}")
+    others = [side for side in sides if side not in present]
+    close_part(report, [*notes, *(f"{side.name}: no figures: {side.missing or side.uncapped}" for side in others)])
 
 
 def close_part(report: Report, notes: Sequence[str]) -> None:
+    report("")
     for note in notes:
         report(f"- {note}")
     if notes:
         report("")
 
 
+def for_long_rows(contestant: Contestant) -> Contestant:
+    """With the settings that take the least of the card."""
+    offloads = contestant.request.way in ("fsdp2", "zero3")
+    settings = f"{contestant.settings}, inputs of its layers on the host" if offloads else contestant.settings
+    return replace(contestant, recomputes=("offloaded" if offloads else "layers",), settings=settings)
+
+
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--peer", type=Path, help="folder of the published package")
-    arguments.add_argument("--deepspeed", type=Path, help="folder of DeepSpeed, where this Python has none")
+    arguments.add_argument("--peer", type=Path, help="folder of others' packages")
     arguments.add_argument("--model", choices=["1.7B", "4B", "8B"], default="1.7B")
-    arguments.add_argument("--minutes", type=float, default=10, help="for all of it [10]")
-    arguments.add_argument("--memory-gb", type=float, default=8, help="the cap of the longest rows [8]")
+    arguments.add_argument("--minutes", type=float, default=9, help="for all of it [9]")
+    arguments.add_argument("--memory-gb", type=float, default=24, help="the cap of long rows and large models [24]")
+    arguments.add_argument("--parts", nargs="+", choices=SHARES, default=[*SHARES], help="[all, in this order]")
     options = arguments.parse_args()
+    folder = options.peer.resolve() if options.peer else None
 
     spec = default_device("virtual:1")
     on_card = not spec.startswith("virtual")
     small = options.quick or not on_card
     if small:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of models so small would mostly wait for each other
-    budget = Budget(60 * options.minutes - 10, SHARES)  # what ends late is stopped, which takes a moment
+    # What ends late is stopped, which takes a moment.
+    budget = Budget(60 * options.minutes - 10, {part: SHARES[part] for part in options.parts})
     # Of the card for each of two that take turns: the other one's context and what it keeps stay there meanwhile.
     turn_bytes = 0 if small else int(0.85 * torch.get_device_module(spec.partition(":")[0]).mem_get_info(0)[1])
+    sizes = [Size(4, 32), Size(8, 32)] if small else SIZES
     request = Request(
         way="followed",
         peer=False,
         shape="tiny" if small else options.model,
         device=f"{spec},memory={turn_bytes}B" if turn_bytes else spec,
-        tokens=GRID[-1],
+        tokens=max(size.tokens for size in sizes),
         rows=1,
         microbatches=1,
         grain="stage",
         memory_bytes=turn_bytes,
     )
-    ours, peers = contestants(request, options.peer, options.deepspeed)
-    report = Report("A card: checks, link, tokens a second and the longest row, against other systems", options.out)
+    report = Report("A card: checks, tokens a second, long rows and large models, against other systems", options.out)
     report(f"- {describe(spec)}")
-    report(f"- model: Qwen3 {request.shape}, random weights and tokens, {'bf16' if on_card else 'fp32'}")
+    report(f"- model: {request.shape}, random weights and tokens, {'bf16' if on_card else 'fp32'}")
     if small:
         why = "it was asked for" if options.quick else "torch sees no accelerator"
         report(f"- form: small, since {why}; its figures say nothing but that it works")
@@ -226,20 +376,49 @@ def main() -> None:
     if not on_card:
         report("- FSDP2 here shards over one process on the host, by gloo: its offload moves nothing")
     report("")
-    passed = report_checks(report, spec, on_card, budget["checks"])
-    report_link(report, spec, small, budget["link"])
     bound = BOUNDS[torch.bfloat16 if on_card else torch.float32]
-    fine = report_throughput(report, ours, peers, small, bound, budget["throughput"])
-    memory_bytes, grid = (12_000_000, [32, 4096]) if small else (int(options.memory_gb * 1e9), GRID)
-    way = "chain" if small else "followed"
-    capped, capped_peers = contestants(
-        replace(request, way=way, grain="layer", memory_bytes=memory_bytes, device=f"{spec},memory={memory_bytes}B"),
-        options.peer,
-        options.deepspeed,
-    )
-    report_longest(report, capped, capped_peers, memory_bytes, grid, budget["longest row"])
+    cap_bytes = 12_000_000 if small else int(options.memory_gb * 1e9)
+    fine = True
+
+    def checks() -> None:
+        nonlocal fine
+        fine = report_checks(report, spec, on_card, budget["checks"]) and fine
+
+    def throughput() -> None:
+        nonlocal fine
+        ours, peers = contestants(request, folder)
+        fine = report_throughput(report, ours, peers, sizes, turn_bytes, bound, small, budget["throughput"]) and fine
+
+    def larger() -> None:
+        ours, peers = contestants(replace(request, shape="tiny" if small else "4B"), folder)
+        rival = next(peer for peer in peers if peer.request.way == "fsdp2")
+        report_one_by_one(report, [ours, rival], sizes[0], turn_bytes, bound, budget["4B"])
+
+    def longest() -> None:
+        grid, first = ([32, 4096], 32) if small else (GRID, PUBLISHED_ROW)
+        capped = replace(request, grain="layer", memory_bytes=cap_bytes, device=f"{spec},memory={cap_bytes}B")
+        capped = replace(capped, tokens=grid[-1], way="chain" if small else "followed")
+        ours, peers = contestants(capped, folder)
+        ranked = [ours, *sorted(peers, key=lambda peer: peer.request.way == "plain")]
+        sides = [for_long_rows(side) for side in ranked]
+        report_longest(report, sides, cap_bytes, grid, first, bound, budget["longest row"])
+
+    def headlines() -> None:
+        chosen = [headline.small() for headline in HEADLINES] if small else HEADLINES
+        report_headlines(report, chosen, spec, cap_bytes if not small else 0, bound, budget["headlines"])
+
+    parts: dict[str, Any] = {
+        "checks": checks,
+        "throughput": throughput,
+        "longest row": longest,
+        "headlines": headlines,
+        "4B": larger,
+        "link": lambda: report_link(report, spec, small, budget["link"]),
+    }
+    for part in options.parts:
+        parts[part]()
     report.close()
-    if not (passed and fine):
+    if not fine:
         raise SystemExit("a check failed, or there are no figures of ours that agree with the others: see the report")
 
 

@@ -1,4 +1,4 @@
-"""Two systems train the same model in turn, each in a process of its own; and one system trains ever longer rows."""
+"""Two systems train the same model in turn, each in a process of its own and in its best setting; and ever longer rows."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
 
 from support.budget import Deadline
 from support.contestants import Contestant, Mode
+from support.flops import StepFlops
 from support.processes import RunError, TrainingServer
-from support.training_request import Lap
+from support.training_request import Lap, LapResult, Ready, Recompute
 
-ROUNDS = 3
-WARM_UP = 1  # steps before the timed ones of a lap: memory that was given back is taken again
+# Steps that are timed change next to nothing, so that the losses of all systems are the same in all of them.
+TIMED_LEARNING_RATE = 1e-8
+# Of the memory that a system may take: what a setting may be predicted to take.
+FULL = 0.92
 
 
 @dataclass(frozen=True)
@@ -24,173 +28,277 @@ class Size:
 
     rows: int
     tokens: int
-    microbatches: int
 
     @property
     def total(self) -> int:
         return self.rows * self.tokens
 
     def __str__(self) -> str:
-        parts = f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}"
-        return f"{self.rows} x {self.tokens:,} tokens in {parts}"
+        return f"{self.rows} x {self.tokens:,}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a system goes through a batch."""
+
+    microbatches: int
+    recompute: Recompute
+
+    def __str__(self) -> str:
+        kept = ", nothing recomputed" if self.recompute == "none" else ""
+        return f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}{kept}"
 
 
 class ContestantError(Exception):
-    """Somebody gave no figures; `too_large` is the batch that did not fit, if that is why."""
+    """Somebody gave no figures."""
 
-    def __init__(self, contestant: Contestant, reason: str, too_large: Size | None = None) -> None:
-        super().__init__(reason)
-        self.contestant = contestant
-        self.too_large = too_large
+
+@dataclass
+class Side:
+    """A contestant and its process, which starts with its `with` block and is set up when `wait_ready` returns.
+
+    Attributes:
+        ready: what it said when it was set up.
+        peak_bytes: of the device, in its last lap.
+        losses: of the last lap.
+    """
+
+    contestant: Contestant
+    expect: bool = False
+    ready: Ready | None = None
+    peak_bytes: int = 0
+    host_bytes: int = 0
+    losses: list[float] = field(default_factory=list)
+    _server: TrainingServer | None = None
+
+    @property
+    def name(self) -> str:
+        return self.contestant.name
+
+    @property
+    def flops(self) -> StepFlops:
+        assert self.ready is not None
+        return StepFlops(self.ready.flops_per_token, self.ready.flops_per_token_and_position)
+
+    def __enter__(self) -> Self:
+        self._server = TrainingServer(self.contestant.request, self.contestant.folder, self.expect).__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._server is not None:
+            self._server.__exit__(kind, error, trace)
+
+    def wait_ready(self, deadline: Deadline) -> Ready:
+        """Once for each start. Raises ContestantError."""
+        assert self._server is not None
+        try:
+            self.ready = self._server.wait_ready(deadline.left_s)
+        except RunError as error:
+            raise ContestantError(str(error)) from error
+        return self.ready
+
+    def ask(self, lap: Lap, deadline: Deadline) -> LapResult | None:
+        """None: it ran out of memory, and has started again.
+
+        Raises:
+            ContestantError: it gave no answer, or losses that are no numbers.
+        """
+        assert self._server is not None
+        try:
+            result = self._server.train(lap, deadline.left_s)
+        except RunError as error:
+            if not error.out_of_memory:
+                raise ContestantError(f"at {lap.rows} x {lap.tokens:,} tokens: {error}") from error
+            result = LapResult(None, [])
+        if result.seconds is None:
+            self.__exit__(None, None, None)
+            self.__enter__()
+            self.wait_ready(deadline)
+            return None
+        if not all(map(math.isfinite, result.losses)):
+            raise ContestantError(f"its losses are {result.losses}")
+        self.peak_bytes, self.host_bytes, self.losses = (
+            result.device_peak_bytes,
+            result.host_memory_bytes,
+            result.losses,
+        )
+        return result
+
+    def lap(self, size: Size, setting: Setting, mode: Mode, steps: int, deadline: Deadline) -> float:
+        """Tokens a second of `steps` steps. Raises ContestantError."""
+        result = self.ask(timed(size, setting, mode, steps), deadline)
+        if result is None or result.seconds is None:
+            raise ContestantError(f"out of memory at {size} tokens in {setting}")
+        return steps * size.total / result.seconds
+
+    def first_losses(self, tokens: int, deadline: Deadline) -> list[float]:
+        """Of three steps that learn, of two rows, from the weights that everybody starts with."""
+        result = self.ask(Lap(2, tokens, 1, "sync", 0, 3), deadline)
+        if result is None:
+            raise ContestantError(f"out of memory at 2 x {tokens:,} tokens")
+        return result.losses
+
+
+def timed(size: Size, setting: Setting, mode: Mode, steps: int, profiled: bool = False) -> Lap:
+    """A lap that everybody can make at any time: it leaves the weights as they are, nearly."""
+    return Lap(
+        *(size.rows, size.tokens, setting.microbatches, mode, 0, steps, setting.recompute),
+        *(TIMED_LEARNING_RATE, profiled),
+    )
+
+
+def best_setting(side: Side, size: Size, limit_bytes: int, deadline: Deadline) -> Setting:
+    """The quickest of those that fit, each tried for one step.
+
+    The peaks of one row and of two tell how many rows of a microbatch fit. From as many, microbatches get smaller as
+    long as that makes a step shorter.
+
+    Args:
+        limit_bytes: of the device; 0: it is not known, and the first that fits is taken.
+
+    Raises:
+        ContestantError: nothing fits, or it failed.
+    """
+    if side.contestant.microbatches:
+        return Setting(side.contestant.microbatches, side.contestant.recomputes[0])
+    found: dict[Setting, float] = {}
+    for recompute in side.contestant.recomputes:
+        rows = _most_rows(side, size, recompute, limit_bytes, deadline)
+        before = 0.0
+        while rows >= 1:
+            setting = Setting(size.rows // rows, recompute)
+            result = side.ask(timed(size, setting, "sync", 1), deadline)
+            rate = size.total / result.seconds if result and result.seconds else 0.0
+            if rate:
+                found[setting] = rate
+                say(f"{side.name}: {size} tokens in {setting}: {rate:,.0f} tokens/s, {side.peak_bytes / 1e9:.1f} GB")
+            if rate < before or deadline.left_s == 0:
+                break
+            before, rows = rate, rows // 2
+    if not found:
+        raise ContestantError(f"out of memory at {size} tokens, in one row a microbatch, too")
+    return max(found, key=lambda setting: found[setting])
+
+
+def _most_rows(side: Side, size: Size, recompute: Recompute, limit_bytes: int, deadline: Deadline) -> int:
+    """Of a microbatch, halves of the batch; 0: not even one."""
+    peaks = []
+    for rows in (1, 2):
+        if side.ask(timed(Size(rows, size.tokens), Setting(1, recompute), "sync", 1), deadline) is None:
+            break
+        peaks.append(side.peak_bytes)
+    if len(peaks) < 2 or size.rows < 2:
+        return len(peaks)
+    a_row = peaks[1] - peaks[0]
+    rows = size.rows
+    while limit_bytes and rows > 2 and peaks[0] + (rows - 1) * a_row > FULL * limit_bytes:
+        rows //= 2
+    return rows
 
 
 @dataclass
 class Comparison:
-    """What came out.
+    """Of one size and mode.
 
     Attributes:
-        rates: tokens a second of each round, by name and mode.
-        distance: the largest relative one of two losses of the same step.
-        cut: what was made smaller to keep to the time; empty: nothing.
+        rates: tokens a second of each round: ours, then the other's.
+        distance: the largest relative one of their losses.
     """
 
-    size: Size
-    rounds: int = 0
-    rates: dict[tuple[str, Mode], list[float]] = field(default_factory=dict)
+    rates: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     distance: float = 0.0
-    cut: str = ""
 
-    def rate(self, name: str, mode: Mode) -> float:
-        return statistics.median(self.rates[name, mode])
+    @property
+    def medians(self) -> tuple[float, float]:
+        return statistics.median(self.rates[0]), statistics.median(self.rates[1])
 
-    def ratio(self, name: str, other: str, mode: Mode) -> float:
+    @property
+    def ratio(self) -> float:
         """The median over the rounds, in each of which both took turns."""
-        pairs = zip(self.rates[name, mode], self.rates[other, mode], strict=True)
-        return statistics.median(mine / theirs for mine, theirs in pairs)
+        return statistics.median(mine / theirs for mine, theirs in zip(*self.rates, strict=True))
 
 
 def compare(
-    sides: Sequence[Contestant], sizes: Sequence[Size], alone: Sequence[Mode], steps: int, deadline: Deadline
+    sides: tuple[Side, Side],
+    settings: tuple[Setting, Setting],
+    size: Size,
+    mode: Mode,
+    steps: int,
+    rounds: int,
+    deadline: Deadline,
 ) -> Comparison:
-    """Lets `sides` train in turn until `deadline`, at the latest.
+    """Lets both train in turn, `rounds` rounds or as many as the time allows, at least one. Raises ContestantError."""
+    compared = Comparison()
+    took_s = 0.0
+    for number in range(rounds):
+        if number and took_s > deadline.left_s:
+            break
+        left_s = deadline.left_s
+        losses = []
+        for rates, side, setting in zip(compared.rates, sides, settings, strict=True):
+            rates.append(side.lap(size, setting, mode, steps, deadline))
+            losses.append(side.losses)
+        took_s = left_s - deadline.left_s
+        compared.distance = max(compared.distance, distance(*losses))
+        say(f"{size} tokens, {mode}, round {number + 1} of {sides[0].name} and {sides[1].name}")
+    return compared
 
-    The modes are those that all sides have. The size is the largest of `sizes` with which a round of all of them is
-    done in time, found by climbing up from the smallest; all sides make the same steps, so their losses are compared.
 
-    Args:
-        sides: one or more.
-        sizes: the smallest first.
-        alone: modes that the first one also runs by itself in the end.
-        steps: of a lap.
-        deadline: what is not there by then is stopped.
-
-    Raises:
-        ContestantError: a side gave no figures.
-    """
-    modes: list[Mode] = [mode for mode in sides[0].modes if all(mode in side.modes for side in sides)]
-    with ExitStack() as stack:
-        servers = [stack.enter_context(TrainingServer(side.request, side.folder)) for side in sides]
-        losses: list[list[float]] = [[] for _ in sides]
-
-        def lap(index: int, size: Size, mode: Mode, warm_up: int, steps: int) -> float:
-            asked = Lap(size.rows, size.tokens, size.microbatches, mode, warm_up, steps)
-            try:
-                result = servers[index].train(asked, deadline.left_s)
-            except RunError as error:
-                too_large = size if error.out_of_memory else None
-                raise ContestantError(sides[index], f"at {size}: {error}", too_large) from error
-            if result.seconds is None:
-                raise ContestantError(sides[index], f"out of memory at {size}", size)
-            if not all(map(math.isfinite, result.losses)):
-                raise ContestantError(sides[index], f"its losses are {result.losses}")
-            losses[index] += result.losses
-            return result.seconds
-
-        for side, server in zip(sides, servers, strict=True):
-            try:
-                server.wait_ready(deadline.left_s)
-            except RunError as error:
-                raise ContestantError(side, str(error)) from error
-        laps = (WARM_UP + steps) * (len(sides) * len(modes) + len(alone))
-        climbed = 0
-        seconds = sum(lap(index, sizes[0], "sync", 1, 1) for index in range(len(sides))) / len(sides)
-        # A larger batch takes at most as many times longer as it has more tokens.
-        while climbed + 1 < len(sizes):
-            more = sizes[climbed + 1].total / sizes[climbed].total
-            if (laps + len(sides)) * seconds * more > deadline.left_s:
-                break
-            climbed += 1
-            seconds = sum(lap(index, sizes[climbed], "sync", 0, 1) for index in range(len(sides))) / len(sides)
-        compared = Comparison(sizes[climbed])
-        if climbed + 1 < len(sizes):
-            compared.cut = f"size cut to {compared.size} to keep to the time"
-        for mode in [*modes, *alone]:
-            for index in range(len(sides) if mode in modes else 1):
-                compared.rates[sides[index].name, mode] = []
-
-        def run(index: int, mode: Mode) -> None:
-            took = lap(index, compared.size, mode, WARM_UP, steps)
-            compared.rates[sides[index].name, mode].append(steps * compared.size.total / took)
-
-        while compared.rounds < ROUNDS and (compared.rounds == 0 or laps * seconds < deadline.left_s):
-            for mode in modes:
-                for index in range(len(sides)):
-                    run(index, mode)
-            compared.rounds += 1
-            _say(f"round {compared.rounds} of {' and '.join(side.name for side in sides)}")
-        for other in losses[1:]:
-            for mine, theirs in zip(losses[0], other, strict=True):
-                compared.distance = max(compared.distance, abs(mine - theirs) / abs(theirs))
-        for mode in alone:
-            for _ in range(compared.rounds):
-                run(0, mode)
-        if compared.rounds < ROUNDS:
-            compared.cut = "; ".join(
-                filter(None, [compared.cut, f"{compared.rounds} of {ROUNDS} rounds to keep to the time"])
-            )
-        return compared
+def distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The largest relative one of two losses of the same step."""
+    return max(abs(mine - other) / abs(other) for mine, other in zip(ours, theirs, strict=True))
 
 
 @dataclass(frozen=True)
 class LongestRow:
-    """`tokens` trained, 0 if none did; `end` says what came after them, `full` whether that was the memory's end."""
+    """What came of ever longer rows.
+
+    Attributes:
+        tokens: of the longest that trained; 0: none did.
+        refused: of the shortest that did not fit; 0: none was refused in time.
+        losses: by tokens.
+        tokens_per_s: of the longest.
+        peak_bytes: of the device, then.
+    """
 
     tokens: int
-    end: str
-    full: bool = False
+    refused: int
+    losses: dict[int, float]
+    tokens_per_s: float
+    peak_bytes: int
 
 
-def longest_row(contestant: Contestant, grid: Sequence[int], deadline: Deadline) -> LongestRow:
-    """Rows of ever more tokens, two steps of each, in one process, until the memory is full.
+def longest_row(side: Side, grid: Sequence[int], first: int, deadline: Deadline) -> LongestRow:
+    """One step of one row for each length: upwards from `first`, or down from it where that does not fit.
 
     Raises:
         ContestantError: it gave no figures, or failed for another reason than memory.
     """
-    longest = 0
-    with TrainingServer(contestant.request, contestant.folder) as server:
-        try:
-            server.wait_ready(deadline.left_s)
-        except RunError as error:
-            raise ContestantError(contestant, str(error)) from error
-        for tokens in grid:
-            if deadline.left_s == 0 and longest:
-                return LongestRow(longest, f"{tokens:,} were not tried: the time was over")
-            try:
-                result = server.train(Lap(1, tokens, 1, "sync", 0, 2), deadline.left_s)
-            except RunError as error:
-                if error.out_of_memory:
-                    return LongestRow(longest, f"{tokens:,} do not fit", full=True)
-                if longest:
-                    return LongestRow(longest, f"{tokens:,}: {error}")
-                raise ContestantError(contestant, f"{tokens:,} tokens: {error}") from error
-            if result.seconds is None:
-                return LongestRow(longest, f"{tokens:,} do not fit", full=True)
-            if not all(map(math.isfinite, result.losses)):
-                raise ContestantError(contestant, f"{tokens:,} tokens: the losses are {result.losses}")
-            longest = tokens
-            _say(f"{contestant.name}: {tokens:,} tokens train")
-    return LongestRow(longest, "all that was tried fits")
+    setting = Setting(1, side.contestant.recomputes[0])
+    best, refused = (0, 0.0, 0), 0
+    losses: dict[int, float] = {}
+    index = grid.index(first)
+    while 0 <= index < len(grid) and (deadline.left_s > 0 or not losses):
+        size = Size(1, grid[index])
+        result = side.ask(timed(size, setting, "sync", 1), deadline)
+        if result is None or result.seconds is None:
+            say(f"{side.name}: {grid[index]:,} tokens do not fit")
+            refused = grid[index]
+            if losses:
+                break
+            index -= 1
+            continue
+        say(f"{side.name}: {grid[index]:,} tokens train, {side.peak_bytes / 1e9:.2f} GB")
+        losses[size.tokens] = side.losses[0]
+        best = (size.tokens, size.tokens / result.seconds, side.peak_bytes)
+        if refused:
+            break
+        index += 1
+    return LongestRow(best[0], refused, losses, best[1], best[2])
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Progress, to stderr."""
     print(text, file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
-from support.language_models import as_chain, qwen3
+from support.language_models import as_chain, language_model
 from support.trainers import plain_loss
 from torch import nn
 
@@ -92,7 +92,7 @@ def main(spec: str) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     device = torch.device(roundpipe.devices(spec).torch_devices[0])
     ids = torch.randint(512, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
-    model = qwen3("tiny", TOKENS, torch.float32, device)
+    model = language_model("tiny", TOKENS, torch.float32, device)
     chain = as_chain(model, plain_loss)
     shared = "virtual:" if device.type == "cpu" else f"{spec}x"
     checks = []

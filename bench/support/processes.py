@@ -16,18 +16,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from support.training_request import Lap, LapResult, Request, Result
+from support import compiled
+from support.training_request import Lap, LapResult, Ready, Request, Result
 
 import roundpipe
 
 BENCH = Path(__file__).parents[1]
-# What other systems compile when they are first used, kept for the next run.
-EXTENSIONS = BENCH.parent / "build" / "torch_extensions"
 # cuBLAS gives the same bits on every stream only with fixed workspaces.
 _ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
 }
 
 
@@ -50,7 +48,6 @@ def train(request: Request, peer: Path | None = None, timeout_s: float = 600) ->
     Raises:
         RunError: the process ended without figures.
     """
-    remove_stale_locks()
     try:
         done = subprocess.run(
             _command("training_run.py", request),
@@ -72,12 +69,17 @@ class TrainingServer:
     The constructor does not wait until the process is set up, so that several may set up at the same time.
     """
 
-    def __init__(self, request: Request, folder: Path | None = None) -> None:
-        """`folder` has packages that come before all others, such as another release of ours; None: ours alone."""
-        remove_stale_locks()
+    def __init__(self, request: Request, folder: Path | None = None, expect: bool = False) -> None:
+        """Starts the process.
+
+        Args:
+            request: what it trains.
+            folder: has packages that come before all others, such as another release of ours; None: ours alone.
+            expect: it says the loss of the plain model, too.
+        """
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
-            _command("training_server.py", request),
+            [*_command("training_server.py", request), *(["--expect"] if expect else [])],
             env=_environment(request, folder),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -106,9 +108,9 @@ class TrainingServer:
             raise _error(self._stderr.read(), status)
         return json.loads(line)
 
-    def wait_ready(self, timeout_s: float) -> int:
-        """Blocks until the process is set up; the number of the model's parameters. Raises RunError; once only."""
-        return int(self._answer(timeout_s))
+    def wait_ready(self, timeout_s: float) -> Ready:
+        """Blocks until the process is set up. Raises RunError; once only."""
+        return Ready(**self._answer(timeout_s))
 
     def train(self, lap: Lap, timeout_s: float) -> LapResult:
         """Blocks until the lap is over. Raises RunError, after which the process is gone."""
@@ -133,12 +135,6 @@ class TrainingServer:
         self._stderr.close()
 
 
-def remove_stale_locks() -> None:
-    """A process that was stopped while it compiled has left a lock, for which the next one would wait for ever."""
-    for lock in EXTENSIONS.glob("**/lock"):
-        lock.unlink(missing_ok=True)
-
-
 def _command(program: str, request: Request) -> list[str]:
     return [sys.executable, str(BENCH / "support" / program), json.dumps(asdict(request))]
 
@@ -146,7 +142,7 @@ def _command(program: str, request: Request) -> list[str]:
 def _environment(request: Request, folder: Path | None) -> dict[str, str]:
     ours = Path(roundpipe.__file__).parents[1]
     path = [ours if folder is None else folder, BENCH, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = _ENVIRONMENT | os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+    environment = _ENVIRONMENT | compiled.environment() | {"PYTHONPATH": os.pathsep.join(map(str, path))}
     if request.peer:
         environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # it takes every card that it sees
     return environment

@@ -7,6 +7,7 @@ import datetime
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +18,10 @@ import roundpipe
 
 
 class Report:
-    """Prints lines as they come; with --out it also writes them to a file in the end."""
+    """Prints lines as they come; with --out each is in the file at once, so that a run that is cut leaves a report."""
 
     def __init__(self, title: str, out: Path | None) -> None:
-        self._lines: list[str] = []
-        self._out = out
+        self._out = out.open("w") if out is not None else None
         self(f"# {title}")
         self("")
         for line in machine():
@@ -30,21 +30,29 @@ class Report:
 
     def __call__(self, line: str) -> None:
         print(line, flush=True)
-        self._lines.append(line)
+        if self._out is not None:
+            print(line, file=self._out, flush=True)
+
+    def header(self, cells: Sequence[str]) -> None:
+        """Of a markdown table, whose rows follow as they are measured."""
+        self.row(cells)
+        self("|" + "---:|" * len(cells))
+
+    def row(self, cells: Sequence[str]) -> None:
+        self("| " + " | ".join(cells) + " |")
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A markdown table."""
-        self("| " + " | ".join(header) + " |")
-        self("|" + "---:|" * len(header))
+        """A markdown table, and an empty line."""
+        self.header(header)
         for row in rows:
-            self("| " + " | ".join(row) + " |")
+            self.row(row)
         self("")
 
     def close(self) -> None:
-        """Says how busy the machine was in the end, and writes the file if there is to be one."""
+        """Says how busy the machine was in the end, and closes the file."""
         self(f"Load average over the last minute when it ended: {os.getloadavg()[0]:.1f}.")
         if self._out is not None:
-            self._out.write_text("\n".join(self._lines) + "\n")
+            self._out.close()
 
 
 def machine() -> list[str]:
@@ -56,6 +64,7 @@ def machine() -> list[str]:
         f"date: {datetime.date.today().isoformat()}",
         f"CPU: {cpu_model()}, {cores} cores, {torch.get_num_threads()} torch threads",
         f"versions: roundpipe {roundpipe_version()}, torch {torch.__version__}, Python {platform.python_version()}",
+        f"commit: {commit()}",
         f"command: `{command}`",
         f"load average over the last minute when it began: {os.getloadavg()[0]:.1f}",
     ]
@@ -70,6 +79,18 @@ def cpu_model() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """Of this checkout, and whether files differ from it; "unknown" where it is no checkout or git is missing."""
+    root = Path(__file__).parents[2]
+    git = ["git", "-c", f"safe.directory={root}", "-C", str(root)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("ROUNDPIPE_COMMIT", "unknown")
+    return head.stdout.strip() + (", with changes" if changes.stdout.strip() else "")
 
 
 def roundpipe_version() -> str:

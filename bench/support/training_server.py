@@ -1,8 +1,8 @@
 """A process that trains laps of a language model as it is asked for them: `python training_server.py JSON`.
 
-Every line on stdin is a Lap and every line on stdout a LapResult, but for the first, the number of the model's
-parameters, which comes when all is set up. It ends with its input. What an idle server does not need of the device's
-memory is given back, so that several take turns on one card.
+Every line on stdin is a Lap and every line on stdout a LapResult, but for the first, a Ready, which comes when all is
+set up. It ends with its input. What an idle server does not need of the device's memory is given back, so that several
+take turns on one card.
 """
 
 from __future__ import annotations
@@ -15,8 +15,34 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from support.trainers import make_trainer
-from support.training_request import Lap, LapResult, Request
+from support.step_profile import profiled
+from support.trainers import Trainer, make_trainer
+from support.training_request import Lap, LapResult, Ready, Request
+
+
+def run(trainer: Trainer, lap: Lap) -> LapResult:
+    """One lap; without seconds where memory ran out."""
+    before = len(trainer.losses)
+    trainer.set_batch(lap.rows, lap.tokens, lap.microbatches)
+    trainer.recompute, trainer.learning_rate = lap.recompute, lap.learning_rate
+    is_async = lap.mode == "async"
+    on_card = torch.accelerator.is_available()
+    if on_card:
+        torch.accelerator.reset_peak_memory_stats()
+    seconds, profile = None, None
+    try:
+        if lap.warm_up:
+            trainer.train(lap.warm_up, is_async)
+        start = time.perf_counter()
+        if lap.profiled:
+            profile = profiled(lambda: trainer.train(lap.steps, is_async))
+        else:
+            trainer.train(lap.steps, is_async)
+        seconds = time.perf_counter() - start
+    except torch.OutOfMemoryError as error:
+        print(error, file=sys.stderr)
+    peak_bytes = torch.accelerator.max_memory_allocated() if on_card else 0
+    return LapResult(seconds, trainer.losses[before:], peak_bytes, trainer.host_memory_bytes(), profile)
 
 
 def main() -> None:
@@ -24,26 +50,22 @@ def main() -> None:
     os.dup2(2, 1)  # what a system prints must not be taken for an answer
 
     def answer(value: Any) -> None:
-        print(json.dumps(value), file=answers, flush=True)
+        print(json.dumps(asdict(value)), file=answers, flush=True)
 
-    trainer = make_trainer(Request(**json.loads(sys.argv[1])))
-    answer(trainer.parameters)
+    start = time.perf_counter()
+    trainer = make_trainer(Request(**json.loads(sys.argv[1])), expect="--expect" in sys.argv)
+    flops = trainer.flops
+    answer(
+        Ready(
+            *(trainer.parameters, time.perf_counter() - start),
+            *(flops.per_token, flops.per_token_and_position, trainer.expected_loss),
+        )
+    )
     for line in sys.stdin:
-        lap = Lap(**json.loads(line))
-        before = len(trainer.losses)
-        seconds: float | None = None
-        try:
-            trainer.set_batch(lap.rows, lap.tokens, lap.microbatches)
-            if lap.warm_up:
-                trainer.train(lap.warm_up, lap.mode == "async")
-            start = time.perf_counter()
-            trainer.train(lap.steps, lap.mode == "async")
-            seconds = time.perf_counter() - start
-        except torch.OutOfMemoryError as error:
-            print(error, file=sys.stderr)
+        result = run(trainer, Lap(**json.loads(line)))
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
-        answer(asdict(LapResult(seconds, trainer.losses[before:])))
+        answer(result)
 
 
 if __name__ == "__main__":
