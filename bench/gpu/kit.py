@@ -54,7 +54,7 @@ from support.contestants import Contestant, Mode, contestants
 from support.report import Report, parser
 from support.training_request import Request
 
-SHARES = {"checks": 20, "throughput": 50, "longest row": 14, "headlines": 14, "4B": 14, "link": 4}
+SHARES = {"checks": 28, "throughput": 50, "longest row": 14, "headlines": 14, "4B": 14, "link": 4}
 SIZES = [Size(8, 4096), Size(32, 4096)]
 GRID = [1024 * length for length in (4, 8, 16, 24, 32, 48, 73, 96, 128, 192)]
 PUBLISHED_ROW = 1024 * 73  # of 1.7B on 24 GB (arXiv:2604.27085)
