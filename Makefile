@@ -114,6 +114,10 @@ $(VENV)/.test: $(VENV)/.package
 	@$(call install,test)
 	@touch $@
 
+$(VENV)/.bench: $(VENV)/.package
+	@$(call install,bench)
+	@touch $@
+
 $(VENV)/.lint: $(VENV)/.package
 	@$(call install,lint)
 	@touch $@
@@ -297,7 +301,7 @@ bench: build-tests
 	@for program in $(wildcard bench/*.py); do echo "== $$program"; $(BIN)/python $$program || exit 1; done
 
 # What others compile is compiled beside the engine.
-bench-gpu: $(VENV)/.test
+bench-gpu: $(VENV)/.bench
 	@$(BIN)/python bench/gpu/prepare.py $(if $(PEER),--peer $(PEER)) & \
 	  $(MAKE) --no-print-directory build; built=$$?; wait; exit $$built
 	@$(BIN)/python bench/gpu/kit.py $(if $(PEER),--peer $(PEER)) $(BENCH_FLAGS)

@@ -54,7 +54,7 @@ from support.contestants import Contestant, Mode, contestants
 from support.report import Report, parser
 from support.training_request import Request
 
-SHARES = {"checks": 28, "throughput": 50, "longest row": 14, "headlines": 14, "4B": 14, "link": 4}
+SHARES = {"checks": 20, "throughput": 60, "headlines": 20, "longest row": 14, "4B": 14, "link": 4}
 SIZES = [Size(8, 4096), Size(32, 4096)]
 GRID = [1024 * length for length in (4, 8, 16, 24, 32, 48, 73, 96, 128, 192)]
 PUBLISHED_ROW = 1024 * 73  # of 1.7B on 24 GB (arXiv:2604.27085)
@@ -140,8 +140,9 @@ class Throughput:
         """Sets ours up, and writes its own rows. Raises ContestantError."""
         side.wait_ready(deadline)
         self._first_losses = side.first_losses(self._check_tokens, deadline)
-        for size in self._sizes:
-            self._settings[size] = best_setting(side, size, self._limit_bytes, deadline)
+        for size, smaller in zip(self._sizes, [None, *self._sizes], strict=False):
+            known = (smaller, self._settings[smaller]) if smaller else None
+            self._settings[size] = best_setting(side, size, self._limit_bytes, deadline, known)
         self._report.header(HEADER)
         for size, setting in self._settings.items():
             for mode in side.contestant.modes:
@@ -164,6 +165,8 @@ class Throughput:
                 side = sides[index]
                 until = deadline.share(len(present) - index)
                 try:
+                    if side.contestant.missing:
+                        raise ContestantError(side.contestant.missing)
                     if side.ready is None:
                         side.wait_ready(until)
                     if index + 1 < len(present):
@@ -186,18 +189,21 @@ class Throughput:
         first = distance(self._first_losses, side.first_losses(self._check_tokens, deadline))
         if first > self._bound:
             raise ContestantError(f"its losses of three steps that learn differ by {first:.1e} of ours")
+        known: tuple[Size, Setting] | None = None
         for size in self._sizes:
-            setting = best_setting(side, size, self._limit_bytes, deadline)
+            setting = best_setting(side, size, self._limit_bytes, deadline, known)
+            known = (size, setting)
             for other in next_one:
                 if other.ready is None:  # nobody is timed while somebody sets up
                     try:
                         other.wait_ready(deadline)
                     except ContestantError as error:
                         other.contestant = replace(other.contestant, missing=str(error))
-            steps = 1 if size != self._sizes[0] else 2
+            steps, rounds = (2, ROUNDS) if size == self._sizes[0] else (1, 1)
             for mode in (mode for mode in side.contestant.modes if mode in ours.contestant.modes):
                 compared = compare(
-                    (ours, side), (self._settings[size], setting), size, mode, steps, ROUNDS, deadline.share(2)
+                    *((ours, side), (self._settings[size], setting), size, mode, steps, rounds),
+                    deadline,
                 )
                 compared.distance = max(compared.distance, first)
                 self._row(compared, side, mode, size, setting)
@@ -410,8 +416,8 @@ def main() -> None:
     parts: dict[str, Any] = {
         "checks": checks,
         "throughput": throughput,
-        "longest row": longest,
         "headlines": headlines,
+        "longest row": longest,
         "4B": larger,
         "link": lambda: report_link(report, spec, small, budget["link"]),
     }

@@ -2,8 +2,8 @@
 
     python bench/gpu/prepare.py [--peer DIR]
 
-What is built stays in build/torch_extensions, where the processes of bench/gpu/kit.py look. Who is not installed is left
-out, and who fails is named; the kit then says the same of it.
+What is built stays in build/torch_extensions, where the processes of bench/gpu/kit.py look. Who is not installed is
+left out, and who fails is named; the kit then says the same of it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from support.compiled import EXTENSIONS, environment, remove_stale_locks
 PROGRAMS = {
     "deepspeed": "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()",
     "trainstream": "import trainstream",
-    # Ours has the same name, and nothing to compile here.
-    "roundpipe.optim.optim_builder": "from roundpipe.optim import optim_builder; optim_builder.load_optim_function('adam')",
+    # Of the published package: ours has no such module.
+    "roundpipe.optim.optim_builder": "from roundpipe.optim.optim_builder import load_optim_function as f; f('adam')",
 }
 LIMIT_S = 150
 
@@ -36,11 +36,12 @@ def main() -> None:
     remove_stale_locks()
     path = [*([str(options.peer.resolve())] if options.peer else []), *filter(None, [os.environ.get("PYTHONPATH")])]
     setting = environment() | {"PYTHONPATH": os.pathsep.join(path)}
+    first = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in type(f).__module__]; "
     found = [name for name in PROGRAMS if _is_there(name, [*path, *sys.path])]
     start = time.monotonic()
     running = {
         name: subprocess.Popen(
-            [sys.executable, "-c", PROGRAMS[name]], env=setting, stdout=subprocess.DEVNULL, stderr=-1
+            [sys.executable, "-c", first + PROGRAMS[name]], env=setting, stdout=subprocess.DEVNULL, stderr=-1
         )
         for name in found
     }

@@ -1,7 +1,7 @@
 """Losses of language models in chunks, so that no system holds the logits of a whole microbatch.
 
-Each takes hidden [rows, tokens, width], the head's weight [vocabulary, width] and ids [rows, tokens], shifts the labels,
-and returns the mean over all but the last token of each row.
+Each takes hidden [rows, tokens, width], the head's weight [vocabulary, width] and ids [rows, tokens], shifts the
+labels, and returns the mean over all but the last token of each row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two systems train the same model in turn, each in a process of its own and in its best setting; and ever longer rows."""
+"""Two systems train the same model in turn, each in a process of its own and its best setting; and ever longer rows."""
 
 from __future__ import annotations
 
@@ -149,7 +149,9 @@ def timed(size: Size, setting: Setting, mode: Mode, steps: int, profiled: bool =
     )
 
 
-def best_setting(side: Side, size: Size, limit_bytes: int, deadline: Deadline) -> Setting:
+def best_setting(
+    side: Side, size: Size, limit_bytes: int, deadline: Deadline, smaller: tuple[Size, Setting] | None = None
+) -> Setting:
     """The quickest of those that fit, each tried for one step.
 
     The peaks of one row and of two tell how many rows of a microbatch fit. From as many, microbatches get smaller as
@@ -157,6 +159,8 @@ def best_setting(side: Side, size: Size, limit_bytes: int, deadline: Deadline) -
 
     Args:
         limit_bytes: of the device; 0: it is not known, and the first that fits is taken.
+        smaller: what was best for a batch of fewer rows: microbatches of as many rows are best for this one, too, and
+            if they were that whole batch, twice as many are tried.
 
     Raises:
         ContestantError: nothing fits, or it failed.
@@ -164,19 +168,34 @@ def best_setting(side: Side, size: Size, limit_bytes: int, deadline: Deadline) -
     if side.contestant.microbatches:
         return Setting(side.contestant.microbatches, side.contestant.recomputes[0])
     found: dict[Setting, float] = {}
+
+    def attempt(recompute: Recompute, rows: int) -> float:
+        setting = Setting(max(1, size.rows // rows), recompute)
+        result = side.ask(timed(size, setting, "sync", 1), deadline)
+        if not result or not result.seconds:
+            return 0.0
+        found[setting] = size.total / result.seconds
+        say(f"{side.name}: {size} tokens in {setting}: {found[setting]:,.0f} tokens/s, {side.peak_bytes / 1e9:.1f} GB")
+        return found[setting]
+
+    if smaller is not None:
+        before, setting = smaller
+        rows = before.rows // setting.microbatches
+        known = Setting(size.rows // rows, setting.recompute)
+        if setting.microbatches > 1 or deadline.left_s == 0:
+            return known
+        fits = _most_rows(side, size, setting.recompute, limit_bytes, deadline) >= 2 * rows
+        if not fits or attempt(setting.recompute, 2 * rows) <= attempt(setting.recompute, rows):
+            return known
+        return max(found, key=lambda tried: found[tried])
     for recompute in side.contestant.recomputes:
         rows = _most_rows(side, size, recompute, limit_bytes, deadline)
-        before = 0.0
+        best = 0.0
         while rows >= 1:
-            setting = Setting(size.rows // rows, recompute)
-            result = side.ask(timed(size, setting, "sync", 1), deadline)
-            rate = size.total / result.seconds if result and result.seconds else 0.0
-            if rate:
-                found[setting] = rate
-                say(f"{side.name}: {size} tokens in {setting}: {rate:,.0f} tokens/s, {side.peak_bytes / 1e9:.1f} GB")
-            if rate < before or deadline.left_s == 0:
+            rate = attempt(recompute, rows)
+            if rate < best or deadline.left_s == 0:
                 break
-            before, rows = rate, rows // 2
+            best, rows = rate, rows // 2
     if not found:
         raise ContestantError(f"out of memory at {size} tokens, in one row a microbatch, too")
     return max(found, key=lambda setting: found[setting])

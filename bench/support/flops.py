@@ -3,7 +3,8 @@
 Six operations for each weight of a matrix and token (two forward, four backward), and causal attention: a token meets
 half of the row on average, in two products of heads x head_dim each, forward once and backward twice. What a system
 computes again in its backward does not count, nor do embeddings that are only looked up, nor experts that a token does
-not visit; in a layer with a window, a token meets as many others as the window has. With adapters on frozen weights, no gradient of the frozen ones is made: four operations for each of them.
+not visit; in a layer with a window, a token meets as many others as the window has. With adapters on frozen weights, no
+gradient of the frozen ones is made: four operations for each of them.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ void check(const StoredCheckpoint& stored, const Request& request, const ModelNa
   places.check_shapes();
   for (const auto& [name, checksum] : stored.state().at("outside").items()) {
     const auto found = std::ranges::find(names.parameters, name, &std::pair<std::string, at::Tensor>::first);
-    if (found == names.parameters.end() || sampled_checksum(found->second) == checksum) continue;
+    if (found == names.parameters.end() || nlohmann::json(sampled_checksum(found->second)) == checksum) continue;
     throw std::invalid_argument(concat("[load_checkpoint] the frozen parameter '", name,
                                        "' has other values than when ", stored.folder(),
                                        " was saved, expected the same base, which the checkpoint does not hold; load "

@@ -111,8 +111,9 @@ StateValue decode_tagged(const json& value, const FindTensor& tensor, const std:
     return tensor(value.at(tag).get<std::string>()).contiguous().view(type).reshape(shape);
   }
   if (value.size() != 1) throw unknown();
-  const std::string tag = value.begin().key();
-  const json& content = value.begin().value();
+  const auto only = value.begin();
+  const std::string tag = only.key();
+  const json& content = *only;
   if (tag == "int") {
     throw Error(concat("[load_checkpoint] ", path, " is the integer ", checkpoint::shown(content.get<std::string>()),
                        ", expected one of 64 bits; load it from Python"));

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,11 +19,15 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "bench" / "gpu")]
 import kit  # noqa: E402
 from support.budget import Budget, Deadline  # noqa: E402
 from support.checks import Check  # noqa: E402
-from support.comparison import ContestantError, Size, compare, longest_row  # noqa: E402
-from support.contestants import Contestant, contestants  # noqa: E402
+from support.comparison import ContestantError, Setting, Side, Size, best_setting, longest_row  # noqa: E402
+from support.contestants import Contestant  # noqa: E402
 from support.equality import difference  # noqa: E402
+from support.flops import step_flops  # noqa: E402
+from support.language_models import configuration  # noqa: E402
 from support.report import Report  # noqa: E402
-from support.training_request import Request  # noqa: E402
+from support.step_profile import events_of, summary  # noqa: E402
+from support.training_request import Lap, LapResult, Ready, Request  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 REQUEST = Request(
     way="chain", peer=False, shape="tiny", device="virtual:1", tokens=32, rows=2, microbatches=1, grain="stage"
@@ -40,7 +45,7 @@ def rows(report: str, title: str) -> list[list[str]]:
 def test_the_small_form(tmp_path: Path) -> None:
     out = tmp_path / "report.md"
     environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}
-    command = [sys.executable, str(ROOT / "bench" / "gpu" / "kit.py"), "--quick", "--out", str(out)]
+    command = [sys.executable, str(ROOT / "bench" / "gpu" / "kit.py"), "--quick", "--minutes", "30", "--out", str(out)]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     report = out.read_text()
@@ -51,27 +56,32 @@ def test_the_small_form(tmp_path: Path) -> None:
     assert {result for _, result, _ in checks} == {"passed"}
     assert re.fullmatch(r"[1-9]\d* passed, \d+ skipped", checks[-1][2])
     assert len(rows(report, "Link")) == 3
-    speed = {(name, mode): cells for name, mode, *cells in rows(report, "Tokens a second")}
-    _, _, ours, theirs, ratio, distance = speed["FSDP2, CPU offload", "sync"]
-    assert float(ours.replace(",", "")) > 0 and float(theirs.replace(",", "")) > 0 and float(ratio) > 0
-    assert float(distance) <= kit.BOUNDS[torch.float32]
-    assert ("nobody", "async") in speed, "the published package has asynchronous steps, and needs CUDA"
-    assert rows(report, "Longest row")[0][:3] == ["ours", "32", "4,096 do not fit"]
-    # Who has no row has a reason.
+    speed = rows(report, "Tokens a second")
+    assert [cells[:3] for cells in speed if cells[0] == "ours"] == [
+        ["ours", mode, size] for size in ("4 x 32", "8 x 32") for mode in ("sync", "async")
+    ]
+    for name in ("FSDP2, CPU offload", "plain loop"):
+        (small, large) = (cells for cells in speed if cells[0] == name)
+        for _, mode, _, setting, theirs, _, _, mine, ratio, rounds, apart in (small, large):
+            assert mode == "sync" and "microbatch" in setting and int(rounds) > 0
+            assert float(mine.replace(",", "")) > 0 and float(theirs.replace(",", "")) > 0 and float(ratio) > 0
+            assert float(apart) <= kit.BOUNDS[torch.float32]
+    assert {cells[0] for cells in rows(report, "Tokens a second of tiny")} == {"ours", "FSDP2, CPU offload"}
+    assert rows(report, "Longest row")[0][:3] == ["ours", "32", "4,096"]
+    assert len(rows(report, "Large models on one card")) == 3
+    # Who has no row has a reason, and who has one has told its settings.
     for title in ("Tokens a second", "Longest row"):
         part = report.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-        for name in ("roundpipe 0.1.1", "FSDP2, CPU offload", "DeepSpeed ZeRO-3 offload"):
-            assert any(name in cells[0] for cells in rows(report, title)) or f"- no figures of {name}: " in part
+        for name in ("ours", "roundpipe 0.1.1", "FSDP2, CPU offload", "plain loop", "DeepSpeed ZeRO-3 offload"):
+            assert f"\n- {name}: " in part
 
 
 def test_failed_checks_are_said_before_any_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out = tmp_path / "report.md"
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "bench" / "gpu" / "kit.py"), "--quick", "--out", str(out)])
+    program = str(ROOT / "bench" / "gpu" / "kit.py")
+    monkeypatch.setattr(sys, "argv", [program, "--quick", "--parts", "checks", "--out", str(out)])
     monkeypatch.setattr(kit, "equality", lambda *_: [Check("equality", "differs by 1e-3")])
     monkeypatch.setattr(kit, "card_tests", lambda *_: Check("tests", "", "3 passed"))
-    monkeypatch.setattr(kit, "report_link", lambda *_: None)
-    monkeypatch.setattr(kit, "report_throughput", lambda *_: True)
-    monkeypatch.setattr(kit, "report_longest", lambda *_: None)
     with pytest.raises(SystemExit, match="a check failed"):
         kit.main()
     assert rows(out.read_text(), "Checks") == [
@@ -87,63 +97,119 @@ def another_release(folder: Path, code: str) -> Contestant:
     return Contestant("the other one", replace(REQUEST, peer=True), folder)
 
 
-def test_who_hangs_is_stopped_and_named(tmp_path: Path) -> None:
+def test_who_hangs_is_stopped(tmp_path: Path) -> None:
     other = another_release(tmp_path, "import signal; signal.pause()")
     at_once = Budget(0, {"all": 1})["all"]
-    with pytest.raises(ContestantError, match="stopped: no answer within 0 s") as raised:
-        compare([other], [Size(2, 32, 1)], [], 1, at_once)
-    assert raised.value.contestant is other
-    with pytest.raises(ContestantError, match="stopped: no answer within 0 s"):
-        longest_row(other, [32], at_once)
+    with pytest.raises(ContestantError, match="stopped: no answer within 0 s"), Side(other) as side:
+        side.wait_ready(at_once)
 
 
 def test_who_fails_is_named_and_is_not_taken_for_ours(tmp_path: Path) -> None:
     other = another_release(tmp_path, "raise ImportError('the other one is broken')")
-    with pytest.raises(ContestantError, match=r"^ImportError: the other one is broken$"):
-        compare([other], [Size(2, 32, 1)], [], 1, Budget(300, {"all": 1})["all"])
+    message = r"^ImportError: the other one is broken$"
+    with pytest.raises(ContestantError, match=message), Side(other) as side:
+        side.wait_ready(Budget(300, {"all": 1})["all"])
+
+
+class FakeSide(Side):
+    """Answers at once: `rate` rows a second for microbatches of so many rows, `loss`, and a peak for each row."""
+
+    def __init__(self, name: str, rate: Callable[[int], float], loss: float = 1.0, row_bytes: int = 0) -> None:
+        super().__init__(Contestant(name, REQUEST, modes=("sync",), settings="fake"), ready=Ready(1, 0.0, 1.0, 0.0))
+        self.rate, self.loss, self.row_bytes = rate, loss, row_bytes
+        self.asked: list[Lap] = []
+
+    def __enter__(self) -> FakeSide:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait_ready(self, deadline: Deadline) -> Ready:
+        assert self.ready is not None
+        return self.ready
+
+    def ask(self, lap: Lap, deadline: Deadline) -> LapResult | None:
+        self.asked.append(lap)
+        rows = lap.rows // lap.microbatches
+        self.losses = [self.loss] * lap.steps
+        self.peak_bytes = 100 + rows * self.row_bytes
+        return LapResult(lap.steps * lap.rows / self.rate(rows), self.losses, self.peak_bytes)
+
+
+FOREVER = Budget(1e9, {"all": 1})["all"]
+
+
+def test_the_best_setting_is_the_quickest_that_fits() -> None:
+    most_at_once = FakeSide("a", lambda rows: rows, row_bytes=10)
+    assert best_setting(most_at_once, Size(8, 32), 0, FOREVER) == Setting(1, "layers")
+    # 100 and 10 for each row: eight rows take 180 of 150, and four 140, which is more than 0.92 of it.
+    assert best_setting(most_at_once, Size(8, 32), 150, FOREVER) == Setting(4, "layers")
+    small_ones = FakeSide("b", lambda rows: 9 - rows)
+    assert best_setting(small_ones, Size(8, 32), 0, FOREVER) == Setting(8, "layers")
+    # A larger batch starts from what is known: twice as many rows are tried where the batch was the limit.
+    known = (Size(8, 32), Setting(1, "layers"))
+    assert best_setting(most_at_once, Size(32, 32), 0, FOREVER, known) == Setting(2, "layers")
+    assert best_setting(small_ones, Size(32, 32), 0, FOREVER, known) == Setting(4, "layers")
 
 
 def test_losses_that_differ_are_no_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ours, _ = contestants(REQUEST, None, None)
-    other = Contestant("the other one", REQUEST)
-
-    def differing(sides: list[Contestant], sizes: list[Size], *_: object) -> kit.Comparison:
-        rates = {(side.name, mode): [1.0] for side in sides for mode in side.modes}
-        return kit.Comparison(sizes[0], rounds=1, rates=rates, distance=0.5 if len(sides) > 1 else 0.0)
-
-    monkeypatch.setattr(kit, "compare", differing)
-    out = tmp_path / "report.md"
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "bench" / "gpu" / "kit.py")])
-    report = Report("test", out)
-    deadline = Budget(60, {"all": 1})["all"]
-    assert not kit.report_throughput(report, ours, [other], True, 1e-4, deadline)
-    report.close()
-    assert {row[0] for row in rows(out.read_text(), "Tokens a second")} == {"nobody"}
-    assert "- no figures of the other one: a loss differs from ours by 5.0e-01 of its value" in out.read_text()
-
-
-def test_a_batch_that_does_not_fit_is_made_smaller_and_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ours, _ = contestants(REQUEST, None, None)
-    other = Contestant("the other one", REQUEST)
-
-    def full(sides: list[Contestant], sizes: list[Size], *_: object) -> kit.Comparison:
-        if sizes[-1].rows > 2:
-            raise ContestantError(sides[-1], f"out of memory at {sizes[-1]}", sizes[-1])
-        rates = {(side.name, mode): [1.0] for side in sides for mode in ours.modes}
-        return kit.Comparison(sizes[-1], rounds=1, rates=rates)
-
-    monkeypatch.setattr(kit, "compare", full)
-    monkeypatch.setattr(kit, "SIZES", [Size(2, 32, 1), Size(4, 32, 1)])
+    ours, other = FakeSide("ours", lambda rows: rows), FakeSide("the other one", lambda rows: rows, loss=1.5)
+    monkeypatch.setattr(kit, "Side", lambda contestant: {"ours": ours, "the other one": other}[contestant.name])
     monkeypatch.setattr(sys, "argv", [str(ROOT / "bench" / "gpu" / "kit.py")])
     out = tmp_path / "report.md"
     report = Report("test", out)
-    assert kit.report_throughput(report, ours, [other], False, 1e-4, Budget(60, {"all": 1})["all"])
+    sides = (ours.contestant, [other.contestant])
+    assert not kit.report_throughput(report, *sides, [Size(4, 32)], 0, 1e-4, True, FOREVER)
+    assert "the other one" not in {row[0] for row in rows(out.read_text(), "Tokens a second")}
+    assert "- the other one: no more figures: its losses of three steps that learn differ by 3.3e-01" in out.read_text()
     report.close()
-    found = rows(out.read_text(), "Tokens a second")
-    assert [row[:3] for row in found] == [
-        ["the other one", mode, "2 x 32 tokens in 1 microbatch"] for mode in ("async", "sync")
+
+
+def test_a_row_is_in_the_file_when_it_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "bench" / "gpu" / "kit.py")])
+    out = tmp_path / "report.md"
+    report = Report("test", out)
+    report.header(["a", "b"])
+    report.row(["1", "2"])
+    assert out.read_text().endswith("| a | b |\n|---:|---:|\n| 1 | 2 |\n")
+    assert "\n- commit: " in out.read_text() and "\n- command: `" in out.read_text()
+    report.close()
+
+
+def test_the_longest_row_is_searched_from_the_published_one() -> None:
+    class Capped(FakeSide):
+        def ask(self, lap: Lap, deadline: Deadline) -> LapResult | None:
+            return None if lap.tokens > self.row_bytes else super().ask(lap, deadline)
+
+    grid = [4, 8, 16, 32]
+    for most, expected in ((3, (0, 4)), (4, (4, 8)), (20, (16, 32)), (99, (32, 0))):
+        found = longest_row(Capped("a", lambda rows: rows, row_bytes=most), grid, 16, FOREVER)
+        assert (found.tokens, found.refused) == expected
+
+
+def test_a_profile_tells_kinds_gaps_and_copies() -> None:
+    trace = [
+        {"ph": "X", "cat": "kernel", "name": "sm90_gemm", "ts": 0, "dur": 4000},
+        {"ph": "X", "cat": "kernel", "name": "flash_fwd", "ts": 2000, "dur": 4000},
+        {"ph": "X", "cat": "kernel", "name": "vectorized_elementwise_kernel", "ts": 9000, "dur": 1000},
+        {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 0, "dur": 1000, "args": {"bytes": 50_000_000}},
+        {"ph": "M", "name": "process_name"},
     ]
-    assert "- the other one: smaller batches, since the other one: out of memory at 4 x 32 tokens" in out.read_text()
+    seen = summary(*events_of(trace))
+    assert (seen["span_ms"], seen["busy_ms"], seen["longest_gap_ms"]) == (10, 7, 3)
+    assert sorted(seen["kinds"]) == [("attention", 4, 1), ("element-wise", 1, 1), ("products", 4, 1)]
+    assert seen["copies"] == [("up", 1, 0.05, 50)]
+
+
+def test_the_arithmetic_of_a_step_by_hand() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(configuration("tiny", 32))
+    width, queries, keys, middle, vocabulary, layers = 64, 4 * 16, 2 * 16, 96, 512, 4
+    weights = layers * (width * queries + 2 * width * keys + queries * width + 3 * width * middle) + vocabulary * width
+    flops = step_flops(model)
+    assert flops.per_token == 6 * weights
+    # Two products of the width of all heads, over half of the row, two operations each, three times.
+    assert flops.of_rows(3, 10) == 3 * 10 * (6 * weights + layers * 2 * queries * 10 / 2 * 2 * 3)
 
 
 @pytest.mark.parametrize("wrong", [1.25, float("nan")])
