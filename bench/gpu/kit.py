@@ -163,7 +163,7 @@ class Throughput:
             sides = [stack.enter_context(Side(peer)) for peer in present[:1]]
             for index, peer in enumerate(present):
                 side = sides[index]
-                until = deadline.share(len(present) - index)
+                until = deadline.share(max(1.0, 0.6 * (len(present) - index)))  # the first ones matter most
                 try:
                     if side.contestant.missing:
                         raise ContestantError(side.contestant.missing)
