@@ -109,8 +109,8 @@ def _row(headline: Headline, side: Side, bound: float, deadline: Deadline) -> li
     size = headline.size
     setting = Setting(headline.microbatches, "layers")
     with side:
-        ready = side.wait_ready(deadline)
-        first = side.ask(timed(Size(1, size.tokens), Setting(1, "layers"), "sync", 1), deadline)
+        ready = side.set_up(deadline)
+        first = side.ask(timed(Size(1, size.tokens), Setting(1, "layers"), "sync", 1, warm_up=0), deadline)
         if first is None or ready.expected_loss is None:
             raise ContestantError(f"out of memory with one row of {size.tokens:,} tokens")
         loss = first.losses[0]

@@ -138,7 +138,7 @@ class Throughput:
 
     def ours(self, side: Side, deadline: Deadline) -> None:
         """Sets ours up, and writes its own rows. Raises ContestantError."""
-        side.wait_ready(deadline)
+        side.set_up(deadline)
         self._first_losses = side.first_losses(self._check_tokens, deadline)
         for size, smaller in zip(self._sizes, [None, *self._sizes], strict=False):
             known = (smaller, self._settings[smaller]) if smaller else None
@@ -153,39 +153,28 @@ class Throughput:
     def profile(self, side: Side, deadline: Deadline) -> None:
         report_profile(self._report, side, self._sizes[0], self._settings[self._sizes[0]], deadline)
 
-    def others(self, ours: Side, peers: Sequence[Contestant], deadline: Deadline) -> bool:
-        """Rows of all `peers`; whether no losses differed. The next one sets up while one is not timed yet."""
+    def others(self, ours: Side, sides: Sequence[Side], missing: Sequence[Contestant], deadline: Deadline) -> bool:
+        """Rows of all `sides`, one after the other; whether no losses differed."""
         self._report.header([*HEADER, "ours beside it", "ours, times", "rounds", "losses differ by"])
-        notes = [f"{peer.name}: no figures: {peer.missing}" for peer in peers if peer.missing]
-        present = [peer for peer in peers if not peer.missing]
+        notes = [f"{peer.name}: no figures: {peer.missing}" for peer in missing]
         fine = True
-        with ExitStack() as stack:
-            sides = [stack.enter_context(Side(peer)) for peer in present[:1]]
-            for index, peer in enumerate(present):
-                side = sides[index]
-                until = deadline.share(max(1.0, 0.6 * (len(present) - index)))  # the first ones matter most
-                try:
-                    if side.contestant.missing:
-                        raise ContestantError(side.contestant.missing)
-                    if side.ready is None:
-                        side.wait_ready(until)
-                    if index + 1 < len(present):
-                        sides.append(stack.enter_context(Side(present[index + 1])))
-                    self._meet(ours, side, sides[index + 1 :], until)
-                    notes.append(f"{peer.name}: {peer.settings}")
-                except ContestantError as error:
-                    notes.append(f"{peer.name}: no more figures: {error}")
-                    fine = fine and "losses" not in str(error)
-                    if index + 1 < len(present) and len(sides) == index + 1:
-                        sides.append(stack.enter_context(Side(present[index + 1])))
-                side.__exit__(None, None, None)
+        for index, side in enumerate(sides):
+            until = deadline.share(max(1.0, 0.6 * (len(sides) - index)))  # the first ones matter most
+            try:
+                side.set_up(until)
+                self._meet(ours, side, until)
+                notes.append(f"{side.name}: {side.contestant.settings}")
+            except ContestantError as error:
+                notes.append(f"{side.name}: no more figures: {error}")
+                fine = fine and "losses" not in str(error)
+            side.__exit__(None, None, None)
         self._report("")
         for note in [f"{ours.name}: {ours.contestant.settings}", *notes]:
             self._report(f"- {note}")
         self._report("")
         return fine
 
-    def _meet(self, ours: Side, side: Side, next_one: Sequence[Side], deadline: Deadline) -> None:
+    def _meet(self, ours: Side, side: Side, deadline: Deadline) -> None:
         first = distance(self._first_losses, side.first_losses(self._check_tokens, deadline))
         if first > self._bound:
             raise ContestantError(f"its losses of three steps that learn differ by {first:.1e} of ours")
@@ -193,12 +182,6 @@ class Throughput:
         for size in self._sizes:
             setting = best_setting(side, size, self._limit_bytes, deadline, known)
             known = (size, setting)
-            for other in next_one:
-                if other.ready is None:  # nobody is timed while somebody sets up
-                    try:
-                        other.wait_ready(deadline)
-                    except ContestantError as error:
-                        other.contestant = replace(other.contestant, missing=str(error))
             steps, rounds = (2, ROUNDS) if size == self._sizes[0] else (1, 1)
             for mode in (mode for mode in side.contestant.modes if mode in ours.contestant.modes):
                 compared = compare(
@@ -236,7 +219,10 @@ def report_throughput(
     )
     report("")
     measured = Throughput(report, sizes, limit_bytes, bound, small)
-    with Side(ours) as side:
+    with ExitStack() as stack:
+        side = stack.enter_context(Side(ours))
+        # They import what they need while ours sets up.
+        others = [stack.enter_context(Side(peer)) for peer in peers if not peer.missing]
         try:
             measured.ours(side, deadline)
             measured.profile(side, deadline)
@@ -245,7 +231,7 @@ def report_throughput(
             report(f"- no figures of ours: {error}")
             report("")
             return False
-        return measured.others(side, peers, deadline)
+        return measured.others(side, others, [peer for peer in peers if peer.missing], deadline)
 
 
 def report_one_by_one(
@@ -263,7 +249,7 @@ def report_one_by_one(
         until = deadline.share(len(sides) - index)
         try:
             with Side(contestant) as side:
-                side.wait_ready(until)
+                side.set_up(until)
                 setting = best_setting(side, size, limit_bytes, until)
                 for mode in contestant.modes:
                     row = figures(side, mode, size, setting, side.lap(size, setting, mode, 3, until))
@@ -303,7 +289,7 @@ def report_longest(
         until = deadline.share(len(present) - index)
         try:
             with Side(contestant) as side:
-                side.wait_ready(until)
+                side.set_up(until)
                 found = longest_row(side, grid, first, until)
             mine = mine or found.losses
             both = [tokens for tokens in found.losses if tokens in mine]

@@ -18,6 +18,8 @@ from support.training_request import Lap, LapResult, Ready, Recompute
 
 # Steps that are timed change next to nothing, so that the losses of all systems are the same in all of them.
 TIMED_LEARNING_RATE = 1e-8
+# Steps before the timed ones of a lap: plans are made, and memory that was given back is taken again.
+WARM_UP = 1
 # Of the memory that a system may take: what a setting may be predicted to take.
 FULL = 0.92
 
@@ -55,7 +57,7 @@ class ContestantError(Exception):
 
 @dataclass
 class Side:
-    """A contestant and its process, which starts with its `with` block and is set up when `wait_ready` returns.
+    """A contestant and its process, which starts with its `with` block and takes memory once it is told to set up.
 
     Attributes:
         ready: what it said when it was set up.
@@ -90,11 +92,11 @@ class Side:
         if self._server is not None:
             self._server.__exit__(kind, error, trace)
 
-    def wait_ready(self, deadline: Deadline) -> Ready:
+    def set_up(self, deadline: Deadline) -> Ready:
         """Once for each start. Raises ContestantError."""
         assert self._server is not None
         try:
-            self.ready = self._server.wait_ready(deadline.left_s)
+            self.ready = self._server.set_up(deadline.left_s)
         except RunError as error:
             raise ContestantError(str(error)) from error
         return self.ready
@@ -115,7 +117,7 @@ class Side:
         if result.seconds is None:
             self.__exit__(None, None, None)
             self.__enter__()
-            self.wait_ready(deadline)
+            self.set_up(deadline)
             return None
         if not all(map(math.isfinite, result.losses)):
             raise ContestantError(f"its losses are {result.losses}")
@@ -127,7 +129,7 @@ class Side:
         return result
 
     def lap(self, size: Size, setting: Setting, mode: Mode, steps: int, deadline: Deadline) -> float:
-        """Tokens a second of `steps` steps. Raises ContestantError."""
+        """Tokens a second of `steps` steps after one that warms up. Raises ContestantError."""
         result = self.ask(timed(size, setting, mode, steps), deadline)
         if result is None or result.seconds is None:
             raise ContestantError(f"out of memory at {size} tokens in {setting}")
@@ -141,10 +143,10 @@ class Side:
         return result.losses
 
 
-def timed(size: Size, setting: Setting, mode: Mode, steps: int, profiled: bool = False) -> Lap:
+def timed(size: Size, setting: Setting, mode: Mode, steps: int, warm_up: int = WARM_UP, profiled: bool = False) -> Lap:
     """A lap that everybody can make at any time: it leaves the weights as they are, nearly."""
     return Lap(
-        *(size.rows, size.tokens, setting.microbatches, mode, 0, steps, setting.recompute),
+        *(size.rows, size.tokens, setting.microbatches, mode, warm_up, steps, setting.recompute),
         *(TIMED_LEARNING_RATE, profiled),
     )
 
@@ -152,7 +154,7 @@ def timed(size: Size, setting: Setting, mode: Mode, steps: int, profiled: bool =
 def best_setting(
     side: Side, size: Size, limit_bytes: int, deadline: Deadline, smaller: tuple[Size, Setting] | None = None
 ) -> Setting:
-    """The quickest of those that fit, each tried for one step.
+    """The quickest of those that fit, each tried for one step after one that warms up.
 
     The peaks of one row and of two tell how many rows of a microbatch fit. From as many, microbatches get smaller as
     long as that makes a step shorter.
@@ -205,7 +207,7 @@ def _most_rows(side: Side, size: Size, recompute: Recompute, limit_bytes: int, d
     """Of a microbatch, halves of the batch; 0: not even one."""
     peaks = []
     for rows in (1, 2):
-        if side.ask(timed(Size(rows, size.tokens), Setting(1, recompute), "sync", 1), deadline) is None:
+        if side.ask(timed(Size(rows, size.tokens), Setting(1, recompute), "sync", 1, warm_up=0), deadline) is None:
             break
         peaks.append(side.peak_bytes)
     if len(peaks) < 2 or size.rows < 2:
@@ -301,7 +303,7 @@ def longest_row(side: Side, grid: Sequence[int], first: int, deadline: Deadline)
     index = grid.index(first)
     while 0 <= index < len(grid) and (deadline.left_s > 0 or not losses):
         size = Size(1, grid[index])
-        result = side.ask(timed(size, setting, "sync", 1), deadline)
+        result = side.ask(timed(size, setting, "sync", 1, warm_up=0), deadline)
         if result is None or result.seconds is None:
             say(f"{side.name}: {grid[index]:,} tokens do not fit")
             refused = grid[index]

@@ -156,8 +156,6 @@ class Zero3Trainer(PeerTrainer):
 
     def __init__(self, request: Request, expect: bool = False) -> None:
         super().__init__(request, expect)
-        if self.device.type == "cpu":
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
         for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
             os.environ.setdefault(name, value)
         os.environ.setdefault("MASTER_PORT", str(free_port()))

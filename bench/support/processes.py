@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -66,7 +67,7 @@ def train(request: Request, peer: Path | None = None, timeout_s: float = 600) ->
 class TrainingServer:
     """A process that trains laps as it is asked for them, see training_server.py. Ends with its `with` block.
 
-    The constructor does not wait until the process is set up, so that several may set up at the same time.
+    From its constructor on it imports what it needs, which several may do at the same time; `set_up` lets it go on.
     """
 
     def __init__(self, request: Request, folder: Path | None = None, expect: bool = False) -> None:
@@ -108,16 +109,20 @@ class TrainingServer:
             raise _error(self._stderr.read(), status)
         return json.loads(line)
 
-    def wait_ready(self, timeout_s: float) -> Ready:
-        """Blocks until the process is set up. Raises RunError; once only."""
+    def set_up(self, timeout_s: float) -> Ready:
+        """Lets the process make its model and optimizer, and blocks until it has. Raises RunError; once only."""
+        self._say("set up")
         return Ready(**self._answer(timeout_s))
 
     def train(self, lap: Lap, timeout_s: float) -> LapResult:
         """Blocks until the lap is over. Raises RunError, after which the process is gone."""
+        self._say(json.dumps(asdict(lap)))
+        return LapResult(**self._answer(timeout_s))
+
+    def _say(self, line: str) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, which its answer tells
-            print(json.dumps(asdict(lap)), file=self._process.stdin, flush=True)
-        return LapResult(**self._answer(timeout_s))
+            print(line, file=self._process.stdin, flush=True)
 
     def _kill(self) -> None:
         # Of its own processes alone: the group is made for it.
@@ -149,5 +154,9 @@ def _environment(request: Request, folder: Path | None) -> dict[str, str]:
 
 
 def _error(stderr: str, status: int) -> RunError:
+    out_of_memory = "OutOfMemoryError" in stderr
+    if status < 0:
+        return RunError(f"the process was ended by {signal.Signals(-status).name}", out_of_memory)
     lines = [line for line in stderr.splitlines() if line.strip()]
-    return RunError(lines[-1] if lines else f"exit status {status}", "OutOfMemoryError" in stderr)
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return RunError((errors or lines or [f"exit status {status}"])[-1], out_of_memory)

@@ -63,11 +63,17 @@ def machine() -> list[str]:
     return [
         f"date: {datetime.date.today().isoformat()}",
         f"CPU: {cpu_model()}, {cores} cores, {torch.get_num_threads()} torch threads",
+        f"host memory: {host_gb():.0f} GB",
         f"versions: roundpipe {roundpipe_version()}, torch {torch.__version__}, Python {platform.python_version()}",
         f"commit: {commit()}",
         f"command: `{command}`",
         f"load average over the last minute when it began: {os.getloadavg()[0]:.1f}",
     ]
+
+
+def host_gb() -> float:
+    """Of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
 
 
 def cpu_model() -> str:
@@ -82,14 +88,16 @@ def cpu_model() -> str:
 
 
 def commit() -> str:
-    """Of this checkout, and whether files differ from it; "unknown" where it is no checkout or git is missing."""
+    """Of this checkout, and whether files differ from it, as git or ROUNDPIPE_COMMIT says it."""
+    if "ROUNDPIPE_COMMIT" in os.environ:
+        return os.environ["ROUNDPIPE_COMMIT"]
     root = Path(__file__).parents[2]
     git = ["git", "-c", f"safe.directory={root}", "-C", str(root)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
         changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("ROUNDPIPE_COMMIT", "unknown")
+        return "unknown"
     return head.stdout.strip() + (", with changes" if changes.stdout.strip() else "")
 
 

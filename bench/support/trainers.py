@@ -6,6 +6,8 @@ system is imported when its trainer is made, so that its absence shows there.
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -89,8 +91,6 @@ class RoundPipeTrainer(Trainer):
 
     def __init__(self, request: Request, expect: bool = False) -> None:
         super().__init__(request, expect)
-        if request.peer:
-            only_the_path()
         import roundpipe
 
         if not request.peer:
@@ -136,6 +136,17 @@ class RoundPipeTrainer(Trainer):
 
     def host_memory_bytes(self) -> int:
         return self._optimizer.host_memory().total if self._followed else 0
+
+
+def import_system(request: Request) -> None:
+    """Imports what trains `request`, which takes seconds and next to no memory. Call it before `make_trainer`."""
+    if request.peer:
+        only_the_path()
+    modules = {"fsdp2": "torch.distributed.fsdp", "zero3": "deepspeed", "trainstream": "trainstream"}
+    if request.way == "zero3" and accelerator() is None:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if request.way != "plain":
+        importlib.import_module(modules.get(request.way, "roundpipe"))
 
 
 def make_trainer(request: Request, expect: bool = False) -> Trainer:

@@ -14,12 +14,13 @@ from dataclasses import asdict
 import psutil
 import torch
 from support.process_memory import peak_resident_bytes
-from support.trainers import make_trainer
+from support.trainers import import_system, make_trainer
 from support.training_request import Request, Result
 
 
 def run(request: Request) -> Result:
     """Trains in this process."""
+    import_system(request)
     available_bytes = psutil.virtual_memory().available
     trainer = make_trainer(request)
     result = Result(parameters=trainer.parameters, losses=trainer.losses)

@@ -1,8 +1,8 @@
 """A process that trains laps of a language model as it is asked for them: `python training_server.py JSON`.
 
-Every line on stdin is a Lap and every line on stdout a LapResult, but for the first, a Ready, which comes when all is
-set up. It ends with its input. What an idle server does not need of the device's memory is given back, so that several
-take turns on one card.
+It imports what it needs and waits for a first line on stdin, which says that it may take memory; a Ready on stdout says
+that all is set up. Every other line on stdin is a Lap, and every other line on stdout a LapResult. It ends with its
+input. What an idle server does not need of the device's memory is given back, so that several take turns on one card.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from support.step_profile import profiled
-from support.trainers import Trainer, make_trainer
+from support.trainers import Trainer, import_system, make_trainer
 from support.training_request import Lap, LapResult, Ready, Request
 
 
@@ -52,8 +52,11 @@ def main() -> None:
     def answer(value: Any) -> None:
         print(json.dumps(asdict(value)), file=answers, flush=True)
 
+    request = Request(**json.loads(sys.argv[1]))
+    import_system(request)
+    sys.stdin.readline()
     start = time.perf_counter()
-    trainer = make_trainer(Request(**json.loads(sys.argv[1])), expect="--expect" in sys.argv)
+    trainer = make_trainer(request, expect="--expect" in sys.argv)
     flops = trainer.flops
     answer(
         Ready(

@@ -101,14 +101,14 @@ def test_who_hangs_is_stopped(tmp_path: Path) -> None:
     other = another_release(tmp_path, "import signal; signal.pause()")
     at_once = Budget(0, {"all": 1})["all"]
     with pytest.raises(ContestantError, match="stopped: no answer within 0 s"), Side(other) as side:
-        side.wait_ready(at_once)
+        side.set_up(at_once)
 
 
 def test_who_fails_is_named_and_is_not_taken_for_ours(tmp_path: Path) -> None:
     other = another_release(tmp_path, "raise ImportError('the other one is broken')")
     message = r"^ImportError: the other one is broken$"
     with pytest.raises(ContestantError, match=message), Side(other) as side:
-        side.wait_ready(Budget(300, {"all": 1})["all"])
+        side.set_up(Budget(300, {"all": 1})["all"])
 
 
 class FakeSide(Side):
@@ -124,7 +124,7 @@ class FakeSide(Side):
 
     def __exit__(self, *_: object) -> None: ...
 
-    def wait_ready(self, deadline: Deadline) -> Ready:
+    def set_up(self, deadline: Deadline) -> Ready:
         assert self.ready is not None
         return self.ready
 
