@@ -1,11 +1,11 @@
 """What is the longest row of tokens that trains on a card with 24 GB, against the published package?
 
-Full fine-tuning of a Qwen3 with random weights in bf16, one row a step. Each attempt is two steps in a process of its
+A model of the published sizes with random weights in bf16 (235B: adapters alone are trained), one row a step. Each attempt is two steps in a process of its
 own, which may take so much of the card and no more. The lengths form a grid, and the search halves it, so the answer is
 the longest length of the grid that trains, and the next one does not. Attempts that fail for another reason than memory
 end the search with an error.
 
-    python bench/gpu/longest_row.py --peer DIR [--model 1.7B|4B] [--memory-gb 24]
+    python bench/gpu/longest_row.py --peer DIR [--model 1.7B|4B|8B|20B|32B|235B] [--memory-gb 24]
 
 DIR holds the published package: pip install --target DIR --no-deps roundpipe==0.1.1
 """
@@ -22,10 +22,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from support.accelerator import default_device, describe, has_cuda
+from support.language_models import SHAPES, TINY_OF
 from support.processes import RunError, train
 from support.report import Report, parser
 from support.training_request import Request, Result
 
+RANK = 16  # of adapters
 GRID = [1024 * length for length in (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)]
 
 
@@ -65,7 +67,7 @@ def longest(
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--peer", type=Path, help="folder of the published package; without it, ours alone")
-    arguments.add_argument("--model", choices=["1.7B", "4B"], default="1.7B")
+    arguments.add_argument("--model", choices=[*TINY_OF], default="1.7B")
     arguments.add_argument("--memory-gb", type=float, default=24)
     arguments.add_argument("--grain", choices=["stage", "layer"], default="layer")
     options = arguments.parse_args()
@@ -74,7 +76,7 @@ def main() -> None:
     memory_bytes = int(options.memory_gb * 1e9)
     shape, grid, attempt = options.model, GRID, train
     if options.quick:
-        shape, grid, attempt, memory_bytes = "tiny", [32, 2048], attempt_in_process, 3_000_000
+        shape, grid, attempt, memory_bytes = TINY_OF[options.model], [32, 2048], attempt_in_process, 3_000_000
     request = Request(
         way="followed",
         peer=False,
@@ -88,8 +90,9 @@ def main() -> None:
         modes=("sync",),
         steps=1,
         warm_up=1,
+        lora_rank=RANK if SHAPES[options.model].lora else 0,
     )
-    if options.quick:
+    if options.quick and not request.lora_rank:
         request = replace(request, way="chain")
     runs: dict[str, tuple[Request, Path | None]] = {"ours": (request, None)}
     note = ""
@@ -97,6 +100,8 @@ def main() -> None:
         note = "The published package was not run: no --peer was given."
     elif not has_cuda():
         note = "The published package was not run: it needs CUDA."
+    elif options.model not in ("1.7B", "4B"):
+        note = "The published package was not run: its chain of this model's parts is not here."
     else:
         runs["published"] = (replace(request, way="chain", peer=True), options.peer)
 
@@ -104,7 +109,7 @@ def main() -> None:
     report(f"- {describe(device)}")
     report("")
     report(
-        f"Qwen3 {shape}, one row, recompute by {options.grain}, {memory_bytes / 1e9:g} GB of the card, Adam on the "
+        f"Model {shape}, one row, recompute by {options.grain}, {memory_bytes / 1e9:g} GB of the card, Adam on the "
         f"host. {note}"
     )
     report("")

@@ -1,8 +1,8 @@
 """How many tokens a second do cards train, against the published package on the same cards?
 
-Full fine-tuning of a Qwen3 with random weights in bf16: the same batch, sequence length, microbatches and recompute
-grain, in processes of their own that run one after the other. "ours" is the model as transformers has it, followed,
-with our fused AdamW. The published package trains a chain of the same model's parts with its own chunked loss and Adam
+A model of the published sizes with random weights in bf16 (235B: adapters alone are trained): the same batch, sequence
+length, microbatches and recompute grain, in processes of their own that run one after the other. "ours" is the model
+as transformers has it, followed, with our fused AdamW. The published package trains a chain of the same model's parts with its own chunked loss and Adam
 (its preset for this class needs an older transformers). "ours, same script" trains such a chain by the same script,
 with a plain loss. Each runs with asynchronous and with synchronous steps, without a cap and with the first card capped.
 
@@ -10,7 +10,7 @@ The losses are compared step by step. They start from the same weights, but kern
 the bound is that of bf16. Host bytes a parameter: what the machine's free memory sank by, page-locked memory included;
 the peak of resident memory; and what our own account says.
 
-    python bench/gpu/throughput.py --peer DIR [--model 1.7B|4B|8B|32B] [--devices cuda:0,cuda:1]
+    python bench/gpu/throughput.py --peer DIR [--model 1.7B|4B|8B|20B|32B|235B] [--devices cuda:0,cuda:1]
 
 DIR holds the published package: pip install --target DIR --no-deps roundpipe==0.1.1. It takes every card that it sees:
 hide the others from it with CUDA_VISIBLE_DEVICES.
@@ -25,12 +25,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.accelerator import default_device, describe, has_cuda
+from support.language_models import SHAPES, TINY_OF
 from support.processes import RunError, train
 from support.report import Report, parser
 from support.training_request import Request, Result
 
 # Relative distance of two losses of about 12 that were summed in bf16 by different kernels.
 BOUND = 2**-8
+RANK = 16  # of adapters
 
 
 def cells(name: str, cap: str, result: Result) -> list[str]:
@@ -51,7 +53,7 @@ def cells(name: str, cap: str, result: Result) -> list[str]:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--peer", type=Path, help="folder of the published package; without it, ours alone")
-    arguments.add_argument("--model", choices=["1.7B", "4B", "8B", "32B"], default="1.7B")
+    arguments.add_argument("--model", choices=[*TINY_OF], default="1.7B")
     arguments.add_argument("--devices", help="such as cuda:0,cuda:1. [default: the first accelerator]")
     arguments.add_argument("--tokens", type=int, default=4096, help="of a row")
     arguments.add_argument("--rows", type=int, default=8)
@@ -71,10 +73,11 @@ def main() -> None:
         rows=options.rows,
         microbatches=options.microbatches,
         grain=options.grain,
+        lora_rank=RANK if SHAPES[options.model].lora else 0,
     )
     caps = {"none": 0, f"{options.memory_gb:g} GB": int(options.memory_gb * 1e9)}
     if options.quick:
-        request = replace(request, shape="tiny", tokens=32, rows=4, microbatches=2, steps=1, warm_up=1)
+        request = replace(request, shape=TINY_OF[options.model], tokens=32, rows=4, microbatches=2, steps=1, warm_up=1)
         caps = {"none": 0}
     chain = replace(request, way="chain")
     runs = {"ours": (request, None)}
@@ -85,8 +88,8 @@ def main() -> None:
         peer_note = "The published package was not run: no --peer was given."
     elif not has_cuda():
         peer_note = "The published package was not run: it needs CUDA."
-    elif options.model in ("8B", "32B"):
-        peer_note = "The published package was not run with this model, which is for host bytes a parameter."
+    elif options.model not in ("1.7B", "4B"):
+        peer_note = "The published package was not run: its chain of this model's parts is not here."
     else:
         runs["published"] = (replace(chain, peer=True), options.peer)
 
@@ -94,7 +97,7 @@ def main() -> None:
     report(f"- {describe(device)}")
     report("")
     report(
-        f"Qwen3 {request.shape}, {request.rows} rows of {request.tokens:,} tokens in {request.microbatches} "
+        f"Model {request.shape}, {request.rows} rows of {request.tokens:,} tokens in {request.microbatches} "
         f"microbatches, recompute by {request.grain}, Adam; {request.steps} steps after {request.warm_up} others. "
         + peer_note
     )
