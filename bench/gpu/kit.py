@@ -3,7 +3,8 @@
 First the checks: training against plain PyTorch on the card, bit for bit where it can be, and the short form of
 tests/gpu. Without them no figure of this report is valid. Then a Qwen3 of 1.7 B parameters with random weights and
 random tokens, full fine-tuning: tokens a second of ours and of others, a profile of one step, the longest row under a
-cap, models that are too large for a 24 GB card under that cap, a model of 4 B parameters, and the link.
+cap, models that are too large for a 24 GB card under that cap, a model of 4 B parameters, 1, 2, 4 and 8 cards, and the
+link.
 
 Others are the published package, torch's FSDP2 with CPU offload, a plain loop with everything on the card, DeepSpeed's
 ZeRO-3 with offload, and TrainStream. Everybody is at its own best: the number of microbatches and whether activations
@@ -54,7 +55,7 @@ from support.contestants import Contestant, Mode, contestants
 from support.report import Report, parser
 from support.training_request import Request
 
-SHARES = {"checks": 20, "throughput": 60, "headlines": 20, "longest row": 14, "4B": 14, "link": 4}
+SHARES = {"checks": 20, "throughput": 60, "headlines": 20, "longest row": 14, "4B": 14, "cards": 0, "link": 4}
 SIZES = [Size(8, 4096), Size(32, 4096)]
 GRID = [1024 * length for length in (4, 8, 16, 24, 32, 48, 73, 96, 128, 192)]
 PUBLISHED_ROW = 1024 * 73  # of 1.7B on 24 GB (arXiv:2604.27085)
@@ -311,6 +312,38 @@ def report_longest(
     close_part(report, [*notes, *(f"{side.name}: no figures: {side.missing or side.uncapped}" for side in others)])
 
 
+def report_cards(
+    report: Report, ours: Sequence[tuple[int, Contestant]], tokens: int, limit_bytes: int, deadline: Deadline
+) -> None:
+    """Tokens a second on 1, 2, 4 and 8 cards, of rows in proportion to the cards."""
+    report("## Several cards")
+    report("")
+    if len(ours) < 2:
+        report("- one card is here, so there is no table of 1, 2, 4 and 8")
+        report("")
+        return
+    report("Rows of a step in proportion to the cards, twice as many microbatches as cards or more; three steps.")
+    report("")
+    report.header(["cards", *HEADER, "of one card"])
+    notes = []
+    one: dict[Mode, float] = {}
+    for index, (cards, contestant) in enumerate(ours):
+        until = deadline.share(len(ours) - index)
+        size = Size(8 * cards, tokens)
+        try:
+            with Side(contestant) as side:
+                side.set_up(until)
+                best = best_setting(side, size, limit_bytes, until)
+                setting = replace(best, microbatches=max(best.microbatches, 2 * cards))
+                for mode in contestant.modes:
+                    rate = side.lap(size, setting, mode, 3, until)
+                    row = figures(side, mode, size, setting, rate)
+                    report.row([str(cards), *row, f"{rate / one.setdefault(mode, rate):.2f}"])
+        except ContestantError as error:
+            notes.append(f"{cards} cards: no more figures: {error}")
+    close_part(report, notes)
+
+
 def close_part(report: Report, notes: Sequence[str]) -> None:
     report("")
     for note in notes:
@@ -341,8 +374,9 @@ def main() -> None:
     small = options.quick or not on_card
     if small:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of models so small would mostly wait for each other
+    shares = SHARES | ({"cards": 40} if not on_card or torch.accelerator.device_count() > 1 else {})
     # What ends late is stopped, which takes a moment.
-    budget = Budget(60 * options.minutes - 10, {part: SHARES[part] for part in options.parts})
+    budget = Budget(60 * options.minutes - 10, {part: shares[part] for part in options.parts})
     # Of the card for each of two that take turns: the other one's context and what it keeps stay there meanwhile.
     turn_bytes = 0 if small else int(0.85 * torch.get_device_module(spec.partition(":")[0]).mem_get_info(0)[1])
     sizes = [Size(4, 32), Size(8, 32)] if small else SIZES
@@ -386,6 +420,16 @@ def main() -> None:
         rival = next(peer for peer in peers if peer.request.way == "fsdp2")
         report_one_by_one(report, [ours, rival], sizes[0], turn_bytes, bound, budget["4B"])
 
+    def cards() -> None:
+        first = spec.partition(":")[0]
+        there = torch.accelerator.device_count() if on_card else 2
+        ours = []
+        for count in (count for count in (1, 2, 4, 8) if count <= there):
+            cap = f",memory={turn_bytes}B" if turn_bytes else ""
+            devices = ",".join(f"{first}:{n}" for n in range(count)) + cap if on_card else f"virtual:{count}"
+            ours.append((count, contestants(replace(request, device=devices), folder)[0]))
+        report_cards(report, ours, sizes[0].tokens, turn_bytes, budget["cards"])
+
     def longest() -> None:
         grid, first = ([32, 4096], 32) if small else (GRID, PUBLISHED_ROW)
         capped = replace(request, grain="layer", memory_bytes=cap_bytes, device=f"{spec},memory={cap_bytes}B")
@@ -405,6 +449,7 @@ def main() -> None:
         "headlines": headlines,
         "longest row": longest,
         "4B": larger,
+        "cards": cards,
         "link": lambda: report_link(report, spec, small, budget["link"]),
     }
     for part in options.parts:

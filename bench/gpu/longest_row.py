@@ -1,9 +1,9 @@
 """What is the longest row of tokens that trains on a card with 24 GB, against the published package?
 
-A model of the published sizes with random weights in bf16 (235B: adapters alone are trained), one row a step. Each attempt is two steps in a process of its
-own, which may take so much of the card and no more. The lengths form a grid, and the search halves it, so the answer is
-the longest length of the grid that trains, and the next one does not. Attempts that fail for another reason than memory
-end the search with an error.
+A model of the published sizes with random weights in bf16 (235B: adapters alone are trained), one row a step. Each
+attempt is two steps in a process of its own, which may take so much of the card and no more. The lengths form a grid,
+and the search halves it, so the answer is the longest length of the grid that trains, and the next one does not.
+Attempts that fail for another reason than memory end the search with an error.
 
     python bench/gpu/longest_row.py --peer DIR [--model 1.7B|4B|8B|20B|32B|235B] [--memory-gb 24]
 

@@ -1,10 +1,11 @@
 """How many tokens a second do cards train, against the published package on the same cards?
 
 A model of the published sizes with random weights in bf16 (235B: adapters alone are trained): the same batch, sequence
-length, microbatches and recompute grain, in processes of their own that run one after the other. "ours" is the model
-as transformers has it, followed, with our fused AdamW. The published package trains a chain of the same model's parts with its own chunked loss and Adam
-(its preset for this class needs an older transformers). "ours, same script" trains such a chain by the same script,
-with a plain loss. Each runs with asynchronous and with synchronous steps, without a cap and with the first card capped.
+length, microbatches and recompute grain, in processes of their own that run one after the other. "ours" is the model as
+transformers has it, followed, with our fused AdamW. The published package trains a chain of the same model's parts with
+its own chunked loss and Adam (its preset for this class needs an older transformers). "ours, same script" trains such a
+chain by the same script, with a plain loss. Each runs with asynchronous and with synchronous steps, without a cap and
+with the first card capped.
 
 The losses are compared step by step. They start from the same weights, but kernels of the losses differ in rounding, so
 the bound is that of bf16. Host bytes a parameter: what the machine's free memory sank by, page-locked memory included;

@@ -69,6 +69,9 @@ def test_the_small_form(tmp_path: Path) -> None:
     assert {cells[0] for cells in rows(report, "Tokens a second of tiny")} == {"ours", "FSDP2, CPU offload"}
     assert rows(report, "Longest row")[0][:3] == ["ours", "32", "4,096"]
     assert len(rows(report, "Large models on one card")) == 3
+    assert [cells[:3] for cells in rows(report, "Several cards")] == [
+        [cards, "ours", mode] for cards in ("1", "2") for mode in ("sync", "async")
+    ]
     # Who has no row has a reason, and who has one has told its settings.
     for title in ("Tokens a second", "Longest row"):
         part = report.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
