@@ -163,7 +163,7 @@ class Throughput:
             until = deadline.share(max(1.0, 0.6 * (len(sides) - index)))  # the first ones matter most
             try:
                 side.set_up(until)
-                self._meet(ours, side, until)
+                self._meet(ours, side, until, deadline)
                 notes.append(f"{side.name}: {side.contestant.settings}")
             except ContestantError as error:
                 notes.append(f"{side.name}: no more figures: {error}")
@@ -175,7 +175,7 @@ class Throughput:
         self._report("")
         return fine
 
-    def _meet(self, ours: Side, side: Side, deadline: Deadline) -> None:
+    def _meet(self, ours: Side, side: Side, deadline: Deadline, everybodys: Deadline) -> None:
         first = distance(self._first_losses, side.first_losses(self._check_tokens, deadline))
         if first > self._bound:
             raise ContestantError(f"its losses of three steps that learn differ by {first:.1e} of ours")
@@ -187,7 +187,7 @@ class Throughput:
             for mode in (mode for mode in side.contestant.modes if mode in ours.contestant.modes):
                 compared = compare(
                     *((ours, side), (self._settings[size], setting), size, mode, steps, rounds),
-                    deadline,
+                    (everybodys, deadline),
                 )
                 compared.distance = max(compared.distance, first)
                 self._row(compared, side, mode, size, setting)

@@ -248,20 +248,29 @@ def compare(
     mode: Mode,
     steps: int,
     rounds: int,
-    deadline: Deadline,
+    deadlines: tuple[Deadline, Deadline],
 ) -> Comparison:
-    """Lets both train in turn, `rounds` rounds or as many as the time allows, at least one. Raises ContestantError."""
+    """Lets both train in turn, `rounds` rounds or as many as the other's time allows, at least one.
+
+    Args:
+        deadlines: when each is stopped: ours goes on after the other's time is over.
+
+    Raises:
+        ContestantError: one of them gave no answer, or the time was over before.
+    """
     compared = Comparison()
     took_s = 0.0
     for number in range(rounds):
-        if number and took_s > deadline.left_s:
+        left_s = deadlines[1].left_s
+        if number and took_s > left_s:
             break
-        left_s = deadline.left_s
         losses = []
-        for rates, side, setting in zip(compared.rates, sides, settings, strict=True):
-            rates.append(side.lap(size, setting, mode, steps, deadline))
+        for rates, side, setting, until in zip(compared.rates, sides, settings, deadlines, strict=True):
+            if deadlines[1].left_s == 0:
+                raise ContestantError("its share of the time was over")
+            rates.append(side.lap(size, setting, mode, steps, until))
             losses.append(side.losses)
-        took_s = left_s - deadline.left_s
+        took_s = left_s - deadlines[1].left_s
         compared.distance = max(compared.distance, distance(*losses))
         say(f"{size} tokens, {mode}, round {number + 1} of {sides[0].name} and {sides[1].name}")
     return compared

@@ -10,7 +10,12 @@ EXTENSIONS = Path(__file__).parents[2] / "build" / "torch_extensions"
 
 def environment() -> dict[str, str]:
     """This one, in which they find what they have compiled."""
-    there = {"TORCH_EXTENSIONS_DIR": str(EXTENSIONS), "TRAINSTREAM_CACHE_DIR": str(EXTENSIONS / "trainstream")}
+    there = {
+        "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
+        "TRAINSTREAM_CACHE_DIR": str(EXTENSIONS / "trainstream"),
+        "TORCHINDUCTOR_CACHE_DIR": str(EXTENSIONS / "inductor"),
+        "TRITON_CACHE_DIR": str(EXTENSIONS / "triton"),
+    }
     return there | os.environ
 
 

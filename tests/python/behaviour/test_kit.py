@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "bench" / "gpu")]
 import kit  # noqa: E402
 from support.budget import Budget, Deadline  # noqa: E402
 from support.checks import Check  # noqa: E402
-from support.comparison import ContestantError, Setting, Side, Size, best_setting, longest_row  # noqa: E402
+from support.comparison import ContestantError, Setting, Side, Size, best_setting, compare, longest_row  # noqa: E402
 from support.contestants import Contestant  # noqa: E402
 from support.equality import difference  # noqa: E402
 from support.flops import step_flops  # noqa: E402
@@ -166,6 +166,16 @@ def test_losses_that_differ_are_no_figures(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "the other one" not in {row[0] for row in rows(out.read_text(), "Tokens a second")}
     assert "- the other one: no more figures: its losses of three steps that learn differ by 3.3e-01" in out.read_text()
     report.close()
+
+
+def test_ours_goes_on_when_the_time_of_another_is_over() -> None:
+    ours, other = FakeSide("ours", lambda rows: rows), FakeSide("the other one", lambda rows: rows)
+    arguments = ((ours, other), (Setting(1, "layers"), Setting(1, "layers")), Size(4, 32), "sync", 1, 3)
+    over = Budget(0, {"all": 1})["all"]
+    with pytest.raises(ContestantError, match="share of the time was over"):
+        compare(*arguments, (FOREVER, over))
+    assert not ours.asked
+    assert len(compare(*arguments, (FOREVER, FOREVER)).rates[0]) == 3
 
 
 def test_a_row_is_in_the_file_when_it_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
