@@ -302,7 +302,7 @@ bench: build-tests
 
 # What others compile is compiled beside the engine.
 bench-gpu: $(VENV)/.bench
-	@$(BIN)/python bench/gpu/prepare.py $(if $(PEER),--peer $(PEER)) & \
+	@$(BIN)/python bench/support/prepare_peers.py $(if $(PEER),--peer $(PEER)) & \
 	  $(MAKE) --no-print-directory build; built=$$?; wait; exit $$built
 	@$(BIN)/python bench/gpu/kit.py $(if $(PEER),--peer $(PEER)) $(BENCH_FLAGS)
 

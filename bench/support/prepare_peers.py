@@ -1,6 +1,6 @@
 """Compiles what others compile when they are first used, before anything is timed.
 
-    python bench/gpu/prepare.py [--peer DIR]
+    python bench/support/prepare_peers.py [--peer DIR]
 
 What is built stays in build/torch_extensions, where the processes of bench/gpu/kit.py look. Who is not installed is
 left out, and who fails is named; the kit then says the same of it.
