@@ -21,7 +21,7 @@ BUILD ?= build/release
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+PIP := tools/pip_install.sh $(BIN)/python
 CPP_FILES = $(shell find roundpipe programs python/src tests bench examples -name '*.cpp' -o -name '*.h' 2>/dev/null)
 # The programs of .venv, then those that lie beside PYTHON.
 TOOLS = env PATH="$(CURDIR)/$(BIN):$$(dirname "$$(command -v $(PYTHON))"):$$PATH"
@@ -94,9 +94,9 @@ test: build test-cpp test-python test-card
 # Each step leaves a stamp in .venv, so that it runs again only when what it depends on has changed. Modules are not
 # compiled beforehand: few of torch's are ever imported.
 $(VENV)/.made:
+	@tools/need.sh $(PYTHON) $(if $(OWN_TORCH),own-torch)
 	$(call say,1,Python packages into .venv. About a minute)
-	@$(if $(OWN_TORCH),tools/own_torch.sh make $(VENV) $(PYTHON),tools/need.sh python $(PYTHON))
-	@$(if $(OWN_TORCH),,$(PYTHON) -m venv $(VENV_FLAGS) $(VENV))
+	@$(if $(OWN_TORCH),tools/own_torch.sh make $(VENV) $(PYTHON),$(PYTHON) -m venv $(VENV_FLAGS) $(VENV))
 	@touch $@
 
 # torch before the package: `pip install roundpipe-engine` takes any torch that fits, and the newest one is huge.
@@ -128,9 +128,8 @@ setup: $(VENV)/.package
 
 # One build folder serves the extension and the C++ tests. Ninja itself configures again when a CMake file changes.
 $(BUILD)/.configured: $(VENV)/.package
-	@tools/need.sh json
-	@tools/need.sh cli11
-	@$(CONFIGURE) -B $(BUILD) -DCMAKE_BUILD_TYPE=Release -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$(CURDIR)/python/roundpipe"
+	@$(CONFIGURE) -B $(BUILD) -DCMAKE_BUILD_TYPE=Release -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$(CURDIR)/python/roundpipe" \
+	  >/dev/null
 	@touch $@
 
 build: $(BUILD)/.configured
@@ -139,8 +138,7 @@ build: $(BUILD)/.configured
 	@$(NINJA) -C $(BUILD) _core
 
 $(BUILD)/.with_tests: $(BUILD)/.configured
-	@tools/need.sh doctest
-	@$(CMAKE) -B $(BUILD) -DROUNDPIPE_BUILD_TESTS=ON
+	@$(CMAKE) -B $(BUILD) -DROUNDPIPE_BUILD_TESTS=ON >/dev/null
 	@touch $@
 
 # --- Tests -------------------------------------------------------------------------------------------------------
@@ -233,8 +231,6 @@ test-all: build-tests $(VENV)/.test
 
 # $(1): build folder, $(2): CMake options
 define test_build
-	tools/need.sh json
-	tools/need.sh doctest
 	$(CONFIGURE) -B $(1) -DROUNDPIPE_BUILD_TESTS=ON -DROUNDPIPE_BUILD_PYTHON=OFF $(2)
 	$(NINJA) -C $(1)
 endef
@@ -259,8 +255,6 @@ test-no-torch: $(VENV)/.package
 
 # The wheel is built from the source distribution, so both are known to be complete.
 wheel: $(VENV)/.package
-	@tools/need.sh json
-	@tools/need.sh cli11
 	@$(PIP) $(call extra,wheel)
 	@$(BIN)/python tools/make_wheel.py --out dist
 
