@@ -38,7 +38,7 @@ PYTEST = $(RUN_PYTEST) -n $(TEST_JOBS) --dist loadfile
 PYTEST_BALANCED = $(RUN_PYTEST) -n $(TEST_JOBS) --dist worksteal
 # $(1): the name of an extra in pyproject.toml; prints what it asks for
 extra = $(shell $(PYTHON) tools/extra.py $(1))
-EDITABLE := --no-build-isolation -C editable.mode=inplace -C wheel.cmake=false -e .
+EDITABLE := --no-build-isolation --config-settings editable.mode=inplace --config-settings wheel.cmake=false -e .
 OWN_TORCH = $(filter skip,$(TORCH))
 # $(1): the name of an extra to install
 install = $(if $(OWN_TORCH),tools/own_torch.sh install $(VENV),$(PIP)) $(call extra,$(1))
