@@ -133,7 +133,7 @@ def test_packages_are_installed_with_few_words(tmp_path: Path) -> None:
         done, refused = install("large"), install("not-there")
         server.shutdown()
     # pip warns of /nowhere.
-    assert (done.returncode, done.stdout, done.stderr) == (0, "  downloading large-1-py3-none-any.whl, 12.0 MB\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "  downloading large-1-py3-none-any.whl (12.0 MB)\n", "")
     assert (tmp_path / "installed" / "large.bin").exists()
     assert refused.returncode != 0 and "No matching distribution found for not-there" in refused.stderr
     assert "/nowhere" in refused.stderr
