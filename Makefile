@@ -5,7 +5,9 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV_FLAGS ?=
-JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+# One for each core, as far as there is memory: a compiler takes up to 1.5 GB.
+JOBS ?= $(shell awk -v cores="$$(getconf _NPROCESSORS_ONLN)" \
+  '/^MemAvailable/ { jobs = int($$2 / 1.5e6); print(jobs < 1 ? 1 : jobs < cores ? jobs : cores) }' /proc/meminfo)
 # More arguments for CMake, when a build folder is made: make build CMAKE_FLAGS=-DROUNDPIPE_UNITY=OFF
 CMAKE_FLAGS ?=
 # More arguments for pytest and ctest: make test PYTEST_FLAGS="-k scaler"
@@ -84,7 +86,7 @@ help:
 	@echo 'make clean          remove what was built; .venv stays'
 
 demo: build
-	$(call say,3,the demo: proofs then training. About 3 minutes)
+	$(call say,3,the demo: proofs then training. About 2 minutes on two cores)
 	@$(BIN)/roundpipe demo $(DEMO_FLAGS)
 
 test: build test-cpp test-python test-card
@@ -95,7 +97,7 @@ test: build test-cpp test-python test-card
 # compiled beforehand: few of torch's are ever imported.
 $(VENV)/.made:
 	@tools/need.sh $(PYTHON) $(if $(OWN_TORCH),own-torch)
-	$(call say,1,Python packages into .venv. About a minute)
+	$(call say,1,Python packages into .venv. About a minute beside the downloads)
 	@$(if $(OWN_TORCH),tools/own_torch.sh make $(VENV) $(PYTHON),$(PYTHON) -m venv $(VENV_FLAGS) $(VENV))
 	@touch $@
 
@@ -134,7 +136,7 @@ $(BUILD)/.configured: $(VENV)/.package
 
 build: $(BUILD)/.configured
 	@$(TOOLS) ninja -C $(BUILD) -n _core | grep -q 'no work to do' || \
-	  echo "$(if $(STEPS),step 2 of $(STEPS): )compiling the engine. About 2 minutes on two cores"
+	  echo "$(if $(STEPS),step 2 of $(STEPS): )compiling the engine. About 4 minutes on two cores"
 	@$(NINJA) -C $(BUILD) _core
 
 $(BUILD)/.with_tests: $(BUILD)/.configured
