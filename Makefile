@@ -135,7 +135,7 @@ $(BUILD)/.configured: $(VENV)/.package
 	@touch $@
 
 build: $(BUILD)/.configured
-	@$(TOOLS) ninja -C $(BUILD) -n _core | grep -q 'no work to do' || \
+	@! find roundpipe python/src -newer "$$(ls -t python/roundpipe/_core*.so 2>/dev/null | head -n 1)" 2>&1 | grep -q . || \
 	  echo "$(if $(STEPS),step 2 of $(STEPS): )compiling the engine. About 4 minutes on two cores"
 	@$(NINJA) -C $(BUILD) _core
 
