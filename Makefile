@@ -5,7 +5,9 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV_FLAGS ?=
-JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+# One for each core, as far as there is memory: a compiler takes up to 1.5 GB.
+JOBS ?= $(shell awk -v cores="$$(getconf _NPROCESSORS_ONLN)" \
+  '/^MemAvailable/ { jobs = int($$2 / 1.5e6); print(jobs < 1 ? 1 : jobs < cores ? jobs : cores) }' /proc/meminfo)
 # More arguments for CMake, when a build folder is made: make build CMAKE_FLAGS=-DROUNDPIPE_UNITY=OFF
 CMAKE_FLAGS ?=
 # More arguments for pytest and ctest: make test PYTEST_FLAGS="-k scaler"
@@ -21,7 +23,7 @@ BUILD ?= build/release
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+PIP := tools/pip_install.sh $(BIN)/python
 CPP_FILES = $(shell find roundpipe programs python/src tests bench examples -name '*.cpp' -o -name '*.h' 2>/dev/null)
 # The programs of .venv, then those that lie beside PYTHON.
 TOOLS = env PATH="$(CURDIR)/$(BIN):$$(dirname "$$(command -v $(PYTHON))"):$$PATH"
@@ -38,7 +40,7 @@ PYTEST = $(RUN_PYTEST) -n $(TEST_JOBS) --dist loadfile
 PYTEST_BALANCED = $(RUN_PYTEST) -n $(TEST_JOBS) --dist worksteal
 # $(1): the name of an extra in pyproject.toml; prints what it asks for
 extra = $(shell $(PYTHON) tools/extra.py $(1))
-EDITABLE := --no-build-isolation -C editable.mode=inplace -C wheel.cmake=false -e .
+EDITABLE := --no-build-isolation --config-settings editable.mode=inplace --config-settings wheel.cmake=false -e .
 OWN_TORCH = $(filter skip,$(TORCH))
 # $(1): the name of an extra to install
 install = $(if $(OWN_TORCH),tools/own_torch.sh install $(VENV),$(PIP)) $(call extra,$(1))
@@ -84,7 +86,7 @@ help:
 	@echo 'make clean          remove what was built; .venv stays'
 
 demo: build
-	$(call say,3,the demo: proofs then training. About 3 minutes)
+	$(call say,3,the demo: proofs then training. About 2 minutes on two cores)
 	@$(BIN)/roundpipe demo $(DEMO_FLAGS)
 
 test: build test-cpp test-python test-card
@@ -94,9 +96,9 @@ test: build test-cpp test-python test-card
 # Each step leaves a stamp in .venv, so that it runs again only when what it depends on has changed. Modules are not
 # compiled beforehand: few of torch's are ever imported.
 $(VENV)/.made:
-	$(call say,1,Python packages into .venv. About a minute)
-	@$(if $(OWN_TORCH),tools/own_torch.sh make $(VENV) $(PYTHON),tools/need.sh python $(PYTHON))
-	@$(if $(OWN_TORCH),,$(PYTHON) -m venv $(VENV_FLAGS) $(VENV))
+	@tools/need.sh $(PYTHON) $(if $(OWN_TORCH),own-torch)
+	$(call say,1,Python packages into .venv. About a minute beside the downloads)
+	@$(if $(OWN_TORCH),tools/own_torch.sh make $(VENV) $(PYTHON),$(PYTHON) -m venv $(VENV_FLAGS) $(VENV))
 	@touch $@
 
 # torch before the package: `pip install roundpipe-engine` takes any torch that fits, and the newest one is huge.
@@ -132,19 +134,17 @@ setup: $(VENV)/.package
 
 # One build folder serves the extension and the C++ tests. Ninja itself configures again when a CMake file changes.
 $(BUILD)/.configured: $(VENV)/.package
-	@tools/need.sh json
-	@tools/need.sh cli11
-	@$(CONFIGURE) -B $(BUILD) -DCMAKE_BUILD_TYPE=Release -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$(CURDIR)/python/roundpipe"
+	@$(CONFIGURE) -B $(BUILD) -DCMAKE_BUILD_TYPE=Release -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$(CURDIR)/python/roundpipe" \
+	  >/dev/null
 	@touch $@
 
 build: $(BUILD)/.configured
-	@$(TOOLS) ninja -C $(BUILD) -n _core | grep -q 'no work to do' || \
-	  echo "$(if $(STEPS),step 2 of $(STEPS): )compiling the engine. About 2 minutes on two cores"
+	@! find roundpipe python/src -newer "$$(ls -t python/roundpipe/_core*.so 2>/dev/null | head -n 1)" 2>&1 | grep -q . || \
+	  echo "$(if $(STEPS),step 2 of $(STEPS): )compiling the engine. About 4 minutes on two cores"
 	@$(NINJA) -C $(BUILD) _core
 
 $(BUILD)/.with_tests: $(BUILD)/.configured
-	@tools/need.sh doctest
-	@$(CMAKE) -B $(BUILD) -DROUNDPIPE_BUILD_TESTS=ON
+	@$(CMAKE) -B $(BUILD) -DROUNDPIPE_BUILD_TESTS=ON >/dev/null
 	@touch $@
 
 # --- Tests -------------------------------------------------------------------------------------------------------
@@ -237,8 +237,6 @@ test-all: build-tests $(VENV)/.test
 
 # $(1): build folder, $(2): CMake options
 define test_build
-	tools/need.sh json
-	tools/need.sh doctest
 	$(CONFIGURE) -B $(1) -DROUNDPIPE_BUILD_TESTS=ON -DROUNDPIPE_BUILD_PYTHON=OFF $(2)
 	$(NINJA) -C $(1)
 endef
@@ -263,8 +261,6 @@ test-no-torch: $(VENV)/.package
 
 # The wheel is built from the source distribution, so both are known to be complete.
 wheel: $(VENV)/.package
-	@tools/need.sh json
-	@tools/need.sh cli11
 	@$(PIP) $(call extra,wheel)
 	@$(BIN)/python tools/make_wheel.py --out dist
 

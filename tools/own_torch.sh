@@ -10,8 +10,6 @@ verb=${1:-} environment=${2:-}
 
 # For a Python that cannot bring its own pip along, the one that PYTHON has is seen in ENVIRONMENT.
 make_environment() {
-  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    { echo "error: $("$1" --version) is too old; name a Python of at least 3.11: make PYTHON=..." >&2; exit 1; }
   "$1" -c 'import torch' ||
     { echo "error: $1 has no torch, which TORCH=skip asks for; name the Python that has it: make PYTHON=..." >&2; exit 1; }
   local flags=()

@@ -13,7 +13,7 @@ bin=$(realpath "$environment")/bin
 wheel=$(ls -t "$dist"/*.whl | head -n 1)
 (cd "$dist" && sha256sum --check --quiet SHA256SUMS)
 echo "test-wheel: installing $(basename "$wheel")"
-"$bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "$wheel"
+tools/pip_install.sh "$bin/python" "$wheel"
 
 # Away from the source folder, so that only the installed package can be found.
 cd "$environment"

@@ -1,11 +1,17 @@
-"""The build: what `make demo` has compiled stays compiled, and an extension that does not fit is refused by name."""
+"""The build: what a machine lacks is named first, what `make demo` has compiled stays compiled, and an extension that
+does not fit is refused by name."""
 
 from __future__ import annotations
 
+import functools
+import http.server
 import os
 import shutil
 import subprocess
 import sys
+import threading
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,17 +38,104 @@ def compiled(commands: list[str]) -> list[str]:
     return [command for command in commands if " -c " in command]
 
 
-@pytest.fixture
-def tools(tmp_path: Path) -> str:
-    """A PATH without ccache, whatever the machine has: one folder of links to all else."""
-    folder = tmp_path / "tools"
+def link_programs(folder: Path, without: Callable[[Path], bool]) -> str:
+    """A PATH of one folder: links to all programs that this one has, but for some."""
     folder.mkdir()
     for place in [str(Path(sys.executable).parent), *os.environ["PATH"].split(os.pathsep)]:
         for program in Path(place).glob("*"):
             link = folder / program.name
-            if "ccache" not in str(program) and os.access(program, os.X_OK) and not link.exists():
+            if not without(program) and os.access(program, os.X_OK) and not link.exists():
                 link.symlink_to(program.absolute())
     return str(folder)
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> str:
+    """Without ccache, whatever the machine has."""
+    return link_programs(tmp_path / "tools", lambda program: "ccache" in str(program))
+
+
+VERSION = "python{}.{}".format(*sys.version_info)
+# What a Python without these parts answers.
+WITHOUT_PIP = 'import sys\nsys.modules["ensurepip"] = None\n'
+WITHOUT_HEADERS = 'import sysconfig\nsysconfig.get_path = lambda name: "/nowhere"\n'
+
+
+def environment_of(tmp_path: Path, path: str, python_lacks: str = "") -> dict[str, str]:
+    (tmp_path / "sitecustomize.py").write_text(python_lacks)
+    kept = {name: value for name, value in os.environ.items() if name != "CXX" and not name.startswith("MAKE")}
+    return kept | {"PATH": path, "PYTHONPATH": str(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("python", "python_lacks", "lacks", "packages"),
+    [
+        (sys.executable, "", [], ""),
+        ("/nowhere/python3", "", ["/nowhere/python3, a Python of at least 3.11"], "python3 python3-venv python3-dev"),
+        (sys.executable, WITHOUT_PIP, [f"{sys.executable}'s venv module"], f"{VERSION}-venv"),
+        (sys.executable, WITHOUT_HEADERS, [f"{sys.executable}'s C headers (Python.h)"], f"{VERSION}-dev"),
+    ],
+    ids=["compiler", "Python", "venv", "headers"],
+)
+def test_what_a_machine_lacks_is_named_before_anything_is_installed(
+    python: str, python_lacks: str, lacks: list[str], packages: str, tmp_path: Path
+) -> None:
+    path = link_programs(tmp_path / "programs", lambda program: "++" in program.name or "clang" in program.name)
+    called = tmp_path / "called"
+    for name in ("apt-get", "sudo", "pip"):
+        program = tmp_path / "programs" / name
+        program.unlink(missing_ok=True)
+        program.write_text(f"#!/bin/sh\necho {name} >>{called}\n")
+        program.chmod(0o755)
+    checkout = tmp_path / "checkout"
+    shutil.copytree(ROOT / "tools", checkout / "tools")
+    shutil.copy(ROOT / "Makefile", checkout)
+    done = subprocess.run(
+        ["make", "demo", f"PYTHON={python}"], env=environment_of(tmp_path, path, python_lacks), cwd=checkout,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    *errors, advice, typed, makes_own = done.stderr.splitlines()
+    assert errors == [f"error: this machine lacks {what}" for what in ["a C++20 compiler", *lacks]]
+    assert "Debian and Ubuntu" in advice and makes_own.startswith("make: ***")
+    sudo = "" if os.geteuid() == 0 else "sudo "
+    assert typed.strip() == f"{sudo}apt-get install g++ {packages}".strip()
+    assert done.returncode != 0 and done.stdout == ""
+    assert not (checkout / ".venv").exists() and not called.exists()
+
+
+@pytest.mark.parametrize("own_torch", [[], ["own-torch"]], ids=["", "own torch"])
+def test_a_machine_that_lacks_nothing_is_told_nothing(own_torch: list[str], tmp_path: Path) -> None:
+    environment = environment_of(tmp_path, os.environ["PATH"], WITHOUT_PIP if own_torch else "")
+    command = [str(ROOT / "tools" / "need.sh"), sys.executable, *own_torch]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_packages_are_installed_with_few_words(tmp_path: Path) -> None:
+    wheel = tmp_path / "index" / "large-1-py3-none-any.whl"
+    wheel.parent.mkdir()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("large.bin", bytes(12_000_000))
+        archive.writestr("large-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: large\nVersion: 1\n")
+        archive.writestr("large-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr("large-1.dist-info/RECORD", "")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=wheel.parent)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def install(what: str) -> subprocess.CompletedProcess[str]:
+            command = [str(ROOT / "tools" / "pip_install.sh"), sys.executable, "--no-cache-dir", "--no-index", what]
+            command += ["--find-links", "/nowhere", "--find-links", f"http://127.0.0.1:{server.server_port}"]
+            command += ["--target", str(tmp_path / "installed")]
+            return subprocess.run(command, capture_output=True, text=True, check=False)
+
+        done, refused = install("large"), install("not-there")
+        server.shutdown()
+    # pip warns of /nowhere.
+    assert (done.returncode, done.stdout, done.stderr) == (0, "  downloading large-1-py3-none-any.whl (12.0 MB)\n", "")
+    assert (tmp_path / "installed" / "large.bin").exists()
+    assert refused.returncode != 0 and "No matching distribution found for not-there" in refused.stderr
+    assert "/nowhere" in refused.stderr
 
 
 @pytest.mark.skipif(shutil.which("cmake", path=str(Path(sys.executable).parent)) is None, reason="cmake is not here")
