@@ -8,6 +8,7 @@ wherever they stand: those for type checkers and those inside functions, too.
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -65,7 +66,14 @@ def cpp_arrows(root: Path, files: list[str]) -> Iterator[Arrow]:
 
 @cache
 def _parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+    # Python before 3.11.8 may raise SystemError where a collection comes between (python/cpython#106905).
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    finally:
+        if collects:
+            gc.enable()
 
 
 def python_files(root: Path) -> list[str]:
