@@ -17,7 +17,7 @@ using namespace roundpipe::runtime;
 using namespace roundpipe::runtime::support;
 using schedule::Phase;
 
-namespace {
+namespace model_planner_test {
 
 std::shared_ptr<ModelState> model_of(int layers) {
   std::vector<std::unique_ptr<Layer>> made;
@@ -36,8 +36,6 @@ ExecutionRecord record_of(Phase phase, int layer, double forward_ms) {
   const double ms = forward_ms * (phase == Phase::kForward ? 1 : 3);
   return {phase, {layer, layer + 1}, 0, 0, 100, 100 + ms, 0, 0};
 }
-
-}  // namespace
 
 TEST_CASE("model planner: plans anew once it has measured, and when times drift") {
   const auto model = model_of(8);
@@ -74,8 +72,6 @@ TEST_CASE("model planner: plans anew once it has measured, and when times drift"
   }
 }
 
-namespace {
-
 // Teaches the planner calls whose layers take `forward_ms`, and twice that backward, on each of two devices by turns.
 void teach(ModelPlanner& planner, const std::vector<double>& forward_ms, int64_t output_bytes = 0) {
   for (int call = 0; call < 4; ++call) {
@@ -107,8 +103,6 @@ void move(Engine& engine, double gb_per_s) {
     }
   }
 }
-
-}  // namespace
 
 TEST_CASE("model planner: devices share a trainable layer by whole groups, and a frozen one in any way") {
   const auto model = model_of(4);
@@ -308,3 +302,5 @@ TEST_CASE("model planner: more microbatches shorten a synchronous step, down to 
   CHECK(many < four);
   CHECK(many >= 8 * 3 / 4.0);  // forward and backward without any recompute, on four devices
 }
+
+}  // namespace model_planner_test
