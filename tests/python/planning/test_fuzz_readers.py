@@ -1,7 +1,7 @@
 """Mutated cost files, machine files and plans: each is read, or refused with a message, and takes little memory.
 
-Input number n of a reader is the same in every run. 300 of each, and more until ROUNDPIPE_FUZZ_SECONDS are over. To keep
-an input that has failed once, write it into tests/corpus/planning: every file there is also read as it is.
+Input number n of a reader is the same in every run. 300 of each, and more until ROUNDPIPE_FUZZ_SECONDS are over. To
+keep an input that has failed once, write it into tests/corpus/planning: every file there is also read as it is.
 """
 
 from __future__ import annotations
