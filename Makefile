@@ -224,6 +224,8 @@ test-all: build-tests $(VENV)/.test
 	$(call in_setting,ONEDNN_MAX_CPU_ISA=AVX2 ROUNDPIPE_OPTIM_ISA=baseline OMP_NUM_THREADS=4)
 	@echo "== the C++ tests, with other kernels"
 	@ATEN_CPU_CAPABILITY=default ROUNDPIPE_OPTIM_ISA=baseline $(CTEST) --test-dir $(BUILD) -E '^(core|schedule|simulate|checkpoint|tokens)$$'
+	@echo "== the C++ tests' random cases that make test leaves out"
+	@ROUNDPIPE_LONG_TESTS=1 $(CTEST) --test-dir $(BUILD) -R '^(schedule|simulate|runtime)$$'
 	@echo "== mutated files, for longer"
 	@ROUNDPIPE_FUZZ_SECONDS=15 $(BUILD)/tests/cpp/checkpoint_test -tc="fuzz: *"
 	@$(MAKE) test-card-all

@@ -1,7 +1,7 @@
 // Mutates the files of tests/corpus/checkpoint and reads them: each is read, or refused with an Error.
 //
-// Input number n of a reader is the same in every run. 5,000 of each, and more until ROUNDPIPE_FUZZ_SECONDS are over. To
-// keep an input that has failed once, write it into the corpus: every file there is also read as it is.
+// Input number n of a reader is the same in every run. 5,000 of each, and more until ROUNDPIPE_FUZZ_SECONDS are over.
+// To keep an input that has failed once, write it into the corpus: every file there is also read as it is.
 // ROUNDPIPE_WRITE_CORPUS=1 makes the files that code makes anew.
 #include <sys/resource.h>
 

@@ -10,6 +10,7 @@
 
 #include <doctest/doctest.h>
 
+#include "../rounds.h"
 #include "support/layers.h"
 
 using namespace roundpipe;
@@ -193,9 +194,11 @@ TEST_CASE("model planner: searches on from the plan in use, and keeps it unless 
   const auto model = model_of(12);
   Engine engine(device::parse_devices("virtual:4"));
   int changed = 0;
-  for (const std::vector<double>& forward_ms : {std::vector<double>{10, 50, 10, 20, 10, 40, 10, 10, 30, 10, 20, 90},
-                                                std::vector<double>{7, 3, 9, 4, 8, 5, 1, 9, 2, 6, 3, 5},
-                                                std::vector<double>{3, 7, 4, 6, 5, 5, 8, 2, 9, 1, 4, 9}}) {
+  std::vector<std::vector<double>> models = {{10, 50, 10, 20, 10, 40, 10, 10, 30, 10, 20, 90},
+                                             {7, 3, 9, 4, 8, 5, 1, 9, 2, 6, 3, 5},
+                                             {3, 7, 4, 6, 5, 5, 8, 2, 9, 1, 4, 9}};
+  models.resize(static_cast<size_t>(rounds(2, 3)));
+  for (const std::vector<double>& forward_ms : models) {
     ModelPlanner planner(*model);
     planner.set_asynchronous(false);
     teach(planner, forward_ms);
