@@ -219,7 +219,7 @@ TEST_CASE("search: never worse than the cuts that are known, if they keep the li
 TEST_CASE("search: more effort than the default is other random numbers, and never gives a worse plan") {
   std::mt19937 random(19);
   int better = 0;
-  for (int round = 0; round < rounds(1, 3); ++round) {
+  for (int round = 0; round < rounds(2, 3); ++round) {
     CAPTURE(round);
     const LayerCosts costs = random_costs(random, 24 + round);
     SearchOptions options = options_of(12, false, SearchOptions{}.effort);
