@@ -216,6 +216,9 @@ define in_setting
 	@env $(1) $(PYTEST) $(NUMERIC)
 endef
 
+# Finds tests that compare the bits of a batch with those of its microbatches, which Intel's AMX has differently.
+SHAPE_BITS = env LD_PRELOAD="$(CURDIR)/$(BUILD)/tests/shape_bits/libshape_bits.so"
+
 test-all: build-tests $(VENV)/.test
 	@echo "== sweeps that make test leaves out"
 	@$(PYTEST) -m "long or hypothesis" --hypothesis-profile=long
@@ -226,6 +229,10 @@ test-all: build-tests $(VENV)/.test
 	@ATEN_CPU_CAPABILITY=default ROUNDPIPE_OPTIM_ISA=baseline $(CTEST) --test-dir $(BUILD) -E '^(core|schedule|simulate|checkpoint|tokens)$$'
 	@echo "== the C++ tests' random cases that make test leaves out"
 	@ROUNDPIPE_LONG_TESTS=1 $(CTEST) --test-dir $(BUILD) -R '^(schedule|simulate|runtime)$$'
+	@echo "== a processor whose products have bits that depend on their sizes"
+	@$(NINJA) -C $(BUILD) shape_bits
+	@$(SHAPE_BITS) $(CTEST) --test-dir $(BUILD) -R '^(ops|models|runtime|saving|api|runs)$$'
+	@$(SHAPE_BITS) $(PYTEST_BALANCED) tests/python
 	@echo "== mutated files, for longer"
 	@ROUNDPIPE_FUZZ_SECONDS=15 $(BUILD)/tests/cpp/checkpoint_test -tc="fuzz: *"
 	@$(MAKE) test-card-all
