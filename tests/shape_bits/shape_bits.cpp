@@ -7,7 +7,7 @@
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
-#include <cmath>
+#include <bit>
 #include <cstdint>
 #include <optional>
 #include <tuple>
@@ -30,11 +30,12 @@ int ulps_of(IntArrayRef a, IntArrayRef b) {
   return static_cast<int>(hash % 7) - 3;
 }
 
-template <typename T>
-void move_bits(T* values, int64_t count, T by) {
-  for (int64_t i = 0; i < count; ++i) {
-    const T scaled = values[i] * 4096;
-    if (scaled != std::nearbyint(scaled)) values[i] *= by;
+// `Bits`: an integer as wide as T, whose lowest bits, those of `low`, are 0 in numbers of few bits.
+template <typename T, typename Bits>
+void move(Tensor& product, T by, Bits low) {
+  T* const values = static_cast<T*>(product.mutable_data_ptr());
+  for (int64_t i = 0; i < product.numel(); ++i) {
+    if ((std::bit_cast<Bits>(values[i]) & low) != 0) values[i] *= by;
   }
 }
 
@@ -42,10 +43,9 @@ Tensor& nudge(Tensor& product, const Tensor& a, const Tensor& b) {
   const int ulps = ulps_of(a.sizes(), b.sizes());
   if (ulps == 0 || !product.is_non_overlapping_and_dense()) return product;
   if (product.scalar_type() == at::kFloat) {
-    move_bits(static_cast<float*>(product.mutable_data_ptr()), product.numel(),
-              1 + static_cast<float>(ulps) * 0x1p-23F);
+    move<float, uint32_t>(product, 1 + static_cast<float>(ulps) * 0x1p-23F, 0x7ff);
   } else if (product.scalar_type() == at::kDouble) {
-    move_bits(static_cast<double*>(product.mutable_data_ptr()), product.numel(), 1 + ulps * 0x1p-52);
+    move<double, uint64_t>(product, 1 + ulps * 0x1p-52, 0xfffff);
   }
   return product;
 }
