@@ -153,7 +153,7 @@ test-cpp: build-tests
 	@$(CTEST) --test-dir $(BUILD)
 
 test-python: build $(VENV)/.test
-	$(call say,4,the Python tests. About 5 minutes on two cores)
+	$(call say,4,the Python tests. About 6 minutes on two cores)
 	@$(PYTEST_BALANCED) $(PYTEST_FLAGS)
 
 # --- The test card -----------------------------------------------------------------------------------------------
