@@ -495,7 +495,10 @@ void Pipeline::recover() {
     }
   }
   for (const auto& layer : model_->layers) {
-    if (layer->buffers_current && layer->buffers_current->error()) layer->buffers_current.reset();
+    if (!layer->buffers_current) continue;
+    // A call that fails still fails its events, one after the other, when its jobs are over.
+    device::wait_unless_lost(*layer->buffers_current);
+    if (layer->buffers_current->error()) layer->buffers_current.reset();
   }
   active_.clear();
 }

@@ -10,7 +10,7 @@
 #include <doctest/doctest.h>
 
 namespace roundpipe::models {
-namespace {
+namespace decoder_layer_test {
 
 using runtime::Layer;
 using runtime::LayerContext;
@@ -205,5 +205,5 @@ TEST_CASE("decoder layer: eager and sdpa agree, also on a single token of groupe
   }
 }
 
-}  // namespace
+}  // namespace decoder_layer_test
 }  // namespace roundpipe::models

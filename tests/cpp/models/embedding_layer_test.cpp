@@ -4,7 +4,7 @@
 #include <doctest/doctest.h>
 
 namespace roundpipe::models {
-namespace {
+namespace embedding_layer_test {
 
 using runtime::Values;
 
@@ -60,5 +60,5 @@ TEST_CASE_FIXTURE(Fixture, "embedding layer: given positions count, and separate
 
 TEST_CASE_FIXTURE(Fixture, "embedding layer: other inputs are not its own") { CHECK(run({ids, ids}).empty()); }
 
-}  // namespace
+}  // namespace embedding_layer_test
 }  // namespace roundpipe::models

@@ -8,7 +8,7 @@
 #include <roundpipe/models/token_loss.h>
 
 namespace roundpipe::models {
-namespace {
+namespace head_layer_test {
 
 using runtime::Values;
 
@@ -92,5 +92,5 @@ TEST_CASE_FIXTURE(Fixture, "token loss: in chunks, sum and mean are the same") {
   }
 }
 
-}  // namespace
+}  // namespace head_layer_test
 }  // namespace roundpipe::models

@@ -9,7 +9,7 @@
 #include <doctest/doctest.h>
 
 namespace roundpipe::models {
-namespace {
+namespace lora_test {
 
 TEST_CASE("lora: an adapter adds its product, in its own dtype") {
   const at::Tensor input = at::linspace(-1, 1, 6).reshape({2, 3});
@@ -69,5 +69,5 @@ TEST_CASE("lora: adapters are found by PEFT's names") {
                        std::invalid_argument);
 }
 
-}  // namespace
+}  // namespace lora_test
 }  // namespace roundpipe::models

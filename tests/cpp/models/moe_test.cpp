@@ -11,7 +11,7 @@
 #include <roundpipe/models/decoder.h>
 
 namespace roundpipe::models {
-namespace {
+namespace moe_test {
 
 constexpr int64_t kExperts = 5, kWidth = 8, kInner = 4;
 
@@ -131,5 +131,5 @@ TEST_CASE("moe: a decoder layer's weights are those of an MLP or of experts") {
   CHECK_THROWS_AS(find_decoder_weights(names, std::vector<at::Tensor>(names.size(), any)), std::invalid_argument);
 }
 
-}  // namespace
+}  // namespace moe_test
 }  // namespace roundpipe::models

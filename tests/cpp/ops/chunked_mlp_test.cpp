@@ -9,7 +9,7 @@
 
 using namespace roundpipe::ops;
 
-namespace {
+namespace chunked_mlp_test {
 
 at::Tensor leaf(at::IntArrayRef shape, at::ScalarType dtype = at::kDouble) {
   return at::randn(shape, at::kDouble).to(dtype).requires_grad_(true);
@@ -29,8 +29,6 @@ std::vector<at::Tensor> with_gradients(const at::Tensor& output, const std::vect
   found.push_back(output.detach());
   return found;
 }
-
-}  // namespace
 
 TEST_CASE("chunked_map: values and gradients are those of the body, whatever the chunks") {
   at::manual_seed(1);
@@ -194,3 +192,5 @@ TEST_CASE("gated_mlp, two_layer_mlp: formulas, biases and chunks") {
   }
   CHECK_THROWS_AS(parse_activation("swish"), std::invalid_argument);
 }
+
+}  // namespace chunked_mlp_test

@@ -11,7 +11,7 @@
 using namespace roundpipe::ops;
 using Kind = LogitStep::Kind;
 
-namespace {
+namespace linear_cross_entropy_test {
 
 struct Case {
   at::Tensor hidden, weight, bias, labels;
@@ -91,8 +91,6 @@ void check_close(const Outcome& some, const Outcome& others, double bound) {
   CHECK(distance(some.weight, others.weight) <= bound);
   if (some.bias.defined()) CHECK(distance(some.bias, others.bias) <= bound);
 }
-
-}  // namespace
 
 TEST_CASE("linear_cross_entropy: the sum and all gradients, whatever the chunks and steps") {
   Case given = make_case(23, 5, 37);
@@ -262,3 +260,5 @@ TEST_CASE("linear_cross_entropy: what does not fit together is refused") {
   CHECK_THROWS_AS(call(hidden, weight, bias, labels.clone().fill_(-1)), std::invalid_argument);
   CHECK_NOTHROW(call(hidden, weight, bias, labels.clone().fill_(-1), {.ignore_index = -1}));
 }
+
+}  // namespace linear_cross_entropy_test

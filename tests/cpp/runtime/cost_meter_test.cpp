@@ -12,7 +12,7 @@ using namespace roundpipe::runtime;
 using namespace roundpipe::runtime::support;
 using schedule::Phase;
 
-namespace {
+namespace cost_meter_test {
 
 std::shared_ptr<ModelState> model_of(int layers, int64_t width) {
   std::vector<std::unique_ptr<Layer>> made;
@@ -41,8 +41,6 @@ std::vector<LayerTime> times_of(const std::vector<double>& forward_ms, const std
   }
   return times;
 }
-
-}  // namespace
 
 TEST_CASE("cost meter: single layers are known at once, stages after a few cuts, waiting left out") {
   const std::vector<double> truth{1, 4, 2, 3};
@@ -108,3 +106,5 @@ TEST_CASE("cost meter: gradients count as they travel, and only those of trainab
   CHECK(meter.costs()[1].saved_bytes == 20);
   CHECK(meter.costs()[2].activation_bytes == 3);
 }
+
+}  // namespace cost_meter_test

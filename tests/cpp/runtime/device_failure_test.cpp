@@ -12,7 +12,7 @@ using namespace roundpipe::runtime::support;
 using roundpipe::DeviceError;
 namespace memory = roundpipe::memory;
 
-namespace {
+namespace device_failure_test {
 
 constexpr int64_t kWidth = 4;
 constexpr int64_t kRows = 3;
@@ -70,8 +70,6 @@ Run train_steps(const Kind& kind) {
 }
 
 const std::vector<Kind> kKinds = {{true, true}, {true, false}, {false, true}, {true, true, kMicrobatches}};
-
-}  // namespace
 
 TEST_SUITE("device failures") {
   TEST_CASE("a fault tolerant training goes on with the same bits, whenever a device fails") {
@@ -207,3 +205,5 @@ TEST_SUITE("device failures") {
     CHECK(engine->size() == 2);
   }
 }
+
+}  // namespace device_failure_test

@@ -19,7 +19,7 @@ using roundpipe::schedule::Phase;
 using roundpipe::schedule::Plan;
 using roundpipe::schedule::PlanMode;
 
-namespace {
+namespace execution_records_test {
 
 constexpr int64_t kWidth = 4;
 constexpr int kLayers = 3;
@@ -91,8 +91,6 @@ double least_ms(const ExecutionRecord& record) {
   return record.phase == Phase::kForward ? forward_ms : forward_ms + backward_ms;
 }
 
-}  // namespace
-
 TEST_SUITE("execution records") {
   TEST_CASE("of one device never overlap, and say what the device took, though the host has long gone on") {
     for (const int devices : {1, 2}) {
@@ -138,16 +136,25 @@ TEST_SUITE("execution records") {
         layers.push_back(std::make_unique<NativeLayer>(slow_layer("l", l == slowest ? kMost_ms : 1)));
       }
       LatePool pool(1, std::make_shared<ModelState>("model", std::move(layers), /*pinned=*/false));
-      const CallPtr call = pool.submit(fused_stages({0, 3}), 0);
-      REQUIRE(call->finished()->wait_for(300000));
-      REQUIRE_FALSE(call->failed());
-      CostMeter meter(*pool.model);
-      meter.add(call->records(), call->log->layer_times());
-      const auto costs = meter.costs();
-      for (int l = 0; l < kLayers; ++l) {
-        const double backward_ms = costs[static_cast<size_t>(l)].backward_ms;
-        CHECK((l == slowest ? backward_ms >= kMost_ms - kRounding_ms : backward_ms < kMost_ms / 2));
-      }
+      std::vector<double> least_ms(kLayers, 1e9);  // of several calls: a busy machine delays a layer now and then
+      const auto are_told_apart = [&] {
+        const CallPtr call = pool.submit(fused_stages({0, 3}), 0);
+        REQUIRE(call->finished()->wait_for(300000));
+        REQUIRE_FALSE(call->failed());
+        CostMeter meter(*pool.model);
+        meter.add(call->records(), call->log->layer_times());
+        bool fast = true;
+        for (int l = 0; l < kLayers; ++l) {
+          double& ms = least_ms[static_cast<size_t>(l)];
+          ms = std::min(ms, meter.costs()[static_cast<size_t>(l)].backward_ms);
+          fast &= l == slowest || ms < kMost_ms / 2;
+        }
+        return fast;
+      };
+      for (int calls = 1; !are_told_apart(); ++calls) REQUIRE(calls < 20);
+      CHECK(least_ms[static_cast<size_t>(slowest)] >= kMost_ms - kRounding_ms);
     }
   }
 }
+
+}  // namespace execution_records_test

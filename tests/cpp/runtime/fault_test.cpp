@@ -10,7 +10,7 @@
 using namespace roundpipe::runtime;
 using namespace roundpipe::runtime::support;
 
-namespace {
+namespace fault_test {
 
 constexpr int64_t kWidth = 4;
 constexpr int64_t kRows = 3;
@@ -39,8 +39,6 @@ Pipeline::TrainResult train_in(PipedModel& piped, const Batch& batch, std::initi
 }
 
 Pipeline::TrainResult train(PipedModel& piped, const Batch& batch) { return train_in(piped, batch, {0, 1, 2, 4}); }
-
-}  // namespace
 
 TEST_SUITE("faults") {
   TEST_CASE("an error comes with its own type, once, and the gradients of before are kept") {
@@ -220,3 +218,5 @@ TEST_SUITE("faults") {
     }
   }
 }
+
+}  // namespace fault_test

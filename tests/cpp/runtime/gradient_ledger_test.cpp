@@ -12,7 +12,7 @@ using namespace roundpipe;
 using namespace roundpipe::runtime;
 using namespace roundpipe::runtime::support;
 
-namespace {
+namespace gradient_ledger_test {
 
 void train(PipedModel& piped, const Batch& batch) {
   piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, CallOptions(),
@@ -20,8 +20,6 @@ void train(PipedModel& piped, const Batch& batch) {
 }
 
 at::Tensor weight(PipedModel& piped) { return piped.layers()[0].parameters[0].tensor; }
-
-}  // namespace
 
 TEST_SUITE("pipeline gradients") {
   TEST_CASE("what was shown and not touched is taken back as it is, without a copy; what was touched counts") {
@@ -107,3 +105,5 @@ TEST_SUITE("pipeline gradients") {
     CHECK(weight(piped).grad().defined());
   }
 }
+
+}  // namespace gradient_ledger_test

@@ -6,7 +6,7 @@
 
 using namespace roundpipe::runtime;
 
-namespace {
+namespace machine_meter_test {
 
 constexpr int64_t kChunk_bytes = 64'000'000;
 
@@ -26,8 +26,6 @@ struct Sender {
   }
   void rest(double ms) { now_ms += ms; }
 };
-
-}  // namespace
 
 TEST_CASE("machine meter: a link's rate is what it sustains; resting and small transfers do not count") {
   MachineMeter meter(2);
@@ -131,3 +129,5 @@ TEST_CASE("machine meter: links that are seldom busy together show no limit of t
   for (int round = 0; round < 3; ++round) together(3);
   CHECK(meter.rates().host_gb_per_s == 0);
 }
+
+}  // namespace machine_meter_test

@@ -13,7 +13,7 @@
 using namespace roundpipe::runtime;
 using namespace roundpipe::runtime::support;
 
-namespace {
+namespace model_optimizer_test {
 
 constexpr int64_t kWidth = 6;
 
@@ -49,8 +49,6 @@ double sum_of_squares(const PlainModel& plain) {
   }
   return sum;
 }
-
-}  // namespace
 
 TEST_CASE("fused step: the norm is that of all gradients, and a large one is clipped in both modes") {
   for (const bool asynchronous : {false, true}) {
@@ -223,3 +221,5 @@ TEST_CASE("fused step: nothing is left of a step once it is over") {
     CHECK(step.expired());
   }
 }
+
+}  // namespace model_optimizer_test

@@ -10,6 +10,7 @@
 
 #include <doctest/doctest.h>
 
+#include "../rounds.h"
 #include "support/layers.h"
 
 using namespace roundpipe;
@@ -17,7 +18,7 @@ using namespace roundpipe::runtime;
 using namespace roundpipe::runtime::support;
 using schedule::Phase;
 
-namespace {
+namespace model_planner_test {
 
 std::shared_ptr<ModelState> model_of(int layers) {
   std::vector<std::unique_ptr<Layer>> made;
@@ -36,8 +37,6 @@ ExecutionRecord record_of(Phase phase, int layer, double forward_ms) {
   const double ms = forward_ms * (phase == Phase::kForward ? 1 : 3);
   return {phase, {layer, layer + 1}, 0, 0, 100, 100 + ms, 0, 0};
 }
-
-}  // namespace
 
 TEST_CASE("model planner: plans anew once it has measured, and when times drift") {
   const auto model = model_of(8);
@@ -74,8 +73,6 @@ TEST_CASE("model planner: plans anew once it has measured, and when times drift"
   }
 }
 
-namespace {
-
 // Teaches the planner calls whose layers take `forward_ms`, and twice that backward, on each of two devices by turns.
 void teach(ModelPlanner& planner, const std::vector<double>& forward_ms, int64_t output_bytes = 0) {
   for (int call = 0; call < 4; ++call) {
@@ -107,8 +104,6 @@ void move(Engine& engine, double gb_per_s) {
     }
   }
 }
-
-}  // namespace
 
 TEST_CASE("model planner: devices share a trainable layer by whole groups, and a frozen one in any way") {
   const auto model = model_of(4);
@@ -199,9 +194,11 @@ TEST_CASE("model planner: searches on from the plan in use, and keeps it unless 
   const auto model = model_of(12);
   Engine engine(device::parse_devices("virtual:4"));
   int changed = 0;
-  for (const std::vector<double>& forward_ms : {std::vector<double>{10, 50, 10, 20, 10, 40, 10, 10, 30, 10, 20, 90},
-                                                std::vector<double>{7, 3, 9, 4, 8, 5, 1, 9, 2, 6, 3, 5},
-                                                std::vector<double>{3, 7, 4, 6, 5, 5, 8, 2, 9, 1, 4, 9}}) {
+  std::vector<std::vector<double>> models = {{10, 50, 10, 20, 10, 40, 10, 10, 30, 10, 20, 90},
+                                             {7, 3, 9, 4, 8, 5, 1, 9, 2, 6, 3, 5},
+                                             {3, 7, 4, 6, 5, 5, 8, 2, 9, 1, 4, 9}};
+  models.resize(static_cast<size_t>(rounds(2, 3)));
+  for (const std::vector<double>& forward_ms : models) {
     ModelPlanner planner(*model);
     planner.set_asynchronous(false);
     teach(planner, forward_ms);
@@ -308,3 +305,5 @@ TEST_CASE("model planner: more microbatches shorten a synchronous step, down to 
   CHECK(many < four);
   CHECK(many >= 8 * 3 / 4.0);  // forward and backward without any recompute, on four devices
 }
+
+}  // namespace model_planner_test

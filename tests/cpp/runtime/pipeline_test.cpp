@@ -13,7 +13,7 @@
 using namespace roundpipe::runtime;
 using namespace roundpipe::runtime::support;
 
-namespace {
+namespace pipeline_test {
 
 constexpr int64_t kRows = 3;
 constexpr int64_t kWidth = 4;
@@ -40,8 +40,6 @@ bool same_losses(const std::vector<Tensors>& a, const std::vector<Tensors>& b) {
   }
   return true;
 }
-
-}  // namespace
 
 TEST_SUITE("pipeline") {
   TEST_CASE("forward_backward is the plain loop, bit for bit") {
@@ -343,3 +341,5 @@ TEST_SUITE("pipeline") {
     roundpipe::set_frontend(nullptr);
   }
 }
+
+}  // namespace pipeline_test

@@ -18,7 +18,7 @@ using namespace roundpipe::runtime::support;
 using roundpipe::schedule::Range;
 using roundpipe::schedule::Stages;
 
-namespace {
+namespace stress_test {
 
 class Dice {
  public:
@@ -215,8 +215,6 @@ void run_case(unsigned seed, bool inject, bool fused) {
   CHECK(same_state(piped, plain, /*with_buffers=*/!failed));
 }
 
-}  // namespace
-
 TEST_SUITE("stress") {
   TEST_CASE("random models, plans, devices and steps: the plain loop's bits") {
     for (unsigned seed = 0; seed < 200; ++seed) run_case(seed, /*inject=*/false, /*fused=*/seed % 2 == 1);
@@ -238,3 +236,5 @@ TEST_SUITE("stress") {
     roundpipe::device::set_completion_hook(nullptr);
   }
 }
+
+}  // namespace stress_test

@@ -8,6 +8,8 @@
 
 #include <doctest/doctest.h>
 
+#include "../rounds.h"
+
 using namespace roundpipe::schedule;
 
 namespace {
@@ -82,7 +84,7 @@ double makespan_ms(const Plan& plan, const LayerCosts& costs, double hop_ms) {
 
 TEST_CASE("search: every plan is valid, keeps its limits and is predicted right") {
   std::mt19937 random(11);
-  for (int round = 0; round < 150; ++round) {
+  for (int round = 0; round < rounds(40, 150); ++round) {
     const int layers = 1 + static_cast<int>(random() % (round % 10 == 0 ? 128 : 24));
     const int devices = 1 + static_cast<int>(random() % 16);
     LayerCosts costs = random_costs(random, layers);
@@ -154,7 +156,7 @@ TEST_CASE("search: jobs with gradients begin and end between groups of microbatc
 
 TEST_CASE("search: looser limits never give a worse plan") {
   std::mt19937 random(16);
-  for (int round = 0; round < 30; ++round) {
+  for (int round = 0; round < rounds(8, 30); ++round) {
     CAPTURE(round);
     LayerCosts costs = random_costs(random, 6 + static_cast<int>(random() % 20));
     for (LayerCost& cost : costs) cost.gradient_bytes = random() % 4 ? cost.weight_bytes : 0;
@@ -217,7 +219,7 @@ TEST_CASE("search: never worse than the cuts that are known, if they keep the li
 TEST_CASE("search: more effort than the default is other random numbers, and never gives a worse plan") {
   std::mt19937 random(19);
   int better = 0;
-  for (int round = 0; round < 3; ++round) {
+  for (int round = 0; round < rounds(2, 3); ++round) {
     CAPTURE(round);
     const LayerCosts costs = random_costs(random, 24 + round);
     SearchOptions options = options_of(12, false, SearchOptions{}.effort);
@@ -301,7 +303,7 @@ TEST_CASE("search: the predicted synchronous step is what the plan takes") {
 
 TEST_CASE("search: never worse than the greedy plan, on uneven layers of many sizes") {
   std::mt19937 random(13);
-  for (int round = 0; round < 60; ++round) {
+  for (int round = 0; round < rounds(20, 60); ++round) {
     const LayerCosts costs = random_costs(random, 8 + static_cast<int>(random() % 40));
     const Cluster cluster = cluster_of(2 + static_cast<int>(random() % 7), 1);
     SearchOptions options = options_of(2 + static_cast<int>(random() % 15), random() % 2 == 0, 300'000);

@@ -99,6 +99,7 @@ def data(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]
     [torch.float32, torch.bfloat16, torch.float64],
     [True, False],
     ids=str,
+    together=1,
 )
 def test_bits_are_those_of_the_rule_on_any_number_of_devices(
     microbatches_and_groups: tuple[int, int], dtype: torch.dtype, fused: bool
@@ -114,9 +115,9 @@ def test_bits_are_those_of_the_rule_on_any_number_of_devices(
             pair.train((x,), label=y, microbatches=microbatches, fused=fused, calls=2, config=config)
 
 
-@pytest.mark.parametrize("order", ["layer", "microbatch"])
-@pytest.mark.parametrize(("microbatches", "groups"), [(6, 1), (6, 3), (7, 3), (4, 4)])
-def test_tied_parameters_keep_to_the_rule(microbatches: int, groups: int, order: Any) -> None:
+@sweep("microbatches_and_groups, order", [(6, 1), (6, 3), (7, 3), (4, 4)], ["layer", "microbatch"], ids=str, together=1)
+def test_tied_parameters_keep_to_the_rule(microbatches_and_groups: tuple[int, int], order: Any) -> None:
+    microbatches, groups = microbatches_and_groups
     x, y = data(microbatches * 2)
     for devices in (1, 3):
         use_devices(devices)

@@ -22,12 +22,14 @@ def taken_by_a_forward(layer: nn.Module, layers: int = LAYERS) -> int:
     model = RoundPipe(chain, model_run_config=config)
     inputs = torch.ones(MICROBATCHES, 4)
     roundpipe.devices("virtual:1")
-    for _ in range(2):
+    taken = []
+    for _ in range(5):
         before = _core.interpreter_lock_acquisitions()
         with torch.no_grad():
             model(inputs)
         model.synchronize()
-    return _core.interpreter_lock_acquisitions() - before
+        taken.append(_core.interpreter_lock_acquisitions() - before)
+    return min(taken[1:])  # who waits long takes it now and then, to see signals
 
 
 def test_python_layers_take_it_and_native_layers_do_not() -> None:

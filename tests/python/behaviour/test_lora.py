@@ -63,14 +63,13 @@ def check_bits(model: Any, plain: Any, batch: dict[str, Any]) -> None:
     check_gradients(mine, gradients(plain), exact=True)
 
 
-@pytest.mark.parametrize("order", ["peft first", "wrapped first"])
-@pytest.mark.parametrize("kind", KINDS)
+@sweep("kind, order", KINDS, ["peft first", "wrapped first"], ids=str, together=1)
 def test_bits_of_peft_alone(kind: str, order: str) -> None:
     model, plain = make("llama", order, adapters(**KINDS[kind]))
     check_bits(model, plain, padded_batch())
 
 
-@sweep("name, grain, batch", ARCHITECTURES, ["stage", "layer"], BATCHES)
+@sweep("name, grain, batch", ARCHITECTURES, ["stage", "layer"], BATCHES, together=1)
 def test_architectures(name: str, grain: Any, batch: str) -> None:
     roundpipe.devices("virtual:4,debug")
     inputs = BATCHES[batch]()
@@ -120,8 +119,7 @@ def test_only_adapters_take_gradient_and_optimizer_memory(order: str) -> None:
     assert memory.weights_and_gradients - weights < 2 * 4 * trained + 256 * 16 * len(blocks)
 
 
-@pytest.mark.parametrize("order", ["peft first", "wrapped first"])
-@pytest.mark.parametrize("kind", KINDS)
+@sweep("kind, order", KINDS, ["peft first", "wrapped first"], ids=str, together=1)
 def test_files_are_those_of_peft(kind: str, order: str, tmp_path: Path) -> None:
     model, plain = make("llama", order, adapters(**KINDS[kind]))
     optimizer = roundpipe.optim.AdamW(model, lr=1e-2)

@@ -19,6 +19,7 @@ import roundpipe
 from drawing import MICROBATCHES, WIDTH, MayCheckpoint, Noisy, drawing_all_the_time, plain_loop
 from roundpipe import RoundPipe, RoundPipeRunConfig, _core
 from roundpipe.device.generators import _lead_to_own
+from sweeps import sweep
 
 
 class Drawing(MayCheckpoint):
@@ -68,9 +69,7 @@ def made(chain: str, devices: int, **config: Any) -> tuple[nn.Sequential, nn.Seq
     return plain, mine, model, torch.randn(2 * MICROBATCHES, WIDTH)
 
 
-@pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.parametrize("grain", ["stage", "layer"])
+@sweep("chain, devices, grain", CHAINS, [1, 2, 4], ["stage", "layer"], ids=str, together=1)
 def test_layers_draw_the_documented_numbers_while_the_user_draws(chain: str, devices: int, grain: str) -> None:
     plain, mine, model, batch = made(chain, devices, recompute_grain=grain)
     with drawing_all_the_time():
@@ -90,9 +89,7 @@ def test_layers_draw_the_documented_numbers_while_the_user_draws(chain: str, dev
     assert len(gradients_of(mine)) == len(gradients_of(plain)) > 0
 
 
-@pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.parametrize("preserve", [True, False])
+@sweep("chain, devices, preserve", CHAINS, [1, 2, 4], [True, False], ids=str, together=1)
 def test_the_users_stream_does_not_notice_the_model(chain: str, devices: int, preserve: bool) -> None:
     _, _, model, batch = made(chain, devices, preserve_rng_state=preserve)
     torch.manual_seed(99)

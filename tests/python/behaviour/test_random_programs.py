@@ -70,7 +70,7 @@ def check(runner: ProgramRunner, process: dict[str, Any]) -> None:
     assert ending == "raise_" or "Error" not in done.stderr, f"{process}\n{done.stderr}"
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(process=processes)
 def test_some_random_programs(runner: ProgramRunner, process: dict[str, Any]) -> None:
     check(runner, process)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import roundpipe
 from reference_loops import BASE_SEED, Pair, fused_loop, plan_of, use_devices
 from roundpipe import RoundPipe, RoundPipeRunConfig
+from sweeps import sweep
 
 MICROBATCHES = 6
 TOKENS = torch.arange(24) % 11
@@ -46,10 +47,9 @@ def three_sharers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.parametrize("order", ["layer", "microbatch"])
-@pytest.mark.parametrize("plan", PLANS, ids=range(len(PLANS)))
-def test_bits_are_those_of_the_rule(devices: int, order: Any, plan: Any) -> None:
+@sweep("number, order, devices", range(len(PLANS)), ["layer", "microbatch"], [1, 2, 4], ids=str)
+def test_bits_are_those_of_the_rule(number: int, order: Any, devices: int) -> None:
+    plan = PLANS[number]
     use_devices(devices)
     pair = Pair(three_sharers(), F.cross_entropy)
     config = RoundPipeRunConfig(execute_plan=plan, tied_grad_accumulation=order)

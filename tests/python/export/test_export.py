@@ -279,7 +279,7 @@ print(peak - before)
 
 def test_memory_is_that_of_a_layer(tmp_path: Path) -> None:
     model_bytes = 0
-    for prefix, layers in (("small-", 1), ("", 8)):
+    for prefix, layers in (("small-", 1), ("", 4)):
         sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": layers, "num_attention_heads": 8}
         model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(vocab_size=2000, **sizes))
         model_bytes = sum(p.nbytes for p in model.parameters())
@@ -290,8 +290,8 @@ def test_memory_is_that_of_a_layer(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     growth = int(result.stdout.split()[-1])
-    assert model_bytes > 300e6 and growth < 60e6
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 5
+    assert model_bytes > 150e6 and growth < 60e6
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
 
 
 # --- the command ---

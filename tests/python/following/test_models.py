@@ -14,6 +14,7 @@ from transformers import BartConfig, BartForConditionalGeneration, BertForPreTra
 import roundpipe
 from gradients import check_gradients, gradients
 from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
+from sweeps import sweep
 from transformers_models import CONTRASTIVE, WITH_LOSS, WITHOUT_LOSS, build, text
 
 ONE = RoundPipeRunConfig(num_microbatch=1)
@@ -49,8 +50,7 @@ def test_bits_of_the_plain_model(name: str, grain: Any) -> None:
     check_gradients(gradients(model), theirs, exact=True)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.parametrize("name", WITH_LOSS)
+@sweep("name, devices", WITH_LOSS, [1, 2, 4], ids=str, together=1)
 def test_unequal_microbatches(name: str, devices: int) -> None:
     """Seven rows in three: three rows, two and two, with other numbers of labels that count."""
     make, batch = WITH_LOSS[name]
@@ -79,8 +79,7 @@ def test_the_loss_in_a_loss_function_is_its_part(name: str) -> None:
     check_gradients(gradients(model), theirs, exact=False)
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("name", WITH_LOSS)
+@sweep("name, microbatches", WITH_LOSS, [1, 3], ids=str, together=1)
 def test_outputs(name: str, microbatches: int) -> None:
     make, batch = WITH_LOSS[name]
     model = build(make)

@@ -6,7 +6,6 @@ import copy
 import warnings
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import nn
@@ -14,6 +13,7 @@ from torch import nn
 import roundpipe
 from gradients import check_gradients, gradients
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
+from sweeps import sweep
 
 PICTURE, START, END, VIDEO = 96, 95, 94, 93
 TOKENS = 16
@@ -75,10 +75,13 @@ def batch(pictures: list[int], patches: bool) -> dict[str, Any]:
     return arguments
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 4])
-@pytest.mark.parametrize("pictures", [[1, 1, 1, 1], [2, 0, 1, 1], [0, 0, 0, 0], [1, 0, 0, 1, 2]], ids=str)
-@pytest.mark.parametrize("make", [llava, qwen2_vl])
-def test_mixed_batches(make: Any, pictures: list[int], microbatches: int, one_torch_thread: None) -> None:
+MODELS = {"llava": llava, "qwen2_vl": qwen2_vl}
+PICTURES = [[1, 1, 1, 1], [2, 0, 1, 1], [0, 0, 0, 0], [1, 0, 0, 1, 2]]
+
+
+@sweep("name, pictures, microbatches", MODELS, PICTURES, [1, 2, 4], ids=str)
+def test_mixed_batches(name: str, pictures: list[int], microbatches: int, one_torch_thread: None) -> None:
+    make: Any = MODELS[name]
     roundpipe.devices("virtual:2,debug")
     torch.manual_seed(0)
     model = make().train()

@@ -194,14 +194,13 @@ def inferred(pipe: RoundPipe, batch: torch.Tensor) -> None:
 CALLS = {"forward_backward": fused, "submit": submitted, "backward": trained, "inference": inferred}
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_the_smallest_change_that_would_fit_fits(call: Callable[[RoundPipe, torch.Tensor], None], devices: int) -> None:
+@sweep("call, devices", CALLS, [1, 2], together=1)
+def test_the_smallest_change_that_would_fit_fits(call: str, devices: int) -> None:
     pool = roundpipe.devices(f"virtual:{devices},memory=12MiB")
     pipe = chain()
     batch = torch.randn(12288, WIDTH)
     with pytest.raises(torch.OutOfMemoryError) as refused:
-        call(pipe, batch)
+        CALLS[call](pipe, batch)
         pipe.synchronize()
     text = str(refused.value)
     assert re.match(r"\[virtual:\d\] out of memory: \S+ MiB were asked for", text)
@@ -218,11 +217,11 @@ def test_the_smallest_change_that_would_fit_fits(call: Callable[[RoundPipe, torc
     assert change.endswith(" and recompute_grain='layer'")
     again = chain(num_microbatch=count, recompute_grain="layer")
     for _ in range(2):
-        call(again, batch)
+        CALLS[call](again, batch)
         again.synchronize()
     assert max(entry["peak_bytes"] for entry in pool.memory_report()) <= 12 * 2**20
     # The first model is as it was: what fits, runs.
-    call(pipe, batch[:512])
+    CALLS[call](pipe, batch[:512])
     pipe.synchronize()
 
 

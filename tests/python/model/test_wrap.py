@@ -146,7 +146,7 @@ def test_decoder() -> None:
     assert all(pipe.config.preserve_rng_state is False for pipe in model._step_group.pipes.values())
     assert plain.layers[1].name == "lm.layers.1"
     assert isinstance(plain.drop, nn.Dropout)  # nothing to move
-    assert torch.equal(model(ids), expected)
+    torch.testing.assert_close(model(ids), expected)  # not its bits, since rows are computed apart
 
 
 def test_thresholds() -> None:

@@ -111,7 +111,7 @@ def test_code_between_elements(way: str, microbatches: int) -> None:
     torch.testing.assert_close(outputs, expected)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         # Sums over the rows are made in another order.
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_what_cannot_be_merged_is_handed_on() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from process_memory import report_of
 from sweeps import sweep
 
-WIDTH, LAYERS = 2048, 16  # 67 M parameters
+WIDTH, LAYERS = 2048, 10  # 42 M parameters
 
 
 def run(moments: str, mode: str) -> dict[str, Any]:
@@ -29,12 +29,12 @@ def test_bytes_a_parameter(moments: str, mode: str) -> None:
     assert measured["predicted"] <= bytes_each * count * 1.001
     assert "B/parameter" in measured["table"]
     taken = measured["peak"] - measured["base"] - measured["devices"]
-    assert taken <= measured["predicted"] * 1.03 + 200e6, measured
+    assert taken <= measured["predicted"] * 1.03 + 125e6, measured
     # The books leave nothing out, and claim nothing that is not there.
     assert taken >= measured["predicted"] * 0.9, measured
 
 
 def test_loading_a_state_needs_no_second_one(tmp_path: Path) -> None:
     measured = report_of("state_loading_program.py", str(WIDTH), str(LAYERS), tmp_path / "state.pt")
-    # One parameter's at a time, of the sixteen.
+    # One parameter's at a time, of the ten.
     assert measured["grown"] < 0.2 * measured["state"], measured

@@ -13,6 +13,7 @@ import roundpipe
 from fused_reference import FusedPair, fused_adamw, squared_error
 from reference_loops import assert_same, use_devices
 from roundpipe import GradScaler, RoundPipe
+from sweeps import sweep
 
 WIDTH = 32  # torch's own vector tails round otherwise, so sizes are multiples of 16
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.02}
@@ -35,9 +36,7 @@ def batch(dtype: torch.dtype = torch.float32, rows: int = 8) -> tuple[torch.Tens
     return torch.randn(rows, WIDTH).to(dtype), torch.randn(rows, WIDTH).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("is_async", [True, False])
-@pytest.mark.parametrize("count", [1, 2, 5, 8])
+@sweep("count, is_async, dtype", [1, 2, 5, 8], [True, False], [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_equals_the_loop_on_any_number_of_devices(count: int, is_async: bool, dtype: torch.dtype) -> None:
     use_devices(count)
     run = pair(build(dtype), microbatches=4)

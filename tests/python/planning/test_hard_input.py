@@ -239,9 +239,10 @@ def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "can be written" in refused("simulate", "qwen3-1.7b", "--png", str(tmp_path / "x.png"))
 
 
-def test_many_devices_are_drawn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("devices", ["64", pytest.param("1024", marks=pytest.mark.long)])
+def test_many_devices_are_drawn(devices: str, tmp_path: Path) -> None:
     path = write_costs(tmp_path / "costs.json")
-    run("simulate", path, "--devices", "1024", "--schedule", "published", "--png", str(tmp_path / "x.png"))
+    run("simulate", path, "--devices", devices, "--schedule", "published", "--png", str(tmp_path / "x.png"))
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -10,6 +10,7 @@ import torch
 
 import roundpipe
 from resumable import Recipe, Training, assert_same_state
+from sweeps import sweep
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*BatchNorm1d, which in training mode")
 
@@ -39,8 +40,7 @@ def uninterrupted(recipe: Recipe, steps: int) -> dict[str, torch.Tensor]:
     return training.final()
 
 
-@pytest.mark.parametrize("snapshot_memory", [1, None], ids=["no memory", "memory"])
-@pytest.mark.parametrize("name", RECIPES)
+@sweep("name, snapshot_memory", RECIPES, [1, None], ids=str, together=1)
 def test_a_resumed_run_has_the_same_bits(name: str, snapshot_memory: int | None, tmp_path: Path) -> None:
     recipe = RECIPES[name]
     expected = uninterrupted(recipe, 9)

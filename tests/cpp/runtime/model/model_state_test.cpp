@@ -7,7 +7,7 @@
 using namespace roundpipe::runtime;
 using namespace roundpipe::runtime::support;
 
-namespace {
+namespace model_state_test {
 
 constexpr int64_t kWidth = 4;
 
@@ -17,8 +17,6 @@ LayerSpec adapted_layer(const std::string& name) {
   spec.parameters[0].tensor.set_requires_grad(false);
   return spec;
 }
-
-}  // namespace
 
 TEST_SUITE("model_state") {
   TEST_CASE("what is frozen has a block of its own, without gradients") {
@@ -74,3 +72,5 @@ TEST_SUITE("model_state") {
     CHECK(frozen_first.grad().defined());
   }
 }
+
+}  // namespace model_state_test

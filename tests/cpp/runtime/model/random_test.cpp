@@ -11,7 +11,7 @@
 using namespace roundpipe::runtime;
 using roundpipe::torch_compat::OwnGenerators;
 
-namespace {
+namespace random_test {
 
 const c10::Device kHost(c10::DeviceType::CPU);
 
@@ -19,8 +19,6 @@ at::Tensor drawn_with(uint64_t seed) {
   at::Generator generator = at::detail::createCPUGenerator(seed);
   return at::rand({4}, generator);
 }
-
-}  // namespace
 
 TEST_SUITE("random") {
   // A promise: a resumed run draws the same numbers with any version of this code. Values from a separate program: the
@@ -91,3 +89,5 @@ TEST_SUITE("random") {
     CHECK(draws.possible(false));
   }
 }
+
+}  // namespace random_test

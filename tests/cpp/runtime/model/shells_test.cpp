@@ -8,11 +8,9 @@
 using namespace roundpipe::runtime;
 using namespace roundpipe::runtime::support;
 
-namespace {
+namespace shells_test {
 
 constexpr int64_t kWidth = 4;
-
-}  // namespace
 
 TEST_SUITE("shells") {
   TEST_CASE("a shell is made once for a worker, refreshed when the layer is another, and gone with its worker") {
@@ -80,3 +78,5 @@ TEST_SUITE("shells") {
     CHECK_FALSE(sink.can_retry());
   }
 }
+
+}  // namespace shells_test

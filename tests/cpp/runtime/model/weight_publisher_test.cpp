@@ -10,7 +10,7 @@ using namespace roundpipe;
 using namespace roundpipe::runtime;
 using namespace roundpipe::runtime::support;
 
-namespace {
+namespace weight_publisher_test {
 
 constexpr int64_t kWidth = 4;
 
@@ -35,8 +35,6 @@ struct Published {
   }
 };
 
-}  // namespace
-
 TEST_SUITE("weight_publisher") {
   TEST_CASE("calls read the values of the moment in which the update is made") {
     for (const bool in_place : {true, false}) {
@@ -60,3 +58,5 @@ TEST_SUITE("weight_publisher") {
                          Error);
   }
 }
+
+}  // namespace weight_publisher_test

@@ -15,7 +15,7 @@ using namespace roundpipe::runtime;
 using namespace roundpipe::runtime::support;
 using Reads = memory::ParameterBlock::Reads;
 
-namespace {
+namespace step_run_test {
 
 constexpr int64_t kWidth = 4;
 
@@ -73,8 +73,6 @@ struct Setup {
   }
 };
 
-}  // namespace
-
 TEST_SUITE("step run") {
   TEST_CASE("an error while gradients are looked at fails the step, and leaves all weights as they are") {
     for (const StepOptions& options : {StepOptions{.max_norm = 1.0}, StepOptions{.loss_scale = 2.0}}) {
@@ -131,3 +129,5 @@ TEST_SUITE("step run") {
     for (const auto& version : setup.after) CHECK_NOTHROW(version->published->wait());
   }
 }
+
+}  // namespace step_run_test

@@ -13,14 +13,12 @@ using roundpipe::device::take_escaped_error;
 using roundpipe::runtime::UpdateThread;
 using Kind = roundpipe::runtime::UpdateThread::Kind;
 
-namespace {
+namespace update_thread_test {
 
 void submit(const UpdateThread::Order& order, std::function<void()> work) {
   UpdateThread::Work prepared = UpdateThread::prepare(order, std::move(work));
   CHECK(UpdateThread::instance().submit(prepared));
 }
-
-}  // namespace
 
 TEST_CASE("update thread: of what is ready, older steps, then norms, then the lowest layer") {
   const auto begun = make_event();
@@ -77,3 +75,5 @@ TEST_CASE("update thread: goes on after work that throws, whose error is kept") 
   CHECK(went_on);
   CHECK(take_escaped_error() != nullptr);
 }
+
+}  // namespace update_thread_test

@@ -13,7 +13,7 @@ using roundpipe::MutexLock;
 using roundpipe::device::EventPtr;
 using roundpipe::device::make_event;
 
-namespace {
+namespace job_queue_test {
 
 std::shared_ptr<JobRun> job_of(const std::shared_ptr<ModelState>& model, double position, int slot = -1) {
   auto run = std::make_shared<JobRun>();
@@ -35,8 +35,6 @@ void put(JobQueue& queue, std::shared_ptr<JobRun> run, double begun) {
   queue.enqueue(std::move(run), begun);
   queue.notify();
 }
-
-}  // namespace
 
 TEST_SUITE("job queue") {
   TEST_CASE("a job goes before those of later positions, but never before what has begun") {
@@ -122,3 +120,5 @@ TEST_SUITE("job queue") {
     CHECK(queue.unfinished().empty());
   }
 }
+
+}  // namespace job_queue_test

@@ -19,7 +19,7 @@ using namespace roundpipe::runtime::support;
 using roundpipe::device::EventPtr;
 using roundpipe::schedule::PlanMode;
 
-namespace {
+namespace layer_runner_test {
 
 constexpr int64_t kWidth = 4;
 constexpr double kPatience_ms = 300000;  // ends a test that hangs
@@ -49,8 +49,6 @@ CallPtr submit_fused(const std::shared_ptr<ModelState>& model, Engine& engine) {
   submit_jobs(call, plan, /*forward=*/true, /*backward=*/true, engine);
   return call;
 }
-
-}  // namespace
 
 TEST_SUITE("layer runner") {
   TEST_CASE("a late attempt leaves the buffers alone that the next attempt has saved") {
@@ -98,3 +96,5 @@ TEST_SUITE("layer runner") {
     CHECK(layers[0].buffers[2].tensor.item<int64_t>() == 1);
   }
 }
+
+}  // namespace layer_runner_test

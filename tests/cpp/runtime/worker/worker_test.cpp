@@ -28,7 +28,7 @@ using roundpipe::device::EventPtr;
 using roundpipe::schedule::Plan;
 using roundpipe::schedule::PlanMode;
 
-namespace {
+namespace worker_test {
 
 constexpr int64_t kWidth = 4;
 constexpr double kPatience_ms = 300000;  // ends a test that hangs
@@ -165,8 +165,6 @@ struct Parking {
   std::unique_ptr<Engine> engine;
   Worker* worker = nullptr;
 };
-
-}  // namespace
 
 TEST_SUITE("worker") {
   TEST_CASE("an engine that is dropped finishes what it was given") {
@@ -447,3 +445,5 @@ TEST_SUITE("worker") {
     CHECK(finished.load() == 60);
   }
 }
+
+}  // namespace worker_test
