@@ -107,6 +107,7 @@ def learns(program: Path, *arguments: str | Path) -> None:
     assert len(losses) > 1 and losses[-1] < losses[0], (program, losses)
 
 
+@pytest.mark.long
 def test_the_examples_run_against_an_installed_copy(prefix: Path, libtorch: Path, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples" / "cpp", tmp_path / "examples")
     build_with_cmake(tmp_path / "examples", prefix, libtorch)

@@ -31,6 +31,7 @@ def test_language_model(runner: ProgramRunner, tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_hidden_layers == 3
 
 
+@pytest.mark.long
 def test_image_classifier(runner: ProgramRunner) -> None:
     result = runner.run(EXAMPLES / "image_classifier.py", "--epochs", "2", "--pictures", "600")
     assert result.returncode == 0, result.stderr

@@ -193,6 +193,7 @@ def test_mistakes_end_with_a_message(run: Run, base: Path, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = nbformat.read(EXAMPLES / "finetune.ipynb", as_version=4)
     nbformat.validate(notebook)

@@ -144,7 +144,7 @@ def assert_no_growth(after: dict[str, Any], before: dict[str, Any], slot_bytes: 
 
 
 @pytest.mark.parametrize("steps", [200, pytest.param(1000, marks=pytest.mark.long)])
-@pytest.mark.parametrize("style", ["forward_backward", "forward and backward"])
+@pytest.mark.parametrize("style", ["forward_backward", pytest.param("forward and backward", marks=pytest.mark.long)])
 def test_nothing_grows_with_the_steps(style: str, steps: int) -> None:
     roundpipe.devices("virtual:2,memory=16MiB")
     torch.manual_seed(0)

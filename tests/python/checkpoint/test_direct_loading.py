@@ -251,7 +251,8 @@ def test_other_formats_are_left_to_transformers(tmp_path: Path) -> None:
     check_same(load(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path))
 
 
-@pytest.mark.parametrize(("layers", "gigabytes"), [(6, 0.8), pytest.param(15, 2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("layers", "gigabytes"), [(6, 0.8), (15, 2)])
 def test_gigabytes_in_their_own_size_and_a_tenth(layers: int, gigabytes: float, tmp_path: Path) -> None:
     try:
         report = report_of("loading_memory_program.py", tmp_path, str(layers))

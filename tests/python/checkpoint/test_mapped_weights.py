@@ -99,6 +99,7 @@ def anonymous_bytes() -> int:
     raise RuntimeError("no such line")
 
 
+@pytest.mark.long
 def test_mapped_weights_take_no_memory_of_the_process(tmp_path: Path) -> None:
     tiny_llama(num_hidden_layers=3, hidden_size=512, intermediate_size=2048).save_pretrained(tmp_path)
     size = (tmp_path / "model.safetensors").stat().st_size

@@ -641,6 +641,7 @@ def test_a_resumed_run_is_the_same_run(
         session.run_demo(RESUMED, "virtual:2", None, save_every=0)
 
 
+@pytest.mark.long
 def test_interrupt_during_the_proof_is_clean(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "roundpipe.cli", "demo", *SHORT, "--devices", "virtual:2,memory=48MiB"],

@@ -277,6 +277,7 @@ print(peak - before)
 """
 
 
+@pytest.mark.long
 def test_memory_is_that_of_a_layer(tmp_path: Path) -> None:
     model_bytes = 0
     for prefix, layers in (("small-", 1), ("", 4)):

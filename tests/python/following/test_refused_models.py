@@ -80,6 +80,7 @@ def test_compiling_a_wrapped_model() -> None:
         wrap_model_to_roundpipe(build("llama")).compile()
 
 
+@pytest.mark.long
 def test_compiled_layers() -> None:
     """Devices trace one at a time: what one traces sees flags of the process that others must not."""
     model = build("llama")

@@ -28,6 +28,7 @@ def test_links_with_caps_and_a_cap_of_memory() -> None:
     assert said == ["device 0: link and speed", "device 1: link and speed", "all links together", "optimizer"]
 
 
+@pytest.mark.long
 def test_a_cap_of_the_host_is_found() -> None:
     machine = measure(roundpipe.devices("virtual:2,link=2GB/s,host=0.5GB/s"), rounds=1, layer_bytes=8_000_000)
     # A busy machine stretches the moments between transfers, which the cap then makes up for.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from process_memory import report_of
 from sweeps import sweep
 
@@ -34,6 +36,7 @@ def test_bytes_a_parameter(moments: str, mode: str) -> None:
     assert taken >= measured["predicted"] * 0.9, measured
 
 
+@pytest.mark.long
 def test_loading_a_state_needs_no_second_one(tmp_path: Path) -> None:
     measured = report_of("state_loading_program.py", str(WIDTH), str(LAYERS), tmp_path / "state.pt")
     # One parameter's at a time, of the ten.

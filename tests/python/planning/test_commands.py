@@ -169,6 +169,7 @@ def test_plan_counts_bytes_as_simulate_does() -> None:
     assert updates["step_ms"] == pytest.approx((24 * 1.645e9 + 2 * 201_088 * 2880) / 2e6, rel=0.02)
 
 
+@pytest.mark.long
 def test_simulate_over_links(tmp_path: Path) -> None:
     page = tmp_path / "links.html"
     result = run("simulate", "qwen3-1.7b", "--links", "--mode", "sync", "--json", "--html", str(page))
@@ -237,6 +238,7 @@ def test_pictures(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.part"))
 
 
+@pytest.mark.long
 def test_emulate_measures_what_is_predicted(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(document(layers=[{"count": 8, "forward_ms": 6, "backward_ms": 12}])))
