@@ -150,14 +150,14 @@ $(BUILD)/.with_tests: $(BUILD)/.configured
 # --- Tests -------------------------------------------------------------------------------------------------------
 
 build-tests: $(BUILD)/.with_tests
-	$(call say,3,compiling the C++ tests. About 2 minutes on two cores)
+	$(call say,3,compiling the C++ tests. About 3 minutes on two cores)
 	@$(NINJA) -C $(BUILD)
 
 test-cpp: build-tests
 	@$(CTEST) --test-dir $(BUILD)
 
 test-python: build $(VENV)/.test
-	$(call say,4,the Python tests. About 6 minutes on two cores)
+	$(call say,4,the Python tests. About 8 minutes on two cores)
 	@$(PYTEST_BALANCED) $(PYTEST_FLAGS)
 
 # --- The test card -----------------------------------------------------------------------------------------------
