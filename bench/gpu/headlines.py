@@ -98,11 +98,7 @@ def report_headlines(
             report.row(_row(headline, Side(Contestant("ours", request), expect=True), bound, until))
         except ContestantError as error:
             notes.append(f"{headline.name}: no figures: {error}")
-    report("")
-    for note in notes:
-        report(f"- {note}")
-    if notes:
-        report("")
+    report.notes(notes)
 
 
 def _row(headline: Headline, side: Side, bound: float, deadline: Deadline) -> list[str]:
@@ -118,11 +114,10 @@ def _row(headline: Headline, side: Side, bound: float, deadline: Deadline) -> li
         if apart > bound:
             raise ContestantError(f"the loss is {loss}, transformers' is {ready.expected_loss}: {apart:.1e} apart")
         rate = side.lap(size, setting, "async", 2, deadline)
-        teraflops = rate * side.flops.of_rows(size.rows, size.tokens) / size.total / 1e12
         return [
             *(headline.name, f"{size} in {setting}", f"{ready.parameters / 1e9:.2f} G"),
             *(f"{side.host_bytes / 1e9:.1f}", f"{side.peak_bytes / 1e9:.1f}" if side.peak_bytes else "-"),
-            *(f"{rate:,.0f}", f"{teraflops:.1f}", f"{loss:.4f}", f"{ready.expected_loss:.4f}"),
+            *(f"{rate:,.0f}", f"{side.teraflops(size, rate):.1f}", f"{loss:.4f}", f"{ready.expected_loss:.4f}"),
             f"{ready.seconds:.0f}",
         ]
 

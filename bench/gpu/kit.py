@@ -42,6 +42,7 @@ from support.checks import Check, bench_program, card_tests, equality
 from support.comparison import (
     Comparison,
     ContestantError,
+    LossesDifferError,
     Setting,
     Side,
     Size,
@@ -95,8 +96,7 @@ def report_link(report: Report, spec: str, small: bool, deadline: Deadline) -> N
 
 def figures(side: Side, mode: Mode, size: Size, setting: Setting, rate: float) -> list[str]:
     """The cells of HEADER."""
-    teraflops = rate * side.flops.of_rows(size.rows, size.tokens) / size.total / 1e12
-    row = [side.name, mode, str(size), str(setting), f"{rate:,.0f}", f"{teraflops:.1f}"]
+    row = [side.name, mode, str(size), str(setting), f"{rate:,.0f}", f"{side.teraflops(size, rate):.1f}"]
     return [*row, f"{side.peak_bytes / 1e9:.1f}" if side.peak_bytes else "-"]
 
 
@@ -167,18 +167,15 @@ class Throughput:
                 notes.append(f"{side.name}: {side.contestant.settings}")
             except ContestantError as error:
                 notes.append(f"{side.name}: no more figures: {error}")
-                fine = fine and "losses" not in str(error)
+                fine = fine and not isinstance(error, LossesDifferError)
             side.__exit__(None, None, None)
-        self._report("")
-        for note in [f"{ours.name}: {ours.contestant.settings}", *notes]:
-            self._report(f"- {note}")
-        self._report("")
+        self._report.notes([f"{ours.name}: {ours.contestant.settings}", *notes])
         return fine
 
     def _meet(self, ours: Side, side: Side, deadline: Deadline, everybodys: Deadline) -> None:
         first = distance(self._first_losses, side.first_losses(self._check_tokens, deadline))
         if first > self._bound:
-            raise ContestantError(f"its losses of three steps that learn differ by {first:.1e} of ours")
+            raise LossesDifferError(f"its losses of three steps that learn differ by {first:.1e} of ours")
         known: tuple[Size, Setting] | None = None
         for size in self._sizes:
             setting = best_setting(side, size, self._limit_bytes, deadline, known)
@@ -194,7 +191,7 @@ class Throughput:
 
     def _row(self, compared: Comparison, side: Side, mode: Mode, size: Size, setting: Setting) -> None:
         if compared.distance > self._bound:
-            raise ContestantError(f"its losses differ by {compared.distance:.1e} of ours")
+            raise LossesDifferError(f"its losses differ by {compared.distance:.1e} of ours")
         mine, theirs = compared.medians
         cells = [f"{mine:,.0f}", f"{compared.ratio:.3f}", str(len(compared.rates[0])), f"{compared.distance:.1e}"]
         self._report.row([*figures(side, mode, size, setting, theirs), *cells])
@@ -257,12 +254,12 @@ def report_one_by_one(
                     mine = mine or side.losses
                     apart = distance(mine, side.losses)
                     if apart > bound:
-                        raise ContestantError(f"its losses differ by {apart:.1e} of ours")
+                        raise LossesDifferError(f"its losses differ by {apart:.1e} of ours")
                     report.row([*row, f"{apart:.1e}"])
             notes.append(f"{contestant.name}: {contestant.settings}")
         except ContestantError as error:
             notes.append(f"{contestant.name}: no more figures: {error}")
-    close_part(report, notes)
+    report.notes(notes)
 
 
 def report_longest(
@@ -296,7 +293,7 @@ def report_longest(
             both = [tokens for tokens in found.losses if tokens in mine]
             apart = max((distance([mine[t]], [found.losses[t]]) for t in both), default=0.0)
             if apart > bound:
-                raise ContestantError(f"its losses differ by {apart:.1e} of ours")
+                raise LossesDifferError(f"its losses differ by {apart:.1e} of ours")
             report.row(
                 [
                     *(side.name, f"{found.tokens:,}" if found.tokens else "none"),
@@ -309,7 +306,7 @@ def report_longest(
         except ContestantError as error:
             notes.append(f"{contestant.name}: no figures: {error}")
     others = [side for side in sides if side not in present]
-    close_part(report, [*notes, *(f"{side.name}: no figures: {side.missing or side.uncapped}" for side in others)])
+    report.notes([*notes, *(f"{side.name}: no figures: {side.missing or side.uncapped}" for side in others)])
 
 
 def report_cards(
@@ -341,15 +338,7 @@ def report_cards(
                     report.row([str(cards), *row, f"{rate / one.setdefault(mode, rate):.2f}"])
         except ContestantError as error:
             notes.append(f"{cards} cards: no more figures: {error}")
-    close_part(report, notes)
-
-
-def close_part(report: Report, notes: Sequence[str]) -> None:
-    report("")
-    for note in notes:
-        report(f"- {note}")
-    if notes:
-        report("")
+    report.notes(notes)
 
 
 def for_long_rows(contestant: Contestant) -> Contestant:

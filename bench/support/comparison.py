@@ -55,6 +55,10 @@ class ContestantError(Exception):
     """Somebody gave no figures."""
 
 
+class LossesDifferError(ContestantError):
+    """Somebody trains something else."""
+
+
 @dataclass
 class Side:
     """A contestant and its process, which starts with its `with` block and takes memory once it is told to set up.
@@ -72,6 +76,7 @@ class Side:
     host_bytes: int = 0
     losses: list[float] = field(default_factory=list)
     _server: TrainingServer | None = None
+    _learnt: Lap | None = None  # what the weights have learnt so far
 
     @property
     def name(self) -> str:
@@ -81,6 +86,10 @@ class Side:
     def flops(self) -> StepFlops:
         assert self.ready is not None
         return StepFlops(self.ready.flops_per_token, self.ready.flops_per_token_and_position)
+
+    def teraflops(self, size: Size, rate: float) -> float:
+        """A second, at `rate` tokens a second."""
+        return rate * self.flops.of_rows(size.rows, size.tokens) / size.total / 1e12
 
     def __enter__(self) -> Self:
         self._server = TrainingServer(self.contestant.request, self.contestant.folder, self.expect).__enter__()
@@ -118,6 +127,10 @@ class Side:
             self.__exit__(None, None, None)
             self.__enter__()
             self.set_up(deadline)
+            learnt, self._learnt = self._learnt, None
+            if learnt is not None:  # or its losses would be those of other weights
+                self.ask(learnt, deadline)
+                self._learnt = learnt
             return None
         if not all(map(math.isfinite, result.losses)):
             raise ContestantError(f"its losses are {result.losses}")
@@ -137,9 +150,11 @@ class Side:
 
     def first_losses(self, tokens: int, deadline: Deadline) -> list[float]:
         """Of three steps that learn, of two rows, from the weights that everybody starts with."""
-        result = self.ask(Lap(2, tokens, 1, "sync", 0, 3), deadline)
+        lap = Lap(2, tokens, 1, "sync", 0, 3)
+        result = self.ask(lap, deadline)
         if result is None:
             raise ContestantError(f"out of memory at 2 x {tokens:,} tokens")
+        self._learnt = lap
         return result.losses
 
 

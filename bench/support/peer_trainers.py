@@ -78,13 +78,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
 
 
-class PlainTrainer(PeerTrainer):
-    """A loop with everything on the card: 16-bit weights, fp32 masters and moments. The limit where they fit."""
+class MastersTrainer(PeerTrainer):
+    """A loop over microbatches and an optimizer over masters: `_model` and `_masters` are made by those who derive."""
 
-    def __init__(self, request: Request, expect: bool = False) -> None:
-        super().__init__(request, expect)
-        self._model = self.make_with_loss(self.dtype).to(self.device)
-        self._masters = Masters(list(self._model.parameters()), self.learning_rate)
+    _model: Any
+    _masters: Masters
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return [self._masters.optimizer]
@@ -94,15 +92,30 @@ class PlainTrainer(PeerTrainer):
         batches = self.batches()
         for _ in range(steps):
             total = torch.zeros((), device=self.device)
-            for ids in batches:
+            for index, ids in enumerate(batches):
+                self.before_microbatch(is_last=index == len(batches) - 1)
                 loss = self._model(ids) / len(batches)
                 loss.backward()
                 total += loss.detach()
+            self.before_step()
             self._masters.step()
             self.losses.append(float(total))
 
+    def before_microbatch(self, is_last: bool) -> None: ...
 
-class Fsdp2Trainer(PeerTrainer):
+    def before_step(self) -> None: ...
+
+
+class PlainTrainer(MastersTrainer):
+    """A loop with everything on the card: 16-bit weights, fp32 masters and moments. The limit where they fit."""
+
+    def __init__(self, request: Request, expect: bool = False) -> None:
+        super().__init__(request, expect)
+        self._model = self.make_with_loss(self.dtype).to(self.device)
+        self._masters = Masters(list(self._model.parameters()), self.learning_rate)
+
+
+class Fsdp2Trainer(MastersTrainer):
     """torch's fully_shard with its CPUOffloadPolicy on one process: weights, masters and moments on the host.
 
     Each decoder layer is sharded by itself. Gradients of a step's microbatches are summed in fp32 on the device and go
@@ -132,23 +145,12 @@ class Fsdp2Trainer(PeerTrainer):
             buffer.data = buffer.data.to(self.device)
         self._masters = Masters(list(whole.parameters()), self.learning_rate)
 
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        return [self._masters.optimizer]
+    def before_microbatch(self, is_last: bool) -> None:
+        self._model.set_requires_gradient_sync(is_last)
 
-    def _train(self, steps: int, is_async: bool) -> None:
-        require_sync(is_async)
-        batches = self.batches()
-        for _ in range(steps):
-            total = torch.zeros((), device=self.device)
-            for index, ids in enumerate(batches):
-                self._model.set_requires_gradient_sync(index == len(batches) - 1)
-                loss = self._model(ids) / len(batches)
-                loss.backward()
-                total += loss.detach()
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize()  # gradients on their way to the host
-            self._masters.step()
-            self.losses.append(float(total))
+    def before_step(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()  # gradients on their way to the host
 
 
 class Zero3Trainer(PeerTrainer):

@@ -35,8 +35,8 @@ def main() -> None:
     EXTENSIONS.mkdir(parents=True, exist_ok=True)
     remove_stale_locks()
     path = [*([str(options.peer.resolve())] if options.peer else []), *filter(None, [os.environ.get("PYTHONPATH")])]
-    setting = environment() | {"PYTHONPATH": os.pathsep.join(path)}
-    first = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in type(f).__module__]; "
+    setting = environment() | {"PYTHONPATH": os.pathsep.join([*path, str(Path(__file__).parents[1])])}
+    first = "from support.trainers import only_the_path; only_the_path(); "
     found = [name for name in PROGRAMS if _is_there(name, [*path, *sys.path])]
     start = time.monotonic()
     running = {

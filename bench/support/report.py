@@ -48,6 +48,14 @@ class Report:
             self.row(row)
         self("")
 
+    def notes(self, notes: Sequence[str]) -> None:
+        """What goes below a table whose rows were written one by one."""
+        self("")
+        for note in notes:
+            self(f"- {note}")
+        if notes:
+            self("")
+
     def close(self) -> None:
         """Says how busy the machine was in the end, and closes the file."""
         self(f"Load average over the last minute when it ended: {os.getloadavg()[0]:.1f}.")

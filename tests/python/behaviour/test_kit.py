@@ -142,6 +142,35 @@ class FakeSide(Side):
 FOREVER = Budget(1e9, {"all": 1})["all"]
 
 
+def test_who_starts_again_has_learnt_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ran out of memory is a new one, whose weights are to be those of the old one."""
+    told: list[int] = []
+
+    class Server:
+        def __init__(self, *_: object) -> None:
+            told.append(0)
+
+        def __enter__(self) -> Server:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def set_up(self, timeout_s: float) -> Ready:
+            return Ready(1, 0.0, 1.0, 0.0)
+
+        def train(self, lap: Lap, timeout_s: float) -> LapResult:
+            told.append(lap.tokens)
+            return LapResult(None if lap.tokens > 100 else 1.0, [1.0] * lap.steps)
+
+    monkeypatch.setattr("support.comparison.TrainingServer", Server)
+    with Side(Contestant("a", REQUEST)) as side:
+        side.set_up(FOREVER)
+        assert side.first_losses(32, FOREVER) == [1.0] * 3
+        assert side.ask(Lap(1, 200, 1, "sync", 0, 1), FOREVER) is None
+        assert side.ask(Lap(1, 64, 1, "sync", 0, 1), FOREVER) is not None
+    assert told == [0, 32, 200, 0, 32, 64]
+
+
 def test_the_best_setting_is_the_quickest_that_fits() -> None:
     most_at_once = FakeSide("a", lambda rows: rows, row_bytes=10)
     assert best_setting(most_at_once, Size(8, 32), 0, FOREVER) == Setting(1, "layers")
