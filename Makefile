@@ -5,9 +5,9 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV_FLAGS ?=
-# One for each core, as far as there is memory: a compiler takes up to 1.5 GB.
+# One for each core, as far as there is memory: a compiler takes up to 2 GB.
 JOBS ?= $(shell awk -v cores="$$(getconf _NPROCESSORS_ONLN)" \
-  '/^MemAvailable/ { jobs = int($$2 / 1.5e6); print(jobs < 1 ? 1 : jobs < cores ? jobs : cores) }' /proc/meminfo)
+  '/^MemAvailable/ { jobs = int($$2 / 2e6); print(jobs < 1 ? 1 : jobs < cores ? jobs : cores) }' /proc/meminfo)
 # More arguments for CMake, when a build folder is made: make build CMAKE_FLAGS=-DROUNDPIPE_UNITY=OFF
 CMAKE_FLAGS ?=
 # More arguments for pytest and ctest: make test PYTEST_FLAGS="-k scaler"

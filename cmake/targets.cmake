@@ -30,10 +30,11 @@ function(roundpipe_level folder)
   add_library(roundpipe::${name} ALIAS ${target})
 endfunction()
 
-# roundpipe_test(LEVEL [USES_TORCH] [UNITY n]): the executable LEVEL_test from every .cpp below tests/cpp/LEVEL; nothing
-# where there is no test.
+# roundpipe_test(LEVEL [USES_TORCH] [COMPUTES] [UNITY n]): the executable LEVEL_test from every .cpp below tests/cpp/LEVEL;
+# nothing where there is no test. What is tested is compiled in its library, so the test itself is optimized only if it
+# COMPUTES a lot.
 function(roundpipe_test level)
-  cmake_parse_arguments(arg "USES_TORCH" "UNITY" "" ${ARGN})
+  cmake_parse_arguments(arg "USES_TORCH;COMPUTES" "UNITY" "" ${ARGN})
   file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/${level}/*.cpp)
   if(NOT sources)
     return()
@@ -44,9 +45,17 @@ function(roundpipe_test level)
   target_include_directories(${target} PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/${level})
   roundpipe_warnings(${target})
   target_compile_options(${target} PRIVATE -Wno-missing-field-initializers)  # tests set what they are about
-  target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)  # what is tested is compiled in its library
+  set(optimized "-O0")
+  if(arg_COMPUTES)
+    set(optimized "-O1")
+  endif()
+  target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:${optimized}>)
   if(arg_USES_TORCH)
-    roundpipe_precompiled_torch(${target})
+    if(arg_COMPUTES)
+      roundpipe_precompiled_torch(${target})
+    else()
+      roundpipe_precompiled_torch(${target} FOR_TESTS)
+    endif()
     set_target_properties(${target} PROPERTIES BUILD_RPATH ${TORCH_DIR}/lib)
   endif()
   if(arg_UNITY)
@@ -77,17 +86,24 @@ function(roundpipe_warnings target)
   endif()
 endfunction()
 
-# torch's headers cost more than our code: the lowest level that uses torch compiles them once, and every library, test
-# and benchmark above it uses the result.
+# torch's headers cost more than our code: the lowest level that uses torch compiles them once, and every library,
+# benchmark and test that computes above it uses the result. FOR_TESTS: those of that level do so for the other tests,
+# which are compiled with other options.
 function(roundpipe_precompiled_torch target)
   # One precompiled header serves only sources that are compiled alike, so executables are compiled like libraries.
   set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
   target_compile_options(${target} PRIVATE -fPIC)
-  if(target STREQUAL roundpipe_device)
-    target_precompile_headers(${target} PRIVATE <ATen/ATen.h> <torch/csrc/autograd/custom_function.h>
-                              <torch/csrc/autograd/engine.h> <memory> <mutex> <string> <vector>)
+  set(headers <ATen/ATen.h> <torch/csrc/autograd/custom_function.h> <torch/csrc/autograd/engine.h> <memory> <mutex>
+              <string> <vector>)
+  set(owner roundpipe_device)
+  if("FOR_TESTS" IN_LIST ARGN)
+    set(owner device_test)
+    list(APPEND headers <torch/library.h>)
+  endif()
+  if(target STREQUAL owner)
+    target_precompile_headers(${target} PRIVATE ${headers})
   else()
-    target_precompile_headers(${target} REUSE_FROM roundpipe_device)
+    target_precompile_headers(${target} REUSE_FROM ${owner})
   endif()
 endfunction()
 

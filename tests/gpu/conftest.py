@@ -75,7 +75,10 @@ def quick(one_torch_thread: None) -> None:
     """Small models are quick."""
 
 
-@pytest.fixture(params=["virtual", "card"])
+VIRTUAL = pytest.mark.long  # `make test` runs the cards' on the test card
+
+
+@pytest.fixture(params=[pytest.param("virtual", marks=VIRTUAL), "card"])
 def target(request: pytest.FixtureRequest) -> Iterator[Target]:
     """For cases that make pools of their own."""
     target = make_target(request.param)
@@ -84,7 +87,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
     roundpipe.devices("virtual:1")  # takes caps back
 
 
-@pytest.fixture(params=["virtual-2", "card-1", "card-2", "card-4", "cards-2"])
+@pytest.fixture(params=[pytest.param("virtual-2", marks=VIRTUAL), "card-1", "card-2", "card-4", "cards-2"])
 def pool(request: pytest.FixtureRequest) -> Iterator[roundpipe.DevicePool]:
     """Two virtual devices; one worker on the first card, several that share it, and one on each of two cards."""
     kind, _, workers = request.param.partition("-")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 import roundpipe
+from programs import ProgramRunner
+from robustness import script_environment
 from torch_threads import one_torch_thread as one_torch_thread
 
 
@@ -12,6 +16,12 @@ from torch_threads import one_torch_thread as one_torch_thread
 def pool_of_a_file() -> None:
     """A file's tests begin with this pool, not with what the file before it has left: a cap on memory, for example."""
     roundpipe.devices("virtual:2")
+
+
+@pytest.fixture(scope="session")
+def runner() -> Iterator[ProgramRunner]:
+    with ProgramRunner(script_environment()) as made:
+        yield made
 
 
 @pytest.fixture

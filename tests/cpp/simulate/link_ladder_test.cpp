@@ -30,9 +30,10 @@ double found_ms(const Case& of, const SearchOptions& options) {
 }  // namespace
 
 TEST_CASE("link search: each limit, loosened in two steps, never gives a slower plan") {
-  std::vector<std::string> names = {"07-experts", "10-unequal", "qwen3-1.7b",  // the short form's
-                                    "29-head",    "08-giant",   "09-head",    "21-uneven", "43-giant", "llama3.1-8b"};
-  names.resize(static_cast<std::size_t>(rounds(3, static_cast<int>(names.size()))));
+  std::vector<std::string> names = {"07-experts",  // the short form's
+                                    "10-unequal", "qwen3-1.7b", "29-head",  "08-giant",
+                                    "09-head",    "21-uneven",  "43-giant", "llama3.1-8b"};
+  names.resize(static_cast<std::size_t>(rounds(1, static_cast<int>(names.size()))));
   for (const Case& of : plan_cases::named(names)) {
     CAPTURE(of.name);
     SearchOptions loose;

@@ -187,6 +187,7 @@ def test_a_package_without_its_engine_says_how_to_build_it(missing: tuple[str, .
     assert done.returncode == 1 and "the engine has not been built" in done.stderr and "make build" in done.stderr
 
 
+@pytest.mark.long
 def test_an_environment_of_another_python_s_packages_needs_no_package_index(tmp_path: Path) -> None:
     # Its torch is a name, and it has another package of our name.
     theirs, environment = tmp_path / "theirs", tmp_path / "environment"

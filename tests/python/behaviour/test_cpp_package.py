@@ -74,6 +74,7 @@ def trains(prefix: Path, build: Path, *options: str) -> None:
     assert "libpython" not in loaded and "libtorch_python" not in loaded
 
 
+@pytest.mark.long
 def test_an_application_with_a_torch_that_knows_no_python(prefix: Path, libtorch: Path, tmp_path: Path) -> None:
     trains(prefix, tmp_path, f"-DROUNDPIPE_TORCH_DIR={libtorch}")
     assert f"{libtorch}/lib/libtorch_cpu.so" in run("ldd", tmp_path / "application")

@@ -300,7 +300,7 @@ def check_long_run(steps: int, fault_every: int) -> None:
 
 
 def test_devices_keep_failing() -> None:
-    check_long_run(20, 4)
+    check_long_run(12, 4)
 
 
 @pytest.mark.long

@@ -7,9 +7,7 @@ and some `batches`.
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -88,19 +86,13 @@ GIVEN = (
 )
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[ProgramRunner]:
-    with ProgramRunner({**os.environ, "ROUNDPIPE_DEVICES": "virtual:2,debug"}) as runner:
-        yield runner
-
-
 @pytest.mark.parametrize(
     ("flag", "code"), [pytest.param(flag, code, id=name) for name, flag, code in EXAMPLES if flag != "no-run"]
 )
 def test_example_runs(flag: str, code: str, runner: ProgramRunner, tmp_path: Path) -> None:
     program = tmp_path / "example.py"
     program.write_text((GIVEN if flag == "with-model" else "") + code)
-    result = runner.run(program, cwd=tmp_path)
+    result = runner.run(program, cwd=tmp_path, ROUNDPIPE_DEVICES="virtual:2,debug")
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     assert "eval mode" not in result.stderr, "an example trains without dropout"
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,14 +13,11 @@ from programs import ProgramRunner
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[ProgramRunner]:
-    with ProgramRunner({**os.environ, "ROUNDPIPE_DEVICES": "virtual:2,threads=1"}) as runner:
-        yield runner
+DEVICES = "virtual:2,threads=1"
 
 
 def test_language_model(runner: ProgramRunner, tmp_path: Path) -> None:
-    result = runner.run(EXAMPLES / "language_model.py", "--epochs", "20", "--out", tmp_path)
+    result = runner.run(EXAMPLES / "language_model.py", "--epochs", "20", "--out", tmp_path, ROUNDPIPE_DEVICES=DEVICES)
     assert result.returncode == 0, result.stderr
     losses = [float(loss) for loss in re.findall(r"epoch \d+  loss ([\d.]+)", result.stdout)]
     # A guess among the six colours, as the one word of five that is not always the same, costs 1.79 / 5.
@@ -33,7 +28,9 @@ def test_language_model(runner: ProgramRunner, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_image_classifier(runner: ProgramRunner) -> None:
-    result = runner.run(EXAMPLES / "image_classifier.py", "--epochs", "2", "--pictures", "600")
+    result = runner.run(
+        EXAMPLES / "image_classifier.py", "--epochs", "2", "--pictures", "600", ROUNDPIPE_DEVICES=DEVICES
+    )
     assert result.returncode == 0, result.stderr
     losses = [float(loss) for loss in re.findall(r"epoch \d  loss ([\d.]+)", result.stdout)]
     assert len(losses) == 2 and losses[-1] < losses[0] < 2.08  # log 8: a guess

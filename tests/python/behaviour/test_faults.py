@@ -12,6 +12,7 @@ import torch
 import roundpipe
 from robustness import Faulty, assert_same, faulty_model, pipe_of, sgd_step, squared_error, state_of
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeError, RoundPipeRunConfig
+from sweeps import sweep
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -90,10 +91,9 @@ def expect_error(attempt: Callable[[], Any], error: BaseException, line: str) ->
     assert line in "".join(traceback.format_exception(raised.value)), "the traceback does not show the failing line"
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3, 4])
-@pytest.mark.parametrize("where", list(FAULTS))
-@call_styles
-def test_error_in_a_layer(where: str, devices: int, call: Call) -> None:
+@sweep("where, devices, style", FAULTS, [1, 2, 3, 4], CALLS)
+def test_error_in_a_layer(where: str, devices: int, style: str) -> None:
+    call = CALLS[style]
     error = FAULTS[where]
     pipe, faulty = make(devices)
 

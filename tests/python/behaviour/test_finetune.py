@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,8 +17,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import roundpipe
 from programs import ProgramRunner
+from robustness import script_environment
 from roundpipe.data.chat import load_chat
 from roundpipe.data.samples import IGNORED
 from tiny_chat import byte_tokenizer, chat_file, model_folder
@@ -28,14 +26,9 @@ from tiny_chat import byte_tokenizer, chat_file, model_folder
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 PROGRAM = EXAMPLES / "finetune.py"
 SIGNALLED = Path(__file__).resolve().parents[1] / "support" / "signalled.py"
+DEVICES = "virtual:2"
 SIZES = ("--batch-tokens", "512", "--max-length", "128")
 LOSSES = re.compile(r"held-out loss (before|after) ([\d.]+)")
-
-
-def environment() -> dict[str, str]:
-    package = Path(roundpipe.__file__).resolve().parents[1]
-    paths = [path for path in (os.environ.get("PYTHONPATH"), str(package)) if path]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "ROUNDPIPE_DEVICES": "virtual:2"}
 
 
 class Run(Protocol):
@@ -44,20 +37,14 @@ class Run(Protocol):
     def __call__(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]: ...
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[ProgramRunner]:
-    with ProgramRunner(environment()) as made:
-        yield made
-
-
 @pytest.fixture
 def run(runner: ProgramRunner) -> Run:
-    return functools.partial(runner.run, PROGRAM)
+    return functools.partial(runner.run, PROGRAM, ROUNDPIPE_DEVICES=DEVICES)
 
 
 @pytest.fixture
 def signalled(runner: ProgramRunner) -> Run:
-    return functools.partial(runner.run, SIGNALLED)
+    return functools.partial(runner.run, SIGNALLED, ROUNDPIPE_DEVICES=DEVICES)
 
 
 def losses(output: str) -> dict[str, float]:
@@ -162,6 +149,7 @@ def test_interrupted_run_saves(signalled: Run, base: Path, chat: Path, tmp_path:
     assert losses(result.stdout)["after"] == pytest.approx(loss, abs=1e-3)
 
 
+@pytest.mark.long
 def test_a_run_that_was_ended_resumes(run: Run, signalled: Run, base: Path, chat: Path, tmp_path: Path) -> None:
     whole, ended = tmp_path / "whole", tmp_path / "ended"
     options = ("--epochs", "2", "--lora", "4", "--held-out", "0", *SIZES)
@@ -203,7 +191,7 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install = [sys.executable, "-m", "ipykernel", "install", "--prefix", str(tmp_path), "--name", "of-this-test"]
     subprocess.run(install, check=True, capture_output=True)
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
-    for name, value in environment().items():
+    for name, value in (script_environment() | {"ROUNDPIPE_DEVICES": DEVICES}).items():
         monkeypatch.setenv(name, value)
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=None, kernel_name="of-this-test", resources=resources).execute()

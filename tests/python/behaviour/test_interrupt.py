@@ -71,7 +71,9 @@ def start(script: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("loop", [LOOP, FUSED], ids=["function", "fused"])
+@pytest.mark.parametrize(
+    "loop", [pytest.param(LOOP, id="function", marks=pytest.mark.long), pytest.param(FUSED, id="fused")]
+)
 def test_ctrl_c_ends_a_script(loop: str) -> None:
     process = start(loop + "print('ready', flush=True)\ntrain()\n")
     try:
@@ -86,7 +88,9 @@ def test_ctrl_c_ends_a_script(loop: str) -> None:
         process.kill()
 
 
-@pytest.mark.parametrize("loop", [LOOP, FUSED], ids=["function", "fused"])
+@pytest.mark.parametrize(
+    "loop", [pytest.param(LOOP, id="function", marks=pytest.mark.long), pytest.param(FUSED, id="fused")]
+)
 def test_ctrl_c_again_and_again_in_one_script(loop: str) -> None:
     script = loop + textwrap.dedent(
         """

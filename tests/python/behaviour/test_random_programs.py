@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +51,6 @@ processes = st.fixed_dictionaries(
         "ending": st.sampled_from(list(ENDINGS)),
     }
 )
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[ProgramRunner]:
-    with ProgramRunner({**os.environ, "PYTHONPATH": str(PROGRAM.parent), "OMP_NUM_THREADS": "1"}) as made:
-        yield made
 
 
 def check(runner: ProgramRunner, process: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
+from sweeps import mostly_long
 from trainer_runs import accelerate_epoch
 
 accelerate = pytest.importorskip("accelerate")
@@ -75,7 +76,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", mostly_long(SETTINGS, "bf16", "accumulated"))
 def test_trainer_trains_the_same_bits(setting: str, tmp_path: Path) -> None:
     plain, ours = make_model(), make_model()
     expected = train(plain, tmp_path, **SETTINGS[setting])
@@ -85,7 +86,7 @@ def test_trainer_trains_the_same_bits(setting: str, tmp_path: Path) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("devices", mostly_long([1, 2, 4], 2))
 def test_trainer_with_microbatches(devices: int, tmp_path: Path) -> None:
     roundpipe.devices(f"virtual:{devices}")
     expected = train(make_model(), tmp_path)
@@ -94,7 +95,7 @@ def test_trainer_with_microbatches(devices: int, tmp_path: Path) -> None:
         assert b == pytest.approx(a, rel=1e-4)
 
 
-@pytest.mark.parametrize("setting", ["fp32", "bf16", "accumulated"])
+@pytest.mark.parametrize("setting", mostly_long(["fp32", "bf16", "accumulated"], "accumulated"))
 def test_trainer_with_a_fused_optimizer(setting: str, tmp_path: Path) -> None:
     plain, model = make_model(), wrapped(make_model(), 1)
     expected = train(plain, tmp_path, torch.optim.AdamW(plain.parameters(), lr=1e-3), **SETTINGS[setting])

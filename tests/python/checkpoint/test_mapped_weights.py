@@ -19,6 +19,7 @@ import roundpipe
 from causal_models import build, padded_batch
 from robustness import give_free_memory_back
 from roundpipe import RoundPipeRunConfig, _core, optim
+from sweeps import mostly_long
 from tiny_chat import tiny_llama
 
 BATCH = padded_batch()
@@ -69,7 +70,7 @@ def mapped(model: Any) -> dict[str, torch.Tensor]:
     return {name: p for name, p in model._original_model.named_parameters() if _core.is_mapped(p)}
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("name", mostly_long(["llama", "gemma2", "gpt2", "deepseek_v3"], "gemma2", "gpt2"))
 def test_bits_of_weights_in_memory(name: str, tmp_path: Path) -> None:
     build(name).save_pretrained(tmp_path / "base", max_shard_size="40KB")
     mine, theirs = load(tmp_path / "base", "mmap"), load(tmp_path / "base", "memory")

@@ -600,7 +600,8 @@ def last_records(folder: Path) -> dict[tuple[str, int], Any]:
     return found
 
 
-@pytest.mark.parametrize("stops", ["at once", pytest.param("after its step", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("stops", ["at once", "after its step"])
 def test_a_resumed_run_is_the_same_run(
     stops: str,
     tmp_path: Path,

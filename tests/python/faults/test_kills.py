@@ -15,6 +15,7 @@ import roundpipe
 from killed_training import FAULT_AT, Life, Lives, Request
 from robustness import script_environment
 from roundpipe.runs.show import problems_of
+from sweeps import mostly_long
 
 LONGEST_DELAY_S, LONGEST_BEGINNING_S = 0.01, 0.2
 # What a life that follows a killed one says of what it finds.
@@ -49,7 +50,7 @@ def killed(lives: Lives, request: Request, chance: random.Random) -> Life:
     return life
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [4, pytest.param(200, marks=pytest.mark.long)])
 def test_kills_at_random_moments(kills: int, lives: Lives, tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     chance = random.Random(seed)
@@ -101,7 +102,7 @@ def test_a_run_that_is_asked_to_end_saves_first(lives: Lives, tmp_path: Path) ->
     assert again.errors == ""
 
 
-@pytest.mark.parametrize("fault", ["full", "read-only"])
+@pytest.mark.parametrize("fault", mostly_long(["full", "read-only"], "full"))
 def test_a_disk_that_takes_nothing(fault: str, lives: Lives, tmp_path: Path) -> None:
     life = lives.undisturbed(Request(str(tmp_path / "run"), 7, fault))
     assert life.status == 0, life

@@ -33,7 +33,7 @@ def run_plain(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[Any, dict[
     return outputs, gradients(model)
 
 
-@sweep("name, grain, batch", ALL, ["stage", "layer"], BATCHES)
+@sweep("name, grain, batch", ALL, ["stage", "layer"], BATCHES, together=1)
 def test_bits_of_the_plain_model(name: str, grain: Any, batch: str) -> None:
     model = build(name)
     inputs = BATCHES[batch]()

@@ -36,8 +36,7 @@ def run_plain(model: torch.nn.Module, batch: dict[str, Any]) -> tuple[torch.Tens
     return loss.detach(), gradients(model)
 
 
-@pytest.mark.parametrize("grain", ["stage", "layer"])
-@pytest.mark.parametrize("name", WITH_LOSS)
+@sweep("name, grain", WITH_LOSS, ["stage", "layer"], ids=str, together=1)
 def test_bits_of_the_plain_model(name: str, grain: Any) -> None:
     make, batch = WITH_LOSS[name]
     model = build(make)

@@ -15,6 +15,7 @@ from causal_models import VOCABULARY, build, padded_batch, tokens
 from gradients import check_gradients, gradients
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.following.lazy_logits import LazyLogits
+from sweeps import sweep
 
 CHUNKED = {"loss_chunk_tokens": 4, "mlp_chunk_tokens": 3}
 
@@ -38,8 +39,7 @@ def check_batch(name: str, batch: dict[str, Any], microbatches: int, **options: 
 uneven = st.lists(st.integers(0, 8), min_size=2, max_size=6).filter(any)
 
 
-@pytest.mark.parametrize("name", ["llama", "bart"])
-@pytest.mark.parametrize("options", [{}, CHUNKED], ids=["plain", "chunked"])
+@sweep("name, options", ["llama", "bart"], [{}, CHUNKED], ids=str, together=1)
 @settings(max_examples=settings.default.max_examples // 5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(counts=uneven, data=st.data())
 def test_rows_with_very_uneven_label_counts(name: str, options: Any, counts: list[int], data: Any) -> None:
@@ -53,8 +53,12 @@ def test_rows_with_very_uneven_label_counts(name: str, options: Any, counts: lis
     check_batch(name, batch, data.draw(st.integers(1, len(counts))), **options)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "cohere2", "granite", "qwen2_moe", "phi", "opt"])
-@pytest.mark.parametrize("microbatches", [1, 3])
+@sweep(
+    "name, microbatches",
+    ["llama", "gpt2", "gemma2", "cohere2", "granite", "qwen2_moe", "phi", "opt"],
+    [1, 3],
+    together=1,
+)
 def test_in_chunks(name: str, microbatches: int) -> None:
     check_batch(name, padded_batch(rows=5), microbatches, **CHUNKED)
 

@@ -17,7 +17,7 @@ from torch import nn
 import roundpipe
 import roundpipe.memory.step
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
-from sweeps import sweep
+from sweeps import mostly_long, sweep
 
 WIDTH = 128
 LAYERS = 6
@@ -194,7 +194,8 @@ def inferred(pipe: RoundPipe, batch: torch.Tensor) -> None:
 CALLS = {"forward_backward": fused, "submit": submitted, "backward": trained, "inference": inferred}
 
 
-@sweep("call, devices", CALLS, [1, 2], together=1)
+@pytest.mark.parametrize("devices", mostly_long([1, 2], 2))
+@pytest.mark.parametrize("call", mostly_long(CALLS, "submit", "backward"))
 def test_the_smallest_change_that_would_fit_fits(call: str, devices: int) -> None:
     pool = roundpipe.devices(f"virtual:{devices},memory=12MiB")
     pipe = chain()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch import nn
 import roundpipe
 from programs import ProgramRunner
 from reference_loops import use_devices
-from robustness import script_environment
 from roundpipe import RoundPipe
 
 
@@ -210,12 +208,11 @@ assert not torch.equal(model.state_dict()["0.weight"], before)
 """
 
 
-def test_settings_that_updates_cannot_be_made_with(tmp_path: Path) -> None:
+def test_settings_that_updates_cannot_be_made_with(runner: ProgramRunner, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(BAD_SETTINGS)
     settings = {"ROUNDPIPE_OPTIM_THREADS": "auto", "ROUNDPIPE_OPTIM_PIN": "yes", "ROUNDPIPE_OPTIM_ISA": "sse9"}
-    with ProgramRunner({**os.environ, **script_environment()}) as runner:
-        for variable, value in settings.items():
-            run = runner.run(program, variable, value)
-            assert (run.returncode, run.stderr) == (0, ""), variable
-            assert run.stdout.startswith(f"[{variable}] got ")
+    for variable, value in settings.items():
+        run = runner.run(program, variable, value)
+        assert (run.returncode, run.stderr) == (0, ""), variable
+        assert run.stdout.startswith(f"[{variable}] got ")

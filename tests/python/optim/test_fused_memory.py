@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from process_memory import report_of
-from sweeps import sweep
+from sweeps import mostly_long
 
 WIDTH, LAYERS = 2048, 10  # 42 M parameters
 
@@ -22,7 +22,8 @@ def run(moments: str, mode: str) -> dict[str, Any]:
 BYTES_EACH = {"float32": 14.0, "8bit": 8.05}  # of a parameter, by the kind of moments
 
 
-@sweep("moments, mode", BYTES_EACH, ["async", "sync"], together=1)
+@pytest.mark.parametrize("mode", mostly_long(["async", "sync"], "async"))
+@pytest.mark.parametrize("moments", mostly_long(BYTES_EACH, "8bit"))
 def test_bytes_a_parameter(moments: str, mode: str) -> None:
     bytes_each = BYTES_EACH[moments]
     measured = run(moments, mode)

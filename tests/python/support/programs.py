@@ -16,8 +16,8 @@ from pathlib import Path
 class ProgramRunner:
     """A process that has imported what programs import, and forks one for each program.
 
-    A program has its own arguments, working directory and end; it cannot change what was read at import. Use as a
-    context manager.
+    A program has its own arguments, working directory, environment and end; it cannot change what was read at import.
+    Use as a context manager; the fixture `runner` is one for all files.
 
     Args:
         environment: of the process, and so of the programs.
@@ -35,13 +35,15 @@ class ProgramRunner:
         self._process.kill()
         self._process.communicate()
 
-    def run(self, program: Path, *arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """As `python program arguments...` in `cwd`, with what it printed as text."""
+    def run(
+        self, program: Path, *arguments: str | Path, cwd: Path | None = None, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """As `environment... python program arguments...` in `cwd`, with what it printed as text."""
         assert self._process.stdin is not None and self._process.stdout is not None
         command = [str(program), *map(str, arguments)]
         with tempfile.TemporaryDirectory() as folder:
             paths = [os.path.join(folder, name) for name in ("stdout", "stderr")]
-            self._process.stdin.write(json.dumps([command, str(cwd or Path.cwd()), *paths]) + "\n")
+            self._process.stdin.write(json.dumps([command, str(cwd or Path.cwd()), environment, *paths]) + "\n")
             self._process.stdin.flush()
             status = int(self._process.stdout.readline())
             return subprocess.CompletedProcess(command, status, *(Path(path).read_text() for path in paths))
@@ -64,13 +66,14 @@ def serve() -> None:
 
     gc.freeze()  # a fork that goes through all of them as it ends copies the memory that they are in
     for line in sys.stdin:
-        command, cwd, stdout, stderr = json.loads(line)
+        command, cwd, environment, stdout, stderr = json.loads(line)
         child = os.fork()
         if child == 0:
             redirect(os.devnull, 0)
             redirect(stdout, 1)
             redirect(stderr, 2)
             os.chdir(cwd)
+            os.environ.update(environment)
             sys.argv = command
             sys.path[0] = str(Path(command[0]).parent)
             runpy.run_path(command[0], run_name="__main__")

@@ -29,6 +29,11 @@ def sweep(
     return pytest.mark.parametrize(names, cases, ids=ids)
 
 
+def mostly_long(values: Iterable[Any], *few: Any) -> list[Any]:
+    """`values` for a test's parameter, of which all but `few` are marked `long`."""
+    return [pytest.param(value, marks=() if value in few else pytest.mark.long) for value in values]
+
+
 def covering(sizes: list[int], together: int) -> set[tuple[int, ...]]:
     """A few cases, one index for each axis, in which any `together` axes have every combination of their values."""
     groups = list(itertools.combinations(range(len(sizes)), min(together, len(sizes))))

@@ -15,6 +15,7 @@ from roundpipe.planning.machine import Machine
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.dry_run import dry_run
 from roundpipe.train.model import lora_of
+from sweeps import mostly_long
 from tiny_chat import chat_file, model_folder, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -74,7 +75,7 @@ def test_checkpoints_on_the_disk(said: Callable[..., Any]) -> None:
     assert "2 x " in few["disk"] and "5 x " in many["disk"]
 
 
-@pytest.mark.parametrize("values", [{"lora": True}, {"dora": True, "lora_rank": 3}])
+@pytest.mark.parametrize("values", mostly_long([{"lora": True}, {"dora": True, "lora_rank": 3}], {"lora": True}))
 def test_adapters_are_those_of_a_run(values: dict[str, Any], said: Callable[..., Any], tmp_path: Path) -> None:
     for targets in (None, ["q_proj", "down_proj"]):
         config = TrainConfig(**values, lora_targets=targets)
