@@ -63,8 +63,8 @@ nn::Sequential linears(int count, int64_t width) {
 constexpr int64_t kBlockWidth = 96;
 
 // A residual MLP; over the features of the batch or, which writes buffers, over its rows.
-struct BlockImpl : nn::Cloneable<BlockImpl> {
-  explicit BlockImpl(bool batch_norm_ = false, double dropout_ = 0) : batch_norm(batch_norm_), dropout(dropout_) {
+struct WideBlockImpl : nn::Cloneable<WideBlockImpl> {
+  explicit WideBlockImpl(bool batch_norm_ = false, double dropout_ = 0) : batch_norm(batch_norm_), dropout(dropout_) {
     reset();
   }
   void reset() override {
@@ -84,7 +84,7 @@ struct BlockImpl : nn::Cloneable<BlockImpl> {
   nn::Linear up{nullptr}, down{nullptr};
   nn::Dropout drop{nullptr};
 };
-TORCH_MODULE(Block);
+TORCH_MODULE(WideBlock);
 
 constexpr int kBlocks = 4;
 constexpr int64_t kBlockRows = 3 * 128;
@@ -95,7 +95,7 @@ struct Trained {
 };
 
 // Four asynchronous steps over blocks that are one stage, or one stage each.
-Trained train_blocks(const std::string& pool, const std::function<Block()>& make, bool whole) {
+Trained train_blocks(const std::string& pool, const std::function<WideBlock()>& make, bool whole) {
   set_devices(pool);
   at::manual_seed(1);
   nn::Sequential layers;
@@ -193,8 +193,8 @@ TEST_SUITE("memory of devices") {
   }
 
   TEST_CASE("a stage that does not fit runs layer by layer with the same bits, and the user is told once") {
-    const std::vector<std::function<Block()>> kinds = {[] { return Block(); }, [] { return Block(true); },
-                                                       [] { return Block(false, 0.2); }};
+    const std::vector<std::function<WideBlock()>> kinds = {[] { return WideBlock(); }, [] { return WideBlock(true); },
+                                                           [] { return WideBlock(false, 0.2); }};
     for (const auto& make : kinds) {
       for (const int count : {1, 2}) {
         const Trained ample = train_blocks(concat("virtual:", count), make, /*whole=*/true);
@@ -242,7 +242,7 @@ TEST_SUITE("predicted memory") {
         set_devices("virtual:1");
         at::manual_seed(3);
         nn::Sequential layers;
-        for (int l = 0; l < kBlocks; ++l) layers->push_back(Block(batch_norm));
+        for (int l = 0; l < kBlocks; ++l) layers->push_back(WideBlock(batch_norm));
         Model model(layers);
         Optimizer optimizer(model, torch::optim::SGDOptions(1e-4));
         model.run_options().microbatches = microbatches;

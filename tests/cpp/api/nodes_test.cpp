@@ -15,18 +15,18 @@ using namespace roundpipe::support;
 
 namespace {
 
-struct Kind {
+struct NodeKind {
   std::string name;
   bool asynchronous = true;
   std::optional<double> max_grad_norm = std::nullopt;
   int without_rows = -1;  // a node that has no batch in the second step
 };
-const std::vector<Kind> kKinds = {{"asynchronous"},
-                                  {"synchronous", false},
-                                  {"clipping", true, 0.5},
-                                  {"clipping synchronously", false, 0.5},
-                                  {"a node without rows", true, std::nullopt, 1}};
-constexpr int kSteps = 3;
+const std::vector<NodeKind> kNodeKinds = {{"asynchronous"},
+                                          {"synchronous", false},
+                                          {"clipping", true, 0.5},
+                                          {"clipping synchronously", false, 0.5},
+                                          {"a node without rows", true, std::nullopt, 1}};
+constexpr int kNodeSteps = 3;
 
 torch::nn::Sequential made_net() {
   at::manual_seed(4);
@@ -38,7 +38,7 @@ uint64_t batch_number(int step, int node) { return static_cast<uint64_t>(100 * s
 
 // The weights after all steps, on one node of several. Nodes of one process share its devices, where a job may wait for
 // the weights of a step: so no call is made before all nodes' steps are over.
-std::vector<Tensor> train_node(const Kind& kind, const std::shared_ptr<cluster::Nodes>& nodes,
+std::vector<Tensor> train_node(const NodeKind& kind, const std::shared_ptr<cluster::Nodes>& nodes,
                                const torch::nn::Sequential& net, std::barrier<>& all_here) {
   ModelOptions options;
   options.run.microbatches = 2;
@@ -46,7 +46,7 @@ std::vector<Tensor> train_node(const Kind& kind, const std::shared_ptr<cluster::
   OptimizerFormat format;
   format.nodes = nodes;
   Optimizer optimizer(model, PlainTraining::rule(), {}, format);
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kNodeSteps; ++step) {
     if (step != 1 || nodes->rank() != kind.without_rows) {
       const Sample batch = sample(batch_number(step, nodes->rank()));
       model.forward_backward(batch.inputs, batch.labels, squared_error);
@@ -60,11 +60,11 @@ std::vector<Tensor> train_node(const Kind& kind, const std::shared_ptr<cluster::
 
 // The same by a plain loop over all nodes' batches: gradients of each node's microbatches in order, then those of the
 // nodes in order, then the mean.
-std::vector<Tensor> train_plain(const Kind& kind, int nodes) {
+std::vector<Tensor> train_plain(const NodeKind& kind, int nodes) {
   torch::nn::Sequential net = made_net();
   torch::optim::SGD sgd(net->parameters(), PlainTraining::rule());
   std::vector<Tensor> late;  // what an asynchronous call reads
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kNodeSteps; ++step) {
     const std::vector<Tensor> newest = copies_of(net->parameters());
     if (kind.asynchronous && !late.empty()) {
       const at::NoGradGuard no_grad;
@@ -134,7 +134,7 @@ TEST_SUITE("several nodes") {
   TEST_CASE("nodes that share a training end with the weights of a plain loop over all their batches") {
     set_devices("virtual:2");
     for (const int count : {2, 3}) {
-      for (const Kind& kind : kKinds) {
+      for (const NodeKind& kind : kNodeKinds) {
         CAPTURE(kind.name);
         const auto nodes = made_nodes(count);
         std::vector<torch::nn::Sequential> nets;

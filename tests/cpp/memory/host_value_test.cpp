@@ -11,7 +11,7 @@ using roundpipe::device::Piece;
 
 namespace {
 
-uintptr_t place_of(const at::Tensor& tensor) {
+uintptr_t address_of(const at::Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % static_cast<uintptr_t>(kKept_bytes);
 }
 
@@ -43,7 +43,7 @@ TEST_CASE("host value: values, shape, dtype, strides and place survive the trip"
     CHECK((back.scalar_type() == tensor.scalar_type()));
     CHECK(back.strides() == tensor.strides());
     CHECK(at::equal(back, tensor));
-    CHECK(place_of(back) == place_of(tensor));
+    CHECK(address_of(back) == address_of(tensor));
     CHECK(host_bytes == static_cast<int64_t>(tensor.nbytes()));
   }
 }
@@ -69,7 +69,7 @@ TEST_CASE("host value: of the caller's tensors only the values are read") {
   for (const HostValuePtr& value : {copy_to_host(half, false, false), refer_to_host(half, false)}) {
     CHECK(at::equal(value->data, half));
     CHECK(value->data.strides() == half.strides());
-    CHECK(place_of(value->data) == place_of(half));
+    CHECK(address_of(value->data) == address_of(half));
     CHECK(flat_span(value->data).sum().item<int64_t>() == half.sum().item<int64_t>());
   }
   const at::Tensor third = base.slice(1, 0, 10, 3);

@@ -17,7 +17,7 @@ NAMES = sorted(
     for path in [*BENCH.glob("*.py"), *BENCH.glob("gpu/*.py")]
     if path.stem != "kit"
 )
-IN_EVERY_RUN = {"chunked_loss", "gpu/link"}
+IN_EVERY_RUN = {"gpu/link"}
 
 
 @pytest.mark.parametrize(

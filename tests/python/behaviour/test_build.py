@@ -139,6 +139,7 @@ def test_packages_are_installed_with_few_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("cmake", path=str(Path(sys.executable).parent)) is None, reason="cmake is not here")
+@pytest.mark.long
 def test_a_build_folder_keeps_its_commands_when_tests_and_ccache_come(tmp_path: Path, tools: str) -> None:
     build = tmp_path / "build"
     first = configure(build, tools)

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from language_program import make_folder
 from roundpipe.data.packing import pack
+from sweeps import mostly_long
 from token_files import write_tokens
 
 PROGRAM = Path(__file__).resolve().parents[3] / "build" / "release" / "programs" / "train" / "roundpipe-train"
@@ -255,7 +256,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", mostly_long(REFUSED, *list(REFUSED)[::3]))
 def test_refused(name: str, train: Train, tmp_path: Path) -> None:
     options, message = REFUSED[name]
     done = train(**options)

@@ -26,6 +26,13 @@ CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 TRANSLATIONS = sorted((ROOT / "docs" / "zh").glob("*.md"))
 
 
+# Examples that take a second or more, which `make test-all` runs.
+LONG = (
+    *("docs/tutorial-chat.md", "docs/tutorial-images.md", "docs/trainer.md", "docs/lora.md", "docs/memory.md"),
+    "docs/following.md",
+)
+
+
 def examples() -> list[tuple[str, str, str]]:
     """(id, flag, code) of every block; the code starts on its own line of the page, so tracebacks point there."""
     found = []
@@ -87,7 +94,12 @@ GIVEN = (
 
 
 @pytest.mark.parametrize(
-    ("flag", "code"), [pytest.param(flag, code, id=name) for name, flag, code in EXAMPLES if flag != "no-run"]
+    ("flag", "code"),
+    [
+        pytest.param(flag, code, id=name, marks=pytest.mark.long if name.startswith(LONG) else ())
+        for name, flag, code in EXAMPLES
+        if flag != "no-run"
+    ],
 )
 def test_example_runs(flag: str, code: str, runner: ProgramRunner, tmp_path: Path) -> None:
     program = tmp_path / "example.py"

@@ -11,6 +11,7 @@ import pytest
 
 from exit_programs import ENDINGS, FORKS, MODELS, SETUP, Program
 from robustness import script_environment
+from sweeps import mostly_long
 
 # Whether a device's thread drops the model last depends on chance, so this is tried some times.
 HELD_BY_ITS_LOSS = """
@@ -24,6 +25,12 @@ train()
 PROGRAMS = {**ENDINGS, **FORKS}
 PROGRAMS |= {f"with a model that its loss function holds, {time} of 4": Program(HELD_BY_ITS_LOSS) for time in range(4)}
 FORKS_FIRST = "a child that was made before"
+# What takes longest, and times beyond the second.
+LONG = {
+    *("a child that drops everything", "children all the time", "a child of a child", FORKS_FIRST),
+    *("a child made in a layer", "workers of a DataLoader in the middle of calls"),
+    *(name for name in PROGRAMS if name.endswith(("2 of 4", "3 of 4"))),
+}
 
 DEVICES = (2, *(pytest.param(devices, marks=pytest.mark.long) for devices in (1, 4)))
 
@@ -75,9 +82,12 @@ def script(name: str, devices: int) -> str:
 
 @pytest.fixture(scope="module", params=DEVICES, ids=lambda devices: f"{devices} devices")
 def results(request: pytest.FixtureRequest) -> dict[str, list[object]]:
+    """Of the programs whose tests run."""
+    wanted = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    names = [item.callspec.params["name"] for item in wanted if item.callspec.params["results"] == request.param]
     process = subprocess.run(
         [sys.executable, "-c", FORKING],
-        input=json.dumps({name: script(name, request.param) for name in PROGRAMS}),
+        input=json.dumps({name: script(name, request.param) for name in names}),
         env=script_environment(),
         capture_output=True,
         text=True,
@@ -86,7 +96,7 @@ def results(request: pytest.FixtureRequest) -> dict[str, list[object]]:
     return dict(json.loads(process.stdout))
 
 
-@pytest.mark.parametrize("name", list(PROGRAMS))
+@pytest.mark.parametrize("name", mostly_long(PROGRAMS, *(PROGRAMS.keys() - LONG)))
 def test_a_process_ends_cleanly(name: str, results: dict[str, list[object]]) -> None:
     code, errors = results[name]
     assert isinstance(errors, str)

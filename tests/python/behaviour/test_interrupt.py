@@ -21,6 +21,7 @@ import roundpipe
 from robustness import ReferenceLoop, assert_same, pipe_of, script_environment, sgd_step, squared_error
 from roundpipe import RoundPipe
 from roundpipe.step.update import uninterrupted
+from sweeps import mostly_long
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -149,7 +150,11 @@ def train_until_interrupted(pipe: RoundPipe, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["forward", "backward", "forward_backward", "step", "asynchronous step", "synchronize"]
+    "what",
+    mostly_long(
+        ["forward", "backward", "forward_backward", "step", "asynchronous step", "synchronize"],
+        *("forward_backward", "asynchronous step", "synchronize"),
+    ),
 )
 def test_a_model_is_usable_after_an_interrupt(what: str) -> None:
     roundpipe.devices("virtual:2")

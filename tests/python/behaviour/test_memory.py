@@ -143,7 +143,7 @@ def assert_no_growth(after: dict[str, Any], before: dict[str, Any], slot_bytes: 
     assert all(after[what] <= before[what] for what in before), (after, before)
 
 
-@pytest.mark.parametrize("steps", [200, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("style", ["forward_backward", pytest.param("forward and backward", marks=pytest.mark.long)])
 def test_nothing_grows_with_the_steps(style: str, steps: int) -> None:
     roundpipe.devices("virtual:2,memory=16MiB")
@@ -179,6 +179,7 @@ def test_nothing_grows_with_the_steps(style: str, steps: int) -> None:
     assert grown < 4 << 20
 
 
+@pytest.mark.long
 def test_failing_calls_do_not_pile_up() -> None:
     roundpipe.devices("virtual:2,memory=16MiB")
     fail = [False]
@@ -208,6 +209,7 @@ def test_failing_calls_do_not_pile_up() -> None:
 # --- models that come and go ---
 
 
+@pytest.mark.long
 def test_redefining_a_model_frees_the_old_one() -> None:
     roundpipe.devices("virtual:2,memory=64MiB")
     value = torch.randn(8, 256)
@@ -307,7 +309,7 @@ def test_changing_devices_between_calls_changes_nothing() -> None:
 # --- the host's memory ---
 
 
-@pytest.mark.parametrize(("layers", "width"), [(6, 512), (400, 24)])
+@pytest.mark.parametrize(("layers", "width"), [(6, 512), pytest.param(400, 24, marks=pytest.mark.long)])
 def test_the_host_arena_holds_little_more_than_the_models(layers: int, width: int) -> None:
     roundpipe.devices("virtual:2")
     gc.collect()

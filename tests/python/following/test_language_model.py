@@ -15,7 +15,7 @@ from causal_models import ALL, BATCHES, WITH_PRESET, build, padded_batch, tokens
 from gradients import check_gradients, gradients
 from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.following.parts import After, Before, OwnLayer
-from sweeps import sweep
+from sweeps import mostly_long, sweep
 
 ONE = RoundPipeRunConfig(num_microbatch=1)
 
@@ -45,7 +45,7 @@ def test_bits_of_the_plain_model(name: str, grain: Any, batch: str) -> None:
     check_gradients(gradients(model), theirs, exact=True)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", mostly_long(ALL, *list(ALL)[::2]))
 def test_many_devices_and_microbatches(name: str) -> None:
     model = build(name)
     reference = copy.deepcopy(model)
@@ -61,7 +61,7 @@ def test_many_devices_and_microbatches(name: str) -> None:
     check_gradients(gradients(model), theirs, exact=False)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", mostly_long(ALL, *list(ALL)[1::2]))
 def test_outputs_and_their_graph(name: str) -> None:
     model = build(name)
     batch = padded_batch()

@@ -13,6 +13,7 @@ from roundpipe.machine.meter import measure
 from roundpipe.planning.machine import load
 
 
+@pytest.mark.long
 def test_links_with_caps_and_a_cap_of_memory() -> None:
     said: list[str] = []
     machine = measure(

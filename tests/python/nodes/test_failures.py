@@ -23,7 +23,8 @@ def errors_of_others(ended: list[Node], silent: int) -> list[Any]:
     return [node.result for node in others]
 
 
-@pytest.mark.parametrize("silent", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("silent", [0, 2])
 def test_in_an_exchange(nodes: NodeProcesses, silent: int) -> None:
     requests = [
         Request(3, "exchange_with_a_silent_rank", (silent, int(how)), patience) for how, patience in PATIENCE_S.items()

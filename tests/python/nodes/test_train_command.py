@@ -81,10 +81,8 @@ def test_a_node_without_rows(nodes: NodeProcesses, usual: dict[str, Any], tmp_pa
     assert_close(metrics(two), metrics(one))
 
 
-@pytest.mark.parametrize(
-    ("stopped", "later"),
-    [(1, 2), pytest.param(0, 3, marks=pytest.mark.long), pytest.param(1, 1, marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("stopped", "later"), [(1, 2), (0, 3), (1, 1)])
 def test_a_signal_on_one_node_stops_all(
     stopped: int, later: int, nodes: NodeProcesses, usual: dict[str, Any], tmp_path: Path
 ) -> None:

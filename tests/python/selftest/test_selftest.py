@@ -61,6 +61,7 @@ def test_a_device_with_wrong_bits_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         assert check["ok"] == (check["device"] not in ("virtual:2", TOGETHER) or check["check"] != "training"), check
 
 
+@pytest.mark.long
 def test_two_wrong_devices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "model_names", lambda: ["chain"])
     code, said = run("--devices", "virtual:3,fail=0:bits@1,fail=2:bits@1")

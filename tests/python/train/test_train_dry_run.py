@@ -89,6 +89,7 @@ def test_adapters_are_those_of_a_run(values: dict[str, Any], said: Callable[...,
         assert said(model="", adapter=str(tmp_path / "adapter"))[1]["model"] == lines["model"]
 
 
+@pytest.mark.long
 def test_what_would_make_it_fit(said: Callable[..., Any]) -> None:
     fits, lines = said(host_memory="3MB")
     assert not fits and "the host needs" in lines["does"] and "it would with --moments 8bit" in lines["does"]
