@@ -100,6 +100,7 @@ void Snapshot::wait_ready() {
     if (block.contents.gradients) block.contents.gradients->landed->wait();
   }
   const MutexLock lock(mutex_);
+  while (is_copying()) changed_.wait(mutex_);  // it changes the tensors that are listed here
   for (const auto& unit : units_) {
     freeze(*unit);
     unit->first = pieces_.size();
@@ -180,6 +181,10 @@ void Snapshot::copy(Unit& unit) noexcept {
   changed_.notify_all();
 }
 
+bool Snapshot::is_copying() const {
+  return std::any_of(units_.begin(), units_.end(), [](const auto& unit) { return unit->stage == Stage::kCopying; });
+}
+
 Snapshot::Unit* Snapshot::next() {
   Unit* first = nullptr;
   for (const auto& unit : units_) {
@@ -205,9 +210,7 @@ void Snapshot::work(const Sink& sink) noexcept {
       const MutexLock lock(mutex_);
       for (;;) {
         unit = next();
-        const bool copying =
-            std::any_of(units_.begin(), units_.end(), [](const auto& each) { return each->stage == Stage::kCopying; });
-        if (unit != nullptr || error_ || !copying) break;
+        if (unit != nullptr || error_ || !is_copying()) break;
         changed_.wait(mutex_);
       }
       if (error_ || unit == nullptr) return;

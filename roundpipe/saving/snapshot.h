@@ -105,6 +105,7 @@ class Snapshot : public std::enable_shared_from_this<Snapshot> {
   void hold(Unit& unit);
   void copy_or_wait(Unit& unit) noexcept;
   void copy(Unit& unit) noexcept;
+  bool is_copying() const ROUNDPIPE_REQUIRES(mutex_);
   Unit* next() ROUNDPIPE_REQUIRES(mutex_);
   void work(const Sink& sink) noexcept;
   void finish(Unit& unit) ROUNDPIPE_REQUIRES(mutex_);

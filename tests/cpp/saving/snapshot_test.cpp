@@ -9,6 +9,7 @@
 
 #include <roundpipe/core/error.h>
 
+#include "../rounds.h"
 #include "support/model.h"
 
 using namespace roundpipe::runtime;
@@ -110,6 +111,20 @@ TEST_CASE("snapshot: it has the state of its step, however far training has gone
       end = last;
       if (memory == kEverything) CHECK(run.memory->report().total_wait_ms == 0);
     }
+  }
+}
+
+TEST_CASE("snapshot: its pieces are listed while the next step copies them") {
+  Run run;
+  for (int round = 0; round < rounds(100, 3000); ++round) {
+    run.train(1, /*asynchronous=*/true);
+    run.call();
+    const auto snapshot = run.snapshot(kEverything);
+    Written values;
+    std::thread writer([&] { values = written(*snapshot); });
+    run.model->step(0.1, /*asynchronous=*/true);
+    writer.join();
+    CHECK(values.size() > run.layers.size());
   }
 }
 
