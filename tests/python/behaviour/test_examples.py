@@ -16,6 +16,7 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 DEVICES = "virtual:2,threads=1"
 
 
+@pytest.mark.long
 def test_language_model(runner: ProgramRunner, tmp_path: Path) -> None:
     result = runner.run(EXAMPLES / "language_model.py", "--epochs", "20", "--out", tmp_path, ROUNDPIPE_DEVICES=DEVICES)
     assert result.returncode == 0, result.stderr

@@ -72,9 +72,8 @@ def start(script: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "loop", [pytest.param(LOOP, id="function", marks=pytest.mark.long), pytest.param(FUSED, id="fused")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("loop", [LOOP, FUSED], ids=["function", "fused"])
 def test_ctrl_c_ends_a_script(loop: str) -> None:
     process = start(loop + "print('ready', flush=True)\ntrain()\n")
     try:

@@ -16,7 +16,7 @@ import roundpipe
 from causal_models import BATCHES, build, padded_batch
 from gradients import check_gradients, gradients
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
-from sweeps import sweep
+from sweeps import mostly_long, sweep
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -199,7 +199,7 @@ def losses_over_switches(model: Any, backward: Callable[[], float]) -> list[floa
     return found
 
 
-@pytest.mark.parametrize("way", ["backward", "forward_backward"])
+@pytest.mark.parametrize("way", mostly_long(["backward", "forward_backward"], "forward_backward"))
 def test_switching_adapters_between_backwards_of_a_step(way: str) -> None:
     plain, model = (
         with_two(),

@@ -143,8 +143,9 @@ def assert_no_growth(after: dict[str, Any], before: dict[str, Any], slot_bytes: 
     assert all(after[what] <= before[what] for what in before), (after, before)
 
 
-@pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.long)])
-@pytest.mark.parametrize("style", ["forward_backward", pytest.param("forward and backward", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("steps", [100, 1000])
+@pytest.mark.parametrize("style", ["forward_backward", "forward and backward"])
 def test_nothing_grows_with_the_steps(style: str, steps: int) -> None:
     roundpipe.devices("virtual:2,memory=16MiB")
     torch.manual_seed(0)

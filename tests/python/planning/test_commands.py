@@ -65,6 +65,7 @@ def test_the_head_waits_for_its_input_unless_asked_otherwise() -> None:
     assert honest.bubble_percent == pytest.approx(15.02, abs=0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("microbatches", "mode", "max_traffic", "limits"),
     [
