@@ -157,7 +157,7 @@ test-cpp: build-tests
 	@$(CTEST) --test-dir $(BUILD)
 
 test-python: build $(VENV)/.test
-	$(call say,4,the Python tests. About 8 minutes on two cores)
+	$(call say,4,the Python tests. About 6 minutes on two cores)
 	@$(PYTEST_BALANCED) $(PYTEST_FLAGS)
 
 # --- The test card -----------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ ON_CARD := $(patsubst %,tests/python/%.py,behaviour/test_equality_layouts behavi
   model/test_wrap_training step/test_plain_steps step/test_scaler)
 
 test-card: build $(BUILD)/.with_tests $(VENV)/.test
-	$(call say,5,the tests for accelerators on the test card. About 2 minutes on two cores)
+	$(call say,5,the tests for accelerators on the test card. About a minute on two cores)
 	@$(NINJA) -C $(BUILD) _fake_card
 	@env $(CARD) $(PYTEST_BALANCED) tests/fake_card tests/gpu/test_equality.py tests/gpu/test_faults_and_memory.py \
 	  tests/gpu/test_random_state.py -k "not virtual and not card-1 and not card-2" $(PYTEST_FLAGS)
