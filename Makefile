@@ -232,7 +232,7 @@ test-all: build-tests $(VENV)/.test
 	@echo "== the C++ tests, with other kernels"
 	@ATEN_CPU_CAPABILITY=default ROUNDPIPE_OPTIM_ISA=baseline $(CTEST) --test-dir $(BUILD) -E '^(core|schedule|simulate|checkpoint|tokens)$$'
 	@echo "== the C++ tests' random cases that make test leaves out"
-	@ROUNDPIPE_LONG_TESTS=1 $(CTEST) --test-dir $(BUILD) -R '^(schedule|simulate|runtime)$$'
+	@ROUNDPIPE_LONG_TESTS=1 $(CTEST) --test-dir $(BUILD) -R '^(schedule|simulate|runtime|saving|api)$$'
 	@echo "== a processor whose products have bits that depend on their sizes"
 	@$(NINJA) -C $(BUILD) shape_bits
 	@$(SHAPE_BITS) $(CTEST) --test-dir $(BUILD) -R '^(ops|models|runtime|saving|api|runs)$$'

@@ -6,13 +6,11 @@
 #include <ATen/ATen.h>
 #include <doctest/doctest.h>
 
+#include "place_of.h"
+
 using namespace roundpipe::memory;
 
 namespace {
-
-uintptr_t place_of(const at::Tensor& tensor) {
-  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % static_cast<uintptr_t>(kKept_bytes);
-}
 
 bool dense(const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }
 

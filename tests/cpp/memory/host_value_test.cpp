@@ -6,14 +6,12 @@
 #include <ATen/ATen.h>
 #include <doctest/doctest.h>
 
+#include "place_of.h"
+
 using namespace roundpipe::memory;
 using roundpipe::device::Piece;
 
 namespace {
-
-uintptr_t address_of(const at::Tensor& tensor) {
-  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % static_cast<uintptr_t>(kKept_bytes);
-}
 
 // To the host and back to a device, as a value moves between two stages: one run of bytes each way.
 at::Tensor round_trip(const at::Tensor& tensor, int64_t& host_bytes) {
@@ -43,7 +41,7 @@ TEST_CASE("host value: values, shape, dtype, strides and place survive the trip"
     CHECK((back.scalar_type() == tensor.scalar_type()));
     CHECK(back.strides() == tensor.strides());
     CHECK(at::equal(back, tensor));
-    CHECK(address_of(back) == address_of(tensor));
+    CHECK(place_of(back) == place_of(tensor));
     CHECK(host_bytes == static_cast<int64_t>(tensor.nbytes()));
   }
 }
@@ -69,7 +67,7 @@ TEST_CASE("host value: of the caller's tensors only the values are read") {
   for (const HostValuePtr& value : {copy_to_host(half, false, false), refer_to_host(half, false)}) {
     CHECK(at::equal(value->data, half));
     CHECK(value->data.strides() == half.strides());
-    CHECK(address_of(value->data) == address_of(half));
+    CHECK(place_of(value->data) == place_of(half));
     CHECK(flat_span(value->data).sum().item<int64_t>() == half.sum().item<int64_t>());
   }
   const at::Tensor third = base.slice(1, 0, 10, 3);

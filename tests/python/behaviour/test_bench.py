@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from sweeps import mostly_long
+
 ROOT = Path(__file__).parents[3]
 BENCH = ROOT / "bench"
 # test_kit.py runs the one that is left out.
@@ -17,12 +19,10 @@ NAMES = sorted(
     for path in [*BENCH.glob("*.py"), *BENCH.glob("gpu/*.py")]
     if path.stem != "kit"
 )
-IN_EVERY_RUN = {"gpu/link"}
+IN_EVERY_RUN = ("gpu/link",)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.long) for name in NAMES]
-)
+@pytest.mark.parametrize("name", mostly_long(NAMES, *IN_EVERY_RUN))
 def test_quick(name: str, tmp_path: Path) -> None:
     out = tmp_path / "report.md"
     environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}

@@ -144,7 +144,7 @@ def assert_no_growth(after: dict[str, Any], before: dict[str, Any], slot_bytes: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("steps", [100, 1000])
+@pytest.mark.parametrize("steps", [200, 1000])
 @pytest.mark.parametrize("style", ["forward_backward", "forward and backward"])
 def test_nothing_grows_with_the_steps(style: str, steps: int) -> None:
     roundpipe.devices("virtual:2,memory=16MiB")

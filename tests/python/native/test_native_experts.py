@@ -121,7 +121,10 @@ def test_router_logits_reach_the_end_of_the_model() -> None:
         check_gradients({name: p.grad for name, p in mine.named_parameters() if p.grad is not None}, theirs, exact=True)
 
 
-@sweep("name, logits", ["qwen3_moe", "gpt_oss"], [False, True], together=1)
+@pytest.mark.parametrize(
+    ("name", "logits"),
+    [("qwen3_moe", False), pytest.param("qwen3_moe", True, marks=pytest.mark.long), ("gpt_oss", True)],
+)
 def test_layers_do_not_take_the_interpreter_lock(name: str, logits: bool) -> None:
     def taken(layers: int, native: bool) -> int:
         model = make(name, num_hidden_layers=layers, output_router_logits=logits)
