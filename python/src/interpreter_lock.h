@@ -11,11 +11,15 @@ namespace roundpipe::python {
 //
 // A thread that already holds the lock takes and counts nothing. Releases by code that runs under the lock are not
 // counted either: torch releases the lock and takes it again around each of its own operations.
+// What a wait takes to look for signals is not counted, since it says how long the wait was.
 // A fork waits until no thread is being given its interpreter state here.
 class InterpreterLock {
  public:
-  InterpreterLock() : made_state_(make_state()), taken_(PyGILState_Check() == 0) {
-    if (taken_) count_.fetch_add(1, std::memory_order_relaxed);
+  enum class Purpose { kWork, kSignals };
+
+  explicit InterpreterLock(Purpose purpose = Purpose::kWork)
+      : made_state_(make_state()), taken_(PyGILState_Check() == 0) {
+    if (taken_ && purpose == Purpose::kWork) count_.fetch_add(1, std::memory_order_relaxed);
   }
   ~InterpreterLock() {
     // The reference that a new state begins with; pybind11 drops its own and with it the state.

@@ -38,7 +38,7 @@ std::shared_ptr<void> PythonFrontend::attach_thread() { return std::make_shared<
 
 void PythonFrontend::check_interrupt() {
   if (Py_IsInitialized() == 0) return;
-  const InterpreterLock lock;
+  const InterpreterLock lock(InterpreterLock::Purpose::kSignals);
   if (PyErr_CheckSignals() == 0) return;
   py::error_already_set raised;
   throw_python_error(raised);

@@ -133,7 +133,9 @@ std::exception_ptr Pipeline::told(const std::exception_ptr& error, const std::ve
   } catch (...) {
     return error;
   }
-  // What a step may still do with the gradients that have landed.
+  // What a step still does with the gradients that have landed. A call that fails fails their events one after the
+  // other: before all have, the threads that are drained here have nothing to do yet.
+  for (const BlockState& block : model_->blocks) device::wait_unless_lost(*block.block->newest()->published);
   cluster::Channel::drain_all();
   UpdateThread::instance().drain();
   engine_->see_to_failures();

@@ -9,7 +9,12 @@ import pytest
 import roundpipe
 from programs import ProgramRunner
 from robustness import script_environment
+from sweeps import LongCases
 from torch_threads import one_torch_thread as one_torch_thread
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    LongCases.wanted = config.option.markexpr != "not long"
 
 
 @pytest.fixture(autouse=True, scope="module")

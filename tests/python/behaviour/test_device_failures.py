@@ -157,7 +157,7 @@ def test_the_error_says_which_layers_a_step_had_updated() -> None:
     assert not messages
     before, after = trained("virtual:1,fail=error@4")  # the backward of the first two layers
     listed = re.search(r"had already updated layers ([\d, ]+) of 6 and leaves the others", messages[0])
-    assert listed is not None
+    assert listed is not None, messages[0]
     updated = {int(layer) for layer in listed[1].split(", ")}
     assert {5} <= updated <= {2, 3, 4, 5}
     for layer in range(6):

@@ -29,7 +29,7 @@ def taken_by_a_forward(layer: nn.Module, layers: int = LAYERS) -> int:
             model(inputs)
         model.synchronize()
         taken.append(_core.interpreter_lock_acquisitions() - before)
-    return min(taken[1:])  # who waits long takes it now and then, to see signals
+    return min(taken[1:])  # a value of one call may be dropped in the next
 
 
 def test_python_layers_take_it_and_native_layers_do_not() -> None:

@@ -228,7 +228,7 @@ def taken_by(call: Callable[[], Any]) -> int:
         before = _core.interpreter_lock_acquisitions()
         call()
         taken.append(_core.interpreter_lock_acquisitions() - before)
-    return min(taken[2:])  # who waits long takes it now and then, to see signals
+    return min(taken[2:])  # a value of one call may be dropped in the next
 
 
 def test_no_part_of_a_plain_model_takes_the_interpreter_lock() -> None:

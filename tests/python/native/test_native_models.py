@@ -187,7 +187,7 @@ def taken_by_a_step(model: Any, layers: int, native: bool) -> int:
         wrapped.forward_backward(input_kwargs=batch("whole", rows=2))
         wrapped.synchronize()
         taken.append(_core.interpreter_lock_acquisitions() - before)
-    return min(taken[2:])  # who waits long takes it now and then, to see signals
+    return min(taken[2:])  # a value of one call may be dropped in the next
 
 
 def fixed_plan(layers: int) -> dict[str, Any]:

@@ -186,6 +186,7 @@ def live(folder: Path, rank: int, request: Request) -> int:
             world_size=request.size,
             timeout=timedelta(seconds=request.timeout_s),
         )
+        torch.distributed.barrier()  # one that ends at once would fail those that still connect to it
         module, _, function = request.program.rpartition(":")
         program = getattr(importlib.import_module(module or "node_programs"), function)
         result = program(*request.arguments)

@@ -10,6 +10,12 @@ from typing import Any
 import pytest
 
 
+class LongCases:
+    """Whether cases marked `long` are made: to collect and to leave out thousands takes each worker seconds."""
+
+    wanted = True
+
+
 def sweep(
     names: str, *axes: Iterable[Any], ids: Callable[[Any], str] | None = None, together: int = 2
 ) -> pytest.MarkDecorator:
@@ -24,6 +30,8 @@ def sweep(
     few = covering([len(axis) for axis in values], together)
     cases = []
     for case in itertools.product(*(range(len(axis)) for axis in values)):
+        if case not in few and not LongCases.wanted:
+            continue
         chosen = [axis[index] for axis, index in zip(values, case, strict=True)]
         cases.append(pytest.param(*chosen, marks=() if case in few else pytest.mark.long))
     return pytest.mark.parametrize(names, cases, ids=ids)
@@ -31,7 +39,11 @@ def sweep(
 
 def mostly_long(values: Iterable[Any], *few: Any) -> list[Any]:
     """`values` for a test's parameter, of which all but `few` are marked `long`."""
-    return [pytest.param(value, marks=() if value in few else pytest.mark.long) for value in values]
+    return [
+        pytest.param(value, marks=() if value in few else pytest.mark.long)
+        for value in values
+        if value in few or LongCases.wanted
+    ]
 
 
 def covering(sizes: list[int], together: int) -> set[tuple[int, ...]]:
