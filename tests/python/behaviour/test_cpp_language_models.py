@@ -24,6 +24,7 @@ from language_program import (
     make_folder,
     needs_program,
 )
+from sweeps import mostly_long
 
 pytestmark = [needs_program]
 
@@ -69,12 +70,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-SHORT_IN_BF16 = ("llama, tied, pad token", "yarn", "mistral, window", "qwen2, some windows")
+SHORT_IN_BF16 = ("llama, tied, pad token", "yarn", "qwen2, some windows")
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [pytest.param(name, "float32", id=name) for name in CONFIGS]
+    [
+        pytest.param(name, "float32", id=name, marks=[pytest.mark.long] * (place % 2))
+        for place, name in enumerate(CONFIGS)
+    ]
     + [
         pytest.param(name, "bfloat16", id=f"{name}, bf16", marks=[] if name in SHORT_IN_BF16 else [pytest.mark.long])
         for name in CONFIGS
@@ -91,7 +95,7 @@ def test_bits_of_transformers(
         compare(out, expected(folder(name), batch, dtype, "sdpa", 1))
 
 
-@pytest.mark.parametrize("name", ["llama, wide heads", "mistral, window", "qwen3"])
+@pytest.mark.parametrize("name", mostly_long(["llama, wide heads", "mistral, window", "qwen3"], "mistral, window"))
 def test_bits_of_microbatches_and_packed_attention(
     name: str, program: Program, folder: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from language_program import (
     expected,
     needs_program,
 )
+from sweeps import mostly_long
 
 pytestmark = [needs_program]
 
@@ -71,8 +72,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_oss, experts without tokens": {**GPT_OSS, "num_local_experts": 64, "num_experts_per_tok": 1},
     "gpt_oss, router loss": {**GPT_OSS, **LOSS},
 }
-SHORT_IN_BF16 = ("qwen3_moe", "qwen3_moe, router loss", "gpt_oss", "gpt_oss, other fields")
-LONG = ("gpt_oss, one expert", "qwen3_moe, all of the experts")
+SHORT_IN_BF16 = ("qwen3_moe, router loss", "gpt_oss")
+LONG = ("gpt_oss, one expert", "qwen3_moe, all of the experts", *list(CONFIGS)[1::2])
 
 
 def cases() -> list[Any]:
@@ -111,7 +112,12 @@ def test_bits_of_transformers(
     check(program, folder(name), tmp_path, kinds, dtype, own_attention(name), 1)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe, router loss", "gpt_oss", "gpt_oss, router loss"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_long(
+        ["qwen3_moe", "qwen3_moe, router loss", "gpt_oss", "gpt_oss, router loss"], "qwen3_moe", "gpt_oss, router loss"
+    ),
+)
 def test_bits_of_microbatches_and_packed_attention(
     name: str, program: Program, folder: Callable[[str], Path], tmp_path: Path
 ) -> None:

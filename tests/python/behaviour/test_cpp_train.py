@@ -256,7 +256,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_long(REFUSED, *list(REFUSED)[::3]))
+@pytest.mark.parametrize("name", mostly_long(REFUSED, *list(REFUSED)[::8]))
 def test_refused(name: str, train: Train, tmp_path: Path) -> None:
     options, message = REFUSED[name]
     done = train(**options)
@@ -265,7 +265,7 @@ def test_refused(name: str, train: Train, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "model").exists()
 
 
-@pytest.mark.parametrize("size", ["1", "2"])
+@pytest.mark.parametrize("size", mostly_long(["1", "2"], "2"))
 def test_one_of_several_processes_is_refused(size: str, command: Callable[..., list[str]], tmp_path: Path) -> None:
     done = subprocess.run(
         command(steps=1), env=ENVIRONMENT | {"WORLD_SIZE": size}, capture_output=True, text=True, check=False

@@ -119,7 +119,7 @@ TIMES: dict[str, Any] = {"each": torch.arange(ROWS), "tensor": torch.tensor(3), 
 MODELS = {"own": own, "of_diffusers": of_diffusers, "conditioned": conditioned}
 
 
-@sweep("model_name, time_name, microbatches, every_part", MODELS, TIMES, [1, 2, 4], [False, True], ids=str)
+@sweep("model_name, time_name, microbatches, every_part", MODELS, TIMES, [1, 2, 4], [False, True], ids=str, together=1)
 def test_one_training_step(
     model_name: str, time_name: str, microbatches: int, every_part: bool, one_torch_thread: None
 ) -> None:

@@ -25,11 +25,15 @@ train()
 PROGRAMS = {**ENDINGS, **FORKS}
 PROGRAMS |= {f"with a model that its loss function holds, {time} of 4": Program(HELD_BY_ITS_LOSS) for time in range(4)}
 FORKS_FIRST = "a child that was made before"
-# What takes longest, and times beyond the second.
+# What takes longest, times beyond the first, and other ways into a state that is among the rest.
 LONG = {
     *("a child that drops everything", "children all the time", "a child of a child", FORKS_FIRST),
     *("a child made in a layer", "workers of a DataLoader in the middle of calls"),
-    *(name for name in PROGRAMS if name.endswith(("2 of 4", "3 of 4"))),
+    *("after a fused step", "with a batch submitted", "with a graph half-way", "without any call"),
+    *("with the model deleted", "with an error in a variable", "with several pools", "by an exit in the loss"),
+    *("by an exit in a layer", "by an exception in a layer", "a child that ends by os._exit"),
+    "a process of multiprocessing that fails",
+    *(name for name in PROGRAMS if name.endswith(("1 of 4", "2 of 4", "3 of 4"))),
 }
 
 DEVICES = (2, *(pytest.param(devices, marks=pytest.mark.long) for devices in (1, 4)))

@@ -116,9 +116,7 @@ def test_bits_are_those_of_the_rule_on_any_number_of_devices(
 
 
 @pytest.mark.parametrize("order", mostly_long(["layer", "microbatch"], "microbatch"))
-@pytest.mark.parametrize(
-    "microbatches_and_groups", mostly_long([(6, 1), (6, 3), (7, 3), (4, 4)], (6, 3), (7, 3)), ids=str
-)
+@pytest.mark.parametrize("microbatches_and_groups", mostly_long([(6, 1), (6, 3), (7, 3), (4, 4)], (7, 3)), ids=str)
 def test_tied_parameters_keep_to_the_rule(microbatches_and_groups: tuple[int, int], order: Any) -> None:
     microbatches, groups = microbatches_and_groups
     x, y = data(microbatches * 2)
@@ -247,7 +245,7 @@ def test_other_numbers_of_groups_are_refused(value: Any) -> None:
         RoundPipeRunConfig(gradient_groups=value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", mostly_long([torch.float32, torch.bfloat16], torch.bfloat16), ids=str)
 def test_memory_is_what_was_predicted(dtype: torch.dtype) -> None:
     """Parts of a layer that four devices share: on the host at most the predicted bytes, and more than one of them."""
     roundpipe.devices("virtual:4")

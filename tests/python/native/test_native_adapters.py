@@ -17,6 +17,7 @@ import moe_models
 import roundpipe
 from roundpipe.native.check import reason_against_bits
 from roundpipe.native.decoder import NativeDecoder, native_decoder
+from sweeps import sweep
 
 peft = pytest.importorskip("peft")
 
@@ -33,8 +34,13 @@ def layers_of(model: Any) -> Any:
     return model.base_model.model.model.layers
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "llama biases", "mistral", "qwen3", "qwen3_moe mixed", "gpt_oss"])
+@sweep(
+    "name, dtype",
+    ["llama", "llama biases", "mistral", "qwen3", "qwen3_moe mixed", "gpt_oss"],
+    [torch.float32, torch.bfloat16],
+    ids=str,
+    together=1,
+)
 def test_bits_of_values_and_gradients(name: str, dtype: torch.dtype) -> None:
     targets = EVERY[:4] if name in moe_models.MODELS else EVERY
     options = {"rank_pattern": {"v_proj": 5}, "alpha_pattern": {"q_proj": 2.5}, "lora_bias": name == "llama biases"}
@@ -46,8 +52,7 @@ def test_bits_of_values_and_gradients(name: str, dtype: torch.dtype) -> None:
         assert reason_against_bits(decoder, attention, "grouped_mm") is None
 
 
-@pytest.mark.parametrize("targets", [EVERY, ["q_proj", "down_proj"]], ids=len)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@sweep("dtype, targets", [torch.float32, torch.bfloat16], [EVERY, ["q_proj", "down_proj"]], ids=str, together=1)
 def test_models_have_the_plain_models_bits(dtype: torch.dtype, targets: list[str]) -> None:
     roundpipe.devices("virtual:2,debug")
     check_plain_bits(adapted("qwen3", dtype, targets), batch("padded"))
@@ -63,6 +68,7 @@ def test_dropout_draws_the_same_numbers_also_in_chunks() -> None:
         assert not torch.equal(native[0], native[1])
 
 
+@pytest.mark.long
 def test_layers_with_adapters_do_not_take_the_interpreter_lock() -> None:
     def taken(layers: int, native: bool) -> int:
         config = peft.LoraConfig(r=3, target_modules=EVERY)

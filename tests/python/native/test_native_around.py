@@ -20,6 +20,7 @@ from dense_models import make
 from gradients import check_gradients, gradients
 from roundpipe import RoundPipeError, _core
 from roundpipe.ops import packed_attention
+from sweeps import sweep
 
 pytestmark = pytest.mark.usefixtures("one_device")
 BEFORE, AFTER = "the part before the layers", "the part after the layers"
@@ -83,8 +84,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], set[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("later", [False, True])
-@pytest.mark.parametrize("name", CHANGES)
+@sweep("name, later", CHANGES, [False, True], together=1)
 def test_what_is_changed_counts(name: str, later: bool) -> None:
     """Before the model is wrapped, or after a call of it."""
     change, parts, expected = CHANGES[name]

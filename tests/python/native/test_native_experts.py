@@ -31,7 +31,7 @@ from roundpipe.following.token_wise import TokenWise, in_chunks
 from roundpipe.native.check import reason_against_bits
 from roundpipe.native.decoder import NativeDecoder, config_of, native_decoder
 from roundpipe.ops import packed_attention
-from sweeps import sweep
+from sweeps import mostly_long, sweep
 
 EXPERTS = ["eager", "grouped_mm", "batched_mm"]
 
@@ -42,9 +42,7 @@ def decoder_of(layer: Any) -> NativeDecoder:
     return decoder
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, pytest.param(torch.float16, marks=pytest.mark.long)], ids=str)
-@pytest.mark.parametrize("experts", EXPERTS)
-@pytest.mark.parametrize("name", MODELS)
+@sweep("name,experts,dtype", MODELS, EXPERTS, [*DTYPES, torch.float16], ids=str)
 def test_bits_of_values_and_gradients(name: str, experts: str, dtype: torch.dtype) -> None:
     # torch's grouped products take rows of whole 16 bytes only.
     size = "intermediate_size" if "gpt" in name else "moe_intermediate_size"
@@ -91,7 +89,7 @@ def test_one_microbatch_has_the_plain_models_bits(
     check_plain_bits(make(name, dtype, **options, output_router_logits=logits), batch(kind))
 
 
-@sweep("name,experts,dtype,logits", MODELS, EXPERTS, DTYPES, [False, True], ids=str, together=1)
+@sweep("name,experts,dtype,logits", MODELS, EXPERTS, DTYPES, [False, True], ids=str, together=0)
 def test_several_microbatches_have_the_python_layers_bits(
     name: str, experts: str, dtype: torch.dtype, logits: bool
 ) -> None:
@@ -122,8 +120,7 @@ def test_router_logits_reach_the_end_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "logits"),
-    [("qwen3_moe", False), pytest.param("qwen3_moe", True, marks=pytest.mark.long), ("gpt_oss", True)],
+    ("name", "logits"), mostly_long([("qwen3_moe", False), ("qwen3_moe", True), ("gpt_oss", True)], ("gpt_oss", True))
 )
 def test_layers_do_not_take_the_interpreter_lock(name: str, logits: bool) -> None:
     def taken(layers: int, native: bool) -> int:

@@ -121,7 +121,7 @@ def test_scaled_positions(rope: str) -> None:
     check_plain_bits(make("llama", rope_parameters=parameters), batch("whole"))
 
 
-@sweep("name,kind,dtype,grain", MODELS, KINDS, DTYPES, ["stage", "layer"], ids=str, together=1)
+@sweep("name,kind,dtype,grain", MODELS, KINDS, DTYPES, ["stage", "layer"], ids=str, together=0)
 def test_several_microbatches_have_the_python_layers_bits(name: str, kind: str, dtype: torch.dtype, grain: Any) -> None:
     roundpipe.devices("virtual:2")
     model = make(name, dtype).train()

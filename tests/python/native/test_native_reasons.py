@@ -20,6 +20,7 @@ import roundpipe
 from dense_models import make
 from gradients import check_gradients, gradients
 from roundpipe import RoundPipe, wrap_model_to_roundpipe
+from sweeps import mostly_long
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -111,7 +112,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", mostly_long(CHANGES, *list(CHANGES)[::2]))
 def test_changed_layers_run_in_python(name: str) -> None:
     change, expected = CHANGES[name]
     model = make("llama").train()

@@ -24,7 +24,8 @@ def sweep(
     Args:
         names: of the arguments, separated by commas, in the order of `axes`.
         ids: as pytest's.
-        together: every combination of values of so many axes is among the few; 2: each pair, 1: each value.
+        together: every combination of values of so many axes is among the few; 2: each pair, 1: each value,
+            0: one case alone.
     """
     values = [list(axis) for axis in axes]
     few = covering([len(axis) for axis in values], together)
