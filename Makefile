@@ -54,7 +54,7 @@ test: STEPS := 5
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all setup build build-tests test-cpp test-python test-card test-card-all test-mutants \
-  test-asan test-tsan test-no-torch lint format bench bench-gpu wheel test-wheel install site clean
+  test-silence test-asan test-tsan test-no-torch lint format bench bench-gpu wheel test-wheel install site clean
 
 help:
 	@echo 'make demo           proves what it claims, then trains a small language model; no GPU needed'
@@ -68,6 +68,7 @@ help:
 	@echo 'make test-card      a short form of the tests for accelerators, on the test card of docs/test-card.md'
 	@echo 'make test-card-all  all of them, with delays; make test-all runs it too'
 	@echo 'make test-mutants   mistakes planted into the engine, each found by a test on that card. About half an hour'
+	@echo 'make test-silence   two thousand random programs of what users do, beside plain PyTorch. About half an hour'
 	@echo 'make test-asan      C++ tests under AddressSanitizer'
 	@echo 'make test-tsan      C++ tests under ThreadSanitizer'
 	@echo 'make test-no-torch  C++ tests of the levels that need no torch, built without it'
@@ -243,6 +244,10 @@ test-all: build-tests $(VENV)/.test
 	$(if $(OWN_TORCH),,@echo "== the documentation as a site" && $(MAKE) site)
 	@echo "== a wheel in an empty environment"
 	@$(MAKE) test-wheel
+
+# Two thousand random programs of what users do with weights, losses and checkpoints, beside plain PyTorch.
+test-silence: build $(VENV)/.test
+	@$(PYTEST) tests/python/behaviour/test_silence.py --hypothesis-profile=thousands $(PYTEST_FLAGS)
 
 # $(1): build folder, $(2): CMake options
 define test_build

@@ -24,4 +24,5 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("quick", max_examples=30, derandomize=True, deadline=None)
 settings.register_profile("long", max_examples=300, print_blob=True, deadline=None)
+settings.register_profile("thousands", max_examples=2000, print_blob=True, deadline=None)
 settings.load_profile("quick")  # --hypothesis-profile=long comes after this

@@ -238,7 +238,13 @@ void bind_pipeline(py::module_& module) {
           py::arg("gradients"), py::call_guard<py::gil_scoped_release>())
       .def("keep_gradients_in_fp32", &Pipeline::keep_gradients_in_fp32, py::call_guard<py::gil_scoped_release>())
       .def(
+          "adopt_replaced", [](Pipeline& pipeline) { pipeline.weights().adopt_replaced(); },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
           "show_weights", [](Pipeline& pipeline) { pipeline.weights().show(); },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "show_newest_weights", [](Pipeline& pipeline) { return pipeline.weights().show_newest(); },
           py::call_guard<py::gil_scoped_release>())
       .def("expose", &Pipeline::expose, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("has_gradients", [](Pipeline& pipeline) { return pipeline.gradients().any(); })
@@ -246,14 +252,11 @@ void bind_pipeline(py::module_& module) {
           "exposes_gradients", [](Pipeline& pipeline) { return pipeline.gradients().shows_at_once(); },
           [](Pipeline& pipeline, bool exposes) { pipeline.gradients().set_shows_at_once(exposes); })
       .def(
-          "choose_stages",
-          [](const Pipeline& pipeline, schedule::PlanMode mode, int min_stages, double upper_threshold,
-             int64_t memory_limit_bytes) {
-            return pipeline.planner().balanced_stages(*Engine::current(), mode, min_stages, upper_threshold,
-                                                      memory_limit_bytes);
+          "stage_limit_bytes",
+          [](const Pipeline& pipeline, int64_t limit_bytes) {
+            return pipeline.planner().stage_limit_bytes(*Engine::current(), limit_bytes);
           },
-          py::arg("mode"), py::arg("min_stages"), py::arg("upper_threshold"), py::arg("memory_limit_bytes"),
-          py::call_guard<py::gil_scoped_release>())
+          py::arg("limit_bytes"), py::call_guard<py::gil_scoped_release>())
       .def(
           "planned_stages",
           [](const Pipeline& pipeline, schedule::PlanMode mode, int microbatches) {

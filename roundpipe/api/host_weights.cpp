@@ -73,8 +73,7 @@ void HostWeights::synchronize() {
 const NamedParameters& HostWeights::named_parameters() {
   runtime::Pipeline& shown = pipeline();
   if (hides_weights_) {
-    shown.weights().show();
-    hides_weights_ = false;
+    hides_weights_ = !shown.weights().show_newest();
   }
   return named_;
 }

@@ -123,16 +123,40 @@ void ParameterBlock::repoint() {
   }
 }
 
+void ParameterBlock::show_newest() {
+  const WeightVersionPtr& version = newest();
+  if (!version->published->complete() || version->published->error() || !version->flat.defined()) return;
+  shown_ = version->flat;
+  for (size_t i = 0; i < parameters_.size(); ++i) parameters_[i].tensor.set_data(layout_.view(shown_, i));
+}
+
+bool ParameterBlock::newest_has(size_t index) const {
+  if (settled() || shows_newest()) return true;
+  return index < adopted_.size() && adopted_[index] == parameters_[index].tensor._version();
+}
+
+bool ParameterBlock::points_here(size_t index) const {
+  const at::Tensor& tensor = parameters_[index].tensor;
+  const TensorLayout& expected = layout_.tensors[index];
+  if (tensor.scalar_type() != expected.dtype || tensor.sizes() != at::IntArrayRef(expected.sizes)) return false;
+  if (tensor.numel() == 0) return tensor.device().is_cpu();
+  if (!current_->parts.empty()) {
+    const at::Tensor& part = current_->parts[index];
+    return tensor.const_data_ptr() == part.const_data_ptr() && tensor.strides() == part.strides();
+  }
+  if (!shown_.defined()) return tensor.storage().is_alias_of(no_value(expected.dtype).storage());
+  const auto* place = static_cast<const char*>(shown_.const_data_ptr()) + expected.offset_bytes;
+  return tensor.const_data_ptr() == place && tensor.strides() == at::IntArrayRef(expected.strides);
+}
+
 void ParameterBlock::adopt_replaced() {
   const at::NoGradGuard no_grad;
   own_trainable();
-  const bool mapped = !current_->parts.empty();
-  bool adopted = false;
+  std::vector<std::pair<size_t, at::Tensor>> values;
   for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (points_here(i)) continue;
     const at::Tensor& tensor = parameters_[i].tensor;
     const TensorLayout& expected = layout_.tensors[i];
-    const at::Tensor& ours = mapped ? current_->parts[i] : shown_.defined() ? shown_ : no_value(expected.dtype);
-    if (tensor.storage().is_alias_of(ours.storage())) continue;
     if (tensor.scalar_type() != expected.dtype || tensor.sizes() != at::IntArrayRef(expected.sizes) ||
         !tensor.device().is_cpu()) {
       throw std::invalid_argument(concat("[RoundPipe] parameter '", parameters_[i].name, "' has become ",
@@ -140,13 +164,29 @@ void ParameterBlock::adopt_replaced() {
                                          c10::toString(expected.dtype), at::IntArrayRef(expected.sizes),
                                          " on the CPU); change the model first, then wrap it"));
     }
-    device::wait_interruptible(*current_->published);
-    (mapped ? current_->parts[i] : layout_.view(current_->flat, i)).copy_(tensor.detach());
-    adopted = true;
-    // Holders of a copy see from the version that the values have changed.
-    tensor.unsafeGetTensorImpl()->bump_version();
+    if (tensor.numel() > 0 && tensor.storage().is_alias_of(no_value(expected.dtype).storage())) {
+      throw std::invalid_argument(concat("[RoundPipe] parameter '", parameters_[i].name,
+                                         "' is in another model in the pipeline as well, whose step is under way; call "
+                                         "synchronize() of that model first"));
+    }
+    // Of its own where it lies in memory that is written below: two parameters that have changed places.
+    const bool lies_here = shown_.defined() && tensor.storage().is_alias_of(shown_.storage());
+    values.emplace_back(i, lies_here ? tensor.detach().clone() : tensor.detach());
   }
-  if (adopted) repoint();
+  if (values.empty()) return;
+  device::wait_interruptible(*current_->published);
+  device::wait_interruptible(*newest()->published);
+  for (const EventPtr& upload : current_->readers.take()) upload->wait_complete();
+  const bool mapped = !current_->parts.empty();
+  adopted_.resize(parameters_.size());
+  for (const auto& [i, value] : values) {
+    (mapped ? current_->parts[i] : layout_.view(current_->flat, i)).copy_(value);
+    if (next_) layout_.view(next_->flat, i).copy_(value);
+    // Holders of a copy see from the version that the values have changed.
+    parameters_[i].tensor.unsafeGetTensorImpl()->bump_version();
+    adopted_[i] = parameters_[i].tensor._version();
+  }
+  repoint();
 }
 
 void ParameterBlock::own_trainable() {

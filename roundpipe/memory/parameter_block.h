@@ -88,18 +88,29 @@ class ParameterBlock {
   // Points the user's parameters at the version that calls read. If that version is not complete yet, or has failed,
   // points them at a single NaN (integers: 0), so that they visibly have no values and keep no memory. Never blocks.
   void repoint();
+  // Points the user's parameters at the newest version, if that is complete. What the user writes then is in it.
+  void show_newest();
+  bool shows_newest() const {
+    return shown_.defined() && newest()->flat.defined() && shown_.is_alias_of(newest()->flat);
+  }
   // Whether the user's parameters hold values.
   bool shows_weights() const { return shown_.defined(); }
 
-  // If the user has replaced a parameter's storage (for example with `.data =`), copies the user's values into the
-  // block and points the parameter at it again. Waits for the current version if there is such a parameter. Throws
-  // std::invalid_argument if a dtype, shape or device has changed.
+  // If the user has pointed a parameter elsewhere (for example with `.data =`, also at another parameter's memory),
+  // copies the user's values into the version that calls read and into the newest one, and points the parameter at it
+  // again. Comes before everything that points parameters elsewhere. Waits for both versions, and for uploads, if there
+  // is such a parameter. Throws std::invalid_argument, having changed nothing, if a dtype, shape or device has changed.
   void adopt_replaced();
+  // Whether what the user has last written to a parameter is in the newest version. REQUIRES: adopt_replaced() came
+  // after the write.
+  bool newest_has(size_t index) const;
 
   // Copies the parameters out of mapped files if one of them has become trainable. Caller's thread; never waits.
   void own_trainable();
 
  private:
+  // Whether a parameter is what this block has pointed it at.
+  bool points_here(size_t index) const;
   // No call reads `version` from now on. Drops its buffer when its uploads and `successor` are complete.
   static void retire(const WeightVersionPtr& version, const WeightVersionPtr& successor, Update* update);
 
@@ -107,9 +118,10 @@ class ParameterBlock {
   std::vector<NamedTensor> parameters_;
   std::shared_ptr<BufferPool> buffers_;
   WeightVersionPtr current_;
-  WeightVersionPtr previous_;  // the version before, if graphs may read it
-  WeightVersionPtr next_;      // of an asynchronous update
-  at::Tensor shown_;           // the tensor that the user's parameters are views of; undefined: they have no values
+  WeightVersionPtr previous_;     // the version before, if graphs may read it
+  WeightVersionPtr next_;         // of an asynchronous update
+  std::vector<int64_t> adopted_;  // by parameter: the version of the tensor that adopt_replaced() left; or empty
+  at::Tensor shown_;              // the tensor that the user's parameters are views of; undefined: they have no values
 };
 
 }  // namespace roundpipe::memory

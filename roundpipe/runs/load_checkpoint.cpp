@@ -213,7 +213,6 @@ bool load_gradients(const StoredCheckpoint& stored, const ModelNames& names, Mod
     }
   }
   pipeline.gradients().load(sums);
-  if (pipeline.gradients().shows_at_once()) pipeline.expose();
   return !values.empty();
 }
 

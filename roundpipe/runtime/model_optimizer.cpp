@@ -62,6 +62,16 @@ std::vector<size_t> ModelOptimizer::BoundBlock::written() const {
   return indices;
 }
 
+void ModelOptimizer::BoundBlock::refuse_lost_writes() {
+  for (const size_t i : written()) {
+    if (state.block->newest_has(i)) continue;
+    see();
+    throw std::invalid_argument(concat("[step] parameter '", state.block->parameters()[i].name,
+                                       "' was written while a step was under way, whose weights replace it; call "
+                                       "model.synchronize() before you write, and write again"));
+  }
+}
+
 void ModelOptimizer::BoundBlock::see() {
   seen.clear();
   for (const memory::NamedTensor& parameter : state.block->parameters()) {
@@ -117,14 +127,8 @@ std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> group
   require_engine();
   require_callers_thread();
   make_room();
-  for (const auto& block : *blocks_) {
-    const std::vector<size_t> written = block->written();
-    if (written.empty() || block->state.block->settled()) continue;
-    block->see();
-    throw std::invalid_argument(concat("[step] parameter '", block->state.block->parameters()[written.front()].name,
-                                       "' was written while a step was under way, whose weights replace it; call "
-                                       "model.synchronize() before you write, and write again"));
-  }
+  for (const auto& pipeline : pipelines_) pipeline->weights().adopt_replaced();
+  for (const auto& block : *blocks_) block->refuse_lost_writes();
   std::exception_ptr failure;
   try {
     for (const auto& pipeline : pipelines_) pipeline->raise_pending();
@@ -167,7 +171,7 @@ std::shared_ptr<StepRun> ModelOptimizer::run_step(std::vector<Hyperparameters> g
     if (!gradient) {
       if (!written.empty() && block->reader) std::exchange(block->reader, nullptr)->before_update();
       for (const size_t i : written)
-        block->optimizer.restart_master(i, state.block->layout().view(state.block->current()->flat, i));
+        block->optimizer.restart_master(i, state.block->layout().view(state.block->newest()->flat, i));
       if (state.block->settle()) state.block->repoint();
       continue;
     }
@@ -235,6 +239,11 @@ void ModelOptimizer::finish() {
   reap(0);
   for (const auto& block : *blocks_) {
     if (block->reader) block->reader->before_step();
+    // Values that the user has assigned after the step are newer than its weights.
+    block->state.block->adopt_replaced();
+  }
+  for (const auto& block : *blocks_) block->refuse_lost_writes();
+  for (const auto& block : *blocks_) {
     if (block->state.block->settle()) block->state.block->repoint();
   }
 }

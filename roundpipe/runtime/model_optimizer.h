@@ -32,7 +32,8 @@ class ModelOptimizer {
   // has been started. With several nodes, the error of a call is thrown after a step that tells the other nodes.
   std::shared_ptr<StepRun> step(std::vector<optim::Hyperparameters> groups, const StepOptions& options);
 
-  // Waits for all steps and lets calls read the newest weights. Throws the error of a step.
+  // Waits for all steps and lets calls read the newest weights. Values that the user has assigned since (`.data =`)
+  // stay. Throws the error of a step.
   void finish();
 
   // Waits until a step can be started without waiting. Throws the error of an earlier step.
@@ -82,6 +83,8 @@ class ModelOptimizer {
     // Parameters that the user has written to since `seen` was taken.
     std::vector<size_t> written() const;
     void see();
+    // Throws std::invalid_argument if there are such parameters and the next version replaces them; forgets them then.
+    void refuse_lost_writes();
 
     const std::shared_ptr<ModelState> model;
     BlockState& state;

@@ -389,17 +389,8 @@ schedule::Stages ModelPlanner::stages(Engine& engine, PlanMode mode, int microba
   return stages;
 }
 
-schedule::Stages ModelPlanner::balanced_stages(Engine& engine, PlanMode mode, int min_stages, double upper_threshold,
-                                               int64_t memory_limit_bytes) const {
-  LayerCosts costs = meter_.costs();
-  for (LayerCost& cost : costs) cost.gradient_bytes = most_stage_bytes_ < 0 ? 0 : cost.gradient_bytes;
-  schedule::PlannerOptions options;
-  options.mode = mode;
-  options.microbatches = 1;
-  options.min_stages = min_stages;
-  options.upper_threshold = upper_threshold;
-  options.max_stage_bytes = stage_share_bytes(engine, costs, memory_limit_bytes);
-  return schedule::choose_stages(costs, engine.size(), options);
+int64_t ModelPlanner::stage_limit_bytes(Engine& engine, int64_t limit_bytes) const {
+  return stage_share_bytes(engine, meter_.costs(), limit_bytes);
 }
 
 std::optional<Cut> ModelPlanner::cut_of(const Plan& plan) const {

@@ -79,9 +79,9 @@ class ModelPlanner {
   std::vector<schedule::Plan> preview(Engine& engine, const PlanRequest& request, int steps) const;
   // The stages that a plan made now would have.
   schedule::Stages stages(Engine& engine, schedule::PlanMode mode, int microbatches) const;
-  // The stages that simple balancing by measured (or estimated) costs gives now, see schedule::choose_stages.
-  schedule::Stages balanced_stages(Engine& engine, schedule::PlanMode mode, int min_stages, double upper_threshold,
-                                   int64_t memory_limit_bytes) const;
+  // The most that a stage's weights may take: `limit_bytes` (0: no limit), or less where a device holds less, but a
+  // layer's at least. 0: no limit.
+  int64_t stage_limit_bytes(Engine& engine, int64_t limit_bytes) const;
 
   schedule::LayerCosts costs() const { return meter_.costs(); }
   // Whether calls have measured every layer's forward and backward, from `first_backward_layer` 0.

@@ -62,7 +62,7 @@ CallPtr Pipeline::begin_call(CallOptions options, Engine& engine) {
   static std::atomic<uint64_t> next_id{1};
   raise_pending();
   std::vector<LayerHabitsPtr> habits = model_->habits_of_now();
-  for (const BlockState& block : model_->blocks) block.block->adopt_replaced();
+  weights_.adopt_replaced();
   auto call = std::make_shared<Call>(model_, options, next_id++, calls_, random_seed_);
   call->habits = std::move(habits);
   call->thread_state.emplace();
@@ -527,6 +527,7 @@ void Pipeline::keep_gradients_in_fp32() {
 }
 
 void Pipeline::expose() {
+  weights_.adopt_replaced();
   for (const BlockState& block : model_->blocks) block.block->repoint();
   gradients_.show();
 }

@@ -9,6 +9,7 @@ from typing import Any, get_args, overload
 from torch import nn
 
 from roundpipe.call.joint_plan import RunType, plan_together
+from roundpipe.device.pool import devices
 from roundpipe.files import read_document, write_text
 
 # Largest time of a stage, as a factor of the longest layer's time.
@@ -133,19 +134,19 @@ class ModelExecutePlan:
     ) -> ModelExecutePlan | list[ModelExecutePlan]:
         """Lets the planner cut the models, from measured layer times if there are any.
 
-        Several models are cut together, for a step that runs them one after the other: no stage of any model takes
-        longer than `upper_threshold` times the longest layer of all. For "fused", `forward_backward` runs the last
-        model and its plan is for that; the models before it are called, and their plans are for "train".
+        For one model without the last three arguments, the planner searches for the shortest step. Otherwise the
+        published package's rule balances the stages: none takes longer than `upper_threshold` times the longest layer
+        of all the models, which are cut together, for a step that runs them one after the other. For "fused",
+        `forward_backward` runs the last model and its plan is for that; the models before it are called, and their
+        plans are for "train".
 
         Args:
             run_type: the plan's purpose, see `check_valid`.
             *models: `RoundPipe` models.
-            min_stages: smallest number of stages in a direction, at least 1; by default the planner chooses.
+            min_stages: at least 1; fewer stages count as this many where the cut with the least (number of stages) x
+                (longest stage) is chosen; by default the number of devices.
             upper_threshold: largest time of a stage, as a factor >= 1 of the longest layer's time.
             model_memory_limit: largest size of a stage's weights, in GB (1e9 bytes).
-
-        If one of the last three is given for a single model, only that rule balances its stages. Otherwise the planner
-        searches for the shortest step.
 
         Returns:
             One plan for each model: the plan itself for a single model, else a list in the models' order.
@@ -163,17 +164,18 @@ class ModelExecutePlan:
             raise ValueError(f"[{where}] model_memory_limit is {model_memory_limit}, expected a number of GB above 0")
         for position, model in enumerate(models):
             _check_model(where, position, model)
-        if len(models) == 1:
-            plan: ModelExecutePlan = models[0]._auto_plan(
-                run_type, min_stages or 0, upper_threshold, model_memory_limit
-            )
-            return plan
         if not models:
             return []
         limit_bytes = 0 if model_memory_limit is None else int(model_memory_limit * 1e9)
+        is_open = min_stages is None and upper_threshold == DEFAULT_THRESHOLD and not limit_bytes
+        if len(models) == 1 and is_open:
+            searched: ModelExecutePlan = models[0]._searched_plan(run_type)
+            return searched
         costs = [model.costs() for model in models]
-        together = plan_together(run_type, costs, min_stages or 1, upper_threshold, limit_bytes)
-        return [_plan_of(stages.forward, stages.backward) for stages in together]
+        limits = [model._pipeline.stage_limit_bytes(limit_bytes) for model in models]
+        together = plan_together(run_type, costs, min_stages or len(devices()), upper_threshold, limits)
+        plans = [_plan_of(stages.forward, stages.backward) for stages in together]
+        return plans[0] if len(models) == 1 else plans
 
 
 def _plan_of(forward: list[range], backward: list[range]) -> ModelExecutePlan:
@@ -200,7 +202,7 @@ def _check_model(where: str, position: int, model: object) -> None:
     refusal = getattr(type(model), "_why_not_cut", None)
     if refusal is not None:
         raise ValueError(f"[{where}] model {position} is {refusal}")
-    if not callable(getattr(model, "_auto_plan", None)):
+    if not callable(getattr(model, "_searched_plan", None)):
         raise ValueError(f"[{where}] model {position} is a {type(model).__name__}, expected a RoundPipe: wrap it first")
 
 

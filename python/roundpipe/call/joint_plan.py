@@ -33,7 +33,7 @@ def plan_together(
     costs: Sequence[Sequence[_core.LayerCost]],
     min_stages: int,
     upper_threshold: float,
-    limit_bytes: int,
+    limits_bytes: Sequence[int],
 ) -> list[Stages]:
     """Cuts each model into stages such that no stage exceeds one common time, chosen best for the whole step.
 
@@ -46,7 +46,8 @@ def plan_together(
         costs: costs of each model's layers.
         min_stages: smallest number of stages worth counting; fewer stages are treated as this many.
         upper_threshold: >= 1.
-        limit_bytes: limit of a stage's weights and gradients; a single layer may exceed it. 0 = no limit.
+        limits_bytes: for each model, the limit of a stage's weights and gradients; a single layer may exceed it. 0: no
+            limit.
     """
     forward = [_Layers([c.forward_ms for c in model], [c.weight_bytes for c in model]) for model in costs]
     backward = [
@@ -59,7 +60,7 @@ def plan_together(
     best_ms = float("inf")
     for stage_ms in _candidates(counted, longest, upper_threshold):
         plans = []
-        for position, (ahead, behind) in enumerate(zip(forward, backward, strict=True)):
+        for position, (ahead, behind, limit_bytes) in enumerate(zip(forward, backward, limits_bytes, strict=True)):
             end = len(ahead.times)
             backward_stages: list[range] = []
             if run_type != "infer":

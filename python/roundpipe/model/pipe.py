@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from roundpipe import _core
-from roundpipe.call.execute_plan import DEFAULT_THRESHOLD, ModelExecutePlan
+from roundpipe.call.execute_plan import ModelExecutePlan
 from roundpipe.call.joint_plan import RunType
 from roundpipe.call.loss_function import MicrobatchLoss, outputs_as_loss
 from roundpipe.call.request import MODES, CallRequest
@@ -455,20 +455,11 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         first step, or without `device_memory`."""
         return self._memory.last()
 
-    def _auto_plan(
-        self,
-        run_type: RunType,
-        min_stages: int,
-        upper_threshold: float,
-        model_memory_limit: float | None,
-    ) -> ModelExecutePlan:
-        limit_bytes = 0 if model_memory_limit is None else int(model_memory_limit * 1e9)
-        if min_stages == 0 and upper_threshold == DEFAULT_THRESHOLD and not limit_bytes:
-            chosen = self._auto_microbatches
-            microbatches = resolve(None, self._run_config, devices=len(devices()), chosen=chosen).num_microbatch
-            stages = self._pipeline.planned_stages(MODES[run_type], microbatches)
-        else:
-            stages = self._pipeline.choose_stages(MODES[run_type], min_stages, upper_threshold, limit_bytes)
+    def _searched_plan(self, run_type: RunType) -> ModelExecutePlan:
+        """The planner's plan for a call with the model's own number of microbatches."""
+        chosen = self._auto_microbatches
+        microbatches = resolve(None, self._run_config, devices=len(devices()), chosen=chosen).num_microbatch
+        stages = self._pipeline.planned_stages(MODES[run_type], microbatches)
         plan = ModelExecutePlan()
         plan.fwd_plan = [range(stage.first, stage.last) for stage in stages.forward]
         plan.bwd_plan = [range(stage.first, stage.last) for stage in stages.backward]

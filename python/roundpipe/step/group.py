@@ -68,7 +68,8 @@ class StepGroup(ABC):
 
     @abstractmethod
     def show_weights(self) -> None:
-        """Makes the models' parameters show the weights that calls read."""
+        """Makes the models' parameters show the newest weights that a step in the pipeline has made; with an optimizer
+        over copies, those that calls read."""
 
     @abstractmethod
     def note_reach(self) -> None:

@@ -22,6 +22,8 @@ from roundpipe.step.plain_steps import owners, split_parameters
 from roundpipe.step.scaler import GradScaler, StepScales
 from roundpipe.step.update import Update, uninterrupted
 
+Seen = tuple[int, int]  # a tensor's version, and where it lies if only the user moves it
+
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
@@ -59,7 +61,7 @@ class TorchSteps(StepGroup):
         self._copies: dict[int, OptimizerParameter] = {}  # by id of the user's parameter; trainable ones only
         self._trained = self._copies
         self._sources: list[nn.Parameter] = []  # the user's parameters of _copies, in the same order
-        self._versions: list[int] = []  # of _sources, as last seen
+        self._seen: list[Seen] = []  # of _sources
         self._copy_versions: list[int] = []  # of _copies, as last seen
         self._unpublished = False
         self._has_updated = False
@@ -101,7 +103,7 @@ class TorchSteps(StepGroup):
         Args:
             unpublished: calls read the parameters until the next step, and then the copies.
         """
-        self._versions = _versions(self._sources)
+        self._seen = self._look()
         self._note_copies()
         self._unpublished = unpublished
 
@@ -135,7 +137,8 @@ class TorchSteps(StepGroup):
                 copy.__dict__.update(parameter.__dict__)
                 copy.attach(self)
                 self._copies[id(parameter)] = copy
-            self._sources, self._versions = sources, _versions(sources)
+            self._sources = sources
+            self._seen = self._look()
             self._note_copies()
             self.models.expose_gradients_of_backwards(False)
             for pipeline in self.models.pipelines:
@@ -143,15 +146,22 @@ class TorchSteps(StepGroup):
                 pipeline.set_optimizer_parameters([[self._copies.get(id(p), p) for p in block] for block in blocks])
             self.has_copies = True
 
+    def _look(self) -> list[Seen]:
+        """The state of the user's parameters: what differs from it later has been written or assigned."""
+        on_host = {id(parameter) for parameter in self.models.host_parameters.values()}
+        # The engine itself points parameters in a pipeline elsewhere.
+        return [(source._version, source.data_ptr() if id(source) in on_host else 0) for source in self._sources]
+
     def _refresh_copies(self) -> None:
-        """Copies values that the user has written into the model's parameters."""
+        """Copies values that the user has written into the model's parameters, or assigned to them."""
+        self.models.adopt_replaced()
         with torch.no_grad():
-            for index, source in enumerate(self._sources):
-                if source._version != self._versions[index]:
+            for index, (source, seen) in enumerate(zip(self._sources, self._look(), strict=True)):
+                if seen != self._seen[index]:
                     copy = self._copies[id(source)]
                     written = copy._version != self._copy_versions[index]
                     copy.copy_(source)
-                    self._versions[index] = source._version
+                    self._seen[index] = seen
                     if not written:
                         self._copy_versions[index] = copy._version
 
@@ -168,7 +178,7 @@ class TorchSteps(StepGroup):
         """See `StepGroup.before_call`. Also publishes values that other code has written into the copies."""
         super().before_call()
         refuse_gradient_hooks(self._copies.values())
-        self.show_weights()
+        self._publish_written_copies()
 
     # -- steps by a function ----------------------------------------------------------------------------------------
 
@@ -279,7 +289,7 @@ class TorchSteps(StepGroup):
                 copy = self._copies.get(id(parameter))
                 if copy is not None:
                     parameter.copy_(copy)
-        self._versions = _versions(self._sources)
+        self._seen = self._look()
         return [pipeline.begin_update(in_place) for pipeline in self.models.pipelines]
 
     def _publish_copies(self) -> None:
@@ -304,10 +314,16 @@ class TorchSteps(StepGroup):
         self._unpublished |= self._copies_written()
         self._publish_now()
 
-    def show_weights(self) -> None:
-        """Publishes values that other code has written into the copies."""
+    def _publish_written_copies(self) -> None:
         if self._copies_written():
             self._publish_copies()
+
+    def show_weights(self) -> None:
+        """Publishes values that other code has written into the copies, and lets the models' parameters show what the
+        next call reads."""
+        self._publish_written_copies()
+        for pipeline in self.models.all_pipelines():
+            pipeline.show_weights()
 
     # -- steps of an optimizer by itself ----------------------------------------------------------------------------
 

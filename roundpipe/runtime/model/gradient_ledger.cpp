@@ -38,8 +38,10 @@ void GradientLedger::show() {
   for (size_t b = 0; b < model_.blocks.size(); ++b) {
     const auto& parameters = model_.blocks[b].block->parameters();
     for (size_t i = 0; i < parameters.size(); ++i) {
-      at::Tensor gradient;
-      if (model_.gradients[b]) gradient = memory::gradient(*model_.gradients[b], model_.blocks[b].gradient_layout, i);
+      // Without a sum, what is there is the user's own, or another model's over the same parameters.
+      at::Tensor gradient = model_.gradients[b]
+                                ? memory::gradient(*model_.gradients[b], model_.blocks[b].gradient_layout, i)
+                                : parameters[i].tensor.grad();
       // As autograd leaves them: in the parameter's own dtype.
       if (gradient.defined()) gradient = gradient.to(parameters[i].tensor.scalar_type());
       parameters[i].tensor.mutable_grad() = gradient;
@@ -80,6 +82,7 @@ void GradientLedger::load(const std::vector<std::vector<at::Tensor>>& gradients)
     loaded->landed->fire();
     model_.gradients[b] = std::move(loaded);
   }
+  if (shows_at_once_) show();
 }
 
 bool GradientLedger::any() const {

@@ -33,7 +33,9 @@ class GradientLedger {
   // The sums that are in the engine alone: for each block and parameter, undefined where there is none.
   // REQUIRES: no call is running.
   std::vector<std::vector<at::Tensor>> summed() const;
-  // Replaces the sums in the engine by copies of these values, in the form of summed(). REQUIRES: no call is running.
+  // Replaces the sums by copies of these values, in the form of summed(). Where a backward shows its gradients at once,
+  // these are shown as well: a plain loop clears `.grad`, also what a step before the save left there.
+  // REQUIRES: no call is running.
   void load(const std::vector<std::vector<at::Tensor>>& gradients);
 
   // Whether `.grad` is to show gradients as soon as a backward ends, as in a plain PyTorch loop.

@@ -1,5 +1,6 @@
 #include <roundpipe/runtime/model/weight_publisher.h>
 
+#include <unordered_set>
 #include <utility>
 
 #include <roundpipe/core/engine_life.h>
@@ -64,7 +65,26 @@ std::vector<std::vector<at::Tensor>> WeightPublisher::read_by_calls() const {
   return weights;
 }
 
+void WeightPublisher::adopt_replaced() {
+  // A parameter that lies in another block's memory: two have changed places, and the first to be adopted would write
+  // over the value of the second.
+  std::unordered_set<const void*> flats;
+  for (const BlockState& block : model_->blocks) {
+    if (block.block->current()->flat.defined()) flats.insert(block.block->current()->flat.storage().data());
+  }
+  for (const BlockState& block : model_->blocks) {
+    const at::Tensor& own = block.block->current()->flat;
+    for (const memory::NamedTensor& parameter : block.block->parameters()) {
+      const void* const place = parameter.tensor.storage().data();
+      if ((own.defined() && place == own.storage().data()) || !flats.contains(place)) continue;
+      parameter.tensor.set_data(parameter.tensor.detach().clone());
+    }
+  }
+  for (const BlockState& block : model_->blocks) block.block->adopt_replaced();
+}
+
 void WeightPublisher::show_complete() {
+  adopt_replaced();
   for (const BlockState& block : model_->blocks) {
     if (!block.block->shows_weights() && block.block->current()->published->complete()) block.block->repoint();
   }
@@ -72,10 +92,27 @@ void WeightPublisher::show_complete() {
 
 void WeightPublisher::show() {
   require_own_process();
+  adopt_replaced();
   for (const BlockState& block : model_->blocks) {
-    if (!block.block->shows_weights()) device::wait_interruptible(*block.block->current()->published);
+    memory::ParameterBlock& shown = *block.block;
+    const bool calls_read_newest = shown.current() == shown.newest();
+    if (shown.shows_weights() && shown.shows_newest() == calls_read_newest) continue;
+    // Not there: a layer that reads a parameter would wait for a step that may wait for it.
+    if (is_engine_thread() && !shown.current()->published->complete()) continue;
+    device::wait_interruptible(*shown.current()->published);
+    shown.repoint();
   }
-  show_complete();
+}
+
+bool WeightPublisher::show_newest() {
+  require_own_process();
+  if (is_engine_thread()) return false;
+  adopt_replaced();
+  for (const BlockState& block : model_->blocks) {
+    device::wait_interruptible(*block.block->newest()->published);
+    block.block->show_newest();
+  }
+  return true;
 }
 
 }  // namespace roundpipe::runtime

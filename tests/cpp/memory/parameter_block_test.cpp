@@ -202,6 +202,77 @@ TEST_CASE("block: parameters whose storage the user replaced come back with the 
   CHECK(at::equal(kept, at::ones({4})));
 }
 
+TEST_CASE("block: parameters that have changed places, or lie in their own memory in another order") {
+  const at::Tensor first = at::arange(4, at::kFloat).view({2, 2}), second = at::full({2, 2}, 9.0);
+  at::Tensor a = first.clone(), b = second.clone();
+  ParameterBlock block = block_of({a, b});
+  const at::Tensor of_a = a.detach();
+  a.set_data(b.detach());
+  b.set_data(of_a);
+  block.adopt_replaced();
+  CHECK(at::equal(read_values(block, block.current())[0], second));
+  CHECK(at::equal(read_values(block, block.current())[1], first));
+  b.set_data(b.detach().t());
+  block.adopt_replaced();
+  CHECK(at::equal(read_values(block, block.current())[1], first.t()));
+  CHECK(at::equal(b, first.t()));
+}
+
+TEST_CASE("block: a parameter without values, as another block hides them, is refused by name") {
+  at::Tensor parameter = at::ones({3});
+  ParameterBlock block = block_of({parameter});
+  ParameterBlock other = block_of({parameter});
+  const ParameterBlock::Update update = other.begin_update(ParameterBlock::Reads::kAfter);
+  other.repoint();
+  CHECK_THROWS_WITH_AS(block.adopt_replaced(), doctest::Contains("'p0' is in another model"), std::invalid_argument);
+  update.after->flat = other.buffers()->take();
+  other.layout().view(update.after->flat, 0).fill_(2);
+  update.after->published->fire();
+  other.repoint();
+  block.adopt_replaced();
+  CHECK(at::equal(parameter, at::full({3}, 2.0)));
+}
+
+TEST_CASE("block: the newest weights are shown while calls read those before, and what is written there stays") {
+  at::Tensor parameter = at::ones({3});
+  ParameterBlock block = block_of({parameter});
+  const ParameterBlock::Update update = block.begin_update(ParameterBlock::Reads::kBefore);
+  block.repoint();
+  CHECK(at::equal(parameter, at::ones({3})));
+  block.show_newest();  // is not there yet
+  CHECK_FALSE(block.shows_newest());
+  update.after->flat = block.buffers()->take();
+  block.layout().view(update.after->flat, 0).fill_(2);
+  update.after->published->fire();
+  block.show_newest();
+  CHECK(block.shows_newest());
+  CHECK(at::equal(parameter, at::full({3}, 2.0)));
+  CHECK(at::equal(read_values(block, block.current())[0], at::ones({3})));
+  parameter.fill_(3);
+  block.adopt_replaced();
+  block.settle();
+  block.repoint();
+  CHECK(at::equal(parameter, at::full({3}, 3.0)));
+}
+
+TEST_CASE("block: what is assigned while calls read the weights before the newest ones is in both") {
+  at::Tensor parameter = at::ones({3});
+  ParameterBlock block = block_of({parameter});
+  const ParameterBlock::Update update = block.begin_update(ParameterBlock::Reads::kBefore);
+  update.after->flat = block.buffers()->take();
+  block.layout().view(update.after->flat, 0).fill_(2);
+  update.after->published->fire();
+  parameter.set_data(at::full({3}, 5.0));
+  block.adopt_replaced();
+  CHECK(block.newest_has(0));
+  CHECK(at::equal(read_values(block, block.current())[0], at::full({3}, 5.0)));
+  parameter.fill_(6);  // in place: of the weights that calls read alone
+  CHECK_FALSE(block.newest_has(0));
+  block.settle();
+  block.repoint();
+  CHECK(at::equal(parameter, at::full({3}, 5.0)));
+}
+
 TEST_CASE("block: a parameter that changed shape or dtype is refused, with its name and both forms") {
   at::Tensor parameter = at::zeros({2, 3});
   const std::vector<at::Tensor> replacements = {at::zeros({3, 2}), at::zeros({2, 3}, at::kDouble)};

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from roundpipe import RoundPipe
 from roundpipe.call.execute_plan import ModelExecutePlan, RunType
 from roundpipe.call.run_config import RoundPipeRunConfig
 
@@ -72,32 +73,45 @@ def test_a_plan_is_copied_when_it_is_given() -> None:
     assert config.execute_plan == plan([range(2)], [range(2)])
 
 
-class Planned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[tuple[Any, ...]] = []
-
-    def _auto_plan(self, *args: Any) -> ModelExecutePlan:
-        self.asked.append(args)
-        return plan([range(len(self.asked))])
+def chain(layers: int = 8) -> RoundPipe:
+    return RoundPipe(nn.Sequential(*[nn.Linear(64, 64) for _ in range(layers)]))
 
 
-def test_auto_asks_the_model() -> None:
-    a, b = Planned(), Planned()
-    assert ModelExecutePlan.auto("infer", a, min_stages=3) == plan([range(1)])
-    assert a.asked == [("infer", 3, 1.1, None)]
+@pytest.mark.parametrize("run_type", ["infer", "train", "fused"])
+def test_the_longest_layer_alone_says_how_long_a_stage_is(run_type: RunType) -> None:
+    """As published, whatever `min_stages` is. Costs are estimates here, and so alike."""
+    model = chain()
+    costs = model.costs()
+    ahead = [cost.forward_ms for cost in costs]
+    behind = [cost.forward_ms + cost.backward_ms for cost in costs]
+    longest = max(ahead if run_type == "infer" else behind)
+    for options in ({"min_stages": 1}, {"min_stages": 3}, {"min_stages": 1, "upper_threshold": 2.0}):
+        cut = ModelExecutePlan.auto(run_type, model, **options)  # type: ignore[arg-type]
+        cut.check_valid(8, run_type)
+        most = options.get("upper_threshold", 1.1) * longest * 1.001
+        assert all(sum(ahead[layer] for layer in stage) <= most for stage in cut.fwd_plan), options
+        assert all(sum(behind[layer] for layer in stage) <= most for stage in cut.bwd_plan), options
+
+
+def test_without_a_rule_the_planner_searches() -> None:
+    model = chain()
+    assert ModelExecutePlan.auto("fused", model) == model._searched_plan("fused")
     assert ModelExecutePlan.auto("train") == []
-    ModelExecutePlan.auto("train", b, min_stages=2, upper_threshold=1.5, model_memory_limit=8)
-    assert b.asked == [("train", 2, 1.5, 8)]
+
+
+def test_stages_keep_to_the_memory_that_is_given() -> None:
+    of_layer = 64 * 65 * 4 / 1e9
+    cut = ModelExecutePlan.auto("infer", chain(), upper_threshold=8.0, model_memory_limit=2.5 * of_layer)
+    assert max(map(len, cut.fwd_plan)) <= 2
 
 
 @pytest.mark.parametrize(
     ("models", "options", "message"),
     [
         ((nn.Linear(1, 1),), {}, "model 0 is a Linear, expected a RoundPipe"),
-        ((Planned(),), {"min_stages": 0}, "min_stages is 0"),
-        ((Planned(),), {"upper_threshold": 0.9}, "upper_threshold is 0.9"),
-        ((Planned(),), {"model_memory_limit": 0}, "model_memory_limit is 0"),
+        ((chain(),), {"min_stages": 0}, "min_stages is 0"),
+        ((chain(),), {"upper_threshold": 0.9}, "upper_threshold is 0.9"),
+        ((chain(),), {"model_memory_limit": 0}, "model_memory_limit is 0"),
     ],
 )
 def test_auto_refuses(models: tuple[nn.Module, ...], options: dict[str, Any], message: str) -> None:

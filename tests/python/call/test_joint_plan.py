@@ -39,7 +39,7 @@ def stage_times(plan: ModelExecutePlan, model: list[LayerCost]) -> list[float]:
 @pytest.mark.parametrize("run_type", ["infer", "train", "fused"])
 def test_no_stage_is_longer_than_the_longest_layer_of_all_allows(run_type: RunType) -> None:
     models = [costs(*[1.0] * 12), costs(*[1.0] * 4, 4.0)]
-    plans = plans_of(run_type, models, 1, 1.1, 0)
+    plans = plans_of(run_type, models, 1, 1.1, [0, 0])
     longest = 4.0 if run_type == "infer" else 12.0
     for position, (plan, model) in enumerate(zip(plans, models, strict=True)):
         called: RunType = "train" if run_type == "fused" and position == 0 else run_type
@@ -50,7 +50,7 @@ def test_no_stage_is_longer_than_the_longest_layer_of_all_allows(run_type: RunTy
 
 
 def test_stages_keep_to_the_bytes() -> None:
-    (plan,) = plans_of("train", [costs(1.0, 1.0, 1.0, 100.0)], 1, 1.1, 200)
+    (plan,) = plans_of("train", [costs(1.0, 1.0, 1.0, 100.0)], 1, 1.1, [200])
     assert plan.fwd_plan == [range(2), range(2, 4)] or max(map(len, plan.fwd_plan)) <= 2
     assert all(len(stage) == 1 for stage in plan.bwd_plan)
 

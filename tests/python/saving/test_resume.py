@@ -160,23 +160,27 @@ def test_a_plain_loop_over_the_model_s_own_parameters(tmp_path: Path) -> None:
         model = roundpipe.RoundPipe(layers, name="plain")
         return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    def run(model: Any, optimizer: torch.optim.Optimizer, steps: range, clear: bool = True) -> list[float]:
+    def run(model: Any, optimizer: torch.optim.Optimizer, steps: range, clears: str = "after") -> list[float]:
         losses = []
         for step in steps:
+            if clears == "before":
+                optimizer.zero_grad()
             loss = model(torch.full((6, 8), float(step))).square().mean()
             loss.backward()
             losses.append(float(loss))
-            if clear:
+            if clears != "never":
                 optimizer.step()
+            if clears == "after":
                 optimizer.zero_grad()
         return losses
 
-    for clear in (True, False):
+    # What is in .grad then: nothing, a gradient that no step has used, and one that the next step does not want.
+    for clears, later in (("after", "after"), ("never", "after"), ("before", "before")):
         model, optimizer = make(0)
         run(model, optimizer, range(3))
-        run(model, optimizer, range(3, 4), clear)  # leaves a gradient in .grad, or a cleared one
-        roundpipe.save_checkpoint(tmp_path / str(clear), model, optimizer, wait=True)
-        expected = run(model, optimizer, range(4, 8))
+        run(model, optimizer, range(3, 4), clears)
+        roundpipe.save_checkpoint(tmp_path / clears, model, optimizer, wait=True)
+        expected = run(model, optimizer, range(4, 8), later)
         again, its_optimizer = make(1)
-        roundpipe.load_checkpoint(tmp_path / str(clear), again, its_optimizer)
-        assert run(again, its_optimizer, range(4, 8)) == expected
+        roundpipe.load_checkpoint(tmp_path / clears, again, its_optimizer)
+        assert run(again, its_optimizer, range(4, 8), later) == expected, clears
