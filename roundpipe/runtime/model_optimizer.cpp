@@ -72,6 +72,11 @@ void ModelOptimizer::BoundBlock::refuse_lost_writes() {
   }
 }
 
+void ModelOptimizer::BoundBlock::restart_master(size_t i) {
+  optimizer.restart_master(i, state.block->layout().view(state.block->newest()->flat, i));
+  seen[i] = static_cast<uint32_t>(state.block->parameters()[i].tensor._version());
+}
+
 void ModelOptimizer::BoundBlock::see() {
   seen.clear();
   for (const memory::NamedTensor& parameter : state.block->parameters()) {
@@ -170,8 +175,7 @@ std::shared_ptr<StepRun> ModelOptimizer::run_step(std::vector<Hyperparameters> g
     const memory::GradientBlockPtr& gradient = gradients[block->model.get()][block->index];
     if (!gradient) {
       if (!written.empty() && block->reader) std::exchange(block->reader, nullptr)->before_update();
-      for (const size_t i : written)
-        block->optimizer.restart_master(i, state.block->layout().view(state.block->newest()->flat, i));
+      for (const size_t i : written) block->restart_master(i);
       if (state.block->settle()) state.block->repoint();
       continue;
     }
@@ -234,6 +238,18 @@ std::vector<at::Tensor> ModelOptimizer::load_next_weights(size_t index) {
   return views;
 }
 
+void ModelOptimizer::take_writes() {
+  for (const auto& pipeline : pipelines_) pipeline->weights().adopt_replaced();
+  for (const auto& block : *blocks_) {
+    if (!block->optimizer.trains_any()) continue;
+    for (const size_t i : block->written()) {
+      if (!block->state.block->newest_has(i)) continue;  // the next step refuses it
+      if (block->reader) std::exchange(block->reader, nullptr)->before_update();
+      block->restart_master(i);
+    }
+  }
+}
+
 void ModelOptimizer::finish() {
   require_own_process();
   reap(0);
@@ -246,6 +262,7 @@ void ModelOptimizer::finish() {
   for (const auto& block : *blocks_) {
     if (block->state.block->settle()) block->state.block->repoint();
   }
+  take_writes();
 }
 
 ModelOptimizer::HostBytes ModelOptimizer::host_bytes(const std::vector<Hyperparameters>& groups) const {

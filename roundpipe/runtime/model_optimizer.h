@@ -32,6 +32,9 @@ class ModelOptimizer {
   // has been started. With several nodes, the error of a call is thrown after a step that tells the other nodes.
   std::shared_ptr<StepRun> step(std::vector<optim::Hyperparameters> groups, const StepOptions& options);
 
+  // Lets the state have what the user has written to parameters since the last step, as the next step would.
+  void take_writes();
+
   // Waits for all steps and lets calls read the newest weights. Values that the user has assigned since (`.data =`)
   // stay. Throws the error of a step.
   void finish();
@@ -83,6 +86,8 @@ class ModelOptimizer {
     // Parameters that the user has written to since `seen` was taken.
     std::vector<size_t> written() const;
     void see();
+    // Of what is written in the newest weights, which are complete.
+    void restart_master(size_t i);
     // Throws std::invalid_argument if there are such parameters and the next version replaces them; forgets them then.
     void refuse_lost_writes();
 

@@ -46,6 +46,7 @@ Snapshot::Snapshot(ModelOptimizer& optimizer, std::shared_ptr<SnapshotMemory> me
 
 std::shared_ptr<Snapshot> Snapshot::of(ModelOptimizer& optimizer, std::shared_ptr<SnapshotMemory> memory,
                                        std::shared_ptr<const void> owner, bool with_weights) {
+  optimizer.take_writes();
   const std::shared_ptr<Snapshot> made(new Snapshot(optimizer, std::move(memory), std::move(owner), with_weights));
   std::vector<Unit*> previous(made->blocks_.size(), nullptr);
   for (size_t b = 0; b < made->blocks_.size(); ++b) {

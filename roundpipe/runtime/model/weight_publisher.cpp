@@ -52,7 +52,8 @@ std::unique_ptr<WeightUpdate> WeightPublisher::begin_update(bool in_place) {
   return std::make_unique<WeightUpdate>(model_, optimizer_parameters_, std::move(begun));
 }
 
-std::vector<std::vector<at::Tensor>> WeightPublisher::read_by_calls() const {
+std::vector<std::vector<at::Tensor>> WeightPublisher::read_by_calls() {
+  adopt_replaced();
   std::vector<std::vector<at::Tensor>> weights;
   for (const BlockState& block : model_->blocks) {
     const memory::WeightVersionPtr& version = block.block->current();

@@ -44,7 +44,7 @@ class WeightPublisher {
   std::unique_ptr<WeightUpdate> begin_update(bool in_place);
 
   // The weights that a call would read if it were made now, by block and parameter: views. Waits for them.
-  std::vector<std::vector<at::Tensor>> read_by_calls() const;
+  std::vector<std::vector<at::Tensor>> read_by_calls();
   // See ParameterBlock::adopt_replaced, of every block.
   void adopt_replaced();
   // Points the user's parameters at the versions that calls read, if these are complete.
