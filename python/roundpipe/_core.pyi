@@ -304,6 +304,10 @@ class MemoryMeter:
     def reset_peak(self) -> None: ...
 
 class TiedGradAccumulation:
+class ParameterWatch:
+    def __init__(self, parameters: list[torch.Tensor]) -> None: ...
+    def require_kept(self, layer: str, names: list[str]) -> None: ...
+
     LAYER: TiedGradAccumulation
     MICROBATCH: TiedGradAccumulation
 
