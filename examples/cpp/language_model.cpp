@@ -125,11 +125,13 @@ int main(int argc, char** argv) {
 
   std::vector<roundpipe::Layer> layers = {roundpipe::layer(embeddings).named("embeddings")};
   for (const Block& block : blocks) layers.push_back(roundpipe::layer(block));
-  layers.push_back(roundpipe::layer(norm));
+  layers.push_back(roundpipe::layer(norm).named("norm"));
   layers.push_back(roundpipe::layer(head).named("head"));
   roundpipe::Model model(layers, {.name = "language model"});
 
-  const auto has_no_decay = [](const std::string&, const Tensor& parameter) { return parameter.dim() < 2; };
+  const auto has_no_decay = [](const std::string& name, const Tensor&) {
+    return !roundpipe::optim::has_weight_decay(name);
+  };
   const roundpipe::UpdateRule rule = torch::optim::AdamWOptions(3e-3).betas({0.9, 0.95}).weight_decay(0.1);
   roundpipe::UpdateRule no_decay = rule;
   no_decay.options.weight_decay = 0;

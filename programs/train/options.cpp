@@ -102,7 +102,7 @@ void add_options(CLI::App& app, Options& options) {
       ->check(CLI::IsMember({"fp32", "8bit"}))
       ->capture_default_str();
   number("--learning-rate", options.learning_rate, "highest learning rate", 0);
-  number("--weight-decay", options.weight_decay, "of matrices; norms and biases have none", 0);
+  number("--weight-decay", options.weight_decay, "of all but norms and biases", 0);
   app.add_option("--beta1", options.beta1, "of adam, adamw and lion")->check(share);
   app.add_option("--beta2", options.beta2, "of adam, adamw and lion")->check(share);
   app.add_option("--eps", options.eps, "of adam, adamw and rmsprop")->check(CLI::PositiveNumber);

@@ -18,6 +18,7 @@
 #include <roundpipe/checkpoint/file_system.h>
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/optim/weight_decay.h>
 #include <roundpipe/runs/load_checkpoint.h>
 #include <roundpipe/runs/run_folders.h>
 #include <roundpipe/runs/save_checkpoint.h>
@@ -58,16 +59,13 @@ LanguageModelOptions model_options(const Options& options) {
   return made;
 }
 
-// Matrices with the rule's weight decay; norms, sinks and biases, which adapters have not, without. Biases of experts
-// are stacked.
+// Norms and biases, which adapters have not, have no weight decay.
 Optimizer make_optimizer(LanguageModel& model, const Options& options, int64_t steps) {
   const UpdateRule rule = update_rule(options);
   std::vector<ParameterGroup> groups;
   if (!trains_adapters(options)) {
-    groups.push_back({[](const std::string& name, const at::Tensor& parameter) {
-                        return parameter.dim() < 2 || name.ends_with("_bias");
-                      },
-                      rule.options});
+    groups.push_back(
+        {[](const std::string& name, const at::Tensor&) { return !optim::has_weight_decay(name); }, rule.options});
     groups[0].options.weight_decay = 0;
   }
   Optimizer optimizer(model.model(), rule, groups, {.moments = moment_format(options)});

@@ -2,6 +2,7 @@
 #include <roundpipe/memory/host_arena.h>
 #include <roundpipe/memory/mapped_file.h>
 #include <roundpipe/optim/block_optimizer.h>
+#include <roundpipe/runtime/model/parameter_watch.h>
 #include <roundpipe/simulate/memory_simulator.h>
 #include <roundpipe/torch_compat/autograd_nodes.h>
 
@@ -145,6 +146,13 @@ void bind_memory(py::module_& module) {
       "cross_boundary", [](const std::vector<at::Tensor>& outputs) { return torch_compat::cross_boundary(outputs); },
       py::arg("outputs"), py::call_guard<py::gil_scoped_release>());
   module.def("is_mapped", &memory::is_mapped, py::arg("tensor"));
+  py::class_<runtime::ParameterWatch>(module, "ParameterWatch")
+      .def(py::init([](const std::vector<at::Tensor>& parameters) {
+             return runtime::ParameterWatch(parameters, std::vector<char>(parameters.size(), 1));
+           }),
+           py::arg("parameters"), py::call_guard<py::gil_scoped_release>())
+      .def("require_kept", &runtime::ParameterWatch::require_kept, py::arg("layer"), py::arg("names"),
+           py::call_guard<py::gil_scoped_release>());
   ValueClass<memory::HostArenaStats>(module, "HostArenaStats")
       .attribute("asked_bytes", &memory::HostArenaStats::asked_bytes)
       .attribute("reserved_bytes", &memory::HostArenaStats::reserved_bytes)

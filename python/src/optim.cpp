@@ -3,6 +3,7 @@
 #include <roundpipe/optim/dispatch.h>
 #include <roundpipe/optim/parameter_update.h>
 #include <roundpipe/optim/thread_pool.h>
+#include <roundpipe/optim/weight_decay.h>
 
 #include "bindings.h"
 
@@ -78,6 +79,10 @@ void bind_values(py::module_& module) {
 }
 
 void bind_updates(py::module_& module) {
+  module.def(
+      "has_weight_decay",
+      [](const std::string& name, const std::vector<std::string>& classes) { return has_weight_decay(name, classes); },
+      py::arg("name"), py::arg("classes"));
   module.def("state_names", &state_names, py::arg("algorithm"), py::arg("hyper"), py::arg("format"), py::arg("sizes"));
   module.def("make_state", &make_state, py::arg("algorithm"), py::arg("hyper"), py::arg("format"), py::arg("parameter"),
              py::call_guard<py::gil_scoped_release>());

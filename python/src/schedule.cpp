@@ -1,3 +1,4 @@
+#include <roundpipe/schedule/moved_bytes.h>
 #include <roundpipe/schedule/search.h>
 #include <roundpipe/simulate/baselines.h>
 #include <roundpipe/simulate/link_search.h>
@@ -126,7 +127,8 @@ void bind_schedule(py::module_& module) {
         options.max_fused_layers = max_fused_layers;
         options.effort = effort;
         options.seed = seed;
-        if (!over_links) return search(costs, cluster, options);
+        // What a plan promises over links is what the simulator of links gets.
+        if (!over_links && !has_rates(cluster)) return search(costs, cluster, options);
         simulate::LinkRules links;
         links.timing = rules;
         links.chunk_bytes = chunk_bytes;

@@ -13,6 +13,7 @@
 #include <roundpipe/device/virtual/memory_meter.h>
 #include <roundpipe/memory/crossing.h>
 #include <roundpipe/optim/block_optimizer.h>
+#include <roundpipe/runtime/model/parameter_watch.h>
 #include <roundpipe/torch_compat/autograd_nodes.h>
 #include <roundpipe/torch_compat/own_generators.h>
 
@@ -72,7 +73,8 @@ std::unique_ptr<runtime::LayerShell> filled_shell(const runtime::LayerState& sta
   const std::vector<memory::NamedTensor> parameters = layer.parameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
     at::Tensor& own = shell->parameters[i];
-    own.set_data(parameters[i].tensor.detach().to(device));
+    own.set_data(parameters[i].tensor.detach().to(device, parameters[i].tensor.scalar_type(), /*non_blocking=*/false,
+                                                  /*copy=*/true));
     // As in the engine, which sums a gradient elsewhere as soon as it is complete.
     torch_compat::consume_gradients(own, [](const at::Tensor&) {});
     own.set_requires_grad(parameters[i].tensor.requires_grad());
@@ -93,6 +95,7 @@ LayerFootprint measure_layer(const runtime::LayerState& state, int index, Values
   const std::vector<at::Tensor> leaves = crossed(values.tensors, device);
   // A layer may write to its inputs in place, which autograd forbids for leaves.
   Values inputs{torch_compat::cross_boundary(leaves), values.structure};
+  runtime::ParameterWatch watch(shell->parameters, std::vector<char>(shell->parameters.size(), 1));
   const int64_t base = meter.current_bytes();
   meter.reset_peak();
   runtime::LayerContext context;
@@ -108,6 +111,9 @@ LayerFootprint measure_layer(const runtime::LayerState& state, int index, Values
   std::erase_if(roots, [](const at::Tensor& root) { return !root.requires_grad(); });
   footprint.forward = meter.peak_bytes() - base;
   footprint.saved = meter.current_bytes() - base;
+  std::vector<std::string> names;
+  for (const memory::NamedTensor& parameter : state.layer->parameters()) names.push_back(parameter.name);
+  watch.require_kept(concat("layer ", index, " (", state.layer->name(), ")"), names);
   std::vector<at::Tensor> gradients;
   for (const at::Tensor& root : roots) {
     gradients.push_back(at::ones_like(root));

@@ -29,23 +29,10 @@ void add_distinct(NamedParameters& tensors, const std::string& prefix, const std
   tensors.emplace_back(prefix.empty() ? name : prefix + "." + name, tensor);
 }
 
-// Such an embedding scales rows of its weights down in its forward, which happens to the device's copy alone.
-void refuse_max_norm(const torch::nn::Module& module) {
-  const auto* const embedding = dynamic_cast<const torch::nn::EmbeddingImpl*>(&module);
-  const auto* const bag = dynamic_cast<const torch::nn::EmbeddingBagImpl*>(&module);
-  const bool has_it = (embedding != nullptr && embedding->options.max_norm().has_value()) ||
-                      (bag != nullptr && bag->options.max_norm().has_value());
-  if (!has_it) return;
-  throw std::invalid_argument(concat("[layer] a ", module.name(),
-                                     " has max_norm, with which its forward changes its weights, expected none; scale "
-                                     "the weights after the optimizer's step"));
-}
-
 // The parameters and buffers, and itself with its submodules, that the module has now.
 void collect_tensors(LayerInstance& instance) {
   for (const auto& entry : instance.module->named_modules()) {
     torch::nn::Module& module = *entry.value();
-    refuse_max_norm(module);
     for (const auto& parameter : module.named_parameters(/*recurse=*/false)) {
       add_distinct(instance.parameters, entry.key(), parameter.key(),
                    parameter_in_use(module, parameter.key(), parameter.value()));

@@ -71,6 +71,7 @@ class EmulatedLayer final : public Layer {
   }
   std::vector<memory::NamedTensor> buffers() const override { return {}; }
   double emulated_update_ms() const override { return options_.update_ms; }
+  bool leaves_parameters() const override { return true; }
   std::unique_ptr<LayerShell> make_shell(c10::Device device) override {
     return std::make_unique<EmulatedShell>(options_, device);
   }

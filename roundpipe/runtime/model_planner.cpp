@@ -265,6 +265,7 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
     options.seed += schedule::kSeedsOfSearch * static_cast<unsigned>(current->searches);
   }
   options.max_fused_layers = sums.layers();
+  options.promises = false;
   if (room.least() > 0 && request.mode == PlanMode::kFused) options.max_fused_layers = simple.backward.front().size();
 
   const Plan least = schedule::to_recipe(schedule::to_cut(simple), sums, key.devices, options.plan);
@@ -282,7 +283,6 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
     links.update_gb_per_s = options.update_gb_per_s;
     cut = simulate::search_links(costs, cluster, options, links).front().cut;
   } else {
-    cluster.hop_latency_ms = std::max(cluster.hop_latency_ms, schedule::hop_ms(costs, cluster));
     cut = schedule::search(costs, cluster, options).front().cut;
   }
   // Forward stages keep to the limit of backward stages, since their weights lie in memory beside the values of one.
@@ -305,10 +305,7 @@ ModelPlanner::Made ModelPlanner::make(Engine& engine, const Key& key, const Basi
   const Cut cut = basis.measured ? found(key, basis, limits, simple, current) : schedule::to_cut(simple);
   const Plan recipe = schedule::to_recipe(cut, sums, key.devices, options);
   Cluster cluster;
-  if (basis.measured) {
-    cluster = basis.machine.cluster;
-    cluster.hop_latency_ms = schedule::hop_ms(basis.costs, cluster);
-  }
+  if (basis.measured) cluster = basis.machine.cluster;
   cluster.devices.clear();
   for (const schedule::ClusterDevice& device : basis.machine.cluster.devices)
     cluster.devices.push_back({basis.measured ? device.speed : 1});
@@ -339,7 +336,6 @@ double ModelPlanner::predicted_ms(Engine& engine, int microbatches, int gradient
   options.max_fused_layers = static_cast<int>(costs.size());
   Cluster cluster = now.machine.cluster;
   for (schedule::ClusterDevice& device : cluster.devices) device.memory_bytes = 0;
-  cluster.hop_latency_ms = std::max(cluster.hop_latency_ms, schedule::hop_ms(costs, cluster));
   return schedule::search(costs, cluster, options).front().rating.step_ms;
 }
 

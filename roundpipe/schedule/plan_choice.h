@@ -28,6 +28,9 @@ struct SearchOptions {
   std::int64_t effort = 392'000'000;
   unsigned seed = 3;
   int finalists = 16;  // plans that are returned, at most
+  // The step of the plans that are returned is that of a simulation as long as those of the commands, whatever the
+  // effort; false: for who only takes the plan. Matters to simulate::search_links.
+  bool promises = true;
   // Cuts of the same layers that are known already: the plan found is no worse than any of them that keeps the limits.
   std::vector<Cut> starts;
 };

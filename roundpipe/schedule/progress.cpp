@@ -1,8 +1,15 @@
 #include <roundpipe/schedule/progress.h>
 
+#include <roundpipe/schedule/moved_bytes.h>
+
 namespace roundpipe::schedule {
 
 namespace {
+
+TimingRules with_links(TimingRules rules, const Cluster& cluster) {
+  rules.hop_on_same_device |= has_rates(cluster);
+  return rules;
+}
 
 // Of one link, which has its share of the host's bandwidth; 0 = at once.
 double ms_per_byte(double link_gb_per_s, const Cluster& cluster) {
@@ -16,17 +23,17 @@ double ms_per_byte(double link_gb_per_s, const Cluster& cluster) {
 
 Progress::Progress(const Plan& shape, const LayerCosts& costs, const Cluster& cluster, TimingRules rules)
     : sums_(costs, shape.first_backward_layer),
-      rules_(rules),
+      rules_(with_links(rules, cluster)),
       mode_(mode_of(shape)),
       layers_(shape.layers),
       microbatches_(static_cast<std::size_t>(shape.microbatches)),
       first_backward_layer_(shape.first_backward_layer),
-      hop_ms_(cluster.hop_latency_ms),
+      hop_ms_(std::max(cluster.hop_latency_ms, schedule::hop_ms(costs, cluster))),
       up_ms_per_byte_(ms_per_byte(cluster.link_up_gb_per_s, cluster)),
       down_ms_per_byte_(ms_per_byte(cluster.link_down_gb_per_s, cluster)),
       read_boundary_(static_cast<std::size_t>(shape.layers) + 1, 0),
       free_ms_(cluster.devices.size(), 0.0),
-      uploads_(cluster.devices.size()) {
+      links_(cluster.devices.size()) {
   for (const ClusterDevice& device : cluster.devices) speed_.push_back(device.speed);
   for (const Job& job : shape.jobs) read_boundary_[static_cast<std::size_t>(job.layers.first)] = 1;
 }

@@ -31,7 +31,8 @@ double work_ms(const Plan& plan, const CostSums& sums);
 // for values that change device. Updates take no time, and memory is not modelled.
 //
 // - If the cluster has bandwidths, weights go up one job after another, from when the job before is next, and gradients
-//   land after their way down. A link has its share of the host's bandwidth. Else both take no time.
+//   go down one job after another. A link has its share of the host's bandwidth. Every value takes the way over the
+//   host, for as long as the largest one takes on idle links. Else weights and gradients take no time.
 // - A device runs its jobs in the order given, microbatch by microbatch. Its speed divides times.
 // - A backward microbatch first recomputes its forward. The recompute waits for the stage's input, not for the
 //   gradient. A fused microbatch runs forward and backward and recomputes nothing.
@@ -82,10 +83,11 @@ class Progress {
   std::size_t at(int boundary, int microbatch) const {
     return static_cast<std::size_t>(boundary) * microbatches_ + static_cast<std::size_t>(microbatch);
   }
-  // Weights on the way up to one device.
-  struct Uploads {
-    double arrived_ms = 0;  // the last job's
+  // What is on the way to one device and from it.
+  struct Links {
+    double arrived_ms = 0;  // the weights of the last job
     double since_ms = 0;    // from when the last job was the device's next one
+    double landed_ms = 0;   // the gradients of the jobs so far
   };
 
   double hop_ms(int from, int to) const { return from == to && !rules_.hop_on_same_device ? 0 : hop_ms_; }
@@ -104,7 +106,7 @@ class Progress {
   std::vector<double> speed_;
   std::vector<char> read_boundary_;  // whether some job starts there
   std::vector<double> free_ms_;
-  std::vector<Uploads> uploads_;
+  std::vector<Links> links_;
   std::array<Step, kLive> steps_;
 };
 
@@ -116,7 +118,7 @@ double Progress::pass(const Job& job, int device, int number, Visitor visit, boo
   const double backward_ms = job.phase == Phase::kForward ? 0 : sums_.backward_ms(job.layers) / speed;
   Step& now = step_at(number);
   const double free_ms = free_ms_[static_cast<std::size_t>(device)];
-  Uploads& uploads = uploads_[static_cast<std::size_t>(device)];
+  Links& links = links_[static_cast<std::size_t>(device)];
   double clock = free_ms, published_ms = 0;
   const int staleness = rules_.asynchronous ? 2 : 1;
   if (!backward && number >= staleness) {
@@ -124,7 +126,7 @@ double Progress::pass(const Job& job, int device, int number, Visitor visit, boo
     for (int layer = std::max(job.layers.first, first_backward_layer_); layer < job.layers.last; ++layer)
       published_ms = std::max(published_ms, before.landed_ms[static_cast<std::size_t>(layer)]);
   }
-  const double arrived_ms = std::max({uploads.arrived_ms, uploads.since_ms, published_ms}) +
+  const double arrived_ms = std::max({links.arrived_ms, links.since_ms, published_ms}) +
                             up_ms_per_byte_ * static_cast<double>(sums_.weight_bytes(job.layers));
   clock = std::max({clock, published_ms, up_ms_per_byte_ > 0 ? arrived_ms : 0});
   const bool outside_loss = backward && mode_ == PlanMode::kTrain;
@@ -166,9 +168,10 @@ double Progress::pass(const Job& job, int device, int number, Visitor visit, boo
     }
   }
   double landed_ms = clock;
-  if (job.phase != Phase::kForward) {
+  if (job.phase != Phase::kForward && down_ms_per_byte_ > 0) {
     const bool whole = static_cast<std::size_t>(job.microbatches.size()) == microbatches_;
-    landed_ms += down_ms_per_byte_ * static_cast<double>(sums_.sent_gradient_bytes(job.layers, whole));
+    landed_ms = std::max(clock, links.landed_ms) +
+                down_ms_per_byte_ * static_cast<double>(sums_.sent_gradient_bytes(job.layers, whole));
   }
   if (keep) {
     if (job.phase != Phase::kForward) {
@@ -178,7 +181,7 @@ double Progress::pass(const Job& job, int device, int number, Visitor visit, boo
       }
     }
     free_ms_[static_cast<std::size_t>(device)] = clock;
-    uploads = {arrived_ms, free_ms};
+    links = {arrived_ms, free_ms, job.phase == Phase::kForward ? links.landed_ms : landed_ms};
   }
   return rules_.asynchronous ? clock : landed_ms;
 }

@@ -27,6 +27,7 @@ struct Steps {
 constexpr Steps kCompared{2'000, 9, 25};
 constexpr Steps kChosen{15'000, 13, 65};
 constexpr Steps kReported{150'000, 25, 193};
+constexpr Steps kPromised{2'000'000, 25, 193};  // as long as the commands simulate, for all but the largest plans
 constexpr int kLimitSteps = 13;
 
 const Steps& steps_for(Precision precision) {
@@ -35,8 +36,10 @@ const Steps& steps_for(Precision precision) {
       return kCompared;
     case Precision::kChoose:
       return kChosen;
-    default:
+    case Precision::kReport:
       return kReported;
+    default:
+      return kPromised;
   }
 }
 
@@ -106,7 +109,8 @@ std::int64_t LinkRating::scored_visits(const PlanChoice& choice) const {
 
 int LinkRating::steps_of(std::int64_t visits, Precision precision) const {
   const Steps& of = steps_for(precision);
-  const double affordable = effort_share_ * static_cast<double>(of.visits) / static_cast<double>(1 + visits);
+  const double share = precision == Precision::kPromise ? 1 : effort_share_;
+  const double affordable = share * static_cast<double>(of.visits) / static_cast<double>(1 + visits);
   return repeated(std::clamp(static_cast<int>(affordable), of.fewest, of.most));
 }
 

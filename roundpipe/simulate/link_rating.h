@@ -15,8 +15,9 @@ std::vector<schedule::Plan> place_over_links(const schedule::Plan& recipe, const
                                              const schedule::Cluster& cluster, const LinkRules& rules, int steps);
 
 // How many asynchronous steps are simulated: few, to compare plans; more, to choose among the best; most, to report.
-// Each is a number of simulated visits, so that long plans take no longer, within bounds.
-enum class Precision { kCompare, kChoose, kReport };
+// Each is a number of simulated visits, so that long plans take no longer, within bounds; less effort means fewer, but
+// for what is promised to a user.
+enum class Precision { kCompare, kChoose, kReport, kPromise };
 
 // Rates cuts by the simulation of links. Each cut is simulated once for each precision, by as many steps as its own
 // length says: what a plan is rated does not depend on the plans beside it.

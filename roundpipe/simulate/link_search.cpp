@@ -118,7 +118,8 @@ class LinkSearch {
     const auto near =
         std::ranges::count_if(pool.choices(), [&](const PlanChoice& choice) { return choice.score_ms <= near_ms; });
     pool.keep(std::clamp(static_cast<std::size_t>(near), kReported, kFinal));
-    for (PlanChoice& choice : pool.choices()) rating_.rate(choice, Precision::kReport);
+    const Precision precision = options_.promises ? Precision::kPromise : Precision::kReport;
+    for (PlanChoice& choice : pool.choices()) rating_.rate(choice, precision);
     pool.sort();
     std::vector<PlanChoice> choices = std::move(pool.choices());
     schedule::settle_ties(choices, rating_.sums());

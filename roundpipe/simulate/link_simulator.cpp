@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -428,7 +429,9 @@ class LinkSimulator {
     }
     Timeline& timeline = result.timeline;
     timeline.events = std::move(events_);
-    timeline.makespan_ms = std::ranges::max(step_end);
+    // A step is over when those before it are, too, though its device may be done earlier.
+    std::partial_sum(step_end.begin(), step_end.end(), step_end.begin(), std::ranges::max);
+    timeline.makespan_ms = step_end.back();
     result.landed_ms = std::max(now_ms_, timeline.makespan_ms);
     // A single step ends when its last gradient has landed and its last update is done.
     timeline.steady_step_ms = plans_.size() == 1 ? result.landed_ms : schedule::pace_ms(step_end);

@@ -155,11 +155,12 @@ Timeline simulate(std::span<const Plan> plans, const schedule::LayerCosts& costs
       end_ms = std::max(end_ms, event.end_ms);
       busy_ms += event.end_ms - event.start_ms;
     }
-    step_end.push_back(end_ms);
+    // A step is over when those before it are, too, though its device may be done earlier.
+    step_end.push_back(step_end.empty() ? end_ms : std::max(end_ms, step_end.back()));
     timeline.events.insert(timeline.events.end(), step.begin(), step.end());
   }
   const int devices = plans[0].devices;
-  timeline.makespan_ms = std::ranges::max(step_end);
+  timeline.makespan_ms = step_end.back();
   timeline.bubble = idle_share(busy_ms, devices, timeline.makespan_ms);
   timeline.steady_step_ms = schedule::pace_ms(step_end);
   timeline.steady_bubble = idle_share(busy_ms / static_cast<double>(plans.size()), devices, timeline.steady_step_ms);

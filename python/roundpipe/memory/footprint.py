@@ -68,6 +68,7 @@ def measure(
         device: where to run; the CPU stands for a virtual device.
 
     Raises:
+        ValueError: a layer writes its parameters in its forward.
         Exception: whatever a layer raises; torch.OutOfMemoryError if a single layer does not fit.
     """
     meter: Meter = _core.MemoryMeter() if device.type == "cpu" else _AcceleratorMeter(device)
@@ -101,6 +102,7 @@ def _measure_layer(
         leaves = [_core.crossed_copy(t, str(device)).requires_grad_(t.requires_grad) for t in tensors]
         # A layer may write to its inputs in place, which autograd forbids for leaves.
         inputs = _core.cross_boundary(leaves)
+        watch = _core.ParameterWatch(shell.parameters)
         base = meter.current_bytes
         meter.reset_peak()
         outputs, output_structure, _ = shell.run(inputs, structure, (_TRIAL, index, 0, False))
@@ -111,6 +113,7 @@ def _measure_layer(
         else:
             roots = [output for output in outputs if output.requires_grad]
         forward, saved = meter.peak_bytes - base, meter.current_bytes - base
+        watch.require_kept(f"layer {index} ({layer.name})", [name for name, _ in layer.parameters()])
         gradients = [torch.ones_like(root) for root in roots]
         given = sum(gradient.nbytes for gradient in gradients)
         handed_on = [_core.crossed_copy(o, "cpu").requires_grad_(o.requires_grad) for o in outputs]
@@ -133,7 +136,7 @@ def _fill(shell: DeviceShell, layer: PythonLayer, device: torch.device, trains: 
 
     with torch.no_grad():
         for mine, (_, parameter) in zip(shell.parameters, layer.parameters(), strict=True):
-            mine.data = parameter.detach().to(device)
+            mine.data = parameter.detach().to(device, copy=True)
         for buffer, (_, source) in zip(shell.buffers, layer.buffers(), strict=True):
             buffer.data = source.detach().to(device, copy=True)
     for mine, (_, parameter) in zip(shell.parameters, layer.parameters(), strict=True):

@@ -12,6 +12,7 @@ import torch
 from roundpipe import _core
 from roundpipe.memory.host import HostMemory
 from roundpipe.model.facade import facade_in
+from roundpipe.model.published_attributes import source_of_names
 from roundpipe.optim.parameter_groups import parameter_groups
 from roundpipe.step.binding import MOMENTS, Binding, BoundOptimizer, Gradients, Moments
 
@@ -29,8 +30,8 @@ class ForModel(BoundOptimizer):
         groups: with a model: one dict for each group of parameters that has its own options. "params" is a name or
             a pattern like "*.bias", a compiled regular expression, a function (name, parameter) -> bool, a parameter,
             or a list of these; the other entries are options of the optimizer.
-        decay_norms_and_biases: with a model: False sets `weight_decay` to 0 for parameters of less than two dimensions,
-            except in groups that set `weight_decay`.
+        decay_norms_and_biases: with a model: False sets `weight_decay` to 0 for norms and biases, as transformers'
+            Trainer does, except in groups that set `weight_decay`.
         moments: with a model: "8bit" keeps the moments of Adam and AdamW in one byte each.
         gradients: with a model: "float32" keeps the gradients of 16-bit weights in fp32 on the host, to sum them over
             several calls before a step.
@@ -79,7 +80,8 @@ class ForModel(BoundOptimizer):
         named = model._step_group.models.trainable_parameters()
         if not named:
             raise ValueError("[optim] the model has no trainable parameter; set requires_grad of what is to be trained")
-        super().__init__(parameter_groups(named, groups, decay_norms_and_biases), *args, **kwargs)
+        modules = source_of_names(model).modules()
+        super().__init__(parameter_groups(named, groups, decay_norms_and_biases, modules), *args, **kwargs)
         self.state.clear()
         for index, options in enumerate(self.param_groups):
             unknown = set(options) - set(self.defaults) - {"params"}

@@ -10,12 +10,17 @@ from typing import Any
 
 from torch import nn
 
+from roundpipe import _core
+
 Named = tuple[str, nn.Parameter]
 Selector = str | re.Pattern[str] | nn.Parameter | Callable[[str, nn.Parameter], bool]
 
 
 def parameter_groups(
-    named: Sequence[Named], groups: Iterable[dict[str, Any]] | None, decay_norms_and_biases: bool
+    named: Sequence[Named],
+    groups: Iterable[dict[str, Any]] | None,
+    decay_norms_and_biases: bool,
+    modules: Iterable[nn.Module] = (),
 ) -> list[dict[str, Any]]:
     """Makes torch.optim's list of parameter groups from a model's parameters.
 
@@ -23,8 +28,9 @@ def parameter_groups(
         named: the model's trainable parameters with their names.
         groups: one dict for each group: "params" selects its parameters, every other entry is an option. Parameters in
             no group get the optimizer's own options.
-        decay_norms_and_biases: False sets `weight_decay` to 0 for parameters of less than two dimensions, except in a
-            group that sets `weight_decay`.
+        decay_norms_and_biases: False sets `weight_decay` to 0 for norms and biases (`_core.has_weight_decay`), except
+            in a group that sets `weight_decay`.
+        modules: those that have the parameters; their classes tell norms whose names do not.
 
     Raises:
         ValueError: a "params" matches no trainable parameter, or a parameter matches two groups.
@@ -51,17 +57,25 @@ def parameter_groups(
     if rest:
         made.append({})
         members.append(rest)
+    classes: dict[int, list[str]] = {}
+    for module in modules:
+        for parameter in module._parameters.values():
+            classes.setdefault(id(parameter), [each.__name__ for each in type(module).__mro__])
+
+    def decays(parameter: nn.Parameter) -> bool:
+        return _core.has_weight_decay(names[id(parameter)], classes.get(id(parameter), []))
+
     result: list[dict[str, Any]] = []
     for options, parameters in zip(made, members, strict=True):
         if decay_norms_and_biases or "weight_decay" in options:
             result.append({**options, "params": parameters})
             continue
-        flat = [parameter for parameter in parameters if parameter.dim() < 2]
-        matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
-        if matrices:
-            result.append({**options, "params": matrices})
-        if flat:
-            result.append({**options, "weight_decay": 0.0, "params": flat})
+        decayed = [parameter for parameter in parameters if decays(parameter)]
+        others = [parameter for parameter in parameters if not decays(parameter)]
+        if decayed:
+            result.append({**options, "params": decayed})
+        if others:
+            result.append({**options, "weight_decay": 0.0, "params": others})
     return result
 
 

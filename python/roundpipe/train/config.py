@@ -144,7 +144,7 @@ class TrainConfig:
             show_default=False,
         ),
     ] = None
-    weight_decay: Annotated[float, _option(_RULE, "Of matrices; norms and biases have none.")] = 0.0
+    weight_decay: Annotated[float, _option(_RULE, "Of all but norms and biases.")] = 0.0
     beta1: Annotated[float | None, _option(_RULE, "Of adam, adamw and lion.", show_default=False)] = None
     beta2: Annotated[float | None, _option(_RULE, "Of adam, adamw and lion.", show_default=False)] = None
     eps: Annotated[float | None, _option(_RULE, "Of adam, adamw and rmsprop.", show_default=False)] = None

@@ -67,6 +67,8 @@ class ROUNDPIPE_API Layer {
   virtual std::shared_ptr<const void> attributes() const { return nullptr; }
   // How long an update of the layer's parameters is pretended to take; 0 = they are really updated.
   virtual double emulated_update_ms() const { return 0; }
+  // Whether a forward is known to leave the parameters as they are, so that nobody has to look (see ParameterWatch).
+  virtual bool leaves_parameters() const { return false; }
   virtual std::unique_ptr<LayerShell> make_shell(c10::Device device) = 0;
 };
 

@@ -140,7 +140,7 @@ std::vector<LayerHabitsPtr> ModelState::habits_of_now() {
   std::vector<LayerHabitsPtr> found;
   for (const auto& layer : layers) {
     LayerHabitsPtr& habits = layer->habits[layer->layer->mode_key()];
-    if (!habits) habits = std::make_shared<LayerHabits>();
+    if (!habits) habits = std::make_shared<LayerHabits>(layer->parameters.size());
     found.push_back(habits);
   }
   return found;

@@ -30,9 +30,13 @@ enum class Frugality : int {
 // What a layer does in one mode (training or evaluation flags), learned while it runs. Each call keeps the habits of
 // the mode in which it was made, since the mode may change while it runs. Thread safety: any thread.
 struct LayerHabits {
+  explicit LayerHabits(size_t parameters) : touches_parameters(parameters) {}
+
   SharedDraws shared_draws;
   std::atomic<Learned> writes_inputs{Learned::kUnknown};
   std::atomic<Learned> writes_buffers{Learned::kUnknown};
+  std::atomic<uint64_t> jobs{0};                      // begun
+  std::vector<std::atomic<bool>> touches_parameters;  // [parameter]: see ParameterWatch::touched
 };
 using LayerHabitsPtr = std::shared_ptr<LayerHabits>;
 

@@ -58,10 +58,10 @@ void JobRunner::run_job(JobRun& run) {
     JobRun& run;
     ~Binding() {
       runner.sums_.drop(run);
-      runner.layers_.unbind();
+      runner.layers_.end();
     }
   } const binding{*this, run};
-  layers_.bind(run);
+  layers_.begin(run);
   doing_.what = "the gradient sums";
   if (run.job.phase != Phase::kForward) sums_.begin(run);
   const Range microbatches = run.job.microbatches;

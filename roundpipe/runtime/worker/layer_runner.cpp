@@ -1,6 +1,7 @@
 #include <roundpipe/runtime/worker/layer_runner.h>
 
 #include <algorithm>
+#include <bit>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -14,6 +15,23 @@ using device::EventPtr;
 using memory::HostValuePtr;
 using transfer::Piece;
 using transfer::Priority;
+
+void LayerRunner::begin(JobRun& run) {
+  bind(run);
+  for (int l = run.job.layers.first; l < run.job.layers.last; ++l) {
+    LayerHabits& habits = run.habits(l);
+    // A layer may begin to write long after its first job, so it is looked at again, ever more seldom.
+    const bool looks = !run.layer(l).layer->leaves_parameters() && std::has_single_bit(++habits.jobs);
+    std::vector<char> with_values;
+    for (const std::atomic<bool>& touches : habits.touches_parameters) with_values.push_back(looks || touches.load());
+    watches_.emplace_back(shell(run, l).layer->parameters, with_values);
+  }
+}
+
+void LayerRunner::end() {
+  watches_.clear();
+  unbind();
+}
 
 void LayerRunner::bind(JobRun& run) {
   const at::NoGradGuard no_grad;
@@ -49,6 +67,7 @@ void LayerRunner::bind(JobRun& run) {
     }
     know_nothing();  // a copy may have been made in another dtype
   }
+  for (ParameterWatch& watch : watches_) watch.moved();
 }
 
 void LayerRunner::unbind() {
@@ -170,6 +189,7 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
     throw;
   }
 
+  look_at_weights(run, l, microbatch);
   if (has_buffers && !recompute) {
     bool written = false;
     for (size_t i = 0; i < versions.size(); ++i) {
@@ -189,6 +209,26 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
     }
   }
   return outputs;
+}
+
+void LayerRunner::look_at_weights(JobRun& run, int l, int microbatch) {
+  LayerState& state = run.layer(l);
+  ParameterWatch& watch = watches_.at(run.place(l));
+  const bool first = microbatch == run.job.microbatches.first;
+  for (size_t i = 0; i < state.parameters.size(); ++i) {
+    const bool touched = watch.touched(i);
+    if (touched) run.habits(l).touches_parameters[i].store(true);
+    if (!touched && !(first && watch.has_values(i))) continue;
+    if (watch.has_values(i) && watch.look(i)) continue;
+    const std::string layer = concat("layer ", l, " (", state.layer->name(), ")");
+    if (!watch.has_values(i)) {
+      throw Error(concat("[forward] ", layer,
+                         " may have changed a parameter only after it had run without doing so; this step is dropped, "
+                         "the next ones take it into account"));
+    }
+    const auto [block, index] = state.parameters[i];
+    throw written_parameter(layer, run.call->model->blocks[block].block->parameters()[index].name);
+  }
 }
 
 void LayerRunner::save_buffers(JobRun& run, int l, int microbatch, std::vector<at::Tensor> before) {

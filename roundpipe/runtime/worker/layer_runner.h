@@ -6,6 +6,7 @@
 #include <roundpipe/device/device.h>
 #include <roundpipe/runtime/call/flow.h>
 #include <roundpipe/runtime/call/job_run.h>
+#include <roundpipe/runtime/model/parameter_watch.h>
 #include <roundpipe/runtime/worker/backward_clock.h>
 #include <roundpipe/runtime/worker/outbox.h>
 #include <roundpipe/torch_compat/autograd_nodes.h>
@@ -47,6 +48,10 @@ class LayerRunner {
     JobRun& run_;
   };
 
+  // Before the job's first microbatch: binds, and remembers of the weights what tells whether a layer writes them.
+  void begin(JobRun& run);
+  // When the job is over, or begin() threw.
+  void end();
   // Points the shells of the job's layers at its slot, and sets which parameters require gradients.
   void bind(JobRun& run);
   // Detaches the shells from the slot, so that its memory can be freed while it is idle. Also after a bind() that
@@ -84,6 +89,9 @@ class LayerRunner {
   void let_go() noexcept;
   void pause(JobRun& run);
   Values execute(JobRun& run, int layer, const Values& inputs, int microbatch, bool recompute);
+  // After a forward of the layer: throws std::invalid_argument if it has written its weights, and Error if it may have
+  // and nothing was remembered of them.
+  void look_at_weights(JobRun& run, int layer, int microbatch);
   // The same, and learns whether the layer writes to its inputs. `intact`: per input, whether it was not written to.
   // `needs_copies`: a layer known to write would have been given copies. Throws Error if they were needed and the
   // layer, which had run without writing before, has written.
@@ -96,8 +104,9 @@ class LayerRunner {
   device::Device& device_;
   transfer::LinkScheduler& upload_;
   Outbox& outbox_;
-  const int worker_;           // its number in the pool
-  std::vector<Shell*> bound_;  // of the job's layers, in order
+  const int worker_;                     // its number in the pool
+  std::vector<Shell*> bound_;            // of the job's layers, in order
+  std::vector<ParameterWatch> watches_;  // likewise
   std::shared_ptr<const void> held_;
   std::vector<Clocked> clocked_;
   std::map<at::ScalarType, at::Tensor> nothing_;  // empty tensors for idle shells, by dtype

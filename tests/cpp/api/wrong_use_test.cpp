@@ -349,12 +349,6 @@ TEST_SUITE("wrong use") {
     const auto twice = [](const std::vector<Tensor>& own, const Tensor& x) { return x * own[0]; };
     CHECK_THROWS_WITH_AS(Model({layer({{"scale", Tensor()}}, twice)}), doctest::Contains("'scale' is undefined"),
                          std::invalid_argument);
-    const auto options = torch::nn::EmbeddingOptions(4, 2).max_norm(0.5);
-    CHECK_THROWS_WITH_AS(Model({layer(torch::nn::Embedding(options))}), doctest::Contains("has max_norm"),
-                         std::invalid_argument);
-    const auto of_bag = torch::nn::EmbeddingBagOptions(4, 2).max_norm(0.5);
-    CHECK_THROWS_WITH_AS(Model(torch::nn::Sequential(torch::nn::EmbeddingBag(of_bag))),
-                         doctest::Contains("a torch::nn::EmbeddingBagImpl has max_norm"), std::invalid_argument);
     const Tensor computed = at::ones({4}).requires_grad_() * 2;
     CHECK_THROWS_WITH_AS(Model({layer({{"scale", computed}}, twice)}),
                          doctest::Contains("'scale' of layer 0 was computed from other tensors"),

@@ -285,6 +285,71 @@ TEST_CASE("link search: more effort than the default never gives a worse plan") 
   }
 }
 
+TEST_CASE("link search: a plan takes as long as it promises, however little effort is spent") {
+  const auto check = [](const Case& of, const SearchOptions& options) {
+    CAPTURE(of.name);
+    LinkRules rules;
+    rules.timing = options.rules;
+    const PlanChoice found = search_links(of.costs, of.cluster, options, rules).front();
+    CAPTURE(to_string(found.cut));
+    CHECK(step_ms(found.recipe, of, rules, 193) == doctest::Approx(found.rating.step_ms).epsilon(2e-4));
+  };
+  SearchOptions options;
+  options.rules.asynchronous = true;
+  options.plan = planner(16);
+  options.plan.gradient_groups = 1;
+  options.effort = 10'000;
+  // One job a step, on unequal devices in turn: the ends of a few steps tell little of its pace.
+  options.max_fused_layers = 17;
+  Cluster unequal = machine(2, 0, 0);
+  unequal.devices[1].speed = 0.75;
+  LayerCosts costs(16, layer(19, 43, 450, 67));
+  costs.push_back(layer(50, 100, 1000, 0));
+  check({"one job", costs, unequal, 16}, options);
+
+  std::mt19937 random(7);
+  const auto between = [&](double least, double most) { return least + (most - least) * (random() % 1000) / 1000.0; };
+  for (int round = 0; round < rounds(12, 120); ++round) {
+    LayerCosts uneven;
+    const int layers = 1 + static_cast<int>(random() % 12);
+    for (int l = 0; l < layers; ++l)
+      uneven.push_back(layer(between(3, 40), between(6, 90), between(50, 700), between(1, 60)));
+    const bool has_rates = random() % 4 > 0;
+    const double link = has_rates ? between(6, 25) : 0;
+    Cluster cluster = machine(1 + static_cast<int>(random() % 4), link, has_rates && random() % 2 > 0 ? 50 : 0);
+    for (ClusterDevice& device : cluster.devices) device.speed = random() % 3 > 0 ? 1 : 0.6;
+    options.plan = planner(2 + static_cast<int>(random() % 7));
+    options.plan.gradient_groups = static_cast<int>(random() % 2);
+    options.rules.asynchronous = random() % 2 > 0;
+    options.max_fused_layers = 1 + static_cast<int>(random() % 3);
+    options.effort = 100'000;
+    check({"round " + std::to_string(round), uneven, cluster, options.plan.microbatches}, options);
+  }
+}
+
+TEST_CASE("links: the clock without their simulator lets values hop and gradients queue") {
+  // Three jobs of 1 ms each end one after the other; each has 10 ms of gradients, and only the last values matter.
+  Case of{"down", LayerCosts(3, layer(1, 1, 10, 0)), machine(1, 0, 0), 1};
+  of.cluster.link_down_gb_per_s = 1;
+  SearchOptions options;
+  options.plan = planner(1);
+  options.rules.asynchronous = false;
+  LinkRules rules;
+  rules.timing = options.rules;
+  const CostSums sums(of.costs);
+  const Cut single{{{{0, 1}, 1}, {{1, 2}, 1}}, {{{2, 3}, 1}, {{1, 2}, 1}, {{0, 1}, 1}}, 1};
+  const Plan recipe = to_recipe(single, sums, 1, options.plan);
+  CHECK(rate(recipe, of.costs, of.cluster, options.rules, 1).step_ms == doctest::Approx(step_ms(recipe, of, rules, 1)));
+
+  // Values between layers, and nothing else.
+  for (LayerCost& cost : of.costs) {
+    cost.weight_bytes = cost.gradient_bytes = 0;
+    cost.activation_bytes = 5'000'000;
+  }
+  of.cluster.link_up_gb_per_s = 1;
+  CHECK(rate(recipe, of.costs, of.cluster, options.rules, 1).step_ms == doctest::Approx(step_ms(recipe, of, rules, 1)));
+}
+
 TEST_CASE("link search: fewer layers than the fused stage may have") {
   SearchOptions options;
   options.max_fused_layers = 50;

@@ -69,7 +69,6 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], set[str], str]] = {
     "embedding": (lambda m: m.model.embed_tokens.register_forward_hook(louder), {BEFORE}, "its Embedding has hooks"),
     "positions": (lambda m: setattr(m.model.rotary_emb, "attention_scaling", 0.5), set(), ""),
     "padding": (lambda m: setattr(m.model.embed_tokens, "padding_idx", 2), set(), ""),
-    "largest row": (lambda m: setattr(m.model.embed_tokens, "max_norm", 0.1), {BEFORE}, "max_norm"),
     "hidden states": (
         lambda m: setattr(m.config, "output_hidden_states", True),
         {BEFORE, AFTER},

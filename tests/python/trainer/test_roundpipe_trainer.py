@@ -15,6 +15,7 @@ import transformers
 from torch.nn import functional as F
 from transformers import Trainer, TrainerCallback
 
+import moe_models
 import roundpipe
 from roundpipe import wrap_model_to_roundpipe
 from roundpipe.huggingface import RoundPipeTrainer
@@ -85,6 +86,19 @@ def test_same_curve_and_events(setting: str, tmp_path: Path) -> None:
     assert trainer.model.calls > 0
     assert difference(results[0][0], results[1][0]) < ROUNDING
     assert results[0][1] == results[1][1]
+
+
+def test_weight_decay_is_of_the_parameters_that_transformers_chooses(tmp_path: Path) -> None:
+    """Each group has the same names: by names and modules of the original model, not of what wraps it."""
+    found = []
+    for kind in (Trainer, RoundPipeTrainer):
+        model = moe_models.make("gpt_oss")
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        trainer = make_trainer(kind, tmp_path, model, {}, weight_decay=0.1)
+        groups = trainer.create_optimizer().param_groups
+        found.append([(group["weight_decay"], [names[id(p)] for p in group["params"]]) for group in groups])
+    assert found[0] == found[1]
+    assert all(names for _, names in found[0])
 
 
 @pytest.mark.long
