@@ -9,12 +9,15 @@
 #include <iterator>
 #include <limits>
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <utility>
 
 #include <ATen/Context.h>
 
 #include <roundpipe/api/devices.h>
+#include <roundpipe/checkpoint/damage.h>
+#include <roundpipe/checkpoint/fall_back.h>
 #include <roundpipe/checkpoint/file_system.h>
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/core/error.h>
@@ -105,6 +108,7 @@ class Training {
   void check_memory();
   void resume();
   void check_fixed() const;
+  void check_fixed_in(StoredCheckpoint stored) const;
   void train_steps();
   void log();
   void evaluate(int64_t step);
@@ -175,16 +179,28 @@ void Training::resume() {
   std::printf("resumed from %s\n", loaded.folder.c_str());
 }
 
+// With the newest checkpoint whose state can be read; resume() tells what it passes over.
 void Training::check_fixed() const {
-  StoredCheckpoint stored(*checkpoint_);
+  checkpoint::FallBack fall_back(options_.out, [](const std::string&) {});
+  while (true) {
+    const std::string folder = fall_back.next();
+    try {
+      return check_fixed_in(StoredCheckpoint(folder));
+    } catch (const checkpoint::DamagedCheckpoint& damage) {
+      fall_back.damaged(damage.what());
+    }
+  }
+}
+
+void Training::check_fixed_in(StoredCheckpoint stored) const {
   const auto saved = [&](const char* name) {
     const auto found = stored.state().at("state").find(name);
-    if (found != stored.state().at("state").end()) return stored.value(found->at("value"), name);
+    if (found != stored.state().at("state").end()) return stored.value(found->begin().value(), name);
     throw std::invalid_argument(concat(
-        "[train] ", *checkpoint_, " was not saved by roundpipe-train, expected one of its own; name another --out"));
+        "[train] ", stored.folder(), " was not saved by roundpipe-train, expected one of its own; name another --out"));
   };
   if (saved(kTokens).as_int() != data_.checksum()) {
-    throw std::invalid_argument(concat("[train] ", *checkpoint_, " was trained on other tokens than those of ",
+    throw std::invalid_argument(concat("[train] ", stored.folder(), " was trained on other tokens than those of ",
                                        options_.tokens, "; name its own token file, or another --out"));
   }
   std::map<std::string, std::string> before, now;
@@ -200,7 +216,7 @@ void Training::check_fixed() const {
   for (const auto& [name, value] : all) {
     if (shown(now, name) == shown(before, name)) continue;
     throw std::invalid_argument(concat("[train] ", name, " is ", shown(now, name), ", expected ", shown(before, name),
-                                       " as in ", *checkpoint_, "; a training that goes on keeps its options"));
+                                       " as in ", stored.folder(), "; a training that goes on keeps its options"));
   }
 }
 
@@ -292,6 +308,11 @@ void Training::log() {
 }
 
 void Training::evaluate(int64_t step) {
+  // Also if a signal ends the evaluation: a run that is resumed then goes on as if it had not stopped. For the same
+  // reason, its calls do not count among those that key random numbers.
+  model_->model().synchronize();
+  const std::shared_ptr<void> restored(
+      nullptr, [this, calls = model_->model().calls()](void*) { model_->model().set_calls(calls); });
   double sum = 0;
   int64_t counted = 0;
   for (int64_t first = 0; first < data_.held_out()->count(); first += data_.rows_of_a_step()) {
