@@ -111,6 +111,7 @@ class Training {
   void check_fixed_in(StoredCheckpoint stored) const;
   void train_steps();
   void log();
+  void evaluate_now(Clock::time_point& begun);
   void evaluate(int64_t step);
   void save(int64_t step, bool wait);
   void write_results();
@@ -251,7 +252,6 @@ int Training::run() {
                 static_cast<long long>(step_));
     return status_after(signal);
   }
-  if (options_.save_every > 0) save(step_, true);
   write_results();
   return 0;
 }
@@ -283,12 +283,11 @@ void Training::train_steps() {
     unlogged_ = StepLine{step_, loss, rate, std::exchange(begun, Clock::now()), begun, made};
     const bool last = step_ == end;
     const auto is_due = [&](int64_t every) { return every > 0 && step_ % every == 0; };
-    if (data_.held_out() && (last || is_due(options_.evaluate_every))) {
-      log();
-      evaluate(step_);
-      begun = Clock::now();
-    }
-    if (!last && is_due(options_.save_every)) save(step_, false);
+    const bool is_evaluated = data_.held_out().has_value() && is_due(options_.evaluate_every);
+    if (is_evaluated) evaluate_now(begun);
+    if (is_due(options_.save_every) || (last && options_.save_every > 0)) save(step_, last);
+    // After the save, since a run that goes on from it with more steps would not evaluate here.
+    if (data_.held_out() && last && !is_evaluated) evaluate_now(begun);
   }
   log();
 }
@@ -305,6 +304,12 @@ void Training::log() {
   std::printf("step %lld/%lld  loss %.4f  norm %.3g  rate %.3g  %.0f tokens/s\n", static_cast<long long>(line.step),
               static_cast<long long>(data_.steps()), line.loss, norm, line.rate, tokens / seconds);
   std::fflush(stdout);
+}
+
+void Training::evaluate_now(Clock::time_point& begun) {
+  log();
+  evaluate(step_);
+  begun = Clock::now();
 }
 
 void Training::evaluate(int64_t step) {

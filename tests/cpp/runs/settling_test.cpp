@@ -24,7 +24,7 @@ struct Training {
   }
   static nn::Sequential seeded() {
     at::manual_seed(3);
-    return {nn::Linear(6, 6), nn::Tanh(), nn::Linear(6, 1)};
+    return nn::Sequential{nn::Linear(6, 6), nn::Tanh(), nn::Linear(6, 1)};
   }
   static at::Tensor loss(const at::Tensor& outputs) { return outputs.square().sum(); }
   double step() {
