@@ -243,6 +243,9 @@ std::vector<std::pair<std::string, std::string>> fixed_options(const Options& op
     fixed.emplace_back("--lora-dropout", text_of(options.lora_dropout));
     fixed.emplace_back("--lora-rslora", options.lora_rank_stabilized ? "true" : "false");
   }
+  // An evaluation lets the next step read the newest weights.
+  if (options.asynchronous && options.evaluate_every > 0)
+    fixed.emplace_back("--evaluate-every", std::to_string(options.evaluate_every));
   // A constant rate does not know where the training ends.
   if (options.schedule != "constant") fixed.emplace_back("--steps", std::to_string(steps));
   return fixed;

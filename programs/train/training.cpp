@@ -9,12 +9,15 @@
 #include <iterator>
 #include <limits>
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <utility>
 
 #include <ATen/Context.h>
 
 #include <roundpipe/api/devices.h>
+#include <roundpipe/checkpoint/damage.h>
+#include <roundpipe/checkpoint/fall_back.h>
 #include <roundpipe/checkpoint/file_system.h>
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/core/error.h>
@@ -103,8 +106,10 @@ class Training {
   void check_memory();
   void resume();
   void check_fixed() const;
+  void check_fixed_in(StoredCheckpoint stored) const;
   void train_steps();
   void log();
+  void evaluate_now(Clock::time_point& begun);
   void evaluate(int64_t step);
   void save(int64_t step, bool wait);
   void write_results();
@@ -173,16 +178,28 @@ void Training::resume() {
   std::printf("resumed from %s\n", loaded.folder.c_str());
 }
 
+// With the newest checkpoint whose state can be read; resume() tells what it passes over.
 void Training::check_fixed() const {
-  StoredCheckpoint stored(*checkpoint_);
+  checkpoint::FallBack fall_back(options_.out, [](const std::string&) {});
+  while (true) {
+    const std::string folder = fall_back.next();
+    try {
+      return check_fixed_in(StoredCheckpoint(folder));
+    } catch (const checkpoint::DamagedCheckpoint& damage) {
+      fall_back.damaged(damage.what());
+    }
+  }
+}
+
+void Training::check_fixed_in(StoredCheckpoint stored) const {
   const auto saved = [&](const char* name) {
     const auto found = stored.state().at("state").find(name);
-    if (found != stored.state().at("state").end()) return stored.value(found->at("value"), name);
+    if (found != stored.state().at("state").end()) return stored.value(found->begin().value(), name);
     throw std::invalid_argument(concat(
-        "[train] ", *checkpoint_, " was not saved by roundpipe-train, expected one of its own; name another --out"));
+        "[train] ", stored.folder(), " was not saved by roundpipe-train, expected one of its own; name another --out"));
   };
   if (saved(kTokens).as_int() != data_.checksum()) {
-    throw std::invalid_argument(concat("[train] ", *checkpoint_, " was trained on other tokens than those of ",
+    throw std::invalid_argument(concat("[train] ", stored.folder(), " was trained on other tokens than those of ",
                                        options_.tokens, "; name its own token file, or another --out"));
   }
   std::map<std::string, std::string> before, now;
@@ -198,7 +215,7 @@ void Training::check_fixed() const {
   for (const auto& [name, value] : all) {
     if (shown(now, name) == shown(before, name)) continue;
     throw std::invalid_argument(concat("[train] ", name, " is ", shown(now, name), ", expected ", shown(before, name),
-                                       " as in ", *checkpoint_, "; a training that goes on keeps its options"));
+                                       " as in ", stored.folder(), "; a training that goes on keeps its options"));
   }
 }
 
@@ -233,7 +250,6 @@ int Training::run() {
                 static_cast<long long>(step_));
     return status_after(signal);
   }
-  if (options_.save_every > 0) save(step_, true);
   write_results();
   return 0;
 }
@@ -265,12 +281,11 @@ void Training::train_steps() {
     unlogged_ = StepLine{step_, loss, rate, std::exchange(begun, Clock::now()), begun, made};
     const bool last = step_ == end;
     const auto is_due = [&](int64_t every) { return every > 0 && step_ % every == 0; };
-    if (data_.held_out() && (last || is_due(options_.evaluate_every))) {
-      log();
-      evaluate(step_);
-      begun = Clock::now();
-    }
-    if (!last && is_due(options_.save_every)) save(step_, false);
+    const bool is_evaluated = data_.held_out().has_value() && is_due(options_.evaluate_every);
+    if (is_evaluated) evaluate_now(begun);
+    if (is_due(options_.save_every) || (last && options_.save_every > 0)) save(step_, last);
+    // After the save, since a run that goes on from it with more steps would not evaluate here.
+    if (data_.held_out() && last && !is_evaluated) evaluate_now(begun);
   }
   log();
 }
@@ -289,7 +304,18 @@ void Training::log() {
   std::fflush(stdout);
 }
 
+void Training::evaluate_now(Clock::time_point& begun) {
+  log();
+  evaluate(step_);
+  begun = Clock::now();
+}
+
 void Training::evaluate(int64_t step) {
+  // Also if a signal ends the evaluation: a run that is resumed then goes on as if it had not stopped. For the same
+  // reason, its calls do not count among those that key random numbers.
+  model_->model().synchronize();
+  const std::shared_ptr<void> restored(
+      nullptr, [this, calls = model_->model().calls()](void*) { model_->model().set_calls(calls); });
   double sum = 0;
   int64_t counted = 0;
   for (int64_t first = 0; first < data_.held_out()->count(); first += data_.rows_of_a_step()) {

@@ -22,4 +22,5 @@ PYBIND11_MODULE(_core, module) {
   roundpipe::python::bind_checkpoint_files(module);
   roundpipe::python::bind_run_folder(module);
   roundpipe::python::bind_step_writer(module);
+  roundpipe::python::bind_stored_checkpoint(module);
 }

@@ -29,11 +29,12 @@ HostWeights& HostWeights::operator=(HostWeights&& other) noexcept {
   optimizer_ = std::move(other.optimizer_);
   trained_ = std::move(other.trained_);
   hides_weights_ = other.hides_weights_;
+  is_behind_ = other.is_behind_;
   return *this;
 }
 
 void HostWeights::leave_weights() noexcept {
-  if (!pipeline_ || !hides_weights_) return;
+  if (!pipeline_ || !is_behind_) return;
   try {
     synchronize();
   } catch (...) {
@@ -64,7 +65,7 @@ const NamedParameters& HostWeights::buffer_names() const {
 void HostWeights::synchronize() {
   pipeline().drain();
   if (optimizer_) optimizer_->finish();
-  hides_weights_ = false;
+  hides_weights_ = is_behind_ = false;
   pipeline().wait_buffers();
   pipeline().expose();
   GradScaler::synchronize_all();
@@ -140,7 +141,7 @@ void HostWeights::prepare_step(ModelOptimizer& optimizer, bool asynchronous) {
 std::shared_ptr<runtime::StepRun> HostWeights::start_step(std::vector<optim::Hyperparameters> groups,
                                                           const runtime::StepOptions& options) {
   std::shared_ptr<runtime::StepRun> run = optimizer_->step(std::move(groups), options);
-  hides_weights_ = true;
+  hides_weights_ = is_behind_ = true;
   return run;
 }
 

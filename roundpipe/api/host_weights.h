@@ -29,11 +29,13 @@ class HostWeights {
   virtual ~HostWeights();
 
   // Waits for all work. Then the parameters show the newest weights, the buffers are those after the last forward, and
-  // `.grad` holds the gradients that no step has consumed. Throws whatever the work threw.
+  // `.grad` holds the gradients that no step has consumed. Settles an asynchronous step: the next call reads its
+  // weights at once, and not one call later. docs/training-loop.md lists what else does. Throws whatever the work
+  // threw.
   void synchronize();
 
   // The user's own parameters, under every name: layer, then name in the layer ("0.weight"). Shows the weights that
-  // calls read now; waits for them, and for nothing else.
+  // calls read now; waits for them, and for nothing else. Settles no step.
   const NamedParameters& named_parameters();
 
   // Drops the gradients that no step has consumed, without waiting.
@@ -76,6 +78,7 @@ class HostWeights {
   std::shared_ptr<runtime::ModelOptimizer> optimizer_;  // null: none was made
   std::unordered_set<const c10::TensorImpl*> trained_;  // by it
   bool hides_weights_ = false;                          // a step has begun, so parameters may show no values
+  bool is_behind_ = false;                              // the same, so they may not show the newest ones
 };
 
 }  // namespace roundpipe

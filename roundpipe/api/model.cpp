@@ -248,7 +248,10 @@ Step Model::step(torch::optim::Optimizer& optimizer, const StepOptions& options)
 MemoryPrediction Model::predict(detail::Batch inputs, detail::Batch labels, const LossFunction& loss,
                                 const RunOptions& options) {
   const Request made = request("predict_memory", std::move(inputs), std::move(labels), options);
-  synchronize();
+  // No synchronize(), which would settle an asynchronous step.
+  pipeline().drain();
+  pipeline().wait_buffers();
+  named_parameters();
   size_t largest = 0;
   for (size_t m = 0; m < made.inputs.size(); ++m) {
     if (bytes_of(made.inputs[m]) > bytes_of(made.inputs[largest])) largest = m;

@@ -125,7 +125,8 @@ class Model : public HostWeights {
   Step step(torch::optim::Optimizer& optimizer, const StepOptions& options = {});
 
   // Predicts the memory that forward_backward with these arguments would take, without making a step. Each layer runs
-  // once with one microbatch, outside of the pipeline. Waits for all work first.
+  // once with one microbatch, outside of the pipeline. Waits for the calls under way first, and settles no step: later
+  // calls have the bits that they would have had.
   template <typename Inputs, typename Labels, typename Loss>
   MemoryPrediction predict_memory(Inputs inputs, Labels labels, Loss loss, const RunOptions& options);
   template <typename Inputs, typename Labels, typename Loss>

@@ -44,7 +44,8 @@ struct RunOptions {
   // Whether training goes on when a device fails: its jobs run again on the others, with the same bits.
   bool fault_tolerant = runtime::CallOptions{}.fault_tolerant;
   // Of every N-th training call, one job, chosen at random, runs on a second device, too, and the bits are compared; 0:
-  // none. A device that is found wrong is named in an error (WrongBits) and taken out.
+  // none. A device that is found wrong is named in an error (WrongBits) and taken out; if the runs do not tell which it
+  // is, the call ends with an Error. With one device, the job runs there twice, which finds less: docs/reliability.md.
   int verify_every = runtime::CallOptions{}.verify_every;
   // Where merged outputs lie.
   c10::Device output_device = c10::kCPU;

@@ -59,8 +59,10 @@ const char* advice(int error) {
 template <typename... Parts>
 [[noreturn]] void fail(const Parts&... what) {
   const int error = errno;
-  throw Error(
-      concat("[checkpoint] cannot ", what..., ": ", std::generic_category().message(error), "; ", advice(error)));
+  const std::string text =
+      concat("[checkpoint] cannot ", what..., ": ", std::generic_category().message(error), "; ", advice(error));
+  if (error == EMFILE || error == ENFILE || error == ENOMEM) throw ProcessLimit(text);
+  throw Error(text);
 }
 
 // Repeats a call that a signal interrupted.

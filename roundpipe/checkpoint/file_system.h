@@ -6,7 +6,16 @@
 #include <string_view>
 #include <vector>
 
+#include <roundpipe/core/error.h>
+#include <roundpipe/core/export.h>
+
 namespace roundpipe::checkpoint {
+
+// A system call failed for lack of what this process may have, memory or descriptors. It says nothing about the file.
+class ROUNDPIPE_API ProcessLimit : public Error {
+ public:
+  using Error::Error;
+};
 
 // What lies at a path. A link is not followed.
 enum class EntryKind { kNothing, kFile, kFolder, kLink, kOther };
@@ -40,7 +49,7 @@ inline constexpr int64_t kDirect_bytes = 4096;
 class File;
 
 // The operations on files that checkpoints are made of. The object itself is the real file system of this machine.
-// Every failure is an Error that names the operation, the path, the system's words, and what to do.
+// Every failure is an Error that names the operation, the path, the system's words, and what to do; see ProcessLimit.
 // Thread safety: any thread.
 class FileSystem {
  public:

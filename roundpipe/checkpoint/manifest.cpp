@@ -20,7 +20,9 @@ using nlohmann::json;
 using nlohmann::ordered_json;
 
 constexpr const char* kFormatName = "roundpipe checkpoint";
-constexpr int64_t kMostManifest_bytes = 64 << 20;
+// A hundred bytes are a file's.
+constexpr int64_t kMostManifest_bytes = 16 << 20;
+constexpr JsonLimits kLimits{.depth = 16, .values = 1'000'000};
 // The text ends with this, the checksum of all before it, and kEnd.
 constexpr std::string_view kChecksum = ",\n  \"manifest_crc32c\": \"";
 constexpr std::string_view kEnd = "\"\n}\n";
@@ -41,16 +43,27 @@ std::optional<int64_t> major_of(std::string_view version) {
   return major;
 }
 
-void check_checksum(std::string_view text, const std::string& where) {
+bool ends_with_own_checksum(std::string_view text) {
   const std::size_t tail = kChecksum.size() + kDigits + kEnd.size();
   if (text.size() >= tail && text.ends_with(kEnd)) {
     const std::string_view before = text.substr(0, text.size() - tail);
     const std::string_view digits = text.substr(text.size() - kEnd.size() - kDigits, kDigits);
-    if (text.substr(before.size(), kChecksum.size()) == kChecksum &&
-        digits == format_crc32c(crc32c(before.data(), before.size()))) {
-      return;
-    }
+    return text.substr(before.size(), kChecksum.size()) == kChecksum &&
+           digits == format_crc32c(crc32c(before.data(), before.size()));
   }
+  return false;
+}
+
+// Another major version may sum otherwise, so its number is told first.
+void check_version(int64_t major, const std::string& version, bool is_summed, const std::string& where) {
+  if (major != kFormatMajor && major != kNodesFormatMajor) {
+    throw Error(concat("[", where, "] the checkpoint has format ", shown(version), ", expected ", kFormatMajor,
+                       ".x or ", kNodesFormatMajor,
+                       ".x, which this version of roundpipe reads; use the version that wrote it",
+                       major > kNodesFormatMajor ? ", or a newer one" : "",
+                       is_summed ? "" : ", unless the file is damaged: its checksum is not at its end"));
+  }
+  if (is_summed) return;
   throw Error(concat("[", where,
                      "] the text does not end with its own checksum; it is damaged, or was edited: use another "
                      "checkpoint"));
@@ -92,9 +105,11 @@ std::string format_crc32c(uint32_t crc32c) {
 }
 
 std::string print_manifest(const Manifest& manifest) {
-  if (manifest.step < 0 || manifest.nodes < 1) {
-    throw std::invalid_argument(concat("[manifest] the step is ", manifest.step, " of ", manifest.nodes,
-                                       " nodes, expected 0 or more of at least 1"));
+  const auto most_nodes = std::max<int64_t>(1, static_cast<int64_t>(manifest.files.size()));
+  if (manifest.step < 0 || manifest.nodes < 1 || manifest.nodes > most_nodes) {
+    throw std::invalid_argument(concat("[manifest] the step is ", manifest.step, " of ", manifest.nodes, " nodes with ",
+                                       manifest.files.size(),
+                                       " files, expected 0 or more of at least 1, each with a file of its own"));
   }
   std::set<std::string_view> names;
   ordered_json files = ordered_json::array();
@@ -120,7 +135,7 @@ std::string print_manifest(const Manifest& manifest) {
 }
 
 Manifest parse_manifest(std::string_view text, const std::string& where) {
-  const json fields = parse_json(text, where);
+  const json fields = parse_json(text, where, kLimits);
   const std::string& name = member(fields, "format", json::value_t::string, where).get_ref<const std::string&>();
   const std::string& version = member(fields, "version", json::value_t::string, where).get_ref<const std::string&>();
   const std::optional<int64_t> major = major_of(version);
@@ -128,13 +143,7 @@ Manifest parse_manifest(std::string_view text, const std::string& where) {
     throw Error(concat("[", where, "] the format is '", shown(name), "', version '", shown(version), "', expected '",
                        kFormatName, "', version ", kFormatMajor, "; it is no manifest of a checkpoint, or damaged"));
   }
-  if (*major != kFormatMajor && *major != kNodesFormatMajor) {
-    throw Error(concat("[", where, "] the checkpoint has format ", shown(version), ", expected ", kFormatMajor,
-                       ".x or ", kNodesFormatMajor,
-                       ".x, which this version of roundpipe reads; use the version that wrote it",
-                       *major > kNodesFormatMajor ? ", or a newer one" : ""));
-  }
-  check_checksum(text, where);
+  check_version(*major, version, ends_with_own_checksum(text), where);
   Manifest manifest;
   manifest.format = version;
   manifest.step = count(member(fields, "step", where), "'step'", where);
@@ -152,6 +161,10 @@ Manifest parse_manifest(std::string_view text, const std::string& where) {
     if (!names.insert(manifest.files.back().name).second) {
       throw Error(concat("[", where, "] '", manifest.files.back().name, "' is listed twice; the file is damaged"));
     }
+  }
+  if (manifest.nodes > std::max<int64_t>(1, static_cast<int64_t>(manifest.files.size()))) {
+    throw Error(concat("[", where, "] 'nodes' is ", manifest.nodes, " and there are ", manifest.files.size(),
+                       " files, expected at least one of each node; the file is damaged"));
   }
   return manifest;
 }

@@ -36,7 +36,8 @@ struct Manifest {
 // beginning with '.', and not the manifest's own. So no name leaves its folder.
 bool is_file_name(std::string_view name);
 
-// The text of manifest.json, its own checksum at the end. Throws std::invalid_argument for a bad name, or one twice.
+// The text of manifest.json, its own checksum at the end. Throws std::invalid_argument for a bad name, or one twice,
+// and for more nodes than files.
 std::string print_manifest(const Manifest& manifest);
 
 // Parses such a text, and checks all of it. Unknown fields are ignored; another major version is refused, by number.

@@ -82,28 +82,48 @@ std::vector<int64_t> RunFolder::steps() const { return complete_steps(run_->fold
 
 std::optional<int64_t> RunFolder::latest() const { return latest_step(run_->folder, run_->files); }
 
-std::vector<int64_t> RunFolder::prune(const Retention& retention) {
+Pruned RunFolder::prune(const Retention& retention) {
   if (retention.keep_last < 1 || retention.keep_every < 0) {
     throw std::invalid_argument(concat("[checkpoint] keep_last is ", retention.keep_last, " and keep_every ",
                                        retention.keep_every, ", expected at least 1 and at least 0"));
   }
   run_->lock.require_own_process();
-  FileSystem& files = run_->files;
+  Pruned pruned;
   MutexLock lock(run_->mutex);
-  const std::vector<int64_t> complete = steps();
-  std::vector<int64_t> removed;
-  for (std::size_t i = 0; i < complete.size(); ++i) {
-    const int64_t step = complete[i];
-    const auto newer = static_cast<int64_t>(complete.size() - 1 - i);
-    if (newer < retention.keep_last || (retention.keep_every != 0 && step % retention.keep_every == 0)) continue;
-    const std::string hidden =
-        join(run_->folder, concat(".", step_name(step), ".removed-", ::getpid(), "-", run_->writers++));
-    files.rename(join(run_->folder, step_name(step)), hidden);
-    removed.push_back(step);
-    files.remove_tree(hidden);
+  try {
+    std::vector<int64_t> complete = steps();
+    std::erase_if(complete, [&](int64_t step) { return retention.newest && step > *retention.newest; });
+    for (std::size_t i = 0; i < complete.size(); ++i) {
+      const int64_t step = complete[i];
+      const auto newer = static_cast<int64_t>(complete.size() - 1 - i);
+      if (newer < retention.keep_last || (retention.keep_every != 0 && step % retention.keep_every == 0)) continue;
+      remove(step, pruned);
+    }
+    if (!pruned.removed.empty()) run_->files.sync_folder(run_->folder);
+  } catch (const Error& error) {
+    pruned.notices.push_back(concat("older checkpoints may still be there: ", error.what()));
   }
-  if (!removed.empty()) files.sync_folder(run_->folder);
-  return removed;
+  return pruned;
+}
+
+void RunFolder::remove(int64_t step, Pruned& pruned) {
+  FileSystem& files = run_->files;
+  const std::string hidden =
+      join(run_->folder, concat(".", step_name(step), ".removed-", ::getpid(), "-", run_->writers++));
+  try {
+    files.rename(join(run_->folder, step_name(step)), hidden);
+  } catch (const Error& error) {
+    pruned.notices.push_back(concat("step ", step, " is older than what is kept and is still there: ", error.what()));
+    return;
+  }
+  pruned.removed.push_back(step);
+  try {
+    files.remove_tree(hidden);
+  } catch (const Error& error) {
+    pruned.notices.push_back(concat("step ", step, " is older than what is kept, and what is left of it lies in ",
+                                    hidden,
+                                    " until the next program that writes to the run removes it: ", error.what()));
+  }
 }
 
 }  // namespace roundpipe::checkpoint

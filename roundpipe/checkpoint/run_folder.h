@@ -23,6 +23,14 @@ struct BeginOptions {
 struct Retention {
   int64_t keep_last = 1;   // of the newest complete checkpoints, at least 1
   int64_t keep_every = 0;  // and those of steps that are multiples of this; 0 = none
+  // Later checkpoints neither count nor are removed: of a training that went back, they are damaged, or of another
+  // history.
+  std::optional<int64_t> newest = std::nullopt;
+};
+
+struct Pruned {
+  std::vector<int64_t> removed;      // steps that are no longer there
+  std::vector<std::string> notices;  // what could not be removed, for the user to read
 };
 
 // The folder of a training run, to write in: step-10, step-20, ... Each is a complete checkpoint from the moment that
@@ -48,12 +56,14 @@ class RunFolder {
   std::vector<int64_t> steps() const;
   std::optional<int64_t> latest() const;
 
-  // Removes complete checkpoints that `retention` does not name, and returns their steps. The newest complete one
-  // stays in any case, and so do folders that are no complete checkpoint.
-  std::vector<int64_t> prune(const Retention& retention);
+  // Removes complete checkpoints that `retention` does not name. The newest complete one stays in any case, and so do
+  // folders that are no complete checkpoint. What the disk refuses is no error: the checkpoints that are kept are
+  // complete.
+  Pruned prune(const Retention& retention);
 
  private:
   void clean_up();
+  void remove(int64_t step, Pruned& pruned) ROUNDPIPE_REQUIRES(run_->mutex);
 
   const std::shared_ptr<RunState> run_;
   std::vector<std::string> notices_;

@@ -22,6 +22,7 @@ using nlohmann::ordered_json;
 
 constexpr int64_t kLength_bytes = 8;  // of the header's length, in front of it
 constexpr const char* kMetadata = "__metadata__";
+constexpr std::size_t kMostDimensions = 64;  // that torch takes
 
 constexpr std::array<std::pair<std::string_view, int>, 22> kDtypes{
     {{"BOOL", 8},    {"U8", 8},      {"I8", 8},          {"I16", 16},       {"U16", 16},    {"F16", 16},
@@ -91,9 +92,12 @@ TensorEntry parse_tensor(const std::string& name, const json& fields, const std:
   TensorEntry entry;
   entry.name = name;
   entry.dtype = member(fields, "dtype", json::value_t::string, of).get<std::string>();
-  for (const json& dimension : member(fields, "shape", json::value_t::array, of)) {
-    entry.shape.push_back(count(dimension, "a dimension of its shape", of));
+  const json& shape = member(fields, "shape", json::value_t::array, of);
+  if (shape.size() > kMostDimensions) {
+    throw Error(concat("[", of, "] its shape has ", shape.size(), " dimensions, expected at most ", kMostDimensions,
+                       "; the file is damaged"));
   }
+  for (const json& dimension : shape) entry.shape.push_back(count(dimension, "a dimension of its shape", of));
   const json& offsets = member(fields, "data_offsets", json::value_t::array, of);
   if (offsets.size() != 2) {
     throw Error(concat("[", of, "] 'data_offsets' has ", offsets.size(), " numbers, expected 2; the file is damaged"));

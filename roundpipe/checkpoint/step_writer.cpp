@@ -5,13 +5,29 @@
 #include <stdexcept>
 #include <utility>
 
+#include <roundpipe/checkpoint/damage.h>
 #include <roundpipe/checkpoint/steps.h>
 #include <roundpipe/core/error.h>
 
 namespace roundpipe::checkpoint {
 
+namespace {
+
+// Something is there that cannot be loaded.
+bool is_damaged(const std::string& place, FileSystem& files) {
+  if (files.look(place).kind == EntryKind::kNothing) return false;
+  if (is_known_damaged(place)) return true;
+  FoundStep found{.step = kAnyStep, .folder = place, .problem = {}};
+  check(found, files);
+  return !found.problem.empty();
+}
+
+}  // namespace
+
 StepWriter::StepWriter(std::shared_ptr<RunState> run, int64_t step, bool replace)
-    : run_(std::move(run)), step_(step), replace_(replace) {
+    : run_(std::move(run)),
+      step_(step),
+      replace_(replace || is_damaged(join(run_->folder, step_name(step)), run_->files)) {
   run_->lock.require_own_process();
   const std::string place = join(run_->folder, step_name(step_));
   if (!replace_ && run_->files.look(place).kind != EntryKind::kNothing) {
@@ -98,7 +114,12 @@ void StepWriter::take_place() {
     }
   }
   placed_ = true;
-  files.sync_folder(run_->folder);
+  forget_damaged(place);
+  try {
+    files.sync_folder(run_->folder);
+  } catch (const Error& error) {
+    throw Error(concat("[checkpoint] ", place, " is complete, but may be lost if the power fails now: ", error.what()));
+  }
   if (!taken) return;
   try {
     files.remove_tree(old);
@@ -118,6 +139,13 @@ Manifest StepWriter::commit(const std::map<std::string, std::string>& writer, in
   run_->files.sync_folder(folder());
   take_place();
   return manifest;
+}
+
+std::string failed_save_notice(int64_t step, const std::string& error, std::optional<bool> placed) {
+  const char* const what = !placed   ? " may not have been saved: the process that completes it knows"
+                           : *placed ? " is there and complete all the same"
+                                     : " was not saved";
+  return concat(error, "\n[save_checkpoint] step ", step, what, "; training goes on");
 }
 
 }  // namespace roundpipe::checkpoint

@@ -1,8 +1,10 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,7 +20,8 @@ namespace roundpipe::checkpoint {
 // Thread safety: any thread; commit once, when no other call runs.
 class StepWriter {
  public:
-  // `replace`: a checkpoint of this step may be there, and stays until this one is complete.
+  // `replace`: a checkpoint of this step may be there, and stays until this one is complete. One that is incomplete, or
+  // that this process has found damaged, may be there in any case.
   StepWriter(std::shared_ptr<RunState> run, int64_t step, bool replace);
   // Without a commit, everything written is removed.
   ~StepWriter();
@@ -39,8 +42,10 @@ class StepWriter {
   // Finishes the files that are not yet finished, writes the manifest, and moves the folder to its place. What is
   // there after that, survives a loss of power. Returns the manifest. `writer`, `nodes`: see Manifest.
   // Throws Error where anything fails. Then nothing of it is there, with one exception: when only the last sync failed,
-  // the checkpoint is there and complete, but may be lost with the power.
+  // the checkpoint is there and complete, but may be lost with the power; the Error says so.
   Manifest commit(const std::map<std::string, std::string>& writer = {}, int64_t nodes = 1);
+  // Whether the checkpoint is complete and has its place, whatever commit() has thrown.
+  bool placed() const { return placed_; }
 
  private:
   std::string aside(const char* why) const;
@@ -52,7 +57,11 @@ class StepWriter {
   int64_t number_ = 0;  // of this writer, so that its folder is its own
   std::unique_ptr<StepFiles> files_;
   std::vector<FileRecord> adopted_;
-  bool placed_ = false;
+  std::atomic<bool> placed_ = false;
 };
+
+// What the user is told of a save that has failed with `error` and that nobody waits for. `placed`: see StepWriter;
+// unset in a process that does not know.
+std::string failed_save_notice(int64_t step, const std::string& error, std::optional<bool> placed);
 
 }  // namespace roundpipe::checkpoint

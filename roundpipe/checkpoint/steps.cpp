@@ -11,7 +11,8 @@ namespace {
 
 constexpr std::string_view kPrefix = "step-";
 
-// Their folders, by step, unchecked.
+}  // namespace
+
 std::vector<FoundStep> named_steps(const std::string& run_folder, FileSystem& files) {
   std::vector<FoundStep> found;
   if (files.look(run_folder).kind == EntryKind::kNothing) return found;
@@ -25,15 +26,15 @@ std::vector<FoundStep> named_steps(const std::string& run_folder, FileSystem& fi
 void check(FoundStep& found, FileSystem& files) {
   try {
     const int64_t step = require_complete(found.folder, files).step;
-    if (step == found.step) return;
+    if (step == found.step || found.step == kAnyStep) return;
     found.problem = concat("[", found.folder, "] the manifest is of step ", step, ", expected step ", found.step,
                            "; the folder was renamed: give it its old name");
+  } catch (const ProcessLimit&) {
+    throw;
   } catch (const Error& error) {
     found.problem = error.what();
   }
 }
-
-}  // namespace
 
 std::string step_name(int64_t step) {
   if (step < 0) throw std::invalid_argument(concat("[checkpoint] the step is ", step, ", expected 0 or more"));

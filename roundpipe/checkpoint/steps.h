@@ -25,12 +25,20 @@ struct FoundStep {
   std::string problem;  // empty: the checkpoint is complete
 };
 
+// Of a checkpoint that may have been renamed.
+inline constexpr int64_t kAnyStep = -1;
+
+// Everything in a run folder that is called like a checkpoint, by step, unchecked. Empty where there is no such folder.
+std::vector<FoundStep> named_steps(const std::string& run_folder, FileSystem& files = FileSystem::real());
+
+// Says what is wrong with `found`, whose contents are not read: see require_complete.
+void check(FoundStep& found, FileSystem& files = FileSystem::real());
+
 // The manifest of a checkpoint, after a look at every file: it is complete if its manifest is whole and each file is
 // there with its size. Contents are not read: verify.h does that. Throws Error that says what is missing.
 Manifest require_complete(const std::string& folder, FileSystem& files = FileSystem::real());
 
-// Everything in a run folder that is called like a checkpoint, by step, and what is wrong with it. Links are not
-// followed. Empty where there is no such folder.
+// The same of all that named_steps() finds. Links are not followed.
 std::vector<FoundStep> find_steps(const std::string& run_folder, FileSystem& files = FileSystem::real());
 
 // The steps of the complete checkpoints, ascending.

@@ -29,12 +29,12 @@ struct Piece {
 
 class Verification {
  public:
-  Verification(std::string folder, Manifest manifest, FileSystem& files)
-      : folder_(std::move(folder)), manifest_(std::move(manifest)), files_(files), problems_(manifest_.files.size()) {
-    for (std::size_t file = 0; file < manifest_.files.size(); ++file) {
+  Verification(std::string folder, std::vector<FileRecord> records, FileSystem& files)
+      : folder_(std::move(folder)), records_(std::move(records)), files_(files), problems_(records_.size()) {
+    for (std::size_t file = 0; file < records_.size(); ++file) {
       check_size(file);
       if (!problems_[file].empty()) continue;
-      const int64_t bytes = manifest_.files[file].bytes;
+      const int64_t bytes = records_[file].bytes;
       total_bytes_ += bytes;
       const int64_t most = std::max(kPiece_bytes, bytes / kMostPieces);
       for (int64_t offset = 0; offset < bytes; offset += std::min(most, bytes - offset)) {
@@ -69,18 +69,22 @@ class Verification {
       stopped_ = true;
     }
     for (std::thread& thread : threads) thread.join();
+    if (!thrown) {
+      const MutexLock lock(mutex_);
+      thrown = limit_;
+    }
     if (thrown) std::rethrow_exception(thrown);
   }
 
   // After run.
   std::vector<FileProblem> problems() ROUNDPIPE_NOT_ANALYZED {
-    std::vector<uint32_t> sums(manifest_.files.size(), 0);
+    std::vector<uint32_t> sums(records_.size(), 0);
     for (const Piece& piece : pieces_) {
       sums[piece.file] = crc32c_combine(sums[piece.file], piece.crc32c, static_cast<uint64_t>(piece.bytes));
     }
     std::vector<FileProblem> found;
-    for (std::size_t file = 0; file < manifest_.files.size(); ++file) {
-      const FileRecord& record = manifest_.files[file];
+    for (std::size_t file = 0; file < records_.size(); ++file) {
+      const FileRecord& record = records_[file];
       if (problems_[file].empty() && sums[file] != record.crc32c) {
         problems_[file] = concat("its checksum is ", format_crc32c(sums[file]), ", expected ",
                                  format_crc32c(record.crc32c), "; its contents were changed or damaged");
@@ -92,7 +96,7 @@ class Verification {
 
  private:
   void check_size(std::size_t file) ROUNDPIPE_NOT_ANALYZED {  // before there are threads
-    const FileRecord& record = manifest_.files[file];
+    const FileRecord& record = records_[file];
     try {
       const Entry entry = files_.look(join(folder_, record.name));
       if (entry.kind == EntryKind::kNothing) {
@@ -125,6 +129,10 @@ class Verification {
       try {
         if (buffer.empty()) buffer.resize(kBuffer_bytes);
         sum(*piece, buffer);
+      } catch (const ProcessLimit&) {
+        MutexLock lock(mutex_);
+        limit_ = std::current_exception();
+        stopped_ = true;
       } catch (const std::exception& error) {
         problem = error.what();
       }
@@ -136,7 +144,7 @@ class Verification {
   }
 
   void sum(Piece& piece, std::vector<char>& buffer) {
-    File file = files_.open_to_read(join(folder_, manifest_.files[piece.file].name));
+    File file = files_.open_to_read(join(folder_, records_[piece.file].name));
     for (int64_t done = 0; done < piece.bytes;) {
       const int64_t part = std::min(piece.bytes - done, kBuffer_bytes);
       file.read(piece.offset + done, buffer.data(), part);
@@ -164,7 +172,7 @@ class Verification {
   }
 
   const std::string folder_;
-  const Manifest manifest_;
+  const std::vector<FileRecord> records_;
   FileSystem& files_;
   int64_t total_bytes_ = 0;
   std::vector<Piece> pieces_;  // one at a time belongs to a thread
@@ -176,22 +184,28 @@ class Verification {
   std::size_t running_ ROUNDPIPE_GUARDED_BY(mutex_) = 0;
   int64_t done_bytes_ ROUNDPIPE_GUARDED_BY(mutex_) = 0;
   bool stopped_ ROUNDPIPE_GUARDED_BY(mutex_) = false;
+  std::exception_ptr limit_ ROUNDPIPE_GUARDED_BY(mutex_);           // a ProcessLimit
   std::vector<std::string> problems_ ROUNDPIPE_GUARDED_BY(mutex_);  // by file; empty: none
 };
 
 }  // namespace
 
 std::vector<FileProblem> verify_step(const std::string& folder, const VerifyOptions& options, FileSystem& files) {
-  if (options.threads < 1) {
-    throw std::invalid_argument(concat("[verify] threads is ", options.threads, ", expected at least 1"));
-  }
   Manifest manifest;
   try {
     manifest = read_manifest(folder, files);
   } catch (const Error& error) {
     return {{kManifestName, error.what()}};
   }
-  Verification verification(folder, std::move(manifest), files);
+  return verify_files(folder, std::move(manifest.files), options, files);
+}
+
+std::vector<FileProblem> verify_files(const std::string& folder, std::vector<FileRecord> records,
+                                      const VerifyOptions& options, FileSystem& files) {
+  if (options.threads < 1) {
+    throw std::invalid_argument(concat("[verify] threads is ", options.threads, ", expected at least 1"));
+  }
+  Verification verification(folder, std::move(records), files);
   verification.run(options);
   return verification.problems();
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <roundpipe/checkpoint/file_system.h>
+#include <roundpipe/checkpoint/output_file.h>
 
 namespace roundpipe::checkpoint {
 
@@ -23,8 +24,13 @@ struct VerifyOptions {
 
 // Reads all files of a checkpoint and compares sizes and checksums with its manifest. Returns what is not right, in the
 // manifest's order; nothing = the checkpoint is whole. Files that the manifest does not name are not looked at. A file
-// that the disk does not read back is a problem, too. Throws only what `progress` throws, and std::invalid_argument.
+// that the disk does not read back is a problem, too. Throws only what `progress` throws, std::invalid_argument, and
+// ProcessLimit.
 std::vector<FileProblem> verify_step(const std::string& folder, const VerifyOptions& options = {},
                                      FileSystem& files = FileSystem::real());
+
+// The same of some of a checkpoint's files.
+std::vector<FileProblem> verify_files(const std::string& folder, std::vector<FileRecord> records,
+                                      const VerifyOptions& options = {}, FileSystem& files = FileSystem::real());
 
 }  // namespace roundpipe::checkpoint

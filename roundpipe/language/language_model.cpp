@@ -215,6 +215,7 @@ MemoryPrediction LanguageModel::predict_memory(const LanguageBatch& batch) {
 EvaluatedLoss LanguageModel::evaluate(const LanguageBatch& batch) {
   const at::NoGradGuard no_grad;
   const Tokens tokens = checked("evaluate", batch, true);
+  own().synchronize();
   EvaluatedLoss loss{.counted = tokens.counted};
   for (const Tensor& part : own().forward_microbatches(own().run_options(), tokens)) {
     loss.mean += part.item<double>();

@@ -73,12 +73,15 @@ class LanguageModel {
   Model::Pending submit(const LanguageBatch& batch);
   MemoryPrediction predict_memory(const LanguageBatch& batch);
 
-  // The loss of a batch without gradients and dropouts.
+  // The loss of a batch without gradients and dropouts, by the newest weights: it settles an asynchronous step, as
+  // synchronize() does.
   EvaluatedLoss evaluate(const LanguageBatch& batch);
-  // The logits [rows, tokens, vocabulary] without gradients; labels are not looked at.
+  // The logits [rows, tokens, vocabulary] without gradients, by the weights that a step would read now; labels are not
+  // looked at.
   at::Tensor logits(const LanguageBatch& batch);
 
-  // Writes the model into a folder that transformers loads; see language::write_model_folder. Waits for all work.
+  // Writes the model into a folder that transformers loads; see language::write_model_folder. Waits for all work, and
+  // settles an asynchronous step.
   void save(const std::string& folder, const language::ModelFolderOptions& options = {});
   // The same of a model with adapters: what PEFT's merge_and_unload() makes of it, with the same bits. The model stays
   // as it is.

@@ -18,6 +18,7 @@ namespace roundpipe {
 
 // Kinds of files in a checkpoint.
 inline constexpr const char* kWeights = "model";
+inline constexpr const char* kBuffers = "buffers";  // of a model with adapters, from Python
 inline constexpr const char* kPrevious = "previous";
 inline constexpr const char* kOptimizer = "optimizer";
 inline constexpr const char* kGradients = "gradients";
@@ -103,8 +104,9 @@ class Capture {
   std::vector<std::vector<std::vector<std::string>>> moment_names_;
 };
 
-// The states of torch's default generators, and setting them.
+// The states of torch's default generators, and setting them. The check throws Error unless they are such.
 StateValue random_states();
+void check_random_states(const StateValue& states);
 void restore_random_states(const StateValue& states);
 
 }  // namespace roundpipe

@@ -6,6 +6,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <roundpipe/checkpoint/damage.h>
+#include <roundpipe/checkpoint/fall_back.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/runs/load_fused.h>
@@ -29,6 +31,17 @@ std::string some(const std::vector<std::string>& names) {
   for (size_t i = 0; i < std::min<size_t>(names.size(), 4); ++i)
     shown += concat(i == 0 ? "" : ", ", "'", names[i], "'");
   return names.size() > 4 ? concat(shown, " and ", names.size() - 4, " more") : shown;
+}
+
+// Calls `read` with what the state has under `path`; a value of another type than it asks for is damage.
+template <typename Read>
+auto decoded(StoredCheckpoint& stored, const json& encoded, const std::string& path, Read read) {
+  const StateValue value = stored.value(encoded, path);
+  try {
+    return read(value);
+  } catch (const WrongStateType& wrong) {
+    throw checkpoint::damage_of(checkpoint::join(stored.folder(), kStateFile), concat(path, ": ", wrong.what()));
+  }
 }
 
 // What is loaded into; at most one of the optimizers.
@@ -103,9 +116,9 @@ std::vector<GroupOptions> read_groups(StoredCheckpoint& stored, const Request& r
                                          " has other parameters than this one, expected the same; make the optimizer "
                                          "as it was"));
     }
-    read.push_back(read_options(request.algorithm(),
-                                stored.value(groups[i].at("options"), concat("optimizer.param_groups[", i, "]")),
-                                request.options()[i]));
+    read.push_back(decoded(
+        stored, groups[i].at("options"), concat("optimizer.param_groups[", i, "]"),
+        [&](const StateValue& options) { return read_options(request.algorithm(), options, request.options()[i]); }));
   }
   return read;
 }
@@ -114,6 +127,7 @@ std::vector<GroupOptions> read_groups(StoredCheckpoint& stored, const Request& r
 void check(const StoredCheckpoint& stored, const Request& request, const ModelNames& names,
            const WeightPlaces& places) {
   if (request.strict && (!places.missing().empty() || !places.unexpected().empty())) {
+    stored.require_whole({kWeights, kBuffers});
     throw std::invalid_argument(concat("[load_checkpoint] ", stored.folder(), " lacks ", some(places.missing()),
                                        " of the model and has ", some(places.unexpected()),
                                        " that the model lacks, expected a checkpoint of this model; give strict = "
@@ -173,6 +187,7 @@ void load_fused_part(StoredCheckpoint& stored, const Request& request, const Mod
 std::function<void()> read_torch_part(StoredCheckpoint& stored, const Request& request, const ModelNames& names,
                                       const std::vector<GroupOptions>& groups) {
   if (!stored.section(kPrevious).empty()) {
+    stored.require_whole({kPrevious});
     throw std::invalid_argument(concat("[load_checkpoint] ", stored.folder(),
                                        " was saved after an asynchronous step, whose weights the next call does not "
                                        "read yet, which optimizers of libtorch do not have; load it from Python"));
@@ -180,6 +195,7 @@ std::function<void()> read_torch_part(StoredCheckpoint& stored, const Request& r
   for (const auto& [name, parameter] : names.parameters) {
     const auto copy = stored.section(kOptimizer).find(name + "/copy");
     if (copy == stored.section(kOptimizer).end() || copy->second.dtype == parameter.scalar_type()) continue;
+    stored.require_whole({kOptimizer});
     throw std::invalid_argument(concat(
         "[load_checkpoint] the saved optimizer updates a copy of '", name, "' in ", c10::toString(copy->second.dtype),
         ", and the model's is ", parameter.scalar_type(), "; load it from Python, or make the model in that dtype"));
@@ -187,8 +203,10 @@ std::function<void()> read_torch_part(StoredCheckpoint& stored, const Request& r
   if (request.torch == nullptr) return [] {};
   std::vector<optim::Hyperparameters> options;
   for (const GroupOptions& group : groups) options.push_back(group.options);
-  const StateValue state = stored.value(stored.state().at("optimizer").at("state_dict"), "optimizer");
-  return [&optimizer = *request.torch, options, give = read_state(*request.torch, state)] {
+  const std::function<void()> give =
+      decoded(stored, stored.state().at("optimizer").at("state_dict"), "optimizer",
+              [&](const StateValue& state) { return read_state(*request.torch, state); });
+  return [&optimizer = *request.torch, options, give] {
     set_options(optimizer, options);
     give();
   };
@@ -233,17 +251,37 @@ void load_run(const StoredCheckpoint& stored, Model& model) {
                    ", as in the checkpoint, so that results stay the same"));
 }
 
+// Throws std::invalid_argument for one that was disabled.
+GradScaler::State read_scale(StoredCheckpoint& stored) {
+  return decoded(stored, stored.state().at("scaler"), "scaler", [&](const StateValue& saved) {
+    if (saved.at("state").entries().empty()) {
+      throw std::invalid_argument(concat("[load_checkpoint] ", stored.folder(),
+                                         " was saved with a scaler that was disabled, expected one that scales losses; "
+                                         "load it from Python"));
+    }
+    GradScaler::State scale;
+    scale.scale = saved.at("state").at("scale").as_double();
+    scale.growth_tracker = static_cast<int64_t>(saved.at("state").at("_growth_tracker").as_double());
+    const StateValue& front = saved.at("resume").at("front");
+    scale.front = front.is_none() ? scale.scale : front.as_double();
+    return scale;
+  });
+}
+
 Loaded load_one(const std::string& folder, const Request& request) {
-  StoredCheckpoint stored(folder);
   Model& model = request.model;
+  // First: what earlier work throws says nothing about the checkpoint.
   model.synchronize();
   wait_for_save(model);
+  using Contents = StoredCheckpoint::Contents;
+  StoredCheckpoint stored(folder, request.weights_only ? Contents::kWeights : Contents::kAll);
   const ModelNames names(model, {});
   const WeightPlaces places(stored, names);
   check(stored, request, names, places);
   Loaded loaded{stored.step(), folder, {}, places.missing(), places.unexpected()};
   if (request.weights_only) {
     places.load({}, {});
+    stored.verify_rest();
     if (model.fused_optimizer()) {
       runtime::ModelOptimizer& core = *model.fused_optimizer();
       for (size_t b = 0; b < core.block_count(); ++b) {
@@ -262,14 +300,9 @@ Loaded load_one(const std::string& folder, const Request& request) {
   std::vector<GroupOptions> groups;
   if (stored.state().contains("optimizer")) groups = read_groups(stored, request, names);
   const StateValue random = stored.value(stored.state().at("random"), "random");
+  checkpoint::reading(checkpoint::join(folder, kStateFile), [&] { check_random_states(random); });
   GradScaler::State scale;
-  if (request.scaler != nullptr) {
-    const StateValue saved = stored.value(stored.state().at("scaler"), "scaler");
-    scale.scale = saved.at("state").at("scale").as_double();
-    scale.growth_tracker = saved.at("state").at("_growth_tracker").as_int();
-    const StateValue& front = saved.at("resume").at("front");
-    scale.front = front.is_none() ? scale.scale : front.as_double();
-  }
+  if (request.scaler != nullptr) scale = read_scale(stored);
   if (request.fused != nullptr) {
     load_fused_part(stored, request, names, places, groups);
   } else {
@@ -278,6 +311,7 @@ Loaded load_one(const std::string& folder, const Request& request) {
     give();
   }
   const bool losses_wait = load_gradients(stored, names, model);
+  stored.verify_rest();
   load_run(stored, model);
   if (request.scaler != nullptr) request.scaler->resume(scale, losses_wait);
   restore_random_states(random);
@@ -287,21 +321,15 @@ Loaded load_one(const std::string& folder, const Request& request) {
 Loaded load(const std::string& folder, const Request& request) {
   require_callers_thread();
   wait_for_saves(folder);
-  std::string first_problem;
-  for (const std::string& path : checkpoints_in(folder)) {
+  checkpoint::FallBack fall_back(folder, tell_user);
+  while (true) {
+    const std::string path = fall_back.next();
     try {
       return load_one(path, request);
-    } catch (const Cancelled&) {
-      throw;
-    } catch (const Error& error) {
-      tell_user(error.what());
-      if (first_problem.empty()) first_problem = concat("; the newest one: ", error.what());
-    } catch (const json::exception& error) {
-      tell_user(concat("[load_checkpoint] the state of ", path, " is not as expected (", error.what(), ")"));
+    } catch (const checkpoint::DamagedCheckpoint& damage) {
+      fall_back.damaged(damage.what());
     }
   }
-  throw Error(concat("[load_checkpoint] ", folder,
-                     " has no checkpoint that is whole, expected step-N with all its files", first_problem));
 }
 
 void require_plain(const Model& model) {

@@ -110,10 +110,10 @@ class FusedLoad {
   void convert(const std::string& name, const std::string& saved_rest, const at::Tensor& target,
                const at::Tensor& remainder) {
     const std::string& in_file = places_.sources().at(name).second;
-    const StoredCheckpoint::Place& weights = stored_.section(kWeights).at(in_file);
+    const StoredTensor& weights = stored_.section(kWeights).at(in_file);
     Converted conversion{in_file, at::empty(weights.shape, weights.dtype), {}, target, remainder};
     if (!saved_rest.empty()) {
-      const StoredCheckpoint::Place& rest = stored_.section(kOptimizer).at(saved_rest);
+      const StoredTensor& rest = stored_.section(kOptimizer).at(saved_rest);
       conversion.saved_rest = at::empty(rest.shape, rest.dtype);
       destinations_[kOptimizer].emplace_back(saved_rest, conversion.saved_rest);
     }

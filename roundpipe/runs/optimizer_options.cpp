@@ -122,6 +122,9 @@ GroupOptions read_options(Algorithm algorithm, const StateValue& dict, const Hyp
     if (const auto number = std::ranges::find_if(names.numbers, is_it); number != names.numbers.end()) {
       read.options.*number->second = value.as_double();
     } else if (const auto pair = std::ranges::find_if(names.pairs, is_it); pair != names.pairs.end()) {
+      if (value.items().size() != 2) {
+        throw WrongStateType(concat("[checkpoint] '", name, "' has ", value.items().size(), " values, expected 2"));
+      }
       const StateValue& first = value.items().at(0);
       // Adafactor's first eps may be none, which is the smallest step of fp32.
       read.options.*pair->second.first =

@@ -1,6 +1,8 @@
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
 
+#include <roundpipe/core/error.h>
 #include <roundpipe/runs/capture.h>
 
 namespace roundpipe {
@@ -35,6 +37,18 @@ StateValue random_states() {
     states.emplace_back("devices", std::move(of_devices));
   }
   return StateValue::dict(std::move(states));
+}
+
+void check_random_states(const StateValue& states) {
+  try {
+    at::detail::createCPUGenerator().set_state(states.at("torch").as_tensor());
+    if (const StateValue* const of_devices = states.find("devices")) {
+      for (const StateValue& state : of_devices->items()) state.as_tensor();
+    }
+  } catch (const std::exception& wrong) {  // c10::Error has more than a line
+    const std::string text = wrong.what();
+    throw Error(concat("[load_checkpoint] random: no state of a generator: ", text.substr(0, text.find('\n'))));
+  }
 }
 
 void restore_random_states(const StateValue& states) {

@@ -11,6 +11,7 @@
 
 #include <roundpipe/checkpoint/steps.h>
 #include <roundpipe/core/engine_life.h>
+#include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
 #include <roundpipe/core/mutex.h>
 
@@ -83,9 +84,15 @@ std::shared_ptr<checkpoint::RunFolder> run_folder(const std::string& folder) {
 }
 
 std::optional<std::string> latest(const std::string& folder) {
-  const std::optional<int64_t> step = checkpoint::latest_step(folder);
-  if (!step) return std::nullopt;
-  return (std::filesystem::path(folder) / checkpoint::step_name(*step)).string();
+  if (const std::optional<int64_t> step = checkpoint::latest_step(folder))
+    return (std::filesystem::path(folder) / checkpoint::step_name(*step)).string();
+  const std::vector<checkpoint::FoundStep> incomplete = checkpoint::find_steps(folder);
+  if (incomplete.empty()) return std::nullopt;
+  if (incomplete.back().problem.empty()) return incomplete.back().folder;  // it has just appeared
+  throw Error(concat("[latest] ", folder,
+                     " has no checkpoint that is whole, expected one among those that are there; restore one, or move "
+                     "them away to begin anew; the newest one: ",
+                     incomplete.back().problem));
 }
 
 void note_save(const checkpoint::RunFolder& run, device::EventPtr over) {

@@ -15,7 +15,8 @@ namespace roundpipe {
 // found in it is told by Frontend::warn, or printed to stderr.
 std::shared_ptr<checkpoint::RunFolder> run_folder(const std::string& folder);
 
-// The folder of the newest complete checkpoint of a run; none if there is none. Reads only manifests. Any thread.
+// The folder of the newest complete checkpoint of a run; none if the run has no checkpoint. Reads only manifests.
+// Throws Error if it has some and none is complete, so that no training begins anew beside them. Any thread.
 std::optional<std::string> latest(const std::string& folder);
 
 // -- for saves --

@@ -136,9 +136,11 @@ struct Save::Work {
   // Written before `over` fires.
   SaveReport report;
   std::exception_ptr error;
+  bool placed = false;  // complete, whatever the error
 
   void run_all() noexcept;
   void write();
+  void commit(StepWriter& writer);
 };
 
 void Save::Work::write() {
@@ -177,8 +179,20 @@ void Save::Work::write() {
   for (const auto& [target, tensor] : plain) saving::write_tensor(target, tensor);
   read->fire();
   for (const auto& [name, text] : texts) writer->add_small(name, text);
-  writer->commit(capture->state().at("versions").get<std::map<std::string, std::string>>());
-  if (options.keep_last) run->prune({*options.keep_last, options.keep_every});
+  commit(*writer);
+  if (!options.keep_last) return;
+  for (const std::string& notice : run->prune({*options.keep_last, options.keep_every, step}).notices)
+    tell_user("[save_checkpoint] " + notice);
+}
+
+void Save::Work::commit(StepWriter& writer) {
+  try {
+    writer.commit(capture->state().at("versions").get<std::map<std::string, std::string>>());
+  } catch (...) {
+    placed = writer.placed();
+    throw;
+  }
+  placed = true;
 }
 
 void Save::Work::run_all() noexcept {
@@ -193,9 +207,9 @@ void Save::Work::run_all() noexcept {
     try {
       std::rethrow_exception(error);
     } catch (const std::exception& told) {
-      tell_user(concat(told.what(), "\n[save_checkpoint] step ", step, " was not saved; training goes on"));
+      tell_user(checkpoint::failed_save_notice(step, told.what(), placed));
     } catch (...) {
-      tell_user(concat("[save_checkpoint] step ", step, " was not saved; training goes on"));
+      tell_user(checkpoint::failed_save_notice(step, "[save_checkpoint] the save has failed", placed));
     }
   }
   report.seconds = (now_ms() - began_ms) / 1000;

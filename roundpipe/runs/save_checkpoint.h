@@ -60,7 +60,8 @@ class Save {
   // Whether the checkpoint is complete, or has failed.
   bool done() const;
   // Waits until the checkpoint is complete. Throws Error if it could not be written, or what the steps threw that it
-  // was to hold. Nothing of it is there then, and earlier checkpoints are as they were.
+  // was to hold. Nothing of it is there then, and earlier checkpoints are as they were; unless only the disk's last
+  // sync failed, which the Error says. An older checkpoint that cannot be removed is told, and is no error.
   SaveReport wait() const;
 
   struct Work;

@@ -84,8 +84,8 @@ at::ScalarType dtype_of_array(const std::string& name, const std::string& path) 
   for (const auto& [own, type] : kTypes) {
     if (name.size() == own.size() + 1 && (name[0] == '<' || name[0] == '|') && name.ends_with(own)) return type;
   }
-  throw Error(concat("[load_checkpoint] ", path, " is a NumPy array of type ", checkpoint::shown(name),
-                     ", which torch does not have; load it from Python"));
+  throw std::invalid_argument(concat("[load_checkpoint] ", path, " is a NumPy array of type ", checkpoint::shown(name),
+                                     ", which torch does not have; load it from Python"));
 }
 
 StateValue::List decode_items(const json& items, const FindTensor& tensor, const std::string& path) {
@@ -115,8 +115,9 @@ StateValue decode_tagged(const json& value, const FindTensor& tensor, const std:
   const std::string tag = only.key();
   const json& content = *only;
   if (tag == "int") {
-    throw Error(concat("[load_checkpoint] ", path, " is the integer ", checkpoint::shown(content.get<std::string>()),
-                       ", expected one of 64 bits; load it from Python"));
+    throw std::invalid_argument(concat("[load_checkpoint] ", path, " is the integer ",
+                                       checkpoint::shown(content.get<std::string>()),
+                                       ", expected one of 64 bits; load it from Python"));
   }
   if (tag == "float") {
     const std::string text = content.get<std::string>();

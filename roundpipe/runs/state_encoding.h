@@ -35,7 +35,8 @@ class StateEncoder {
 };
 
 // The value that was encoded. `tensor` finds a tensor by its name. Throws Error, with the path, for JSON that no
-// encoder makes, and for what only Python can hold: integers of more than 64 bits, arrays of unusual types.
+// encoder makes, and std::invalid_argument for what only Python can hold: integers of more than 64 bits, arrays of
+// unusual types.
 using FindTensor = std::function<at::Tensor(const std::string& name)>;
 StateValue decode_state(const nlohmann::json& json, const FindTensor& tensor, const std::string& path);
 

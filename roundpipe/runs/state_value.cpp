@@ -25,8 +25,7 @@ StateValue StateValue::dict(std::vector<std::pair<std::string, StateValue>> entr
 template <typename T>
 const T& StateValue::as(const char* expected) const {
   if (const T* const found = std::get_if<T>(&content_)) return *found;
-  throw std::invalid_argument(
-      concat("[checkpoint] a saved value is ", kNames.at(content_.index()), ", expected ", expected));
+  throw WrongStateType(concat("[checkpoint] a saved value is ", kNames.at(content_.index()), ", expected ", expected));
 }
 
 bool StateValue::as_bool() const { return as<bool>("a bool"); }
@@ -55,7 +54,7 @@ const StateValue* StateValue::find(std::string_view key) const {
 
 const StateValue& StateValue::at(std::string_view key) const {
   if (const StateValue* const found = find(key)) return *found;
-  throw std::invalid_argument(concat("[checkpoint] a saved dictionary has no '", key, "'"));
+  throw WrongStateType(concat("[checkpoint] a saved dictionary has no '", key, "'"));
 }
 
 }  // namespace roundpipe

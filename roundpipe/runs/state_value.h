@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -9,7 +10,15 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <roundpipe/core/export.h>
+
 namespace roundpipe {
+
+// A StateValue is not what was asked for.
+class ROUNDPIPE_API WrongStateType : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
 
 // A value of a program's own that a checkpoint holds: nothing, a number, a string, bytes, a tensor, or lists, tuples
 // and dictionaries of these. The Python package writes and reads the same values; its NumPy arrays arrive as tensors.
@@ -46,7 +55,7 @@ class StateValue {
   const Content& content() const { return content_; }
   bool is_none() const { return std::holds_alternative<std::monostate>(content_); }
 
-  // The value as one type. Throws std::invalid_argument that names what it is instead. A number without a fraction is
+  // The value as one type. Throws WrongStateType that names what it is instead. A number without a fraction is
   // read by as_double(), too.
   bool as_bool() const;
   int64_t as_int() const;
@@ -56,7 +65,7 @@ class StateValue {
   // Of a list or a tuple.
   const List& items() const;
   const Dict& entries() const;
-  // The entry of a dictionary under a string. Throws std::invalid_argument if there is none; find() returns null then.
+  // The entry of a dictionary under a string. Throws WrongStateType if there is none; find() returns null then.
   const StateValue& at(std::string_view key) const;
   const StateValue* find(std::string_view key) const;
 

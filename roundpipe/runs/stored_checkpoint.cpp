@@ -2,66 +2,168 @@
 
 #include <algorithm>
 #include <atomic>
-#include <filesystem>
-#include <fstream>
+#include <charconv>
+#include <chrono>
+#include <exception>
 #include <future>
-#include <sstream>
+#include <limits>
+#include <stdexcept>
+#include <string_view>
 
 #include <ATen/ops/empty.h>
 
 #include <roundpipe/checkpoint/crc32c.h>
+#include <roundpipe/checkpoint/damage.h>
 #include <roundpipe/checkpoint/json_text.h>
 #include <roundpipe/checkpoint/safetensors.h>
 #include <roundpipe/checkpoint/steps.h>
+#include <roundpipe/checkpoint/verify.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
 #include <roundpipe/runs/capture.h>
-#include <roundpipe/saving/tensor_files.h>
+#include <roundpipe/runs/state_check.h>
+#include <roundpipe/runs/state_encoding.h>
 
 namespace roundpipe {
 
+using checkpoint::DamagedCheckpoint;
+using checkpoint::FileRecord;
+using checkpoint::reading;
+using nlohmann::json;
+
 namespace {
 
-constexpr size_t kThreads = 4;
-constexpr checkpoint::JsonLimits kLimits{.depth = 512, .values = 20'000'000};
+constexpr size_t kReaders = 4;
+constexpr std::chrono::milliseconds kBetweenLooks{50};
+// What the encoders make at most is nested about 200 deep.
+constexpr checkpoint::JsonLimits kLimits{.depth = 256, .values = 20'000'000};
+constexpr int64_t kMostState_bytes = int64_t{2} << 30;
+constexpr std::string_view kTensorFile = ".safetensors";
+constexpr std::string_view kOfRank = "rank-";
+
+std::string of_rank(const std::string& name, int64_t rank) {
+  if (rank == StoredCheckpoint::kOfAll) return name;
+  std::string digits = std::to_string(rank);
+  if (digits.size() < 5) digits.insert(0, 5 - digits.size(), '0');
+  return concat(kOfRank, digits, "-", name);
+}
+
+// "rank-00003-state.json" -> 3 and "state.json"
+std::pair<int64_t, std::string> parted(const std::string& file) {
+  if (file.starts_with(kOfRank)) {
+    int64_t rank = 0;
+    const char* const first = file.data() + kOfRank.size();
+    const auto [end, error] = std::from_chars(first, file.data() + file.size(), rank);
+    if (end != first && end != file.data() + file.size() && *end == '-') {
+      if (error != std::errc{} || rank < 0) rank = std::numeric_limits<int64_t>::max();
+      return {rank, std::string(end + 1)};
+    }
+  }
+  return {StoredCheckpoint::kOfAll, file};
+}
+
+// Of a file with tensors; empty for others.
+std::string section_of(const std::string& name) {
+  if (!name.ends_with(kTensorFile) || name == kStateTensors) return {};
+  const std::string stem = name.substr(0, name.size() - kTensorFile.size());
+  return stem == "adapter_model" ? kWeights : stem.substr(0, stem.find('-'));
+}
 
 }  // namespace
 
-StoredCheckpoint::StoredCheckpoint(const std::string& folder)
-    : folder_(folder), manifest_(checkpoint::require_complete(folder)) {
-  state_ = checkpoint::parse_json(small_file(kStateFile), concat(folder, "/", kStateFile), kLimits);
-  for (const checkpoint::FileRecord& record : manifest_.files) {
-    constexpr std::string_view kEnding = ".safetensors";
-    if (!record.name.ends_with(kEnding) || record.name == kStateTensors) continue;
-    const std::string stem = record.name.substr(0, record.name.size() - kEnding.size());
-    const std::string section = stem == "adapter_model" ? kWeights : stem.substr(0, stem.find('-'));
-    sections_[section].merge(header(record.name));
+StoredCheckpoint::StoredCheckpoint(const std::string& folder, Contents contents)
+    : folder_(folder),
+      contents_(contents),
+      manifest_(reading(folder, [&] { return checkpoint::require_complete(folder); })),
+      text_(small_file(kStateFile)) {
+  const bool is_alone = nodes() == 1;
+  if (!is_alone && contents_ == Contents::kAll) {
+    for (int64_t rank = 0; rank < nodes(); ++rank) texts_of_ranks_.push_back(small_file(of_rank(kStateFile, rank)));
+    sections_of_ranks_.resize(texts_of_ranks_.size());
+  }
+  for (const FileRecord& record : manifest_.files) add_section(record.name);
+  state_ = reading(path_of(kStateFile), [&] { return checkpoint::parse_json(text_, path_of(kStateFile), kLimits); });
+  check_state_of(kOfAll, state_);
+  std::vector<json> states;
+  for (size_t i = 0; i < texts_of_ranks_.size(); ++i) {
+    const auto rank = static_cast<int64_t>(i);
+    const std::string path = path_of(of_rank(kStateFile, rank));
+    states.push_back(reading(path, [&] { return checkpoint::parse_json(texts_of_ranks_[i], path, kLimits); }));
+    check_state_of(rank, states.back());
+  }
+  if (!states.empty()) {
+    reading(folder_, [&] { check_ranges(states, sections_of_ranks_, section(kWeights), folder_); });
   }
 }
 
-std::string StoredCheckpoint::small_file(const char* name) const {
-  const checkpoint::FileRecord* const record = manifest_.find(name);
-  if (record == nullptr) {
-    throw Error(concat("[load_checkpoint] ", folder_, " has no ", name, ", expected a checkpoint of save_checkpoint"));
+void StoredCheckpoint::add_section(const std::string& file) {
+  const auto [rank, name] = nodes() > 1 ? parted(file) : std::pair{kOfAll, file};
+  if (rank >= nodes()) {
+    throw DamagedCheckpoint(concat("[load_checkpoint] ", folder_, " has a file of rank ", rank,
+                                   ", expected ranks below ", nodes(),
+                                   ", as its manifest says; use another checkpoint"));
   }
-  const std::string path = (std::filesystem::path(folder_) / name).string();
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream content;
-  content << file.rdbuf();
-  std::string text = std::move(content).str();
-  if (!file || checkpoint::crc32c(text.data(), text.size()) != record->crc32c) {
-    throw Error(concat("[load_checkpoint] ", path,
-                       " has another checksum than its manifest says; it is damaged, use another checkpoint"));
+  const std::string section = section_of(name);
+  if (section.empty()) return;
+  if (contents_ == Contents::kWeights && (rank != kOfAll || (section != kWeights && section != kBuffers))) return;
+  Section& found = (rank == kOfAll ? sections_ : sections_of_ranks_.at(static_cast<size_t>(rank)))[section];
+  Section added = header(file);
+  found.merge(added);
+  if (added.empty()) return;
+  throw checkpoint::damage_of(path_of(file), concat("'", checkpoint::shown(added.begin()->first),
+                                                    "' is in another file as well; use another checkpoint"));
+}
+
+void StoredCheckpoint::check_state_of(int64_t rank, const json& state) const {
+  StateKind kind = nodes() == 1 ? StateKind::kAlone : rank == kOfAll ? StateKind::kCommon : StateKind::kRank;
+  if (contents_ == Contents::kWeights) kind = StateKind::kWeights;
+  const Section tensors = kind == StateKind::kWeights ? Section() : state_tensor_places(rank);
+  const std::string path = path_of(of_rank(kStateFile, rank));
+  reading(path, [&] { check_state(state, kind, tensors, path); });
+}
+
+std::string StoredCheckpoint::path_of(const std::string& file) const { return checkpoint::join(folder_, file); }
+
+const FileRecord& StoredCheckpoint::record_of(const std::string& file) const {
+  if (const FileRecord* const record = manifest_.find(file)) return *record;
+  throw DamagedCheckpoint(concat("[load_checkpoint] ", folder_, " has no ", file,
+                                 ", expected a checkpoint of save_checkpoint; use another one"));
+}
+
+std::string StoredCheckpoint::small_file(const std::string& name) const {
+  const FileRecord& record = record_of(name);
+  const std::string path = path_of(name);
+  std::string text = reading(path, [&] { return checkpoint::FileSystem::real().read_small(path, kMostState_bytes); });
+  if (checkpoint::crc32c(text.data(), text.size()) != record.crc32c) {
+    throw DamagedCheckpoint(concat("[load_checkpoint] ", path,
+                                   " has another checksum than its manifest says; it is damaged, use another "
+                                   "checkpoint"));
   }
+  note_whole(name);
   return text;
 }
 
 StoredCheckpoint::Section StoredCheckpoint::header(const std::string& file) const {
-  Section found;
-  const std::string path = (std::filesystem::path(folder_) / file).string();
-  for (const checkpoint::TensorEntry& entry : checkpoint::read_safetensors_header(path).tensors)
-    found[entry.name] = {file, saving::dtype_of(entry, path), entry.shape};
-  return found;
+  const std::string path = path_of(file);
+  return reading(path, [&] {
+    Section found;
+    for (const checkpoint::TensorEntry& entry : checkpoint::read_safetensors_header(path).tensors)
+      found[entry.name] = {file, saving::dtype_of(entry, path), entry.shape, entry.bytes};
+    return found;
+  });
+}
+
+StoredCheckpoint::Section StoredCheckpoint::state_tensor_places(int64_t rank) const {
+  const std::string file = of_rank(kStateTensors, rank);
+  return manifest_.find(file) == nullptr ? Section() : header(file);
+}
+
+const std::string& StoredCheckpoint::state_text(int64_t rank) const {
+  return rank == kOfAll || nodes() == 1 ? text_ : texts_of_ranks_.at(static_cast<size_t>(rank));
+}
+
+const StoredCheckpoint::Sections& StoredCheckpoint::sections(int64_t rank) const {
+  return rank == kOfAll || nodes() == 1 ? sections_ : sections_of_ranks_.at(static_cast<size_t>(rank));
 }
 
 const StoredCheckpoint::Section& StoredCheckpoint::section(const std::string& name) const {
@@ -70,50 +172,169 @@ const StoredCheckpoint::Section& StoredCheckpoint::section(const std::string& na
   return found == sections_.end() ? none : found->second;
 }
 
-StateValue StoredCheckpoint::value(const nlohmann::json& encoded, const std::string& path) {
-  if (!values_) {
-    values_.emplace();
-    if (const checkpoint::FileRecord* const record = manifest_.find(kStateTensors)) {
-      for (const auto& [name, place] : header(kStateTensors)) (*values_)[name] = at::empty(place.shape, place.dtype);
-      const std::vector<saving::Destination> all(values_->begin(), values_->end());
-      saving::read_tensors(folder_, *record, all, [](int64_t) { frontend().check_interrupt(); });
-    }
-  }
-  return decode_state(
-      encoded,
-      [&](const std::string& name) {
-        const auto found = values_->find(name);
-        if (found != values_->end()) return found->second;
-        throw Error(concat("[load_checkpoint] ", path, " names the tensor '", checkpoint::shown(name), "', which ",
-                           kStateTensors, " has not; the checkpoint is damaged"));
-      },
-      path);
+const StoredTensor& StoredCheckpoint::place(const std::string& section_name, const std::string& name) const {
+  const Section& found = section(section_name);
+  const auto tensor = found.find(name);
+  if (tensor != found.end()) return tensor->second;
+  require_whole({section_name});
+  throw DamagedCheckpoint(concat("[load_checkpoint] ", folder_, " has no '", checkpoint::shown(name), "' in its ",
+                                 section_name, " files, expected it, as its state says; use another checkpoint"));
+}
+
+std::map<std::string, at::Tensor> StoredCheckpoint::state_tensors(int64_t rank) const {
+  std::map<std::string, at::Tensor> values;
+  const std::string file = of_rank(kStateTensors, nodes() == 1 ? kOfAll : rank);
+  for (const auto& [name, tensor] : state_tensor_places(nodes() == 1 ? kOfAll : rank))
+    values[name] = at::empty(tensor.shape, tensor.dtype);
+  if (!values.empty()) read_files({{file, {values.begin(), values.end()}}});
+  return values;
+}
+
+StateValue StoredCheckpoint::value(const json& encoded, const std::string& path) {
+  if (!values_) values_ = state_tensors();
+  return reading(path_of(kStateFile), [&] {
+    return decode_state(encoded, [&](const std::string& name) { return values_->at(name); }, path);
+  });
 }
 
 void StoredCheckpoint::read(const Destinations& destinations) const {
-  std::map<std::string, std::vector<saving::Destination>> by_file;
+  FileDestinations by_file;
   for (const auto& [name, tensors] : destinations) {
-    for (const auto& [in_file, tensor] : tensors) by_file[section(name).at(in_file).file].emplace_back(in_file, tensor);
+    for (const auto& [in_file, tensor] : tensors) by_file[place(name, in_file).file].emplace_back(in_file, tensor);
   }
-  std::vector<std::pair<std::string, std::vector<saving::Destination>>> files(by_file.begin(), by_file.end());
+  read_files(by_file);
+}
+
+namespace {
+
+// Runs jobs on a few threads, and ends all of them at the first error or interrupt.
+template <typename Job>
+void run_jobs(const std::vector<Job>& jobs) {
   std::atomic<size_t> next{0};
+  std::atomic<bool> stopped{false};
+  Mutex mutex;
+  std::exception_ptr first;
+  const auto stop = [&](const std::exception_ptr& error) {
+    const MutexLock lock(mutex);
+    if (!stopped.exchange(true)) first = error;
+  };
+  const auto work = [&] {
+    for (size_t job = next++; job < jobs.size() && !stopped; job = next++) {
+      try {
+        jobs[job]([&](int64_t) {
+          if (stopped) throw Cancelled("[load_checkpoint] another file could not be read");
+        });
+      } catch (...) {
+        stop(std::current_exception());
+      }
+    }
+  };
   std::vector<std::future<void>> readers;
-  for (size_t i = 0; i < std::min(kThreads, files.size()); ++i) {
-    readers.push_back(std::async(std::launch::async, [&] {
-      for (size_t file = next++; file < files.size(); file = next++)
-        saving::read_tensors(folder_, *manifest_.find(files[file].first), files[file].second, [](int64_t) {});
-    }));
+  for (size_t i = 0; i < std::min(kReaders, jobs.size()); ++i) readers.push_back(std::async(std::launch::async, work));
+  for (const std::future<void>& reader : readers) {
+    while (reader.wait_for(kBetweenLooks) != std::future_status::ready) {
+      try {
+        if (!stopped) frontend().check_interrupt();
+      } catch (...) {
+        stop(std::current_exception());
+      }
+    }
   }
-  for (std::future<void>& reader : readers) reader.wait();
-  for (std::future<void>& reader : readers) reader.get();
+  const MutexLock lock(mutex);
+  if (first) std::rethrow_exception(first);
+}
+
+}  // namespace
+
+void StoredCheckpoint::read_file(const std::string& file, const std::vector<saving::Destination>& destinations,
+                                 const Progress& progress) const {
+  reading(path_of(file), [&] { saving::read_tensors(folder_, record_of(file), destinations, progress); });
+  note_whole(file);
+}
+
+void StoredCheckpoint::check_shape(const std::string& file, const std::string& name, const at::Tensor& taker) const {
+  const auto [rank, in_rank] = nodes() > 1 ? parted(file) : std::pair{kOfAll, file};
+  const Sections& all = sections(rank);
+  const auto section = all.find(section_of(in_rank));
+  if (section == all.end()) return;  // of a state, whose tensors are made by their shapes
+  const auto found = section->second.find(name);
+  if (found != section->second.end() && taker.sizes() == at::IntArrayRef(found->second.shape)) return;
+  verify({record_of(file)});
+  if (found == section->second.end()) {
+    throw checkpoint::damage_of(path_of(file), concat("'", checkpoint::shown(name), "' is not there"));
+  }
+  throw std::invalid_argument(concat("[load_checkpoint] '", name, "' has shape ", at::IntArrayRef(found->second.shape),
+                                     " in ", path_of(file), ", expected ", taker.sizes(),
+                                     "; load it into the model that was saved"));
+}
+
+void StoredCheckpoint::read_files(const FileDestinations& destinations) const {
+  for (const auto& [file, tensors] : destinations) {
+    for (const auto& [name, tensor] : tensors) check_shape(file, name, tensor);
+  }
+  std::vector<std::function<void(const Progress&)>> jobs;
+  for (const auto& [file, tensors] : destinations) {
+    jobs.emplace_back(
+        [this, &file = file, &tensors = tensors](const Progress& progress) { read_file(file, tensors, progress); });
+  }
+  run_jobs(jobs);
+}
+
+void StoredCheckpoint::read_ranges(const FileRanges& ranges) const {
+  std::vector<std::function<void(const Progress&)>> jobs;
+  for (const auto& [file, parts] : ranges) {
+    jobs.emplace_back([this, &file = file, &parts = parts](const Progress&) {
+      reading(path_of(file), [&] { saving::read_ranges(folder_, record_of(file), parts); });
+    });
+  }
+  run_jobs(jobs);
+}
+
+bool StoredCheckpoint::is_whole(const std::string& file) const {
+  const MutexLock lock(mutex_);
+  return whole_.contains(file);
+}
+
+void StoredCheckpoint::note_whole(const std::string& file) const {
+  const MutexLock lock(mutex_);
+  whole_.insert(file);
+}
+
+void StoredCheckpoint::verify(const std::vector<FileRecord>& records) const {
+  checkpoint::VerifyOptions options;
+  options.progress = [](int64_t, int64_t) { frontend().check_interrupt(); };
+  const std::vector<checkpoint::FileProblem> problems = checkpoint::verify_files(folder_, records, options);
+  if (!problems.empty()) throw checkpoint::damage_of(path_of(problems[0].file), problems[0].problem);
+  for (const FileRecord& record : records) note_whole(record.name);
+}
+
+void StoredCheckpoint::require_whole(const std::vector<std::string>& sections) const {
+  std::vector<FileRecord> records;
+  for (const FileRecord& record : manifest_.files) {
+    const std::string section = section_of(nodes() > 1 ? parted(record.name).second : record.name);
+    if (std::ranges::find(sections, section) != sections.end() && !is_whole(record.name)) records.push_back(record);
+  }
+  verify(records);
+}
+
+void StoredCheckpoint::verify_rest(int64_t rank, int64_t size) const {
+  if (contents_ == Contents::kWeights) return require_whole({kWeights, kBuffers});
+  std::vector<FileRecord> records;
+  for (size_t i = 0; i < manifest_.files.size(); ++i) {
+    const bool is_own = static_cast<int64_t>(i) % size == rank;
+    if (is_own && !is_whole(manifest_.files[i].name)) records.push_back(manifest_.files[i]);
+  }
+  verify(records);
 }
 
 std::vector<std::string> checkpoints_in(const std::string& folder) {
-  const std::filesystem::path path(folder);
-  if (std::filesystem::exists(path / checkpoint::kManifestName)) return {folder};
+  checkpoint::FileSystem& files = checkpoint::FileSystem::real();
+  if (files.look(checkpoint::join(folder, checkpoint::kManifestName)).kind != checkpoint::EntryKind::kNothing) {
+    return {folder};
+  }
   std::vector<std::string> found;
   for (const int64_t step : checkpoint::complete_steps(folder))
-    found.insert(found.begin(), (path / checkpoint::step_name(step)).string());
+    found.insert(found.begin(), checkpoint::join(folder, checkpoint::step_name(step)));
   return found;
 }
 

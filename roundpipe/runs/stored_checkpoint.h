@@ -1,7 +1,10 @@
 #pragma once
 
+#include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,52 +14,109 @@
 #include <ATen/core/Tensor.h>
 
 #include <roundpipe/checkpoint/manifest.h>
+#include <roundpipe/core/mutex.h>
 #include <roundpipe/runs/state_value.h>
+#include <roundpipe/saving/tensor_files.h>
 
 namespace roundpipe {
 
-// A complete checkpoint on disk. Thread safety: one thread.
+// A tensor in one of a checkpoint's files.
+struct StoredTensor {
+  std::string file;
+  c10::ScalarType dtype = at::kFloat;
+  std::vector<int64_t> shape;
+  int64_t bytes = 0;
+};
+
+// A complete checkpoint on disk, of programs in C++ or Python, of one process or of several nodes.
+//
+// Whatever is wrong with its files is a checkpoint::DamagedCheckpoint that names one: a file that is not there, that
+// the disk does not read back, whose checksum differs, or whose contents are not those of a checkpoint. What the states
+// say is checked when it is opened, so that reading them does not fail later. Memory: bounded by the sizes of the
+// files. Thread safety: one thread.
 class StoredCheckpoint {
  public:
-  // A tensor in one of the files.
-  struct Place {
-    std::string file;
-    c10::ScalarType dtype;
-    std::vector<int64_t> shape;
-  };
-  using Section = std::map<std::string, Place>;
+  // By its name in the files.
+  using Section = std::map<std::string, StoredTensor>;
+  using Sections = std::map<std::string, Section>;
   // Tensors to read, by section, name in the files, and the host tensor that takes the values.
   using Destinations = std::map<std::string, std::vector<std::pair<std::string, at::Tensor>>>;
+  // The same by file.
+  using FileDestinations = std::map<std::string, std::vector<saving::Destination>>;
+  using FileRanges = std::map<std::string, std::vector<saving::Range>>;
 
-  // Reads the manifest, the state and the headers. Throws Error for one that is incomplete or damaged.
-  explicit StoredCheckpoint(const std::string& folder);
+  // What of it is of interest; the other files are not looked into.
+  enum class Contents { kAll, kWeights };
+  // For the rank: what is not of one of several nodes.
+  static constexpr int64_t kOfAll = -1;
+
+  // Reads the manifest, the states and the headers.
+  explicit StoredCheckpoint(const std::string& folder, Contents contents = Contents::kAll);
 
   const std::string& folder() const { return folder_; }
+  const checkpoint::Manifest& manifest() const { return manifest_; }
   int64_t step() const { return manifest_.step; }
   // The processes that have written it.
   int64_t nodes() const { return manifest_.nodes; }
   const nlohmann::json& state() const { return state_; }
-  // The tensors of a section; empty for one that is not there.
+  // The text of state.json or, with a rank, of that rank's.
+  const std::string& state_text(int64_t rank = kOfAll) const;
+  // The tensors of a section that all nodes have together; empty for one that is not there.
   const Section& section(const std::string& name) const;
+  // All sections or, with a rank, those of which each rank has its own.
+  const Sections& sections(int64_t rank = kOfAll) const;
   // Decodes a value of the state.
   StateValue value(const nlohmann::json& encoded, const std::string& path);
+  // The tensors that the values of a state refer to, read and verified.
+  std::map<std::string, at::Tensor> state_tensors(int64_t rank = kOfAll) const;
 
-  // Reads tensors and verifies each file that has one of them. Throws Error for a damaged file, std::invalid_argument
-  // for another shape.
+  // Reads tensors, several files at a time, and verifies each file that has one of them. Throws std::invalid_argument
+  // for another shape, before anything is read. Interruptible.
   void read(const Destinations& destinations) const;
+  void read_files(const FileDestinations& destinations) const;
+  // Reads parts of tensors, and verifies nothing.
+  void read_ranges(const FileRanges& ranges) const;
+
+  // Verifies the files of these sections. To be called before what their headers say is taken for a mistake of the
+  // caller, who has given another model.
+  void require_whole(const std::vector<std::string>& sections) const;
+  // Verifies what was not read as a whole, so that no file's damage goes unnoticed. `rank` of `size` processes that do
+  // this together verifies its share.
+  void verify_rest(int64_t rank = 0, int64_t size = 1) const;
 
  private:
-  std::string small_file(const char* name) const;
+  std::string small_file(const std::string& name) const;
+  void add_section(const std::string& file);
   Section header(const std::string& file) const;
+  Section state_tensor_places(int64_t rank) const;
+  void check_state_of(int64_t rank, const nlohmann::json& state) const;
+  std::string path_of(const std::string& file) const;
+  const checkpoint::FileRecord& record_of(const std::string& file) const;
+  const StoredTensor& place(const std::string& section, const std::string& name) const;
 
-  std::string folder_;
+  using Progress = std::function<void(int64_t)>;
+  void check_shape(const std::string& file, const std::string& name, const at::Tensor& taker) const;
+  void read_file(const std::string& file, const std::vector<saving::Destination>& destinations,
+                 const Progress& progress) const;
+  void verify(const std::vector<checkpoint::FileRecord>& records) const;
+  bool is_whole(const std::string& file) const;
+  void note_whole(const std::string& file) const;
+
+  mutable Mutex mutex_;
+  mutable std::set<std::string> whole_ ROUNDPIPE_GUARDED_BY(mutex_);  // files whose checksums were found right
+  const std::string folder_;
+  const Contents contents_;
   checkpoint::Manifest manifest_;
+  std::string text_;
   nlohmann::json state_;
-  std::map<std::string, Section> sections_;
+  Sections sections_;
+  // By rank, of several nodes.
+  std::vector<std::string> texts_of_ranks_;
+  std::vector<Sections> sections_of_ranks_;
   std::optional<std::map<std::string, at::Tensor>> values_;
 };
 
-// The checkpoint itself, or those of a run's folder, newest first.
+// The checkpoint itself, or those of a run's folder that are complete, newest first.
 std::vector<std::string> checkpoints_in(const std::string& folder);
 
 }  // namespace roundpipe

@@ -86,7 +86,9 @@ at::Tensor taken(const StateValue& saved, const char* name, const at::Tensor& pa
 int64_t step_in(const StateValue& saved) {
   const StateValue& step = saved.at("step");
   const at::Tensor* const tensor = std::get_if<at::Tensor>(&step.content());
-  return tensor != nullptr ? tensor->item<int64_t>() : step.as_int();
+  if (tensor == nullptr) return step.as_int();
+  if (tensor->numel() != 1) throw WrongStateType("[checkpoint] a saved 'step' has several numbers, expected one");
+  return tensor->item<int64_t>();
 }
 
 template <typename State>

@@ -6,10 +6,6 @@
 
 namespace roundpipe {
 
-namespace {
-constexpr const char* kBuffers = "buffers";  // a section of checkpoints of models with adapters, from Python
-}
-
 WeightPlaces::WeightPlaces(const StoredCheckpoint& stored, const ModelNames& names) : stored_(stored) {
   for (const NamedParameters* const tensors : {&names.parameters, &names.buffers})
     targets_.insert(tensors->begin(), tensors->end());
@@ -39,6 +35,7 @@ void WeightPlaces::check_shapes() const {
   for (const auto& [name, source] : sources_) {
     const std::vector<int64_t>& shape = stored_.section(source.first).at(source.second).shape;
     if (targets_.at(name).sizes() == at::IntArrayRef(shape)) continue;
+    stored_.require_whole({source.first});
     throw std::invalid_argument(concat("[load_checkpoint] '", name, "' has shape ", at::IntArrayRef(shape), " in ",
                                        stored_.folder(), ", expected ", targets_.at(name).sizes(),
                                        "; load it into the model that was saved"));

@@ -52,9 +52,10 @@ class RoundPipeRunConfig:
             are left, with the same bits. What they need for that stays on the host until their results are there. See
             docs/reliability.md. Default: False.
         verify_every: one job of every so many training calls runs on a second device as well, and must have the same
-            bits there. If it has not, both devices and a third one run it again, the call ends with a `RoundPipeError`
-            that names the device that is wrong, and that device is taken out. For cards that corrupt silently; see
-            docs/reliability.md. 0 turns it off. Default: 0.
+            bits there. If it has not, both devices and a third one run it again, and the call ends with a
+            `RoundPipeError`: it names the device that is wrong, which is taken out, if the runs tell. With one device,
+            the job runs there twice, which finds less. For cards that corrupt silently; see docs/reliability.md. 0
+            turns it off. Default: 0.
 
     Raises:
         ValueError: a field has a value that is not listed above.

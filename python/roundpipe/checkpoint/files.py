@@ -21,6 +21,7 @@ from roundpipe.checkpoint.safetensors_header import (
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_FILE = "adapter_model.safetensors"
 
 # Bytes read at a time when values are cast, and between two checks whether to continue.
 CHUNK_BYTES = 16 << 20
@@ -167,6 +168,25 @@ class Checkpoint:
                     "in one of them; fetch the folder again"
                 )
         self.tensors |= tensors
+
+
+def adapter_file(folder: Path) -> Path:
+    """The file with the weights of a PEFT adapter.
+
+    Raises:
+        CheckpointError: it is not there, or a pointer of Git LFS. A pickle in its place is not read, as it can run any
+            code.
+    """
+    path = folder / ADAPTER_FILE
+    if not path.is_file():
+        others = sorted(file.name for file in folder.glob("*.bin"))
+        found = f"only {', '.join(others)}" if others else "no weights"
+        raise CheckpointError(
+            f"[checkpoint] {folder} holds {found}, expected {ADAPTER_FILE} beside its config; save the adapter with "
+            "save_pretrained, which writes safetensors"
+        )
+    refuse_pointer(path)
+    return path
 
 
 def empty_on_host(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -11,6 +11,9 @@ from roundpipe.distributed.control import Control
 
 T = TypeVar("T")
 
+# Kinds of errors that are the same on every rank.
+_KINDS: dict[str, type[Exception]] = {"value": ValueError, "damage": _core.DamagedCheckpointError}
+
 
 class Ranks:
     """Ranks that work in parts, or one process that works alone. One thread at a time; each rank does the same parts.
@@ -40,6 +43,7 @@ class Ranks:
 
         Raises:
             ValueError: on every rank, if the first rank that fails has raised one.
+            DamagedCheckpointError: the same.
             RoundPipeError: on every rank, if it has raised something else, or if a rank does not answer.
         """
         if self.size == 1:
@@ -51,7 +55,10 @@ class Ranks:
         except BaseException as raised:
             error = raised
             text = str(raised) if str(raised).startswith("[") else f"[distributed] {type(raised).__name__}: {raised}"
-            mine = {"error": text, "is_callers": isinstance(raised, ValueError)}
+            mine = {
+                "error": text,
+                "kind": next((name for name, kind in _KINDS.items() if isinstance(raised, kind)), ""),
+            }
         try:
             told = self._exchange(mine)
         except Exception as lost:
@@ -61,8 +68,7 @@ class Ranks:
                 continue
             if rank == self.rank and error is not None:
                 raise error
-            kind = ValueError if each["is_callers"] else _core.RoundPipeError
-            raise kind(f"{each['error']} (on rank {rank})") from error
+            raise _KINDS.get(each["kind"], _core.RoundPipeError)(f"{each['error']} (on rank {rank})") from error
         return [each["value"] for each in told]
 
 

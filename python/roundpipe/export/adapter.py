@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from roundpipe.checkpoint.files import adapter_file
 from roundpipe.checkpoint.safetensors_header import refuse_pointer
 
 CONFIG_FILE = "adapter_config.json"
-WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 # Settings under which the adapter does not add to the base's weights, or needs a base that only its training had.
 _REFUSED = {
@@ -46,7 +46,8 @@ def read_adapter(folder: Path) -> Adapter:
     """Reads an adapter and checks that its weights can be merged.
 
     Raises:
-        ValueError: a file is missing or damaged, the adapter's type is not LoRA, or its settings rule out merging.
+        ValueError: a file is missing, damaged or a pickle, the adapter's type is not LoRA, or its settings rule out
+            merging.
     """
     settings = _settings(folder)
     try:
@@ -81,13 +82,10 @@ def read_adapter(folder: Path) -> Adapter:
             f"[export] peft cannot read {folder / CONFIG_FILE}: {error}; expected a file of a version that it knows"
         ) from None
     config.init_lora_weights = False  # they are loaded
-    path = next((folder / name for name in WEIGHT_FILES if (folder / name).exists()), None)
-    if path is None:
-        raise ValueError(f"[export] {folder} holds no weights, expected {' or '.join(WEIGHT_FILES)} beside its config")
-    refuse_pointer(path)
+    path = adapter_file(folder)
     try:
         tensors = load_peft_weights(str(folder), device="cpu")
-    except Exception as error:  # safetensors and pickle raise a dozen types for a damaged file
+    except Exception as error:  # safetensors raises several types for a damaged file
         raise ValueError(f"[export] {path} cannot be read: {error}; expected a complete file; fetch it again") from None
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():

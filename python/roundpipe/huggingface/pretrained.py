@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from roundpipe.checkpoint.files import Checkpoint
+from roundpipe.checkpoint.files import Checkpoint, adapter_file
 from roundpipe.checkpoint.safetensors_header import CheckpointError, refuse_pointer
 from roundpipe.files import first_lines, refuse_missing_folder
 from roundpipe.memory.budget import HOST_VARIABLE, BudgetError, budget_of, predict_model, refuse_host
@@ -74,6 +74,8 @@ def from_pretrained(
     wrapping = _wrap_options()
     mine = {name: options.pop(name) for name in list(options) if name in wrapping}
     base = name_or_path if adapter is None else _base_of(adapter)
+    if adapter is not None:
+        adapter_file(adapter)  # before the base is read
     register()  # attn_implementation="packed"
     admit = _host_check(base, mine.get("host_memory"), trains=adapter is None and peft_config is None)
     model: Any = _load(base, {"dtype": "auto", **options}, extra_tensors, frozen_weights == "mmap", admit)

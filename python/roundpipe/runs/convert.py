@@ -12,13 +12,13 @@ from roundpipe import _core
 from roundpipe.files import new_folder
 from roundpipe.saving.capture import BUFFERS, OPTIMIZER, REMAINDERS, WEIGHTS
 from roundpipe.saving.state_reads import StateReads
-from roundpipe.saving.stored import StoredCheckpoint, candidates
+from roundpipe.saving.stored import StoredCheckpoint
 
 _HUGGING_FACE = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
 
 
 def _newest(source: Path) -> StoredCheckpoint:
-    paths = candidates(source)
+    paths = [Path(path) for path in _core.checkpoints_in(str(source))]
     if not paths:
         raise ValueError(f"[checkpoint] {source} has no complete checkpoint, expected a run's folder or step-N")
     problems = _core.verify_step(str(paths[0]))
@@ -51,7 +51,7 @@ def to_dcp(source: Path, out: Path) -> None:
         entries = stored.tensors.get(section, {})
         values[section] = {name: torch.empty(entry.shape, dtype=entry.torch_dtype) for name, entry in entries.items()}
     model = {**values[BUFFERS], **values[WEIGHTS]}
-    reads = StateReads(stored, 0, 1)
+    reads = StateReads(stored)
     kept: dict[tuple[str, str], torch.Tensor] = {}
     for key in stored.parts:
         name, kind = key.rsplit("/", 1)

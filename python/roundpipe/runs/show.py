@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from roundpipe import _core
-from roundpipe.saving.stored import StoredCheckpoint, candidates
+from roundpipe.saving.stored import StoredCheckpoint
 
 
 def describe(folder: Path) -> Iterator[str]:
@@ -32,13 +32,10 @@ def describe(folder: Path) -> Iterator[str]:
     if optimizer is not None:
         yield f"  optimizer {optimizer['class']}, moments {optimizer['moments']}"
     for section, tensors in stored.tensors.items():
-        size = sum(entry.end - entry.start for entry in tensors.values())
+        size = sum(entry.bytes for entry in tensors.values())
         yield f"  {section}: {len(tensors)} tensors, {_core.format_bytes(size)}"
     for rank, own in enumerate(stored.ranks if stored.nodes > 1 else []):
-        sizes = {
-            section: sum(entry.end - entry.start for entry in tensors.values())
-            for section, tensors in own.tensors.items()
-        }
+        sizes = {section: sum(entry.bytes for entry in tensors.values()) for section, tensors in own.tensors.items()}
         yield f"  rank {rank}: " + ", ".join(f"{name} {_core.format_bytes(size)}" for name, size in sizes.items())
     own_values = stored.ranks[0].values
     if state["outside"]:
@@ -63,7 +60,7 @@ def problems_of(folder: Path, tell: Callable[[str], None]) -> Iterator[tuple[Pat
 
 
 def _existing(folder: Path) -> list[Path]:
-    paths = candidates(folder)
+    paths = [Path(path) for path in _core.checkpoints_in(str(folder))]
     if not paths:
         found = [f"step-{step.step} ({step.problem})" for step in _core.find_steps(str(folder))]
         raise ValueError(

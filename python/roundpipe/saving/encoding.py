@@ -48,8 +48,10 @@ class Encoder:
 
     def _encode(self, value: Any, path: str, outer: list[int]) -> Any:
         kind = type(value)
-        if value is None or kind in (bool, str):
+        if value is None or kind is bool:
             return value
+        if kind is str:
+            return _text(value, path)
         if kind is int:
             return value if value in _PLAIN_INTS else {"int": str(value)}
         if kind is float:
@@ -121,25 +123,24 @@ class Encoder:
         return name
 
 
-def decode(value: Any, tensors: Mapping[str, torch.Tensor], path: str = "state") -> Any:
-    """Returns the value that `Encoder.encode` was given.
+def _text(value: str, path: str) -> str:
+    """The text itself. Lone surrogates, as names of files that are not UTF-8 have, are no text in JSON."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"[save_checkpoint] {path} is no text in UTF-8, expected one; give it as bytes, such as os.fsencode(name)"
+        ) from None
+    return value
 
-    Raises:
-        ValueError: the JSON is not one that `encode` makes, or names a tensor that is not there.
-    """
+
+def decode(value: Any, tensors: Mapping[str, torch.Tensor], path: str = "state") -> Any:
+    """Returns the value that `Encoder.encode` was given. REQUIRES: it made this JSON, as the engine has checked."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
         return [decode(item, tensors, f"{path}[{index}]") for index, item in enumerate(value)]
-    try:
-        return _decode_tagged(value, tensors, path)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, ValueError) and str(error).startswith("["):
-            raise
-        raise ValueError(
-            f"[load_checkpoint] {path} cannot be decoded ({type(error).__name__}: {error}), expected the encoding of "
-            "docs/checkpoint-format.md; the checkpoint is damaged or newer than this version"
-        ) from None
+    return _decode_tagged(value, tensors, path)
 
 
 def tensor_names(encoded: Any) -> Iterator[str]:

@@ -56,6 +56,11 @@ def wait_for_saves(folder: str | os.PathLike[str]) -> None:
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The folder of the newest complete checkpoint in a run folder; None if there is none. Reads only manifests."""
-    step = _core.latest_step(os.fspath(folder))
-    return None if step is None else Path(folder) / f"step-{step}"
+    """The folder of the newest complete checkpoint in a run folder; None if there is none. Reads only manifests.
+
+    Raises:
+        RoundPipeError: there are checkpoints, and none is complete: a training that began anew beside them would lose
+            them.
+    """
+    found = _core.latest(os.fspath(folder))
+    return None if found is None else Path(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from roundpipe.saving.capture import OPTIMIZER, PREVIOUS, REMAINDERS, WEIGHTS
 from roundpipe.saving.names import ModelNames
 from roundpipe.saving.state_reads import Range, StateReads, own_range
 from roundpipe.saving.stored import StoredCheckpoint
-from roundpipe.saving.torch_state import load_groups
 from roundpipe.saving.weights import WeightPlaces
 from roundpipe.step.fused_steps import FusedSteps
 
@@ -23,15 +23,17 @@ def load_fused(
     places: WeightPlaces,
     group: FusedSteps,
     optimizer: Any,
+    groups: Sequence[dict[str, Any]],
     ranks: Ranks,
 ) -> None:
-    """Loads weights, and of masters, moments and counters what this rank has. REQUIRES: nothing runs, and all weights
-    are settled."""
-    load_groups(stored, names, optimizer)
+    """Loads weights, the options of the optimizer's groups, and of masters, moments and counters what this rank has.
+    REQUIRES: nothing runs, and all weights are settled."""
+    for ours, options in zip(optimizer.param_groups, groups, strict=True):
+        ours.update(options)
     binding = group.binding
     hypers = optimizer.hyperparameters_by_parameter()
     previous = stored.tensors.get(PREVIOUS, {})
-    reads = StateReads(stored, ranks.rank, ranks.size)
+    reads = StateReads(stored)
     counters = stored.counters
     destinations: dict[str, dict[str, torch.Tensor]] = {WEIGHTS: {}, PREVIOUS: {}}
     converted: list[_Converted] = []

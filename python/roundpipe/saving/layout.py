@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,26 +16,11 @@ STATE_FILE = "state.json"
 STATE_TENSORS = "state.safetensors"
 # Sections of which each rank has its own part.
 _OF_RANKS = (OPTIMIZER, GRADIENTS, BUFFERS)
-_RANK = re.compile(r"rank-(\d+)-(.+)")
 
 
 def of_rank(name: str, rank: int) -> str:
     """The name of a file of one rank, in a checkpoint of several nodes."""
     return f"rank-{rank:05d}-{name}"
-
-
-def rank_of(name: str) -> tuple[int | None, str]:
-    """The rank that a file belongs to, None for one of all ranks, and its name without the rank."""
-    found = _RANK.fullmatch(name)
-    return (None, name) if found is None else (int(found[1]), found[2])
-
-
-def section_of(name: str) -> str | None:
-    """The section of a file with tensors, by its name without a rank; None for one that has no section."""
-    stem = name.removesuffix(".safetensors")
-    if stem == name or name == STATE_TENSORS:
-        return None
-    return WEIGHTS if stem == "adapter_model" else stem.split("-")[0]
 
 
 @dataclass(frozen=True)

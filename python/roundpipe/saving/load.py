@@ -15,15 +15,16 @@ from roundpipe import _core
 from roundpipe.device.pool import devices
 from roundpipe.distributed.ranks import Ranks
 from roundpipe.model.facade import ModelFacade, facade_in
-from roundpipe.saving.capture import optimizer_kind
+from roundpipe.saving.capture import BUFFERS, WEIGHTS, optimizer_kind
 from roundpipe.saving.folders import wait_for_saves
 from roundpipe.saving.fused import load_fused
 from roundpipe.saving.names import ModelNames, names_of
 from roundpipe.saving.own_state import OwnState
+from roundpipe.saving.prepared import Prepared, prepared
 from roundpipe.saving.ranks import ranks_of_call
 from roundpipe.saving.sampled import sampled_checksum
-from roundpipe.saving.stored import StoredCheckpoint, candidates
-from roundpipe.saving.torch_state import load_groups, load_torch
+from roundpipe.saving.stored import StoredCheckpoint
+from roundpipe.saving.torch_state import load_torch
 from roundpipe.saving.weights import WeightPlaces
 from roundpipe.step.binding import as_schedulers
 from roundpipe.step.fused_steps import FusedSteps
@@ -71,8 +72,8 @@ def load_checkpoint(
     docs/several-machines-checkpoints.md.
 
     Args:
-        folder: a checkpoint, or a run's folder: then its newest complete checkpoint. If that one is damaged, a message
-            names the file, and the one before is loaded.
+        folder: a checkpoint, or a run's folder: then its newest checkpoint. If that one is damaged in any way, the one
+            before is loaded, and a line on stderr names the file and says how many steps are lost.
         model: the model in the pipeline.
         optimizer: the optimizer that steps it.
         lr_scheduler: as saved.
@@ -85,8 +86,9 @@ def load_checkpoint(
     Raises:
         ValueError: the checkpoint is of another model, optimizer or base, or has gradients of another number of nodes;
             nothing has been changed.
-        RoundPipeError: there is no complete checkpoint, or it is damaged. Damage of a large file is found when it has
-            been read: do not use the model then.
+        RoundPipeError: there is no checkpoint that is whole. Damage of a large file is found when it has been read: do
+            not use the model then.
+        Exception: whatever earlier work of the model raised; then nothing was loaded.
     """
     _core.require_callers_thread()
     facade = facade_in(model)
@@ -95,7 +97,7 @@ def load_checkpoint(
     ranks = ranks_of_call(facade, "loads a checkpoint into")
     requests: list[_Request] = []
 
-    def find() -> list[str]:
+    def find() -> None:
         kind = None if weights_only else optimizer_kind(facade, optimizer)
         if weights_only and (lr_scheduler is not None or scaler is not None or state):
             raise ValueError("[load_checkpoint] weights_only=True loads nothing but weights, expected no other objects")
@@ -104,20 +106,27 @@ def load_checkpoint(
             _Request(facade, optimizer, kind, schedulers, scaler, dict(state or {}), strict, weights_only, ranks)
         )
         wait_for_saves(folder)
-        # The first rank's list counts: a checkpoint may be pruned meanwhile.
-        return [os.path.relpath(path, folder) for path in candidates(Path(folder))] if ranks.rank == 0 else []
 
-    damaged: list[str] = []
-    for name in ranks.agree(find)[0]:
+    ranks.agree(find)
+    # The first rank's choice counts: a checkpoint may be pruned meanwhile.
+    fall_back = _core.FallBack(os.fspath(folder)) if ranks.rank == 0 else None
+    while True:
+        name = ranks.agree(lambda: _next(fall_back, folder))[0]
         try:
             return _load_together(Path(folder) / name, requests[0])
-        except _core.RoundPipeError as error:
-            print(f"{error}", file=sys.stderr)
-            damaged.append(str(error))
-    raise _core.RoundPipeError(
-        f"[load_checkpoint] {folder} has no checkpoint that is whole, expected step-N with all its files"
-        + (f"; the newest one: {damaged[0]}" if damaged else "")
-    )
+        except _core.DamagedCheckpointError as error:
+            if fall_back is not None:
+                fall_back.damaged(str(error))
+
+
+def _next(fall_back: _core.FallBack | None, folder: str | os.PathLike[str]) -> str:
+    """The path within `folder` of the checkpoint to try now, on the first rank; tells what was passed over."""
+    if fall_back is None:
+        return ""
+    path, lines = fall_back.next()
+    for line in lines:
+        print(line, file=sys.stderr)
+    return os.path.relpath(path, folder)
 
 
 @dataclass(frozen=True)
@@ -135,10 +144,13 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Opened:
+    """`own` and `values` are those of a whole training; None for weights alone."""
+
     stored: StoredCheckpoint
-    own: OwnState
     names: ModelNames
     places: WeightPlaces
+    own: OwnState | None
+    values: Prepared | None
 
 
 def _load_together(path: Path, request: _Request) -> Loaded:
@@ -151,54 +163,63 @@ def _load_together(path: Path, request: _Request) -> Loaded:
 
 
 def _open(path: Path, request: _Request) -> _Opened:
-    stored = StoredCheckpoint(path)
     group = request.model._step_group
+    # First: what earlier work raises says nothing about the checkpoint.
     group.synchronize()
     if group.save is not None:
         group.save.wait_over()
+    stored = StoredCheckpoint(path, request.weights_only)
     names = names_of(request.model)
     places = WeightPlaces(stored, names)
-    own = OwnState(stored, request.ranks.rank, request.ranks.size)
-    _check(stored, request, names, places, own)
-    return _Opened(stored, own, names, places)
+    if request.weights_only:
+        _check_weights(stored, request, names, places)
+        return _Opened(stored, names, places, None, None)
+    with stored.as_damage():
+        own = OwnState(stored, request.ranks.rank, request.ranks.size)
+        _check_weights(stored, request, names, places)
+        _check(stored, request, own)
+        # Everything that may not fit is read before anything is changed.
+        values = prepared(stored, own, names, request.optimizer, request.schedulers, request.scaler)
+    return _Opened(stored, names, places, own, values)
 
 
 def _load(opened: _Opened, request: _Request) -> Loaded:
-    stored, own, names, places = opened.stored, opened.own, opened.names, opened.places
-    model, group = request.model, request.model._step_group
-    if request.weights_only:
+    stored, own, values, names, places = opened.stored, opened.own, opened.values, opened.names, opened.places
+    model, group, ranks = request.model, request.model._step_group, request.ranks
+    if own is None or values is None:
         places.load_plain()
+        stored.verify_rest(ranks.rank, ranks.size)
         if isinstance(group, FusedSteps):
             for parameter in names.parameters.values():
                 if id(parameter) in group.binding.trained:
                     group.binding.restart_master(parameter)
             group.binding.core.accept_weights()
         return Loaded(stored.manifest.step, stored.folder, {}, places.missing, places.unexpected)
-    schedules, values = _decoded_schedules(stored), {name: own.value(name) for name in own.values}
     if isinstance(group, FusedSteps):
-        load_fused(stored, names, places, group, request.optimizer, request.ranks)
+        load_fused(stored, names, places, group, request.optimizer, values.groups, ranks)
     else:
         assert isinstance(group, TorchSteps)
-        load_torch(stored, names, places, group, request.optimizer)
+        load_torch(stored, names, places, group, request.optimizer, values)
     _load_own_buffers(stored, own, names)
     _load_gradients(stored, own, names, model)
+    stored.verify_rest(ranks.rank, ranks.size)
     _load_run(stored, own, model)
-    for scheduler, value in zip(request.schedulers, schedules, strict=True):
+    for scheduler, value in zip(request.schedulers, values.schedules, strict=True):
         scheduler.load_state_dict(value)
     if request.scaler is not None:
-        saved = stored.value(stored.state["scaler"], "scaler")
-        request.scaler.load_state_dict(saved["state"])
-        request.scaler.load_resume_state(saved["resume"])
+        request.scaler.load_state_dict(values.scaler["state"])
+        request.scaler.load_resume_state(values.scaler["resume"])
     for name, taker in request.objects.items():
-        if name in values:
-            taker.load_state_dict(values[name])
-    own.restore_random_states()
-    return Loaded(stored.manifest.step, stored.folder, values, places.missing, places.unexpected)
+        if name in values.state:
+            taker.load_state_dict(values.state[name])
+    own.restore_random_states(values.random)
+    return Loaded(stored.manifest.step, stored.folder, values.state, places.missing, places.unexpected)
 
 
-def _check(stored: StoredCheckpoint, request: _Request, names: ModelNames, places: WeightPlaces, own: OwnState) -> None:
-    """Raises ValueError for a checkpoint that does not fit, before anything is changed."""
+def _check_weights(stored: StoredCheckpoint, request: _Request, names: ModelNames, places: WeightPlaces) -> None:
+    """Raises ValueError for weights that do not fit, before anything is changed."""
     if request.strict and (places.missing or places.unexpected):
+        stored.require_whole(WEIGHTS, BUFFERS)
         raise ValueError(
             f"[load_checkpoint] {stored.folder} lacks {_some(places.missing)} of the model and has "
             f"{_some(places.unexpected)} that the model lacks, expected a checkpoint of this model; give strict=False "
@@ -212,8 +233,10 @@ def _check(stored: StoredCheckpoint, request: _Request, names: ModelNames, place
                 f"[load_checkpoint] the frozen parameter '{name}' has other values than when {stored.folder} was "
                 "saved, expected the same base, which the checkpoint does not hold; load that base first"
             )
-    if request.weights_only:
-        return
+
+
+def _check(stored: StoredCheckpoint, request: _Request, own: OwnState) -> None:
+    """Raises ValueError for a training that does not fit, before anything is changed."""
     saved = stored.state.get("optimizer")
     ours = request.optimizer
     if (saved is None) != (ours is None):
@@ -230,7 +253,6 @@ def _check(stored: StoredCheckpoint, request: _Request, names: ModelNames, place
                 f"{saved['moments']!r}, expected {type(ours).__name__} with {moments!r}; make the optimizer as it was, "
                 "or give weights_only=True"
             )
-        load_groups(stored, names, ours, check_only=True)
     kept = len(stored.state.get("lr_schedulers", []))
     if kept != len(request.schedulers):
         raise ValueError(
@@ -253,11 +275,6 @@ def _some(names: Sequence[str]) -> str:
     """At most four names, and how many more there are."""
     shown = ", ".join(f"'{name}'" for name in names[:4]) or "nothing"
     return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown
-
-
-def _decoded_schedules(stored: StoredCheckpoint) -> list[Any]:
-    saved = stored.state.get("lr_schedulers", [])
-    return [stored.value(next(iter(entry.values())), f"lr_schedulers[{i}]") for i, entry in enumerate(saved)]
 
 
 def _load_own_buffers(stored: StoredCheckpoint, own: OwnState, names: ModelNames) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from roundpipe.checkpoint.safetensors_header import StoredTensor
+from roundpipe import _core
 from roundpipe.saving.capture import BUFFERS, GRADIENTS
 from roundpipe.saving.random_states import derive_random_states, derived_seed, restore_random_states
 from roundpipe.saving.stored import State, StoredCheckpoint
@@ -39,8 +39,8 @@ class OwnState:
         self._state: State = stored.ranks[rank if self._is_there else 0]
         self.values: dict[str, Any] = dict(self._state.values["state"])
         self.differing: list[str] = []
-        self.gradients: dict[str, StoredTensor] = self._state.tensors.get(GRADIENTS, {})
-        self.buffers: dict[str, StoredTensor] = {}
+        self.gradients: dict[str, _core.StoredTensor] = self._state.tensors.get(GRADIENTS, {})
+        self.buffers: dict[str, _core.StoredTensor] = {}
         self.pipelines: dict[str, Any] = self._state.values["pipelines"]
         self.loss_counts: dict[str, Any] | None = self._state.values.get("loss_counts") if self._fits else None
         if self._fits:
@@ -88,10 +88,14 @@ class OwnState:
             return saved
         return derived_seed(saved.to_bytes(8, "little"), self._rank)
 
-    def restore_random_states(self) -> None:
-        """Sets the process's random number generators."""
+    def random_states(self) -> dict[str, Any]:
+        """The states of random number generators from which this process takes or derives its own."""
+        saved: dict[str, Any] = self._state.decoded(self._state.values["random"], "random")
+        return saved
+
+    def restore_random_states(self, saved: dict[str, Any]) -> None:
+        """Sets the process's random number generators by `random_states`."""
         states = self._stored.ranks
-        saved = self._state.decoded(self._state.values["random"], "random")
         alike = len(states) > 1 and len({state.digest(state.values["random"]) for state in states}) == 1
         if self._is_there or alike:
             restore_random_states(saved)

@@ -30,6 +30,20 @@ def random_states() -> dict[str, Any]:
     return states
 
 
+def check_random_states(states: dict[str, Any]) -> None:
+    """Raises whatever generators raise that cannot take these states. No generator in use is changed."""
+    torch.Generator().set_state(states["torch"])
+    if "python" in states:
+        random.Random().setstate(states["python"])
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.RandomState().set_state(states["numpy"])
+    for state in states.get("devices", []):
+        if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8:
+            raise TypeError("random.devices holds something that is no state of a generator")
+
+
 def restore_random_states(states: dict[str, Any]) -> None:
     """Restores what `random_states` has returned. Devices that are not there now are left out, and so are generators
     that a program in C++ did not have."""

@@ -80,6 +80,7 @@ class Save:
         self._over = _core.Event()
         self._error: BaseException | None = None
         self._is_over = False
+        self._placed: bool | None = False  # None: the first rank knows
         self._bytes = 0
         self._seconds = 0.0
         self._caller_seconds = 0.0
@@ -96,7 +97,8 @@ class Save:
 
         Raises:
             RoundPipeError: it could not be written, or the steps that it was to hold have failed. Nothing of it is
-                there then, and earlier checkpoints are as they were.
+                there then, and earlier checkpoints are as they were; unless only the disk's last sync failed, which
+                the error says. An older checkpoint that cannot be removed is told on stderr, and is no error.
         """
         self._over.wait()
         if self._error is not None:
@@ -133,7 +135,7 @@ class Save:
             self._error = error
             traceback.clear_frames(error.__traceback__)  # they hold the writer, which removes what it has written
             if self._options.is_loud:
-                print(f"{error}\n[save_checkpoint] step {self.step} was not saved; training goes on", file=sys.stderr)
+                print(_core.failed_save_notice(self.step, str(error), self._placed), file=sys.stderr)
         finally:
             if self._capture.snapshot is not None:
                 self._capture.snapshot.cancel()
@@ -155,6 +157,7 @@ class Save:
         total = sum(size for size, _ in prepared)
         place = ranks.agree(lambda: self._begin(total))[0]
         records = ranks.agree(lambda: self._write_files(place))
+        self._placed = False if self._ranks.rank == 0 else None
         ranks.agree(lambda: self._commit(records))
 
     def _prepare(self) -> tuple[int, str]:
@@ -213,9 +216,14 @@ class Save:
             return
         for rank, files in enumerate(records):
             self._writer.adopt(files, f"rank {rank}")
-        self._writer.commit(self._capture.state["versions"], self._ranks.size)
+        try:
+            self._writer.commit(self._capture.state["versions"], self._ranks.size)
+        finally:
+            self._placed = self._writer.placed
         if self._options.keep_last is not None:
-            self._run.prune(self._options.keep_last, self._options.keep_every)
+            pruned = self._run.prune(self._options.keep_last, self._options.keep_every, self.step)
+            for notice in pruned.notices:
+                print(f"[save_checkpoint] {notice}", file=sys.stderr)
 
 
 @dataclass(frozen=True)

@@ -43,20 +43,30 @@ def own_range(tensor: torch.Tensor, range_: Range | None) -> torch.Tensor:
     return tensor.as_strided((last - first,), (1,), tensor.storage_offset() + first)
 
 
+def _are_dense(shape: torch.Size | tuple[int, ...], strides: list[int]) -> bool:
+    """Whether elements with these strides lie side by side, in any order of the dimensions."""
+    if len(shape) != len(strides):
+        return False
+    elements = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride != elements:
+            return False
+        elements *= size
+    return True
+
+
 class StateReads:
     """What is to be read of an optimizer's state. Nothing is read before `read`.
 
     Args:
         stored: the checkpoint.
-        rank: this process's number.
-        size: how many processes load the checkpoint, each its own ranges.
 
     Attributes:
         whole_tensors: tensors that are read from their first byte to their last, by name; the caller reads them.
     """
 
-    def __init__(self, stored: StoredCheckpoint, rank: int, size: int) -> None:
-        self._stored, self._rank, self._size = stored, rank, size
+    def __init__(self, stored: StoredCheckpoint) -> None:
+        self._stored = stored
         self.whole_tensors: dict[str, torch.Tensor] = {}
         self._ranges: dict[str, list[tuple[str, int, torch.Tensor]]] = {}  # by file
         self._afterwards: list[Callable[[], None]] = []
@@ -74,7 +84,12 @@ class StateReads:
         Raises:
             ValueError: the parameter had another layout in memory, in which its 8-bit state was made.
         """
+        with self._stored.as_damage():
+            self._take(name, kind, target, like, range_)
+
+    def _take(self, name: str, kind: str, target: torch.Tensor, like: torch.Tensor, range_: Range | None) -> None:
         key = f"{name}/{kind}"
+        self._stored.parts_of(key)
         if range_ is None and self._stored.nodes == 1:
             self.whole_tensors[key] = target
             return
@@ -101,8 +116,12 @@ class StateReads:
     def whole(self, name: str, kind: str, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
         """A new tensor that takes all elements of a parameter's state, with the parameter's shape unless the state has
         another one."""
+        with self._stored.as_damage():
+            return self._whole(name, kind, shape)
+
+    def _whole(self, name: str, kind: str, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
         key = f"{name}/{kind}"
-        parts = self._stored.parts[key]
+        parts = self._stored.parts_of(key)
         dtype = parts[0].tensor.torch_dtype
         if self._stored.nodes == 1:
             made = torch.empty(parts[0].tensor.shape, dtype=dtype)
@@ -113,6 +132,8 @@ class StateReads:
             made = torch.empty(unit.end(elements), dtype=dtype)
         else:
             strides = self._stored.strides(name)
+            if strides is not None and not _are_dense(shape, strides):
+                raise ValueError(f"the strides of {name} are {strides} for the shape {tuple(shape)}")
             made = (
                 torch.empty(shape, dtype=dtype) if strides is None else torch.empty_strided(shape, strides, dtype=dtype)
             )
@@ -152,16 +173,16 @@ class StateReads:
             self._ranges.setdefault(part.tensor.file, []).append((key, offset, piece))
             found += end - begin
         if found != last - first:
-            raise _core.RoundPipeError(
+            raise _core.DamagedCheckpointError(
                 f"[load_checkpoint] {self._stored.folder} has {found} of the elements {first} to {last} of '{key}', "
                 "expected all; it is damaged, use another checkpoint"
             )
 
     def read(self) -> None:
-        """Reads the ranges. Every file of the optimizer's state is verified, by this process or another one.
+        """Reads the ranges. Files that are read in part are not verified: `StoredCheckpoint.verify_rest` does that.
 
         Raises:
-            RoundPipeError: a file is damaged.
+            DamagedCheckpointError: a file is damaged.
         """
         stored = self._stored
         counts = {(part.tensor.file, key): part for key, parts in stored.parts.items() for part in parts}
@@ -176,9 +197,5 @@ class StateReads:
             for key, _, piece in self._ranges[file]
         )
         stored.read_ranges({file: ranges for file, ranges in self._ranges.items() if file not in streamed})
-        if self._size > 1 or stored.nodes > 1:
-            files = sorted({file for file, _ in counts})
-            own = files[self._rank :: self._size]
-            stored.verify([file for file in own if file not in streamed])
         for place in self._afterwards:
             place()

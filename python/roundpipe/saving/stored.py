@@ -1,12 +1,12 @@
-"""A checkpoint on disk: its manifest, its states, and where each tensor lies."""
+"""A checkpoint on disk as Python's objects: its states, and where each tensor lies. The engine reads and checks it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,19 +15,12 @@ from typing import Any
 import torch
 
 from roundpipe import _core
-from roundpipe.checkpoint.safetensors_header import DTYPES, StoredTensor
 from roundpipe.saving.capture import OPTIMIZER, WEIGHTS
 from roundpipe.saving.encoding import decode, tensor_names
-from roundpipe.saving.layout import STATE_FILE, STATE_TENSORS, of_rank, rank_of, section_of
+from roundpipe.saving.layout import STATE_FILE
 
-_THREADS = 4
-
-
-def candidates(folder: Path) -> list[Path]:
-    """The checkpoint itself, or those of a run's folder, newest first."""
-    if (folder / "manifest.json").exists():
-        return [folder]
-    return [folder / f"step-{step}" for step in reversed(_core.complete_steps(str(folder)))]
+# What Python raises for values of other types and ranges than it takes.
+_OF_VALUES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass
@@ -41,7 +34,7 @@ class State:
 
     values: dict[str, Any]
     _read_tensors: Callable[[], dict[str, torch.Tensor]]
-    tensors: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
+    tensors: dict[str, dict[str, _core.StoredTensor]] = field(default_factory=dict)
     _read: dict[str, torch.Tensor] | None = None
 
     def _values_tensors(self) -> dict[str, torch.Tensor]:
@@ -73,7 +66,7 @@ class Part:
         last: the one after the last; None: all elements, in the order of the parameter's dimensions.
     """
 
-    tensor: StoredTensor
+    tensor: _core.StoredTensor
     first: int
     last: int | None
 
@@ -84,7 +77,11 @@ class Part:
 
 
 class StoredCheckpoint:
-    """A complete checkpoint. Opening it reads the manifest, the states and the headers.
+    """A complete checkpoint. Opening it reads the manifest, the states and the headers, and checks what they say.
+
+    Args:
+        folder: its folder.
+        weights_only: look only at weights, buffers and what belongs to them.
 
     Attributes:
         folder: its folder.
@@ -97,58 +94,48 @@ class StoredCheckpoint:
         ranks: what each rank alone has; of one process, everything.
 
     Raises:
-        RoundPipeError: it is incomplete or damaged.
+        DamagedCheckpointError: it is incomplete or damaged. So do all methods that read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, weights_only: bool = False) -> None:
         self.folder = folder
-        self.manifest = _core.require_complete(str(folder))
+        self._core = core = _core.StoredCheckpoint(str(folder), weights_only)
+        self.manifest = core.manifest
         self.nodes = self.manifest.nodes
-        self._records = {record.name: record for record in self.manifest.files}
-        self.state: dict[str, Any] = json.loads(self._small(STATE_FILE))
-        self.tensors: dict[str, dict[str, StoredTensor]] = {}
-        own: list[dict[str, dict[str, StoredTensor]]] = [{} for _ in range(self.nodes)]
-        for file in self._records:
-            rank, name = rank_of(file) if self.nodes > 1 else (None, file)
-            section = section_of(name)
-            if section is not None:
-                place = self.tensors if rank is None else own[self._known(rank)]
-                place.setdefault(section, {}).update(self._header(file))
-        self._whole = State(self.state, lambda: self._state_tensors(STATE_TENSORS))
-        if self.nodes == 1:
-            self.ranks = [self._whole]
-            self._whole.tensors = self.tensors
-        else:
-            self.ranks = [self._state_of(rank, tensors) for rank, tensors in enumerate(own)]
+        self.tensors = core.sections()
+        self.ranks: list[State] = []
         self.parts: dict[str, list[Part]] = {}
+        with self.as_damage():
+            self.state: dict[str, Any] = json.loads(core.state_text())
+            self._whole = State(self.state, core.state_tensors, self.tensors)
+            if weights_only:
+                return
+            self.ranks = [self._whole] if self.nodes == 1 else [self._state_of(rank) for rank in range(self.nodes)]
         for state in self.ranks:
             for key, tensor in state.tensors.get(OPTIMIZER, {}).items():
-                first, last = self._range(state, key) if self.nodes > 1 else (0, None)
+                first, last = (0, None) if self.nodes == 1 else state.values["ranges"][key.rsplit("/", 1)[0]]
                 self.parts.setdefault(key, []).append(Part(tensor, first, last))
         for parts in self.parts.values():
             parts.sort(key=lambda part: part.first)
 
-    def _known(self, rank: int) -> int:
-        if rank >= self.nodes:
-            raise _core.RoundPipeError(
-                f"[load_checkpoint] {self.folder} has a file of rank {rank}, expected ranks below {self.nodes}, as its "
-                "manifest says; use another checkpoint"
-            )
-        return rank
+    def _state_of(self, rank: int) -> State:
+        core = self._core
+        return State(json.loads(core.state_text(rank)), partial(core.state_tensors, rank), core.sections(rank))
 
-    def _range(self, state: State, key: str) -> tuple[int, int]:
-        found = state.values.get("ranges", {}).get(key.rsplit("/", 1)[0])
-        if found is None:
-            raise _core.RoundPipeError(
-                f"[load_checkpoint] {self.folder} does not say which elements '{key}' has on one of its ranks; it is "
-                "damaged, use another checkpoint"
-            )
-        first, last = found
-        return first, last
-
-    def _state_of(self, rank: int, tensors: dict[str, dict[str, StoredTensor]]) -> State:
-        values = json.loads(self._small(of_rank(STATE_FILE, rank)))
-        return State(values, lambda: self._state_tensors(of_rank(STATE_TENSORS, rank)), tensors)
+    @contextmanager
+    def as_damage(self) -> Iterator[None]:
+        """Turns what values of the states make Python raise into the error of a damaged checkpoint. What the caller
+        has given wrong is a ValueError whose message begins with a place in brackets."""
+        try:
+            yield
+        except _OF_VALUES as error:
+            if isinstance(error, (_core.RoundPipeError, torch.OutOfMemoryError)) or str(error).startswith("["):
+                raise
+            first = (str(error).splitlines() or [""])[0]
+            raise _core.DamagedCheckpointError(
+                f"[load_checkpoint] {self.folder / STATE_FILE} has a value that cannot be used "
+                f"({type(error).__name__}: {first}); it is damaged, use another checkpoint"
+            ) from error
 
     @property
     def counters(self) -> dict[str, dict[str, float]]:
@@ -170,38 +157,15 @@ class StoredCheckpoint:
         found: list[int] | None = self.ranks[0].values.get("strides", {}).get(name)
         return found
 
-    def _header(self, file: str) -> dict[str, StoredTensor]:
-        path = self.folder / file
-        found = {}
-        for entry in _core.read_safetensors_header(str(path)).tensors:
-            if entry.dtype not in DTYPES:
-                raise _core.RoundPipeError(
-                    f"[load_checkpoint] '{entry.name}' in {path} has the dtype {entry.dtype}, expected one of torch's"
-                )
-            end = entry.offset + entry.bytes
-            found[entry.name] = StoredTensor(file, entry.dtype, tuple(entry.shape), entry.offset, end)
-        return found
-
-    def _small(self, name: str) -> bytes:
-        record = self._records.get(name)
-        if record is None:
-            raise _core.RoundPipeError(
-                f"[load_checkpoint] {self.folder} has no {name}, expected a checkpoint of save_checkpoint"
+    def parts_of(self, key: str) -> list[Part]:
+        """The parts of an optimizer's tensor."""
+        if key not in self.parts:
+            self.require_whole(OPTIMIZER)
+            raise _core.DamagedCheckpointError(
+                f"[load_checkpoint] {self.folder} has no '{key}' in its optimizer files, expected it, as its state "
+                "says; use another checkpoint"
             )
-        content = (self.folder / name).read_bytes()
-        if _core.crc32c(content) != record.crc32c:
-            raise _core.RoundPipeError(
-                f"[load_checkpoint] {self.folder / name} has another checksum than its manifest says; it is damaged, "
-                "use another checkpoint"
-            )
-        return content
-
-    def _state_tensors(self, file: str) -> dict[str, torch.Tensor]:
-        if file not in self._records:
-            return {}
-        values = {name: torch.empty(e.shape, dtype=e.torch_dtype) for name, e in self._header(file).items()}
-        _core.read_tensors(str(self.folder), self._records[file], list(values.items()))
-        return values
+        return self.parts[key]
 
     def value(self, encoded: Any, path: str) -> Any:
         """Decodes a value of `state`."""
@@ -219,30 +183,20 @@ class StoredCheckpoint:
         """Reads whole tensors, by file and name, into host tensors, and verifies each file that has one of them.
 
         Raises:
-            RoundPipeError: a file is damaged.
             ValueError: a tensor has another shape.
         """
-        by_file: dict[str, list[tuple[str, torch.Tensor]]] = {}
-        for file, name, tensor in destinations:
-            by_file.setdefault(file, []).append((name, tensor))
-        self._run(
-            partial(_core.read_tensors, str(self.folder), self._records[file], tensors)
-            for file, tensors in by_file.items()
-        )
+        self._core.read_files(list(destinations))
 
     def read_ranges(self, ranges: Mapping[str, list[tuple[str, int, torch.Tensor]]]) -> None:
         """Reads ranges of tensors' elements, by file, name and first element, and does not verify the files."""
-        self._run(
-            partial(_core.read_ranges, str(self.folder), self._records[file], tensors)
-            for file, tensors in ranges.items()
-        )
+        self._core.read_ranges(ranges)
 
-    def verify(self, files: list[str]) -> None:
-        """Raises RoundPipeError if one of these files is damaged."""
-        self._run(partial(_core.read_tensors, str(self.folder), self._records[file], []) for file in files)
+    def require_whole(self, *sections: str) -> None:
+        """Verifies the files of these sections. To be called before what their headers say is taken for a mistake of
+        the caller, who has given another model."""
+        self._core.require_whole(list(sections))
 
-    @staticmethod
-    def _run(jobs: Iterable[Callable[[], None]]) -> None:
-        with ThreadPoolExecutor(_THREADS) as threads:
-            for running in [threads.submit(job) for job in jobs]:
-                running.result()
+    def verify_rest(self, rank: int, size: int) -> None:
+        """Verifies what was not read as a whole, so that no file's damage goes unnoticed: of `size` processes that do
+        this together, the share of `rank`."""
+        self._core.verify_rest(rank, size)

@@ -1,4 +1,4 @@
-"""Loads the state of torch's optimizers, and the groups of any optimizer."""
+"""Loads the state of torch's optimizers."""
 
 from __future__ import annotations
 
@@ -8,39 +8,19 @@ import torch
 
 from roundpipe.saving.capture import OPTIMIZER, PREVIOUS
 from roundpipe.saving.names import ModelNames
+from roundpipe.saving.prepared import Prepared
 from roundpipe.saving.stored import StoredCheckpoint
 from roundpipe.saving.weights import WeightPlaces
 from roundpipe.step.torch_steps import TorchSteps
 
 
-def load_groups(stored: StoredCheckpoint, names: ModelNames, optimizer: Any, check_only: bool = False) -> None:
-    """Loads the options of an optimizer's groups.
-
-    Raises:
-        ValueError: the groups have other parameters than at the save.
-    """
-    saved = stored.state["optimizer"]["param_groups"]
-    if len(saved) != len(optimizer.param_groups):
-        raise ValueError(
-            f"[load_checkpoint] {stored.folder} has an optimizer of {len(saved)} groups, expected "
-            f"{len(optimizer.param_groups)}; make the optimizer as it was"
-        )
-    by_id = names.by_id()
-    for index, (group, ours) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
-        here = [by_id.get(id(parameter)) for parameter in ours["params"]]
-        if len(here) != len(group["params"]) or any(
-            a != b for a, b in zip(here, group["params"], strict=True) if a is not None and b is not None
-        ):
-            raise ValueError(
-                f"[load_checkpoint] group {index} of the optimizer in {stored.folder} has other parameters than this "
-                "one, expected the same in the same order; make the optimizer as it was"
-            )
-        if not check_only:
-            ours.update(stored.value(group["options"], f"optimizer.param_groups[{index}]"))
-
-
 def load_torch(
-    stored: StoredCheckpoint, names: ModelNames, places: WeightPlaces, group: TorchSteps, optimizer: Any
+    stored: StoredCheckpoint,
+    names: ModelNames,
+    places: WeightPlaces,
+    group: TorchSteps,
+    optimizer: Any,
+    values: Prepared,
 ) -> None:
     """Loads a model whose steps torch's optimizer makes. REQUIRES: nothing runs."""
     previous = stored.tensors.get(PREVIOUS, {})
@@ -70,12 +50,11 @@ def load_torch(
     group.accept_loaded(unpublished=bool(own))
     if optimizer is None:
         return
-    state = stored.value(stored.state["optimizer"]["state_dict"], "optimizer")
-    load_groups(stored, names, optimizer)
     groups, index = [], 0
-    for options in optimizer.param_groups:
+    for options, saved in zip(optimizer.param_groups, values.groups, strict=True):
+        options.update(saved)
         packed = {key: value for key, value in options.items() if key != "params"}
         packed["params"] = list(range(index, index + len(options["params"])))
         index += len(options["params"])
         groups.append(packed)
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    optimizer.load_state_dict({"state": values.optimizer, "param_groups": groups})

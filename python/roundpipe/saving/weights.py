@@ -51,6 +51,7 @@ class WeightPlaces:
         for name, (section, in_file) in self.sources.items():
             shape = self._stored.tensors[section][in_file].shape
             if shape != tuple(self.targets[name].shape):
+                self._stored.require_whole(section)
                 raise ValueError(
                     f"[load_checkpoint] '{name}' has shape {shape} in {self._stored.folder}, expected "
                     f"{tuple(self.targets[name].shape)}; load it into the model that was saved"

@@ -276,4 +276,5 @@ class Training:
             lr_scheduler=self._schedule,
             state={"data": self._data.train},
             keep_last=self._config.keep,
+            overwrite=True,  # of a checkpoint that a run has gone back behind
         )

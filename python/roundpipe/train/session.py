@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import roundpipe
+from roundpipe import _core
 from roundpipe.data.batches import check_positions
 from roundpipe.runs.lines import Lines
 from roundpipe.saving.folders import wait_for_saves
@@ -51,7 +52,7 @@ def run(config: TrainConfig, resume: bool) -> int:
         except (roundpipe.RoundPipeError, torch.OutOfMemoryError) as error:
             print(f"roundpipe{f' (rank {nodes.rank})' if nodes.size > 1 else ''}: {error}", file=sys.stderr)
             wait_for_saves(config.out)
-            if nodes.is_first and roundpipe.latest(config.out) is not None:
+            if nodes.is_first and _core.latest_step(config.out) is not None:
                 print(f"a checkpoint is there; go on with\n  {resume_command(config, nodes)}", file=sys.stderr)
             return EXIT_ERROR
 

@@ -57,6 +57,7 @@ void bind_journal(py::module_& module) {
 void bind_run_folder(py::module_& module) {
   bind_steps(module);
   bind_journal(module);
+  ValueClass<Pruned>(module, "Pruned").attribute("removed", &Pruned::removed).attribute("notices", &Pruned::notices);
   py::class_<RunFolder>(module, "RunFolder")
       .def(py::init([](const std::string& folder) {
              const py::gil_scoped_release unlocked;
@@ -76,8 +77,11 @@ void bind_run_folder(py::module_& module) {
       .def("latest", &RunFolder::latest, py::call_guard<py::gil_scoped_release>())
       .def(
           "prune",
-          [](RunFolder& run, int64_t keep_last, int64_t keep_every) { return run.prune({keep_last, keep_every}); },
-          py::arg("keep_last"), py::arg("keep_every") = 0, py::call_guard<py::gil_scoped_release>());
+          [](RunFolder& run, int64_t keep_last, int64_t keep_every, std::optional<int64_t> newest) {
+            return run.prune({keep_last, keep_every, newest});
+          },
+          py::arg("keep_last"), py::arg("keep_every") = 0, py::arg("newest") = py::none(),
+          py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace roundpipe::python

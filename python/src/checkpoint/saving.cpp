@@ -66,22 +66,6 @@ void bind_saving(py::module_& module) {
         saving::write_tensor({&file, offset}, tensor);
       },
       py::arg("file"), py::arg("offset"), py::arg("tensor"), py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "read_tensors",
-      [](const std::string& folder, const checkpoint::FileRecord& record,
-         const std::vector<saving::Destination>& destinations) {
-        saving::read_tensors(folder, record, destinations, [](int64_t) {});
-      },
-      py::arg("folder"), py::arg("record"), py::arg("destinations"), py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "read_ranges",
-      [](const std::string& folder, const checkpoint::FileRecord& record,
-         const std::vector<std::tuple<std::string, int64_t, at::Tensor>>& ranges) {
-        std::vector<saving::Range> wanted;
-        for (const auto& [name, first, tensor] : ranges) wanted.push_back({name, first, tensor});
-        saving::read_ranges(folder, record, wanted);
-      },
-      py::arg("folder"), py::arg("record"), py::arg("ranges"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace roundpipe::python

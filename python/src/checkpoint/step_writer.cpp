@@ -70,8 +70,9 @@ void bind_step_writer(py::module_& module) {
             writer.adopt(adopted, whose);
           },
           py::arg("records"), py::arg("whose"), py::call_guard<py::gil_scoped_release>())
-      .def("commit", &StepWriter::commit, py::arg("writer"), py::arg("nodes"),
-           py::call_guard<py::gil_scoped_release>());
+      .def("commit", &StepWriter::commit, py::arg("writer"), py::arg("nodes"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("placed", &StepWriter::placed);
+  module.def("failed_save_notice", &failed_save_notice, py::arg("step"), py::arg("error"), py::arg("placed"));
 }
 
 }  // namespace roundpipe::python

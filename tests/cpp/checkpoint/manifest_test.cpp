@@ -52,6 +52,8 @@ TEST_CASE("manifest: that of several nodes is of another major version, which ol
   Manifest manifest = example();
   CHECK(contains(print_manifest(manifest), "\"version\": \"1.0\""));
   manifest.nodes = 3;
+  CHECK_THROWS_AS(print_manifest(manifest), std::invalid_argument);  // each has a file of its own
+  manifest.files.push_back({"rank-00002-state.json", 0, 0});
   const Manifest parsed = parse_manifest(print_manifest(manifest), "manifest.json");
   CHECK(parsed.format == "2.0");
   CHECK(parsed.nodes == 3);
@@ -61,6 +63,10 @@ TEST_CASE("manifest: that of several nodes is of another major version, which ol
   const std::string head = "{\"format\":\"roundpipe checkpoint\",\"version\":\"2.0\",\"step\":1";
   CHECK(contains(refusal(signed_text(head + ",\"writer\":{},\"files\":[]")), "'nodes' is missing"));
   CHECK(contains(refusal(signed_text(head + ",\"nodes\":1,\"writer\":{},\"files\":[]")), "'nodes' is not 2 or more"));
+  for (const char* const nodes : {"2", "2000000", "1099511627776", "9223372036854775807"}) {
+    CHECK(contains(refusal(signed_text(head + ",\"nodes\":" + nodes + ",\"writer\":{},\"files\":[]")),
+                   std::string("'nodes' is ") + nodes + " and there are 0 files"));
+  }
 }
 
 TEST_CASE("manifest: each flipped bit and each cut is refused") {
@@ -107,7 +113,10 @@ TEST_CASE("manifest: newer minor versions are read, another major one is refused
     return refusal("{\"format\":\"roundpipe checkpoint\",\"version\":\"" + version + "\"}");
   };
   CHECK(contains(of_version("3.0"), "has format 3.0, expected 1.x or 2.x"));
-  CHECK(contains(of_version("3.0"), "or a newer one"));
+  CHECK(contains(of_version("3.0"), "or a newer one, unless the file is damaged"));
+  const std::string whole = refusal(signed_text("{\"format\":\"roundpipe checkpoint\",\"version\":\"3.0\""));
+  CHECK(contains(whole, "or a newer one"));
+  CHECK_FALSE(contains(whole, "damaged"));
   CHECK_FALSE(contains(of_version("0.9"), "or a newer one"));
   CHECK(contains(of_version("1"), "no manifest of a checkpoint"));
   CHECK(contains(of_version("x.1"), "no manifest of a checkpoint"));

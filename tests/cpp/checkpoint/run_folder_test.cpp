@@ -13,6 +13,7 @@
 #include <doctest/doctest.h>
 
 #include <roundpipe/checkpoint/crc32c.h>
+#include <roundpipe/checkpoint/damage.h>
 #include <roundpipe/checkpoint/step_files.h>
 #include <roundpipe/checkpoint/steps.h>
 #include <roundpipe/checkpoint/verify.h>
@@ -302,21 +303,75 @@ TEST_CASE("run folder: only complete checkpoints are found, and the others are e
   CHECK(find_steps(folder / "none").empty());
   CHECK_THROWS_AS(find_steps(folder / "step-9"), Error);
   RunFolder run(folder.path());
-  CHECK(run.prune({.keep_last = 1}).empty());
+  CHECK(run.prune({.keep_last = 1}).removed.empty());
 }
 
 TEST_CASE("run folder: retention keeps the newest and every n-th, and never none") {
   const TemporaryFolder folder(kMemory);
   RunFolder run(folder.path());
-  CHECK(run.prune({}).empty());
+  CHECK(run.prune({}).removed.empty());
   for (int64_t step = 1; step <= 10; ++step) save(run, step);
-  CHECK(run.prune({.keep_last = 3, .keep_every = 4}) == Steps{1, 2, 3, 5, 6, 7});
+  CHECK(run.prune({.keep_last = 3, .keep_every = 4}).removed == Steps{1, 2, 3, 5, 6, 7});
   CHECK(run.steps() == Steps{4, 8, 9, 10});
-  CHECK(run.prune({}) == Steps{4, 8, 9});
-  CHECK(run.prune({}).empty());
+  CHECK(run.prune({}).removed == Steps{4, 8, 9});
+  CHECK(run.prune({}).removed.empty());
   CHECK(names_in(folder.path()) == std::vector<std::string>{".lock", "step-10"});
   CHECK_THROWS_AS(run.prune({.keep_last = 0}), std::invalid_argument);
   CHECK_THROWS_AS(run.prune({.keep_every = -1}), std::invalid_argument);
+}
+
+TEST_CASE("run folder: a training that went back keeps what it saves, whatever lies beyond") {
+  const TemporaryFolder folder(kMemory);
+  RunFolder run(folder.path());
+  for (const int64_t step : {4, 8, 12, 16}) save(run, step);
+  // As from 4: 12 and 16 were passed over.
+  CHECK(run.prune({.keep_last = 1, .newest = 8}).removed == Steps{4});
+  CHECK(run.steps() == Steps{8, 12, 16});
+  CHECK(contains(error_of<Error>([&] { run.begin(12); }), "is there already"));
+  note_damaged(folder / "step-12");
+  save(run, 12, "again");
+  CHECK(contents_of(folder / "step-12/mark") == "again");
+  CHECK_FALSE(is_known_damaged(folder / "step-12"));
+  std::filesystem::remove(folder / "step-16/data");
+  save(run, 16, "again");
+  CHECK(contents_of(folder / "step-16/mark") == "again");
+}
+
+TEST_CASE("run folder: what cannot be removed is told, and is no error") {
+  for (const Call refused : {Call::kRename, Call::kRemove, Call::kList}) {
+    const TemporaryFolder folder(kMemory);
+    FaultyFiles files;
+    RunFolder run(folder.path(), files);
+    for (const int64_t step : {1, 2, 3}) save(run, step);
+    files.fault = [=](Call call, const std::string&, int) { return call == refused ? EPERM : 0; };
+    const Pruned pruned = run.prune({.keep_last = 2});
+    files.fault = nullptr;
+    REQUIRE(pruned.notices.size() == 1);
+    CHECK(contains(pruned.notices[0], "[checkpoint] cannot "));
+    CHECK(pruned.removed == (refused == Call::kRename || refused == Call::kList ? Steps{} : Steps{1}));
+    CHECK(latest_step(folder.path()) == 3);
+  }
+}
+
+TEST_CASE("run folder: a save says whether the checkpoint is there") {
+  const TemporaryFolder folder(kMemory);
+  FaultyFiles files;
+  RunFolder run(folder.path(), files);
+  for (const bool of_file : {true, false}) {
+    const auto writer = run.begin(of_file ? 1 : 2);
+    writer->add_small("a", "alpha");
+    // The last sync is that of the run's folder, after the checkpoint has its name.
+    files.fault = [&](Call call, const std::string& path, int) {
+      return call == Call::kSync && (of_file || path == folder.path()) ? EIO : 0;
+    };
+    const std::string error = error_of<Error>([&] { writer->commit(); });
+    files.fault = nullptr;
+    CHECK(writer->placed() == !of_file);
+    CHECK(contains(error, "is complete, but may be lost") == !of_file);
+    CHECK(contains(failed_save_notice(2, error, writer->placed()), "was not saved") == of_file);
+  }
+  CHECK(run.steps() == Steps{2});
+  CHECK_FALSE(contains(failed_save_notice(2, "lost", std::nullopt), "was not saved"));
 }
 
 TEST_CASE("run folder: names of steps") {

@@ -1,7 +1,12 @@
 // A training that Python's tests have a twin of: test_checkpoints_of_cpp.py.
-//   checkpointed_training FOLDER fused|torch float32|bfloat16 DEVICES STEPS [resume]
-// Prints each step's loss, and saves a checkpoint at the end.
+//   checkpointed_training FOLDER fused|torch float32|bfloat16 DEVICES STEPS [resume|try]
+// Prints each step's loss, and saves a checkpoint at the end. With `try`, it loads each folder that a line of the input
+// names, and prints a line of JSON: the step, the losses of two more steps, what it told or threw.
+#include <sys/resource.h>
+
+#include <array>
 #include <cstdio>
+#include <iostream>
 #include <string>
 
 #include <roundpipe/roundpipe.h>
@@ -11,6 +16,63 @@
 
 using namespace roundpipe;
 namespace nn = torch::nn;
+
+namespace {
+
+std::string quoted(const std::string& text) {
+  std::string out = "\"";
+  for (const char letter : text) {
+    if (letter == '"' || letter == '\\') out += '\\';
+    out += letter == '\n' ? ' ' : letter;
+  }
+  return out + "\"";
+}
+
+std::string told;
+struct Listener : Frontend {
+  bool warn(const std::string& notice) override {
+    told += (told.empty() ? "" : ", ") + quoted(notice);
+    return true;
+  }
+};
+
+long peak_kilobytes() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  return usage.ru_maxrss;
+}
+
+// `call` returns the loss of one more batch.
+template <typename Optimizer, typename Call>
+void try_each(Model& model, Optimizer& optimizer, const Call& call) {
+  const auto go_on = [&] {
+    const double loss = call();
+    model.step(optimizer);
+    std::array<char, 64> text{};
+    std::snprintf(text.data(), text.size(), "\"%a\"", loss);
+    return std::string(text.data());
+  };
+  set_frontend(std::make_unique<Listener>());
+  for (std::string folder; std::getline(std::cin, folder);) {
+    told.clear();
+    std::string result;
+    try {
+      const int64_t step = load_checkpoint(folder, model, optimizer).step;
+      const std::string first = go_on(), second = go_on();
+      result = concat("\"step\": ", step, ", \"losses\": [", first, ", ", second, "]");
+    } catch (const std::invalid_argument& error) {
+      result = concat("\"mistake\": ", quoted(error.what()));
+    } catch (const Error& error) {
+      result = concat("\"error\": ", quoted(error.what()));
+    } catch (const std::exception& error) {
+      result = concat("\"unexpected\": ", quoted(error.what()));
+    }
+    std::cout << "{" << result << ", \"told\": [" << told << "], \"peak_kilobytes\": " << peak_kilobytes() << "}"
+              << std::endl;
+  }
+}
+
+}  // namespace
 
 int main(int /*count*/, char** arguments) {
   const std::string folder = arguments[1], optimizer_kind = arguments[2], dtype_name = arguments[3];
@@ -26,21 +88,26 @@ int main(int /*count*/, char** arguments) {
   };
   const auto call = [&] {
     const at::Tensor batch = at::randn({8, 5}), labels = at::randn({8, 3});
-    std::printf("%a\n", model.forward_backward(batch.to(dtype), labels, loss).loss.item<double>());
+    return model.forward_backward(batch.to(dtype), labels, loss).loss.item<double>();
   };
   const int steps = std::stoi(arguments[5]);
-  const bool resumes = arguments[6] != nullptr;
+  const std::string mode = arguments[6] == nullptr ? "" : arguments[6];
+  const bool resumes = mode == "resume";
   int64_t step = 0;
   if (optimizer_kind == "fused") {
     Optimizer optimizer(model, torch::optim::AdamWOptions(0.02).weight_decay(0.01));
     optimizer.set_learning_rate([](int64_t done) { return 1 / (1 + 0.25 * static_cast<double>(done)); });
+    if (mode == "try") {
+      try_each(model, optimizer, call);
+      return 0;
+    }
     if (resumes) {
       const Loaded loaded = load_checkpoint(folder, model, optimizer);
       std::printf("%s %ld\n", loaded.value("note").as_string().c_str(),
                   loaded.value("array").as_tensor().sum().item<int64_t>());
     }
     for (int i = 0; i < steps; ++i) {
-      call();
+      std::printf("%a\n", call());
       model.step(optimizer);
     }
     save_checkpoint(folder, model, optimizer,
@@ -48,9 +115,13 @@ int main(int /*count*/, char** arguments) {
     return 0;
   }
   torch::optim::SGD optimizer(layers->parameters(), torch::optim::SGDOptions(0.02).momentum(0.9));
+  if (mode == "try") {
+    try_each(model, optimizer, call);
+    return 0;
+  }
   if (resumes) step = load_checkpoint(folder, model, optimizer).step;
   for (int i = 0; i < steps; ++i) {
-    call();
+    std::printf("%a\n", call());
     model.step(optimizer);
     ++step;
   }

@@ -1,3 +1,4 @@
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -246,6 +247,67 @@ TEST_SUITE("checkpoint") {
     set_frontend(nullptr);
   }
 
+  TEST_CASE("an error of earlier work is thrown, and no older checkpoint is loaded for it") {
+    set_devices("virtual:2");
+    set_frontend(std::make_unique<Listener>());
+    told.clear();
+    const Folder folder;
+    Training training;
+    for (int i = 0; i < 3; ++i) {
+      training.run(1, true);
+      save_checkpoint(folder.path(), training.model, training.optimizer, {.wait = true});
+    }
+    const auto load = [&] { return load_checkpoint(folder.path(), training.model, training.optimizer).step; };
+    (void)training.model.submit(at::randn({8, 5}), std::tuple<>(), [](const Tensor& out) { return out.sum() * NAN; });
+    CHECK(thrown<Error>(load).find("NaN") != std::string::npos);
+    CHECK(load() == 3);
+    CHECK(told.empty());
+    set_frontend(nullptr);
+  }
+
+  TEST_CASE("checkpoints of which none is whole are no reason to begin anew") {
+    set_devices("virtual:2");
+    const Folder folder;
+    CHECK_FALSE(latest(folder.path()));
+    Training training;
+    training.run(1, true);
+    save_checkpoint(folder.path(), training.model, training.optimizer, {.wait = true});
+    CHECK(latest(folder.path()) == (fs::path(folder.path()) / "step-1").string());
+    fs::remove(fs::path(folder.path()) / "step-1" / "state.json");
+    CHECK(thrown<Error>([&] { latest(folder.path()); }).find("'state.json'") != std::string::npos);
+    CHECK(thrown<Error>([&] {
+            load_checkpoint(folder.path(), training.model, training.optimizer);
+          }).find("'state.json'") != std::string::npos);
+    // What cannot be loaded may be replaced.
+    CHECK(save_checkpoint(folder.path(), training.model, training.optimizer, {.wait = true}).step() == 1);
+    CHECK(load_checkpoint(folder.path(), training.model, training.optimizer).step == 1);
+  }
+
+  TEST_CASE("an older checkpoint that cannot be removed is told, and the save succeeds") {
+    set_devices("virtual:2");
+    set_frontend(std::make_unique<Listener>());
+    told.clear();
+    const Folder folder;
+    Training training;
+    for (int64_t step = 1; step <= 2; ++step) {
+      training.run(1, true);
+      SaveOptions options{.keep_last = 1, .wait = true};
+      if (step == 2) {
+        // A folder in its way, which the rename that hides a checkpoint does not replace.
+        for (int number = 0; number < 8; ++number) {
+          fs::create_directories(fs::path(folder.path()) / concat(".step-1.removed-", getpid(), "-", number) /
+                                 "in the way");
+        }
+      }
+      CHECK(save_checkpoint(folder.path(), training.model, training.optimizer, options).done());
+    }
+    CHECK(latest(folder.path()) == (fs::path(folder.path()) / "step-2").string());
+    REQUIRE(told.size() == 1);
+    CHECK(told[0].find("step 1 is older than what is kept and is still there") != std::string::npos);
+    CHECK(told[0].find("not saved") == std::string::npos);
+    set_frontend(nullptr);
+  }
+
   TEST_CASE("what does not fit is refused, and nothing is changed") {
     set_devices("virtual:2");
     const Folder folder;
@@ -299,13 +361,25 @@ TEST_SUITE("checkpoint") {
     CHECK_THROWS_AS(loaded.value("tensor").as_int(), Mistake);
     CHECK_THROWS_AS(loaded.value("other"), Mistake);
 
-    checkpoint::Manifest manifest = checkpoint::read_manifest(folder.path() + "/step-2");
-    manifest.nodes = 2;
-    std::ofstream(folder.path() + "/step-2/manifest.json") << checkpoint::print_manifest(manifest);
+    // As two nodes write one: each has the states of one process here.
+    const auto text_of = [&](const std::string& name) {
+      std::ifstream file(folder.path() + "/step-2/" + name, std::ios::binary);
+      return std::string(std::istreambuf_iterator<char>(file), {});
+    };
+    {
+      const auto writer = run_folder(folder.path())->begin(3);
+      for (const char* const name : {"model.safetensors", "state.json", "state.safetensors"}) {
+        writer->add_small(name, text_of(name));
+        for (const char* const rank : {"rank-00000-", "rank-00001-"}) {
+          if (name != std::string("model.safetensors")) writer->add_small(rank + std::string(name), text_of(name));
+        }
+      }
+      writer->commit({}, 2);
+    }
     CHECK(thrown<Mistake>([&] {
             load_checkpoint(folder.path(), other.model, other.optimizer);
           }).find("was saved by 2 nodes") != std::string::npos);
-    CHECK(load_weights(folder.path(), other.model).step == 2);
+    CHECK(load_weights(folder.path(), other.model).step == 3);
   }
 
   TEST_CASE("objects that were moved from") {

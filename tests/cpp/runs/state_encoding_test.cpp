@@ -69,11 +69,16 @@ TEST_SUITE("state encoding") {
     const auto decode = [&](const char* text) { return decode_state(nlohmann::json::parse(text), find, "state.x"); };
     const StateValue array = decode(R"({"array": "a", "dtype": "<f4", "shape": [2, 1]})");
     CHECK(at::equal(array.as_tensor(), at::tensor({1.5F, 2.5F}).reshape({2, 1})));
-    for (const char* const text :
-         {R"({"array": "a", "dtype": ">f4", "shape": [2]})", R"({"int": "99999999999999999999"})", R"({"what": 1})",
-          R"({"dict": [[1]]})", R"({"bytes": "a"})", R"({"bytes": "a=bc"})", R"({"float": "big"})", R"({})"}) {
+    for (const char* const text : {R"({"what": 1})", R"({"dict": [[1]]})", R"({"bytes": "a"})", R"({"bytes": "a=bc"})",
+                                   R"({"float": "big"})", R"({})"}) {
       CAPTURE(text);
       CHECK_THROWS_AS(decode(text), Error);
+    }
+    // No damage: Python loads them.
+    for (const char* const text :
+         {R"({"array": "a", "dtype": ">f4", "shape": [2]})", R"({"int": "99999999999999999999"})"}) {
+      CAPTURE(text);
+      CHECK_THROWS_AS(decode(text), std::invalid_argument);
     }
   }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -160,6 +161,57 @@ def test_a_stopped_training_goes_on_with_the_same_bits(
     assert without_times("whole") == without_times("run")
     evaluated = [line["step"] for line in metrics(tmp_path / "run") if "evaluation_loss" in line]
     assert evaluated == [8, 16, 24, 32, 40]
+
+
+@pytest.mark.parametrize("asynchronous", [None, True])
+@pytest.mark.parametrize("evaluate_every", [None, 2])
+def test_a_run_that_is_resumed_settles_at_the_same_steps(
+    asynchronous: bool | None, evaluate_every: int | None, train: Train, tmp_path: Path
+) -> None:
+    # As many evaluations at the end; a constant rate does not know how many steps there are.
+    options = {"asynchronous": asynchronous, "evaluation_tokens": 20, "evaluate_every": evaluate_every}
+    options |= {"schedule": "constant", "save_every": 3, "keep": 9}
+    done = train(**options, steps=8, out=tmp_path / "whole")
+    assert done.returncode == 0, done.stdout + done.stderr
+    # It goes on from a checkpoint, and from the end of a shorter training.
+    (tmp_path / "part").mkdir()
+    shutil.copytree(tmp_path / "whole" / "step-3", tmp_path / "part" / "step-3")
+    assert train(**options, steps=5, out=tmp_path / "longer").returncode == 0
+    shutil.rmtree(tmp_path / "longer" / "model")
+    for name in ("part", "longer"):
+        done = train(**options, steps=8, out=tmp_path / name, resume=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        expected, found = (
+            {line["step"]: line["loss"] for line in metrics(tmp_path / each) if "loss" in line}
+            for each in ("whole", name)
+        )
+        assert found == {step: loss for step, loss in expected.items() if step in found} and len(found) >= 5
+        assert all(
+            torch.equal(value, weights(tmp_path / name)[key]) for key, value in weights(tmp_path / "whole").items()
+        )
+
+
+def test_a_run_goes_back_behind_damage_and_saves_over_it(train: Train, tmp_path: Path) -> None:
+    options = {"steps": 8, "save_every": 2, "keep": 2, "out": tmp_path / "run"}
+    assert train(**options).returncode == 0
+    whole = weights(tmp_path / "run")
+    for damaged in (("step-8", "state.json"), ("step-8", "optimizer.safetensors")):
+        shutil.rmtree(tmp_path / "run" / "model")
+        file = tmp_path / "run" / damaged[0] / damaged[1]
+        file.write_bytes(file.read_bytes()[::-1])
+        done = train(**options, resume=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "going back from step 8 to step 6, which loses 2 steps" in done.stderr and damaged[1] in done.stderr
+        assert all(torch.equal(value, weights(tmp_path / "run")[key]) for key, value in whole.items())
+    # Saved anew, so nothing is passed over any more.
+    shutil.rmtree(tmp_path / "run" / "model")
+    done = train(**options, resume=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    for step in ("step-6", "step-8"):
+        (tmp_path / "run" / step / "state.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "model")
+    done = train(**options, resume=True)
+    assert done.returncode != 0 and "has no checkpoint that is whole" in done.stderr
 
 
 @pytest.mark.long

@@ -50,7 +50,7 @@ def test_steps_are_found_verified_and_pruned(tmp_path: Path) -> None:
     (folder / "a").write_bytes(b"alphA")
     (found,) = _core.verify_step(str(folder), threads=2)
     assert found.file == "a" and "its checksum is" in found.problem
-    assert run.prune(keep_last=2) == [1]
+    assert run.prune(keep_last=2).removed == [1]
     with pytest.raises(ValueError, match="keep_last is 0"):
         run.prune(0)
 

@@ -410,6 +410,12 @@ def nan_lora(base: Path, adapter: Path) -> None:
     rewrite(adapter / "adapter_model.safetensors", lambda tensors: next(iter(tensors.values())).fill_(float("nan")))
 
 
+def as_pickle(base: Path, adapter: Path) -> None:
+    file = adapter / "adapter_model.safetensors"
+    torch.save(load_file(file), adapter / "adapter_model.bin")
+    file.unlink()
+
+
 def quantised(base: Path, adapter: Path) -> None:
     edit_json(base / "config.json", quantization_config={"quant_method": "fp8"})
 
@@ -439,6 +445,7 @@ REFUSED: dict[str, tuple[Break, str]] = {
     "adapter config damaged": (lambda b, a: (a / "adapter_config.json").write_text("{"), "is not JSON"),
     "adapter config a list": (lambda b, a: (a / "adapter_config.json").write_text("[]"), "is not a JSON object"),
     "no adapter weights": (lambda b, a: (a / "adapter_model.safetensors").unlink(), "holds no weights, expected adap"),
+    "a pickle": (as_pickle, "holds only adapter_model.bin, expected adapter_model.safetensors.*writes safetensors"),
     "adapter damaged": (lambda b, a: (a / "adapter_model.safetensors").write_bytes(b"abc"), "cannot be read"),
     "adapter pointer": (lambda b, a: (a / "adapter_model.safetensors").write_text(POINTER), "is a pointer of Git LFS"),
     "tensor of the adapter missing": (drop_lora, "holds no tensor for"),

@@ -117,6 +117,16 @@ def test_an_adapter_and_peft_config_together_are_refused(saved: Path, tmp_path: 
         roundpipe.from_pretrained(tmp_path / "adapter")
 
 
+def test_an_adapter_that_is_a_pickle_is_refused(saved: Path, tmp_path: Path) -> None:
+    roundpipe.from_pretrained(saved, peft_config=lora(r=4)).save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    torch.save(load_file(file), file.with_suffix(".bin"))
+    assert torch.equal(logits(roundpipe.from_pretrained(file.parent)), logits(roundpipe.from_pretrained(saved)))
+    file.unlink()
+    with pytest.raises(ValueError, match=r"holds only adapter_model\.bin, expected adapter_model\.safetensors"):
+        roundpipe.from_pretrained(file.parent)
+
+
 def test_adapters_without_peft(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = lora(r=4)
     monkeypatch.setitem(sys.modules, "peft", None)
