@@ -127,6 +127,47 @@ class Plan:
     @property
     def jobs(self) -> list[Job]: ...
 
+# How one tensor of a batch is cut; as made, automatically.
+class Cut:
+    def __init__(self) -> None: ...
+    @staticmethod
+    def along(dimension: int) -> Cut: ...
+    @staticmethod
+    def whole() -> Cut: ...
+
+class BatchRole:
+    ARGUMENT: BatchRole
+    KEYWORD: BatchRole
+    LABEL: BatchRole
+
+# One value among the inputs or the labels of a call; not a tensor if `ready` (microbatches) or `numbers` is set.
+class BatchLeaf:
+    def __init__(
+        self,
+        name: str,
+        shape: list[int] = ...,
+        cut: Cut = ...,
+        role: BatchRole = ...,
+        ready: int = 0,
+        ready_rows: list[int] = ...,
+        numbers: int = 0,
+    ) -> None: ...
+
+# Where a leaf is cut; dimension -1: every microbatch gets it whole.
+class LeafCut:
+    dimension: int
+    sizes: list[int]
+
+class InputCut:
+    def __init__(self, leaves: list[BatchLeaf]) -> None: ...
+    def count(self, wanted: int | None, by_default: int) -> int: ...
+    def cut(self, count: int) -> list[LeafCut]: ...
+    def rows(self, count: int) -> list[int] | None: ...
+    def doubts(self) -> str: ...
+
+def rows_of(microbatches: list[list[BatchLeaf]]) -> list[int] | None: ...
+def cut_labels(labels: list[BatchLeaf], rows: list[int] | None, count: int) -> list[LeafCut]: ...
+
 class Stages:
     forward: list[Range]
     backward: list[Range]

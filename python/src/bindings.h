@@ -15,6 +15,7 @@ void bind_frontend(pybind11::module_& module);
 void bind_checkpoint_files(pybind11::module_& module);
 void bind_device(pybind11::module_& module);
 void bind_memory(pybind11::module_& module);
+void bind_microbatches(pybind11::module_& module);
 void bind_modules(pybind11::module_& module);
 void bind_models(pybind11::module_& module);
 void bind_model_optimizer(pybind11::module_& module);

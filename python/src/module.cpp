@@ -11,6 +11,7 @@ PYBIND11_MODULE(_core, module) {
   roundpipe::python::bind_device(module);
   roundpipe::python::bind_memory(module);
   roundpipe::python::bind_modules(module);
+  roundpipe::python::bind_microbatches(module);
   roundpipe::python::bind_schedule(module);
   roundpipe::python::bind_optim(module);
   roundpipe::python::bind_models(module);

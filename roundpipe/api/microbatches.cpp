@@ -1,157 +1,76 @@
 #include <roundpipe/api/microbatches.h>
 
-#include <algorithm>
-#include <map>
-#include <numeric>
-
 #include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/tensor_split.h>
 #include <c10/util/Exception.h>
 
 #include <roundpipe/core/error.h>
 
 namespace roundpipe::detail {
 
+using runtime::BatchLeaf;
+using runtime::InputCut;
+using runtime::LeafCut;
+using runtime::MicrobatchRows;
 using runtime::Values;
 
 namespace {
 
-// The dimension along which each tensor is cut; -1: every part gets it whole.
-using Dimensions = std::vector<int64_t>;
+std::string name_of(size_t tensor) { return concat("tensor ", tensor); }
 
-Cut cut_of(const std::vector<Cut>& cuts, size_t i) { return i < cuts.size() ? cuts[i] : Cut{}; }
-
-// The dimensions of tensors that are cut as the caller says; automatic ones are -1 still.
-Dimensions given_dimensions(const Values& values, const std::vector<Cut>& cuts, const char* where) {
+// The tensors of a value as leaves of a batch. `cuts`: those of its first tensors; the others are cut automatically.
+std::vector<BatchLeaf> leaves_of(const Values& values, const std::vector<Cut>& cuts, const char* where) {
   if (cuts.size() > values.tensors.size()) {
     throw std::invalid_argument(concat("[", where, "] the options say how ", cuts.size(),
                                        " tensors are cut, and there are ", values.tensors.size(),
                                        ", expected at most one entry for each"));
   }
-  Dimensions dimensions(values.tensors.size(), -1);
+  std::vector<BatchLeaf> leaves;
   for (size_t i = 0; i < values.tensors.size(); ++i) {
-    const Cut cut = cut_of(cuts, i);
-    if (cut.kind != Cut::Kind::kAlong) continue;
-    const int64_t rank = values.tensors[i].dim();
-    if (cut.dimension < -rank || cut.dimension >= rank) {
-      throw std::invalid_argument(concat("[", where, "] tensor ", i, " has shape ", values.tensors[i].sizes(),
-                                         ", expected a dimension ", cut.dimension, " to cut along; use Cut::whole()"));
+    leaves.push_back({name_of(i), values.tensors[i].sizes().vec(), i < cuts.size() ? cuts[i] : Cut{}});
+  }
+  return leaves;
+}
+
+// The same for labels: whole, or cut by the caller.
+std::vector<BatchLeaf> label_leaves(const Batch& labels, const std::vector<Cut>& cuts) {
+  std::vector<BatchLeaf> leaves = leaves_of(labels.parts.front(), cuts, "labels");
+  if (labels.numbers > 0) {
+    BatchLeaf numbers;
+    numbers.name = "the label";
+    numbers.numbers = labels.numbers;
+    leaves.push_back(std::move(numbers));
+  }
+  if (!labels.is_cut) return leaves;
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    leaves[i].ready = static_cast<int>(labels.parts.size());
+    for (const Values& part : labels.parts) {
+      if (i >= part.tensors.size() || part.tensors[i].dim() == 0) break;
+      leaves[i].ready_rows.push_back(part.tensors[i].size(0));
     }
-    dimensions[i] = cut.dimension < 0 ? cut.dimension + rank : cut.dimension;
+    if (leaves[i].ready_rows.size() < labels.parts.size()) leaves[i].ready_rows.clear();
   }
-  return dimensions;
+  return leaves;
 }
 
-bool is_automatic(const Values& values, const std::vector<Cut>& cuts, size_t i) {
-  return cut_of(cuts, i).kind == Cut::Kind::kAutomatic && values.tensors[i].dim() > 0;
+MicrobatchRows rows_of(const Batch& inputs, int count, const std::vector<Cut>& cuts) {
+  if (!inputs.is_cut) return InputCut(leaves_of(inputs.parts.front(), cuts, "inputs")).rows(count);
+  std::vector<std::vector<BatchLeaf>> parts;
+  for (const Values& part : inputs.parts) parts.push_back(leaves_of(part, cuts, "inputs"));
+  return runtime::rows_of(parts);
 }
 
-// The rows of the batch; -1: nothing tells.
-int64_t batch_rows(const Values& values, const std::vector<Cut>& cuts, const Dimensions& given) {
-  for (size_t i = 0; i < given.size(); ++i) {
-    if (given[i] >= 0) return values.tensors[i].size(given[i]);
-  }
-  std::map<int64_t, int> counts;
-  int64_t rows = -1;
-  for (size_t i = 0; i < given.size(); ++i) {
-    if (is_automatic(values, cuts, i)) ++counts[values.tensors[i].size(0)];
-  }
-  // The first of the most frequent ones.
-  for (size_t i = 0; i < given.size(); ++i) {
-    if (!is_automatic(values, cuts, i)) continue;
-    const int64_t own = values.tensors[i].size(0);
-    if (rows < 0 || counts[own] > counts[rows]) rows = own;
-  }
-  return rows;
-}
-
-Dimensions input_dimensions(const Values& values, const std::vector<Cut>& cuts, std::vector<size_t>* doubtful) {
-  Dimensions dimensions = given_dimensions(values, cuts, "inputs");
-  const int64_t rows = batch_rows(values, cuts, dimensions);
-  for (size_t i = 0; i < dimensions.size(); ++i) {
-    if (!is_automatic(values, cuts, i)) continue;
-    const int64_t own = values.tensors[i].size(0);
-    if (own == rows) {
-      dimensions[i] = 0;
-    } else if (own != 1 && doubtful != nullptr) {
-      doubtful->push_back(i);
-    }
-  }
-  return dimensions;
-}
-
-Dimensions label_dimensions(const Values& values, const std::vector<Cut>& cuts) {
-  Dimensions dimensions = given_dimensions(values, cuts, "labels");
-  int64_t most = 0;
-  for (size_t i = 0; i < dimensions.size(); ++i) {
-    if (is_automatic(values, cuts, i)) most = std::max(most, values.tensors[i].size(0));
-  }
-  int64_t rows = -1;
-  for (size_t i = 0; i < dimensions.size(); ++i) {
-    if (!is_automatic(values, cuts, i)) continue;
-    const int64_t own = values.tensors[i].size(0);
-    if (own == 1 && most > 1) continue;  // a single row beside a batch stands for all rows
-    if (rows >= 0 && own != rows) {
-      throw std::invalid_argument(concat("[labels] tensor ", i, " has ", own, " rows (shape ",
-                                         values.tensors[i].sizes(), ") and another has ", rows,
-                                         ", expected the same batch size; give RunOptions::cut_labels for them"));
-    }
-    rows = own;
-    dimensions[i] = 0;
-  }
-  return dimensions;
-}
-
-void check_rows(const Values& values, const Dimensions& dimensions, int count, const char* where) {
-  for (size_t i = 0; i < dimensions.size(); ++i) {
-    if (dimensions[i] < 0 || values.tensors[i].size(dimensions[i]) >= count) continue;
-    throw std::invalid_argument(
-        concat("[", where, "] tensor ", i, " has ", values.tensors[i].size(dimensions[i]), " rows, fewer than the ",
-               count, " microbatches, expected at least one row for each; ask for fewer microbatches"));
-  }
-}
-
-// Labels without a cut of their own belong to the rows of the inputs, one by one.
-void check_labels_of_rows(const Values& labels, const Dimensions& dimensions, const Batch& inputs, int count,
-                          const RunOptions& options) {
-  for (size_t i = 0; i < dimensions.size(); ++i) {
-    if (dimensions[i] < 0 || !is_automatic(labels, options.cut_labels, i)) continue;
-    const int64_t own = labels.tensors[i].size(dimensions[i]);
-    if (!inputs.is_cut) {
-      const Values& values = inputs.parts.front();
-      const Dimensions given = given_dimensions(values, options.cut_inputs, "inputs");
-      const int64_t rows = batch_rows(values, options.cut_inputs, given);
-      if (rows < 0 || rows == own) continue;
-      throw std::invalid_argument(concat("[labels] tensor ", i, " has ", own, " rows (shape ",
-                                         labels.tensors[i].sizes(), ") and the batch has ", rows,
-                                         ", expected a label for each row; if labels are no rows, say how they are cut "
-                                         "in RunOptions::cut_labels, or pass Microbatches"));
-    }
-    std::vector<int64_t> rows;
-    for (const Values& part : inputs.parts) rows.push_back(batch_rows(part, {}, Dimensions(part.tensors.size(), -1)));
-    if (std::accumulate(rows.begin(), rows.end(), int64_t{0}) != own) continue;
-    for (int m = 0; m < count; ++m) {
-      const int64_t cut = own / count + (m < own % count ? 1 : 0);
-      if (rows[static_cast<size_t>(m)] == cut) continue;
-      throw std::invalid_argument(concat("[labels] microbatch ", m, " of the inputs has ", rows[static_cast<size_t>(m)],
-                                         " rows and would get ", cut,
-                                         " of the labels, expected as many; cut the labels "
-                                         "as the inputs are and pass them as Microbatches"));
-    }
-  }
-}
-
-// REQUIRES: check_rows.
-std::vector<Values> cut(const Values& values, const Dimensions& dimensions, int count) {
-  if (count == 1) return {values};
+std::vector<Values> apply(const Values& values, const std::vector<LeafCut>& cuts, int count) {
   std::vector<Values> parts(static_cast<size_t>(count));
   for (Values& part : parts) part.structure = values.structure;
-  for (size_t i = 0; i < dimensions.size(); ++i) {
-    const std::vector<at::Tensor> pieces = dimensions[i] < 0
-                                               ? std::vector<at::Tensor>(parts.size(), values.tensors[i])
-                                               : at::tensor_split(values.tensors[i], count, dimensions[i]);
-    for (size_t m = 0; m < parts.size(); ++m) parts[m].tensors.push_back(pieces[m]);
+  for (size_t i = 0; i < values.tensors.size(); ++i) {
+    int64_t start = 0;
+    for (size_t m = 0; m < parts.size(); ++m) {
+      const bool is_whole = cuts[i].dimension < 0;
+      parts[m].tensors.push_back(
+          is_whole ? values.tensors[i] : values.tensors[i].narrow(cuts[i].dimension, start, cuts[i].sizes[m]));
+      start += is_whole ? 0 : cuts[i].sizes[m];
+    }
   }
   return parts;
 }
@@ -189,43 +108,27 @@ int count_of(const Batch& inputs, const RunOptions& options, int devices) {
     }
     return count;
   }
-  const Values& values = inputs.parts.front();
-  const Dimensions dimensions = input_dimensions(values, options.cut_inputs, nullptr);
-  int64_t rows = -1;
-  for (size_t i = 0; i < dimensions.size(); ++i) {
-    if (dimensions[i] < 0) continue;
-    const int64_t own = values.tensors[i].size(dimensions[i]);
-    rows = rows < 0 ? own : std::min(rows, own);
-  }
-  if (rows == 0) throw std::invalid_argument("[inputs] the batch is empty, expected at least one row");
-  if (rows < 0) return options.microbatches.value_or(1);
-  return static_cast<int>(std::min<int64_t>(rows, options.microbatches.value_or(default_microbatches(devices))));
+  return InputCut(leaves_of(inputs.parts.front(), options.cut_inputs, "inputs"))
+      .count(options.microbatches, default_microbatches(devices));
 }
 
 std::vector<Values> cut_inputs(const Batch& inputs, int count, const std::vector<Cut>& cuts) {
   if (inputs.is_cut) return as_given(inputs, count, "inputs");
-  std::vector<size_t> doubtful;
-  const Dimensions dimensions = input_dimensions(inputs.parts.front(), cuts, &doubtful);
-  if (count > 1) {
-    check_rows(inputs.parts.front(), dimensions, count, "inputs");
-    for (const size_t i : doubtful) {
-      TORCH_WARN("[inputs] tensor ", i, " of shape ", inputs.parts.front().tensors[i].sizes(),
-                 " does not have the rows of the batch, so every microbatch gets it whole; say so with Cut::whole() in "
-                 "RunOptions::cut_inputs, or say how it is cut");
-    }
-  }
-  return cut(inputs.parts.front(), dimensions, count);
+  const InputCut cut(leaves_of(inputs.parts.front(), cuts, "inputs"));
+  const std::vector<LeafCut> found = cut.cut(count);
+  if (const std::string doubts = cut.doubts(); count > 1 && !doubts.empty()) TORCH_WARN(doubts);
+  return apply(inputs.parts.front(), found, count);
 }
 
 std::vector<Values> cut_labels(const Batch& labels, const Batch& inputs, int count, const RunOptions& options) {
-  if (labels.is_cut) return as_given(labels, count, "labels");
-  const Values& values = labels.parts.front();
-  const Dimensions dimensions = label_dimensions(values, options.cut_labels);
-  if (count > 1) {
-    check_rows(values, dimensions, count, "labels");
-    check_labels_of_rows(values, dimensions, inputs, count, options);
+  const MicrobatchRows rows = rows_of(inputs, count, options.cut_inputs);
+  if (!labels.is_cut) {
+    return apply(labels.parts.front(), runtime::cut_labels(label_leaves(labels, options.cut_labels), rows, count),
+                 count);
   }
-  return cut(values, dimensions, count);
+  std::vector<Values> given = as_given(labels, count, "labels");
+  runtime::cut_labels(label_leaves(labels, options.cut_labels), rows, count);
+  return given;
 }
 
 Values merged(const std::vector<Values>& outputs, c10::Device device) {

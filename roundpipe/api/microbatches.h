@@ -1,5 +1,8 @@
 #pragma once
 
+#include <array>
+#include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include <roundpipe/api/run_options.h>
@@ -21,10 +24,19 @@ struct IsCut : std::false_type {};
 template <typename T>
 struct IsCut<Microbatches<T>> : std::true_type {};
 
+// A row of plain numbers or texts, which nothing cuts; see runtime::BatchLeaf::numbers.
+template <typename T>
+struct IsNumbers : std::false_type {};
+template <typename T>
+struct IsNumbers<std::vector<T>> : std::bool_constant<kHoldsNone<T>> {};
+template <typename T, size_t n>
+struct IsNumbers<std::array<T, n>> : std::bool_constant<kHoldsNone<T>> {};
+
 // Inputs or labels on their way to the engine: whole, or already cut.
 struct Batch {
   std::vector<runtime::Values> parts;
   bool is_cut = false;
+  int64_t numbers = 0;  // the whole is a row of so many numbers; 0: of none
 };
 // `is_call`: a tuple is the arguments of a call.
 template <typename T>
@@ -34,6 +46,7 @@ Batch batch_of(T value, bool is_call) {
     batch.is_cut = true;
     for (auto& part : value.values) batch.parts.push_back(split(std::move(part), is_call));
   } else {
+    if constexpr (IsNumbers<T>::value) batch.numbers = static_cast<int64_t>(value.size());
     batch.parts.push_back(split(std::move(value), is_call));
   }
   return batch;
@@ -47,15 +60,12 @@ Batch on_host(Batch batch, const char* where);
 // `options` ask for one, the default; at most the batch's rows. Throws std::invalid_argument if there are none.
 int count_of(const Batch& inputs, const RunOptions& options, int devices);
 
-// Cuts inputs into `count` parts: views, so gradients flow back. The tensors that are cut automatically are those with
-// as many rows as the batch: as the first tensor that is cut along a given dimension, else the most frequent number of
-// rows. A tensor of one row is never cut; for another, there is a warning. Throws std::invalid_argument for a tensor
-// with fewer rows than microbatches, and for another number of parts in a batch that is cut.
+// Cuts inputs into `count` parts: views, so gradients flow back; see runtime::InputCut. Warns of tensors that go whole
+// to every microbatch for their size alone. Throws std::invalid_argument as that does, and for another number of parts
+// in a batch that is cut.
 std::vector<runtime::Values> cut_inputs(const Batch& inputs, int count, const std::vector<Cut>& cuts);
 
-// The same for labels, all of whose tensors are cut, apart from scalars and, beside others, single rows. If there is
-// more than one microbatch, throws std::invalid_argument for a tensor that is cut automatically and has another number
-// of rows than the batch, or, beside inputs that the caller has cut, would be cut into other numbers of rows than they.
+// The same for labels; see runtime::cut_labels.
 std::vector<runtime::Values> cut_labels(const Batch& labels, const Batch& inputs, int count, const RunOptions& options);
 
 // Puts the outputs of microbatches together: tensors with dimensions are concatenated along dimension 0, scalars

@@ -7,25 +7,13 @@
 
 #include <c10/core/Device.h>
 
+#include <roundpipe/runtime/call/batch_cut.h>
 #include <roundpipe/runtime/call/call.h>
 #include <roundpipe/runtime/submission.h>
 
 namespace roundpipe {
 
-// How one tensor of a batch is cut into microbatches.
-struct Cut {
-  enum class Kind {
-    kAutomatic,  // along dimension 0 if the tensor has as many rows as the batch; otherwise every microbatch gets it
-                 // whole
-    kAlong,      // along `dimension`, as at::tensor_split cuts: larger parts first
-    kWhole,      // every microbatch gets it whole
-  };
-  Kind kind = Kind::kAutomatic;
-  int64_t dimension = 0;
-
-  static Cut along(int64_t dimension) { return {Kind::kAlong, dimension}; }
-  static Cut whole() { return {Kind::kWhole, 0}; }
-};
+using runtime::Cut;
 
 // Options of one call. A model has its own (Model::run_options), which a call uses unless it is given others.
 struct RunOptions {
@@ -53,7 +41,8 @@ struct RunOptions {
   // list are cut automatically. For inputs, the rows of the batch are those of the first tensor with Cut::along, else
   // the most frequent size of dimension 0, of which the first wins a tie. An input of another size, such as the number
   // of microbatches, goes whole to every microbatch, with a warning unless it has one row. A label is never taken whole
-  // for its size: it has to have the rows of the batch, apart from scalars and single rows beside other labels.
+  // for its size: it has to have the rows of the batch, also in Microbatches and if there is only one microbatch, apart
+  // from scalars and single rows beside other labels; Cut::whole() says that one has no rows.
   std::vector<Cut> cut_inputs = {};
   std::vector<Cut> cut_labels = {};
   // The stages or the plan of the step; by default, the planner chooses.

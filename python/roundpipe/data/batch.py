@@ -10,7 +10,13 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from roundpipe.call.run_config import ResolvedRunConfig
-from roundpipe.data.microbatch import effective_microbatches, merge_outputs, split_call, split_label
+from roundpipe.data.microbatch import (
+    effective_microbatches,
+    merge_outputs,
+    microbatch_rows,
+    split_call,
+    split_label,
+)
 from roundpipe.data.packed import RoundPipePackedData
 
 
@@ -47,7 +53,8 @@ class Batch:
         )
         calls = split_call(args, kwargs, count, run_config.split_input)
         self.num_microbatch = len(calls)
-        self.label_list = split_label(label, len(calls), run_config.split_label)
+        rows = microbatch_rows(args, kwargs, calls, run_config.split_input)
+        self.label_list = split_label(label, len(calls), run_config.split_label, rows)
         self.flatten_states: list[list[Any]] = []
         self.flatten_specs: list[pytree.TreeSpec] = []
         for call in calls:

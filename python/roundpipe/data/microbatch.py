@@ -2,26 +2,31 @@
 
 Arguments, labels and outputs are pytrees (`torch.utils._pytree`, which knows Hugging Face's `ModelOutput`).
 By default, a tensor whose first dimension is the batch's is cut along it into views, larger slices first, so that
-gradients flow back to it. Everything else is replicated.
+gradients flow back to it. Everything else is replicated. The engine decides which tensors these are, and refuses the
+others that nobody could have meant.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from roundpipe import _core
+from roundpipe.data.labels import names_label
 from roundpipe.data.packed import RoundPipePackedData
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+
+_AUTOMATIC = _core.Cut()
 
 
 def effective_microbatches(args: Args, kwargs: Kwargs, n: int, is_default: bool, split_input: Any = None) -> int:
@@ -33,8 +38,8 @@ def effective_microbatches(args: Args, kwargs: Kwargs, n: int, is_default: bool,
     """
     if _is_function(split_input):
         return n
-    tree = _Tree((args, kwargs), "", _call_specs(args, kwargs, split_input))
-    lengths = {len(leaf) for leaf in tree.leaves if isinstance(leaf, RoundPipePackedData)}
+    leaves = _Leaves.of_call(args, kwargs, split_input)
+    lengths = {len(leaf) for leaf in leaves.leaves if isinstance(leaf, RoundPipePackedData)}
     if lengths:
         fewest = min(lengths)
         if len(lengths) > 1:
@@ -51,10 +56,7 @@ def effective_microbatches(args: Args, kwargs: Kwargs, n: int, is_default: bool,
                 stacklevel=3,
             )
         return fewest
-    if not tree.sizes:
-        return 1 if is_default else n
-    rows: int = min(tree.sizes.values())
-    return max(1, min(n, rows))
+    return _core.InputCut(leaves.described).count(None if is_default else n, n)
 
 
 def split_call(args: Args, kwargs: Kwargs, n: int, split_input: Any = None) -> list[tuple[Args, Kwargs]]:
@@ -73,34 +75,59 @@ def split_call(args: Args, kwargs: Kwargs, n: int, split_input: Any = None) -> l
         `n` pairs (args, kwargs), or as many as the function has made.
 
     Raises:
-        ValueError: the batch is empty, has fewer rows than microbatches, a spec does not match the arguments, or a
-            function returns something other than described.
+        ValueError: the batch is empty, has fewer rows than microbatches, a keyword argument that is a label has other
+            rows than the batch, a spec does not match the arguments, or a function returns something other than
+            described.
     """
     if _is_function(split_input):
         return _split_by_function(split_input, args, kwargs, n)
-    tree = _Tree((args, kwargs), "", _call_specs(args, kwargs, split_input))
-    if n > 1:
-        tree.warn_of_doubts()
-    return tree.split(n, "split_call")
+    leaves = _Leaves.of_call(args, kwargs, split_input)
+    inputs = _core.InputCut(leaves.described)
+    parts: list[tuple[Args, Kwargs]] = leaves.cut(inputs.cut(n), n)
+    doubts = inputs.doubts() if n > 1 else ""
+    if doubts:
+        warnings.warn(doubts, stacklevel=2)
+    return parts
 
 
-def split_label(label: Any, n: int, spec: Any = None) -> list[Any]:
+def microbatch_rows(
+    args: Args, kwargs: Kwargs, parts: list[tuple[Args, Kwargs]], split_input: Any = None
+) -> list[int] | None:
+    """The number of rows in each microbatch of a call; None if nothing tells.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+        parts: what `split_call` has made of them.
+        split_input: likewise.
+    """
+    if _is_function(split_input):
+        return _core.rows_of([_Leaves.of_call(*part).described for part in parts])
+    return _core.InputCut(_Leaves.of_call(args, kwargs, split_input).described).rows(len(parts))
+
+
+def split_label(label: Any, n: int, spec: Any = None, rows: list[int] | None = None) -> list[Any]:
     """Cuts a label into `n` microbatches; every tensor with dimensions is cut, anything else replicated.
 
     Args:
         label: a pytree.
         n: number of microbatches.
         spec: `None` for automatic splitting, a tree of chunk specs, or a function `(label, n) -> list`.
+        rows: of each microbatch of the inputs; None: nothing tells.
 
     Raises:
-        ValueError: tensors whose sizes disagree, or as in `split_call`.
+        ValueError: a tensor without a spec has other rows than the inputs, also if `n` is 1, or the label is a sequence
+            of plain numbers and `n` is not; or as in `split_call`.
     """
     if _is_function(spec):
         parts = spec(label, n)
         if not isinstance(parts, (list, tuple)) or len(parts) != n:
             raise ValueError(f"[split_label] the function returned {_describe(parts)}, expected a list of {n} labels")
         return list(parts)
-    return _Tree(label, "label", _spread(spec, label, "split_label", "label"), is_label=True).split(n, "split_label")
+    leaves = _Leaves(label, _spread(spec, label, "split_label", "label"), "label")
+    numbers = _numbers_in(label) if spec is None else 0
+    described = [*leaves.described, *([_core.BatchLeaf("label", numbers=numbers)] if numbers else [])]
+    return leaves.cut(_core.cut_labels(described, rows, n)[: len(leaves.leaves)], n)
 
 
 def merge_outputs(outputs: list[Any], merge_output: Any = None) -> Any:
@@ -140,7 +167,7 @@ def merge_outputs(outputs: list[Any], merge_output: Any = None) -> Any:
             merged.append(_merge_leaf(list(values), spec))
         except (ValueError, RuntimeError, IndexError) as error:
             raise ValueError(
-                f"[merge_outputs] {_path(outputs[0], index, 'output')} cannot be merged: {error}; "
+                f"[merge_outputs] {_names(outputs[0], 'output', len(columns[0]))[index]} cannot be merged: {error}; "
                 "set merge_output to False, a chunk spec tree or a function of the list"
             ) from error
     return pytree.tree_unflatten(merged, structures[0])
@@ -218,139 +245,75 @@ def _same(a: Any, b: Any) -> bool:
         return False
 
 
-@dataclass
-class _Tree:
-    """A pytree with one chunk spec or None for each leaf, and the information which leaves can be split."""
+class _Leaves:
+    """The leaves of a pytree, and how the engine is to cut them.
 
-    tree: Any
-    root: str
-    specs: list[Any]
-    is_label: bool = False  # every tensor is split, whatever the size of its first dimension
+    Args:
+        tree: `(args, kwargs)` of a call, or a label.
+        specs: a chunk spec or None for each leaf.
+        root: the name of a label; empty for a call.
+    """
 
-    def __post_init__(self) -> None:
-        self.leaves, self.structure = pytree.tree_flatten(self.tree)
-        # The dimension along which a leaf is split. A leaf without an entry is replicated, or packed.
-        self.dims: dict[int, int] = {}
-        self.doubtful: list[int] = []  # replicated, although it is unclear which tensors hold the batch
-        # For packed tensors, the rows of their microbatches; first by leaf, then only those that make up the batch.
-        packed = {i: leaf.rows() for i, leaf in enumerate(self.leaves) if isinstance(leaf, RoundPipePackedData)}
-        self.packed_rows: list[int] | None = None
-        automatic = []
-        for i, (leaf, spec) in enumerate(zip(self.leaves, self.specs, strict=True)):
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            if spec is None:
-                if leaf.dim() > 0:
-                    automatic.append(i)
-            elif isinstance(spec, _spec_types()[0]):
-                if not -leaf.dim() <= spec.split_dim < leaf.dim():
-                    raise ValueError(
-                        f"[split] {self.path(i)} has shape {tuple(leaf.shape)}, expected a dimension "
-                        f"{spec.split_dim} to split as its chunk spec says; use _Replicate for it"
-                    )
-                self.dims[i] = spec.split_dim
-        self.choose(automatic, {i: rows for i, rows in packed.items() if rows is not None}, bool(packed))
-        self.sizes = {i: self.leaves[i].size(d) for i, d in sorted(self.dims.items())}
+    def __init__(self, tree: Any, specs: list[Any], root: str = "") -> None:
+        self.leaves, self.structure = pytree.tree_flatten(tree)
+        names = _names(tree, root, len(self.leaves))
+        roles = [_core.BatchRole.LABEL] * len(self.leaves) if root else _roles(*tree)
+        self.described = [
+            _described(leaf, name, spec, role)
+            for leaf, name, spec, role in zip(self.leaves, names, specs, roles, strict=True)
+        ]
 
-    def choose(self, automatic: list[int], packed: dict[int, list[int]], is_packed: bool) -> None:
-        """Chooses which tensors without a spec are split: those with as many rows as the batch.
+    @staticmethod
+    def of_call(args: Args, kwargs: Kwargs, split_input: Any = None) -> _Leaves:
+        return _Leaves((args, kwargs), _call_specs(args, kwargs, split_input))
 
-        Chunk specs give the number of the batch's rows; without specs it is the most common number among the positional
-        tensors, else among all tensors; the first one wins a tie. For packed tensors, the rows of their microbatches
-        are added up.
-
-        Args:
-            automatic: the tensors without a spec that have dimensions.
-            packed: for packed tensors, the rows of their microbatches.
-            is_packed: there are packed values, tensors or others.
-        """
-        sizes = {i: self.leaves[i].size(0) for i in automatic}
-        if is_packed or (self.is_label and max(sizes.values(), default=1) > 1):
-            # A single row beside a batch stands for all rows, as in broadcasting.
-            sizes = {i: size for i, size in sizes.items() if size != 1}
-        if self.is_label:
-            self.dims.update(dict.fromkeys(sizes, 0))
-            return
-        rows = dict(sorted((sizes | {i: sum(each) for i, each in packed.items()}).items()))
-        decisive = {i: size for i, size in rows.items() if i < self.positional} or rows
-        if self.dims:
-            first = min(self.dims)
-            batch, doubted = self.leaves[first].size(self.dims[first]), sizes
-        elif decisive:
-            batch, doubted = Counter(decisive.values()).most_common(1)[0][0], decisive
-        else:
-            return
-        self.packed_rows = next((each for each in packed.values() if sum(each) == batch), None)
-        for i, size in sizes.items():
-            if size == batch:
-                self.dims[i] = 0
-            elif size != 1 and i in doubted:
-                self.doubtful.append(i)
-
-    @property
-    def positional(self) -> int:
-        """Number of a call's leaves that belong to positional arguments."""
-        return len(pytree.tree_leaves(self.tree[0]))
-
-    def warn_of_doubts(self) -> None:
-        """Warns about tensors that every microbatch gets whole, although they may have been meant to be cut."""
-        if not self.doubtful:
-            return
-        first = min(self.sizes, default=None)
-        batch = "" if first is None else f" of {self.sizes[first]} rows, as {self.path(first)}"
-        others = ", ".join(f"{self.path(i)} {tuple(self.leaves[i].shape)}" for i in self.doubtful)
-        warnings.warn(
-            f"[RoundPipe] some tensors do not have the rows of the batch{batch}, so every microbatch gets these whole: "
-            f"{others}; give split_input a chunk spec that cuts them, or _Replicate if this is intended",
-            stacklevel=3,
-        )
-
-    def path(self, index: int) -> str:
-        return _path(self.tree, index, self.root)
-
-    def split(self, n: int, where: str) -> list[Any]:
-        if n < 1:
-            raise ValueError(f"[{where}] the number of microbatches is {n}, expected at least 1")
-        if self.sizes and max(self.sizes.values()) == 0:
-            raise ValueError(f"[{where}] the batch is empty: {self.path(min(self.sizes))} has no samples")
-        for i, leaf in enumerate(self.leaves):
-            if isinstance(leaf, RoundPipePackedData) and len(leaf) < n:
-                raise ValueError(f"[{where}] {self.path(i)} packs {len(leaf)} microbatches, expected {n}")
-        if n > 1 and self.sizes:
-            self.check_sizes(n, where)
-        columns = [self.column(i, n) for i in range(len(self.leaves))]
+    def cut(self, cuts: list[_core.LeafCut], n: int) -> list[Any]:
+        """The tree of each microbatch."""
+        columns = [_column(leaf, cut, n) for leaf, cut in zip(self.leaves, cuts, strict=True)]
         return [pytree.tree_unflatten([column[k] for column in columns], self.structure) for k in range(n)]
 
-    def check_sizes(self, n: int, where: str) -> None:
-        """Checks that leaves without a spec have one size, and that all leaves have a row for each microbatch."""
-        automatic = {i: size for i, size in self.sizes.items() if self.specs[i] is None}
-        first = min(automatic or self.sizes)
-        size = self.sizes[first]
-        for i, other in automatic.items():
-            if other != size:
-                raise ValueError(
-                    f"[{where}] {self.path(i)} has {other} samples (shape {tuple(self.leaves[i].shape)}, split along "
-                    f"dim {self.dims[i]}) and {self.path(first)} has {size}, expected the same batch size; give "
-                    "split_input a chunk spec or a function that splits them, and _Replicate for what is not cut"
-                )
-        first = min(self.sizes, key=self.sizes.__getitem__)
-        size = self.sizes[first]
-        if size < n:
-            raise ValueError(
-                f"[{where}] {self.path(first)} has {size} samples, fewer than the {n} microbatches; "
-                f"expected at least one sample for each: set num_microbatch to {size} or less"
-            )
 
-    def column(self, index: int, n: int) -> list[Any]:
-        """Each of the `n` microbatches' values of a leaf."""
-        leaf = self.leaves[index]
-        if isinstance(leaf, RoundPipePackedData):
-            return leaf[:n]
-        if n == 1 or index not in self.dims:
-            return [leaf] * n
-        if self.packed_rows is not None and leaf.size(self.dims[index]) == sum(self.packed_rows):
-            return list(torch.split(leaf, self.packed_rows, dim=self.dims[index]))[:n]
-        return list(torch.tensor_split(leaf, n, dim=self.dims[index]))
+def _described(leaf: Any, name: str, spec: Any, role: _core.BatchRole) -> _core.BatchLeaf:
+    chunk_spec = _spec_types()[0] if spec is not None else ()
+    if isinstance(leaf, torch.Tensor) and isinstance(spec, chunk_spec):
+        return _core.BatchLeaf(name, list(leaf.shape), _core.Cut.along(spec.split_dim), role)
+    cut = _AUTOMATIC if spec is None or isinstance(spec, chunk_spec) else _core.Cut.whole()
+    if isinstance(leaf, torch.Tensor):
+        return _core.BatchLeaf(name, list(leaf.shape), cut, role)
+    if isinstance(leaf, RoundPipePackedData):
+        return _core.BatchLeaf(name, cut=cut, role=role, ready=len(leaf), ready_rows=leaf.rows() or [])
+    numbers = len(leaf) if isinstance(leaf, np.ndarray) and leaf.ndim and role == _core.BatchRole.LABEL else 0
+    return _core.BatchLeaf(name, cut=cut, role=role, numbers=numbers)
+
+
+def _roles(args: Args, kwargs: Kwargs) -> list[_core.BatchRole]:
+    roles = [_core.BatchRole.ARGUMENT] * len(pytree.tree_leaves(args))
+    for name, value in kwargs.items():
+        role = _core.BatchRole.LABEL if names_label(name) else _core.BatchRole.KEYWORD
+        roles += [role] * len(pytree.tree_leaves(value))
+    return roles
+
+
+def _column(leaf: Any, cut: _core.LeafCut, n: int) -> list[Any]:
+    """Each of the `n` microbatches' values of a leaf."""
+    if isinstance(leaf, RoundPipePackedData):
+        return leaf[:n]
+    if cut.dimension < 0:
+        return [leaf] * n
+    starts = itertools.accumulate(cut.sizes, initial=0)
+    return [leaf.narrow(cut.dimension, start, size) for start, size in zip(starts, cut.sizes, strict=False)]
+
+
+def _numbers_in(label: Any) -> int:
+    """The length of a list or tuple of plain values in a label that has no tensors; 0 if there is none."""
+    leaves = pytree.tree_leaves(label, is_leaf=_is_numbers)
+    if any(isinstance(leaf, (torch.Tensor, RoundPipePackedData)) for leaf in leaves):
+        return 0
+    return next((len(leaf) for leaf in leaves if _is_numbers(leaf)), 0)
+
+
+def _is_numbers(value: Any) -> bool:
+    return type(value) in (list, tuple) and len(value) > 1 and all(isinstance(v, (int, float, str)) for v in value)
 
 
 def _split_by_function(split: Callable[..., Any], args: Args, kwargs: Kwargs, n: int) -> list[tuple[Args, Kwargs]]:
@@ -422,15 +385,15 @@ def _spread(spec: Any, tree: Any, where: str, path: str) -> list[Any]:
     )
 
 
-def _path(tree: Any, index: int, root: str) -> str:
-    """Names a leaf, for example `kwargs['mask']`."""
+def _names(tree: Any, root: str, count: int) -> list[str]:
+    """Names the leaves of `(args, kwargs)` of a call, or of the tree `root`; for example `kwargs['mask']`."""
     try:
-        path = pytree.keystr(pytree.tree_flatten_with_path(tree)[0][index][0])
+        paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
     except (ValueError, TypeError):  # a container registered without names for its children
-        return f"leaf {index} of {root or 'the arguments'}"
-    if not root:
-        root, path = ("args", path[3:]) if path.startswith("[0]") else ("kwargs", path[3:])
-    return root + path
+        return [f"leaf {index} of {root or 'the arguments'}" for index in range(count)]
+    if root:
+        return [root + path for path in paths]
+    return [("args" if path.startswith("[0]") else "kwargs") + path[3:] for path in paths]
 
 
 def _describe(value: Any) -> str:

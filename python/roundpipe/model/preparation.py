@@ -10,10 +10,10 @@ from roundpipe.call.joint_plan import RunType
 from roundpipe.call.loss_function import outputs_as_loss
 from roundpipe.call.request import MODES, CallRequest, Microbatch, route_of
 from roundpipe.call.run_config import ResolvedRunConfig, RoundPipeRunConfig
-from roundpipe.data.microbatch import effective_microbatches, split_call, split_label
+from roundpipe.data.microbatch import effective_microbatches, microbatch_rows, split_call, split_label
 from roundpipe.distributed.loss_counts import CallCount
-from roundpipe.following.loss_arguments import adding_losses, cut_of_own_loss
 from roundpipe.layers.values import owned, split, to_host
+from roundpipe.following.loss_arguments import adding_losses, cut_of_own_loss
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,7 +65,7 @@ class Preparation:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_only: bool) -> CallRequest:
         """The request of `model(...)`; `loss_only` says that only the loss will be read from the outputs."""
-        batch, changeable = self._split(args, kwargs, loss_only, merges=self.config.merge_output is True)
+        batch, changeable, _ = self._split(args, kwargs, loss_only, merges=self.config.merge_output is True)
         adds = self.followed is not None and self.followed.adds_losses(args, kwargs)
         config = adding_losses(self.config) if adds else self.config
         run_type: RunType = "train" if config.requires_grad else "infer"
@@ -80,14 +80,16 @@ class Preparation:
         if given.count is not None and not own_loss:
             given.count.note_users_loss()
         count = given.count if own_loss else None
-        batch, changeable = self._split(args, kwargs, own_loss and not given.return_outputs, count=count)
+        batch, changeable, rows = self._split(
+            args, kwargs, own_loss and not given.return_outputs, count=count, has_label=given.label is not None
+        )
         config, loss_fn = self.config, given.loss_fn
         if self.followed is not None:
             adds = self.followed.adds_losses(args, kwargs)
             config = adding_losses(config) if adds else config
             parts = 1 if adds else len(batch)
             loss_fn = self.followed.mean_loss(parts) if own_loss else self.followed.seen_by(loss_fn, parts)
-        label_parts, changeable_label = owned(split_label(given.label, len(batch), config.split_label))
+        label_parts, changeable_label = owned(split_label(given.label, len(batch), config.split_label, rows))
         labels = [split(to_host(part, given.where)) for part in label_parts]
         route = route_of(config, "fused", self.layers)
         changeable = changeable or changeable_label
@@ -105,9 +107,19 @@ class Preparation:
         loss_only: bool,
         merges: bool = False,
         count: CallCount | None = None,
-    ) -> tuple[list[Microbatch], bool]:
-        """Returns each microbatch's tensors with their structure, and whether the arguments hold objects that the
-        caller may change. `merges` says that outputs are merged automatically, with a loss among them."""
+        has_label: bool = False,
+    ) -> tuple[list[Microbatch], bool, list[int] | None]:
+        """Returns each microbatch's tensors with their structure, whether the arguments hold objects that the caller
+        may change and, for a call that has a label beside its arguments, the rows of each microbatch.
+
+        Args:
+            args: positional arguments.
+            kwargs: keyword arguments.
+            loss_only: only the loss will be read from the outputs.
+            merges: outputs are merged automatically, with a loss among them.
+            count: tells the other nodes of the call.
+            has_label: whether there is a label.
+        """
         args, kwargs = to_host((args, kwargs), self.name)
         followed, config, how = self.followed, self.config, self.config.split_input
         if followed is not None:
@@ -118,6 +130,7 @@ class Preparation:
         elif merges:
             parts = cut_of_own_loss(self.model, parts, config.num_microbatch_is_default, args, kwargs)
         calls, changeable = owned(split_call(args, kwargs, parts, how))
+        rows = microbatch_rows(args, kwargs, calls, how) if has_label else None
         if followed is not None:
             calls = followed.prepare(calls, loss_only, count)
-        return [split(call, is_call=True) for call in calls], changeable
+        return [split(call, is_call=True) for call in calls], changeable, rows

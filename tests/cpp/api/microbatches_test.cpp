@@ -34,7 +34,6 @@ TEST_SUITE("microbatches") {
     CHECK(count_of(pair_of(at::zeros({9, 2}), at::zeros({9})), options, 3) == 5);
     CHECK(count_of(pair_of(at::zeros({4, 2}), at::zeros({4})), options, 3) == 4);
     CHECK(count_of(batch_of(at::zeros({}), true), options, 3) == 5);
-    CHECK_THROWS_AS(count_of(batch_of(at::zeros({0, 2}), true), options, 3), std::invalid_argument);
     CHECK_THROWS_AS(count_of(batch_of(Microbatches<Tensor>{}, true), options, 3), std::invalid_argument);
     CHECK_THROWS_AS(count_of(batch_of(Microbatches<Tensor>{{at::zeros({1})}}, true), options, 3),
                     std::invalid_argument);
@@ -53,6 +52,7 @@ TEST_SUITE("microbatches") {
     CHECK_THROWS_AS(cut_inputs(pair_of(at::zeros({2, 2}), at::zeros({2})), 3, {}), std::invalid_argument);
     CHECK_THROWS_AS(cut_inputs(pair_of(at::zeros({4}), at::zeros({4})), 2, {Cut::along(1)}), std::invalid_argument);
     CHECK_THROWS_AS(cut_inputs(batch_of(at::zeros({4}), true), 2, {Cut{}, Cut{}}), std::invalid_argument);
+    CHECK_THROWS_AS(cut_inputs(batch_of(at::zeros({0, 2}), true), 1, {}), std::invalid_argument);
   }
 
   TEST_CASE("labels are cut, all of them") {
@@ -67,30 +67,52 @@ TEST_SUITE("microbatches") {
   TEST_CASE("labels have the rows of the batch") {
     const auto label = [](int64_t rows) { return batch_of(at::zeros({rows, 1}), false); };
     const Batch eight = batch_of(at::zeros({8, 5}), true);
-    // As many as there are microbatches, or fewer: neither cut nor shared in silence.
+    // As many as there are microbatches, or fewer: neither cut nor shared in silence; nor in a single microbatch.
     for (const int64_t rows : {1, 4, 16}) {
-      CAPTURE(rows);
-      CHECK_THROWS_AS(cut_labels(label(rows), eight, 4, {}), std::invalid_argument);
-      CHECK(rows_of(cut_labels(label(rows), eight, 1, {})) == Rows{{rows}});
+      for (const int count : {1, 4}) {
+        CAPTURE(rows);
+        CAPTURE(count);
+        CHECK_THROWS_AS(cut_labels(label(rows), eight, count, {}), std::invalid_argument);
+      }
+      CHECK(rows_of(cut_labels(label(rows), eight, 1, {.cut_labels = {Cut::whole()}})) == Rows{{rows}});
     }
     CHECK_THROWS_WITH_AS(cut_labels(label(4), eight, 4, {}),
                          "[labels] tensor 0 has 4 rows (shape [4, 1]) and the batch has 8, expected a label for each "
-                         "row; if labels are no rows, say how they are cut in RunOptions::cut_labels, or pass "
-                         "Microbatches",
+                         "row; if they are not rows, say how they are cut or that they are whole "
+                         "(RunOptions::cut_labels in C++, split_label in Python), or cut them yourself",
                          std::invalid_argument);
     CHECK(rows_of(cut_labels(label(4), eight, 4, {.cut_labels = {Cut::along(0)}})) == Rows{{1}, {1}, {1}, {1}});
     CHECK(rows_of(cut_labels(label(4), eight, 2, {.cut_labels = {Cut::whole()}})) == Rows{{4}, {4}});
-    // The rows of a batch that is cut along another dimension, and of one that the caller has cut.
+    // The rows of a batch that is cut along another dimension.
     const Batch sequence_first = batch_of(at::zeros({3, 8}), true);
     CHECK(rows_of(cut_labels(label(8), sequence_first, 2, {.cut_inputs = {Cut::along(1)}})) == Rows{{4}, {4}});
     CHECK_THROWS_AS(cut_labels(label(3), sequence_first, 2, {.cut_inputs = {Cut::along(1)}}), std::invalid_argument);
+  }
+
+  TEST_CASE("labels beside microbatches that the caller has cut") {
+    const auto label = [](int64_t rows) { return batch_of(at::zeros({rows, 1}), false); };
     const Batch uneven = batch_of(Microbatches<Tensor>{{at::zeros({1, 5}), at::zeros({2, 5})}}, true);
-    CHECK_THROWS_WITH_AS(cut_labels(label(3), uneven, 2, {}),
-                         doctest::Contains("microbatch 0 of the inputs has 1 rows and would get 2 of the labels"),
+    CHECK(rows_of(cut_labels(label(3), uneven, 2, {})) == Rows{{1}, {2}});
+    CHECK_THROWS_AS(cut_labels(label(6), uneven, 2, {}), std::invalid_argument);
+    const auto ready = [](int64_t first, int64_t second) {
+      return batch_of(Microbatches<Tensor>{{at::zeros({first, 1}), at::zeros({second, 1})}}, false);
+    };
+    CHECK(rows_of(cut_labels(ready(1, 2), uneven, 2, {})) == Rows{{1}, {2}});
+    CHECK_THROWS_WITH_AS(cut_labels(ready(1, 1), uneven, 2, {}),
+                         doctest::Contains("microbatch 1 of tensor 0 has 1 rows, and that of the inputs has 2"),
                          std::invalid_argument);
-    const Batch even = batch_of(Microbatches<Tensor>{{at::zeros({2, 5}), at::zeros({1, 5})}}, true);
-    CHECK(rows_of(cut_labels(label(3), even, 2, {})) == Rows{{2}, {1}});
-    CHECK(rows_of(cut_labels(label(6), uneven, 2, {})) == Rows{{3}, {3}});  // nothing tells that these are rows
+    CHECK(rows_of(cut_labels(ready(1, 1), uneven, 2, {.cut_labels = {Cut::whole()}})) == Rows{{1}, {1}});
+    CHECK_THROWS_AS(cut_labels(ready(2, 1), batch_of(at::zeros({3, 5}), true), 3, {}), std::invalid_argument);
+  }
+
+  TEST_CASE("a row of numbers is no label that can be cut") {
+    const Batch four = batch_of(at::zeros({4, 5}), true);
+    const Batch numbers = batch_of(std::vector<int64_t>{0, 1, 1, 0}, false);
+    CHECK(join<std::vector<int64_t>>(cut_labels(numbers, four, 1, {}).front()).size() == 4);
+    CHECK_THROWS_WITH_AS(cut_labels(numbers, four, 2, {}), doctest::Contains("is a sequence of 4 numbers"),
+                         std::invalid_argument);
+    const Batch cut = batch_of(Microbatches<std::vector<int64_t>>{{{0, 1}, {1, 0}}}, false);
+    CHECK(cut_labels(cut, four, 2, {}).size() == 2);
   }
 
   TEST_CASE("outputs are put together") {

@@ -66,13 +66,13 @@ TEST_SUITE("wrong use") {
         batch(at::ones({6, Chain::kIn}, at::kMeta), good_labels(), "expected a dense strided tensor"),
         batch(good().to_sparse(), good_labels(), "expected a dense strided tensor"),
         batch(good(), good_labels().to(at::kMeta), "expected a dense strided tensor"),
-        batch(good(), at::ones({0, Chain::kOut}), "[labels] tensor 0 has 0 rows, fewer than the 3 microbatches"),
-        batch(good(), at::ones({2, Chain::kOut}), "[labels] tensor 0 has 2 rows, fewer than the 3 microbatches"),
+        batch(good(), at::ones({0, Chain::kOut}), "[labels] tensor 0 has 0 rows (shape [0, 4]) and the batch has 6"),
+        batch(good(), at::ones({2, Chain::kOut}), "[labels] tensor 0 has 2 rows (shape [2, 4]) and the batch has 6"),
         {[](Duel& duel) {
            const auto loss = [](const Tensor& outputs, const std::tuple<Tensor, Tensor>&) { return outputs.sum(); };
            duel.model.forward_backward(good(), std::tuple(at::ones({6}), at::ones({5})), loss);
          },
-         "expected the same batch size"},
+         "[labels] tensor 1 has 5 rows (shape [5]) and the batch has 6"},
         {[](Duel& duel) { duel.model.forward(good(), good()); }, "[values] a at::Tensor was expected"},
         {[](Duel& duel) {
            duel.model.forward_backward(Microbatches<Tensor>{{good(), good()}}, Microbatches<Tensor>{{good_labels()}},

@@ -4,13 +4,20 @@ import operator
 import warnings
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _Replicate
 
-from roundpipe.data.microbatch import effective_microbatches, merge_outputs, split_call, split_label
+from roundpipe.data.microbatch import (
+    effective_microbatches,
+    merge_outputs,
+    microbatch_rows,
+    split_call,
+    split_label,
+)
 from roundpipe.data.packed import RoundPipePackedData
 
 
@@ -113,7 +120,7 @@ def test_what_has_other_rows_than_the_batch_is_replicated(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         parts = split_call(args, kwargs, 2)
-    assert [str(warning.message)[:11] for warning in caught] == ["[RoundPipe]"] * doubtful
+    assert [str(warning.message)[:8] for warning in caught] == ["[inputs]"] * doubtful
     whole = {f"args[{i}]": value for i, value in enumerate(args)} | kwargs
     for name, value in whole.items():
         if isinstance(value, RoundPipePackedData):
@@ -156,8 +163,8 @@ def test_hugging_face_outputs() -> None:
     [
         ((torch.ones(0, 2),), {}, 2, r"batch is empty: args\[0\]"),
         ((torch.ones(0, 2),), {}, 1, "batch is empty"),
-        ((1, torch.ones(3)), {}, 4, r"args\[1\] has 3 samples, fewer than the 4 microbatches"),
-        ((torch.ones(4), RoundPipePackedData([1, 2, 3])), {}, 4, r"args\[1\] packs 3 microbatches, expected 4"),
+        ((1, torch.ones(3)), {}, 4, r"args\[1\] has 3 rows, fewer than the 4 microbatches"),
+        ((torch.ones(4), RoundPipePackedData([1, 2, 3])), {}, 4, r"args\[1\] is cut into 3 microbatches, expected 4"),
         ((torch.ones(4),), {}, 0, "expected at least 1"),
     ],
 )
@@ -256,7 +263,7 @@ def test_specs_made_by_torch_helpers() -> None:
         (((TensorChunkSpec(0), TensorChunkSpec(0)), None), "spec of args .*does not match a tuple of 1"),
         ((None, {"wrong": TensorChunkSpec(0)}), "spec of kwargs .*does not match a dict of 1"),
         ((({"a": _Replicate},), None), r"spec of args\[0\]"),
-        (((TensorChunkSpec(2),), None), r"args\[0\] has shape \(4, 2\), expected a dimension 2"),
+        (((TensorChunkSpec(2),), None), r"args\[0\] has shape \[4, 2\], expected a dimension 2"),
     ],
 )
 def test_wrong_specs(spec: Any, message: str) -> None:
@@ -297,10 +304,68 @@ def test_labels() -> None:
     assert [part.shape for part in split_label(label, 3, TensorChunkSpec(1))] == [(2, 1)] * 3
     assert split_label(label, 3, _Replicate)[2] is label
     assert split_label(label, 2, lambda value, n: [n, value]) == [2, label]
-    with pytest.raises(ValueError, match="label has 2 samples, fewer than the 3"):
+    with pytest.raises(ValueError, match="label has 2 rows, fewer than the 3"):
         split_label(label, 3)
     with pytest.raises(ValueError, match="expected a list of 2 labels"):
         split_label(label, 2, lambda value, n: [value])
+
+
+def test_the_rows_of_microbatches() -> None:
+    def rows(args: Any, n: int, split: Any = None) -> list[int] | None:
+        return microbatch_rows(args, {}, split_call(args, {}, n, split), split)
+
+    x, packed = torch.ones(5, 2), RoundPipePackedData([torch.ones(1), torch.ones(4)])
+    assert rows((x,), 1) == [5] and rows((x,), 2) == [3, 2]
+    assert rows((packed, x), 2) == [1, 4]
+    assert rows((torch.ones(2, 5),), 3, ((TensorChunkSpec(1),), None)) == [2, 2, 1]
+    assert rows((x,), 2, lambda args, kwargs, n: ([(x[:1],), (x[1:],)], [{}] * 2)) == [1, 4]
+    assert rows(("text",), 2) is None
+
+
+def test_labels_follow_the_rows_of_the_inputs() -> None:
+    y = torch.arange(4)
+    assert [part.tolist() for part in split_label(y, 2, rows=[1, 3])] == [[0], [1, 2, 3]]
+    parts = split_label({"y": y, "row": torch.ones(1, 2), "number": 0.1}, 2, rows=[2, 2])
+    assert [len(part["y"]) for part in parts] == [2, 2] and all(len(part["row"]) == 1 for part in parts)
+    packed = RoundPipePackedData([torch.ones(1), torch.ones(3)])
+    assert [len(part) for part in split_label(packed, 2, rows=[1, 3])] == [1, 3]
+    assert split_label([1, 0, 1, 0], 1, rows=[4]) == [[1, 0, 1, 0]]
+    assert split_label(([0.1, 0.9], y), 2, rows=[2, 2])[1][0] == [0.1, 0.9]  # beside tensors, options
+
+
+@pytest.mark.parametrize("rows", [[4], [2, 2], [1, 3]])
+@pytest.mark.parametrize(
+    "label",
+    [
+        torch.ones(1),
+        torch.ones(2, 4),
+        torch.ones(8),
+        [torch.ones(4), torch.ones(3)],
+        {"deep": (torch.ones(4), [torch.ones(5)])},
+        RoundPipePackedData([torch.ones(2), torch.ones(1)]),
+    ],
+    ids=["one", "two", "eight", "list", "tree", "packed"],
+)
+def test_labels_of_other_rows_than_the_batch(label: Any, rows: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"\[labels\] .*expected a label for each row"):
+        split_label(label, len(rows), rows=rows)
+    assert len(split_label(label, len(rows), _Replicate, rows)) == len(rows)
+
+
+@pytest.mark.parametrize("label", [[0, 1, 1, 0], (0.5, 1.5), ["a", "b"], {"y": [1, 2, 3]}, np.zeros(4)])
+def test_numbers_are_not_cut(label: Any) -> None:
+    with pytest.raises(ValueError, match=r"\[labels\] label.* is a sequence of . numbers, which is not cut"):
+        split_label(label, 2, rows=[2, 2])
+    assert split_label(label, 2, _Replicate, [2, 2])[1] is not None
+
+
+def test_labels_among_the_arguments() -> None:
+    ids, labels = torch.ones(8, 3), torch.ones(4, 3)
+    for kwargs in ({"input_ids": ids, "labels": labels}, {"labels": labels, "input_ids": ids}):
+        assert len(split_call((), kwargs, 1)) == 1
+        with pytest.raises(ValueError, match=r"kwargs\['labels'\] has 4 rows .* the batch has 8, expected a label"):
+            split_call((), kwargs, 4)
+    assert len(split_call((), {"input_ids": ids, "labels": labels}, 4, (None, {"labels": _Replicate}))) == 4
 
 
 def test_automatic_merge() -> None:
