@@ -12,8 +12,8 @@ from roundpipe.call.request import MODES, CallRequest, Microbatch, route_of
 from roundpipe.call.run_config import ResolvedRunConfig, RoundPipeRunConfig
 from roundpipe.data.microbatch import effective_microbatches, microbatch_rows, split_call, split_label
 from roundpipe.distributed.loss_counts import CallCount
-from roundpipe.layers.values import owned, split, to_host
 from roundpipe.following.loss_arguments import adding_losses, cut_of_own_loss
+from roundpipe.layers.values import owned, split, to_host
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from silent_program import RefusedError, SilentProgram
 
 STATEMENTS = (
-    *("call", "call", "call", "step", "step", "step", "call_with_a_loss_outside"),
+    *("call", "call", "call", "step", "step", "step", "call_with_a_loss_outside", "call_with_labels_of_other_rows"),
     *("evaluate", "zero_grad", "assign", "write", "read_by_any_way", "read_by_any_way", "synchronize"),
     *("take_a_state", "load_a_state", "look", "save", "load"),
 )
