@@ -1,6 +1,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/loss_check.h>
 #include <roundpipe/schedule/search.h>
 
 #include "bindings.h"
@@ -13,6 +14,7 @@ void bind_errors(py::module_& module) {
   py::register_exception<Error>(module, "RoundPipeError", PyExc_RuntimeError).doc() =
       "Something failed that is not the caller's mistake (those are ValueError).";
   py::register_exception<schedule::LayerTooLarge>(module, "LayerTooLargeError", PyExc_ValueError);
+  module.def("checks_losses", &checks_losses);
   // torch's exceptions keep their Python types (OutOfMemoryError, IndexError, ...).
   py::register_exception_translator([](std::exception_ptr error) {
     try {
