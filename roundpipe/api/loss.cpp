@@ -49,8 +49,8 @@ std::shared_ptr<runtime::Loss> make_loss(LossFunction function, bool refuses_nan
 std::string nan_loss(const std::string& which) {
   return concat(
       "[forward_backward] the loss", which,
-      " is NaN; the batch's gradients are dropped; check the data, lower the learning rate, or make the model "
-      "with check_loss = false");
+      " is NaN; the batch's gradients are dropped; check the data, lower the learning rate, make the model with "
+      "check_loss = false, or set ROUNDPIPE_CHECK_LOSS=0");
 }
 
 }  // namespace roundpipe

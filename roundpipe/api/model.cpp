@@ -12,6 +12,7 @@
 #include <torch/nn/utils/clip_grad.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/loss_check.h>
 #include <roundpipe/core/moved_from.h>
 #include <roundpipe/runtime/engine.h>
 #include <roundpipe/runtime/model/random.h>
@@ -101,7 +102,7 @@ Model::Model(std::vector<Layer> layers, ModelOptions options)
                   named_in(layers, &Layer::buffers)),
       layers_(std::move(layers)),
       run_options_(std::move(options.run)),
-      check_loss_(options.check_loss) {}
+      check_loss_(options.check_loss && checks_losses()) {}
 
 void Model::check_modules() const {
   pipeline();

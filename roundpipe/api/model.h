@@ -33,7 +33,8 @@ struct ModelOptions {
   RunOptions run = {};
   // Page-lock the weights on the host if accelerators read them.
   bool pin = true;
-  // A NaN loss is an error (see forward_backward), unless a GradScaler exists.
+  // A NaN loss is an error (see forward_backward), unless a GradScaler exists or the environment has
+  // ROUNDPIPE_CHECK_LOSS=0.
   bool check_loss = true;
 };
 

@@ -12,7 +12,7 @@ from roundpipe.layers.shell import holding_nothing
 
 NAN_LOSS = (
     "[forward_backward] the loss{} is NaN; the batch's gradients are dropped; check the data, lower the "
-    "learning rate, or pass check_loss=False to RoundPipe"
+    "learning rate, pass check_loss=False to RoundPipe, or set ROUNDPIPE_CHECK_LOSS=0"
 )
 
 

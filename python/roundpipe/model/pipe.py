@@ -57,7 +57,8 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
             forbids it, they stay pageable, with a warning. "register" does the same: parameters always move into
             blocks that RoundPipe allocates, and the pages of these blocks are registered in place if the accelerator's
             runtime can (CUDA, ROCm). "off" leaves them pageable. See `roundpipe.host_arena`.
-        check_loss: raise an error when a loss is NaN (not while a GradScaler exists, which handles NaN itself).
+        check_loss: raise an error when a loss is NaN (not while a GradScaler exists, which handles NaN itself, nor with
+            ROUNDPIPE_CHECK_LOSS=0 in the environment).
         host_memory: limit for the model, its gradients and a fused optimizer on the host, such as "64GB"; None reads
             the environment variable ROUNDPIPE_HOST_MEMORY. Checked before anything is allocated.
         device_memory: limit for a step on each device; None reads ROUNDPIPE_DEVICE_MEMORY. Steps are planned within
@@ -111,7 +112,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         own["_name"] = type(model).__name__ if name is None else name
         own["_run_config"] = copied(model_run_config)
         own["_original_model"] = own["_wrapped"] = model
-        own["_check_loss"] = check_loss
+        own["_check_loss"] = check_loss and _core.checks_losses()
         own["_pre_hooks"], own["_after_hooks"] = OrderedDict(), OrderedDict()
         own["_language_model"] = None
         own["_auto_microbatches"] = None

@@ -59,8 +59,8 @@ def parameter_groups(
         members.append(rest)
     classes: dict[int, list[str]] = {}
     for module in modules:
-        for parameter in module._parameters.values():
-            classes.setdefault(id(parameter), [each.__name__ for each in type(module).__mro__])
+        for own in module._parameters.values():
+            classes.setdefault(id(own), [each.__name__ for each in type(module).__mro__])
 
     def decays(parameter: nn.Parameter) -> bool:
         return _core.has_weight_decay(names[id(parameter)], classes.get(id(parameter), []))

@@ -36,6 +36,9 @@ class CopyOwner(ParameterOwner, Protocol):
 
     def hand_over(self) -> None: ...
 
+    @property
+    def has_landed_gradients(self) -> bool: ...
+
     def changed_from_outside(self) -> None: ...
 
 

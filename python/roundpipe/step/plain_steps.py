@@ -11,7 +11,10 @@ report every step of every optimizer; optimizers of other models are ignored.
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ def watch_optimizers() -> None:
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if in_optimizer_context():
             _refuse_own_parameters(optimizer)
+            _refuse_without_gradients(optimizer)
             return
         for group in stepped_groups(optimizer):
             group.begin_plain_step(optimizer)
@@ -74,6 +78,40 @@ def changed_from_outside(optimizer: torch.optim.Optimizer) -> None:
     """Publishes changes that `optimizer` made to parameters after the step function that used them."""
     for group in split_parameters(optimizer)[1]:
         group.changed_from_outside()
+
+
+class _Waiting(threading.local):
+    groups: Sequence[ParameterOwner] = ()
+
+
+_waiting = _Waiting()
+
+
+def waiting_groups(stepped: ParameterOwner) -> list[ParameterOwner]:
+    """The other groups of models that have gradients which no step has consumed. Caller's thread."""
+    return [group for group in list(owners) if group is not stepped and group.models.has_gradients()]
+
+
+@contextmanager
+def beside(waiting: Sequence[ParameterOwner]) -> Iterator[None]:
+    """Makes this thread refuse, until the block ends, steps that would leave out gradients of the `waiting` groups."""
+    before, _waiting.groups = _waiting.groups, waiting
+    try:
+        yield
+    finally:
+        _waiting.groups = before
+
+
+def _refuse_without_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError if a step function's optimizer has parameters of another model whose gradients still wait for
+    that model's step, so that it would do nothing."""
+    for group in split_parameters(optimizer)[1]:
+        if any(group is waiting for waiting in _waiting.groups) and not group.has_landed_gradients:
+            raise ValueError(
+                f"[step] the {type(optimizer).__name__} of the step function has parameters of another model, whose "
+                "gradients wait for a step of that model and are not here; call that model's step first, or step this "
+                "optimizer in its step function"
+            )
 
 
 def _refuse_own_parameters(optimizer: torch.optim.Optimizer) -> None:

@@ -17,8 +17,8 @@ from roundpipe.step.fused_steps import FusedSteps, refuse_optimizer
 from roundpipe.step.group import StepGroup, hand_over_scales, refuse_gradient_hooks
 from roundpipe.step.models import PipedModel, SteppedModels
 from roundpipe.step.optimizer_context import OptimizerCtx
-from roundpipe.step.optimizer_parameter import OptimizerParameter
-from roundpipe.step.plain_steps import owners, split_parameters
+from roundpipe.step.optimizer_parameter import OptimizerParameter, ParameterOwner
+from roundpipe.step.plain_steps import beside, owners, split_parameters, waiting_groups
 from roundpipe.step.scaler import GradScaler, StepScales
 from roundpipe.step.update import Update, uninterrupted
 
@@ -205,8 +205,11 @@ class TorchSteps(StepGroup):
             tickets = [pipeline.begin_step() for pipeline in self.models.pipelines]
             host_gradients = self._take_host_gradients()
             weights = self._begin_updates(in_place=False)
+            waiting = waiting_groups(self)
             self._pending = Update(
-                lambda: self._update(weights, tickets, host_gradients, scales, lambda: step_fn(*args, **kwargs))
+                lambda: self._update(
+                    weights, tickets, host_gradients, scales, waiting, lambda: step_fn(*args, **kwargs)
+                )
             )
             if scales is not None:
                 GradScaler._queue_all(scales)
@@ -224,6 +227,7 @@ class TorchSteps(StepGroup):
         tickets: list[_core.StepTicket],
         host_gradients: list[torch.Tensor | None],
         scales: StepScales | None,
+        waiting: list[ParameterOwner],
         step_fn: Callable[[], Any],
     ) -> bool:
         """Runs on the optimizer thread. Returns False, having done nothing, if the gradients' call has failed."""
@@ -236,7 +240,7 @@ class TorchSteps(StepGroup):
         self._add_host_gradients(host_gradients)
         try:
             began = time.perf_counter()
-            with OptimizerCtx(), nullcontext() if scales is None else scales.active():
+            with OptimizerCtx(), beside(waiting), nullcontext() if scales is None else scales.active():
                 step_fn()
             self._note_update(1000 * (time.perf_counter() - began))
         except BaseException:
@@ -367,6 +371,11 @@ class TorchSteps(StepGroup):
         else:
             self.synchronize()
             self.note_reach()
+
+    @property
+    def has_landed_gradients(self) -> bool:
+        """Whether a parameter of the optimizer has a gradient, without waiting for those that no step has consumed."""
+        return any(copy.landed_grad is not None for copy in self._copies.values())
 
     def changed_from_outside(self) -> None:
         """Publishes changes made to the optimizer's parameters after the step function that used them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import inspect
 import math
 import re
 import warnings
@@ -68,7 +69,7 @@ def echo(function: Callable[..., Any] = lambda *args, **kwargs: args[0], microba
 
 
 @shows("a loss that is NaN")
-def test_nan() -> None:
+def test_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     def loss(outputs: torch.Tensor, _: Any) -> torch.Tensor:
         return outputs.sum() * math.nan
 
@@ -79,6 +80,11 @@ def test_nan() -> None:
     scaler = GradScaler()
     assert RoundPipe(nn.Linear(2, 2)).forward_backward((value,), loss_fn=loss).isnan()
     del scaler
+    monkeypatch.setenv("ROUNDPIPE_CHECK_LOSS", "0")
+    assert RoundPipe(nn.Linear(2, 2)).forward_backward((value,), loss_fn=loss).isnan()
+    monkeypatch.setenv("ROUNDPIPE_CHECK_LOSS", "maybe")
+    with pytest.raises(ValueError, match="ROUNDPIPE_CHECK_LOSS"):
+        RoundPipe(nn.Linear(2, 2))
 
 
 @shows("a language model's loss over microbatches", "a merged loss with `num_items_in_batch`")
@@ -146,6 +152,34 @@ def test_a_scaler_by_itself() -> None:
         scaler.scale(weight.sum()).backward()
         scaler.step(optimizer)
         scaler.update()
+
+
+@shows("a scaler that has scaled no loss yet")
+def test_a_scaler_without_losses() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = GradScaler(8.0)
+    for work in (lambda: scaler.unscale_(optimizer), lambda: scaler.step(optimizer), scaler.update):
+        with pytest.raises(AssertionError, match="_scale is None"):
+            work()
+    assert weight.tolist() == [1.0, 1.0] and scaler.get_scale() == 8.0
+
+
+@shows("sums of 16-bit values over microbatches: gradients, and scalar outputs that are averaged")
+def test_sums_of_16_bits() -> None:
+    """1 + 0.0004 + 0.0004 in fp16: each small part alone is lost in rounding, together they are not."""
+    parts = torch.tensor([1.0, 0.0004, 0.0004]).half()
+    module = nn.Linear(1, 1, bias=False).half()
+    pipe = RoundPipe(module, model_run_config=RoundPipeRunConfig(num_microbatch=3))
+    pipe.forward_backward((parts[:, None],), loss_fn=lambda outputs, _: outputs.sum())
+    pipe.synchronize()
+    whole = parts.double().sum().half()
+    assert module.weight.grad is not None and module.weight.grad.item() == whole
+    one_after_the_other = parts[0] + parts[1] + parts[2]
+    assert whole != one_after_the_other
+    mean = echo(lambda value: value.sum(), microbatches=3)(parts)
+    assert mean == (parts.double().mean()).half() and mean != one_after_the_other / 3
 
 
 # --- microbatches ---
@@ -330,6 +364,44 @@ def test_own_parameters() -> None:
         list(model.pipe.parameters())
 
 
+@shows("an optimizer over `model.optim_parameters()`, outside of step functions")
+def test_optimizers_outside_of_step_functions() -> None:
+    model = Trained()
+    optimizer = torch.optim.SGD(model.pipe.optim_parameters(), lr=0.5)
+    for _ in range(2):
+        model.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.weights == [-1.0, -1.0]
+
+
+@shows("an optimizer of another model in the step function")
+@pytest.mark.parametrize("is_async", [True, False])
+def test_optimizers_of_another_model(is_async: bool) -> None:
+    one, other = Trained(), Trained()
+    first = torch.optim.SGD(one.pipe.optim_parameters(), lr=0.5)
+    second = torch.optim.SGD(other.pipe.optim_parameters(), lr=0.5)
+
+    def both() -> None:
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    other.pipe.step(both, is_async)  # nothing has a gradient, so nothing is left out
+    for _ in range(3):
+        one.backward()
+        other.backward()
+        one.pipe.step(lambda: None, is_async)
+        other.pipe.step(both, is_async)
+    assert one.weights == other.weights == [-1.5, -1.5]
+    one.backward()
+    with pytest.raises(ValueError, match=r"\[step\] the SGD of the step function has parameters of another model"):
+        other.pipe.step(both, is_async)
+        other.pipe.synchronize()
+    one.pipe.step(both, is_async)
+    assert one.weights == [-2.0, -2.0]
+
+
 @shows("`model.parameters()` in the step function", "weights written into the model after the optimizer was made")
 def test_parameters_in_the_step() -> None:
     model = Trained()
@@ -420,6 +492,14 @@ def test_forms_of_outputs() -> None:
         assert isinstance(model(input_ids=ids, return_dict=False), tuple)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+@shows("`inspect.signature(model.forward)`")
+def test_signatures() -> None:
+    model = build("llama")
+    wrapped = wrap_model_to_roundpipe(model)
+    assert inspect.signature(wrapped.forward) == inspect.signature(model.forward)
+    assert "input_ids" in inspect.signature(wrapped.forward).parameters
 
 
 @shows("an unknown `recompute_grain`")
