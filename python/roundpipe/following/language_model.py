@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,23 +14,32 @@ from torch import nn
 from roundpipe.call.loss_function import OwnLoss
 from roundpipe.distributed.loss_counts import CallCount
 from roundpipe.following import collector
-from roundpipe.following.loss_arguments import (
+from roundpipe.following.parts import COEFFICIENT, ENDING, FREQUENCIES, FollowedModel
+from roundpipe.following.pictures import picture_splitting
+from roundpipe.following.placeholder import CannotFollow
+from roundpipe.following.refusals import left_out_at_random, refuse_compiled
+from roundpipe.following.rotary import LongRows
+from roundpipe.following.sample_batches import sample_batches
+from roundpipe.following.survey import Uses, find_stacks, forced_arguments, parts_of, sample_batch, watch
+from roundpipe.following.token_wise import ChunkTokens
+from roundpipe.following.verification import Found, try_training, verify
+from roundpipe.layers.adapters import without_adapters
+from roundpipe.losses.ending import Ending, Kept, loss_in
+from roundpipe.losses.loss_arguments import (
     asks_for_router_loss,
     is_part_of_a_sum,
     leaves_loss_to_caller,
     take_return_logits,
 )
-from roundpipe.following.parts import COEFFICIENT, LOSS_ONLY, ROUTER_SHARE, SHARE, FollowedModel
-from roundpipe.following.pictures import picture_splitting
-from roundpipe.following.placeholder import CannotFollow
-from roundpipe.following.reduction import Reduction, asks_for_loss, count, positions_are_inside, rows_of
-from roundpipe.following.refusals import left_out_at_random, refuse_compiled
-from roundpipe.following.sample_batches import sample_batches
-from roundpipe.following.survey import Uses, find_stacks, forced_arguments, parts_of, sample_batch, watch
-from roundpipe.following.token_loss import count_tokens, loss_in, shares
-from roundpipe.following.token_wise import ChunkTokens
-from roundpipe.following.verification import Found, try_training, verify
-from roundpipe.layers.adapters import without_adapters
+from roundpipe.losses.reduction import (
+    FoundLoss,
+    LossForm,
+    Reduction,
+    asks_for_loss,
+    count,
+    positions_are_inside,
+)
+from roundpipe.losses.token_loss import shares
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,6 +106,7 @@ class LanguageModel:
         self.is_causal = language_model_in(model) is not None
         self._chunks = loss_chunk_tokens, mlp_chunk_tokens
         self._contents, self._trained = _contents(model), _trained(model)
+        self._loss_function = _loss_function(inner)
         self._sizes = {id(parameter): parameter.shape for parameter in model.parameters()}
         self._signature = inspect.signature(model.forward)
         self._positions = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
@@ -119,6 +130,7 @@ class LanguageModel:
         if dropped is not None:
             raise CannotFollow(f"it leaves out layers at random ({dropped}; 0 is followed)")
         followed = FollowedModel(self._model, inner, find_stacks(inner), names, forced_arguments(self._model, inner))
+        followed.rotary = self._rotary = LongRows(self._model, followed.layers)
         collector.install(self._model)
         batch, expected = self._watched(followed, inner)
         if not followed.order:
@@ -133,7 +145,7 @@ class LanguageModel:
                 self.chain.add_module(name, part)
             if not self.is_causal:
                 try_training(followed, batch)
-            found = verify(followed, self.chain, batch, expected, self.is_causal)
+            found = verify(followed, self.chain, batch, expected)
         except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
             raise CannotFollow(f"part by part it fails ({type(error).__name__}: {error})") from error
         # Set only now, after the comparison of bits: values computed in chunks are the same, but their bits differ.
@@ -204,8 +216,8 @@ class LanguageModel:
         """
         batch, no_logits = take_return_logits(batch, self._signature.parameters)
         named = [self._named(args, kwargs) for args, kwargs in batch]
-        for arguments in named:
-            self._check_positions(arguments)
+        longest = max((_positions(arguments) or 0 for arguments in named), default=0)
+        self._check_positions(longest)
         counts = self._counts(named)
         summed = self._adds(named[0])
         is_mean = not summed and not leaves_loss_to_caller(named[0])
@@ -217,21 +229,25 @@ class LanguageModel:
                 "[forward] every label of the batch is ignored (-100), so there is no loss; expected at least one "
                 "label that is a token and is not the first of its row"
             )
-        has_labels = None not in counts
+        has_labels = asks_for_loss(named[0]) and (self.is_causal or None not in counts)
         if no_logits and not has_labels:
             raise ValueError(
                 "[forward] return_logits is False and there are no labels; expected one of logits and loss"
             )
-        loss_only = loss_only or no_logits
+        kept = Kept.LOSS if loss_only else Kept.ALL_BUT_LOGITS if no_logits else Kept.ALL
         shared: list[float] | list[None] = shares(counts, summed, total) or [None] * len(batch)
         routed: list[float] | list[None] = [None] * len(batch)
         of_node = 1.0 if count is None else count.share
         if self._sums_router_loss(named[0]) and (len(batch) > 1 or of_node != 1.0):
             labels = sum(counted or 0 for counted in counts)
             routed = [of_node * ((counted or 0) / labels if labels else 1 / len(batch)) for counted in counts]
+        ending = Ending(
+            kept=kept if has_labels else Kept.ALL, refuses_loss=len(batch) > 1 and not asks_for_loss(named[0])
+        )
+        endings = [replace(ending, share=s, router_share=r) for s, r in zip(shared, routed, strict=True)]
+        further = {FREQUENCIES: self._rotary.frequencies(longest)} if longest and self._rotary.modules else {}
         return [
-            (args, {**kwargs, SHARE: weight, ROUTER_SHARE: router, LOSS_ONLY: loss_only and has_labels})
-            for (args, kwargs), weight, router in zip(batch, shared, routed, strict=True)
+            (args, {**kwargs, **further, ENDING: each}) for (args, kwargs), each in zip(batch, endings, strict=True)
         ]
 
     def _sums_router_loss(self, arguments: dict[str, Any]) -> bool:
@@ -262,20 +278,27 @@ class LanguageModel:
         everywhere = torch.full_like(items, total) if isinstance(items, torch.Tensor) else type(items)(total)
         return None, [(args, {**kwargs, "num_items_in_batch": everywhere}) for args, kwargs in batch]
 
+    def _found_for(self, arguments: dict[str, Any]) -> FoundLoss | None:
+        """What is known about the loss of a call; None if nothing is, or no loss is asked for."""
+        if not asks_for_loss(arguments) or _loss_function(self._inner) != self._loss_function:
+            return None
+        return self._found.losses.get(LossForm.of(arguments))
+
     def _counts(self, batch: list[dict[str, Any]]) -> list[int | None]:
-        """For each microbatch, the number of items that the loss averages over; None without labels."""
-        if self.is_causal:
-            shifts = self._found.reduction is Reduction.LABELS_BUT_FIRST
-            return [count_tokens(arguments, shifts) for arguments in batch]
-        reduction = self._found.reduction
-        return [count(reduction, each) if reduction and asks_for_loss(each) else None for each in batch]
+        """For each microbatch, the number of items that the loss averages over; None if it is unknown."""
+        return [self.counted(arguments) for arguments in batch]
 
-    def splitting(self, split_input: Any, kwargs: dict[str, Any]) -> Any:
+    def counted(self, arguments: dict[str, Any]) -> int | None:
+        """The number of items that the loss of a call with these keyword arguments averages over; None if it has none,
+        or if they are unknown."""
+        found = self._found_for(arguments)
+        return None if found is None else count(found.reduction, arguments)
+
+    def splitting(self, split_input: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The way to cut a call into microbatches, if `split_input` leaves it open."""
-        return self._splits(kwargs) if split_input is None else split_input
-
-    def _splits(self, kwargs: dict[str, Any]) -> Any:
-        return picture_splitting(self._config, kwargs)
+        if split_input is not None:
+            return split_input
+        return picture_splitting(self._config, self._named(args, kwargs), self._named)
 
     def microbatches(self, number: int, is_default: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The number of microbatches that a call may be cut into, given that `number` were planned.
@@ -287,22 +310,30 @@ class LanguageModel:
             ValueError: the user asked for more than one, and the result would change.
         """
         arguments = self._named(args, kwargs)
-        reason = self._found.mixing
-        if reason is None and not self.is_causal and asks_for_loss(arguments):
-            if self._found.reduction is None:
-                reason = "what its loss is the mean of is not known"
-            elif not positions_are_inside(arguments):
-                reason = "positions outside of a row do not count"
+        reason = self._found.mixing or self._loss_reason(arguments)
         if reason is None and self._sums_router_loss(arguments) and COEFFICIENT not in vars(self._inner):
             reason = "its router's loss counts once for the batch, and how it is weighted is not known"
         if number == 1 or reason is None:
-            return min(number, rows_of({"input_ids": arguments.get("input_ids")}) if self._splits(kwargs) else number)
+            return min(number, len(arguments["input_ids"])) if self.splitting(None, args, kwargs) else number
         if not is_default:
             raise ValueError(
                 f"[forward] the batch of {self.name} cannot be cut into {number} microbatches: {reason}; set "
                 "num_microbatch=1"
             )
         return 1
+
+    def _loss_reason(self, arguments: dict[str, Any]) -> str | None:
+        """Why the losses of microbatches of a call would not make the loss of the batch; None if they do."""
+        if not asks_for_loss(arguments) or leaves_loss_to_caller(arguments):
+            return None
+        found = self._found_for(arguments)
+        if found is None or count(found.reduction, arguments) is None:
+            return "what its loss is the mean of is not known"
+        if not positions_are_inside(arguments):
+            return "positions outside of a row do not count"
+        if is_part_of_a_sum(arguments) and found.honours_items is None and found.reduction is not Reduction.SUM:
+            return "what its loss does with num_items_in_batch is not known"
+        return None
 
     def check_microbatches(self, number: int | None) -> None:
         """Reports, when the model is wrapped, why a row depends on others.
@@ -342,14 +373,8 @@ class LanguageModel:
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         return {**dict(zip(self._signature.parameters, args, strict=False)), **kwargs}
 
-    def _check_positions(self, arguments: dict[str, Any]) -> None:
-        ids = arguments.get("input_ids")
-        positions = arguments.get("position_ids")
-        if isinstance(positions, torch.Tensor) and positions.numel():
-            needed = int(positions.max()) + 1
-        elif isinstance(ids, torch.Tensor) and ids.dim() == 2:
-            needed = ids.shape[1]
-        else:
+    def _check_positions(self, needed: int) -> None:
+        if self._rotary.accepts_longer:
             return
         if isinstance(self._positions, int) and 0 < self._positions < needed:
             raise ValueError(
@@ -363,13 +388,27 @@ class LanguageModel:
         return self._adds(self._named(args, kwargs))
 
     def _adds(self, arguments: dict[str, Any]) -> bool:
-        found = self._found
-        return found.reduction is Reduction.SUM or (found.adds_up and is_part_of_a_sum(arguments))
+        found = self._found_for(arguments)
+        if found is None:
+            return False
+        return found.reduction is Reduction.SUM or (bool(found.honours_items) and is_part_of_a_sum(arguments))
 
     @staticmethod
     def mean_loss(microbatches: int) -> OwnLoss:
         """A loss_fn that returns the model's own loss, scaled so that the microbatches' losses sum to the batch's."""
         return OwnLoss(loss_in, microbatches)
+
+
+def _positions(arguments: dict[str, Any]) -> int | None:
+    """The number of positions that a call needs; None if it is unknown."""
+    positions = arguments.get("position_ids")
+    if isinstance(positions, torch.Tensor) and positions.numel():
+        return int(positions.max()) + 1
+    for name, dims in (("input_ids", 2), ("inputs_embeds", 3)):
+        value = arguments.get(name)
+        if isinstance(value, torch.Tensor) and value.dim() == dims:
+            return value.shape[1]
+    return None
 
 
 def _contents(model: nn.Module) -> list[int]:
@@ -380,6 +419,11 @@ def _contents(model: nn.Module) -> list[int]:
         found.extend(map(id, module._parameters.values()))
         found.extend(size for p in module._parameters.values() if p is not None for size in p.shape)
     return found
+
+
+def _loss_function(model: PreTrainedModel) -> tuple[Any, Any]:
+    """What changes when the model gets another loss function."""
+    return vars(model).get("_loss_function"), getattr(model, "loss_type", None)
 
 
 def _trained(model: nn.Module) -> set[int]:

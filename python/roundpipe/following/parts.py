@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 from roundpipe.following import collector
 from roundpipe.following.call_shapes import OutputShape, hidden_states
-from roundpipe.following.lazy_logits import LazyLogits
 from roundpipe.following.placeholder import (
     CannotFollow,
     Made,
@@ -34,9 +33,12 @@ from roundpipe.following.program import (
     Template,
     calls_are_alike,
 )
-from roundpipe.following.token_loss import TokenLoss, only_the_loss, weighed
+from roundpipe.following.rotary import Frequencies, LongRows
 from roundpipe.following.token_wise import ChunkTokens, TokenWise, chunk_of, in_chunks
 from roundpipe.layers.shadow import ShadowTree
+from roundpipe.losses.ending import Ending, Kept
+from roundpipe.losses.lazy_logits import LazyLogits
+from roundpipe.losses.token_loss import TokenLoss
 
 # "auto" computes the loss in chunks if a microbatch's float32 logits would take more than this.
 LEAST_LOGITS_BYTES = 16 << 20
@@ -71,6 +73,7 @@ class FollowedModel:
         carried: by the form of the call, the values made before the last call that the forward's end reads. Written by
             the devices' threads; a race only costs a second look.
         ends_early: parameters that are used before the first call, and again for values that the end reads from there.
+        rotary: the rotary modules around its layers whose frequencies depend on the batch.
         calls_alike: says whether, for a call that runs now, the model's code surely calls its layers one after the
             other, each with the same arguments but for the hidden states; None: that is not known.
     """
@@ -88,6 +91,7 @@ class FollowedModel:
     mlp_chunk_tokens: ChunkTokens = None
     carried: dict[str, list[Made]] = field(default_factory=dict)
     ends_early: frozenset[str] = frozenset()
+    rotary: LongRows | None = None
     calls_alike: Callable[[], bool] | None = None
 
 
@@ -178,6 +182,8 @@ class Skeleton:
         for module in self._followed.model.modules():
             # Compiled code would run the original's layers and cannot be followed.
             self._tree.of(module).__dict__["_compiled_call_impl"] = None
+        for module in self._rotary():
+            self._followed.rotary.settle(module, self._tree.of(module).__dict__)  # type: ignore[union-attr]
         for index, layer in enumerate(self._followed.layers):
             state = self._tree.of(layer).__dict__
             state["forward"] = functools.partial(self._called, index)
@@ -189,6 +195,14 @@ class Skeleton:
         result = self._run.called(layer, args, kwargs)
         self._show(Phase.END if self._run.recorder.ended else Phase.BETWEEN)
         return result
+
+    def _rotary(self) -> list[nn.Module]:
+        return [] if self._followed.rotary is None else self._followed.rotary.modules
+
+    def use(self, frequencies: Frequencies) -> None:
+        """Gives the rotary modules the frequencies of the batch that runs next."""
+        for module, own in zip(self._rotary(), frequencies, strict=True):
+            self._tree.of(module)._buffers.update(own)
 
     def of(self, original: nn.Module) -> nn.Module:
         """The stand-in for a module of the model."""
@@ -332,14 +346,16 @@ class Before(Part):
     """Everything until the first of the model's layers is called: embeddings, masks, positions."""
 
     def forward(self, *args: Any, **kwargs: Any) -> PartState:
-        weights = kwargs.pop(SHARE, None), kwargs.pop(ROUTER_SHARE, None), kwargs.pop(LOSS_ONLY, False)
+        ending, frequencies = kwargs.pop(ENDING, Ending()), kwargs.pop(FREQUENCIES, None)
         followed = self.followed
+        if frequencies is not None:
+            self.skeleton().use(frequencies)
         kwargs.update(followed.forced)
         alike = followed.calls_alike is not None and followed.calls_alike()
         again = self._again(args, kwargs) if alike else None
         if again is not None:
             program, values = again
-            program.share, program.router_share, program.loss_only = weights
+            program.ending = ending
             return program, values, {}, ()
         run = RecordingRun(followed, stops=True)
         try:
@@ -352,7 +368,7 @@ class Before(Part):
             )
         compiler = Compiler(run.recorder.ops, run.calls, (args, kwargs))
         program = compiler.compile(self._carried(args, kwargs))
-        program.share, program.router_share, program.loss_only = weights
+        program.ending = ending
         if alike and calls_are_alike(program):
             program.alike = True
             skeleton = self.skeleton()
@@ -393,9 +409,10 @@ class Before(Part):
 
 MOST_TEMPLATES = 4
 """Forms of microbatches whose programs a device keeps."""
-SHARE = "roundpipe_share"
-ROUTER_SHARE = "roundpipe_router_share"
-LOSS_ONLY = "roundpipe_loss_only"
+FREQUENCIES = "roundpipe_frequencies"
+"""The argument with the rotary frequencies of the batch."""
+ENDING = "roundpipe_ending"
+"""The argument that says what is done with a microbatch's outputs."""
 COEFFICIENT = "router_aux_loss_coef"  # of a model with experts, what it multiplies the router's loss by
 
 
@@ -459,12 +476,9 @@ class After(Part):
         args, kwargs = program.inputs.join(values, {})
         skeleton = self.skeleton()
         postponing = self._postponing(skeleton) if self._postpones(values, program) else nullcontext()
-        with postponing, self._sharing_router_loss(skeleton, program.router_share):
+        with postponing, self._sharing_router_loss(skeleton, program.ending.router_share):
             outputs = skeleton.run(ReplayingRun(self.followed, state), args, kwargs)
-        if program.share is not None:
-            outputs = weighed(outputs, program.share)
-        if program.loss_only:
-            outputs = only_the_loss(outputs)
+        outputs = program.ending.of(outputs, type(self.followed.language_model).__name__)
         check_real(outputs)
         return outputs
 
@@ -484,7 +498,7 @@ class After(Part):
     def _postpones(self, values: NumberedValues, program: Program) -> bool:
         """Whether postponing the logits is requested, possible, and saves much memory."""
         chunk = self.followed.loss_chunk_tokens
-        if not program.loss_only or chunk is None:
+        if program.ending.kept is Kept.ALL or chunk is None:
             return False
         head = self.followed.language_model.get_output_embeddings()
         if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
@@ -500,7 +514,7 @@ class After(Part):
         head: Any = skeleton.of(model.get_output_embeddings())
         whole = skeleton.of(model)
         before = whole.__dict__.get("_loss_function")
-        head.__dict__["forward"] = lambda states: LazyLogits.make(states, head.weight, head.bias)
+        head.__dict__["forward"] = lambda input: LazyLogits.make(input, head.weight, head.bias)
         whole.__dict__["_loss_function"] = TokenLoss(model.loss_function, chunk if isinstance(chunk, int) else 0)
         try:
             yield

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from roundpipe.following.placeholder import CannotFollow, Made, Op, Placeholder
+from roundpipe.losses.ending import Ending
 
 NumberedValues = dict[int, torch.Tensor]
 """Tensors that the parts pass on, by number."""
@@ -116,6 +117,9 @@ class LayerCall:
     shapes: tuple[torch.Size | None, ...] = ()
 
 
+_AS_IT_IS = Ending()
+
+
 @dataclass
 class Program:
     """One microbatch's path through the model.
@@ -124,18 +128,14 @@ class Program:
         calls: in order.
         inputs: `(args, kwargs)` of the model's forward.
         carried: numbers of the values made before the last call that the end of the forward reads.
-        share: factor of the microbatch's loss; None: the loss is not scaled.
-        router_share: factor of the router's loss in it; None: that loss is not scaled.
-        loss_only: only the loss is read, so it may be computed without the logits.
+        ending: what is done with its outputs.
         alike: its calls all have the same arguments but for the hidden states, which each takes from the one before.
     """
 
     calls: list[LayerCall]
     inputs: Tree
     carried: dict[Made, int]
-    share: float | None = None
-    router_share: float | None = None
-    loss_only: bool = False
+    ending: Ending = _AS_IT_IS
     alike: bool = False
 
 

@@ -1,26 +1,21 @@
-"""Verifies that a followed model computes the plain model's results, and finds how its loss and its rows depend."""
+"""Verifies that a followed model computes the plain model's results, and finds how its rows and its loss depend."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from roundpipe.data.samples import IGNORED
+from roundpipe.following.loss_trial import rows_of_part, try_losses
 from roundpipe.following.parts import FollowedModel, Over, RecordingRun, Skeleton, buffers_around
 from roundpipe.following.placeholder import CannotFollow
-from roundpipe.following.program import Tree
-from roundpipe.following.reduction import Reduction, asks_for_loss, find_reduction, mixing, weights
 from roundpipe.following.survey import evaluating
-from roundpipe.following.token_loss import loss_in
 from roundpipe.layers.shadow import ShadowTree
+from roundpipe.losses.reduction import FoundLoss, LossForm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,19 +23,15 @@ class Found:
     """The findings of the verification.
 
     Attributes:
-        reduction: what the loss averages over; None if it is unknown, or no loss was seen.
         mixing: the reason why a row's outputs depend on other rows; None if they do not.
-        adds_up: whether, given `num_items_in_batch`, losses are sums divided by it.
+        losses: what is known about the losses of calls, by their form.
     """
 
-    reduction: Reduction | None
-    mixing: str | None = None
-    adds_up: bool = False
+    mixing: str | None
+    losses: dict[LossForm, FoundLoss]
 
 
-def verify(
-    followed: FollowedModel, chain: nn.Sequential, batch: dict[str, Any], expected: Any, is_causal: bool
-) -> Found:
+def verify(followed: FollowedModel, chain: nn.Sequential, batch: dict[str, Any], expected: Any) -> Found:
     """Runs the chain on the host, as a device would, and compares every output with the plain model's, bit for bit."""
     with evaluating(followed.model):
         # Separate trees, as on devices: only values that are passed on reach another part.
@@ -63,51 +54,12 @@ def verify(
             raise CannotFollow("part by part it does not compute the same as whole: its layers share something")
         rows = max(value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor))
         cut = rows - 1
-        pieces = [{n: _rows_of(v, rows, part) for n, v in batch.items()} for part in (slice(cut), slice(cut, rows))]
+        piece = {name: rows_of_part(value, rows, slice(cut)) for name, value in batch.items()}
         halves = any(p.dtype in (torch.bfloat16, torch.float16) for p in followed.model.parameters())
-        found = mixing(outputs, parts[-1](state_of(pieces[0])), rows, cut, 0.1 if halves else 1e-3)
+        found = mixing(outputs, parts[-1](state_of(piece)), rows, cut, 0.1 if halves else 1e-3)
         if found is None and halves and _routes(followed.model):
             found = _mixing_gradient(parts, batch, rows)
-        if is_causal:
-            program, values, *_ = state
-            labels = program.inputs.join(values, {})[1]["labels"]
-            labels[:, 0] = IGNORED
-            again, loss = parts[-1](state).loss, expected.loss
-            shifts = torch.allclose(again, loss, rtol=0, atol=0, equal_nan=True)
-            return Found(Reduction.LABELS_BUT_FIRST if shifts else Reduction.LABELS, found, adds_up=True)
-        if found is not None:
-            return Found(None, found)
-        states = [_part_of(state, rows, part) for part in (slice(cut), slice(cut, rows))]
-
-        def losses(changed: dict[str, Any]) -> tuple[Any, list[Any]]:
-            whole = {n: torch.cat(v) if isinstance(v, list) else v for n, v in changed.items()}
-            each = [{n: v[i] if isinstance(v, list) else v for n, v in changed.items()} for i in range(len(states))]
-            return (
-                loss_in(parts[-1](_called_with(state, whole))),
-                [loss_in(parts[-1](_called_with(s, c))) for s, c in zip(states, each, strict=True)],
-            )
-
-        if not asks_for_loss(batch):
-            return Found(None)
-        # All of these start from the same hidden states, so that only the end rounds.
-        exactness = 2e-3 if halves else 1e-5
-        with _LossesInFloat():
-            reduction = find_reduction(losses, pieces, exactness)
-        return Found(reduction, adds_up=reduction is not None and _adds_up(followed, losses, exactness))
-
-
-class _LossesInFloat(TorchFunctionMode):
-    """Computes losses of 16-bit numbers in fp32: rounded to 8 bits, a mean over labels looks like one over rows."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if "loss" in func.__name__ or "entropy" in func.__name__:
-            args, kwargs = pytree.tree_map_only(torch.Tensor, _in_float, (args, kwargs))
-        return func(*args, **kwargs)
-
-
-def _in_float(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    return Found(found, try_losses(followed, parts[-1], state, batch))
 
 
 def try_training(followed: FollowedModel, batch: dict[str, Any]) -> None:
@@ -151,41 +103,34 @@ def _mixing_gradient(parts: list[nn.Module], batch: dict[str, Any], rows: int) -
     return "what its layers return for a row changes with the batch's other rows" if mixed else None
 
 
-def _adds_up(
-    followed: FollowedModel, losses: Callable[[dict[str, Any]], tuple[Any, list[Any]]], exactness: float
-) -> bool:
-    parameters = inspect.signature(followed.model.forward).parameters.values()
-    if not any(p.kind is p.VAR_KEYWORD or p.name == "num_items_in_batch" for p in parameters):
-        return False
-    try:
-        (whole, each), (twice, _) = (losses({"num_items_in_batch": torch.tensor(number)}) for number in (8, 16))
-    except (RuntimeError, TypeError, ValueError):
-        return False
-    scale = exactness * max(1.0, abs(float(whole)))
-    parts = weights(Reduction.SUM, [1] * len(each))
-    total = sum(float(loss) * weight for loss, weight in zip(each, parts, strict=True))
-    return abs(total - float(whole)) <= scale and abs(2 * float(twice) - float(whole)) <= scale
+def mixing(whole: Any, part: Any, rows: int, part_rows: int, exactness: float) -> str | None:
+    """Returns a sign that a row's outputs depend on other rows; None if there is none.
 
-
-def _rows_of(value: Any, rows: int, part: slice) -> Any:
-    return value[part] if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows else value
-
-
-def _part_of(state: Any, rows: int, part: slice) -> Any:
-    """Some rows of the values that reach the end of the forward."""
-    program, values, *others = state
-
-    def cut(value: torch.Tensor) -> torch.Tensor:
-        if not value.dim() or value.shape[0] % rows:
-            return value
-        return value.reshape(rows, -1, *value.shape[1:])[part].flatten(0, 1)
-
-    return (program, {number: cut(value) for number, value in values.items()}, *others)
-
-
-def _called_with(state: Any, changed: dict[str, Any]) -> Any:
-    """The state after a call, as if some of its arguments had been different."""
-    program, values, *others = state
-    args, kwargs = program.inputs.join(values, {})
-    inputs = Tree(*pytree.tree_flatten((args, {**kwargs, **changed})))
-    return (dataclasses.replace(program, inputs=inputs), values, *others)
+    Args:
+        whole: outputs of a batch.
+        part: outputs of its first rows alone.
+        rows: number of rows of the batch.
+        part_rows: number of rows of the part.
+        exactness: largest difference that rounding makes, relative to the largest value.
+    """
+    named = pytree.tree_flatten_with_path(whole)[0]
+    others = pytree.tree_leaves(part)
+    if len(named) != len(others):
+        return "its outputs have another structure"
+    for (path, mine), theirs in zip(named, others, strict=True):
+        if not isinstance(mine, torch.Tensor) or not isinstance(theirs, torch.Tensor) or mine.dim() == 0:
+            continue
+        place = pytree.keystr(path)
+        if mine.shape[0] % rows:
+            if mine.shape == theirs.shape and torch.equal(mine, theirs):
+                continue  # it belongs to the model, not to the batch
+            return f"output{place} {tuple(mine.shape)} has no dimension of rows"
+        expected = mine[: mine.shape[0] // rows * part_rows]
+        if expected.shape != theirs.shape:
+            return f"output{place} of {part_rows} rows alone is {tuple(theirs.shape)}, not {tuple(expected.shape)}"
+        scale = float(mine.float().nan_to_num(posinf=0, neginf=0).abs().max()) if mine.numel() else 0.0
+        if mine.is_floating_point() and not torch.allclose(
+            expected.float(), theirs.float(), rtol=0, atol=exactness * max(scale, 1e-6), equal_nan=True
+        ):
+            return f"output{place} of a row changes with the batch's other rows"
+    return None

@@ -10,8 +10,8 @@ import torch
 
 from roundpipe.data.balance import balanced_config
 from roundpipe.data.collate import count_label_tokens
-from roundpipe.following.token_loss import loss_in
 from roundpipe.layers.evaluation_mode import evaluation_mode
+from roundpipe.losses.ending import loss_in
 from roundpipe.model.pipe import RoundPipe
 
 
@@ -25,7 +25,7 @@ def held_out_loss(model: RoundPipe, batches: Iterable[Mapping[str, Any]]) -> flo
         batches: keyword arguments of the model, with `labels`.
 
     Raises:
-        ValueError: the model returns no loss, or no token counts.
+        ValueError: the model returns no loss, what it is the mean of is not known, or no token counts.
     """
     total, tokens = held_out_sum(model, batches)
     if not tokens:
@@ -40,13 +40,13 @@ def held_out_sum(model: RoundPipe, batches: Iterable[Mapping[str, Any]]) -> tupl
     """`held_out_loss` as the sum over the predicted tokens, and their number, which may be 0.
 
     Raises:
-        ValueError: the model returns no loss.
+        ValueError: the model returns no loss, or what it is the mean of is not known.
     """
     model.synchronize()
     total, tokens = 0.0, 0
     with evaluation_mode(model):
         for batch in batches:
-            count = count_label_tokens(batch["labels"]) if isinstance(batch.get("labels"), torch.Tensor) else 0
+            count = _counted(model, batch)
             if not count:
                 continue
             config = replace(balanced_config(batch), merge_output=_mean_loss)
@@ -54,6 +54,22 @@ def held_out_sum(model: RoundPipe, batches: Iterable[Mapping[str, Any]]) -> tupl
                 total += count * float(model(**batch, roundpipe_run_config=config, roundpipe_loss_only=True))
             tokens += count
     return total, tokens
+
+
+def _counted(model: RoundPipe, batch: Mapping[str, Any]) -> int:
+    """How many labels of a batch count in the model's loss."""
+    if not isinstance(batch.get("labels"), torch.Tensor):
+        return 0
+    followed = model._language_model
+    if followed is None:
+        return count_label_tokens(batch["labels"])
+    count = followed.counted(dict(batch))
+    if count is None:
+        raise ValueError(
+            f"[held_out_loss] what the loss of {followed.name} is the mean of is not known, expected a mean over "
+            "labels; compute the loss of each batch with model(...) and weigh it yourself"
+        )
+    return count
 
 
 def _mean_loss(outputs: list[Any]) -> torch.Tensor:

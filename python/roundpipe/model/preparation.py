@@ -12,8 +12,8 @@ from roundpipe.call.request import MODES, CallRequest, Microbatch, route_of
 from roundpipe.call.run_config import ResolvedRunConfig, RoundPipeRunConfig
 from roundpipe.data.microbatch import effective_microbatches, microbatch_rows, split_call, split_label
 from roundpipe.distributed.loss_counts import CallCount
-from roundpipe.following.loss_arguments import adding_losses, cut_of_own_loss
 from roundpipe.layers.values import owned, split, to_host
+from roundpipe.losses.loss_arguments import adding_losses, cut_of_own_loss
 
 if TYPE_CHECKING:
     from torch import nn
@@ -123,7 +123,7 @@ class Preparation:
         args, kwargs = to_host((args, kwargs), self.name)
         followed, config, how = self.followed, self.config, self.config.split_input
         if followed is not None:
-            how = followed.splitting(how, kwargs)
+            how = followed.splitting(how, args, kwargs)
         parts = effective_microbatches(args, kwargs, config.num_microbatch, config.num_microbatch_is_default, how)
         if followed is not None:
             parts = followed.microbatches(parts, config.num_microbatch_is_default, args, kwargs)

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from roundpipe import _core
-from roundpipe.following.parts import LOSS_ONLY, SHARE, PartState
+from roundpipe.following.parts import ENDING, PartState
 from roundpipe.following.program import calls_are_alike
 from roundpipe.following.survey import evaluating
 from roundpipe.layers.values import split
+from roundpipe.losses.ending import Ending, Kept
 from roundpipe.native.around import NativeEmbedding, NativeHead
 from roundpipe.native.check import LARGE_BYTES, same_bits
 
@@ -76,10 +77,10 @@ def compare_head(native: NativeHead, before: nn.Module, after: nn.Module) -> str
     trained = (norm, bias, *(() if is_large else (weight,)))
     wanted = [hidden, *(each for each in trained if each is not None and each.requires_grad)]
     with torch.inference_mode(False), evaluating(native.around.causal):
-        for given, loss_only in (({"labels": labels}, True), ({"labels": labels}, False), ({}, False)):
+        for given, kept in (({"labels": labels}, Kept.LOSS), ({"labels": labels}, Kept.ALL), ({}, Kept.ALL)):
             share = _SHARE if given else None
-            state = before(input_ids=torch.zeros_like(labels), **given, **{SHARE: share, LOSS_ONLY: loss_only})
-            gives_logits = not loss_only
+            state = before(input_ids=torch.zeros_like(labels), **given, **{ENDING: Ending(share, kept=kept)})
+            gives_logits = kept is Kept.ALL
             call = _core.HeadCall(0, 1 if given else None, None, share, gives_logits, chunk_tokens, 1 + len(given))
             with torch.enable_grad():
                 theirs, native.structures[bool(given), gives_logits] = split(after(_ending(state, hidden)))

@@ -10,10 +10,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from roundpipe import _core
-from roundpipe.following.parts import LOSS_ONLY, ROUTER_SHARE, SHARE, FollowedModel, PartState
+from roundpipe.following.parts import ENDING, FollowedModel, PartState
 from roundpipe.following.program import LayerCall, Program, Ref
 from roundpipe.following.token_wise import chunk_of
 from roundpipe.layers.values import Structure, split
+from roundpipe.losses.ending import Ending, Kept
 from roundpipe.native.arguments import TokenArguments, token_arguments
 from roundpipe.native.around import NativeEmbedding, NativeHead
 from roundpipe.native.code import Code
@@ -130,16 +131,18 @@ class Passages:
             return None
         places = {number: place for place, number in enumerate(last.kept)}
         labels, items = (None if number is None else places[number] for number in (given.labels, given.items))
-        return self._head(places[last.outputs[0]], labels, items, program.share, program.loss_only, len(places))
+        return self._head(places[last.outputs[0]], labels, items, program.ending, len(places))
 
     def _head(
-        self, hidden: int, labels: int | None, items: int | None, share: float | None, loss_only: bool, inputs: int
+        self, hidden: int, labels: int | None, items: int | None, ending: Ending, inputs: int
     ) -> tuple[_core.HeadCall, Structure] | None:
-        if self.head is None or share == 0:  # a microbatch without labels
+        if self.head is None or ending.share == 0:  # a microbatch without labels
             return None
         chunk = self._followed.loss_chunk_tokens
-        gives_logits = labels is None or not loss_only
-        call = _core.HeadCall(hidden, labels, items, share, gives_logits, 0 if chunk == "auto" else chunk, inputs)
+        gives_logits = labels is None or ending.kept is Kept.ALL
+        call = _core.HeadCall(
+            hidden, labels, items, ending.share, gives_logits, 0 if chunk == "auto" else chunk, inputs
+        )
         return call, self.head.structures[labels is not None, gives_logits]
 
     def enter(self, batch: Sequence[tuple[list[torch.Tensor], Structure]]) -> list[_core.Passage | None]:
@@ -160,8 +163,8 @@ class Passages:
 
     def _entering(self, tensors: list[torch.Tensor], structure: Structure) -> _core.Passage | None:
         args, kwargs = structure.join([Ref(place) for place in range(len(tensors))])  # type: ignore[misc]
-        share, loss_only = kwargs.pop(SHARE, None), kwargs.pop(LOSS_ONLY, False)
-        if kwargs.pop(ROUTER_SHARE, None) is not None:
+        ending: Ending = kwargs.pop(ENDING, Ending())
+        if ending.router_share is not None:
             return None
         given = token_arguments(self._followed.model.forward, args, {**kwargs, **self._followed.forced})
         if given is None:
@@ -175,19 +178,17 @@ class Passages:
             return None
         chunk = chunk_of(self._followed.mlp_chunk_tokens, shape[1]) or 0
         ways = self.attention(), self.experts(), self._followed.loss_chunk_tokens
-        key = (given, share, loss_only, chunk, len(tensors), *ways)
+        key = (given, ending, chunk, len(tensors), *ways)
         passage = self._entered.get(key)
         if passage is None:
-            passage = self._made(given, share, loss_only, chunk, len(tensors))
+            passage = self._made(given, ending, chunk, len(tensors))
             if passage is not None:
                 if len(self._entered) == _MOST_ENTERED:
                     self._entered = {}
                 self._entered[key] = passage
         return passage
 
-    def _made(
-        self, given: TokenArguments, share: float | None, loss_only: bool, chunk: int, inputs: int
-    ) -> _core.Passage | None:
+    def _made(self, given: TokenArguments, ending: Ending, chunk: int, inputs: int) -> _core.Passage | None:
         attention, experts = str(self.attention()), str(self.experts())
         kept = [place for place in (given.labels, given.items) if place is not None]
         hidden, cos, sin, mask, positions = embedded = _core.EMBEDDED
@@ -203,7 +204,7 @@ class Passages:
             calls.append(_core.DecoderCall(*places, attention, experts, chunk_here, outputs, len(embedded) + len(kept)))
         labels = None if given.labels is None else 1
         items = None if given.items is None else len(kept)
-        head = self._head(0, labels, items, share, loss_only, 1 + len(kept))
+        head = self._head(0, labels, items, ending, 1 + len(kept))
         if head is None:
             return None
         embedding = _core.EmbeddingCall(given.ids, given.attention_mask, given.positions, kept, inputs)

@@ -21,12 +21,12 @@ from torch.utils import _pytree as pytree
 
 from roundpipe import _core
 from roundpipe.following.language_model import language_model_in
-from roundpipe.following.lazy_logits import LazyLogits
 from roundpipe.following.parts import LEAST_LOGITS_BYTES
 from roundpipe.following.survey import find_layers
-from roundpipe.following.token_loss import TokenLoss
 from roundpipe.following.token_wise import Candidates, chunk_of, in_chunks
 from roundpipe.layers.shell import PythonLayer
+from roundpipe.losses.lazy_logits import LazyLogits
+from roundpipe.losses.token_loss import TokenLoss
 from roundpipe.memory.budget import HostPrediction, predict_model
 from roundpipe.planning.shape_meter import ShapeMeter
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from roundpipe.call.run_config import RoundPipeRunConfig
 from roundpipe.data.balance import balanced_config
-from roundpipe.following.token_loss import loss_in
+from roundpipe.losses.ending import loss_in
 from roundpipe.model.pipe import RoundPipe
 from roundpipe.trainer.arguments import check_arguments, stay_on_host
 from roundpipe.trainer.host import (

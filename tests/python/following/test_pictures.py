@@ -6,6 +6,7 @@ import copy
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -75,6 +76,31 @@ def batch(pictures: list[int], patches: bool) -> dict[str, Any]:
     return arguments
 
 
+def qwen25_vl() -> nn.Module:
+    rotary = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 100.0}
+    vision = {"depth": 2, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "num_heads": 4}
+    vision |= {"in_channels": 3, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 1, "window_size": 16}
+    tokens = {"image_token_id": PICTURE, "vision_start_token_id": START, "vision_end_token_id": END}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={**TEXT, "rope_parameters": rotary},
+        vision_config={**vision, "fullatt_block_indexes": [1], "tokens_per_second": 2},
+        video_token_id=VIDEO,
+        **tokens,
+    )
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def qwen2_audio() -> nn.Module:
+    audio = {"num_mel_bins": 8, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48}
+    config = transformers.Qwen2AudioConfig(
+        text_config=transformers.Qwen2Config(**TEXT).to_dict(),
+        audio_config={**audio, "d_model": 32, "max_source_positions": 8},
+        audio_token_index=PICTURE,
+    )
+    config.pad_token_id = 0
+    return transformers.Qwen2AudioForConditionalGeneration(config)
+
+
 MODELS = {"llava": llava, "qwen2_vl": qwen2_vl}
 PICTURES = [[1, 1, 1, 1], [2, 0, 1, 1], [0, 0, 0, 0], [1, 0, 0, 1, 2]]
 
@@ -101,3 +127,89 @@ def test_mixed_batches(name: str, pictures: list[int], microbatches: int, one_to
     theirs = {name: gradient for name, gradient in gradients(plain).items() if gradient.any()}
     mine = gradients(model)
     check_gradients({name: mine[name] for name in theirs}, theirs, exact=exact)
+
+
+def check(make: Any, arguments: dict[str, Any], microbatches: int) -> None:
+    """The plain model's loss and gradients."""
+    roundpipe.devices("virtual:2,debug")
+    torch.manual_seed(0)
+    model = make().train()
+    plain = copy.deepcopy(model)
+    expected = plain(**arguments).loss
+    expected.backward()
+    wrapped = wrap_model_to_roundpipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=microbatches))
+    loss = wrapped.forward_backward(input_kwargs=arguments)
+    wrapped.synchronize()
+    torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-5)
+    theirs = {name: gradient for name, gradient in gradients(plain).items() if gradient.any()}
+    mine = gradients(model)
+    check_gradients({name: mine[name] for name in theirs}, theirs, exact=False)
+
+
+def videos(numbers: list[int], seconds: Any) -> dict[str, Any]:
+    """A row for each number of videos, of three frames of four tokens each."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(4, 90, (len(numbers), 45), generator=generator)
+    for row, number in enumerate(numbers):
+        for start in range(1, 1 + 14 * number, 14):
+            ids[row, start - 1] = START
+            ids[row, start : start + 12] = VIDEO
+    total = sum(numbers)
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": ids.masked_fill(ids >= 90, -100),
+        "mm_token_type_ids": (ids == VIDEO).int() * 2,
+        "pixel_values_videos": torch.randn(total * 48, 48, generator=generator),
+        "video_grid_thw": torch.tensor([[3, 4, 4]] * total),
+        "second_per_grid_ts": seconds,
+    }
+
+
+SECONDS = {"list": [1.0, 2.0, 5.0], "tuple": (1.0, 2.0, 5.0), "tensor": torch.tensor([1.0, 2.0, 5.0])}
+
+
+@sweep("numbers, kind, microbatches", [[1, 1, 1], [2, 0, 1], [0, 3, 0]], SECONDS, [2, 3], ids=str, together=1)
+def test_the_seconds_of_videos(numbers: list[int], kind: str, microbatches: int, one_torch_thread: None) -> None:
+    check(qwen25_vl, videos(numbers, SECONDS[kind]), microbatches)
+
+
+def test_positions_in_three_directions(one_torch_thread: None) -> None:
+    """As many rows as directions."""
+    arguments = batch([1, 0, 2], patches=True)
+    positions = torch.randint(0, TOKENS, (3, 3, TOKENS), generator=torch.Generator().manual_seed(0))
+    check(qwen2_vl, arguments | {"position_ids": positions}, 3)
+    text = {name: arguments[name] for name in ("input_ids", "attention_mask", "labels")}
+    text["input_ids"] = text["input_ids"].clamp(max=89)
+    check(qwen2_vl, text | {"position_ids": positions}, 3)
+
+
+@pytest.mark.parametrize("sounds", [[1, 1, 1], [2, 0, 1]])
+def test_sounds(sounds: list[int], one_torch_thread: None) -> None:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(4, 90, (3, 16), generator=generator)
+    for row, number in enumerate(sounds):
+        for start in range(1, 1 + 6 * number, 6):
+            ids[row, start : start + 4] = PICTURE
+    arguments = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": ids.masked_fill(ids >= 90, -100),
+        "input_features": torch.randn(3, 8, 16, generator=generator),
+        "feature_attention_mask": torch.ones(3, 16, dtype=torch.int64),
+    }
+    check(qwen2_audio, arguments, 3)
+
+
+@pytest.mark.parametrize(
+    ("further", "message"),
+    [
+        ({"seen": [1, 2, 3]}, "'seen' has 3 entries, which may belong to the 3 rows of the batch or to their pictures"),
+        ({"seen": torch.ones(5)}, "'seen' has 5 entries, which are neither the 3 rows of the batch nor their pictures"),
+        ({"labels": torch.ones(2, TOKENS, dtype=torch.int64)}, "'labels' has 2 entries, which are neither"),
+    ],
+)
+def test_what_may_belong_to_anything_is_refused(further: dict[str, Any], message: str) -> None:
+    wrapped = wrap_model_to_roundpipe(llava(), model_run_config=RoundPipeRunConfig(num_microbatch=3))
+    with pytest.raises(ValueError, match=message):
+        wrapped(**(batch([2, 0, 1], patches=False) | further))

@@ -14,7 +14,6 @@ import roundpipe
 from causal_models import VOCABULARY, build, padded_batch, tokens
 from gradients import check_gradients, gradients
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
-from roundpipe.following.lazy_logits import LazyLogits
 from sweeps import sweep
 
 CHUNKED = {"loss_chunk_tokens": 4, "mlp_chunk_tokens": 3}
@@ -138,21 +137,6 @@ def test_automatic_chunks_save_memory_where_logits_are_large() -> None:
     assert peaks["auto"] < peaks[None] / 2, peaks
 
 
-def test_lazy_logits_remember_what_a_model_does_with_them() -> None:
-    hidden, weight = torch.randn(2, 3, 8), torch.randn(11, 8)
-    lazy = LazyLogits.make(hidden, weight, None)
-    real = hidden @ weight.T
-    capped = torch.tanh(lazy[:, slice(0, None), :] / 3.0) * 3
-    assert isinstance(capped, LazyLogits)
-    assert capped.steps == (("divide", 3.0), "tanh", ("multiply", 3.0))
-    assert (0.5 * lazy).float().steps == (("multiply", 0.5), "float32")
-    assert lazy.shape == (2, 3, 11) and lazy.device == hidden.device and lazy.dtype == torch.float32
-    torch.testing.assert_close(capped.compute(), torch.tanh(real / 3) * 3)
-    for other in (lazy + 1, lazy.argmax(-1), lazy[:, -1], torch.softmax(lazy, -1), lazy * torch.ones(11)):
-        assert type(other) is torch.Tensor
-    torch.testing.assert_close(lazy + 1, real + 1)
-
-
 @pytest.mark.parametrize("options", [{}, CHUNKED], ids=["plain", "chunked"])
 def test_a_forward_for_the_loss_alone(options: Any) -> None:
     model = build("llama").eval()
@@ -258,6 +242,27 @@ def test_return_logits(options: Any) -> None:
     torch.testing.assert_close(loss, expected.loss.detach())
     with pytest.raises(ValueError, match="return_logits is False and there are no labels"):
         wrapped(input_ids=batch["input_ids"], return_logits=False)
+
+
+@pytest.mark.parametrize("items", [None, 50])
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_routers_without_logits(name: str, microbatches: int, items: int | None) -> None:
+    """The balancing loss and what it is made from are there, as in the published package."""
+    batch: dict[str, Any] = {**padded_batch(), "output_router_logits": True}
+    if items is not None:
+        batch["num_items_in_batch"] = items
+    wrapped = wrap_model_to_roundpipe(build(name), model_run_config=RoundPipeRunConfig(num_microbatch=microbatches))
+    whole, without = wrapped(**batch), wrapped(**batch, return_logits=False)
+    assert without.logits is None and whole.logits is not None
+    for outputs in (whole, without):
+        assert len(outputs.router_logits) == 3
+        assert all(logits.shape == (batch["input_ids"].numel(), 4) for logits in outputs.router_logits)
+    torch.testing.assert_close((without.loss, without.aux_loss), (whole.loss, whole.aux_loss))
+    if microbatches == 1:
+        plain = build(name)(**batch, use_cache=False)
+        torch.testing.assert_close((without.loss, without.aux_loss), (plain.loss, plain.aux_loss))
+        torch.testing.assert_close(without.router_logits, plain.router_logits)
 
 
 @pytest.mark.parametrize("asked", ["by the call", "by the model"])

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from roundpipe.data.collate import count_label_tokens
 from roundpipe.data.samples import IGNORED
-from roundpipe.following.lazy_logits import LazyLogits
+from roundpipe.losses.lazy_logits import LazyLogits
 from roundpipe.ops.functional import linear_cross_entropy
-
-
-def loss_in(outputs: Any) -> Any:
-    """The loss among a model's outputs, a ModelOutput or a tuple that begins with it; None if there is none."""
-    return outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "loss", None)
-
-
-def count_tokens(kwargs: dict[str, Any], shifts: bool) -> int | None:
-    """Counts the labels of a batch that are not ignored. None if there are no labels.
-
-    Args:
-        kwargs: the model's arguments.
-        shifts: whether the model shifts labels, so that nothing predicts the first token of a row.
-    """
-    shifted, labels = kwargs.get("shift_labels"), kwargs.get("labels")
-    if isinstance(shifted, torch.Tensor):
-        return int((shifted != IGNORED).sum())
-    if isinstance(labels, torch.Tensor):
-        return count_label_tokens(labels) if shifts else int((labels != IGNORED).sum())
-    return None
 
 
 def shares(counts: list[int | None], summed: bool, total: float | None = None) -> list[float] | None:
@@ -54,36 +33,6 @@ def shares(counts: list[int | None], summed: bool, total: float | None = None) -
     return [n * count / total for count in counts if count is not None]
 
 
-def only_the_loss(outputs: Any) -> Any:
-    """The model's outputs without all but the loss."""
-    if isinstance(outputs, tuple):
-        return outputs[:1]
-    for name in outputs:
-        if name != "loss":
-            outputs[name] = None
-    return outputs
-
-
-def weighed(outputs: Any, share: float) -> Any:
-    """The model's outputs with its loss times `share`; if no token counts, the loss is 0 instead of 0 / 0."""
-    loss = loss_in(outputs)
-    if loss is None:
-        return outputs
-    if share == 0:
-        others = [leaf for leaf in pytree.tree_leaves(outputs) if leaf is not loss and isinstance(leaf, torch.Tensor)]
-        # One element of each is enough: only its dependencies matter.
-        ends = [leaf.hidden if isinstance(leaf, LazyLogits) else leaf for leaf in others]
-        ends += [leaf.weight for leaf in others if isinstance(leaf, LazyLogits)]
-        parts = [end.flatten()[:1].sum() * 0 for end in ends if end.requires_grad]
-        weighed = torch.stack([part.to(loss.dtype) for part in parts]).sum() if parts else torch.zeros_like(loss)
-    else:
-        weighed = loss * share
-    if isinstance(outputs, tuple):
-        return (weighed, *outputs[1:])
-    outputs["loss"] = weighed
-    return outputs
-
-
 class TokenLoss:
     """Replaces a model's loss function: accepts logits that have not been computed, and rows without labels.
 
@@ -102,7 +51,10 @@ class TokenLoss:
         logits = given.get("logits")
         if not isinstance(logits, LazyLogits):
             return self._original(*args, **kwargs)
-        if self._original.__name__ != "ForCausalLMLoss" or given.get("vocab_size") != logits.shape[-1]:
+        if logits.computed is not None:  # somebody may have written into them
+            return self._original(**{**given, "logits": logits.computed})
+        own = self._original is sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
+        if not own or given.get("vocab_size") != logits.shape[-1]:
             return self._original(**{**given, "logits": logits.compute()})
         return self._chunked(logits, given)
 
@@ -112,6 +64,7 @@ class TokenLoss:
         if labels is None:
             labels = torch.nn.functional.pad(given["labels"], (0, 1), value=ignored)[..., 1:]
         items = given.get("num_items_in_batch")
+        logits.check_sources()
         loss: torch.Tensor = linear_cross_entropy(
             logits.hidden.reshape(-1, logits.hidden.shape[-1]),
             logits.weight,

@@ -13,9 +13,9 @@ from torch import nn
 
 from roundpipe.call.run_config import ResolvedRunConfig
 from roundpipe.data.microbatch import merge_outputs
-from roundpipe.following.reduction import asks_for_loss
-from roundpipe.following.token_loss import loss_in
 from roundpipe.layers.adapters import without_adapters
+from roundpipe.losses.ending import loss_in
+from roundpipe.losses.reduction import asks_for_loss
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
