@@ -35,14 +35,14 @@ struct Loaded {
 //
 // Make model, optimizer and scaler as at the start of the training, then load. `folder` is a checkpoint, or a run's
 // folder: then its newest checkpoint is loaded; if that one is damaged in any way, the one before is, and the user is
-// told which file was wrong and how many steps are lost. Devices, plans and the weights' dtype may be others than at the
-// save. The number of microbatches is the checkpoint's, since it belongs to the bits; the user is told if it differs.
-// Files are read once, straight into the model, and verified. A save into the folder that this process has under way is
-// waited for.
+// told which file was wrong and how many steps are lost. Devices, plans and the weights' dtype may be others than at
+// the save. The number of microbatches is the checkpoint's, since it belongs to the bits; the user is told if it
+// differs. Files are read once, straight into the model, and verified. A save into the folder that this process has
+// under way is waited for.
 //
 // Throws std::invalid_argument for a checkpoint of another model or optimizer, with nothing changed; Error if there is
-// no checkpoint that is whole; and first whatever earlier work of the model threw, which is no damage. Damage of a large
-// file is found when it has been read: do not use the model then. The caller's thread.
+// no checkpoint that is whole; and first whatever earlier work of the model threw, which is no damage. Damage of a
+// large file is found when it has been read: do not use the model then. The caller's thread.
 Loaded load_checkpoint(const std::string& folder, Model& model, Optimizer& optimizer, const LoadOptions& options = {});
 Loaded load_checkpoint(const std::string& folder, Model& model, torch::optim::Optimizer& optimizer,
                        const LoadOptions& options = {});

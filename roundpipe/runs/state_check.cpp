@@ -50,7 +50,7 @@ int64_t element_bytes(std::string_view name) {
 // Checks one file's state.
 class Check {
  public:
-  Check(const StoredCheckpoint::Section& tensors, const std::string& where) : tensors_(tensors), where_(where) {}
+  Check(const StoredSection& tensors, const std::string& where) : tensors_(tensors), where_(where) {}
 
   template <typename... Parts>
   [[noreturn]] void refuse(const Parts&... what) const {
@@ -257,14 +257,13 @@ class Check {
     }
   }
 
-  const StoredCheckpoint::Section& tensors_;
+  const StoredSection& tensors_;
   const std::string& where_;
 };
 
 }  // namespace
 
-void check_state(const json& state, StateKind kind, const StoredCheckpoint::Section& tensors,
-                 const std::string& where) {
+void check_state(const json& state, StateKind kind, const StoredSection& tensors, const std::string& where) {
   const Check check(tensors, where);
   if (!state.is_object()) check.refuse("the state is ", state.type_name(), ", expected an object");
   if (kind != StateKind::kRank) {
@@ -293,8 +292,8 @@ void check_state(const json& state, StateKind kind, const StoredCheckpoint::Sect
   if (kind == StateKind::kRank && state.contains("ranges")) check.ranges(state);
 }
 
-void check_ranges(const std::vector<json>& states, const std::vector<StoredCheckpoint::Sections>& sections,
-                  const StoredCheckpoint::Section& weights, const std::string& folder) {
+void check_ranges(const std::vector<json>& states, const std::vector<StoredSections>& sections,
+                  const StoredSection& weights, const std::string& folder) {
   const auto refuse = [&](const std::string& name, const auto&... what) {
     throw Error(concat("[", folder, "] '", shown(name), "' ", what..., "; the checkpoint is damaged, use another one"));
   };

@@ -16,17 +16,10 @@
 #include <roundpipe/checkpoint/manifest.h>
 #include <roundpipe/core/mutex.h>
 #include <roundpipe/runs/state_value.h>
+#include <roundpipe/runs/stored_tensor.h>
 #include <roundpipe/saving/tensor_files.h>
 
 namespace roundpipe {
-
-// A tensor in one of a checkpoint's files.
-struct StoredTensor {
-  std::string file;
-  c10::ScalarType dtype = at::kFloat;
-  std::vector<int64_t> shape;
-  int64_t bytes = 0;
-};
 
 // A complete checkpoint on disk, of programs in C++ or Python, of one process or of several nodes.
 //
@@ -36,9 +29,8 @@ struct StoredTensor {
 // files. Thread safety: one thread.
 class StoredCheckpoint {
  public:
-  // By its name in the files.
-  using Section = std::map<std::string, StoredTensor>;
-  using Sections = std::map<std::string, Section>;
+  using Section = StoredSection;
+  using Sections = StoredSections;
   // Tensors to read, by section, name in the files, and the host tensor that takes the values.
   using Destinations = std::map<std::string, std::vector<std::pair<std::string, at::Tensor>>>;
   // The same by file.

@@ -438,13 +438,15 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         """Predicts the memory that `forward_backward` with these arguments would take, without making a step.
 
         Each kind of layer runs once with one microbatch, outside the pipeline. Only shapes count, so the values may be
-        anything that the model accepts.
+        anything that the model accepts. Settles no asynchronous step: later calls have the bits that they would have
+        had.
 
         Raises:
             ValueError: `forward_backward` would refuse these arguments.
         """
         given = StepArguments("predict_memory", input_args, input_kwargs, label, loss_fn, False, run_config)
         request = self._prepare_step(given)
+        self._step_group.show_weights()  # layers may look at values; this settles no step
         with torch.inference_mode(False), torch.enable_grad():
             predicted = self._memory.predict(request)
         if self._language_model is None:

@@ -23,7 +23,6 @@ from roundpipe.model.published_attributes import source_of_names
 from roundpipe.saving.encoding import Encoder
 from roundpipe.saving.names import ModelNames, names_of
 from roundpipe.saving.random_states import random_states
-from roundpipe.saving.sampled import sampled_checksum
 from roundpipe.step.binding import BoundOptimizer
 from roundpipe.step.fused_steps import FusedSteps
 from roundpipe.step.scaler import GradScaler
@@ -322,7 +321,9 @@ def begin(model: ModelFacade, step: int, ranks: Ranks) -> Capture:
         versions=_versions(),
         devices=len(devices()),
         dtypes={name: str(parameter.dtype).removeprefix("torch.") for name, parameter in names.parameters.items()},
-        outside={name: sampled_checksum(names.parameters[name]) for name in names.outside if name in names.parameters},
+        outside={
+            name: _core.sampled_checksum(names.parameters[name]) for name in names.outside if name in names.parameters
+        },
         tied=dict(_tied(model, names)),
     )
     capture.files.update(_configurations(source_of_names(model), names.adapter))

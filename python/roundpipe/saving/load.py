@@ -22,7 +22,6 @@ from roundpipe.saving.names import ModelNames, names_of
 from roundpipe.saving.own_state import OwnState
 from roundpipe.saving.prepared import Prepared, prepared
 from roundpipe.saving.ranks import ranks_of_call
-from roundpipe.saving.sampled import sampled_checksum
 from roundpipe.saving.stored import StoredCheckpoint
 from roundpipe.saving.torch_state import load_torch
 from roundpipe.saving.weights import WeightPlaces
@@ -228,7 +227,7 @@ def _check_weights(stored: StoredCheckpoint, request: _Request, names: ModelName
     places.check_shapes()
     for name, checksum in stored.state["outside"].items():
         parameter = names.parameters.get(name)
-        if parameter is not None and sampled_checksum(parameter) != checksum:
+        if parameter is not None and _core.sampled_checksum(parameter) != checksum:
             raise ValueError(
                 f"[load_checkpoint] the frozen parameter '{name}' has other values than when {stored.folder} was "
                 "saved, expected the same base, which the checkpoint does not hold; load that base first"

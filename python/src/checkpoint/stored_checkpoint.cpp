@@ -1,6 +1,7 @@
 #include <roundpipe/runs/stored_checkpoint.h>
 
 #include <roundpipe/checkpoint/fall_back.h>
+#include <roundpipe/runs/capture.h>
 #include <roundpipe/runs/run_folders.h>
 
 #include "bindings.h"
@@ -79,6 +80,7 @@ void bind_stored_checkpoint(py::module_& module) {
           "damaged", [](KeptFallBack& kept, const std::string& problem) { kept.fall_back.damaged(problem); },
           py::arg("problem"));
   module.def("checkpoints_in", &checkpoints_in, py::arg("folder"), py::call_guard<py::gil_scoped_release>());
+  module.def("sampled_checksum", &sampled_checksum, py::arg("tensor"), py::call_guard<py::gil_scoped_release>());
   module.def("latest", &latest, py::arg("folder"), py::call_guard<py::gil_scoped_release>());
 }
 
