@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/runtime/call/batch_cut.h>
 
 namespace roundpipe::detail {
 
