@@ -18,6 +18,7 @@ ALSO = (
     "roundpipe/core/frontend.h",
     "roundpipe/optim/algorithm.h",
     "roundpipe/optim/weight_decay.h",
+    "roundpipe/runtime/call/cut.h",
     "roundpipe/schedule/costs.h",
     "roundpipe/schedule/plan.h",
     "roundpipe/schedule/planner.h",

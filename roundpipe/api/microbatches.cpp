@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/runtime/call/batch_cut.h>
 
 namespace roundpipe::detail {
 
@@ -67,8 +68,8 @@ std::vector<Values> apply(const Values& values, const std::vector<LeafCut>& cuts
     int64_t start = 0;
     for (size_t m = 0; m < parts.size(); ++m) {
       const bool is_whole = cuts[i].dimension < 0;
-      parts[m].tensors.push_back(
-          is_whole ? values.tensors[i] : values.tensors[i].narrow(cuts[i].dimension, start, cuts[i].sizes[m]));
+      parts[m].tensors.push_back(is_whole ? values.tensors[i]
+                                          : values.tensors[i].narrow(cuts[i].dimension, start, cuts[i].sizes[m]));
       start += is_whole ? 0 : cuts[i].sizes[m];
     }
   }

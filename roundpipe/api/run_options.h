@@ -7,8 +7,8 @@
 
 #include <c10/core/Device.h>
 
-#include <roundpipe/runtime/call/batch_cut.h>
 #include <roundpipe/runtime/call/call.h>
+#include <roundpipe/runtime/call/cut.h>
 #include <roundpipe/runtime/submission.h>
 
 namespace roundpipe {

@@ -282,8 +282,7 @@ def _described(leaf: Any, name: str, spec: Any, role: _core.BatchRole) -> _core.
         return _core.BatchLeaf(name, list(leaf.shape), cut, role)
     if isinstance(leaf, RoundPipePackedData):
         return _core.BatchLeaf(name, cut=cut, role=role, ready=len(leaf), ready_rows=leaf.rows() or [])
-    numbers = len(leaf) if isinstance(leaf, np.ndarray) and leaf.ndim and role == _core.BatchRole.LABEL else 0
-    return _core.BatchLeaf(name, cut=cut, role=role, numbers=numbers)
+    return _core.BatchLeaf(name, cut=cut, role=role)
 
 
 def _roles(args: Args, kwargs: Kwargs) -> list[_core.BatchRole]:
@@ -305,7 +304,7 @@ def _column(leaf: Any, cut: _core.LeafCut, n: int) -> list[Any]:
 
 
 def _numbers_in(label: Any) -> int:
-    """The length of a list or tuple of plain values in a label that has no tensors; 0 if there is none."""
+    """The length of an array, or of a list or tuple of plain values, in a label without tensors; 0 if there is none."""
     leaves = pytree.tree_leaves(label, is_leaf=_is_numbers)
     if any(isinstance(leaf, (torch.Tensor, RoundPipePackedData)) for leaf in leaves):
         return 0
@@ -313,6 +312,8 @@ def _numbers_in(label: Any) -> int:
 
 
 def _is_numbers(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
     return type(value) in (list, tuple) and len(value) > 1 and all(isinstance(v, (int, float, str)) for v in value)
 
 

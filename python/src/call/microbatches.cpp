@@ -24,7 +24,9 @@ void bind_microbatches(py::module_& module) {
            py::arg("name"), py::arg("shape") = std::vector<int64_t>{}, py::arg("cut") = Cut{},
            py::arg("role") = BatchLeaf::Role::kArgument, py::arg("ready") = 0,
            py::arg("ready_rows") = std::vector<int64_t>{}, py::arg("numbers") = 0);
-  ValueClass<LeafCut>(module, "LeafCut").attribute("dimension", &LeafCut::dimension).attribute("sizes", &LeafCut::sizes);
+  ValueClass<LeafCut>(module, "LeafCut")
+      .attribute("dimension", &LeafCut::dimension)
+      .attribute("sizes", &LeafCut::sizes);
   py::class_<InputCut>(module, "InputCut")
       .def(py::init<std::vector<BatchLeaf>>(), py::arg("leaves"))
       .def("count", &InputCut::count, py::arg("wanted"), py::arg("by_default"))

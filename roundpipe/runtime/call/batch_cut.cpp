@@ -13,7 +13,8 @@ namespace roundpipe::runtime {
 namespace {
 
 constexpr const char* kSayHowLabels =
-    "; if they are not rows, say how they are cut or that they are whole (RunOptions::cut_labels in C++, split_label in "
+    "; if they are not rows, say how they are cut or that they are whole (RunOptions::cut_labels in C++, split_label "
+    "in "
     "Python), or cut them yourself";
 
 std::string shown(const std::vector<int64_t>& shape) {
@@ -105,7 +106,8 @@ void InputCut::choose(const std::vector<size_t>& automatic) {
     doubted.erase(std::remove_if(doubted.begin(), doubted.end(), is_other), doubted.end());
   }
   for (const BatchLeaf& leaf : leaves_) {
-    if (ready_rows_.empty() && !leaf.ready_rows.empty() && sum(leaf.ready_rows) == batch_) ready_rows_ = leaf.ready_rows;
+    if (ready_rows_.empty() && !leaf.ready_rows.empty() && sum(leaf.ready_rows) == batch_)
+      ready_rows_ = leaf.ready_rows;
   }
   for (const size_t i : automatic) {
     if (rows[i] == batch_) dimensions_[i] = 0;
@@ -211,8 +213,8 @@ std::vector<LeafCut> cut_labels(const std::vector<BatchLeaf>& labels, const Micr
     require_ready(leaf, count, "labels");
     if (leaf.numbers > 0 && leaf.cut.kind == Cut::Kind::kAutomatic && count > 1) {
       throw std::invalid_argument(concat("[labels] ", leaf.name, " is a sequence of ", leaf.numbers,
-                                         " numbers, which is not cut into ", count,
-                                         " microbatches, expected a tensor", kSayHowLabels));
+                                         " numbers, which is not cut into ", count, " microbatches, expected a tensor",
+                                         kSayHowLabels));
     }
     const int64_t given = given_dimension(leaf, "labels");
     if (given >= 0) {

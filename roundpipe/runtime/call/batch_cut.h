@@ -5,22 +5,9 @@
 #include <string>
 #include <vector>
 
+#include <roundpipe/runtime/call/cut.h>
+
 namespace roundpipe::runtime {
-
-// How one tensor of a batch is cut into microbatches.
-struct Cut {
-  enum class Kind {
-    kAutomatic,  // along dimension 0 if the tensor has as many rows as the batch; otherwise every microbatch gets it
-                 // whole
-    kAlong,      // along `dimension`, as at::tensor_split cuts: larger parts first
-    kWhole,      // every microbatch gets it whole
-  };
-  Kind kind = Kind::kAutomatic;
-  int64_t dimension = 0;
-
-  static Cut along(int64_t dimension) { return {Kind::kAlong, dimension}; }
-  static Cut whole() { return {Kind::kWhole, 0}; }
-};
 
 // One value among the inputs or the labels of a call, as the rules of cutting see it.
 struct BatchLeaf {
@@ -88,9 +75,9 @@ class InputCut {
 MicrobatchRows rows_of(const std::vector<std::vector<BatchLeaf>>& microbatches);
 
 // How labels go to `count` microbatches whose inputs have `rows`. A tensor that is cut automatically has a row for each
-// row of the batch, and goes where that goes; so have the parts of a label that the caller has cut, unless it is said to
-// be whole. A single row beside other labels stands for all rows. If nobody knows the rows of the inputs, tensors are
-// cut as at::tensor_split cuts. Throws std::invalid_argument for another number of rows, also if there is only one
+// row of the batch, and goes where that goes. So have the parts of a label that the caller has cut, unless it is said
+// to be whole. A single row beside other labels stands for all rows. If nobody knows the rows of the inputs, tensors
+// are cut as at::tensor_split cuts. Throws std::invalid_argument for another number of rows, also if there is only one
 // microbatch; for tensors that disagree; for a tensor with fewer rows than microbatches; and, if there are several, for
 // a sequence of numbers, which nothing cuts.
 std::vector<LeafCut> cut_labels(const std::vector<BatchLeaf>& labels, const MicrobatchRows& rows, int count);

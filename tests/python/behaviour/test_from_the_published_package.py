@@ -284,6 +284,37 @@ def test_label_rows() -> None:
     assert seen == [(2, 2)] * 2
 
 
+@shows(
+    "labels with another number of rows than the batch",
+    "labels beside packed input",
+    "a list or tuple of plain numbers as the label",
+)
+def test_label_rows_of_the_batch() -> None:
+    from torch.distributed.pipelining.microbatch import _Replicate
+
+    seen: list[Any] = []
+
+    def loss(outputs: torch.Tensor, label: Any) -> torch.Tensor:
+        seen.append((len(outputs), len(label)))
+        return outputs.sum()
+
+    pipe, x = RoundPipe(nn.Linear(2, 2)), torch.ones(4, 2)
+    for microbatches in (1, 2):
+        config = RoundPipeRunConfig(num_microbatch=microbatches)
+        with pytest.raises(ValueError, match=r"label has 2 rows .* the batch has 4"):
+            pipe.forward_backward((x,), label=torch.ones(2), loss_fn=loss, run_config=config)
+    packed = RoundPipePackedData([torch.ones(1, 2), torch.ones(3, 2)])
+    pipe.forward_backward((packed,), label=torch.ones(4), loss_fn=loss)
+    assert sorted(seen) == [(1, 1), (3, 3)]
+    two = RoundPipeRunConfig(num_microbatch=2)
+    with pytest.raises(ValueError, match="label is a sequence of 3 numbers"):
+        pipe.forward_backward((x,), label=[1, 2, 3], loss_fn=loss, run_config=two)
+    del seen[:]
+    whole = RoundPipeRunConfig(num_microbatch=2, split_label=_Replicate)
+    pipe.forward_backward((x,), label=[1, 2, 3], loss_fn=loss, run_config=whole)
+    assert seen == [(2, 3), (2, 3)]
+
+
 # --- steps and gradients ---
 
 

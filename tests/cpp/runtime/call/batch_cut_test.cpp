@@ -57,7 +57,8 @@ TEST_SUITE("batch cut") {
   TEST_CASE("a label among the inputs has the rows of the batch") {
     const InputCut inputs({leaf("ids", {8, 5}, Role::kKeyword), leaf("labels", {4, 5}, Role::kLabel)});
     CHECK(inputs.cut(1).size() == 2);  // the model itself sees both
-    CHECK_THROWS_WITH_AS(inputs.cut(2), doctest::Contains("[labels] labels has 4 rows (shape [4, 5]) and the batch has 8"),
+    CHECK_THROWS_WITH_AS(inputs.cut(2),
+                         doctest::Contains("[labels] labels has 4 rows (shape [4, 5]) and the batch has 8"),
                          std::invalid_argument);
     CHECK_THROWS_AS(cut({leaf("ids", {8}, Role::kKeyword), leaf("labels", {1}, Role::kLabel)}, 8),
                     std::invalid_argument);
