@@ -384,15 +384,8 @@ class TorchSteps(StepGroup):
         return any(group is self for group in split_parameters(optimizer)[1])
 
     def zero_gradients(self, model: nn.Module, set_to_none: bool) -> None:
-        """Clears all gradients of `model` that no step has consumed, once they have landed. With `set_to_none`, calls
-        go on reading the weights that they would have read."""
-        if set_to_none and self.has_copies:
-            self.finish_update()
-            self.models.drain()
-            for pipeline in self.models.all_pipelines():
-                pipeline.drop_gradients()
-        else:
-            self.synchronize()
+        """Clears all gradients of `model` that no step has consumed, once they have landed; settles delayed steps."""
+        self.synchronize()
         self.clear_copies(set_to_none)
         model.zero_grad(set_to_none)
 

@@ -124,6 +124,8 @@ class SilentProgram:
     def zero_grad(self) -> None:
         self.model.zero_grad()
         self.plain_optimizer.zero_grad()
+        if self.kind == "function":
+            self.settle()
 
     def assign(self) -> None:
         """`parameter.data = value`, which calls and steps go on from."""
