@@ -257,9 +257,6 @@ void ModelOptimizer::finish() {
     if (block->reader) block->reader->before_step();
     // Values that the user has assigned after the step are newer than its weights.
     block->state.block->adopt_replaced();
-  }
-  for (const auto& block : *blocks_) block->refuse_lost_writes();
-  for (const auto& block : *blocks_) {
     if (block->state.block->settle()) block->state.block->repoint();
   }
   take_writes();
