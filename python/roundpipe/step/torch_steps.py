@@ -152,8 +152,9 @@ class TorchSteps(StepGroup):
         # The engine itself points parameters in a pipeline elsewhere.
         return [(source._version, source.data_ptr() if id(source) in on_host else 0) for source in self._sources]
 
-    def _refresh_copies(self) -> None:
-        """Copies values that the user has written into the model's parameters, or assigned to them."""
+    def take_writes(self) -> None:
+        """Copies values that the user has written into the model's parameters, or assigned to them. REQUIRES: no step
+        function is running."""
         self.models.adopt_replaced()
         with torch.no_grad():
             for index, (source, seen) in enumerate(zip(self._sources, self._look(), strict=True)):
@@ -198,7 +199,7 @@ class TorchSteps(StepGroup):
         self.check_trainable()
         self.finish_update()
         self.models.begin_step(is_async)
-        self._refresh_copies()
+        self.take_writes()
         scales = hand_over_scales()
         with uninterrupted():
             # May raise, so it comes first: a version that has begun must be finished.
@@ -310,7 +311,7 @@ class TorchSteps(StepGroup):
             self._note_copies()
 
     def _settle(self) -> None:
-        self._refresh_copies()
+        self.take_writes()
         self._unpublished |= self._copies_written()
         self._publish_now()
 
@@ -362,7 +363,7 @@ class TorchSteps(StepGroup):
         self.finish_update()
         self.check_trainable()
         if self._has_copies_in(optimizer):
-            self._refresh_copies()
+            self.take_writes()
             self.hand_over()
         else:
             self.synchronize()
