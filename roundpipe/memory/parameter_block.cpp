@@ -125,6 +125,7 @@ void ParameterBlock::repoint() {
 }
 
 void ParameterBlock::show_newest() {
+  if (!current_->parts.empty()) return repoint();  // mapped parts are the only version
   const WeightVersionPtr& version = newest();
   if (!version->published->complete() || version->published->error() || !version->flat.defined()) return;
   shown_ = version->flat;
