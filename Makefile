@@ -68,7 +68,7 @@ help:
 	@echo 'make test-card      a short form of the tests for accelerators, on the test card of docs/test-card.md'
 	@echo 'make test-card-all  all of them, with delays; make test-all runs it too'
 	@echo 'make test-mutants   mistakes planted into the engine, each found by a test on that card. About half an hour'
-	@echo 'make test-silence   two thousand random programs of what users do, beside plain PyTorch. About half an hour'
+	@echo 'make test-silence   two thousand random programs of what users do, beside plain PyTorch. About a minute'
 	@echo 'make test-asan      C++ tests under AddressSanitizer'
 	@echo 'make test-tsan      C++ tests under ThreadSanitizer'
 	@echo 'make test-no-torch  C++ tests of the levels that need no torch, built without it'

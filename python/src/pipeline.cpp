@@ -247,6 +247,9 @@ void bind_pipeline(py::module_& module) {
           "show_newest_weights", [](Pipeline& pipeline) { return pipeline.weights().show_newest(); },
           py::call_guard<py::gil_scoped_release>())
       .def("expose", &Pipeline::expose, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "show_gradients", [](Pipeline& pipeline) { pipeline.gradients().show(); },
+          py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("has_gradients", [](Pipeline& pipeline) { return pipeline.gradients().any(); })
       .def_property(
           "exposes_gradients", [](Pipeline& pipeline) { return pipeline.gradients().shows_at_once(); },

@@ -72,10 +72,7 @@ void HostWeights::synchronize() {
 }
 
 const NamedParameters& HostWeights::named_parameters() {
-  runtime::Pipeline& shown = pipeline();
-  if (hides_weights_) {
-    hides_weights_ = !shown.weights().show_newest();
-  }
+  if (pipeline().weights().show_newest()) hides_weights_ = false;
   return named_;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <unordered_set>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
@@ -124,6 +125,7 @@ void ParameterBlock::repoint() {
 }
 
 void ParameterBlock::show_newest() {
+  if (!current_->parts.empty()) return repoint();  // mapped parts are the only version
   const WeightVersionPtr& version = newest();
   if (!version->published->complete() || version->published->error() || !version->flat.defined()) return;
   shown_ = version->flat;
@@ -149,10 +151,8 @@ bool ParameterBlock::points_here(size_t index) const {
   return tensor.const_data_ptr() == place && tensor.strides() == at::IntArrayRef(expected.strides);
 }
 
-void ParameterBlock::adopt_replaced() {
-  const at::NoGradGuard no_grad;
-  own_trainable();
-  std::vector<std::pair<size_t, at::Tensor>> values;
+std::vector<size_t> ParameterBlock::replaced() const {
+  std::vector<size_t> indices;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (points_here(i)) continue;
     const at::Tensor& tensor = parameters_[i].tensor;
@@ -169,24 +169,51 @@ void ParameterBlock::adopt_replaced() {
                                          "' is in another model in the pipeline as well, whose step is under way; call "
                                          "synchronize() of that model first"));
     }
-    // Of its own where it lies in memory that is written below: two parameters that have changed places.
-    const bool lies_here = shown_.defined() && tensor.storage().is_alias_of(shown_.storage());
-    values.emplace_back(i, lies_here ? tensor.detach().clone() : tensor.detach());
+    indices.push_back(i);
   }
-  if (values.empty()) return;
-  device::wait_interruptible(*current_->published);
-  device::wait_interruptible(*newest()->published);
+  return indices;
+}
+
+void ParameterBlock::adopt_replaced(const std::vector<ParameterBlock*>& blocks) {
+  const at::NoGradGuard no_grad;
+  std::vector<std::pair<ParameterBlock*, std::vector<size_t>>> found;
+  for (ParameterBlock* const block : blocks) {
+    block->own_trainable();
+    if (std::vector<size_t> indices = block->replaced(); !indices.empty()) {
+      found.emplace_back(block, std::move(indices));
+    }
+  }
+  std::unordered_set<const void*> written;
+  for (const auto& [block, indices] : found) {
+    device::wait_interruptible(*block->current_->published);
+    device::wait_interruptible(*block->newest()->published);
+    for (const at::Tensor& flat : {block->shown_, block->current_->flat, block->newest()->flat}) {
+      if (flat.defined()) written.insert(flat.storage().data());
+    }
+  }
+  // Where parameters have changed places, the first to be adopted would write over the value of the second.
+  for (const auto& [block, indices] : found) {
+    for (const size_t i : indices) {
+      const at::Tensor& tensor = block->parameters_[i].tensor;
+      if (written.contains(tensor.storage().data())) tensor.set_data(tensor.detach().clone());
+    }
+  }
+  for (const auto& [block, indices] : found) block->adopt(indices);
+}
+
+void ParameterBlock::adopt(const std::vector<size_t>& indices) {
   for (const EventPtr& upload : current_->readers.take()) upload->wait_complete();
-  const bool mapped = !current_->parts.empty();
+  const bool mapped = !current_->parts.empty(), showed_newest = shows_newest();
   adopted_.resize(parameters_.size());
-  for (const auto& [i, value] : values) {
-    (mapped ? current_->parts[i] : layout_.view(current_->flat, i)).copy_(value);
-    if (next_) layout_.view(next_->flat, i).copy_(value);
+  for (const size_t i : indices) {
+    const at::Tensor& tensor = parameters_[i].tensor;
+    (mapped ? current_->parts[i] : layout_.view(current_->flat, i)).copy_(tensor.detach());
+    if (next_) layout_.view(next_->flat, i).copy_(tensor.detach());
     // Holders of a copy see from the version that the values have changed.
-    parameters_[i].tensor.unsafeGetTensorImpl()->bump_version();
-    adopted_[i] = parameters_[i].tensor._version();
+    tensor.unsafeGetTensorImpl()->bump_version();
+    adopted_[i] = tensor._version();
   }
-  repoint();
+  showed_newest ? show_newest() : repoint();
 }
 
 void ParameterBlock::own_trainable() {

@@ -91,16 +91,20 @@ class ParameterBlock {
   // Points the user's parameters at the newest version, if that is complete. What the user writes then is in it.
   void show_newest();
   bool shows_newest() const {
-    return shown_.defined() && newest()->flat.defined() && shown_.is_alias_of(newest()->flat);
+    if (!current_->parts.empty()) return true;
+    // Until it is complete, another thread may be making it.
+    return shown_.defined() && newest()->published->complete() && newest()->flat.defined() &&
+           shown_.is_alias_of(newest()->flat);
   }
   // Whether the user's parameters hold values.
-  bool shows_weights() const { return shown_.defined(); }
+  bool shows_weights() const { return shown_.defined() || !current_->parts.empty(); }
 
-  // If the user has pointed a parameter elsewhere (for example with `.data =`, also at another parameter's memory),
-  // copies the user's values into the version that calls read and into the newest one, and points the parameter at it
-  // again. Comes before everything that points parameters elsewhere. Waits for both versions, and for uploads, if there
-  // is such a parameter. Throws std::invalid_argument, having changed nothing, if a dtype, shape or device has changed.
-  void adopt_replaced();
+  // If the user has pointed a parameter elsewhere (for example with `.data =`, also at the memory of another parameter
+  // of `blocks`), copies the user's values into the version that calls read and into the newest one, and points the
+  // parameter at its block's memory again, as the block's others. Comes before everything that points parameters
+  // elsewhere. Waits for both versions, and for uploads, if there is such a parameter. Throws std::invalid_argument,
+  // having changed no value, if a dtype, shape or device has changed.
+  static void adopt_replaced(const std::vector<ParameterBlock*>& blocks);
   // Whether what the user has last written to a parameter is in the newest version. REQUIRES: adopt_replaced() came
   // after the write.
   bool newest_has(size_t index) const;
@@ -111,6 +115,10 @@ class ParameterBlock {
  private:
   // Whether a parameter is what this block has pointed it at.
   bool points_here(size_t index) const;
+  // The parameters of which that is not so. Throws what adopt_replaced() does.
+  std::vector<size_t> replaced() const;
+  // REQUIRES: the version that calls read and the newest one are complete.
+  void adopt(const std::vector<size_t>& indices);
   // No call reads `version` from now on. Drops its buffer when its uploads and `successor` are complete.
   static void retire(const WeightVersionPtr& version, const WeightVersionPtr& successor, Update* update);
 

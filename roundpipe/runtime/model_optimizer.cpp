@@ -132,7 +132,7 @@ std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> group
   require_engine();
   require_callers_thread();
   make_room();
-  for (const auto& pipeline : pipelines_) pipeline->weights().adopt_replaced();
+  adopt_replaced();
   for (const auto& block : *blocks_) block->refuse_lost_writes();
   std::exception_ptr failure;
   try {
@@ -238,8 +238,16 @@ std::vector<at::Tensor> ModelOptimizer::load_next_weights(size_t index) {
   return views;
 }
 
-void ModelOptimizer::take_writes() {
+void ModelOptimizer::adopt_replaced() {
   for (const auto& pipeline : pipelines_) pipeline->weights().adopt_replaced();
+}
+
+void ModelOptimizer::take_writes() {
+  adopt_replaced();
+  restart_masters();
+}
+
+void ModelOptimizer::restart_masters() {
   for (const auto& block : *blocks_) {
     if (!block->optimizer.trains_any()) continue;
     for (const size_t i : block->written()) {
@@ -253,16 +261,12 @@ void ModelOptimizer::take_writes() {
 void ModelOptimizer::finish() {
   require_own_process();
   reap(0);
+  adopt_replaced();  // values that the user has assigned after the step are newer than its weights
   for (const auto& block : *blocks_) {
     if (block->reader) block->reader->before_step();
-    // Values that the user has assigned after the step are newer than its weights.
-    block->state.block->adopt_replaced();
-  }
-  for (const auto& block : *blocks_) block->refuse_lost_writes();
-  for (const auto& block : *blocks_) {
     if (block->state.block->settle()) block->state.block->repoint();
   }
-  take_writes();
+  restart_masters();
 }
 
 ModelOptimizer::HostBytes ModelOptimizer::host_bytes(const std::vector<Hyperparameters>& groups) const {

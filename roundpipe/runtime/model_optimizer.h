@@ -103,6 +103,10 @@ class ModelOptimizer {
     std::vector<uint32_t> seen;           // versions of the user's parameters at the last look; caller's thread only
   };
   using Blocks = std::vector<std::unique_ptr<BoundBlock>>;
+  // See ParameterBlock::adopt_replaced, of every block.
+  void adopt_replaced();
+  // Of parameters that the user has written to, where the newest weights have what is written.
+  void restart_masters();
   void reap(size_t at_most);
   std::shared_ptr<StepRun> run_step(std::vector<optim::Hyperparameters> groups, const StepOptions& options,
                                     const std::exception_ptr& failure);

@@ -44,7 +44,7 @@ class ModelExecutePlan:
 
     def copied(self) -> ModelExecutePlan:
         """Returns a copy with its own lists of stages."""
-        return _plan_of(list(self.fwd_plan), list(self.bwd_plan))
+        return plan_of(list(self.fwd_plan), list(self.bwd_plan))
 
     def save(self, path: str | Path) -> None:
         """Writes the stages to a JSON file, atomically.
@@ -174,11 +174,12 @@ class ModelExecutePlan:
         costs = [model.costs() for model in models]
         limits = [model._pipeline.stage_limit_bytes(limit_bytes) for model in models]
         together = plan_together(run_type, costs, min_stages or len(devices()), upper_threshold, limits)
-        plans = [_plan_of(stages.forward, stages.backward) for stages in together]
+        plans = [plan_of(stages.forward, stages.backward) for stages in together]
         return plans[0] if len(models) == 1 else plans
 
 
-def _plan_of(forward: list[range], backward: list[range]) -> ModelExecutePlan:
+def plan_of(forward: list[range], backward: list[range]) -> ModelExecutePlan:
+    """The plan of these stages, in running order."""
     plan = ModelExecutePlan()
     plan.fwd_plan, plan.bwd_plan = forward, backward
     return plan

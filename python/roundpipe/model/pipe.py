@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from roundpipe import _core
-from roundpipe.call.execute_plan import ModelExecutePlan
+from roundpipe.call.execute_plan import ModelExecutePlan, plan_of
 from roundpipe.call.joint_plan import RunType
 from roundpipe.call.loss_function import MicrobatchLoss, outputs_as_loss
 from roundpipe.call.request import MODES, CallRequest
@@ -463,7 +463,4 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         chosen = self._auto_microbatches
         microbatches = resolve(None, self._run_config, devices=len(devices()), chosen=chosen).num_microbatch
         stages = self._pipeline.planned_stages(MODES[run_type], microbatches)
-        plan = ModelExecutePlan()
-        plan.fwd_plan = [range(stage.first, stage.last) for stage in stages.forward]
-        plan.bwd_plan = [range(stage.first, stage.last) for stage in stages.backward]
-        return plan
+        return plan_of(*([range(s.first, s.last) for s in cut] for cut in (stages.forward, stages.backward)))

@@ -192,6 +192,7 @@ class Capture:
 
     def take_torch(self, group: TorchSteps, optimizer: torch.optim.Optimizer | None) -> None:
         """Takes the state of torch's optimizer and what it trains. REQUIRES: no step function is running."""
+        group.take_writes()
         # A model's own parameters may still show weights from before those that calls read.
         read: dict[int, torch.Tensor] = {}
         for pipeline in group.models.pipelines:

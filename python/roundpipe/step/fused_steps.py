@@ -153,18 +153,15 @@ class FusedSteps(StepGroup):
         self._hides_weights = False
 
     def show_weights(self) -> None:
-        """Makes the models' parameters show the newest weights, if a step has hidden them. Calls read what they would
-        have read."""
-        if self._hides_weights:
-            shown = [pipeline.show_newest_weights() for pipeline in self.models.all_pipelines()]
-            self._hides_weights = not all(shown)
+        """Makes the models' parameters show the newest weights. Calls read what they would have read."""
+        shown = [pipeline.show_newest_weights() for pipeline in self.models.all_pipelines()]
+        self._hides_weights &= not all(shown)
 
     def before_call(self) -> None:
         """See `StepGroup.before_call`. Also lets what is computed on the host read the weights that calls read."""
         super().before_call()
         if self.models.host_pipeline is not None:
             self.models.host_pipeline.show_weights()
-            self._hides_weights = True
 
     def zero_gradients(self, model: nn.Module, set_to_none: bool) -> None:
         """Clears the gradients of `model` that no step has consumed; without waiting if `set_to_none`."""

@@ -151,7 +151,7 @@ class StepGroup(ABC):
         if self.models.has_gradients():
             self.models.drain()
             self.show_weights()
-            self.models.expose()
+            self.models.show_gradients()
 
 
 def refuse_gradient_hooks(parameters: Iterable[nn.Parameter]) -> None:

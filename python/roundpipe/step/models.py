@@ -111,6 +111,11 @@ class SteppedModels:
             pipeline.drain()
 
     def expose(self) -> None:
-        """Fills the `.grad` of the models' own parameters with gradients that no step has consumed."""
+        """Lets the models' own parameters show the weights that calls read, and gradients that no step has consumed."""
         for pipeline in self.pipelines:
             pipeline.expose()
+
+    def show_gradients(self) -> None:
+        """Fills the `.grad` of the models' own parameters with gradients that no step has consumed."""
+        for pipeline in self.pipelines:
+            pipeline.show_gradients()

@@ -152,8 +152,9 @@ class TorchSteps(StepGroup):
         # The engine itself points parameters in a pipeline elsewhere.
         return [(source._version, source.data_ptr() if id(source) in on_host else 0) for source in self._sources]
 
-    def _refresh_copies(self) -> None:
-        """Copies values that the user has written into the model's parameters, or assigned to them."""
+    def take_writes(self) -> None:
+        """Copies values that the user has written into the model's parameters, or assigned to them. REQUIRES: no step
+        function is running."""
         self.models.adopt_replaced()
         with torch.no_grad():
             for index, (source, seen) in enumerate(zip(self._sources, self._look(), strict=True)):
@@ -198,7 +199,7 @@ class TorchSteps(StepGroup):
         self.check_trainable()
         self.finish_update()
         self.models.begin_step(is_async)
-        self._refresh_copies()
+        self.take_writes()
         scales = hand_over_scales()
         with uninterrupted():
             # May raise, so it comes first: a version that has begun must be finished.
@@ -314,7 +315,7 @@ class TorchSteps(StepGroup):
             self._note_copies()
 
     def _settle(self) -> None:
-        self._refresh_copies()
+        self.take_writes()
         self._unpublished |= self._copies_written()
         self._publish_now()
 
@@ -366,7 +367,7 @@ class TorchSteps(StepGroup):
         self.finish_update()
         self.check_trainable()
         if self._has_copies_in(optimizer):
-            self._refresh_copies()
+            self.take_writes()
             self.hand_over()
         else:
             self.synchronize()
@@ -393,15 +394,8 @@ class TorchSteps(StepGroup):
         return any(group is self for group in split_parameters(optimizer)[1])
 
     def zero_gradients(self, model: nn.Module, set_to_none: bool) -> None:
-        """Clears all gradients of `model` that no step has consumed, once they have landed. With `set_to_none`, calls
-        go on reading the weights that they would have read."""
-        if set_to_none and self.has_copies:
-            self.finish_update()
-            self.models.drain()
-            for pipeline in self.models.all_pipelines():
-                pipeline.drop_gradients()
-        else:
-            self.synchronize()
+        """Clears all gradients of `model` that no step has consumed, once they have landed; settles delayed steps."""
+        self.synchronize()
         self.clear_copies(set_to_none)
         model.zero_grad(set_to_none)
 

@@ -1,6 +1,6 @@
 #include <roundpipe/runtime/model/weight_publisher.h>
 
-#include <unordered_set>
+#include <algorithm>
 #include <utility>
 
 #include <roundpipe/core/engine_life.h>
@@ -52,8 +52,7 @@ std::unique_ptr<WeightUpdate> WeightPublisher::begin_update(bool in_place) {
   return std::make_unique<WeightUpdate>(model_, optimizer_parameters_, std::move(begun));
 }
 
-std::vector<std::vector<at::Tensor>> WeightPublisher::read_by_calls() {
-  adopt_replaced();
+std::vector<std::vector<at::Tensor>> WeightPublisher::read_by_calls() const {
   std::vector<std::vector<at::Tensor>> weights;
   for (const BlockState& block : model_->blocks) {
     const memory::WeightVersionPtr& version = block.block->current();
@@ -67,21 +66,9 @@ std::vector<std::vector<at::Tensor>> WeightPublisher::read_by_calls() {
 }
 
 void WeightPublisher::adopt_replaced() {
-  // A parameter that lies in another block's memory: two have changed places, and the first to be adopted would write
-  // over the value of the second.
-  std::unordered_set<const void*> flats;
-  for (const BlockState& block : model_->blocks) {
-    if (block.block->current()->flat.defined()) flats.insert(block.block->current()->flat.storage().data());
-  }
-  for (const BlockState& block : model_->blocks) {
-    const at::Tensor& own = block.block->current()->flat;
-    for (const memory::NamedTensor& parameter : block.block->parameters()) {
-      const void* const place = parameter.tensor.storage().data();
-      if ((own.defined() && place == own.storage().data()) || !flats.contains(place)) continue;
-      parameter.tensor.set_data(parameter.tensor.detach().clone());
-    }
-  }
-  for (const BlockState& block : model_->blocks) block.block->adopt_replaced();
+  std::vector<memory::ParameterBlock*> blocks;
+  for (const BlockState& block : model_->blocks) blocks.push_back(block.block.get());
+  memory::ParameterBlock::adopt_replaced(blocks);
 }
 
 void WeightPublisher::show_complete() {
@@ -92,20 +79,26 @@ void WeightPublisher::show_complete() {
 }
 
 void WeightPublisher::show() {
+  const auto shown = [](const BlockState& block) {
+    const memory::ParameterBlock& parameters = *block.block;
+    const bool calls_read_newest = parameters.current() == parameters.newest();
+    return parameters.shows_weights() && parameters.shows_newest() == calls_read_newest;
+  };
+  if (std::ranges::all_of(model_->blocks, shown)) return;
   require_own_process();
   adopt_replaced();
   for (const BlockState& block : model_->blocks) {
-    memory::ParameterBlock& shown = *block.block;
-    const bool calls_read_newest = shown.current() == shown.newest();
-    if (shown.shows_weights() && shown.shows_newest() == calls_read_newest) continue;
+    if (shown(block)) continue;
     // Not there: a layer that reads a parameter would wait for a step that may wait for it.
-    if (is_engine_thread() && !shown.current()->published->complete()) continue;
-    device::wait_interruptible(*shown.current()->published);
-    shown.repoint();
+    if (is_engine_thread() && !block.block->current()->published->complete()) continue;
+    device::wait_interruptible(*block.block->current()->published);
+    block.block->repoint();
   }
 }
 
 bool WeightPublisher::show_newest() {
+  const auto shown = [](const BlockState& block) { return block.block->shows_newest(); };
+  if (std::ranges::all_of(model_->blocks, shown)) return true;
   require_own_process();
   if (is_engine_thread()) return false;
   adopt_replaced();

@@ -44,15 +44,15 @@ class WeightPublisher {
   std::unique_ptr<WeightUpdate> begin_update(bool in_place);
 
   // The weights that a call would read if it were made now, by block and parameter: views. Waits for them.
-  std::vector<std::vector<at::Tensor>> read_by_calls();
+  std::vector<std::vector<at::Tensor>> read_by_calls() const;
   // See ParameterBlock::adopt_replaced, of every block.
   void adopt_replaced();
   // Points the user's parameters at the versions that calls read, if these are complete.
   void show_complete();
   // Waits for the versions that calls read, then shows them.
   void show();
-  // Waits for the newest versions, then shows them; calls read what they would have read. Returns false, having done
-  // nothing, on a thread of the engine, which the new weights may wait for.
+  // Waits for the newest versions, then shows them, if they are not shown; calls read what they would have read.
+  // Returns false, having done nothing, on a thread of the engine, which the new weights may wait for.
   bool show_newest();
 
  private:

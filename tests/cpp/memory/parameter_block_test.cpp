@@ -195,7 +195,7 @@ TEST_CASE("block: parameters whose storage the user replaced come back with the 
   ParameterBlock block = block_of({replaced, kept});
   replaced.set_data(at::full({3, 2}, 7.0).t());
   CHECK_FALSE(replaced.storage().is_alias_of(block.current()->flat.storage()));
-  block.adopt_replaced();
+  ParameterBlock::adopt_replaced({&block});
   CHECK(replaced.storage().is_alias_of(block.current()->flat.storage()));
   CHECK(at::equal(replaced, at::full({2, 3}, 7.0)));
   CHECK(at::equal(read_values(block, block.current())[0], at::full({2, 3}, 7.0)));
@@ -209,11 +209,11 @@ TEST_CASE("block: parameters that have changed places, or lie in their own memor
   const at::Tensor of_a = a.detach();
   a.set_data(b.detach());
   b.set_data(of_a);
-  block.adopt_replaced();
+  ParameterBlock::adopt_replaced({&block});
   CHECK(at::equal(read_values(block, block.current())[0], second));
   CHECK(at::equal(read_values(block, block.current())[1], first));
   b.set_data(b.detach().t());
-  block.adopt_replaced();
+  ParameterBlock::adopt_replaced({&block});
   CHECK(at::equal(read_values(block, block.current())[1], first.t()));
   CHECK(at::equal(b, first.t()));
 }
@@ -224,12 +224,13 @@ TEST_CASE("block: a parameter without values, as another block hides them, is re
   ParameterBlock other = block_of({parameter});
   const ParameterBlock::Update update = other.begin_update(ParameterBlock::Reads::kAfter);
   other.repoint();
-  CHECK_THROWS_WITH_AS(block.adopt_replaced(), doctest::Contains("'p0' is in another model"), std::invalid_argument);
+  CHECK_THROWS_WITH_AS(ParameterBlock::adopt_replaced({&block}), doctest::Contains("'p0' is in another model"),
+                       std::invalid_argument);
   update.after->flat = other.buffers()->take();
   other.layout().view(update.after->flat, 0).fill_(2);
   update.after->published->fire();
   other.repoint();
-  block.adopt_replaced();
+  ParameterBlock::adopt_replaced({&block});
   CHECK(at::equal(parameter, at::full({3}, 2.0)));
 }
 
@@ -249,7 +250,7 @@ TEST_CASE("block: the newest weights are shown while calls read those before, an
   CHECK(at::equal(parameter, at::full({3}, 2.0)));
   CHECK(at::equal(read_values(block, block.current())[0], at::ones({3})));
   parameter.fill_(3);
-  block.adopt_replaced();
+  ParameterBlock::adopt_replaced({&block});
   block.settle();
   block.repoint();
   CHECK(at::equal(parameter, at::full({3}, 3.0)));
@@ -263,7 +264,7 @@ TEST_CASE("block: what is assigned while calls read the weights before the newes
   block.layout().view(update.after->flat, 0).fill_(2);
   update.after->published->fire();
   parameter.set_data(at::full({3}, 5.0));
-  block.adopt_replaced();
+  ParameterBlock::adopt_replaced({&block});
   CHECK(block.newest_has(0));
   CHECK(at::equal(read_values(block, block.current())[0], at::full({3}, 5.0)));
   parameter.fill_(6);  // in place: of the weights that calls read alone
@@ -271,6 +272,29 @@ TEST_CASE("block: what is assigned while calls read the weights before the newes
   block.settle();
   block.repoint();
   CHECK(at::equal(parameter, at::full({3}, 5.0)));
+}
+
+TEST_CASE("block: parameters of two blocks that have changed places in the newest weights") {
+  at::Tensor a = at::ones({3}), b = at::ones({3});
+  ParameterBlock first = block_of({a}), second = block_of({b});
+  double value = 2;
+  for (ParameterBlock* const block : {&first, &second}) {
+    const ParameterBlock::Update update = block->begin_update(ParameterBlock::Reads::kBefore);
+    update.after->flat = block->buffers()->take();
+    block->layout().view(update.after->flat, 0).fill_(value++);
+    update.after->published->fire();
+    block->show_newest();
+  }
+  const at::Tensor of_a = a.detach();
+  a.set_data(b.detach());
+  b.set_data(of_a);
+  ParameterBlock::adopt_replaced({&first, &second});
+  for (ParameterBlock* const block : {&first, &second}) {
+    block->settle();
+    block->repoint();
+  }
+  CHECK(at::equal(a, at::full({3}, 3.0)));
+  CHECK(at::equal(b, at::full({3}, 2.0)));
 }
 
 TEST_CASE("block: a parameter that changed shape or dtype is refused, with its name and both forms") {
@@ -282,7 +306,7 @@ TEST_CASE("block: a parameter that changed shape or dtype is refused, with its n
     parameter.set_data(replacement);
     std::string message;
     try {
-      block.adopt_replaced();
+      ParameterBlock::adopt_replaced({&block});
     } catch (const std::invalid_argument& error) {
       message = error.what();
     }
@@ -387,7 +411,7 @@ TEST_CASE("block: frozen parameters in mapped files stay there and take no memor
   CHECK(at::equal(block.current()->parts[0], at::full({2}, 7.0F)));
 
   at::Tensor(tensors[1]).set_data(at::ones({3, 1}));
-  block.adopt_replaced();
+  ParameterBlock::adopt_replaced({&block});
   CHECK(is_mapped(tensors[1]));
   CHECK(at::equal(block.current()->parts[1], at::ones({3, 1})));
 }

@@ -31,7 +31,7 @@ from roundpipe.following.token_wise import TokenWise, in_chunks
 from roundpipe.native.check import reason_against_bits
 from roundpipe.native.decoder import NativeDecoder, config_of, native_decoder
 from roundpipe.ops import packed_attention
-from sweeps import mostly_long, sweep
+from sweeps import sweep
 
 EXPERTS = ["eager", "grouped_mm", "batched_mm"]
 
@@ -120,7 +120,8 @@ def test_router_logits_reach_the_end_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "logits"), mostly_long([("qwen3_moe", False), ("qwen3_moe", True), ("gpt_oss", True)], ("gpt_oss", True))
+    ("name", "logits"),
+    [pytest.param("qwen3_moe", logits, marks=pytest.mark.long) for logits in (False, True)] + [("gpt_oss", True)],
 )
 def test_layers_do_not_take_the_interpreter_lock(name: str, logits: bool) -> None:
     def taken(layers: int, native: bool) -> int:

@@ -184,3 +184,27 @@ def test_a_plain_loop_over_the_model_s_own_parameters(tmp_path: Path) -> None:
         again, its_optimizer = make(1)
         roundpipe.load_checkpoint(tmp_path / clears, again, its_optimizer)
         assert run(again, its_optimizer, range(4, 8), later) == expected, clears
+
+
+@pytest.mark.parametrize("is_saved_by", ["fused", "function"])
+def test_a_save_has_what_was_assigned_and_written_before_it(is_saved_by: str, tmp_path: Path) -> None:
+    def make() -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = roundpipe.RoundPipe(torch.nn.Sequential(torch.nn.Linear(4, 4)).half(), name="written")
+        if is_saved_by == "fused":
+            return model, roundpipe.optim.SGD(model, lr=0.0)
+        return model, torch.optim.SGD(model.optim_parameters(), lr=0.0)
+
+    model, optimizer = make()
+    weight, bias = model.get_parameter("0.weight"), model.get_parameter("0.bias")
+    weight.data = torch.full((4, 4), 0.5, dtype=torch.float16)
+    with torch.no_grad():
+        bias.fill_(2.0)
+    roundpipe.save_checkpoint(tmp_path, model, optimizer, step=1, wait=True)
+    again, its_optimizer = make()
+    roundpipe.load_checkpoint(tmp_path, again, its_optimizer)
+    again.forward_backward((torch.ones(2, 4).half(),), loss_fn=lambda outputs, _: outputs.float().sum())
+    again.step(its_optimizer if is_saved_by == "fused" else its_optimizer.step)
+    state = again.state_dict()
+    assert torch.equal(state["0.weight"], torch.full((4, 4), 0.5, dtype=torch.float16))
+    assert torch.equal(state["0.bias"], torch.full((4,), 2.0, dtype=torch.float16))

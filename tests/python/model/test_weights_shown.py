@@ -13,25 +13,14 @@ from torch import nn
 import roundpipe
 from robustness import pipe_of, squared_error
 from roundpipe import RoundPipe
+from silent_program import READS
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 
 WIDTH, ROWS = 6, 4
 
 # The table of docs/optimizers.md.
-READS: dict[str, Callable[[Any], torch.Tensor]] = {
-    "model[0].weight": lambda model: model[0].weight,
-    "model[-2:]": lambda model: model[:2][0].weight,
-    "iteration": lambda model: next(iter(model)).weight,
-    "parameters()": lambda model: next(iter(model.parameters())),
-    "named_parameters()": lambda model: dict(model.named_parameters())["0.weight"],
-    "get_parameter": lambda model: model.get_parameter("0.weight"),
-    "get_submodule": lambda model: model.get_submodule("0").weight,
-    "modules()": lambda model: next(module for module in model.modules() if isinstance(module, nn.Linear)).weight,
-    "named_modules()": lambda model: dict(model.named_modules())["0"].weight,
-    "children()": lambda model: next(iter(model.children())).weight,
-    "state_dict()": lambda model: model.state_dict()["0.weight"],
-}
+WAYS = READS | {"state_dict()": lambda model: model.state_dict()["0.weight"]}
 
 
 def trained(read: Callable[[Any], torch.Tensor] | None) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
@@ -68,7 +57,7 @@ def weights_after_each_step() -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in READS if name != "state_dict()"])
+@pytest.mark.parametrize("name", READS)
 def test_the_newest_weights_are_read_and_training_does_not_notice(name: str) -> None:
     losses, _, end = trained(None)
     seen_losses, seen, seen_end = trained(READS[name])
@@ -76,14 +65,14 @@ def test_the_newest_weights_are_read_and_training_does_not_notice(name: str) -> 
     assert all(map(torch.equal, seen, weights_after_each_step()))
 
 
-@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("name", WAYS)
 def test_all_ways_show_the_same(name: str) -> None:
     torch.manual_seed(1)
     model = pipe_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), 1)
     optimizer = roundpipe.optim.SGD(model, lr=0.1)
     model.forward_backward((torch.ones(ROWS, WIDTH),), label=torch.zeros(ROWS, WIDTH), loss_fn=squared_error)
     model.step(optimizer)
-    seen = READS[name](model).detach().clone()
+    seen = WAYS[name](model).detach().clone()
     assert torch.equal(seen, model.state_dict()["0.weight"])
 
 
@@ -110,3 +99,21 @@ def test_values_written_into_what_was_read_are_the_next_steps() -> None:
     expected = run(settles=True)
     for name, value in run(settles=False).items():
         assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("between", ["call", "predict_memory", "assign"])
+def test_what_comes_between_a_step_and_a_reading_hides_nothing(between: str) -> None:
+    torch.manual_seed(1)
+    model = pipe_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), 1)
+    optimizer = roundpipe.optim.SGD(model, lr=0.1)
+    value, label = torch.ones(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)
+    model.forward_backward((value,), label=label, loss_fn=squared_error)
+    model.step(optimizer)
+    expected = model[0].weight.detach().clone()
+    if between == "predict_memory":
+        model.predict_memory((value,), label=label, loss_fn=squared_error)
+    elif between == "assign":
+        bias = model[0].bias
+        bias.data = torch.ones(WIDTH)
+    model.forward_backward((value,), label=label, loss_fn=squared_error)
+    assert torch.equal(dict(model.named_parameters())["0.weight"], expected)
