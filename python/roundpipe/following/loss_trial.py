@@ -48,7 +48,7 @@ def try_losses(
     for draw in range(_DRAWS):
         if not trial.is_ambiguous:
             break
-        # All labels are about as likely, as for a head of zeros or a new one in 16 bits: other weights show more.
+        # All labels are about as likely, as for a head of zeros or a new one in 16 bits, or weights are not numbers.
         replaced = {id(each): _random_like(each, draw) for each in after.parameters()}
         trial = _Trial(followed, ShadowTree(after, replaced).root, state, batch, labels, draw)
         found |= trial.forms()
@@ -76,7 +76,7 @@ class _Trial:
     """The trials of one model.
 
     Attributes:
-        is_ambiguous: whether some losses were so much alike that several reductions explain them.
+        is_ambiguous: whether some losses were no numbers, or so much alike that several reductions explain them.
     """
 
     def __init__(
@@ -221,7 +221,10 @@ class _Trial:
                 loss = loss_in(self._after(_called_with(state, changed)))
         except _ERRORS:
             return None
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not bool(loss.isfinite()):
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            return None
+        if not bool(loss.isfinite()):
+            self.is_ambiguous = True
             return None
         return float(loss)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -93,6 +94,12 @@ class SilentProgram:
         loss = (self.model(value) * label).sum()
         loss.backward()
         self.check(loss.detach(), expected, "loss outside")
+
+    def call_with_labels_of_other_rows(self) -> None:
+        value, label = self.batch()
+        other = label[:-1] if self.chance.random() < 0.5 else torch.cat([label, label[:1]])
+        with pytest.raises(ValueError, match="label"):
+            self.model.forward_backward((value,), label=other, loss_fn=LOSSES["rows"])
 
     def evaluate(self) -> None:
         value, _ = self.batch()
