@@ -17,6 +17,7 @@ ALSO = (
     "roundpipe/core/error.h",
     "roundpipe/core/frontend.h",
     "roundpipe/optim/algorithm.h",
+    "roundpipe/optim/hyperparameters.h",
     "roundpipe/schedule/costs.h",
     "roundpipe/schedule/plan.h",
     "roundpipe/schedule/planner.h",

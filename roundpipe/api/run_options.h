@@ -8,6 +8,7 @@
 #include <c10/core/Device.h>
 
 #include <roundpipe/runtime/call/call.h>
+#include <roundpipe/runtime/call/loss_reduction.h>
 #include <roundpipe/runtime/submission.h>
 
 namespace roundpipe {
@@ -26,6 +27,8 @@ struct Cut {
   static Cut along(int64_t dimension) { return {Kind::kAlong, dimension}; }
   static Cut whole() { return {Kind::kWhole, 0}; }
 };
+
+using runtime::LossReduction;
 
 // Options of one call. A model has its own (Model::run_options), which a call uses unless it is given others.
 struct RunOptions {
@@ -55,6 +58,9 @@ struct RunOptions {
   // for its size: it has to have the rows of the batch, apart from scalars and single rows beside other labels.
   std::vector<Cut> cut_inputs = {};
   std::vector<Cut> cut_labels = {};
+  // How the losses of microbatches make up the loss of the batch. Unset: the first microbatch tells; for that, the loss
+  // function is called on parts of it, too, see Model::forward_backward.
+  std::optional<LossReduction> loss_reduction = std::nullopt;
   // The stages or the plan of the step; by default, the planner chooses.
   runtime::Route route = {};
 };

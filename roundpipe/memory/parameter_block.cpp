@@ -111,6 +111,7 @@ bool ParameterBlock::settle() {
 }
 
 void ParameterBlock::repoint() {
+  if (!has_parameters_) return;
   const bool complete = current_->published->complete() && !current_->published->error();
   if (!current_->parts.empty()) {
     for (size_t i = 0; i < parameters_.size(); ++i) parameters_[i].tensor.set_data(current_->parts[i]);
@@ -124,6 +125,7 @@ void ParameterBlock::repoint() {
 }
 
 void ParameterBlock::adopt_replaced() {
+  if (!has_parameters_) return;
   const at::NoGradGuard no_grad;
   own_trainable();
   const bool mapped = !current_->parts.empty();

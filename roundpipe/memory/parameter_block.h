@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -96,6 +97,9 @@ class ParameterBlock {
   // std::invalid_argument if a dtype, shape or device has changed.
   void adopt_replaced();
 
+  // Another block has the user's parameters from now on: this one leaves them as they are. Any thread.
+  void let_parameters_go() { has_parameters_.store(false); }
+
   // Copies the parameters out of mapped files if one of them has become trainable. Caller's thread; never waits.
   void own_trainable();
 
@@ -110,6 +114,7 @@ class ParameterBlock {
   WeightVersionPtr previous_;  // the version before, if graphs may read it
   WeightVersionPtr next_;      // of an asynchronous update
   at::Tensor shown_;           // the tensor that the user's parameters are views of; undefined: they have no values
+  std::atomic<bool> has_parameters_{true};
 };
 
 }  // namespace roundpipe::memory
