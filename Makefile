@@ -257,8 +257,7 @@ endef
 
 test-asan: $(VENV)/.package
 	$(call test_build,build/asan,-DCMAKE_BUILD_TYPE=RelWithDebInfo -DROUNDPIPE_SANITIZER=address)
-	ASAN_OPTIONS=detect_leaks=1 LSAN_OPTIONS=suppressions="$(CURDIR)/tests/cpp/lsan.supp":print_suppressions=0 \
-	  $(CTEST) --test-dir build/asan
+	ASAN_OPTIONS=detect_leaks=1 $(CTEST) --test-dir build/asan
 
 # libtorch is not instrumented: what happens inside it is left out, and OpenMP stays off.
 # Without address space randomisation, since ThreadSanitizer refuses the layouts of some kernels.

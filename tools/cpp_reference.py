@@ -17,6 +17,7 @@ ALSO = (
     "roundpipe/core/error.h",
     "roundpipe/core/frontend.h",
     "roundpipe/optim/algorithm.h",
+    "roundpipe/optim/hyperparameters.h",
     "roundpipe/optim/weight_decay.h",
     "roundpipe/runtime/call/cut.h",
     "roundpipe/schedule/costs.h",

@@ -1,6 +1,8 @@
 #include "options.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstdlib>
 #include <map>
 #include <sstream>
 #include <stdexcept>
@@ -52,10 +54,28 @@ std::string text_of(double number) {
   return text.str();
 }
 
+// CLI::Range finds NaN in every range.
+std::string refuse_nan(const std::string& text) {
+  return std::isnan(std::strtod(text.c_str(), nullptr)) ? text + " is not a number" : "";
+}
+
+// Says which option was given more often than it may be; CLI11 says how many values it has.
+void refuse_repetition(const CLI::App& app) {
+  for (const CLI::Option* const option : app.get_options()) {
+    if (option->count() < 2 || option->get_items_expected_max() != 1) continue;
+    throw CLI::ValidationError(concat(option->get_name(), " is given ", option->count(), " times, expected once"));
+  }
+}
+
 void add_options(CLI::App& app, Options& options) {
-  const CLI::Range share(0.0, 1.0);
+  const auto share = [](CLI::Option* option) {
+    return option->check(CLI::Range(0.0, 1.0))->check(CLI::Validator(&refuse_nan, "", ""));
+  };
   const auto number = [&](const char* name, auto& value, const char* text, double least) {
-    return app.add_option(name, value, text)->check(CLI::Range(least, 1e15))->capture_default_str();
+    return app.add_option(name, value, text)
+        ->check(CLI::Range(least, 1e15))
+        ->check(CLI::Validator(&refuse_nan, "", ""))
+        ->capture_default_str();
   };
   app.add_option("--model", options.model, "folder of a transformers model")->required();
   app.add_option("--tokens", options.tokens, "token file to train on (roundpipe tokenize makes them)")->required();
@@ -69,8 +89,7 @@ void add_options(CLI::App& app, Options& options) {
   CLI::Option* const lora = app.add_flag("--lora", options.lora, "train LoRA adapters, and freeze the model");
   number("--lora-rank", options.lora_rank, "rank of an adapter", 1)->needs(lora);
   number("--lora-alpha", options.lora_alpha, "what an adapter adds is scaled by alpha / rank", 1e-9)->needs(lora);
-  app.add_option("--lora-dropout", options.lora_dropout, "of what enters an adapter")
-      ->check(share)
+  share(app.add_option("--lora-dropout", options.lora_dropout, "of what enters an adapter"))
       ->needs(lora)
       ->capture_default_str();
   app.add_option("--lora-targets", options.lora_targets,
@@ -88,8 +107,8 @@ void add_options(CLI::App& app, Options& options) {
   number("--length", options.length, "tokens of a row", 2);
   number("--batch-tokens", options.batch_tokens, "tokens of a step; default: one row", 0);
   app.add_flag("--in-order", options.in_order, "use rows in the order of the file, not shuffled");
-  number("--epochs", options.epochs, "how often all rows are used", 1e-9);
-  number("--steps", options.steps, "how many steps are made, instead of --epochs", 0);
+  CLI::Option* const epochs = number("--epochs", options.epochs, "how often all rows are used", 1e-9);
+  number("--steps", options.steps, "how many steps are made, instead of --epochs", 0)->excludes(epochs);
   number("--evaluation-tokens", options.evaluation_tokens, "tokens in documents that are held out", 0);
   app.add_option("--evaluation-file", options.evaluation_file, "token file to evaluate on, instead");
   number("--evaluate-every", options.evaluate_every, "steps between evaluations; default: at the end only", 0);
@@ -103,17 +122,18 @@ void add_options(CLI::App& app, Options& options) {
       ->capture_default_str();
   number("--learning-rate", options.learning_rate, "highest learning rate", 0);
   number("--weight-decay", options.weight_decay, "of all but norms and biases", 0);
-  app.add_option("--beta1", options.beta1, "of adam, adamw and lion")->check(share);
-  app.add_option("--beta2", options.beta2, "of adam, adamw and lion")->check(share);
-  app.add_option("--eps", options.eps, "of adam, adamw and rmsprop")->check(CLI::PositiveNumber);
-  app.add_option("--momentum", options.momentum, "of sgd and rmsprop")->check(share);
+  share(app.add_option("--beta1", options.beta1, "of adam, adamw and lion"));
+  share(app.add_option("--beta2", options.beta2, "of adam, adamw and lion"));
+  app.add_option("--eps", options.eps, "of adam, adamw and rmsprop")
+      ->check(CLI::PositiveNumber)
+      ->check(CLI::Validator(&refuse_nan, "", ""));
+  share(app.add_option("--momentum", options.momentum, "of sgd and rmsprop"));
   number("--clip", options.clip, "largest norm of the gradients; 0: as they are", 0);
   app.add_option("--schedule", options.schedule, "of the learning rate: constant, linear or cosine")
       ->check(CLI::IsMember({"constant", "linear", "cosine"}))
       ->capture_default_str();
   number("--warmup-steps", options.warmup_steps, "steps in which the learning rate rises", 0);
-  app.add_option("--floor", options.floor, "where a schedule ends, as a part of the learning rate")
-      ->check(share)
+  share(app.add_option("--floor", options.floor, "where a schedule ends, as a part of the learning rate"))
       ->capture_default_str();
   app.add_flag("--asynchronous", options.asynchronous, "update weights beside the next step, which reads older ones");
 
@@ -159,6 +179,7 @@ void check_together(Options& options) {
     } catch (const std::invalid_argument& error) {
       refuse(error.what());
     }
+    if (options.host_memory_bytes == 0) refuse("--host-memory is 0, expected more, or no such option for no limit");
   }
   if (options.merge && !trains_adapters(options)) refuse("--merge is given, expected --lora or --adapter beside it");
   if (options.learning_rate == 0) refuse("--learning-rate is 0, expected a positive number");
@@ -170,8 +191,16 @@ std::optional<int> read_options(int argc, const char* const* argv, Options& opti
   CLI::App app("Trains a language model from tokens, on devices that it need not fit.", "roundpipe-train");
   add_options(app, options);
   app.set_version_flag("--version", ROUNDPIPE_VERSION);
+  const auto parse = [&] {
+    try {
+      app.parse(argc, argv);
+    } catch (const CLI::ArgumentMismatch&) {
+      refuse_repetition(app);
+      throw;
+    }
+  };
   try {
-    app.parse(argc, argv);
+    parse();
     check_together(options);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : kMistakeStatus;

@@ -161,7 +161,7 @@ void Training::check_memory() {
   if (budget > 0 && predicted.host_total() > budget) {
     throw std::invalid_argument(concat("[train] the step is predicted to take ", format_bytes(predicted.host_total()),
                                        " of host memory, expected at most ", format_bytes(budget),
-                                       ", the --host-memory; use --moments 8bit, or fewer or shorter rows"));
+                                       ", the --host-memory; use another --optimizer or --moments, or fewer or shorter rows"));
   }
   for (const DeviceInfo& device : devices()) {
     if (device.limit_bytes == 0 || predicted.device.total() <= device.limit_bytes) continue;

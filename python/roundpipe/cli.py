@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import roundpipe
-from roundpipe.command_options import of_fields
+from roundpipe.command_options import OnceEach, of_fields
 from roundpipe.demo.command import demo
 from roundpipe.export.command import export
 from roundpipe.machine.command import machine
@@ -50,15 +50,15 @@ def options(
     """Options that stand before the command."""
 
 
-app.command("demo")(demo)
-app.command("train")(of_fields(train))
-app.command("simulate")(of_fields(simulate))
-app.command("plan")(of_fields(plan))
-app.command("emulate")(of_fields(emulate))
-app.command("machine")(of_fields(machine))
-app.command("selftest")(of_fields(selftest))
-app.command("export")(of_fields(export))
-app.command("tokenize")(of_fields(tokenize))
+app.command("demo", cls=OnceEach)(demo)
+app.command("train", cls=OnceEach)(of_fields(train))
+app.command("simulate", cls=OnceEach)(of_fields(simulate))
+app.command("plan", cls=OnceEach)(of_fields(plan))
+app.command("emulate", cls=OnceEach)(of_fields(emulate))
+app.command("machine", cls=OnceEach)(of_fields(machine))
+app.command("selftest", cls=OnceEach)(of_fields(selftest))
+app.command("export", cls=OnceEach)(of_fields(export))
+app.command("tokenize", cls=OnceEach)(of_fields(tokenize))
 app.add_typer(checkpoint, name="checkpoint")
 
 

@@ -1,4 +1,4 @@
-"""Commands whose options are the fields of a dataclass."""
+"""Commands whose options are the fields of a dataclass, and are given once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +16,18 @@ class After:
     """Annotates a field that the help shows behind another one; the others stand in the dataclass's order."""
 
     option: str
+
+
+class OnceEach(TyperCommand):
+    """A command that refuses an option that is given twice and has one value: the last one would win silently."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for parameter in given:
+            single = parameter.param_type_name == "option" and not getattr(parameter, "multiple", False)
+            if single and given.count(parameter) > 1 and not ctx.resilient_parsing:
+                ctx.fail(f"{parameter.opts[0]} is given twice, expected once")
+        return super().parse_args(ctx, args)
 
 
 def of_fields(command: Callable[..., None]) -> Callable[..., None]:

@@ -84,7 +84,13 @@ void bind_model_optimizer(py::module_& module) {
           py::arg("block"), py::arg("parameter"), py::arg("weights"), py::call_guard<py::gil_scoped_release>())
       .def("load_next_weights", &ModelOptimizer::load_next_weights, py::arg("block"),
            py::call_guard<py::gil_scoped_release>())
-      .def("host_bytes", &ModelOptimizer::host_bytes, py::arg("groups"));
+      .def(
+          "host_bytes",
+          [](const ModelOptimizer& optimizer, const std::vector<optim::Hyperparameters>& groups) {
+            return optimizer.host_bytes(groups);
+          },
+          py::arg("groups"));
+  module.def("check_max_norm", &runtime::check_max_norm, py::arg("norm"));
 
   module.def(
       "host_parameters",

@@ -17,6 +17,7 @@ namespace py = pybind11;
 using runtime::CallOptions;
 using runtime::Engine;
 using runtime::ExecutionRecord;
+using runtime::LossScale;
 using runtime::Pipeline;
 using runtime::StepTicket;
 using runtime::Values;
@@ -85,6 +86,67 @@ void drop(Pipeline* pipeline) {
   delete pipeline;
 }
 
+// What the user has of a model in the pipeline: once it is gone, another model may have the parameters.
+struct Front {
+  explicit Front(std::shared_ptr<Pipeline> of) : pipeline(std::move(of)) {}
+  ~Front() { pipeline->release(); }
+  Front(const Front&) = delete;
+  Front& operator=(const Front&) = delete;
+  const std::shared_ptr<Pipeline> pipeline;
+};
+
+using Pipelines = std::vector<std::shared_ptr<Pipeline>>;
+
+std::vector<LossScale::ModelPtr> models_of(const Pipelines& pipelines) {
+  std::vector<LossScale::ModelPtr> models;
+  for (const std::shared_ptr<Pipeline>& pipeline : pipelines) models.push_back(pipeline->shared_model());
+  return models;
+}
+
+// Tensors are copied on the way in and out: one that Python has seen takes the interpreter lock when it is dropped.
+void bind_loss_scale(py::module_& module) {
+  py::class_<LossScale, std::shared_ptr<LossScale>>(module, "LossScale")
+      .def(py::init([](const at::Tensor& first) { return std::make_shared<LossScale>(first.detach().clone()); }),
+           py::arg("first"))
+      .def("use", [](LossScale& scale) { return scale.use().clone(); })
+      .def("next", [](const LossScale& scale) { return scale.next().clone(); })
+      .def(
+          "of_step",
+          [](LossScale& scale, const Pipelines& pipelines, bool several_nodes) -> std::optional<at::Tensor> {
+            const at::Tensor found = scale.of_step(models_of(pipelines), several_nodes);
+            return found.defined() ? std::optional(found.clone()) : std::nullopt;
+          },
+          py::arg("pipelines"), py::arg("several_nodes"))
+      .def(
+          "belong_to",
+          [](LossScale& scale, const Pipelines& pipelines) { scale.belong_to(models_of(pipelines)); },
+          py::arg("pipelines"))
+      .def(
+          "stepped", [](LossScale& scale, const Pipelines& pipelines) { scale.stepped(models_of(pipelines)); },
+          py::arg("pipelines"))
+      .def("stepped_outside", &LossScale::stepped_outside, py::arg("losses"))
+      .def("outside_losses", &LossScale::outside_losses)
+      .def(
+          "set_next", [](LossScale& scale, const at::Tensor& next) { scale.set_next(next.detach().clone()); },
+          py::arg("scale"))
+      .def(
+          "set_next_unless_waiting",
+          [](LossScale& scale, const Pipelines& pipelines, const at::Tensor& next) {
+            scale.set_next_unless_waiting(models_of(pipelines), next.detach().clone());
+          },
+          py::arg("pipelines"), py::arg("scale"))
+      .def(
+          "restart", [](LossScale& scale, const at::Tensor& next) { scale.restart(next.detach().clone()); },
+          py::arg("scale"))
+      .def("waiting_or_next", [](const LossScale& scale) { return scale.waiting_or_next().clone(); })
+      .def_static(
+          "after_step",
+          [](const at::Tensor& before, const at::Tensor& after, const at::Tensor& used, double backoff_factor) {
+            return LossScale::after_step(before, after, used, backoff_factor).clone();
+          },
+          py::arg("before"), py::arg("after"), py::arg("used"), py::arg("backoff_factor"));
+}
+
 }  // namespace
 
 void bind_pipeline(py::module_& module) {
@@ -95,6 +157,8 @@ void bind_pipeline(py::module_& module) {
       .def(py::init<>())
       .def_readwrite("requires_grad", &CallOptions::requires_grad)
       .def_readwrite("preserve_rng_state", &CallOptions::preserve_rng_state)
+      .def_readwrite("refuses_nan", &CallOptions::refuses_nan)
+      .def_readwrite("refuses_nan_early", &CallOptions::refuses_nan_early)
       .def_readwrite("keeps_caller", &CallOptions::keeps_caller)
       .def_readwrite("fault_tolerant", &CallOptions::fault_tolerant)
       .def_readwrite("verify_every", &CallOptions::verify_every)
@@ -154,14 +218,27 @@ void bind_pipeline(py::module_& module) {
       .attribute("end_ms", &MeasuredStep::end_ms)
       .attribute("busy_ms", &MeasuredStep::busy_ms);
 
+  bind_loss_scale(module);
+  py::class_<Front>(module, "Front").def(py::init<std::shared_ptr<Pipeline>>(), py::arg("pipeline"));
+  using runtime::ParameterClaim;
+  py::class_<ParameterClaim>(module, "StepClaim")
+      .def(py::init([](std::string model, ParameterClaim::Named parameters) {
+             ParameterClaim::require_free(ParameterClaim::To::kSteps, model, parameters);
+             return std::make_unique<ParameterClaim>(ParameterClaim::To::kSteps, std::move(model),
+                                                     std::move(parameters));
+           }),
+           py::arg("model"), py::arg("parameters"));
+  module.def("any_claimed", &runtime::ParameterClaim::any_claimed, py::arg("parameters"));
+
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(module, "Pipeline")
-      .def(py::init([](std::string name, const py::list& layers, bool pinned) {
+      .def(py::init([](std::string name, const py::list& layers, bool pinned, const Pipeline* in_place_of) {
              std::vector<std::unique_ptr<runtime::Layer>> made;
              for (const py::handle layer : layers) made.push_back(make_layer(layer));
              const py::gil_scoped_release no_gil;
-             return std::shared_ptr<Pipeline>(new Pipeline(std::move(name), std::move(made), pinned), drop);
+             return std::shared_ptr<Pipeline>(new Pipeline(std::move(name), std::move(made), pinned, in_place_of),
+                                              drop);
            }),
-           py::arg("name"), py::arg("layers"), py::arg("pinned"))
+           py::arg("name"), py::arg("layers"), py::arg("pinned"), py::arg("in_place_of") = nullptr)
       .def(
           "forward",
           [](Pipeline& pipeline, const py::list& inputs, const CallOptions& options, const runtime::Route& route,
@@ -194,9 +271,14 @@ void bind_pipeline(py::module_& module) {
       .def(
           "finish", [](Pipeline& pipeline, Pipeline::Submitted& submitted) { return pipeline.finish(submitted); },
           py::arg("submitted"), py::call_guard<py::gil_scoped_release>())
+      .def("release", &Pipeline::release)
+      .def("loss_scales", [](const Pipeline& pipeline) { return pipeline.model().loss_scales.all(); })
+      .def(
+          "has_loss_scale",
+          [](const Pipeline& pipeline, const LossScale& scale) { return pipeline.model().loss_scales.has(scale); },
+          py::arg("scale"))
+      .def("wait_losses", &Pipeline::wait_losses, py::call_guard<py::gil_scoped_release>())
       .def("raise_pending", &Pipeline::raise_pending, py::call_guard<py::gil_scoped_release>())
-      .def("discard_last_call", &Pipeline::discard_last_call, py::arg("message"),
-           py::call_guard<py::gil_scoped_release>())
       .def("drain", &Pipeline::drain, py::call_guard<py::gil_scoped_release>())
       .def(
           "set_optimizer_parameters",

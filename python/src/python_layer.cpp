@@ -124,9 +124,7 @@ class PythonLayer final : public runtime::Layer {
 class PythonLoss final : public runtime::Loss {
  public:
   explicit PythonLoss(const py::object& object)
-      : object_(share(object)),
-        own_parts_(object.attr("own_parts").cast<std::optional<int64_t>>()),
-        nan_message_(object.attr("nan_message").cast<std::optional<std::string>>()) {}
+      : object_(share(object)), own_parts_(object.attr("own_parts").cast<std::optional<int64_t>>()) {}
 
   std::vector<at::Tensor> operator()(const Values& outputs, const Values& label, const LayerContext& context) override {
     const PythonStructure* const structure = structure_of(outputs);
@@ -147,14 +145,11 @@ class PythonLoss final : public runtime::Loss {
  private:
   // The same as `object_` makes of this loss of the model, without Python.
   at::Tensor own_loss(const at::Tensor& of_model) const {
-    at::Tensor loss = *own_parts_ == 1 ? of_model : of_model.div(*own_parts_);
-    if (nan_message_ && loss.isnan().item<bool>()) throw Error(*nan_message_);
-    return loss;
+    return *own_parts_ == 1 ? of_model : of_model.div(*own_parts_);
   }
 
   const SharedObject object_;
-  const std::optional<int64_t> own_parts_;        // none: another function of the outputs
-  const std::optional<std::string> nan_message_;  // of the error for a NaN; none: there is no error
+  const std::optional<int64_t> own_parts_;  // none: another function of the outputs
 };
 
 }  // namespace

@@ -1,8 +1,7 @@
 #include <roundpipe/api/grad_scaler.h>
 
-#include <atomic>
 #include <cmath>
-#include <set>
+#include <deque>
 #include <stdexcept>
 #include <utility>
 
@@ -10,26 +9,19 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_amp_update_scale.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/minimum.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/zeros.h>
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/device/event.h>
+#include <roundpipe/runtime/model/loss_scale.h>
 
 namespace roundpipe {
 
-namespace {
+using runtime::LossScale;
+using runtime::Pipeline;
 
-// Never destroyed: scalers may be static objects.
-struct Living {
-  std::mutex mutex;
-  std::set<GradScaler*> scalers;  // protected by mutex
-};
-Living& living() {
-  static auto* instance = new Living;
-  return *instance;
-}
+namespace {
 
 at::Tensor scalar(double value) { return at::full({}, value, at::kFloat); }
 
@@ -40,132 +32,145 @@ void require(bool holds, const char* name, double value, const char* expected) {
 
 }  // namespace
 
-GradScaler::GradScaler(const GradScalerOptions& options)
-    : options_(options), scale_{scalar(options.init_scale), at::zeros({}, at::kInt)}, front_(scale_.current.clone()) {
+struct GradScaler::Core final : LossScale {
+  // What steps decide.
+  struct Scale {
+    at::Tensor current;         // () fp32, the result of the latest update
+    at::Tensor growth_tracker;  // () int32
+
+    Scale copy() const { return {current.clone(), growth_tracker.clone()}; }
+
+    void grow_or_back_off(const GradScalerOptions& options, bool overflowed) {
+      const at::NoGradGuard no_grad;
+      at::_amp_update_scale_(current, growth_tracker, scalar(overflowed ? 1 : 0), options.growth_factor,
+                             options.backoff_factor, options.growth_interval);
+    }
+
+    // After a step that is decided. `used`: the scale of its losses.
+    void follow(const GradScalerOptions& options, bool overflowed, const at::Tensor& used) {
+      const at::Tensor before = current.clone();
+      grow_or_back_off(options, overflowed);
+      current = runtime::LossScale::after_step(before, current, used, options.backoff_factor);
+    }
+  };
+
+  // A step that was started, and the scale of its losses.
+  struct Pending {
+    std::shared_ptr<runtime::StepRun> run;
+    at::Tensor used;
+  };
+
+  explicit Core(const GradScalerOptions& given)
+      : LossScale(scalar(given.init_scale)),
+        options(given),
+        scale{scalar(given.init_scale), at::zeros({}, at::kInt)} {}
+
+  // Waits for the decisions of the steps so far.
+  void finish_steps() ROUNDPIPE_REQUIRES(mutex) {
+    while (!pending.empty()) {
+      const auto decided = pending.front().run->decided();
+      try {
+        device::wait_interruptible(*decided);
+      } catch (...) {
+        // An interrupt leaves the step to be waited for; a step that failed has decided nothing.
+        if (decided->complete() && decided->error()) pending.pop_front();
+        throw;
+      }
+      scale.follow(options, pending.front().run->overflowed(), pending.front().used);
+      pending.pop_front();
+    }
+  }
+
+  void settle(const ModelPtr& model) override {
+    const MutexLock lock(mutex);
+    finish_steps();
+    set_next_unless_waiting({model}, scale.current.clone());
+  }
+
+  const GradScalerOptions options;
+  Mutex mutex;
+  Scale scale ROUNDPIPE_GUARDED_BY(mutex);
+  std::deque<Pending> pending ROUNDPIPE_GUARDED_BY(mutex);
+  at::Tensor step_scale ROUNDPIPE_GUARDED_BY(mutex);  // of the step that is about to be started
+};
+
+GradScaler::GradScaler(const GradScalerOptions& options) {
   require(options.init_scale > 0 && std::isfinite(options.init_scale), "init_scale", options.init_scale,
           "a positive number");
-  require(options.growth_factor > 1, "growth_factor", options.growth_factor, "more than 1");
+  require(options.growth_factor > 1 && std::isfinite(options.growth_factor), "growth_factor", options.growth_factor,
+          "more than 1");
   require(options.backoff_factor > 0 && options.backoff_factor < 1, "backoff_factor", options.backoff_factor,
           "a number between 0 and 1");
   require(options.growth_interval >= 1, "growth_interval", static_cast<double>(options.growth_interval), "at least 1");
-  const std::lock_guard lock(living().mutex);
-  living().scalers.insert(this);
+  core_ = std::make_shared<Core>(options);
 }
 
-GradScaler::~GradScaler() {
-  const std::lock_guard lock(living().mutex);
-  living().scalers.erase(this);
-}
+GradScaler::~GradScaler() = default;
 
-bool GradScaler::any() {
-  const std::lock_guard lock(living().mutex);
-  return !living().scalers.empty();
-}
+const GradScalerOptions& GradScaler::options() const { return core_->options; }
 
-at::Tensor GradScaler::scale(const at::Tensor& loss) {
-  at::Tensor scale;
-  {
-    const std::lock_guard lock(mutex_);
-    scale = used_ = front_;
-    losses_wait_ = true;
-  }
-  return loss * scale.to(loss.device());
-}
+at::Tensor GradScaler::scale(const at::Tensor& loss) { return loss * core_->use().to(loss.device()); }
 
-double GradScaler::get_scale() const {
-  const std::lock_guard lock(mutex_);
-  return front_.item<double>();
-}
+double GradScaler::get_scale() const { return core_->next().item<double>(); }
 
-void GradScaler::Scale::grow_or_back_off(const GradScalerOptions& options, bool overflowed) {
-  const at::NoGradGuard no_grad;
-  at::_amp_update_scale_(current, growth_tracker, scalar(overflowed ? 1 : 0), options.growth_factor,
-                         options.backoff_factor, options.growth_interval);
-}
-
-void GradScaler::Scale::follow(const GradScalerOptions& options, const std::vector<Pending>& steps) {
-  const at::NoGradGuard no_grad;
-  for (const Pending& step : steps) {
-    device::wait_interruptible(*step.run->decided());
-    const at::Tensor before = current.clone();
-    grow_or_back_off(options, step.run->overflowed());
-    if (current.item<float>() >= before.item<float>()) continue;
-    // inf or NaN, caused by a scale that was too large; an earlier step may have backed off from it already.
-    const at::Tensor backed_off = (step.scale.to(at::kDouble) * options.backoff_factor).to(at::kFloat);
-    current.copy_(at::minimum(before, backed_off));
-  }
-}
-
-void GradScaler::finish_steps() { scale_.follow(options_, std::exchange(pending_, {})); }
-
-double GradScaler::begin_step() {
-  finish_steps();
-  const std::lock_guard lock(mutex_);
-  if (!used_.defined()) {
+double GradScaler::begin_step(Pipeline& model, bool several_nodes) {
+  if (!model.model().loss_scales.has(*core_)) model.wait_losses();
+  const MutexLock lock(core_->mutex);
+  core_->finish_steps();
+  core_->step_scale = core_->of_step({model.shared_model()}, several_nodes);
+  if (!core_->step_scale.defined()) {
     throw std::invalid_argument(
         "[step] the scaler has scaled no loss yet, expected scaler.scale(loss) in the loss function");
   }
-  step_scale_ = used_;
-  losses_wait_ = false;
-  front_ = scale_.current.clone();
-  return step_scale_.item<double>();
+  return core_->step_scale.item<double>();
 }
 
-void GradScaler::stepped(std::shared_ptr<runtime::StepRun> run) { pending_.push_back({std::move(run), step_scale_}); }
-
-void GradScaler::update(bool overflowed) {
-  finish_steps();
-  scale_.grow_or_back_off(options_, overflowed);
-  const std::lock_guard lock(mutex_);
-  used_ = at::Tensor();
-  losses_wait_ = false;
-  front_ = scale_.current.clone();
+void GradScaler::stepped(Pipeline& model, std::shared_ptr<runtime::StepRun> run) {
+  const MutexLock lock(core_->mutex);
+  core_->stepped({model.shared_model()});
+  core_->set_next(core_->scale.current.clone());
+  core_->pending.push_back({std::move(run), std::exchange(core_->step_scale, {})});
 }
 
-void GradScaler::synchronize() {
-  finish_steps();
-  const std::lock_guard lock(mutex_);
-  if (!losses_wait_) front_ = scale_.current.clone();
+void GradScaler::stepped(Pipeline& model, bool overflowed) {
+  const MutexLock lock(core_->mutex);
+  core_->forget({model.shared_model()});
+  core_->scale.grow_or_back_off(core_->options, overflowed);
+  core_->set_next(core_->scale.current.clone());
 }
 
-void GradScaler::synchronize_all() {
-  std::set<GradScaler*> scalers;
-  {
-    const std::lock_guard lock(living().mutex);
-    scalers = living().scalers;
-  }
-  for (GradScaler* const scaler : scalers) scaler->synchronize();
-}
+void GradScaler::synchronize(Pipeline& model) { core_->settle(model.shared_model()); }
 
 GradScaler::State GradScaler::state() {
-  synchronize();
-  return {scale_.current.item<double>(), get_scale(), scale_.growth_tracker.item<int64_t>()};
+  const MutexLock lock(core_->mutex);
+  core_->finish_steps();
+  core_->set_next_unless_waiting(core_->scale.current.clone());
+  return {core_->scale.current.item<double>(), core_->waiting_or_next().item<double>(),
+          core_->scale.growth_tracker.item<int64_t>()};
 }
 
 void GradScaler::load(const State& state) { resume(state, false); }
 
 std::function<GradScaler::State()> GradScaler::later_state() const {
-  const std::lock_guard lock(mutex_);
-  const double front = (losses_wait_ ? used_ : front_).item<double>();
-  return [options = options_, front, scale = Scale{scale_.current.clone(), scale_.growth_tracker.clone()},
-          pending = pending_]() mutable {
+  const MutexLock lock(core_->mutex);
+  return [options = core_->options, front = core_->waiting_or_next().item<double>(), scale = core_->scale.copy(),
+          pending = core_->pending]() mutable {
     // The caller's interrupts are not those of the thread that asks.
-    for (const Pending& step : pending) {
+    for (; !pending.empty(); pending.pop_front()) {
+      const Core::Pending& step = pending.front();
       device::wait_unless_lost(*step.run->decided());
       if (const std::exception_ptr error = step.run->decided()->error()) std::rethrow_exception(error);
+      scale.follow(options, step.run->overflowed(), step.used);
     }
-    scale.follow(options, std::exchange(pending, {}));
     return State{scale.current.item<double>(), front, scale.growth_tracker.item<int64_t>()};
   };
 }
 
 void GradScaler::resume(const State& state, bool losses_wait) {
-  finish_steps();
-  scale_ = {scalar(state.scale), at::full({}, state.growth_tracker, at::kInt)};
-  const std::lock_guard lock(mutex_);
-  front_ = scalar(state.front);
-  used_ = losses_wait ? front_ : at::Tensor();
-  losses_wait_ = losses_wait;
+  const MutexLock lock(core_->mutex);
+  core_->finish_steps();
+  core_->scale = {scalar(state.scale), at::full({}, state.growth_tracker, at::kInt)};
+  core_->restart(scalar(state.front), losses_wait);
 }
 
 }  // namespace roundpipe

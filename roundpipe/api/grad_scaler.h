@@ -3,11 +3,10 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include <roundpipe/runtime/pipeline.h>
 #include <roundpipe/runtime/step/step_run.h>
 
 namespace roundpipe {
@@ -22,13 +21,16 @@ struct GradScalerOptions {
 // Loss scaling for 16-bit gradients, with the arithmetic of torch.amp.GradScaler: losses are multiplied by a scale,
 // gradients are divided by it before a step, a step with inf or NaN changes nothing, and the scale follows.
 //
-// Losses may be scaled on devices while an earlier step is still deciding the next scale, so there are two scales:
-// losses use the front one, which moves only at a step. Hence the program decides the scale of every loss, and timing
-// never does. A new scale reaches the losses one step later after an asynchronous step than after a synchronous one. If
-// an overflow is seen twice in between, the scale backs off once.
+// Losses may be scaled on devices while an earlier step is still deciding the next scale, so the program decides the
+// scale of every loss, and timing never does: see runtime::LossScale. A new scale reaches the losses one step later
+// after an asynchronous step than after a synchronous one. If an overflow is seen twice in between, the scale backs off
+// once.
 //
-// While a scaler exists, no model refuses a NaN loss: skipping such steps is the scaler's job.
-// Thread safety: scale() from any thread; everything else on the caller's thread. Outlives the steps that are given it.
+// A scaler belongs to the models in whose calls it has scaled a loss or whose optimizer it has stepped: these no longer
+// refuse a NaN loss, since skipping such steps is the scaler's job, and Model::synchronize lets their next losses use
+// the newest scale. Nothing else changes while a scaler exists. One scaler for several models: every step updates it.
+// Thread safety: scale() and get_scale() from any thread; everything else on the caller's thread. Outlives the calls in
+// which it scales losses, and the steps that are given it.
 class GradScaler {
  public:
   // Throws std::invalid_argument for a factor on the wrong side of 1, or a number that is not positive.
@@ -37,9 +39,10 @@ class GradScaler {
   GradScaler(const GradScaler&) = delete;
   GradScaler& operator=(const GradScaler&) = delete;
 
-  // Returns `loss` times the front scale. For use in a loss function.
+  // Returns `loss` times the scale. For use in a loss function; of a loss outside of calls, whose backward the program
+  // runs itself, at the next step that uses this scaler.
   at::Tensor scale(const at::Tensor& loss);
-  // The scale of the next losses.
+  // The scale of the next losses: in a loss function, that of this call's.
   double get_scale() const;
 
   struct State {
@@ -55,48 +58,25 @@ class GradScaler {
   std::function<State()> later_state() const;
   // The state of a training that goes on; `losses_wait`: losses were scaled that no step has consumed.
   void resume(const State& state, bool losses_wait);
-  const GradScalerOptions& options() const { return options_; }
-
-  // Whether any scaler exists. Any thread.
-  static bool any();
+  const GradScalerOptions& options() const;
 
   // -- for steps; the caller's thread --
 
-  // The scale of the losses so far, for a step that is about to be made; later losses use the current scale. Waits for
-  // the decisions of earlier steps. Throws std::invalid_argument if no loss has been scaled.
-  double begin_step();
-  // The step that begin_step() was called for has been started.
-  void stepped(std::shared_ptr<runtime::StepRun> run);
-  // Updates the scale after a step that is over, as torch's update() does, for losses that used the current scale.
-  void update(bool overflowed);
-  // Waits for the decisions of all steps. Then the next losses use the current scale, unless losses wait for a step,
-  // since all losses of one step share a scale. Throws the error of a step that could not be decided.
-  void synchronize();
-  static void synchronize_all();
+  // The scale of the losses that the next step of `model` consumes. Waits for the decisions of earlier steps and, for a
+  // model that the scaler does not belong to yet, for the losses of its calls. Throws std::invalid_argument if no loss
+  // has been scaled, or by several scales. With `several_nodes`, others may have scaled some.
+  double begin_step(runtime::Pipeline& model, bool several_nodes);
+  // The step that begin_step() was called for has been started; later losses use the current scale.
+  void stepped(runtime::Pipeline& model, std::shared_ptr<runtime::StepRun> run);
+  // The same for a step that is over: updates the scale as torch's update() does.
+  void stepped(runtime::Pipeline& model, bool overflowed);
+  // Waits for the decisions of all steps. Then the next losses of `model` use the current scale, unless some wait for a
+  // step, since all losses of one step share a scale. Throws the error of a step that could not be decided.
+  void synchronize(runtime::Pipeline& model);
 
  private:
-  struct Pending {
-    std::shared_ptr<runtime::StepRun> run;
-    at::Tensor scale;
-  };
-  // What steps decide.
-  struct Scale {
-    at::Tensor current;  // () fp32, the result of the latest update
-    at::Tensor growth_tracker;
-
-    void follow(const GradScalerOptions& options, const std::vector<Pending>& steps);
-    void grow_or_back_off(const GradScalerOptions& options, bool overflowed);
-  };
-  void finish_steps();
-
-  GradScalerOptions options_;
-  Scale scale_;            // caller's thread only
-  at::Tensor step_scale_;  // of the step that is about to be started
-  std::vector<Pending> pending_;
-  mutable std::mutex mutex_;
-  at::Tensor front_;          // () fp32, replaced, never changed. Protected by mutex_.
-  at::Tensor used_;           // the front scale of the latest losses. Protected by mutex_.
-  bool losses_wait_ = false;  // losses were scaled since the last step. Protected by mutex_.
+  struct Core;
+  std::shared_ptr<Core> core_;  // the models that it belongs to refer to it
 };
 
 }  // namespace roundpipe

@@ -3,7 +3,6 @@
 #include <stdexcept>
 #include <unordered_map>
 
-#include <roundpipe/api/grad_scaler.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
 
@@ -34,12 +33,13 @@ HostWeights& HostWeights::operator=(HostWeights&& other) noexcept {
 }
 
 void HostWeights::leave_weights() noexcept {
-  if (!pipeline_ || !is_behind_) return;
+  if (!pipeline_) return;
   try {
-    synchronize();
+    if (is_behind_) synchronize();
   } catch (...) {
     // Work that nobody waited for has failed, or the engine has ended; then the modules keep what they have.
   }
+  pipeline_->release();
 }
 
 const std::shared_ptr<runtime::Pipeline>& HostWeights::shared_pipeline() const {
@@ -68,7 +68,8 @@ void HostWeights::synchronize() {
   hides_weights_ = is_behind_ = false;
   pipeline().wait_buffers();
   pipeline().expose();
-  GradScaler::synchronize_all();
+  const auto model = pipeline().shared_model();
+  for (const auto& scale : model->loss_scales.all()) scale->settle(model);
 }
 
 const NamedParameters& HostWeights::named_parameters() {
@@ -79,8 +80,10 @@ const NamedParameters& HostWeights::named_parameters() {
 void HostWeights::zero_grad() { pipeline().gradients().drop(); }
 
 std::shared_ptr<ModelOptimizer> HostWeights::bind(const GroupOf& group_of, const std::function<void()>& accepted,
-                                                  optim::Algorithm algorithm, optim::MomentFormat moments,
-                                                  bool gradients_in_fp32, std::shared_ptr<cluster::Nodes> nodes) {
+                                                  optim::Algorithm algorithm,
+                                                  const std::vector<optim::Hyperparameters>& hyper,
+                                                  optim::MomentFormat moments, bool gradients_in_fp32,
+                                                  std::shared_ptr<cluster::Nodes> nodes) {
   const std::shared_ptr<runtime::Pipeline>& bound = shared_pipeline();
   std::unordered_map<const c10::TensorImpl*, int> groups;
   for (const auto& [name, parameter] : named_) {
@@ -104,6 +107,7 @@ std::shared_ptr<ModelOptimizer> HostWeights::bind(const GroupOf& group_of, const
   if (gradients_in_fp32) bound->keep_gradients_in_fp32();
   auto made = std::make_shared<ModelOptimizer>(std::vector{bound}, std::vector<std::vector<std::vector<int>>>{blocks},
                                                algorithm, moments, std::move(nodes));
+  made->set_groups(hyper);
   bound->gradients().set_shows_at_once(false);
   trained_.clear();
   for (const auto& [key, group] : groups) trained_.insert(key);

@@ -44,10 +44,13 @@ class HostWeights {
   // The group of each trainable parameter, by its name; called once for each.
   using GroupOf = std::function<int(const std::string& name, const at::Tensor& parameter)>;
   // Makes a fused optimizer for the parameters that require grad; it replaces an earlier one. `accepted` is called when
-  // every parameter has its group, and may throw to leave everything as it was. Waits for all work.
+  // every parameter has its group, and may throw to leave everything as it was. `hyper`: of each group. Waits for all
+  // work.
   std::shared_ptr<runtime::ModelOptimizer> bind(const GroupOf& group_of, const std::function<void()>& accepted,
-                                                optim::Algorithm algorithm, optim::MomentFormat moments,
-                                                bool gradients_in_fp32, std::shared_ptr<cluster::Nodes> nodes);
+                                                optim::Algorithm algorithm,
+                                                const std::vector<optim::Hyperparameters>& hyper,
+                                                optim::MomentFormat moments, bool gradients_in_fp32,
+                                                std::shared_ptr<cluster::Nodes> nodes);
 
   // -- for checkpoints: what there is, without a look at values --
   const std::shared_ptr<runtime::Pipeline>& shared_pipeline() const;

@@ -51,6 +51,8 @@ Layer::Layer(NamedParameters parameters,
              std::function<runtime::Values(const std::vector<at::Tensor>&, const runtime::Values&)> function)
     : original_(function_instance(std::move(parameters), std::move(function))) {}
 
+Layer& Layer::operator=(Layer&& other) noexcept { return move_into(*this, std::move(other)); }
+
 const std::shared_ptr<LayerInstance>& Layer::original() const {
   require_not_moved_from(original_ != nullptr, "layer");
   return original_;

@@ -27,11 +27,27 @@ struct SignatureOf {
 template <typename F>
 struct Signature : Signature<decltype(&F::operator())> {};
 template <typename R, typename... A>
-struct Signature<R (*)(A...)> : SignatureOf<R, A...> {};
-template <typename C, typename R, typename... A>
-struct Signature<R (C::*)(A...)> : SignatureOf<R, A...> {};
-template <typename C, typename R, typename... A>
-struct Signature<R (C::*)(A...) const> : SignatureOf<R, A...> {};
+struct Signature<R(A...)> : SignatureOf<R, A...> {};
+template <typename R, typename... A>
+struct Signature<R(A...) const> : SignatureOf<R, A...> {};
+template <typename R, typename... A>
+struct Signature<R(A...) &> : SignatureOf<R, A...> {};
+template <typename R, typename... A>
+struct Signature<R(A...) const&> : SignatureOf<R, A...> {};
+template <typename R, typename... A>
+struct Signature<R(A...) noexcept> : SignatureOf<R, A...> {};
+template <typename R, typename... A>
+struct Signature<R(A...) const noexcept> : SignatureOf<R, A...> {};
+template <typename R, typename... A>
+struct Signature<R(A...) & noexcept> : SignatureOf<R, A...> {};
+template <typename R, typename... A>
+struct Signature<R(A...) const & noexcept> : SignatureOf<R, A...> {};
+template <typename F>
+  requires std::is_function_v<F>
+struct Signature<F*> : Signature<F> {};
+template <typename C, typename F>
+  requires std::is_function_v<F>
+struct Signature<F C::*> : Signature<F> {};
 
 // The arguments without the first one.
 template <typename Tuple>
@@ -67,6 +83,11 @@ class Layer {
   // Of parameters and a function over them.
   Layer(NamedParameters parameters,
         std::function<runtime::Values(const std::vector<at::Tensor>&, const runtime::Values&)> function);
+
+  Layer(const Layer&) = default;
+  Layer& operator=(const Layer&) = default;
+  Layer(Layer&&) = default;
+  Layer& operator=(Layer&& other) noexcept;
 
   // The name in messages and in the parameters' names. By default, the layer's number.
   Layer& named(std::string name);

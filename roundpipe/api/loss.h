@@ -2,12 +2,14 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include <roundpipe/api/layer.h>
 #include <roundpipe/api/microbatches.h>
+#include <roundpipe/runtime/call/loss_reduction.h>
 
 namespace roundpipe {
 
@@ -28,9 +30,6 @@ struct PartOf<Microbatches<T>> {
 };
 template <typename T>
 using Part = typename PartOf<T>::Type;
-
-template <typename F>
-constexpr bool kHasSignature = requires { typename Signature<F>::Values; };
 
 inline std::vector<at::Tensor> as_losses(at::Tensor loss) { return {std::move(loss)}; }
 inline std::vector<at::Tensor> as_losses(std::vector<at::Tensor> losses) { return losses; }
@@ -67,11 +66,8 @@ LossFunction loss_function(Function function) {
   };
 }
 
-// The loss as the engine calls it. Throws std::invalid_argument for a result that is no scalar and, if it
-// `refuses_nan`, Error for NaN.
-std::shared_ptr<runtime::Loss> make_loss(LossFunction function, bool refuses_nan);
-
-// The message for a NaN loss; `which` names it.
-std::string nan_loss(const std::string& which);
+// The loss as the engine calls it, for these microbatches. Throws std::invalid_argument for a result that is no scalar.
+std::shared_ptr<runtime::Loss> make_loss(LossFunction function, std::vector<runtime::LossRows> microbatches,
+                                         std::optional<LossReduction> reduction);
 
 }  // namespace roundpipe

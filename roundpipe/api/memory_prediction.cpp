@@ -144,7 +144,7 @@ std::vector<LayerFootprint> measure(const runtime::ModelState& model, const Step
   return footprints;
 }
 
-simulate::HostMemory host_of(const runtime::ModelState& model) {
+simulate::HostMemory host_of(const runtime::ModelState& model, const runtime::ModelOptimizer* optimizer) {
   std::vector<std::vector<simulate::ParameterSize>> blocks;
   for (const runtime::BlockState& block : model.blocks) {
     blocks.emplace_back();
@@ -158,7 +158,17 @@ simulate::HostMemory host_of(const runtime::ModelState& model) {
                                .tied = block.tied()});
     }
   }
-  return simulate::predict_host(blocks, /*moments_8bit=*/false);
+  simulate::HostMemory host = simulate::predict_host(blocks, /*moments_8bit=*/false);
+  if (optimizer == nullptr) return host;
+  const runtime::ModelOptimizer::HostBytes bytes = optimizer->host_bytes();
+  host.masters = bytes.remainders;
+  host.moments = bytes.moments;
+  for (const runtime::BlockState& block : model.blocks) {
+    // Gradients in fp32 cannot become the memory of the next weights.
+    if (block.trainable() && block.gradient_buffers != block.block->buffers())
+      host.gradients += block.gradient_layout.size_bytes;
+  }
+  return host;
 }
 
 int64_t cap_of(Engine& engine) {
@@ -173,7 +183,7 @@ int64_t cap_of(Engine& engine) {
 }  // namespace
 
 MemoryPrediction predict_step(runtime::Pipeline& pipeline, const StepShape& shape, const LossFunction& loss,
-                              const RunOptions& options) {
+                              const RunOptions& options, const runtime::ModelOptimizer* optimizer) {
   const std::shared_ptr<Engine> engine = Engine::current();
   const runtime::ModelState& model = pipeline.model();
   const std::vector<LayerFootprint> footprints = measure(model, shape, loss, engine->worker(0).device());
@@ -204,7 +214,7 @@ MemoryPrediction predict_step(runtime::Pipeline& pipeline, const StepShape& shap
   MemoryPrediction prediction;
   prediction.device = simulate::predict_device(plans(kSteps), sizes, rules);
   pipeline.model().work_bytes.store(std::max<int64_t>(1, prediction.device.total() - prediction.device.weights));
-  prediction.host = host_of(model);
+  prediction.host = host_of(model, optimizer);
   const schedule::Plan plan = plans(1).front();
   prediction.host_values = simulate::waiting_on_host(plan, footprints, shape.microbatches);
   prediction.host_partial_sums =

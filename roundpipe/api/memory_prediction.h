@@ -5,6 +5,7 @@
 
 #include <roundpipe/api/loss.h>
 #include <roundpipe/api/run_options.h>
+#include <roundpipe/runtime/model_optimizer.h>
 #include <roundpipe/runtime/pipeline.h>
 #include <roundpipe/simulate/memory_simulator.h>
 
@@ -14,7 +15,7 @@ namespace roundpipe {
 struct MemoryPrediction {
   // On the device with the highest peak, at that peak.
   simulate::DeviceMemory device;
-  // On the host: the model and a fused Adam with fp32 moments,
+  // On the host: the model and the fused optimizer that was made for it or, without one, a fused Adam with fp32 moments,
   simulate::HostMemory host;
   int64_t host_values = 0;        // values that wait between stages,
   int64_t host_partial_sums = 0;  // sums of gradients of layers that devices share,
@@ -37,8 +38,9 @@ struct StepShape {
 
 // Predicts a step of `pipeline`. Each layer runs once, on this thread, with copies of the microbatch, forward and
 // backward; only shapes count. Plans keep to the measured sizes from now on.
-// Throws what a layer or the loss throws. REQUIRES: the pipeline has drained and shows its weights.
+// `optimizer`: the fused one of the model; null: none was made. Throws what a layer or the loss throws. REQUIRES: the
+// pipeline has drained and shows its weights.
 MemoryPrediction predict_step(runtime::Pipeline& pipeline, const StepShape& shape, const LossFunction& loss,
-                              const RunOptions& options);
+                              const RunOptions& options, const runtime::ModelOptimizer* optimizer);
 
 }  // namespace roundpipe

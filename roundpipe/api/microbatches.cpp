@@ -132,6 +132,27 @@ std::vector<Values> cut_labels(const Batch& labels, const Batch& inputs, int cou
   return given;
 }
 
+std::vector<runtime::LossRows> loss_rows(const std::vector<Values>& inputs, const std::vector<Cut>& input_cuts,
+                                         const std::vector<Values>& labels, const std::vector<Cut>& label_cuts) {
+  std::vector<runtime::LossRows> microbatches(inputs.size());
+  for (size_t m = 0; m < inputs.size(); ++m) {
+    const Values& label = labels[m];
+    const Dimensions given = given_dimensions(inputs[m], input_cuts, "inputs");
+    int64_t rows = batch_rows(inputs[m], input_cuts, given);
+    const auto along = std::ranges::find_if(given, [](int64_t dimension) { return dimension >= 0; });
+    if (along != given.end()) microbatches[m].dimension = *along;
+    if (rows < 0 && !label.tensors.empty() && label.tensors.front().dim() > 0) rows = label.tensors.front().size(0);
+    microbatches[m].rows = std::max<int64_t>(rows, 1);
+    microbatches[m].label_dimensions = given_dimensions(label, label_cuts, "labels");
+    for (size_t i = 0; i < label.tensors.size(); ++i) {
+      if (is_automatic(label, label_cuts, i) && label.tensors[i].size(0) == microbatches[m].rows)
+        microbatches[m].label_dimensions[i] = 0;
+    }
+  }
+  if (microbatches.size() > 1) runtime::count_labels(microbatches, labels);
+  return microbatches;
+}
+
 Values merged(const std::vector<Values>& outputs, c10::Device device) {
   Values whole = outputs.front();
   const std::type_info& type = Structure::of(whole).type();

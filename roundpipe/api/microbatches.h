@@ -68,6 +68,11 @@ std::vector<runtime::Values> cut_inputs(const Batch& inputs, int count, const st
 // The same for labels; see runtime::cut_labels.
 std::vector<runtime::Values> cut_labels(const Batch& labels, const Batch& inputs, int count, const RunOptions& options);
 
+// The microbatches as a loss sees them. `inputs`, `labels`: of each, and how they were cut.
+std::vector<runtime::LossRows> loss_rows(const std::vector<runtime::Values>& inputs, const std::vector<Cut>& input_cuts,
+                                         const std::vector<runtime::Values>& labels,
+                                         const std::vector<Cut>& label_cuts);
+
 // Puts the outputs of microbatches together: tensors with dimensions are concatenated along dimension 0, scalars
 // averaged. What is not a tensor is taken from the first microbatch. Throws std::invalid_argument if the microbatches
 // returned different types or numbers of tensors, or tensors that cannot be concatenated.

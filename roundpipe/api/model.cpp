@@ -104,6 +104,17 @@ Model::Model(std::vector<Layer> layers, ModelOptions options)
       run_options_(std::move(options.run)),
       check_loss_(options.check_loss && checks_losses()) {}
 
+Model& Model::operator=(Model&& other) noexcept {
+  if (this == &other) return *this;
+  HostWeights::operator=(std::move(other));
+  layers_ = std::move(other.layers_);
+  container_ = std::move(other.container_);
+  children_ = std::move(other.children_);
+  run_options_ = std::move(other.run_options_);
+  check_loss_ = other.check_loss_;
+  return *this;
+}
+
 void Model::check_modules() const {
   pipeline();
   if (container_ && container_->children() != children_) {
@@ -132,6 +143,7 @@ std::vector<Values> Model::run(detail::Batch inputs, RunOptions options) {
 struct Model::Request {
   std::vector<Values> inputs;
   std::vector<Values> labels;
+  std::vector<runtime::LossRows> rows;
 };
 
 Model::Request Model::request(const char* where, detail::Batch inputs, detail::Batch labels,
@@ -146,16 +158,23 @@ Model::Request Model::request(const char* where, detail::Batch inputs, detail::B
   inputs = detail::on_host(std::move(inputs), where);
   labels = detail::on_host(std::move(labels), where);
   const int count = detail::count_of(inputs, options, device_count());
-  return {detail::cut_inputs(inputs, count, options.cut_inputs), detail::cut_labels(labels, inputs, count, options)};
+  Request made{detail::cut_inputs(inputs, count, options.cut_inputs),
+               detail::cut_labels(labels, inputs, count, options), {}};
+  made.rows = detail::loss_rows(made.inputs, inputs.is_cut ? std::vector<Cut>() : options.cut_inputs, made.labels,
+                                labels.is_cut ? std::vector<Cut>() : options.cut_labels);
+  return made;
 }
 
 Model::Pending Model::submit_cut(const char* where, detail::Batch inputs, detail::Batch labels, LossFunction loss,
-                                 const RunOptions& options, bool keep_outputs, bool refuses_nan) {
+                                 const RunOptions& options, bool keep_outputs, bool refuses_nan_early) {
   const Request made = request(where, std::move(inputs), std::move(labels), options);
+  std::shared_ptr<runtime::Loss> of_call = make_loss(std::move(loss), made.rows, options.loss_reduction);
+  runtime::CallOptions call = call_options(options, true);
+  call.refuses_nan = check_loss_;
+  call.refuses_nan_early = check_loss_ && refuses_nan_early;
   return Pending(shared_pipeline(),
-                 pipeline().submit(made.inputs, made.labels, make_loss(std::move(loss), refuses_nan), keep_outputs,
-                                   call_options(options, true), options.route),
-                 check_loss_, options.output_device);
+                 pipeline().submit(made.inputs, made.labels, std::move(of_call), keep_outputs, call, options.route),
+                 options.output_device);
 }
 
 runtime::Pipeline::Submitted& Model::Pending::submitted() const {
@@ -166,13 +185,6 @@ runtime::Pipeline::Submitted& Model::Pending::submitted() const {
 TrainResult Model::Pending::finish() {
   Pipeline::Submitted& own = submitted();
   const Pipeline::TrainResult result = pipeline_->finish(own);
-  if (check_loss_ && !GradScaler::any()) {
-    for (size_t m = 0; m < result.losses.size(); ++m) {
-      for (const at::Tensor& loss : result.losses[m]) {
-        if (loss.isnan().item<bool>()) pipeline_->discard_last_call(nan_loss(concat(" of microbatch ", m)));
-      }
-    }
-  }
   // As after a plain backward, if the caller steps by the parameters' `.grad`.
   if (pipeline_->gradients().shows_at_once()) {
     pipeline_->drain();
@@ -193,29 +205,29 @@ TrainResult Model::Pending::finish() {
 std::vector<runtime::ExecutionRecord> Model::Pending::records() const { return submitted().log->records(); }
 
 Step Model::step(Optimizer& optimizer, const StepOptions& options) {
-  if (options.max_grad_norm && !(*options.max_grad_norm > 0)) {
-    throw std::invalid_argument(
-        concat("[step] max_grad_norm is ", *options.max_grad_norm, ", expected a positive number or none"));
-  }
+  const std::shared_ptr<cluster::Nodes>& nodes = optimizer.core()->nodes();
+  check(options, nodes != nullptr);
   const std::vector<optim::Hyperparameters>& groups = optimizer.options_of_step();
+  // Now, so that a schedule that throws leaves everything as it was.
+  const std::vector<double> next_rates = optimizer.rates_after(optimizer.steps() + 1);
   prepare_step(*optimizer.core(), options.asynchronous);
   runtime::StepOptions engine_options;
   engine_options.asynchronous = options.asynchronous;
   engine_options.max_norm = options.max_grad_norm.value_or(0);
-  const std::shared_ptr<cluster::Nodes>& nodes = optimizer.core()->nodes();
   engine_options.gradient_factor = options.gradient_factor.value_or(nodes ? 1.0 / nodes->size() : 1.0);
-  if (options.scaler != nullptr) engine_options.loss_scale = options.scaler->begin_step();
+  if (options.scaler != nullptr) engine_options.loss_scale = options.scaler->begin_step(pipeline(), nodes != nullptr);
   const std::shared_ptr<runtime::StepRun> run = start_step(groups, engine_options);
+  optimizer.count_step(next_rates);
   if (options.scaler != nullptr) {
-    options.scaler->stepped(run);
+    options.scaler->stepped(pipeline(), run);
     // The scale of the next losses depends on these gradients.
-    if (!options.asynchronous) GradScaler::synchronize_all();
+    if (!options.asynchronous) options.scaler->synchronize(pipeline());
   }
-  optimizer.count_step();
   return Step(run);
 }
 
 Step Model::step(torch::optim::Optimizer& optimizer, const StepOptions& options) {
+  check(options, /*several_nodes=*/false);
   require_plain("step");
   pipeline().planner().set_asynchronous(false);
   synchronize();
@@ -231,7 +243,7 @@ Step Model::step(torch::optim::Optimizer& optimizer, const StepOptions& options)
   bool overflowed = false;
   if (options.scaler != nullptr) {
     const at::NoGradGuard no_grad;
-    const double scale = options.scaler->begin_step();
+    const double scale = options.scaler->begin_step(pipeline(), false);
     at::Tensor found = at::zeros({1}, at::kFloat);
     const at::Tensor inverse = at::full({1}, 1.0 / scale, at::kFloat);
     if (!gradients.empty()) at::_amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse);
@@ -241,7 +253,7 @@ Step Model::step(torch::optim::Optimizer& optimizer, const StepOptions& options)
   if (options.max_grad_norm && !overflowed)
     norm = torch::nn::utils::clip_grad_norm_(parameters, *options.max_grad_norm);
   if (!overflowed) optimizer.step();
-  if (options.scaler != nullptr) options.scaler->update(overflowed);
+  if (options.scaler != nullptr) options.scaler->stepped(pipeline(), overflowed);
   optimizer.zero_grad();
   return Step(norm, overflowed);
 }
@@ -258,7 +270,7 @@ MemoryPrediction Model::predict(detail::Batch inputs, detail::Batch labels, cons
     if (bytes_of(made.inputs[m]) > bytes_of(made.inputs[largest])) largest = m;
   }
   const StepShape shape{made.inputs[largest], made.labels[largest], static_cast<int>(made.inputs.size())};
-  return predict_step(pipeline(), shape, loss, options);
+  return predict_step(pipeline(), shape, loss, options, fused_optimizer().get());
 }
 
 RunOptions& Model::run_options() {

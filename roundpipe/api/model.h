@@ -33,16 +33,16 @@ struct ModelOptions {
   RunOptions run = {};
   // Page-lock the weights on the host if accelerators read them.
   bool pin = true;
-  // A NaN loss is an error (see forward_backward), unless a GradScaler exists or the environment has
+  // A NaN loss is an error (see forward_backward), unless a GradScaler belongs to the model or the environment has
   // ROUNDPIPE_CHECK_LOSS=0.
   bool check_loss = true;
 };
 
 // Losses and outputs of a batch.
 struct TrainResult {
-  // What was differentiated: the sum over the microbatches and over the losses of the loss function. On the host.
+  // What was differentiated: the loss of the batch, added over the losses of the loss function. On the host.
   at::Tensor loss;
-  // Of each loss that the function returned: the sum over the microbatches.
+  // Each loss that the function returned, of the batch.
   std::vector<at::Tensor> losses;
   // The merged outputs, if they were asked for: roundpipe::join<Type>(result.outputs). Detached.
   std::optional<runtime::Values> outputs;
@@ -61,11 +61,12 @@ struct TrainResult {
 class Model : public HostWeights {
  public:
   // Of the children of a torch::nn::Sequential, or of layers (see layer()). Throws std::invalid_argument if there are
-  // none, for a module that cannot be copied, and for a parameter that is not on the CPU.
+  // none, for a module that cannot be copied, for a parameter that is not on the CPU, and for one that another Model has
+  // which lives: let that one go first.
   explicit Model(const torch::nn::Sequential& layers, ModelOptions options = {});
   explicit Model(std::vector<Layer> layers, ModelOptions options = {});
   Model(Model&&) = default;
-  Model& operator=(Model&&) = default;
+  Model& operator=(Model&& other) noexcept;
 
   // Runs the model over `arguments`, those of the first layer's forward, and returns the merged outputs (see
   // detail::merged) as an `Output`. If gradients are wanted, they carry a graph whose backward runs on the devices.
@@ -96,6 +97,12 @@ class Model : public HostWeights {
   // `inputs`: a value, a std::tuple of the arguments of the first layer, or Microbatches of these. `labels`: a value or
   // Microbatches; std::tuple<>() for none. `loss`: a function of the outputs and the label of a microbatch, or of the
   // outputs alone; returns a scalar, or a vector of scalars whose sum is differentiated. It runs on devices' threads.
+  //
+  // The loss of the batch is that of all rows at once, whatever their number of microbatches, for a sum over rows, for a
+  // mean over them, and for a mean over those integer labels that are not negative. Which of them a loss is, the first microbatch
+  // of each call tells: besides on all of its rows, the function is called on two parts of them (on a single row, twice
+  // over), and once more each if these losses cancel out. What is neither a sum nor a mean is added over the
+  // microbatches as it is, which a warning says once. RunOptions::loss_reduction says it instead.
   //
   // Throws Error if a loss is NaN; the batch's gradients are dropped then. Throws std::invalid_argument for a batch, an
   // option or a loss that does not fit, or if gradients are off.
@@ -175,7 +182,7 @@ class Model : public HostWeights {
   struct Request;
   Request request(const char* where, detail::Batch inputs, detail::Batch labels, const RunOptions& options);
   Pending submit_cut(const char* where, detail::Batch inputs, detail::Batch labels, LossFunction loss,
-                     const RunOptions& options, bool keep_outputs, bool refuses_nan);
+                     const RunOptions& options, bool keep_outputs, bool refuses_nan_early);
   MemoryPrediction predict(detail::Batch inputs, detail::Batch labels, const LossFunction& loss,
                            const RunOptions& options);
   std::vector<Layer> layers_;
@@ -198,16 +205,12 @@ class Model::Pending {
  private:
   friend class Model;
   Pending(std::shared_ptr<runtime::Pipeline> pipeline, std::shared_ptr<runtime::Pipeline::Submitted> submitted,
-          bool check_loss, c10::Device output_device)
-      : pipeline_(std::move(pipeline)),
-        submitted_(std::move(submitted)),
-        check_loss_(check_loss),
-        output_device_(output_device) {}
+          c10::Device output_device)
+      : pipeline_(std::move(pipeline)), submitted_(std::move(submitted)), output_device_(output_device) {}
 
   runtime::Pipeline::Submitted& submitted() const;
   std::shared_ptr<runtime::Pipeline> pipeline_;
   std::shared_ptr<runtime::Pipeline::Submitted> submitted_;  // null: moved from
-  bool check_loss_;
   c10::Device output_device_;
 };
 
@@ -216,7 +219,7 @@ TrainResult Model::forward_backward(Inputs inputs, Labels labels, Loss loss, con
                                     bool keep_outputs) {
   return submit_cut("forward_backward", detail::batch_of(std::move(inputs), true),
                     detail::batch_of(std::move(labels), false), loss_function<detail::Part<Labels>>(std::move(loss)),
-                    options, keep_outputs, /*refuses_nan=*/false)
+                    options, keep_outputs, /*refuses_nan_early=*/false)
       .finish();
 }
 
@@ -229,7 +232,7 @@ template <typename Inputs, typename Labels, typename Loss>
 Model::Pending Model::submit(Inputs inputs, Labels labels, Loss loss, const RunOptions& options, bool keep_outputs) {
   return submit_cut("submit", detail::batch_of(std::move(inputs), true), detail::batch_of(std::move(labels), false),
                     loss_function<detail::Part<Labels>>(std::move(loss)), options, keep_outputs,
-                    check_loss_ && !GradScaler::any());
+                    /*refuses_nan_early=*/true);
 }
 
 template <typename Inputs, typename Labels, typename Loss>

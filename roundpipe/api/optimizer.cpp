@@ -1,8 +1,8 @@
 #include <roundpipe/api/optimizer.h>
 
 #include <algorithm>
-#include <limits>
 #include <stdexcept>
+#include <utility>
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
@@ -15,49 +15,6 @@ using optim::Hyperparameters;
 
 namespace {
 
-// What torch.optim's constructors have by default, where it is not the default of Hyperparameters.
-Hyperparameters defaults_of(Algorithm algorithm) {
-  Hyperparameters options;
-  switch (algorithm) {
-    case Algorithm::kAdamW:
-      options.weight_decay = 1e-2;
-      break;
-    case Algorithm::kAdagrad:
-      options.lr = 1e-2;
-      options.eps = 1e-10;
-      break;
-    case Algorithm::kAdadelta:
-      options.lr = 1;
-      options.eps = 1e-6;
-      break;
-    case Algorithm::kAdamax:
-    case Algorithm::kNAdam:
-      options.lr = 2e-3;
-      break;
-    case Algorithm::kRMSprop:
-    case Algorithm::kRprop:
-      options.lr = 1e-2;
-      break;
-    case Algorithm::kASGD:
-      options.lr = 1e-2;
-      options.alpha = 0.75;
-      break;
-    case Algorithm::kAdafactor:
-      options.lr = 1e-2;
-      options.eps = std::numeric_limits<float>::epsilon();
-      break;
-    case Algorithm::kLion:
-      options.lr = 1e-4;
-      options.beta2 = 0.99;
-      break;
-    case Algorithm::kAdam:
-    case Algorithm::kSGD:
-    case Algorithm::kRAdam:
-      break;
-  }
-  return options;
-}
-
 template <typename Options>
 Hyperparameters adam_options(Hyperparameters options, const Options& from) {
   options.lr = from.lr();
@@ -68,38 +25,17 @@ Hyperparameters adam_options(Hyperparameters options, const Options& from) {
   return options;
 }
 
-// Refuses values that torch.optim's constructors refuse, NaN among them. `where`: begins the error.
-void require_in_range(const Hyperparameters& options, const std::string& where) {
-  const std::pair<const char*, double> not_negative[] = {
-      {"lr", options.lr},
-      {"eps", options.eps},
-      {"weight_decay", options.weight_decay},
-      {"momentum", options.momentum},
-      {"alpha", options.alpha},
-      {"lr_decay", options.lr_decay},
-      {"initial_accumulator_value", options.initial_accumulator_value}};
-  for (const auto& [name, value] : not_negative) {
-    if (value >= 0) continue;
-    throw std::invalid_argument(concat(where, name, " is ", value, ", expected a number that is not negative"));
-  }
-  const std::pair<const char*, double> below_one[] = {{"beta1", options.beta1}, {"beta2", options.beta2}};
-  for (const auto& [name, value] : below_one) {
-    if (value >= 0 && value < 1) continue;
-    throw std::invalid_argument(
-        concat(where, name, " is ", value, ", expected a number from 0 up to but not including 1"));
-  }
-}
-
-void require_in_range(const std::vector<Hyperparameters>& groups, const char* where) {
+// Refuses values that torch.optim's constructors refuse.
+void require_in_range(Algorithm algorithm, const std::vector<Hyperparameters>& groups, const char* where) {
   for (size_t i = 0; i < groups.size(); ++i) {
     const std::string group = groups.size() > 1 ? concat("group ", i, ": ") : "";
-    require_in_range(groups[i], concat("[", where, "] ", group));
+    optim::check(algorithm, groups[i], concat("[", where, "] ", group));
   }
 }
 
 }  // namespace
 
-UpdateRule::UpdateRule(Algorithm chosen) : algorithm(chosen), options(defaults_of(chosen)) {}
+UpdateRule::UpdateRule(Algorithm chosen) : algorithm(chosen), options(optim::default_hyperparameters(chosen)) {}
 
 UpdateRule::UpdateRule(const torch::optim::AdamOptions& from) : UpdateRule(Algorithm::kAdam) {
   options = adam_options(options, from);
@@ -137,9 +73,9 @@ UpdateRule::UpdateRule(const torch::optim::RMSpropOptions& from) : UpdateRule(Al
 Optimizer::Optimizer(HostWeights& model, const UpdateRule& rule, const std::vector<ParameterGroup>& groups,
                      const OptimizerFormat& format)
     : algorithm_(rule.algorithm), moments_(format.moments) {
-  for (const ParameterGroup& group : groups) options_.push_back(group.options);
+  for (const ParameterGroup& group : groups) options_.push_back(group.options.over(rule.options));
   options_.push_back(rule.options);
-  require_in_range(options_, "optimizer");
+  require_in_range(algorithm_, options_, "optimizer");
   // Refuses options that the rule or the format does not know.
   for (const Hyperparameters& options : options_) optim::state_names(rule.algorithm, options, format.moments, {1});
 
@@ -158,8 +94,11 @@ Optimizer::Optimizer(HostWeights& model, const UpdateRule& rule, const std::vect
                                          "does not hold, expected at least one; see Model::named_parameters"));
     }
   };
-  core_ = model.bind(group_of, accepted, rule.algorithm, format.moments, format.gradients_in_fp32, format.nodes);
+  core_ = model.bind(group_of, accepted, rule.algorithm, options_, format.moments, format.gradients_in_fp32,
+                     format.nodes);
 }
+
+Optimizer& Optimizer::operator=(Optimizer&& other) noexcept { return move_into(*this, std::move(other)); }
 
 const std::shared_ptr<runtime::ModelOptimizer>& Optimizer::core() const {
   require_not_moved_from(core_ != nullptr, "optimizer");
@@ -182,7 +121,7 @@ Hyperparameters& Optimizer::options() {
 }
 
 const std::vector<Hyperparameters>& Optimizer::options_of_step() const {
-  require_in_range(all_options(), "step");
+  require_in_range(algorithm_, all_options(), "step");
   return options_;
 }
 
@@ -193,34 +132,56 @@ int64_t Optimizer::steps() const {
 
 void Optimizer::set_learning_rate(LearningRate factor) {
   core();
+  std::vector<double> first;
+  if (factor) {
+    for (const Hyperparameters& options : options_) first.push_back(options.lr);
+  }
+  const std::vector<double> rates = scheduled(first, factor, steps_);
   factor_ = std::move(factor);
-  first_rates_.clear();
-  if (!factor_) return;
-  for (const Hyperparameters& options : options_) first_rates_.push_back(options.lr);
-  schedule();
+  first_rates_ = std::move(first);
+  set_rates(rates);
 }
 
 void Optimizer::set_steps(int64_t steps) {
-  core();
+  const std::vector<double> rates = rates_after(steps);
   steps_ = steps;
-  schedule();
+  set_rates(rates);
 }
 
 void Optimizer::restore(std::vector<Hyperparameters> options, std::vector<double> first_rates, int64_t steps) {
+  core();
+  if (!factor_) first_rates.clear();
+  const std::vector<double> rates = scheduled(first_rates, factor_, steps);
   options_ = std::move(options);
-  if (factor_) first_rates_ = std::move(first_rates);
-  set_steps(steps);
+  first_rates_ = std::move(first_rates);
+  steps_ = steps;
+  set_rates(rates);
 }
 
-void Optimizer::count_step() {
+std::vector<double> Optimizer::rates_after(int64_t steps) const {
+  core();
+  return scheduled(first_rates_, factor_, steps);
+}
+
+std::vector<double> Optimizer::scheduled(const std::vector<double>& first, const LearningRate& factor, int64_t steps) {
+  if (!factor) return {};
+  const double now = factor(steps);
+  if (!(now >= 0)) {
+    throw std::invalid_argument(concat("[learning rate] the schedule's factor of step ", steps, " is ", now,
+                                       ", expected a number that is not negative"));
+  }
+  std::vector<double> rates;
+  for (const double rate : first) rates.push_back(rate * now);
+  return rates;
+}
+
+void Optimizer::count_step(const std::vector<double>& next_rates) noexcept {
   ++steps_;
-  schedule();
+  set_rates(next_rates);
 }
 
-void Optimizer::schedule() {
-  if (!factor_) return;
-  const double factor = factor_(steps_);
-  for (size_t i = 0; i < options_.size(); ++i) options_[i].lr = first_rates_[i] * factor;
+void Optimizer::set_rates(const std::vector<double>& rates) noexcept {
+  for (size_t i = 0; i < rates.size(); ++i) options_[i].lr = rates[i];
 }
 
 runtime::ModelOptimizer::HostBytes Optimizer::host_bytes() const { return core()->host_bytes(options_); }

@@ -15,6 +15,7 @@
 #include <roundpipe/api/host_weights.h>
 #include <roundpipe/api/learning_rate.h>
 #include <roundpipe/cluster/nodes.h>
+#include <roundpipe/optim/hyperparameters.h>
 
 namespace roundpipe {
 
@@ -37,7 +38,8 @@ struct UpdateRule {
 struct ParameterGroup {
   // Whether the group has the parameter, by its name ("0.weight": layer, then name in the layer) and its tensor.
   std::function<bool(const std::string& name, const at::Tensor& parameter)> holds;
-  optim::Hyperparameters options = {};
+  // Those that are given here; the others are the rule's, as in torch's groups: {.weight_decay = 0}.
+  optim::GivenHyperparameters options = {};
 };
 
 // How an optimizer keeps its state.
@@ -65,6 +67,10 @@ class Optimizer {
   // a group has none, or an option or dtype does not fit; then nothing has been changed.
   Optimizer(HostWeights& model, const UpdateRule& rule, const std::vector<ParameterGroup>& groups = {},
             const OptimizerFormat& format = {});
+  Optimizer(const Optimizer&) = default;
+  Optimizer& operator=(const Optimizer&) = default;
+  Optimizer(Optimizer&&) = default;
+  Optimizer& operator=(Optimizer&& other) noexcept;
 
   // The hyperparameters of group `index`; changes hold from the next step on. The last group is that of the rule.
   optim::Hyperparameters& options(size_t index);
@@ -72,7 +78,7 @@ class Optimizer {
   size_t groups() const { return all_options().size(); }
 
   // From now on, each group's learning rate is the one that it has now times `factor` of the number of steps made;
-  // null: the rates stay as they are.
+  // null: the rates stay as they are. What `factor` throws leaves everything as it was, here and below.
   void set_learning_rate(LearningRate factor);
   // The number of steps begun, which the schedule goes by.
   int64_t steps() const;
@@ -86,7 +92,11 @@ class Optimizer {
   const std::vector<optim::Hyperparameters>& all_options() const;
   // The same, for a step. Throws std::invalid_argument for values that torch.optim's constructors refuse.
   const std::vector<optim::Hyperparameters>& options_of_step() const;
-  void count_step();
+  // The learning rates after `steps` steps; empty without a schedule. Throws what the schedule throws, and
+  // std::invalid_argument if it returns no rate.
+  std::vector<double> rates_after(int64_t steps) const;
+  // A step has begun, after which these are the rates.
+  void count_step(const std::vector<double>& next_rates) noexcept;
 
   // -- for checkpoints --
   optim::Algorithm algorithm() const { return algorithm_; }
@@ -97,7 +107,9 @@ class Optimizer {
   void restore(std::vector<optim::Hyperparameters> options, std::vector<double> first_rates, int64_t steps);
 
  private:
-  void schedule();
+  // `first` rates, times `factor` of the number of steps.
+  static std::vector<double> scheduled(const std::vector<double>& first, const LearningRate& factor, int64_t steps);
+  void set_rates(const std::vector<double>& rates) noexcept;
 
   std::shared_ptr<runtime::ModelOptimizer> core_;  // null: moved from
   optim::Algorithm algorithm_;

@@ -9,11 +9,14 @@
 
 #include <roundpipe/runtime/call/call.h>
 #include <roundpipe/runtime/call/cut.h>
+#include <roundpipe/runtime/call/loss_reduction.h>
 #include <roundpipe/runtime/submission.h>
 
 namespace roundpipe {
 
 using runtime::Cut;
+
+using runtime::LossReduction;
 
 // Options of one call. A model has its own (Model::run_options), which a call uses unless it is given others.
 struct RunOptions {
@@ -45,6 +48,9 @@ struct RunOptions {
   // from scalars and single rows beside other labels; Cut::whole() says that one has no rows.
   std::vector<Cut> cut_inputs = {};
   std::vector<Cut> cut_labels = {};
+  // How the losses of microbatches make up the loss of the batch. Unset: the first microbatch tells; for that, the loss
+  // function is called on parts of it, too, see Model::forward_backward.
+  std::optional<LossReduction> loss_reduction = std::nullopt;
   // The stages or the plan of the step; by default, the planner chooses.
   runtime::Route route = {};
 };

@@ -117,6 +117,7 @@ std::vector<DeviceSpec> parse_devices(std::string_view text) {
   std::vector<DeviceSpec> specs;
   size_t group_first = 0;
   int virtual_count = 0;
+  std::vector<std::string_view> given;  // the options of the group
   std::string_view rest = text;
   while (true) {
     const size_t comma = rest.find(',');
@@ -124,7 +125,13 @@ std::vector<DeviceSpec> parse_devices(std::string_view text) {
     if (item.empty()) refuse(text, "an empty entry");
     if (item.find('=') != std::string_view::npos || item == "debug" || item == "fifo") {
       apply_option(item, text, specs, group_first);
+      const std::string_view key = item.substr(0, item.find('='));
+      if (std::ranges::find(given, key) != given.end()) {
+        refuse(text, concat("the option ", key, " is given twice for ", specs[group_first].name()));
+      }
+      if (key != "fail") given.push_back(key);  // there may be several faults
     } else {
+      given.clear();
       std::vector<DeviceSpec> group = parse_group(item, text, virtual_count);
       group_first = specs.size();
       if (group.front().is_virtual) virtual_count += static_cast<int>(group.size());

@@ -71,6 +71,12 @@ const char* const kAdapterFile = "adapter_model.safetensors";
 // The loss of a microbatch is the last layer's output.
 constexpr auto kLoss = [](const Tensor& loss) { return loss; };
 
+// Each is a part of the mean over the batch's tokens.
+ModelOptions adding_losses(ModelOptions options) {
+  options.run.loss_reduction = LossReduction::kSum;
+  return options;
+}
+
 }  // namespace
 
 LanguageModel::LanguageModel(const std::string& folder, const LanguageModelOptions& options)
@@ -101,7 +107,8 @@ LanguageModel::LanguageModel(const std::string& folder, const LanguageModelOptio
     refuse("language model", "the weights of ", folder, " are F64 and config.json has no dtype, expected one there; ",
            "name the dtype to train in");
   }
-  model_ = std::make_unique<Model>(make_layers(config_, dtype_, options.layers, lora_), options.model);
+  model_ = std::make_unique<Model>(make_layers(config_, dtype_, options.layers, lora_),
+                                   adding_losses(options.model));
   files.read(stacked ? weights(false) : language::one_by_one(weights(false)), options.progress);
   if (!lora_) return;
   NamedParameters adapters = weights(true);
@@ -114,6 +121,8 @@ LanguageModel::LanguageModel(const std::string& folder, const LanguageModelOptio
     begin_adapters();
   }
 }
+
+LanguageModel& LanguageModel::operator=(LanguageModel&& other) noexcept { return move_into(*this, std::move(other)); }
 
 Model& LanguageModel::own() const {
   require_not_moved_from(model_ != nullptr, "language model");

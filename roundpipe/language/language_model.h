@@ -60,6 +60,8 @@ class LanguageModel {
   // Throws std::invalid_argument for a folder that is no such model or is not supported, before weights are read, and
   // Error for a damaged one.
   explicit LanguageModel(const std::string& folder, const LanguageModelOptions& options = {});
+  LanguageModel(LanguageModel&&) = default;
+  LanguageModel& operator=(LanguageModel&& other) noexcept;
 
   // The model itself: steps, plans, parameters by the names of the folder, and all else.
   Model& model() { return own(); }

@@ -112,6 +112,7 @@ bool ParameterBlock::settle() {
 }
 
 void ParameterBlock::repoint() {
+  if (!has_parameters_) return;
   const bool complete = current_->published->complete() && !current_->published->error();
   if (!current_->parts.empty()) {
     for (size_t i = 0; i < parameters_.size(); ++i) parameters_[i].tensor.set_data(current_->parts[i]);
@@ -125,6 +126,7 @@ void ParameterBlock::repoint() {
 }
 
 void ParameterBlock::show_newest() {
+  if (!has_parameters_) return;
   if (!current_->parts.empty()) return repoint();  // mapped parts are the only version
   const WeightVersionPtr& version = newest();
   if (!version->published->complete() || version->published->error() || !version->flat.defined()) return;
@@ -178,6 +180,7 @@ void ParameterBlock::adopt_replaced(const std::vector<ParameterBlock*>& blocks) 
   const at::NoGradGuard no_grad;
   std::vector<std::pair<ParameterBlock*, std::vector<size_t>>> found;
   for (ParameterBlock* const block : blocks) {
+    if (!block->has_parameters_) continue;
     block->own_trainable();
     if (std::vector<size_t> indices = block->replaced(); !indices.empty()) {
       found.emplace_back(block, std::move(indices));

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -109,6 +110,9 @@ class ParameterBlock {
   // after the write.
   bool newest_has(size_t index) const;
 
+  // Another block has the user's parameters from now on: this one leaves them as they are. Any thread.
+  void let_parameters_go() { has_parameters_.store(false); }
+
   // Copies the parameters out of mapped files if one of them has become trainable. Caller's thread; never waits.
   void own_trainable();
 
@@ -130,6 +134,7 @@ class ParameterBlock {
   WeightVersionPtr next_;         // of an asynchronous update
   std::vector<int64_t> adopted_;  // by parameter: the version of the tensor that adopt_replaced() left; or empty
   at::Tensor shown_;              // the tensor that the user's parameters are views of; undefined: they have no values
+  std::atomic<bool> has_parameters_{true};
 };
 
 }  // namespace roundpipe::memory

@@ -19,8 +19,14 @@ enum class Algorithm {
   kLion
 };
 
+struct GivenHyperparameters;
+
 // The hyperparameters of a step, under torch.optim's names. Each algorithm reads the ones it knows.
 struct Hyperparameters {
+  // All of them, as given ones; see hyperparameters.h.
+  operator GivenHyperparameters() const;
+
+
   double lr = 1e-3;
   double beta1 = 0.9;
   double beta2 = 0.999;

@@ -144,6 +144,7 @@ std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> group
   for (const auto& block : *blocks_) {
     if (block->reader) block->reader->before_step();
   }
+  groups_ = groups;
   std::shared_ptr<StepRun> run = run_step(std::move(groups), options, failure);
   if (failure) std::rethrow_exception(failure);
   return run;

@@ -3,6 +3,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include <roundpipe/optim/block_optimizer.h>
@@ -76,6 +77,9 @@ class ModelOptimizer {
     int64_t moments = 0;
   };
   HostBytes host_bytes(const std::vector<optim::Hyperparameters>& groups) const;
+  // The same with the hyperparameters of the latest step or, before it, of set_groups().
+  HostBytes host_bytes() const { return host_bytes(groups_); }
+  void set_groups(std::vector<optim::Hyperparameters> groups) { groups_ = std::move(groups); }
 
  private:
   // One block of one pipeline's model. Steps use it and keep it alive.
@@ -115,6 +119,7 @@ class ModelOptimizer {
   const std::shared_ptr<cluster::Nodes> nodes_;
   const std::shared_ptr<Blocks> blocks_;
   uint64_t turn_ = 0;                          // steps begun
+  std::vector<optim::Hyperparameters> groups_;
   std::deque<std::shared_ptr<StepRun>> runs_;  // oldest first
 };
 

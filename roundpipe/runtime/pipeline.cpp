@@ -14,6 +14,7 @@
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
 #include <roundpipe/memory/host_arena.h>
+#include <roundpipe/runtime/call/loss_reduction.h>
 #include <roundpipe/runtime/model/handed_in.h>
 #include <roundpipe/runtime/model/out_of_memory.h>
 #include <roundpipe/runtime/pipeline_node.h>
@@ -26,8 +27,10 @@ using memory::GradientBlockPtr;
 using schedule::Plan;
 using schedule::PlanMode;
 
-Pipeline::Pipeline(std::string name, std::vector<std::unique_ptr<Layer>> layers, bool pinned)
-    : model_(std::make_shared<ModelState>(std::move(name), std::move(layers), pinned)),
+Pipeline::Pipeline(std::string name, std::vector<std::unique_ptr<Layer>> layers, bool pinned,
+                   const Pipeline* in_place_of)
+    : model_(std::make_shared<ModelState>(std::move(name), std::move(layers), pinned,
+                                          in_place_of != nullptr ? in_place_of->model_.get() : nullptr)),
       gradients_(*model_),
       weights_(model_),
       planner_(*model_),
@@ -100,7 +103,7 @@ void Pipeline::wait_or_abort(const EventPtr& event, const CallPtr& call) {
 }
 
 void Pipeline::tell() {
-  if (const std::string notice = model_->take_notice(); !notice.empty()) warn_user(notice);
+  for (const std::string& notice : model_->take_notices()) warn_user(notice);
 }
 
 void Pipeline::recover_from(std::exception_ptr error) {
@@ -178,8 +181,15 @@ void Pipeline::submit_or_undo(const CallPtr& call, Submission submission) {
   }
 }
 
+void Pipeline::require_parameters(const char* where) const {
+  if (!model_->claim->is_lost()) return;
+  throw std::invalid_argument(concat("[", where, "] another model has been made of the parameters of ", model_->name,
+                                     " since, expected that one to be used; call backward and step before"));
+}
+
 void Pipeline::take_engine() {
   require_callers_thread();
+  require_parameters("forward");
   const std::shared_ptr<Engine> engine = Engine::current();
   if (engine_ && engine_ != engine) {
     drain();
@@ -275,6 +285,7 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
   const std::shared_ptr<Engine> engine = engine_;
   options.microbatches = static_cast<int>(inputs.size());
   options.requires_grad = true;
+  options.refuses_nan_early &= !model_->loss_scales.any();
   // Before the call gets its number, so that an error leaves no gap in the random states.
   raise_pending();
   gradients_.import();
@@ -284,6 +295,7 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
   call->keep_step(std::move(step), /*until_over=*/true);
   call->keep_outputs = keep_outputs;
   call->losses.resize(inputs.size());
+  call->loss_scales = LossScale::reserve(model_);
   for (size_t m = 0; m < inputs.size(); ++m) call->loss_ready.push_back(call->new_event());
   for (const Values& values : inputs) {
     for (const at::Tensor& tensor : values.tensors) call->input_gradients |= tensor.requires_grad();
@@ -300,6 +312,7 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
       put_inputs(*call, static_cast<int>(m), inputs[m], /*copy=*/true, pinned);
     }
     open_gradients(*call, plan);
+    open_loss_turns(*call, plan);
     submit_jobs(call, plan, /*forward=*/true, /*backward=*/true, *engine);
   });
   auto submitted = std::make_shared<Submitted>();
@@ -308,6 +321,19 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
   if (call->input_gradients) submitted->inputs = inputs;
   if (call->keeps_caller) wait_or_abort(call->finished(), call);
   return submitted;
+}
+
+void Pipeline::check_losses(const CallPtr& call) {
+  if (!call->options.refuses_nan || model_->loss_scales.any()) return;
+  for (size_t m = 0; m < call->losses.size(); ++m) {
+    for (const at::Tensor& loss : call->losses[m]) {
+      if (!loss.isnan().any().item<bool>()) continue;
+      const Error error(nan_loss(concat(" of microbatch ", m)));
+      call->fail(std::make_exception_ptr(error));
+      raise_pending();
+      throw error;  // the call is over, and its gradients are in a step
+    }
+  }
 }
 
 Pipeline::TrainResult Pipeline::finish(Submitted& submitted) {
@@ -325,6 +351,7 @@ Pipeline::TrainResult Pipeline::finish(Submitted& submitted) {
     wait_or_abort(call->values(model_->layer_count(), m).produced, call);
     result.outputs.push_back(read_outputs(*call, m));
   }
+  check_losses(call);
   weights_.show_complete();
   if (call->input_gradients) {
     wait_or_abort(call->finished(), call);
@@ -361,6 +388,7 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
                                                         bool keep_graph) {
   require_engine();
   require_callers_thread();
+  require_parameters("backward");
   // An earlier backward of the same graph still uses the state that the next one sets up.
   wait_or_abort(call->finished(), call);
   raise_pending();
@@ -443,9 +471,10 @@ void Pipeline::raise_pending() {
   tell();
 }
 
-void Pipeline::discard_last_call(const std::string& message) {
-  last_call_->fail(std::make_exception_ptr(Error(message)));
-  raise_pending();
+void Pipeline::wait_losses() {
+  for (const CallPtr& call : std::vector<CallPtr>(active_)) {
+    for (const EventPtr& ready : call->loss_ready) wait_or_abort(ready, call);
+  }
 }
 
 void Pipeline::drain() {
@@ -512,6 +541,7 @@ void Pipeline::wait_buffers() const {
 }
 
 std::vector<GradientBlockPtr> Pipeline::take_gradients() {
+  require_parameters("step");
   raise_pending();
   return gradients_.take();
 }
@@ -527,6 +557,7 @@ void Pipeline::keep_gradients_in_fp32() {
 }
 
 void Pipeline::expose() {
+  if (model_->claim->is_lost()) return;
   weights_.adopt_replaced();
   for (const BlockState& block : model_->blocks) block.block->repoint();
   gradients_.show();

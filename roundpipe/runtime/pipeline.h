@@ -26,7 +26,9 @@ namespace roundpipe::runtime {
 // shown by the first of them that waits for it, before the call's error is thrown.
 class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardRunner {
  public:
-  Pipeline(std::string name, std::vector<std::unique_ptr<Layer>> layers, bool pinned);
+  // `in_place_of`: a pipeline whose parameters this one may take over; null: none. See ModelState.
+  Pipeline(std::string name, std::vector<std::unique_ptr<Layer>> layers, bool pinned,
+           const Pipeline* in_place_of = nullptr);
   ~Pipeline();
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
@@ -70,8 +72,8 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
 
   // Throws the first error of earlier calls, if any.
   void raise_pending();
-  // Fails the last call with `message`, as if a job had failed: its gradients are dropped, and Error is thrown.
-  void discard_last_call(const std::string& message);
+  // Waits until the losses of all calls are known; throws what such a call threw.
+  void wait_losses();
   // Waits until no call is running; checks for errors.
   void drain();
 
@@ -86,6 +88,10 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
   // Marks calls in flight as committed: their gradients belong to a step, which may use some before all have landed. An
   // interrupted wait must not fail such a call.
   void commit_calls();
+  // The user has let the model go: another one may be made of its parameters. Then calls, backwards and steps of this
+  // one throw std::invalid_argument.
+  void release() { model_->claim->release(); }
+
   // From now on, 16-bit weights have fp32 gradients on the host. Waits until no call is running; drops gradients that
   // no step has taken.
   void keep_gradients_in_fp32();
@@ -126,6 +132,8 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
  private:
   CallPtr begin_call(CallOptions options, Engine& engine);
   void take_engine();
+  // Throws std::invalid_argument if another model has the parameters by now.
+  void require_parameters(const char* where) const;
   // Makes `call` active and runs `submission`, which plans and submits it. If that throws, nothing has been submitted.
   template <typename Submission>
   void submit_or_undo(const CallPtr& call, Submission submission);
@@ -133,6 +141,8 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
   std::vector<uint32_t> parameter_writes() const;
   void note_plan(Call& call, const schedule::Plan& plan);
   void wait_or_abort(const device::EventPtr& event, const CallPtr& call);
+  // Fails the call, as if a job had failed, and throws, if a loss is NaN that must not be (CallOptions::refuses_nan).
+  void check_losses(const CallPtr& call);
   void recover();
   // Recovers and throws `error`, from a wait or an active call, with an explanation if memory ran out.
   [[noreturn]] void recover_from(std::exception_ptr error);

@@ -245,6 +245,23 @@ void open_gradients(Call& call, const Plan& plan) {
   }
 }
 
+void open_loss_turns(Call& call, const Plan& plan) {
+  if (!call.loss->is_open()) return;
+  std::vector<const Job*> fused;
+  for (const Job& job : plan.jobs) {
+    if (job.phase == Phase::kFused) fused.push_back(&job);
+  }
+  // A device's later job waits for an earlier one of another device, never the other way round.
+  std::ranges::stable_sort(fused, {}, &Job::order);
+  call.loss_turns.resize(static_cast<size_t>(call.options.microbatches));
+  for (const Job* job : fused) {
+    for (int m = job->microbatches.first; m < job->microbatches.last; ++m) {
+      if (!call.loss_order.empty()) call.loss_turns[static_cast<size_t>(m)] = call.new_event();
+      call.loss_order.push_back(m);
+    }
+  }
+}
+
 namespace {
 
 // The place in the plan of the job that is checked, if one is.

@@ -39,6 +39,9 @@ void open_gradients(Call& call, const schedule::Plan& plan);
 int64_t partial_sum_bytes(const ModelState& model, const schedule::Plan& plan, int gradient_groups,
                           TiedGradAccumulation tied);
 
+// Gives the losses of the call's microbatches their turns, if its loss is open. Call it before jobs are submitted.
+void open_loss_turns(Call& call, const schedule::Plan& plan);
+
 // Submits the plan's jobs of the forward part (forward and fused), of the backward part, or of both.
 void submit_jobs(const CallPtr& call, const schedule::Plan& plan, bool forward, bool backward, Engine& engine);
 

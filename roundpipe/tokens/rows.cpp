@@ -4,6 +4,7 @@
 #include <numeric>
 #include <set>
 #include <stdexcept>
+#include <utility>
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
@@ -70,6 +71,8 @@ Rows::Rows(const TokenFile& file, const std::vector<int64_t>& documents, int64_t
                                        " tokens, expected at least one; use shorter rows or more text"));
   }
 }
+
+Rows& Rows::operator=(Rows&& other) noexcept { return move_into(*this, std::move(other)); }
 
 void Rows::pack(bool one_each) {
   // The longest first, each into the fullest row with room for it; then rows in the order of their first piece.

@@ -36,6 +36,10 @@ class Rows {
   // `documents`: numbers of documents of the file, ascending. Throws std::invalid_argument if they make no row.
   // The file is not kept.
   Rows(const TokenFile& file, const std::vector<int64_t>& documents, int64_t length, RowKind kind);
+  Rows(const Rows&) = default;
+  Rows& operator=(const Rows&) = default;
+  Rows(Rows&&) = default;
+  Rows& operator=(Rows&& other) noexcept;
 
   int64_t count() const { return count_; }
   int64_t length() const { return length_; }

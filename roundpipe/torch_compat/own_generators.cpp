@@ -122,6 +122,11 @@ at::Generator OwnGenerators::of(c10::Device device) {
   return generator;
 }
 
+bool OwnGenerators::any() const {
+  const MutexLock lock(mutex_);
+  return !generators_.empty();
+}
+
 OwnGenerators* OwnGenerators::current() { return dynamic_cast<OwnGenerators*>(c10::ThreadLocalDebugInfo::get(kind())); }
 
 at::Generator OwnGenerators::drawn_from(c10::Device device) {

@@ -29,6 +29,9 @@ class OwnGenerators : public c10::DebugInfoBase {
   // The generator for `device`; undefined while a Shared lets the device's default one be used.
   at::Generator of(c10::Device device);
 
+  // Whether an operator has asked for one of them.
+  bool any() const;
+
   // The generators of this thread's Scope; null outside of a Scope.
   static OwnGenerators* current();
   // The generator that this thread draws from: its own or, without one, the device's default.
@@ -57,7 +60,7 @@ class OwnGenerators : public c10::DebugInfoBase {
   };
 
  private:
-  Mutex mutex_;
+  mutable Mutex mutex_;
   uint64_t seed_ ROUNDPIPE_GUARDED_BY(mutex_) = kUnseeded;
   std::vector<at::Generator> generators_ ROUNDPIPE_GUARDED_BY(mutex_);  // one per device
   at::Generator shared_ ROUNDPIPE_GUARDED_BY(mutex_);                   // undefined without a Shared

@@ -7,13 +7,7 @@ from typing import Any
 
 import torch
 
-from roundpipe import _core
 from roundpipe.layers.shell import holding_nothing
-
-NAN_LOSS = (
-    "[forward_backward] the loss{} is NaN; the batch's gradients are dropped; check the data, lower the "
-    "learning rate, pass check_loss=False to RoundPipe, or set ROUNDPIPE_CHECK_LOSS=0"
-)
 
 
 def as_losses(value: Any) -> list[Any]:
@@ -52,17 +46,14 @@ class MicrobatchLoss:
 
     Args:
         loss_fn: the user's loss function.
-        refuses_nan: refuse a NaN loss on the device.
 
     Attributes:
         is_single: whether `loss_fn` returned one loss instead of a list. Set by calls.
         own_parts: `OwnLoss.parts`, with which the engine makes the loss of a native head itself; None for others.
-        nan_message: of the error for a NaN loss; None if it is not refused.
     """
 
-    def __init__(self, loss_fn: Callable[[Any, Any], Any], refuses_nan: bool) -> None:
+    def __init__(self, loss_fn: Callable[[Any, Any], Any]) -> None:
         self._loss_fn = loss_fn
-        self.nan_message = NAN_LOSS.format("") if refuses_nan else None
         self.own_parts = loss_fn.parts if isinstance(loss_fn, OwnLoss) else None
         self.is_single = True
 
@@ -80,6 +71,4 @@ class MicrobatchLoss:
                 )
         if not losses:
             raise ValueError("[forward_backward] loss_fn returned no loss, expected at least one")
-        if self.nan_message is not None and any(bool(loss.isnan()) for loss in losses):
-            raise _core.RoundPipeError(self.nan_message)
         return losses

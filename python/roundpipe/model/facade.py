@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import nn
 
+from roundpipe import _core
 from roundpipe.distributed.joint_training import JointTraining, join
 from roundpipe.layers.adapters import without_adapters
 from roundpipe.model import forward as model_forward
@@ -87,9 +88,23 @@ class ModelFacade(HostResident):
 
     def _bind_optimizer(self, optimizer: BoundOptimizer, moments: Moments, gradients: Gradients) -> FusedSteps:
         """Makes `optimizer` update the model in place from now on; see `FusedSteps`."""
+        self._claim_steps()
         steps = self._step_group.bind(optimizer, moments, gradients)
-        object.__getattribute__(self, "__dict__")["_step_group"] = steps
+        own = object.__getattribute__(self, "__dict__")
+        own["_step_group"] = steps
+        if steps.models.host_pipeline is not None and "_host_front" not in own:
+            own["_host_front"] = _core.Front(steps.models.host_pipeline)
         return steps
+
+    def _claim_steps(self) -> None:
+        """Makes this the model by which its parameters are stepped.
+
+        Raises:
+            ValueError: another model that lives steps one of them, for example a larger one that this one is part of.
+        """
+        own = object.__getattribute__(self, "__dict__")
+        if "_step_claim" not in own:
+            own["_step_claim"] = _core.StepClaim(self._name, self._step_group.models.named_parameters())
 
     def _join_nodes(self, process_group: Any, layers: int | None) -> None:
         """Joins the nodes that train the model, if there are several; see `RoundPipe`."""

@@ -9,14 +9,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from roundpipe import _core
-from roundpipe.call.loss_function import NAN_LOSS, MicrobatchLoss
+from roundpipe.call.loss_function import MicrobatchLoss
 from roundpipe.call.request import CallRequest
 from roundpipe.call.run_config import ResolvedRunConfig
 from roundpipe.data.microbatch import merge_outputs
 from roundpipe.distributed.loss_counts import CallCount
 from roundpipe.model.timer import print_times
 from roundpipe.performance.timeline import Timeline, timeline_of
-from roundpipe.step.scaler import live_scalers
 
 
 def merged(parts: list[Any], config: ResolvedRunConfig) -> Any:
@@ -53,7 +52,6 @@ class Pending:
         submitted: the engine's handle of the batch.
         request: what was asked for; its values are dropped.
         loss: computes the losses.
-        checks_loss: whether a NaN loss is an error while no GradScaler exists.
         count: has told the other nodes of the batch; None if there are none.
     """
 
@@ -63,14 +61,12 @@ class Pending:
         submitted: _core.Submitted,
         request: CallRequest,
         loss: MicrobatchLoss,
-        checks_loss: bool,
         count: CallCount | None,
     ) -> None:
         self._pipeline = pipeline
         self._submitted = submitted
         self._request = request.without_values()
         self._loss = loss
-        self._checks_loss = checks_loss
         self._count = count
 
     def loss(self) -> Any:
@@ -88,10 +84,6 @@ class Pending:
             result = self._pipeline.finish(self._submitted)
         losses = result.losses
         print_times(self._pipeline)
-        if self._checks_loss and not live_scalers():
-            for index, microbatch in enumerate(losses):
-                if any(bool(loss.isnan()) for loss in microbatch):
-                    self._pipeline.discard_last_call(NAN_LOSS.format(f" of microbatch {index}"))
         with torch.no_grad():
             totals = [sum(values[1:], values[0]) for values in zip(*losses, strict=True)]
             if self._count is not None and self._count.loss_factor != 1.0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -35,7 +36,6 @@ from roundpipe.model.step_call import check_gradients, check_step_call
 from roundpipe.model.stepped import SteppedModel
 from roundpipe.model.timer import print_times
 from roundpipe.performance.microbatches import choose
-from roundpipe.step.scaler import live_scalers
 from roundpipe.step.torch_steps import TorchSteps
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
             forbids it, they stay pageable, with a warning. "register" does the same: parameters always move into
             blocks that RoundPipe allocates, and the pages of these blocks are registered in place if the accelerator's
             runtime can (CUDA, ROCm). "off" leaves them pageable. See `roundpipe.host_arena`.
-        check_loss: raise an error when a loss is NaN (not while a GradScaler exists, which handles NaN itself, nor with
-            ROUNDPIPE_CHECK_LOSS=0 in the environment).
+        check_loss: raise an error when a loss is NaN (not with ROUNDPIPE_CHECK_LOSS=0 in the environment). A GradScaler
+            that belongs to the model handles NaN itself.
         host_memory: limit for the model, its gradients and a fused optimizer on the host, such as "64GB"; None reads
             the environment variable ROUNDPIPE_HOST_MEMORY. Checked before anything is allocated.
         device_memory: limit for a step on each device; None reads ROUNDPIPE_DEVICE_MEMORY. Steps are planned within
@@ -68,14 +68,16 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
             every rank wraps the same models in the same order.
 
     Raises:
-        ValueError: the model has no layers, does not fit its budget or has a parameter that is not on the CPU, an
-            argument is not one of those listed above, or another rank has another model.
+        ValueError: the model has no layers, does not fit its budget, or has a parameter that is not on the CPU or is
+            in another RoundPipe that still lives; an argument is not one of those listed above; or another rank has
+            another model.
     """
 
     _FALLBACK = OF_A_PIPE
 
     _is_part = False  # part of a larger model, whose wrapper issues the warnings for the whole
     _pipeline: _core.Pipeline
+    _front: _core.Front  # holds the claim to the parameters
     _modules_in_order: list[tuple[str, nn.Module]]
     _run_config: RoundPipeRunConfig
     _check_loss: bool
@@ -148,7 +150,12 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
             for index, (layer_name, module) in enumerate(modules)
         ]
         own = object.__getattribute__(self, "__dict__")
-        own["_pipeline"] = _core.Pipeline(self._name, layers, self._pinned)
+        before = own.get("_pipeline")
+        if before is None and _core.any_claimed(list(chain.parameters())):
+            gc.collect()  # models that are garbage, and only not collected yet
+        own["_pipeline"] = _core.Pipeline(self._name, layers, self._pinned, before)
+        own["_front"] = _core.Front(own["_pipeline"])
+        own.pop("_step_claim", None)
         own["_step_group"] = TorchSteps({"": self}, {}, self._optim_dtype, self._joint)
         own["_layer_count"] = len(layers)
         own["_modules_in_order"] = modules
@@ -338,7 +345,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         """
         check_step_call(self, "forward_backward", input_args, unknown)
         given = StepArguments("forward_backward", input_args, input_kwargs, label, loss_fn, return_outputs, run_config)
-        return self._submit(given, refuses_nan=False).loss()
+        return self._submit(given, refuses_nan_early=False).loss()
 
     def submit(
         self,
@@ -373,7 +380,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         """
         check_step_call(self, "submit", input_args, unknown)
         given = StepArguments("submit", input_args, input_kwargs, label, loss_fn, return_outputs, run_config)
-        return self._submit(given, refuses_nan=self._check_loss and not live_scalers())
+        return self._submit(given, refuses_nan_early=True)
 
     def _prepare(self, run_config: RoundPipeRunConfig | None) -> Preparation:
         """Prepares the model for a call with these options."""
@@ -412,20 +419,22 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         check_gradients(preparation.config, given.where)
         return self._request(preparation, lambda ready: ready.step(given))
 
-    def _submit(self, given: StepArguments, refuses_nan: bool) -> Pending:
+    def _submit(self, given: StepArguments, refuses_nan_early: bool) -> Pending:
         count = None if self._joint is None else CallCount(self._joint.counts)
         with nullcontext() if count is None else count.noting_failure():
             request = self._prepare_step(dataclasses.replace(given, count=count))
             assert request.loss_fn is not None
-            loss = MicrobatchLoss(request.loss_fn, refuses_nan)
+            loss = MicrobatchLoss(request.loss_fn)
             with torch.inference_mode(False), torch.enable_grad():
                 options = request.options(self._memory.admit(request))
+                options.refuses_nan = self._check_loss
+                options.refuses_nan_early = self._check_loss and refuses_nan_early
                 note = StepNote(self._memory, request)
                 passages = self._native.enter(request.batch)
                 submitted = self._pipeline.submit(
                     request.batch, request.labels, loss, request.return_outputs, options, request.route, note, passages
                 )
-        return Pending(self._pipeline, submitted, request, loss, self._check_loss, count)
+        return Pending(self._pipeline, submitted, request, loss, count)
 
     def predict_memory(
         self,

@@ -81,6 +81,7 @@ class SteppedModel(ModelFacade):
         """
         if isinstance(step_fn, torch.optim.Optimizer):
             return self._step_group.step_fused(step_fn, is_async, *args, **kwargs)
+        self._claim_steps()
         self._step_group.step(step_fn, is_async, args, kwargs)
         return None
 
@@ -99,6 +100,7 @@ class SteppedModel(ModelFacade):
         """The optimizer's parameters in `optim_dtype`, on the host, with the model's names. Parameters that were frozen
         when the optimizer's parameters were made have none."""
         self._follow_changes()
+        self._claim_steps()
         return self._step_group.optim_named_parameters(prefix, remove_duplicate)
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:

@@ -441,6 +441,7 @@ class AutoRoundPipe(SteppedModel):
         own["_step_group"] = TorchSteps(pipes, host_parameters, own["_optim_dtype"], self._joint)
         own["_order"] = {parameter_name: place for place, parameter_name in enumerate(order)}
         own["_contents"] = contents_of(model)
+        own.pop("_step_claim", None)
 
     def _follow_changes(self) -> None:
         """Takes over modules or parameters on the host that were added, removed or replaced.
@@ -529,6 +530,7 @@ class AutoRoundPipe(SteppedModel):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The optimizer's parameters, on the host, with their names, in the order of the original model."""
         self._follow_changes()
+        self._claim_steps()
         named = list(self._step_group.optim_named_parameters("", False))
         named.sort(key=lambda entry: self._order.get(entry[0], len(self._order)))
         first = {id(parameter): name for name, parameter in reversed(named)}

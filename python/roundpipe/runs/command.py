@@ -8,10 +8,12 @@ from typing import Annotated, Literal
 
 import typer
 
+from roundpipe.command_options import OnceEach
+
 app = typer.Typer(help="Look at checkpoints, verify them, convert them.", no_args_is_help=True)
 
 
-@app.command("show")
+@app.command("show", cls=OnceEach)
 def show(
     folder: Annotated[Path, typer.Argument(help="A run's folder, or one checkpoint.", show_default=False)],
 ) -> None:
@@ -25,7 +27,7 @@ def show(
         typer.echo(line)
 
 
-@app.command("verify")
+@app.command("verify", cls=OnceEach)
 def verify(
     folder: Annotated[Path, typer.Argument(help="A run's folder, or one checkpoint.", show_default=False)],
 ) -> None:
@@ -46,7 +48,7 @@ def verify(
         sys.exit(1)
 
 
-@app.command("convert")
+@app.command("convert", cls=OnceEach)
 def convert(
     source: Annotated[
         Path, typer.Argument(help="A run's folder (its newest checkpoint) or one checkpoint.", show_default=False)

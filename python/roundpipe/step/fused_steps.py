@@ -10,9 +10,9 @@ from torch import nn
 
 from roundpipe import _core
 from roundpipe.step.binding import Binding, BoundOptimizer, Gradients, Moments, Step, as_schedulers
-from roundpipe.step.group import StepGroup, hand_over_scales
+from roundpipe.step.group import StepGroup
 from roundpipe.step.plain_steps import owners
-from roundpipe.step.scaler import GradScaler, StepScales
+from roundpipe.step.scaler import GradScaler, StepScales, synchronize_scales
 from roundpipe.step.update import Update, uninterrupted
 
 
@@ -101,8 +101,7 @@ class FusedSteps(StepGroup):
         _core.require_engine()
         if not isinstance(optimizer, BoundOptimizer) or optimizer.binding is not self.binding:
             refuse_optimizer(optimizer)
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"[step] max_grad_norm is {max_grad_norm}, expected a positive number or None")
+        _core.check_max_norm(max_grad_norm)
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise ValueError(f"[step] scaler is a {type(scaler).__name__}, expected a roundpipe.GradScaler")
         schedulers = as_schedulers(lr_scheduler)
@@ -113,12 +112,12 @@ class FusedSteps(StepGroup):
             self.finish_update()
             self.models.begin_step(is_async)
             core.make_room()  # here, so that Ctrl+C ends the wait
-        if self.joint is not None and scaler is not None:
-            scaler._note_step()
-        scales = hand_over_scales() if scaler is not None and scaler.is_enabled() else None
+        scales: StepScales | None = None
         loss_scale = 0.0  # losses are not scaled
-        if scaler is not None and scales is not None:
-            loss_scale = scaler._scale_of(scales)
+        if scaler is not None and scaler.is_enabled():
+            pipelines = self.models.all_pipelines()
+            scale = scaler._hand_over(self, pipelines, several_nodes=self.joint is not None)
+            scales, loss_scale = StepScales({scaler: scale}, self, pipelines), float(scale)
         factor = 1.0
         if self.joint is not None:
             options = {"is_async": is_async, "max_grad_norm": max_grad_norm, "the loss scale": loss_scale}
@@ -133,7 +132,7 @@ class FusedSteps(StepGroup):
         if self._pending is not None and not is_async:
             # The scale of the next losses depends on these gradients.
             self.finish_update()
-            GradScaler._synchronize_all()
+            synchronize_scales(self, self.models.all_pipelines())
         self.steps += 1
         optimizer.count_step()
         for scheduler in schedulers:

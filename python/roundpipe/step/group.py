@@ -18,8 +18,8 @@ from roundpipe import _core
 from roundpipe.distributed.joint_training import JointTraining
 from roundpipe.distributed.nodes import Nodes
 from roundpipe.step.models import SteppedModels
-from roundpipe.step.plain_steps import owners, watch_optimizers
-from roundpipe.step.scaler import GradScaler, StepScales, live_scalers
+from roundpipe.step.plain_steps import watch_optimizers
+from roundpipe.step.scaler import synchronize_scales
 from roundpipe.step.update import Update, is_updating
 
 watch_optimizers()
@@ -143,7 +143,7 @@ class StepGroup(ABC):
         self.models.drain()
         self._settle()
         self.models.expose()
-        GradScaler._synchronize_all()
+        synchronize_scales(self, self.models.all_pipelines())
 
     def show_gradients(self) -> None:
         """Fills the `.grad` of the models' own parameters, if there are gradients that no step has consumed."""
@@ -163,12 +163,3 @@ def refuse_gradient_hooks(parameters: Iterable[nn.Parameter]) -> None:
                 "nothing would call, as the engine sums gradients; expected none; change .grad after the backward "
                 "instead, before the optimizer's step"
             )
-
-
-def hand_over_scales() -> StepScales | None:
-    """Returns the scales of the losses so far, for the step that is about to be made; None if there is no scaler."""
-    if not live_scalers():
-        return None
-    for group in list(owners):
-        group.finish_update()
-    return GradScaler._hand_over_all()

@@ -1,9 +1,13 @@
 """Loss scaling for fp16 that works with asynchronous steps.
 
 Workers scale losses while an earlier step may still be deciding the next scale. So there are two scales: losses use the
-*front* scale, `update` changes the *current* one. A queued step remembers the scale of its own losses and unscales with
-it. The main thread decides when the front scale moves: at `model.step` if the step function updates the scale, at
-`update` if the main thread does. So the program decides the scale of every loss; timing never does.
+*front* scale, which the engine keeps (`_core.LossScale`), and `update` changes the *current* one. A queued step
+remembers the scale of its own losses and unscales with it. The main thread decides when the front scale moves: at
+`model.step` if the step function updates the scale, at `update` if the main thread does. So the program decides the
+scale of every loss; timing never does.
+
+A scaler belongs to the models in whose calls it has scaled a loss, or whose step has used it. Other models' steps,
+synchronisations and checks leave it alone, and it them.
 """
 
 from __future__ import annotations
@@ -11,47 +15,102 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast, overload
+from typing import Any, Protocol, cast, overload
 
 import torch
 
+from roundpipe import _core
 from roundpipe.step.optimizer_context import OptimizerCtx
-from roundpipe.step.plain_steps import changed_from_outside, show_gradients_of
+from roundpipe.step.plain_steps import changed_from_outside, show_gradients_of, stepped_groups
 from roundpipe.step.update import Update, after_steps
 
-_live_lock = threading.Lock()
-_live: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # guarded by _live_lock
+
+class StepMaker(Protocol):
+    """Steps models together; a `StepGroup`."""
+
+    def finish_update(self) -> None:
+        """Waits for the queued step function."""
 
 
 class StepScales:
-    """The scale by which each live scaler multiplied the losses of one step.
+    """The scale by which scalers multiplied the losses of one step.
 
     The main thread makes it, then one optimizer thread uses it: `with token.active(): step_fn()`.
+
+    Args:
+        scales: of each scaler.
+        maker: makes the step; a scaler that the step uses belongs to it from then on.
+        pipelines: of its models.
     """
 
-    def __init__(self, scales: dict[GradScaler, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        scales: dict[GradScaler, torch.Tensor],
+        maker: StepMaker | None = None,
+        pipelines: Sequence[_core.Pipeline] = (),
+    ) -> None:
         self._scales = weakref.WeakKeyDictionary(scales)
+        self._maker = maker
+        self._pipelines = pipelines
+        self._outside = weakref.WeakKeyDictionary({scaler: scaler._losses.outside_losses() for scaler in scales})
         self._made = False  # the step function ran and did not raise
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Makes this thread unscale with this step's scales until the block ends or, per scaler, until its `update`."""
         outer = _active.scales
-        _active.scales = self._scales
+        _active.scales = self
         try:
             yield
             self._made = True
         finally:
             _active.scales = outer
 
+    def of(self, scaler: GradScaler) -> torch.Tensor | None:
+        """The scale of the losses that a scaler scaled; None if it has scaled none, or was updated."""
+        return self._scales.get(scaler)
+
+    def take(self, scaler: GradScaler) -> torch.Tensor | None:
+        """The same, for an update."""
+        return self._scales.pop(scaler, None)
+
+    def note_use(self, scaler: GradScaler) -> None:
+        """The step uses a scaler."""
+        if self._maker is None:
+            return
+        scaler._belong_to(self._maker, self._pipelines)
+        if scaler in self._outside:
+            scaler._losses.stepped_outside(self._outside[scaler])
+
+    def queued(self) -> None:
+        """The step function has been queued; it may be followed by calls of the scalers on the main thread."""
+        for scaler in list(self._scales):
+            if self._maker is None or scaler._may_belong_to(self._maker, self._pipelines):
+                scaler._queued = self
+
+
+class _Losses(_core.LossScale):
+    """What the models that a scaler belongs to know of it."""
+
+    def __init__(self, scaler: GradScaler, first: torch.Tensor) -> None:
+        super().__init__(first)
+        self.scaler = weakref.ref(scaler)
+
 
 class _Active(threading.local):
-    scales: weakref.WeakKeyDictionary[GradScaler, torch.Tensor] | None = None
+    scales: StepScales | None = None
 
 
-_active = _Active()
+class _Outside(threading.local):
+    """The scalers that have scaled losses on this thread, which the next step that uses them consumes."""
+
+    def __init__(self) -> None:
+        self.scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
+
+
+_active, _outside = _Active(), _Outside()
 
 
 def _default_device() -> str:
@@ -129,23 +188,19 @@ class GradScaler(torch.amp.GradScaler):
 
     def _make_scales(self) -> None:
         self._lock = threading.RLock()
-        # Guarded by _lock. Front tensors are replaced, never changed, so a reader may keep one.
-        self._current: torch.Tensor | None = None  # () fp32, result of the latest update, changed in place
-        self._front: torch.Tensor | None = None  # () fp32, for the next losses
-        self._used: torch.Tensor | None = None  # the front scale of the latest losses
-        self._pending = False  # losses were scaled since the last hand-over
+        self._current: torch.Tensor | None = None  # () fp32, result of the latest update, changed in place. Guarded.
+        self._losses = _Losses(self, torch.zeros(()))  # has a scale once _current has one
+        self._makers: weakref.WeakSet[StepMaker] = weakref.WeakSet()  # of the steps that have used the scaler
         # Used by the main thread only.
         self._queued: StepScales | None = None  # of the last step function, until `update` on the main thread
         self._late: Update | None = None  # an `update` that the main thread has queued
         self._updates_on_main = False
-        with _live_lock:
-            _live.add(self)
 
     # The base class reads and sets the scale by this one name. Each thread sees the scale that applies to it.
     @property
     def _scale(self) -> torch.Tensor | None:
         scales = _active.scales
-        step_scale = None if scales is None else scales.get(self)
+        step_scale = None if scales is None else scales.of(self)
         return self._current if step_scale is None else step_scale
 
     @_scale.setter
@@ -155,13 +210,27 @@ class GradScaler(torch.amp.GradScaler):
             self._restart()
 
     def _restart(self) -> None:
-        """Forgets the scales that earlier losses used. Holds _lock."""
-        self._used, self._pending = None, False
-        self._advance_front()
+        """Forgets earlier losses: the next ones use the current scale. Holds _lock."""
+        if self._current is not None:
+            self._losses.restart(self._current)
 
-    def _advance_front(self) -> None:
-        """Makes the next losses use the current scale. Holds _lock."""
-        self._front = None if self._current is None else self._current.clone()
+    def _ready(self) -> _Losses:
+        """The scales of the losses, once there is one."""
+        with self._lock:
+            if self._current is None:
+                self._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        return self._losses
+
+    def _belong_to(self, maker: StepMaker, pipelines: Sequence[_core.Pipeline]) -> None:
+        self._makers.add(maker)
+        self._losses.belong_to(list(pipelines))
+
+    def _belongs_to(self, maker: StepMaker, pipelines: Sequence[_core.Pipeline]) -> bool:
+        return maker in self._makers or any(pipeline.has_loss_scale(self._losses) for pipeline in pipelines)
+
+    def _may_belong_to(self, maker: StepMaker, pipelines: Sequence[_core.Pipeline]) -> bool:
+        """The same for a scaler that no step has used yet: this one may be the first."""
+        return self._belongs_to(maker, pipelines) or not self._makers
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(torch.device("cpu"))
@@ -171,21 +240,18 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return outputs
         scales = _active.scales
-        if scales is not None and self in scales:
-            return _times(outputs, scales[self])
-        with self._lock:
-            if self._current is None:
-                self._lazy_init_scale_growth_tracker(torch.device("cpu"))
-            front = self._used = cast(torch.Tensor, self._front)
-            self._pending = True
-        return _times(outputs, front)
+        step_scale = None if scales is None else scales.of(self)
+        if step_scale is not None:
+            return _times(outputs, step_scale)
+        _outside.scalers.add(self)
+        return _times(outputs, self._ready().use())
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the optimizer's gradients by the scale of their losses, as torch's `unscale_` does."""
         if self._is_behind_a_step:
             self._behind_the_step(lambda: super(GradScaler, self).unscale_(optimizer), optimizer)
         else:
-            self._show_gradients(optimizer)
+            self._note_use(optimizer)
             super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -193,13 +259,20 @@ class GradScaler(torch.amp.GradScaler):
         if self._is_behind_a_step:
             self._behind_the_step(lambda: super(GradScaler, self).step(optimizer, *args, **kwargs), optimizer)
             return None
-        self._show_gradients(optimizer)
+        self._note_use(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
-    def _show_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Fills the `.grad` of models' own parameters that `optimizer` steps, outside a step function."""
-        if self._enabled and _active.scales is None:
-            show_gradients_of(optimizer)
+    def _note_use(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notes which models' step uses the scaler. Outside a step function, fills the `.grad` of models' own
+        parameters that `optimizer` steps."""
+        if not self._enabled:
+            return
+        if _active.scales is not None:
+            _active.scales.note_use(self)
+            return
+        show_gradients_of(optimizer)
+        for group in stepped_groups(optimizer):
+            self._belong_to(group, group.models.all_pipelines())
 
     @property
     def _is_behind_a_step(self) -> bool:
@@ -212,6 +285,7 @@ class GradScaler(torch.amp.GradScaler):
 
         def run() -> bool:
             with OptimizerCtx(), scales.active():
+                scales.note_use(self)
                 work()
             return False
 
@@ -236,8 +310,7 @@ class GradScaler(torch.amp.GradScaler):
         scales = cast(StepScales, self._queued)
         self._finish_late()
         self._updates_on_main = True
-        with self._lock:
-            self._advance_front()
+        self._advance()
 
         def run() -> bool:
             # If the step was not made, the step or its batch has raised already.
@@ -250,8 +323,13 @@ class GradScaler(torch.amp.GradScaler):
         self._late = after_steps(run)
         if not is_async:
             self._finish_late()
-            with self._lock:
-                self._advance_front()
+            self._advance()
+
+    def _advance(self) -> None:
+        """Makes the next losses use the current scale."""
+        with self._lock:
+            if self._current is not None:
+                self._losses.set_next(self._current)
 
     def _finish_late(self) -> None:
         """Waits for the queued update, and raises whatever it raised."""
@@ -263,7 +341,10 @@ class GradScaler(torch.amp.GradScaler):
     def _update_here(self, new_scale: float | torch.Tensor | None) -> None:
         """Runs `update` in this thread, at once."""
         scales = _active.scales
-        step_scale = None if scales is None else scales.pop(self, None)
+        step_scale = None
+        if scales is not None:
+            scales.note_use(self)
+            step_scale = scales.take(self)
         with self._lock:
             before = None if self._current is None else self._current.clone()
             super().update(new_scale)
@@ -271,9 +352,7 @@ class GradScaler(torch.amp.GradScaler):
                 self._restart()
             elif new_scale is None and step_scale is not None:
                 current, before = cast(torch.Tensor, self._current), cast(torch.Tensor, before)
-                if current < before:  # inf or NaN, caused by a `step_scale` that was too large
-                    backed_off = (step_scale.double() * self._backoff_factor).float()
-                    current.copy_(torch.minimum(before, backed_off))
+                current.copy_(_core.LossScale.after_step(before, current, step_scale, self._backoff_factor))
 
     @property
     def enabled(self) -> bool:
@@ -310,18 +389,6 @@ class GradScaler(torch.amp.GradScaler):
             after_steps(lambda: False).wait()
         return self
 
-    def _note_step(self) -> None:
-        """Makes the scale of the next losses that of the step to be made, though this node may have had no loss."""
-        if self._enabled and not self._pending:
-            self.scale(torch.zeros(()))
-
-    def _scale_of(self, scales: StepScales) -> float:
-        """The scale of the step's losses; raises ValueError if no loss was scaled."""
-        scale = scales._scales.get(self)
-        if scale is None:
-            raise ValueError("[step] the scaler has scaled no loss yet, expected scaler.scale(loss) in loss_fn")
-        return float(scale)
-
     def _update_after(self, overflowed: bool) -> None:
         """`update` after a step whose gradients other code has checked."""
         state = self._per_optimizer_states[id(self)]
@@ -329,19 +396,21 @@ class GradScaler(torch.amp.GradScaler):
         self._update_here(None)
 
     def _get_scale_async(self) -> torch.Tensor | None:
-        return self._scale if _active.scales is not None else self._front
+        if _active.scales is not None or self._current is None:
+            return self._scale
+        return self._losses.next()
 
     def resume_state(self) -> dict[str, Any]:
         """What a run that resumes needs beside `state_dict()`: the scale of the next losses, and who moves it."""
         with self._lock:
-            front = self._used if self._pending else self._front
-            return {"front": None if front is None else float(front), "updates_on_main": self._updates_on_main}
+            front = None if self._current is None else float(self._losses.waiting_or_next())
+            return {"front": front, "updates_on_main": self._updates_on_main}
 
     def load_resume_state(self, state: dict[str, Any]) -> None:
         """Restores `resume_state()`, after `load_state_dict`."""
         with self._lock:
-            front = state["front"]
-            self._front = None if front is None else torch.tensor(front, dtype=torch.float32)
+            if state["front"] is not None:
+                self._losses.restart(torch.tensor(state["front"], dtype=torch.float32))
             self._updates_on_main = state["updates_on_main"]
 
     def state_dict(self) -> dict[str, Any]:
@@ -360,62 +429,82 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return {
-            k: v
-            for k, v in state.items()
-            if k not in ("_lock", "_current", "_front", "_used", "_pending", "_scale", "_queued", "_late")
-        }
+        own = ("_lock", "_current", "_losses", "_makers", "_scale", "_queued", "_late")
+        return {key: value for key, value in state.items() if key not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._make_scales()
         super().__setstate__(state)
 
-    @classmethod
-    def _hand_over_all(cls) -> StepScales:
-        """Hands over the losses' scales. The main thread calls this at each step, once earlier step functions finished.
+    def _hand_over(self, maker: StepMaker, pipelines: Sequence[_core.Pipeline], several_nodes: bool) -> torch.Tensor:
+        """The scale of the losses so far, for a step that is about to be made. Later losses use the current scale.
 
-        Returns the scales of the losses so far, for the step that is about to be queued, and makes later losses use the
-        current scale. Two models stepped one after the other get the same scales.
+        Raises:
+            ValueError: no loss has been scaled.
         """
-        scales = {}
-        for scaler in live_scalers():
-            scaler._finish_late()
-            with scaler._lock:
-                step_scale = scaler._front if scaler._used is None else scaler._used
-                if step_scale is not None:
-                    scales[scaler] = step_scale
-                scaler._pending = False
-                if not scaler._updates_on_main:
-                    scaler._advance_front()
-        return StepScales(scales)
-
-    @classmethod
-    def _queue_all(cls, scales: StepScales) -> None:
-        """Notes a step function that the main thread has queued, so that the scale may be updated for it."""
-        for scaler in live_scalers():
-            scaler._queued = scales
-
-    @classmethod
-    def _synchronize_all(cls, after_step: bool = False) -> None:
-        """Makes the next losses use the current scale; no step function may be running.
-
-        A scaler keeps its front scale if no step has consumed its losses yet, because all losses of a step must share
-        one scale.
-
-        Args:
-            after_step: whether this follows a synchronous step, which an `update` on the main thread may follow.
-        """
-        for scaler in live_scalers():
-            scaler._finish_late()
-            with scaler._lock:
-                if not (scaler._pending or (after_step and scaler._updates_on_main)):
-                    scaler._advance_front()
+        for other in list(self._makers):
+            other.finish_update()
+        self._finish_late()
+        for pipeline in pipelines:
+            if not pipeline.has_loss_scale(self._losses):
+                pipeline.wait_losses()
+        if self._current is None and not several_nodes:
+            raise ValueError("[step] the scaler has scaled no loss yet, expected scaler.scale(loss) in loss_fn")
+        scale = self._ready().of_step(list(pipelines), several_nodes)
+        self._belong_to(maker, pipelines)
+        self._losses.stepped(list(pipelines))
+        if not self._updates_on_main:
+            self._advance()
+        return self._losses.next() if scale is None else scale
 
 
-def live_scalers() -> list[GradScaler]:
-    """All scalers that exist."""
-    with _live_lock:
-        return list(_live)
+def _scalers_of(pipelines: Iterable[_core.Pipeline]) -> list[GradScaler]:
+    """The scalers that belong to the models of these pipelines."""
+    found: dict[int, GradScaler] = {}
+    for pipeline in pipelines:
+        for losses in pipeline.loss_scales():
+            scaler = losses.scaler() if isinstance(losses, _Losses) else None
+            if scaler is not None:
+                found[id(scaler)] = scaler
+    return list(found.values())
+
+
+def hand_over(maker: StepMaker, pipelines: Sequence[_core.Pipeline]) -> StepScales | None:
+    """Hands over the scales of losses to a step function that is about to be queued.
+
+    The function may use the scalers that belong to its models and, if it is the first, one that has scaled losses on
+    this thread. The main thread calls this at each step, once earlier step functions of the models have finished.
+
+    Returns:
+        The scales of the losses so far; later losses use the current ones. None if there is no scaler.
+    """
+    scales = {}
+    for scaler in {*_scalers_of(pipelines), *_outside.scalers}:
+        if scaler._current is None:
+            continue
+        if scaler._belongs_to(maker, pipelines):
+            scales[scaler] = scaler._hand_over(maker, pipelines, several_nodes=False)
+        else:
+            scales[scaler] = scaler._losses.next()
+    return StepScales(scales, maker, pipelines) if scales else None
+
+
+def synchronize_scales(maker: StepMaker, pipelines: Sequence[_core.Pipeline], after_step: bool = False) -> None:
+    """Makes the next losses use the current scale; no step function of the models may be running.
+
+    A scaler keeps the scale of its next losses if no step has consumed its losses yet, because all losses of a step
+    must share one scale.
+
+    Args:
+        after_step: whether this follows a synchronous step, which an `update` on the main thread may follow.
+    """
+    for scaler in {*_scalers_of(pipelines), *_outside.scalers}:
+        if not scaler._belongs_to(maker, pipelines):
+            continue
+        scaler._finish_late()
+        with scaler._lock:
+            if scaler._current is not None and not (after_step and scaler._updates_on_main):
+                scaler._losses.set_next_unless_waiting(list(pipelines), scaler._current)
 
 
 def _times(outputs: Any, scale: torch.Tensor) -> Any:

@@ -14,12 +14,12 @@ from roundpipe import _core
 from roundpipe.distributed.joint_training import JointTraining
 from roundpipe.step.binding import BoundOptimizer, Gradients, Moments
 from roundpipe.step.fused_steps import FusedSteps, refuse_optimizer
-from roundpipe.step.group import StepGroup, hand_over_scales, refuse_gradient_hooks
+from roundpipe.step.group import StepGroup, refuse_gradient_hooks
 from roundpipe.step.models import PipedModel, SteppedModels
 from roundpipe.step.optimizer_context import OptimizerCtx
 from roundpipe.step.optimizer_parameter import OptimizerParameter, ParameterOwner
 from roundpipe.step.plain_steps import beside, owners, split_parameters, waiting_groups
-from roundpipe.step.scaler import GradScaler, StepScales
+from roundpipe.step.scaler import StepScales, hand_over, synchronize_scales
 from roundpipe.step.update import Update, uninterrupted
 
 Seen = tuple[int, int]  # a tensor's version, and where it lies if only the user moves it
@@ -200,7 +200,7 @@ class TorchSteps(StepGroup):
         self.finish_update()
         self.models.begin_step(is_async)
         self.take_writes()
-        scales = hand_over_scales()
+        scales = hand_over(self, self.models.pipelines)
         with uninterrupted():
             # May raise, so it comes first: a version that has begun must be finished.
             tickets = [pipeline.begin_step() for pipeline in self.models.pipelines]
@@ -213,14 +213,14 @@ class TorchSteps(StepGroup):
                 )
             )
             if scales is not None:
-                GradScaler._queue_all(scales)
+                scales.queued()
         self.steps += 1
         if not is_async:
             self.finish_update()
             self.models.drain()
             self._publish_now()
             if scales is not None:
-                GradScaler._synchronize_all(after_step=True)
+                synchronize_scales(self, self.models.pipelines, after_step=True)
 
     def _update(
         self,

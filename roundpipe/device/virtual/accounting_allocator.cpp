@@ -1,6 +1,7 @@
 #include <roundpipe/device/virtual/accounting_allocator.h>
 
 #include <cstring>
+#include <deque>
 #include <mutex>
 
 #include <c10/core/CPUAllocator.h>
@@ -80,12 +81,15 @@ void MemoryAccount::add(int64_t size_bytes) {
 void MemoryAccount::subtract(int64_t size_bytes) noexcept { current_bytes.fetch_sub(size_bytes); }
 
 MemoryAccount* make_account(std::string device_name, int64_t limit_bytes, bool poison) {
-  // Leaked on purpose: a tensor may be freed after everything else.
-  auto* account = new MemoryAccount;
-  account->device_name = std::move(device_name);
-  account->limit_bytes = limit_bytes;
-  account->poison = poison;
-  return account;
+  // Never destroyed: a tensor may be freed after everything else. Reachable, so that leak checkers find no leak.
+  static std::mutex mutex;
+  static auto* accounts = new std::deque<MemoryAccount>;  // protected by mutex
+  const std::lock_guard lock(mutex);
+  MemoryAccount& account = accounts->emplace_back();
+  account.device_name = std::move(device_name);
+  account.limit_bytes = limit_bytes;
+  account.poison = poison;
+  return &account;
 }
 
 AccountScope::AccountScope(MemoryAccount* account) : previous_(current_account) { current_account = account; }

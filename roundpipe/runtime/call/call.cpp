@@ -108,6 +108,12 @@ EventPtr Call::finished() const {
   return finished_;
 }
 
+void Call::let_losses_go_on(bool is_open, int microbatch) {
+  for (size_t place = 0; place + 1 < loss_order.size(); ++place) {
+    if (!is_open || loss_order[place] == microbatch) loss_turns[static_cast<size_t>(loss_order[place + 1])]->fire();
+  }
+}
+
 void Call::keep_step(std::shared_ptr<const void> step, bool until_over) {
   const MutexLock lock(mutex_);
   step_.swap(step);

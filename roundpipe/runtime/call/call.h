@@ -54,6 +54,10 @@ struct CallOptions {
   RecomputeGrain recompute_grain = RecomputeGrain::kStage;
   TiedGradAccumulation tied_grad_accumulation = TiedGradAccumulation::kLayer;
   int gradient_groups = 1;
+  // A NaN loss is an error, unless a scaler of losses belongs to the model. It is found when the caller takes the losses
+  // or, with `early`, on the device, before its gradients are used; there, a loss that was scaled is none, either.
+  bool refuses_nan = false;
+  bool refuses_nan_early = false;
   // The call reads something that the caller may change, so it returns only after the last read.
   bool keeps_caller = false;
   // If a device fails, its jobs run again on others, with the same bits; what they need for that stays on the host.
@@ -138,6 +142,11 @@ class Call : public std::enable_shared_from_this<Call> {
   std::vector<memory::WeightVersionPtr> readings;       // [block]
   std::vector<char> saved_boundaries;                   // [layer]: values before this layer are kept
   std::vector<device::EventPtr> loss_ready;             // [microbatch]
+  LossScale::Reserved loss_scales;                      // of its losses
+  // Of a loss that is open (Loss::is_open): the microbatches in the order in which theirs are computed, and [microbatch]
+  // the event that lets it be computed, null for the first one. Else empty.
+  std::vector<int> loss_order;
+  std::vector<device::EventPtr> loss_turns;
   bool keep_outputs = false;
   bool keeps_caller = false;  // control returns to the caller only when nothing of the call runs any more
   bool input_gradients = false;
@@ -164,6 +173,9 @@ class Call : public std::enable_shared_from_this<Call> {
   };
   void save_snapshot(int layer, int microbatch, BufferSnapshot snapshot);
   std::optional<BufferSnapshot> snapshot(int layer, int microbatch) const;
+
+  // The loss of `microbatch` is computed, and is open still or not.
+  void let_losses_go_on(bool is_open, int microbatch);
 
   // The seed of the generators for layer `layer` and a microbatch; the loss counts as the layer after the last.
   uint64_t seed(int layer, int microbatch) const {

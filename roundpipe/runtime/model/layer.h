@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,8 @@ struct LayerContext {
   int microbatch = 0;
   bool recompute = false;  // whether the forward of this microbatch has run before
   device::Queue* queue = nullptr;
+  // Of this thread's generators, for a loss that may restart them; none: they go on from microbatch to microbatch.
+  std::optional<uint64_t> seed = std::nullopt;
 };
 
 // One device's instance of a layer: the layer's code over tensors that the engine points at the weights of a job.
@@ -79,6 +82,11 @@ class ROUNDPIPE_API Loss {
   // Returns scalars, which are summed for the backward. `label` has the structure in which the caller passed it.
   virtual std::vector<at::Tensor> operator()(const Values& outputs, const Values& label,
                                              const LayerContext& context) = 0;
+  // Whether the results of a call's microbatches depend on those before them, in the order of the plan. Then they are
+  // computed one after the other until this is false; it never becomes true again. Any thread.
+  virtual bool is_open() const { return false; }
+  // What the user should know, once all results are there; empty: nothing. Shown once for each model.
+  virtual std::string notice() const { return {}; }
 };
 
 }  // namespace roundpipe::runtime

@@ -59,18 +59,22 @@ int64_t BlockState::sum_bytes(int64_t parts) const {
   return sum_layout.size_bytes * partial_sums(parts, sum_buffers != gradient_buffers);
 }
 
-ModelState::ModelState(std::string model_name, std::vector<std::unique_ptr<Layer>> model_layers, bool pinned)
+ModelState::ModelState(std::string model_name, std::vector<std::unique_ptr<Layer>> model_layers, bool pinned,
+                       const ModelState* in_place_of)
     : name(std::move(model_name)) {
   if (model_layers.empty()) throw std::invalid_argument("[RoundPipe] the model has no layers; give it at least one");
   std::map<const void*, std::vector<int>> users;  // parameter -> layers, ascending
   std::vector<std::vector<NamedTensor>> parameters;
+  ParameterClaim::Named claimed;
   for (size_t l = 0; l < model_layers.size(); ++l) {
     parameters.push_back(model_layers[l]->parameters());
     for (const NamedTensor& parameter : parameters.back()) {
+      claimed.emplace_back(concat(model_layers[l]->name(), ".", parameter.name), parameter.tensor);
       std::vector<int>& layers_of = users[parameter.tensor.unsafeGetTensorImpl()];
       if (layers_of.empty() || layers_of.back() != static_cast<int>(l)) layers_of.push_back(static_cast<int>(l));
     }
   }
+  ParameterClaim::require_free(ParameterClaim::To::kValues, name, claimed, in_place_of != nullptr ? in_place_of->claim.get() : nullptr);
   std::map<const void*, LayerState::ParameterPlace> places;
   const auto add_block = [&](std::vector<NamedTensor> members, std::vector<int> block_layers) {
     for (size_t i = 0; i < members.size(); ++i) places[members[i].tensor.unsafeGetTensorImpl()] = {blocks.size(), i};
@@ -115,6 +119,9 @@ ModelState::ModelState(std::string model_name, std::vector<std::unique_ptr<Layer
     layers.push_back(std::move(state));
   }
   gradients.resize(blocks.size());
+  claim = std::make_unique<ParameterClaim>(ParameterClaim::To::kValues, name, std::move(claimed), [this] {
+    for (const BlockState& block : blocks) block.block->let_parameters_go();
+  });
 }
 
 std::vector<std::vector<char>> ModelState::trainable() const {
@@ -146,10 +153,9 @@ std::vector<LayerHabitsPtr> ModelState::habits_of_now() {
   return found;
 }
 
-void ModelState::ran_out_of_memory(std::string notice) {
+void ModelState::notify(Notice kind, std::string notice) {
   const MutexLock lock(notice_mutex_);
-  if (!noticed_) notice_ = std::move(notice);
-  noticed_ = true;
+  if (!notice.empty() && noticed_.insert(kind).second) notices_.push_back(std::move(notice));
 }
 
 void ModelState::torn(const std::vector<int>& torn_layers) {
@@ -164,9 +170,9 @@ std::vector<int> ModelState::take_torn_layers() {
   return taken;
 }
 
-std::string ModelState::take_notice() {
+std::vector<std::string> ModelState::take_notices() {
   const MutexLock lock(notice_mutex_);
-  return std::exchange(notice_, {});
+  return std::exchange(notices_, {});
 }
 
 int64_t ModelState::host_bytes() const {

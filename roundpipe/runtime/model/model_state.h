@@ -12,6 +12,8 @@
 #include <roundpipe/memory/gradient_block.h>
 #include <roundpipe/memory/parameter_block.h>
 #include <roundpipe/runtime/model/layer.h>
+#include <roundpipe/runtime/model/loss_scale.h>
+#include <roundpipe/runtime/model/parameter_claim.h>
 #include <roundpipe/runtime/model/random.h>
 #include <roundpipe/runtime/model/shells.h>
 #include <roundpipe/runtime/model/update_meter.h>
@@ -99,12 +101,16 @@ struct BlockState {
 // Ownership: owns the layers, which keep the user's modules alive.
 // Thread safety: built and changed on the caller's thread; workers read.
 struct ModelState {
-  ModelState(std::string name, std::vector<std::unique_ptr<Layer>> layers, bool pinned);
+  // Throws std::invalid_argument if there are no layers, for a tensor that is not on the CPU, and for a parameter that
+  // another model has, unless this one is made `in_place_of` it.
+  ModelState(std::string name, std::vector<std::unique_ptr<Layer>> layers, bool pinned,
+             const ModelState* in_place_of = nullptr);
 
   std::string name;
   std::vector<std::unique_ptr<LayerState>> layers;
   std::vector<BlockState> blocks;
   SharedDraws loss_shared_draws;          // of the loss functions that this model is called with
+  LossScales loss_scales;                 // of the scalers that belong to it
   UpdateMeter updates;                    // of its weights on the host
   Shells shells;                          // on the workers of the pool that its calls run on
   std::atomic<int64_t> verified_jobs{0};  // jobs that had the same bits on another device, see JobCheck
@@ -112,14 +118,17 @@ struct ModelState {
   std::atomic<int64_t> work_bytes{0};
   // One for each block; null = nothing summed. Caller's thread only.
   std::vector<memory::GradientBlockPtr> gradients;
+  // To the parameters. Once it is lost, the blocks leave them alone.
+  std::unique_ptr<ParameterClaim> claim;
 
   int layer_count() const { return static_cast<int>(layers.size()); }
   // Whether each parameter is trainable, by the user's current flags: [layer][parameter].
   std::vector<std::vector<char>> trainable() const;
-  // Records a notice for the user that memory ran out. Only the first one of a model counts. Any thread.
-  void ran_out_of_memory(std::string notice);
-  // Returns the recorded notice and clears it; empty = none.
-  std::string take_notice();
+  // Records a notice for the user, unless it is empty. Only the first one of its kind counts. Any thread.
+  enum class Notice { kOutOfMemory, kLoss };
+  void notify(Notice kind, std::string notice);
+  // Returns the recorded notices and clears them.
+  std::vector<std::string> take_notices();
   // Records that a step has updated these layers, and no others, because a call with gradients of it failed. Any
   // thread.
   void torn(const std::vector<int>& layers);
@@ -134,8 +143,8 @@ struct ModelState {
 
  private:
   Mutex notice_mutex_;
-  std::string notice_ ROUNDPIPE_GUARDED_BY(notice_mutex_);
-  bool noticed_ ROUNDPIPE_GUARDED_BY(notice_mutex_) = false;
+  std::vector<std::string> notices_ ROUNDPIPE_GUARDED_BY(notice_mutex_);
+  std::set<Notice> noticed_ ROUNDPIPE_GUARDED_BY(notice_mutex_);
   std::set<int> torn_ ROUNDPIPE_GUARDED_BY(notice_mutex_);
 };
 

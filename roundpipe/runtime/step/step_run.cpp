@@ -2,11 +2,13 @@
 
 #include <cmath>
 #include <limits>
+#include <stdexcept>
 
 #include <ATen/core/grad_mode.h>
 
 #include <roundpipe/core/clock.h>
 #include <roundpipe/core/engine_life.h>
+#include <roundpipe/core/error.h>
 #include <roundpipe/device/emulated_time.h>
 #include <roundpipe/optim/thread_pool.h>
 
@@ -14,6 +16,11 @@ namespace roundpipe::runtime {
 
 using device::EventPtr;
 using optim::ThreadPool;
+
+void check_max_norm(const std::optional<double>& norm) {
+  if (!norm || *norm > 0) return;
+  throw std::invalid_argument(concat("[step] max_grad_norm is ", *norm, ", expected a positive number or none"));
+}
 
 StepRun::StepRun(uint64_t number, std::vector<BlockStep> blocks, std::vector<optim::Hyperparameters> groups,
                  const StepOptions& options, std::shared_ptr<void> owner, std::shared_ptr<cluster::Nodes> nodes,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <roundpipe/cluster/block_exchange.h>
@@ -22,6 +23,10 @@ struct StepOptions {
   // With several nodes: the factor of the sums over all nodes' gradients.
   double gradient_factor = 1;
 };
+
+// Throws std::invalid_argument unless gradients can be scaled down to `norm`: a positive number, infinity included; no
+// number stands for no limit.
+void check_max_norm(const std::optional<double>& norm);
 
 // One block in one step.
 struct BlockStep {

@@ -9,6 +9,7 @@
 
 #include <roundpipe/core/clock.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/runtime/call/loss_reduction.h>
 
 namespace roundpipe::runtime {
 
@@ -20,6 +21,7 @@ void MicrobatchRunner::run(JobRun& run, int microbatch, Frugality frugality) {
   frugality_ = frugality;
   doing_ = {"the inputs", run.job.layers};
   gradient_wait_ = {};
+  const LossScale::Scope of_call(run.call->model, run.call->loss_scales);
   if (!run.call->options.preserve_rng_state) {
     const uint64_t seed = run.call->seed(run.job.layers.first, microbatch);
     torch_compat::OwnGenerators::current()->seed(run.job.phase == Phase::kForward ? seed : backward_seed(seed));
@@ -222,11 +224,19 @@ at::Tensor MicrobatchRunner::total_loss(JobRun& run, const Values& outputs, int 
   const at::AutoGradMode grad_mode(true);
   const auto body = [&] { losses = (*run.loss)(outputs, label, context); };
   if (call.options.preserve_rng_state) {
-    run_seeded(*torch_compat::OwnGenerators::current(), call.model->loss_shared_draws,
-               call.seed(run.last_layer, microbatch), device_.torch_device(), body);
+    context.seed = call.seed(run.last_layer, microbatch);
+    run_seeded(*torch_compat::OwnGenerators::current(), call.model->loss_shared_draws, *context.seed,
+               device_.torch_device(), body);
   } else {
     body();
   }
+  if (call.options.refuses_nan_early && !LossScale::Scope::take_scaled()) {
+    for (const at::Tensor& loss : losses) {
+      if (loss.isnan().any().item<bool>()) throw Error(nan_loss(""));
+    }
+  }
+  call.model->notify(ModelState::Notice::kLoss, run.loss->notice());
+  call.let_losses_go_on(run.loss->is_open(), microbatch);
   for (const at::Tensor& loss : losses) {
     if (loss.requires_grad()) total = total.defined() ? total + loss : loss;
   }

@@ -85,8 +85,9 @@ void Staging::stage(JobRun& run, int microbatch) {
 
   if (run.job.phase == Phase::kFused) {
     staged.label = std::make_shared<StagedValues>();
+    const EventPtr turn = call->loss_turns.empty() ? nullptr : call->loss_turns[static_cast<size_t>(microbatch)];
     upload(
-        run, Priority::kActivation, nullptr, staged.label,
+        run, Priority::kActivation, turn, staged.label,
         [call, kept = run.labels, microbatch](StagedValues& label) {
           const Values& given = (kept ? kept : call->labels)->at(static_cast<size_t>(microbatch));
           label.structure = given.structure;

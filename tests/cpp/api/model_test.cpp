@@ -1,5 +1,8 @@
 #include <roundpipe/roundpipe.h>
 
+#include <cmath>
+#include <optional>
+
 #include <doctest/doctest.h>
 
 #include "support/plain_loop.h"
@@ -305,5 +308,95 @@ TEST_SUITE("model") {
     for (const DeviceInfo& device : devices()) peak = std::max(peak, device.peak_bytes);
     CHECK(prediction.device.total() >= peak / 2);
     CHECK(prediction.device.total() <= 4 * peak);
+  }
+
+  TEST_CASE("the prediction of the host's memory is that of the model's optimizer") {
+    set_devices("virtual:1");
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      nn::Sequential layers{nn::Linear(64, 64), nn::Linear(64, 64)};
+      layers->to(dtype);
+      Model model(layers);
+      const Tensor batch = at::randn({kSamples, 64}).to(dtype), labels = at::randint(64, {kSamples});
+      const auto predicted = [&] { return model.predict_memory(batch, labels, cross_entropy).host; };
+      const auto as_optimizer = [&](const UpdateRule& rule, const OptimizerFormat& format) {
+        const Optimizer optimizer(model, rule, {}, format);
+        const auto host = predicted();
+        const auto bytes = optimizer.host_bytes();
+        CHECK(host.moments == bytes.moments);
+        CHECK(host.masters == bytes.remainders);
+        return host;
+      };
+      const auto before = predicted();
+      CHECK(as_optimizer(torch::optim::SGDOptions(0.1), {}).moments == 0);
+      CHECK(as_optimizer(torch::optim::AdamWOptions(), {}).moments == before.moments);
+      CHECK(as_optimizer(torch::optim::AdamWOptions().amsgrad(true), {}).moments > before.moments);
+      CHECK(as_optimizer(torch::optim::AdamWOptions(), {.moments = optim::MomentFormat::kBlockwise8Bit}).moments !=
+            before.moments);
+      const auto wide = as_optimizer(torch::optim::SGDOptions(0.1), {.gradients_in_fp32 = true});
+      CHECK((wide.gradients > before.gradients) == (dtype == at::kBFloat16));
+    }
+  }
+
+  TEST_CASE("two models that live have no parameter in common") {
+    set_devices("virtual:2");
+    at::manual_seed(12);
+    nn::Sequential layers = mlp(0);
+    const Tensor batch = at::randn({kSamples, 6}), labels = at::randint(4, {kSamples});
+    nn::Linear shared(6, 4);
+    std::optional<Model> model;
+    model.emplace(layers, ModelOptions{.name = "first"});
+    CHECK_THROWS_WITH_AS(Model(layers, {.name = "second"}), doctest::Contains("in the model first already"),
+                         std::invalid_argument);
+    const Model tied({layer(shared)});
+    CHECK_THROWS_AS(Model({layer(nn::Linear(6, 6)), layer(shared)}), std::invalid_argument);
+    torch::optim::SGD optimizer(layers->parameters(), 0.1);
+    const Tensor before = layers->parameters()[0].detach().clone();
+    model->forward_backward(batch, labels, cross_entropy);
+    model->step(optimizer);
+    const Tensor after = layers->parameters()[0].detach().clone();
+    CHECK_FALSE(same_bits(before, after));
+    Model moved(std::move(*model));
+    CHECK_THROWS_AS(Model{layers}, std::invalid_argument);
+
+    // What the model leaves behind keeps its hands off once another one has the parameters.
+    auto pending = moved.submit(batch, labels, cross_entropy);
+    const Tensor outputs = moved.forward(batch);
+    moved = Model(mlp(0));
+    Model again(layers);
+    CHECK_THROWS_WITH_AS(outputs.sum().backward(), doctest::Contains("another model"), std::exception);
+    again.forward_backward(batch, labels, cross_entropy);
+    again.step(optimizer);
+    const Tensor newest = layers->parameters()[0].detach().clone();
+    CHECK_FALSE(same_bits(after, newest));
+    pending.finish();
+    again.synchronize();
+    CHECK(same_bits(newest, layers->parameters()[0]));
+  }
+
+  TEST_CASE("moving an object into itself changes nothing") {
+    set_devices("virtual:1");
+    at::manual_seed(13);
+    nn::Sequential layers = mlp(0);
+    Model model(layers);
+    Optimizer optimizer(model, torch::optim::SGDOptions(0.1));
+    optimizer.set_learning_rate(constant_rate());
+    Layer one = layer(nn::Linear(6, 4)).named("a name that is too long to lie in the string itself");
+    const auto into_itself = [](auto& object) {
+      auto& same = object;
+      object = std::move(same);
+    };
+    into_itself(model);
+    into_itself(optimizer);
+    into_itself(one);
+    const Tensor batch = at::randn({kSamples, 6}), labels = at::randint(4, {kSamples});
+    auto pending = model.submit(batch, labels, cross_entropy);
+    into_itself(pending);
+    CHECK(std::isfinite(pending.finish().loss.item<double>()));
+    Step step = model.step(optimizer, {.max_grad_norm = 1});
+    into_itself(step);
+    CHECK(step.grad_norm() > 0);
+    CHECK(optimizer.options().lr == 0.1);
+    CHECK(one.name().size() > 40);
+    CHECK(one.parameters().size() == 2);
   }
 }

@@ -1,7 +1,10 @@
 #include <roundpipe/roundpipe.h>
 
+#include <atomic>
 #include <cmath>
 #include <limits>
+#include <optional>
+#include <thread>
 
 #include <ATen/Version.h>
 #include <doctest/doctest.h>
@@ -181,6 +184,87 @@ TEST_SUITE("optimizer") {
     CHECK(optimizer.host_bytes().parameters > 0);
   }
 
+  TEST_CASE("a group keeps the rule's other options, as groups of torch do") {
+    set_devices("virtual:1");
+    nn::Sequential layers = mlp();
+    Model model(layers);
+    const auto is_bias = [](const std::string&, const Tensor& parameter) { return parameter.dim() < 2; };
+    const auto rule = torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.1);
+    Optimizer optimizer(model, rule, {{.holds = is_bias, .options = {.weight_decay = 0}}});
+    CHECK(optimizer.options(0).lr == 0.05);
+    CHECK(optimizer.options(0).momentum == 0.9);
+    CHECK(optimizer.options(0).weight_decay == 0);
+    CHECK(optimizer.options(1).weight_decay == 0.1);
+    Optimizer adamw(model, torch::optim::AdamWOptions(3e-4), {{is_bias, {.lr = 1, .amsgrad = true}}});
+    CHECK(adamw.options(0).lr == 1);
+    CHECK(adamw.options(0).amsgrad);
+    CHECK(adamw.options(0).weight_decay == 1e-2);
+    CHECK(adamw.options(1).lr == 3e-4);
+    CHECK_FALSE(adamw.options(1).amsgrad);
+  }
+
+  TEST_CASE("limits of the norm are refused before the step, for our optimizers and libtorch's") {
+    set_devices("virtual:1");
+    at::manual_seed(11);
+    for (const bool fused : {false, true}) {
+      nn::Sequential layers = mlp();
+      Model model(layers);
+      std::optional<Optimizer> ours;
+      if (fused) ours.emplace(model, torch::optim::SGDOptions(0.1));
+      torch::optim::SGD theirs(layers->parameters(), 0.1);
+      const auto step = [&](const StepOptions& options) {
+        return fused ? model.step(*ours, options) : model.step(theirs, options);
+      };
+      model.forward_backward(at::randn({kPoints, 5}), at::randn({kPoints, 3}), squared_errors);
+      model.synchronize();
+      const Tensor before = layers->parameters()[0].detach().clone();
+      for (const double norm : {-1.0, 0.0, std::nan(""), -std::numeric_limits<double>::infinity()})
+        CHECK_THROWS_WITH_AS(step({.max_grad_norm = norm}), doctest::Contains("max_grad_norm"), std::invalid_argument);
+      CHECK_THROWS_WITH_AS(step({.gradient_factor = 0.5}), doctest::Contains("one process"), std::invalid_argument);
+      CHECK_THROWS_AS(step({.gradient_factor = std::nan("")}), std::invalid_argument);
+      model.synchronize();
+      CHECK(same_bits(before, layers->parameters()[0]));
+      CHECK(step({.max_grad_norm = std::numeric_limits<double>::infinity(), .gradient_factor = 1}).grad_norm() > 0);
+      model.synchronize();
+      CHECK_FALSE(same_bits(before, layers->parameters()[0]));
+    }
+  }
+
+  TEST_CASE("a schedule that throws, or returns no rate, does so before the step is made") {
+    set_devices("virtual:1");
+    at::manual_seed(12);
+    nn::Sequential layers = mlp();
+    Model model(layers);
+    Optimizer optimizer(model, torch::optim::SGDOptions(0.1));
+    bool fails = false;
+    const auto rate = [&](int64_t step) {
+      if (fails && step == 1) throw std::logic_error("rate");
+      return step == 2 ? std::nan("") : 1.0;
+    };
+    optimizer.set_learning_rate(rate);
+    const auto call = [&] {
+      model.forward_backward(at::ones({kPoints, 5}), at::ones({kPoints, 3}), squared_errors);
+    };
+    call();
+    model.synchronize();
+    const Tensor before = layers->parameters()[0].detach().clone();
+    fails = true;
+    CHECK_THROWS_WITH_AS(model.step(optimizer), "rate", std::logic_error);
+    CHECK_THROWS_AS(optimizer.set_steps(1), std::logic_error);
+    model.synchronize();
+    CHECK(optimizer.steps() == 0);
+    CHECK(same_bits(before, layers->parameters()[0]));
+    fails = false;
+    model.step(optimizer);  // with the gradients that are there still
+    model.synchronize();
+    CHECK(optimizer.steps() == 1);
+    CHECK_FALSE(same_bits(before, layers->parameters()[0]));
+    call();
+    CHECK_THROWS_WITH_AS(model.step(optimizer), doctest::Contains("schedule"), std::invalid_argument);
+    CHECK(optimizer.steps() == 1);
+    CHECK(optimizer.options().lr == 0.1);
+  }
+
   TEST_CASE("what does not fit is refused, and changes nothing") {
     set_devices("virtual:1");
     at::manual_seed(6);
@@ -188,6 +272,8 @@ TEST_SUITE("optimizer") {
     Model model(layers), other(mlp(), {.name = "other"});
     const auto none = [](const std::string&, const Tensor&) { return false; };
     CHECK_THROWS_WITH_AS(Optimizer(model, optim::Algorithm::kLion, {{none, {}}}), doctest::Contains("group 0"),
+                         std::invalid_argument);
+    CHECK_THROWS_WITH_AS(Optimizer(model, torch::optim::SGDOptions(0.1).nesterov(true)), doctest::Contains("nesterov"),
                          std::invalid_argument);
     Optimizer optimizer(model, optim::Algorithm::kLion), of_other(other, optim::Algorithm::kAdam);
     CHECK_THROWS_AS(model.step(of_other), std::invalid_argument);
@@ -245,6 +331,88 @@ TEST_SUITE("grad scaler") {
     }
   }
 
+  TEST_CASE("a scaler's scales do not depend on another model in another thread") {
+    set_devices("virtual:2");
+    const auto train = [] {
+      at::manual_seed(1);
+      Model model(mlp(), {.name = "own"});
+      Optimizer optimizer(model, torch::optim::SGDOptions(1e-4));
+      GradScaler scaler({.init_scale = 2, .growth_interval = 1});
+      std::vector<double> scales;
+      for (int i = 0; i < 6; ++i) {
+        scales.push_back(scaler.get_scale());
+        model.forward_backward(at::ones({kPoints, 5}), at::ones({kPoints, 3}), [&](const Tensor& x, const Tensor& y) {
+          return scaler.scale(squared_errors(x, y));
+        });
+        model.step(optimizer, {.scaler = &scaler}).wait();
+      }
+      model.synchronize();
+      return scales;
+    };
+    const std::vector<double> alone = train();
+    CHECK(alone == std::vector<double>{2, 2, 4, 8, 16, 32});
+    std::atomic<bool> stop{false};
+    std::thread other([&] {
+      while (!stop) {
+        GradScaler scaler;  // comes and goes
+        Model model(mlp(), {.name = "other"});
+        model.forward_backward(at::ones({2, 5}), at::ones({2, 3}), squared_errors);
+        model.synchronize();
+      }
+    });
+    for (int round = 0; round < 3; ++round) CHECK(train() == alone);
+    stop = true;
+    other.join();
+  }
+
+  TEST_CASE("all losses of a model's step share a scale, whatever other models do with the scaler") {
+    set_devices("virtual:2");
+    at::manual_seed(13);
+    Model a(mlp(), {.name = "a"}), b(mlp(), {.name = "b"});
+    Optimizer of_a(a, torch::optim::SGDOptions(1e-4)), of_b(b, torch::optim::SGDOptions(1e-4));
+    GradScaler scaler({.init_scale = 8, .growth_interval = 1});
+    std::vector<double> scales;
+    RunOptions one;
+    one.microbatches = 1;
+    const auto call = [&](Model& model) {
+      model.forward_backward(
+          at::ones({kPoints, 5}), at::ones({kPoints, 3}),
+          [&](const Tensor& x, const Tensor& y) {
+            scales.push_back(scaler.get_scale());
+            return scaler.scale(squared_errors(x, y));
+          },
+          one);
+    };
+    call(a);
+    call(b);
+    a.step(of_a, {.asynchronous = false, .scaler = &scaler});  // 16 from here on, but for b, which has losses of 8
+    call(b);
+    call(a);
+    b.step(of_b, {.asynchronous = false, .scaler = &scaler});
+    call(b);
+    CHECK(scales == std::vector<double>{8, 8, 8, 16, 32});
+
+    // A batch that has been submitted keeps its scale, however late its losses are computed.
+    a.step(of_a, {.asynchronous = false, .scaler = &scaler});
+    scales.clear();
+    auto pending = a.submit(
+        at::ones({kPoints, 5}), at::ones({kPoints, 3}),
+        [&](const Tensor& x, const Tensor& y) { return scaler.scale(squared_errors(x, y)) / scaler.get_scale(); }, one);
+    const double norm = a.step(of_a, {.asynchronous = false, .max_grad_norm = 1e9, .scaler = &scaler}).grad_norm();
+    CHECK(std::isfinite(norm));
+    pending.finish();
+
+    // Losses outside of calls count at the next step that uses the scaler.
+    Model c(mlp(), {.name = "c"});
+    Optimizer of_c(c, torch::optim::SGDOptions(1e-4));
+    GradScaler outside({.init_scale = 4});
+    outside.scale(c.forward(at::ones({kPoints, 5})).square().sum()).backward();
+    const Step step = c.step(of_c, {.max_grad_norm = 1e9, .scaler = &outside});
+    GradScaler unused;
+    CHECK_THROWS_WITH_AS(c.step(of_c, {.scaler = &unused}), doctest::Contains("no loss yet"), std::invalid_argument);
+    CHECK(step.grad_norm() > 0);
+  }
+
   TEST_CASE("scaled steps have the bits of unscaled ones") {
     set_devices("virtual:2");
     at::manual_seed(8);
@@ -265,10 +433,11 @@ TEST_SUITE("grad scaler") {
     CHECK(same_state(layers->parameters(), plain->parameters()));
   }
 
-  TEST_CASE("NaN is an error without a scaler only") {
+  TEST_CASE("NaN is an error unless a scaler belongs to the model") {
     set_devices("virtual:1");
     nn::Sequential layers = mlp();
     Model model(layers);
+    const GradScaler of_nobody;
     const auto bad = [](const Tensor& outputs) { return outputs.sum() * std::nan(""); };
     const Tensor batch = at::randn({kPoints, 5});
     CHECK_THROWS_WITH_AS(model.forward_backward(batch, std::tuple<>(), bad), doctest::Contains("NaN"), Error);
@@ -276,8 +445,17 @@ TEST_SUITE("grad scaler") {
     CHECK_THROWS_AS(pending.finish(), Error);
     model.synchronize();
     CHECK_FALSE(layers->parameters()[0].grad().defined());
-    GradScaler scaler;
-    CHECK_NOTHROW(model.forward_backward(batch, std::tuple<>(), bad));
+    {
+      GradScaler scaler;
+      const auto scaled = [&](const Tensor& outputs) { return scaler.scale(bad(outputs)); };
+      CHECK_NOTHROW(model.forward_backward(batch, std::tuple<>(), scaled));
+      CHECK_NOTHROW(model.submit(batch, std::tuple<>(), scaled).finish());
+      CHECK_NOTHROW(model.forward_backward(batch, std::tuple<>(), bad));
+      Model other(mlp(), {.name = "other"});
+      CHECK_THROWS_AS(other.forward_backward(batch, std::tuple<>(), bad), Error);
+      CHECK_THROWS_AS(other.submit(batch, std::tuple<>(), bad).finish(), Error);
+    }
+    CHECK_THROWS_AS(model.forward_backward(batch, std::tuple<>(), bad), Error);
     CHECK_THROWS_AS(GradScaler({.growth_factor = 1}), std::invalid_argument);
     CHECK_THROWS_AS(GradScaler({.backoff_factor = 1}), std::invalid_argument);
     CHECK_THROWS_AS(GradScaler({.init_scale = 0}), std::invalid_argument);

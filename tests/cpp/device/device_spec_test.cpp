@@ -127,6 +127,14 @@ TEST_CASE("devices: how links are used") {
   CHECK_THROWS_AS(parse_devices("fifo"), std::invalid_argument);
 }
 
+TEST_CASE("devices: an option is given once to each group, but for faults") {
+  for (const char* twice : {"virtual:2,memory=1GB,memory=2GB", "virtual:1,debug,debug", "cuda:0,fifo,chunk=0,fifo",
+                            "virtual:1,memory=1GB,virtual:1,memory=1GB,memory=1GB"}) {
+    CHECK_THROWS_WITH_AS(parse_devices(twice), doctest::Contains("is given twice"), std::invalid_argument);
+  }
+  CHECK(parse_devices("virtual:1,memory=1GB,virtual:1,memory=2GB").back().memory_bytes == 2'000'000'000);
+}
+
 TEST_CASE("devices: faults to inject, on one device or on all of a group, and a watchdog") {
   const auto specs = parse_devices("virtual:1,virtual:2,fail=error@30,fail=2:slow@5+20ms,watchdog=30s");
   REQUIRE(specs.size() == 3);

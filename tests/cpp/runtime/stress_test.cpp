@@ -1,5 +1,6 @@
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <random>
 #include <string>
 #include <thread>
@@ -169,10 +170,13 @@ void run_case(unsigned seed, bool inject, bool fused) {
         plain.publish();
         fault->arm(dice.between(1, 8));
         try {
-          piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(faults.loss),
-                                            false, options, random_stages(dice, layer_count, true));
-          piped.pipeline().discard_last_call("given up");
-          FAIL("discard_last_call must throw");
+          std::vector<Values> labels = batch.labels;
+          labels.back().tensors.front() = at::full_like(labels.back().tensors.front(), std::nan(""));
+          CallOptions refusing = options;
+          refusing.refuses_nan = true;
+          piped.pipeline().forward_backward(batch.inputs, labels, std::make_shared<SquaredLoss>(faults.loss), false,
+                                            refusing, random_stages(dice, layer_count, true));
+          FAIL("a NaN loss must throw");
         } catch (const InjectedFault&) {
         } catch (const roundpipe::Error&) {
         }

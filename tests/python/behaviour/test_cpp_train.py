@@ -304,8 +304,35 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "devices": ({"devices": "virtual:0"}, "virtual:0"),
     "host memory": ({"host_memory": "1KB"}, "expected at most 1000 B, the --host-memory"),
     "host memory without a unit": ({"host_memory": "12", "model": "/nowhere"}, "--host-memory"),
+    "no host memory": ({"host_memory": "0"}, "--host-memory is 0"),
+    "epochs that are no number": ({"epochs": "nan"}, "--epochs: nan is not a number"),
+    "a norm that is no number": ({"clip": "nan"}, "--clip: nan is not a number"),
+    "a rate that is no number": ({"learning_rate": "NaN"}, "--learning-rate: NaN is not a number"),
+    "an eps that is no number": ({"eps": "nan"}, "--eps: nan is not a number"),
+    "a dropout that is no number": ({"lora": True, "lora_dropout": "-nan"}, "--lora-dropout: -nan is not a number"),
+    "steps and epochs": ({"steps": 2, "epochs": 2}, "--steps excludes --epochs"),
     "device memory": ({"devices": "virtual:1,memory=4KiB"}, "virtual:0 has 4.00 KiB"),
 }
+
+
+def test_an_option_is_given_once(command: Callable[..., list[str]]) -> None:
+    words = [*command(steps=1), "--clip", "1", "--clip", "2"]
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "--clip is given 2 times, expected once" in done.stderr, done.stderr
+
+
+def test_the_hosts_memory_is_that_of_the_optimizer(train: Train, tmp_path: Path) -> None:
+    def predicted(**options: Any) -> int:
+        done = train(dry_run=True, host_memory="1KB", **options)
+        assert done.returncode == 2, done.stdout + done.stderr
+        size, unit = done.stderr.split("predicted to take ")[1].split()[:2]
+        return int(float(size) * {"B": 1, "KiB": 1024, "MiB": 1024**2}[unit])
+
+    adam, eight_bit, sgd = predicted(), predicted(moments="8bit"), predicted(optimizer="sgd")
+    assert sgd < adam and eight_bit != adam
+    assert predicted(optimizer="sgd", momentum=0.9) > sgd
+    done = train(dry_run=True, optimizer="sgd", host_memory=f"{(sgd + adam) // 2}B")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", mostly_long(REFUSED, *list(REFUSED)[::8]))

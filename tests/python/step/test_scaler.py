@@ -10,11 +10,31 @@ import pytest
 import torch
 
 import roundpipe
-from roundpipe.step.scaler import GradScaler
+from roundpipe.step.scaler import GradScaler, StepScales, hand_over, synchronize_scales
 
 OPTIONS: dict[str, Any] = {"init_scale": 1000.0, "growth_factor": 3.0, "backoff_factor": 0.7, "growth_interval": 3}
 # 1 is an ordinary step, inf and nan are bad gradients.
 HISTORY = [1, 1, 1, 1, math.inf, 1, 1, math.nan, math.inf, 1, 1, 1, 1, 1, 1]
+
+
+class Maker:
+    """Makes steps without a model."""
+
+    def finish_update(self) -> None:
+        pass
+
+
+MAKER = Maker()
+
+
+def handed_over() -> StepScales:
+    scales = hand_over(MAKER, [])
+    assert scales is not None
+    return scales
+
+
+def synchronize() -> None:
+    synchronize_scales(MAKER, [])
 
 
 class Problem:
@@ -63,10 +83,10 @@ def test_synchronous_steps_have_torchs_bits(optimizer: str) -> None:
         for scaler, problem in ((ours, a), (theirs, b)):
             problem.optimizer.zero_grad()
             scaler.scale(problem.loss(factor)).backward()  # type: ignore[no-untyped-call]
-        with GradScaler._hand_over_all().active():
+        with handed_over().active():
             ours.step(a.optimizer)
             ours.update()
-        GradScaler._synchronize_all()
+        synchronize()
         theirs.step(b.optimizer)
         theirs.update()
         assert torch.equal(a.weight, b.weight) and ours.get_scale() == theirs.get_scale()
@@ -88,7 +108,7 @@ class Steps:
 
     def step(self, gradient: torch.Tensor, until: threading.Event | None = None) -> None:
         self.finish()
-        token = GradScaler._hand_over_all()
+        token = handed_over()
 
         def run() -> None:
             if until is not None:
@@ -115,7 +135,7 @@ def test_asynchronous_steps_unscale_with_the_scale_of_their_own_losses() -> None
     steps.finish()
     assert steps.unscaled == [[1.0, 1.0]] * 6
     assert front == [8.0, 8.0, 16.0, 32.0, 64.0, 128.0]  # one step late, every time
-    GradScaler._synchronize_all()
+    synchronize()
     assert scaler.get_scale() == 8.0 * 2**6
 
 
@@ -136,7 +156,7 @@ def test_front_scale_does_not_depend_on_when_a_step_runs() -> None:
             trace.append((before, scaler.scale(torch.tensor(1.0)).item(), scaler.get_scale()))
             gate.set()
         steps.finish()
-        GradScaler._synchronize_all()
+        synchronize()
         traces.append(trace)
     assert traces[0] == traces[1]
 
@@ -149,7 +169,7 @@ def test_an_overflow_seen_by_two_steps_backs_off_once() -> None:
         assert scale == expected
         steps.step(torch.full((2,), math.inf if scale > 4 else scale))
     steps.finish()
-    GradScaler._synchronize_all()
+    synchronize()
     assert scaler.get_scale() == 4.0
 
 
@@ -157,13 +177,13 @@ def test_get_scale_inside_a_step() -> None:
     scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
     problem = Problem("sgd")
     scaler.scale(problem.loss(1)).backward()
-    with GradScaler._hand_over_all().active():
+    with handed_over().active():
         assert scaler.get_scale() == 8.0
         scaler.step(problem.optimizer)
         scaler.update()
         assert scaler.get_scale() == 16.0
     assert scaler.get_scale() == 8.0 and scaler.state_dict()["scale"] == 16.0
-    GradScaler._synchronize_all()
+    synchronize()
     assert scaler.get_scale() == 16.0
 
 
@@ -171,14 +191,14 @@ def test_all_losses_of_a_step_share_one_scale() -> None:
     scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
     problem = Problem("sgd")
     scaler.scale(problem.loss(1)).backward()
-    with GradScaler._hand_over_all().active():
+    with handed_over().active():
         scaler.step(problem.optimizer)
         scaler.update()
     problem.optimizer.zero_grad()
     scaler.scale(problem.loss(1)).backward()  # accumulates with 8, although 16 is known when ...
-    GradScaler._synchronize_all()  # ... the user looks at gradients between two batches
+    synchronize()  # ... the user looks at gradients between two batches
     assert scaler.scale(torch.tensor(1.0)).item() == 8.0
-    with GradScaler._hand_over_all().active():
+    with handed_over().active():
         assert scaler.get_scale() == 8.0
 
 
@@ -188,7 +208,7 @@ def test_two_models_stepped_in_a_row_get_the_same_scale() -> None:
     for expected in (8.0, 8.0, 16.0):
         problem.optimizer.zero_grad()
         scaler.scale(problem.loss(1)).backward()
-        first, second = GradScaler._hand_over_all(), GradScaler._hand_over_all()
+        first, second = handed_over(), handed_over()
         for token in (first, second):
             with token.active():
                 assert scaler.get_scale() == expected
@@ -249,10 +269,10 @@ def test_new_scale() -> None:
     scaler.scale(torch.tensor(1.0))
     scaler.update(16.0)
     assert scaler.get_scale() == 16.0 == scaler.scale(torch.tensor(1.0)).item()
-    with GradScaler._hand_over_all().active():
+    with handed_over().active():
         scaler.update(torch.tensor(2.0))
     assert scaler.get_scale() == 16.0
-    GradScaler._synchronize_all()
+    synchronize()
     assert scaler.get_scale() == 2.0
 
 
@@ -262,12 +282,12 @@ def test_disabled_and_default_device() -> None:
     loss = problem.loss(1)
     assert scaler.scale(loss) is loss and not scaler.is_enabled() and scaler.get_scale() == 1.0
     loss.backward()
-    with GradScaler._hand_over_all().active():
+    with StepScales({}).active():
         scaler.unscale_(problem.optimizer)
         scaler.step(problem.optimizer)
         scaler.update()
     assert problem.weight.tolist() != [1.0, 2.0] and scaler.state_dict() == {}
-    GradScaler._synchronize_all()
+    synchronize()
     if not torch.accelerator.is_available():
         assert GradScaler().is_enabled()
         with pytest.warns(UserWarning, match="CUDA is not available"):
@@ -280,7 +300,7 @@ def test_misuse_is_reported_as_in_torch() -> None:
     with pytest.raises(AssertionError, match="_scale is None"):
         scaler.unscale_(problem.optimizer)
     scaler.scale(problem.loss(1)).backward()
-    with GradScaler._hand_over_all().active():
+    with handed_over().active():
         scaler.unscale_(problem.optimizer)
         with pytest.raises(RuntimeError, match="already been called"):
             scaler.unscale_(problem.optimizer)
@@ -289,7 +309,7 @@ def test_misuse_is_reported_as_in_torch() -> None:
 def test_scalers_are_not_kept_alive() -> None:
     scaler = GradScaler("cpu")
     scaler.scale(torch.tensor(1.0))
-    token = GradScaler._hand_over_all()
+    token = handed_over()
     assert scaler in token._scales
     del scaler
     gc.collect()
@@ -449,3 +469,76 @@ def test_getters_and_setters_keep_to_the_order_of_the_program() -> None:
     assert loop.scaler.get_growth_interval(up_to_date=True) == 7
     loop.pipe.synchronize()
     assert loop.scaler.get_scale() == 16.0  # the queued update had the old factor
+
+
+def test_a_nan_loss_is_an_error_unless_a_scaler_belongs_to_the_model() -> None:
+    pipe = roundpipe.RoundPipe(torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Tanh()))
+    unused = GradScaler(8.0)
+
+    def submit(scaler: GradScaler | None) -> Any:
+        def loss(outputs: torch.Tensor, _: None) -> torch.Tensor:
+            value = outputs.sum() * math.nan
+            return value if scaler is None else scaler.scale(value)  # type: ignore[no-any-return]
+
+        return pipe.submit((torch.ones(4, 2),), loss_fn=loss).loss()
+
+    for _ in range(2):
+        with pytest.raises(roundpipe.RoundPipeError, match="NaN"):
+            submit(None)
+    assert unused.get_scale() == 8.0
+    scaler = GradScaler(8.0)
+    submit(scaler)
+    submit(None)
+    other = roundpipe.RoundPipe(torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Tanh()), name="other")
+    with pytest.raises(roundpipe.RoundPipeError, match="NaN"):
+        other.forward_backward((torch.ones(4, 2),), loss_fn=lambda outputs, _: outputs.sum() * math.nan)
+    del scaler
+    with pytest.raises(roundpipe.RoundPipeError, match="NaN"):
+        submit(None)
+
+
+def test_other_models_leave_a_scaler_alone() -> None:
+    loop = Loop()
+    other = roundpipe.RoundPipe(torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Tanh()), name="other")
+    optimizer = torch.optim.SGD(other.optim_parameters(), lr=0.1)
+
+    def step_other() -> None:
+        other.forward_backward((torch.ones(2, 2),), loss_fn=lambda outputs, _: outputs.sum())
+        other.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+        other.synchronize()
+
+    loop.batch()
+    for expected in (8.0, 8.0, 16.0, 32.0):
+        step_other()
+        assert loop.used[-1] == expected
+        loop.pipe.step(lambda: (loop.update(), loop.scaler.update()), is_async=True)
+        step_other()
+        loop.batch()
+    loop.pipe.synchronize()
+    assert loop.used == [8.0, 8.0, 16.0, 32.0, 64.0]
+
+
+def test_losses_of_two_models_keep_their_scales_until_their_own_step() -> None:
+    scaler = GradScaler(8.0, growth_interval=1)
+    pipes = [
+        roundpipe.RoundPipe(torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Tanh()), name=name) for name in "ab"
+    ]
+    optimizers = [roundpipe.optim.SGD(pipe, lr=0.0) for pipe in pipes]
+    used: list[float] = []
+
+    def batch(index: int) -> None:
+        def loss(outputs: torch.Tensor, _: None) -> torch.Tensor:
+            used.append(scaler.get_scale())
+            return scaler.scale(outputs.sum())  # type: ignore[no-any-return]
+
+        config = roundpipe.RoundPipeRunConfig(num_microbatch=1)
+        pipes[index].forward_backward((torch.ones(1, 2),), loss_fn=loss, run_config=config)
+
+    batch(0)
+    batch(1)
+    pipes[0].step(optimizers[0], is_async=False, scaler=scaler)
+    batch(1)
+    batch(0)
+    pipes[1].step(optimizers[1], is_async=False, scaler=scaler)
+    batch(1)
+    assert used == [8.0, 8.0, 8.0, 16.0, 32.0]
