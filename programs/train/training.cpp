@@ -159,9 +159,10 @@ void Training::check_memory() {
   if (options_.dry_run) std::printf("predicted memory\n%s\n", predicted.text().c_str());
   const int64_t budget = options_.host_memory_bytes;
   if (budget > 0 && predicted.host_total() > budget) {
-    throw std::invalid_argument(concat("[train] the step is predicted to take ", format_bytes(predicted.host_total()),
-                                       " of host memory, expected at most ", format_bytes(budget),
-                                       ", the --host-memory; use another --optimizer or --moments, or fewer or shorter rows"));
+    throw std::invalid_argument(
+        concat("[train] the step is predicted to take ", format_bytes(predicted.host_total()),
+               " of host memory, expected at most ", format_bytes(budget),
+               ", the --host-memory; use another --optimizer or --moments, or fewer or shorter rows"));
   }
   for (const DeviceInfo& device : devices()) {
     if (device.limit_bytes == 0 || predicted.device.total() <= device.limit_bytes) continue;

@@ -118,8 +118,7 @@ void bind_loss_scale(py::module_& module) {
           },
           py::arg("pipelines"), py::arg("several_nodes"))
       .def(
-          "belong_to",
-          [](LossScale& scale, const Pipelines& pipelines) { scale.belong_to(models_of(pipelines)); },
+          "belong_to", [](LossScale& scale, const Pipelines& pipelines) { scale.belong_to(models_of(pipelines)); },
           py::arg("pipelines"))
       .def(
           "stepped", [](LossScale& scale, const Pipelines& pipelines) { scale.stepped(models_of(pipelines)); },

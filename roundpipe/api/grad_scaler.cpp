@@ -61,9 +61,7 @@ struct GradScaler::Core final : LossScale {
   };
 
   explicit Core(const GradScalerOptions& given)
-      : LossScale(scalar(given.init_scale)),
-        options(given),
-        scale{scalar(given.init_scale), at::zeros({}, at::kInt)} {}
+      : LossScale(scalar(given.init_scale)), options(given), scale{scalar(given.init_scale), at::zeros({}, at::kInt)} {}
 
   // Waits for the decisions of the steps so far.
   void finish_steps() ROUNDPIPE_REQUIRES(mutex) {

@@ -15,7 +15,8 @@ namespace roundpipe {
 struct MemoryPrediction {
   // On the device with the highest peak, at that peak.
   simulate::DeviceMemory device;
-  // On the host: the model and the fused optimizer that was made for it or, without one, a fused Adam with fp32 moments,
+  // On the host: the model and the fused optimizer that was made for it or, without one, a fused Adam with fp32
+  // moments,
   simulate::HostMemory host;
   int64_t host_values = 0;        // values that wait between stages,
   int64_t host_partial_sums = 0;  // sums of gradients of layers that devices share,

@@ -158,8 +158,8 @@ Model::Request Model::request(const char* where, detail::Batch inputs, detail::B
   inputs = detail::on_host(std::move(inputs), where);
   labels = detail::on_host(std::move(labels), where);
   const int count = detail::count_of(inputs, options, device_count());
-  Request made{detail::cut_inputs(inputs, count, options.cut_inputs),
-               detail::cut_labels(labels, inputs, count, options), {}};
+  Request made{
+      detail::cut_inputs(inputs, count, options.cut_inputs), detail::cut_labels(labels, inputs, count, options), {}};
   made.rows = detail::loss_rows(made.inputs, inputs.is_cut ? std::vector<Cut>() : options.cut_inputs, made.labels,
                                 labels.is_cut ? std::vector<Cut>() : options.cut_labels);
   return made;

@@ -61,8 +61,8 @@ struct TrainResult {
 class Model : public HostWeights {
  public:
   // Of the children of a torch::nn::Sequential, or of layers (see layer()). Throws std::invalid_argument if there are
-  // none, for a module that cannot be copied, for a parameter that is not on the CPU, and for one that another Model has
-  // which lives: let that one go first.
+  // none, for a module that cannot be copied, for a parameter that is not on the CPU, and for one that another Model
+  // has which lives: let that one go first.
   explicit Model(const torch::nn::Sequential& layers, ModelOptions options = {});
   explicit Model(std::vector<Layer> layers, ModelOptions options = {});
   Model(Model&&) = default;
@@ -98,11 +98,11 @@ class Model : public HostWeights {
   // Microbatches; std::tuple<>() for none. `loss`: a function of the outputs and the label of a microbatch, or of the
   // outputs alone; returns a scalar, or a vector of scalars whose sum is differentiated. It runs on devices' threads.
   //
-  // The loss of the batch is that of all rows at once, whatever their number of microbatches, for a sum over rows, for a
-  // mean over them, and for a mean over those integer labels that are not negative. Which of them a loss is, the first microbatch
-  // of each call tells: besides on all of its rows, the function is called on two parts of them (on a single row, twice
-  // over), and once more each if these losses cancel out. What is neither a sum nor a mean is added over the
-  // microbatches as it is, which a warning says once. RunOptions::loss_reduction says it instead.
+  // The loss of the batch is that of all rows at once, whatever their number of microbatches, for a sum over rows, for
+  // a mean over them, and for a mean over those integer labels that are not negative. Which of them a loss is, the
+  // first microbatch of each call tells: besides on all of its rows, the function is called on two parts of them (on a
+  // single row, twice over), and once more each if these losses cancel out. What is neither a sum nor a mean is added
+  // over the microbatches as it is, which a warning says once. RunOptions::loss_reduction says it instead.
   //
   // Throws Error if a loss is NaN; the batch's gradients are dropped then. Throws std::invalid_argument for a batch, an
   // option or a loss that does not fit, or if gradients are off.

@@ -107,8 +107,7 @@ LanguageModel::LanguageModel(const std::string& folder, const LanguageModelOptio
     refuse("language model", "the weights of ", folder, " are F64 and config.json has no dtype, expected one there; ",
            "name the dtype to train in");
   }
-  model_ = std::make_unique<Model>(make_layers(config_, dtype_, options.layers, lora_),
-                                   adding_losses(options.model));
+  model_ = std::make_unique<Model>(make_layers(config_, dtype_, options.layers, lora_), adding_losses(options.model));
   files.read(stacked ? weights(false) : language::one_by_one(weights(false)), options.progress);
   if (!lora_) return;
   NamedParameters adapters = weights(true);

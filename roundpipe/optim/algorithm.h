@@ -26,7 +26,6 @@ struct Hyperparameters {
   // All of them, as given ones; see hyperparameters.h.
   operator GivenHyperparameters() const;
 
-
   double lr = 1e-3;
   double beta1 = 0.9;
   double beta2 = 0.999;

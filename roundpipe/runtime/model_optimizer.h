@@ -118,7 +118,7 @@ class ModelOptimizer {
   const std::vector<std::shared_ptr<Pipeline>> pipelines_;
   const std::shared_ptr<cluster::Nodes> nodes_;
   const std::shared_ptr<Blocks> blocks_;
-  uint64_t turn_ = 0;                          // steps begun
+  uint64_t turn_ = 0;  // steps begun
   std::vector<optim::Hyperparameters> groups_;
   std::deque<std::shared_ptr<StepRun>> runs_;  // oldest first
 };

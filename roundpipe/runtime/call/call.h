@@ -54,8 +54,9 @@ struct CallOptions {
   RecomputeGrain recompute_grain = RecomputeGrain::kStage;
   TiedGradAccumulation tied_grad_accumulation = TiedGradAccumulation::kLayer;
   int gradient_groups = 1;
-  // A NaN loss is an error, unless a scaler of losses belongs to the model. It is found when the caller takes the losses
-  // or, with `early`, on the device, before its gradients are used; there, a loss that was scaled is none, either.
+  // A NaN loss is an error, unless a scaler of losses belongs to the model. It is found when the caller takes the
+  // losses or, with `early`, on the device, before its gradients are used; there, a loss that was scaled is none,
+  // either.
   bool refuses_nan = false;
   bool refuses_nan_early = false;
   // The call reads something that the caller may change, so it returns only after the last read.
@@ -143,8 +144,8 @@ class Call : public std::enable_shared_from_this<Call> {
   std::vector<char> saved_boundaries;                   // [layer]: values before this layer are kept
   std::vector<device::EventPtr> loss_ready;             // [microbatch]
   LossScale::Reserved loss_scales;                      // of its losses
-  // Of a loss that is open (Loss::is_open): the microbatches in the order in which theirs are computed, and [microbatch]
-  // the event that lets it be computed, null for the first one. Else empty.
+  // Of a loss that is open (Loss::is_open): the microbatches in the order in which theirs are computed, and
+  // [microbatch] the event that lets it be computed, null for the first one. Else empty.
   std::vector<int> loss_order;
   std::vector<device::EventPtr> loss_turns;
   bool keep_outputs = false;

@@ -210,7 +210,8 @@ std::optional<TriedLoss::Kind> TriedLoss::Trial::by_gradients(const Part& whole,
   const auto distance = [&](const Candidate& candidate) {
     double squares = 0;
     for (size_t i = 0; i < of_whole.size(); ++i) {
-      squares += squared(upper[i] - candidate.first * of_first[i]) + squared(lower[i] - candidate.second * of_second[i]);
+      squares +=
+          squared(upper[i] - candidate.first * of_first[i]) + squared(lower[i] - candidate.second * of_second[i]);
     }
     return std::sqrt(squares);
   };
@@ -346,10 +347,9 @@ void TriedLoss::conclude(const Trial& trial, const std::vector<at::Tensor>& loss
     const double size = std::abs(loss.first) + std::abs(loss.second);
     kinds_[i] = std::isfinite(size) ? trial.nearest(distance, tolerance_of(losses[i]), size) : Kind::kOther;
     if (kinds_[i] != Kind::kOther || !notice_.empty()) continue;
-    why = trial.rows == 1
-              ? concat("on a microbatch of one row it is ", own, ", and on that row twice ", loss.whole)
-              : concat("on ", trial.rows, " rows it is ", own, ", on the first ", trial.first_rows, " of them ",
-                       loss.first, " and on the others ", loss.second);
+    why = trial.rows == 1 ? concat("on a microbatch of one row it is ", own, ", and on that row twice ", loss.whole)
+                          : concat("on ", trial.rows, " rows it is ", own, ", on the first ", trial.first_rows,
+                                   " of them ", loss.first, " and on the others ", loss.second);
   }
   open_ = !std::ranges::all_of(kinds_, [](const std::optional<Kind>& kind) { return kind.has_value(); });
   if (std::ranges::find(kinds_, std::optional(Kind::kOther)) == kinds_.end()) return;
@@ -370,8 +370,7 @@ at::Tensor TriedLoss::weighted(const at::Tensor& loss, std::optional<Kind> kind,
   return loss;
 }
 
-std::vector<at::Tensor> TriedLoss::operator()(const Values& outputs, const Values& label,
-                                              const LayerContext& context) {
+std::vector<at::Tensor> TriedLoss::operator()(const Values& outputs, const Values& label, const LayerContext& context) {
   std::optional<Trial> trial;
   if (is_open()) {
     try {

@@ -39,10 +39,10 @@ void count_labels(std::vector<LossRows>& microbatches, const std::vector<Values>
 // The loss function of one call, whose results get their weights in the loss of the batch.
 //
 // What it is shows on the first microbatch: the losses of two parts of its rows, beside that of all of them, tell a
-// mean from a sum. A single row is doubled instead. A microbatch whose loss and gradients are zero or NaN does not tell;
-// then the next one is tried. A mean is over rows or, if labels are negative, over those that are not. What is neither a
-// sum nor a mean is left as a sum is, and notice() says so.
-// Thread safety: any thread; one microbatch after the other while is_open().
+// mean from a sum. A single row is doubled instead. A microbatch whose loss and gradients are zero or NaN does not
+// tell; then the next one is tried. A mean is over rows or, if labels are negative, over those that are not. What is
+// neither a sum nor a mean is left as a sum is, and notice() says so. Thread safety: any thread; one microbatch after
+// the other while is_open().
 class TriedLoss {
  public:
   using Function = std::function<std::vector<at::Tensor>(const Values& outputs, const Values& label)>;

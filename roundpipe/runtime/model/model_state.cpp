@@ -74,7 +74,8 @@ ModelState::ModelState(std::string model_name, std::vector<std::unique_ptr<Layer
       if (layers_of.empty() || layers_of.back() != static_cast<int>(l)) layers_of.push_back(static_cast<int>(l));
     }
   }
-  ParameterClaim::require_free(ParameterClaim::To::kValues, name, claimed, in_place_of != nullptr ? in_place_of->claim.get() : nullptr);
+  ParameterClaim::require_free(ParameterClaim::To::kValues, name, claimed,
+                               in_place_of != nullptr ? in_place_of->claim.get() : nullptr);
   std::map<const void*, LayerState::ParameterPlace> places;
   const auto add_block = [&](std::vector<NamedTensor> members, std::vector<int> block_layers) {
     for (size_t i = 0; i < members.size(); ++i) places[members[i].tensor.unsafeGetTensorImpl()] = {blocks.size(), i};

@@ -10,9 +10,8 @@
 
 namespace roundpipe::runtime {
 
-// A claim to the user's parameters, of one of two kinds. Whoever has it keeps values of their own for the parameters, so
-// of two that had the same one, each would undo the steps of the other.
-// Thread safety: any thread.
+// A claim to the user's parameters, of one of two kinds. Whoever has it keeps values of their own for the parameters,
+// so of two that had the same one, each would undo the steps of the other. Thread safety: any thread.
 class ParameterClaim {
  public:
   using Named = std::vector<std::pair<std::string, at::Tensor>>;

@@ -148,11 +148,13 @@ bool JobRunner::prepare_again(JobRun& run, int microbatch, Frugality& frugality)
     }
     frugality = Frugality::kLayer;
     for (int l = stage.first; l < stage.last; ++l) run.layer(l).frugality.store(frugality);
-    run.call->model->notify(ModelState::Notice::kOutOfMemory, concat(
-        "[", device_.name(), "] there was not enough memory for the ", schedule::phase_name(run.job.phase),
-        " of layers ", stage.first, " to ", stage.last - 1, " of ", run.call->model->name, " in call ", run.call->index,
-        "; going on layer by layer, which takes longer; use more microbatches or shorter rows, "
-        "or raise the memory cap"));
+    run.call->model->notify(
+        ModelState::Notice::kOutOfMemory,
+        concat("[", device_.name(), "] there was not enough memory for the ", schedule::phase_name(run.job.phase),
+               " of layers ", stage.first, " to ", stage.last - 1, " of ", run.call->model->name, " in call ",
+               run.call->index,
+               "; going on layer by layer, which takes longer; use more microbatches or shorter rows, "
+               "or raise the memory cap"));
   }
   room_.stage_again(run, microbatch);
   return true;

@@ -58,9 +58,7 @@ TEST_SUITE("loss") {
         const Tensor x = at::randn({rows, kFeatures}), y = at::randn({rows, kClasses});
         const Tensor classes = at::randint(kClasses, {rows}), scales = at::rand({rows, 1}) + 0.5;
         CHECK(whole.same(x, y, kMeanOfSquares, torch::mse_loss(whole.plain->forward(x), y)));
-        const auto sum = [](const Tensor& o, const Tensor& l) {
-          return torch::mse_loss(o, l, at::Reduction::Sum);
-        };
+        const auto sum = [](const Tensor& o, const Tensor& l) { return torch::mse_loss(o, l, at::Reduction::Sum); };
         CHECK(whole.same(x, y, sum, sum(whole.plain->forward(x), y)));
         const auto entropy = [](const Tensor& o, const Tensor& l) { return torch::cross_entropy_loss(o, l); };
         CHECK(whole.same(x, classes, entropy, entropy(whole.plain->forward(x), classes)));

@@ -242,9 +242,7 @@ TEST_SUITE("optimizer") {
       return step == 2 ? std::nan("") : 1.0;
     };
     optimizer.set_learning_rate(rate);
-    const auto call = [&] {
-      model.forward_backward(at::ones({kPoints, 5}), at::ones({kPoints, 3}), squared_errors);
-    };
+    const auto call = [&] { model.forward_backward(at::ones({kPoints, 5}), at::ones({kPoints, 3}), squared_errors); };
     call();
     model.synchronize();
     const Tensor before = layers->parameters()[0].detach().clone();
@@ -341,9 +339,8 @@ TEST_SUITE("grad scaler") {
       std::vector<double> scales;
       for (int i = 0; i < 6; ++i) {
         scales.push_back(scaler.get_scale());
-        model.forward_backward(at::ones({kPoints, 5}), at::ones({kPoints, 3}), [&](const Tensor& x, const Tensor& y) {
-          return scaler.scale(squared_errors(x, y));
-        });
+        model.forward_backward(at::ones({kPoints, 5}), at::ones({kPoints, 3}),
+                               [&](const Tensor& x, const Tensor& y) { return scaler.scale(squared_errors(x, y)); });
         model.step(optimizer, {.scaler = &scaler}).wait();
       }
       model.synchronize();
