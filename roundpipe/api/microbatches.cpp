@@ -136,17 +136,22 @@ std::vector<runtime::LossRows> loss_rows(const std::vector<Values>& inputs, cons
                                          const std::vector<Values>& labels, const std::vector<Cut>& label_cuts) {
   std::vector<runtime::LossRows> microbatches(inputs.size());
   for (size_t m = 0; m < inputs.size(); ++m) {
-    const Values& label = labels[m];
-    const Dimensions given = given_dimensions(inputs[m], input_cuts, "inputs");
-    int64_t rows = batch_rows(inputs[m], input_cuts, given);
-    const auto along = std::ranges::find_if(given, [](int64_t dimension) { return dimension >= 0; });
-    if (along != given.end()) microbatches[m].dimension = *along;
-    if (rows < 0 && !label.tensors.empty() && label.tensors.front().dim() > 0) rows = label.tensors.front().size(0);
-    microbatches[m].rows = std::max<int64_t>(rows, 1);
-    microbatches[m].label_dimensions = given_dimensions(label, label_cuts, "labels");
-    for (size_t i = 0; i < label.tensors.size(); ++i) {
-      if (is_automatic(label, label_cuts, i) && label.tensors[i].size(0) == microbatches[m].rows)
-        microbatches[m].label_dimensions[i] = 0;
+    runtime::LossRows& own = microbatches[m];
+    const std::vector<BatchLeaf> leaves = leaves_of(inputs[m], input_cuts, "inputs");
+    for (const BatchLeaf& leaf : leaves) {
+      if (const int64_t dimension = given_dimension(leaf, "inputs"); dimension >= 0) {
+        own.dimension = dimension;
+        break;
+      }
+    }
+    const std::vector<BatchLeaf> of_label = leaves_of(labels[m], label_cuts, "labels");
+    const bool has_label_rows = !of_label.empty() && !of_label.front().shape.empty();
+    const MicrobatchRows rows = InputCut(leaves).rows(1);
+    own.rows = std::max<int64_t>(1, rows ? rows->front() : has_label_rows ? of_label.front().shape[0] : 1);
+    for (const BatchLeaf& leaf : of_label) {
+      const bool is_row_by_row =
+          leaf.cut.kind == Cut::Kind::kAutomatic && !leaf.shape.empty() && leaf.shape[0] == own.rows;
+      own.label_dimensions.push_back(is_row_by_row ? 0 : given_dimension(leaf, "labels"));
     }
   }
   if (microbatches.size() > 1) runtime::count_labels(microbatches, labels);

@@ -23,19 +23,6 @@ std::string shown(const std::vector<int64_t>& shape) {
   return text + "]";
 }
 
-// The dimension of a tensor that is cut as the caller says; -1: it is not.
-int64_t given_dimension(const BatchLeaf& leaf, const char* where) {
-  if (leaf.cut.kind != Cut::Kind::kAlong || leaf.ready > 0 || leaf.numbers > 0) return -1;
-  const auto rank = static_cast<int64_t>(leaf.shape.size());
-  const int64_t dimension = leaf.cut.dimension;
-  if (dimension < -rank || dimension >= rank) {
-    throw std::invalid_argument(concat("[", where, "] ", leaf.name, " has shape ", shown(leaf.shape),
-                                       ", expected a dimension ", dimension,
-                                       " to cut along, as the options say; let it go whole"));
-  }
-  return dimension < 0 ? dimension + rank : dimension;
-}
-
 bool is_automatic(const BatchLeaf& leaf) {
   return leaf.cut.kind == Cut::Kind::kAutomatic && leaf.ready == 0 && leaf.numbers == 0 && !leaf.shape.empty();
 }
@@ -69,6 +56,18 @@ void require_rows_for_each(const BatchLeaf& leaf, int64_t size, int count, const
 }
 
 }  // namespace
+
+int64_t given_dimension(const BatchLeaf& leaf, const char* where) {
+  if (leaf.cut.kind != Cut::Kind::kAlong || leaf.ready > 0 || leaf.numbers > 0) return -1;
+  const auto rank = static_cast<int64_t>(leaf.shape.size());
+  const int64_t dimension = leaf.cut.dimension;
+  if (dimension < -rank || dimension >= rank) {
+    throw std::invalid_argument(concat("[", where, "] ", leaf.name, " has shape ", shown(leaf.shape),
+                                       ", expected a dimension ", dimension,
+                                       " to cut along, as the options say; let it go whole"));
+  }
+  return dimension < 0 ? dimension + rank : dimension;
+}
 
 InputCut::InputCut(std::vector<BatchLeaf> leaves) : leaves_(std::move(leaves)), dimensions_(leaves_.size(), -1) {
   std::vector<size_t> automatic;

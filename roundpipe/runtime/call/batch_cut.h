@@ -26,6 +26,10 @@ struct BatchLeaf {
   int64_t numbers = 0;
 };
 
+// The dimension of a tensor that is cut as the caller says; -1: it is not. Throws std::invalid_argument for Cut::along
+// with a dimension that the tensor does not have.
+int64_t given_dimension(const BatchLeaf& leaf, const char* where);
+
 // How one leaf goes to the microbatches.
 struct LeafCut {
   int64_t dimension = -1;           // -1: every microbatch gets the leaf whole
