@@ -14,8 +14,7 @@ namespace {
 
 constexpr const char* kSayHowLabels =
     "; if they are not rows, say how they are cut or that they are whole (RunOptions::cut_labels in C++, split_label "
-    "in "
-    "Python), or cut them yourself";
+    "in Python), or cut them yourself";
 
 std::string shown(const std::vector<int64_t>& shape) {
   std::string text = "[";

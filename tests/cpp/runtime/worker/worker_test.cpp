@@ -367,9 +367,9 @@ TEST_SUITE("worker") {
   }
 
   TEST_CASE("a child made by fork while calls run ends, and drops what it likes") {
-    std::vector<LayerSpec> layers;
-    for (int l = 0; l < 4; ++l) layers.push_back(linear_layer("l", kWidth));
     for (int round = 0; round < 20; ++round) {
+      std::vector<LayerSpec> layers;
+      for (int l = 0; l < 4; ++l) layers.push_back(linear_layer("l", kWidth));
       auto piped = std::make_unique<PipedModel>("m", layers, /*fused=*/true);
       auto engine = use_devices("virtual:2");
       const Batch batch = make_batch(3, 2, kWidth);
@@ -428,13 +428,13 @@ TEST_SUITE("worker") {
   }
 
   TEST_CASE("submissions from several threads do not wait for each other in a circle") {
-    std::vector<LayerSpec> layers;
-    for (int l = 0; l < 3; ++l) layers.push_back(linear_layer("l", kWidth));
     Engine engine(roundpipe::device::parse_devices("virtual:3"));
     std::vector<std::thread> users;
     std::atomic<int> finished{0};
     for (int user = 0; user < 3; ++user) {
       users.emplace_back([&] {
+        std::vector<LayerSpec> layers;
+        for (int l = 0; l < 3; ++l) layers.push_back(linear_layer("l", kWidth));
         const auto model = make_model(layers);
         for (int i = 0; i < 20; ++i) {
           if (submit_forward(model, engine, stages_of({0, 1, 2, 3}), 2)->finished()->wait_for(kPatience_ms)) ++finished;
