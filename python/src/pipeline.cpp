@@ -99,7 +99,7 @@ using Pipelines = std::vector<std::shared_ptr<Pipeline>>;
 
 std::vector<LossScale::ModelPtr> models_of(const Pipelines& pipelines) {
   std::vector<LossScale::ModelPtr> models;
-  for (const std::shared_ptr<Pipeline>& pipeline : pipelines) models.push_back(pipeline->shared_model());
+  for (const std::shared_ptr<Pipeline>& pipeline : pipelines) models.push_back(pipeline->model().loss_scales);
   return models;
 }
 
@@ -271,10 +271,10 @@ void bind_pipeline(py::module_& module) {
           "finish", [](Pipeline& pipeline, Pipeline::Submitted& submitted) { return pipeline.finish(submitted); },
           py::arg("submitted"), py::call_guard<py::gil_scoped_release>())
       .def("release", &Pipeline::release)
-      .def("loss_scales", [](const Pipeline& pipeline) { return pipeline.model().loss_scales.all(); })
+      .def("loss_scales", [](const Pipeline& pipeline) { return pipeline.model().loss_scales->all(); })
       .def(
           "has_loss_scale",
-          [](const Pipeline& pipeline, const LossScale& scale) { return pipeline.model().loss_scales.has(scale); },
+          [](const Pipeline& pipeline, const LossScale& scale) { return pipeline.model().loss_scales->has(scale); },
           py::arg("scale"))
       .def("wait_losses", &Pipeline::wait_losses, py::call_guard<py::gil_scoped_release>())
       .def("raise_pending", &Pipeline::raise_pending, py::call_guard<py::gil_scoped_release>())

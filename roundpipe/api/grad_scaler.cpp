@@ -112,10 +112,10 @@ at::Tensor GradScaler::scale(const at::Tensor& loss) { return loss * core_->use(
 double GradScaler::get_scale() const { return core_->next().item<double>(); }
 
 double GradScaler::begin_step(Pipeline& model, bool several_nodes) {
-  if (!model.model().loss_scales.has(*core_)) model.wait_losses();
+  if (!model.model().loss_scales->has(*core_)) model.wait_losses();
   const MutexLock lock(core_->mutex);
   core_->finish_steps();
-  core_->step_scale = core_->of_step({model.shared_model()}, several_nodes);
+  core_->step_scale = core_->of_step({model.model().loss_scales}, several_nodes);
   if (!core_->step_scale.defined()) {
     throw std::invalid_argument(
         "[step] the scaler has scaled no loss yet, expected scaler.scale(loss) in the loss function");
@@ -125,19 +125,19 @@ double GradScaler::begin_step(Pipeline& model, bool several_nodes) {
 
 void GradScaler::stepped(Pipeline& model, std::shared_ptr<runtime::StepRun> run) {
   const MutexLock lock(core_->mutex);
-  core_->stepped({model.shared_model()});
+  core_->stepped({model.model().loss_scales});
   core_->set_next(core_->scale.current.clone());
   core_->pending.push_back({std::move(run), std::exchange(core_->step_scale, {})});
 }
 
 void GradScaler::stepped(Pipeline& model, bool overflowed) {
   const MutexLock lock(core_->mutex);
-  core_->forget({model.shared_model()});
+  core_->forget({model.model().loss_scales});
   core_->scale.grow_or_back_off(core_->options, overflowed);
   core_->set_next(core_->scale.current.clone());
 }
 
-void GradScaler::synchronize(Pipeline& model) { core_->settle(model.shared_model()); }
+void GradScaler::synchronize(Pipeline& model) { core_->settle(model.model().loss_scales); }
 
 GradScaler::State GradScaler::state() {
   const MutexLock lock(core_->mutex);

@@ -68,8 +68,8 @@ void HostWeights::synchronize() {
   hides_weights_ = is_behind_ = false;
   pipeline().wait_buffers();
   pipeline().expose();
-  const auto model = pipeline().shared_model();
-  for (const auto& scale : model->loss_scales.all()) scale->settle(model);
+  const auto& scales = pipeline().model().loss_scales;
+  for (const auto& scale : scales->all()) scale->settle(scales);
 }
 
 const NamedParameters& HostWeights::named_parameters() {

@@ -168,8 +168,8 @@ std::vector<size_t> ParameterBlock::replaced() const {
     }
     if (tensor.numel() > 0 && tensor.storage().is_alias_of(no_value(expected.dtype).storage())) {
       throw std::invalid_argument(concat("[RoundPipe] parameter '", parameters_[i].name,
-                                         "' is in another model in the pipeline as well, whose step is under way; call "
-                                         "synchronize() of that model first"));
+                                         "' has been assigned that of a model whose step is under way, which has no "
+                                         "values then; call synchronize() of that model first"));
     }
     indices.push_back(i);
   }

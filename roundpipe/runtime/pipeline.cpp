@@ -285,7 +285,7 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
   const std::shared_ptr<Engine> engine = engine_;
   options.microbatches = static_cast<int>(inputs.size());
   options.requires_grad = true;
-  options.refuses_nan_early &= !model_->loss_scales.any();
+  options.refuses_nan_early &= !model_->loss_scales->any();
   // Before the call gets its number, so that an error leaves no gap in the random states.
   raise_pending();
   gradients_.import();
@@ -295,7 +295,7 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
   call->keep_step(std::move(step), /*until_over=*/true);
   call->keep_outputs = keep_outputs;
   call->losses.resize(inputs.size());
-  call->loss_scales = LossScale::reserve(model_);
+  call->loss_scales = LossScale::reserve(model_->loss_scales);
   for (size_t m = 0; m < inputs.size(); ++m) call->loss_ready.push_back(call->new_event());
   for (const Values& values : inputs) {
     for (const at::Tensor& tensor : values.tensors) call->input_gradients |= tensor.requires_grad();
@@ -324,7 +324,7 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
 }
 
 void Pipeline::check_losses(const CallPtr& call) {
-  if (!call->options.refuses_nan || model_->loss_scales.any()) return;
+  if (!call->options.refuses_nan || model_->loss_scales->any()) return;
   for (size_t m = 0; m < call->losses.size(); ++m) {
     for (const at::Tensor& loss : call->losses[m]) {
       if (!loss.isnan().any().item<bool>()) continue;

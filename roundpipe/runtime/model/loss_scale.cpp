@@ -9,7 +9,6 @@
 #include <ATen/ops/mul.h>
 
 #include <roundpipe/core/error.h>
-#include <roundpipe/runtime/model/model_state.h>
 
 namespace roundpipe::runtime {
 
@@ -30,8 +29,7 @@ bool LossScale::Scope::take_scaled() { return running != nullptr && std::exchang
 
 LossScale::Reserved LossScale::reserve(const ModelPtr& model) {
   Reserved reserved;
-  for (const std::shared_ptr<LossScale>& scale : model->loss_scales.all())
-    reserved.emplace_back(scale, scale->use(model));
+  for (const std::shared_ptr<LossScale>& scale : model->all()) reserved.emplace_back(scale, scale->use(model));
   return reserved;
 }
 
@@ -62,7 +60,7 @@ at::Tensor LossScale::use(const ModelPtr& model) {
     scale = losses.scale;
     if (!model) ++outside_losses_;
   }
-  if (model) model->loss_scales.add(shared_from_this());
+  if (model) model->add(shared_from_this());
   return scale;
 }
 
@@ -120,7 +118,7 @@ at::Tensor LossScale::of_step(const std::vector<ModelPtr>& models, bool several_
 }
 
 void LossScale::belong_to(const std::vector<ModelPtr>& models) {
-  for (const ModelPtr& model : models) model->loss_scales.add(shared_from_this());
+  for (const ModelPtr& model : models) model->add(shared_from_this());
 }
 
 void LossScale::stepped(const std::vector<ModelPtr>& models) {

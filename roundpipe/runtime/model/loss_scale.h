@@ -11,7 +11,21 @@
 
 namespace roundpipe::runtime {
 
-struct ModelState;
+class LossScale;
+
+// The scalers that belong to a model, which they know by this. Thread safety: any thread.
+class LossScales {
+ public:
+  // Those that live.
+  std::vector<std::shared_ptr<LossScale>> all() const;
+  bool any() const { return !all().empty(); }
+  bool has(const LossScale& scale) const;
+  void add(const std::shared_ptr<LossScale>& scale);
+
+ private:
+  mutable Mutex mutex_;
+  std::vector<std::weak_ptr<LossScale>> scales_ ROUNDPIPE_GUARDED_BY(mutex_);
+};
 
 // By what a GradScaler multiplies losses: a () fp32 tensor on the host that is replaced, never changed.
 //
@@ -24,7 +38,7 @@ struct ModelState;
 // Thread safety: any thread.
 class LossScale : public std::enable_shared_from_this<LossScale> {
  public:
-  using ModelPtr = std::shared_ptr<ModelState>;
+  using ModelPtr = std::shared_ptr<LossScales>;
 
   explicit LossScale(at::Tensor first) : next_(std::move(first)) {}
   virtual ~LossScale() = default;
@@ -99,7 +113,7 @@ class LossScale : public std::enable_shared_from_this<LossScale> {
     bool wait = false;
   };
   struct ModelLosses : Losses {
-    std::weak_ptr<ModelState> model;
+    std::weak_ptr<LossScales> model;
   };
   at::Tensor use(const ModelPtr& model);
   // What the call that this thread runs has reserved of this scaler; undefined: nothing.
@@ -115,20 +129,6 @@ class LossScale : public std::enable_shared_from_this<LossScale> {
   Losses outside_ ROUNDPIPE_GUARDED_BY(mutex_);
   uint64_t outside_losses_ ROUNDPIPE_GUARDED_BY(mutex_) = 0;
   std::vector<ModelLosses> of_models_ ROUNDPIPE_GUARDED_BY(mutex_);
-};
-
-// The scalers that belong to a model. Thread safety: any thread.
-class LossScales {
- public:
-  // Those that live.
-  std::vector<std::shared_ptr<LossScale>> all() const;
-  bool any() const { return !all().empty(); }
-  bool has(const LossScale& scale) const;
-  void add(const std::shared_ptr<LossScale>& scale);
-
- private:
-  mutable Mutex mutex_;
-  std::vector<std::weak_ptr<LossScale>> scales_ ROUNDPIPE_GUARDED_BY(mutex_);
 };
 
 }  // namespace roundpipe::runtime

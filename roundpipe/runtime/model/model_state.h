@@ -109,8 +109,9 @@ struct ModelState {
   std::string name;
   std::vector<std::unique_ptr<LayerState>> layers;
   std::vector<BlockState> blocks;
-  SharedDraws loss_shared_draws;          // of the loss functions that this model is called with
-  LossScales loss_scales;                 // of the scalers that belong to it
+  SharedDraws loss_shared_draws;  // of the loss functions that this model is called with
+  // Of the scalers that belong to it.
+  const std::shared_ptr<LossScales> loss_scales = std::make_shared<LossScales>();
   UpdateMeter updates;                    // of its weights on the host
   Shells shells;                          // on the workers of the pool that its calls run on
   std::atomic<int64_t> verified_jobs{0};  // jobs that had the same bits on another device, see JobCheck

@@ -21,7 +21,7 @@ void MicrobatchRunner::run(JobRun& run, int microbatch, Frugality frugality) {
   frugality_ = frugality;
   doing_ = {"the inputs", run.job.layers};
   gradient_wait_ = {};
-  const LossScale::Scope of_call(run.call->model, run.call->loss_scales);
+  const LossScale::Scope of_call(run.call->model->loss_scales, run.call->loss_scales);
   if (!run.call->options.preserve_rng_state) {
     const uint64_t seed = run.call->seed(run.job.layers.first, microbatch);
     torch_compat::OwnGenerators::current()->seed(run.job.phase == Phase::kForward ? seed : backward_seed(seed));

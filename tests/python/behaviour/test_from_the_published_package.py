@@ -78,8 +78,10 @@ def test_nan(monkeypatch: pytest.MonkeyPatch) -> None:
         RoundPipe(nn.Linear(2, 2)).forward_backward((value,), loss_fn=loss)
     assert RoundPipe(nn.Linear(2, 2), check_loss=False).forward_backward((value,), loss_fn=loss).isnan()
     scaler = GradScaler()
-    assert RoundPipe(nn.Linear(2, 2)).forward_backward((value,), loss_fn=loss).isnan()
-    del scaler
+    with pytest.raises(RoundPipeError, match="is NaN"):
+        RoundPipe(nn.Linear(2, 2)).forward_backward((value,), loss_fn=loss)
+    scaled = RoundPipe(nn.Linear(2, 2))
+    assert scaled.forward_backward((value,), loss_fn=lambda *given: scaler.scale(loss(*given))).isnan()
     monkeypatch.setenv("ROUNDPIPE_CHECK_LOSS", "0")
     assert RoundPipe(nn.Linear(2, 2)).forward_backward((value,), loss_fn=loss).isnan()
     monkeypatch.setenv("ROUNDPIPE_CHECK_LOSS", "maybe")
@@ -495,7 +497,8 @@ def test_attributes() -> None:
     assert wrapped.model is llama.model and list(wrapped.state_dict()) == list(llama.state_dict())
     assert len(wrapped.model.state_dict()) < len(wrapped.state_dict())
     plain = nn.Linear(2, 2)
-    assert RoundPipe(plain).model is plain and RoundPipe(plain).name == "Linear"
+    pipe = RoundPipe(plain)
+    assert pipe.model is plain and pipe.name == "Linear"
 
 
 @shows("an attribute that is set, with `set_original_model`")

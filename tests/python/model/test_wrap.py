@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +55,7 @@ class FakeSteps:
         joint: None,
     ) -> None:
         self.pipes, self.host_parameters, self.optim_dtype = pipes, host_parameters, optim_dtype
+        self.models = SimpleNamespace(named_parameters=lambda: list(host_parameters.items()))
         self.synchronized = 0
 
     def step(self, step_fn: Callable[..., Any], is_async: bool, args: Any, kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import threading
@@ -95,7 +96,8 @@ def test_a_run_that_goes_back_says_so_and_saves_over_the_damage(
     for step in (3, 4):
         again.run(1)
         again.save(tmp_path, wait=True, keep_last=1)
-        assert roundpipe.load_checkpoint(tmp_path / f"step-{step}", RoundPipe(again.layers), weights_only=True)
+        read = RoundPipe(copy.deepcopy(again.layers))
+        assert roundpipe.load_checkpoint(tmp_path / f"step-{step}", read, weights_only=True)
     assert_same_state(again.final(), expected)
     with pytest.raises(RoundPipeError, match="step-4 is there already"):
         again.save(tmp_path, wait=True)

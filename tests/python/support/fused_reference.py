@@ -196,7 +196,7 @@ class FusedPair:
             return loss if scaler is None else scaler.scale(loss)
 
         loss = self.pipe.forward_backward((inputs,), label=label, loss_fn=loss_fn)
-        scale = 1.0 if scaler is None else float(scaler._used)
+        scale = 1.0 if scaler is None else float(scaler._losses.waiting_or_next())
         assert_same(loss, self.plain.call(inputs, label, seeds, factor, scale), "loss")
 
     def step(
