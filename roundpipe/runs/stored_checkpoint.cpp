@@ -117,7 +117,12 @@ void StoredCheckpoint::add_section(const std::string& file) {
 void StoredCheckpoint::check_state_of(int64_t rank, const json& state) const {
   StateKind kind = nodes() == 1 ? StateKind::kAlone : rank == kOfAll ? StateKind::kCommon : StateKind::kRank;
   if (contents_ == Contents::kWeights) kind = StateKind::kWeights;
-  const Section tensors = kind == StateKind::kWeights ? Section() : state_tensor_places(rank);
+  Section tensors;
+  if (kind != StateKind::kWeights) {
+    // Before the state's meaning: a name that has changed here would be missing there.
+    if (const FileRecord* const record = manifest_.find(of_rank(kStateTensors, rank))) verify({*record});
+    tensors = state_tensor_places(rank);
+  }
   const std::string path = path_of(of_rank(kStateFile, rank));
   reading(path, [&] { check_state(state, kind, tensors, path); });
 }
