@@ -224,7 +224,8 @@ TEST_CASE("block: a parameter without values, as another block hides them, is re
   ParameterBlock other = block_of({parameter});
   const ParameterBlock::Update update = other.begin_update(ParameterBlock::Reads::kAfter);
   other.repoint();
-  CHECK_THROWS_WITH_AS(ParameterBlock::adopt_replaced({&block}), doctest::Contains("'p0' is in another model"),
+  CHECK_THROWS_WITH_AS(ParameterBlock::adopt_replaced({&block}),
+                       doctest::Contains("'p0' has been assigned that of a model whose step is under way"),
                        std::invalid_argument);
   update.after->flat = other.buffers()->take();
   other.layout().view(update.after->flat, 0).fill_(2);
