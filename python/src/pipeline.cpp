@@ -221,10 +221,11 @@ void bind_pipeline(py::module_& module) {
   py::class_<Front>(module, "Front").def(py::init<std::shared_ptr<Pipeline>>(), py::arg("pipeline"));
   using runtime::ParameterClaim;
   py::class_<ParameterClaim>(module, "StepClaim")
-      .def(py::init([](std::string model, ParameterClaim::Named parameters) {
-             ParameterClaim::require_free(ParameterClaim::To::kSteps, model, parameters);
-             return std::make_unique<ParameterClaim>(ParameterClaim::To::kSteps, std::move(model),
-                                                     std::move(parameters));
+      .def(py::init([](std::string model, const std::vector<std::pair<std::string, at::Tensor>>& parameters) {
+             ParameterClaim::Named named;
+             for (const auto& [name, tensor] : parameters) named.push_back({name, tensor});
+             ParameterClaim::require_free(ParameterClaim::To::kSteps, model, named);
+             return std::make_unique<ParameterClaim>(ParameterClaim::To::kSteps, std::move(model), std::move(named));
            }),
            py::arg("model"), py::arg("parameters"));
   module.def("any_claimed", &runtime::ParameterClaim::any_claimed, py::arg("parameters"));

@@ -10,6 +10,7 @@
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/memory/mapped_file.h>
+#include <roundpipe/memory/overlap.h>
 
 namespace roundpipe::memory {
 
@@ -28,6 +29,10 @@ const at::Tensor& no_value(c10::ScalarType dtype) {
     value = at::full({}, has_nan ? std::numeric_limits<double>::quiet_NaN() : 0.0, at::TensorOptions().dtype(dtype));
   }
   return value;
+}
+
+bool is_no_value(const at::Tensor& tensor) {
+  return tensor.storage().is_alias_of(no_value(tensor.scalar_type()).storage());
 }
 
 }  // namespace
@@ -148,7 +153,7 @@ bool ParameterBlock::points_here(size_t index) const {
     const at::Tensor& part = current_->parts[index];
     return tensor.const_data_ptr() == part.const_data_ptr() && tensor.strides() == part.strides();
   }
-  if (!shown_.defined()) return tensor.storage().is_alias_of(no_value(expected.dtype).storage());
+  if (!shown_.defined()) return is_no_value(tensor);
   const auto* place = static_cast<const char*>(shown_.const_data_ptr()) + expected.offset_bytes;
   return tensor.const_data_ptr() == place && tensor.strides() == at::IntArrayRef(expected.strides);
 }
@@ -166,7 +171,7 @@ std::vector<size_t> ParameterBlock::replaced() const {
                                          c10::toString(expected.dtype), at::IntArrayRef(expected.sizes),
                                          " on the CPU); change the model first, then wrap it"));
     }
-    if (tensor.numel() > 0 && tensor.storage().is_alias_of(no_value(expected.dtype).storage())) {
+    if (tensor.numel() > 0 && is_no_value(tensor)) {
       throw std::invalid_argument(concat("[RoundPipe] parameter '", parameters_[i].name,
                                          "' has been assigned that of a model whose step is under way, which has no "
                                          "values then; call synchronize() of that model first"));
@@ -186,6 +191,14 @@ void ParameterBlock::adopt_replaced(const std::vector<ParameterBlock*>& blocks) 
       found.emplace_back(block, std::move(indices));
     }
   }
+  if (found.empty()) return;
+  std::vector<NamedTensor> shown;
+  for (const ParameterBlock* const block : blocks) {
+    for (const NamedTensor& parameter : block->parameters_) {
+      if (block->has_parameters_ && !is_no_value(parameter.tensor)) shown.push_back(parameter);
+    }
+  }
+  refuse_overlap(shown);
   std::unordered_set<const void*> written;
   for (const auto& [block, indices] : found) {
     device::wait_interruptible(*block->current_->published);

@@ -10,13 +10,9 @@
 #include <roundpipe/device/event_list.h>
 #include <roundpipe/memory/block_layout.h>
 #include <roundpipe/memory/buffer_pool.h>
+#include <roundpipe/memory/named_tensor.h>
 
 namespace roundpipe::memory {
-
-struct NamedTensor {
-  std::string name;
-  at::Tensor tensor;
-};
 
 // The weights of one block after one number of updates.
 struct WeightVersion {

@@ -8,6 +8,7 @@
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/memory_rules.h>
 #include <roundpipe/memory/mapped_file.h>
+#include <roundpipe/memory/overlap.h>
 
 namespace roundpipe::runtime {
 
@@ -69,7 +70,7 @@ ModelState::ModelState(std::string model_name, std::vector<std::unique_ptr<Layer
   for (size_t l = 0; l < model_layers.size(); ++l) {
     parameters.push_back(model_layers[l]->parameters());
     for (const NamedTensor& parameter : parameters.back()) {
-      claimed.emplace_back(concat(model_layers[l]->name(), ".", parameter.name), parameter.tensor);
+      claimed.push_back({concat(model_layers[l]->name(), ".", parameter.name), parameter.tensor});
       std::vector<int>& layers_of = users[parameter.tensor.unsafeGetTensorImpl()];
       if (layers_of.empty() || layers_of.back() != static_cast<int>(l)) layers_of.push_back(static_cast<int>(l));
     }
@@ -77,6 +78,7 @@ ModelState::ModelState(std::string model_name, std::vector<std::unique_ptr<Layer
   ParameterClaim::require_free(ParameterClaim::To::kValues, name, claimed,
                                in_place_of != nullptr ? in_place_of->claim.get() : nullptr);
   std::map<const void*, LayerState::ParameterPlace> places;
+  memory::refuse_overlap(claimed);
   const auto add_block = [&](std::vector<NamedTensor> members, std::vector<int> block_layers) {
     for (size_t i = 0; i < members.size(); ++i) places[members[i].tensor.unsafeGetTensorImpl()] = {blocks.size(), i};
     blocks.emplace_back(std::move(members), std::move(block_layers), pinned);

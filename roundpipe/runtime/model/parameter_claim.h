@@ -3,10 +3,11 @@
 #include <atomic>
 #include <functional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+
+#include <roundpipe/memory/named_tensor.h>
 
 namespace roundpipe::runtime {
 
@@ -14,7 +15,7 @@ namespace roundpipe::runtime {
 // so of two that had the same one, each would undo the steps of the other. Thread safety: any thread.
 class ParameterClaim {
  public:
-  using Named = std::vector<std::pair<std::string, at::Tensor>>;
+  using Named = std::vector<memory::NamedTensor>;
   enum class To {
     kValues,  // what calls read: of a model
     kSteps,   // what an optimizer steps: of a model, or of one that holds it with others

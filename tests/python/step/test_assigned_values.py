@@ -235,6 +235,28 @@ def test_a_second_model_over_one_module_is_refused_while_the_first_lives() -> No
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def test_memory_that_two_parameters_would_share_is_refused_by_name() -> None:
+    model = pipe_of(chain(), 1)
+    first, second = (model.get_submodule(name).weight for name in ("0", "2"))
+    before = first.detach().clone()
+    first.data = second.data
+    with pytest.raises(ValueError, match=r"parameters .* lie in the same memory"):
+        model.state_dict()
+    first.data = before
+    exchanged = second.detach().clone()
+    first.data, second.data = second.data, first.data
+    assert torch.equal(model.state_dict()["0.weight"], exchanged)
+    layers = chain()
+    layers[0].weight.data = layers[2].weight.data
+    with pytest.raises(ValueError, match=r"parameters '0.weight' and '2.weight' lie in the same memory"):
+        pipe_of(layers, 1)
+    layers.requires_grad_(False)
+    value, _ = next(batches(1))
+    with torch.no_grad():
+        expected = layers(value)
+        assert torch.equal(pipe_of(layers, 1)(value), expected)
+
+
 def test_another_shape_is_refused_by_name() -> None:
     model = pipe_of(chain(), 1)
     weight = model.get_submodule("0").weight
