@@ -17,7 +17,7 @@ import torch
 
 import roundpipe
 from cpp_twin import FUSED, PROGRAM, TORCH, Training, same_form, tried_in_cpp
-from damaging import Damage, damaged_copy, damages
+from damaging import MANIFEST, Damage, damaged_copy, damages
 from roundpipe import RoundPipeError
 from sweeps import mostly_long
 
@@ -75,6 +75,11 @@ def enemy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Enemy(run, training, losses)
 
 
+def names(damage: Damage, text: str) -> bool:
+    """Whether a message names the file; beside a manifest of another step, it is the others that are not right."""
+    return damage.file in text or (damage.file == MANIFEST and "step-2" in text)
+
+
 def wrong(damage: Damage, result: dict[str, Any], told: str, losses: dict[int, list[str]]) -> str | None:
     """What is wrong with a result; None if nothing is."""
     if "unexpected" in result:
@@ -88,7 +93,7 @@ def wrong(damage: Damage, result: dict[str, Any], told: str, losses: dict[int, l
             return f"other numbers than those of step 1: {result['losses']}"
         if "going back from step 2 to step 1, which loses 1 step: " not in told:
             return f"nothing was told: {told!r}"
-        return None if damage.signed or damage.file in told else f"no file is named: {told!r}"
+        return None if damage.signed or names(damage, told) else f"no file is named: {told!r}"
     # Nobody can tell a number that was changed together with its checksum from one that was saved.
     return None if damage.signed else "the damaged checkpoint was loaded"
 
@@ -142,4 +147,4 @@ def test_without_another_checkpoint_one_error_names_the_file(enemy: Enemy, tmp_p
         for damage, result in zip(few, of_language, strict=True):
             text = result.get("error", "")
             assert "has no checkpoint that is whole" in text, (language, damage.name, result)
-            assert damage.file in text, (language, damage.name, result)
+            assert names(damage, text), (language, damage.name, result)
