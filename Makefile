@@ -17,8 +17,8 @@ DEMO_FLAGS ?=
 # The folder of packages that `make bench-gpu` compares with, and more arguments for it
 PEER ?=
 BENCH_FLAGS ?=
-# Processes of Python tests. Two use two cores well, since many tests wait; each takes up to 2 GB.
-TEST_JOBS ?= 2
+# Processes of tests. Three use two cores well, since many tests wait for other processes; each takes up to 2 GB.
+TEST_JOBS ?= $(shell awk '/^MemTotal/ {print ($$2 > 7e6 ? 3 : 2)}' /proc/meminfo)
 BUILD ?= build/release
 
 VENV := .venv

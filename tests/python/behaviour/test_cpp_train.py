@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from language_program import make_folder
 from roundpipe.data.packing import pack
-from sweeps import mostly_long
+from sweeps import mostly_long, sweep
 from token_files import write_tokens
 
 PROGRAM = Path(__file__).resolve().parents[3] / "build" / "release" / "programs" / "train" / "roundpipe-train"
@@ -163,8 +163,7 @@ def test_a_stopped_training_goes_on_with_the_same_bits(
     assert evaluated == [8, 16, 24, 32, 40]
 
 
-@pytest.mark.parametrize("asynchronous", [None, True])
-@pytest.mark.parametrize("evaluate_every", [None, 2])
+@sweep("evaluate_every, asynchronous", [None, 2], [None, True], together=1)
 def test_a_run_that_is_resumed_settles_at_the_same_steps(
     asynchronous: bool | None, evaluate_every: int | None, train: Train, tmp_path: Path
 ) -> None:

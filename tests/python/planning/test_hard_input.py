@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from roundpipe.cli import app, main
+from sweeps import sweep
 
 QUICK = ("--effort", "1000", "--devices", "2", "--microbatches", "4")
 
@@ -149,27 +150,20 @@ def test_configurations_that_make_no_model(content: str, message: str, tmp_path:
 # --- numbers in options ---
 
 
-@pytest.mark.parametrize("huge", ["inf", "nan", "1e308", "-1", str(10**30)])
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [
-        ("simulate", "devices"),
-        ("simulate", "microbatches"),
-        ("simulate", "effort"),
-        ("simulate", "keep"),
-        ("simulate", "memory"),
-        ("simulate", "update-rate"),
-        ("simulate", "steps-shown"),
-        ("plan", "tokens"),
-        ("plan", "tflops"),
-        ("plan", "host-memory"),
-        ("emulate", "steps"),
-        ("emulate", "time-scale"),
-    ],
-)
+HUGE = ["inf", "nan", "1e308", "-1", str(10**30)]
+OPTIONS = [
+    *(("simulate", name) for name in ("devices", "microbatches", "effort", "keep", "memory", "update-rate")),
+    ("simulate", "steps-shown"),
+    *(("plan", name) for name in ("tokens", "tflops", "host-memory")),
+    *(("emulate", name) for name in ("steps", "time-scale")),
+]
+
+
+@sweep("which, huge", OPTIONS, HUGE, ids=str, together=1)
 def test_huge_options_are_refused_by_name(
-    command: str, option: str, huge: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    which: tuple[str, str], huge: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    command, option = which
     monkeypatch.setattr("sys.argv", ["roundpipe", command, "qwen3-1.7b", f"--{option}", huge])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -126,7 +126,8 @@ def check(enemy: Enemy, found: list[Damage], tmp_path: Path, capsys: pytest.Capt
 def test_damage_of_any_file_leads_to_the_step_before(
     enemy: Enemy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check(enemy, damages(enemy.run / "step-2", seed=0, many=1), tmp_path, capsys)
+    # A third, which still has some of each file and each way; the rest is among those of the long test.
+    check(enemy, damages(enemy.run / "step-2", seed=0, many=1)[::3], tmp_path, capsys)
 
 
 @pytest.mark.long
