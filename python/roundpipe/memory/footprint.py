@@ -6,6 +6,7 @@ Only shapes count, so the weights may be random or not loaded yet.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -75,7 +76,7 @@ def measure(
     known: dict[Any, tuple[_core.LayerFootprint, list[torch.Tensor], Structure]] = {}
     footprints = []
     tensors, structure = batch
-    with _core.OwnGenerators(seed=0), torch.enable_grad(), _forgetting():
+    with _core.OwnGenerators(seed=0), torch.enable_grad(), _forgetting(), _no_collection():
         for index, layer in enumerate(layers):
             ending = loss if index == len(layers) - 1 else None
             kind = (layer.kind(), ending is None, *((t.shape, t.dtype, t.requires_grad) for t in tensors))
@@ -143,6 +144,18 @@ def _fill(shell: DeviceShell, layer: PythonLayer, device: torch.device, trains: 
         mine.requires_grad_(trains and parameter.requires_grad)
         if mine.requires_grad:
             mine.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Older garbage that is collected between two looks at the memory would be taken for a layer's."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager
