@@ -336,6 +336,8 @@ def test_the_host_arena_holds_little_more_than_the_models(layers: int, width: in
 
 def test_steps_of_the_same_shapes_take_no_new_host_memory() -> None:
     roundpipe.devices("virtual:2")
+    gc.collect()
+    before = roundpipe.host_arena()  # other tests may have left something
     pipe = pipe_of(nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]), 4)
     optimizer = roundpipe.optim.AdamW(pipe, lr=1e-3)
     # What waits on the host depends on the stages, and plans of the engine's on times.
@@ -362,7 +364,8 @@ def test_steps_of_the_same_shapes_take_no_new_host_memory() -> None:
     assert held >= pipe.host_bytes() + state
     del pipe, optimizer
     gc.collect()
-    assert roundpipe.host_arena().reserved_bytes < first.reserved_bytes - 4 * values
+    roundpipe.devices("virtual:1")  # ends the pool's threads, which let go of a finished call a moment later
+    assert roundpipe.host_arena().reserved_bytes <= before.reserved_bytes
 
 
 def test_no_memory_left_on_the_host_is_said_in_words() -> None:
