@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import roundpipe
 from causal_models import VOCABULARY, build, tokens
-from gradients import check_gradients, gradients
+from gradients import trained_beside_plain
 from odd_models import OddForCausalLM, odd
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.losses.reduction import LossForm, Reduction
@@ -85,17 +85,9 @@ def uneven(rows: int = 6, length: int = 9) -> dict[str, Any]:
 
 
 def check(make: Callable[[], Any], batch: dict[str, Any], microbatches: int, **options: Any) -> None:
-    model = make()
-    plain = copy.deepcopy(model)
-    expected = plain(**batch, use_cache=False).loss
-    expected.backward()
-    config = RoundPipeRunConfig(num_microbatch=microbatches)
-    wrapped = wrap_model_to_roundpipe(model, model_run_config=config, **options)
-    loss = wrapped.forward_backward(input_kwargs=batch)
-    wrapped.synchronize()
-    torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-5)
-    check_gradients(gradients(model), gradients(plain), exact=False)
-    torch.testing.assert_close(wrapped(**batch).loss.detach(), expected.detach(), rtol=0, atol=1e-5)
+    wrapped, loss, expected = trained_beside_plain(make(), batch, microbatches, **options)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(wrapped(**batch).loss.detach(), expected, rtol=0, atol=1e-5)
 
 
 @sweep("name, microbatches, given", MODELS, [1, 2, 3], ["all", "no mask", "items", "items, no mask"], together=1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import roundpipe
 from causal_models import VOCABULARY, build, padded_batch, tokens
-from gradients import check_gradients, gradients
+from gradients import check_gradients, gradients, trained_beside_plain
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
 from sweeps import sweep
 
@@ -23,16 +23,8 @@ pytestmark = pytest.mark.usefixtures("two_devices")
 
 
 def check_batch(name: str, batch: dict[str, Any], microbatches: int, **options: Any) -> None:
-    model = build(name)
-    plain = copy.deepcopy(model)
-    expected = plain(**batch, use_cache=False).loss
-    expected.backward()
-    config = RoundPipeRunConfig(num_microbatch=microbatches)
-    wrapped = wrap_model_to_roundpipe(model, model_run_config=config, **options)
-    loss = wrapped.forward_backward(input_kwargs=batch)
-    wrapped.synchronize()
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
-    check_gradients(gradients(model), gradients(plain), exact=False)
+    _, loss, expected = trained_beside_plain(build(name), batch, microbatches, **options)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
 
 
 uneven = st.lists(st.integers(0, 8), min_size=2, max_size=6).filter(any)

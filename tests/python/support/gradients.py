@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
+
+from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -20,3 +25,22 @@ def check_gradients(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tenso
         else:
             scale = max(1.0, float(other.abs().max()))
             torch.testing.assert_close(one / scale, other / scale, rtol=0, atol=1e-5, msg=name)
+
+
+def trained_beside_plain(
+    model: Any, batch: dict[str, Any], microbatches: int, **options: Any
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Runs a batch through `model` in the pipeline and through a plain copy, and checks the gradients.
+
+    Returns:
+        The model in the pipeline, its loss and the plain one.
+    """
+    plain = copy.deepcopy(model)
+    expected = plain(**batch, use_cache=False).loss
+    expected.backward()
+    config = RoundPipeRunConfig(num_microbatch=microbatches)
+    wrapped = wrap_model_to_roundpipe(model, model_run_config=config, **options)
+    loss = wrapped.forward_backward(input_kwargs=batch)
+    wrapped.synchronize()
+    check_gradients(gradients(model), gradients(plain), exact=False)
+    return wrapped, loss, expected.detach()
