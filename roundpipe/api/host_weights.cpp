@@ -27,7 +27,6 @@ HostWeights& HostWeights::operator=(HostWeights&& other) noexcept {
   buffers_ = std::move(other.buffers_);
   optimizer_ = std::move(other.optimizer_);
   trained_ = std::move(other.trained_);
-  hides_weights_ = other.hides_weights_;
   is_behind_ = other.is_behind_;
   return *this;
 }
@@ -65,7 +64,7 @@ const NamedParameters& HostWeights::buffer_names() const {
 void HostWeights::synchronize() {
   pipeline().drain();
   if (optimizer_) optimizer_->finish();
-  hides_weights_ = is_behind_ = false;
+  is_behind_ = false;
   pipeline().wait_buffers();
   pipeline().expose();
   const auto& scales = pipeline().model().loss_scales;
@@ -73,7 +72,7 @@ void HostWeights::synchronize() {
 }
 
 const NamedParameters& HostWeights::named_parameters() {
-  if (pipeline().weights().show_newest()) hides_weights_ = false;
+  pipeline().weights().show_newest();
   return named_;
 }
 
@@ -142,7 +141,7 @@ void HostWeights::prepare_step(ModelOptimizer& optimizer, bool asynchronous) {
 std::shared_ptr<runtime::StepRun> HostWeights::start_step(std::vector<optim::Hyperparameters> groups,
                                                           const runtime::StepOptions& options) {
   std::shared_ptr<runtime::StepRun> run = optimizer_->step(std::move(groups), options);
-  hides_weights_ = is_behind_ = true;
+  is_behind_ = true;
   return run;
 }
 

@@ -80,8 +80,7 @@ class HostWeights {
   NamedParameters buffers_;
   std::shared_ptr<runtime::ModelOptimizer> optimizer_;  // null: none was made
   std::unordered_set<const c10::TensorImpl*> trained_;  // by it
-  bool hides_weights_ = false;                          // a step has begun, so parameters may show no values
-  bool is_behind_ = false;                              // the same, so they may not show the newest ones
+  bool is_behind_ = false;  // a step has begun, so parameters may not show the newest values
 };
 
 }  // namespace roundpipe

@@ -31,27 +31,11 @@ LossFunction checked(LossFunction function) {
   };
 }
 
-class CallLoss final : public runtime::Loss {
- public:
-  CallLoss(LossFunction function, std::vector<runtime::LossRows> microbatches, std::optional<LossReduction> reduction)
-      : tried_(checked(std::move(function)), std::move(microbatches), reduction) {}
-
-  std::vector<at::Tensor> operator()(const runtime::Values& outputs, const runtime::Values& label,
-                                     const runtime::LayerContext& context) override {
-    return tried_(outputs, label, context);
-  }
-  bool is_open() const override { return tried_.is_open(); }
-  std::string notice() const override { return tried_.notice(); }
-
- private:
-  runtime::TriedLoss tried_;
-};
-
 }  // namespace
 
 std::shared_ptr<runtime::Loss> make_loss(LossFunction function, std::vector<runtime::LossRows> microbatches,
                                          std::optional<LossReduction> reduction) {
-  return std::make_shared<CallLoss>(std::move(function), std::move(microbatches), reduction);
+  return std::make_shared<runtime::TriedLoss>(checked(std::move(function)), std::move(microbatches), reduction);
 }
 
 }  // namespace roundpipe

@@ -43,7 +43,7 @@ void count_labels(std::vector<LossRows>& microbatches, const std::vector<Values>
 // tell; then the next one is tried. A mean is over rows or, if labels are negative, over those that are not. What is
 // neither a sum nor a mean is left as a sum is, and notice() says so. Thread safety: any thread; one microbatch after
 // the other while is_open().
-class TriedLoss {
+class TriedLoss final : public Loss {
  public:
   using Function = std::function<std::vector<at::Tensor>(const Values& outputs, const Values& label)>;
 
@@ -51,12 +51,12 @@ class TriedLoss {
   TriedLoss(Function function, std::vector<LossRows> microbatches, std::optional<LossReduction> given);
 
   // Whether a microbatch has to tell.
-  bool is_open() const;
+  bool is_open() const override;
   // The losses of a microbatch, with their weights. If it has to tell, calls the function twice more, once for a single
   // row; three times more still if these losses cancel out. Throws what the function throws, but not on parts.
-  std::vector<at::Tensor> operator()(const Values& outputs, const Values& label, const LayerContext& context);
+  std::vector<at::Tensor> operator()(const Values& outputs, const Values& label, const LayerContext& context) override;
   // What the user should know; empty: nothing.
-  std::string notice() const;
+  std::string notice() const override;
 
  private:
   enum class Kind { kSum, kMeanOfRows, kMeanOfLabels, kOther };
