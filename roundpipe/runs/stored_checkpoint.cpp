@@ -41,13 +41,6 @@ constexpr int64_t kMostState_bytes = int64_t{2} << 30;
 constexpr std::string_view kTensorFile = ".safetensors";
 constexpr std::string_view kOfRank = "rank-";
 
-std::string of_rank(const std::string& name, int64_t rank) {
-  if (rank == StoredCheckpoint::kOfAll) return name;
-  std::string digits = std::to_string(rank);
-  if (digits.size() < 5) digits.insert(0, 5 - digits.size(), '0');
-  return concat(kOfRank, digits, "-", name);
-}
-
 // "rank-00003-state.json" -> 3 and "state.json"
 std::pair<int64_t, std::string> parted(const std::string& file) {
   if (file.starts_with(kOfRank)) {
@@ -70,6 +63,13 @@ std::string section_of(const std::string& name) {
 }
 
 }  // namespace
+
+std::string of_rank(const std::string& name, int64_t rank) {
+  if (rank == StoredCheckpoint::kOfAll) return name;
+  std::string digits = std::to_string(rank);
+  if (digits.size() < 5) digits.insert(0, 5 - digits.size(), '0');
+  return concat(kOfRank, digits, "-", name);
+}
 
 StoredCheckpoint::StoredCheckpoint(const std::string& folder, Contents contents)
     : folder_(folder),
@@ -117,14 +117,19 @@ void StoredCheckpoint::add_section(const std::string& file) {
 void StoredCheckpoint::check_state_of(int64_t rank, const json& state) const {
   StateKind kind = nodes() == 1 ? StateKind::kAlone : rank == kOfAll ? StateKind::kCommon : StateKind::kRank;
   if (contents_ == Contents::kWeights) kind = StateKind::kWeights;
-  Section tensors;
-  if (kind != StateKind::kWeights) {
-    // Before the state's meaning: a name that has changed here would be missing there.
-    if (const FileRecord* const record = manifest_.find(of_rank(kStateTensors, rank))) verify({*record});
-    tensors = state_tensor_places(rank);
-  }
+  const Section tensors = kind == StateKind::kWeights ? Section() : state_tensor_places(rank);
   const std::string path = path_of(of_rank(kStateFile, rank));
-  reading(path, [&] { check_state(state, kind, tensors, path); });
+  reading(path, [&] {
+    try {
+      check_state(state, kind, tensors, path);
+    } catch (const Error&) {
+      // A name that has changed in the file of the tensors is missing here.
+      const FileRecord* const record =
+          kind == StateKind::kWeights ? nullptr : manifest_.find(of_rank(kStateTensors, rank));
+      if (record != nullptr) verify({*record});
+      throw;
+    }
+  });
 }
 
 std::string StoredCheckpoint::path_of(const std::string& file) const { return checkpoint::join(folder_, file); }

@@ -18,11 +18,6 @@ STATE_TENSORS = "state.safetensors"
 _OF_RANKS = (OPTIMIZER, GRADIENTS, BUFFERS)
 
 
-def of_rank(name: str, rank: int) -> str:
-    """The name of a file of one rank, in a checkpoint of several nodes."""
-    return f"rank-{rank:05d}-{name}"
-
-
 @dataclass(frozen=True)
 class File:
     """A file with tensors.
@@ -48,11 +43,11 @@ def files_of(capture: Capture) -> Iterator[File]:
         for index, shard in enumerate(shards, start=1):
             suffix = f"-{index:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
             name = f"{stem}{suffix}.safetensors"
-            yield _laid_out(of_rank(name, capture.rank) if is_own else name, shard)
+            yield _laid_out(_core.of_rank(name, capture.rank) if is_own else name, shard)
     for rank, _, encoder in _states_of(capture):
         values = [Item(key, tensor) for key, tensor in encoder.tensors.items()]
         if values:
-            yield _laid_out(STATE_TENSORS if rank is None else of_rank(STATE_TENSORS, rank), values)
+            yield _laid_out(STATE_TENSORS if rank is None else _core.of_rank(STATE_TENSORS, rank), values)
 
 
 def _states_of(capture: Capture) -> Iterator[tuple[int | None, dict[str, Any], Encoder]]:
@@ -84,7 +79,7 @@ def texts_of(capture: Capture, files: Sequence[File]) -> dict[str, str]:
     """The contents of the small files that this rank writes, by name."""
     texts = {**capture.files, **_indexes(files)} if capture.rank == 0 else {}
     for rank, state, _ in _states_of(capture):
-        texts[STATE_FILE if rank is None else of_rank(STATE_FILE, rank)] = json.dumps(state)
+        texts[STATE_FILE if rank is None else _core.of_rank(STATE_FILE, rank)] = json.dumps(state)
     return texts
 
 

@@ -79,6 +79,7 @@ void bind_stored_checkpoint(py::module_& module) {
       .def(
           "damaged", [](KeptFallBack& kept, const std::string& problem) { kept.fall_back.damaged(problem); },
           py::arg("problem"));
+  module.def("of_rank", &of_rank, py::arg("name"), py::arg("rank"));
   module.def("checkpoints_in", &checkpoints_in, py::arg("folder"), py::call_guard<py::gil_scoped_release>());
   module.def("sampled_checksum", &sampled_checksum, py::arg("tensor"), py::call_guard<py::gil_scoped_release>());
   module.def("latest", &latest, py::arg("folder"), py::call_guard<py::gil_scoped_release>());
