@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include <ATen/core/Tensor.h>
+
 #include <roundpipe/core/error.h>
 
 namespace roundpipe::runtime {
@@ -15,12 +17,6 @@ namespace {
 constexpr const char* kSayHowLabels =
     "; if they are not rows, say how they are cut or that they are whole (RunOptions::cut_labels in C++, split_label "
     "in Python), or cut them yourself";
-
-std::string shown(const std::vector<int64_t>& shape) {
-  std::string text = "[";
-  for (size_t i = 0; i < shape.size(); ++i) text += (i > 0 ? ", " : "") + std::to_string(shape[i]);
-  return text + "]";
-}
 
 bool is_automatic(const BatchLeaf& leaf) {
   return leaf.cut.kind == Cut::Kind::kAutomatic && leaf.ready == 0 && leaf.numbers == 0 && !leaf.shape.empty();
@@ -61,7 +57,7 @@ int64_t given_dimension(const BatchLeaf& leaf, const char* where) {
   const auto rank = static_cast<int64_t>(leaf.shape.size());
   const int64_t dimension = leaf.cut.dimension;
   if (dimension < -rank || dimension >= rank) {
-    throw std::invalid_argument(concat("[", where, "] ", leaf.name, " has shape ", shown(leaf.shape),
+    throw std::invalid_argument(concat("[", where, "] ", leaf.name, " has shape ", at::IntArrayRef(leaf.shape),
                                        ", expected a dimension ", dimension,
                                        " to cut along, as the options say; let it go whole"));
   }
@@ -148,7 +144,7 @@ std::vector<LeafCut> InputCut::cut(int count) const {
     if (dimensions_[i] < 0) {
       if (leaf.role != BatchLeaf::Role::kLabel || !is_automatic(leaf) || batch_ < 0) continue;
       throw std::invalid_argument(
-          concat("[labels] ", leaf.name, " has ", leaf.shape[0], " rows (shape ", shown(leaf.shape),
+          concat("[labels] ", leaf.name, " has ", leaf.shape[0], " rows (shape ", at::IntArrayRef(leaf.shape),
                  ") and the batch has ", batch_,
                  ", expected a label for each row; if they are not rows, say how they are cut (RunOptions::cut_inputs "
                  "in C++, split_input in Python)"));
@@ -177,7 +173,7 @@ std::string InputCut::doubts() const {
   }
   text += ", so every microbatch gets these whole: ";
   for (const size_t i : doubtful_) {
-    text += concat(i == doubtful_.front() ? "" : ", ", leaves_[i].name, " ", shown(leaves_[i].shape));
+    text += concat(i == doubtful_.front() ? "" : ", ", leaves_[i].name, " ", at::IntArrayRef(leaves_[i].shape));
   }
   return text + "; say how they are cut, or that they are whole (RunOptions::cut_inputs in C++, split_input in Python)";
 }
@@ -235,14 +231,14 @@ std::vector<LeafCut> cut_labels(const std::vector<BatchLeaf>& labels, const Micr
     }
     const int64_t own = leaf.shape[0];
     if (rows && sum(*rows) != own) {
-      throw std::invalid_argument(concat("[labels] ", leaf.name, " has ", own, " rows (shape ", shown(leaf.shape),
-                                         ") and the batch has ", sum(*rows), ", expected a label for each row",
-                                         kSayHowLabels));
+      throw std::invalid_argument(concat("[labels] ", leaf.name, " has ", own, " rows (shape ",
+                                         at::IntArrayRef(leaf.shape), ") and the batch has ", sum(*rows),
+                                         ", expected a label for each row", kSayHowLabels));
     }
     if (!rows && common >= 0 && own != common) {
-      throw std::invalid_argument(concat("[labels] ", leaf.name, " has ", own, " rows (shape ", shown(leaf.shape),
-                                         ") and another label has ", common, ", expected the same number",
-                                         kSayHowLabels));
+      throw std::invalid_argument(concat("[labels] ", leaf.name, " has ", own, " rows (shape ",
+                                         at::IntArrayRef(leaf.shape), ") and another label has ", common,
+                                         ", expected the same number", kSayHowLabels));
     }
     common = own;
     if (count == 1) continue;

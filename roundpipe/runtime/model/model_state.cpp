@@ -77,8 +77,8 @@ ModelState::ModelState(std::string model_name, std::vector<std::unique_ptr<Layer
   }
   ParameterClaim::require_free(ParameterClaim::To::kValues, name, claimed,
                                in_place_of != nullptr ? in_place_of->claim.get() : nullptr);
-  std::map<const void*, LayerState::ParameterPlace> places;
   memory::refuse_overlap(claimed);
+  std::map<const void*, LayerState::ParameterPlace> places;
   const auto add_block = [&](std::vector<NamedTensor> members, std::vector<int> block_layers) {
     for (size_t i = 0; i < members.size(); ++i) places[members[i].tensor.unsafeGetTensorImpl()] = {blocks.size(), i};
     blocks.emplace_back(std::move(members), std::move(block_layers), pinned);
