@@ -1,4 +1,4 @@
-"""How every test runs: where bytecode is, torch's threads, how many examples hypothesis tries, and Ctrl+C."""
+"""How every test runs: bytecode, what commands print, torch's threads, how many examples hypothesis tries, Ctrl+C."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from hypothesis import settings
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 sys.pycache_prefix = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / "build" / "bytecode"))
+
+# What commands print is compared as text, so that no terminal's width and no wish for colours may change it.
+for name in ("COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"):
+    os.environ.pop(name, None)
 
 # Models here are so small that threads would mostly wait for each other. Read when torch starts, by programs that
 # tests start as well; a number that is set already stays.

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import roundpipe
+from reference_loops import plan_of
 from robustness import assert_same, faulty_model, sgd_step, squared_error, state_of
 from roundpipe import RoundPipe, RoundPipeError, RoundPipeRunConfig
 
@@ -23,9 +24,12 @@ WIDTH = 6
 ROWS = 12
 
 
-def pipe_of(*, tolerant: bool = True) -> RoundPipe:
-    config = RoundPipeRunConfig(num_microbatch=3, fault_tolerant=tolerant)
-    return RoundPipe(faulty_model(WIDTH, 6)[0], model_run_config=config)
+def pipe_of(*, tolerant: bool = True, fused: bool = True) -> RoundPipe:
+    """Of given stages: how many microbatches a device computes must not depend on measured times."""
+    model = faulty_model(WIDTH, 6)[0]
+    plan = plan_of(len(model), [2, 4], [2, 4], fused)
+    config = RoundPipeRunConfig(num_microbatch=3, fault_tolerant=tolerant, execute_plan=plan)
+    return RoundPipe(model, model_run_config=config)
 
 
 def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +54,7 @@ Call = Callable[[RoundPipe, int], torch.Tensor]
 
 def train(call: Call, *, is_async: bool, fused: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Four steps, of two calls each."""
-    pipe = pipe_of()
+    pipe = pipe_of(fused=call is called)
     optimizer = roundpipe.optim.AdamW(pipe, lr=1e-2) if fused else None
     losses = []
     for step in range(4):
