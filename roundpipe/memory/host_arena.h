@@ -58,7 +58,8 @@ class HostArena {
   // Arenas for values that steps make and drop: inputs, activations at boundaries and their gradients, losses, labels,
   // buffers.
   static HostArena& values(bool page_locked);
-  // Trims both arenas of values. Called when a model is destroyed, and when the system has no memory left.
+  // Trims both arenas of values. Called when a model or a pool of devices is destroyed, and when the system has no
+  // memory left.
   static void trim_values() noexcept;
 
  private:

@@ -13,6 +13,7 @@
 #include <roundpipe/cluster/channel.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/device/make_devices.h>
+#include <roundpipe/memory/host_arena.h>
 #include <roundpipe/optim/thread_pool.h>
 #include <roundpipe/runtime/step/update_thread.h>
 #include <roundpipe/torch_compat/vector_math.h>
@@ -132,8 +133,11 @@ Engine::~Engine() {
       if (is_left_behind() || worker->is_stuck()) static_cast<void>(worker.release());
     }
   }
-  // Its thread is in another process.
-  if (is_left_behind()) static_cast<void>(new std::shared_ptr<Overseer>(overseer_));
+  if (is_left_behind()) {
+    static_cast<void>(new std::shared_ptr<Overseer>(overseer_));  // its thread is in another process
+  } else {
+    memory::HostArena::trim_values();  // its threads may have let go of values after their model had ended
+  }
 }
 
 std::unique_ptr<Worker> Engine::make_worker(int index, std::unique_ptr<device::Device> device) {
