@@ -226,7 +226,7 @@ SHAPE_BITS = env LD_PRELOAD="$(CURDIR)/$(BUILD)/tests/shape_bits/libshape_bits.s
 
 test-all: build-tests $(VENV)/.test
 	@echo "== sweeps that make test leaves out"
-	@$(PYTEST) -m "long or hypothesis" --hypothesis-profile=long
+	@$(PYTEST_BALANCED) -m "long or hypothesis" --hypothesis-profile=long
 	$(call in_setting,ATEN_CPU_CAPABILITY=default)
 	$(call in_setting,ATEN_CPU_CAPABILITY=avx2 ROUNDPIPE_OPTIM_ISA=avx2 OMP_NUM_THREADS=2)
 	$(call in_setting,ONEDNN_MAX_CPU_ISA=AVX2 ROUNDPIPE_OPTIM_ISA=baseline OMP_NUM_THREADS=4)

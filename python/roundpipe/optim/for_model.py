@@ -99,13 +99,6 @@ class ForModel(BoundOptimizer):
         self._group = model._bind_optimizer(self, moments, gradients)
         self.binding = self._group.binding
 
-    def hyperparameters(self, group: dict[str, Any]) -> _core.Hyperparameters:
-        raise NotImplementedError
-
-    def core_groups(self) -> list[_core.Hyperparameters]:
-        """The groups' current hyperparameters."""
-        return [self.hyperparameters(group) for group in self.param_groups]
-
     def hyperparameters_by_parameter(self) -> dict[torch.nn.Parameter, _core.Hyperparameters]:
         """The current hyperparameters of each parameter in the groups."""
         return {

@@ -85,8 +85,8 @@ def load_checkpoint(
     Raises:
         ValueError: the checkpoint is of another model, optimizer or base, or has gradients of another number of nodes;
             nothing has been changed.
-        RoundPipeError: there is no checkpoint that is whole. Damage of a large file is found when it has been read: do
-            not use the model then.
+        RoundPipeError: there is no checkpoint that is whole, or a scheduler cannot take its state. Damage of a large
+            file is found when it has been read: do not use the model then.
         Exception: whatever earlier work of the model raised; then nothing was loaded.
     """
     _core.require_callers_thread()
@@ -204,7 +204,14 @@ def _load(opened: _Opened, request: _Request) -> Loaded:
     stored.verify_rest(ranks.rank, ranks.size)
     _load_run(stored, own, model)
     for scheduler, value in zip(request.schedulers, values.schedules, strict=True):
-        scheduler.load_state_dict(value)
+        try:
+            scheduler.load_state_dict(value)
+        except Exception as error:
+            raise _core.RoundPipeError(
+                f"[load_checkpoint] {type(scheduler).__name__} cannot take its state in {stored.folder} "
+                f"({type(error).__name__}: {error}), expected the state of a scheduler made like it; the model and the "
+                "optimizer have been loaded"
+            ) from error
     if request.scaler is not None:
         request.scaler.load_state_dict(values.scaler["state"])
         request.scaler.load_resume_state(values.scaler["resume"])

@@ -12,6 +12,7 @@ from roundpipe.saving.names import ModelNames
 from roundpipe.saving.own_state import OwnState
 from roundpipe.saving.random_states import check_random_states
 from roundpipe.saving.stored import StoredCheckpoint
+from roundpipe.step.binding import BoundOptimizer
 from roundpipe.step.scaler import GradScaler
 
 
@@ -58,7 +59,7 @@ def prepared(
     saved = state.get("lr_schedulers", [])
     schedules = [stored.value(next(iter(each.values())), f"lr_schedulers[{i}]") for i, each in enumerate(saved)]
     for scheduler, value in zip(schedulers, schedules, strict=True):
-        _require_alike(value, scheduler.state_dict(), "lr_schedulers")
+        _require_alike(_present(value, "lr_schedulers"), scheduler.state_dict(), "lr_schedulers")
     of_scaler = {} if scaler is None else stored.value(state["scaler"], "scaler")
     if scaler is not None and scaler.is_enabled() and not of_scaler["state"]:
         raise ValueError(
@@ -90,8 +91,17 @@ def _groups(stored: StoredCheckpoint, names: ModelNames, optimizer: Any) -> list
             )
         path = f"optimizer.param_groups[{index}]"
         options.append(stored.value(group["options"], path))
-        _require_alike(options[-1], ours, path)
+        _require_alike(_present(options[-1], path), ours, path)
+        if isinstance(optimizer, BoundOptimizer):
+            optimizer.hyperparameters(ours | options[-1])
     return options
+
+
+def _present(saved: Any, path: str) -> Any:
+    """The value; raises TypeError for None."""
+    if saved is None:
+        raise TypeError(f"{path} is None, expected a value")
+    return saved
 
 
 def _require_alike(saved: Any, ours: Any, path: str) -> None:
@@ -102,6 +112,8 @@ def _require_alike(saved: Any, ours: Any, path: str) -> None:
         if isinstance(ours, kinds) and not isinstance(saved, kinds):
             raise TypeError(f"{path} is a {type(saved).__name__}, expected a {type(ours).__name__}")
     if isinstance(ours, (list, tuple)):
+        if isinstance(ours, tuple) and len(saved) != len(ours):
+            raise TypeError(f"{path} has {len(saved)} values, expected {len(ours)}")
         for index, (each, other) in enumerate(zip(saved, ours, strict=False)):
             _require_alike(each, other, f"{path}[{index}]")
     elif isinstance(ours, dict):

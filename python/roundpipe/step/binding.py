@@ -134,9 +134,13 @@ class BoundOptimizer(torch.optim.Optimizer):
     algorithm: ClassVar[_core.Algorithm]
     binding: Binding | None
 
+    def hyperparameters(self, group: dict[str, Any]) -> _core.Hyperparameters:
+        """The hyperparameters that a group's options are; raises for values that no step can take."""
+        raise NotImplementedError
+
     def core_groups(self) -> list[_core.Hyperparameters]:
         """The groups' current hyperparameters."""
-        raise NotImplementedError
+        return [self.hyperparameters(group) for group in self.param_groups]
 
     def count_step(self) -> None:
         """Tells torch's schedulers that a step was made."""

@@ -1,7 +1,7 @@
 // A training that Python's tests have a twin of: test_checkpoints_of_cpp.py.
 //   checkpointed_training FOLDER fused|torch float32|bfloat16 DEVICES STEPS [resume|try]
 // Prints each step's loss, and saves a checkpoint at the end. With `try`, it loads each folder that a line of the input
-// names, and prints a line of JSON: the step, the losses of two more steps, what it told or threw.
+// names, and prints a line of JSON: the step, the losses of two more steps, or what it threw; and what it told.
 #include <sys/resource.h>
 
 #include <array>
@@ -55,11 +55,11 @@ void try_each(Model& model, Optimizer& optimizer, const Call& call) {
   set_frontend(std::make_unique<Listener>());
   for (std::string folder; std::getline(std::cin, folder);) {
     told.clear();
-    std::string result;
+    std::string result, loaded;
     try {
-      const int64_t step = load_checkpoint(folder, model, optimizer).step;
+      loaded = concat("\"step\": ", load_checkpoint(folder, model, optimizer).step, ", ");
       const std::string first = go_on(), second = go_on();
-      result = concat("\"step\": ", step, ", \"losses\": [", first, ", ", second, "]");
+      result = concat("\"losses\": [", first, ", ", second, "]");
     } catch (const std::invalid_argument& error) {
       result = concat("\"mistake\": ", quoted(error.what()));
     } catch (const Error& error) {
@@ -67,7 +67,7 @@ void try_each(Model& model, Optimizer& optimizer, const Call& call) {
     } catch (const std::exception& error) {
       result = concat("\"unexpected\": ", quoted(error.what()));
     }
-    std::cout << "{" << result << ", \"told\": [" << told << "], \"peak_kilobytes\": " << peak_kilobytes() << "}"
+    std::cout << "{" << loaded << result << ", \"told\": [" << told << "], \"peak_kilobytes\": " << peak_kilobytes() << "}"
               << std::endl;
   }
 }
