@@ -67,8 +67,8 @@ void try_each(Model& model, Optimizer& optimizer, const Call& call) {
     } catch (const std::exception& error) {
       result = concat("\"unexpected\": ", quoted(error.what()));
     }
-    std::cout << "{" << loaded << result << ", \"told\": [" << told << "], \"peak_kilobytes\": " << peak_kilobytes() << "}"
-              << std::endl;
+    std::cout << "{" << loaded << result << ", \"told\": [" << told << "], \"peak_kilobytes\": " << peak_kilobytes()
+              << "}" << std::endl;
   }
 }
 
