@@ -128,6 +128,12 @@ class StepGroup(ABC):
             self._reader.wait_read()
             self._reader = None
 
+    def finish_all_updates(self) -> None:
+        """Waits for the running update, as `finish_update` does, and for those of other models, whose step functions
+        may step an optimizer over these models' parameters, too."""
+        self.finish_update()
+        Update.wait_all()
+
     def keep_for(self, reader: StateReader) -> None:
         """Lets nothing change the state that optimizers outside the engine have until `reader` has read it."""
         self._reader = reader
@@ -139,7 +145,7 @@ class StepGroup(ABC):
 
     def synchronize(self) -> None:
         """Waits for all work; parameters are then up to date, and `.grad` holds gradients that no step has consumed."""
-        self.finish_update()
+        self.finish_all_updates()
         self.models.drain()
         self._settle()
         self.models.expose()

@@ -154,8 +154,10 @@ class TorchSteps(StepGroup):
 
     def take_writes(self) -> None:
         """Copies values that the user has written into the model's parameters, or assigned to them. REQUIRES: no step
-        function is running."""
+        function of these models is running."""
         self.models.adopt_replaced()
+        if self._look() != self._seen:
+            Update.wait_all()
         with torch.no_grad():
             for index, (source, seen) in enumerate(zip(self._sources, self._look(), strict=True)):
                 if seen != self._seen[index]:
@@ -320,6 +322,8 @@ class TorchSteps(StepGroup):
         self._publish_now()
 
     def _publish_written_copies(self) -> None:
+        if self._pending is None:
+            Update.wait_all()  # another model's step function may be writing
         if self._copies_written():
             self._publish_copies()
 
@@ -345,9 +349,9 @@ class TorchSteps(StepGroup):
     def hand_over(self) -> None:
         """Waits for gradients that no step has consumed, and adds them to those of the optimizer's parameters.
 
-        Waits first for a step function that is still running, because it uses the gradients handed over before.
+        Waits first for step functions that are still running, because they use the gradients handed over before.
         """
-        self.finish_update()
+        self.finish_all_updates()
         models = self.models
         if not models.has_gradients() and all(p.grad is None for p in models.host_parameters.values()):
             return
@@ -364,7 +368,7 @@ class TorchSteps(StepGroup):
         _core.require_engine()
         if self.joint is not None:
             self.joint.refuse(f"{type(optimizer).__name__}.step()")
-        self.finish_update()
+        self.finish_all_updates()
         self.check_trainable()
         if self._has_copies_in(optimizer):
             self.take_writes()
@@ -380,7 +384,7 @@ class TorchSteps(StepGroup):
 
     def changed_from_outside(self) -> None:
         """Publishes changes made to the optimizer's parameters after the step function that used them."""
-        self.finish_update()
+        self.finish_all_updates()
         self._unpublished = True
 
     def finish_plain_step(self, optimizer: torch.optim.Optimizer) -> None:

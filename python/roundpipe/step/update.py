@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 from roundpipe import _core
 
@@ -79,10 +79,13 @@ class Update:
         work: returns whether an update was made.
     """
 
+    _newest: ClassVar[Update | None] = None  # of all models
+
     def __init__(self, work: Callable[[], bool]) -> None:
         self._over = _core.Event()
         self._made = False
         self._error: BaseException | None = None
+        Update._newest = self
         try:
             _thread.submit(self._run, work)
         except RuntimeError:
@@ -102,6 +105,12 @@ class Update:
     def wait(self) -> None:
         """Waits until the update has finished."""
         self._over.wait()
+
+    @staticmethod
+    def wait_all() -> None:
+        """Waits until every update of any model has finished. Not from a step function, which would wait for itself."""
+        if not is_updating() and Update._newest is not None:
+            Update._newest.wait()
 
     def result(self) -> bool:
         """Whether an update was made; raises whatever the update raised. REQUIRES: the update has finished."""

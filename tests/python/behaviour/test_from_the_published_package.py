@@ -435,6 +435,36 @@ def test_optimizers_of_another_model(is_async: bool) -> None:
     assert one.weights == [-2.0, -2.0]
 
 
+def test_reading_waits_for_the_step_function_of_another_model() -> None:
+    one, other = Trained(), Trained()
+    optimizer = torch.optim.SGD(one.pipe.optim_parameters(), lr=0.5)
+
+    def late() -> None:
+        assert sum(range(2_000_000)) > 0  # long enough for a reader that does not wait
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def read_by_call() -> float:
+        return float(one.pipe(torch.ones(1, 2)).sum())
+
+    reads: list[Callable[[], float]] = [
+        lambda: sum(one.weights),
+        lambda: float(one.pipe.state_dict()["weight"].sum()),
+        lambda: float(one.pipe.get_parameter("weight").sum()),
+        read_by_call,
+    ]
+    for step, read in enumerate(reads, 1):
+        one.backward()
+        one.pipe.step(lambda: None, is_async=False)
+        other.pipe.step(late)
+        assert read() == -step, step
+    one.backward()
+    one.pipe.step(lambda: None, is_async=False)
+    other.pipe.step(late)
+    optimizer.step()  # outside: after it, whose gradients are cleared then
+    assert sum(one.weights) == -len(reads) - 1
+
+
 @shows("`model.parameters()` in the step function", "weights written into the model after the optimizer was made")
 def test_parameters_in_the_step() -> None:
     model = Trained()
