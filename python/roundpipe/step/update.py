@@ -79,13 +79,13 @@ class Update:
         work: returns whether an update was made.
     """
 
-    _newest: ClassVar[Update | None] = None  # of all models
+    _newest_over: ClassVar[_core.Event | None] = None  # of all models
 
     def __init__(self, work: Callable[[], bool]) -> None:
         self._over = _core.Event()
         self._made = False
         self._error: BaseException | None = None
-        Update._newest = self
+        Update._newest_over = self._over
         try:
             _thread.submit(self._run, work)
         except RuntimeError:
@@ -109,8 +109,8 @@ class Update:
     @staticmethod
     def wait_all() -> None:
         """Waits until every update of any model has finished. Not from a step function, which would wait for itself."""
-        if not is_updating() and Update._newest is not None:
-            Update._newest.wait()
+        if not is_updating() and Update._newest_over is not None:
+            Update._newest_over.wait()
 
     def result(self) -> bool:
         """Whether an update was made; raises whatever the update raised. REQUIRES: the update has finished."""
