@@ -156,10 +156,12 @@ class TorchSteps(StepGroup):
         """Copies values that the user has written into the model's parameters, or assigned to them. REQUIRES: no step
         function of these models is running."""
         self.models.adopt_replaced()
-        if self._look() != self._seen:
-            Update.wait_all()
+        looked = self._look()
+        if looked == self._seen:
+            return
+        Update.wait_all()
         with torch.no_grad():
-            for index, (source, seen) in enumerate(zip(self._sources, self._look(), strict=True)):
+            for index, (source, seen) in enumerate(zip(self._sources, looked, strict=True)):
                 if seen != self._seen[index]:
                     copy = self._copies[id(source)]
                     written = copy._version != self._copy_versions[index]

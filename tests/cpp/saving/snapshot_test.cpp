@@ -113,6 +113,19 @@ TEST_CASE("snapshot: it has the state of its step, however far training has gone
   }
 }
 
+TEST_CASE("snapshot: with memory for all of it, nothing waits for a writer that has not begun") {
+  for (const bool asynchronous : {false, true}) {
+    CAPTURE(asynchronous);
+    Run run;
+    run.train(3, asynchronous);
+    const auto snapshot = run.snapshot(kEverything);
+    run.train(4, asynchronous);
+    run.settled();
+    CHECK(run.memory->report().total_wait_ms == 0);
+    written(*snapshot);
+  }
+}
+
 TEST_CASE("snapshot: its pieces are listed while the next step copies them") {
   Run run;
   for (int round = 0; round < rounds(100, 3000); ++round) {
