@@ -54,13 +54,13 @@ TEST_SUITE("devices") {
     model.run_options().verify_every = 1;
     const auto loss = [](const at::Tensor& outputs) { return outputs.square().sum(); };
     const auto train = [&] {
-      for (int i = 0; i < 20; ++i) model.forward_backward(at::randn({6, 4}), std::tuple<>(), loss);
+      for (int i = 0; i < 60; ++i) model.forward_backward(at::randn({6, 4}), std::tuple<>(), loss);
       model.synchronize();
     };
     CHECK_THROWS_AS(train(), WrongBits);
     CHECK(devices()[2].failure.find("bits") != std::string::npos);
     train();
-    CHECK(model.verified_jobs() >= 20);
+    CHECK(model.verified_jobs() >= 60);
     model.run_options().verify_every = -1;
     CHECK_THROWS_AS(train(), std::invalid_argument);
   }

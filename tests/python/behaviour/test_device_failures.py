@@ -24,11 +24,13 @@ WIDTH = 6
 ROWS = 12
 
 
-def pipe_of(*, tolerant: bool = True, fused: bool = True) -> RoundPipe:
+def pipe_of(*, tolerant: bool = True, fused: bool = True, verify_every: int = 0) -> RoundPipe:
     """Of given stages: how many microbatches a device computes must not depend on measured times."""
     model = faulty_model(WIDTH, 6)[0]
     plan = plan_of(len(model), [2, 4], [2, 4], fused)
-    config = RoundPipeRunConfig(num_microbatch=3, fault_tolerant=tolerant, execute_plan=plan)
+    config = RoundPipeRunConfig(
+        num_microbatch=3, fault_tolerant=tolerant, verify_every=verify_every, execute_plan=plan
+    )
     return RoundPipe(model, model_run_config=config)
 
 
@@ -171,8 +173,8 @@ def test_the_error_says_which_layers_a_step_had_updated() -> None:
 @pytest.mark.parametrize("call", [called, in_two_parts])
 @pytest.mark.parametrize("devices", [2, 4])
 def test_verified_jobs_name_the_device_that_is_wrong(call: Call, devices: int) -> None:
-    config = RoundPipeRunConfig(num_microbatch=3, verify_every=1)
     roundpipe.devices(f"virtual:{devices}")
+    config = RoundPipeRunConfig(num_microbatch=3, verify_every=1)
     pipe = RoundPipe(faulty_model(WIDTH, 6)[0], model_run_config=config)
     for number in range(4):
         call(pipe, number)
@@ -185,10 +187,11 @@ def test_verified_jobs_name_the_device_that_is_wrong(call: Call, devices: int) -
     assert pipe.verified_jobs == 4
 
     pool = roundpipe.devices(f"virtual:{devices},fail=1:bits@6")
+    pipe = pipe_of(tolerant=False, fused=call is called, verify_every=1)
     with pytest.raises(
         RoundPipeError, match=r"\[virtual:1\] the device failed: it computes or copies wrong bits"
     ) as raised:
-        for number in range(12):
+        for number in range(48):
             call(pipe, number)
         pipe.synchronize()
     assert "go back to a checkpoint" in str(raised.value)

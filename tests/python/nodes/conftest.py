@@ -1,4 +1,4 @@
-"""Processes that the tests of several files fork their nodes from."""
+"""The process that the tests of several files fork their nodes from."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ from robustness import script_environment
 
 @pytest.fixture(scope="session")
 def nodes() -> Iterator[NodeProcesses]:
-    with NodeProcesses(script_environment()) as processes:
-        yield processes
-
-
-@pytest.fixture(scope="session")
-def language_nodes() -> Iterator[NodeProcesses]:
-    """These have imported a model of transformers."""
-    with NodeProcesses(script_environment(), preload=("transformers.models.llama.modeling_llama",)) as processes:
+    """One that has imported all that any of them needs: to import it takes longer than most tests."""
+    with NodeProcesses(script_environment(), preload=("train_programs",)) as processes:
         yield processes

@@ -113,9 +113,9 @@ def test_within_a_step(nodes: NodeProcesses, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_gradients_keep_the_kind_of_their_loss(language_nodes: NodeProcesses, tmp_path: Path) -> None:
-    expected = run(language_nodes, 2, "step_of_saved_gradients", str(tmp_path), False)
-    loaded = run(language_nodes, 2, "step_of_saved_gradients", str(tmp_path), True)
+def test_gradients_keep_the_kind_of_their_loss(nodes: NodeProcesses, tmp_path: Path) -> None:
+    expected = run(nodes, 2, "step_of_saved_gradients", str(tmp_path), False)
+    loaded = run(nodes, 2, "step_of_saved_gradients", str(tmp_path), True)
     for ours, theirs in zip(loaded, expected, strict=True):
         assert_same(ours, theirs)
 

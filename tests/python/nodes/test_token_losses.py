@@ -48,9 +48,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("tokens", CASES.values(), ids=CASES)
-def test_equals_the_plain_model_over_all_rows(language_nodes: NodeProcesses, tokens: Tokens) -> None:
+def test_equals_the_plain_model_over_all_rows(nodes: NodeProcesses, tokens: Tokens) -> None:
     expected = step_of_plain_model(tokens)
-    for node, said in enumerate(language_nodes.results(len(tokens.lengths), "train_on_tokens", tokens)):
+    for node, said in enumerate(nodes.results(len(tokens.lengths), "train_on_tokens", tokens)):
         assert said["losses"] == expected["losses"][node]
         for name, weight in expected["weights"].items():
             assert_same(said["weights"][name], weight, f"node {node}: {name}")
@@ -94,9 +94,9 @@ KINDS = "; expected one kind, as a user's loss is averaged over the nodes and th
         ),
     ],
 )
-def test_refused_and_the_next_step_is_right(language_nodes: NodeProcesses, name: str, message: str) -> None:
+def test_refused_and_the_next_step_is_right(nodes: NodeProcesses, name: str, message: str) -> None:
     expected = step_of_plain_model(SHORT)["weights"]
-    for said in language_nodes.results(2, "go_on_after", name):
+    for said in nodes.results(2, "go_on_after", name):
         assert said["error"].startswith(message)
         for parameter, weight in expected.items():
             assert_same(said["weights"][parameter], weight, parameter)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,6 @@ from tiny_chat import chat_file, model_folder
 
 STEPS, LENGTH = 4, 64
 TRAIN, STOP = "train_programs:train", "train_programs:train_and_stop"
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[NodeProcesses]:
-    with NodeProcesses(script_environment(), preload=("train_programs",)) as processes:
-        yield processes
 
 
 @pytest.fixture(scope="module")

@@ -51,8 +51,8 @@ def test_a_model_whose_root_runs_on_the_host(nodes: NodeProcesses) -> None:
 
 
 @pytest.mark.long
-def test_adapters_that_are_added_after_wrapping(language_nodes: NodeProcesses) -> None:
-    first, second = language_nodes.results(2, "adapters_added_late", ["q_proj"])
+def test_adapters_that_are_added_after_wrapping(nodes: NodeProcesses) -> None:
+    first, second = nodes.results(2, "adapters_added_late", ["q_proj"])
     assert first
     for name, value in first.items():
         assert_same(second[name], value, name)
