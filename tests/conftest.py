@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 # Bytecode is kept in the build folder, also where the environment says that none is written: without it, each program
@@ -30,3 +32,12 @@ settings.register_profile("quick", max_examples=30, derandomize=True, deadline=N
 settings.register_profile("long", max_examples=300, print_blob=True, deadline=None)
 settings.register_profile("thousands", max_examples=2000, print_blob=True, deadline=None)
 settings.load_profile("quick")  # --hypothesis-profile=long comes after this
+
+# What tests are made of is there until the end: looking for garbage in it takes a twentieth of the time.
+gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.enable()
+    gc.collect()
+    gc.freeze()
