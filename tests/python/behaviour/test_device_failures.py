@@ -28,9 +28,7 @@ def pipe_of(*, tolerant: bool = True, fused: bool = True, verify_every: int = 0)
     """Of given stages: how many microbatches a device computes must not depend on measured times."""
     model = faulty_model(WIDTH, 6)[0]
     plan = plan_of(len(model), [2, 4], [2, 4], fused)
-    config = RoundPipeRunConfig(
-        num_microbatch=3, fault_tolerant=tolerant, verify_every=verify_every, execute_plan=plan
-    )
+    config = RoundPipeRunConfig(num_microbatch=3, fault_tolerant=tolerant, verify_every=verify_every, execute_plan=plan)
     return RoundPipe(model, model_run_config=config)
 
 

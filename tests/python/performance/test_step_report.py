@@ -33,7 +33,9 @@ def trained(steps: int, forward_ms: float, weight_bytes: int, is_async: bool = T
 
 def assert_names_its_limit(report: StepReport) -> None:
     """A busy machine may limit a step by anything, so what is named is compared with the report's own times."""
-    most_ms, what = max(((report.predicted_ms - ms, name) for name, ms in report.unlimited_ms.items()), default=(0.0, ""))
+    most_ms, what = max(
+        ((report.predicted_ms - ms, name) for name, ms in report.unlimited_ms.items()), default=(0.0, "")
+    )
     if report.limited_by.startswith("link of device "):
         assert what.startswith("links ")
     elif report.limited_by in report.unlimited_ms:
