@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import roundpipe
 from programs import ProgramRunner
 from robustness import script_environment
 from sweeps import LongCases
 from torch_threads import one_torch_thread as one_torch_thread
+
+# For devices that nobody has used yet, torch keeps every manual_seed() with its traceback, which takes longer than all
+# else in many tests. Here there are none.
+for kind in (torch.cuda, torch.mtia, torch.xpu):
+    for module in (kind, sys.modules.get(f"{kind.__name__}.random")):
+        if hasattr(module, "_lazy_call") and not kind.is_available():
+            module._lazy_call = lambda *_, **__: None
 
 
 def pytest_configure(config: pytest.Config) -> None:
