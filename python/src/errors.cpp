@@ -17,6 +17,7 @@ void bind_errors(py::module_& module) {
   py::register_exception<checkpoint::DamagedCheckpoint>(module, "DamagedCheckpointError", module.attr("RoundPipeError"))
       .doc() = "A checkpoint cannot be used as the disk has it; the message names a file.";
   py::register_exception<schedule::LayerTooLarge>(module, "LayerTooLargeError", PyExc_ValueError);
+  py::register_exception<schedule::HostTooSmall>(module, "HostTooSmallError", PyExc_ValueError);
   module.def("checks_losses", &checks_losses);
   // torch's exceptions keep their Python types (OutOfMemoryError, IndexError, ...).
   py::register_exception_translator([](std::exception_ptr error) {

@@ -1,5 +1,6 @@
 #include <roundpipe/memory/crossing.h>
 #include <roundpipe/memory/host_arena.h>
+#include <roundpipe/memory/host_room.h>
 #include <roundpipe/memory/mapped_file.h>
 #include <roundpipe/optim/block_optimizer.h>
 #include <roundpipe/runtime/model/parameter_watch.h>
@@ -112,15 +113,22 @@ void bind_memory_simulator(py::module_& module) {
   module.def("partial_sum_bytes", &simulate::partial_sum_bytes, py::arg("plan"), py::arg("sizes"));
   module.def(
       "predict_host",
-      [](const std::vector<std::vector<at::Tensor>>& blocks, bool moments_8bit, bool trains) {
+      [](const std::vector<std::vector<at::Tensor>>& blocks, optim::Algorithm algorithm,
+         const optim::Hyperparameters& hyper, optim::MomentFormat format, bool trains) {
         std::vector<std::vector<ParameterSize>> sizes;
+        int64_t moments = 0;
         for (const std::vector<at::Tensor>& block : blocks) {
           auto& of_block = sizes.emplace_back();
-          for (const at::Tensor& tensor : block) of_block.push_back(size_of(tensor, trains, /*tied=*/false));
+          for (const at::Tensor& tensor : block) {
+            of_block.push_back(size_of(tensor, trains, /*tied=*/false));
+            if (of_block.back().trained) moments += optim::state_bytes(algorithm, hyper, format, tensor.sizes());
+          }
         }
-        return simulate::predict_host(sizes, moments_8bit);
+        simulate::HostMemory host = simulate::predict_host(sizes);
+        host.moments = moments;
+        return host;
       },
-      py::arg("blocks"), py::arg("moments_8bit"), py::arg("trains"));
+      py::arg("blocks"), py::arg("algorithm"), py::arg("hyper"), py::arg("format"), py::arg("trains"));
   module.def(
       "tied_sum_bytes",
       [](const at::Tensor& parameter, int layers) {
@@ -134,6 +142,7 @@ void bind_memory_simulator(py::module_& module) {
 void bind_memory(py::module_& module) {
   bind_memory_simulator(module);
   module.def("map_file", &memory::map_file, py::arg("path"), py::call_guard<py::gil_scoped_release>());
+  module.def("free_host_bytes", &memory::free_host_bytes);
   module.def("settled_bytes", &memory::settled_bytes, py::arg("tensor"));
   module.def(
       "crossed_copy",

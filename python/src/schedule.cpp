@@ -112,8 +112,8 @@ void bind_schedule(py::module_& module) {
       "search",
       [](const LayerCosts& costs, const Cluster& cluster, int microbatches, PlanMode mode, TimingRules rules,
          int first_backward_layer, double max_traffic, bool replicas, int gradient_groups, bool interleave,
-         int max_fused_layers, std::int64_t effort, unsigned seed, bool over_links, std::int64_t chunk_bytes,
-         bool priorities, double update_gb_per_s) {
+         int max_fused_layers, std::int64_t max_waiting_bytes, std::int64_t effort, unsigned seed, bool over_links,
+         std::int64_t chunk_bytes, bool priorities, double update_gb_per_s) {
         SearchOptions options;
         options.plan.mode = mode;
         options.plan.microbatches = microbatches;
@@ -125,6 +125,7 @@ void bind_schedule(py::module_& module) {
         options.replicas = replicas;
         options.interleave = interleave;
         options.max_fused_layers = max_fused_layers;
+        options.max_waiting_bytes = max_waiting_bytes;
         options.effort = effort;
         options.seed = seed;
         // What a plan promises over links is what the simulator of links gets.
@@ -139,8 +140,8 @@ void bind_schedule(py::module_& module) {
       py::arg("costs"), py::arg("cluster"), py::kw_only(), py::arg("microbatches"), py::arg("mode") = PlanMode::kFused,
       py::arg("rules") = TimingRules{}, py::arg("first_backward_layer") = 0, py::arg("max_traffic") = 0.0,
       py::arg("replicas") = true, py::arg("gradient_groups") = PlannerOptions{}.gradient_groups,
-      py::arg("interleave") = true, py::arg("max_fused_layers") = 1, py::arg("effort") = SearchOptions{}.effort,
-      py::arg("seed") = SearchOptions{}.seed, py::arg("over_links") = false,
+      py::arg("interleave") = true, py::arg("max_fused_layers") = 1, py::arg("max_waiting_bytes") = 0,
+      py::arg("effort") = SearchOptions{}.effort, py::arg("seed") = SearchOptions{}.seed, py::arg("over_links") = false,
       py::arg("chunk_bytes") = simulate::LinkRules{}.chunk_bytes, py::arg("priorities") = true,
       py::arg("update_gb_per_s") = 0.0, py::call_guard<py::gil_scoped_release>(),
       "The best plans found, best first; over_links: rated by simulate_links.");

@@ -13,8 +13,8 @@
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
 #include <roundpipe/core/mutex.h>
+#include <roundpipe/memory/host_room.h>
 #include <roundpipe/runs/capture.h>
-#include <roundpipe/runs/host_memory.h>
 #include <roundpipe/runs/run_folders.h>
 #include <roundpipe/saving/tensor_files.h>
 
@@ -118,7 +118,7 @@ int64_t default_memory(const Model& model) {
       bytes += static_cast<int64_t>(parameter.tensor.nbytes()) + 12 * parameter.tensor.numel();
     largest = std::max(largest, bytes);
   }
-  return std::max(free_host_bytes() / 2, 2 * largest);
+  return std::max(memory::free_host_bytes() / 2, 2 * largest);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <utility>
 
+#include <roundpipe/memory/host_room.h>
 #include <roundpipe/schedule/moved_bytes.h>
 #include <roundpipe/schedule/progress.h>
 #include <roundpipe/simulate/link_search.h>
@@ -68,6 +69,9 @@ schedule::TimingRules rules_of(bool asynchronous) {
   rules.hop_on_same_device = true;
   return rules;
 }
+
+// What a step may leave waiting. `overlap`: two steps at a time.
+int64_t room_on_host(bool overlap) { return std::max<int64_t>(1, memory::room_for_values() / (overlap ? 2 : 1)); }
 
 schedule::PlannerOptions options_of(const PlanRequest& request) {
   schedule::PlannerOptions options;
@@ -274,16 +278,26 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
   const double work_ms = schedule::work_ms(least, sums);
   options.effort = std::llround(std::clamp(kEffortPerMs * work_ms / key.devices, kLeastEffort,
                                            static_cast<double>(schedule::SearchOptions{}.effort)));
-  Cut cut;
-  if (moves_ms * key.devices > kLinksMatter * work_ms) {
+  const auto search = [&] {
+    if (moves_ms * key.devices <= kLinksMatter * work_ms) return schedule::search(costs, cluster, options).front().cut;
     simulate::LinkRules links;
     links.timing = options.rules;
     links.chunk_bytes = basis.machine.chunk_bytes;
     links.priorities = basis.machine.priorities;
     links.update_gb_per_s = options.update_gb_per_s;
-    cut = simulate::search_links(costs, cluster, options, links).front().cut;
-  } else {
-    cut = schedule::search(costs, cluster, options).front().cut;
+    return simulate::search_links(costs, cluster, options, links).front().cut;
+  };
+  Cut cut;
+  if (request.mode != PlanMode::kInference)
+    options.max_waiting_bytes = host_room_bytes_ > 0 ? host_room_bytes_ : room_on_host(basis.early);
+  for (bool found = false; !found;) {
+    try {
+      cut = search();
+      found = true;
+    } catch (const schedule::HostTooSmall&) {
+      // It may still be possible: values that wait can be swapped out.
+      options.max_waiting_bytes *= 2;
+    }
   }
   // Forward stages keep to the limit of backward stages, since their weights lie in memory beside the values of one.
   if (room.least() > 0) cut.forward = halved(cut.forward, room.held_bytes, room.least());

@@ -99,6 +99,9 @@ class ModelPlanner {
   // From now on, no planned stage takes more than `most_stage_bytes` for its weights, gradients and saved activations,
   // unless it is one layer; 0 = no cap. See CostMeter::set_bytes.
   void set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes, int64_t most_stage_bytes);
+  // Plans from measurements leave no more than this waiting on the host for the backward of a step, if that is
+  // possible; 0: what memory::room_for_values() says then, half of it while steps overlap.
+  void set_host_room(int64_t host_room_bytes) { host_room_bytes_ = host_room_bytes; }
 
  private:
   struct Key {
@@ -151,6 +154,7 @@ class ModelPlanner {
   bool asynchronous_ = true;
   double early_share_ = 0;         // of calls that come early, smoothed
   int64_t most_stage_bytes_ = -1;  // -1 = unknown
+  int64_t host_room_bytes_ = 0;
   std::map<Key, Current> current_;
   std::vector<MeasuredStep> steps_;
 };

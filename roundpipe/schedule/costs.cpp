@@ -110,9 +110,9 @@ CostSums::CostSums(const LayerCosts& costs, int first_backward_layer)
 
 std::int64_t CostSums::visit_bytes(Range layers, bool backward, bool least) const {
   const std::int64_t weights = weight_bytes(layers) * (least ? 1 : 2);
-  const std::int64_t in = layers.first > 0 ? activation_[static_cast<std::size_t>(layers.first) - 1] : 0;
   const std::int64_t out = activation_[static_cast<std::size_t>(layers.last) - 1];
-  return weights + (backward ? gradient_bytes(layers) + saved_bytes(layers) : 0) + 2 * (in + out);
+  return weights + (backward ? gradient_bytes(layers) + saved_bytes(layers) : 0) +
+         2 * (input_bytes(layers.first) + out);
 }
 
 }  // namespace roundpipe::schedule

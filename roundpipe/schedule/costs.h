@@ -74,6 +74,8 @@ class CostSums {
     return between(whole ? gradient_ : partial_sum_, layers);
   }
   std::int64_t saved_bytes(Range layers) const { return between(saved_, layers); }
+  // What a layer gets from the one before, one microbatch; 0 for the first, whose inputs are the model's.
+  std::int64_t input_bytes(int layer) const { return layer > 0 ? activation_[static_cast<std::size_t>(layer) - 1] : 0; }
 
   // Whether a backward of these layers sums gradients.
   bool trains(Range layers) const { return between(trained_, layers) > 0; }

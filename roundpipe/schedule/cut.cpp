@@ -117,6 +117,12 @@ double traffic_ratio(const Plan& plan, const CostSums& sums) {
   return once > 0 ? moved / once : 1;
 }
 
+std::int64_t waiting_bytes(const Cut& cut, const CostSums& sums, int microbatches) {
+  std::int64_t bytes = 0;
+  for (const CutStage& stage : cut.backward) bytes += microbatches * sums.input_bytes(stage.layers.first);
+  return bytes;
+}
+
 PartitionTable partitions_of(const CostSums& sums, Range layers, bool backward, std::int64_t room_bytes) {
   std::vector<double> prefix{0};
   std::vector<int> first_that_fits{0};

@@ -49,6 +49,10 @@ Plan to_recipe(const Cut& cut, const CostSums& sums, int devices, const PlannerO
 // last layer is not counted, unless it is the only one: in any plan, each of its replicas needs a copy.
 double traffic_ratio(const Plan& plan, const CostSums& sums);
 
+// What waits on the host between stages in a step: of all microbatches, the inputs of each backward stage. Those of the
+// model are not counted.
+std::int64_t waiting_bytes(const Cut& cut, const CostSums& sums, int microbatches);
+
 // The partitions of `layers` in which no stage of several layers exceeds the device memory for a visit, `room_bytes` (0
 // = no cap; see CostSums::visit_bytes). `backward`: a stage costs recompute + backward, and its memory includes
 // gradients and saved activations; otherwise it costs its forward.

@@ -28,6 +28,11 @@ int CutMoves::most_shared(Range layers, bool backward) const {
   return std::min(devices_, most_replicas(layers, backward, sums_, options_.plan));
 }
 
+bool CutMoves::fits_host(const Cut& cut) const {
+  return options_.max_waiting_bytes == 0 ||
+         waiting_bytes(cut, sums_, options_.plan.microbatches) <= options_.max_waiting_bytes;
+}
+
 bool CutMoves::allows(const Cut& cut) const {
   if (cut.interleave > (overlaps() ? kMostInterleave : 1)) return false;
   if (has_fused() && cut.backward.front().layers.size() > options_.max_fused_layers) return false;

@@ -25,6 +25,8 @@ class CutMoves {
   bool overlaps() const { return options_.rules.asynchronous && options_.interleave && has_fused(); }
   // The most devices that can share a stage.
   int most_shared(Range layers, bool backward) const;
+  // Whether no more waits on the host than the options allow.
+  bool fits_host(const Cut& cut) const;
   // Whether a cut keeps to the options' replicas, interleaving and fused layers.
   bool allows(const Cut& cut) const;
   // Sets no stage's replicas above most_shared().

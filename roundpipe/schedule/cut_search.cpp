@@ -77,7 +77,8 @@ class CutSearch {
     for (const Cut& start : options_.starts) {
       if (moves_.allows(start)) start_from(start);
     }
-    consider(single_layers());
+    limit_backward_stages();
+    if (const std::optional<Cut> cut = safest()) consider(*cut);
     consider(greedy());
     consider(limited_cut(to_cut(choose_stages(costs_, devices_, balanced_options())), layers_, options_));
     descend();
@@ -103,6 +104,39 @@ class CutSearch {
     for (int layer = end - 1; trains() && layer >= options_.plan.first_backward_layer; --layer)
       cut.backward.push_back({{layer, layer + 1}, 1});
     return cut;
+  }
+
+  // Single layers, going backward in as many even stages as may wait for each other on the host.
+  std::optional<Cut> safest() {
+    Cut single = single_layers();
+    if (moves_.fits_host(single)) return single;
+    return build(even(layers_, most_backward_));
+  }
+
+  int forward_layers() const { return has_fused() ? layers_ - 1 : layers_; }
+  int backward_layers() const { return std::max(0, forward_layers() - options_.plan.first_backward_layer); }
+
+  // Of one fused layer.
+  Shape even(int forward, int backward) const {
+    Shape shape{};
+    shape[kFused] = shape[kFusedReplicas] = 1;
+    shape[kForward] = std::min(forward, forward_layers());
+    shape[kBackward] = std::min(backward, backward_layers());
+    return shape;
+  }
+
+  // Sets the most even backward stages whose inputs may wait on the host together; if none may, the fewest that fit a
+  // device.
+  void limit_backward_stages() {
+    most_backward_ = backward_layers();
+    if (!trains() || moves_.fits_host(single_layers())) return;
+    for (int stages = backward_layers(); stages >= std::min(1, backward_layers()); --stages) {
+      const std::optional<Cut> cut = build(even(layers_, stages));
+      if (!cut) continue;
+      most_backward_ = stages;
+      least_waiting_ = waiting_bytes(*cut, sums_, options_.plan.microbatches);
+      if (moves_.fits_host(*cut)) return;
+    }
   }
 
   bool trains() const { return moves_.trains(); }
@@ -131,6 +165,10 @@ class CutSearch {
 
   // Returns milliseconds per step, or infinity for a cut that breaks a limit. Remembers the best cuts.
   double consider(const Cut& cut) {
+    if (!moves_.fits_host(cut)) {
+      host_binds_ = true;
+      return std::numeric_limits<double>::infinity();
+    }
     for (std::size_t i = 0; i < cut.forward.size() + cut.backward.size(); ++i) {
       const bool forward = i < cut.forward.size();
       const CutStage& stage = forward ? cut.forward[i] : cut.backward[i - cut.forward.size()];
@@ -293,18 +331,13 @@ class CutSearch {
   }
 
   std::vector<Shape> starts() const {
-    const int n = devices_;
-    const int fused = has_fused() ? 1 : 0;
-    const int forward = layers_ - fused, backward = std::max(0, forward - options_.plan.first_backward_layer);
+    const int n = devices_, forward = forward_layers(), backward = most_backward_;
     std::vector<Shape> shapes;
     for (const int f : {n, 2 * n, forward, (n + 1) / 2, 3 * n}) {
       for (const int b : {backward, 2 * n, 3 * n, n}) {
         for (const int replicas : {1, std::max(1, n - 1)}) {
-          Shape shape{};
-          shape[kFused] = 1;
-          shape[kFusedReplicas] = options_.replicas ? std::min(replicas, options_.plan.microbatches) : 1;
-          shape[kForward] = std::min(f, forward);
-          shape[kBackward] = std::min(b, backward);
+          Shape shape = even(f, std::min(b, backward));
+          if (options_.replicas) shape[kFusedReplicas] = std::min(replicas, options_.plan.microbatches);
           shapes.push_back(shape);
         }
       }
@@ -314,12 +347,10 @@ class CutSearch {
       for (const int tail : {4, 7, 8}) {
         for (const int head : {4, 5, 8}) {
           for (const int replicas : {1, std::max(1, n / 2 + 1)}) {
-            Shape shape{};
-            shape[kFused] = 1;
+            Shape shape = even(0, backward);
             shape[kFusedReplicas] = std::min(replicas, options_.plan.microbatches);
             shape[kHeadOnes] = std::min(2 * n, forward);
             shape[kForward] = (forward - shape[kHeadOnes] + 1) / 2;
-            shape[kBackward] = backward;
             shape[kHead] = head;
             shape[kTail] = tail;
             shapes.push_back(shape);
@@ -445,11 +476,12 @@ class CutSearch {
           choices.push_back(std::move(choice));
       }
       best_.clear();
-      if (choices.empty()) consider(single_layers());
+      const std::optional<Cut> last = choices.empty() ? safest() : std::nullopt;
+      if (last) consider(*last);
       if (choices.empty()) choices = rated_finally(std::move(best_));
       std::ranges::stable_sort(choices, {}, &PlanChoice::score_ms);
     }
-    return {std::move(choices), traffic_binds_, memory_binds_};
+    return {std::move(choices), traffic_binds_, memory_binds_, host_binds_, least_waiting_};
   }
 
   // Without those for which a device has no room at some step.
@@ -483,6 +515,9 @@ class CutSearch {
   std::int64_t spent_ = 0;
   bool traffic_binds_ = false;
   bool memory_binds_ = false;
+  bool host_binds_ = false;
+  int most_backward_ = 0;  // see limit_backward_stages()
+  std::int64_t least_waiting_ = 0;
 };
 
 }  // namespace

@@ -19,7 +19,8 @@ struct SearchOptions {
   TimingRules rules;
   // Weights that the host's optimizer updates, in 1e9 bytes per second; 0 = at once.
   double update_gb_per_s = 0;
-  double max_traffic = 0;    // see traffic_ratio; 0 = no limit
+  double max_traffic = 0;              // see traffic_ratio; 0 = no limit
+  std::int64_t max_waiting_bytes = 0;  // see waiting_bytes; 0 = no limit
   bool replicas = true;      // may split a stage by microbatches, which changes gradient sums in the last bits
   bool interleave = true;    // asynchronous steps may overlap, see Cut::interleave
   int max_fused_layers = 1;  // limit on the fused stage, which keeps its activations instead of recomputing
@@ -42,8 +43,8 @@ struct PlanChoice {
   Rating rating;        // its step is at least least_time()
   double score_ms = 0;  // what plans are compared by: the step, and more where links are nearly full
   double traffic = 0;
-  // The reason why the step is not shorter: "compute", "traffic limit", "device memory", "fill and drain",
-  // "dependencies", or that of least_time().
+  // The reason why the step is not shorter: "compute", "traffic limit", "device memory", "waiting values" (the limit of
+  // what waits on the host), "fill and drain", "dependencies", or that of least_time().
   std::string limit;
 };
 
@@ -58,6 +59,12 @@ Cut limited_cut(Cut cut, int layers, const SearchOptions& options);
 
 // Thrown if no plan exists because one layer alone does not fit the largest device.
 class ROUNDPIPE_API LayerTooLarge : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+// Thrown if in every plan that fits the devices more waits on the host than max_waiting_bytes.
+class ROUNDPIPE_API HostTooSmall : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;
 };

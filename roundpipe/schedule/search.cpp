@@ -21,7 +21,7 @@ void merge(std::vector<PlanChoice>& all, std::vector<PlanChoice> found) {
 std::vector<PlanChoice> search(const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options) {
   std::vector<PlanChoice> all;
   std::vector<SearchRun> runs;
-  bool traffic_binds = false, memory_binds = false;  // in the last run that was made
+  bool traffic_binds = false, memory_binds = false, host_binds = false;  // in the last run that was made
   SearchOptions one = options;
   std::int64_t left = options.effort;
   do {
@@ -32,6 +32,7 @@ std::vector<PlanChoice> search(const LayerCosts& costs, const Cluster& cluster, 
       if (run.found.choices.empty()) continue;
       traffic_binds = run.found.traffic_binds;
       memory_binds = run.found.memory_binds;
+      host_binds = run.found.host_binds;
       merge(all, std::move(run.found.choices));
     }
     one.seed += kSeedsOfSearch;
@@ -45,6 +46,8 @@ std::vector<PlanChoice> search(const LayerCosts& costs, const Cluster& cluster, 
       choice.limit = "compute";
     } else if (traffic_binds) {
       choice.limit = "traffic limit";
+    } else if (host_binds) {
+      choice.limit = "waiting values";
     } else if (memory_binds) {
       choice.limit = "device memory";
     } else {

@@ -98,6 +98,7 @@ void check(const LayerCosts& costs, const Cluster& cluster, const SearchOptions&
   require(options.max_traffic >= 0 && std::isfinite(options.max_traffic),
           "max_traffic is " + std::to_string(options.max_traffic) + ", expected 0 (no limit) or more");
   require(options.max_fused_layers >= 1, "max_fused_layers is less than 1, expected at least the last layer");
+  require(options.max_waiting_bytes >= 0, "max_waiting_bytes is less than 0, expected 0 (no limit) or more");
   require(options.effort >= 0 && options.finalists >= 1, "effort or finalists is too small");
   require(options.plan.first_backward_layer >= 0 && options.plan.first_backward_layer <= static_cast<int>(costs.size()),
           "first_backward_layer is " + std::to_string(options.plan.first_backward_layer) + ", expected a layer");
@@ -139,7 +140,13 @@ std::vector<SearchRun> search_runs(const LayerCosts& costs, const Cluster& clust
 }
 
 void throw_no_plan(const std::vector<SearchRun>& runs, const SearchOptions& options) {
-  throw std::invalid_argument(runs.back().found.traffic_binds
+  const CutsFound& last = runs.back().found;
+  if (last.host_binds) {
+    throw HostTooSmall("[plan] at least " + std::to_string(last.least_waiting) +
+                       " bytes wait on the host between stages, expected at most " +
+                       std::to_string(options.max_waiting_bytes) + "; use fewer microbatches or longer stages");
+  }
+  throw std::invalid_argument(last.traffic_binds
                                   ? "[plan] max_traffic is " + std::to_string(options.max_traffic) +
                                         ", expected at least what one visit to each stage takes; raise it"
                                   : std::string("[plan] no plan fits the devices' memory; use larger devices"));

@@ -70,6 +70,7 @@ std::optional<Cut> EvenCuts::cut_of(const Even& even) {
     for (auto layers = stages.rbegin(); layers != stages.rend(); ++layers) cut.backward.push_back({*layers, 1});
     for (int l = lowest + even.last; l-- > lowest;) cut.backward.push_back({{l, l + 1}, 1});
   }
+  if (!fits_host(cut)) return std::nullopt;
   return cut;
 }
 

@@ -40,7 +40,7 @@ class EvenCuts {
   EvenCuts(const schedule::SearchOptions& options, const schedule::CostSums& sums, int devices,
            std::int64_t room_bytes);
 
-  // Nothing if there is no such cut, or if a stage does not fit the largest device.
+  // Nothing if there is no such cut, if a stage does not fit the largest device, or if too much waits on the host.
   std::optional<schedule::Cut> cut_of(const Even& even);
   // Cuts of one kind with few and many stages.
   std::vector<Even> spread(const EvenKind& kind) const;
@@ -48,6 +48,8 @@ class EvenCuts {
   std::vector<Even> near(const Even& even, const EvenKind& kind) const;
   // Whether each stage fits the largest device.
   bool fits(const schedule::Cut& cut) const;
+  // Whether no more waits on the host than the options allow.
+  bool fits_host(const schedule::Cut& cut) const { return moves_.fits_host(cut); }
 
  private:
   std::vector<schedule::Range> stages_of(schedule::Range layers, bool backward, int stages);

@@ -169,7 +169,7 @@ class LinkSearch {
   // Adds a plan, rated by the links, if it is possible and moves little enough.
   bool add(Pool& pool, const Rung& rung, PlanChoice choice) {
     if (rung.limits.max_traffic > 0 && choice.traffic > rung.limits.max_traffic + 1e-9) return false;
-    if (!rating_.rate(choice, Precision::kCompare)) return false;
+    if (!even_.fits_host(choice.cut) || !rating_.rate(choice, Precision::kCompare)) return false;
     pool.add(std::move(choice));
     return true;
   }

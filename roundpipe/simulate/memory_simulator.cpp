@@ -227,8 +227,7 @@ int64_t partial_sum_bytes(const Plan& plan, const StepSizes& sizes) {
   return bytes;
 }
 
-HostMemory predict_host(std::span<const std::vector<ParameterSize>> blocks, bool moments_8bit) {
-  constexpr int64_t kMoments = 2;
+HostMemory predict_host(std::span<const std::vector<ParameterSize>> blocks) {
   HostMemory host;
   for (const std::vector<ParameterSize>& block : blocks) {
     int64_t size = 0;
@@ -238,7 +237,6 @@ HostMemory predict_host(std::span<const std::vector<ParameterSize>> blocks, bool
       if (!parameter.trained) continue;
       trained = true;
       host.masters += parameter.elements * parameter.master_bytes;
-      host.moments += parameter.elements * kMoments * (moments_8bit ? 1 : 4);
     }
     host.weights += size;
     if (trained) host.gradients += size;

@@ -88,16 +88,16 @@ std::int64_t waiting_on_host(const schedule::Plan& plan, std::span<const LayerFo
 // std::invalid_argument if sizes and plan do not match.
 std::int64_t partial_sum_bytes(const schedule::Plan& plan, const StepSizes& sizes);
 
-// Bytes of a model and a fused Adam on the host.
+// Bytes of a model and a fused optimizer on the host.
 struct HostMemory {
   std::int64_t weights = 0;
   std::int64_t gradients = 0;
   std::int64_t masters = 0;  // what fp32 masters of 16-bit weights take beyond the weights
-  std::int64_t moments = 0;
+  std::int64_t moments = 0;  // what the optimizer keeps beside the masters
 };
-// `blocks`: tensors whose memory is one block; if any of them is trained, there are gradients for all of them.
-// `moments_8bit`: each of Adam's two moments takes one byte an element, instead of four.
-HostMemory predict_host(std::span<const std::vector<ParameterSize>> blocks, bool moments_8bit);
+// Without moments, which optim::state_bytes() knows. `blocks`: tensors whose memory is one block; if any of them is
+// trained, there are gradients for all of them.
+HostMemory predict_host(std::span<const std::vector<ParameterSize>> blocks);
 // The sums of a parameter that `layers` layers share, until they are added up, beyond its gradient.
 std::int64_t tied_sum_bytes(const ParameterSize& parameter, int layers);
 

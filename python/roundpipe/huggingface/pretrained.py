@@ -133,7 +133,7 @@ def _host_check(
 
     def check(model: nn.Module) -> None:
         tied = getattr(model, "all_tied_weights_keys", {})
-        refuse_host("from_pretrained", str(base), budget, lambda moments: predict_model(model, moments, tied, trains))
+        refuse_host("from_pretrained", str(base), budget, lambda rule: predict_model(model, rule, tied, trains))
 
     return check
 

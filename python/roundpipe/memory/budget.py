@@ -55,7 +55,7 @@ class HostPrediction:
         weights: all parameters and buffers.
         gradients: gradients of the parameters that are trained.
         masters: what fp32 masters of 16-bit weights take beyond the weights.
-        moments: Adam's two moments, in fp32 or, with `moments="8bit"`, in one byte each.
+        moments: what the optimizer keeps: Adam's two moments in fp32 or, with `moments="8bit"`, in one byte each.
         values: values that a step's microbatches keep on the host until their backward; 0 before a batch is known.
         partial_sums: sums of gradients until they are added up, beyond the gradients: those of the layers that share a
             parameter, and those of devices that share a layer.
@@ -89,23 +89,53 @@ class HostPrediction:
         }
 
 
+@dataclass(frozen=True)
+class UpdateRule:
+    """A fused optimizer, as far as its memory depends on it.
+
+    Attributes:
+        optimizer: its name in lower case, such as "adamw".
+        moments: "fp32", or "8bit" for Adam and AdamW.
+        momentum: of SGD and RMSprop.
+    """
+
+    optimizer: str = "adam"
+    moments: str = "fp32"
+    momentum: float = 0.0
+
+    def in_core(self) -> tuple[_core.Algorithm, _core.Hyperparameters, _core.MomentFormat]:
+        """The same, as the engine has it."""
+        hyper = _core.Hyperparameters()
+        hyper.momentum = self.momentum
+        formats = {"fp32": _core.MomentFormat.FLOAT32, "8bit": _core.MomentFormat.BLOCKWISE_8BIT}
+        algorithm: _core.Algorithm = getattr(_core.Algorithm, self.optimizer.upper())
+        return algorithm, hyper, formats[self.moments]
+
+
+ADAM = UpdateRule()
+ADAM_8BIT = UpdateRule(moments="8bit")
+
+
 def predict_host(
-    blocks: Iterable[Sequence[torch.Tensor]], moments: str, values: int = 0, trains: bool = True, partial_sums: int = 0
+    blocks: Iterable[Sequence[torch.Tensor]],
+    rule: UpdateRule,
+    values: int = 0,
+    trains: bool = True,
+    partial_sums: int = 0,
 ) -> HostPrediction:
-    """Predicts the host memory of parameters and buffers with a fused Adam; they may be on the meta device.
+    """Predicts the host memory of parameters and buffers with a fused optimizer; they may be on the meta device.
 
     Args:
         blocks: parameters whose memory is one block: if any of them is trained, there are gradients for all of them.
-        moments: "float32" or "8bit".
         values: see `HostPrediction`; the same for `partial_sums`.
         trains: False: nothing is trained, whatever `requires_grad` says.
     """
-    size = _core.predict_host(list(blocks), moments == "8bit", trains)
+    size = _core.predict_host(list(blocks), *rule.in_core(), trains)
     return HostPrediction(size.weights, size.gradients, size.masters, size.moments, values, partial_sums)
 
 
 def predict_model(
-    model: nn.Module, moments: str, tied: Mapping[str, str] | None = None, trains: bool = True
+    model: nn.Module, rule: UpdateRule, tied: Mapping[str, str] | None = None, trains: bool = True
 ) -> HostPrediction:
     """Predicts the same for a model that has no blocks yet.
 
@@ -124,7 +154,7 @@ def predict_model(
         if trains:
             partial_sums += _core.tied_sum_bytes(parameter, len(users))
     blocks = [*((parameter,) for parameter in kept), *((buffer,) for buffer in model.buffers())]
-    return predict_host(blocks, moments, trains=trains, partial_sums=partial_sums)
+    return predict_host(blocks, rule, trains=trains, partial_sums=partial_sums)
 
 
 def table(title: str, rows: dict[str, int], beside: dict[str, int]) -> str:
@@ -134,16 +164,12 @@ def table(title: str, rows: dict[str, int], beside: dict[str, int]) -> str:
     return "\n".join([title, *(f"  {name:{width}} {_core.format_bytes(size):>12}" for name, size in entries.items())])
 
 
-def refuse_host(where: str, name: str, budget: int, predict: Callable[[str], HostPrediction]) -> None:
-    """Raises BudgetError if the model does not fit `budget` with fp32 moments; the message says what would fit.
-
-    Args:
-        predict: maps the moments' format to the prediction.
-    """
-    wanted = predict("float32")
+def refuse_host(where: str, name: str, budget: int, predict: Callable[[UpdateRule], HostPrediction]) -> None:
+    """Raises BudgetError if the model does not fit `budget` with Adam; the message says what would fit."""
+    wanted = predict(ADAM)
     if wanted.total <= budget:
         return
-    small = predict("8bit")
+    small = predict(ADAM_8BIT)
     raise BudgetError(
         table(f"[{where}] {name} does not fit on the host:", wanted.rows(), {"host_memory": budget})
         + f"\nsmallest change that would fit: {_host_change(wanted, small, budget)}"

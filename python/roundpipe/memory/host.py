@@ -94,11 +94,4 @@ def resident_bytes() -> int:
 
 def free_host_bytes() -> int:
     """The memory that new allocations can have without swapping, as Linux estimates it; elsewhere, unused memory."""
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return _core.free_host_bytes()

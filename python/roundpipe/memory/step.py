@@ -14,7 +14,7 @@ from roundpipe.call.request import ACCUMULATIONS, CallRequest, Microbatch, Route
 from roundpipe.call.run_config import GRAINS, RecomputeGrain, TiedGradAccumulation
 from roundpipe.layers.emulated import NativeEmulatedLayer
 from roundpipe.layers.shell import PythonLayer
-from roundpipe.memory.budget import HostPrediction, predict_host, refuse_device, refuse_host, table
+from roundpipe.memory.budget import ADAM, HostPrediction, UpdateRule, predict_host, refuse_device, refuse_host, table
 from roundpipe.memory.footprint import Loss, measure
 from roundpipe.memory.prediction import DeviceMemory, predict_device
 
@@ -214,7 +214,7 @@ class StepMemory:
         tried, wanted = self._least(step, grain, footprints, budget)
         self._last = MemoryPrediction(wanted, self._host(step), tried, _activations(self._pipeline, step))
         if self._host_budget is not None:
-            refuse_host("RoundPipe", self._name, self._host_budget, lambda moments: self._host(step, moments))
+            refuse_host("RoundPipe", self._name, self._host_budget, lambda rule: self._host(step, rule))
         if wanted.total > budget:
             change = self._change(step, footprints, budget, "device_memory=")
             refuse_device("RoundPipe", self._name, budget, wanted, change)
@@ -370,14 +370,14 @@ class StepMemory:
         found = predict_device(plans, _sizes(self._pipeline, step, grain, footprints), limit, waits)
         return dataclasses.replace(found, work=int(found.work * self._correction))
 
-    def _host(self, step: StepShape, moments: str = "float32") -> HostPrediction:
+    def _host(self, step: StepShape, rule: UpdateRule = ADAM) -> HostPrediction:
         footprints = self._footprints(step)
         pipeline = self._pipeline
         plan = pipeline.preview_plans(step.route, step.mode, step.count, step.gradient_groups, 1)[0]
         values = _core.waiting_on_host(plan, footprints, step.count)
         accumulation = ACCUMULATIONS[step.tied_grad_accumulation]
         sums = pipeline.partial_sum_bytes(plan, step.gradient_groups, accumulation)
-        found = predict_host(pipeline.block_parameters(), moments, values, partial_sums=sums)
+        found = predict_host(pipeline.block_parameters(), rule, values, partial_sums=sums)
         kept = 0
         labels = step.count * step.label_bytes
         if step.fault_tolerant:

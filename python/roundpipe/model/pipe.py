@@ -131,7 +131,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
     def _build(self, chain: nn.Module) -> None:
         """Builds the pipeline for a chain of layers."""
         if self._host_budget is not None:
-            refuse_host("RoundPipe", self._name, self._host_budget, lambda moments: predict_model(chain, moments))
+            refuse_host("RoundPipe", self._name, self._host_budget, lambda rule: predict_model(chain, rule))
         modules = list(layers_of(chain))
         if all(module is not chain for _, module in modules):
             refuse_hooks_of(chain, f"the {type(chain).__name__}")

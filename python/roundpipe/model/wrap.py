@@ -121,7 +121,7 @@ def wrap_model_to_roundpipe(
     host_budget = budget_of(roundpipe_kwargs.get("host_memory"), "host_memory", HOST_VARIABLE)
     if host_budget is not None:
         name_of_kind = type(model).__name__
-        refuse_host("wrap_model_to_roundpipe", name_of_kind, host_budget, lambda moments: predict_model(model, moments))
+        refuse_host("wrap_model_to_roundpipe", name_of_kind, host_budget, lambda rule: predict_model(model, rule))
     wrapper = _Wrapper(model, lower_threshold, upper_threshold, skip_modules or (), override_config or {})
     layout = wrapper.layout()
     wrapper.warn_unused_overrides(layout)

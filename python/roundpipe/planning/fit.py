@@ -14,7 +14,14 @@ from roundpipe.planning.shapes import ModelShapes
 
 # Steps that a prediction follows: each step assigns devices again.
 _STEPS = 3
-_ATTEMPTS = 5
+# By how much the planner's share of a device's memory is lowered after each attempt that does not fit, at least.
+_LOWER = (0.97, 0.97, 0.97, 0.97, 0.9, 0.8, 0.7, 0.5)
+# Where a limit is too low, the next one is so many times as high.
+_MORE = 1.25
+# What waits on the host is at least this part of what the fastest plan leaves waiting.
+_MOST_SPARED = 64
+# Of the search, in microbatch visits, while only memory is asked for.
+QUICK_EFFORT = 2_000_000
 # Tried row lengths are multiples of this.
 ROW_STEP = 1024
 
@@ -55,6 +62,22 @@ class Fit:
     def fits(self) -> bool:
         """Whether the plan fits on the devices."""
         return not self.memory or self.device.total <= self.memory
+
+    @property
+    def again_ms(self) -> float:
+        """What layer by layer recompute adds to a step, which the planner's times leave out: in a stage of several
+        layers, the forward of all but the last runs once more."""
+        if self.grain != "layer":
+            return 0.0
+        costs = self.request.costs.layers
+        stages = [stage.layers for stage in self.choices[0].backward]
+        once = sum(costs[layer].forward_ms for stage in stages for layer in range(stage.first, stage.last - 1))
+        return once * self.request.microbatches / sum(self.request.speed_of_each())
+
+    @property
+    def of_a_step(self) -> int:
+        """Bytes of a step on the host."""
+        return self.values + self.partial_sums
 
     @property
     def over(self) -> float:
@@ -102,43 +125,84 @@ def costs_of_shapes(shapes: ModelShapes, device_tflops: float) -> CostSet:
 
 
 def fit(
-    request: Request, layers: Layers, memory: int | Sequence[int], mode: _core.PlanMode = _core.PlanMode.FUSED
+    request: Request,
+    layers: Layers,
+    memory: int | Sequence[int],
+    mode: _core.PlanMode = _core.PlanMode.FUSED,
+    host_room: int | None = None,
 ) -> Fit:
-    """The best plan within the devices' memory or, if there is none, the plan that needs the least.
+    """The best plan within the memory of the devices and of the host or, if there is none, one that needs little more.
 
-    Recomputes by stage if that fits, else by layer.
+    Recomputes by stage if that fits, else by layer, from as many boundaries as the host has room for.
 
     Args:
         memory: bytes on every device, or on each; 0 = not limited.
+        host_room: bytes on the host for what a step has there beside the model; None = not limited.
     """
     of_each = [memory] * request.devices if isinstance(memory, int) else list(memory)
+    found = _fit(request, layers, of_each, mode, host_room)
+    if host_room is None or (found is not None and found.fits):
+        return found or _over(request, layers, of_each, mode)
+    # Not even the longest stages leave little enough waiting: find how little.
+    best = _fit(request, layers, of_each, mode, None) or _over(request, layers, of_each, mode)
+    quick = dataclasses.replace(request, effort=min(QUICK_EFFORT, request.effort or QUICK_EFFORT))
+    room = max(host_room, best.of_a_step // _MOST_SPARED)
+    while best.fits and room < best.of_a_step:
+        less = _fit(quick, layers, of_each, mode, room)
+        if less is not None and less.fits:
+            return less
+        room = int(_MORE * room) + 1
+    return best
+
+
+def _fit(
+    request: Request, layers: Layers, memory: list[int], mode: _core.PlanMode, host_room: int | None
+) -> Fit | None:
+    """A plan within that room on the host: the best that fits the devices, else the one that needs the least of them;
+    None if there is none."""
     best: Fit | None = None
     grains: tuple[RecomputeGrain, ...] = ("stage", "layer")
     for grain in grains:
-        # The planner counts only weights, gradients and saved activations. So lower its limit until the plan leaves
-        # room for everything else.
-        share = 1.0
-        for _ in range(_ATTEMPTS):
-            found = _with_share(request, layers, grain, share, of_each, mode)
+        # The planner counts only weights, gradients and saved activations, and on the host only what layers pass on. So
+        # lower its limits until the plan leaves room for everything else.
+        share, room = 1.0, host_room
+        for lower in _LOWER:
+            if room is not None and room <= 0:
+                break
+            found = _with_share(request, layers, grain, share, memory, mode, room or 0)
             if found is None:
                 break
+            if host_room is not None and room is not None and found.of_a_step > host_room:
+                room -= found.of_a_step - host_room
+                continue
             if best is None or found.over < best.over:
                 best = found
             if best.fits:
                 return best
-            share *= min(0.97, 1 / found.over)
-    share = 1.0
+            share *= min(lower, 1 / found.over)
+    return best
+
+
+def _over(request: Request, layers: Layers, memory: list[int], mode: _core.PlanMode) -> Fit:
+    """Where not even one layer fits: a plan with a limit above the memory, to report how much the layer takes."""
+    share, best = 1.0, None
     while best is None:
-        # Not even one layer fits: raise the limit above the memory, to report how much the layer takes.
-        share *= 1.25
-        best = _with_share(request, layers, "layer", share, of_each, mode)
+        share *= _MORE
+        best = _with_share(request, layers, "layer", share, memory, mode, 0)
     return best
 
 
 def _with_share(
-    request: Request, layers: Layers, grain: RecomputeGrain, share: float, memory: list[int], mode: _core.PlanMode
+    request: Request,
+    layers: Layers,
+    grain: RecomputeGrain,
+    share: float,
+    memory: list[int],
+    mode: _core.PlanMode,
+    waiting: int,
 ) -> Fit | None:
-    """The planner's plan within that share of each device's memory; None if a layer is larger."""
+    """The planner's plan within that share of each device's memory, and what may wait on the host (0 = no limit); None
+    if a layer or the least that waits is larger."""
     # 0 would be no limit.
     room = [max(1, int(share * size)) if size else 0 for size in memory]
     kept = [
@@ -156,10 +220,11 @@ def _with_share(
     ]
     costs = dataclasses.replace(request.costs, layers=kept)
     links = None if request.links is None else costs.cluster(request.devices, room, with_links=True)
-    asked = dataclasses.replace(request, costs=costs, cluster=costs.cluster(request.devices, room), links=links)
+    cluster = costs.cluster(request.devices, room)
+    asked = dataclasses.replace(request, costs=costs, cluster=cluster, links=links, max_waiting=waiting)
     try:
         choices = choose(asked, mode)
-    except _core.LayerTooLargeError:
+    except (_core.LayerTooLargeError, _core.HostTooSmallError):
         return None
     plans = placed(choices[0], asked, _STEPS)
     groups = request.gradient_groups or request.microbatches

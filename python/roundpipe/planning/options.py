@@ -32,6 +32,9 @@ CostsArgument = Annotated[
 
 # Of the search, in microbatch visits. A fixed rate, so that a time limit gives the same plan on every machine.
 EFFORT_PER_SECOND = 300_000_000
+# Those of training, and those that have moments of one byte.
+OPTIMIZERS = ("adam", "adamw", "sgd", "lion", "adafactor", "rmsprop")
+WITH_8BIT = ("adam", "adamw")
 _MOST_SECONDS = 3600
 _LONGEST_SHOWN = 100
 _WIDEST_TABLE = 250
@@ -116,7 +119,7 @@ class PlanningOptions:
         int | None,
         typer.Option(help="Number of devices (default: those of the cost file, else 8).", show_default=False),
     ] = None
-    microbatches: Annotated[int, typer.Option(help="Microbatches per step.")] = 16
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = 16
     mode: Annotated[str, typer.Option(help="async (steps overlap, staleness one) or sync.")] = "async"
     max_traffic: Annotated[
         float,
@@ -160,7 +163,8 @@ class PlanningOptions:
         *others, last = self.modes
         require(self.mode in self.modes, "mode", self.mode, f"{', '.join(others)} or {last}")
         require(self.devices is None or 1 <= self.devices <= 1024, "devices", self.devices, "1 to 1024")
-        require(1 <= self.microbatches <= 4096, "microbatches", self.microbatches, "1 to 4096")
+        count_ok = self.microbatches is None or 1 <= self.microbatches <= 4096
+        require(count_ok, "microbatches", self.microbatches, "1 to 4096")
         traffic_ok = self.max_traffic >= 0 and math.isfinite(self.max_traffic)
         require(traffic_ok, "max-traffic", self.max_traffic, "0 (no limit), or a finite number above it")
         groups_ok = 0 <= self.gradient_groups <= 4096
@@ -217,10 +221,12 @@ class PlanningOptions:
         """The schedule to plan."""
         from roundpipe.planning.schedules import Request
 
+        cluster = costs.cluster(self.devices, self.memory_bytes())
         return Request(
             costs=costs,
-            cluster=costs.cluster(self.devices, self.memory_bytes()),
-            microbatches=self.microbatches,
+            cluster=cluster,
+            # As in training.
+            microbatches=len(cluster) + 1 if self.microbatches is None else self.microbatches,
             mode="sync" if self.mode == "sync" else "async",
             max_traffic=self.max_traffic,
             keep_layers=self.keep,

@@ -3,112 +3,35 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from roundpipe.command_options import After
-from roundpipe.planning.options import STAGES_LEGEND, LinkOptions, require
+from roundpipe.planning.options import STAGES_LEGEND
+from roundpipe.planning.plan_options import PlanOptions
 
 if TYPE_CHECKING:
-    from roundpipe.memory.budget import HostPrediction
-    from roundpipe.planning.fit import Fit
-    from roundpipe.planning.fit_report import FitReport
-    from roundpipe.planning.schedules import Request
+    from roundpipe.planning.plan_within_memory import Planned
     from roundpipe.planning.shapes import ModelShapes
-
-_TOKENS = 8192
-_MOST_TOKENS = 1 << 24
-_TFLOPS = 100.0
-# Of the search, in the planner's microbatch visits, while only memory is asked for.
-_QUICK_EFFORT = 2_000_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions(LinkOptions):
-    """Options of `roundpipe plan`."""
-
-    schema: ClassVar[str] = "roundpipe.plan/1"
-    modes: ClassVar[tuple[str, ...]] = ("async", "sync", "inference")
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="The folder (or config.json) of a transformers model, of which only the shapes are read; a cost file; "
-            "or a preset: qwen3-1.7b, llama3.1-8b, gpt-oss-20b, qwen3-32b, qwen3-235b-lora.",
-        ),
-    ]
-    mode: Annotated[str, typer.Option(help="async, sync or inference.")] = "async"
-    host_memory: Annotated[
-        str | None,
-        typer.Option(help="Memory of the host, such as 512GB (default: not compared).", show_default=False),
-        After("memory"),
-    ] = None
-    tokens: Annotated[
-        int | None,
-        typer.Option(help=f"For a model: tokens of a microbatch, in one row (default: {_TOKENS})."),
-        After("host_memory"),
-    ] = None
-    train: Annotated[
-        str | None,
-        typer.Option(help="For a model: full (all weights, the default) or lora (adapters of rank 16)."),
-        After("tokens"),
-    ] = None
-    tflops: Annotated[
-        float | None,
-        typer.Option(help=f"For a model: 1e12 operations per second that a device reaches (default: {_TFLOPS:g})."),
-        After("train"),
-    ] = None
-    save: Annotated[
-        Path | None, typer.Option(help="Write the stages to this file, for ModelExecutePlan.load."), After("as_json")
-    ] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.tokens is None or 1 <= self.tokens <= _MOST_TOKENS, "tokens", self.tokens, f"1 to {_MOST_TOKENS}")
-        require(self.train in (None, "full", "lora"), "train", self.train, "full or lora")
-        if self.mode == "sync":
-            self.refuse(["steps_shown"], "--mode async or inference")
-        if self.mode == "inference":
-            self.refuse(["host_memory", "keep", "gradient_groups", "update_rate"], "--mode async or sync")
-        require(self.tflops is None or 1e-6 <= self.tflops <= 1e9, "tflops", self.tflops, "1e-06 to 1e+09")
-
-    @property
-    def outputs(self) -> dict[str, Path | None]:
-        return {**super().outputs, "save": self.save}
 
 
 def plan(options: PlanOptions) -> None:
     """Choose stages, replicas and order for a model and a machine, say why, and whether the model fits.
 
-    The predicted memory is that of bf16 weights, fp32 masters and Adam's moments on the host, and fused attention.
+    The predicted memory is that of bf16 weights, fp32 masters and the optimizer's moments on the host, and fused
+    attention.
     """
-    from roundpipe import _core
     from roundpipe.call.execute_plan import ModelExecutePlan
-    from roundpipe.planning import fit as fitting
-    from roundpipe.planning.costs import load
-    from roundpipe.planning.model_folder import is_model
+    from roundpipe.planning.plan_within_memory import plan_within_memory
     from roundpipe.planning.schedules import choose_with_more_groups, describe_choice, timeline_of
 
     inference = options.mode == "inference"
-    shapes = None
-    if is_model(options.model):
-        shapes = _shapes(options)
-        costs = fitting.costs_of_shapes(shapes, _TFLOPS if options.tflops is None else options.tflops)
-        layers = fitting.layers_of_shapes(shapes)
-    else:
-        options.refuse(["tokens", "train", "tflops"], "a model's folder, because costs are for their own batch")
-        costs = load(options.model)
-        layers = fitting.layers_of_costs(costs)
-    request = options.request(costs)
-    plan_mode = _core.PlanMode.INFERENCE if inference else _core.PlanMode.FUSED
-    memory = options.memory_bytes()
-    found = fitting.fit(request, layers, request.memory_of_each() if memory is None else memory, plan_mode)
+    planned = plan_within_memory(options)
+    found, request, shapes = planned.fit, planned.fit.request, planned.shapes
     best = found.choices[0]
-    report = options.document(request) | describe_choice(best, found.choices[1:])
-    more = None if inference else choose_with_more_groups(found.request, best)
+    report = options.document(request) | describe_choice(best, found.choices[1:]) | {"again_ms": found.again_ms}
+    more = None if inference else choose_with_more_groups(request, best)
     if more is not None:
         with_groups, choices = more
         less = 100 * (1 - choices[0].step_ms / best.step_ms)
@@ -117,8 +40,7 @@ def plan(options: PlanOptions) -> None:
             "less_time_percent": less,
             **describe_choice(choices[0], []),
         }
-    host_memory = None if options.host_memory is None else _core.parse_bytes(options.host_memory)
-    memory_report = None if inference else _memory(found, shapes, host_memory)
+    memory_report = None if inference else _MemoryReport(planned)
     if options.as_json:
         document = report if memory_report is None else report | {"memory": memory_report.document()}
         typer.echo(json.dumps(document, indent=2))
@@ -139,57 +61,6 @@ def plan(options: PlanOptions) -> None:
         options.write_pictures([(best.cut, spans)], f"{request.costs.name}, {options.setting(request)}")
 
 
-def _shapes(options: PlanOptions) -> ModelShapes:
-    from roundpipe.planning.model_folder import measure_folder
-
-    require(options.mode != "inference", "mode", options.mode, "async or sync for a model's folder")
-    tokens = _TOKENS if options.tokens is None else options.tokens
-    return measure_folder(options.model, tokens, "lora" if options.train == "lora" else "full")
-
-
-def _memory(found: Fit, shapes: ModelShapes | None, host_memory: int | None) -> FitReport:
-    from roundpipe.planning.fit_report import FitReport, host_of_costs
-
-    def with_sums(host: HostPrediction) -> HostPrediction:
-        return replace(host, partial_sums=host.partial_sums + found.partial_sums)
-
-    if shapes is None:
-        return FitReport(
-            found,
-            with_sums(host_of_costs(found.request.costs, found.values, moments_bytes=8)),
-            with_sums(host_of_costs(found.request.costs, found.values, moments_bytes=2)),
-            host_memory,
-            unknown="embeddings, and what a layer holds for a moment only; costs do not say (a model's folder does)",
-        )
-    meta = shapes.model
-
-    def predict(tokens: int) -> Fit:
-        from roundpipe.planning import fit as fitting
-        from roundpipe.planning.shapes import measure
-
-        longer = measure(meta, tokens, shapes.name)
-        machine = found.request.costs
-        costs = replace(fitting.costs_of_shapes(longer, _TFLOPS), devices=machine.devices, rates=machine.rates)
-        request: Request = replace(found.request, costs=costs, effort=_QUICK_EFFORT)
-        return fitting.fit(request, fitting.layers_of_shapes(longer), found.memory_of_each)
-
-    def adapters() -> HostPrediction:
-        from roundpipe.planning.model_folder import LORA_RANK
-        from roundpipe.planning.shapes import make_model, measure
-
-        config: Any = meta.config
-        return measure(make_model(config, LORA_RANK), 1, shapes.name).host(values=found.values)
-
-    return FitReport(
-        found,
-        with_sums(shapes.host("float32", found.values)),
-        with_sums(shapes.host("8bit", found.values)),
-        host_memory,
-        predict=predict,
-        adapters=adapters if shapes.trained == shapes.parameters else None,
-    )
-
-
 def _print_choice(title: str, report: dict[str, Any], shapes: ModelShapes | None) -> None:
     typer.echo(title)
     if shapes is not None:
@@ -201,6 +72,10 @@ def _print_choice(title: str, report: dict[str, Any], shapes: ModelShapes | None
     typer.echo(f"  notation   {STAGES_LEGEND}")
     step = f"{report['step_ms']:,.1f} ms" + ("" if shapes is None else " at the operations a second of --tflops")
     typer.echo(f"  step       {step}, bubble {report['bubble_percent']:.2f} %")
+    if report["again_ms"]:
+        typer.echo(
+            f"  more       {report['again_ms']:,.1f} ms for forwards that layer by layer recompute runs once more"
+        )
     typer.echo(f"  traffic    {report['traffic_ratio']:.2f} x one visit to each layer in each direction")
     typer.echo(f"  limited by {report['limit']}")
     if "next_best" in report:
@@ -213,3 +88,78 @@ def _print_choice(title: str, report: dict[str, Any], shapes: ModelShapes | None
         typer.echo(
             f"  groups     with gradient_groups={more['gradient_groups']}: {more['less_time_percent']:.1f} % less time"
         )
+
+
+@dataclass(frozen=True)
+class _MemoryReport:
+    """Predicted bytes beside the available memory."""
+
+    planned: Planned
+
+    def document(self) -> dict[str, Any]:
+        """The report for JSON; sizes in bytes."""
+        fit, host = self.planned.fit, self.planned.host
+        return {
+            "predicted_host_bytes": {**_names(host.rows()), "together": host.total},
+            "predicted_device_bytes": {**fit.device.rows(), "together": fit.device.total},
+            "host_memory": self.planned.options.host_bytes(),
+            "device_memory": fit.memory or None,
+            "recompute_grain": fit.grain,
+            "fits": self.planned.fits,
+            "verdict": self.verdict(),
+        }
+
+    def lines(self) -> list[str]:
+        """The lines of a table, the unknown parts, and the verdict."""
+        fit, host = self.planned.fit, self.planned.host
+        # Most plans have no partial sums.
+        sizes = {name: size for name, size in host.rows().items() if size or not name.startswith("partial")}
+        lines = _table([("host", sizes, host.total, self.planned.options.host_bytes())])
+        lines += _table([("fullest device", fit.device.rows(), fit.device.total, fit.memory or None)])
+        if self.planned.unknown:
+            lines.append(f"not known: {self.planned.unknown}")
+        return [*lines, self.verdict()]
+
+    def verdict(self) -> str:
+        """One line that begins with "fits" or "does not fit"."""
+        fit, host, room = self.planned.fit, self.planned.host, self.planned.options.host_bytes()
+        short = []
+        if room is not None and not self.planned.host_fits:
+            short.append(f"the host needs {_gb(host.total)} of {_gb(room)} GB")
+        if not fit.fits:
+            short.append(f"a device needs {_gb(fit.device.total)} of {_gb(fit.memory)} GB")
+        if short:
+            found = self.planned.change()
+            change = "give it more memory, or take a smaller model" if found is None else f"it would with {found}"
+            return f"does not fit (predicted): {'; '.join(short)}; {change}"
+        asked = []
+        if not fit.memory:
+            asked.append("--memory")
+        if room is None:
+            asked.append("--host-memory")
+        if len(asked) == 2:
+            return "not compared: give --memory and --host-memory"
+        of_host = "" if room is None else f" of {_gb(room)}"
+        of_device = f" of {_gb(fit.memory)}" if fit.memory else ""
+        line = f"fits (predicted): {_gb(fit.device.total)}{of_device} GB on a device, "
+        line += f"{_gb(host.total)}{of_host} GB on the host"
+        return f"{line}; not compared: {asked[0]}" if asked else line
+
+
+def _names(rows: dict[str, int]) -> dict[str, int]:
+    return {name.replace(" ", "_"): size for name, size in rows.items()}
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f}"
+
+
+def _table(rows: list[tuple[str, dict[str, int], int, int | None]]) -> list[str]:
+    lines = []
+    for title, sizes, total, there in rows:
+        names = [*sizes, "together", "of"]
+        cells = [*map(_gb, sizes.values()), _gb(total), "-" if there is None else _gb(there)]
+        widths = [max(len(name), len(cell)) for name, cell in zip(names, cells, strict=True)]
+        lines.append(f"{'predicted, GB':16}" + "".join(f"  {n:>{w}}" for n, w in zip(names, widths, strict=True)))
+        lines.append(f"  {title:14}" + "".join(f"  {c:>{w}}" for c, w in zip(cells, widths, strict=True)))
+    return lines

@@ -56,6 +56,7 @@ class Request:
         replicas: whether stages may be split over microbatch ranges.
         gradient_groups: consecutive groups of microbatches whose gradients a step sums by themselves; replicas of a
             backward stage with gradients cover whole groups. 0 = they cut anywhere.
+        max_waiting: limit of what waits on the host between stages, in bytes; 0 = no limit.
         effort: limit of the search, in microbatch visits.
         links: the same machine with its bandwidths, to simulate every byte; None = a fixed hop latency.
         update_gb_per_s: weight bytes that the host's optimizer updates per second, in 1e9, with `links`; 0 = at once.
@@ -73,6 +74,7 @@ class Request:
     keep_layers: int = 1
     replicas: bool = True
     gradient_groups: int = 1
+    max_waiting: int = 0
     effort: int | None = None
     through_engine: bool = False
     interleave: bool = True
@@ -93,7 +95,14 @@ class Request:
 
     def memory_of_each(self) -> list[int]:
         """The memory of each device that the costs name; 0 = not limited."""
-        named = [size for _, size in self.costs.devices] or [0]
+        return [size for _, size in self._named_devices()]
+
+    def speed_of_each(self) -> list[float]:
+        """The speed of each device that the costs name."""
+        return [speed for speed, _ in self._named_devices()]
+
+    def _named_devices(self) -> list[tuple[float, int]]:
+        named = self.costs.devices or [(1.0, 0)]
         return named if len(named) == self.devices else named[:1] * self.devices
 
     def steps(self, plan: _core.Plan) -> int:
@@ -194,6 +203,7 @@ def choose(request: Request, mode: _core.PlanMode = _core.PlanMode.FUSED) -> lis
         gradient_groups=request.gradient_groups,
         interleave=request.interleave,
         max_fused_layers=request.keep_layers,
+        max_waiting_bytes=request.max_waiting,
         effort=_core.SEARCH_EFFORT if request.effort is None else request.effort,
         over_links=request.links is not None,
         update_gb_per_s=request.update_gb_per_s,

@@ -11,7 +11,6 @@ import typer
 
 from roundpipe.records.options import Documents, Format, OnBad, Overlong, TrainOn
 
-OPTIMIZERS = ("adam", "adamw", "sgd", "lion", "adafactor", "rmsprop")
 Optimizer = Literal["adam", "adamw", "sgd", "lion", "adafactor", "rmsprop"]
 
 # What only some update rules have: the optimizers that take each option.

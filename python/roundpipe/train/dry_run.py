@@ -16,7 +16,7 @@ from transformers import AutoConfig
 import roundpipe
 from roundpipe import _core
 from roundpipe.machine.meter import matmul_gflops, measure
-from roundpipe.memory.budget import HostPrediction
+from roundpipe.memory.budget import HostPrediction, UpdateRule
 from roundpipe.memory.host import free_host_bytes
 from roundpipe.planning.fit import Fit, Layers, costs_of_shapes, fit
 from roundpipe.planning.machine import Machine
@@ -135,23 +135,11 @@ def _forecast(config: TrainConfig, machine: Machine) -> Forecast:
         links=costs.cluster(len(pool), of_each, with_links=True),
         update_gb_per_s=machine.update_gb_per_s,
     )
-    found = fit(request, layers, of_each)
-    host = shapes.host("8bit" if config.moments == "8bit" else "float32", found.values)
-    host = dataclasses.replace(
-        host,
-        moments=int(host.moments * _moments(config) / 2),
-        partial_sums=host.partial_sums + found.partial_sums,
-    )
+    host = shapes.host(UpdateRule(config.optimizer, config.moments, config.momentum or 0.0))
     room = free_host_bytes() if config.host_memory is None else _core.parse_bytes(config.host_memory)
+    found = fit(request, layers, of_each, host_room=room - host.total)
+    host = dataclasses.replace(host, values=found.values, partial_sums=host.partial_sums + found.partial_sums)
     return Forecast(shapes, rows, microbatches, found, host, room)
-
-
-def _moments(config: TrainConfig) -> int:
-    """How many numbers the optimizer keeps for a parameter. Adafactor's are few."""
-    momentum = int(bool(config.momentum))
-    return {"adam": 2, "adamw": 2, "lion": 1, "sgd": momentum, "rmsprop": 1 + momentum, "adafactor": 0}[
-        config.optimizer
-    ]
 
 
 def _shapes(config: TrainConfig) -> ModelShapes:

@@ -105,6 +105,25 @@ void move(Engine& engine, double gb_per_s) {
   }
 }
 
+TEST_CASE("model planner: what waits on the host has room there, if any plan can do that") {
+  const auto model = model_of(12);
+  Engine engine(device::parse_devices("virtual:4"));
+  constexpr int64_t kOutputs = 1000;
+  const auto waiting = [&](int64_t room) {
+    ModelPlanner planner(*model);
+    teach(planner, std::vector<double>(12, 10.0), kOutputs);
+    planner.set_host_room(room);
+    const schedule::Plan plan = planner.next(engine, fused(12, 5));
+    schedule::validate(plan, schedule::PlanMode::kFused);
+    return std::ranges::count_if(plan.backward_stages(), [](const schedule::Range& stage) { return stage.first > 0; });
+  };
+  const int64_t free = waiting(0);
+  CHECK(free > 4);
+  CHECK(waiting(11 * 5 * kOutputs) == free);  // as without a limit
+  for (const int64_t stages : {4, 2, 1}) CHECK(waiting(stages * 5 * kOutputs) <= stages);
+  CHECK(waiting(1) <= 2);
+}
+
 TEST_CASE("model planner: devices share a trainable layer by whole groups, and a frozen one in any way") {
   const auto model = model_of(4);
   Engine engine(device::parse_devices("virtual:4"));

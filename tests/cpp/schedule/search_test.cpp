@@ -4,6 +4,7 @@
 #include <functional>
 #include <random>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include <doctest/doctest.h>
@@ -316,41 +317,114 @@ TEST_CASE("search: never worse than the greedy plan, on uneven layers of many si
   }
 }
 
+namespace {
+
+// Every cut of a few layers whose fused stage is the last layer.
+std::vector<Cut> every_cut(int layers) {
+  const auto stages_of = [](int first, int last, unsigned cuts) {
+    std::vector<CutStage> stages{{{first, first + 1}, 1}};
+    for (int layer = first + 1; layer < last; ++layer) {
+      if ((cuts >> (layer - first - 1)) & 1U) {
+        stages.push_back({{layer, layer + 1}, 1});
+      } else {
+        ++stages.back().layers.last;
+      }
+    }
+    return stages;
+  };
+  std::vector<Cut> all;
+  for (unsigned forward = 0; forward < (1U << (layers - 2)); ++forward) {
+    for (unsigned backward = 0; backward < (1U << (layers - 2)); ++backward) {
+      Cut cut;
+      cut.forward = stages_of(0, layers - 1, forward);
+      cut.backward = stages_of(0, layers - 1, backward);
+      cut.backward.push_back({{layers - 1, layers}, 1});
+      std::ranges::reverse(cut.backward);
+      all.push_back(cut);
+    }
+  }
+  return all;
+}
+
+}  // namespace
+
 TEST_CASE("search: tiny cases against every plan without replicas") {
   std::mt19937 random(14);
-  for (int round = 0; round < 40; ++round) {
+  for (int round = 0; round < 80; ++round) {
+    CAPTURE(round);
+    const bool limited = round >= 40;
     const int layers = 2 + static_cast<int>(random() % 4), devices = 1 + static_cast<int>(random() % 3);
-    const LayerCosts costs = random_costs(random, layers);
+    LayerCosts costs = random_costs(random, layers);
     const Cluster cluster = cluster_of(devices);
     SearchOptions options = options_of(1 + static_cast<int>(random() % 4), false, 40'000'000);
     options.replicas = false;
+    const int microbatches = options.plan.microbatches;
+    if (limited) {
+      for (LayerCost& cost : costs) cost.activation_bytes = 100 + static_cast<std::int64_t>(random() % 900);
+      options.max_waiting_bytes = microbatches * (200 + static_cast<std::int64_t>(random() % 3000));
+    }
     const CostSums sums(costs);
     double least_ms = 1e300;
-    const auto stages_of = [](int first, int last, unsigned cuts) {
-      std::vector<CutStage> stages{{{first, first + 1}, 1}};
-      for (int layer = first + 1; layer < last; ++layer) {
-        if ((cuts >> (layer - first - 1)) & 1U) {
-          stages.push_back({{layer, layer + 1}, 1});
-        } else {
-          ++stages.back().layers.last;
-        }
+    for (const Cut& cut : every_cut(layers)) {
+      std::int64_t waiting = 0;
+      for (const CutStage& stage : cut.backward) {
+        if (stage.layers.first > 0)
+          waiting += microbatches * costs[static_cast<std::size_t>(stage.layers.first) - 1].activation_bytes;
       }
-      return stages;
-    };
-    for (unsigned forward = 0; forward < (1U << (layers - 2)); ++forward) {
-      for (unsigned backward = 0; backward < (1U << (layers - 2)); ++backward) {
-        Cut cut;
-        cut.forward = stages_of(0, layers - 1, forward);
-        cut.backward = stages_of(0, layers - 1, backward);
-        cut.backward.push_back({{layers - 1, layers}, 1});
-        std::ranges::reverse(cut.backward);
-        const Plan recipe = to_recipe(cut, sums, devices, options.plan);
-        least_ms = std::min(least_ms, rate(recipe, costs, cluster, options.rules, 1).step_ms);
-      }
+      if (limited && waiting > options.max_waiting_bytes) continue;
+      const Plan recipe = to_recipe(cut, sums, devices, options.plan);
+      least_ms = std::min(least_ms, rate(recipe, costs, cluster, options.rules, 1).step_ms);
+    }
+    if (least_ms == 1e300) {
+      REQUIRE_THROWS_AS(search(costs, cluster, options), HostTooSmall);
+      continue;
     }
     const double found_ms = search(costs, cluster, options).front().rating.step_ms;
     REQUIRE(found_ms >= least_ms * (1 - 1e-9));
     REQUIRE(found_ms <= least_ms * (1 + kTie));
+  }
+}
+
+TEST_CASE("search: no more waits on the host than may, down to what the devices allow") {
+  std::mt19937 random(24);
+  for (int round = 0; round < rounds(12, 60); ++round) {
+    CAPTURE(round);
+    const int layers = 6 + static_cast<int>(random() % 40);
+    LayerCosts costs = random_costs(random, layers);
+    for (LayerCost& cost : costs) {
+      cost.activation_bytes = 100;
+      cost.saved_bytes = 500;
+    }
+    Cluster cluster = cluster_of(1 + static_cast<int>(random() % 8), 1);
+    const bool limited = random() % 2 == 0;
+    for (ClusterDevice& device : cluster.devices) device.memory_bytes = limited ? 12'000 : 0;
+    SearchOptions options = options_of(2 + static_cast<int>(random() % 15), random() % 2 == 0, 400'000);
+    const CostSums sums(costs);
+    const auto waiting = [&](const PlanChoice& choice) {
+      return waiting_bytes(choice.cut, sums, options.plan.microbatches);
+    };
+    const PlanChoice free = search(costs, cluster, options).front();
+    options.max_waiting_bytes = waiting(free);
+    const PlanChoice same = search(costs, cluster, options).front();
+    CHECK(waiting(same) <= options.max_waiting_bytes);
+    for (std::int64_t limit = waiting(free) - 1;;) {
+      options.max_waiting_bytes = limit;
+      try {
+        const std::vector<PlanChoice> found = search(costs, cluster, options);
+        for (const PlanChoice& choice : found) {
+          REQUIRE(waiting(choice) <= limit);
+          validate(choice.recipe, PlanMode::kFused);
+        }
+        limit = waiting(found.front()) / 2;
+        if (limit == 0) break;
+      } catch (const HostTooSmall& error) {
+        CHECK(std::string(error.what()).find("expected at most " + std::to_string(limit)) != std::string::npos);
+        // Two stages, the head and all other layers, leave the head's inputs waiting.
+        const std::int64_t least = options.plan.microbatches * 100;
+        CHECK((limited || limit < least));
+        break;
+      }
+    }
   }
 }
 

@@ -220,6 +220,19 @@ TEST_CASE("link search: replicas of stages with gradients keep to the groups of 
   });
 }
 
+TEST_CASE("link search: no more waits on the host than may") {
+  for_each_case(2'000'000, [&](const Case& of, const LinkRules& rules, SearchOptions options) {
+    const CostSums sums(of.costs);
+    const auto waiting = [&](const PlanChoice& choice) { return waiting_bytes(choice.cut, sums, of.microbatches); };
+    const std::int64_t free = waiting(search_links(of.costs, of.cluster, options, rules).front());
+    options.max_waiting_bytes = free * 2 / 3;
+    for (const PlanChoice& choice : search_links(of.costs, of.cluster, options, rules))
+      CHECK(waiting(choice) <= options.max_waiting_bytes);
+    options.max_waiting_bytes = 1;
+    CHECK_THROWS_AS(search_links(of.costs, of.cluster, options, rules), HostTooSmall);
+  });
+}
+
 TEST_CASE("link search: more memory and faster links give no worse plan, within a percent") {
   // Either may change where jobs are placed.
   constexpr double kPlaced = 0.01;

@@ -322,12 +322,11 @@ TEST_CASE("memory simulator: a model and a fused Adam on the host") {
   const ParameterSize bfloat16{.elements = 100, .element_bytes = 2, .master_bytes = 2, .trained = true};
   const ParameterSize frozen{.elements = 50, .element_bytes = 4};
   const std::vector<std::vector<ParameterSize>> blocks{{bfloat16, frozen}, {frozen}};
-  const HostMemory host = predict_host(blocks, /*moments_8bit=*/false);
+  const HostMemory host = predict_host(blocks);
   CHECK(host.weights == 600);
   CHECK(host.gradients == 400);  // of the first block, the frozen tensor's too
   CHECK(host.masters == 200);
-  CHECK(host.moments == 800);
-  CHECK(predict_host(blocks, /*moments_8bit=*/true).moments == 200);
+  CHECK(host.moments == 0);
 }
 
 TEST_CASE("memory simulator: sums of a tied parameter beside its gradient") {

@@ -188,7 +188,7 @@ def test_simulate_over_links(tmp_path: Path) -> None:
 
 
 def test_more_gradient_groups_are_shown_where_they_shorten_the_step() -> None:
-    machine = ("qwen3-1.7b", "--mode", "sync", "--effort", "10000000", "--json")
+    machine = ("qwen3-1.7b", "--mode", "sync", "--microbatches", "16", "--effort", "10000000", "--json")
     report = json.loads(run("simulate", *machine, "--schedule", "roundpipe,1f1b").stdout)
     one, more, other = report["schedules"]
     assert report["inputs"]["gradient_groups"] == one["gradient_groups"] == 1 and other["schedule"] == "1f1b"

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import roundpipe
 from roundpipe.cli import app
 from roundpipe.planning.emulate_command import EmulateOptions
-from roundpipe.planning.plan_command import PlanOptions
+from roundpipe.planning.plan_options import PlanOptions
 from roundpipe.simulation.command import SimulateOptions
 
 DOCS = Path(roundpipe.__file__).resolve().parents[2] / "docs" / "planner.md"

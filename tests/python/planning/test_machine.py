@@ -68,10 +68,11 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 def test_plans_are_for_the_machine(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
     path.write_text(Machine("one", [(2.0, 24_000_000_000)] * 2, {"link_up_gb_per_s": 25.0}, 0.2).text())
-    slow = json.loads(run("plan", "qwen3-1.7b", "--links", "--machine", str(path), *QUICK))
+    options = ("qwen3-1.7b", "--links", "--machine", str(path), "--microbatches", "16", *QUICK)
+    slow = json.loads(run("plan", *options))
     assert slow["devices"] == 2
     assert slow["limit"] == "optimizer"
-    fast = json.loads(run("plan", "qwen3-1.7b", "--links", "--machine", str(path), "--update-rate", "100", *QUICK))
+    fast = json.loads(run("plan", *options, "--update-rate", "100"))
     costs = load_costs("qwen3-1.7b").layers
     # Devices twice as fast as the cost file's; the head's values are kept.
     work = sum(2 * cost.forward_ms + cost.backward_ms for cost in costs) - costs[-1].forward_ms
@@ -83,7 +84,7 @@ def test_plans_are_for_the_machine(tmp_path: Path) -> None:
 def test_simulate_takes_the_same_machine(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
     path.write_text(Machine("one", [(1.0, 24_000_000_000)] * 2, {"host_gb_per_s": 20.0}, 0.0).text())
-    options = ("qwen3-1.7b", "--links", "--machine", str(path), *QUICK)
+    options = ("qwen3-1.7b", "--links", "--machine", str(path), "--microbatches", "16", *QUICK)
     planned = json.loads(run("plan", *options))
     simulated = json.loads(run("simulate", *options, "--schedule", "roundpipe"))["schedules"][0]
     assert simulated["step_ms"] == pytest.approx(planned["step_ms"], rel=1e-3)

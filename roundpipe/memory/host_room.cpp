@@ -1,4 +1,4 @@
-#include <roundpipe/runs/host_memory.h>
+#include <roundpipe/memory/host_room.h>
 
 #include <unistd.h>
 
@@ -6,7 +6,9 @@
 #include <limits>
 #include <string>
 
-namespace roundpipe {
+#include <roundpipe/memory/host_arena.h>
+
+namespace roundpipe::memory {
 
 int64_t free_host_bytes() {
   std::ifstream lines("/proc/meminfo");
@@ -19,4 +21,11 @@ int64_t free_host_bytes() {
   return int64_t{sysconf(_SC_AVPHYS_PAGES)} * sysconf(_SC_PAGESIZE);
 }
 
-}  // namespace roundpipe
+int64_t room_for_values() {
+  constexpr int64_t kReserve = 20;
+  int64_t bytes = free_host_bytes();
+  for (const bool page_locked : {false, true}) bytes += HostArena::values(page_locked).stats().reserved_bytes;
+  return bytes - bytes / kReserve;
+}
+
+}  // namespace roundpipe::memory
