@@ -7,7 +7,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import typer
 
@@ -33,7 +33,8 @@ CostsArgument = Annotated[
 # Of the search, in microbatch visits. A fixed rate, so that a time limit gives the same plan on every machine.
 EFFORT_PER_SECOND = 300_000_000
 # Those of training, and those that have moments of one byte.
-OPTIMIZERS = ("adam", "adamw", "sgd", "lion", "adafactor", "rmsprop")
+Optimizer = Literal["adam", "adamw", "sgd", "lion", "adafactor", "rmsprop"]
+OPTIMIZERS = get_args(Optimizer)
 WITH_8BIT = ("adam", "adamw")
 _MOST_SECONDS = 3600
 _LONGEST_SHOWN = 100

@@ -164,7 +164,8 @@ def _changes(planned: Planned) -> Iterator[dict[str, Any]]:
         fewer = _fewer_microbatches(trial) if trial.fit.fits else None
         if fewer is not None:
             yield changed | {"microbatches": fewer}
-    yield of_device | {"host_memory": _enough(_plan(dataclasses.replace(options, **of_device)).host.total)}
+    within_devices = _plan(dataclasses.replace(options, **of_device)) if of_device else planned
+    yield of_device | {"host_memory": _enough(within_devices.host.total)}
 
 
 def _shorter_rows(planned: Planned) -> int | None:

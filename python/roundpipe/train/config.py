@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from roundpipe.planning.options import WITH_8BIT, Optimizer
 from roundpipe.records.options import Documents, Format, OnBad, Overlong, TrainOn
-
-Optimizer = Literal["adam", "adamw", "sgd", "lion", "adafactor", "rmsprop"]
 
 # What only some update rules have: the optimizers that take each option.
 OF_SOME_RULES: dict[str, tuple[str, ...]] = {
@@ -294,7 +293,7 @@ class TrainConfig:
                     raise refused(name, getattr(self, name), "it only with --lora or --dora")
         if self.tokens_of_step < self.length:
             raise refused("batch_tokens", self.batch_tokens, f"at least --length, which is {self.length}")
-        if self.moments == "8bit" and self.optimizer not in ("adam", "adamw"):
+        if self.moments == "8bit" and self.optimizer not in WITH_8BIT:
             raise refused("moments", "8bit", f"fp32 for {self.optimizer}")
         for name, rules in OF_SOME_RULES.items():
             if getattr(self, name) is not None and self.optimizer not in rules:

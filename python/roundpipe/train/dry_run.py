@@ -21,6 +21,7 @@ from roundpipe.memory.host import free_host_bytes
 from roundpipe.planning.fit import Fit, Layers, costs_of_shapes, fit
 from roundpipe.planning.machine import Machine
 from roundpipe.planning.machine import load as load_machine
+from roundpipe.planning.options import WITH_8BIT
 from roundpipe.planning.schedules import Request
 from roundpipe.planning.shapes import ModelShapes, make_model
 from roundpipe.planning.shapes import measure as measure_shapes
@@ -238,7 +239,7 @@ def _changes(config: TrainConfig, forecast: Forecast) -> Iterator[tuple[str, Tra
     all_rows = max(1, config.tokens_of_step // config.length)
     if forecast.rows > 1 and not forecast.found.fits:
         yield f"--microbatches {all_rows}", dataclasses.replace(config, microbatches=all_rows)
-    if config.moments == "fp32" and config.optimizer in ("adam", "adamw"):
+    if config.moments == "fp32" and config.optimizer in WITH_8BIT:
         yield "--moments 8bit", dataclasses.replace(config, moments="8bit")
     if not config.trains_adapters:
         yield "--lora", dataclasses.replace(config, lora=True)
