@@ -22,8 +22,12 @@ using simulate::StepSizes;
 
 ParameterSize size_of(const at::Tensor& tensor, bool trains, bool tied) {
   const std::optional<c10::ScalarType> remainder = optim::remainder_dtype(tensor.scalar_type());
-  return {tensor.numel(), tensor.element_size(), remainder ? static_cast<int64_t>(c10::elementSize(*remainder)) : 0,
-          trains && tensor.requires_grad(), tied};
+  return {tensor.numel(),
+          tensor.element_size(),
+          remainder ? static_cast<int64_t>(c10::elementSize(*remainder)) : 0,
+          /*moment_bytes=*/0,
+          trains && tensor.requires_grad(),
+          tied};
 }
 
 void bind_memory_simulator(py::module_& module) {
@@ -116,17 +120,14 @@ void bind_memory_simulator(py::module_& module) {
       [](const std::vector<std::vector<at::Tensor>>& blocks, optim::Algorithm algorithm,
          const optim::Hyperparameters& hyper, optim::MomentFormat format, bool trains) {
         std::vector<std::vector<ParameterSize>> sizes;
-        int64_t moments = 0;
         for (const std::vector<at::Tensor>& block : blocks) {
           auto& of_block = sizes.emplace_back();
           for (const at::Tensor& tensor : block) {
             of_block.push_back(size_of(tensor, trains, /*tied=*/false));
-            if (of_block.back().trained) moments += optim::state_bytes(algorithm, hyper, format, tensor.sizes());
+            of_block.back().moment_bytes = optim::state_bytes(algorithm, hyper, format, tensor.sizes());
           }
         }
-        simulate::HostMemory host = simulate::predict_host(sizes);
-        host.moments = moments;
-        return host;
+        return simulate::predict_host(sizes);
       },
       py::arg("blocks"), py::arg("algorithm"), py::arg("hyper"), py::arg("format"), py::arg("trains"));
   module.def(

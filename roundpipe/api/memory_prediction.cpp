@@ -146,24 +146,21 @@ std::vector<LayerFootprint> measure(const runtime::ModelState& model, const Step
 
 simulate::HostMemory host_of(const runtime::ModelState& model, const runtime::ModelOptimizer* optimizer) {
   std::vector<std::vector<simulate::ParameterSize>> blocks;
-  int64_t moments_of_adam = 0;
   for (const runtime::BlockState& block : model.blocks) {
     blocks.emplace_back();
     for (const memory::NamedTensor& parameter : block.block->parameters()) {
       const at::Tensor& tensor = parameter.tensor;
-      if (tensor.requires_grad())
-        moments_of_adam +=
-            optim::state_bytes(optim::Algorithm::kAdam, {}, optim::MomentFormat::kFloat32, tensor.sizes());
       const auto master = optim::remainder_dtype(tensor.scalar_type());
       blocks.back().push_back({.elements = tensor.numel(),
                                .element_bytes = static_cast<int64_t>(tensor.element_size()),
                                .master_bytes = master ? static_cast<int64_t>(c10::elementSize(*master)) : 0,
+                               .moment_bytes = optim::state_bytes(optim::Algorithm::kAdam, {},
+                                                                  optim::MomentFormat::kFloat32, tensor.sizes()),
                                .trained = tensor.requires_grad(),
                                .tied = block.tied()});
     }
   }
   simulate::HostMemory host = simulate::predict_host(blocks);
-  host.moments = moments_of_adam;
   if (optimizer == nullptr) return host;
   const runtime::ModelOptimizer::HostBytes bytes = optimizer->host_bytes();
   host.masters = bytes.remainders;

@@ -287,21 +287,20 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
     links.update_gb_per_s = options.update_gb_per_s;
     return simulate::search_links(costs, cluster, options, links).front().cut;
   };
-  Cut cut;
+  std::optional<Cut> best;
   if (request.mode != PlanMode::kInference)
     options.max_waiting_bytes = host_room_bytes_ > 0 ? host_room_bytes_ : room_on_host(basis.early);
-  for (bool found = false; !found;) {
+  while (!best) {
     try {
-      cut = search();
-      found = true;
+      best = search();
     } catch (const schedule::HostTooSmall&) {
       // It may still be possible: values that wait can be swapped out.
       options.max_waiting_bytes *= 2;
     }
   }
   // Forward stages keep to the limit of backward stages, since their weights lie in memory beside the values of one.
-  if (room.least() > 0) cut.forward = halved(cut.forward, room.held_bytes, room.least());
-  return cut;
+  if (room.least() > 0) best->forward = halved(best->forward, room.held_bytes, room.least());
+  return *best;
 }
 
 ModelPlanner::Made ModelPlanner::make(Engine& engine, const Key& key, const Basis& basis,

@@ -237,6 +237,7 @@ HostMemory predict_host(std::span<const std::vector<ParameterSize>> blocks) {
       if (!parameter.trained) continue;
       trained = true;
       host.masters += parameter.elements * parameter.master_bytes;
+      host.moments += parameter.moment_bytes;
     }
     host.weights += size;
     if (trained) host.gradients += size;

@@ -14,6 +14,7 @@ struct ParameterSize {
   std::int64_t elements = 0;
   std::int64_t element_bytes = 0;
   std::int64_t master_bytes = 0;  // what the fp32 master of an element takes beyond the weight
+  std::int64_t moment_bytes = 0;  // what the optimizer keeps of all elements, see optim::state_bytes
   bool trained = false;
   bool tied = false;  // several layers share it
 
@@ -95,8 +96,7 @@ struct HostMemory {
   std::int64_t masters = 0;  // what fp32 masters of 16-bit weights take beyond the weights
   std::int64_t moments = 0;  // what the optimizer keeps beside the masters
 };
-// Without moments, which optim::state_bytes() knows. `blocks`: tensors whose memory is one block; if any of them is
-// trained, there are gradients for all of them.
+// `blocks`: tensors whose memory is one block; if any of them is trained, there are gradients for all of them.
 HostMemory predict_host(std::span<const std::vector<ParameterSize>> blocks);
 // The sums of a parameter that `layers` layers share, until they are added up, beyond its gradient.
 std::int64_t tied_sum_bytes(const ParameterSize& parameter, int layers);

@@ -319,14 +319,15 @@ TEST_CASE("memory simulator: a layer's gradients are summed in fp32") {
 }
 
 TEST_CASE("memory simulator: a model and a fused Adam on the host") {
-  const ParameterSize bfloat16{.elements = 100, .element_bytes = 2, .master_bytes = 2, .trained = true};
-  const ParameterSize frozen{.elements = 50, .element_bytes = 4};
+  const ParameterSize bfloat16{
+      .elements = 100, .element_bytes = 2, .master_bytes = 2, .moment_bytes = 800, .trained = true};
+  const ParameterSize frozen{.elements = 50, .element_bytes = 4, .moment_bytes = 400};
   const std::vector<std::vector<ParameterSize>> blocks{{bfloat16, frozen}, {frozen}};
   const HostMemory host = predict_host(blocks);
   CHECK(host.weights == 600);
   CHECK(host.gradients == 400);  // of the first block, the frozen tensor's too
   CHECK(host.masters == 200);
-  CHECK(host.moments == 0);
+  CHECK(host.moments == 800);
 }
 
 TEST_CASE("memory simulator: sums of a tied parameter beside its gradient") {
