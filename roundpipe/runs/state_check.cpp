@@ -1,6 +1,7 @@
 #include <roundpipe/runs/state_check.h>
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <limits>
 
@@ -305,10 +306,10 @@ void check_ranges(const std::vector<json>& states, const std::vector<StoredSecti
     const json& ranges = states[rank].contains("ranges") ? states[rank].at("ranges") : none;
     for (const auto& [name, range] : ranges.items()) {
       int64_t& end = ends[name];
-      if (range[0] == range[1]) continue;  // this rank has none of it, wherever that is
-      if (range[0].get<int64_t>() != end)
-        refuse(name, "goes on at element ", range[0], " on rank ", rank, ", not ", end);
-      end = range[1].get<int64_t>();
+      const auto [first, last] = range.get<std::array<int64_t, 2>>();
+      if (first == last) continue;  // this rank has none of it, wherever that is
+      if (first != end) refuse(name, "goes on at element ", first, " on rank ", rank, ", not ", end);
+      end = last;
     }
     const auto optimizer = sections[rank].find(kOptimizer);
     if (optimizer == sections[rank].end()) continue;
