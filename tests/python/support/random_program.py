@@ -217,7 +217,7 @@ class Program:
             self.loss()
         self.synchronize()
         self.draw()
-        print("equal")
+        print("equal", flush=True)  # a fork would print it again
 
     def exit(self) -> None:
         sys.exit(EXIT_STATUS)
