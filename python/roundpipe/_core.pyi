@@ -251,6 +251,7 @@ def search(
     gradient_groups: int = 0,
     interleave: bool = True,
     max_fused_layers: int = 1,
+    single_backward_layers: bool = False,
     max_waiting_bytes: int = 0,
     effort: int = ...,
     seed: int = ...,
@@ -566,7 +567,13 @@ class Pipeline:
         self, saved_bytes: list[int], activation_bytes: list[int], most_stage_bytes: int, work_bytes: int
     ) -> None: ...
     def preview_plans(
-        self, route: Stages | Plan | None, mode: PlanMode, microbatches: int, gradient_groups: int, steps: int
+        self,
+        route: Stages | Plan | None,
+        mode: PlanMode,
+        microbatches: int,
+        gradient_groups: int,
+        recompute_grain: RecomputeGrain,
+        steps: int,
     ) -> list[Plan]: ...
     def layer_bytes(self) -> list[LayerBytes]: ...
     def partial_sum_bytes(

@@ -383,12 +383,13 @@ void bind_pipeline(py::module_& module) {
       .def(
           "preview_plans",
           [](const Pipeline& pipeline, const runtime::Route& route, schedule::PlanMode mode, int microbatches,
-             int gradient_groups, int steps) {
-            return runtime::preview_plans(pipeline.model(), route, mode, microbatches, gradient_groups,
-                                          pipeline.planner(), *Engine::current(), steps);
+             int gradient_groups, RecomputeGrain recompute_grain, int steps) {
+            return runtime::preview_plans(pipeline.model(), route,
+                                          {mode, microbatches, gradient_groups, recompute_grain}, pipeline.planner(),
+                                          *Engine::current(), steps);
           },
-          py::arg("route"), py::arg("mode"), py::arg("microbatches"), py::arg("gradient_groups"), py::arg("steps"),
-          py::call_guard<py::gil_scoped_release>())
+          py::arg("route"), py::arg("mode"), py::arg("microbatches"), py::arg("gradient_groups"),
+          py::arg("recompute_grain"), py::arg("steps"), py::call_guard<py::gil_scoped_release>())
       .def(
           "set_bytes",
           [](Pipeline& pipeline, std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes,

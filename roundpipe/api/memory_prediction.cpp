@@ -206,8 +206,10 @@ MemoryPrediction predict_step(runtime::Pipeline& pipeline, const StepShape& shap
   sizes.gradient_groups = options.gradient_groups;
 
   const auto plans = [&](int steps) {
-    return runtime::preview_plans(model, options.route, schedule::PlanMode::kFused, shape.microbatches,
-                                  options.gradient_groups, pipeline.planner(), *engine, steps);
+    return runtime::preview_plans(
+        model, options.route,
+        {schedule::PlanMode::kFused, shape.microbatches, options.gradient_groups, options.recompute_grain},
+        pipeline.planner(), *engine, steps);
   };
   const simulate::DeviceRules rules{cap_of(*engine), engine->worker(0).device().copies_on_compute_cores()};
   pipeline.planner().set_bytes(kept, passed_on, 0);

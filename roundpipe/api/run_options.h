@@ -27,7 +27,8 @@ struct RunOptions {
   // Microbatches are cut into so many consecutive groups, and gradients are summed within each group, then over the
   // groups. Devices may share a trainable layer by whole groups. See schedule::GradientGroups.
   int gradient_groups = runtime::CallOptions{}.gradient_groups;
-  // kStage keeps only a stage's inputs until its backward; kLayer recomputes layer by layer, in less memory.
+  // kStage keeps only a stage's inputs until its backward; kLayer keeps those of every layer and runs the backward
+  // layer by layer, in less memory: its stages have one layer each, also where longer ones are given.
   RecomputeGrain recompute_grain = runtime::CallOptions{}.recompute_grain;
   // Whether a recomputation draws the same random numbers as the forward.
   bool preserve_rng_state = runtime::CallOptions{}.preserve_rng_state;

@@ -10,7 +10,9 @@ namespace roundpipe {
 // staged ahead.
 inline constexpr int kStagedMicrobatches = 3;
 
-// What the backward of a stage recomputes at a time: the whole stage, whose graph it then holds, or one layer.
+// What the backward of a stage recomputes at a time: the whole stage, whose graph it then holds, or one layer. Backward
+// stages of one layer each are recomputed from their own inputs; in a longer one, forwards run once more (see
+// MicrobatchRunner), so plans have one only where the host has no room for the inputs of every layer.
 enum class RecomputeGrain { kStage, kLayer };
 
 // Whether `held_bytes` fit under a device's cap; 0 = no cap.

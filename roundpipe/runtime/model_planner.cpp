@@ -70,15 +70,13 @@ schedule::TimingRules rules_of(bool asynchronous) {
   return rules;
 }
 
-// What a step may leave waiting. `overlap`: two steps at a time.
-int64_t room_on_host(bool overlap) { return std::max<int64_t>(1, memory::room_for_values() / (overlap ? 2 : 1)); }
-
 schedule::PlannerOptions options_of(const PlanRequest& request) {
   schedule::PlannerOptions options;
   options.mode = request.mode;
   options.microbatches = request.microbatches;
   options.gradient_groups = request.gradient_groups;
   options.first_backward_layer = request.first_backward_layer;
+  options.single_backward_layers = request.recompute_grain == RecomputeGrain::kLayer;
   return options;
 }
 
@@ -234,7 +232,12 @@ ModelPlanner::Room ModelPlanner::room(Engine& engine, const LayerCosts& costs, i
   return room;
 }
 
-Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, const schedule::Stages& simple,
+int64_t ModelPlanner::room_on_host(bool overlap) const {
+  if (host_room_bytes_ > 0) return host_room_bytes_;
+  return std::max<int64_t>(1, memory::room_for_values() / (overlap ? 2 : 1));
+}
+
+Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, const Cut& simple,
                         const Current* current) const {
   const PlanRequest& request = key.request;
   LayerCosts costs = basis.costs;
@@ -250,7 +253,7 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
     const int64_t moved_bytes = 2 * costs[l].weight_bytes + costs[l].gradient_bytes;
     costs[l].saved_bytes = std::max<int64_t>(0, times * room.held_bytes[l] - moved_bytes);
   }
-  const schedule::CostSums sums(costs, request.first_backward_layer);
+  const schedule::CostSums sums = schedule::sums_of(costs, options_of(request));
   int64_t single_bytes = 0;  // each layer by itself must be possible
   for (int l = 0; l < sums.layers(); ++l)
     single_bytes = std::max(single_bytes, sums.visit_bytes({l, l + 1}, request.mode != PlanMode::kInference));
@@ -270,9 +273,10 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
   }
   options.max_fused_layers = sums.layers();
   options.promises = false;
-  if (room.least() > 0 && request.mode == PlanMode::kFused) options.max_fused_layers = simple.backward.front().size();
+  if (room.least() > 0 && request.mode == PlanMode::kFused)
+    options.max_fused_layers = simple.backward.front().layers.size();
 
-  const Plan least = schedule::to_recipe(schedule::to_cut(simple), sums, key.devices, options.plan);
+  const Plan least = schedule::to_recipe(simple, sums, key.devices, options.plan);
   const double moves_ms =
       schedule::least_time(schedule::moved_bytes(least, costs, sums), cluster, options.update_gb_per_s).ms;
   const double work_ms = schedule::work_ms(least, sums);
@@ -288,14 +292,13 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
     return simulate::search_links(costs, cluster, options, links).front().cut;
   };
   std::optional<Cut> best;
-  if (request.mode != PlanMode::kInference)
-    options.max_waiting_bytes = host_room_bytes_ > 0 ? host_room_bytes_ : room_on_host(basis.early);
+  if (request.mode != PlanMode::kInference) options.max_waiting_bytes = room_on_host(basis.early);
   while (!best) {
     try {
       best = search();
     } catch (const schedule::HostTooSmall&) {
-      // It may still be possible: values that wait can be swapped out.
-      options.max_waiting_bytes *= 2;
+      // With longer stages, forwards run once more. Else it may still be possible: values that wait can be swapped out.
+      if (!std::exchange(options.plan.single_backward_layers, false)) options.max_waiting_bytes *= 2;
     }
   }
   // Forward stages keep to the limit of backward stages, since their weights lie in memory beside the values of one.
@@ -313,9 +316,14 @@ ModelPlanner::Made ModelPlanner::make(Engine& engine, const Key& key, const Basi
     held[l].weight_bytes = limits.held_bytes[l];
     held[l].gradient_bytes = held[l].saved_bytes = 0;
   }
-  const schedule::Stages simple = schedule::choose_stages(held, key.devices, options);
-  const schedule::CostSums sums(basis.costs, options.first_backward_layer);
-  const Cut cut = basis.measured ? found(key, basis, limits, simple, current) : schedule::to_cut(simple);
+  Cut simple = schedule::to_cut(schedule::choose_stages(held, key.devices, options));
+  const schedule::CostSums sums = schedule::sums_of(basis.costs, options);
+  if (options.single_backward_layers) {
+    Cut single = schedule::with_single_backward_layers(simple, options.mode);
+    const bool has_room = schedule::waiting_bytes(single, sums, options.microbatches) <= room_on_host(basis.early);
+    if (has_room) simple = std::move(single);
+  }
+  const Cut cut = basis.measured ? found(key, basis, limits, simple, current) : simple;
   const Plan recipe = schedule::to_recipe(cut, sums, key.devices, options);
   Cluster cluster;
   if (basis.measured) cluster = basis.machine.cluster;

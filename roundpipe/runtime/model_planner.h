@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include <roundpipe/core/memory_rules.h>
 #include <roundpipe/runtime/cost_meter.h>
 #include <roundpipe/runtime/engine.h>
 #include <roundpipe/schedule/search.h>
@@ -41,8 +42,9 @@ struct PlanRequest {
   schedule::PlanMode mode = schedule::PlanMode::kFused;
   int microbatches = 1;
   int gradient_groups = 1;  // see schedule::GradientGroups
+  RecomputeGrain recompute_grain = RecomputeGrain::kStage;
   int first_backward_layer = 0;
-  std::vector<char> trained;  // [layer]: whether it sums gradients
+  std::vector<char> trained = {};  // [layer]: whether it sums gradients
 
   auto operator<=>(const PlanRequest&) const = default;
 };
@@ -55,8 +57,9 @@ std::vector<char> trained_layers(const std::vector<std::vector<char>>& trainable
 // numbers, from the plan in use, which it keeps unless it finds a better one. A plan from measurements counts every
 // byte where the links' rates matter (simulate::search_links). Steps overlap only while batches are submitted early.
 // Devices are placed step by step (schedule::Placer), and share layers that sum gradients by whole groups only, so that
-// the sums do not depend on the plan. The search's effort is counted: on an idle core it takes about as long as a step,
-// at least 0.05 s and at most 1 s.
+// the sums do not depend on the plan. Where layers are recomputed one by one, each has a backward stage of its own,
+// unless the host has no room for the inputs of all of them. The search's effort is counted: on an idle core it takes
+// about as long as a step, at least 0.05 s and at most 1 s.
 // Thread safety: one thread at a time.
 class ModelPlanner {
  public:
@@ -142,9 +145,11 @@ class ModelPlanner {
   // With so many devices, since their number may change while a plan is made.
   MeasuredMachine machine(Engine& engine, int devices) const;
   Room room(Engine& engine, const schedule::LayerCosts& costs, int devices) const;
+  // What a step may leave waiting on the host. `overlap`: two steps at a time.
+  int64_t room_on_host(bool overlap) const;
   // `current`: what is in use, if it may be kept.
   Made make(Engine& engine, const Key& key, const Basis& basis, const Current* current = nullptr) const;
-  schedule::Cut found(const Key& key, const Basis& basis, const Room& room, const schedule::Stages& simple,
+  schedule::Cut found(const Key& key, const Basis& basis, const Room& room, const schedule::Cut& simple,
                       const Current* current) const;
 
   static constexpr double kNewShare = 0.3;  // the weight of the latest call in a smoothed share

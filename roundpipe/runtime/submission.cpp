@@ -35,9 +35,9 @@ bool has_trainable(const Call& call, size_t block) {
   return false;
 }
 
-Plan plan_stages(schedule::Stages stages, int layers, const schedule::PlannerOptions& options, int devices) {
-  const PlanMode mode = options.mode;
-  const int first_backward_layer = options.first_backward_layer;
+Plan plan_stages(schedule::Stages stages, int layers, const PlanRequest& request, int first_device, Engine& engine) {
+  const PlanMode mode = request.mode;
+  const int first_backward_layer = request.first_backward_layer;
   std::vector<Range> backward;
   for (const Range& stage : stages.backward) {
     if (mode == PlanMode::kInference) break;
@@ -54,7 +54,14 @@ Plan plan_stages(schedule::Stages stages, int layers, const schedule::PlannerOpt
                "stage run its own forward: add forward stages of these layers"));
   }
   stages.backward = std::move(backward);
-  return schedule::make_plan(stages, layers, devices, options);
+  if (request.recompute_grain == RecomputeGrain::kLayer)
+    stages = schedule::to_stages(schedule::with_single_backward_layers(schedule::to_cut(stages), mode));
+  schedule::PlannerOptions options;
+  options.mode = mode;
+  options.microbatches = request.microbatches;
+  options.first_device = first_device;
+  options.first_backward_layer = first_backward_layer;
+  return schedule::make_plan(stages, layers, std::max(1, engine.size()), options);
 }
 
 // Throws unless every job that makes gradients makes those of whole groups.
@@ -91,51 +98,44 @@ void check_fits(const Plan& plan, const Call& call, PlanMode mode, int first_bac
   check_groups(plan, call);
 }
 
+Plan given_plan(const Plan& plan, RecomputeGrain grain) {
+  return grain == RecomputeGrain::kLayer ? schedule::with_single_backward_layers(plan) : plan;
+}
+
+int next_device(Engine& engine) { return engine.first_device() % std::max(1, engine.size()); }
+
 }  // namespace
 
 Plan plan_call(const Call& call, const Route& route, PlanMode mode, ModelPlanner& planner, Engine& engine) {
   const bool backward = mode != PlanMode::kInference;
-  std::vector<char> trained = trained_layers(call.trainable);
-  const int first_backward_layer = !backward || call.input_gradients ? 0 : lowest_trained(trained);
+  PlanRequest request{mode, call.options.microbatches, call.options.gradient_groups, call.options.recompute_grain};
+  request.trained = trained_layers(call.trainable);
+  request.first_backward_layer = !backward || call.input_gradients ? 0 : lowest_trained(request.trained);
   if (const auto* stages = std::get_if<schedule::Stages>(&route)) {
-    schedule::PlannerOptions options;
-    options.mode = mode;
-    options.microbatches = call.options.microbatches;
-    const int devices = std::max(1, engine.size());
-    options.first_device = engine.first_device() % devices;
-    options.first_backward_layer = first_backward_layer;
-    Plan plan = plan_stages(*stages, call.model->layer_count(), options, devices);
+    Plan plan = plan_stages(*stages, call.model->layer_count(), request, next_device(engine), engine);
     engine.advance(static_cast<int>(plan.jobs.size()));
     return plan;
   }
   if (const auto* plan = std::get_if<Plan>(&route)) {
-    check_fits(*plan, call, mode, first_backward_layer, engine);
-    return *plan;
+    check_fits(*plan, call, mode, request.first_backward_layer, engine);
+    return given_plan(*plan, request.recompute_grain);
   }
-  return planner.next(engine, {mode, call.options.microbatches, call.options.gradient_groups, first_backward_layer,
-                               std::move(trained)});
+  return planner.next(engine, request);
 }
 
-std::vector<Plan> preview_plans(const ModelState& model, const Route& route, PlanMode mode, int microbatches,
-                                int gradient_groups, const ModelPlanner& planner, Engine& engine, int steps) {
-  if (const auto* plan = std::get_if<Plan>(&route)) return std::vector<Plan>(static_cast<size_t>(steps), *plan);
-  std::vector<char> trained = trained_layers(model.trainable());
-  const int first_backward_layer = mode == PlanMode::kInference ? 0 : lowest_trained(trained);
+std::vector<Plan> preview_plans(const ModelState& model, const Route& route, PlanRequest request,
+                                const ModelPlanner& planner, Engine& engine, int steps) {
+  if (const auto* plan = std::get_if<Plan>(&route))
+    return std::vector<Plan>(static_cast<size_t>(steps), given_plan(*plan, request.recompute_grain));
+  request.trained = trained_layers(model.trainable());
+  request.first_backward_layer = request.mode == PlanMode::kInference ? 0 : lowest_trained(request.trained);
   const auto* stages = std::get_if<schedule::Stages>(&route);
-  if (stages == nullptr) {
-    const PlanRequest request{mode, microbatches, gradient_groups, first_backward_layer, std::move(trained)};
-    return planner.preview(engine, request, steps);
-  }
-  schedule::PlannerOptions options;
-  options.mode = mode;
-  options.microbatches = microbatches;
-  const int devices = std::max(1, engine.size());
-  options.first_device = engine.first_device() % devices;
-  options.first_backward_layer = first_backward_layer;
+  if (stages == nullptr) return planner.preview(engine, request, steps);
   std::vector<Plan> plans;
+  int first_device = next_device(engine);
   for (int step = 0; step < steps; ++step) {
-    plans.push_back(plan_stages(*stages, model.layer_count(), options, devices));
-    options.first_device = (options.first_device + static_cast<int>(plans.back().jobs.size())) % devices;
+    plans.push_back(plan_stages(*stages, model.layer_count(), request, first_device, engine));
+    first_device = (first_device + static_cast<int>(plans.back().jobs.size())) % std::max(1, engine.size());
   }
   return plans;
 }

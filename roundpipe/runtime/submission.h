@@ -14,15 +14,16 @@ namespace roundpipe::runtime {
 // by this plan, including its devices.
 using Route = std::variant<std::monostate, schedule::Stages, schedule::Plan>;
 
-// Returns the plan of the call. Backward stages end at the lowest layer that needs a backward.
+// Returns the plan of the call. Backward stages end at the lowest layer that needs a backward, and given ones are cut
+// into single layers if the call recomputes by layer, so that each is recomputed from its own inputs.
 // Throws std::invalid_argument for stages or a plan that does not fit the model, the batch or the pool.
 schedule::Plan plan_call(const Call& call, const Route& route, schedule::PlanMode mode, ModelPlanner& planner,
                          Engine& engine);
 
-// Returns the plans that the next calls would have, one each, without making a call.
-std::vector<schedule::Plan> preview_plans(const ModelState& model, const Route& route, schedule::PlanMode mode,
-                                          int microbatches, int gradient_groups, const ModelPlanner& planner,
-                                          Engine& engine, int steps);
+// Returns the plans that the next calls would have, one each, without making a call. Of the request, what the model
+// knows (its trained layers) is not read.
+std::vector<schedule::Plan> preview_plans(const ModelState& model, const Route& route, PlanRequest request,
+                                          const ModelPlanner& planner, Engine& engine, int steps);
 
 // Makes the events of every boundary that the plan's jobs write or read, and notes which values the backward needs.
 void open_boundaries(Call& call, const schedule::Plan& plan);

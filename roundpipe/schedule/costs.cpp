@@ -90,8 +90,16 @@ std::int64_t largest_room_bytes(const Cluster& cluster) {
   return room_bytes;
 }
 
-CostSums::CostSums(const LayerCosts& costs, int first_backward_layer)
-    : forward_{0}, recompute_{0}, backward_{0}, weight_{0}, gradient_{0}, partial_sum_{0}, saved_{0}, trained_{0} {
+CostSums::CostSums(const LayerCosts& costs, int first_backward_layer, int single_below)
+    : forward_{0},
+      recompute_{0},
+      backward_{0},
+      weight_{0},
+      gradient_{0},
+      partial_sum_{0},
+      saved_{0},
+      trained_{0},
+      single_below_(single_below) {
   for (std::size_t layer = 0; layer < costs.size(); ++layer) {
     const LayerCost& cost = costs[layer];
     const bool backward = static_cast<int>(layer) >= first_backward_layer;

@@ -59,8 +59,9 @@ std::int64_t largest_room_bytes(const Cluster& cluster);
 // Sums costs over consecutive layers in constant time.
 class CostSums {
  public:
-  // Backward times and gradients count from `first_backward_layer` up.
-  explicit CostSums(const LayerCosts& costs, int first_backward_layer = 0);
+  // Backward times and gradients count from `first_backward_layer` up. A backward visit that ends at the layer
+  // `single_below` or lower has one layer.
+  explicit CostSums(const LayerCosts& costs, int first_backward_layer = 0, int single_below = 0);
 
   int layers() const { return static_cast<int>(forward_.size()) - 1; }
   // Times are for one microbatch on a device of speed 1.
@@ -84,9 +85,15 @@ class CostSums {
   // boundary values in and two out and, if it goes backward, gradients and one microbatch's saved activations.
   // `least`: without the weights of the next visit.
   std::int64_t visit_bytes(Range layers, bool backward, bool least = false) const;
-  // Whether a visit fits `room_bytes` (0 = unlimited). A single layer may do without the weights of the next visit.
+  // Whether a stage may have these layers, wherever it fits.
+  bool may_be_stage(Range layers, bool backward) const {
+    return !backward || layers.size() == 1 || layers.last > single_below_;
+  }
+  // Whether a visit is that of a possible stage and fits `room_bytes` (0 = unlimited). A single layer may do without
+  // the weights of the next visit.
   bool fits(Range layers, bool backward, std::int64_t room_bytes) const {
-    return room_bytes == 0 || visit_bytes(layers, backward, layers.size() == 1) <= room_bytes;
+    return may_be_stage(layers, backward) &&
+           (room_bytes == 0 || visit_bytes(layers, backward, layers.size() == 1) <= room_bytes);
   }
 
  private:
@@ -98,6 +105,7 @@ class CostSums {
   std::vector<double> forward_, recompute_, backward_;
   std::vector<std::int64_t> weight_, gradient_, partial_sum_, saved_, activation_;
   std::vector<int> trained_;
+  int single_below_;
 };
 
 }  // namespace roundpipe::schedule

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <stdexcept>
+#include <utility>
 
 #include <roundpipe/schedule/gradient_groups.h>
 #include <roundpipe/schedule/progress.h>
@@ -47,6 +48,20 @@ std::string describe(std::span<const CutStage> stages) {
 }
 
 }  // namespace
+
+Cut with_single_backward_layers(Cut cut, PlanMode mode) {
+  std::vector<CutStage> stages;
+  for (const CutStage& stage : cut.backward) {
+    if (mode == PlanMode::kFused && stages.empty()) {
+      stages.push_back(stage);
+      continue;
+    }
+    for (int layer = stage.layers.last; layer-- > stage.layers.first;)
+      stages.push_back({{layer, layer + 1}, stage.replicas});
+  }
+  cut.backward = std::move(stages);
+  return cut;
+}
 
 std::string to_string(const Cut& cut) {
   std::string text = "forward ";
@@ -130,7 +145,7 @@ PartitionTable partitions_of(const CostSums& sums, Range layers, bool backward, 
   for (int end = layers.first + 1; end <= layers.last; ++end) {
     const Range whole{layers.first, end};
     prefix.push_back(backward ? sums.recompute_ms(whole) + sums.backward_ms(whole) : sums.forward_ms(whole));
-    while (room_bytes > 0 && first < end - 1 && sums.visit_bytes({first, end}, backward) > room_bytes) ++first;
+    while (first < end - 1 && !sums.fits({first, end}, backward, room_bytes)) ++first;
     first_that_fits.push_back(first - layers.first);
   }
   return {layers.first, std::move(prefix), std::move(first_that_fits)};
@@ -171,7 +186,7 @@ double limit_of(Range layers, int min_stages, double threshold, CostOf cost_of) 
 }  // namespace
 
 Stages greedy_stages(const LayerCosts& costs, int devices, const PlannerOptions& options) {
-  const CostSums sums(costs, options.first_backward_layer);
+  const CostSums sums = sums_of(costs, options);
   const int min_stages = options.min_stages > 0 ? options.min_stages : devices;
   Stages stages;
   Range forward{0, sums.layers()};

@@ -33,6 +33,8 @@ struct Cut {
 // Stages have no replicas and no interleaving: to_cut sets one replica and no overlap, to_stages drops both.
 Cut to_cut(const Stages& stages);
 Stages to_stages(const Cut& cut);
+// Cuts the backward stages, but a fused one, into single layers with the same replicas.
+Cut with_single_backward_layers(Cut cut, PlanMode mode);
 // "forward 16x1 39x2 | backward 1x1*4 94x1 | interleave 1.25": 39x2 is 39 stages of two layers, *4 is four replicas. A
 // fused stage is the first of `backward`; an interleave of 1 is left out.
 std::string to_string(const Cut& cut);
@@ -53,14 +55,15 @@ double traffic_ratio(const Plan& plan, const CostSums& sums);
 // model are not counted.
 std::int64_t waiting_bytes(const Cut& cut, const CostSums& sums, int microbatches);
 
-// The partitions of `layers` in which no stage of several layers exceeds the device memory for a visit, `room_bytes` (0
-// = no cap; see CostSums::visit_bytes). `backward`: a stage costs recompute + backward, and its memory includes
-// gradients and saved activations; otherwise it costs its forward.
+// The partitions of `layers` into possible stages, of which none of several layers exceeds the device memory for a
+// visit, `room_bytes` (0 = no cap; see CostSums::fits). `backward`: a stage costs recompute + backward, and its memory
+// includes gradients and saved activations; otherwise it costs its forward.
 PartitionTable partitions_of(const CostSums& sums, Range layers, bool backward, std::int64_t room_bytes);
 
 // Fills stages greedily up to threshold * max(longest layer, total / min_stages), as the published planner does.
 // Backward stages are filled from the last layers down.
-// REQUIRES: costs and options that choose_stages accepts (they are not checked). max_stage_bytes has no effect.
+// REQUIRES: costs and options that choose_stages accepts (they are not checked). max_stage_bytes and
+// single_backward_layers have no effect.
 Stages greedy_stages(const LayerCosts& costs, int devices, const PlannerOptions& options);
 
 }  // namespace roundpipe::schedule

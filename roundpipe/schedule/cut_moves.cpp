@@ -69,6 +69,7 @@ std::optional<Cut> CutMoves::moved(Cut cut, std::mt19937& random) const {
   if (stages.size() <= fixed) return std::nullopt;
   const std::size_t i = fixed + static_cast<std::size_t>(below(stages.size() - fixed));
   const int move = below(options_.replicas ? 12 : 7);
+  if (!forward && options_.plan.single_backward_layers && move < 7) return std::nullopt;
   if (move < 5) {  // a layer to the neighbour
     if (i + 1 >= stages.size()) return std::nullopt;
     CutStage& low = forward ? stages[i] : stages[i + 1];

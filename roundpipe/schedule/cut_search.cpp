@@ -61,7 +61,7 @@ class CutSearch {
       : costs_(costs),
         cluster_(cluster),
         options_(options),
-        sums_(costs, options.plan.first_backward_layer),
+        sums_(sums_of(costs, options.plan)),
         layers_(sums_.layers()),
         devices_(static_cast<int>(cluster.devices.size())),
         room_bytes_(largest_room_bytes(cluster)),
@@ -173,7 +173,7 @@ class CutSearch {
       const bool forward = i < cut.forward.size();
       const CutStage& stage = forward ? cut.forward[i] : cut.backward[i - cut.forward.size()];
       if (!fits(stage.layers, !forward)) {
-        memory_binds_ = true;
+        memory_binds_ |= sums_.may_be_stage(stage.layers, !forward);
         return std::numeric_limits<double>::infinity();
       }
     }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 namespace roundpipe::schedule {
 
@@ -186,6 +187,22 @@ void validate(const Plan& plan, PlanMode mode) {
     fail("plan.first_backward_layer is " + std::to_string(plan.first_backward_layer) + ", expected 0 to " +
          std::to_string(plan.layers));
   Walk(plan, mode).run();
+}
+
+Plan with_single_backward_layers(Plan plan) {
+  std::vector<Job> jobs;
+  for (const Job& job : plan.jobs) {
+    if (job.phase != Phase::kBackward) {
+      jobs.push_back(job);
+      continue;
+    }
+    for (int layer = job.layers.last; layer-- > job.layers.first;) {
+      jobs.push_back(job);
+      jobs.back().layers = {layer, layer + 1};
+    }
+  }
+  plan.jobs = std::move(jobs);
+  return plan;
 }
 
 JobIndex::JobIndex(const Plan& plan) : microbatches_(plan.microbatches) {

@@ -70,6 +70,9 @@ PlanMode mode_of(const Plan& plan);
 //   layers; in kTrain, the backward of the last layer comes after the forward of every microbatch.
 void validate(const Plan& plan, PlanMode mode);
 
+// Cuts each backward job of several layers into jobs of one layer on the same device, the last layer first.
+Plan with_single_backward_layers(Plan plan);
+
 // Finds the job that runs a layer for a microbatch.
 class JobIndex {
  public:

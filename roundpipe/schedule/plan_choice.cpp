@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <tuple>
+#include <utility>
 
 #include <roundpipe/schedule/moved_bytes.h>
 
@@ -42,15 +43,16 @@ void score(PlanChoice& choice, const LayerCosts& costs, const CostSums& sums, co
 }
 
 Cut limited_cut(Cut cut, int layers, const SearchOptions& options) {
-  if (options.plan.mode != PlanMode::kFused) return cut;
-  const Range fused = cut.backward.front().layers;
-  const int first = std::max(fused.first, layers - options.max_fused_layers);
-  if (first == fused.first) return cut;
-  cut.backward.front().layers.first = first;
-  cut.forward.push_back({{fused.first, first}, 1});
-  const int lowest = std::max(fused.first, options.plan.first_backward_layer);
-  if (lowest < first) cut.backward.insert(cut.backward.begin() + 1, {{lowest, first}, 1});
-  return cut;
+  const PlanMode mode = options.plan.mode;
+  if (mode == PlanMode::kFused) {
+    const Range fused = cut.backward.front().layers;
+    const int first = std::max(fused.first, layers - options.max_fused_layers);
+    const int lowest = std::max(fused.first, options.plan.first_backward_layer);
+    cut.backward.front().layers.first = first;
+    if (fused.first < first) cut.forward.push_back({{fused.first, first}, 1});
+    if (lowest < first) cut.backward.insert(cut.backward.begin() + 1, {{lowest, first}, 1});
+  }
+  return options.plan.single_backward_layers ? with_single_backward_layers(std::move(cut), mode) : cut;
 }
 
 void settle_ties(std::vector<PlanChoice>& choices, const CostSums& sums) {

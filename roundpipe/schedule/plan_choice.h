@@ -54,7 +54,8 @@ struct PlanChoice {
 void score(PlanChoice& choice, const LayerCosts& costs, const CostSums& sums, const Cluster& cluster,
            const SearchOptions& options, int steps);
 
-// Shrinks the fused stage to max_fused_layers; the other layers get a forward and a backward stage of their own.
+// Shrinks the fused stage to max_fused_layers; the other layers get a forward and a backward stage of their own. Keeps
+// to single_backward_layers.
 Cut limited_cut(Cut cut, int layers, const SearchOptions& options);
 
 // Thrown if no plan exists because one layer alone does not fit the largest device.

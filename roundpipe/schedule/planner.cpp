@@ -57,6 +57,12 @@ std::vector<Range> cut(const LayerCosts& costs, Range layers, int min_stages, co
 
 }  // namespace
 
+CostSums sums_of(const LayerCosts& costs, const PlannerOptions& options) {
+  const int layers = static_cast<int>(costs.size());
+  const int below = !options.single_backward_layers ? 0 : options.mode == PlanMode::kFused ? layers - 1 : layers;
+  return CostSums(costs, options.first_backward_layer, below);
+}
+
 Stages choose_stages(const LayerCosts& costs, int devices, const PlannerOptions& options) {
   validate(costs);
   const int layers = static_cast<int>(costs.size());

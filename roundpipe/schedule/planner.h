@@ -26,9 +26,15 @@ struct PlannerOptions {
   // stage with gradients covers whole groups, so such a stage has at most this many replicas. 0 = replicas may cut
   // microbatches anywhere.
   int gradient_groups = 0;
+  // A search gives each backward stage one layer, unless it is fused: for backward passes layer by layer, each from its
+  // own inputs.
+  bool single_backward_layers = false;
   // The device of the first job. A caller can continue where the last plan stopped.
   int first_device = 0;
 };
+
+// The sums of `costs` for plans with these options.
+CostSums sums_of(const LayerCosts& costs, const PlannerOptions& options);
 
 // The layers cut into stages. Both lists are in execution order.
 struct Stages {

@@ -38,7 +38,7 @@ std::vector<PlanChoice> search(const LayerCosts& costs, const Cluster& cluster, 
     one.seed += kSeedsOfSearch;
   } while (left > 0 && (all.empty() || all.front().rating.bubble >= kNoBubble));
   if (all.empty()) throw_no_plan(runs, options);
-  settle_ties(all, CostSums(costs, options.plan.first_backward_layer));
+  settle_ties(all, sums_of(costs, options.plan));
   all.resize(std::min(all.size(), static_cast<std::size_t>(options.finalists)));
   for (PlanChoice& choice : all) {
     if (!choice.limit.empty()) continue;

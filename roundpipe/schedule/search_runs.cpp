@@ -116,7 +116,7 @@ bool is_within(const SearchOptions& tight, const SearchOptions& loose) {
 
 std::vector<SearchRun> search_runs(const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options) {
   check(costs, cluster, options);
-  const CostSums sums(costs, options.plan.first_backward_layer);
+  const CostSums sums = sums_of(costs, options.plan);
   std::vector<SearchRun> runs;
   for (SearchOptions& limits : runs_of(options, sums.trains({0, sums.layers()}))) {
     std::vector<const PlanChoice*> inherited;

@@ -85,7 +85,7 @@ LinkRating::LinkRating(const LayerCosts& costs, const Cluster& cluster, const sc
       options_(options),
       rules_(rules),
       hops_(with_hops(costs, cluster)),
-      sums_(costs, options.plan.first_backward_layer),
+      sums_(schedule::sums_of(costs, options.plan)),
       has_caps_(schedule::largest_room_bytes(cluster) > 0),
       effort_share_(effort_share) {
   for (const schedule::ClusterDevice& device : cluster.devices) speeds_ += device.speed;

@@ -29,8 +29,9 @@ class RoundPipeRunConfig:
         requires_grad: whether the outputs carry gradients. Default: the grad mode at the call.
         output_device: device of the merged outputs. Default: cpu.
         preserve_rng_state: whether recompute draws the same random numbers as the forward. Default: True.
-        recompute_grain: "stage" keeps only a stage's inputs until its backward, "layer" runs the backward
-            layer by layer in less memory. Default: "stage".
+        recompute_grain: "stage" keeps only a stage's inputs until its backward, "layer" keeps those of every layer and
+            runs the backward layer by layer, in less memory: its stages have one layer each, also where longer ones are
+            given. Default: "stage".
         tied_grad_accumulation: the order in which the gradients of a tied parameter are added. "layer" sums each
             layer's gradients over the microbatches on the device, then adds the layers' sums. "microbatch" adds the
             gradients of all layers for every microbatch, as a loop of backward passes does, and moves them to the host

@@ -201,7 +201,7 @@ class StepMemory:
         footprints = self._footprints(step)
         self._tell_planner(step, footprints, grain)
         found = self._device(step, grain, footprints, self._device_budget or self._cap())
-        return MemoryPrediction(found, self._host(step), grain, _activations(self._pipeline, step))
+        return MemoryPrediction(found, self._host(step, grain), grain, _activations(self._pipeline, step, grain))
 
     def last(self) -> MemoryPrediction | None:
         """The last prediction that planned a step, with what has been measured since."""
@@ -212,9 +212,9 @@ class StepMemory:
     def _fit(self, step: StepShape, grain: RecomputeGrain, budget: int) -> RecomputeGrain:
         footprints = self._footprints(step)
         tried, wanted = self._least(step, grain, footprints, budget)
-        self._last = MemoryPrediction(wanted, self._host(step), tried, _activations(self._pipeline, step))
+        self._last = MemoryPrediction(wanted, self._host(step, tried), tried, _activations(self._pipeline, step, tried))
         if self._host_budget is not None:
-            refuse_host("RoundPipe", self._name, self._host_budget, lambda rule: self._host(step, rule))
+            refuse_host("RoundPipe", self._name, self._host_budget, lambda rule: self._host(step, tried, rule))
         if wanted.total > budget:
             change = self._change(step, footprints, budget, "device_memory=")
             refuse_device("RoundPipe", self._name, budget, wanted, change)
@@ -353,7 +353,9 @@ class StepMemory:
         outputs = [footprint.outputs for footprint in footprints]
         most = 0 if self._device_budget is None else _core.stage_limit_bytes(sizes, self._device_budget)
         self._pipeline.set_bytes(kept, outputs, most, 0)
-        plans = self._pipeline.preview_plans(step.route, step.mode, step.count, step.gradient_groups, _STEPS)
+        plans = self._pipeline.preview_plans(
+            step.route, step.mode, step.count, step.gradient_groups, GRAINS[grain], _STEPS
+        )
         largest = _core.largest_stage_bytes(plans, sizes)
         wanted = self._device(step, grain, footprints, self._device_budget or 0)
         self._pipeline.set_bytes(kept, outputs, largest, max(1, wanted.total - wanted.weights))
@@ -365,15 +367,17 @@ class StepMemory:
         footprints: Sequence[_core.LayerFootprint],
         limit: int,
     ) -> DeviceMemory:
-        plans = self._pipeline.preview_plans(step.route, step.mode, step.count, step.gradient_groups, _STEPS)
+        plans = self._pipeline.preview_plans(
+            step.route, step.mode, step.count, step.gradient_groups, GRAINS[grain], _STEPS
+        )
         waits = _core.Engine.current().copies_on_compute_cores()
         found = predict_device(plans, _sizes(self._pipeline, step, grain, footprints), limit, waits)
         return dataclasses.replace(found, work=int(found.work * self._correction))
 
-    def _host(self, step: StepShape, rule: UpdateRule = ADAM) -> HostPrediction:
+    def _host(self, step: StepShape, grain: RecomputeGrain, rule: UpdateRule = ADAM) -> HostPrediction:
         footprints = self._footprints(step)
         pipeline = self._pipeline
-        plan = pipeline.preview_plans(step.route, step.mode, step.count, step.gradient_groups, 1)[0]
+        plan = pipeline.preview_plans(step.route, step.mode, step.count, step.gradient_groups, GRAINS[grain], 1)[0]
         values = _core.waiting_on_host(plan, footprints, step.count)
         accumulation = ACCUMULATIONS[step.tied_grad_accumulation]
         sums = pipeline.partial_sum_bytes(plan, step.gradient_groups, accumulation)
@@ -425,8 +429,8 @@ class StepMemory:
         return min((cap for cap in caps if cap), default=0)
 
 
-def _activations(pipeline: _core.Pipeline, step: StepShape) -> tuple[Activations, ...]:
-    plan = pipeline.preview_plans(step.route, step.mode, step.count, step.gradient_groups, 1)[0]
+def _activations(pipeline: _core.Pipeline, step: StepShape, grain: RecomputeGrain) -> tuple[Activations, ...]:
+    plan = pipeline.preview_plans(step.route, step.mode, step.count, step.gradient_groups, GRAINS[grain], 1)[0]
     places: list[Activations] = ["recompute"] * plan.layers
     for job in plan.jobs:
         if job.phase == "fused":

@@ -12,6 +12,12 @@ from roundpipe.planning.costs import CostSet
 from roundpipe.planning.schedules import Request, choose, placed
 from roundpipe.planning.shapes import ModelShapes
 
+# How a step may recompute, the fastest first: the grain, and whether each backward stage has one layer. Layer by layer
+# in longer stages, forwards run once more, which only pays where the host has little room.
+_Way = tuple[RecomputeGrain, bool]
+_BY_STAGE: _Way = ("stage", False)
+_BY_LAYER: _Way = ("layer", True)
+_FROM_FEWER: _Way = ("layer", False)
 # Steps that a prediction follows: each step assigns devices again.
 _STEPS = 3
 # By how much the planner's share of a device's memory is lowered after each attempt that does not fit, at least.
@@ -161,15 +167,14 @@ def _fit(
     """A plan within that room on the host: the best that fits the devices, else the one that needs the least of them;
     None if there is none."""
     best: Fit | None = None
-    grains: tuple[RecomputeGrain, ...] = ("stage", "layer")
-    for grain in grains:
+    for way in (_BY_STAGE, _BY_LAYER) if host_room is None else (_BY_STAGE, _BY_LAYER, _FROM_FEWER):
         # The planner counts only weights, gradients and saved activations, and on the host only what layers pass on. So
         # lower its limits until the plan leaves room for everything else.
         share, room = 1.0, host_room
         for lower in _LOWER:
             if room is not None and room <= 0:
                 break
-            found = _with_share(request, layers, grain, share, memory, mode, room or 0)
+            found = _with_share(request, layers, way, share, memory, mode, room or 0)
             if found is None:
                 break
             if host_room is not None and room is not None and found.of_a_step > host_room:
@@ -188,14 +193,14 @@ def _over(request: Request, layers: Layers, memory: list[int], mode: _core.PlanM
     share, best = 1.0, None
     while best is None:
         share *= _MORE
-        best = _with_share(request, layers, "layer", share, memory, mode, 0)
+        best = _with_share(request, layers, _BY_LAYER, share, memory, mode, 0)
     return best
 
 
 def _with_share(
     request: Request,
     layers: Layers,
-    grain: RecomputeGrain,
+    way: _Way,
     share: float,
     memory: list[int],
     mode: _core.PlanMode,
@@ -203,6 +208,7 @@ def _with_share(
 ) -> Fit | None:
     """The planner's plan within that share of each device's memory, and what may wait on the host (0 = no limit); None
     if a layer or the least that waits is larger."""
+    grain, single = way
     # 0 would be no limit.
     room = [max(1, int(share * size)) if size else 0 for size in memory]
     kept = [
@@ -221,7 +227,9 @@ def _with_share(
     costs = dataclasses.replace(request.costs, layers=kept)
     links = None if request.links is None else costs.cluster(request.devices, room, with_links=True)
     cluster = costs.cluster(request.devices, room)
-    asked = dataclasses.replace(request, costs=costs, cluster=cluster, links=links, max_waiting=waiting)
+    asked = dataclasses.replace(
+        request, costs=costs, cluster=cluster, links=links, single_backward_layers=single, max_waiting=waiting
+    )
     try:
         choices = choose(asked, mode)
     except (_core.LayerTooLargeError, _core.HostTooSmallError):

@@ -56,6 +56,7 @@ class Request:
         replicas: whether stages may be split over microbatch ranges.
         gradient_groups: consecutive groups of microbatches whose gradients a step sums by themselves; replicas of a
             backward stage with gradients cover whole groups. 0 = they cut anywhere.
+        single_backward_layers: whether each backward stage but the fused one has one layer.
         max_waiting: limit of what waits on the host between stages, in bytes; 0 = no limit.
         effort: limit of the search, in microbatch visits.
         links: the same machine with its bandwidths, to simulate every byte; None = a fixed hop latency.
@@ -74,6 +75,7 @@ class Request:
     keep_layers: int = 1
     replicas: bool = True
     gradient_groups: int = 1
+    single_backward_layers: bool = False
     max_waiting: int = 0
     effort: int | None = None
     through_engine: bool = False
@@ -203,6 +205,7 @@ def choose(request: Request, mode: _core.PlanMode = _core.PlanMode.FUSED) -> lis
         gradient_groups=request.gradient_groups,
         interleave=request.interleave,
         max_fused_layers=request.keep_layers,
+        single_backward_layers=request.single_backward_layers,
         max_waiting_bytes=request.max_waiting,
         effort=_core.SEARCH_EFFORT if request.effort is None else request.effort,
         over_links=request.links is not None,

@@ -28,7 +28,11 @@ std::shared_ptr<ModelState> model_of(int layers) {
 
 // Of a model of so many layers, all of which train.
 PlanRequest fused(int layers, int microbatches, int gradient_groups = 1) {
-  return {schedule::PlanMode::kFused, microbatches, gradient_groups, 0,
+  return {schedule::PlanMode::kFused,
+          microbatches,
+          gradient_groups,
+          RecomputeGrain::kStage,
+          0,
           std::vector<char>(static_cast<size_t>(layers), 1)};
 }
 
@@ -122,6 +126,36 @@ TEST_CASE("model planner: what waits on the host has room there, if any plan can
   CHECK(waiting(11 * 5 * kOutputs) == free);  // as without a limit
   for (const int64_t stages : {4, 2, 1}) CHECK(waiting(stages * 5 * kOutputs) <= stages);
   CHECK(waiting(1) <= 2);
+}
+
+TEST_CASE(
+    "model planner: layer by layer, each layer is recomputed from its own inputs, if the host has room for them") {
+  constexpr int64_t kOutputs = 1000;
+  const auto model = model_of(12);
+  Engine engine(device::parse_devices("virtual:2"));
+  PlanRequest request = fused(12, 5);
+  request.recompute_grain = RecomputeGrain::kLayer;
+  const auto longest = [&](int64_t room, bool measured) {
+    ModelPlanner planner(*model);
+    if (measured) {
+      teach(planner, std::vector<double>(12, 10.0), kOutputs);
+    } else {
+      planner.set_bytes(std::vector<int64_t>(12, kOutputs), std::vector<int64_t>(12, kOutputs), 0);
+    }
+    planner.set_host_room(room);
+    const schedule::Plan plan = planner.next(engine, request);
+    schedule::validate(plan, schedule::PlanMode::kFused);
+    int layers = 0;
+    for (const schedule::Job& job : plan.jobs) {
+      if (job.phase == Phase::kBackward) layers = std::max(layers, job.layers.size());
+    }
+    return layers;
+  };
+  for (const bool measured : {false, true}) {
+    CHECK(longest(0, measured) == 1);
+    CHECK(longest(11 * 5 * kOutputs, measured) == 1);
+    CHECK(longest(3 * 5 * kOutputs, measured) > 1);
+  }
 }
 
 TEST_CASE("model planner: devices share a trainable layer by whole groups, and a frozen one in any way") {

@@ -8,6 +8,16 @@
 
 using namespace roundpipe::schedule;
 
+TEST_CASE("cut: backward stages of several layers become single layers, a fused one stays") {
+  Cut cut{{{{0, 3}, 1}, {{3, 4}, 2}}, {{{4, 6}, 1}, {{2, 4}, 2}, {{0, 2}, 1}}, 1.25};
+  const Cut fused = with_single_backward_layers(cut, PlanMode::kFused);
+  CHECK(to_string(fused) == "forward 1x3 1x1*2 | backward 1x2 2x1*2 2x1 | interleave 1.25");
+  CHECK((fused.backward.back().layers == Range{0, 1}));
+  cut.forward.push_back({{4, 6}, 1});
+  const Cut all = with_single_backward_layers(cut, PlanMode::kTrain);
+  CHECK(to_string(all) == "forward 1x3 1x1*2 1x2 | backward 2x1 2x1*2 2x1 | interleave 1.25");
+}
+
 TEST_CASE("partition table: the least sum of squares under a cap, against every partition") {
   std::mt19937 random(5);
   for (int round = 0; round < 300; ++round) {

@@ -57,6 +57,25 @@ std::string refusal(const Plan& plan, PlanMode mode) {
 
 }  // namespace
 
+TEST_CASE("plan: backward jobs of several layers become single layers, on the same devices") {
+  Plan plan{4, 2, 2, 0, {}};
+  plan.jobs = {{Phase::kForward, {0, 3}, {0, 2}, 0, 0},
+               {Phase::kFused, {3, 4}, {0, 2}, 1, 0.5},
+               {Phase::kBackward, {1, 3}, {0, 1}, 0, 0.625},
+               {Phase::kBackward, {1, 3}, {1, 2}, 1, 0.75},
+               {Phase::kBackward, {0, 1}, {0, 2}, 0, 0.875}};
+  const Plan cut = with_single_backward_layers(plan);
+  validate(cut, PlanMode::kFused);
+  const std::vector<Job> expected = {plan.jobs[0],
+                                     plan.jobs[1],
+                                     {Phase::kBackward, {2, 3}, {0, 1}, 0, 0.625},
+                                     {Phase::kBackward, {1, 2}, {0, 1}, 0, 0.625},
+                                     {Phase::kBackward, {2, 3}, {1, 2}, 1, 0.75},
+                                     {Phase::kBackward, {1, 2}, {1, 2}, 1, 0.75},
+                                     plan.jobs[4]};
+  CHECK((cut.jobs == expected));
+}
+
 TEST_CASE("plan: range") {
   const Range range{2, 5};
   CHECK(range.size() == 3);

@@ -350,14 +350,15 @@ std::vector<Cut> every_cut(int layers) {
 
 TEST_CASE("search: tiny cases against every plan without replicas") {
   std::mt19937 random(14);
-  for (int round = 0; round < 80; ++round) {
+  for (int round = 0; round < 100; ++round) {
     CAPTURE(round);
-    const bool limited = round >= 40;
+    const bool limited = round >= 40 && round < 80, single = round >= 80;
     const int layers = 2 + static_cast<int>(random() % 4), devices = 1 + static_cast<int>(random() % 3);
     LayerCosts costs = random_costs(random, layers);
     const Cluster cluster = cluster_of(devices);
     SearchOptions options = options_of(1 + static_cast<int>(random() % 4), false, 40'000'000);
     options.replicas = false;
+    options.plan.single_backward_layers = single;
     const int microbatches = options.plan.microbatches;
     if (limited) {
       for (LayerCost& cost : costs) cost.activation_bytes = 100 + static_cast<std::int64_t>(random() % 900);
@@ -372,6 +373,7 @@ TEST_CASE("search: tiny cases against every plan without replicas") {
           waiting += microbatches * costs[static_cast<std::size_t>(stage.layers.first) - 1].activation_bytes;
       }
       if (limited && waiting > options.max_waiting_bytes) continue;
+      if (single && cut.backward.size() < static_cast<std::size_t>(layers)) continue;
       const Plan recipe = to_recipe(cut, sums, devices, options.plan);
       least_ms = std::min(least_ms, rate(recipe, costs, cluster, options.rules, 1).step_ms);
     }
@@ -382,6 +384,32 @@ TEST_CASE("search: tiny cases against every plan without replicas") {
     const double found_ms = search(costs, cluster, options).front().rating.step_ms;
     REQUIRE(found_ms >= least_ms * (1 - 1e-9));
     REQUIRE(found_ms <= least_ms * (1 + kTie));
+  }
+}
+
+TEST_CASE("search: backward stages of one layer each, but the fused one") {
+  std::mt19937 random(29);
+  for (int round = 0; round < 16; ++round) {
+    CAPTURE(round);
+    const int layers = 3 + static_cast<int>(random() % 30);
+    const LayerCosts costs = random_costs(random, layers);
+    const Cluster cluster = cluster_of(1 + static_cast<int>(random() % 5), 1);
+    SearchOptions options = options_of(1 + static_cast<int>(random() % 9), random() % 2 == 0, 400'000);
+    options.max_fused_layers = 1 + static_cast<int>(random() % 3);
+    const bool fused = random() % 4 > 0;
+    options.plan.mode = fused ? PlanMode::kFused : PlanMode::kTrain;
+    options.plan.gradient_groups = options.plan.microbatches;
+    const int lowest = options.plan.first_backward_layer = static_cast<int>(random() % 3);
+    options.plan.single_backward_layers = true;
+    for (const PlanChoice& choice : search(costs, cluster, options)) {
+      validate(choice.recipe, options.plan.mode);
+      const std::vector<CutStage>& stages = choice.cut.backward;
+      const std::size_t first = fused ? 1 : 0;
+      const int end = fused ? stages.front().layers.first : layers;
+      CHECK(stages.size() == first + static_cast<std::size_t>(end - std::min(lowest, end)));
+      for (std::size_t i = first; i < stages.size(); ++i) CHECK(stages[i].layers.size() == 1);
+      CHECK(choice.limit != "device memory");
+    }
   }
 }
 
