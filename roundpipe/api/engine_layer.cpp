@@ -88,6 +88,8 @@ std::vector<std::shared_ptr<torch::nn::Module>> modules_of(const LayerInstance& 
   return instance.module ? instance.module->modules() : std::vector<std::shared_ptr<torch::nn::Module>>();
 }
 
+thread_local bool values_are_read = true;
+
 class Shell final : public runtime::LayerShell {
  public:
   Shell(std::shared_ptr<LayerInstance> instance, std::shared_ptr<std::atomic<int>> alive)
@@ -98,7 +100,13 @@ class Shell final : public runtime::LayerShell {
   }
   ~Shell() override { --*alive_; }
 
-  Values forward(const Values& inputs, const LayerContext& /*context*/) override { return instance_->run(inputs); }
+  Values forward(const Values& inputs, const LayerContext& context) override {
+    struct Scope {
+      explicit Scope(bool are_read) { values_are_read = are_read; }
+      ~Scope() { values_are_read = true; }
+    } const scope(context.outputs_are_read);
+    return instance_->run(inputs);
+  }
 
   void refresh(const std::shared_ptr<const void>& attributes) override {
     const Flags& flags = *static_cast<const Flags*>(attributes.get());
@@ -180,6 +188,8 @@ class EngineLayer final : public runtime::Layer {
 };
 
 }  // namespace
+
+bool outputs_are_read() { return values_are_read; }
 
 std::unique_ptr<runtime::Layer> make_engine_layer(std::string name, std::shared_ptr<LayerInstance> original) {
   return std::make_unique<EngineLayer>(std::move(name), std::move(original));

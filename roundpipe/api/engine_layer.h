@@ -13,4 +13,8 @@ namespace roundpipe {
 // parameters or buffers than the original, or shares a tensor with it.
 std::unique_ptr<runtime::Layer> make_engine_layer(std::string name, std::shared_ptr<LayerInstance> original);
 
+// For a layer's code: whether somebody reads the values of what it returns, as runtime::LayerContext says of the layer
+// that this thread runs.
+bool outputs_are_read();
+
 }  // namespace roundpipe

@@ -9,6 +9,7 @@
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
+#include <roundpipe/api/engine_layer.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/language/rotary.h>
 #include <roundpipe/models/masks.h>
@@ -161,6 +162,7 @@ Layer decoder_layer(const Config& config, int64_t index, NamedParameters paramet
                  if (hidden.positions.defined()) inputs.positions = hidden.positions;
                  inputs.attention = attention;
                  inputs.experts = options.experts;
+                 inputs.result_is_read = outputs_are_read();
                  inputs.mlp_chunk_tokens = options.mlp_chunk_tokens;
                  if (options.mlp_chunk_tokens == 0 && hidden.values.size(1) > kWholeMlpTokens) {
                    inputs.mlp_chunk_tokens = kWholeMlpTokens / 2;

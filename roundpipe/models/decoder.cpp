@@ -152,7 +152,8 @@ Tensor attend(const DecoderConfig& config, const DecoderWeights& weights, const 
 Tensor mlp_of(const DecoderConfig& config, const DecoderWeights& weights, const DecoderInputs& inputs,
               const Tensor& hidden, Tensor* router_logits) {
   if (!weights.moe) {
-    return ops::gated_mlp(hidden, weights.gate, weights.up, weights.down, config.activation, inputs.mlp_chunk_tokens);
+    return ops::gated_mlp(hidden, weights.gate, weights.up, weights.down, config.activation, inputs.mlp_chunk_tokens,
+                          inputs.result_is_read);
   }
   const MoeWeights& moe = *weights.moe;
   if (inputs.mlp_chunk_tokens == 0) return mixture_of_experts(config.moe, moe, inputs.experts, hidden, router_logits);

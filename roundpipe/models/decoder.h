@@ -74,6 +74,8 @@ struct DecoderInputs {
   std::optional<at::Tensor> positions;     // for kPacked: [rows or 1, tokens], where documents end as well
   Experts experts = Experts::kGrouped;     // of the layers that have them
   int64_t mlp_chunk_tokens = 0;            // tokens of a row whose inner activations of the MLP exist at a time; 0: all
+  bool result_is_read = true;  // else only the result's graph counts: its values may be any, and the last product of
+                               // the MLP is left out
 };
 
 // Computes the layer's new hidden states. It dispatches the operators that transformers' modelling code dispatches, in

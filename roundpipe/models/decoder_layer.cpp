@@ -19,7 +19,7 @@ class DecoderCode final : public NativeCode {
     set_lora(weights_, config_->lora);
   }
 
-  std::optional<Values> forward(const Values& inputs) override {
+  std::optional<Values> forward(const Values& inputs, const runtime::LayerContext& context) override {
     const DecoderCall* const call = call_(inputs);
     if (call == nullptr || call->inputs != inputs.tensors.size()) return std::nullopt;
     DecoderInputs given;
@@ -32,6 +32,7 @@ class DecoderCode final : public NativeCode {
     given.attention = call->attention;
     given.experts = call->experts;
     given.mlp_chunk_tokens = call->mlp_chunk_tokens;
+    given.result_is_read = context.outputs_are_read;
     at::Tensor logits;
     const bool keeps_logits = std::ranges::find(call->outputs, DecoderCall::kRouterLogits) != call->outputs.end();
     const at::Tensor result = decode(*config_, weights_, given, keeps_logits ? &logits : nullptr);

@@ -22,7 +22,7 @@ class HeadCode final : public NativeCode {
     config_ = std::static_pointer_cast<const HeadConfig>(config);
   }
 
-  std::optional<Values> forward(const Values& inputs) override {
+  std::optional<Values> forward(const Values& inputs, const runtime::LayerContext& /*context*/) override {
     const HeadCall* const call = call_(inputs);
     if (call == nullptr || call->inputs != inputs.tensors.size()) return std::nullopt;
     const auto at = [&](int place) -> const Tensor& { return inputs.tensors[static_cast<size_t>(place)]; };

@@ -31,7 +31,7 @@ class NativeShell final : public LayerShell {
 
   Values forward(const Values& inputs, const LayerContext& context) override {
     std::optional<Values> outputs;
-    if (config_) outputs = code_->forward(inputs);
+    if (config_) outputs = code_->forward(inputs, context);
     return outputs ? std::move(*outputs) : general_->forward(inputs, context);
   }
 

@@ -15,7 +15,8 @@ class NativeCode {
   // Takes the configuration of the calls that follow; not null.
   virtual void configure(const std::shared_ptr<const void>& config) = 0;
   // Nothing: this call runs in the general form.
-  virtual std::optional<runtime::Values> forward(const runtime::Values& inputs) = 0;
+  virtual std::optional<runtime::Values> forward(const runtime::Values& inputs,
+                                                 const runtime::LayerContext& context) = 0;
 };
 
 struct NativeLayerParts {

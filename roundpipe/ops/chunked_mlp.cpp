@@ -124,17 +124,22 @@ class GeneratorScope {
 
 // The data that the backward pass needs besides saved tensors.
 struct MapState : torch::CustomClassHolder {
-  MapState(TokenwiseBody map_body, std::vector<at::Tensor> map_parameters, int64_t tokens_per_chunk, int64_t dimension,
-           bool preserve, c10::Device input_device)
+  MapState(TokenwiseBody map_body, std::vector<at::Tensor> map_parameters, const ChunkedMapOptions& options,
+           int64_t dimension, c10::Device input_device)
       : body(std::move(map_body)),
+        body_of_backward(options.unread_body ? options.unread_body : body),
         parameters(std::move(map_parameters)),
-        chunk_tokens(tokens_per_chunk),
+        chunk_tokens(options.chunk_tokens),
         dim(dimension),
-        preserve_rng_state(preserve),
+        preserve_rng_state(options.preserve_rng_state),
         device(input_device),
-        autocast(input_device.type()) {}
+        autocast(input_device.type()) {
+    // Autocast chooses the dtype of the result.
+    if (!preserve_rng_state && !autocasts(device.type())) unread_width = options.unread_width;
+  }
 
   const TokenwiseBody body;
+  const TokenwiseBody body_of_backward;
   // The tensor objects that the body uses; saved variables may be other objects.
   std::vector<at::Tensor> parameters;
   const int64_t chunk_tokens;
@@ -142,7 +147,14 @@ struct MapState : torch::CustomClassHolder {
   const bool preserve_rng_state;
   const c10::Device device;
   const AutocastState autocast;
+  std::optional<int64_t> unread_width;                    // set: the forward does not run
   std::vector<std::vector<at::Tensor>> generator_states;  // by chunk; empty if the body drew nothing
+
+  at::Tensor unread(const at::Tensor& input) const {
+    std::vector<int64_t> shape = input.sizes().vec();
+    shape.back() = *unread_width;
+    return at::empty(shape, input.options());
+  }
 
   int64_t count_from(const at::Tensor& input, int64_t begin) const {
     return std::min(chunk_tokens, input.size(dim) - begin);
@@ -215,7 +227,7 @@ struct ChunkedMapFunction : public torch::autograd::Function<ChunkedMapFunction>
     saved.insert(saved.end(), parameters.begin(), parameters.end());
     context->save_for_backward(std::move(saved));
     context->saved_data["state"] = c10::IValue::make_capsule(state);
-    return map_chunks(*state, input);
+    return state->unread_width ? state->unread(input) : map_chunks(*state, input);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
@@ -280,7 +292,7 @@ struct ChunkedMapFunction : public torch::autograd::Function<ChunkedMapFunction>
       const GeneratorScope generators(state.device, state.preserve_rng_state
                                                         ? state.generator_states[static_cast<size_t>(chunk)]
                                                         : std::vector<at::Tensor>());
-      output = state.body(part);
+      output = state.body_of_backward(part);
     }
     if (!output.requires_grad()) return std::vector<at::Tensor>(wanted.size());
     return torch::autograd::grad({output}, wanted, {output_gradient}, /*retain_graph=*/false, /*create_graph=*/false,
@@ -288,16 +300,21 @@ struct ChunkedMapFunction : public torch::autograd::Function<ChunkedMapFunction>
   }
 };
 
-at::Tensor map_if_asked(const TokenwiseBody& body, const at::Tensor& input,
-                        std::initializer_list<const Projection*> projections, int64_t chunk_tokens) {
-  if (chunk_tokens == 0) return body(input);
+// `body_of(is_read)`: the body, whose result somebody reads or not. `projections`: all that it uses, the last one last.
+template <typename BodyOf>
+at::Tensor map_if_asked(const BodyOf& body_of, const at::Tensor& input,
+                        std::initializer_list<const Projection*> projections, int64_t chunk_tokens, bool is_read) {
+  if (chunk_tokens == 0) return body_of(is_read)(input);
   std::vector<at::Tensor> parameters;
   bool draws = false;
   for (const Projection* projection : projections) {
     for (at::Tensor& parameter : parameters_of(*projection)) parameters.push_back(std::move(parameter));
     draws = draws || draws_numbers(*projection);
   }
-  return chunked_map(body, input, parameters, {.chunk_tokens = chunk_tokens, .preserve_rng_state = draws});
+  ChunkedMapOptions options{.chunk_tokens = chunk_tokens, .preserve_rng_state = draws};
+  if (!is_read) options.unread_width = (*std::prev(projections.end()))->weight.size(0);
+  options.unread_body = body_of(false);
+  return chunked_map(body_of(is_read), input, parameters, options);
 }
 
 }  // namespace
@@ -315,8 +332,7 @@ at::Tensor chunked_map(const TokenwiseBody& body, const at::Tensor& input, const
   const int64_t dim = options.dim < 0 ? options.dim : options.dim - dimensions;
   if (input.size(dim) <= options.chunk_tokens) return body(input);
 
-  const auto state = c10::make_intrusive<MapState>(body, parameters, options.chunk_tokens, dim,
-                                                   options.preserve_rng_state, input.device());
+  const auto state = c10::make_intrusive<MapState>(body, parameters, options, dim, input.device());
   const auto needs = [](const at::Tensor& tensor) { return tensor.requires_grad(); };
   if (!at::GradMode::is_enabled() || (!needs(input) && std::none_of(parameters.begin(), parameters.end(), needs))) {
     return map_chunks(*state, input);
@@ -347,20 +363,24 @@ at::Tensor activate(const at::Tensor& input, Activation activation) {
 }
 
 at::Tensor gated_mlp(const at::Tensor& input, const Projection& gate, const Projection& up, const Projection& down,
-                     Activation activation, int64_t chunk_tokens) {
+                     Activation activation, int64_t chunk_tokens, bool is_read) {
   // A chunk of several rows is not contiguous, and the bits of an adapter's gradients depend on that.
   const bool adapted = gate.adapter || up.adapter || down.adapter;
-  const auto body = [=](const at::Tensor& given) {
-    const at::Tensor tokens = adapted ? given.contiguous() : given;
-    return project(activate(project(tokens, gate), activation).mul(project(tokens, up)), down);
+  const auto body_of = [=](bool read) -> TokenwiseBody {
+    return [=](const at::Tensor& given) {
+      const at::Tensor tokens = adapted ? given.contiguous() : given;
+      return project(activate(project(tokens, gate), activation).mul(project(tokens, up)), down, read);
+    };
   };
-  return map_if_asked(body, input, {&gate, &up, &down}, chunk_tokens);
+  return map_if_asked(body_of, input, {&gate, &up, &down}, chunk_tokens, is_read);
 }
 
 at::Tensor two_layer_mlp(const at::Tensor& input, const Projection& up, const Projection& down, Activation activation,
                          int64_t chunk_tokens) {
-  const auto body = [=](const at::Tensor& tokens) { return project(activate(project(tokens, up), activation), down); };
-  return map_if_asked(body, input, {&up, &down}, chunk_tokens);
+  const auto body_of = [=](bool read) -> TokenwiseBody {
+    return [=](const at::Tensor& tokens) { return project(activate(project(tokens, up), activation), down, read); };
+  };
+  return map_if_asked(body_of, input, {&up, &down}, chunk_tokens, /*is_read=*/true);
 }
 
 }  // namespace roundpipe::ops

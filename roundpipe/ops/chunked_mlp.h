@@ -22,6 +22,12 @@ struct ChunkedMapOptions {
   int64_t dim = -2;
   // Whether the body gets the same random numbers again when it runs for the backward pass.
   bool preserve_rng_state = true;
+  // If nobody reads the result: the size of its last dimension. Its values may then be any, and the body runs for the
+  // backward pass only, unless states of generators have to be kept.
+  std::optional<int64_t> unread_width = std::nullopt;
+  // What the backward pass runs in place of the body, since nobody reads the values of its result there: the same
+  // graph, with fewer products. Null: the body.
+  TokenwiseBody unread_body = nullptr;
 };
 
 // Computes body(input) chunk by chunk of tokens. Between forward and backward, only the input and the result exist: the
@@ -51,9 +57,9 @@ Activation parse_activation(std::string_view name);
 at::Tensor activate(const at::Tensor& input, Activation activation);
 
 // Computes down(activation(gate(input)) * up(input)), as in Shazeer, "GLU Variants Improve Transformer" (2020), for an
-// input [..., width]. If chunk_tokens > 0, uses chunked_map over dimension -2.
+// input [..., width]. If chunk_tokens > 0, uses chunked_map over dimension -2. `is_read`: see project().
 at::Tensor gated_mlp(const at::Tensor& input, const Projection& gate, const Projection& up, const Projection& down,
-                     Activation activation, int64_t chunk_tokens = 0);
+                     Activation activation, int64_t chunk_tokens = 0, bool is_read = true);
 
 // Computes down(activation(up(input))), otherwise like gated_mlp.
 at::Tensor two_layer_mlp(const at::Tensor& input, const Projection& up, const Projection& down, Activation activation,

@@ -1,18 +1,79 @@
 #include <roundpipe/ops/projection.h>
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 namespace roundpipe::ops {
 
-at::Tensor project(const at::Tensor& input, const Projection& projection) {
-  at::Tensor result = at::linear(input, projection.weight, projection.bias);
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// The gradient of the left matrix of a product with weight^T, as autograd computes it.
+at::Tensor left_gradient(const at::Tensor& gradient, const at::Tensor& weight, at::IntArrayRef sizes,
+                         at::IntArrayRef strides) {
+  if (strides[0] == 1 && strides[1] == sizes[0]) return weight.t().mm(gradient.t()).t();
+  return gradient.mm(weight);
+}
+
+// at::linear whose values nobody reads: no product forward; backward those of at::linear, in its order.
+struct UnreadLinear : public torch::autograd::Function<UnreadLinear> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& weight,
+                            const std::optional<at::Tensor>& bias) {
+    context->save_for_backward({input, weight});
+    context->saved_data["has_bias"] = bias.has_value();
+    std::vector<int64_t> shape = input.sizes().vec();
+    shape.back() = weight.size(0);
+    return at::empty(shape, input.options());
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor &input = saved[0], &weight = saved[1];
+    const at::Tensor rows = input.reshape({-1, input.size(-1)});
+    const at::Tensor gradient = gradients[0].reshape({-1, weight.size(0)});
+    variable_list result(3);
+    if (context->needs_input_grad(0))
+      result[0] = left_gradient(gradient, weight, rows.sizes(), rows.strides()).view(input.sizes());
+    if (context->needs_input_grad(1)) result[1] = gradient.t().mm(rows);
+    const bool has_bias = context->saved_data["has_bias"].toBool();
+    if (has_bias && context->needs_input_grad(2)) result[2] = at::sum_to(gradient, weight.sizes().slice(0, 1));
+    return result;
+  }
+};
+
+// Without autograd there is no graph to make; autocast casts what a product saves; the rest is how MLPs call it.
+bool may_go_unread(const at::Tensor& input, const at::Tensor& weight) {
+  return at::GradMode::is_enabled() && (input.requires_grad() || weight.requires_grad()) && input.dim() >= 2 &&
+         input.is_contiguous() && weight.is_contiguous() && !autocasts(input.device().type());
+}
+
+at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                  bool is_read) {
+  if (is_read || !may_go_unread(input, weight)) return at::linear(input, weight, bias);
+  return UnreadLinear::apply(input, weight, bias);
+}
+
+}  // namespace
+
+at::Tensor project(const at::Tensor& input, const Projection& projection, bool is_read) {
+  at::Tensor result = linear(input, projection.weight, projection.bias, is_read);
   if (!projection.adapter) return result;
   const LowRankAdapter& adapter = *projection.adapter;
   const at::ScalarType dtype = result.scalar_type();
   const at::Tensor dropped = at::dropout(input.to(adapter.down.scalar_type()), adapter.dropout, adapter.training);
-  const at::Tensor added = at::linear(at::linear(dropped, adapter.down), adapter.up, adapter.up_bias) * adapter.scaling;
+  const at::Tensor added =
+      linear(at::linear(dropped, adapter.down), adapter.up, adapter.up_bias, is_read) * adapter.scaling;
   return (result + added).to(dtype);
+}
+
+bool autocasts(c10::DeviceType device) {
+  return at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device);
 }
 
 bool draws_numbers(const Projection& projection) {

@@ -27,7 +27,12 @@ struct Projection {
 
 // Applies a projection to [..., from]. An adapter computes in its own dtype, and the sum is cast to the projection's;
 // the operators and their order are those of PEFT's plain Linear. Any thread.
-at::Tensor project(const at::Tensor& input, const Projection& projection);
+// `is_read`: whether somebody reads the result; if not, it has a shape and a graph, whose gradients have the same bits,
+// but no values where these would take a product.
+at::Tensor project(const at::Tensor& input, const Projection& projection, bool is_read = true);
+
+// Whether autocast chooses dtypes on this kind of device.
+bool autocasts(c10::DeviceType device);
 
 // Whether project() draws random numbers: for an adapter that drops.
 bool draws_numbers(const Projection& projection);

@@ -61,12 +61,12 @@ struct Visit {
       // Of several groups, one is being summed while those before it are kept, or on their way.
       sums += layer.sums * (has_several ? 2 : 1);
       leaving += is_part ? layer.sums : layer.gradients;
-      rounded += is_part ? 0 : layer.rounded;
     }
     values = stage.front().inputs;
     if (job.phase == Phase::kFused) values += sizes.label_bytes;
     if (job.phase == Phase::kBackward) values += stage.back().output_gradients;
     work = work_bytes(stage, trains, sizes.grain);
+    if (trains && !is_part) pass_layers(of_stage(sizes.layers, job), stage, sizes.grain, has_several ? 2 : 1);
   }
 
   // The most that is staged of this job's microbatches and, towards its end, of the next job's.
@@ -84,8 +84,27 @@ struct Visit {
     return fits_cap(weights + sums + staged_bytes(&after) + work + after.weights, cap_bytes);
   }
 
+  // Sets what there is when the backward of the last microbatch has passed a layer whose sum is being rounded: the sums
+  // of the layers below it, what layers below keep, and the rounded sums of those above, if none has left yet.
+  void pass_layers(std::span<const LayerBytes> layers, std::span<const LayerFootprint> stage, RecomputeGrain grain,
+                   int sums_of_each) {
+    int64_t sums_left = sums, rounded_above = 0, kept = 0;
+    for (const LayerFootprint& layer : stage) kept += kept_bytes(layer, grain);
+    for (std::size_t l = layers.size(); l-- > 0;) {
+      kept -= kept_bytes(stage[l], grain);
+      rounded_above += layers[l].rounded;
+      const int64_t gradient = l > 0 ? stage[l].inputs : 0;  // of the stage's own inputs: on its way out
+      if (layers[l].rounded > 0 && sums_left + rounded_above + kept + gradient > passing_sums + passing_work) {
+        passing_sums = sums_left + rounded_above;
+        passing_work = kept + gradient;
+      }
+      sums_left -= layers[l].rounded > 0 ? layers[l].sums * sums_of_each : 0;
+    }
+  }
+
   int microbatches;
-  int64_t weights = 0, sums = 0, leaving = 0, rounded = 0, values = 0, work = 0;
+  int64_t weights = 0, sums = 0, leaving = 0, values = 0, work = 0;
+  int64_t passing_sums = 0, passing_work = 0;
 };
 
 // The highest peak of one device that makes these visits.
@@ -114,7 +133,7 @@ DeviceMemory peak_of(const std::vector<Visit>& visits, const DeviceRules& rules)
     const int64_t leaving = i > 0 && !rules.waits ? visits[i - 1].leaving : 0;
     for (const DeviceMemory& moment :
          {DeviceMemory{weights, visit.sums + leaving, values, 0}, DeviceMemory{weights, visit.sums, values, visit.work},
-          DeviceMemory{weights, visit.sums + visit.rounded, values, 0}}) {
+          DeviceMemory{weights, visit.passing_sums, values, visit.passing_work}}) {
       if (moment.total() > most.total()) most = moment;
     }
   }

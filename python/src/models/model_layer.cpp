@@ -189,7 +189,7 @@ void bind_models(py::module_& module) {
         const auto code =
             models::make_embedding_code({weight, frequencies}, [&](const Values& /*inputs*/) { return &call; });
         code->configure(std::make_shared<models::EmbeddingConfig>(config));
-        return code->forward({std::move(inputs), nullptr}).value().tensors;
+        return code->forward({std::move(inputs), nullptr}, {}).value().tensors;
       },
       py::arg("config"), py::arg("call"), py::arg("weight"), py::arg("frequencies"), py::arg("inputs"),
       py::call_guard<py::gil_scoped_release>());
@@ -200,7 +200,7 @@ void bind_models(py::module_& module) {
         const auto code =
             models::make_head_code({norm, {weight, bias}}, [&](const Values& /*inputs*/) { return &call; });
         code->configure(std::make_shared<models::HeadConfig>(config));
-        return code->forward({std::move(inputs), nullptr}).value().tensors;
+        return code->forward({std::move(inputs), nullptr}, {}).value().tensors;
       },
       py::arg("config"), py::arg("call"), py::arg("norm"), py::arg("weight"), py::arg("bias"), py::arg("inputs"),
       py::call_guard<py::gil_scoped_release>());

@@ -27,6 +27,9 @@ struct LayerContext {
   int layer = 0;
   int microbatch = 0;
   bool recompute = false;  // whether the forward of this microbatch has run before
+  // Whether somebody reads the values of the outputs; else only their graph is used, and the layer may leave out what
+  // its backward does not need. Shapes and dtypes count in any case.
+  bool outputs_are_read = true;
   device::Queue* queue = nullptr;
   // Of this thread's generators, for a loss that may restart them; none: they go on from microbatch to microbatch.
   std::optional<uint64_t> seed = std::nullopt;

@@ -37,6 +37,8 @@ struct LayerHabits {
   SharedDraws shared_draws;
   std::atomic<Learned> writes_inputs{Learned::kUnknown};
   std::atomic<Learned> writes_buffers{Learned::kUnknown};
+  // Whether gradients of parameters arrive after the backward has passed the layer. If so, their sums wait for its end.
+  std::atomic<Learned> late_gradients{Learned::kUnknown};
   std::atomic<uint64_t> jobs{0};                      // begun
   std::vector<std::atomic<bool>> touches_parameters;  // [parameter]: see ParameterWatch::touched
 };

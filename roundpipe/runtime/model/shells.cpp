@@ -5,12 +5,20 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 
+#include <roundpipe/core/error.h>
 #include <roundpipe/torch_compat/autograd_nodes.h>
 
 namespace roundpipe::runtime {
 
 void GradientSink::consume(size_t parameter, at::Tensor gradient) {
   if (taken_[parameter]) return;
+  came_late_ |= passed_;
+  if (closed_[parameter]) {
+    throw Error(
+        "[backward] a gradient of a parameter came after the backward had passed its layer, whose gradients had come "
+        "in "
+        "time before; this step is dropped, the next ones take it into account");
+  }
   const at::NoGradGuard no_grad;
   if (gradient.layout() != c10::kStrided) gradient = gradient.to_dense();
   if (!targets[parameter].defined()) {
@@ -30,12 +38,18 @@ void GradientSink::consume(size_t parameter, at::Tensor gradient) {
 void GradientSink::begin_microbatch() {
   taken_.assign(taken_.size(), 0);
   came_.assign(came_.size(), 0);
-  in_parts_ = false;
+  in_parts_ = passed_ = came_late_ = false;
 }
 
 void GradientSink::retry() {
   for (size_t i = 0; i < taken_.size(); ++i) taken_[i] |= came_[i];
   came_.assign(came_.size(), 0);
+  passed_ = false;
+}
+
+void GradientSink::close(size_t parameter) {
+  targets[parameter].reset();
+  closed_[parameter] = 1;
 }
 
 void GradientSink::reset(size_t parameters) {
@@ -44,7 +58,8 @@ void GradientSink::reset(size_t parameters) {
   tied.assign(parameters, {});
   taken_.assign(parameters, 0);
   came_.assign(parameters, 0);
-  in_parts_ = false;
+  closed_.assign(parameters, 0);
+  in_parts_ = passed_ = came_late_ = false;
 }
 
 Shell& Shells::get(int worker, size_t index, Layer& layer, c10::Device device,

@@ -19,8 +19,14 @@ struct GradientSink {
   // Per parameter: the gradient, in this microbatch, of a tied parameter that is summed on the host.
   std::vector<at::Tensor> tied;
 
+  // Throws Error for a closed parameter.
   void consume(size_t parameter, at::Tensor gradient);
   void reset(size_t parameters);
+  // The backward has passed the layer: gradients that arrive from now on, in this microbatch, come late.
+  void pass() { passed_ = true; }
+  // The sum of this parameter leaves, so no further gradient of it may arrive; one that arrives once more because the
+  // microbatch runs again is ignored.
+  void close(size_t parameter);
 
   // Gradients that arrive from now on belong to a new microbatch.
   void begin_microbatch();
@@ -29,11 +35,17 @@ struct GradientSink {
   void retry();
   // Returns false if a parameter's gradient arrived in several parts.
   bool can_retry() const { return !in_parts_; }
+  // In this microbatch: whether the backward has passed the layer, and whether a gradient has come after that.
+  bool is_passed() const { return passed_; }
+  bool came_late() const { return came_late_; }
 
  private:
   std::vector<char> taken_;  // per parameter: already added in an earlier run of this microbatch
   std::vector<char> came_;   // per parameter: has arrived in the current run
-  bool in_parts_ = false;    // a parameter's gradient has arrived in several parts
+  std::vector<char> closed_;
+  bool passed_ = false;
+  bool came_late_ = false;
+  bool in_parts_ = false;  // a parameter's gradient has arrived in several parts
 };
 
 // A layer's instance on a device, with its sink.

@@ -15,10 +15,11 @@ using device::EventPtr;
 using transfer::Piece;
 using transfer::Priority;
 
-at::Tensor GradientSums::allocate(int64_t size_bytes) {
+at::Tensor GradientSums::allocate(int64_t size_bytes, bool may_wait) {
   const auto options = at::TensorOptions().dtype(at::kByte).device(device_.torch_device());
   at::Tensor flat;
   while (const std::exception_ptr error = out_of_memory_in([&] { flat = at::empty({size_bytes}, options); })) {
+    if (!may_wait) return {};
     if (!room_.make_room()) std::rethrow_exception(error);
   }
   return flat;
@@ -187,7 +188,7 @@ void GradientSums::end_group(JobRun& run, int microbatch) {
       add_to_total(run, sum);
     } else {
       const int group = groups.group_of(microbatch);
-      send(run, sum, {group, group + 1});
+      send(run, sum, {group, group + 1}, /*may_wait=*/true);
     }
     if (!sum.flat.defined()) take_up(run, sum);
   }
@@ -204,30 +205,70 @@ void GradientSums::add_to_total(JobRun& run, Sum& sum) {
     const auto [block, index] = state.parameters[i];
     if (block != sum.block || !sum.sink->received[i]) continue;
     if (!first && sum.in_total[i]) {
-      sum.layout.view(sum.total, index).add_(sum.sink->targets[i]);
+      sum.layout.view(sum.total, index).add_(sum.layout.view(sum.flat, index));
     } else if (!first) {
-      sum.layout.view(sum.total, index).copy_(sum.sink->targets[i]);
+      sum.layout.view(sum.total, index).copy_(sum.layout.view(sum.flat, index));
     }
     sum.in_total[i] = 1;
     sum.sink->received[i] = 0;
   }
 }
 
+void GradientSums::passed(JobRun& run, int microbatch, int lowest) {
+  for (Sum& sum : sums_) {
+    if (sum.layer < lowest || sum.has_left || sum.sink->is_passed()) continue;
+    sum.sink->pass();
+    const bool in_time = run.habits(sum.layer).late_gradients.load() == Learned::kNo;
+    if (in_time && microbatch + 1 == run.job.microbatches.last) send_early(run, sum);
+  }
+}
+
+void GradientSums::over(JobRun& run, int microbatch, int lowest) {
+  if (microbatch + 1 < run.job.microbatches.last) return;
+  for (Sum& sum : sums_) {
+    if (sum.layer >= lowest && !sum.has_left) send_early(run, sum);
+  }
+}
+
+void GradientSums::learn(JobRun& run) {
+  for (const Sum& sum : sums_) {
+    std::atomic<Learned>& late = run.habits(sum.layer).late_gradients;
+    if (sum.sink->came_late()) late.store(Learned::kYes);
+    Learned unknown = Learned::kUnknown;
+    if (sum.sink->is_passed()) late.compare_exchange_strong(unknown, Learned::kNo);
+  }
+}
+
+void GradientSums::send_early(JobRun& run, Sum& sum) {
+  const at::NoGradGuard no_grad;
+  const std::vector<LayerState::ParameterPlace>& places = run.layer(sum.layer).parameters;
+  for (size_t i = 0; i < places.size(); ++i) {
+    if (places[i].block == sum.block) sum.sink->close(i);
+  }
+  send_last(run, sum, /*may_wait=*/false);
+}
+
 void GradientSums::send(JobRun& run) {
   const at::NoGradGuard no_grad;
-  const schedule::Range groups = run.call->groups().groups_of(run.job.microbatches);
   for (Sum& sum : sums_) {
-    if (sum.total.defined()) {
-      add_to_total(run, sum);
-      sum.flat = std::exchange(sum.total, {});
-      for (size_t i = 0; i < sum.in_total.size(); ++i) sum.sink->received[i] |= sum.in_total[i];
-    }
-    send(run, sum, run.job.microbatches.first == 0 ? groups : schedule::Range{groups.last - 1, groups.last});
+    if (!sum.has_left) send_last(run, sum, /*may_wait=*/true);
   }
   drop(run);
 }
 
-void GradientSums::send(JobRun& run, Sum& sum, schedule::Range groups) {
+bool GradientSums::send_last(JobRun& run, Sum& sum, bool may_wait) {
+  const schedule::Range groups = run.call->groups().groups_of(run.job.microbatches);
+  if (sum.total.defined()) {
+    add_to_total(run, sum);
+    sum.flat = std::exchange(sum.total, {});
+    for (size_t i = 0; i < sum.in_total.size(); ++i) sum.sink->received[i] |= sum.in_total[i];
+  }
+  const bool first = run.job.microbatches.first == 0;
+  sum.has_left = send(run, sum, first ? groups : schedule::Range{groups.last - 1, groups.last}, may_wait);
+  return sum.has_left;
+}
+
+bool GradientSums::send(JobRun& run, Sum& sum, schedule::Range groups, bool may_wait) {
   Call& call = *run.call;
   const LayerState& state = run.layer(sum.layer);
   const BlockState& shared = call.model->blocks[sum.block];
@@ -238,9 +279,13 @@ void GradientSums::send(JobRun& run, Sum& sum, schedule::Range groups) {
   for (size_t i = 0; i < state.parameters.size(); ++i) {
     if (state.parameters[i].block == sum.block) received[state.parameters[i].index] = sum.sink->received[i];
   }
-  at::Tensor sent = std::exchange(sum.flat, {});
+  at::Tensor rounded;
   if (!sum.layout.same_dtypes(layout)) {
-    const at::Tensor rounded = allocate(layout.size_bytes);
+    rounded = allocate(layout.size_bytes, may_wait);
+    if (!rounded.defined()) return false;
+  }
+  at::Tensor sent = std::exchange(sum.flat, {});
+  if (rounded.defined()) {
     for (size_t index = 0; index < received.size(); ++index) {
       if (received[index]) layout.view(rounded, index).copy_(sum.layout.view(sent, index));
     }
@@ -281,9 +326,11 @@ void GradientSums::send(JobRun& run, Sum& sum, schedule::Range groups) {
       add_up(call_ptr, block);
     }
   });
+  return true;
 }
 
 void GradientSums::drop(JobRun& run) {
+  learn(run);
   for (const Sum& sum : sums_) {
     sum.sink->reset(run.layer(sum.layer).parameters.size());
   }

@@ -27,7 +27,15 @@ class GradientSums {
   void contribute_tied(JobRun& run, int microbatch, bool ran);
   // Ends the group of `microbatch` if that is the last one of a group, but not of the job.
   void end_group(JobRun& run, int microbatch);
-  // Sends the sums to the host and drops them.
+  // The backward of a microbatch has passed the layers from `lowest` up. If it is the job's last one, sends their sums
+  // to the host, unless their gradients may come late or the device has no memory for it right now.
+  // By the thread of the backward, while the device's thread waits for it.
+  void passed(JobRun& run, int microbatch, int lowest);
+  // The backward of the layers from `lowest` up is over: sends likewise, and no gradient can come late.
+  void over(JobRun& run, int microbatch, int lowest);
+  // The backward of the microbatch is over: learns which layers' gradients came late.
+  void learn(JobRun& run);
+  // Sends the sums that are left to the host and drops them.
   void send(JobRun& run);
   // Drops the sums, also after an error: nothing of the job stays on the device.
   void drop(JobRun& run);
@@ -48,14 +56,21 @@ class GradientSums {
     // Of the groups before, if the job begins with the first one; undefined at first.
     at::Tensor total;
     std::vector<char> in_total;  // per parameter of the layer
+    bool has_left = false;
   };
   static bool is_summed_here(const Call& call, size_t block);
   void begin_sum(JobRun& run, int layer, size_t block, std::vector<device::EventPtr>& arrived,
                  std::vector<std::function<void()>>& spread);
   void take_up(const JobRun& run, Sum& sum);
   void add_to_total(JobRun& run, Sum& sum);
-  void send(JobRun& run, Sum& sum, schedule::Range groups);
-  at::Tensor allocate(int64_t size_bytes);
+  // Sends the sum, from which the last gradient has come, if the device has memory for it.
+  void send_early(JobRun& run, Sum& sum);
+  // Ends the last group of the job, and sends. Returns false if the device has no memory for that and `may_wait` is
+  // false.
+  bool send_last(JobRun& run, Sum& sum, bool may_wait);
+  bool send(JobRun& run, Sum& sum, schedule::Range groups, bool may_wait);
+  // Undefined if there is no memory and `may_wait` is false.
+  at::Tensor allocate(int64_t size_bytes, bool may_wait = true);
 
   device::Device& device_;
   transfer::LinkScheduler& upload_;

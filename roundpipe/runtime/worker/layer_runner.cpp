@@ -125,7 +125,8 @@ void LayerRunner::pause(JobRun& run) {
   clocked_.clear();
 }
 
-Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microbatch, bool recompute) {
+Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microbatch, Use use) {
+  const bool recompute = use.recompute;
   Call& call = *run.call;
   LayerState& state = run.layer(l);
   LayerShell& layer = *shell(run, l).layer;
@@ -151,6 +152,7 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
   context.layer = l;
   context.microbatch = microbatch;
   context.recompute = recompute;
+  context.outputs_are_read = use.outputs_are_read;
   context.queue = &device_.compute();
   Values outputs;
   const std::vector<uint32_t> untouched = versions_of(inputs.tensors, layer.buffers);
@@ -312,11 +314,11 @@ std::vector<at::Tensor> cut_off(const Flow& inputs, const std::vector<char>& cop
 
 }  // namespace
 
-Values LayerRunner::execute_watched(JobRun& run, int l, const Values& inputs, int microbatch, bool recompute,
+Values LayerRunner::execute_watched(JobRun& run, int l, const Values& inputs, int microbatch, Use use,
                                     bool needs_copies, std::vector<char>& intact) {
   LayerState& state = run.layer(l);
   const std::vector<uint32_t> versions = versions_of(inputs.tensors, {});
-  Values outputs = execute(run, l, inputs, microbatch, recompute);
+  Values outputs = execute(run, l, inputs, microbatch, use);
   const std::vector<uint32_t> now = versions_of(inputs.tensors, {});
   intact.resize(now.size());
   for (size_t i = 0; i < now.size(); ++i) intact[i] = now[i] == versions[i];
@@ -352,7 +354,7 @@ Flow LayerRunner::run_detached(JobRun& run, int l, const Flow& inputs, int micro
   Values outputs;
   {
     const at::AutoGradMode grad_mode(gradients);
-    outputs = execute_watched(run, l, values, microbatch, recompute, any(to_copy), intact);
+    outputs = execute_watched(run, l, values, microbatch, {.recompute = recompute}, any(to_copy), intact);
   }
 
   const at::NoGradGuard no_grad;
@@ -387,14 +389,15 @@ Flow LayerRunner::run_detached(JobRun& run, int l, const Flow& inputs, int micro
 namespace {
 
 // The callback for a gradient that arrives at layer `l`: it seeds the generators, so that draws there do not depend on
-// which layers the backward pass ran before.
-std::function<void()> on_arrival(const JobRun& run, int l, int microbatch,
-                                 const std::shared_ptr<BackwardClock>& clock) {
+// which layers the backward pass ran before. Autograd runs what is ready latest first, so all of the layers above has
+// run by then, if one thread runs it.
+std::function<void()> on_arrival(const JobRun& run, int l, int microbatch, const SegmentGraph& graph) {
   const bool seeds = run.call->options.preserve_rng_state;
-  if (!seeds && !clock) return nullptr;
+  if (!seeds && !graph.clock && !graph.passed) return nullptr;
   const uint64_t seed = backward_seed(run.call->seed(l, microbatch));
-  return [seeds, seed, clock, l] {
+  return [seeds, seed, clock = graph.clock, l, asks = std::weak_ptr(graph.passed)] {
     if (clock) clock->reached(l);
+    if (const std::shared_ptr<const SegmentGraph::Passed> passed = asks.lock()) (*passed)(l);
     if (seeds) torch_compat::OwnGenerators::current()->seed(seed);
   };
 }
@@ -424,11 +427,12 @@ Values LayerRunner::run_graph(JobRun& run, schedule::Range layers, const Flow& i
   Together together(*this, run);
   for (int l = layers.first; l < layers.last; ++l) {
     std::vector<char> unused;
-    values = execute_watched(run, l, values, microbatch, recompute, any(shared), unused);
-    if (l + 1 == layers.last && !for_loss) break;
+    const bool is_read = l + 1 < layers.last || for_loss;
+    values = execute_watched(run, l, values, microbatch, {recompute, is_read}, any(shared), unused);
+    if (!is_read) break;
     shared = shared_places(values.tensors, run.weights);
-    values.tensors = torch_compat::cross_boundary(values.tensors, copies(l + 1, shared),
-                                                  on_arrival(run, l, microbatch, graph.clock));
+    values.tensors =
+        torch_compat::cross_boundary(values.tensors, copies(l + 1, shared), on_arrival(run, l, microbatch, graph));
   }
   if (!for_loss) values.structure.reset();
   together.pause();

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <map>
 #include <vector>
 
@@ -14,11 +15,14 @@
 
 namespace roundpipe::runtime {
 
-// The graph of layers that have run together, and the clock that times its backward (null: not timed).
+// The graph of layers that have run together, and the clock that times its backward (null: not timed). As long as it
+// lives, the backward calls `passed` (null: nobody asks), by its own thread, when it has passed all layers above one.
 struct SegmentGraph {
+  using Passed = std::function<void(int layer)>;
   torch_compat::Boundary boundary;  // where the graph ends at its inputs
   std::vector<int> places;  // per input, its index in `boundary`; -1: needs no gradient, or repeats an earlier input
   std::shared_ptr<BackwardClock> clock;
+  std::shared_ptr<const Passed> passed;
 
   // After the backward: the gradients of the inputs, undefined where none arrived.
   std::vector<at::Tensor> input_gradients() const;
@@ -63,7 +67,8 @@ class LayerRunner {
   // `inputs`, so a layer that writes to its inputs gets copies.
   Flow run_detached(JobRun& run, int layer, const Flow& inputs, int microbatch, bool recompute, bool protect);
 
-  // Runs `layers` with a graph. `for_loss`: the loss takes the result; otherwise the result has no structure.
+  // Runs `layers` with a graph. `for_loss`: the loss takes the result; otherwise the result has no structure, and of
+  // the last layer's outputs only the graph, shapes and dtypes count (LayerContext::outputs_are_read).
   Values run_graph(JobRun& run, schedule::Range layers, const Flow& inputs, int microbatch, bool recompute,
                    bool for_loss, SegmentGraph& graph);
 
@@ -88,15 +93,20 @@ class LayerRunner {
   void hold(const JobRun& run, int layer);
   void let_go() noexcept;
   void pause(JobRun& run);
-  Values execute(JobRun& run, int layer, const Values& inputs, int microbatch, bool recompute);
+  // How a layer's forward is used.
+  struct Use {
+    bool recompute = false;
+    bool outputs_are_read = true;
+  };
+  Values execute(JobRun& run, int layer, const Values& inputs, int microbatch, Use use);
   // After a forward of the layer: throws std::invalid_argument if it has written its weights, and Error if it may have
   // and nothing was remembered of them.
   void look_at_weights(JobRun& run, int layer, int microbatch);
   // The same, and learns whether the layer writes to its inputs. `intact`: per input, whether it was not written to.
   // `needs_copies`: a layer known to write would have been given copies. Throws Error if they were needed and the
   // layer, which had run without writing before, has written.
-  Values execute_watched(JobRun& run, int layer, const Values& inputs, int microbatch, bool recompute,
-                         bool needs_copies, std::vector<char>& intact);
+  Values execute_watched(JobRun& run, int layer, const Values& inputs, int microbatch, Use use, bool needs_copies,
+                         std::vector<char>& intact);
   // The inputs, among the `wanted` ones, that the layer is given as copies: none if it is known not to write.
   static std::vector<char> copies_for(const JobRun& run, int layer, const std::vector<char>& wanted);
   void save_buffers(JobRun& run, int layer, int microbatch, std::vector<at::Tensor> before);

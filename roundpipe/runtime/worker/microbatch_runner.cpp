@@ -103,10 +103,12 @@ void MicrobatchRunner::train(JobRun& run, int microbatch) {
                             : backpropagate_last(run, left.back(), std::move(flow), microbatch);
   flow = {};
   while (!inputs.empty()) {
+    sums_.over(run, microbatch, left.back().first);
     left.pop_back();
     gradients = backpropagate(run, left.back(), inputs.back(), gradients, microbatch);
     inputs.pop_back();
   }
+  sums_.learn(run);
   sums_.contribute_tied(run, microbatch, /*ran=*/true);
   outbox_.send_input_gradients(run, microbatch, std::move(gradients));
 }
@@ -128,10 +130,17 @@ struct Roots {
 
 }  // namespace
 
+SegmentGraph MicrobatchRunner::new_graph(JobRun& run, int microbatch) {
+  SegmentGraph graph;
+  graph.passed = std::make_shared<const SegmentGraph::Passed>(
+      [this, &run, microbatch](int layer) { sums_.passed(run, microbatch, layer + 1); });
+  return graph;
+}
+
 MicrobatchRunner::Tensors MicrobatchRunner::backpropagate(JobRun& run, Range segment, const Flow& inputs,
                                                           const Tensors& gradients, int microbatch) {
   doing_ = {"the recomputation", segment};
-  SegmentGraph graph;
+  SegmentGraph graph = new_graph(run, microbatch);
   const Values outputs =
       layers_.run_graph(run, segment, inputs, microbatch, /*recompute=*/true, /*for_loss=*/false, graph);
   const Roots roots(outputs, gradients);
@@ -143,7 +152,7 @@ MicrobatchRunner::Tensors MicrobatchRunner::backpropagate_last(JobRun& run, Rang
                                                                int microbatch) {
   StagedValues& arriving = *run.staged.at(microbatch).gradients;
   doing_ = {"the recomputation", segment};
-  SegmentGraph graph;
+  SegmentGraph graph = new_graph(run, microbatch);
   std::optional<Roots> roots;
   {
     const Values outputs =
@@ -161,7 +170,7 @@ MicrobatchRunner::Tensors MicrobatchRunner::backpropagate_last(JobRun& run, Rang
 MicrobatchRunner::Tensors MicrobatchRunner::backpropagate_loss(JobRun& run, Range segment, Flow inputs,
                                                                int microbatch) {
   doing_ = {"the forward", segment};
-  SegmentGraph graph;
+  SegmentGraph graph = new_graph(run, microbatch);
   at::Tensor total;
   {
     const Values outputs =

@@ -40,6 +40,7 @@ class MicrobatchRunner {
 
   // Returns the outputs of one layer, without a graph.
   Flow run_layer(JobRun& run, int layer, const Flow& inputs, int microbatch, bool recompute, bool protect);
+  SegmentGraph new_graph(JobRun& run, int microbatch);
   // Returns the gradients of a segment's inputs, given those of its outputs. Parameter gradients go to the sums.
   Tensors backpropagate(JobRun& run, schedule::Range segment, const Flow& inputs, const Tensors& gradients,
                         int microbatch);

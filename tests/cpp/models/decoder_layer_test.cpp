@@ -8,6 +8,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <doctest/doctest.h>
+#include <torch/csrc/autograd/autograd.h>
 
 namespace roundpipe::models {
 namespace decoder_layer_test {
@@ -138,6 +139,23 @@ TEST_CASE_FIXTURE(Fixture, "decoder layer: a native call hands on what the call 
   CHECK(structure.use_count() == 3);
   CHECK(layer->hold() == nullptr);
   CHECK(layer->mode_key() == 7);
+}
+
+TEST_CASE_FIXTURE(Fixture, "decoder layer: outputs that nobody reads have the same graph") {
+  const auto gradients = [&](bool are_read) {
+    at::Tensor& hidden = inputs.tensors[2];
+    hidden = hidden.detach().requires_grad_(true);
+    std::vector<at::Tensor> wanted = shell->parameters;
+    for (at::Tensor& parameter : wanted) parameter.requires_grad_(true);
+    wanted.push_back(hidden);
+    LayerContext context;
+    context.outputs_are_read = are_read;
+    const at::Tensor result = shell->forward(inputs, context).tensors[1];
+    CHECK((result.sizes() == hidden.sizes()));
+    return torch::autograd::grad({result}, wanted, {at::ones_like(result)});
+  };
+  const std::vector<at::Tensor> expected = gradients(true), found = gradients(false);
+  for (size_t i = 0; i < expected.size(); ++i) CHECK(found[i].equal(expected[i]));
 }
 
 TEST_CASE_FIXTURE(Fixture, "decoder layer: without a call or a configuration, the general form runs") {

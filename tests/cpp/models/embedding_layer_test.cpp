@@ -19,7 +19,7 @@ struct Fixture {
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) {
     const auto code = make_embedding_code({weight, frequencies}, [this](const Values& /*inputs*/) { return &call; });
     code->configure(std::make_shared<const EmbeddingConfig>(EmbeddingConfig{-1, 2.0}));
-    const std::optional<Values> outputs = code->forward({inputs, nullptr});
+    const std::optional<Values> outputs = code->forward({inputs, nullptr}, {});
     return outputs ? outputs->tensors : std::vector<at::Tensor>{};
   }
 };

@@ -32,7 +32,7 @@ struct Fixture {
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) {
     const auto code = make_head_code({norm, head}, [this](const Values& /*inputs*/) { return &call; });
     code->configure(std::make_shared<const HeadConfig>(HeadConfig{kEps}));
-    const std::optional<Values> outputs = code->forward({inputs, nullptr});
+    const std::optional<Values> outputs = code->forward({inputs, nullptr}, {});
     return outputs ? outputs->tensors : std::vector<at::Tensor>{};
   }
 

@@ -138,8 +138,26 @@ class Replay {
     ledger.take(sums(job));
     if (i > 0 && !rules_.waits) ledger.use(leaving(jobs_[i - 1]));
     ledger.use(work(job));
-    if (!is_part(job)) ledger.use(own(job, &LayerBytes::rounded));
+    if (!is_part(job) && job.phase != Phase::kForward) pass(job, ledger);
     return ledger.peak();
+  }
+
+  // The last backward: what layers keep goes from the last one down, and each sum leaves as a rounded copy.
+  void pass(const Job& job, Ledger& ledger) const {
+    const auto kept = [&](int l) {
+      return sizes_.grain == RecomputeGrain::kStage ? footprint(l).saved : footprint(l).outputs;
+    };
+    const int64_t sums_of_each = own(job, &LayerBytes::sums) == sums(job) ? 1 : 2;
+    for (int l = job.layers.first; l < job.layers.last; ++l) ledger.take(kept(l));
+    for (int l = job.layers.last - 1; l >= job.layers.first; --l) {
+      ledger.give(kept(l));
+      if (layer(l).rounded == 0) continue;
+      const int64_t gradient = l > job.layers.first ? footprint(l).inputs : 0;
+      ledger.take(gradient);
+      ledger.take(layer(l).rounded);
+      ledger.give(gradient);
+      ledger.give(sums_of_each * layer(l).sums);
+    }
   }
 
   std::vector<Job> jobs_;

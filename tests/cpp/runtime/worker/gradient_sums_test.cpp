@@ -1,0 +1,203 @@
+#include <roundpipe/runtime/worker/gradient_sums.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <future>
+#include <memory>
+#include <thread>
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+#include <doctest/doctest.h>
+
+#include <roundpipe/core/error.h>
+
+#include "../support/model.h"
+
+using namespace roundpipe;
+using namespace roundpipe::runtime;
+using namespace roundpipe::runtime::support;
+
+namespace gradient_sums_test {
+
+constexpr int64_t kRows = 3, kWidth = 4;
+constexpr double kLong_ms = 60'000;  // far above what anything here takes
+
+// A linear layer that calls `look(microbatch)` when its backward begins.
+LayerSpec looking_layer(std::function<void(int)> look) {
+  LayerSpec spec = linear_layer("looking", kWidth);
+  spec.body = [body = spec.body, look = std::move(look)](Tensors inputs, const Tensors& parameters,
+                                                         const Tensors& buffers, const LayerContext& context) {
+    Tensors outputs = body(std::move(inputs), parameters, buffers, context);
+    if (outputs[0].requires_grad()) {
+      outputs[0].register_hook([look, microbatch = context.microbatch](const at::Tensor& gradient) {
+        look(microbatch);
+        return gradient;
+      });
+    }
+    return outputs;
+  };
+  return spec;
+}
+
+// A linear layer whose weight goes another way if `late`: a thread of its own makes that part of the graph, which
+// autograd takes for older than everything that the device's thread has made, so it comes last.
+LayerSpec late_layer(std::shared_ptr<std::atomic<bool>> late) {
+  LayerSpec spec = linear_layer("late", kWidth);
+  spec.body = [late](Tensors inputs, const Tensors& parameters, const Tensors&, const LayerContext&) {
+    at::Tensor weight = parameters[0];
+    const auto doubled = [&] {
+      const at::AutoGradMode records(true);
+      weight = parameters[0] * 2;
+    };
+    if (*late) {
+      std::thread(doubled).join();
+    } else {
+      doubled();
+    }
+    inputs[0] = at::linear(at::tanh(inputs[0]), weight, parameters[1]);
+    return inputs;
+  };
+  return spec;
+}
+
+CallOptions by(RecomputeGrain grain) {
+  CallOptions options;
+  options.recompute_grain = grain;
+  return options;
+}
+
+void call(PipedModel& piped, const Batch& batch, const CallOptions& options, const schedule::Stages& stages) {
+  piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, options,
+                                    stages);
+}
+
+TEST_SUITE("gradient sums") {
+  TEST_CASE("those of upper layers land while the last backward is still below them") {
+    for (const RecomputeGrain grain : {RecomputeGrain::kStage, RecomputeGrain::kLayer}) {
+      for (const int microbatches : {1, 3}) {
+        CAPTURE(grain);
+        CAPTURE(microbatches);
+        at::manual_seed(1);
+        use_devices("virtual:1");
+        std::atomic<bool> asks{false}, landed{true};
+        std::promise<std::vector<device::EventPtr>> sums;
+        const std::vector<LayerSpec> layers{looking_layer([&](int microbatch) {
+                                              if (!asks || microbatch + 1 < microbatches) return;
+                                              for (const device::EventPtr& sum : sums.get_future().get())
+                                                landed = landed && sum->wait_for(kLong_ms);
+                                            }),
+                                            linear_layer("middle", kWidth), linear_layer("top", kWidth)};
+        PipedModel piped("m", layers);
+        PlainModel plain("m", layers);
+        for (int step = 0; step < 2; ++step) {
+          // A first microbatch tells that no gradient comes late.
+          asks = step > 0 || microbatches > 1;
+          if (step == 1) sums = {};
+          const Batch batch = make_batch(microbatches, kRows, kWidth);
+          const uint64_t index = piped.pipeline().calls();
+          call(piped, batch, by(grain), fused_stages({0, 3}));
+          const std::vector<memory::GradientBlockPtr>& of_model = piped.pipeline().model().gradients;
+          sums.set_value({of_model[1]->landed, of_model[2]->landed});
+          piped.pipeline().drain();
+          asks = false;
+          plain.forward_backward(batch, index);
+        }
+        CHECK(landed);
+        piped.synchronize();
+        plain.publish();
+        CHECK(same_state(piped, plain, false));
+      }
+    }
+  }
+
+  TEST_CASE("a microbatch that runs out of memory after some have left takes no gradient twice") {
+    for (const int groups : {1, 2}) {
+      CAPTURE(groups);
+      at::manual_seed(2);
+      use_devices("virtual:1");
+      std::atomic<bool> fails{false};
+      const at::Tensor weight = parameter({kWidth, kWidth}, 0.4);
+      const std::vector<LayerSpec> layers{tied_layer("tied", weight), looking_layer([&](int microbatch) {
+                                            if (microbatch == 2 && fails.exchange(false))
+                                              TORCH_CHECK_WITH(OutOfMemoryError, false, "none left");
+                                          }),
+                                          linear_layer("middle", kWidth), tied_layer("top", weight)};
+      PipedModel piped("m", layers);
+      PlainModel plain("m", layers);
+      CallOptions options;
+      options.gradient_groups = groups;
+      for (int step = 0; step < 3; ++step) {
+        fails = step == 1;  // from then on, it runs layer by layer
+        const Batch batch = make_batch(3, kRows, kWidth);
+        const uint64_t index = piped.pipeline().calls();
+        call(piped, batch, options, fused_stages({0, 4}));
+        piped.pipeline().drain();
+        CHECK_FALSE(fails);
+        plain.forward_backward(batch, index);
+      }
+      piped.synchronize();
+      plain.publish();
+      if (groups == 1) CHECK(same_state(piped, plain, false));
+      for (size_t l = 0; l < layers.size(); ++l) {
+        for (size_t i = 0; i < layers[l].parameters.size(); ++i) {
+          const at::Tensor found = layers[l].parameters[i].tensor.grad();
+          CHECK(at::allclose(found, plain.parameter(l, i).grad(), 1e-5, 1e-6));
+        }
+      }
+    }
+  }
+
+  TEST_CASE("where gradients come late, sums wait for the end of the backward") {
+    for (const int microbatches : {1, 3}) {
+      CAPTURE(microbatches);
+      at::manual_seed(3);
+      use_devices("virtual:1");
+      const auto late = std::make_shared<std::atomic<bool>>(true);
+      const std::vector<LayerSpec> layers{linear_layer("bottom", kWidth), late_layer(late),
+                                          linear_layer("top", kWidth)};
+      PipedModel piped("m", layers);
+      PlainModel plain("m", layers);
+      for (int step = 0; step < 4; ++step) {
+        const Batch batch = make_batch(microbatches, kRows, kWidth);
+        const uint64_t index = piped.pipeline().calls();
+        call(piped, batch, {}, fused_stages({0, 3}));
+        piped.pipeline().drain();
+        plain.forward_backward(batch, index);
+      }
+      piped.synchronize();
+      plain.publish();
+      CHECK(same_state(piped, plain, false));
+    }
+  }
+
+  TEST_CASE("a gradient that begins to come late is an error once, and none is lost") {
+    at::manual_seed(4);
+    use_devices("virtual:1");
+    const auto late = std::make_shared<std::atomic<bool>>(false);
+    const std::vector<LayerSpec> layers{linear_layer("bottom", kWidth), late_layer(late), linear_layer("top", kWidth)};
+    PipedModel piped("m", layers);
+    PlainModel plain("m", layers);
+    const auto both = [&] {
+      const Batch batch = make_batch(1, kRows, kWidth);
+      const uint64_t index = piped.pipeline().calls();
+      call(piped, batch, {}, fused_stages({0, 3}));
+      piped.pipeline().drain();
+      piped.pipeline().raise_pending();
+      plain.forward_backward(batch, index);
+    };
+    for (int step = 0; step < 3; ++step) both();
+    piped.step(0.1, false);
+    plain.update(0.1);
+    plain.publish();
+    *late = true;
+    CHECK_THROWS_WITH_AS(both(), doctest::Contains("came after the backward had passed its layer"), Error);
+    for (int step = 0; step < 2; ++step) both();
+    piped.synchronize();
+    plain.publish();
+    CHECK(same_state(piped, plain, false));
+  }
+}
+
+}  // namespace gradient_sums_test
