@@ -67,8 +67,8 @@ struct JobRun final : public CheckedJob, public std::enable_shared_from_this<Job
   at::Tensor parked;   // the weights on the host, while they are evicted for the running job
 
   // The device's thread only.
-  // Of a fused job. The call drops its own reference once the caller has the losses, while a microbatch may still run
-  // again.
+  // Of a fused job, until it is over. The call drops its own reference once the caller has the losses, while a
+  // microbatch may still run again.
   std::shared_ptr<Loss> loss;
   std::vector<device::EventPtr> outgoing;  // those of the transfers that go to the host
   // Blocks until the device holds nothing that the job has sent. Returns whether it had to wait.
