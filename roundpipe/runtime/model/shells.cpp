@@ -15,9 +15,8 @@ void GradientSink::consume(size_t parameter, at::Tensor gradient) {
   came_late_ |= passed_;
   if (closed_[parameter]) {
     throw Error(
-        "[backward] a gradient of a parameter came after the backward had passed its layer, whose gradients had come "
-        "in "
-        "time before; this step is dropped, the next ones take it into account");
+        "[backward] a gradient of a parameter came after the backward had passed its layer, and had come in time "
+        "before; this step is dropped, the next ones take it into account");
   }
   const at::NoGradGuard no_grad;
   if (gradient.layout() != c10::kStrided) gradient = gradient.to_dense();

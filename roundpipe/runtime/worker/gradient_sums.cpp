@@ -330,8 +330,9 @@ bool GradientSums::send(JobRun& run, Sum& sum, schedule::Range groups, bool may_
 }
 
 void GradientSums::drop(JobRun& run) {
-  learn(run);
   for (const Sum& sum : sums_) {
+    // Of a microbatch that failed, nothing else is known.
+    if (sum.sink->came_late()) run.habits(sum.layer).late_gradients.store(Learned::kYes);
     sum.sink->reset(run.layer(sum.layer).parameters.size());
   }
   sums_.clear();
