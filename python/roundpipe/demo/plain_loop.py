@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import roundpipe
 from roundpipe.demo.options import DemoOptions
 from roundpipe.demo.training import Batch, next_token_loss
 
@@ -44,23 +42,6 @@ def nearest(master: Tensor, dtype: torch.dtype) -> Tensor:
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def fused_adamw(parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
-    """torch's fused AdamW, the only one of its loops over the elements whose square roots are exact.
-
-    On a processor for which torch's kernels round a multiplication and an addition each by itself, RoundPipe's over
-    plain tensors, which rounds both once everywhere.
-
-    Args:
-        parameters: on one device; or groups of them, as torch's optimizers take.
-    """
-    given = list(parameters)
-    first = given[0]["params"][0] if isinstance(given[0], dict) else given[0]
-    on_host = first.device.type == "cpu"
-    if on_host and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return roundpipe.optim.AdamW(given, **options)
-    return torch.optim.AdamW(given, **options, fused=True)
-
-
 def plain_steps(
     layers: nn.Sequential,
     batches: Sequence[Batch],
@@ -87,8 +68,13 @@ def plain_steps(
     model = copy.deepcopy(layers).to(device)
     named = dict(model.named_parameters())
     masters = {name: _master(parameter, state_device) for name, parameter in named.items()}
-    optimizer = fused_adamw(
-        masters.values(), lr=options.learning_rate, betas=options.betas, weight_decay=options.weight_decay
+    optimizer = torch.optim.AdamW(
+        masters.values(),
+        lr=options.learning_rate,
+        betas=options.betas,
+        weight_decay=options.weight_decay,
+        # The only one of torch's loops over the elements whose square roots are exact.
+        fused=True,
     )
     sums: dict[str, Tensor] = {}
 
