@@ -216,7 +216,7 @@ void GradientSums::add_to_total(JobRun& run, Sum& sum) {
 
 void GradientSums::passed(JobRun& run, int microbatch, int lowest) {
   for (Sum& sum : sums_) {
-    if (sum.layer < lowest || sum.has_left || sum.sink->is_passed()) continue;
+    if (sum.layer < lowest || sum.has_left) continue;
     sum.sink->pass();
     const bool in_time = run.habits(sum.layer).late_gradients.load() == Learned::kNo;
     if (in_time && microbatch + 1 == run.job.microbatches.last) send_early(run, sum);

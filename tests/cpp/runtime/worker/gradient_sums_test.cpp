@@ -81,14 +81,15 @@ TEST_SUITE("gradient sums") {
         CAPTURE(microbatches);
         at::manual_seed(1);
         use_devices("virtual:1");
+        const at::Tensor weight = parameter({kWidth, kWidth}, 0.4);
         std::atomic<bool> asks{false}, landed{true};
         std::promise<std::vector<device::EventPtr>> sums;
-        const std::vector<LayerSpec> layers{looking_layer([&](int microbatch) {
-                                              if (!asks || microbatch + 1 < microbatches) return;
-                                              for (const device::EventPtr& sum : sums.get_future().get())
-                                                landed = landed && sum->wait_for(kLong_ms);
-                                            }),
-                                            linear_layer("middle", kWidth), linear_layer("top", kWidth)};
+        const std::vector<LayerSpec> layers{
+            looking_layer([&](int microbatch) {
+              if (!asks || microbatch + 1 < microbatches) return;
+              for (const device::EventPtr& sum : sums.get_future().get()) landed = landed && sum->wait_for(kLong_ms);
+            }),
+            tied_layer("middle", weight), tied_layer("top", weight)};  // with a sum for its own, and one for the shared
         PipedModel piped("m", layers);
         PlainModel plain("m", layers);
         for (int step = 0; step < 2; ++step) {
@@ -98,8 +99,13 @@ TEST_SUITE("gradient sums") {
           const Batch batch = make_batch(microbatches, kRows, kWidth);
           const uint64_t index = piped.pipeline().calls();
           call(piped, batch, by(grain), fused_stages({0, 3}));
-          const std::vector<memory::GradientBlockPtr>& of_model = piped.pipeline().model().gradients;
-          sums.set_value({of_model[1]->landed, of_model[2]->landed});
+          const ModelState& model = piped.pipeline().model();
+          std::vector<device::EventPtr> above;
+          for (size_t block = 0; block < model.blocks.size(); ++block) {
+            if (model.blocks[block].layers.front() > 0) above.push_back(model.gradients[block]->landed);
+          }
+          CHECK(above.size() == 3);
+          sums.set_value(above);
           piped.pipeline().drain();
           asks = false;
           plain.forward_backward(batch, index);
