@@ -43,6 +43,7 @@ void JobRun::hand_on_buffers(bool keep_old) {
 void JobRun::conclude() {
   hand_on_buffers(/*keep_old=*/false);
   let_go();
+  loss.reset();  // it may refer to the user's model, which may go as soon as the call is over
 }
 
 bool JobRun::finish() {

@@ -250,8 +250,6 @@ void DeviceRoom::release(const std::shared_ptr<JobRun>& run) {
   upload_.resume();
   device::when_all(pending, [this, run] {
     const bool over = run->finish();
-    // It may refer to the user's model, which may go as soon as the call is over.
-    if (over && !run->attempt->check()) run->loss.reset();
     run->weights.reset();
     const CallPtr call = run->call;
     // Before the lock is taken: it may write all over the slot.
