@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/torch_compat/autocast.h>
 #include <roundpipe/torch_compat/own_generators.h>
 
 namespace roundpipe::ops {
@@ -135,7 +136,7 @@ struct MapState : torch::CustomClassHolder {
         device(input_device),
         autocast(input_device.type()) {
     // Autocast chooses the dtype of the result.
-    if (!preserve_rng_state && !autocasts(device.type())) unread_width = options.unread_width;
+    if (!preserve_rng_state && !torch_compat::autocasts(device.type())) unread_width = options.unread_width;
   }
 
   const TokenwiseBody body;
@@ -149,12 +150,6 @@ struct MapState : torch::CustomClassHolder {
   const AutocastState autocast;
   std::optional<int64_t> unread_width;                    // set: the forward does not run
   std::vector<std::vector<at::Tensor>> generator_states;  // by chunk; empty if the body drew nothing
-
-  at::Tensor unread(const at::Tensor& input) const {
-    std::vector<int64_t> shape = input.sizes().vec();
-    shape.back() = *unread_width;
-    return at::empty(shape, input.options());
-  }
 
   int64_t count_from(const at::Tensor& input, int64_t begin) const {
     return std::min(chunk_tokens, input.size(dim) - begin);
@@ -227,7 +222,7 @@ struct ChunkedMapFunction : public torch::autograd::Function<ChunkedMapFunction>
     saved.insert(saved.end(), parameters.begin(), parameters.end());
     context->save_for_backward(std::move(saved));
     context->saved_data["state"] = c10::IValue::make_capsule(state);
-    return state->unread_width ? state->unread(input) : map_chunks(*state, input);
+    return state->unread_width ? without_values(input, *state->unread_width) : map_chunks(*state, input);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,

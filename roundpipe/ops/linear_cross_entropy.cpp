@@ -5,11 +5,11 @@
 
 #include <ATen/ATen.h>
 #include <ATen/ScalarOps.h>
-#include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/torch_compat/autocast.h>
 
 namespace roundpipe::ops {
 
@@ -98,9 +98,7 @@ at::ScalarType projection_dtype(const at::Tensor& hidden, const at::Tensor& weig
   const bool any_double = hidden.scalar_type() == at::kDouble || weight.scalar_type() == at::kDouble ||
                           (bias && bias->scalar_type() == at::kDouble);
   const c10::DeviceType device = hidden.device().type();
-  if (!any_double && at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device)) {
-    return at::autocast::get_autocast_dtype(device);
-  }
+  if (!any_double && torch_compat::autocasts(device)) return at::autocast::get_autocast_dtype(device);
   if (weight.scalar_type() != hidden.scalar_type() || (bias && bias->scalar_type() != hidden.scalar_type())) {
     refuse_loss("hidden has dtype ", hidden.scalar_type(), ", weight ", weight.scalar_type(), " and bias ",
                 bias ? c10::toString(bias->scalar_type()) : "none", ", expected the same; cast them or use autocast");

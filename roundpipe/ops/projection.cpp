@@ -3,9 +3,10 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
+
+#include <roundpipe/torch_compat/autocast.h>
 
 namespace roundpipe::ops {
 
@@ -27,9 +28,7 @@ struct UnreadLinear : public torch::autograd::Function<UnreadLinear> {
                             const std::optional<at::Tensor>& bias) {
     context->save_for_backward({input, weight});
     context->saved_data["has_bias"] = bias.has_value();
-    std::vector<int64_t> shape = input.sizes().vec();
-    shape.back() = weight.size(0);
-    return at::empty(shape, input.options());
+    return without_values(input, weight.size(0));
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -50,7 +49,7 @@ struct UnreadLinear : public torch::autograd::Function<UnreadLinear> {
 // Without autograd there is no graph to make; autocast casts what a product saves; the rest is how MLPs call it.
 bool may_go_unread(const at::Tensor& input, const at::Tensor& weight) {
   return at::GradMode::is_enabled() && (input.requires_grad() || weight.requires_grad()) && input.dim() >= 2 &&
-         input.is_contiguous() && weight.is_contiguous() && !autocasts(input.device().type());
+         input.is_contiguous() && weight.is_contiguous() && !torch_compat::autocasts(input.device().type());
 }
 
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
@@ -72,8 +71,10 @@ at::Tensor project(const at::Tensor& input, const Projection& projection, bool i
   return (result + added).to(dtype);
 }
 
-bool autocasts(c10::DeviceType device) {
-  return at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device);
+at::Tensor without_values(const at::Tensor& input, int64_t width) {
+  std::vector<int64_t> shape = input.sizes().vec();
+  shape.back() = width;
+  return at::empty(shape, input.options());
 }
 
 bool draws_numbers(const Projection& projection) {

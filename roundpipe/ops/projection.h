@@ -31,8 +31,8 @@ struct Projection {
 // but no values where these would take a product.
 at::Tensor project(const at::Tensor& input, const Projection& projection, bool is_read = true);
 
-// Whether autocast chooses dtypes on this kind of device.
-bool autocasts(c10::DeviceType device);
+// Memory whose values nobody reads, of the shape that a projection of `input` to `width` has.
+at::Tensor without_values(const at::Tensor& input, int64_t width);
 
 // Whether project() draws random numbers: for an adapter that drops.
 bool draws_numbers(const Projection& projection);

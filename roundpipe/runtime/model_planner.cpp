@@ -70,16 +70,6 @@ schedule::TimingRules rules_of(bool asynchronous) {
   return rules;
 }
 
-schedule::PlannerOptions options_of(const PlanRequest& request) {
-  schedule::PlannerOptions options;
-  options.mode = request.mode;
-  options.microbatches = request.microbatches;
-  options.gradient_groups = request.gradient_groups;
-  options.first_backward_layer = request.first_backward_layer;
-  options.single_backward_layers = request.recompute_grain == RecomputeGrain::kLayer;
-  return options;
-}
-
 // The part of a device's memory that the weights of one stage may take; 0 = no limit.
 int64_t device_share_bytes(const device::Device& device) {
   constexpr int64_t kStageShare = 6;
@@ -127,6 +117,16 @@ std::optional<MeasuredStep> step_of(const std::vector<ExecutionRecord>& records)
 }
 
 }  // namespace
+
+schedule::PlannerOptions options_of(const PlanRequest& request) {
+  schedule::PlannerOptions options;
+  options.mode = request.mode;
+  options.microbatches = request.microbatches;
+  options.gradient_groups = request.gradient_groups;
+  options.first_backward_layer = request.first_backward_layer;
+  options.single_backward_layers = request.recompute_grain == RecomputeGrain::kLayer;
+  return options;
+}
 
 std::vector<char> trained_layers(const std::vector<std::vector<char>>& trainable) {
   std::vector<char> trained;

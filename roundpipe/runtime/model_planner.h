@@ -48,6 +48,7 @@ struct PlanRequest {
 
   auto operator<=>(const PlanRequest&) const = default;
 };
+schedule::PlannerOptions options_of(const PlanRequest& request);
 // Layers with a trainable parameter: [layer][parameter] -> [layer].
 std::vector<char> trained_layers(const std::vector<std::vector<char>>& trainable);
 

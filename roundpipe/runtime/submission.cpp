@@ -35,9 +35,12 @@ bool has_trainable(const Call& call, size_t block) {
   return false;
 }
 
-Plan plan_stages(schedule::Stages stages, int layers, const PlanRequest& request, int first_device, Engine& engine) {
-  const PlanMode mode = request.mode;
-  const int first_backward_layer = request.first_backward_layer;
+int devices_of(Engine& engine) { return std::max(1, engine.size()); }
+
+// From options.first_device on.
+Plan plan_stages(schedule::Stages stages, int layers, const schedule::PlannerOptions& options, int devices) {
+  const PlanMode mode = options.mode;
+  const int first_backward_layer = options.first_backward_layer;
   std::vector<Range> backward;
   for (const Range& stage : stages.backward) {
     if (mode == PlanMode::kInference) break;
@@ -54,14 +57,9 @@ Plan plan_stages(schedule::Stages stages, int layers, const PlanRequest& request
                "stage run its own forward: add forward stages of these layers"));
   }
   stages.backward = std::move(backward);
-  if (request.recompute_grain == RecomputeGrain::kLayer)
+  if (options.single_backward_layers)
     stages = schedule::to_stages(schedule::with_single_backward_layers(schedule::to_cut(stages), mode));
-  schedule::PlannerOptions options;
-  options.mode = mode;
-  options.microbatches = request.microbatches;
-  options.first_device = first_device;
-  options.first_backward_layer = first_backward_layer;
-  return schedule::make_plan(stages, layers, std::max(1, engine.size()), options);
+  return schedule::make_plan(stages, layers, devices, options);
 }
 
 // Throws unless every job that makes gradients makes those of whole groups.
@@ -98,11 +96,16 @@ void check_fits(const Plan& plan, const Call& call, PlanMode mode, int first_bac
   check_groups(plan, call);
 }
 
-Plan given_plan(const Plan& plan, RecomputeGrain grain) {
-  return grain == RecomputeGrain::kLayer ? schedule::with_single_backward_layers(plan) : plan;
+Plan given_plan(const Plan& plan, const PlanRequest& request) {
+  return options_of(request).single_backward_layers ? schedule::with_single_backward_layers(plan) : plan;
 }
 
-int next_device(Engine& engine) { return engine.first_device() % std::max(1, engine.size()); }
+// With devices in turn from where the last plan stopped.
+schedule::PlannerOptions options_in_turn(const PlanRequest& request, Engine& engine) {
+  schedule::PlannerOptions options = options_of(request);
+  options.first_device = engine.first_device() % devices_of(engine);
+  return options;
+}
 
 }  // namespace
 
@@ -112,13 +115,13 @@ Plan plan_call(const Call& call, const Route& route, PlanMode mode, ModelPlanner
   request.trained = trained_layers(call.trainable);
   request.first_backward_layer = !backward || call.input_gradients ? 0 : lowest_trained(request.trained);
   if (const auto* stages = std::get_if<schedule::Stages>(&route)) {
-    Plan plan = plan_stages(*stages, call.model->layer_count(), request, next_device(engine), engine);
+    Plan plan = plan_stages(*stages, call.model->layer_count(), options_in_turn(request, engine), devices_of(engine));
     engine.advance(static_cast<int>(plan.jobs.size()));
     return plan;
   }
   if (const auto* plan = std::get_if<Plan>(&route)) {
     check_fits(*plan, call, mode, request.first_backward_layer, engine);
-    return given_plan(*plan, request.recompute_grain);
+    return given_plan(*plan, request);
   }
   return planner.next(engine, request);
 }
@@ -126,16 +129,17 @@ Plan plan_call(const Call& call, const Route& route, PlanMode mode, ModelPlanner
 std::vector<Plan> preview_plans(const ModelState& model, const Route& route, PlanRequest request,
                                 const ModelPlanner& planner, Engine& engine, int steps) {
   if (const auto* plan = std::get_if<Plan>(&route))
-    return std::vector<Plan>(static_cast<size_t>(steps), given_plan(*plan, request.recompute_grain));
+    return std::vector<Plan>(static_cast<size_t>(steps), given_plan(*plan, request));
   request.trained = trained_layers(model.trainable());
   request.first_backward_layer = request.mode == PlanMode::kInference ? 0 : lowest_trained(request.trained);
   const auto* stages = std::get_if<schedule::Stages>(&route);
   if (stages == nullptr) return planner.preview(engine, request, steps);
   std::vector<Plan> plans;
-  int first_device = next_device(engine);
+  schedule::PlannerOptions options = options_in_turn(request, engine);
+  const int devices = devices_of(engine);
   for (int step = 0; step < steps; ++step) {
-    plans.push_back(plan_stages(*stages, model.layer_count(), request, first_device, engine));
-    first_device = (first_device + static_cast<int>(plans.back().jobs.size())) % std::max(1, engine.size());
+    plans.push_back(plan_stages(*stages, model.layer_count(), options, devices));
+    options.first_device = (options.first_device + static_cast<int>(plans.back().jobs.size())) % devices;
   }
   return plans;
 }

@@ -353,9 +353,7 @@ class StepMemory:
         outputs = [footprint.outputs for footprint in footprints]
         most = 0 if self._device_budget is None else _core.stage_limit_bytes(sizes, self._device_budget)
         self._pipeline.set_bytes(kept, outputs, most, 0)
-        plans = self._pipeline.preview_plans(
-            step.route, step.mode, step.count, step.gradient_groups, GRAINS[grain], _STEPS
-        )
+        plans = _plans(self._pipeline, step, grain)
         largest = _core.largest_stage_bytes(plans, sizes)
         wanted = self._device(step, grain, footprints, self._device_budget or 0)
         self._pipeline.set_bytes(kept, outputs, largest, max(1, wanted.total - wanted.weights))
@@ -367,9 +365,7 @@ class StepMemory:
         footprints: Sequence[_core.LayerFootprint],
         limit: int,
     ) -> DeviceMemory:
-        plans = self._pipeline.preview_plans(
-            step.route, step.mode, step.count, step.gradient_groups, GRAINS[grain], _STEPS
-        )
+        plans = _plans(self._pipeline, step, grain)
         waits = _core.Engine.current().copies_on_compute_cores()
         found = predict_device(plans, _sizes(self._pipeline, step, grain, footprints), limit, waits)
         return dataclasses.replace(found, work=int(found.work * self._correction))
@@ -377,7 +373,7 @@ class StepMemory:
     def _host(self, step: StepShape, grain: RecomputeGrain, rule: UpdateRule = ADAM) -> HostPrediction:
         footprints = self._footprints(step)
         pipeline = self._pipeline
-        plan = pipeline.preview_plans(step.route, step.mode, step.count, step.gradient_groups, GRAINS[grain], 1)[0]
+        plan = _plans(pipeline, step, grain, steps=1)[0]
         values = _core.waiting_on_host(plan, footprints, step.count)
         accumulation = ACCUMULATIONS[step.tied_grad_accumulation]
         sums = pipeline.partial_sum_bytes(plan, step.gradient_groups, accumulation)
@@ -429,8 +425,12 @@ class StepMemory:
         return min((cap for cap in caps if cap), default=0)
 
 
+def _plans(pipeline: _core.Pipeline, step: StepShape, grain: RecomputeGrain, steps: int = _STEPS) -> list[_core.Plan]:
+    return pipeline.preview_plans(step.route, step.mode, step.count, step.gradient_groups, GRAINS[grain], steps)
+
+
 def _activations(pipeline: _core.Pipeline, step: StepShape, grain: RecomputeGrain) -> tuple[Activations, ...]:
-    plan = pipeline.preview_plans(step.route, step.mode, step.count, step.gradient_groups, GRAINS[grain], 1)[0]
+    plan = _plans(pipeline, step, grain, steps=1)[0]
     places: list[Activations] = ["recompute"] * plan.layers
     for job in plan.jobs:
         if job.phase == "fused":
