@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import roundpipe
 from roundpipe.demo.options import DemoOptions
 from roundpipe.demo.training import Batch, next_token_loss
 
@@ -42,6 +44,28 @@ def nearest(master: Tensor, dtype: torch.dtype) -> Tensor:
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
+# The only one of torch's loops over the elements whose square roots are exact.
+torch_adamw: Callable[..., torch.optim.Optimizer] = functools.partial(torch.optim.AdamW, fused=True)
+
+
+def torch_fuses() -> bool:
+    """Whether torch's kernels on the host round a multiplication and the addition after it once."""
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
+def fused_adamw(parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
+    """`torch_adamw`; on a host for which torch does not fuse, RoundPipe's AdamW over plain tensors, which always does.
+
+    Args:
+        parameters: on one device; or groups of them, as torch's optimizers take.
+    """
+    given = list(parameters)
+    first = given[0]["params"][0] if isinstance(given[0], dict) else given[0]
+    if first.device.type == "cpu" and not torch_fuses():
+        return roundpipe.optim.AdamW(given, **options)
+    return torch_adamw(given, **options)
+
+
 def plain_steps(
     layers: nn.Sequential,
     batches: Sequence[Batch],
@@ -49,6 +73,7 @@ def plain_steps(
     device: torch.device,
     state_device: torch.device | None = None,
     on_stage: Callable[[str], None] = lambda stage: None,
+    adamw: Callable[..., torch.optim.Optimizer] = fused_adamw,
 ) -> Outcome:
     """Runs one AdamW step for each of `batches`, with each row as a microbatch; `layers` stay unchanged.
 
@@ -59,6 +84,7 @@ def plain_steps(
         device: holds weights and gradients, and computes.
         state_device: holds the optimizer's state and computes its step; None = `device`.
         on_stage: called when an activity begins: WEIGHTS, GRADIENTS or OPTIMIZER.
+        adamw: makes the optimizer, like `torch.optim.AdamW`.
 
     Raises:
         torch.OutOfMemoryError: the loop does not fit `device`.
@@ -68,13 +94,8 @@ def plain_steps(
     model = copy.deepcopy(layers).to(device)
     named = dict(model.named_parameters())
     masters = {name: _master(parameter, state_device) for name, parameter in named.items()}
-    optimizer = torch.optim.AdamW(
-        masters.values(),
-        lr=options.learning_rate,
-        betas=options.betas,
-        weight_decay=options.weight_decay,
-        # The only one of torch's loops over the elements whose square roots are exact.
-        fused=True,
+    optimizer = adamw(
+        masters.values(), lr=options.learning_rate, betas=options.betas, weight_decay=options.weight_decay
     )
     sums: dict[str, Tensor] = {}
 

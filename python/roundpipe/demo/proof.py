@@ -15,7 +15,7 @@ import roundpipe
 from roundpipe import RoundPipeRunConfig, _core
 from roundpipe.demo.model import training_bytes
 from roundpipe.demo.options import DemoOptions
-from roundpipe.demo.plain_loop import Outcome, plain_steps
+from roundpipe.demo.plain_loop import Outcome, plain_steps, torch_adamw, torch_fuses
 from roundpipe.demo.training import Batch, next_token_loss
 
 STEPS = 3
@@ -84,7 +84,7 @@ class _OnDevice(nn.Module):
         # Not raised further: the pipeline would retry with less memory.
         try:
             with torch.enable_grad():
-                plain_steps(*self._loop, value.device, on_stage=self._stage.append)
+                plain_steps(*self._loop, value.device, on_stage=self._stage.append, adamw=torch_adamw)
         except torch.OutOfMemoryError as error:
             traceback.clear_frames(error.__traceback__)
             self._said.append((self._stage[-1], str(error).splitlines()[0].split("; ")[0]))
@@ -114,8 +114,10 @@ def measured_plain_steps(
         with _core.MemoryMeter() as meter:
             meter.reset_peak()
             before = meter.current_bytes
-            outcome = plain_steps(layers, batches, options, device)
-            return outcome, meter.peak_bytes - before
+            # Torch's: the state of ours is not in torch's allocator, which the meter reads.
+            outcome = plain_steps(layers, batches, options, device, adamw=torch_adamw)
+            peak_bytes = meter.peak_bytes - before
+        return outcome if torch_fuses() else plain_steps(layers, batches, options, device), peak_bytes
     # Removes the cap of an earlier pool.
     roundpipe.devices(_specs(roundpipe.devices(), 1, is_capped=False)[0])
     return plain_steps(layers, batches, options, device, torch.device("cpu")), sum(training_bytes(layers).values())

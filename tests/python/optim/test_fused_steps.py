@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import roundpipe
-from fused_reference import FusedPair, fused_adamw, squared_error
+from fused_reference import FusedPair, squared_error
 from reference_loops import assert_same, use_devices
 from roundpipe import GradScaler, RoundPipe
+from roundpipe.demo.plain_loop import fused_adamw
 from sweeps import sweep
 
 WIDTH = 32  # torch's own vector tails round otherwise, so sizes are multiples of 16

@@ -22,16 +22,6 @@ def nearest(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def fused_adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
-    """torch's fused AdamW, where it rounds a multiplication and an addition once, as ours does on every processor.
-
-    Elsewhere ours over plain tensors, which test_dropin.py compares with torch's.
-    """
-    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
-        return torch.optim.AdamW(parameters, **options, fused=True)
-    return roundpipe.optim.AdamW(parameters, **options)
-
-
 def norm_of(gradients: list[torch.Tensor]) -> torch.Tensor:
     """() fp32, summed in fp64."""
     return torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().float()
