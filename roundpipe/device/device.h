@@ -35,6 +35,8 @@ class QueueScope {
 struct Piece {
   at::Tensor dst;
   at::Tensor src;
+  // Fires when its bytes have arrived; stays pending if they never do. May be null.
+  EventPtr arrived = nullptr;
 };
 
 // How transfers use a device's link.

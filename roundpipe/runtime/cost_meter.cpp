@@ -96,8 +96,7 @@ void CostMeter::add(const std::vector<ExecutionRecord>& records, const std::vect
   add_layers(layer_times, speed);
   std::map<std::tuple<Phase, int, int>, std::vector<double>> times;
   for (const ExecutionRecord& record : records) {
-    const double busy_ms = record.end_ms - record.start_ms - record.waited_ms;
-    times[{record.phase, record.layers.first, record.layers.last}].push_back(busy_ms *
+    times[{record.phase, record.layers.first, record.layers.last}].push_back(record.busy_ms() *
                                                                              speed[static_cast<size_t>(record.device)]);
   }
   const bool clocked = std::ranges::any_of(layer_times, [](const LayerTime& time) { return !time.backward; });

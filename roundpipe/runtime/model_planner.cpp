@@ -111,7 +111,7 @@ std::optional<MeasuredStep> step_of(const std::vector<ExecutionRecord>& records)
     step.microbatches = std::max(step.microbatches, record.microbatch + 1);
     step.start_ms = step.busy_ms > 0 ? std::min(step.start_ms, record.start_ms) : record.start_ms;
     step.end_ms = std::max(step.end_ms, record.end_ms);
-    step.busy_ms += record.end_ms - record.start_ms - record.waited_ms;
+    step.busy_ms += record.busy_ms();
   }
   return trains ? std::optional(step) : std::nullopt;
 }

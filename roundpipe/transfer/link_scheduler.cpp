@@ -42,7 +42,8 @@ struct LinkScheduler::Chunk {
   int64_t bytes = 0;
   double issued_ms = 0;
   bool last = false;
-  std::exception_ptr error;  // the reason why the rest was not issued; then nothing more is issued
+  std::vector<EventPtr> pieces;  // Piece::arrived of those that end in it
+  std::exception_ptr error;      // the reason why the rest was not issued; then nothing more is issued
 
   void arrived(const device::Event& event, Uses& uses, LinkObserver* observer) {
     const EventPtr done = entry->transfer.done;
@@ -51,6 +52,8 @@ struct LinkScheduler::Chunk {
     if (!error) error = event.error();
     if (error) return done->fail(error);
     if (observer != nullptr && bytes > 0) observer->arrived(bytes, issued_ms, event.time_ms());
+    if (done->error()) return;  // an earlier chunk was lost
+    for (const EventPtr& piece : pieces) piece->fire_at(event.time_ms());
     if (!last) return;
     {
       const MutexLock lock(uses.mutex);
@@ -145,15 +148,15 @@ void LinkScheduler::ready(const std::shared_ptr<Entry>& entry) noexcept {
   changed_.notify_all();
 }
 
-bool LinkScheduler::wait(const EventPtr& done) {
-  done->then([aside = aside_] {
+bool LinkScheduler::wait(const EventPtr& done, const EventPtr& part) {
+  part->then([aside = aside_] {
     const MutexLock lock(aside->mutex);
     aside->changed.notify_all();
   });
   const auto is_it = [&](const std::shared_ptr<Entry>& entry) { return entry->transfer.done == done; };
   const MutexLock lock(aside_->mutex);
-  while (!done->complete() && std::ranges::none_of(aside_->entries, is_it)) aside_->changed.wait(aside_->mutex);
-  return done->complete();
+  while (!part->complete() && std::ranges::none_of(aside_->entries, is_it)) aside_->changed.wait(aside_->mutex);
+  return part->complete();
 }
 
 void LinkScheduler::stand_aside(const std::shared_ptr<Entry>& entry, std::exception_ptr error) {
@@ -218,7 +221,9 @@ std::pair<Piece, Piece> halves(const Piece& piece) {
   const auto part = [&](int64_t from, int64_t count) {
     return Piece{piece.dst.narrow(widest, from, count), piece.src.narrow(widest, from, count)};
   };
-  return {part(0, size / 2), part(size / 2, size - size / 2)};
+  std::pair<Piece, Piece> both{part(0, size / 2), part(size / 2, size - size / 2)};
+  both.second.arrived = piece.arrived;
+  return both;
 }
 
 bool is_flat(const Piece& piece) { return piece.src.is_contiguous() && piece.dst.is_contiguous(); }
@@ -243,7 +248,7 @@ bool LinkScheduler::copy_or_cut(Entry& entry) {
   return false;
 }
 
-bool LinkScheduler::issue_chunk(Entry& entry) {
+bool LinkScheduler::issue_chunk(Entry& entry, Chunk& chunk) {
   int64_t room_bytes = options_.chunk_bytes > 0 ? options_.chunk_bytes : std::numeric_limits<int64_t>::max();
   bool first = true;
   while (entry.piece < entry.pieces.size()) {
@@ -270,6 +275,7 @@ bool LinkScheduler::issue_chunk(Entry& entry) {
     }
     entry.offset += count;
     if (entry.offset < numel) break;
+    if (piece.arrived) chunk.pieces.push_back(piece.arrived);
     ++entry.piece;
     entry.offset = 0;
   }
@@ -368,7 +374,7 @@ void LinkScheduler::issue(const std::shared_ptr<Entry>& entry) {
   }
   const int64_t before_bytes = entry->bytes;
   try {
-    chunk->last = issue_chunk(*entry);
+    chunk->last = issue_chunk(*entry, *chunk);
     chunk->bytes = entry->bytes - before_bytes;
   } catch (...) {
     chunk->error = std::current_exception();

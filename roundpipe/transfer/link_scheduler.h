@@ -88,7 +88,9 @@ class LinkScheduler {
 
   // Blocks until `done`, of a transfer submitted here, is complete. Returns false early if the transfer stands aside
   // because the device has no memory.
-  bool wait(const device::EventPtr& done);
+  bool wait(const device::EventPtr& done) { return wait(done, done); }
+  // The same for `part`, which completes with a piece of that transfer, or with all of it.
+  bool wait(const device::EventPtr& done, const device::EventPtr& part);
   // Retries the transfers that stand aside. Call it when memory has become free.
   void resume();
   // Cancels the transfer of `done` if it stands aside: fails it with its out-of-memory error.
@@ -124,8 +126,8 @@ class LinkScheduler {
   void issue(const std::shared_ptr<Entry>& entry);
   void stand_aside(const std::shared_ptr<Entry>& entry, std::exception_ptr error);
   void ready(const std::shared_ptr<Entry>& entry) noexcept;
-  // Issues the next chunk. Returns whether the entry has nothing left to issue.
-  bool issue_chunk(Entry& entry);
+  // Issues what `chunk` moves. Returns whether the entry has nothing left to issue.
+  bool issue_chunk(Entry& entry, Chunk& chunk);
   // Issues the entry's whole piece and returns true. If the device has no memory to copy it as it is, cuts the piece in
   // two and returns false.
   bool copy_or_cut(Entry& entry);

@@ -20,6 +20,10 @@ struct ExecutionRecord {
   double end_ms;
   double recomputed_ms = 0;  // when the recompute of a backward ended; 0 for other phases
   double waited_ms = 0;      // how long the device then was idle, until the gradient arrived
+  double weights_ms = 0;     // how long it was idle between layers, until the next one's weights arrived
+
+  // The time in which it computed.
+  double busy_ms() const { return end_ms - start_ms - waited_ms - weights_ms; }
 };
 
 // The time that one layer took on a device for one microbatch, by the device's own clock, and what it put out.

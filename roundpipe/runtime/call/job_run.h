@@ -56,14 +56,16 @@ struct JobRun final : public CheckedJob, public std::enable_shared_from_this<Job
 
   // Protected by that lock until the job runs, then the device's thread's.
   device::EventPtr uploaded;  // all weights and buffers
+  // Per layer of the stage: its weights and buffers. Complete with `uploaded` at the latest.
+  std::vector<device::EventPtr> layers_uploaded;
   std::map<int, StagedMicrobatch> staged;
   // Transfer::settled of every transfer of this job. Once all of them and its compute are complete, its slot is
   // released and the job is over.
   std::vector<device::EventPtr> transfers;
   device::EventPtr new_transfer() { return transfers.emplace_back(device::make_event()); }
 
-  // The link's thread's until `uploaded` fires, then the device's thread's.
-  at::Tensor weights;  // the slot, once uploaded
+  // The link's thread's until the first of these events fires, then the device's thread's.
+  at::Tensor weights;  // the slot, once its upload has begun
   at::Tensor parked;   // the weights on the host, while they are evicted for the running job
 
   // The device's thread only.

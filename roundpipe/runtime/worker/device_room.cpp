@@ -74,6 +74,11 @@ void DeviceRoom::stage_next(int count) {
 
 void DeviceRoom::upload_weights(const std::shared_ptr<JobRun>& run) {
   const auto& attempt = run->attempt;
+  for (size_t i = 0; i < run->layout.layers.size(); ++i) run->layers_uploaded.push_back(attempt->new_event());
+  run->uploaded->then([layers = run->layers_uploaded, uploaded = run->uploaded.get()] {
+    const std::exception_ptr error = uploaded->error();
+    for (const EventPtr& layer : layers) error ? layer->fail(error) : layer->fire();
+  });
   std::vector<EventPtr> after;
   for (int l = run->job.layers.first; l < run->job.layers.last; ++l) {
     for (const size_t block : run->layer(l).blocks) {
@@ -99,6 +104,7 @@ std::vector<Piece> DeviceRoom::weight_pieces(JobRun& run) {
   for (int l = run.job.layers.first; l < run.job.layers.last; ++l) {
     const LayerState& state = run.layer(l);
     const StageLayout::LayerPlace& place = run.layout.layers[run.place(l)];
+    const size_t before = pieces.size();
     for (size_t i = 0; i < state.blocks.size(); ++i) {
       const memory::WeightVersion& version = *run.call->readings[state.blocks[i]];
       const at::Tensor& flat = version.flat;
@@ -117,19 +123,25 @@ std::vector<Piece> DeviceRoom::weight_pieces(JobRun& run) {
       const at::Tensor from = old != run.old_buffers.end() ? old->second[i] : state.buffers[i].tensor.detach();
       pieces.push_back({target, memory::staged_for(target, from, device_.wants_pinned_host_memory())});
     }
+    const EventPtr& uploaded = run.layers_uploaded[run.place(l)];
+    if (pieces.size() == before) {
+      uploaded->fire();
+    } else {
+      pieces.back().arrived = uploaded;
+    }
   }
   return pieces;
 }
 
-void DeviceRoom::arrive(const EventPtr& done) {
+void DeviceRoom::arrive(const EventPtr& done, const EventPtr& part) {
   // Others may have to bring it first; a link that does not move is watched by itself.
   const Watch::Pause waiting(watch_);
-  while (!upload_.wait(done)) {
+  while (!upload_.wait(done, part)) {
     upload_.resume();
-    if (upload_.wait(done)) break;
+    if (upload_.wait(done, part)) break;
     if (!make_room()) upload_.cancel_aside(done);
   }
-  done->wait();
+  part->wait();
 }
 
 Flow DeviceRoom::take(JobRun& run, int microbatch) {
@@ -181,6 +193,7 @@ bool DeviceRoom::leave_arena(const std::shared_ptr<JobRun>& running) {
   }
   if (!running->weights.defined() || running->weights.numel() == 0) return slots_.separate();
   if (moving_ == Moving::kLater) return true;
+  arrive(running->uploaded);
   device_.compute().mark()->wait_complete();
   layers_.unbind();
   if (park_weights(running)) {
@@ -219,6 +232,7 @@ bool DeviceRoom::park_weights(const std::shared_ptr<JobRun>& run) {
 
 void DeviceRoom::unpark_weights(const std::shared_ptr<JobRun>& run) {
   run->uploaded = run->attempt->new_event();
+  std::ranges::fill(run->layers_uploaded, run->uploaded);
   upload_.submit({Priority::kWeight,
                   {},
                   [this, run] {

@@ -49,7 +49,9 @@ class DeviceRoom {
 
   // Blocks until the transfer that fires `done` is complete, and makes room for it if it found no memory. Throws its
   // error.
-  void arrive(const device::EventPtr& done);
+  void arrive(const device::EventPtr& done) { arrive(done, done); }
+  // The same for `part`, which completes with a piece of that transfer.
+  void arrive(const device::EventPtr& done, const device::EventPtr& part);
   // The same, then returns what was uploaded: the inputs of a staged microbatch, or the staged values (undefined where
   // there is none).
   Flow take(JobRun& run, int microbatch);

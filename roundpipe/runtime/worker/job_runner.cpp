@@ -52,7 +52,7 @@ void JobRunner::run_job(JobRun& run) {
   room_.weights_may_move(Moving::kNow);
   microbatch_ = -1;
   doing_ = {"the weights", run.job.layers};
-  room_.arrive(run.uploaded);
+  room_.arrive(run.uploaded, run.layers_uploaded.front());
   struct Binding {
     JobRunner& runner;
     JobRun& run;
@@ -126,6 +126,7 @@ void JobRunner::run_microbatch(JobRun& run, int microbatch) {
 
 bool JobRunner::prepare_again(JobRun& run, int microbatch, Frugality& frugality) {
   const Range stage = run.job.layers;
+  room_.arrive(run.uploaded);  // what moves the weights, or writes buffers, takes them all to be there
   if (!sums_.can_run_again(run)) {
     tried_ = "it could not run again in less memory, since a layer runs backward passes of its own";
     return false;
@@ -184,11 +185,14 @@ void JobRunner::hand_on_buffers(JobRun& run) {
 void JobRunner::record(JobRun& run, int microbatch, const EventPtr& begun, const EventPtr& done) {
   if (run.attempt->only_checks()) return;  // no job of the plan
   run.attempt->then({done}, [call = run.call, job = run.job, microbatch, device = index_, begun, done,
-                             gradient = microbatches_.gradient_wait()] {
+                             gradient = microbatches_.gradient_wait(), weights = layers_.take_waits()] {
     ExecutionRecord record{job.phase, job.layers, microbatch, device, begun->time_ms(), done->time_ms()};
     if (gradient.recomputed) {
       record.recomputed_ms = gradient.recomputed->time_ms();
       record.waited_ms = std::max(0.0, gradient.arrived_ms - record.recomputed_ms);
+    }
+    for (const auto& [idle, arrived] : weights) {
+      record.weights_ms += std::max(0.0, arrived->time_ms() - std::max(idle->time_ms(), begun->time_ms()));
     }
     call->record(record);
   });

@@ -18,18 +18,29 @@ using transfer::Priority;
 
 void LayerRunner::begin(JobRun& run) {
   bind(run);
-  for (int l = run.job.layers.first; l < run.job.layers.last; ++l) {
-    LayerHabits& habits = run.habits(l);
-    // A layer may begin to write long after its first job, so it is looked at again, ever more seldom.
-    const bool looks = !run.layer(l).layer->leaves_parameters() && std::has_single_bit(++habits.jobs);
-    std::vector<char> with_values;
-    for (const std::atomic<bool>& touches : habits.touches_parameters) with_values.push_back(looks || touches.load());
-    watches_.emplace_back(shell(run, l).layer->parameters, with_values);
+  watches_.resize(bound_.size());
+}
+
+void LayerRunner::await_weights(JobRun& run, int l) {
+  const EventPtr& uploaded = run.layers_uploaded[run.place(l)];
+  if (!uploaded->complete()) {
+    pause(run);
+    waits_.emplace_back(device_.compute().mark(), uploaded);
+    const Watch::Pause waiting(watch_);
+    uploaded->wait_complete();
   }
+  uploaded->wait();
+  LayerHabits& habits = run.habits(l);
+  // A layer may begin to write long after its first job, so it is looked at again, ever more seldom.
+  const bool looks = !run.layer(l).layer->leaves_parameters() && std::has_single_bit(++habits.jobs);
+  std::vector<char> with_values;
+  for (const std::atomic<bool>& touches : habits.touches_parameters) with_values.push_back(looks || touches.load());
+  watches_[run.place(l)].emplace(shell(run, l).layer->parameters, with_values);
 }
 
 void LayerRunner::end() {
   watches_.clear();
+  waits_.clear();
   unbind();
 }
 
@@ -67,7 +78,9 @@ void LayerRunner::bind(JobRun& run) {
     }
     know_nothing();  // a copy may have been made in another dtype
   }
-  for (ParameterWatch& watch : watches_) watch.moved();
+  for (std::optional<ParameterWatch>& watch : watches_) {
+    if (watch) watch->moved();
+  }
 }
 
 void LayerRunner::unbind() {
@@ -130,6 +143,7 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
   Call& call = *run.call;
   LayerState& state = run.layer(l);
   LayerShell& layer = *shell(run, l).layer;
+  if (!watches_[run.place(l)]) await_weights(run, l);
   hold(run, l);
   const bool has_buffers = !state.buffers.empty();
   const bool gradients = call.options.requires_grad;
@@ -215,7 +229,7 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
 
 void LayerRunner::look_at_weights(JobRun& run, int l, int microbatch) {
   LayerState& state = run.layer(l);
-  ParameterWatch& watch = watches_.at(run.place(l));
+  ParameterWatch& watch = *watches_.at(run.place(l));
   const bool first = microbatch == run.job.microbatches.first;
   for (size_t i = 0; i < state.parameters.size(); ++i) {
     const bool touched = watch.touched(i);

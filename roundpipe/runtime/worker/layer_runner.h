@@ -2,6 +2,8 @@
 
 #include <functional>
 #include <map>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include <roundpipe/device/device.h>
@@ -10,6 +12,7 @@
 #include <roundpipe/runtime/model/parameter_watch.h>
 #include <roundpipe/runtime/worker/backward_clock.h>
 #include <roundpipe/runtime/worker/outbox.h>
+#include <roundpipe/runtime/worker/watch.h>
 #include <roundpipe/torch_compat/autograd_nodes.h>
 #include <roundpipe/transfer/link_scheduler.h>
 
@@ -33,8 +36,8 @@ struct SegmentGraph {
 // compute scope.
 class LayerRunner {
  public:
-  LayerRunner(device::Device& device, transfer::LinkScheduler& upload, Outbox& outbox, int worker)
-      : device_(device), upload_(upload), outbox_(outbox), worker_(worker) {}
+  LayerRunner(device::Device& device, transfer::LinkScheduler& upload, Outbox& outbox, Watch& watch, int worker)
+      : device_(device), upload_(upload), outbox_(outbox), watch_(watch), worker_(worker) {}
 
   // While this object lives, layers of a microbatch that run one after the other keep the object that Layer::hold()
   // returned, so that it is taken only once and is still held when they drop values. Between layers, call pause()
@@ -52,7 +55,8 @@ class LayerRunner {
     JobRun& run_;
   };
 
-  // Before the job's first microbatch: binds, and remembers of the weights what tells whether a layer writes them.
+  // Before the job's first microbatch, once the upload of its weights has begun: binds. A layer waits for its own
+  // weights when it first runs.
   void begin(JobRun& run);
   // When the job is over, or begin() threw.
   void end();
@@ -74,6 +78,11 @@ class LayerRunner {
 
   // The shell of one of the job's layers. REQUIRES: the job is bound.
   Shell& shell(const JobRun& run, int layer) const { return *bound_.at(run.place(layer)); }
+
+  // A wait for weights: when the device had nothing to do, and the event that ended it.
+  using Wait = std::pair<device::EventPtr, device::EventPtr>;
+  // Those since the last call.
+  std::vector<Wait> take_waits() { return std::exchange(waits_, {}); }
 
   // Restores the buffers of a layer that writes them to their values before this microbatch, if these were saved.
   // Blocks until they are uploaded.
@@ -99,6 +108,9 @@ class LayerRunner {
     bool outputs_are_read = true;
   };
   Values execute(JobRun& run, int layer, const Values& inputs, int microbatch, Use use);
+  // Before the first time that the job runs the layer: waits for its weights, and remembers of them what tells whether
+  // it writes them.
+  void await_weights(JobRun& run, int layer);
   // After a forward of the layer: throws std::invalid_argument if it has written its weights, and Error if it may have
   // and nothing was remembered of them.
   void look_at_weights(JobRun& run, int layer, int microbatch);
@@ -114,9 +126,11 @@ class LayerRunner {
   device::Device& device_;
   transfer::LinkScheduler& upload_;
   Outbox& outbox_;
-  const int worker_;                     // its number in the pool
-  std::vector<Shell*> bound_;            // of the job's layers, in order
-  std::vector<ParameterWatch> watches_;  // likewise
+  Watch& watch_;
+  const int worker_;                                    // its number in the pool
+  std::vector<Shell*> bound_;                           // of the job's layers, in order
+  std::vector<std::optional<ParameterWatch>> watches_;  // likewise; empty until its weights are awaited
+  std::vector<Wait> waits_;
   std::shared_ptr<const void> held_;
   std::vector<Clocked> clocked_;
   std::map<at::ScalarType, at::Tensor> nothing_;  // empty tensors for idle shells, by dtype

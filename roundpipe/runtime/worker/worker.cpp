@@ -22,7 +22,7 @@ Worker::Worker(int index, int number, std::unique_ptr<device::Device> device, Li
       upload_(device_->upload(), device_->link_options(), std::move(observers.up)),
       download_(device_->download(), device_->link_options(), std::move(observers.down)),
       outbox_(*device_, download_),
-      layers_(*device_, upload_, outbox_, number),
+      layers_(*device_, upload_, outbox_, watch_, number),
       room_(*device_, queue_, upload_, download_, layers_, watch_),
       runner_(index, room_, outbox_, layers_, watch_),
       thread_([this] { loop(); }) {}

@@ -417,6 +417,35 @@ TEST_CASE("link: small pieces share a chunk, and use() tells what went by") {
   CHECK(link.use(Priority::kActivation).transfers == 0);
 }
 
+TEST_CASE("link: a piece has arrived when the chunk in which it ends has, and one that failed never does") {
+  for (const bool fails : {false, true}) {
+    HeldQueue queue(true);
+    LinkScheduler link(queue, {.chunk_bytes = 1000});
+    std::vector<Piece> pieces;
+    for (const int64_t size : {300, 1500, 500, 100}) {
+      pieces.push_back({at::empty({size}, at::kByte), at::empty({size}, at::kByte), make_event()});
+    }
+    const EventPtr done = make_event();
+    link.submit(transfer_of(Priority::kWeight, [&] { return pieces; }, done));
+    const auto arrived = [&] {
+      int count = 0;
+      for (const Piece& piece : pieces) count += piece.arrived->complete() ? 1 : 0;
+      return count;
+    };
+    CHECK(arrived() == 0);
+    queue.complete_one();  // 300 + 700
+    CHECK(link.wait(done, pieces[0].arrived));
+    CHECK(arrived() == 1);
+    queue.complete_one(fails ? error_named("lost") : nullptr);  // 800 + 200
+    CHECK(arrived() == (fails ? 1 : 2));
+    if (!fails) queue.complete_one();
+    queue.let_go();
+    done->wait_complete();
+    CHECK((done->error() != nullptr) == fails);
+    CHECK(arrived() == (fails ? 1 : 4));
+  }
+}
+
 TEST_CASE("link: first come first served, and moved whole, when asked to") {
   HeldQueue queue(true);
   LinkScheduler link(queue, {.chunk_bytes = 0, .first_come = true});

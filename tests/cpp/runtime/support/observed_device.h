@@ -19,6 +19,8 @@ class QueueObserver {
   // Called on the thread that uses the queue, before it does: "enter" or "copy" with the queue's name, "poison" with
   // "slot". Set while nothing runs.
   std::function<void(const std::string& queue, const std::string& what)> on_use;
+  // Called before each copy, likewise.
+  std::function<void(const std::string& queue, const at::Tensor& src)> on_copy;
 
   void used(const std::string& queue, const std::string& what) {
     {
@@ -49,6 +51,7 @@ class ObservedQueue final : public device::Queue {
   }
   void copy(const at::Tensor& dst, const at::Tensor& src) override {
     observer_.used(name_, "copy");
+    if (observer_.on_copy) observer_.on_copy(name_, src);
     inner_.copy(dst, src);
   }
   void signal(device::EventPtr event) override {

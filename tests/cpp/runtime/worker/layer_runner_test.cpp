@@ -24,11 +24,8 @@ namespace layer_runner_test {
 constexpr int64_t kWidth = 4;
 constexpr double kPatience_ms = 300000;  // ends a test that hangs
 
-// Submits one microbatch as one fused job, whose layers run one at a time, and does not wait for it.
-CallPtr submit_fused(const std::shared_ptr<ModelState>& model, Engine& engine) {
-  CallOptions options;
-  options.fault_tolerant = true;
-  options.recompute_grain = RecomputeGrain::kLayer;
+// Submits one microbatch as one fused job, and does not wait for it.
+CallPtr submit_fused(const std::shared_ptr<ModelState>& model, Engine& engine, const CallOptions& options) {
   auto call = std::make_shared<Call>(model, options, 1, 0, 0);
   call->habits = model->habits_of_now();
   call->thread_state.emplace();
@@ -88,12 +85,54 @@ TEST_SUITE("layer runner") {
       health.push_back(devices.back()->health());
     }
     Engine engine(specs, std::move(devices));
-    const CallPtr call = submit_fused(model, engine);
+    CallOptions options;
+    options.fault_tolerant = true;
+    options.recompute_grain = RecomputeGrain::kLayer;
+    const CallPtr call = submit_fused(model, engine, options);
     REQUIRE(call->finished()->wait_for(kPatience_ms));
     CHECK_FALSE(call->failed());
     CHECK(attempts == 2);
     CHECK(gone->complete());
     CHECK(layers[0].buffers[2].tensor.item<int64_t>() == 1);
+  }
+
+  TEST_CASE("a layer runs once its own weights are there, and what runs again takes all of them to be there") {
+    for (const RecomputeGrain grain : {RecomputeGrain::kStage, RecomputeGrain::kLayer}) {
+      for (const bool runs_out : {false, true}) {
+        CAPTURE(grain);
+        CAPTURE(runs_out);
+        at::manual_seed(1);
+        const EventPtr ran = roundpipe::device::make_event();  // the first layer has
+        std::atomic<bool> came_first{true};
+        std::vector<LayerSpec> layers = {linear_layer("first", kWidth), linear_layer("head", kWidth)};
+        layers[0].body = [&, body = layers[0].body](Tensors inputs, const Tensors& parameters, const Tensors& buffers,
+                                                    const LayerContext& context) {
+          const bool first = !ran->complete();
+          ran->fire();
+          TORCH_CHECK_WITH(OutOfMemoryError, !first || !runs_out, "none left");
+          return body(std::move(inputs), parameters, buffers, context);
+        };
+        const auto model = make_model(layers);
+        QueueObserver observer;
+        const at::Tensor head = layers[1].parameters[0].tensor;
+        observer.on_copy = [&](const std::string& queue, const at::Tensor& src) {
+          const bool is_head = queue == "upload" && src.storage().is_alias_of(head.storage());
+          if (is_head && !ran->wait_for(kPatience_ms)) came_first = false;
+        };
+        // Chunks of a piece each, since an event of a piece fires with its chunk.
+        const auto specs = roundpipe::device::parse_devices("virtual:1,chunk=16B");
+        std::vector<std::unique_ptr<roundpipe::device::Device>> devices;
+        devices.push_back(
+            std::make_unique<ObservedDevice>(specs[0], std::move(roundpipe::device::make_devices(specs)[0]), observer));
+        Engine engine(specs, std::move(devices));
+        CallOptions options;
+        options.recompute_grain = grain;
+        const CallPtr call = submit_fused(model, engine, options);
+        REQUIRE(call->finished()->wait_for(kPatience_ms));
+        CHECK_FALSE(call->failed());
+        CHECK(came_first);
+      }
+    }
   }
 }
 
