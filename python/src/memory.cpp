@@ -41,7 +41,7 @@ void bind_memory_simulator(py::module_& module) {
       .attribute("sums", &LayerBytes::sums)
       .attribute("rounded", &LayerBytes::rounded)
       .def(py::init([](int64_t weights, int64_t gradients, int64_t sums, int64_t rounded) {
-             return LayerBytes{weights, gradients, sums, rounded};
+             return LayerBytes{weights, gradients, sums, rounded, {}};
            }),
            py::arg("weights"), py::arg("gradients"), py::arg("sums"), py::arg("rounded"));
   ValueClass<LayerFootprint>(module, "LayerFootprint")
@@ -101,7 +101,6 @@ void bind_memory_simulator(py::module_& module) {
         return simulate::predict_device(plans, sizes, {cap_bytes, waits});
       },
       py::arg("plans"), py::arg("sizes"), py::arg("cap_bytes"), py::arg("waits"));
-  module.def("stage_limit_bytes", &simulate::stage_limit_bytes, py::arg("sizes"), py::arg("budget_bytes"));
   module.def(
       "largest_stage_bytes",
       [](const std::vector<schedule::Plan>& plans, const StepSizes& sizes) {

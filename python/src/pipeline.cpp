@@ -1,5 +1,6 @@
 #include <optional>
 
+#include <roundpipe/api/step_memory.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/layers/emulated_layer.h>
 #include <roundpipe/runtime/pipeline.h>
@@ -230,6 +231,24 @@ void bind_pipeline(py::module_& module) {
            py::arg("model"), py::arg("parameters"));
   module.def("any_claimed", &runtime::ParameterClaim::any_claimed, py::arg("parameters"));
 
+  py::class_<StepsWithinCap>(module, "StepsWithinCap")
+      .def(py::init<>())
+      .def(
+          "known",
+          [](const StepsWithinCap& steps, const std::string& kind, int64_t bytes, int microbatches) {
+            return steps.known({kind, bytes, microbatches});
+          },
+          py::arg("kind"), py::arg("bytes"), py::arg("microbatches"))
+      .def(
+          "admit",
+          [](StepsWithinCap& steps, const std::string& kind, int64_t bytes, int microbatches,
+             const PlannedMemory& planned) { steps.admit({kind, bytes, microbatches}, planned); },
+          py::arg("kind"), py::arg("bytes"), py::arg("microbatches"), py::arg("planned"));
+  ValueClass<PlannedMemory>(module, "PlannedMemory")
+      .attribute("grain", &PlannedMemory::grain)
+      .attribute("device", &PlannedMemory::device)
+      .attribute("fits", &PlannedMemory::fits)
+      .def(py::init([](RecomputeGrain grain) { return PlannedMemory{grain, {}, true}; }), py::arg("grain"));
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(module, "Pipeline")
       .def(py::init([](std::string name, const py::list& layers, bool pinned, const Pipeline* in_place_of) {
              std::vector<std::unique_ptr<runtime::Layer>> made;
@@ -391,22 +410,26 @@ void bind_pipeline(py::module_& module) {
           py::arg("route"), py::arg("mode"), py::arg("microbatches"), py::arg("gradient_groups"),
           py::arg("recompute_grain"), py::arg("steps"), py::call_guard<py::gil_scoped_release>())
       .def(
-          "set_bytes",
-          [](Pipeline& pipeline, std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes,
-             int64_t most_stage_bytes, int64_t work_bytes) {
-            pipeline.planner().set_bytes(std::move(saved_bytes), std::move(activation_bytes), most_stage_bytes);
-            pipeline.model().work_bytes.store(work_bytes);
+          "plan_within",
+          [](Pipeline& pipeline, const runtime::Route& route, schedule::PlanMode mode, int microbatches,
+             const simulate::StepSizes& sizes, int64_t budget_bytes, double work_factor) {
+            MemoryLimit limit;
+            limit.budget_bytes = budget_bytes;
+            limit.rules = {budget_bytes, Engine::current()->worker(0).device().copies_on_compute_cores()};
+            limit.work_factor = work_factor;
+            return plan_within(pipeline, route, {mode, microbatches, sizes.gradient_groups, sizes.grain}, sizes, limit);
           },
-          py::arg("saved_bytes"), py::arg("activation_bytes"), py::arg("most_stage_bytes"), py::arg("work_bytes"))
-      .def("layer_bytes",
-           [](const Pipeline& pipeline) {
-             std::vector<simulate::LayerBytes> layers;
-             for (int l = 0; l < pipeline.model().layer_count(); ++l) {
-               const runtime::StageLayout layout = runtime::lay_out_stage(pipeline.model(), l, l + 1);
-               layers.push_back({layout.size_bytes, layout.gradient_bytes, layout.sum_bytes, layout.rounded_bytes});
-             }
-             return layers;
-           })
+          py::arg("route"), py::arg("mode"), py::arg("microbatches"), py::arg("sizes"), py::arg("budget_bytes"),
+          py::arg("work_factor"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "plan_within_caps",
+          [](Pipeline& pipeline, const runtime::Route& route, schedule::PlanMode mode, int microbatches,
+             const simulate::StepSizes& sizes) {
+            return plan_within_caps(pipeline, route, {mode, microbatches, sizes.gradient_groups, sizes.grain}, sizes);
+          },
+          py::arg("route"), py::arg("mode"), py::arg("microbatches"), py::arg("sizes"),
+          py::call_guard<py::gil_scoped_release>())
+      .def("layer_bytes", [](const Pipeline& pipeline) { return layer_bytes(pipeline.model()); })
       .def_property(
           "asynchronous", [](const Pipeline& pipeline) { return pipeline.planner().asynchronous(); },
           [](Pipeline& pipeline, bool asynchronous) { pipeline.planner().set_asynchronous(asynchronous); })

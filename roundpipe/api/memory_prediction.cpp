@@ -8,6 +8,7 @@
 #include <ATen/ops/ones_like.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <roundpipe/api/step_memory.h>
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/device/virtual/memory_meter.h>
@@ -24,8 +25,6 @@ using runtime::Values;
 using simulate::LayerFootprint;
 
 namespace {
-
-constexpr int kSteps = 3;  // that a prediction follows: each step assigns devices again
 
 // What this thread holds of a device's memory: of the host's that stands for a virtual device, or of a card.
 class Meter {
@@ -84,9 +83,9 @@ std::unique_ptr<runtime::LayerShell> filled_shell(const runtime::LayerState& sta
   return shell;
 }
 
-// Runs one layer and, for the last one, the loss. `values`: the inputs on the host, replaced by the outputs.
-LayerFootprint measure_layer(const runtime::LayerState& state, int index, Values& values, const Values* label,
-                             const LossFunction& loss, device::Device& on) {
+// Runs one layer and, if there is one, the loss. `values`: the inputs on the host, replaced by the outputs.
+LayerFootprint measure_layer(const runtime::LayerState& state, int index, Values& values, const Values& label,
+                             const LossFunction* loss, device::Device& on) {
   const c10::Device device = on.torch_device();
   Meter meter(on);
   LayerFootprint footprint;
@@ -107,7 +106,7 @@ LayerFootprint measure_layer(const runtime::LayerState& state, int index, Values
       footprint.outputs += memory::settled_bytes(output);
   }
   outputs.tensors = torch_compat::cross_boundary(outputs.tensors);
-  std::vector<at::Tensor> roots = label != nullptr ? loss(outputs, *label) : outputs.tensors;
+  std::vector<at::Tensor> roots = loss != nullptr ? (*loss)(outputs, label) : outputs.tensors;
   std::erase_if(roots, [](const at::Tensor& root) { return !root.requires_grad(); });
   footprint.forward = meter.peak_bytes() - base;
   footprint.saved = meter.current_bytes() - base;
@@ -127,21 +126,6 @@ LayerFootprint measure_layer(const runtime::LayerState& state, int index, Values
   footprint.backward = std::max(footprint.saved, footprint.saved + meter.peak_bytes() - held);
   values = std::move(handed_on);
   return footprint;
-}
-
-std::vector<LayerFootprint> measure(const runtime::ModelState& model, const StepShape& shape, const LossFunction& loss,
-                                    device::Device& device) {
-  const torch_compat::OwnGenerators::Scope own(std::make_shared<torch_compat::OwnGenerators>());
-  const at::AutoGradMode grad_mode(true);
-  Values values = shape.batch;
-  Values label{crossed(shape.label.tensors, device.torch_device()), shape.label.structure};
-  std::vector<LayerFootprint> footprints;
-  for (int l = 0; l < model.layer_count(); ++l) {
-    const bool last = l + 1 == model.layer_count();
-    footprints.push_back(
-        measure_layer(*model.layers[static_cast<size_t>(l)], l, values, last ? &label : nullptr, loss, device));
-  }
-  return footprints;
 }
 
 simulate::HostMemory host_of(const runtime::ModelState& model, const runtime::ModelOptimizer* optimizer) {
@@ -173,54 +157,50 @@ simulate::HostMemory host_of(const runtime::ModelState& model, const runtime::Mo
   return host;
 }
 
-int64_t cap_of(Engine& engine) {
-  int64_t cap = 0;
-  for (int i = 0; i < engine.size(); ++i) {
-    const int64_t own = engine.worker(i).device().memory_limit_bytes();
-    if (own > 0 && (cap == 0 || own < cap)) cap = own;
+}  // namespace
+
+std::vector<LayerFootprint> measure_layers(const runtime::ModelState& model, const StepShape& shape,
+                                           const LossFunction* loss, device::Device& device) {
+  const torch_compat::OwnGenerators::Scope own(std::make_shared<torch_compat::OwnGenerators>());
+  const at::AutoGradMode grad_mode(true);
+  Values values = shape.batch;
+  Values label{crossed(shape.label.tensors, device.torch_device()), shape.label.structure};
+  std::vector<LayerFootprint> footprints;
+  for (int l = 0; l < model.layer_count(); ++l) {
+    const bool last = l + 1 == model.layer_count();
+    footprints.push_back(
+        measure_layer(*model.layers[static_cast<size_t>(l)], l, values, label, last ? loss : nullptr, device));
   }
-  return cap;
+  return footprints;
 }
 
-}  // namespace
+simulate::StepSizes step_sizes(const runtime::ModelState& model, const StepShape& shape, const RunOptions& options,
+                               std::vector<LayerFootprint> footprints) {
+  simulate::StepSizes sizes;
+  sizes.layers = layer_bytes(model);
+  sizes.footprints = std::move(footprints);
+  sizes.grain = options.recompute_grain;
+  sizes.label_bytes = bytes_of(shape.label.tensors);
+  sizes.gradient_groups = options.gradient_groups;
+  return sizes;
+}
 
 MemoryPrediction predict_step(runtime::Pipeline& pipeline, const StepShape& shape, const LossFunction& loss,
                               const RunOptions& options, const runtime::ModelOptimizer* optimizer) {
   const std::shared_ptr<Engine> engine = Engine::current();
   const runtime::ModelState& model = pipeline.model();
-  const std::vector<LayerFootprint> footprints = measure(model, shape, loss, engine->worker(0).device());
-
-  simulate::StepSizes sizes;
-  std::vector<int64_t> kept;
-  std::vector<int64_t> passed_on;
-  for (int l = 0; l < model.layer_count(); ++l) {
-    const runtime::StageLayout layout = runtime::lay_out_stage(model, l, l + 1);
-    const LayerFootprint& footprint = footprints[static_cast<size_t>(l)];
-    sizes.layers.push_back({layout.size_bytes, layout.gradient_bytes, layout.sum_bytes, layout.rounded_bytes});
-    kept.push_back(simulate::kept_bytes(footprint, options.recompute_grain));
-    passed_on.push_back(footprint.outputs);
-  }
-  sizes.footprints = footprints;
-  sizes.grain = options.recompute_grain;
-  sizes.label_bytes = bytes_of(shape.label.tensors);
-  sizes.gradient_groups = options.gradient_groups;
-
-  const auto plans = [&](int steps) {
-    return runtime::preview_plans(
-        model, options.route,
-        {schedule::PlanMode::kFused, shape.microbatches, options.gradient_groups, options.recompute_grain},
-        pipeline.planner(), *engine, steps);
-  };
-  const simulate::DeviceRules rules{cap_of(*engine), engine->worker(0).device().copies_on_compute_cores()};
-  pipeline.planner().set_bytes(kept, passed_on, 0);
-  pipeline.planner().set_bytes(kept, passed_on, simulate::largest_stage_bytes(plans(kSteps), sizes));
-
+  simulate::StepSizes sizes =
+      step_sizes(model, shape, options, measure_layers(model, shape, &loss, engine->worker(0).device()));
+  runtime::PlanRequest request{schedule::PlanMode::kFused, shape.microbatches, options.gradient_groups,
+                               options.recompute_grain};
+  const PlannedMemory planned = plan_within_caps(pipeline, options.route, request, sizes);
+  request.recompute_grain = planned.grain;
   MemoryPrediction prediction;
-  prediction.device = simulate::predict_device(plans(kSteps), sizes, rules);
-  pipeline.model().work_bytes.store(std::max<int64_t>(1, prediction.device.total() - prediction.device.weights));
+  prediction.device = planned.device;
   prediction.host = host_of(model, optimizer);
-  const schedule::Plan plan = plans(1).front();
-  prediction.host_values = simulate::waiting_on_host(plan, footprints, shape.microbatches);
+  const schedule::Plan plan =
+      runtime::preview_plans(model, options.route, request, pipeline.planner(), *engine, /*steps=*/1).front();
+  prediction.host_values = simulate::waiting_on_host(plan, sizes.footprints, shape.microbatches);
   prediction.host_partial_sums =
       runtime::partial_sum_bytes(model, plan, options.gradient_groups, options.tied_grad_accumulation);
   const int64_t labels = shape.microbatches * sizes.label_bytes;

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include <roundpipe/api/loss.h>
 #include <roundpipe/api/run_options.h>
@@ -37,8 +38,16 @@ struct StepShape {
   int microbatches = 1;
 };
 
-// Predicts a step of `pipeline`. Each layer runs once, on this thread, with copies of the microbatch, forward and
-// backward; only shapes count. Plans keep to the measured sizes from now on.
+// The footprint of each layer. Each runs once, on this thread, with copies of the microbatch, forward and backward;
+// only shapes count. `loss`: null if gradients of the outputs come from elsewhere. Throws what a layer or the loss
+// throws. REQUIRES: as predict_step.
+std::vector<simulate::LayerFootprint> measure_layers(const runtime::ModelState& model, const StepShape& shape,
+                                                     const LossFunction* loss, device::Device& device);
+// The sizes of that step.
+simulate::StepSizes step_sizes(const runtime::ModelState& model, const StepShape& shape, const RunOptions& options,
+                               std::vector<simulate::LayerFootprint> footprints);
+
+// Predicts a step of `pipeline`, whose layers are measured. Plans keep to the measured sizes from now on.
 // `optimizer`: the fused one of the model; null: none was made. Throws what a layer or the loss throws. REQUIRES: the
 // pipeline has drained and shows its weights.
 MemoryPrediction predict_step(runtime::Pipeline& pipeline, const StepShape& shape, const LossFunction& loss,

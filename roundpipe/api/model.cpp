@@ -73,6 +73,15 @@ size_t bytes_of(const Values& values) {
   return bytes;
 }
 
+// The largest microbatch of a step. `labels`: none if the caller takes the loss.
+StepShape shape_of(const std::vector<Values>& inputs, const std::vector<Values>& labels) {
+  size_t largest = 0;
+  for (size_t m = 0; m < inputs.size(); ++m) {
+    if (bytes_of(inputs[m]) > bytes_of(inputs[largest])) largest = m;
+  }
+  return {inputs[largest], labels.empty() ? Values() : labels[largest], static_cast<int>(inputs.size())};
+}
+
 // Gradients are summed by the engine, which would not call hooks on them.
 void refuse_gradient_hooks(const NamedParameters& parameters) {
   for (const auto& [name, parameter] : parameters) {
@@ -102,7 +111,8 @@ Model::Model(std::vector<Layer> layers, ModelOptions options)
                   named_in(layers, &Layer::buffers)),
       layers_(std::move(layers)),
       run_options_(std::move(options.run)),
-      check_loss_(options.check_loss && checks_losses()) {}
+      check_loss_(options.check_loss && checks_losses()),
+      measure_steps_(options.measure_steps) {}
 
 Model& Model::operator=(Model&& other) noexcept {
   if (this == &other) return *this;
@@ -112,6 +122,8 @@ Model& Model::operator=(Model&& other) noexcept {
   children_ = std::move(other.children_);
   run_options_ = std::move(other.run_options_);
   check_loss_ = other.check_loss_;
+  measure_steps_ = other.measure_steps_;
+  steps_within_cap_ = std::move(other.steps_within_cap_);
   return *this;
 }
 
@@ -125,6 +137,43 @@ void Model::check_modules() const {
   check_trainable();
 }
 
+RecomputeGrain Model::admit(const StepShape& shape, const LossFunction* loss, const RunOptions& options) {
+  const std::shared_ptr<Engine> engine = Engine::current();
+  const int64_t cap_bytes = smallest_cap_bytes(*engine);
+  if (!measure_steps_ || cap_bytes == 0 || !std::holds_alternative<std::monostate>(options.route))
+    return options.recompute_grain;
+  StepsWithinCap::Step step;
+  step.kind = concat(loss != nullptr, " ", engine->size(), " ", cap_bytes, " ", options.gradient_groups, " ",
+                     static_cast<int>(options.recompute_grain));
+  for (const std::unique_ptr<runtime::LayerState>& state : pipeline().model().layers)
+    step.kind += concat(" ", state->layer->mode_key());
+  for (const Values* values : {&shape.batch, &shape.label}) {
+    for (const at::Tensor& tensor : values->tensors) step.kind += concat(" ", c10::toString(tensor.scalar_type()));
+    step.bytes += static_cast<int64_t>(bytes_of(*values));
+  }
+  step.microbatches = shape.microbatches;
+  if (const std::optional<RecomputeGrain> known = steps_within_cap_.known(step)) return *known;
+
+  // No synchronize(), which would settle an asynchronous step.
+  pipeline().drain();
+  pipeline().wait_buffers();
+  pipeline().weights().show();
+  PlannedMemory planned{options.recompute_grain, {}, true};
+  try {
+    const runtime::ModelState& model = pipeline().model();
+    const simulate::StepSizes sizes =
+        step_sizes(model, shape, options, measure_layers(model, shape, loss, engine->worker(0).device()));
+    planned = plan_within_caps(pipeline(), {},
+                               {loss != nullptr ? schedule::PlanMode::kFused : schedule::PlanMode::kTrain,
+                                shape.microbatches, options.gradient_groups, options.recompute_grain},
+                               sizes);
+  } catch (const std::exception&) {
+    // The step itself says what is wrong, or runs where a single layer did not.
+  }
+  steps_within_cap_.admit(step, planned);
+  return planned.grain;
+}
+
 std::vector<Values> Model::run(detail::Batch inputs, RunOptions options) {
   check(options);
   check_modules();
@@ -134,6 +183,7 @@ std::vector<Values> Model::run(detail::Batch inputs, RunOptions options) {
   if (requires_grad) refuse_gradient_hooks(parameter_names());
   const int count = detail::count_of(inputs, options, device_count());
   const std::vector<Values> parts = detail::cut_inputs(inputs, count, options.cut_inputs);
+  if (requires_grad) options.recompute_grain = admit(shape_of(parts, {}), nullptr, options);
   // The engine's tensors are none of inference mode, even if its callers are in it.
   const c10::InferenceMode no_inference(false);
   const at::AutoGradMode grad_mode(requires_grad);
@@ -168,8 +218,10 @@ Model::Request Model::request(const char* where, detail::Batch inputs, detail::B
 Model::Pending Model::submit_cut(const char* where, detail::Batch inputs, detail::Batch labels, LossFunction loss,
                                  const RunOptions& options, bool keep_outputs, bool refuses_nan_early) {
   const Request made = request(where, std::move(inputs), std::move(labels), options);
+  const RecomputeGrain grain = admit(shape_of(made.inputs, made.labels), &loss, options);
   std::shared_ptr<runtime::Loss> of_call = make_loss(std::move(loss), made.rows, options.loss_reduction);
   runtime::CallOptions call = call_options(options, true);
+  call.recompute_grain = grain;
   call.refuses_nan = check_loss_;
   call.refuses_nan_early = check_loss_ && refuses_nan_early;
   return Pending(shared_pipeline(),
@@ -265,12 +317,7 @@ MemoryPrediction Model::predict(detail::Batch inputs, detail::Batch labels, cons
   pipeline().drain();
   pipeline().wait_buffers();
   named_parameters();
-  size_t largest = 0;
-  for (size_t m = 0; m < made.inputs.size(); ++m) {
-    if (bytes_of(made.inputs[m]) > bytes_of(made.inputs[largest])) largest = m;
-  }
-  const StepShape shape{made.inputs[largest], made.labels[largest], static_cast<int>(made.inputs.size())};
-  return predict_step(pipeline(), shape, loss, options, fused_optimizer().get());
+  return predict_step(pipeline(), shape_of(made.inputs, made.labels), loss, options, fused_optimizer().get());
 }
 
 RunOptions& Model::run_options() {

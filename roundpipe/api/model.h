@@ -22,6 +22,7 @@
 #include <roundpipe/api/optimizer.h>
 #include <roundpipe/api/run_options.h>
 #include <roundpipe/api/step.h>
+#include <roundpipe/api/step_memory.h>
 
 namespace roundpipe {
 
@@ -36,6 +37,10 @@ struct ModelOptions {
   // A NaN loss is an error (see forward_backward), unless a GradScaler belongs to the model or the environment has
   // ROUNDPIPE_CHECK_LOSS=0.
   bool check_loss = true;
+  // On devices with a memory limit, the first step of a kind, and each that is larger than those before, is measured
+  // before it runs, as predict_memory does, and planned within the limit: layers keep their activations where there is
+  // room, and recompute one by one where there is little. Its loss function is called once more for that.
+  bool measure_steps = true;
 };
 
 // Losses and outputs of a batch.
@@ -181,6 +186,9 @@ class Model : public HostWeights {
   std::vector<runtime::Values> run(detail::Batch inputs, RunOptions options);
   struct Request;
   Request request(const char* where, detail::Batch inputs, detail::Batch labels, const RunOptions& options);
+  // The recompute grain of a step that is planned within the devices' memory.
+  // `loss`: null if the caller takes it of the outputs.
+  RecomputeGrain admit(const StepShape& shape, const LossFunction* loss, const RunOptions& options);
   Pending submit_cut(const char* where, detail::Batch inputs, detail::Batch labels, LossFunction loss,
                      const RunOptions& options, bool keep_outputs, bool refuses_nan_early);
   MemoryPrediction predict(detail::Batch inputs, detail::Batch labels, const LossFunction& loss,
@@ -191,6 +199,8 @@ class Model : public HostWeights {
   std::vector<std::shared_ptr<torch::nn::Module>> children_;
   RunOptions run_options_;
   bool check_loss_;
+  bool measure_steps_;
+  StepsWithinCap steps_within_cap_;
 };
 
 // A batch that Model::submit has started. What its loss refers to lives until finish() or Model::synchronize() is over.

@@ -32,6 +32,19 @@ constexpr GradientBytes gradient_bytes(std::int64_t own_bytes, std::int64_t sum_
   return {tied ? sum_bytes : own_bytes, sum_bytes, wider_sums && !tied ? own_bytes : 0};
 }
 
+// The gradients of weights that a layer shares with later ones. A job that has all of these layers, and all
+// microbatches of a step, adds up their sums and sends one, rounded.
+struct JoinedGradients {
+  int last_layer = 0;        // of those that share them; 0: none does
+  std::int64_t saved = 0;    // bytes that such a job sends less than GradientBytes::sent of each of its layers
+  std::int64_t rounded = 0;  // as in GradientBytes
+
+  // `first_layer`: the layer whose entry this is.
+  constexpr bool holds(int first_layer, int job_first, int job_last) const {
+    return last_layer > 0 && job_first <= first_layer && last_layer < job_last;
+  }
+};
+
 // How many of the partial sums of a gradient, at least two, the host keeps beside it: one of the gradient's own dtype
 // can become the gradient.
 constexpr std::int64_t partial_sums(std::int64_t parts, bool wider_sums) { return wider_sums ? parts : parts - 1; }

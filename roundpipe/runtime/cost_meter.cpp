@@ -217,6 +217,7 @@ schedule::LayerCosts CostMeter::costs() const {
     const StageLayout layout = lay_out_stage(model_, layer, layer + 1);
     cost.gradient_bytes = layout.gradient_bytes;
     cost.partial_sum_bytes = layout.sum_bytes;
+    cost.joined = joined_gradients(model_, layer);
     cost.trained = layout.gradient_bytes > 0;
     cost.activation_bytes = activation_bytes_.empty() ? layers_[l].output_bytes : activation_bytes_[l];
     if (!saved_bytes_.empty()) cost.saved_bytes = saved_bytes_[l];

@@ -162,9 +162,10 @@ void ModelPlanner::forget_devices() {
 }
 
 void ModelPlanner::set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes,
-                             int64_t most_stage_bytes) {
+                             int64_t most_stage_bytes, int fused_layers) {
   meter_.set_bytes(std::move(saved_bytes), std::move(activation_bytes));
   most_stage_bytes_ = most_stage_bytes;
+  fused_layers_ = fused_layers;
   current_.clear();
 }
 
@@ -306,23 +307,37 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
   return *best;
 }
 
-ModelPlanner::Made ModelPlanner::make(Engine& engine, const Key& key, const Basis& basis,
-                                      const Current* current) const {
-  const Room limits = room(engine, basis.costs, key.devices);
+Cut ModelPlanner::simple_cut(const Key& key, const Basis& basis, const Room& limits, int fused_layers) const {
   schedule::PlannerOptions options = options_of(key.request);
   options.max_stage_bytes = limits.least();
+  options.fused_layers = key.devices == 1 ? fused_layers : 0;
   LayerCosts held = basis.costs;
   for (size_t l = 0; l < held.size(); ++l) {
     held[l].weight_bytes = limits.held_bytes[l];
     held[l].gradient_bytes = held[l].saved_bytes = 0;
   }
   Cut simple = schedule::to_cut(schedule::choose_stages(held, key.devices, options));
-  const schedule::CostSums sums = schedule::sums_of(basis.costs, options);
   if (options.single_backward_layers) {
+    const schedule::CostSums sums = schedule::sums_of(basis.costs, options);
     Cut single = schedule::with_single_backward_layers(simple, options.mode);
     const bool has_room = schedule::waiting_bytes(single, sums, options.microbatches) <= room_on_host(basis.early);
     if (has_room) simple = std::move(single);
   }
+  return simple;
+}
+
+schedule::Stages ModelPlanner::first_stages(Engine& engine, const PlanRequest& request, int fused_layers) const {
+  const Key key = key_of(engine, request);
+  const Basis now = basis(engine, key);
+  return schedule::to_stages(simple_cut(key, now, room(engine, now.costs, key.devices), fused_layers));
+}
+
+ModelPlanner::Made ModelPlanner::make(Engine& engine, const Key& key, const Basis& basis,
+                                      const Current* current) const {
+  const Room limits = room(engine, basis.costs, key.devices);
+  const Cut simple = simple_cut(key, basis, limits, fused_layers_);
+  const schedule::PlannerOptions options = options_of(key.request);
+  const schedule::CostSums sums = schedule::sums_of(basis.costs, options);
   const Cut cut = basis.measured ? found(key, basis, limits, simple, current) : simple;
   const Plan recipe = schedule::to_recipe(cut, sums, key.devices, options);
   Cluster cluster;

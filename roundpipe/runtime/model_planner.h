@@ -101,8 +101,12 @@ class ModelPlanner {
   double predicted_ms(Engine& engine, int microbatches, int gradient_groups, double scale) const;
 
   // From now on, no planned stage takes more than `most_stage_bytes` for its weights, gradients and saved activations,
-  // unless it is one layer; 0 = no cap. See CostMeter::set_bytes.
-  void set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes, int64_t most_stage_bytes);
+  // unless it is one layer; 0 = no cap. On one device, the fused stage of a first plan has `fused_layers`, and those of
+  // later ones no more (0: as balance says). See CostMeter::set_bytes.
+  void set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes, int64_t most_stage_bytes,
+                 int fused_layers = 0);
+  // The stages of a first plan with that many fused layers (0: as balance says).
+  schedule::Stages first_stages(Engine& engine, const PlanRequest& request, int fused_layers) const;
   // Plans from measurements leave no more than this waiting on the host for the backward of a step, if that is
   // possible; 0: what memory::room_for_values() says then, half of it while steps overlap.
   void set_host_room(int64_t host_room_bytes) { host_room_bytes_ = host_room_bytes; }
@@ -146,6 +150,8 @@ class ModelPlanner {
   // With so many devices, since their number may change while a plan is made.
   MeasuredMachine machine(Engine& engine, int devices) const;
   Room room(Engine& engine, const schedule::LayerCosts& costs, int devices) const;
+  // Balanced stages within those limits.
+  schedule::Cut simple_cut(const Key& key, const Basis& basis, const Room& limits, int fused_layers) const;
   // What a step may leave waiting on the host. `overlap`: two steps at a time.
   int64_t room_on_host(bool overlap) const;
   // `current`: what is in use, if it may be kept.
@@ -160,6 +166,7 @@ class ModelPlanner {
   bool asynchronous_ = true;
   double early_share_ = 0;         // of calls that come early, smoothed
   int64_t most_stage_bytes_ = -1;  // -1 = unknown
+  int fused_layers_ = 0;
   int64_t host_room_bytes_ = 0;
   std::map<Key, Current> current_;
   std::vector<MeasuredStep> steps_;

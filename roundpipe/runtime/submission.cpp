@@ -126,12 +126,17 @@ Plan plan_call(const Call& call, const Route& route, PlanMode mode, ModelPlanner
   return planner.next(engine, request);
 }
 
+PlanRequest completed(const ModelState& model, PlanRequest request) {
+  request.trained = trained_layers(model.trainable());
+  request.first_backward_layer = request.mode == PlanMode::kInference ? 0 : lowest_trained(request.trained);
+  return request;
+}
+
 std::vector<Plan> preview_plans(const ModelState& model, const Route& route, PlanRequest request,
                                 const ModelPlanner& planner, Engine& engine, int steps) {
   if (const auto* plan = std::get_if<Plan>(&route))
     return std::vector<Plan>(static_cast<size_t>(steps), given_plan(*plan, request));
-  request.trained = trained_layers(model.trainable());
-  request.first_backward_layer = request.mode == PlanMode::kInference ? 0 : lowest_trained(request.trained);
+  request = completed(model, std::move(request));
   const auto* stages = std::get_if<schedule::Stages>(&route);
   if (stages == nullptr) return planner.preview(engine, request, steps);
   std::vector<Plan> plans;
@@ -196,7 +201,13 @@ void put_inputs(Call& call, int microbatch, const Values& inputs, bool copy, boo
 
 namespace {
 
-int parts_of(const BlockState& block, const std::vector<int>& of_layers) {
+// How many sums of a block's gradients devices send.
+int parts_of(const BlockState& block, const Plan& plan, const std::vector<int>& of_layers) {
+  const auto has_all = [&](const Job& job) {
+    return job.phase != Phase::kForward && job.layers.first <= block.layers.front() &&
+           block.layers.back() < job.layers.last && job.microbatches.size() == plan.microbatches;
+  };
+  if (std::ranges::any_of(plan.jobs, has_all)) return 1;
   int parts = 0;
   for (const int layer : block.layers) parts += of_layers[static_cast<size_t>(layer)];
   return parts;
@@ -208,7 +219,7 @@ int64_t partial_sum_bytes(const ModelState& model, const Plan& plan, int gradien
   const std::vector<int> parts = schedule::gradient_parts(plan, gradient_groups);
   int64_t bytes = 0;
   for (const BlockState& block : model.blocks) {
-    if (!block.tied() || tied == TiedGradAccumulation::kLayer) bytes += block.sum_bytes(parts_of(block, parts));
+    if (!block.tied() || tied == TiedGradAccumulation::kLayer) bytes += block.sum_bytes(parts_of(block, plan, parts));
   }
   return bytes;
 }
@@ -239,7 +250,7 @@ void open_gradients(Call& call, const Plan& plan) {
       for (int g = 1; g <= groups.count(); ++g) ends.push_back(static_cast<size_t>(groups.microbatches({0, g}).last));
       call.tied_sums[block] =
           std::make_unique<memory::TiedSum>(result, base, layout, state.gradient_buffers, sharers, std::move(ends));
-    } else if (const int count = parts_of(state, parts); count > 1) {
+    } else if (const int count = parts_of(state, plan, parts); count > 1) {
       state.sum_buffers->keep(static_cast<size_t>(count));
       call.block_sums[block] =
           std::make_unique<BlockSum>(BlockSum::Target{result, state.tied() ? base : nullptr, layout,

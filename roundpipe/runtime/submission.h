@@ -20,8 +20,11 @@ using Route = std::variant<std::monostate, schedule::Stages, schedule::Plan>;
 schedule::Plan plan_call(const Call& call, const Route& route, schedule::PlanMode mode, ModelPlanner& planner,
                          Engine& engine);
 
-// Returns the plans that the next calls would have, one each, without making a call. Of the request, what the model
-// knows (its trained layers) is not read.
+// The request with what the model knows: its trained layers, and the lowest that needs a backward.
+PlanRequest completed(const ModelState& model, PlanRequest request);
+
+// Returns the plans that the next calls would have, one each, without making a call. Completes the
+// request.
 std::vector<schedule::Plan> preview_plans(const ModelState& model, const Route& route, PlanRequest request,
                                           const ModelPlanner& planner, Engine& engine, int steps);
 

@@ -112,8 +112,17 @@ CostSums::CostSums(const LayerCosts& costs, int first_backward_layer, int single
     partial_sum_.push_back(partial_sum_.back() + (backward ? partial_bytes : 0));
     saved_.push_back(saved_.back() + cost.saved_bytes);
     trained_.push_back(trained_.back() + (backward && cost.trained ? 1 : 0));
+    if (cost.joined.last_layer > 0 && backward) joined_.emplace_back(static_cast<int>(layer), cost.joined);
     activation_.push_back(cost.activation_bytes);
   }
+}
+
+std::int64_t CostSums::sent_gradient_bytes(Range layers, bool whole) const {
+  std::int64_t bytes = between(whole ? gradient_ : partial_sum_, layers);
+  for (const auto& [first, joined] : joined_) {
+    if (whole && joined.holds(first, layers.first, layers.last)) bytes -= joined.saved;
+  }
+  return bytes;
 }
 
 std::int64_t CostSums::visit_bytes(Range layers, bool backward, bool least) const {

@@ -2,8 +2,10 @@
 
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
+#include <roundpipe/core/memory_rules.h>
 #include <roundpipe/schedule/range.h>
 
 namespace roundpipe::schedule {
@@ -21,6 +23,7 @@ struct LayerCost {
   // Downloaded instead of gradient_bytes by each of several devices that share a visit: sums that are not rounded yet.
   // If unset, twice gradient_bytes, as for 16-bit gradients with sums in fp32.
   std::optional<std::int64_t> partial_sum_bytes = std::nullopt;
+  JoinedGradients joined = {};  // of weights that this layer is the first to have, and others share
 
   // The weights that the optimizer updates: those that have gradients, of an adapter a small part of the layer.
   std::int64_t updated_bytes() const { return weight_bytes < gradient_bytes ? weight_bytes : gradient_bytes; }
@@ -71,9 +74,7 @@ class CostSums {
   std::int64_t weight_bytes(Range layers) const { return between(weight_, layers); }
   std::int64_t gradient_bytes(Range layers) const { return between(gradient_, layers); }
   // What a backward visit downloads for the parameters. `whole`: it has all microbatches of a step.
-  std::int64_t sent_gradient_bytes(Range layers, bool whole) const {
-    return between(whole ? gradient_ : partial_sum_, layers);
-  }
+  std::int64_t sent_gradient_bytes(Range layers, bool whole) const;
   std::int64_t saved_bytes(Range layers) const { return between(saved_, layers); }
   // What a layer gets from the one before, one microbatch; 0 for the first, whose inputs are the model's.
   std::int64_t input_bytes(int layer) const { return layer > 0 ? activation_[static_cast<std::size_t>(layer) - 1] : 0; }
@@ -105,6 +106,7 @@ class CostSums {
   std::vector<double> forward_, recompute_, backward_;
   std::vector<std::int64_t> weight_, gradient_, partial_sum_, saved_, activation_;
   std::vector<int> trained_;
+  std::vector<std::pair<int, JoinedGradients>> joined_;  // with the first layer
   int single_below_;
 };
 

@@ -26,6 +26,7 @@ void check_options(const std::string& where, int layers, int devices, const Plan
   require(options.max_stage_bytes >= 0, "max_stage_bytes", options.max_stage_bytes, "0 (no cap) or more");
   require(options.first_backward_layer >= 0 && options.first_backward_layer <= layers, "first_backward_layer",
           options.first_backward_layer, "0 to " + std::to_string(layers));
+  require(options.fused_layers >= 0, "fused_layers", options.fused_layers, "0 (as balance says) or more");
   require(options.gradient_groups >= 0, "gradient_groups", options.gradient_groups, "0 (cut anywhere) or more");
   require(options.first_device >= 0 && options.first_device < devices, "first_device", options.first_device,
           "0 to " + std::to_string(devices - 1));
@@ -75,9 +76,12 @@ Stages choose_stages(const LayerCosts& costs, int devices, const PlannerOptions&
     // The fused stage takes the loss even if nothing goes backward.
     const bool fused = options.mode == PlanMode::kFused;
     const int first = fused ? std::min(options.first_backward_layer, layers - 1) : options.first_backward_layer;
+    const int apart = fused ? std::min(options.fused_layers, layers - first) : 0;
     stages.backward = cut(
-        costs, {first, layers}, min_stages, options, [](const LayerCost& c) { return c.forward_ms + c.backward_ms; },
+        costs, {first, layers - apart}, min_stages, options,
+        [](const LayerCost& c) { return c.forward_ms + c.backward_ms; },
         [](const LayerCost& c) { return c.weight_bytes + c.gradient_bytes + c.saved_bytes; });
+    if (apart > 0) stages.backward.push_back({layers - apart, layers});
     std::ranges::reverse(stages.backward);
     if (fused) forward.last = stages.backward.front().first;
   }

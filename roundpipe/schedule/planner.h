@@ -26,6 +26,9 @@ struct PlannerOptions {
   // stage with gradients covers whole groups, so such a stage has at most this many replicas. 0 = replicas may cut
   // microbatches anywhere.
   int gradient_groups = 0;
+  // In kFused, the number of layers of the fused stage, if so many go backward, whatever its memory; the others are cut
+  // as if by themselves. 0 = as balance says.
+  int fused_layers = 0;
   // A search gives each backward stage one layer, unless it is fused: for backward passes layer by layer, each from its
   // own inputs.
   bool single_backward_layers = false;

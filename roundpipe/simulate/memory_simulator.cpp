@@ -55,18 +55,22 @@ struct Visit {
     const bool has_several = groups.groups_of(job.microbatches).size() > 1;
     const bool is_part = microbatches < plan.microbatches;
     const auto stage = of_stage(sizes.footprints, job);
+    int number = job.layers.first;
     for (const LayerBytes& layer : of_stage(sizes.layers, job)) {
       weights += layer.weights;
+      const bool joins = !is_part && layer.joined.holds(number++, job.layers.first, job.layers.last);
       if (!trains) continue;
       // Of several groups, one is being summed while those before it are kept, or on their way.
       sums += layer.sums * (has_several ? 2 : 1);
       leaving += is_part ? layer.sums : layer.gradients;
+      leaving -= joins ? layer.joined.saved : 0;
     }
     values = stage.front().inputs;
     if (job.phase == Phase::kFused) values += sizes.label_bytes;
     if (job.phase == Phase::kBackward) values += stage.back().output_gradients;
     work = work_bytes(stage, trains, sizes.grain);
-    if (trains && !is_part) pass_layers(of_stage(sizes.layers, job), stage, sizes.grain, has_several ? 2 : 1);
+    if (trains && !is_part)
+      pass_layers(job.layers, of_stage(sizes.layers, job), stage, sizes.grain, has_several ? 2 : 1);
   }
 
   // The most that is staged of this job's microbatches and, towards its end, of the next job's.
@@ -86,15 +90,18 @@ struct Visit {
 
   // Sets what there is when the backward of the last microbatch has passed a layer whose sum is being rounded: the sums
   // of the layers below it, what layers below keep, and the rounded sums of those above, if none has left yet.
-  void pass_layers(std::span<const LayerBytes> layers, std::span<const LayerFootprint> stage, RecomputeGrain grain,
-                   int sums_of_each) {
+  // Sums that are joined stay until the first layer that has them.
+  void pass_layers(schedule::Range numbers, std::span<const LayerBytes> layers, std::span<const LayerFootprint> stage,
+                   RecomputeGrain grain, int sums_of_each) {
     int64_t sums_left = sums, rounded_above = 0, kept = 0;
     for (const LayerFootprint& layer : stage) kept += kept_bytes(layer, grain);
     for (std::size_t l = layers.size(); l-- > 0;) {
       kept -= kept_bytes(stage[l], grain);
-      rounded_above += layers[l].rounded;
+      const bool joins = layers[l].joined.holds(numbers.first + static_cast<int>(l), numbers.first, numbers.last);
+      const int64_t rounded = layers[l].rounded + (joins ? layers[l].joined.rounded : 0);
+      rounded_above += rounded;
       const int64_t gradient = l > 0 ? stage[l].inputs : 0;  // of the stage's own inputs: on its way out
-      if (layers[l].rounded > 0 && sums_left + rounded_above + kept + gradient > passing_sums + passing_work) {
+      if (rounded > 0 && sums_left + rounded_above + kept + gradient > passing_sums + passing_work) {
         passing_sums = sums_left + rounded_above;
         passing_work = kept + gradient;
       }

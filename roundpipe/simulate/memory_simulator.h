@@ -27,6 +27,7 @@ struct LayerBytes {
   std::int64_t gradients = 0;  // in flight to the host, if one job makes the whole sum; parts go as they are
   std::int64_t sums = 0;       // of gradients
   std::int64_t rounded = 0;    // gradients that are rounded into separate memory before they go
+  JoinedGradients joined;      // of weights that this layer is the first to have, and others share
 };
 LayerBytes layer_bytes(std::span<const ParameterSize> parameters);
 

@@ -24,6 +24,12 @@ class BudgetError(ValueError):
     """A model or a step does not fit its budget."""
 
 
+def is_unmeasured(device_memory: str | int | None) -> bool:
+    """Whether the argument or, without one, the environment asks for steps that are not measured before they run."""
+    given = os.environ.get(DEVICE_VARIABLE) if device_memory is None else device_memory
+    return given == "unmeasured"
+
+
 def budget_of(given: str | int | None, option: str, variable: str) -> int | None:
     """Returns a budget in bytes: the argument's, else the environment variable's, else None.
 

@@ -36,6 +36,11 @@ class DeviceMemory:
         return {"weights": self.weights, "gradients": self.gradients, "values": self.values, "work": self.work}
 
 
+def device_memory(peak: _core.DeviceMemory) -> DeviceMemory:
+    """The engine's prediction in the form of this package."""
+    return DeviceMemory(peak.weights, peak.gradients, peak.values, peak.work)
+
+
 def predict_device(
     plans: Sequence[_core.Plan], sizes: _core.StepSizes, cap_bytes: int = 0, waits: bool = False
 ) -> DeviceMemory:
@@ -46,13 +51,11 @@ def predict_device(
         cap_bytes: limit of a device; if the next job's weights do not fit beside the running job, they come later.
         waits: a job begins only when everything that the previous job sends has gone.
     """
-    peak = _core.predict_device(plans, sizes, cap_bytes, waits)
-    return DeviceMemory(peak.weights, peak.gradients, peak.values, peak.work)
+    return device_memory(_core.predict_device(plans, sizes, cap_bytes, waits))
 
 
 def predict_devices(
     plans: Sequence[_core.Plan], sizes: _core.StepSizes, cap_bytes: Sequence[int]
 ) -> list[DeviceMemory]:
     """Predicts the peak of each device, whose limit is its entry of `cap_bytes`, as `predict_device` does."""
-    peaks = _core.predict_devices(plans, sizes, cap_bytes)
-    return [DeviceMemory(peak.weights, peak.gradients, peak.values, peak.work) for peak in peaks]
+    return [device_memory(peak) for peak in _core.predict_devices(plans, sizes, cap_bytes)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from roundpipe.layers.emulated import NativeEmulatedLayer
 from roundpipe.layers.shell import PythonLayer
 from roundpipe.memory.budget import ADAM, HostPrediction, UpdateRule, predict_host, refuse_device, refuse_host, table
 from roundpipe.memory.footprint import Loss, measure
-from roundpipe.memory.prediction import DeviceMemory, predict_device
+from roundpipe.memory.prediction import DeviceMemory, device_memory, predict_device
 
 Activations = Literal["device", "host", "recompute"]
 _PLACES: dict[Activations, str] = {
@@ -145,6 +146,7 @@ class StepMemory:
         layers: the layers in the engine's form. Emulated ones take time, not memory: with them nothing is predicted.
         host_budget: in bytes; None = no budget.
         device_budget: in bytes, for each device; None = no budget.
+        measures: without a budget, whether steps are measured and planned within the devices' own limits.
     """
 
     def __init__(
@@ -154,6 +156,7 @@ class StepMemory:
         layers: Sequence[PythonLayer | NativeEmulatedLayer],
         host_budget: int | None,
         device_budget: int | None,
+        measures: bool,
     ) -> None:
         self._name = name
         self._pipeline = pipeline
@@ -162,22 +165,24 @@ class StepMemory:
         self._host_budget = host_budget
         self._device_budget = None if self._has_emulated else device_budget
         self._measured_for: dict[Any, list[_core.LayerFootprint]] = {}
+        self._measures = measures and not self._has_emulated
         self._admitted: dict[Any, RecomputeGrain] = {}
+        self._within_cap = _core.StepsWithinCap()
         self._last: MemoryPrediction | None = None
         self._correction = 1.0
 
     def admit(self, request: CallRequest) -> RecomputeGrain:
-        """Plans the call within the device budget, if there is one.
+        """Plans the call within the device budget or, without one, within the devices' own limits.
 
         Returns:
             The recompute grain: "layer" if a stage's graph would not fit.
 
         Raises:
-            ValueError: the call cannot fit with these microbatches.
+            ValueError: the call cannot fit the budget with these microbatches.
         """
         grain = request.config.recompute_grain
         if self._device_budget is None:
-            return grain
+            return self._admit_within_cap(request)
         step = step_shape(request)
         engine = _core.Engine.current()
         engine.limit_memory(self._device_budget)
@@ -186,6 +191,33 @@ class StepMemory:
             self._compare()
             self._admitted[key] = self._fit(step, grain, self._device_budget)
         return self._admitted[key]
+
+    def _admit_within_cap(self, request: CallRequest) -> RecomputeGrain:
+        grain = request.config.recompute_grain
+        engine = _core.Engine.current()
+        cap = engine.smallest_cap_bytes()
+        step = step_shape(request)
+        if not (self._measures and cap and step.trains and step.route is None):
+            return grain
+        types = [(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in step.batch[0]]
+        modes = [layer.mode_key() for layer in self._layers]
+        kind = repr((types, modes, step.loss is None, step.mode, step.gradient_groups, grain, len(engine), cap))
+        size = sum(map(_core.settled_bytes, step.batch[0])) + step.label_bytes
+        known = self._within_cap.known(kind, size, step.count)
+        if known is None:
+            planned = _core.PlannedMemory(GRAINS[grain])
+            # The call itself says what is wrong, or runs where a single layer did not.
+            with contextlib.suppress(Exception):
+                planned = self._plan_within_caps(step, grain, self._footprints(step))
+            self._within_cap.admit(kind, size, step.count, planned)
+            known = planned.grain
+        return _name_of(known)
+
+    def _plan_within_caps(
+        self, step: StepShape, grain: RecomputeGrain, footprints: Sequence[_core.LayerFootprint]
+    ) -> _core.PlannedMemory:
+        sizes = _sizes(self._pipeline, step, grain, footprints)
+        return self._pipeline.plan_within_caps(step.route, step.mode, step.count, sizes)
 
     def fits(self, request: CallRequest) -> bool:
         """Whether the device budget, if there is one, has room for the call, layer by layer if need be."""
@@ -199,8 +231,12 @@ class StepMemory:
         """Predicts the call's memory. Plans from now on keep to that."""
         step, grain = step_shape(request), request.config.recompute_grain
         footprints = self._footprints(step)
-        self._tell_planner(step, footprints, grain)
-        found = self._device(step, grain, footprints, self._device_budget or self._cap())
+        if self._device_budget is None and self._measures and step.trains:
+            planned = self._plan_within_caps(step, grain, footprints)
+            grain, found = _name_of(planned.grain), device_memory(planned.device)
+        else:
+            self._tell_planner(step, footprints, grain)
+            found = self._device(step, grain, footprints, self._device_budget or self._cap())
         return MemoryPrediction(found, self._host(step, grain), grain, _activations(self._pipeline, step, grain))
 
     def last(self) -> MemoryPrediction | None:
@@ -226,8 +262,7 @@ class StepMemory:
         """The recompute grain with which the step fits, else "layer", and what it takes then. Plans keep to that."""
         tried: RecomputeGrain = grain
         while True:
-            self._tell_planner(step, footprints, tried)
-            wanted = self._device(step, tried, footprints, budget)
+            wanted = self._tell_planner(step, footprints, tried)
             if wanted.total <= budget or tried == "layer":
                 return tried, wanted
             tried = "layer"
@@ -346,17 +381,12 @@ class StepMemory:
         step: StepShape,
         footprints: Sequence[_core.LayerFootprint],
         grain: RecomputeGrain,
-    ) -> None:
-        """Keeps plans within the budget from now on, and never above the demand of the next plan."""
+    ) -> DeviceMemory:
+        """Keeps plans within the budget from now on, and never above the demand of the next plan, which it returns."""
         sizes = _sizes(self._pipeline, step, grain, footprints)
-        kept = [footprint.kept_bytes(GRAINS[grain]) for footprint in footprints]
-        outputs = [footprint.outputs for footprint in footprints]
-        most = 0 if self._device_budget is None else _core.stage_limit_bytes(sizes, self._device_budget)
-        self._pipeline.set_bytes(kept, outputs, most, 0)
-        plans = _plans(self._pipeline, step, grain)
-        largest = _core.largest_stage_bytes(plans, sizes)
-        wanted = self._device(step, grain, footprints, self._device_budget or 0)
-        self._pipeline.set_bytes(kept, outputs, largest, max(1, wanted.total - wanted.weights))
+        budget = self._device_budget or 0
+        found = self._pipeline.plan_within(step.route, step.mode, step.count, sizes, budget, self._correction)
+        return device_memory(found)
 
     def _device(
         self,
@@ -420,9 +450,7 @@ class StepMemory:
 
     @staticmethod
     def _cap() -> int:
-        engine = _core.Engine.current()
-        caps = [engine.memory(index).limit_bytes for index in range(len(engine))]
-        return min((cap for cap in caps if cap), default=0)
+        return _core.Engine.current().smallest_cap_bytes()
 
 
 def _plans(pipeline: _core.Pipeline, step: StepShape, grain: RecomputeGrain, steps: int = _STEPS) -> list[_core.Plan]:
@@ -444,6 +472,10 @@ def _sizes(
     pipeline: _core.Pipeline, step: StepShape, grain: RecomputeGrain, footprints: Sequence[_core.LayerFootprint]
 ) -> _core.StepSizes:
     return _core.StepSizes(pipeline.layer_bytes(), footprints, GRAINS[grain], step.label_bytes, step.gradient_groups)
+
+
+def _name_of(grain: _core.RecomputeGrain) -> RecomputeGrain:
+    return "layer" if grain == _core.RecomputeGrain.LAYER else "stage"
 
 
 def _peak() -> int:

@@ -24,7 +24,14 @@ from roundpipe.distributed.loss_counts import CallCount
 from roundpipe.following.refusals import refuse_weights, warn_batch_norm, warn_single_layer
 from roundpipe.layers.emulated import EmulatedLayer, NativeEmulatedLayer
 from roundpipe.layers.shell import PythonLayer, layers_of
-from roundpipe.memory.budget import DEVICE_VARIABLE, HOST_VARIABLE, budget_of, predict_model, refuse_host
+from roundpipe.memory.budget import (
+    DEVICE_VARIABLE,
+    HOST_VARIABLE,
+    budget_of,
+    is_unmeasured,
+    predict_model,
+    refuse_host,
+)
 from roundpipe.memory.out_of_memory import StepNote
 from roundpipe.memory.step import MemoryPrediction, StepMemory
 from roundpipe.model.call_hooks import HasCallHooks, refuse_hooks_of
@@ -62,7 +69,9 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         host_memory: limit for the model, its gradients and a fused optimizer on the host, such as "64GB"; None reads
             the environment variable ROUNDPIPE_HOST_MEMORY. Checked before anything is allocated.
         device_memory: limit for a step on each device; None reads ROUNDPIPE_DEVICE_MEMORY. Steps are planned within
-            it, and a step of a new shape is checked before it runs.
+            it, and a step of a new shape is checked before it runs. Without it, steps are planned within what each
+            device has, where that is known; "unmeasured" leaves that out, with the run of each kind of layer that it
+            takes.
         process_group: the ranks of torch.distributed that train the model together, see `roundpipe.distributed`; None
             takes the default group, if there is one with several ranks, and False trains the model alone. Collective:
             every rank wraps the same models in the same order.
@@ -86,6 +95,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
     _pinned: bool
     _host_budget: int | None
     _device_budget: int | None
+    _measures: bool
     _memory: StepMemory
 
     def __init__(
@@ -121,7 +131,8 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         own["_optim_dtype"] = optim_dtype
         own["_pinned"] = pin_model != "off" and any(device != "cpu" for device in devices().torch_devices)
         own["_host_budget"] = budget_of(host_memory, "host_memory", HOST_VARIABLE)
-        own["_device_budget"] = budget_of(device_memory, "device_memory", DEVICE_VARIABLE)
+        own["_measures"] = not is_unmeasured(device_memory)
+        own["_device_budget"] = budget_of(device_memory, "device_memory", DEVICE_VARIABLE) if self._measures else None
         self._build(model)
         if own["_run_config"].num_microbatch != 1 and not self._is_part:
             warn_batch_norm(self._name, [model])
@@ -159,7 +170,9 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         own["_step_group"] = TorchSteps({"": self}, {}, self._optim_dtype, self._joint)
         own["_layer_count"] = len(layers)
         own["_modules_in_order"] = modules
-        own["_memory"] = StepMemory(self._name, own["_pipeline"], layers, self._host_budget, self._device_budget)
+        own["_memory"] = StepMemory(
+            self._name, own["_pipeline"], layers, self._host_budget, self._device_budget, self._measures
+        )
 
     # -- the original model shows through ---------------------------------------------------------------------------
 

@@ -230,6 +230,8 @@ def _with_share(
     asked = dataclasses.replace(
         request, costs=costs, cluster=cluster, links=links, single_backward_layers=single, max_waiting=waiting
     )
+    if grain == "layer":
+        asked.keep_layers = 1  # its layers would be recomputed one by one all the same
     try:
         choices = choose(asked, mode)
     except (_core.LayerTooLargeError, _core.HostTooSmallError):

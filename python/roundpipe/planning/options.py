@@ -131,8 +131,12 @@ class PlanningOptions:
         typer.Option(help="Memory of each device, such as 24GB (default: the cost file's).", show_default=False),
     ] = None
     keep: Annotated[
-        int, typer.Option(help="Up to this many last layers keep their activations, without recompute; 1 = the head.")
-    ] = 1
+        int,
+        typer.Option(
+            help="Up to this many last layers keep their activations, without recompute; 1 = the head; 0 = as training "
+            "does: on one device as many as fit, else the head."
+        ),
+    ] = 0
     replicas: Annotated[bool, typer.Option(help="Let devices share a stage and divide its microbatches.")] = True
     gradient_groups: Annotated[
         int,
@@ -172,7 +176,7 @@ class PlanningOptions:
         require(groups_ok, "gradient-groups", self.gradient_groups, "0 (anywhere) to 4096")
         if not self.replicas:
             self.refuse(["gradient_groups"], "replicas")
-        require(1 <= self.keep <= 10_000, "keep", self.keep, "1 to 10000")
+        require(0 <= self.keep <= 10_000, "keep", self.keep, "0 to 10000")
         require(self.effort is None or 0 <= self.effort <= 10**12, "effort", self.effort, "0 to 1000000000000")
         seconds_ok = self.search_seconds is None or 0 <= self.search_seconds <= _MOST_SECONDS
         require(seconds_ok, "search-seconds", self.search_seconds, f"0 to {_MOST_SECONDS}")

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 import roundpipe
 from roundpipe import _core
 from roundpipe.machine.meter import matmul_gflops, measure
-from roundpipe.memory.budget import HostPrediction, UpdateRule
+from roundpipe.memory.budget import HostPrediction, UpdateRule, is_unmeasured
 from roundpipe.memory.host import free_host_bytes
 from roundpipe.planning.fit import Fit, Layers, costs_of_shapes, fit
 from roundpipe.planning.machine import Machine
@@ -126,7 +126,8 @@ def _forecast(config: TrainConfig, machine: Machine) -> Forecast:
     layers = Layers(
         [layer.size for layer in shapes.layers], [layer.footprint.scaled(rows, 1) for layer in shapes.layers]
     )
-    budget = None if config.device_memory is None else _core.parse_bytes(config.device_memory)
+    given = None if is_unmeasured(config.device_memory) else config.device_memory
+    budget = None if given is None else _core.parse_bytes(given)
     of_each = [memory if budget is None else min(budget, memory or budget) for _, memory in machine.devices]
     request = Request(
         costs=costs,

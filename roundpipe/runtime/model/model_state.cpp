@@ -60,6 +60,26 @@ int64_t BlockState::sum_bytes(int64_t parts) const {
   return sum_layout.size_bytes * partial_sums(parts, sum_buffers != gradient_buffers);
 }
 
+JoinedGradients BlockState::joined() const {
+  if (!tied() || !trainable()) return {};
+  const auto sharers = static_cast<int64_t>(layers.size());
+  const bool wider = !sum_layout.same_dtypes(gradient_layout);
+  return {layers.back(), sharers * sum_layout.size_bytes - gradient_layout.size_bytes,
+          wider ? gradient_layout.size_bytes : 0};
+}
+
+JoinedGradients joined_gradients(const ModelState& model, int layer) {
+  JoinedGradients all;
+  for (const size_t block : model.layers[static_cast<size_t>(layer)]->blocks) {
+    const JoinedGradients joined = model.blocks[block].joined();
+    if (joined.last_layer == 0 || model.blocks[block].layers.front() != layer) continue;
+    all.last_layer = std::max(all.last_layer, joined.last_layer);
+    all.saved += joined.saved;
+    all.rounded += joined.rounded;
+  }
+  return all;
+}
+
 ModelState::ModelState(std::string model_name, std::vector<std::unique_ptr<Layer>> model_layers, bool pinned,
                        const ModelState* in_place_of)
     : name(std::move(model_name)) {

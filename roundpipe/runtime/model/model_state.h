@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include <roundpipe/core/memory_rules.h>
 #include <roundpipe/core/mutex.h>
 #include <roundpipe/memory/gradient_block.h>
 #include <roundpipe/memory/parameter_block.h>
@@ -92,6 +93,9 @@ struct BlockState {
   bool trainable() const;
   // Host bytes of so many partial sums, beyond those of the gradients; 0 if nothing is trainable.
   int64_t sum_bytes(int64_t parts) const;
+  // How one job that has all of its layers sends their gradients; nothing if they are not tied, or nothing is
+  // trainable.
+  JoinedGradients joined() const;
   // From now on, 16-bit weights have fp32 gradients on the host. REQUIRES: no gradient has been made yet.
   void keep_gradients_in_fp32();
 
@@ -164,5 +168,8 @@ struct StageLayout {
   int64_t rounded_bytes = 0;   // of sums, rounded before the transfer; sums of tied blocks are not rounded
 };
 StageLayout lay_out_stage(const ModelState& model, int first_layer, int last_layer);
+
+// Of the blocks that `layer` is the first to have; see JoinedGradients.
+JoinedGradients joined_gradients(const ModelState& model, int layer);
 
 }  // namespace roundpipe::runtime

@@ -1,6 +1,7 @@
 #include <roundpipe/runtime/worker/gradient_sums.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -65,6 +66,10 @@ bool GradientSums::is_summed_here(const Call& call, size_t block) {
   return call.results[block] && !call.tied_sums[block];
 }
 
+bool GradientSums::is_joined(const Call& call, size_t block) {
+  return call.model->blocks[block].tied() && is_summed_here(call, block) && !call.block_sums[block];
+}
+
 void GradientSums::begin_sum(JobRun& run, int layer, size_t own, std::vector<EventPtr>& arrived,
                              std::vector<std::function<void()>>& spread) {
   const Call& call = *run.call;
@@ -78,9 +83,12 @@ void GradientSums::begin_sum(JobRun& run, int layer, size_t own, std::vector<Eve
   sum.sink = &sink;
   sum.layout = host_layout.widened();
   take_up(run, sum);
-  // The sum continues from that of earlier calls, so that bits are those of one loop over all microbatches.
-  const memory::GradientBlockPtr base = shared.tied() ? nullptr : call.bases[own];
+  // The sum continues from that of earlier calls, so that bits are those of one loop over all microbatches. Where
+  // layers share the block, that one comes last.
+  const memory::GradientBlockPtr base = call.bases[own];
+  const bool joined = is_joined(call, own);
   if (!base || run.job.microbatches.first != 0) return;
+  if (shared.tied() && !(joined && layer == shared.layers.front())) return;
   auto uploaded = std::make_shared<at::Tensor>();
   EventPtr done = run.attempt->new_event();
   upload_.submit({Priority::kBoundaryGradient,
@@ -96,9 +104,14 @@ void GradientSums::begin_sum(JobRun& run, int layer, size_t own, std::vector<Eve
                   done,
                   run.new_transfer()});
   arrived.push_back(done);
-  spread.push_back([this, &state, &sink, &sum, &host_layout, base, uploaded] {
+  spread.push_back([this, &state, &sink, &sum, &host_layout, base, uploaded, joined] {
     if (!uploaded->defined()) return;
     device_.compute().uses(*uploaded);
+    if (joined) {
+      sum.base = base;
+      sum.base_flat = *uploaded;
+      return;
+    }
     for (size_t i = 0; i < state.parameters.size(); ++i) {
       const auto [block, index] = state.parameters[i];
       if (block != sum.block || !base->received[index]) continue;
@@ -214,6 +227,52 @@ void GradientSums::add_to_total(JobRun& run, Sum& sum) {
   }
 }
 
+std::vector<char> GradientSums::received(const JobRun& run, const Sum& sum) {
+  std::vector<char> received(sum.layout.tensors.size(), 0);
+  const std::vector<LayerState::ParameterPlace>& places = run.layer(sum.layer).parameters;
+  for (size_t i = 0; i < places.size(); ++i) {
+    if (places[i].block == sum.block) received[places[i].index] = sum.sink->received[i];
+  }
+  return received;
+}
+
+bool GradientSums::join(const JobRun& run, Sum& last) {
+  if (!last.joined.empty()) return true;
+  std::vector<Sum*> sharers;
+  for (Sum& sum : sums_) {
+    if (sum.block != last.block) continue;
+    if (&sum != &last && !sum.has_left) return false;
+    sharers.push_back(&sum);
+  }
+  // From the last layer to the first, then what was before, as BlockSum does.
+  at::Tensor total = std::exchange(sharers.back()->flat, {});
+  std::vector<char> in_total = received(run, *sharers.back());
+  const auto add = [&](const memory::BlockLayout& layout, const at::Tensor& flat, const std::vector<char>& terms) {
+    for (size_t i = 0; i < terms.size(); ++i) {
+      if (!terms[i]) continue;
+      at::Tensor sum = last.layout.view(total, i);
+      if (in_total[i]) {
+        sum.add_(layout.view(flat, i));
+      } else {
+        sum.copy_(layout.view(flat, i));
+      }
+      in_total[i] = 1;
+    }
+  };
+  for (auto sum = std::next(sharers.rbegin()); sum != sharers.rend(); ++sum) {
+    add((*sum)->layout, (*sum)->flat, received(run, **sum));
+    (*sum)->flat.reset();
+  }
+  Sum& lowest = *sharers.front();
+  if (lowest.base) {
+    add(run.call->model->blocks[last.block].gradient_layout, lowest.base_flat, lowest.base->received);
+    lowest.base_flat.reset();
+  }
+  last.flat = std::move(total);
+  last.joined = std::move(in_total);
+  return true;
+}
+
 void GradientSums::passed(JobRun& run, int microbatch, int lowest) {
   for (Sum& sum : sums_) {
     if (sum.layer < lowest || sum.has_left) continue;
@@ -263,6 +322,10 @@ bool GradientSums::send_last(JobRun& run, Sum& sum, bool may_wait) {
     sum.flat = std::exchange(sum.total, {});
     for (size_t i = 0; i < sum.in_total.size(); ++i) sum.sink->received[i] |= sum.in_total[i];
   }
+  if (is_joined(*run.call, sum.block) && !join(run, sum)) {
+    sum.has_left = true;
+    return true;
+  }
   const bool first = run.job.microbatches.first == 0;
   sum.has_left = send(run, sum, first ? groups : schedule::Range{groups.last - 1, groups.last}, may_wait);
   return sum.has_left;
@@ -270,15 +333,11 @@ bool GradientSums::send_last(JobRun& run, Sum& sum, bool may_wait) {
 
 bool GradientSums::send(JobRun& run, Sum& sum, schedule::Range groups, bool may_wait) {
   Call& call = *run.call;
-  const LayerState& state = run.layer(sum.layer);
   const BlockState& shared = call.model->blocks[sum.block];
   // Parts are rounded after they have been added.
   const bool whole = !call.block_sums[sum.block];
   const memory::BlockLayout& layout = whole ? shared.gradient_layout : sum.layout;
-  std::vector<char> received(layout.tensors.size(), 0);
-  for (size_t i = 0; i < state.parameters.size(); ++i) {
-    if (state.parameters[i].block == sum.block) received[state.parameters[i].index] = sum.sink->received[i];
-  }
+  const std::vector<char> received = sum.joined.empty() ? GradientSums::received(run, sum) : sum.joined;
   at::Tensor rounded;
   if (!sum.layout.same_dtypes(layout)) {
     rounded = allocate(layout.size_bytes, may_wait);
@@ -304,7 +363,8 @@ bool GradientSums::send(JobRun& run, Sum& sum, schedule::Range groups, bool may_
         return pieces;
       },
       done);
-  const JobResult delivered{JobResult::Kind::kSum, sum.layer, sum.block, groups.first};
+  const int layer = sum.joined.empty() ? sum.layer : shared.layers.front();
+  const JobResult delivered{JobResult::Kind::kSum, layer, sum.block, groups.first};
   run.attempt->then({done}, [attempt = run.attempt, delivered, call_ptr = run.call, block = sum.block,
                              sharer = shared.sharer(sum.layer), groups, landed, received, whole,
                              &sent_layout = whole ? shared.gradient_layout : shared.sum_layout] {

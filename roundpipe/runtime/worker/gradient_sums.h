@@ -10,8 +10,9 @@
 namespace roundpipe::runtime {
 
 // The parameter gradients of the running job of one device, summed on the device over its microbatches: one sum for
-// each layer and block. Each gradient group after the first one has a sum of its own, which is added to those before it
-// here if the job has them all, else on the host (see BlockSum).
+// each layer and block. Each gradient group after the first one has a sum of its own. Sums of several groups, and those
+// of layers that share a block, are added here if the job has them all, else on the host, in the same order (see
+// BlockSum).
 // Used by the device's thread, inside its compute scope.
 class GradientSums {
  public:
@@ -56,13 +57,24 @@ class GradientSums {
     // Of the groups before, if the job begins with the first one; undefined at first.
     at::Tensor total;
     std::vector<char> in_total;  // per parameter of the layer
-    bool has_left = false;
+    // Of earlier calls, as the host has it, for a sum that others are added to before.
+    memory::GradientBlockPtr base;
+    at::Tensor base_flat;
+    std::vector<char> joined;  // per parameter of the block, once those of all its layers have been added: received
+    bool has_left = false;     // or waits to be added to another layer's
   };
   static bool is_summed_here(const Call& call, size_t block);
+  // Whether one job adds up the sums of all layers that share the block.
+  static bool is_joined(const Call& call, size_t block);
   void begin_sum(JobRun& run, int layer, size_t block, std::vector<device::EventPtr>& arrived,
                  std::vector<std::function<void()>>& spread);
   void take_up(const JobRun& run, Sum& sum);
   void add_to_total(JobRun& run, Sum& sum);
+  // Per parameter of the block: whether the sum holds a gradient.
+  static std::vector<char> received(const JobRun& run, const Sum& sum);
+  // The sum of its layer is complete: adds those of all layers that share the block to it. Returns false, and does
+  // nothing, as long as another one is not.
+  bool join(const JobRun& run, Sum& sum);
   // Sends the sum, from which the last gradient has come, if the device has memory for it.
   void send_early(JobRun& run, Sum& sum);
   // Ends the last group of the job, and sends. Returns false if the device has no memory for that and `may_wait` is

@@ -6,6 +6,8 @@
 #include <filesystem>
 #include <fstream>
 #include <optional>
+#include <set>
+#include <thread>
 
 #include <doctest/doctest.h>
 
@@ -94,8 +96,9 @@ struct Trained {
   int64_t peak = 0;
 };
 
-// Four asynchronous steps over blocks that are one stage, or one stage each.
-Trained train_blocks(const std::string& pool, const std::function<WideBlock()>& make, bool whole) {
+// Four asynchronous steps over blocks that are one stage, or one stage each, or as the planner chooses.
+enum class Stage { kWhole, kOne, kPlanned };
+Trained train_blocks(const std::string& pool, const std::function<WideBlock()>& make, Stage stage) {
   set_devices(pool);
   at::manual_seed(1);
   nn::Sequential layers;
@@ -105,10 +108,11 @@ Trained train_blocks(const std::string& pool, const std::function<WideBlock()>& 
   RunOptions options;
   options.microbatches = 3;
   schedule::Stages stages;
-  for (int l = kBlocks; l > 0 && !whole; --l) stages.backward.push_back({l - 1, l});
-  if (whole) stages.backward = {{0, kBlocks}};
-  for (int l = 0; l + 1 < kBlocks && !whole; ++l) stages.forward.push_back({l, l + 1});
-  options.route = stages;
+  const bool one = stage == Stage::kOne;
+  for (int l = kBlocks; l > 0 && one; --l) stages.backward.push_back({l - 1, l});
+  if (!one) stages.backward = {{0, kBlocks}};
+  for (int l = 0; l + 1 < kBlocks && one; ++l) stages.forward.push_back({l, l + 1});
+  if (stage != Stage::kPlanned) options.route = stages;
   Trained trained;
   for (uint64_t step = 0; step < 4; ++step) {
     const at::Generator own = at::detail::createCPUGenerator(step);
@@ -197,11 +201,11 @@ TEST_SUITE("memory of devices") {
                                                            [] { return WideBlock(false, 0.2); }};
     for (const auto& make : kinds) {
       for (const int count : {1, 2}) {
-        const Trained ample = train_blocks(concat("virtual:", count), make, /*whole=*/true);
+        const Trained ample = train_blocks(concat("virtual:", count), make, Stage::kWhole);
         const int64_t cap = ample.peak * 3 / 4;
         Trained tight;
         const std::vector<std::string> notices = test_frontend.notices_of(
-            [&] { tight = train_blocks(concat("virtual:", count, ",memory=", cap, "B,debug"), make, /*whole=*/true); });
+            [&] { tight = train_blocks(concat("virtual:", count, ",memory=", cap, "B,debug"), make, Stage::kWhole); });
         CHECK(same_state(tight.losses, ample.losses));
         CHECK(same_state(tight.state, ample.state));
         CHECK(tight.peak <= cap);
@@ -209,7 +213,61 @@ TEST_SUITE("memory of devices") {
         CHECK(notices[0].find("of layers 0 to 3 of m in call 0; going on layer by layer") != std::string::npos);
       }
     }
-    CHECK(test_frontend.notices_of([&] { train_blocks("virtual:2,memory=1GiB", kinds[0], true); }).empty());
+    CHECK(test_frontend.notices_of([&] { train_blocks("virtual:2,memory=1GiB", kinds[0], Stage::kWhole); }).empty());
+  }
+
+  TEST_CASE("steps are planned within what devices have, without a retry and with the same bits") {
+    const auto make = [] { return WideBlock(false, 0.2); };
+    for (const int count : {1, 2}) {
+      const Trained ample = train_blocks(concat("virtual:", count), make, Stage::kWhole);
+      for (const int64_t percent : {70, 85, 150}) {
+        CAPTURE(count);
+        CAPTURE(percent);
+        const int64_t cap = ample.peak * percent / 100;
+        Trained tight;
+        const std::vector<std::string> notices = test_frontend.notices_of(
+            [&] { tight = train_blocks(concat("virtual:", count, ",memory=", cap, "B"), make, Stage::kPlanned); });
+        CHECK(notices.empty());
+        CHECK(same_state(tight.losses, ample.losses));
+        CHECK(same_state(tight.state, ample.state));
+        CHECK(tight.peak <= cap);
+      }
+    }
+  }
+
+  TEST_CASE("only the first step of a kind and larger ones are measured, if at all") {
+    for (const bool measures : {true, false}) {
+      for (const bool autograd : {true, false}) {
+        CAPTURE(measures);
+        CAPTURE(autograd);
+        set_devices("virtual:2,memory=64MiB");
+        at::manual_seed(1);
+        const Tensor weight = at::randn({8, 8}).set_requires_grad(true);
+        std::mutex mutex;
+        std::set<std::thread::id> threads;
+        const auto multiply = [&](const std::vector<Tensor>& own, const Tensor& x) {
+          const std::lock_guard lock(mutex);
+          threads.insert(std::this_thread::get_id());
+          return at::matmul(x, own[0]);
+        };
+        Model model({layer({{"weight", weight}}, multiply), layer(nn::Linear(8, 8))}, {.measure_steps = measures});
+        model.run_options().loss_reduction = LossReduction::kMean;
+        model.run_options().microbatches = 2;
+        std::vector<int64_t> measured;
+        for (const int64_t rows : {8, 4, 8, 16, 12, 16}) {
+          threads.clear();
+          const Tensor inputs = at::randn({rows, 8}), labels = at::randn({rows, 8});
+          if (autograd) {
+            squared_error(model.forward(inputs), labels).backward();
+          } else {
+            model.forward_backward(inputs, labels, squared_error);
+          }
+          model.synchronize();
+          if (threads.contains(std::this_thread::get_id())) measured.push_back(rows);
+        }
+        CHECK(measured == (measures ? std::vector<int64_t>{8, 16} : std::vector<int64_t>{}));
+      }
+    }
   }
 
   TEST_CASE("what is released in debug mode reads as NaN") {

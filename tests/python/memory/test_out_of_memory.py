@@ -19,6 +19,13 @@ import roundpipe.memory.step
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 from sweeps import mostly_long, sweep
 
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are planned within a cap do not run out of memory."""
+    monkeypatch.setenv("ROUNDPIPE_DEVICE_MEMORY", "unmeasured")
+
+
 WIDTH = 128
 LAYERS = 6
 ROWS = 256

@@ -62,6 +62,17 @@ LayerSpec late_layer(std::shared_ptr<std::atomic<bool>> late) {
   return spec;
 }
 
+// A layer of one weight, of any type.
+LayerSpec typed_layer(std::string name, const at::Tensor& weight) {
+  LayerSpec spec(std::move(name));
+  spec.parameters = {{"weight", weight}};
+  spec.body = [](Tensors inputs, const Tensors& parameters, const Tensors&, const LayerContext&) {
+    inputs[0] = at::linear(inputs[0], parameters[0].to(at::kFloat));
+    return inputs;
+  };
+  return spec;
+}
+
 CallOptions by(RecomputeGrain grain) {
   CallOptions options;
   options.recompute_grain = grain;
@@ -151,6 +162,45 @@ TEST_SUITE("gradient sums") {
           const at::Tensor found = layers[l].parameters[i].tensor.grad();
           CHECK(at::allclose(found, plain.parameter(l, i).grad(), 1e-5, 1e-6));
         }
+      }
+    }
+  }
+
+  TEST_CASE("layers of one job that share a block send one rounded sum, with the bits of those that the host adds") {
+    constexpr int kCalls = 3;
+    struct Trained {
+      Tensors gradients;
+      int64_t sent_bytes = 0, least_bytes = 0;
+    };
+    for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
+      for (const int groups : {1, 2}) {
+        CAPTURE(type);
+        CAPTURE(groups);
+        const auto train = [&](const schedule::Stages& stages) {
+          at::manual_seed(5);
+          const std::shared_ptr<Engine> engine = use_devices("virtual:1");
+          const at::Tensor weight = parameter({kWidth, kWidth}, 0.4).detach().to(type).set_requires_grad(true);
+          const std::vector<LayerSpec> layers{typed_layer("bottom", weight), linear_layer("middle", kWidth),
+                                              typed_layer("next", weight), typed_layer("top", weight)};
+          PipedModel piped("m", layers);
+          CallOptions options;
+          options.gradient_groups = groups;
+          for (int index = 0; index < kCalls; ++index) call(piped, make_batch(4, kRows, kWidth), options, stages);
+          piped.synchronize();
+          Trained trained;
+          trained.sent_bytes = engine->worker(0).download().use(schedule::Priority::kParameterGradient).bytes;
+          for (const BlockState& block : piped.pipeline().model().blocks) {
+            trained.least_bytes += kCalls * block.gradient_layout.size_bytes;
+            for (const memory::NamedTensor& each : block.block->parameters())
+              trained.gradients.push_back(each.tensor.grad().clone());
+          }
+          return trained;
+        };
+        const Trained joined = train(fused_stages({0, 4})), apart = train(fused_stages({0, 3, 4}));
+        CHECK(joined.gradients.size() == 3);
+        CHECK(same_bits(joined.gradients, apart.gradients));
+        CHECK(joined.sent_bytes == joined.least_bytes);
+        CHECK(apart.sent_bytes > apart.least_bytes);
       }
     }
   }

@@ -1,0 +1,123 @@
+#include <roundpipe/api/step_memory.h>
+
+#include <algorithm>
+#include <variant>
+
+namespace roundpipe {
+
+using runtime::Engine;
+using schedule::Plan;
+using simulate::DeviceMemory;
+
+namespace {
+
+constexpr int kSteps = 3;  // that a prediction follows: each step assigns devices again
+// Predictions are within 3 % of the measured peak.
+constexpr double kCapShare = 0.97;
+
+}  // namespace
+
+std::vector<simulate::LayerBytes> layer_bytes(const runtime::ModelState& model) {
+  std::vector<simulate::LayerBytes> layers;
+  for (int l = 0; l < model.layer_count(); ++l) {
+    const runtime::StageLayout layout = runtime::lay_out_stage(model, l, l + 1);
+    layers.push_back({layout.size_bytes, layout.gradient_bytes, layout.sum_bytes, layout.rounded_bytes,
+                      runtime::joined_gradients(model, l)});
+  }
+  return layers;
+}
+
+int64_t smallest_cap_bytes(Engine& engine) {
+  int64_t cap = 0;
+  for (int i = 0; i < engine.size(); ++i) {
+    const int64_t own = engine.worker(i).device().memory_limit_bytes();
+    if (own > 0 && (cap == 0 || own < cap)) cap = own;
+  }
+  return cap;
+}
+
+DeviceMemory plan_within(runtime::Pipeline& pipeline, const runtime::Route& route, const runtime::PlanRequest& request,
+                         const simulate::StepSizes& sizes, const MemoryLimit& limit) {
+  const std::shared_ptr<Engine> engine = Engine::current();
+  runtime::ModelState& model = pipeline.model();
+  runtime::ModelPlanner& planner = pipeline.planner();
+  std::vector<int64_t> kept, passed_on;
+  for (const simulate::LayerFootprint& footprint : sizes.footprints) {
+    kept.push_back(simulate::kept_bytes(footprint, sizes.grain));
+    passed_on.push_back(footprint.outputs);
+  }
+  const int64_t most_bytes = limit.budget_bytes > 0 ? simulate::stage_limit_bytes(sizes, limit.budget_bytes) : 0;
+  const auto plans_of = [&](const runtime::Route& by) {
+    return runtime::preview_plans(model, by, request, planner, *engine, kSteps);
+  };
+  const auto predicted = [&](const std::vector<Plan>& plans) {
+    DeviceMemory peak = simulate::predict_device(plans, sizes, limit.rules);
+    peak.work = static_cast<int64_t>(static_cast<double>(peak.work) * limit.work_factor);
+    return peak;
+  };
+
+  planner.set_bytes(kept, passed_on, most_bytes);
+  int fused_layers = 0;
+  const bool may_lengthen = limit.budget_bytes > 0 && engine->size() == 1 &&
+                            std::holds_alternative<std::monostate>(route) &&
+                            request.mode == schedule::PlanMode::kFused && sizes.grain == RecomputeGrain::kStage;
+  if (may_lengthen) {
+    const runtime::PlanRequest completed = runtime::completed(model, request);
+    const auto fits = [&](int layers) {
+      return predicted(plans_of(planner.first_stages(*engine, completed, layers))).total() <= limit.budget_bytes;
+    };
+    int most = planner.first_stages(*engine, completed, 0).backward.front().size();
+    int too_many = model.layer_count() - completed.first_backward_layer + 1;
+    if (fits(most)) {
+      const int balanced = most;
+      while (too_many - most > 1) {
+        const int middle = (most + too_many) / 2;
+        (fits(middle) ? most : too_many) = middle;
+      }
+      fused_layers = most > balanced ? most : 0;
+    }
+    planner.set_bytes(kept, passed_on, most_bytes, fused_layers);
+  }
+  planner.set_bytes(kept, passed_on, simulate::largest_stage_bytes(plans_of(route), sizes), fused_layers);
+  const DeviceMemory found = predicted(plans_of(route));
+  model.work_bytes.store(std::max<int64_t>(1, found.total() - found.weights));
+  return found;
+}
+
+PlannedMemory plan_within_caps(runtime::Pipeline& pipeline, const runtime::Route& route, runtime::PlanRequest request,
+                               simulate::StepSizes sizes) {
+  const std::shared_ptr<Engine> engine = Engine::current();
+  MemoryLimit limit;
+  limit.rules = {smallest_cap_bytes(*engine), engine->worker(0).device().copies_on_compute_cores()};
+  const bool is_open = std::holds_alternative<std::monostate>(route);
+  if (is_open) limit.budget_bytes = static_cast<int64_t>(static_cast<double>(limit.rules.cap_bytes) * kCapShare);
+  for (;;) {
+    sizes.grain = request.recompute_grain;
+    const DeviceMemory wanted = plan_within(pipeline, route, request, sizes, limit);
+    const bool fits = limit.budget_bytes == 0 || wanted.total() <= limit.budget_bytes;
+    if (fits || request.recompute_grain == RecomputeGrain::kLayer) return {request.recompute_grain, wanted, fits};
+    request.recompute_grain = RecomputeGrain::kLayer;
+  }
+}
+
+std::optional<RecomputeGrain> StepsWithinCap::known(const Step& step) const {
+  const auto too_large = too_large_bytes_.find(step.kind);
+  if (too_large != too_large_bytes_.end() && step.bytes >= too_large->second) return RecomputeGrain::kLayer;
+  const auto largest = largest_.find(step.kind);
+  if (largest == largest_.end()) return std::nullopt;
+  const auto& [bytes, microbatches, grain] = largest->second;
+  return step.bytes <= bytes && step.microbatches <= microbatches ? std::optional(grain) : std::nullopt;
+}
+
+void StepsWithinCap::admit(const Step& step, const PlannedMemory& planned) {
+  if (!planned.fits) {
+    largest_.erase(step.kind);
+    const auto [too_large, is_new] = too_large_bytes_.try_emplace(step.kind, step.bytes);
+    too_large->second = std::min(too_large->second, step.bytes);
+    return;
+  }
+  Admitted& largest = largest_[step.kind];
+  largest = {std::max(largest.bytes, step.bytes), std::max(largest.microbatches, step.microbatches), planned.grain};
+}
+
+}  // namespace roundpipe

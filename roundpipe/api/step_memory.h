@@ -1,0 +1,74 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <roundpipe/runtime/pipeline.h>
+#include <roundpipe/simulate/memory_simulator.h>
+
+namespace roundpipe {
+
+// The bytes of each layer on a device.
+std::vector<simulate::LayerBytes> layer_bytes(const runtime::ModelState& model);
+
+// The memory limit of the device that has the least, in bytes; 0 = none has one.
+int64_t smallest_cap_bytes(runtime::Engine& engine);
+
+// What a step may take on each device.
+struct MemoryLimit {
+  int64_t budget_bytes = 0;     // plans keep to it if they can; 0 = none
+  simulate::DeviceRules rules;  // of the prediction
+  double work_factor = 1;       // times the predicted work of layers
+};
+
+// Tells the model's planner what a step with these sizes takes: plans from now on keep within the budget, if they can,
+// and take no more than the next one. On one device with a budget, the fused stage gets as many layers as fit, since
+// its layers are not recomputed. Returns the predicted memory of the device with the highest peak.
+// REQUIRES: `sizes` are of the request's recompute grain.
+simulate::DeviceMemory plan_within(runtime::Pipeline& pipeline, const runtime::Route& route,
+                                   const runtime::PlanRequest& request, const simulate::StepSizes& sizes,
+                                   const MemoryLimit& limit);
+
+// How a step is planned.
+struct PlannedMemory {
+  RecomputeGrain grain = RecomputeGrain::kStage;
+  simulate::DeviceMemory device;  // predicted, of the device with the highest peak
+  bool fits = true;
+};
+
+// Plans a step within the smallest cap, if there is one: layer by layer if it does not fit otherwise. Stages or a plan
+// that the route gives stay as they are. `sizes`: of any grain.
+PlannedMemory plan_within_caps(runtime::Pipeline& pipeline, const runtime::Route& route, runtime::PlanRequest request,
+                               simulate::StepSizes sizes);
+
+// Plans a model's steps within the memory that its devices have. A step that is larger than all of its kind before is
+// measured first; others fit if that one does.
+// Thread safety: one thread at a time.
+class StepsWithinCap {
+ public:
+  struct Step {
+    std::string kind;   // what makes steps comparable: the number of devices, modes, types
+    int64_t bytes = 0;  // of its inputs and labels, one microbatch
+    int microbatches = 1;
+  };
+
+  // The recompute grain of a step that need not be measured; empty for another.
+  std::optional<RecomputeGrain> known(const Step& step) const;
+  // The step, and smaller ones of its kind, have been planned so, or cannot be measured. If it does not fit, larger
+  // ones run layer by layer, and the next smaller one is planned again.
+  void admit(const Step& step, const PlannedMemory& planned);
+
+ private:
+  struct Admitted {
+    int64_t bytes = 0;
+    int microbatches = 0;
+    RecomputeGrain grain = RecomputeGrain::kStage;
+  };
+  std::map<std::string, Admitted> largest_;              // that fit
+  std::map<std::string, std::int64_t> too_large_bytes_;  // of the smallest that do not
+};
+
+}  // namespace roundpipe
