@@ -58,6 +58,7 @@ def request_of(request: Request) -> Request:
         links=costs.cluster(None, with_links=True),
         keep_layers=len(costs.layers),
         update_gb_per_s=0.0,
+        update_traffic=0.0,  # the host of virtual devices throttles links only
     )
 
 

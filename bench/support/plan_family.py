@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from roundpipe import _core
+from roundpipe.memory.budget import UpdateRule
 from roundpipe.planning import costs, machine
 from roundpipe.planning.schedules import Request, choose, placed
 
@@ -56,6 +57,8 @@ def cases() -> list[Case]:
             gradient_groups=entry["gradient_groups"],
             links=model.cluster(None, with_links=True),
             update_gb_per_s=own.update_gb_per_s,
+            # Cases without a rate have no optimizer.
+            update_traffic=UpdateRule("adamw").traffic() if own.update_gb_per_s else 0.0,
         )
         found.append(Case(Path(entry["costs"]).stem, request))
     return found
@@ -112,7 +115,12 @@ class Family:
             return None
         rules = _core.TimingRules(asynchronous=self.request.mode == "async")
         timeline = _core.simulate_links(
-            plans, self.layers, self.request.links, rules=rules, update_gb_per_s=self.request.update_gb_per_s
+            plans,
+            self.layers,
+            self.request.links,
+            rules=rules,
+            update_gb_per_s=self.request.update_gb_per_s,
+            update_traffic=self.request.update_traffic,
         ).timeline
         # The pace of a few steps is a fit, which may come out faster than the devices' work.
         return timeline.steady_step_ms * max(1, 1 - timeline.steady_bubble)

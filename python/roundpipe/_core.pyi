@@ -185,6 +185,8 @@ class LayerCost:
     activation_bytes: int
     saved_bytes: int
     trained: bool
+    @property
+    def updated_bytes(self) -> int: ...
     def __init__(
         self,
         *,
@@ -260,6 +262,7 @@ def search(
     chunk_bytes: int = 64_000_000,
     priorities: bool = True,
     update_gb_per_s: float = 0.0,
+    update_traffic: float = 0.0,
 ) -> list[PlanChoice]: ...
 def place_over_links(
     recipe: Plan, costs: list[LayerCost], cluster: Cluster, *, rules: TimingRules = ..., steps: int = 1
@@ -334,6 +337,7 @@ def simulate_links(
     chunk_bytes: int = 64_000_000,
     priorities: bool = True,
     update_gb_per_s: float = 0.0,
+    update_traffic: float = 0.0,
     nodes: int = 1,
     network_gb_per_s: float = 0.0,
     network_latency_ms: float = 0.0,
@@ -764,6 +768,9 @@ def make_state(
     algorithm: Algorithm, hyper: Hyperparameters, format: MomentFormat, parameter: torch.Tensor
 ) -> ParameterState: ...
 def state_bytes(algorithm: Algorithm, hyper: Hyperparameters, format: MomentFormat, sizes: tuple[int, ...]) -> int: ...
+def update_traffic(
+    algorithm: Algorithm, hyper: Hyperparameters, format: MomentFormat, weights: torch.dtype
+) -> float: ...
 def update(
     algorithm: Algorithm,
     hyper: Hyperparameters,

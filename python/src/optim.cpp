@@ -87,6 +87,8 @@ void bind_updates(py::module_& module) {
   module.def("make_state", &make_state, py::arg("algorithm"), py::arg("hyper"), py::arg("format"), py::arg("parameter"),
              py::call_guard<py::gil_scoped_release>());
   module.def("state_bytes", &state_bytes, py::arg("algorithm"), py::arg("hyper"), py::arg("format"), py::arg("sizes"));
+  module.def("update_traffic", &update_traffic, py::arg("algorithm"), py::arg("hyper"), py::arg("format"),
+             py::arg("weights"));
   module.def(
       "update",
       [](Algorithm algorithm, const Hyperparameters& hyper, MomentFormat format, ParameterState& state,

@@ -113,7 +113,8 @@ void bind_schedule(py::module_& module) {
       [](const LayerCosts& costs, const Cluster& cluster, int microbatches, PlanMode mode, TimingRules rules,
          int first_backward_layer, double max_traffic, bool replicas, int gradient_groups, bool interleave,
          int max_fused_layers, bool single_backward_layers, std::int64_t max_waiting_bytes, std::int64_t effort,
-         unsigned seed, bool over_links, std::int64_t chunk_bytes, bool priorities, double update_gb_per_s) {
+         unsigned seed, bool over_links, std::int64_t chunk_bytes, bool priorities, double update_gb_per_s,
+         double update_traffic) {
         SearchOptions options;
         options.plan.mode = mode;
         options.plan.microbatches = microbatches;
@@ -121,7 +122,7 @@ void bind_schedule(py::module_& module) {
         options.plan.gradient_groups = gradient_groups;
         options.plan.single_backward_layers = single_backward_layers;
         options.rules = rules;
-        options.update_gb_per_s = update_gb_per_s;
+        options.update = {update_gb_per_s, update_traffic};
         options.max_traffic = max_traffic;
         options.replicas = replicas;
         options.interleave = interleave;
@@ -135,7 +136,7 @@ void bind_schedule(py::module_& module) {
         links.timing = rules;
         links.chunk_bytes = chunk_bytes;
         links.priorities = priorities;
-        links.update_gb_per_s = update_gb_per_s;
+        links.update = options.update;
         return simulate::search_links(costs, cluster, options, links);
       },
       py::arg("costs"), py::arg("cluster"), py::kw_only(), py::arg("microbatches"), py::arg("mode") = PlanMode::kFused,
@@ -145,7 +146,7 @@ void bind_schedule(py::module_& module) {
       py::arg("max_waiting_bytes") = 0, py::arg("effort") = SearchOptions{}.effort,
       py::arg("seed") = SearchOptions{}.seed, py::arg("over_links") = false,
       py::arg("chunk_bytes") = simulate::LinkRules{}.chunk_bytes, py::arg("priorities") = true,
-      py::arg("update_gb_per_s") = 0.0, py::call_guard<py::gil_scoped_release>(),
+      py::arg("update_gb_per_s") = 0.0, py::arg("update_traffic") = 0.0, py::call_guard<py::gil_scoped_release>(),
       "The best plans found, best first; over_links: rated by simulate_links.");
   module.def(
       "place_over_links",
@@ -221,13 +222,13 @@ void bind_schedule(py::module_& module) {
   module.def(
       "simulate_links",
       [](const std::vector<Plan>& plans, const LayerCosts& costs, const Cluster& cluster, TimingRules rules,
-         std::int64_t chunk_bytes, bool priorities, double update_gb_per_s, int nodes, double network_gb_per_s,
-         double network_latency_ms, bool clipped) {
+         std::int64_t chunk_bytes, bool priorities, double update_gb_per_s, double update_traffic, int nodes,
+         double network_gb_per_s, double network_latency_ms, bool clipped) {
         simulate::LinkRules links;
         links.timing = rules;
         links.chunk_bytes = chunk_bytes;
         links.priorities = priorities;
-        links.update_gb_per_s = update_gb_per_s;
+        links.update = {update_gb_per_s, update_traffic};
         links.nodes = {nodes, network_gb_per_s, network_latency_ms, clipped};
         simulate::LinkTimeline timeline = simulate::simulate_links(plans, costs, cluster, links);
         simulate::check(timeline.timeline, plans, rules);
@@ -235,7 +236,7 @@ void bind_schedule(py::module_& module) {
       },
       py::arg("plans"), py::arg("costs"), py::arg("cluster"), py::kw_only(), py::arg("rules") = TimingRules{},
       py::arg("chunk_bytes") = simulate::LinkRules{}.chunk_bytes, py::arg("priorities") = true,
-      py::arg("update_gb_per_s") = 0.0, py::arg("nodes") = simulate::NodeRules{}.nodes,
+      py::arg("update_gb_per_s") = 0.0, py::arg("update_traffic") = 0.0, py::arg("nodes") = simulate::NodeRules{}.nodes,
       py::arg("network_gb_per_s") = simulate::NodeRules{}.network_gb_per_s,
       py::arg("network_latency_ms") = simulate::NodeRules{}.latency_ms,
       py::arg("clipped") = simulate::NodeRules{}.clipped, py::call_guard<py::gil_scoped_release>(),

@@ -14,12 +14,6 @@ namespace roundpipe::optim {
 using memory::BlockLayout;
 using memory::GradientBlock;
 
-std::optional<c10::ScalarType> remainder_dtype(c10::ScalarType weights) {
-  if (weights == at::kBFloat16) return at::kShort;
-  if (weights == at::kHalf) return at::kFloat;
-  return std::nullopt;
-}
-
 BlockOptimizer::BlockOptimizer(const memory::ParameterBlock& block, std::vector<int> groups,
                                std::vector<at::Tensor>& remainders, Algorithm algorithm, MomentFormat format,
                                std::vector<ElementRange> shard)

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -11,10 +10,6 @@
 #include <roundpipe/optim/shards.h>
 
 namespace roundpipe::optim {
-
-// The dtype of the part of an fp32 master that weights of such a dtype lack: int16 for bf16, whose master's other half
-// the weight is, and float32 for fp16. None for other dtypes.
-std::optional<c10::ScalarType> remainder_dtype(c10::ScalarType weights);
 
 // The state that a fused optimizer keeps for the parameters of one block, and their update.
 // Thread safety: any thread, one at a time.

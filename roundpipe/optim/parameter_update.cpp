@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <stdexcept>
 
 #include <c10/util/accumulate.h>
@@ -263,6 +264,26 @@ int64_t state_bytes(Algorithm algorithm, const Hyperparameters& hyper, MomentFor
     return bytes;
   }
   return tensors * 4 * elements;
+}
+
+std::optional<c10::ScalarType> remainder_dtype(c10::ScalarType weights) {
+  if (weights == at::kBFloat16) return at::kShort;
+  if (weights == at::kHalf) return at::kFloat;
+  return std::nullopt;
+}
+
+double update_traffic(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat format, c10::ScalarType weights) {
+  constexpr int64_t kSide = 4096;
+  const std::optional<c10::ScalarType> rest = remainder_dtype(weights);
+  if (!rest && weights != at::kFloat)
+    throw std::invalid_argument(
+        concat("[update_traffic] weights are ", c10::toString(weights), ", expected Float, BFloat16 or Half"));
+  const auto weight = static_cast<double>(c10::elementSize(weights));
+  const double master = weight + (rest ? static_cast<double>(c10::elementSize(*rest)) : 0);
+  const double state = static_cast<double>(state_bytes(algorithm, hyper, format, {kSide, kSide})) / (kSide * kSide);
+  // Adafactor reads gradients three times and masters twice, see adafactor.cpp.
+  const bool passes = algorithm == Algorithm::kAdafactor;
+  return ((passes ? 3 : 1) * weight + ((passes ? 2 : 1) + 1) * master + 2 * state) / weight;
 }
 
 void update(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat format, ParameterState& state,

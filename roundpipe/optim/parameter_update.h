@@ -1,5 +1,6 @@
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,16 @@ ParameterState make_state(Algorithm algorithm, const Hyperparameters& hyper, Mom
 
 // The bytes of the tensors that make_state makes.
 int64_t state_bytes(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat format, at::IntArrayRef sizes);
+
+// The dtype of the part of an fp32 master that weights of such a dtype lack: int16 for bf16, whose master's other half
+// the weight is, and float32 for fp16. None for other dtypes.
+std::optional<c10::ScalarType> remainder_dtype(c10::ScalarType weights);
+
+// The bytes of host memory that update() reads and writes for each byte of weights, of a large matrix: gradients of the
+// weights' dtype, weights before and after with the rest of their masters, and the state. New weights take the memory
+// of the gradients, so nothing is read just to be overwritten. Throws std::invalid_argument for a dtype of weights that
+// is neither fp32 nor bf16 nor fp16.
+double update_traffic(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat format, c10::ScalarType weights);
 
 // One parameter's weights, before and after an update. All are non-overlapping and dense, with the same sizes and
 // strides.

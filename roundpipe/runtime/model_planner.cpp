@@ -266,7 +266,7 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
   schedule::SearchOptions options;
   options.plan = options_of(request);
   options.rules = rules_of(key.asynchronous);
-  options.update_gb_per_s = request.mode == PlanMode::kInference ? 0 : basis.machine.update_gb_per_s;
+  options.update.gb_per_s = request.mode == PlanMode::kInference ? 0 : basis.machine.update_gb_per_s;
   options.interleave = basis.early;
   if (current != nullptr) {
     options.starts = {current->made->cut};
@@ -278,8 +278,7 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
     options.max_fused_layers = simple.backward.front().layers.size();
 
   const Plan least = schedule::to_recipe(simple, sums, key.devices, options.plan);
-  const double moves_ms =
-      schedule::least_time(schedule::moved_bytes(least, costs, sums), cluster, options.update_gb_per_s).ms;
+  const double moves_ms = schedule::least_time(schedule::moved_bytes(least, costs, sums), cluster, options.update).ms;
   const double work_ms = schedule::work_ms(least, sums);
   options.effort = std::llround(std::clamp(kEffortPerMs * work_ms / key.devices, kLeastEffort,
                                            static_cast<double>(schedule::SearchOptions{}.effort)));
@@ -289,7 +288,7 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
     links.timing = options.rules;
     links.chunk_bytes = basis.machine.chunk_bytes;
     links.priorities = basis.machine.priorities;
-    links.update_gb_per_s = options.update_gb_per_s;
+    links.update = options.update;
     return simulate::search_links(costs, cluster, options, links).front().cut;
   };
   std::optional<Cut> best;
@@ -367,7 +366,7 @@ double ModelPlanner::predicted_ms(Engine& engine, int microbatches, int gradient
   options.plan = options_of(key.request);
   options.rules = rules_of(key.asynchronous);
   options.interleave = false;
-  options.update_gb_per_s = now.machine.update_gb_per_s;
+  options.update.gb_per_s = now.machine.update_gb_per_s;
   options.effort = kLittleEffort;
   options.max_fused_layers = static_cast<int>(costs.size());
   Cluster cluster = now.machine.cluster;

@@ -22,7 +22,9 @@ int64_t stage_share_bytes(Engine& engine, const schedule::LayerCosts& costs, int
 struct MeasuredMachine {
   schedule::Cluster cluster;     // bandwidths that are not measured are 0; memory: the devices' limits
   std::vector<LinkRates> links;  // of each device, of which the cluster has the slowest
-  double update_gb_per_s = 0;    // of the model's optimizer; 0 = not measured
+  // Of the model's optimizer; 0 = not measured. Its traffic is not counted: the rates of links and updates are what
+  // they reach beside each other.
+  double update_gb_per_s = 0;
   // How the devices' links work, see device::LinkOptions: the largest chunk (0 = not cut), and whether all go
   // by priority.
   std::int64_t chunk_bytes = 0;

@@ -61,6 +61,11 @@ void validate(const Cluster& cluster) {
   require_not_negative(cluster.hop_latency_ms, "cluster.hop_latency_ms");
 }
 
+void validate(const UpdateRate& update) {
+  require_not_negative(update.gb_per_s, "update.gb_per_s");
+  require_not_negative(update.traffic, "update.traffic");
+}
+
 void average_alike(LayerCosts& costs, double within) {
   const auto kind_of = [](const LayerCost& cost) {
     return std::make_tuple(cost.weight_bytes, cost.gradient_bytes, cost.activation_bytes, cost.trained);

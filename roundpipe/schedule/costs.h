@@ -42,14 +42,24 @@ struct Cluster {
   std::vector<ClusterDevice> devices;
   double link_up_gb_per_s = 0;    // host to device, for each device
   double link_down_gb_per_s = 0;  // device to host, for each device
-  double host_gb_per_s = 0;       // shared by all links
+  double host_gb_per_s = 0;       // of the host's memory, shared by all links and the optimizer's updates
   double hop_latency_ms = 0;      // of an activation or boundary gradient from one device to another
+};
+
+// The host's optimizer, as plans see it. It updates one layer at a time.
+struct UpdateRate {
+  // Weights that it updates while nothing else uses the host's memory, in 1e9 bytes per second; 0 = infinite.
+  double gb_per_s = 0;
+  // Bytes of the host's memory that it reads and writes for each byte of these weights, see optim::update_traffic.
+  // They share Cluster::host_gb_per_s with the links; 0 = they are not counted.
+  double traffic = 0;
 };
 
 // Throw std::invalid_argument, naming the field, unless times, bytes and rates are finite and not negative, speeds are
 // positive, and there is at least one layer (one device).
 void validate(const LayerCosts& costs);
 void validate(const Cluster& cluster);
+void validate(const UpdateRate& update);
 
 // Layers with the same bytes, of which the slowest takes at most `within` more than the fastest, get their mean times:
 // measured times of equal layers differ by chance, and a search would plan for the differences. Forward and backward

@@ -47,12 +47,13 @@ bool has_rates(const Cluster& cluster) {
   return cluster.link_up_gb_per_s > 0 || cluster.link_down_gb_per_s > 0 || cluster.host_gb_per_s > 0;
 }
 
-LeastTime least_time(const MovedBytes& moved, const Cluster& cluster, double update_gb_per_s) {
+LeastTime least_time(const MovedBytes& moved, const Cluster& cluster, const UpdateRate& update) {
   const auto links = static_cast<double>(cluster.devices.size());
+  const double through_host = moved.up + moved.down + moved.updated * update.traffic;
   const std::array times = {LeastTime{ms(moved.up, links * cluster.link_up_gb_per_s), "links up"},
                             LeastTime{ms(moved.down, links * cluster.link_down_gb_per_s), "links down"},
-                            LeastTime{ms(moved.up + moved.down, cluster.host_gb_per_s), "host memory"},
-                            LeastTime{ms(moved.updated, update_gb_per_s), "optimizer"}};
+                            LeastTime{ms(through_host, cluster.host_gb_per_s), "host memory"},
+                            LeastTime{ms(moved.updated, update.gb_per_s), "optimizer"}};
   return *std::ranges::max_element(times, {}, &LeastTime::ms);
 }
 

@@ -24,9 +24,9 @@ struct LeastTime {
   const char* limit = "";
 };
 
-// The time to move `moved` over links that share the load evenly and through the host's memory, and to update at
-// `update_gb_per_s` (1e9 bytes per second). Rates of 0 are infinite.
-LeastTime least_time(const MovedBytes& moved, const Cluster& cluster, double update_gb_per_s);
+// The time to move `moved` over links that share the load evenly, to update at the optimizer's rate, and for both
+// through the host's memory. Rates of 0 are infinite.
+LeastTime least_time(const MovedBytes& moved, const Cluster& cluster, const UpdateRate& update);
 
 // Milliseconds that a value takes from one device to another by way of the host, on links that move nothing else: the
 // largest boundary value of `costs`, down and up.

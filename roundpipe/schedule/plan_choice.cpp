@@ -29,8 +29,8 @@ void score(PlanChoice& choice, const LayerCosts& costs, const CostSums& sums, co
   choice.rating = rate(choice.recipe, costs, cluster, options.rules, steps);
   choice.score_ms = choice.rating.step_ms;
   choice.limit.clear();
-  if (!has_rates(cluster) && options.update_gb_per_s == 0) return;
-  const LeastTime least = least_time(moved_bytes(choice.recipe, costs, sums), cluster, options.update_gb_per_s);
+  if (!has_rates(cluster) && options.update.gb_per_s == 0) return;
+  const LeastTime least = least_time(moved_bytes(choice.recipe, costs, sums), cluster, options.update);
   if (least.ms <= 0) return;
   const double clocked_ms = choice.rating.step_ms, longer_ms = std::max(clocked_ms, least.ms);
   // Transfers wait for each other long before a link is full: at 80 % of the step, this adds 2 %.

@@ -17,8 +17,7 @@ struct SearchOptions {
   // and balanced plans that it starts from.
   PlannerOptions plan;
   TimingRules rules;
-  // Weights that the host's optimizer updates, in 1e9 bytes per second; 0 = at once.
-  double update_gb_per_s = 0;
+  UpdateRate update;
   double max_traffic = 0;              // see traffic_ratio; 0 = no limit
   std::int64_t max_waiting_bytes = 0;  // see waiting_bytes; 0 = no limit
   bool replicas = true;      // may split a stage by microbatches, which changes gradient sums in the last bits

@@ -158,7 +158,7 @@ std::string LinkRating::limit_of(const PlanChoice& choice) const {
   consider("links down", down, rules_);
   consider("host memory", host, rules_);
   LinkRules at_once = rules_;
-  at_once.update_gb_per_s = 0;
+  at_once.update = {};
   consider("optimizer", cluster_, at_once);
   return limit;
 }

@@ -47,7 +47,7 @@ constexpr double kPromising = 1.005;  // a plan whose clocked step is longer tha
 // For the searches and clocks without a simulation of links.
 SearchOptions without_links(SearchOptions options, const LinkRules& rules) {
   options.rules = through_host(rules.timing);
-  options.update_gb_per_s = rules.update_gb_per_s;
+  options.update = rules.update;
   options.effort =
       std::llround((rules.timing.asynchronous ? kAsyncEffort : kSyncEffort) * static_cast<double>(options.effort));
   options.finalists = kSearchedOfRun;

@@ -21,7 +21,7 @@ namespace roundpipe::simulate {
 // plans of those before. Among plans within 0.1 % of the best, the one with the least traffic comes first, then the
 // least interleaving, then the evenest stages. Deterministic.
 //
-// `options`: its rules, update_gb_per_s and finalists are not used: `rules` says them. Throws like search() and
+// `options`: its rules, update and finalists are not used: `rules` says them. Throws like search() and
 // simulate_links().
 std::vector<schedule::PlanChoice> search_links(const schedule::LayerCosts& costs, const schedule::Cluster& cluster,
                                                const schedule::SearchOptions& options, const LinkRules& rules);

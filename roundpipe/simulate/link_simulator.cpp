@@ -1,6 +1,7 @@
 #include <roundpipe/simulate/link_simulator.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -10,6 +11,7 @@
 #include <utility>
 
 #include <roundpipe/schedule/placer.h>
+#include <roundpipe/simulate/fair_share.h>
 
 namespace roundpipe::simulate {
 
@@ -76,7 +78,10 @@ class LinkSimulator {
         rules_(rules),
         sums_(costs, plans[0].first_backward_layer),
         gradients_left_(gradients_of(plans)),
-        exchange_(costs, expected(gradients_left_), rules.nodes, rules.update_gb_per_s) {
+        host_rate_(cluster.host_gb_per_s > 0 ? cluster.host_gb_per_s * kBytesPerMs : kNever),
+        updates_share_(host_rate_ < kNever && rules.update.traffic > 0),
+        update_claim_(rules.update.gb_per_s > 0 ? rules.update.gb_per_s * kBytesPerMs * rules.update.traffic : kNever),
+        exchange_(costs, expected(gradients_left_), rules.nodes, rules.update.gb_per_s, updates_share_) {
     const Plan& first = plans[0];
     layers_ = first.layers;
     microbatches_ = first.microbatches;
@@ -90,6 +95,7 @@ class LinkSimulator {
     for (std::size_t i = 0; i < links_.size(); ++i)
       links_[i].rate = (i % 2 == 0 ? cluster.link_up_gb_per_s : cluster.link_down_gb_per_s) * kBytesPerMs;
     for (Link& link : links_) link.rate = link.rate > 0 ? link.rate : kNever;
+    for (std::size_t way = 0; way < 2; ++way) claims_[way].most = links_[way].rate;
     queue_jobs();
     const std::size_t cells = plans.size() * static_cast<std::size_t>((layers_ + 1) * microbatches_);
     value_on_host_.assign(cells, 0);
@@ -104,6 +110,7 @@ class LinkSimulator {
   LinkTimeline run() {
     while (true) {
       start_what_can();
+      share_host();
       const double next_ms = next_event();
       if (next_ms == kNever) break;
       advance(next_ms);
@@ -275,6 +282,7 @@ class LinkSimulator {
     link.current = *best;
     link.waiting.erase(best);
     link.busy = true;
+    ++claim_of(link).count;
     busy_links_.insert(std::ranges::lower_bound(busy_links_, &link), &link);
     link.current.what.start_ms = now_ms_;
     link.chunk_bytes = next_chunk_bytes(link);
@@ -290,27 +298,29 @@ class LinkSimulator {
     return link.outranked ? std::clamp(link.chunk_bytes, 0.0, link.current.left_bytes) : link.current.left_bytes;
   }
 
-  // A busy link's share of the host's bandwidth, in bytes per millisecond.
-  double host_share() const {
-    if (cluster_.host_gb_per_s <= 0) return kNever;
-    return cluster_.host_gb_per_s * kBytesPerMs / static_cast<double>(busy_links_.size());
+  // Of the links of that direction.
+  Claim& claim_of(const Link& link) { return claims_[static_cast<std::size_t>(&link - links_.data()) % 2]; }
+
+  void share_host() {
+    if (host_rate_ == kNever) return;
+    const bool updates = updates_share_ && exchange_.updating();
+    host_share_ = fair_share(host_rate_, {claims_[0], claims_[1], {updates ? 1 : 0, update_claim_}});
+    if (updates) exchange_.pace(now_ms_, host_share_ / rules_.update.traffic);
   }
 
   double next_event() const {
     double next_ms = exchange_.next_ms();
     for (const double ends_ms : ends_ms_) next_ms = std::min(next_ms, ends_ms);
-    const double share = host_share();
     for (const Link* link : busy_links_)
-      next_ms = std::min(next_ms, now_ms_ + bytes_before_choice(*link) / std::min(link->rate, share));
+      next_ms = std::min(next_ms, now_ms_ + bytes_before_choice(*link) / std::min(link->rate, host_share_));
     return next_ms;
   }
 
   void advance(double to_ms) {
     ended_.clear();
-    const double share = host_share();
     for (Link* const busy : busy_links_) {
       Link& link = *busy;
-      const double speed = std::min(link.rate, share), most = bytes_before_choice(link);
+      const double speed = std::min(link.rate, host_share_), most = bytes_before_choice(link);
       double moved = speed == kNever ? most : std::min(most, speed * (to_ms - now_ms_));
       // Late in a long run, the clock cannot tell the moment when the rest has moved.
       if (most - moved > kByte && to_ms + (most - moved) / speed == to_ms) moved = most;
@@ -338,6 +348,7 @@ class LinkSimulator {
   void release(Link& link) {
     link.busy = link.outranked = false;
     link.may_send = true;
+    --claim_of(link).count;
     busy_links_.erase(std::ranges::find(busy_links_, &link));
     Transfer transfer = link.current;
     transfer.what.end_ms = now_ms_;
@@ -467,6 +478,11 @@ class LinkSimulator {
   std::vector<Link> links_;        // up and down of each device
   std::vector<Link*> busy_links_;  // in their order
   std::vector<Link*> ended_;       // of advance()
+  std::array<Claim, 2> claims_;    // of the busy links on the host's bandwidth: up and down
+  const double host_rate_;         // bytes per millisecond
+  const bool updates_share_;       // whether updates take a part of it
+  const double update_claim_;      // the most that one can take
+  double host_share_ = kNever;     // of each claim
   std::int64_t asked_ = 0;
   std::vector<std::size_t> cell_of_;  // by Transfer::order, for values that are downloaded
   std::vector<Wanted> wanted_;
@@ -493,8 +509,9 @@ LinkTimeline simulate_links(std::span<const Plan> plans, const schedule::LayerCo
         plan.devices != plans[0].devices)
       throw std::invalid_argument("[simulate_links] the plans differ in their sizes");
   }
-  if (rules.prefetched_values < 1 || rules.chunk_bytes < 0 || !(rules.update_gb_per_s >= 0))
-    throw std::invalid_argument("[simulate_links] prefetched_values, chunk_bytes or update_gb_per_s is out of range");
+  if (rules.prefetched_values < 1 || rules.chunk_bytes < 0)
+    throw std::invalid_argument("[simulate_links] prefetched_values or chunk_bytes is out of range");
+  schedule::validate(rules.update);
   return LinkSimulator(plans, costs, cluster, rules).run();
 }
 

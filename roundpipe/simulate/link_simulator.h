@@ -16,9 +16,8 @@ struct LinkRules {
   std::int64_t chunk_bytes = 64'000'000;  // transfers are cut into chunks of this size; 0 = not cut
   bool priorities = true;                 // by schedule::Priority, as the engine's links do; else FIFO
   int prefetched_values = 2;              // microbatches whose values are prefetched, counting the running one
-  // Weights that the host's optimizer updates, in 1e9 bytes per second; 0 = at once. One layer at a time, lowest first.
-  double update_gb_per_s = 0;
-  NodeRules nodes;  // of the machines that train together; each runs the same plans
+  schedule::UpdateRate update;            // one layer at a time, lowest first
+  NodeRules nodes;                        // of the machines that train together; each runs the same plans
 };
 
 // The time that a transfer occupied its link: one or more chunks without a break.
@@ -40,7 +39,8 @@ struct LinkTimeline {
 };
 
 // Runs one plan per step. Weights, values and gradients move over the two directions of each device's link at the
-// cluster's bandwidths; all links share the host's bandwidth.
+// cluster's bandwidths. All busy links and the update under way share the host's bandwidth evenly, as fair_share()
+// says: each gets no more than its own rate, and leaves to the others what it cannot use.
 //
 // - The weights of a device's next job are uploaded while the current one runs (two slots), once the version that the
 //   job reads is published.

@@ -28,11 +28,12 @@ void require_finite(double value, const char* field) {
 }  // namespace
 
 NodeExchange::NodeExchange(const schedule::LayerCosts& costs, std::vector<char> expected, const NodeRules& rules,
-                           double update_gb_per_s)
+                           double update_gb_per_s, bool paced)
     : costs_(costs),
       rules_(rules),
       update_bytes_per_ms_(rate_of(update_gb_per_s)),
       network_bytes_per_ms_(rate_of(rules.network_gb_per_s)),
+      paced_(paced),
       trains_(std::move(expected)),
       landed_(trains_.size(), 0),
       published_(trains_.size(), 0),
@@ -147,18 +148,35 @@ void NodeExchange::exchanged(std::size_t place) {
 }
 
 bool NodeExchange::begin_update() {
-  if (update_ends_ms_ < kNever || to_update_.empty()) return false;
+  if (updating_now_ || to_update_.empty()) return false;
   const auto lowest = std::ranges::min_element(to_update_);
   updating_ = *lowest;
   to_update_.erase(lowest);
-  update_ends_ms_ =
-      now_ms_ + static_cast<double>(cost_of(updating_).updated_bytes()) / rules_.nodes / update_bytes_per_ms_;
+  updating_now_ = true;
+  update_left_bytes_ = static_cast<double>(cost_of(updating_).updated_bytes()) / rules_.nodes;
+  update_ends_ms_ = now_ms_ + update_left_bytes_ / update_bytes_per_ms_;
+  if (paced_ && update_left_bytes_ > 0) {
+    update_ends_ms_ = kNever;  // until pace()
+    paced_at_ms_ = now_ms_;
+    pace_bytes_per_ms_ = 0;
+  }
   return true;
+}
+
+void NodeExchange::pace(double now_ms, double bytes_per_ms) {
+  const double rate = std::min(bytes_per_ms, update_bytes_per_ms_);
+  if (!updating_now_ || rate == pace_bytes_per_ms_) return;
+  update_left_bytes_ = std::max(0.0, update_left_bytes_ - (now_ms - paced_at_ms_) * pace_bytes_per_ms_);
+  paced_at_ms_ = now_ms;
+  pace_bytes_per_ms_ = rate;
+  update_ends_ms_ = now_ms + update_left_bytes_ / rate;
+  set_next();
 }
 
 bool NodeExchange::end_update() {
   if (update_ends_ms_ > now_ms_) return false;
   update_ends_ms_ = kNever;
+  updating_now_ = false;
   updated(updating_);
   return true;
 }

@@ -30,16 +30,22 @@ struct NodeRules {
 class NodeExchange {
  public:
   // `expected`: [step, layer], whether a gradient will land; other layers are published from the start.
-  // `update_gb_per_s`: of weights that a node's optimizer updates; 0 = at once. The costs must outlive it.
+  // `update_gb_per_s`: of weights that a node's optimizer updates; 0 = at once. `paced`: pace() says how much of that
+  // rate an update gets. The costs must outlive it.
   // Throws std::invalid_argument, naming the field, for rules or rates out of range.
   NodeExchange(const schedule::LayerCosts& costs, std::vector<char> expected, const NodeRules& rules,
-               double update_gb_per_s);
+               double update_gb_per_s, bool paced = false);
 
   // A gradient of the layer has landed, which is seen by the next run().
   // REQUIRES: expected, and not landed before.
   void land(std::size_t step, std::size_t layer);
   // Goes on until `now_ms`, which never descends and is at most next_ms(). Returns whether a layer was published.
   bool run(double now_ms);
+  // Whether a layer is being updated, which takes time.
+  bool updating() const { return updating_now_; }
+  // From `now_ms` on, which never descends, updates go on at so many bytes of weights per millisecond, at most at the
+  // optimizer's own rate. REQUIRES: paced; called after every run() that leaves updating().
+  void pace(double now_ms, double bytes_per_ms);
   // When run() has something to do without another gradient; infinite if nothing is under way.
   double next_ms() const { return next_ms_; }
 
@@ -76,12 +82,15 @@ class NodeExchange {
   const schedule::LayerCosts& costs_;
   const NodeRules rules_;
   const double update_bytes_per_ms_, network_bytes_per_ms_;
+  const bool paced_;
   std::vector<char> trains_;  // [step, layer], of all below: gradients are exchanged
   std::vector<char> landed_, updated_, published_;
   std::vector<std::size_t> held_;  // exchanged, until the last gradient of the step
   std::vector<std::size_t> left_;  // [step]: gradients to exchange before updates may begin
   std::vector<std::size_t> to_update_;
   std::size_t updating_ = 0;
+  bool updating_now_ = false;
+  double update_left_bytes_ = 0, paced_at_ms_ = 0, pace_bytes_per_ms_ = 0;  // since paced_at_ms_; if paced
   double update_ends_ms_;
   Channel gradients_, weights_;
   double now_ms_ = 0, next_ms_;

@@ -97,7 +97,7 @@ class HostPrediction:
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """A fused optimizer, as far as its memory depends on it.
+    """A fused optimizer, as far as its memory, and what it moves there, depend on it.
 
     Attributes:
         optimizer: its name in lower case, such as "adamw".
@@ -116,6 +116,10 @@ class UpdateRule:
         formats = {"fp32": _core.MomentFormat.FLOAT32, "8bit": _core.MomentFormat.BLOCKWISE_8BIT}
         algorithm: _core.Algorithm = getattr(_core.Algorithm, self.optimizer.upper())
         return algorithm, hyper, formats[self.moments]
+
+    def traffic(self, weights: torch.dtype = torch.bfloat16) -> float:
+        """Bytes of host memory that it reads and writes for each byte of weights that it updates."""
+        return _core.update_traffic(*self.in_core(), weights)
 
 
 ADAM = UpdateRule()

@@ -9,8 +9,8 @@ bandwidth has to be given here or as an option:
     name = "two cards on one host"
     link_up_gb_per_s = 25.0    # of each device, host to device; 1e9 bytes per second
     link_down_gb_per_s = 25.0  # of each device, device to host
-    host_gb_per_s = 40.0       # of all links together
-    update_gb_per_s = 3.5      # weights that the host's optimizer updates
+    host_gb_per_s = 40.0       # of the host's memory: all links and the optimizer's updates together
+    update_gb_per_s = 3.5      # weights that the host's optimizer updates while the links rest
     network_gb_per_s = 1.25    # of a node, in each direction at once: 10 Gb/s
     network_latency_ms = 0.5   # of a collective among the nodes, besides its bytes
 

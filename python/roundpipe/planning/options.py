@@ -17,6 +17,7 @@ from roundpipe.performance.notation import STAGES_LEGEND as STAGES_LEGEND
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+    from roundpipe.memory.budget import UpdateRule
     from roundpipe.performance.pictures import Span
     from roundpipe.planning.costs import CostSet
     from roundpipe.planning.machine import Machine
@@ -289,14 +290,17 @@ class LinkOptions(PlanningOptions):
     ] = False
     update_rate: Annotated[
         float,
-        typer.Option(help="With --links: GB of weights that the host's optimizer updates per second; 0 = at once."),
+        typer.Option(
+            help="With --links: GB of weights that the host's optimizer updates per second; 0 = as many as the host's "
+            "memory lets it."
+        ),
         After("links"),
     ] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         rate_ok = self.update_rate == 0 or is_rate(self.update_rate)
-        require(rate_ok, "update-rate", self.update_rate, f"0 (at once), or {RATES_EXPECTED}")
+        require(rate_ok, "update-rate", self.update_rate, f"0 (no limit), or {RATES_EXPECTED}")
         if not self.counts_bytes:
             self.refuse(["machine", "update_rate"], "--links")
 
@@ -304,6 +308,13 @@ class LinkOptions(PlanningOptions):
     def counts_bytes(self) -> bool:
         """Whether every byte is simulated."""
         return self.links
+
+    @property
+    def rule(self) -> UpdateRule:
+        """The optimizer, which takes and moves memory of the host."""
+        from roundpipe.memory.budget import UpdateRule
+
+        return UpdateRule("adamw")
 
     def machine_file(self) -> Machine | None:
         """What `--machine` says."""
@@ -320,4 +331,5 @@ class LinkOptions(PlanningOptions):
             request.links = costs.cluster(self.devices, self.memory_bytes(), with_links=True)
             own_rate = 0.0 if machine is None else machine.update_gb_per_s
             request.update_gb_per_s = self.update_rate or own_rate
+            request.update_traffic = self.rule.traffic()
         return request

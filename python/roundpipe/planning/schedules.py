@@ -60,7 +60,9 @@ class Request:
         max_waiting: limit of what waits on the host between stages, in bytes; 0 = no limit.
         effort: limit of the search, in microbatch visits.
         links: the same machine with its bandwidths, to simulate every byte; None = a fixed hop latency.
-        update_gb_per_s: weight bytes that the host's optimizer updates per second, in 1e9, with `links`; 0 = at once.
+        update_gb_per_s: weight bytes that the host's optimizer updates per second, in 1e9, with `links`; 0 = no limit.
+        update_traffic: bytes of the host's memory that an update reads and writes for each byte of weights. With
+            `links`, they share the host's bandwidth; 0 = they are not counted.
         interleave: whether the backward of a step may fall behind the forward of the next.
         through_engine: predict how our engine runs a schedule: values hop even when they stay on a device, because they
             go through the host; recompute comes early; and the head is recomputed unless it is fused.
@@ -82,6 +84,7 @@ class Request:
     interleave: bool = True
     links: _core.Cluster | None = None
     update_gb_per_s: float = 0.0
+    update_traffic: float = 0.0
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -210,6 +213,7 @@ def choose(request: Request, mode: _core.PlanMode = _core.PlanMode.FUSED) -> lis
         effort=_core.SEARCH_EFFORT if request.effort is None else request.effort,
         over_links=request.links is not None,
         update_gb_per_s=request.update_gb_per_s,
+        update_traffic=request.update_traffic,
     )
 
 
@@ -274,6 +278,7 @@ def _over_links(plans: list[_core.Plan], request: Request) -> _core.LinkTimeline
         request.links,
         rules=_core.TimingRules(asynchronous=request.mode == "async"),
         update_gb_per_s=request.update_gb_per_s,
+        update_traffic=request.update_traffic,
     )
 
 

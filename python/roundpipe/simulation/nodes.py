@@ -76,7 +76,7 @@ class _Setting:
     def resources(self, nodes: int) -> list[str]:
         """What has a limit."""
         limited = [name for name, rate in _LINKS.items() if self.request.costs.rates.get(rate)]
-        limited += [_UPDATES] if self.request.update_gb_per_s else []
+        limited += [_UPDATES] if self.request.update_gb_per_s or self.request.update_traffic else []
         limited += [_CLIPPING] if self.clip else []
         if nodes > 1:
             limited += [_NETWORK] if self.network.gb_per_s else []
@@ -93,6 +93,7 @@ class _Setting:
             machine.cluster(self.request.devices, with_links=True),
             rules=self.request.rules(),
             update_gb_per_s=0.0 if _UPDATES in unlimited else self.request.update_gb_per_s,
+            update_traffic=0.0 if _UPDATES in unlimited else self.request.update_traffic,
             nodes=nodes,
             network_gb_per_s=0.0 if _NETWORK in unlimited else self.network.gb_per_s,
             network_latency_ms=0.0 if _LATENCY in unlimited else self.network.latency_ms,

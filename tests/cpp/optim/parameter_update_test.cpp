@@ -282,6 +282,22 @@ TEST_CASE("update: what does not fit is refused, and changes nothing") {
   CHECK_THROWS_AS(make_state(Algorithm::kSGD, {}, eight_bit, initial), std::invalid_argument);
 }
 
+TEST_CASE("traffic: what an update reads and writes for each byte of weights") {
+  // bf16: gradients 2, weights and remainders 4 and 4, moments 8 and 8, in 26 bytes a parameter.
+  CHECK(update_traffic(Algorithm::kAdamW, {}, kFloat32, at::kBFloat16) == 26.0 / 2);
+  // Codes of a byte, and a scale of four bytes for 256 elements.
+  CHECK(update_traffic(Algorithm::kAdamW, {}, MomentFormat::kBlockwise8Bit, at::kBFloat16) ==
+        doctest::Approx((10 + 2 * (2 + 8.0 / 256)) / 2));
+  CHECK(update_traffic(Algorithm::kLion, {}, kFloat32, at::kBFloat16) == (10 + 8.0) / 2);
+  CHECK(update_traffic(Algorithm::kSGD, {}, kFloat32, at::kBFloat16) == 10.0 / 2);
+  // Full masters beside fp16 weights; fp32 weights are their own.
+  CHECK(update_traffic(Algorithm::kAdamW, {}, kFloat32, at::kHalf) == (2 + 2 * 6 + 16.0) / 2);
+  CHECK(update_traffic(Algorithm::kAdamW, {}, kFloat32, at::kFloat) == (4 + 2 * 4 + 16.0) / 4);
+  CHECK(update_traffic(Algorithm::kAdafactor, {}, kFloat32, at::kBFloat16) ==
+        doctest::Approx((3 * 2 + 3 * 4.0) / 2).epsilon(0.001));
+  CHECK_THROWS_AS(update_traffic(Algorithm::kSGD, {}, kFloat32, at::kDouble), std::invalid_argument);
+}
+
 TEST_CASE("state: names, layout and size") {
   const at::Tensor parameter = at::randn({6, 4}).t();
   Hyperparameters hyper;

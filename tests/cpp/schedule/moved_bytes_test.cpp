@@ -53,15 +53,19 @@ TEST_CASE("moved bytes: the least time is that of what is slowest") {
   Cluster cluster;
   cluster.devices.resize(2);
   const MovedBytes moved{.up = 60e6, .down = 30e6, .updated = 10e6};
-  CHECK(least_time(moved, cluster, 0).ms == 0);
+  CHECK(least_time(moved, cluster, {}).ms == 0);
   cluster.link_up_gb_per_s = cluster.link_down_gb_per_s = 10;
-  CHECK(least_time(moved, cluster, 0).ms == doctest::Approx(3));
-  CHECK(std::string(least_time(moved, cluster, 0).limit) == "links up");
+  CHECK(least_time(moved, cluster, {}).ms == doctest::Approx(3));
+  CHECK(std::string(least_time(moved, cluster, {}).limit) == "links up");
   cluster.host_gb_per_s = 18;
-  CHECK(least_time(moved, cluster, 0).ms == doctest::Approx(5));
-  CHECK(std::string(least_time(moved, cluster, 0).limit) == "host memory");
-  CHECK(std::string(least_time(moved, cluster, 1).limit) == "optimizer");
+  CHECK(least_time(moved, cluster, {}).ms == doctest::Approx(5));
+  CHECK(std::string(least_time(moved, cluster, {}).limit) == "host memory");
+  CHECK(std::string(least_time(moved, cluster, {.gb_per_s = 1}).limit) == "optimizer");
+  // 90 MB over the links and 9 bytes for each of 10 MB of weights.
+  CHECK(least_time(moved, cluster, {.gb_per_s = 1, .traffic = 9}).ms == doctest::Approx(10));
+  CHECK(least_time(moved, cluster, {.gb_per_s = 2, .traffic = 9}).ms == doctest::Approx(10));
+  CHECK(std::string(least_time(moved, cluster, {.gb_per_s = 2, .traffic = 9}).limit) == "host memory");
   cluster.link_down_gb_per_s = 1;
-  CHECK(std::string(least_time(moved, cluster, 0).limit) == "links down");
+  CHECK(std::string(least_time(moved, cluster, {}).limit) == "links down");
   CHECK(hop_ms(costs(), cluster) == doctest::Approx(3.0 / 10 + 3.0));
 }

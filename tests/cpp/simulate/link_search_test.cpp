@@ -9,6 +9,8 @@
 
 #include <doctest/doctest.h>
 
+#include <roundpipe/schedule/moved_bytes.h>
+
 #include "../rounds.h"
 #include "naive_links.h"
 
@@ -135,7 +137,9 @@ TEST_CASE("links: every computation ends as a slow simulation of the same rules 
     rules.timing.asynchronous = below(2) == 0;
     rules.priorities = below(4) > 0;
     rules.chunk_bytes = below(3) ? static_cast<std::int64_t>(about(20 * kMB)) : 0;
-    rules.update_gb_per_s = below(2) ? about(40) : 0;
+    rules.update.gb_per_s = below(2) ? about(40) : 0;
+    rules.update.traffic = below(2) ? about(10) : 0;
+    if (below(4) == 0) cluster.link_down_gb_per_s = about(20);
     CAPTURE(rules.priorities);
     CAPTURE(rules.timing.asynchronous);
     Cut cut;
@@ -163,6 +167,17 @@ TEST_CASE("links: every computation ends as a slow simulation of the same rules 
       CHECK(event.end_ms == doctest::Approx(ends_ms.at({event.step, event.job, event.microbatch})).epsilon(1e-6));
     }
     CHECK(fast.landed_ms == doctest::Approx(slow.landed_ms()).epsilon(1e-6));
+    double through_host = 0;
+    for (const Plan& plan : plans) {
+      const MovedBytes moved = moved_bytes(plan, costs, CostSums(costs));
+      through_host += moved.up + moved.down + rules.update.traffic * moved.updated;
+    }
+    if (cluster.host_gb_per_s > 0) CHECK(fast.landed_ms >= (1 - 1e-9) * through_host / (cluster.host_gb_per_s * 1e6));
+    // Without a limit of the host's memory, nothing depends on what updates move.
+    cluster.host_gb_per_s = 0;
+    const double counted_ms = simulate_links(plans, costs, cluster, rules).landed_ms;
+    rules.update.traffic = 0;
+    CHECK(counted_ms == simulate_links(plans, costs, cluster, rules).landed_ms);
   }
 }
 
@@ -378,21 +393,24 @@ TEST_CASE("link search: fewer layers than the fused stage may have") {
 
 TEST_CASE("link search: what limits the step is what shortens it if it is made fast") {
   const Case slow_links{"slow links", LayerCosts(8, layer(1, 2, 300, 1)), machine(2, 10, 0), 2};
-  const auto limit = [](const Case& of, double update_gb_per_s) {
+  const auto limit = [](const Case& of, UpdateRate update) {
     LinkRules rules;
-    rules.update_gb_per_s = update_gb_per_s;
+    rules.update = update;
     SearchOptions options;
     options.plan = planner(of.microbatches);
     options.effort = 2'000'000;
     return search_links(of.costs, of.cluster, options, rules).front().limit;
   };
-  CHECK(limit(slow_links, 0) == "links up");
+  CHECK(limit(slow_links, {}) == "links up");
   Case shared = slow_links;
   shared.cluster = machine(2, 100, 12);
-  CHECK(limit(shared, 0) == "host memory");
+  CHECK(limit(shared, {}) == "host memory");
   Case optimizer = slow_links;
   optimizer.cluster = machine(2, 100, 0);
-  CHECK(limit(optimizer, 10) == "optimizer");
+  CHECK(limit(optimizer, {.gb_per_s = 10}) == "optimizer");
+  // Updates that take most of the host's memory.
+  optimizer.cluster = machine(2, 100, 50);
+  CHECK(limit(optimizer, {.traffic = 13}) == "host memory");
   const Case compute{"compute", LayerCosts(8, layer(20, 40, 10, 1)), machine(2, 25, 0), 4};
-  CHECK(limit(compute, 0) == "compute");
+  CHECK(limit(compute, {}) == "compute");
 }

@@ -143,13 +143,63 @@ TEST_CASE("links: a synchronous step waits for the updates of its layers") {
   const LayerCosts costs = costs_of(0, 0);
   CHECK(simulate_links(plans, costs, cluster_of(1), rules).timeline.events[3].start_ms == doctest::Approx(70));
   LayerCosts trained = costs_of(30 * kMB, 0);
-  rules.update_gb_per_s = 1;
+  rules.update.gb_per_s = 1;
   // Layer 1 is updated from 40 to 70 ms, layer 0 from 70 to 100 ms: each gates its own forward.
   const Timeline timeline = simulate_links(plans, trained, cluster_of(1), rules).timeline;
   CHECK(timeline.events[3].start_ms == doctest::Approx(100));
 }
 
+TEST_CASE("links: an update and a link share the host's memory") {
+  // One layer of 60 MB: its job takes 10 ms, then 60 MB of gradients go down, and its update moves 13 x 60 MB.
+  const auto landed_ms = [](double host, double link, UpdateRate update) {
+    const Plan plan{1, 1, 1, 0, {{Phase::kFused, {0, 1}, {0, 1}, 0}}};
+    const LayerCosts costs{{.forward_ms = 4, .backward_ms = 6, .weight_bytes = 60 * kMB, .gradient_bytes = 60 * kMB}};
+    Cluster cluster = cluster_of(1, link);
+    cluster.host_gb_per_s = host;
+    return simulate_links(std::vector<Plan>{plan}, costs, cluster, {.update = update}).landed_ms;
+  };
+  // Nothing else moves meanwhile: up 1, down 1, and 13 ms.
+  CHECK(landed_ms(60, 0, {.traffic = 13}) == doctest::Approx(10 + 1 + 1 + 13));
+  // The link is slower than the memory.
+  CHECK(landed_ms(60, 30, {.traffic = 13}) == doctest::Approx(10 + 2 + 2 + 13));
+  // So is the optimizer: 20 ms at 3 GB/s of weights, which are 39 of the 60.
+  CHECK(landed_ms(60, 30, {.gb_per_s = 3, .traffic = 13}) == doctest::Approx(10 + 2 + 2 + 20));
+  CHECK(landed_ms(60, 30, {.gb_per_s = 6, .traffic = 13}) == doctest::Approx(10 + 2 + 2 + 13));
+  // Without a limit of the memory, as if updates had no traffic.
+  CHECK(landed_ms(0, 30, {.gb_per_s = 3, .traffic = 13}) == landed_ms(0, 30, {.gb_per_s = 3}));
+}
+
+TEST_CASE("links: an update slows the links beside it, which leave it what they cannot use") {
+  // Two steps of one layer without compute; the second reads the weights of before the first one's update.
+  const auto ends_ms = [](double link) {
+    const std::vector<Plan> plans(2, Plan{1, 1, 1, 0, {{Phase::kFused, {0, 1}, {0, 1}, 0}}});
+    const LayerCosts costs{{.weight_bytes = 30 * kMB, .gradient_bytes = 30 * kMB}};
+    Cluster cluster = cluster_of(1, link);
+    cluster.host_gb_per_s = 30;
+    const LinkTimeline got = simulate_links(plans, costs, cluster, {.update = {.traffic = 4}});
+    std::vector<double> ends;
+    for (const TransferEvent& event : got.transfers) ends.push_back(event.end_ms);
+    std::ranges::sort(ends);
+    ends.push_back(got.landed_ms);
+    return ends;
+  };
+  // Up 1. Then down and the next weights share: 2 ms. Then the first update shares with the second gradients: these
+  // take 2 ms, in which 30 of the update's 120 MB move; it ends 3 ms later. The second update takes 4 ms.
+  const std::vector<double> shared{1, 3, 3, 5, 12};
+  // At 10 GB/s a link: up 3; both 3 more; the update gets 20 beside the gradients' 10: 60 MB in 3 ms, then 2 ms.
+  const std::vector<double> slow{3, 6, 6, 9, 15};
+  for (std::size_t i = 0; i < shared.size(); ++i) {
+    CHECK(ends_ms(0)[i] == doctest::Approx(shared[i]));
+    CHECK(ends_ms(10)[i] == doctest::Approx(slow[i]));
+  }
+}
+
 TEST_CASE("links: bad rules") {
+  const std::vector<Plan> several{two_layers(1)};
+  CHECK_THROWS_AS(simulate_links(several, costs_of(0, 0), cluster_of(1), {.update = {.gb_per_s = -1}}),
+                  std::invalid_argument);
+  CHECK_THROWS_AS(simulate_links(several, costs_of(0, 0), cluster_of(1), {.update = {.traffic = -1}}),
+                  std::invalid_argument);
   const std::vector<Plan> plans{two_layers(1)};
   CHECK_THROWS_AS(simulate_links(plans, costs_of(0, 0), cluster_of(1), {.prefetched_values = 0}),
                   std::invalid_argument);

@@ -113,9 +113,11 @@ class Links {
     for (const auto& [key, gradients] : landed) {
       Task update{.kind = Task::kUpdate, .step = key.first, .boundary = key.second, .after = gradients};
       const schedule::LayerCost& cost = costs_[key.second];
-      if (rules_.update_gb_per_s > 0 && cost.gradient_bytes > 0)
-        update.work =
-            static_cast<double>(std::min(cost.weight_bytes, cost.gradient_bytes)) / (rules_.update_gb_per_s * 1e6);
+      const auto bytes = static_cast<double>(std::min(cost.weight_bytes, cost.gradient_bytes));
+      if (shares())
+        update.work = bytes * rules_.update.traffic;
+      else if (rules_.update.gb_per_s > 0)
+        update.work = bytes / (rules_.update.gb_per_s * 1e6);
       updates[key] = add(update);
     }
     for (const auto& [_, step, number] : order) {
@@ -227,16 +229,34 @@ class Links {
     }
   }
 
+  // Whether an update moves bytes of the host's memory, as a transfer does.
+  bool shares() const { return cluster_.host_gb_per_s > 0 && rules_.update.traffic > 0; }
+  bool moves(const Task& task) const {
+    return task.kind == Task::kUpload || task.kind == Task::kDownload || (task.kind == Task::kUpdate && shares());
+  }
+
+  double own_rate(const Task& task) const {
+    double gb_per_s = task.kind == Task::kUpload ? cluster_.link_up_gb_per_s : cluster_.link_down_gb_per_s;
+    if (task.kind == Task::kUpdate) gb_per_s = rules_.update.gb_per_s * rules_.update.traffic;
+    return gb_per_s > 0 ? gb_per_s * 1e6 : kNever;
+  }
+
+  // The slowest first, each takes its own rate or, if that is less, an even part of what is left.
   double rate(const Task& task) const {
-    if (task.kind == Task::kCompute || task.kind == Task::kUpdate) return 1;
-    const double link = task.kind == Task::kUpload ? cluster_.link_up_gb_per_s : cluster_.link_down_gb_per_s;
-    double rate = link > 0 ? link * 1e6 : kNever;
-    const auto moves = [](const Task& other) {
-      return other.running && (other.kind == Task::kUpload || other.kind == Task::kDownload);
-    };
-    const auto busy = static_cast<double>(std::ranges::count_if(tasks_, moves));
-    if (cluster_.host_gb_per_s > 0) rate = std::min(rate, cluster_.host_gb_per_s * 1e6 / busy);
-    return rate;
+    if (!moves(task)) return 1;
+    if (cluster_.host_gb_per_s <= 0) return own_rate(task);
+    std::vector<double> sharing;
+    for (const Task& other : tasks_) {
+      if (other.running && moves(other)) sharing.push_back(own_rate(other));
+    }
+    std::ranges::sort(sharing);
+    double left = cluster_.host_gb_per_s * 1e6;
+    for (std::size_t i = 0; i < sharing.size(); ++i) {
+      const double part = std::min(sharing[i], left / static_cast<double>(sharing.size() - i));
+      if (sharing[i] == own_rate(task)) return part;
+      left -= part;
+    }
+    return kNever;
   }
 
   double next_ms() const {
@@ -250,7 +270,7 @@ class Links {
     std::map<Task*, double> rates;
     for (const auto& [task, _] : chunk_) rates[task] = rate(*task);
     for (auto& [task, left] : chunk_) {
-      const bool bytes = task->kind == Task::kUpload || task->kind == Task::kDownload;
+      const bool bytes = moves(*task);
       const double moved = rates[task] == kNever ? left : std::min(left, rates[task] * (to_ms - now_ms_));
       left -= moved;
       task->work -= moved;
@@ -260,7 +280,7 @@ class Links {
     for (Task* task : over) {
       chunk_.erase(task);
       task->running = false;
-      const bool bytes = task->kind == Task::kUpload || task->kind == Task::kDownload;
+      const bool bytes = moves(*task);
       if (task->work <= (bytes ? 0.5 : 1e-9)) task->ended_ms = now_ms_;
     }
   }

@@ -326,7 +326,7 @@ LinkTimeline steps_of(const LayerCosts& costs, NodeRules nodes, bool asynchronou
   const std::vector<Plan> plans(60, chain(static_cast<int>(costs.size())));
   LinkRules rules;
   rules.timing.asynchronous = asynchronous;
-  rules.update_gb_per_s = update_gb_per_s;
+  rules.update.gb_per_s = update_gb_per_s;
   rules.nodes = nodes;
   LinkTimeline timeline = simulate_links(plans, costs, cluster, rules);
   check(timeline.timeline, plans, rules.timing);

@@ -72,7 +72,9 @@ void read_machine(const std::string& text, Case& into) {
   into.cluster.link_up_gb_per_s = std::stod(fields.at("link_up_gb_per_s"));
   into.cluster.link_down_gb_per_s = std::stod(fields.at("link_down_gb_per_s"));
   into.cluster.host_gb_per_s = std::stod(fields.at("host_gb_per_s"));
-  into.rules.update_gb_per_s = std::stod(fields.at("update_gb_per_s"));
+  into.rules.update.gb_per_s = std::stod(fields.at("update_gb_per_s"));
+  // AdamW with fp32 moments; cases without a rate have no optimizer.
+  into.rules.update.traffic = into.rules.update.gb_per_s > 0 ? 13 : 0;
   for (const std::string& part : parts_of(text, "[[devices]]\n")) {
     const Fields device = fields_of(part);
     const ClusterDevice kind{std::stod(device.at("speed")), std::stoll(device.at("memory_bytes"))};
