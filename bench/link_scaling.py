@@ -4,8 +4,9 @@ The presets on 1 to 16 devices, asynchronously, with the same batch on each numb
 links: each device has one, and all share the host's memory. A step moves the same weights and gradients on any number
 of devices, while its compute shrinks, so at some number the links or the host's memory set the pace. The table says
 where, and how many tokens a microbatch, or how many microbatches a batch would need for 16 devices to be worth 90 % of
-16. Layer times grow with the tokens, which leaves out that attention grows faster. Everything is predicted by the link
-simulator.
+16. The updates of AdamW move bytes of the same memory. A second table has small steps on a desktop with one card, which
+these updates limit, and what helps. Layer times grow with the tokens, which leaves out that attention grows faster.
+Everything is predicted by the link simulator.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import sys
 from support.presets import at_length
 from support.report import Report, parser
 
+from roundpipe.memory.budget import UpdateRule
 from roundpipe.planning.costs import PRESETS, CostSet
-from roundpipe.planning.schedules import Request, choose
+from roundpipe.planning.schedules import Mode, Request, choose
 
 DEVICES = [1, 2, 4, 8, 16]
 MICROBATCHES = 32
@@ -37,6 +39,30 @@ class Host:
 
 
 HOSTS = [Host("server", 25, 200), Host("desktop", 12, 50)]
+ADAMW = UpdateRule("adamw")
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to train on one card."""
+
+    words: str
+    tokens: int = 2048
+    microbatches: int = 4
+    moments: str = "fp32"
+    mode: Mode = "async"
+
+
+SMALL_HOST = Host("desktop", 25, 60)
+WAYS = [
+    Way("as it is"),
+    Way("synchronous", mode="sync"),
+    Way("8-bit moments", moments="8bit"),
+    Way("an update every second batch", microbatches=8),
+    Way("an update every fourth batch", microbatches=16),
+    Way("8-bit moments, every second batch", microbatches=8, moments="8bit"),
+    Way("microbatches of 8,192 tokens", tokens=8192),
+]
 
 
 def costs_of(preset: str, tokens: int, host: Host) -> CostSet:
@@ -50,12 +76,27 @@ class Step:
     limit: str
 
 
-def best_step(preset: str, tokens: int, host: Host, devices: int, microbatches: int = MICROBATCHES) -> Step | None:
+def best_step(
+    preset: str,
+    tokens: int,
+    host: Host,
+    devices: int,
+    microbatches: int = MICROBATCHES,
+    rule: UpdateRule = ADAMW,
+    mode: Mode = "async",
+) -> Step | None:
     """None if a layer does not fit the devices."""
     costs = costs_of(preset, tokens, host)
-    links = costs.cluster(devices, MEMORY, with_links=True)
+    request = Request(
+        costs,
+        costs.cluster(devices, MEMORY),
+        microbatches,
+        mode=mode,
+        links=costs.cluster(devices, MEMORY, with_links=True),
+        update_traffic=rule.traffic(),
+    )
     try:
-        best = choose(Request(costs, costs.cluster(devices, MEMORY), microbatches, links=links))[0]
+        best = choose(request)[0]
     except ValueError as error:
         if "bytes on a device" not in str(error):
             raise
@@ -101,6 +142,34 @@ def lift(preset: str, tokens: int, host: Host, devices: int) -> str:
     return " or ".join(way for way in ways if way) or f"neither {LONGER[-1]:,} tokens nor {LARGER[-1]} microbatches"
 
 
+def small_step(preset: str, way: Way) -> list[str]:
+    costs = costs_of(preset, way.tokens, SMALL_HOST).layers
+    rule = UpdateRule("adamw", way.moments)
+    step = best_step(preset, way.tokens, SMALL_HOST, 1, way.microbatches, rule, way.mode)
+    updates = sum(cost.updated_bytes for cost in costs) * rule.traffic() / SMALL_HOST.host_gb_per_s / 1e9
+    # One device visits each layer twice, of which it keeps the head's values.
+    work = sum(2 * cost.forward_ms + cost.backward_ms for cost in costs) - costs[-1].forward_ms
+    work *= way.microbatches / 1000
+    name = f"{preset}, {way.words}"
+    if step is None:
+        return [name, f"{work:.2f}", f"{updates:.2f}", "does not fit", "-", "-"]
+    share = f"{100 * work / (step.ms / 1000):.0f}"
+    return [name, f"{work:.2f}", f"{updates:.2f}", f"{step.ms / 1000:.2f}", share, step.limit]
+
+
+def report_small_steps(report: Report, quick: bool) -> None:
+    report(
+        f"Small steps on one card: {WAYS[0].microbatches} microbatches of {WAYS[0].tokens:,} tokens, links of "
+        f"{SMALL_HOST.link_gb_per_s:g} GB/s each way, host {SMALL_HOST.host_gb_per_s:g} GB/s. Updates: the time of the "
+        "optimizer's bytes alone. Compute: the device's share of the step, in percent."
+    )
+    report("")
+    columns = ["case", "compute, s", "updates, s", "step, s", "compute, %", "limited by"]
+    trained = [preset for preset in PRESETS if not preset.endswith("lora")]
+    rows = [small_step(preset, way) for preset in trained[: 1 if quick else None] for way in WAYS]
+    report.table(columns, rows)
+
+
 def main() -> None:
     options = parser(__doc__).parse_args()
     report = Report("Scaling until the links end it, predicted", options.out)
@@ -121,6 +190,7 @@ def main() -> None:
         for tokens in (8192, 2048)
     ]
     report.table(["case", *(f"{count} devices" for count in counts), "ends at", "lifted by"], rows)
+    report_small_steps(report, options.quick)
     report.close()
 
 

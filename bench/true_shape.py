@@ -33,7 +33,7 @@ from roundpipe.layers.shell import PythonLayer
 from roundpipe.layers.values import split
 from roundpipe.memory.footprint import measure as measure_layers
 from roundpipe.memory.prediction import predict_device
-from roundpipe.planning.fit import Fit, costs_of_shapes, fit, layers_of_shapes, longest_row
+from roundpipe.planning.fit import Fit, card_of_tflops, costs_of_shapes, fit, layers_of_shapes, longest_row
 from roundpipe.planning.schedules import Request
 from roundpipe.planning.shapes import make_model, measure
 
@@ -187,7 +187,7 @@ def whole_model(model: PublishedModel, tokens: int, quick: bool) -> tuple[Any, F
 
     def predict(length: int) -> Fit:
         shapes = measure(meta, length, model.preset)
-        costs = costs_of_shapes(shapes, 100)
+        costs = costs_of_shapes(shapes, card_of_tflops(100))
         # No replicas, as in a training run. The search for the shortest step is cut short: memory is asked for here.
         request = Request(costs, costs.cluster(8), microbatches=16, replicas=False, interleave=False, effort=2_000_000)
         found = fit(request, layers_of_shapes(shapes), MEMORY_BYTES)

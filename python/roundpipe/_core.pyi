@@ -200,6 +200,43 @@ class LayerCost:
         trained: bool = True,
     ) -> None: ...
 
+class LayerWork:
+    product_operations: float
+    attention_operations: float
+    element_bytes: float
+    products: float
+    attentions: float
+    element_kernels: float
+    def __init__(
+        self,
+        *,
+        product_operations: float = 0.0,
+        attention_operations: float = 0.0,
+        element_bytes: float = 0.0,
+        products: float = 0.0,
+        attentions: float = 0.0,
+        element_kernels: float = 0.0,
+    ) -> None: ...
+    def __add__(self, other: LayerWork) -> LayerWork: ...
+    def __sub__(self, other: LayerWork) -> LayerWork: ...
+
+class Card:
+    product_tflops: float
+    attention_tflops: float
+    memory_gb_per_s: float
+    launch_us: float
+    def __init__(
+        self,
+        *,
+        product_tflops: float = 0.0,
+        attention_tflops: float = 0.0,
+        memory_gb_per_s: float = 0.0,
+        launch_us: float = 0.0,
+    ) -> None: ...
+
+def time_ms(work: LayerWork, card: Card) -> float: ...
+def gradient_sums(gradient_bytes: int) -> LayerWork: ...
+
 class Cluster:
     def __init__(
         self,

@@ -1,3 +1,4 @@
+#include <roundpipe/schedule/card.h>
 #include <roundpipe/schedule/moved_bytes.h>
 #include <roundpipe/schedule/search.h>
 #include <roundpipe/simulate/baselines.h>
@@ -75,7 +76,44 @@ void bind_schedule(py::module_& module) {
       .def_readonly("gradient_bytes", &LayerCost::gradient_bytes)
       .def_readonly("activation_bytes", &LayerCost::activation_bytes)
       .def_readonly("saved_bytes", &LayerCost::saved_bytes)
-      .def_readonly("trained", &LayerCost::trained);
+      .def_readonly("trained", &LayerCost::trained)
+      .def_property_readonly("updated_bytes", &LayerCost::updated_bytes);
+  ValueClass<LayerWork>(module, "LayerWork")
+      .attribute("product_operations", &LayerWork::product_operations)
+      .attribute("attention_operations", &LayerWork::attention_operations)
+      .attribute("element_bytes", &LayerWork::element_bytes)
+      .attribute("products", &LayerWork::products)
+      .attribute("attentions", &LayerWork::attentions)
+      .attribute("element_kernels", &LayerWork::element_kernels)
+      .def(py::init([](double product_operations, double attention_operations, double element_bytes, double products,
+                       double attentions, double element_kernels) {
+             return LayerWork{product_operations, attention_operations, element_bytes,
+                              products,           attentions,           element_kernels};
+           }),
+           py::kw_only(), py::arg("product_operations") = 0.0, py::arg("attention_operations") = 0.0,
+           py::arg("element_bytes") = 0.0, py::arg("products") = 0.0, py::arg("attentions") = 0.0,
+           py::arg("element_kernels") = 0.0)
+      .def("__add__",
+           [](LayerWork work, const LayerWork& other) {
+             work += other;
+             return work;
+           })
+      .def("__sub__", [](LayerWork work, const LayerWork& other) {
+        work -= other;
+        return work;
+      });
+  ValueClass<Card>(module, "Card")
+      .attribute("product_tflops", &Card::product_tflops)
+      .attribute("attention_tflops", &Card::attention_tflops)
+      .attribute("memory_gb_per_s", &Card::memory_gb_per_s)
+      .attribute("launch_us", &Card::launch_us)
+      .def(py::init([](double product_tflops, double attention_tflops, double memory_gb_per_s, double launch_us) {
+             return Card{product_tflops, attention_tflops, memory_gb_per_s, launch_us};
+           }),
+           py::kw_only(), py::arg("product_tflops") = 0.0, py::arg("attention_tflops") = 0.0,
+           py::arg("memory_gb_per_s") = 0.0, py::arg("launch_us") = 0.0);
+  module.def("time_ms", &time_ms, py::arg("work"), py::arg("card"));
+  module.def("gradient_sums", &gradient_sums, py::arg("gradient_bytes"));
   py::class_<Cluster>(module, "Cluster")
       .def(py::init([](const std::vector<std::pair<double, std::int64_t>>& devices, double link_up, double link_down,
                        double host, double hop_latency_ms) {

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from roundpipe import RoundPipe, RoundPipeRunConfig, _core, optim
 from roundpipe.device.pool import DevicePool
+from roundpipe.memory.budget import UpdateRule
+from roundpipe.planning.cards import Card
 from roundpipe.planning.machine import Machine
 
 _LAYERS = 4
@@ -20,6 +23,9 @@ _LAYERS = 4
 _SHARE_OF_MEMORY = 12
 _ROWS = 512  # of the batch that compares the devices' speed
 _DTYPE = torch.bfloat16
+# Kinds of products that the card is measured for.
+_PRODUCTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_LAUNCHES = 200
 # Speeds closer than this are the same: a second measurement differs as much.
 _SAME_SPEED = 0.05
 _CALLS_TOGETHER = 3
@@ -32,9 +38,10 @@ def measure(
 ) -> Machine:
     """Measures the machine, in some seconds for each device. Nothing else should use it meanwhile.
 
-    A link's bandwidth is what weights (up) and gradients (down) of one device reach while the other devices rest; the
-    host's is what all links reach together, and 0, no limit, if that is about their sum. The optimizer is `AdamW` on
-    bf16 weights with fp32 masters. Speeds are relative to the fastest device.
+    A link's bandwidth is what weights (up) and gradients (down) of one device reach while the other devices rest. The
+    optimizer is `AdamW` on bf16 weights with fp32 masters, while the links rest. The host's bandwidth is the least that
+    all links reach together, or uploads and updates do, in bytes of the host's memory; 0, no limit, if each is about
+    the sum of what its parts reach alone. Speeds are relative to the fastest device.
 
     Args:
         rounds: measurements of each figure, of which the median counts, after one that warms up.
@@ -51,15 +58,21 @@ def measure(
         down.append(statistics.median(figure[1] for figure in figures))
         ms.append(statistics.median(figure[2] for figure in figures))
     say("all links together")
-    host = _host_gb_per_s(pool, models, rounds, sum(up), sum(up) + sum(down))
+    limits = _limits_of_links(pool, models, rounds, sum(up), sum(up) + sum(down))
     say("optimizer")
     update = statistics.median(_updates(pool, models[0], rounds + 1)[1:])
+    say("optimizer and links together")
+    limits += _limits_beside_updates(pool, models, rounds, layer_bytes, sum(up), update)
+    host = min(limits, default=0.0)
+    say("card")
+    fastest = min(devices, key=lambda device: ms[device])
+    card = measure_card(torch.device(pool.torch_devices[fastest]), rounds)
     alike = max(ms) <= (1 + _SAME_SPEED) * min(ms)
     speeds = [1.0 if alike else round(min(ms) / own, 3) for own in ms]
-    limits = [_memory_bytes(pool, device) for device in devices]
+    memory = [_memory_bytes(pool, device) for device in devices]
     return Machine(
         name=", ".join(dict.fromkeys(pool)),
-        devices=list(zip(speeds, limits, strict=True)),
+        devices=list(zip(speeds, memory, strict=True)),
         rates={
             # The planner knows one bandwidth for all links: a plan must not count on more than the slowest has.
             "link_up_gb_per_s": round(min(up), 2),
@@ -67,25 +80,71 @@ def measure(
             "host_gb_per_s": round(host, 2),
         },
         update_gb_per_s=round(update, 2),
+        card=card,
     )
 
 
-def matmul_gflops(device: torch.device, dtype: torch.dtype, size: int = 512, least_s: float = 0.1) -> float:
-    """The speed of matrix products on a device, in 1e9 operations per second."""
-    matrix = torch.ones(size, size, device=device).to(dtype)
+def measure_card(device: torch.device, rounds: int = 3) -> Card:
+    """What a device reaches by itself, the median of `rounds` figures of each kind, after one that warms up.
+
+    Products are square, attention is causal over a row in bf16, an addition reads two tensors and writes
+    one, and launches are additions to a single element.
+    """
+    small = device.type == "cpu"
+    size, row = (256, 256) if small else (8192, 8192)
+
+    def multiply(dtype: torch.dtype) -> Callable[[], float]:
+        return lambda: matmul_gflops(device, dtype, size) / 1000
+
+    products = {name: _median(rounds, multiply(dtype)) for name, dtype in _PRODUCTS.items()}
+    query = torch.ones(1, 16, row, 128, device=device, dtype=_DTYPE)
+    operations = 2 * query.shape[1] * row * row * query.shape[3]  # two products, of which a causal mask leaves half
+
+    def attend() -> None:
+        F.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+    attention = _median(rounds, lambda: operations / 1e12 / _seconds(device, attend))
+    left, right, total = (torch.ones(1 << (22 if small else 28), device=device, dtype=_DTYPE) for _ in range(3))
+
+    def add() -> None:
+        torch.add(left, right, out=total)
+
+    memory = _median(rounds, lambda: 3 * left.nbytes / 1e9 / _seconds(device, add))
+    one = torch.ones(1, device=device)
+
+    def launch() -> None:
+        for _ in range(_LAUNCHES):
+            one.add_(1)
+
+    launches = _median(rounds, lambda: _seconds(device, launch) * 1e6 / _LAUNCHES)
+    return Card(products, attention, memory, launches)
+
+
+def _median(rounds: int, figure: Callable[[], float]) -> float:
+    return float(f"{statistics.median([figure() for _ in range(rounds + 1)][1:]):.4g}")
+
+
+def _seconds(device: torch.device, work: Callable[[], object], least_s: float = 0.05) -> float:
+    """The time of one call, over as many as take some milliseconds together."""
 
     def finish() -> None:
         if device.type != "cpu":
             torch.accelerator.synchronize()
 
-    matrix @ matrix
+    work()
     finish()
     start, count = time.perf_counter(), 0
     while time.perf_counter() - start < least_s:
-        matrix @ matrix
+        work()
         finish()
         count += 1
-    return count * 2 * size**3 / (time.perf_counter() - start) / 1e9
+    return (time.perf_counter() - start) / count
+
+
+def matmul_gflops(device: torch.device, dtype: torch.dtype, size: int = 512, least_s: float = 0.1) -> float:
+    """The speed of matrix products on a device, in 1e9 operations per second."""
+    matrix = torch.ones(size, size, device=device).to(dtype)
+    return 2 * size**3 / _seconds(device, lambda: matrix @ matrix, least_s) / 1e9
 
 
 def _memory_bytes(pool: DevicePool, device: int) -> int:
@@ -149,16 +208,50 @@ def _alone(pool: DevicePool, model: RoundPipe, device: int) -> tuple[float, floa
     return _gb_per_s(before, between, "up"), _gb_per_s(between, after, "down"), ms
 
 
-def _host_gb_per_s(
+def _limits_of_links(
     pool: DevicePool, models: list[RoundPipe], rounds: int, up_gb_per_s: float, both_gb_per_s: float
-) -> float:
-    """Of all links together: the lower figure of uploads alone and of training; 0 if it is about the links' sum."""
+) -> list[float]:
+    """What all links reach together in uploads and in training, of those that are less than the links' sum."""
     limits = []
     for work, alone in ((_predict, up_gb_per_s), (_train, both_gb_per_s)):
         reached = statistics.median([_together(pool, models, work) for _ in range(rounds + 1)][1:])
         if reached < _LINKS_SHARE * alone:
             limits.append(reached)
-    return min(limits, default=0.0)
+    return limits
+
+
+def _limits_beside_updates(
+    pool: DevicePool, models: list[RoundPipe], rounds: int, layer_bytes: int, up_gb_per_s: float, update_gb_per_s: float
+) -> list[float]:
+    """What uploads to all devices and updates move in the host's memory together, if that is less than their sum."""
+    traffic = UpdateRule("adamw").traffic(_DTYPE)
+    updated = _model(pool, 0, layer_bytes)
+    over = threading.Event()
+    links: list[float] = []
+
+    def upload(model: RoundPipe, device: int) -> None:
+        while not over.is_set():
+            _predict(pool, model, device, 1)
+
+    def watched(update: Callable[[], None]) -> None:
+        before = pool.transfer_report()
+        update()
+        after = pool.transfer_report()
+        links.append(sum(_gb_per_s(then, now, "up") for then, now in zip(before, after, strict=True)))
+
+    threads = [threading.Thread(target=upload, args=(model, device)) for device, model in enumerate(models)]
+    for thread in threads:
+        thread.start()
+    try:
+        updates = _updates(pool, updated, rounds + 1, watched)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    # A short update may meet no upload that ends.
+    reached = [link + traffic * rate for link, rate in list(zip(links, updates, strict=True))[1:] if link]
+    alone = up_gb_per_s + traffic * update_gb_per_s
+    return [statistics.median(reached)] if reached and statistics.median(reached) < _LINKS_SHARE * alone else []
 
 
 def _together(
@@ -194,15 +287,24 @@ def _gb_per_s(before: dict[str, Any], after: dict[str, Any], direction: str) -> 
     return moved / (ms * 1e6) if ms > 0 else 0.0
 
 
-def _updates(pool: DevicePool, model: RoundPipe, rounds: int) -> list[float]:
-    """GB of bf16 weights that the host's AdamW updates a second."""
+def _updates(
+    pool: DevicePool,
+    model: RoundPipe,
+    rounds: int,
+    around: Callable[[Callable[[], None]], None] = lambda update: update(),
+) -> list[float]:
+    """GB of bf16 weights that the host's AdamW updates a second. `around` calls each update."""
     optimizer = optim.AdamW(model, lr=0.0)
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     rates = []
+
+    def update() -> None:
+        model.step(optimizer)
+        model.synchronize()
+
     for _ in range(rounds):
         _train(pool, model, 0, 1)
         start = time.perf_counter()
-        model.step(optimizer)
-        model.synchronize()
+        around(update)
         rates.append(weight_bytes / (time.perf_counter() - start) / 1e9)
     return rates

@@ -108,17 +108,17 @@ def layers_of_costs(costs: CostSet) -> Layers:
     return Layers(sizes, footprints)
 
 
-def costs_of_shapes(shapes: ModelShapes, device_tflops: float) -> CostSet:
-    """Derives times from numbers of operations.
+def card_of_tflops(tflops: float) -> _core.Card:
+    """A card of which only the operations count: so many 1e12 a second, as it reaches them."""
+    return _core.Card(product_tflops=tflops, attention_tflops=tflops)
 
-    Args:
-        device_tflops: a device's achieved (not advertised) speed, in 1e12 operations per second.
-    """
-    per_ms = device_tflops * 1e9
+
+def costs_of_shapes(shapes: ModelShapes, card: _core.Card) -> CostSet:
+    """Derives times from what a card does for each layer."""
     layers = [
         _core.LayerCost(
-            forward_ms=layer.forward_flops / per_ms,
-            backward_ms=layer.backward_flops / per_ms,
+            forward_ms=_core.time_ms(layer.forward, card),
+            backward_ms=_core.time_ms(layer.backward + _core.gradient_sums(layer.size.gradients), card),
             weight_bytes=layer.size.weights,
             gradient_bytes=layer.size.gradients,
             trained=layer.size.gradients > 0,

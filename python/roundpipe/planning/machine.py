@@ -18,6 +18,12 @@ bandwidth has to be given here or as an option:
     count = 2
     speed = 1.0                # divides the times of a cost file
     memory_bytes = 24000000000
+
+    [card]                     # of speed 1; see roundpipe.planning.cards
+    product_tflops = { bf16 = 150.0, fp32 = 60.0 }
+    attention_tflops = 140.0
+    memory_gb_per_s = 930.0
+    launch_us = 4.5
 """
 
 from __future__ import annotations
@@ -30,6 +36,8 @@ from typing import TYPE_CHECKING
 
 from roundpipe import _core
 from roundpipe.files import read_toml, write_text
+from roundpipe.planning import cards
+from roundpipe.planning.cards import Card
 from roundpipe.planning.costs import RATES, CostSet, devices_of, milliseconds_of, name_of, object_of, rate_of
 
 if TYPE_CHECKING:
@@ -48,9 +56,10 @@ class Machine:
     Attributes:
         devices: speed, relative to that of a cost file's times, and memory in bytes of each; 0 bytes = unlimited.
         rates: bandwidths in GB/s, by field name.
-        update_gb_per_s: weights that the host's optimizer updates; 0 = at once.
+        update_gb_per_s: weights that the host's optimizer updates while the links rest; 0 = no limit.
         network_gb_per_s: of a node, in each direction at once; 0 = infinite, None = not given.
         network_latency_ms: of a collective among nodes, besides its bytes; None = not given.
+        card: of a device of speed 1; None = not given.
     """
 
     name: str
@@ -59,6 +68,7 @@ class Machine:
     update_gb_per_s: float = 0.0
     network_gb_per_s: float | None = None
     network_latency_ms: float | None = None
+    card: Card | None = None
 
     def costs(self, costs: CostSet) -> CostSet:
         """These costs on this machine."""
@@ -74,6 +84,7 @@ class Machine:
         for (speed, memory_bytes), alike in itertools.groupby(self.devices):
             lines += ["", "[[devices]]", f"count = {len(list(alike))}", f"speed = {speed!r}"]
             lines.append(f"memory_bytes = {memory_bytes}")
+        lines += [] if self.card is None else ["", *self.card.lines()]
         return "\n".join(lines) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -128,7 +139,7 @@ def load(path: str | Path) -> Machine:
         fields = object_of(
             read_toml(path, "machine", "a machine file"),
             str(path),
-            ("schema", "version", "name", "devices", "update_gb_per_s", *_NETWORK, *RATES),
+            ("schema", "version", "name", "devices", "update_gb_per_s", "card", *_NETWORK, *RATES),
         )
         if fields.get("schema") != SCHEMA or type(fields.get("version")) is not int or fields["version"] != VERSION:
             raise ValueError(f"[costs] {path} has no schema '{SCHEMA}' of version {VERSION}")
@@ -145,6 +156,7 @@ def load(path: str | Path) -> Machine:
             update,
             network_gb_per_s=None if bandwidth is None else rate_of(bandwidth, "network_gb_per_s"),
             network_latency_ms=None if latency is None else milliseconds_of(latency, "network_latency_ms"),
+            card=cards.parse(fields["card"]) if "card" in fields else None,
         )
     except ValueError as error:
         raise ValueError(str(error).replace("[costs]", "[machine]", 1)) from None

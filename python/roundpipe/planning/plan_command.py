@@ -70,7 +70,7 @@ def _print_choice(title: str, report: dict[str, Any], shapes: ModelShapes | None
         )
     typer.echo(f"  stages     {report['summary']}")
     typer.echo(f"  notation   {STAGES_LEGEND}")
-    step = f"{report['step_ms']:,.1f} ms" + ("" if shapes is None else " at the operations a second of --tflops")
+    step = f"{report['step_ms']:,.1f} ms" + ("" if shapes is None else " (predicted)")
     typer.echo(f"  step       {step}, bubble {report['bubble_percent']:.2f} %")
     if report["again_ms"]:
         typer.echo(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -9,10 +10,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 from roundpipe.command_options import After
-from roundpipe.planning.options import OPTIMIZERS, WITH_8BIT, LinkOptions, require
+from roundpipe.planning.options import OPTIMIZERS, PRODUCTS, WITH_8BIT, LinkOptions, require
 
 if TYPE_CHECKING:
+    from roundpipe import _core
     from roundpipe.memory.budget import UpdateRule
+    from roundpipe.planning.cards import NamedCard
+    from roundpipe.planning.costs import CostSet
+    from roundpipe.planning.schedules import Request
 
 TOKENS = 8192
 TFLOPS = 100.0
@@ -68,8 +73,30 @@ class PlanOptions(LinkOptions):
     ] = None
     tflops: Annotated[
         float | None,
-        typer.Option(help=f"For a model: 1e12 operations per second that a device reaches (default: {TFLOPS:g})."),
+        typer.Option(
+            help="For a model: 1e12 operations per second that a device reaches (default: the card of --card or of "
+            f"--machine, else {TFLOPS:g}).",
+            show_default=False,
+        ),
         After("train"),
+    ] = None
+    card: Annotated[
+        str | None,
+        typer.Option(
+            help="For a model: the devices, by name, whose layer times, memory and links follow from data sheets: "
+            "rtx-3090, rtx-4090, rtx-5090 or h100.",
+            show_default=False,
+        ),
+        After("tflops"),
+    ] = None
+    products: Annotated[
+        str | None,
+        typer.Option(
+            help=f"For a card: the products whose rate counts, {', '.join(PRODUCTS)} (default: bf16). Sizes stay those "
+            "of bf16.",
+            show_default=False,
+        ),
+        After("card"),
     ] = None
     save: Annotated[
         Path | None, typer.Option(help="Write the stages to this file, for ModelExecutePlan.load."), After("as_json")
@@ -89,6 +116,11 @@ class PlanOptions(LinkOptions):
             fields = ["host_memory", "optimizer", "moments", "keep", "gradient_groups", "update_rate"]
             self.refuse(fields, "--mode async or sync")
         require(self.tflops is None or 1e-6 <= self.tflops <= 1e9, "tflops", self.tflops, "1e-06 to 1e+09")
+        if self.tflops is not None:
+            self.refuse(["card", "products"], "no --tflops")
+        require(self.products in (None, *PRODUCTS), "products", self.products, f"one of {', '.join(PRODUCTS)}")
+        if self.card is None and self.machine is None:
+            self.refuse(["products"], "--card or --machine")
 
     @property
     def outputs(self) -> dict[str, Path | None]:
@@ -96,10 +128,44 @@ class PlanOptions(LinkOptions):
 
     @property
     def rule(self) -> UpdateRule:
-        """The optimizer that takes memory."""
+        """The optimizer, which takes and moves memory of the host."""
         from roundpipe.memory.budget import UpdateRule
 
         return UpdateRule(self.optimizer, self.moments)
+
+    def named_card(self) -> NamedCard | None:
+        """What `--card` names."""
+        from roundpipe.planning import cards
+
+        return None if self.card is None else cards.named(self.card)
+
+    def device_card(self) -> _core.Card:
+        """How fast a device computes: as `--tflops` says, or else a card."""
+        from roundpipe.planning.fit import card_of_tflops
+
+        named, machine = self.named_card(), self.machine_file()
+        card = named.card if named is not None else None if machine is None else machine.card
+        if self.tflops is not None or card is None:
+            if self.products is not None:
+                raise ValueError(
+                    f"[options] --machine is {self.machine}, which has no card, expected one with [card] for "
+                    "--products, or --card"
+                )
+            return card_of_tflops(TFLOPS if self.tflops is None else self.tflops)
+        return card.in_core(self.products or "bf16")
+
+    def memory_bytes(self) -> int | None:
+        named = self.named_card()
+        if self.memory is None and self.machine is None and named is not None:
+            return named.memory_bytes
+        return super().memory_bytes()
+
+    def request(self, costs: CostSet) -> Request:
+        named = self.named_card()
+        if named is not None and self.machine is None:
+            link = named.link_gb_per_s
+            costs = dataclasses.replace(costs, rates={"link_up_gb_per_s": link, "link_down_gb_per_s": link})
+        return super().request(costs)
 
     def host_bytes(self) -> int | None:
         """Memory of the host; None: not limited."""

@@ -16,7 +16,7 @@ from roundpipe.planning.costs import CostSet, load
 from roundpipe.planning.fit import QUICK_EFFORT, ROW_STEP, Fit, longest_row
 from roundpipe.planning.model_folder import is_model, measure_folder
 from roundpipe.planning.options import WITH_8BIT
-from roundpipe.planning.plan_options import TFLOPS, TOKENS, PlanOptions
+from roundpipe.planning.plan_options import TOKENS, PlanOptions
 from roundpipe.planning.shapes import ModelShapes
 
 _LONGEST_ROW = 1 << 20
@@ -74,11 +74,13 @@ def _plan(options: PlanOptions) -> Planned:
     shapes = None
     if is_model(options.model):
         shapes = _shapes(options)
-        costs = fitting.costs_of_shapes(shapes, TFLOPS if options.tflops is None else options.tflops)
+        costs = fitting.costs_of_shapes(shapes, options.device_card())
         layers = fitting.layers_of_shapes(shapes)
         host = shapes.host(options.rule)
     else:
-        options.refuse(["tokens", "train", "tflops"], "a model's folder, because costs are for their own batch")
+        options.refuse(
+            ["tokens", "train", "tflops", "card", "products"], "a model's folder, because costs are for their own batch"
+        )
         costs = load(options.model)
         layers = fitting.layers_of_costs(costs)
         host = _host_of_costs(costs, options.rule)

@@ -1,4 +1,4 @@
-"""Runs code on tensors without data (torch's meta device), and counts the memory and operations that it would take."""
+"""Runs code on tensors without data (torch's meta device), and counts the memory and the work that it would take."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from roundpipe import _core
 
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, backward: bool) -> int:
@@ -39,10 +41,19 @@ _OWN: dict[Any, Callable[..., int]] = {
 
 
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
+_ATTENTION = "scaled_dot_product"  # in the names of fused attention
+# Neither views, by their schema, nor kernels.
+_FREE = (
+    *(torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided),
+    *(torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided),
+    *(torch.ops.aten._unsafe_view, torch.ops.aten.lift_fresh, torch.ops.aten.is_same_size),
+)
+# Read as much of their first tensor as they write.
+_LOOKUPS = (*(torch.ops.aten.embedding, torch.ops.aten.index, torch.ops.aten.index_select, torch.ops.aten.gather),)
 
 
 class ShapeMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts, within its block, operations and the current and peak bytes of live tensors made there.
+    """Counts, within its block, the work, and the current and peak bytes of live tensors made there.
 
     It does not see memory that a kernel allocates while it runs (workspaces, copies in another layout).
 
@@ -52,14 +63,15 @@ class ShapeMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         current_bytes: of the live tensors.
         peak_bytes: the peak since `reset_peak`.
-        flops: floating-point operations of matrix products and attention.
+        work: of the kernels: operations of matrix products and of attention, and the bytes that all others read and
+            write, as if nothing stayed in a cache.
     """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.current_bytes = 0
         self.peak_bytes = 0
-        self.flops = 0
+        self.work = _core.LayerWork()
         self._sizes: dict[int, int] = {}
         for tensor in known:
             self._note(tensor, counts=False)
@@ -77,7 +89,13 @@ class ShapeMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = kwargs["out"] if packet in _PRODUCTS and "out" in kwargs else func(*args, **kwargs)
         count = _OWN.get(packet) or flop_registry.get(packet)
         if count is not None:
-            self.flops += int(count(*args, **kwargs, out_val=result))
+            operations = int(count(*args, **kwargs, out_val=result))
+            if _ATTENTION in str(packet):
+                self.work += _core.LayerWork(attention_operations=operations, attentions=1)
+            else:
+                self.work += _core.LayerWork(product_operations=operations, products=1)
+        elif packet not in _FREE and not _is_view(func):
+            self.work += _core.LayerWork(element_bytes=_touched(packet, args, kwargs, result), element_kernels=1)
         for value in pytree.tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 self._note(value, counts=True)
@@ -95,3 +113,22 @@ class ShapeMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _drop(self, key: int) -> None:
         self.current_bytes -= self._sizes.pop(key)
+
+
+def _is_view(func: Any) -> bool:
+    returned = [value.alias_info for value in func._schema.returns]
+    return bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
+
+
+def _touched(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Bytes that a kernel reads and writes."""
+    written = [value for value in pytree.tree_leaves(result) if isinstance(value, torch.Tensor)]
+    read = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    if packet in _LOOKUPS:
+        read = [*written, *read[1:]]
+    return sum(_size(tensor) for tensor in [*read, *written])
+
+
+def _size(tensor: torch.Tensor) -> int:
+    # An expanded tensor is smaller than it looks.
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())

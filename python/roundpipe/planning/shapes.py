@@ -46,15 +46,15 @@ class LayerShape:
         name: its name in the pipeline.
         footprint: for one microbatch.
         size: bytes of weights and gradients.
-        forward_flops: floating-point operations of one microbatch.
-        backward_flops: without the recompute.
+        forward: what a device does for one microbatch.
+        backward: without the recompute, and without sums of gradients.
     """
 
     name: str
     footprint: _core.LayerFootprint
     size: _core.LayerBytes
-    forward_flops: int
-    backward_flops: int
+    forward: _core.LayerWork
+    backward: _core.LayerWork
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,9 +207,9 @@ class _Walk:
         ends = self._inner.get_input_embeddings(), self._inner.get_output_embeddings()
         self._tied = {id(p) for p in ends[0].parameters()} & {id(p) for p in ends[1].parameters()}
         self._meter = ShapeMeter([*model.parameters(), *model.buffers(), self._ids])
-        self._known: dict[Any, tuple[_core.LayerFootprint, int, int, Any]] = {}
+        self._known: dict[Any, tuple[_core.LayerFootprint, _core.LayerWork, _core.LayerWork, Any]] = {}
         self._shapes: list[LayerShape] = []
-        self._flops = self._base = 0
+        self._work, self._base = _core.LayerWork(), 0
         # Arguments of a layer's first and last call: if freed early, they would count as room made by later code.
         self._held: list[Any] = []
 
@@ -239,12 +239,12 @@ class _Walk:
             kind = (PythonLayer(layer, str(index)).kind(), *given)
             if kind not in self._known:
                 self._known[kind] = self._layer(layer, forward, args, kwargs)
-            footprint, forward_flops, backward_flops, output = self._known[kind]
+            footprint, forward_work, backward_work, output = self._known[kind]
             size = _size([layer], self._tied)
-            self._shapes.append(LayerShape(f"layer{index}", footprint, size, forward_flops, backward_flops))
+            self._shapes.append(LayerShape(f"layer{index}", footprint, size, forward_work, backward_work))
             self._held = [*self._held[:1], (args, kwargs, output)]
             self._meter.reset_peak()
-            self._flops, self._base = self._meter.flops, self._meter.current_bytes
+            self._work, self._base = self._meter.work, self._meter.current_bytes
             return output
 
         return run
@@ -255,7 +255,7 @@ class _Walk:
 
     def _before(self, args: Any, kwargs: Any) -> None:
         meter = self._meter
-        forward, saved, flops = meter.peak_bytes, meter.current_bytes, meter.flops
+        forward, saved, work = meter.peak_bytes, meter.current_bytes, meter.work
         roots = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
         given = [torch.ones_like(root) for root in roots]
         backward = saved + self._backward(roots, given)
@@ -264,22 +264,22 @@ class _Walk:
         footprint = _core.LayerFootprint(
             2 * self._ids.nbytes, outputs, sum(g.nbytes for g in given), forward, saved, max(saved, backward)
         )
-        self._shapes.append(LayerShape("before", footprint, self._outside(first=True), flops, meter.flops - flops))
+        self._shapes.append(LayerShape("before", footprint, self._outside(first=True), work, meter.work - work))
 
     def _layer(
         self, layer: nn.Module, forward: Any, args: Any, kwargs: Any
-    ) -> tuple[_core.LayerFootprint, int, int, Any]:
+    ) -> tuple[_core.LayerFootprint, _core.LayerWork, _core.LayerWork, Any]:
         meter = self._meter
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._leaf, (args, kwargs))
         layer.__dict__.pop("forward", None)
         chunk = chunk_of("auto", self._ids.shape[1])
         blocks = self._blocks(layer, args, kwargs) if chunk else ()
-        base, flops = meter.current_bytes, meter.flops
+        base, before = meter.current_bytes, meter.work
         meter.reset_peak()
         with in_chunks(layer, blocks, chunk) if chunk else nullcontext():
             output = layer(*args, **kwargs)
         peak, saved = meter.peak_bytes - base, meter.current_bytes - base
-        forward_flops = meter.flops - flops
+        forward_work = meter.work - before
         roots = [tensor for tensor in _tensors(output) if tensor.requires_grad]
         given = [torch.ones_like(root) for root in roots]
         # A layer passes on its inputs, with its own hidden states in place of the received ones.
@@ -292,18 +292,18 @@ class _Walk:
             backward=max(saved, saved + self._backward(roots, given)),
         )
         detached = pytree.tree_map_only(torch.Tensor, self._leaf, output)
-        return footprint, forward_flops, meter.flops - flops - forward_flops, detached
+        return footprint, forward_work, meter.work - before - forward_work, detached
 
     def _after(self, loss: torch.Tensor) -> None:
         meter = self._meter
         forward, saved = meter.peak_bytes - self._base, meter.current_bytes - self._base
-        forward_flops = meter.flops - self._flops
+        forward_work = meter.work - self._work
         given = [torch.ones_like(loss)]
         backward = saved + self._backward([loss], given)
         inputs = self._shapes[-1].footprint.outputs + self._ids.nbytes
         footprint = _core.LayerFootprint(inputs, loss.nbytes, given[0].nbytes, forward, saved, max(saved, backward))
-        backward_flops = meter.flops - self._flops - forward_flops
-        self._shapes.append(LayerShape("after", footprint, self._outside(first=False), forward_flops, backward_flops))
+        backward_work = meter.work - self._work - forward_work
+        self._shapes.append(LayerShape("after", footprint, self._outside(first=False), forward_work, backward_work))
 
     def _backward(self, roots: list[torch.Tensor], given: list[torch.Tensor]) -> int:
         """Runs the backward; returns the peak above the bytes held now."""

@@ -18,7 +18,7 @@ from roundpipe import _core
 from roundpipe.machine.meter import matmul_gflops, measure
 from roundpipe.memory.budget import HostPrediction, UpdateRule, is_unmeasured
 from roundpipe.memory.host import free_host_bytes
-from roundpipe.planning.fit import Fit, Layers, costs_of_shapes, fit
+from roundpipe.planning.fit import Fit, Layers, card_of_tflops, costs_of_shapes, fit
 from roundpipe.planning.machine import Machine
 from roundpipe.planning.machine import load as load_machine
 from roundpipe.planning.options import WITH_8BIT
@@ -118,10 +118,11 @@ def _forecast(config: TrainConfig, machine: Machine) -> Forecast:
     microbatches = min(config.microbatches or len(pool) + 1, all_rows)
     rows = math.ceil(all_rows / microbatches)
     device = torch.device(pool.torch_devices[0])
-    gflops = matmul_gflops(device, next(shapes.model.parameters()).dtype)
+    dtype = next(shapes.model.parameters()).dtype
+    gflops = matmul_gflops(device, dtype)
     # Virtual devices share the host's cores.
     shared = len(pool) if device.type == "cpu" else 1
-    costs = machine.costs(costs_of_shapes(shapes, gflops / 1000 / shared))
+    costs = machine.costs(costs_of_shapes(shapes, card_of_tflops(gflops / 1000 / shared)))
     costs = dataclasses.replace(costs, layers=[_rows_of(cost, rows) for cost in costs.layers])
     layers = Layers(
         [layer.size for layer in shapes.layers], [layer.footprint.scaled(rows, 1) for layer in shapes.layers]
@@ -129,6 +130,7 @@ def _forecast(config: TrainConfig, machine: Machine) -> Forecast:
     given = None if is_unmeasured(config.device_memory) else config.device_memory
     budget = None if given is None else _core.parse_bytes(given)
     of_each = [memory if budget is None else min(budget, memory or budget) for _, memory in machine.devices]
+    rule = UpdateRule(config.optimizer, config.moments, config.momentum or 0.0)
     request = Request(
         costs=costs,
         cluster=costs.cluster(len(pool), of_each),
@@ -136,8 +138,9 @@ def _forecast(config: TrainConfig, machine: Machine) -> Forecast:
         mode="async" if config.asynchronous else "sync",
         links=costs.cluster(len(pool), of_each, with_links=True),
         update_gb_per_s=machine.update_gb_per_s,
+        update_traffic=rule.traffic(dtype),
     )
-    host = shapes.host(UpdateRule(config.optimizer, config.moments, config.momentum or 0.0))
+    host = shapes.host(rule)
     room = free_host_bytes() if config.host_memory is None else _core.parse_bytes(config.host_memory)
     found = fit(request, layers, of_each, host_room=room - host.total)
     host = dataclasses.replace(host, values=found.values, partial_sums=host.partial_sums + found.partial_sums)

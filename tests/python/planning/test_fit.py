@@ -19,7 +19,7 @@ from roundpipe.following.language_model import LanguageModel
 from roundpipe.layers.shell import PythonLayer
 from roundpipe.layers.values import split
 from roundpipe.memory.footprint import measure as measure_run
-from roundpipe.planning.fit import ROW_STEP, Fit, costs_of_shapes, fit, layers_of_shapes, longest_row
+from roundpipe.planning.fit import ROW_STEP, Fit, card_of_tflops, costs_of_shapes, fit, layers_of_shapes, longest_row
 from roundpipe.planning.schedules import Request
 from roundpipe.planning.shapes import ModelShapes, make_model, measure
 
@@ -96,7 +96,7 @@ def test_a_model_without_fused_attention_is_refused() -> None:
 
 
 def predicted(shapes: ModelShapes, memory: int) -> Fit:
-    costs = costs_of_shapes(shapes, 1)
+    costs = costs_of_shapes(shapes, card_of_tflops(1))
     request = Request(costs, costs.cluster(2), microbatches=4, replicas=False, effort=100_000)
     return fit(request, layers_of_shapes(shapes), memory)
 
@@ -188,7 +188,7 @@ def waiting(host_room: int | None, memory: int = 10**9, tokens: int = 64) -> Fit
     sizes = SIZES | {"vocab_size": 1000, "num_hidden_layers": 12}
     config = Qwen3Config(hidden_size=128, intermediate_size=512, tie_word_embeddings=False, **sizes)
     shapes = measure(make_model(config), tokens)
-    costs = costs_of_shapes(shapes, 1)
+    costs = costs_of_shapes(shapes, card_of_tflops(1))
     request = Request(costs, costs.cluster(2), microbatches=4, effort=100_000)
     return fit(request, layers_of_shapes(shapes), memory, host_room=host_room)
 
