@@ -108,6 +108,7 @@ void bind_device(py::module_& module) {
              return caps;
            })
       .def("memory", [](Engine& engine, int index) { return engine.pool_worker(index).device().memory(); })
+      .def("resident_bytes", [](Engine& engine, int index) { return engine.pool_worker(index).resident_bytes(); })
       .def("reset_peak_memory",
            [](Engine& engine) {
              for (int i = 0; i < engine.pool_size(); ++i) engine.pool_worker(i).device().reset_peak_memory();

@@ -195,11 +195,13 @@ void Pipeline::take_engine() {
     drain();
     engine_->wait_idle();
     model_->shells.keep(engine_->stuck_workers());
+    model_->residents.keep(engine_->stuck_workers());
     planner_.forget_devices();
   }
   engine->see_to_failures();
   if (engine_ == engine && engine_changes_ != engine->changes()) {
     model_->shells.keep(engine->workers());
+    model_->residents.keep(engine->workers());
     planner_.forget_devices();
   }
   engine_ = engine;

@@ -25,16 +25,6 @@ int lowest_trained(const std::vector<char>& trained) {
   return static_cast<int>(std::ranges::find(trained, 1) - trained.begin());
 }
 
-bool has_trainable(const Call& call, size_t block) {
-  for (const int l : call.model->blocks[block].layers) {
-    const auto& places = call.model->layers[static_cast<size_t>(l)]->parameters;
-    for (size_t i = 0; i < places.size(); ++i) {
-      if (places[i].block == block && call.trainable[static_cast<size_t>(l)][i]) return true;
-    }
-  }
-  return false;
-}
-
 int devices_of(Engine& engine) { return std::max(1, engine.size()); }
 
 // From options.first_device on.
@@ -235,7 +225,7 @@ void open_gradients(Call& call, const Plan& plan) {
   call.tied_sums.clear();
   call.tied_sums.resize(model.blocks.size());
   for (size_t block = 0; block < model.blocks.size(); ++block) {
-    if (!has_trainable(call, block)) continue;
+    if (!call.trains(block)) continue;
     const BlockState& state = model.blocks[block];
     auto result = std::make_shared<memory::GradientBlock>();
     result->landed = call.new_event();
@@ -304,6 +294,7 @@ std::shared_ptr<JobRun> checking(const std::shared_ptr<JobRun>& run, Engine& eng
 void submit_jobs(const CallPtr& call, const Plan& plan, bool forward, bool backward, Engine& engine) {
   ModelState& model = *call->model;
   std::vector<std::shared_ptr<JobRun>> runs;
+  call->fingerprints.clear();  // values may have changed since the forward was submitted
   const std::optional<size_t> to_check = checked_job(*call, plan);
   for (size_t place = 0; place < plan.jobs.size(); ++place) {
     const Job& job = plan.jobs[place];
@@ -319,6 +310,7 @@ void submit_jobs(const CallPtr& call, const Plan& plan, bool forward, bool backw
     run->position = static_cast<double>(call->position) + job.order;
     run->last_layer = plan.layers;
     run->layout = lay_out_stage(model, job.layers.first, job.layers.last);
+    run->may_reside = true;
     run->uploaded = run->attempt->new_event();
     run->weights_read = device::make_event();
     run->buffers_before.resize(static_cast<size_t>(job.layers.size()));

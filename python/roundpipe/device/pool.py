@@ -82,7 +82,11 @@ class DevicePool:
         self._engine.release_hangs()
 
     def memory_report(self) -> list[dict[str, Any]]:
-        """Per device: `name`, `limit_bytes` (0 = no cap), `current_bytes`, `peak_bytes`."""
+        """Per device: `name`, `limit_bytes` (0 = no cap), `current_bytes`, `peak_bytes`, `resident_bytes`.
+
+        `resident_bytes` are of the frozen weights that stay on the device from job to job, in memory that nothing else
+        needs.
+        """
         report = []
         for index, name in enumerate(self):
             memory = self._engine.memory(index)
@@ -92,6 +96,7 @@ class DevicePool:
                     "limit_bytes": memory.limit_bytes,
                     "current_bytes": memory.current_bytes,
                     "peak_bytes": memory.peak_bytes,
+                    "resident_bytes": self._engine.resident_bytes(index),
                 }
             )
         return report

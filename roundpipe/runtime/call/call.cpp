@@ -1,5 +1,7 @@
 #include <roundpipe/runtime/call/call.h>
 
+#include <algorithm>
+
 #include <ATen/autocast_mode.h>
 
 #include <roundpipe/core/frontend.h>
@@ -42,6 +44,16 @@ Call::Call(std::shared_ptr<ModelState> call_model, CallOptions call_options, uin
 }
 
 Call::~Call() { frontend().call_over(id); }
+
+bool Call::trains(size_t block) const {
+  return std::ranges::any_of(model->blocks[block].layers, [&](int l) {
+    const auto& places = model->layers[static_cast<size_t>(l)]->parameters;
+    for (size_t i = 0; i < places.size(); ++i) {
+      if (places[i].block == block && trainable[static_cast<size_t>(l)][i] != 0) return true;
+    }
+    return false;
+  });
+}
 
 EventPtr Call::new_event() {
   EventPtr event = device::make_event();

@@ -25,6 +25,8 @@
 
 namespace roundpipe::runtime {
 
+struct HostFingerprint;
+
 // One microbatch's values between two layers, on the host. Readable once `produced` has fired.
 struct BoundaryValues {
   std::vector<memory::HostValuePtr> tensors;  // the same pointer twice = the same tensor twice
@@ -131,6 +133,8 @@ class Call : public std::enable_shared_from_this<Call> {
   // Caller's thread only.
   bool committed = false;                  // see Pipeline::commit_calls
   std::vector<uint32_t> parameter_writes;  // [parameter of all blocks]: how often it had been written to
+  // Of the current submission, [block]: null if nobody has asked for it.
+  std::vector<std::shared_ptr<const HostFingerprint>> fingerprints;
 
   // Constant once the call is submitted.
   uint64_t position = 0;  // among the model's calls; never reused, unlike `index`
@@ -141,6 +145,8 @@ class Call : public std::enable_shared_from_this<Call> {
   std::vector<std::vector<char>> trainable;             // [layer][parameter]
   std::vector<std::shared_ptr<const void>> attributes;  // [layer], see Layer::attributes
   std::vector<memory::WeightVersionPtr> readings;       // [block]
+  // Whether a parameter of the block requires gradients.
+  bool trains(size_t block) const;
   std::vector<char> saved_boundaries;                   // [layer]: values before this layer are kept
   std::vector<device::EventPtr> loss_ready;             // [microbatch]
   LossScale::Reserved loss_scales;                      // of its losses

@@ -79,7 +79,7 @@ std::shared_ptr<JobRun> JobRun::with(std::shared_ptr<Attempt> other) const {
   run->attempt = std::move(other);
   run->position = position;
   run->last_layer = last_layer;
-  run->layout = layout;
+  run->layout = whole_layout.layers.empty() ? layout : whole_layout;
   run->buffers_before = buffers_before;
   run->weights_read = weights_read;
   run->labels = labels;

@@ -209,12 +209,16 @@ int64_t ModelState::host_bytes() const {
   return bytes;
 }
 
-StageLayout lay_out_stage(const ModelState& model, int first_layer, int last_layer) {
+StageLayout lay_out_stage(const ModelState& model, int first_layer, int last_layer, const std::set<size_t>& apart) {
   StageLayout stage;
   for (int l = first_layer; l < last_layer; ++l) {
     const LayerState& layer = *model.layers[static_cast<size_t>(l)];
     StageLayout::LayerPlace place;
     for (const size_t block : layer.blocks) {
+      if (apart.contains(block)) {
+        place.blocks_at.push_back(-1);
+        continue;
+      }
       place.blocks_at.push_back(stage.size_bytes);
       stage.size_bytes =
           align_up(stage.size_bytes + model.blocks[block].block->layout().size_bytes, kBlockAlignment_bytes);

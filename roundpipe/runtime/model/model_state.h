@@ -16,6 +16,7 @@
 #include <roundpipe/runtime/model/loss_scale.h>
 #include <roundpipe/runtime/model/parameter_claim.h>
 #include <roundpipe/runtime/model/random.h>
+#include <roundpipe/runtime/model/resident_copies.h>
 #include <roundpipe/runtime/model/shells.h>
 #include <roundpipe/runtime/model/update_meter.h>
 
@@ -41,6 +42,7 @@ struct LayerHabits {
   // Whether gradients of parameters arrive after the backward has passed the layer. If so, their sums wait for its end.
   std::atomic<Learned> late_gradients{Learned::kUnknown};
   std::atomic<uint64_t> jobs{0};                      // begun
+  std::atomic<bool> gradients_in_parts{false};        // a microbatch cannot run again, see GradientSink::can_retry
   std::vector<std::atomic<bool>> touches_parameters;  // [parameter]: see ParameterWatch::touched
 };
 using LayerHabitsPtr = std::shared_ptr<LayerHabits>;
@@ -120,6 +122,7 @@ struct ModelState {
   const std::shared_ptr<LossScales> loss_scales = std::make_shared<LossScales>();
   UpdateMeter updates;                    // of its weights on the host
   Shells shells;                          // on the workers of the pool that its calls run on
+  ResidentCopies residents;               // likewise
   std::atomic<int64_t> verified_jobs{0};  // jobs that had the same bits on another device, see JobCheck
   // Bytes that a device needs for a job, at most, beside its weights; 0 = not known.
   std::atomic<int64_t> work_bytes{0};
@@ -158,7 +161,7 @@ struct ModelState {
 // The places of the weights and buffers of consecutive layers in one slot.
 struct StageLayout {
   struct LayerPlace {
-    std::vector<int64_t> blocks_at;  // byte offset of each of LayerState::blocks
+    std::vector<int64_t> blocks_at;  // byte offset of each of LayerState::blocks; -1: not in the slot
     int64_t buffers_at = 0;
   };
   std::vector<LayerPlace> layers;
@@ -167,7 +170,8 @@ struct StageLayout {
   int64_t sum_bytes = 0;       // their sums on the device: 16-bit gradients are summed in fp32
   int64_t rounded_bytes = 0;   // of sums, rounded before the transfer; sums of tied blocks are not rounded
 };
-StageLayout lay_out_stage(const ModelState& model, int first_layer, int last_layer);
+// `apart`: blocks that are not in the slot.
+StageLayout lay_out_stage(const ModelState& model, int first_layer, int last_layer, const std::set<size_t>& apart = {});
 
 // Of the blocks that `layer` is the first to have; see JoinedGradients.
 JoinedGradients joined_gradients(const ModelState& model, int layer);

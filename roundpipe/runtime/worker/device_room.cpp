@@ -13,6 +13,7 @@ using transfer::Piece;
 using transfer::Priority;
 
 void DeviceRoom::enqueued() {
+  residents_.choose([this](const JobRun& run, const JobRun* before) { return work_bytes(run, before); });
   const auto& jobs = queue_.jobs();
   int64_t most_bytes = 0;
   const auto expect = [&](const JobRun& run, const JobRun& next) {
@@ -28,7 +29,7 @@ void DeviceRoom::enqueued() {
   queue_.notify();
 }
 
-int64_t DeviceRoom::reserve_bytes(const JobRun& run, const JobRun* before) const {
+int64_t DeviceRoom::work_bytes(const JobRun& run, const JobRun* before) const {
   const int64_t known_bytes = run.call->model->work_bytes.load();
   if (known_bytes > 0) return known_bytes;
   // Share of the cap reserved for activations; beyond it, an idle slot is freed.
@@ -54,7 +55,10 @@ void DeviceRoom::prefetch() {
     if (run->slot < 0) return;
     const int count = i == 0 ? kStagedMicrobatches : queue_.next_staged();
     // The thread here may have nothing to do with this job's call, so an error fails that call.
-    const bool asked = run->attempt->succeeds([&] { upload_weights(run); });
+    const bool asked = run->attempt->succeeds([&] {
+      residents_.upload(run);
+      upload_weights(run);
+    });
     if (!asked && !run->keeps()) run->weights_read->fire();
     run->attempt->succeeds([&] { stage_first(*run, count); });
   }
@@ -106,6 +110,7 @@ std::vector<Piece> DeviceRoom::weight_pieces(JobRun& run) {
     const StageLayout::LayerPlace& place = run.layout.layers[run.place(l)];
     const size_t before = pieces.size();
     for (size_t i = 0; i < state.blocks.size(); ++i) {
+      if (place.blocks_at[i] < 0) continue;
       const memory::WeightVersion& version = *run.call->readings[state.blocks[i]];
       const at::Tensor& flat = version.flat;
       if (flat.defined()) pieces.push_back({run.weights.narrow(0, place.blocks_at[i], flat.numel()), flat});
@@ -144,6 +149,12 @@ void DeviceRoom::arrive(const EventPtr& done, const EventPtr& part) {
   part->wait();
 }
 
+void DeviceRoom::arrive_residents(const std::shared_ptr<JobRun>& run) {
+  do {
+    for (const auto& [block, resident] : run->residents) arrive(resident.arrived);
+  } while (residents_.renew(run));
+}
+
 Flow DeviceRoom::take(JobRun& run, int microbatch) {
   arrive(run.staged.at(microbatch).inputs->uploaded);
   return staging_.take(run, microbatch);
@@ -158,6 +169,7 @@ bool DeviceRoom::make_room() {
   const std::shared_ptr<JobRun> running = queue_.running();
   bool made = running->wait_sent();
   made |= queue_.wait_released();
+  if (residents_.give_way()) return true;
   made |= park_next();
   return leave_arena(running) || made;
 }
@@ -179,8 +191,9 @@ bool DeviceRoom::park_next() {
       unpark_weights(next);
     }
   }
+  const bool had_residents = residents_.park(next);
   for (const auto& [microbatch, staged] : next->staged) staging_.stage_again(*next, microbatch);
-  return had_idle || had_leftover || !begun.empty();
+  return had_idle || had_leftover || had_residents || !begun.empty();
 }
 
 bool DeviceRoom::leave_arena(const std::shared_ptr<JobRun>& running) {
@@ -246,6 +259,7 @@ void DeviceRoom::unpark_weights(const std::shared_ptr<JobRun>& run) {
 }
 
 void DeviceRoom::release(const std::shared_ptr<JobRun>& run) {
+  if (run->attempt->error()) residents_.doubt(*run);
   EventPtr computed;
   {
     const auto scope = device_.compute().enter();
@@ -268,6 +282,7 @@ void DeviceRoom::release(const std::shared_ptr<JobRun>& run) {
     const CallPtr call = run->call;
     // Before the lock is taken: it may write all over the slot.
     slots_.release(run->slot);
+    residents_.release(*run);
     {
       const MutexLock lock(queue_.mutex());
       queue_.released(run, over);

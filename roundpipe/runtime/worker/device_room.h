@@ -6,15 +6,17 @@
 #include <roundpipe/memory/weight_slots.h>
 #include <roundpipe/runtime/worker/job_queue.h>
 #include <roundpipe/runtime/worker/layer_runner.h>
+#include <roundpipe/runtime/worker/resident_weights.h>
 #include <roundpipe/runtime/worker/staging.h>
 #include <roundpipe/runtime/worker/watch.h>
 
 namespace roundpipe::runtime {
 
-// One device's memory, and which job may use it: weights in two slots, staged values, and results on their way out.
+// One device's memory, and which job may use it: weights in two slots, frozen ones that stay, staged values, and results
+// on their way out.
 // While one job runs, the weights and first inputs of the next are prefetched. When the running job runs out of memory,
-// it gets the memory of others: first that of results which have left, then that of everything prefetched, which is
-// evicted to the host.
+// it gets the memory of others: first that of results which have left and of frozen weights that it does not read, then
+// that of everything prefetched, which is evicted to the host.
 //
 // Thread safety: the device's thread inside its compute scope, unless said otherwise.
 class DeviceRoom {
@@ -28,6 +30,7 @@ class DeviceRoom {
         layers_(layers),
         watch_(watch),
         slots_(device),
+        residents_(device, upload, queue, layers.worker()),
         staging_(device, upload, queue) {}
 
   device::Device& device() { return device_; }
@@ -36,7 +39,12 @@ class DeviceRoom {
   // Called after jobs have been put into the queue: sizes the slots for them, and prefetches. Any thread.
   void enqueued() ROUNDPIPE_REQUIRES(queue_.mutex());
   // Frees the device memory kept for later jobs. Any thread.
-  void trim() { slots_.drop_idle(); }
+  void trim() {
+    slots_.drop_idle();
+    residents_.drop_idle();
+  }
+  // Bytes of frozen weights that stay on the device. Any thread.
+  int64_t resident_bytes() const { return residents_.size_bytes(); }
 
   // Submits the uploads of everything that microbatch `microbatch` of the running job reads. A second call does
   // nothing.
@@ -52,14 +60,16 @@ class DeviceRoom {
   void arrive(const device::EventPtr& done) { arrive(done, done); }
   // The same for `part`, which completes with a piece of that transfer.
   void arrive(const device::EventPtr& done, const device::EventPtr& part);
+  // The same for the running job's resident weights.
+  void arrive_residents(const std::shared_ptr<JobRun>& run);
   // The same, then returns what was uploaded: the inputs of a staged microbatch, or the staged values (undefined where
   // there is none).
   Flow take(JobRun& run, int microbatch);
   std::vector<at::Tensor> take(StagedValues& staged);
 
-  // Evicts everything that the running job can do without: waits for results on their way out, then moves prefetched
-  // weights back to the host and drops prefetched inputs, to upload both again. Returns false if there was nothing to
-  // evict.
+  // Evicts everything that the running job can do without: waits for results on their way out and frees the frozen
+  // weights that no job reads; if there were none, moves prefetched weights back to the host and drops prefetched
+  // inputs, to upload both again. Returns false if there was nothing to evict.
   bool make_room();
 
   // When the running job's weights may be moved, for which its layers are unbound and bound again. Never while a
@@ -79,8 +89,12 @@ class DeviceRoom {
   std::vector<transfer::Piece> weight_pieces(JobRun& run);
   void stage_first(JobRun& run, int count);
   // Bytes to keep free under the cap, beside the weights of `run` and of `before`, the job before it (null: that job is
-  // gone).
-  int64_t reserve_bytes(const JobRun& run, const JobRun* before) const;
+  // gone), and beside resident ones.
+  int64_t work_bytes(const JobRun& run, const JobRun* before) const;
+  // The same, with room for resident weights.
+  int64_t reserve_bytes(const JobRun& run, const JobRun* before) const {
+    return work_bytes(run, before) + residents_.size_bytes();
+  }
   bool park_next();
   // Moves the weights of a job to the host, so that their device memory can be freed. Returns false if the host has no
   // memory for them. REQUIRES: they are on the device.
@@ -99,6 +113,7 @@ class DeviceRoom {
   LayerRunner& layers_;
   Watch& watch_;
   memory::WeightSlots slots_;
+  ResidentWeights residents_;
   Staging staging_;
   Moving moving_ = Moving::kNow;
 };

@@ -53,6 +53,7 @@ void JobRunner::run_job(JobRun& run) {
   microbatch_ = -1;
   doing_ = {"the weights", run.job.layers};
   room_.arrive(run.uploaded, run.layers_uploaded.front());
+  room_.arrive_residents(run.shared_from_this());
   struct Binding {
     JobRunner& runner;
     JobRun& run;
@@ -98,6 +99,9 @@ void JobRunner::run_job(JobRun& run) {
   }
   microbatch_ = -1;
   doing_ = {"the gradients on their way out", run.job.layers};
+  for (int l = run.job.layers.first; l < run.job.layers.last; ++l) {
+    if (!layers_.shell(run, l).sink.can_retry()) run.habits(l).gradients_in_parts.store(true);
+  }
   if (run.job.phase != Phase::kForward) sums_.send(run);
   hand_on_buffers(run);
 }

@@ -32,7 +32,8 @@ void LayerRunner::await_weights(JobRun& run, int l) {
   uploaded->wait();
   LayerHabits& habits = run.habits(l);
   // A layer may begin to write long after its first job, so it is looked at again, ever more seldom.
-  const bool looks = !run.layer(l).layer->leaves_parameters() && std::has_single_bit(++habits.jobs);
+  const bool is_turn = std::has_single_bit(++habits.jobs);
+  const bool looks = !run.layer(l).layer->leaves_parameters() && is_turn;
   std::vector<char> with_values;
   for (const std::atomic<bool>& touches : habits.touches_parameters) with_values.push_back(looks || touches.load());
   watches_[run.place(l)].emplace(shell(run, l).layer->parameters, with_values);
@@ -70,7 +71,9 @@ void LayerRunner::bind(JobRun& run) {
       while (state.blocks[position] != block) ++position;
       const memory::BlockLayout& layout = call.model->blocks[block].block->layout();
       at::Tensor& leaf = layer.parameters[i];
-      leaf.set_data(layout.view(run.weights, index, place.blocks_at[position]));
+      const auto resident = run.residents.find(block);
+      leaf.set_data(resident != run.residents.end() ? layout.view(resident->second.weights, index)
+                                                    : layout.view(run.weights, index, place.blocks_at[position]));
       leaf.set_requires_grad(call.options.requires_grad && call.trainable[number][i] != 0);
     }
     for (size_t i = 0; i < state.buffers.size(); ++i) {

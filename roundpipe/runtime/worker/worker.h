@@ -55,6 +55,8 @@ class Worker {
   device::Device& device() { return *device_; }
   // Frees the device memory kept for later jobs.
   void trim() { room_.trim(); }
+  // Bytes of frozen weights that stay on the device, see ResidentWeights.
+  int64_t resident_bytes() const { return room_.resident_bytes(); }
   const transfer::LinkScheduler& upload() const { return upload_; }
   const transfer::LinkScheduler& download() const { return download_; }
 

@@ -1,0 +1,443 @@
+"""Frozen weights that stay on a device: what is uploaded then, and that every way of writing them is seen.
+
+Bits are those of plain PyTorch, and of a device without a cap, where nothing is resident.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from gradients import gradients
+from robustness import pipe_of, squared_error
+from roundpipe import ModelExecutePlan, RoundPipe
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+WIDTH, RANK, LAYERS, ROWS = 128, 4, 6, 8
+BASE = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of a layer's frozen block
+ADAPTER = 4 * 2 * WIDTH * RANK
+ROOMY, HALF, TIGHT = "16MiB", "720KiB", "560KiB"
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a low-rank adapter beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, RANK, bias=False)
+        self.up = nn.Linear(RANK, WIDTH, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value + torch.tanh(self.base(value) + self.up(self.down(value)))
+
+
+def chain() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*(Adapted() for _ in range(LAYERS)))
+
+
+def batches(count: int, rows: int = ROWS) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(count):
+        yield torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+
+
+def stages() -> ModelExecutePlan:
+    """Two layers a job: each layer but the last two is visited twice a step."""
+    plan = ModelExecutePlan()
+    plan.fwd_plan = [range(0, 2), range(2, 4)]
+    plan.bwd_plan = [range(4, 6), range(2, 4), range(0, 2)]
+    return plan
+
+
+VISITS = 2 * LAYERS - 2  # of layers, by the stages above
+
+
+def uploaded_weights() -> int:
+    """Bytes of all devices so far."""
+    report = roundpipe.devices().transfer_report()
+    classes = [entry for device in report for entry in device["classes"]]
+    return sum(entry["bytes"] for entry in classes if entry["direction"] == "up" and entry["kind"] == "weights")
+
+
+def resident() -> list[int]:
+    return [device["resident_bytes"] for device in roundpipe.devices().memory_report()]
+
+
+class Trained:
+    """Steps of a model over the devices `spec`, with what each of them has uploaded."""
+
+    def __init__(self, spec: str, steps: int, microbatches: int = 2) -> None:
+        roundpipe.devices(spec)
+        self.model = pipe_of(chain(), microbatches, execute_plan=stages())
+        self.optimizer = roundpipe.optim.SGD(self.model, lr=0.01, momentum=0.9)
+        self.losses: list[torch.Tensor] = []
+        self.uploaded: list[int] = []
+        for value, label in batches(steps):
+            self.step(value, label)
+
+    def step(self, value: torch.Tensor, label: torch.Tensor) -> None:
+        before = uploaded_weights()
+        self.losses.append(self.model.forward_backward((value,), label=label, loss_fn=squared_error).clone())
+        self.model.step(self.optimizer, is_async=False)
+        self.model.synchronize()
+        self.uploaded.append(uploaded_weights() - before)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+
+def trained_plainly(steps: int, microbatches: int = 2) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    plain = chain()
+    optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
+    losses = []
+    for value, label in batches(steps):
+        parts = []
+        for part, of_label in zip(value.tensor_split(microbatches), label.tensor_split(microbatches), strict=True):
+            loss = squared_error(plain(part), of_label)
+            loss.backward()
+            parts.append(loss.detach())
+        losses.append(torch.stack(parts).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, plain.state_dict()
+
+
+def check_same(mine: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert mine.keys() == expected.keys()
+    for name, value in mine.items():
+        assert torch.equal(value, expected[name]), name
+
+
+# --- What is uploaded ---
+
+STEPS = 10
+POOLS = {
+    "one": "virtual:1{},debug",
+    "two": "virtual:2{},debug",
+    "four": "virtual:4{},debug",
+    "unequal": "virtual:1{},debug;virtual:1,memory=720KiB,debug;virtual:1,debug",
+}
+
+
+def pool_of(name: str, memory: str) -> Any:
+    spec = POOLS[name].format(f",memory={memory}" if memory else "")
+    return spec.split(";")
+
+
+@pytest.mark.parametrize("memory", ["", TIGHT, HALF, ROOMY])
+@pytest.mark.parametrize("pool", POOLS)
+def test_bits_do_not_depend_on_what_is_resident(pool: str, memory: str) -> None:
+    run = Trained(pool_of(pool, memory), STEPS)  # type: ignore[arg-type]
+    losses, state = trained_plainly(STEPS)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(run.losses, losses, strict=True))
+    check_same(run.state(), state)
+    whole = VISITS * (BASE + ADAPTER)
+    assert run.uploaded[0] == whole, "what layers do is not known before they have run"
+    caps = [device["limit_bytes"] for device in roundpipe.devices().memory_report()]
+    assert all(bytes == 0 for bytes, cap in zip(resident(), caps, strict=True) if cap == 0)
+    if not memory and pool != "unequal":
+        assert run.uploaded == [whole] * STEPS
+    if memory == ROOMY and pool != "unequal":
+        # Each device has met each layer by now.
+        assert resident() == [LAYERS * BASE] * len(caps)
+        assert run.uploaded[-1] == VISITS * ADAPTER
+
+
+@pytest.mark.parametrize("memory, layers", [("", 0), (TIGHT, 0), (HALF, 3), (ROOMY, LAYERS)])
+def test_upload_by_room(memory: str, layers: int) -> None:
+    run = Trained(pool_of("one", memory), 4)  # type: ignore[arg-type]
+    assert resident() == [layers * BASE]
+    kept = set(run.uploaded[2:])
+    assert len(kept) == 1, "from the third step on, all steps are alike"
+    saved = VISITS * (BASE + ADAPTER) - kept.pop()
+    assert saved % BASE == 0
+    assert layers <= saved // BASE <= 2 * layers
+    if layers == LAYERS:
+        assert saved == VISITS * BASE
+    # The step that fills the copies uploads each once.
+    assert run.uploaded[1] == run.uploaded[2] + layers * BASE
+
+
+def test_a_device_stays_under_its_cap() -> None:
+    for memory in (TIGHT, HALF, "800KiB", "1MiB"):
+        Trained(pool_of("one", memory), 4)  # type: ignore[arg-type]
+        report = roundpipe.devices().memory_report()[0]
+        assert report["peak_bytes"] <= report["limit_bytes"]
+
+
+# --- Every way of writing a frozen weight ---
+
+
+def first_base(network: nn.Module) -> nn.Linear:
+    base = network.get_submodule("1.base")
+    assert isinstance(base, nn.Linear)
+    return base
+
+
+def write_nothing(network: nn.Module) -> None:
+    """So that the others are known to be seen."""
+
+
+def through_data(network: nn.Module) -> None:
+    first_base(network).weight.data.mul_(0.5)
+
+
+def one_element_through_data(network: nn.Module) -> None:
+    first_base(network).weight.data[77, 5] += 0.25
+
+
+def one_bit_through_numpy(network: nn.Module) -> None:
+    first_base(network).bias.detach().numpy().view("int32")[3] ^= 1 << 22
+
+
+def another_tensor(network: nn.Module) -> None:
+    base = first_base(network)
+    base.weight.data = base.weight.data * 1.5
+
+
+def in_place(network: nn.Module) -> None:
+    with torch.no_grad():
+        first_base(network).weight.copy_(first_base(network).weight.flip(0))
+
+
+def a_state(network: nn.Module) -> None:
+    state = {name: value.clone() for name, value in network.state_dict().items()}
+    state["1.base.weight"].add_(0.01)
+    network.load_state_dict(state)
+
+
+def the_sign_of_all(network: nn.Module) -> None:
+    first_base(network).weight.data.neg_()
+
+
+def two_trade_places(network: nn.Module) -> None:
+    one, other = first_base(network).weight, network.get_submodule("4.base").weight
+    assert isinstance(other, torch.Tensor)
+    one.data, other.data = other.data, one.data
+
+
+def two_values_trade_places(network: nn.Module) -> None:
+    data = first_base(network).weight.data
+    data[0], data[64] = data[64].clone(), data[0].clone()
+
+
+def merge(network: nn.Module) -> None:
+    """As PEFT: the adapter is added to the base, and begins anew."""
+    with torch.no_grad():
+        for layer in range(LAYERS):
+            adapted: Any = network.get_submodule(str(layer))
+            adapted.base.weight.data += adapted.up.weight @ adapted.down.weight
+            adapted.up.weight.zero_()
+
+
+WAYS: dict[str, Callable[[nn.Module], None]] = {
+    way.__name__: way
+    for way in (
+        write_nothing,
+        through_data,
+        one_element_through_data,
+        one_bit_through_numpy,
+        another_tensor,
+        in_place,
+        a_state,
+        the_sign_of_all,
+        two_trade_places,
+        two_values_trade_places,
+        merge,
+    )
+}
+# load_state_dict() writes all parameters, if only one with other values.
+CHANGED_LAYERS = {"write_nothing": 0, "merge": LAYERS, "two_trade_places": 2, "a_state": LAYERS}
+
+
+def losses_around(network: nn.Module, write: Callable[[nn.Module], None], uploads: list[int]) -> list[torch.Tensor]:
+    """Steps of a plain loop, with a write in between."""
+    optimizer = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=0.01)
+    losses = []
+    for number, (value, label) in enumerate(batches(6)):
+        if number == 3:
+            if isinstance(network, RoundPipe):
+                network.synchronize()
+            write(network)
+        before = uploaded_weights()
+        loss = squared_error(network(value), label)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+        if isinstance(network, RoundPipe):
+            network.synchronize()
+        uploads.append(uploaded_weights() - before)
+    return losses
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_write_is_seen(way: str, devices: int) -> None:
+    roundpipe.devices(f"virtual:{devices},memory={ROOMY},debug")
+    plain, model = chain(), pipe_of(chain(), 1)
+    uploads: list[int] = []
+    mine = losses_around(model, WAYS[way], uploads)
+    expected = losses_around(plain, WAYS[way], [])
+    assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
+    check_same({name: value.clone() for name, value in model.state_dict().items()}, dict(plain.state_dict()))
+    if devices == 1:
+        again = CHANGED_LAYERS.get(way, 1) * BASE
+        assert uploads[3] - uploads[2] == again, "only what has changed is uploaded again"
+        assert uploads[4] == uploads[5] == uploads[2] < LAYERS * BASE
+
+
+def test_training_the_base_for_a_while() -> None:
+    roundpipe.devices(f"virtual:1,memory={ROOMY},debug")
+
+    def losses_of(network: nn.Module) -> list[torch.Tensor]:
+        base = list(first_base(network).parameters())
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+        losses = []
+        for number, (value, label) in enumerate(batches(8)):
+            if isinstance(network, RoundPipe):
+                network.synchronize()
+            for parameter in base:
+                parameter.requires_grad_(number in (3, 4))
+            loss = squared_error(network(value), label)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().clone())
+        return losses
+
+    model = pipe_of(chain(), 1)
+    mine = losses_of(model)
+    model.synchronize()
+    assert resident() == [LAYERS * BASE]
+    assert all(torch.equal(a, b) for a, b in zip(mine, losses_of(chain()), strict=True))
+
+
+def test_a_write_between_forward_and_backward_of_another_call() -> None:
+    """The weights of evaluation, written to and back between calls."""
+    roundpipe.devices(f"virtual:1,memory={ROOMY},debug")
+    plain, model = chain(), pipe_of(chain(), 1)
+    for network in (plain, model):
+        network.outputs = []  # type: ignore[assignment]
+    found: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    for network in (plain, model):
+        mine = isinstance(network, RoundPipe)
+        for value, _ in batches(4):
+            with torch.no_grad():
+                found[mine].append(network(value).clone())
+                first_base(network).weight.data.mul_(2)
+                found[mine].append(network(value).clone())
+                first_base(network).weight.data.mul_(0.5)
+    assert all(torch.equal(a, b) for a, b in zip(found[True], found[False], strict=True))
+
+
+# --- Memory ---
+
+
+def test_copies_give_way_to_a_larger_batch() -> None:
+    run = Trained(f"virtual:1,memory={HALF},debug", 4, microbatches=1)
+    before = resident()[0]
+    assert before > 0
+    generator = torch.Generator().manual_seed(5)
+    value, label = torch.randn(2, 120, WIDTH, generator=generator)
+    run.step(value, label)  # takes more than the copies have left
+    assert resident()[0] < before
+    for value, label in batches(2):
+        run.step(value, label)
+
+    free = Trained("virtual:1,debug", 4, microbatches=1)
+    generator = torch.Generator().manual_seed(5)
+    value, label = torch.randn(2, 120, WIDTH, generator=generator)
+    free.step(value, label)
+    for value, label in batches(2):
+        free.step(value, label)
+    assert all(torch.equal(a, b) for a, b in zip(run.losses, free.losses, strict=True))
+    check_same(run.state(), free.state())
+
+
+def test_copies_go_with_their_model() -> None:
+    run = Trained(f"virtual:1,memory={ROOMY},debug", 3)
+    assert resident() == [LAYERS * BASE]
+    del run
+    gc.collect()
+    assert resident() == [0]
+    held = roundpipe.devices().memory_report()[0]["current_bytes"]
+    assert held < LAYERS * BASE
+
+
+def test_two_models_share_the_room() -> None:
+    roundpipe.devices(f"virtual:1,memory={ROOMY},debug")
+    models = [pipe_of(chain(), 1, execute_plan=stages()) for _ in range(2)]
+    for value, label in batches(3):
+        for model in models:
+            model.forward_backward((value,), label=label, loss_fn=squared_error)
+            model.synchronize()
+    assert resident() == [2 * LAYERS * BASE]
+    first = {name: value.clone() for name, value in gradients(models[0]).items()}
+    check_same({name: value.clone() for name, value in gradients(models[1]).items()}, first)
+
+
+def test_a_model_that_trains_everything_has_none() -> None:
+    roundpipe.devices(f"virtual:1,memory={ROOMY},debug")
+    whole = chain()
+    whole.requires_grad_(True)
+    model = pipe_of(whole, 1)
+    for value, label in batches(3):
+        model.forward_backward((value,), label=label, loss_fn=squared_error)
+        model.synchronize()
+    assert resident() == [0]
+
+
+# --- Failures ---
+
+
+def test_a_failed_call_leaves_no_copy_in_doubt() -> None:
+    run = Trained(f"virtual:1,memory={ROOMY},debug", 3)
+    losses, _ = trained_plainly(3)
+    value, label = next(batches(1))
+    with pytest.raises(RuntimeError):
+        run.model.forward_backward((value,), label=label * float("nan"), loss_fn=squared_error)
+    run.model.synchronize()
+    for value, label in list(batches(5))[3:]:
+        run.step(value, label)
+    losses, state = trained_plainly(5)
+    assert all(torch.equal(a, b) for a, b in zip(run.losses, losses, strict=True))
+    check_same(run.state(), state)
+
+
+def test_a_device_that_fails_takes_its_copies_along() -> None:
+    roundpipe.devices(f"virtual:2,memory={ROOMY},debug")
+    model = pipe_of(chain(), 2, execute_plan=stages(), fault_tolerant=True)
+    optimizer = roundpipe.optim.SGD(model, lr=0.01, momentum=0.9)
+    losses = []
+    for number, (value, label) in enumerate(batches(8)):
+        if number == 5:
+            roundpipe.devices().inject_fault("virtual:1", "error@0")
+        losses.append(model.forward_backward((value,), label=label, loss_fn=squared_error).clone())
+        model.step(optimizer, is_async=False)
+        model.synchronize()
+    expected, state = trained_plainly(8)
+    assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
+    check_same({name: value.clone() for name, value in model.state_dict().items()}, state)
+    roundpipe.devices().restore()
+
+
+def test_checked_jobs_read_the_host() -> None:
+    roundpipe.devices(f"virtual:2,memory={ROOMY},debug")
+    model = pipe_of(chain(), 2, execute_plan=stages(), verify_every=1)
+    optimizer = roundpipe.optim.SGD(model, lr=0.01, momentum=0.9)
+    for value, label in batches(6):
+        model.forward_backward((value,), label=label, loss_fn=squared_error)
+        model.step(optimizer, is_async=False)
+        model.synchronize()
+    check_same({name: value.clone() for name, value in model.state_dict().items()}, trained_plainly(6)[1])
