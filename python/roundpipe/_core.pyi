@@ -491,6 +491,7 @@ class DeviceMemory:
     gradients: int
     values: int
     work: int
+    resident: int
 
 class HostMemory:
     weights: int

@@ -41,7 +41,7 @@ void bind_memory_simulator(py::module_& module) {
       .attribute("sums", &LayerBytes::sums)
       .attribute("rounded", &LayerBytes::rounded)
       .def(py::init([](int64_t weights, int64_t gradients, int64_t sums, int64_t rounded) {
-             return LayerBytes{weights, gradients, sums, rounded, {}};
+             return LayerBytes{weights, gradients, sums, rounded, /*joined=*/{}, /*frozen=*/{}};
            }),
            py::arg("weights"), py::arg("gradients"), py::arg("sums"), py::arg("rounded"));
   ValueClass<LayerFootprint>(module, "LayerFootprint")
@@ -70,7 +70,8 @@ void bind_memory_simulator(py::module_& module) {
       .attribute("weights", &simulate::DeviceMemory::weights)
       .attribute("gradients", &simulate::DeviceMemory::gradients)
       .attribute("values", &simulate::DeviceMemory::values)
-      .attribute("work", &simulate::DeviceMemory::work);
+      .attribute("work", &simulate::DeviceMemory::work)
+      .attribute("resident", &simulate::DeviceMemory::resident);
   ValueClass<simulate::HostMemory>(module, "HostMemory")
       .attribute("weights", &simulate::HostMemory::weights)
       .attribute("gradients", &simulate::HostMemory::gradients)

@@ -3,6 +3,7 @@
 #include <roundpipe/api/step_memory.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/layers/emulated_layer.h>
+#include <roundpipe/runtime/layer_sizes.h>
 #include <roundpipe/runtime/pipeline.h>
 #include <roundpipe/simulate/memory_simulator.h>
 
@@ -199,8 +200,8 @@ void bind_pipeline(py::module_& module) {
       .attribute("devices",
                  [](const MeasuredMachine& machine) {
                    std::vector<std::pair<double, int64_t>> devices;
-                   for (const auto& [speed, memory_bytes] : machine.cluster.devices)
-                     devices.emplace_back(speed, memory_bytes);
+                   for (const schedule::ClusterDevice& device : machine.cluster.devices)
+                     devices.emplace_back(device.speed, device.memory_bytes);
                    return devices;
                  })
       .attribute("links", &MeasuredMachine::links)
@@ -429,7 +430,7 @@ void bind_pipeline(py::module_& module) {
           },
           py::arg("route"), py::arg("mode"), py::arg("microbatches"), py::arg("sizes"),
           py::call_guard<py::gil_scoped_release>())
-      .def("layer_bytes", [](const Pipeline& pipeline) { return layer_bytes(pipeline.model()); })
+      .def("layer_bytes", [](const Pipeline& pipeline) { return runtime::layer_sizes(pipeline.model()); })
       .def_property(
           "asynchronous", [](const Pipeline& pipeline) { return pipeline.planner().asynchronous(); },
           [](Pipeline& pipeline, bool asynchronous) { pipeline.planner().set_asynchronous(asynchronous); })

@@ -14,6 +14,7 @@
 #include <roundpipe/device/virtual/memory_meter.h>
 #include <roundpipe/memory/crossing.h>
 #include <roundpipe/optim/block_optimizer.h>
+#include <roundpipe/runtime/layer_sizes.h>
 #include <roundpipe/runtime/model/parameter_watch.h>
 #include <roundpipe/torch_compat/autograd_nodes.h>
 #include <roundpipe/torch_compat/own_generators.h>
@@ -177,7 +178,7 @@ std::vector<LayerFootprint> measure_layers(const runtime::ModelState& model, con
 simulate::StepSizes step_sizes(const runtime::ModelState& model, const StepShape& shape, const RunOptions& options,
                                std::vector<LayerFootprint> footprints) {
   simulate::StepSizes sizes;
-  sizes.layers = layer_bytes(model);
+  sizes.layers = runtime::layer_sizes(model);
   sizes.footprints = std::move(footprints);
   sizes.grain = options.recompute_grain;
   sizes.label_bytes = bytes_of(shape.label.tensors);
@@ -225,6 +226,7 @@ std::string MemoryPrediction::text() const {
   row("gradients", device.gradients);
   row("values between stages", device.values);
   row("work of layers", device.work);
+  row("frozen weights that stay", device.resident);
   row("together", device.total());
   lines += "\non the host:";
   row("weights", host.weights);

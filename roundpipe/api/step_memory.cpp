@@ -17,16 +17,6 @@ constexpr double kCapShare = 0.97;
 
 }  // namespace
 
-std::vector<simulate::LayerBytes> layer_bytes(const runtime::ModelState& model) {
-  std::vector<simulate::LayerBytes> layers;
-  for (int l = 0; l < model.layer_count(); ++l) {
-    const runtime::StageLayout layout = runtime::lay_out_stage(model, l, l + 1);
-    layers.push_back({layout.size_bytes, layout.gradient_bytes, layout.sum_bytes, layout.rounded_bytes,
-                      runtime::joined_gradients(model, l)});
-  }
-  return layers;
-}
-
 int64_t smallest_cap_bytes(Engine& engine) {
   int64_t cap = 0;
   for (int i = 0; i < engine.size(); ++i) {
@@ -64,7 +54,7 @@ DeviceMemory plan_within(runtime::Pipeline& pipeline, const runtime::Route& rout
   if (may_lengthen) {
     const runtime::PlanRequest completed = runtime::completed(model, request);
     const auto fits = [&](int layers) {
-      return predicted(plans_of(planner.first_stages(*engine, completed, layers))).total() <= limit.budget_bytes;
+      return predicted(plans_of(planner.first_stages(*engine, completed, layers))).needed() <= limit.budget_bytes;
     };
     int most = planner.first_stages(*engine, completed, 0).backward.front().size();
     int too_many = model.layer_count() - completed.first_backward_layer + 1;
@@ -80,7 +70,7 @@ DeviceMemory plan_within(runtime::Pipeline& pipeline, const runtime::Route& rout
   }
   planner.set_bytes(kept, passed_on, simulate::largest_stage_bytes(plans_of(route), sizes), fused_layers);
   const DeviceMemory found = predicted(plans_of(route));
-  model.work_bytes.store(std::max<int64_t>(1, found.total() - found.weights));
+  model.work_bytes.store(std::max<int64_t>(1, found.beside_weights()));
   return found;
 }
 
@@ -94,7 +84,7 @@ PlannedMemory plan_within_caps(runtime::Pipeline& pipeline, const runtime::Route
   for (;;) {
     sizes.grain = request.recompute_grain;
     const DeviceMemory wanted = plan_within(pipeline, route, request, sizes, limit);
-    const bool fits = limit.budget_bytes == 0 || wanted.total() <= limit.budget_bytes;
+    const bool fits = limit.budget_bytes == 0 || wanted.needed() <= limit.budget_bytes;
     if (fits || request.recompute_grain == RecomputeGrain::kLayer) return {request.recompute_grain, wanted, fits};
     request.recompute_grain = RecomputeGrain::kLayer;
   }

@@ -4,15 +4,11 @@
 #include <map>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include <roundpipe/runtime/pipeline.h>
 #include <roundpipe/simulate/memory_simulator.h>
 
 namespace roundpipe {
-
-// The bytes of each layer on a device.
-std::vector<simulate::LayerBytes> layer_bytes(const runtime::ModelState& model);
 
 // The memory limit of the device that has the least, in bytes; 0 = none has one.
 int64_t smallest_cap_bytes(runtime::Engine& engine);

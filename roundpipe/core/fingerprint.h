@@ -6,10 +6,9 @@
 namespace roundpipe {
 
 // A fingerprint of bytes, to tell whether they have changed. All bytes are read, about as fast as memory delivers them.
-// A change within eight consecutive bytes (from a multiple of eight on) always changes the fingerprint; that another one
-// does not has, for all that is known of such functions, a chance of one in 2^64. No defence against who looks for two
-// contents with one fingerprint.
-// Thread safety: any thread.
+// A change within eight consecutive bytes (from a multiple of eight on) always changes the fingerprint; that another
+// one does not has, for all that is known of such functions, a chance of one in 2^64. No defence against who looks for
+// two contents with one fingerprint. Thread safety: any thread.
 uint64_t fingerprint(const void* data, std::size_t bytes) noexcept;
 
 // The fingerprint of a sequence, from those of its first parts and of the next one: changes if either does.

@@ -10,6 +10,10 @@ namespace roundpipe {
 // staged ahead.
 inline constexpr int kStagedMicrobatches = 3;
 
+// Share of a device's cap that stays free for activations while nobody knows what jobs take; beyond it, an idle slot of
+// weights is freed.
+inline constexpr double kActivationShare = 0.4;
+
 // What the backward of a stage recomputes at a time: the whole stage, whose graph it then holds, or one layer. Backward
 // stages of one layer each are recomputed from their own inputs; in a longer one, forwards run once more (see
 // MicrobatchRunner), so plans have one only where the host has no room for the inputs of every layer.

@@ -23,12 +23,16 @@ int64_t pair_bytes(std::span<const WeightVisit> visits, const std::set<uint64_t>
   return most;
 }
 
+int64_t bytes_for_weights(const ResidentRoom& room) {
+  constexpr int64_t kFreeShare = 16;
+  return room.cap_bytes - room.cap_bytes / kFreeShare - room.work_bytes;
+}
+
 std::set<uint64_t> choose_residents(std::span<const WeightVisit> visits, std::span<const FrozenBlock> candidates,
                                     const ResidentRoom& room) {
-  constexpr int64_t kFreeShare = 16;
   std::set<uint64_t> chosen;
   if (room.cap_bytes <= 0) return chosen;
-  const int64_t usable_bytes = room.cap_bytes - room.cap_bytes / kFreeShare - room.work_bytes;
+  const int64_t usable_bytes = bytes_for_weights(room);
   int64_t bytes = 0;
   const auto admit = [&](const FrozenBlock& block) {
     if (room.most_bytes >= 0 && bytes + block.bytes > room.most_bytes) return false;

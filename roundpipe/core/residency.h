@@ -34,8 +34,11 @@ struct ResidentRoom {
   int64_t most_bytes = -1;  // of residents, at most; below 0: any number
 };
 
+// Bytes under a cap for weights: residents and the arena.
+int64_t bytes_for_weights(const ResidentRoom& room);
+
 // Of `candidates`, which are tried in their order, those that are resident while the device makes `visits`: each that
-// has room beside the ones before it, the arena that is needed then, and `work_bytes`. One part in 16 of the cap stays
+// has room beside the ones before it, the arena that is needed then, and the work. One part in 16 of the cap stays
 // free, for what no prediction knows. Those that find no room are tried again, as long as others have made the arena
 // smaller.
 std::set<uint64_t> choose_residents(std::span<const WeightVisit> visits, std::span<const FrozenBlock> candidates,

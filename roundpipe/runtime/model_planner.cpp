@@ -3,7 +3,10 @@
 #include <cmath>
 #include <utility>
 
+#include <roundpipe/core/memory_rules.h>
+#include <roundpipe/core/residency.h>
 #include <roundpipe/memory/host_room.h>
+#include <roundpipe/runtime/layer_sizes.h>
 #include <roundpipe/schedule/moved_bytes.h>
 #include <roundpipe/schedule/progress.h>
 #include <roundpipe/simulate/link_search.h>
@@ -171,12 +174,25 @@ void ModelPlanner::set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64
 
 bool ModelPlanner::knows_costs() const { return meter_.knows(/*backward=*/true, kCallsToMeasure); }
 
+int64_t ModelPlanner::resident_room_bytes(int64_t cap_bytes) const {
+  if (cap_bytes == 0) return 0;
+  const int64_t known_bytes = model_.work_bytes.load();
+  const auto work_bytes =
+      known_bytes > 0 ? known_bytes : static_cast<int64_t>(static_cast<double>(cap_bytes) * kActivationShare);
+  int64_t largest_bytes = 0;
+  for (int l = 0; l < model_.layer_count(); ++l)
+    largest_bytes = std::max(largest_bytes, lay_out_stage(model_, l, l + 1).size_bytes);
+  return std::max<int64_t>(0, bytes_for_weights({cap_bytes, work_bytes, -1}) - 2 * largest_bytes);
+}
+
 MeasuredMachine ModelPlanner::machine(Engine& engine, int devices) const {
   const MachineRates rates = engine.meter().rates();
   MeasuredMachine machine;
   const std::vector<double> speeds = meter_.speeds(devices);
-  for (int i = 0; i < devices; ++i)
-    machine.cluster.devices.push_back({speeds[static_cast<size_t>(i)], engine.worker(i).device().memory_limit_bytes()});
+  for (int i = 0; i < devices; ++i) {
+    const int64_t cap_bytes = engine.worker(i).device().memory_limit_bytes();
+    machine.cluster.devices.push_back({speeds[static_cast<size_t>(i)], cap_bytes, resident_room_bytes(cap_bytes)});
+  }
   machine.cluster.link_up_gb_per_s = rates.up_gb_per_s();
   machine.cluster.link_down_gb_per_s = rates.down_gb_per_s();
   machine.cluster.host_gb_per_s = rates.host_gb_per_s;
@@ -213,6 +229,10 @@ ModelPlanner::Basis ModelPlanner::basis(Engine& engine, const Key& key) const {
   basis.costs = meter_.costs();
   schedule::average_alike(basis.costs, kEqualLayers);
   for (size_t l = 0; l < basis.costs.size(); ++l) basis.costs[l].trained = request.trained[l] != 0;
+  const std::vector<simulate::LayerBytes> sizes = layer_sizes(model_);
+  for (size_t l = 0; l < sizes.size(); ++l) {
+    for (const FrozenBlock& block : sizes[l].frozen) basis.costs[l].frozen_bytes += block.bytes;
+  }
   basis.machine = machine(engine, key.devices);
   basis.measured = meter_.knows(backward, kCallsToMeasure);
   basis.early = key.asynchronous && early_share_ > kEarly;
@@ -343,7 +363,7 @@ ModelPlanner::Made ModelPlanner::make(Engine& engine, const Key& key, const Basi
   if (basis.measured) cluster = basis.machine.cluster;
   cluster.devices.clear();
   for (const schedule::ClusterDevice& device : basis.machine.cluster.devices)
-    cluster.devices.push_back({basis.measured ? device.speed : 1});
+    cluster.devices.push_back({basis.measured ? device.speed : 1, 0, device.resident_bytes});
   return {cut, recipe, schedule::Placer(recipe, basis.costs, cluster, rules_of(key.asynchronous))};
 }
 

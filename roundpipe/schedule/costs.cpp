@@ -38,6 +38,7 @@ void validate(const LayerCosts& costs) {
     require_not_negative(cost.gradient_bytes, name + "gradient_bytes", kMostBytes);
     require_not_negative(cost.activation_bytes, name + "activation_bytes", kMostBytes);
     require_not_negative(cost.saved_bytes, name + "saved_bytes", kMostBytes);
+    require_not_negative(cost.frozen_bytes, name + "frozen_bytes", cost.weight_bytes);
     if (cost.partial_sum_bytes)
       require_not_negative(*cost.partial_sum_bytes, name + "partial_sum_bytes", 2 * kMostBytes);
     if (cost.recompute_ms) require_not_negative(*cost.recompute_ms, name + "recompute_ms");
@@ -54,6 +55,7 @@ void validate(const Cluster& cluster) {
       throw std::invalid_argument("[validate] " + name + "speed is " + std::to_string(spec.speed) +
                                   ", expected a finite number above 0");
     require_not_negative(spec.memory_bytes, name + "memory_bytes");
+    require_not_negative(spec.resident_bytes, name + "resident_bytes");
   }
   require_not_negative(cluster.link_up_gb_per_s, "cluster.link_up_gb_per_s");
   require_not_negative(cluster.link_down_gb_per_s, "cluster.link_down_gb_per_s");
@@ -93,6 +95,34 @@ std::int64_t largest_room_bytes(const Cluster& cluster) {
     room_bytes = std::max(room_bytes, device.memory_bytes);
   }
   return room_bytes;
+}
+
+KeptWeights::KeptWeights(const LayerCosts& costs, const Cluster& cluster) {
+  const bool has_frozen = std::ranges::any_of(costs, [](const LayerCost& cost) { return cost.frozen_bytes > 0; });
+  const bool has_room =
+      std::ranges::any_of(cluster.devices, [](const ClusterDevice& device) { return device.resident_bytes > 0; });
+  if (!has_frozen || !has_room) return;
+  for (const LayerCost& cost : costs) frozen_.push_back(cost.frozen_bytes);
+  for (const ClusterDevice& device : cluster.devices) room_.push_back(device.resident_bytes);
+  kept_.assign(frozen_.size() * room_.size(), 0);
+}
+
+std::int64_t KeptWeights::kept_bytes(Range layers, int device) const {
+  std::int64_t bytes = 0;
+  for (int layer = layers.first; any() && layer < layers.last; ++layer) {
+    if (kept_[at(layer, device)] != 0) bytes += frozen_[static_cast<std::size_t>(layer)];
+  }
+  return bytes;
+}
+
+void KeptWeights::meet(Range layers, int device) {
+  for (int layer = layers.first; any() && layer < layers.last; ++layer) {
+    const std::int64_t bytes = frozen_[static_cast<std::size_t>(layer)];
+    std::int64_t& room = room_[static_cast<std::size_t>(device)];
+    if (kept_[at(layer, device)] != 0 || bytes > room) continue;
+    kept_[at(layer, device)] = 1;
+    room -= bytes;
+  }
 }
 
 CostSums::CostSums(const LayerCosts& costs, int first_backward_layer, int single_below)

@@ -24,6 +24,8 @@ struct LayerCost {
   // If unset, twice gradient_bytes, as for 16-bit gradients with sums in fp32.
   std::optional<std::int64_t> partial_sum_bytes = std::nullopt;
   JoinedGradients joined = {};  // of weights that this layer is the first to have, and others share
+  // Of weight_bytes: weights that no step changes, which a device may keep, see KeptWeights.
+  std::int64_t frozen_bytes = 0;
 
   // The weights that the optimizer updates: those that have gradients, of an adapter a small part of the layer.
   std::int64_t updated_bytes() const { return weight_bytes < gradient_bytes ? weight_bytes : gradient_bytes; }
@@ -35,6 +37,8 @@ using LayerCosts = std::vector<LayerCost>;
 struct ClusterDevice {
   double speed = 1;               // divides times
   std::int64_t memory_bytes = 0;  // 0 = unlimited
+  // Room beside everything else for frozen weights that stay from visit to visit; 0 = none stay.
+  std::int64_t resident_bytes = 0;
 };
 
 // The machine. Bandwidths are GB/s (1e9 bytes); 0 = infinite.
@@ -68,6 +72,28 @@ void average_alike(LayerCosts& costs, double within);
 
 // Memory of the largest device; 0 = unlimited. No stage can be larger; a Placer knows where smaller ones fit.
 std::int64_t largest_room_bytes(const Cluster& cluster);
+
+// The frozen weights that each device keeps: those of every layer that it meets, from then on, as long as it has room.
+// Once the room is taken, nothing changes any more, as on the engine's devices (runtime::ResidentWeights).
+class KeptWeights {
+ public:
+  KeptWeights(const LayerCosts& costs, const Cluster& cluster);
+
+  // Whether anything can be kept anywhere.
+  bool any() const { return !kept_.empty(); }
+  // Of the weights of `layers`, what `device` need not upload.
+  std::int64_t kept_bytes(Range layers, int device) const;
+  // `device` has uploaded the weights of `layers`.
+  void meet(Range layers, int device);
+
+ private:
+  std::size_t at(int layer, int device) const {
+    return static_cast<std::size_t>(device) * frozen_.size() + static_cast<std::size_t>(layer);
+  }
+  std::vector<std::int64_t> frozen_;  // [layer]
+  std::vector<std::int64_t> room_;    // [device]: what is left
+  std::vector<char> kept_;            // [device, layer]; empty if nothing can be kept
+};
 
 // Sums costs over consecutive layers in constant time.
 class CostSums {

@@ -57,6 +57,16 @@ bool Placer::fits_beside(std::size_t number, int device) const {
   return bytes_[static_cast<std::size_t>(before)] + progress_.sums().weight_bytes(recipe_.jobs[number].layers) <= room;
 }
 
+bool Placer::is_better(int device, int than, const Job& job, int step) {
+  const bool earlier = progress_.free_ms(device) < progress_.free_ms(than);
+  if (!keeps_weights()) return earlier;
+  const double own_ms = progress_.peek(job, device, step), other_ms = progress_.peek(job, than, step);
+  if (own_ms != other_ms) return own_ms < other_ms;
+  const std::int64_t own_bytes = progress_.kept().kept_bytes(job.layers, device);
+  const std::int64_t other_bytes = progress_.kept().kept_bytes(job.layers, than);
+  return own_bytes != other_bytes ? own_bytes > other_bytes : earlier;
+}
+
 int Placer::choose_device(const Job& job, std::size_t number, int step, bool beside) {
   int best = -1;
   double best_ms = 0;
@@ -65,7 +75,7 @@ int Placer::choose_device(const Job& job, std::size_t number, int step, bool bes
     int candidate = -1;
     for (const int device : classes_[c]) {
       if (beside && !fits_beside(number, device)) continue;
-      if (candidate < 0 || progress_.free_ms(device) < progress_.free_ms(candidate)) candidate = device;
+      if (candidate < 0 || is_better(device, candidate, job, step)) candidate = device;
     }
     if (candidate < 0) continue;
     const double ms = classes_.size() == 1 ? 0 : progress_.peek(job, candidate, step);
@@ -133,9 +143,16 @@ double pace_ms(std::span<const double> ends_ms) {
 Rating rate(const Plan& recipe, const LayerCosts& costs, const Cluster& cluster, TimingRules rules, int steps) {
   Placer placer(recipe, costs, cluster, rules);
   std::vector<double> ends;
+  // Devices meet each layer first, whose frozen weights they then keep.
+  const int before = placer.keeps_weights() && !rules.asynchronous ? recipe.devices : 0;
+  double begun_ms = 0;
+  for (int step = 0; step < before; ++step) {
+    placer.advance();
+    begun_ms = placer.end_ms();
+  }
   for (int step = 0; step < (rules.asynchronous ? steps : 1); ++step) {
     placer.advance();
-    ends.push_back(placer.end_ms());
+    ends.push_back(placer.end_ms() - begun_ms);
   }
   Rating rating;
   rating.step_ms = pace_ms(ends);

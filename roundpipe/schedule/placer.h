@@ -13,6 +13,8 @@ namespace roundpipe::schedule {
 // Places jobs by ascending step + order, each on the device where the predicted clock ends it first. Among devices of
 // equal speed and memory, the one that is free first wins, then the one with the lower number. Steps get different
 // devices, because devices do not finish a step at the same time; several steps together load the devices evenly.
+// Frozen weights draw a job to a device that keeps them: among equal devices, the one on which the job ends first wins,
+// then the one that keeps the most of its weights, so that no job ends later for it.
 class Placer {
  public:
   // `recipe`: a valid plan; its devices are not read. A job goes to a device that has memory for it, and for its
@@ -31,12 +33,16 @@ class Placer {
   // How many of the jobs placed so far have weights that do not fit beside the job before them.
   int crowded() const { return crowded_; }
   const CostSums& sums() const { return progress_.sums(); }
+  // Whether devices keep frozen weights, so that the first steps upload more than the later ones.
+  bool keeps_weights() const { return progress_.kept().any(); }
 
  private:
   void place(int ahead);
   // -1 if there is none. `beside`: only devices that have room for the job's weights beside the job before.
   int choose_device(const Job& job, std::size_t number, int step, bool beside);
   bool fits_beside(std::size_t number, int device) const;
+  // Whether `device` is the better one for a job of a `step`, of two that are alike.
+  bool is_better(int device, int than, const Job& job, int step);
 
   struct Placed {
     std::vector<int> devices;  // of the jobs placed so far

@@ -23,6 +23,7 @@ double ms_per_byte(double link_gb_per_s, const Cluster& cluster) {
 
 Progress::Progress(const Plan& shape, const LayerCosts& costs, const Cluster& cluster, TimingRules rules)
     : sums_(costs, shape.first_backward_layer),
+      kept_(costs, cluster),
       rules_(with_links(rules, cluster)),
       mode_(mode_of(shape)),
       layers_(shape.layers),

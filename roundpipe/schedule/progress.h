@@ -32,7 +32,8 @@ double work_ms(const Plan& plan, const CostSums& sums);
 //
 // - If the cluster has bandwidths, weights go up one job after another, from when the job before is next, and gradients
 //   go down one job after another. A link has its share of the host's bandwidth. Every value takes the way over the
-//   host, for as long as the largest one takes on idle links. Else weights and gradients take no time.
+//   host, for as long as the largest one takes on idle links. Else weights and gradients take no time. Frozen weights
+//   that a device keeps (KeptWeights) do not go up again.
 // - A device runs its jobs in the order given, microbatch by microbatch. Its speed divides times.
 // - A backward microbatch first recomputes its forward. The recompute waits for the stage's input, not for the
 //   gradient. A fused microbatch runs forward and backward and recomputes nothing.
@@ -66,6 +67,7 @@ class Progress {
   }
 
   double free_ms(int device) const { return free_ms_[static_cast<std::size_t>(device)]; }
+  const KeptWeights& kept() const { return kept_; }
   const CostSums& sums() const { return sums_; }
 
  private:
@@ -96,6 +98,7 @@ class Progress {
   double pass(const Job& job, int device, int step, Visitor visit, bool keep);
 
   const CostSums sums_;
+  KeptWeights kept_;
   const TimingRules rules_;
   const PlanMode mode_;
   const int layers_;
@@ -126,8 +129,9 @@ double Progress::pass(const Job& job, int device, int number, Visitor visit, boo
     for (int layer = std::max(job.layers.first, first_backward_layer_); layer < job.layers.last; ++layer)
       published_ms = std::max(published_ms, before.landed_ms[static_cast<std::size_t>(layer)]);
   }
-  const double arrived_ms = std::max({links.arrived_ms, links.since_ms, published_ms}) +
-                            up_ms_per_byte_ * static_cast<double>(sums_.weight_bytes(job.layers));
+  const std::int64_t weight_bytes = sums_.weight_bytes(job.layers) - kept_.kept_bytes(job.layers, device);
+  const double arrived_ms =
+      std::max({links.arrived_ms, links.since_ms, published_ms}) + up_ms_per_byte_ * static_cast<double>(weight_bytes);
   clock = std::max({clock, published_ms, up_ms_per_byte_ > 0 ? arrived_ms : 0});
   const bool outside_loss = backward && mode_ == PlanMode::kTrain;
   if (outside_loss) clock = std::max(clock, now.outputs_ms);
@@ -181,6 +185,7 @@ double Progress::pass(const Job& job, int device, int number, Visitor visit, boo
       }
     }
     free_ms_[static_cast<std::size_t>(device)] = clock;
+    kept_.meet(job.layers, device);
     links = {arrived_ms, free_ms, job.phase == Phase::kForward ? links.landed_ms : landed_ms};
   }
   return rules_.asynchronous ? clock : landed_ms;

@@ -77,6 +77,7 @@ class LinkSimulator {
         cluster_(cluster),
         rules_(rules),
         sums_(costs, plans[0].first_backward_layer),
+        kept_(costs, cluster),
         gradients_left_(gradients_of(plans)),
         host_rate_(cluster.host_gb_per_s > 0 ? cluster.host_gb_per_s * kBytesPerMs : kNever),
         updates_share_(host_rate_ < kNever && rules.update.traffic > 0),
@@ -218,7 +219,10 @@ class LinkSimulator {
   void prefetch(int device, JobRun& run) {
     if (!run.weights_asked && weights_published(run)) {
       run.weights_asked = true;
-      ask(device, true, Priority::kWeight, run, -1, static_cast<double>(sums_.weight_bytes(run.job->layers)));
+      const schedule::Range layers = run.job->layers;
+      const std::int64_t bytes = sums_.weight_bytes(layers) - kept_.kept_bytes(layers, device);
+      kept_.meet(layers, device);
+      ask(device, true, Priority::kWeight, run, -1, static_cast<double>(bytes));
     }
     const int count = run.job->microbatches.size();
     while (run.next_asked < std::min(count, run.next + rules_.prefetched_values)) {
@@ -469,6 +473,7 @@ class LinkSimulator {
   const schedule::Cluster& cluster_;
   const LinkRules rules_;
   const schedule::CostSums sums_;
+  schedule::KeptWeights kept_;
   int layers_ = 0, microbatches_ = 0, lowest_ = 0, staleness_ = 2;
   bool outside_loss_ = false;
   double now_ms_ = 0;

@@ -43,7 +43,7 @@ struct LinkTimeline {
 // says: each gets no more than its own rate, and leaves to the others what it cannot use.
 //
 // - The weights of a device's next job are uploaded while the current one runs (two slots), once the version that the
-//   job reads is published.
+//   job reads is published; not those that it keeps (schedule::KeptWeights).
 // - A value goes to the host and from there to the device that needs it, even if that is the same device.
 // - The parameter gradients of a job are downloaded when it has ended. When all gradients of a layer have landed, the
 //   layer is updated and then published; among several nodes, as NodeExchange says.

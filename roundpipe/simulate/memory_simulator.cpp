@@ -1,6 +1,8 @@
 #include <roundpipe/simulate/memory_simulator.h>
 
 #include <algorithm>
+#include <functional>
+#include <set>
 #include <stdexcept>
 #include <string>
 
@@ -47,6 +49,16 @@ int64_t work_bytes(std::span<const LayerFootprint> stage, bool trains, Recompute
   return most;
 }
 
+// With keys that differ between layers, but for blocks that they share.
+std::vector<FrozenBlock> frozen_of(const StepSizes& sizes, int layer) {
+  constexpr std::uint64_t kOfLayers = std::uint64_t{1} << 63;
+  std::vector<FrozenBlock> blocks = sizes.layers[static_cast<std::size_t>(layer)].frozen;
+  for (FrozenBlock& block : blocks) {
+    if (block.key == LayerBytes::kOwn) block.key = kOfLayers + static_cast<std::uint64_t>(layer);
+  }
+  return blocks;
+}
+
 // One job on its device.
 struct Visit {
   Visit(const Job& job, const Plan& plan, const StepSizes& sizes) : microbatches(job.microbatches.size()) {
@@ -55,16 +67,18 @@ struct Visit {
     const bool has_several = groups.groups_of(job.microbatches).size() > 1;
     const bool is_part = microbatches < plan.microbatches;
     const auto stage = of_stage(sizes.footprints, job);
-    int number = job.layers.first;
-    for (const LayerBytes& layer : of_stage(sizes.layers, job)) {
+    for (int l = job.layers.first; l < job.layers.last; ++l) {
+      const LayerBytes& layer = sizes.layers[static_cast<std::size_t>(l)];
       weights += layer.weights;
-      const bool joins = !is_part && layer.joined.holds(number++, job.layers.first, job.layers.last);
+      const bool joins = !is_part && layer.joined.holds(l, job.layers.first, job.layers.last);
+      for (const FrozenBlock& block : frozen_of(sizes, l)) of_weights.frozen.push_back(block);
       if (!trains) continue;
       // Of several groups, one is being summed while those before it are kept, or on their way.
       sums += layer.sums * (has_several ? 2 : 1);
       leaving += is_part ? layer.sums : layer.gradients;
       leaving -= joins ? layer.joined.saved : 0;
     }
+    of_weights.slot_bytes = weights;
     values = stage.front().inputs;
     if (job.phase == Phase::kFused) values += sizes.label_bytes;
     if (job.phase == Phase::kBackward) values += stage.back().output_gradients;
@@ -110,6 +124,7 @@ struct Visit {
   }
 
   int microbatches;
+  WeightVisit of_weights;
   int64_t weights = 0, sums = 0, leaving = 0, values = 0, work = 0;
   int64_t passing_sums = 0, passing_work = 0;
 };
@@ -147,6 +162,43 @@ DeviceMemory peak_of(const std::vector<Visit>& visits, const DeviceRules& rules)
   return most;
 }
 
+// The same with the frozen weights that stay beside `work_bytes`.
+DeviceMemory peak_with_residents(std::vector<Visit> visits, const StepSizes& sizes, const DeviceRules& rules,
+                                 int64_t work_bytes) {
+  std::vector<WeightVisit> of_weights;
+  std::vector<FrozenBlock> candidates;
+  for (const Visit& visit : visits) {
+    of_weights.push_back(visit.of_weights);
+    candidates.insert(candidates.end(), visit.of_weights.frozen.begin(), visit.of_weights.frozen.end());
+  }
+  for (int l = 0; l < static_cast<int>(sizes.layers.size()); ++l) {
+    const std::vector<FrozenBlock> blocks = frozen_of(sizes, l);
+    candidates.insert(candidates.end(), blocks.begin(), blocks.end());
+  }
+  const std::set<std::uint64_t> residents =
+      choose_residents(of_weights, candidates, {rules.cap_bytes, work_bytes, /*most_bytes=*/-1});
+  if (visits.empty() || residents.empty()) return peak_of(visits, rules);
+  int64_t bytes = 0;
+  std::set<std::uint64_t> counted;
+  for (const FrozenBlock& block : candidates) {
+    if (residents.contains(block.key) && counted.insert(block.key).second) bytes += block.bytes;
+  }
+  for (Visit& visit : visits) visit.weights = slot_bytes(visit.of_weights, residents);
+  DeviceMemory peak = peak_of(visits, {rules.cap_bytes - bytes, rules.waits});
+  peak.resident = bytes;
+  return peak;
+}
+
+// Of each device, without resident weights.
+std::vector<DeviceMemory> peaks_of(const std::vector<std::vector<Visit>>& visits, std::span<const DeviceRules> rules) {
+  std::vector<DeviceMemory> peaks;
+  for (std::size_t device = 0; device < visits.size(); ++device)
+    peaks.push_back(peak_of(visits[device], rules[device]));
+  return peaks;
+}
+
+bool less_in_total(const DeviceMemory& a, const DeviceMemory& b) { return a.total() < b.total(); }
+
 // Of each device.
 std::vector<std::vector<Visit>> visits_of(std::span<const Plan> plans, const StepSizes& sizes) {
   std::vector<std::vector<Visit>> visits;
@@ -162,15 +214,20 @@ std::vector<std::vector<Visit>> visits_of(std::span<const Plan> plans, const Ste
 
 LayerBytes layer_bytes(std::span<const ParameterSize> parameters) {
   LayerBytes layer;
+  int64_t frozen = 0;
   for (const ParameterSize& parameter : parameters) {
     layer.weights += parameter.bytes();
-    if (!parameter.trained) continue;
+    if (!parameter.trained) {
+      frozen += parameter.bytes();
+      continue;
+    }
     const GradientBytes gradients =
         gradient_bytes(parameter.bytes(), sum_bytes(parameter), has_wider_sums(parameter), parameter.tied);
     layer.gradients += gradients.sent;
     layer.sums += gradients.sums;
     layer.rounded += gradients.rounded;
   }
+  if (frozen > 0) layer.frozen.push_back({LayerBytes::kOwn, frozen});
   return layer;
 }
 
@@ -184,22 +241,33 @@ int64_t kept_bytes(const LayerFootprint& footprint, RecomputeGrain grain) {
   return grain == RecomputeGrain::kStage ? footprint.saved : footprint.outputs;
 }
 
+namespace {
+
+std::vector<DeviceMemory> predict_each(std::span<const Plan> plans, const StepSizes& sizes,
+                                       const std::function<DeviceRules(std::size_t device)>& rules_of) {
+  const std::vector<std::vector<Visit>> visits = visits_of(plans, sizes);
+  std::vector<DeviceRules> rules;
+  for (std::size_t device = 0; device < visits.size(); ++device) rules.push_back(rules_of(device));
+  std::vector<DeviceMemory> peaks = peaks_of(visits, rules);
+  const bool has_frozen =
+      std::ranges::any_of(sizes.layers, [](const LayerBytes& layer) { return !layer.frozen.empty(); });
+  if (!has_frozen || peaks.empty()) return peaks;
+  const int64_t work_bytes = std::ranges::max_element(peaks, less_in_total)->beside_weights();
+  for (std::size_t device = 0; device < visits.size(); ++device)
+    peaks[device] = peak_with_residents(visits[device], sizes, rules[device], work_bytes);
+  return peaks;
+}
+
+}  // namespace
+
 DeviceMemory predict_device(std::span<const Plan> plans, const StepSizes& sizes, const DeviceRules& rules) {
-  DeviceMemory most;
-  for (const std::vector<Visit>& of_device : visits_of(plans, sizes)) {
-    const DeviceMemory peak = peak_of(of_device, rules);
-    if (peak.total() > most.total()) most = peak;
-  }
-  return most;
+  const std::vector<DeviceMemory> peaks = predict_each(plans, sizes, [&](std::size_t) { return rules; });
+  return peaks.empty() ? DeviceMemory{} : *std::ranges::max_element(peaks, less_in_total);
 }
 
 std::vector<DeviceMemory> predict_devices(std::span<const Plan> plans, const StepSizes& sizes,
                                           std::span<const int64_t> cap_bytes) {
-  const std::vector<std::vector<Visit>> visits = visits_of(plans, sizes);
-  std::vector<DeviceMemory> peaks;
-  for (std::size_t device = 0; device < visits.size(); ++device)
-    peaks.push_back(peak_of(visits[device], {cap_bytes[device], false}));
-  return peaks;
+  return predict_each(plans, sizes, [&](std::size_t device) { return DeviceRules{cap_bytes[device], false}; });
 }
 
 int64_t stage_limit_bytes(const StepSizes& sizes, int64_t budget_bytes) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include <roundpipe/core/memory_rules.h>
+#include <roundpipe/core/residency.h>
 #include <roundpipe/schedule/plan.h>
 
 namespace roundpipe::simulate {
@@ -23,11 +24,15 @@ struct ParameterSize {
 
 // One layer's own bytes on a device.
 struct LayerBytes {
-  std::int64_t weights = 0;    // in a weight slot
-  std::int64_t gradients = 0;  // in flight to the host, if one job makes the whole sum; parts go as they are
-  std::int64_t sums = 0;       // of gradients
-  std::int64_t rounded = 0;    // gradients that are rounded into separate memory before they go
-  JoinedGradients joined;      // of weights that this layer is the first to have, and others share
+  std::int64_t weights = 0;         // in a weight slot
+  std::int64_t gradients = 0;       // in flight to the host, if one job makes the whole sum; parts go as they are
+  std::int64_t sums = 0;            // of gradients
+  std::int64_t rounded = 0;         // gradients that are rounded into separate memory before they go
+  JoinedGradients joined;           // of weights that this layer is the first to have, and others share
+  std::vector<FrozenBlock> frozen;  // of `weights`: blocks that no job changes, which may be resident
+
+  // The key of blocks that belong to one layer alone.
+  static constexpr std::uint64_t kOwn = ~std::uint64_t{0};
 };
 LayerBytes layer_bytes(std::span<const ParameterSize> parameters);
 
@@ -60,8 +65,14 @@ struct DeviceMemory {
   std::int64_t gradients = 0;  // parameter gradients, summed on the device
   std::int64_t values = 0;     // what microbatches pass from stage to stage
   std::int64_t work = 0;       // of running layers: saved activations and temporaries
+  // Frozen weights that stay there, at most, in room that nothing else needs; 0 on a device without a cap.
+  std::int64_t resident = 0;
 
-  std::int64_t total() const { return weights + gradients + values + work; }
+  std::int64_t total() const { return needed() + resident; }
+  // Without what goes first when memory is short.
+  std::int64_t needed() const { return weights + gradients + values + work; }
+  // Beside all weights: what the engine keeps free for a job, see choose_residents().
+  std::int64_t beside_weights() const { return gradients + values + work; }
 };
 
 struct DeviceRules {
@@ -71,7 +82,8 @@ struct DeviceRules {
 
 // The highest peak of any device while it runs the jobs of `plans`, one plan for each step. Follows a device's jobs in
 // their order: while one job runs, the weights and first values of the next job are uploaded; gradients are downloaded
-// while the next job begins. Throws std::invalid_argument if sizes and plans do not match.
+// while the next job begins. Frozen weights stay as choose_residents() says, of all layers, since with time each device
+// may meet each of them. Throws std::invalid_argument if sizes and plans do not match.
 DeviceMemory predict_device(std::span<const schedule::Plan> plans, const StepSizes& sizes, const DeviceRules& rules);
 // The peak of each device, each of which has a cap of its own. REQUIRES: a cap for each device of the plans.
 std::vector<DeviceMemory> predict_devices(std::span<const schedule::Plan> plans, const StepSizes& sizes,

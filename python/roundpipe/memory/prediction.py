@@ -17,6 +17,7 @@ class DeviceMemory:
         gradients: parameter gradients, summed on the device.
         values: values that microbatches pass from stage to stage.
         work: memory of running layers: saved activations and temporaries.
+        resident: frozen weights that stay there, at most, in room that nothing else needs; they go first.
         measured: the highest peak of any device since; None until a step has run.
     """
 
@@ -24,21 +25,33 @@ class DeviceMemory:
     gradients: int
     values: int
     work: int
+    resident: int = 0
     measured: int | None = None
 
     @property
     def total(self) -> int:
         """The sum of all entries, in bytes."""
+        return self.needed + self.resident
+
+    @property
+    def needed(self) -> int:
+        """The same without what goes first when memory is short, in bytes."""
         return self.weights + self.gradients + self.values + self.work
 
     def rows(self) -> dict[str, int]:
         """The entries by name."""
-        return {"weights": self.weights, "gradients": self.gradients, "values": self.values, "work": self.work}
+        return {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "values": self.values,
+            "work": self.work,
+            "resident": self.resident,
+        }
 
 
 def device_memory(peak: _core.DeviceMemory) -> DeviceMemory:
     """The engine's prediction in the form of this package."""
-    return DeviceMemory(peak.weights, peak.gradients, peak.values, peak.work)
+    return DeviceMemory(peak.weights, peak.gradients, peak.values, peak.work, peak.resident)
 
 
 def predict_device(

@@ -225,7 +225,7 @@ class StepMemory:
             return True
         step = step_shape(request)
         _, wanted = self._least(step, request.config.recompute_grain, self._footprints(step), self._device_budget)
-        return wanted.total <= self._device_budget
+        return wanted.needed <= self._device_budget
 
     def predict(self, request: CallRequest) -> MemoryPrediction:
         """Predicts the call's memory. Plans from now on keep to that."""
@@ -251,7 +251,7 @@ class StepMemory:
         self._last = MemoryPrediction(wanted, self._host(step, tried), tried, _activations(self._pipeline, step, tried))
         if self._host_budget is not None:
             refuse_host("RoundPipe", self._name, self._host_budget, lambda rule: self._host(step, tried, rule))
-        if wanted.total > budget:
+        if wanted.needed > budget:
             change = self._change(step, footprints, budget, "device_memory=")
             refuse_device("RoundPipe", self._name, budget, wanted, change)
         return tried
@@ -263,7 +263,7 @@ class StepMemory:
         tried: RecomputeGrain = grain
         while True:
             wanted = self._tell_planner(step, footprints, tried)
-            if wanted.total <= budget or tried == "layer":
+            if wanted.needed <= budget or tried == "layer":
                 return tried, wanted
             tried = "layer"
 
@@ -291,9 +291,9 @@ class StepMemory:
             return text
         correction = self._correction
         try:
-            if wanted.total <= cap:
+            if wanted.needed <= cap:
                 # It did not fit, so the unpredicted part takes at least the rest.
-                self._correction *= 1 + (cap - wanted.total + 1) / max(1, wanted.work)
+                self._correction *= 1 + (cap - wanted.needed + 1) / max(1, wanted.work)
                 text += (
                     "\nthat would have fitted: something else is on the device, or a layer takes more than when it was "
                     "measured. If it takes as much as did not fit:"
@@ -356,17 +356,17 @@ class StepMemory:
         fits, too_many = 0, rows
         while too_many - fits > 1:
             left = (fits + too_many) // 2
-            if taken(left).total <= budget:
+            if taken(left).needed <= budget:
                 fits = left
             else:
                 too_many = left
-        while fits and measured is not None and taken(fits, measured(fits)).total > budget:
+        while fits and measured is not None and taken(fits, measured(fits)).needed > budget:
             fits -= max(1, fits // 16)
         if fits:
             return f"num_microbatch={count_with(fits)} and recompute_grain='layer'"
         one = taken(1)
         wanted = self._device(step, "layer", footprints, budget)
-        larger = f"{memory}{_core.format_bytes(max(wanted.total, budget + 1))!r}"
+        larger = f"{memory}{_core.format_bytes(max(wanted.needed, budget + 1))!r}"
         fixed = one.weights + one.gradients
         if fixed > budget:
             return (
@@ -374,7 +374,7 @@ class StepMemory:
                 f"{_core.format_bytes(fixed)}. Layers split into smaller ones, or adapters, would"
             )
         savers = ", ".join(["shorter rows", *step.savers])
-        return f"{larger}. No number of microbatches helps: one row takes {_core.format_bytes(one.total)}. Or {savers}"
+        return f"{larger}. No number of microbatches helps: one row takes {_core.format_bytes(one.needed)}. Or {savers}"
 
     def _tell_planner(
         self,

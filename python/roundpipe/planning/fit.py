@@ -67,7 +67,7 @@ class Fit:
     @property
     def fits(self) -> bool:
         """Whether the plan fits on the devices."""
-        return not self.memory or self.device.total <= self.memory
+        return not self.memory or self.device.needed <= self.memory
 
     @property
     def again_ms(self) -> float:
@@ -88,7 +88,7 @@ class Fit:
     @property
     def over(self) -> float:
         """What the fullest device takes, as a share of what it has."""
-        return self.device.total / self.memory if self.memory else 0.0
+        return self.device.needed / self.memory if self.memory else 0.0
 
 
 def layers_of_shapes(shapes: ModelShapes) -> Layers:
@@ -251,7 +251,7 @@ def _fullest(plans: list[_core.Plan], sizes: _core.StepSizes, memory: list[int])
     if len(set(memory)) == 1:
         return predict_device(plans, sizes, cap_bytes=memory[0]), memory[0]
     peaks = zip(predict_devices(plans, sizes, memory), memory, strict=True)
-    return max(peaks, key=lambda peak: peak[0].total / peak[1] if peak[1] else 0.0)
+    return max(peaks, key=lambda peak: peak[0].needed / peak[1] if peak[1] else 0.0)
 
 
 def longest_row(predict: Callable[[int], Fit], limit: int = 1 << 20) -> tuple[int, Fit | None]:

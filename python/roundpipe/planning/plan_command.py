@@ -127,7 +127,7 @@ class _MemoryReport:
         if room is not None and not self.planned.host_fits:
             short.append(f"the host needs {_gb(host.total)} of {_gb(room)} GB")
         if not fit.fits:
-            short.append(f"a device needs {_gb(fit.device.total)} of {_gb(fit.memory)} GB")
+            short.append(f"a device needs {_gb(fit.device.needed)} of {_gb(fit.memory)} GB")
         if short:
             found = self.planned.change()
             change = "give it more memory, or take a smaller model" if found is None else f"it would with {found}"
@@ -141,7 +141,7 @@ class _MemoryReport:
             return "not compared: give --memory and --host-memory"
         of_host = "" if room is None else f" of {_gb(room)}"
         of_device = f" of {_gb(fit.memory)}" if fit.memory else ""
-        line = f"fits (predicted): {_gb(fit.device.total)}{of_device} GB on a device, "
+        line = f"fits (predicted): {_gb(fit.device.needed)}{of_device} GB on a device, "
         line += f"{_gb(host.total)}{of_host} GB on the host"
         return f"{line}; not compared: {asked[0]}" if asked else line
 

@@ -53,7 +53,7 @@ class Planned:
         """The cheapest change of options with which it fits, which has been tried; None if none was found."""
         if not self.fit.fits and self.shapes is None and len(set(self.fit.memory_of_each)) > 1:
             # No option is about one of several devices that are not alike.
-            return f"{_enough(self.fit.device.total)} on a device of {self.fit.memory / 1e9:.2f} GB"
+            return f"{_enough(self.fit.device.needed)} on a device of {self.fit.memory / 1e9:.2f} GB"
         for changes in _changes(self):
             if plan_within_memory(dataclasses.replace(self.options, **changes)).fits:
                 return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changes.items())
@@ -146,7 +146,7 @@ def _changes(planned: Planned) -> Iterator[dict[str, Any]]:
     of_devices: list[dict[str, Any]] = [{}]
     if not planned.fit.fits:
         tokens = _shorter_rows(planned)
-        of_devices = [{"memory": _enough(int(more * planned.fit.device.total))} for more in _MORE_MEMORY]
+        of_devices = [{"memory": _enough(int(more * planned.fit.device.needed))} for more in _MORE_MEMORY]
         if tokens is not None:
             of_devices = [{"tokens": tokens}]
     if planned.host_fits:

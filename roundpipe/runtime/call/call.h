@@ -147,9 +147,9 @@ class Call : public std::enable_shared_from_this<Call> {
   std::vector<memory::WeightVersionPtr> readings;       // [block]
   // Whether a parameter of the block requires gradients.
   bool trains(size_t block) const;
-  std::vector<char> saved_boundaries;                   // [layer]: values before this layer are kept
-  std::vector<device::EventPtr> loss_ready;             // [microbatch]
-  LossScale::Reserved loss_scales;                      // of its losses
+  std::vector<char> saved_boundaries;        // [layer]: values before this layer are kept
+  std::vector<device::EventPtr> loss_ready;  // [microbatch]
+  LossScale::Reserved loss_scales;           // of its losses
   // Of a loss that is open (Loss::is_open): the microbatches in the order in which theirs are computed, and
   // [microbatch] the event that lets it be computed, null for the first one. Else empty.
   std::vector<int> loss_order;

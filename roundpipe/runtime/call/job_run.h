@@ -41,7 +41,7 @@ struct JobRun final : public CheckedJob, public std::enable_shared_from_this<Job
   std::shared_ptr<Attempt> attempt;
   double position = 0;  // in the order of the model's calls: Call::position + Job::order
   int last_layer = 0;   // of the model
-  StageLayout layout;  // of its slot; once ResidentWeights has chosen, without its resident blocks
+  StageLayout layout;   // of its slot; once ResidentWeights has chosen, without its resident blocks
   // Per layer of the stage: events to wait for, and events to fire; null if there is none.
   std::vector<device::EventPtr> buffers_before;
   std::vector<device::EventPtr> buffers_after;
@@ -50,13 +50,13 @@ struct JobRun final : public CheckedJob, public std::enable_shared_from_this<Job
   std::shared_ptr<const std::vector<Values>> labels;
 
   // Protected by the lock of the worker's queue.
-  uint64_t era = 0;                     // jobs of a later era come later on every device, whatever their positions
-  uint64_t number = 0;                  // among all jobs that the pool was given; orders those of one position
-  int slot = -1;                        // constant once it is set
-  bool may_reside = false;              // it is to be decided which of its blocks are resident
+  uint64_t era = 0;         // jobs of a later era come later on every device, whatever their positions
+  uint64_t number = 0;      // among all jobs that the pool was given; orders those of one position
+  int slot = -1;            // constant once it is set
+  bool may_reside = false;  // it is to be decided which of its blocks are resident
   std::map<size_t, ResidentBlock> residents;  // by block; constant from then on, but for their contents
   StageLayout whole_layout;                   // if there are any: of all blocks, for another attempt
-  std::vector<device::EventPtr> begun;  // transfers that have taken device memory before the job runs
+  std::vector<device::EventPtr> begun;        // transfers that have taken device memory before the job runs
 
   // Protected by that lock until the job runs, then the device's thread's.
   device::EventPtr uploaded;  // all weights and buffers

@@ -32,8 +32,6 @@ void DeviceRoom::enqueued() {
 int64_t DeviceRoom::work_bytes(const JobRun& run, const JobRun* before) const {
   const int64_t known_bytes = run.call->model->work_bytes.load();
   if (known_bytes > 0) return known_bytes;
-  // Share of the cap reserved for activations; beyond it, an idle slot is freed.
-  constexpr double kActivationShare = 0.4;
   auto bytes = static_cast<int64_t>(static_cast<double>(device_.memory_limit_bytes()) * kActivationShare);
   for (const JobRun* each : {before, &run}) {
     if (each != nullptr && each->job.phase != schedule::Phase::kForward) bytes += each->layout.gradient_bytes;

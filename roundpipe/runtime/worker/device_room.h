@@ -12,11 +12,10 @@
 
 namespace roundpipe::runtime {
 
-// One device's memory, and which job may use it: weights in two slots, frozen ones that stay, staged values, and results
-// on their way out.
-// While one job runs, the weights and first inputs of the next are prefetched. When the running job runs out of memory,
-// it gets the memory of others: first that of results which have left and of frozen weights that it does not read, then
-// that of everything prefetched, which is evicted to the host.
+// One device's memory, and which job may use it: weights in two slots, frozen ones that stay, staged values, and
+// results on their way out. While one job runs, the weights and first inputs of the next are prefetched. When the
+// running job runs out of memory, it gets the memory of others: first that of results which have left and of frozen
+// weights that it does not read, then that of everything prefetched, which is evicted to the host.
 //
 // Thread safety: the device's thread inside its compute scope, unless said otherwise.
 class DeviceRoom {

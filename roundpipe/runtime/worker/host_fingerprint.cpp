@@ -69,20 +69,26 @@ HostFingerprintPtr host_fingerprint(Call& call, size_t block) {
   memory::ParameterBlock& weights = *call.model->blocks[block].block;
   const memory::WeightVersionPtr version = call.readings[block];
   weights.add_reader(version, print->known);
-  // The model holds the layout.
-  const auto look = [print, version, model = call.model, &weights, writes = writes_of(weights)] {
+  // What is read, let go of before anybody knows the result: a model ends with the last call that uses it.
+  struct Reading {
+    std::shared_ptr<ModelState> model;  // has the layout
+    memory::WeightVersionPtr version;
+  };
+  auto reading = std::make_shared<Reading>(Reading{call.model, version});
+  const auto look = [print, reading, &layout = weights.layout(), writes = writes_of(weights)] {
     try {
-      print->value = fingerprint_of(*version, weights.layout(), writes);
+      print->value = fingerprint_of(*reading->version, layout, writes);
     } catch (...) {
       print->value.reset();  // no memory for the parts, say: then the weights are uploaded
     }
+    *reading = {};
     print->known->fire();
   };
   const auto first_layer = static_cast<size_t>(call.model->blocks[block].layers.front());
   version->published->then(
       [print, version, look, first_layer] {
-        UpdateThread::Work work =
-            UpdateThread::prepare({std::numeric_limits<uint64_t>::max(), UpdateThread::Kind::kUpdate, first_layer}, look);
+        UpdateThread::Work work = UpdateThread::prepare(
+            {std::numeric_limits<uint64_t>::max(), UpdateThread::Kind::kUpdate, first_layer}, look);
         if (version->published->error() || !UpdateThread::instance().submit(work)) print->known->fire();
       },
       [print](const std::exception_ptr&) { print->known->fire(); });

@@ -62,7 +62,8 @@ class LayerRunner {
   void begin(JobRun& run);
   // When the job is over, or begin() threw.
   void end();
-  // Points the shells of the job's layers at its slot and its resident weights, and sets which parameters require gradients.
+  // Points the shells of the job's layers at its slot and its resident weights, and sets which parameters require
+  // gradients.
   void bind(JobRun& run);
   // Detaches the shells from the slot, so that its memory can be freed while it is idle. Also after a bind() that
   // threw. Makes no call to the device, which may be lost.

@@ -99,7 +99,8 @@ void ResidentWeights::choose(const Reserve& reserve) {
       unwanted.push_back(copy);
     }
     std::vector<FrozenBlock> candidates;
-    for (const auto* some : {&here, &others, &wanted, &old}) candidates.insert(candidates.end(), some->begin(), some->end());
+    for (const auto* some : {&here, &others, &wanted, &old})
+      candidates.insert(candidates.end(), some->begin(), some->end());
     if (!runs_again(call)) candidates.clear();
     room.most_bytes = most_bytes_;
     chosen = choose_residents(visits, candidates, room);
@@ -204,8 +205,8 @@ std::vector<Piece> ResidentWeights::fill(JobRun& run, size_t block, ResidentBloc
   }
   // It may stand aside for lack of memory, so nothing has changed before this.
   if (!memory.defined()) {
-    memory = at::empty({resident.copy->size_bytes},
-                       at::TensorOptions().dtype(at::kByte).device(device_.torch_device()));
+    memory =
+        at::empty({resident.copy->size_bytes}, at::TensorOptions().dtype(at::kByte).device(device_.torch_device()));
   }
   {
     const MutexLock lock(mutex_);

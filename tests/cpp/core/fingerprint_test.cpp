@@ -47,7 +47,8 @@ TEST_CASE("fingerprint: words that change places are found, and so is another le
   }
   const std::vector<unsigned char> zeros(256);
   std::set<uint64_t> seen;
-  for (std::size_t count = 0; count <= zeros.size(); ++count) CHECK(seen.insert(fingerprint(zeros.data(), count)).second);
+  for (std::size_t count = 0; count <= zeros.size(); ++count)
+    CHECK(seen.insert(fingerprint(zeros.data(), count)).second);
 }
 
 TEST_CASE("fingerprint: a sequence differs if a part does, or their order") {

@@ -1,5 +1,7 @@
 #include <roundpipe/schedule/costs.h>
 
+#include <stdexcept>
+
 #include <doctest/doctest.h>
 
 using namespace roundpipe::schedule;
@@ -27,4 +29,38 @@ TEST_CASE("costs: layers that take no time stay so") {
   LayerCosts costs(2);
   average_alike(costs, 0.1);
   CHECK(costs[1].forward_ms == 0);
+}
+
+TEST_CASE("costs: a device keeps the frozen weights of layers that it meets, as long as it has room") {
+  const LayerCosts costs(3, {.forward_ms = 1, .weight_bytes = 100, .frozen_bytes = 80});
+  Cluster cluster;
+  cluster.devices = {{1, 0, 170}, {1, 0, 0}};
+  KeptWeights kept(costs, cluster);
+  CHECK(kept.any());
+  CHECK(kept.kept_bytes({0, 3}, 0) == 0);
+  kept.meet({1, 3}, 0);
+  kept.meet({1, 3}, 0);
+  kept.meet({0, 1}, 0);  // no room any more
+  kept.meet({0, 3}, 1);
+  CHECK(kept.kept_bytes({0, 3}, 0) == 160);
+  CHECK(kept.kept_bytes({0, 2}, 0) == 80);
+  CHECK(kept.kept_bytes({0, 3}, 1) == 0);
+}
+
+TEST_CASE("costs: nothing is kept without frozen weights or without room") {
+  Cluster cluster;
+  cluster.devices = {{1, 0, 170}};
+  CHECK_FALSE(KeptWeights(LayerCosts(2, {.weight_bytes = 100}), cluster).any());
+  cluster.devices = {{1, 170, 0}};
+  KeptWeights kept(LayerCosts(2, {.weight_bytes = 100, .frozen_bytes = 80}), cluster);
+  CHECK_FALSE(kept.any());
+  kept.meet({0, 2}, 0);
+  CHECK(kept.kept_bytes({0, 2}, 0) == 0);
+}
+
+TEST_CASE("costs: more frozen bytes than weights, and room below zero, are refused") {
+  CHECK_THROWS_AS(validate(LayerCosts(1, {.weight_bytes = 10, .frozen_bytes = 11})), std::invalid_argument);
+  Cluster cluster;
+  cluster.devices = {{1, 0, -1}};
+  CHECK_THROWS_AS(validate(cluster), std::invalid_argument);
 }

@@ -194,6 +194,31 @@ TEST_CASE("links: an update slows the links beside it, which leave it what they 
   }
 }
 
+TEST_CASE("links: frozen weights that a device keeps go up once") {
+  LayerCosts costs = costs_of(5 * kMB, 0);
+  for (LayerCost& cost : costs) {
+    cost.gradient_bytes = kMB;
+    cost.frozen_bytes = 4 * kMB;
+  }
+  const std::vector<Plan> plans(3, two_layers(1));
+  const auto up_ms = [&](std::int64_t resident_bytes) {
+    Cluster cluster = cluster_of(1, 1);
+    cluster.devices[0].resident_bytes = resident_bytes;
+    std::vector<double> of_steps(plans.size());
+    for (const TransferEvent& event : simulate_links(plans, costs, cluster, {}).transfers) {
+      if (event.kind == Priority::kWeight)
+        of_steps[static_cast<std::size_t>(event.step)] += event.end_ms - event.start_ms;
+    }
+    return of_steps;
+  };
+  const auto check_steps = [&](const std::vector<double>& got, const std::vector<double>& expected) {
+    for (std::size_t i = 0; i < expected.size(); ++i) CHECK(got[i] == doctest::Approx(expected[i]));
+  };
+  check_steps(up_ms(0), {15, 15, 15});
+  check_steps(up_ms(8 * kMB), {11, 3, 3});  // the first layer is met twice in the first step
+  check_steps(up_ms(4 * kMB), {11, 7, 7});  // room for one: the first layer's
+}
+
 TEST_CASE("links: bad rules") {
   const std::vector<Plan> several{two_layers(1)};
   CHECK_THROWS_AS(simulate_links(several, costs_of(0, 0), cluster_of(1), {.update = {.gb_per_s = -1}}),

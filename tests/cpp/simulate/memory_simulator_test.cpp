@@ -399,3 +399,49 @@ TEST_CASE("memory: what the planner places on devices of unequal memory fits eac
     }
   }
 }
+
+TEST_CASE("memory simulator: frozen weights that stay take room that nothing else needs") {
+  // Four layers of 1000 bytes, of which 900 are frozen, on one device: forward of three, the last fused, backward.
+  StepSizes sizes;
+  for (int l = 0; l < 4; ++l) {
+    LayerBytes& layer = sizes.layers.emplace_back();
+    layer.weights = 1000;
+    layer.gradients = layer.sums = 100;
+    layer.frozen = {{LayerBytes::kOwn, 900}};
+    sizes.footprints.push_back(
+        {.inputs = 10, .outputs = 10, .output_gradients = 10, .forward = 20, .saved = 20, .backward = 40});
+  }
+  const Range all{0, 2};
+  Plan plan{4, 2, 1, 0, {}};
+  for (int l = 0; l < 3; ++l) plan.jobs.push_back({Phase::kForward, {l, l + 1}, all, 0});
+  plan.jobs.push_back({Phase::kFused, {3, 4}, all, 0});
+  for (int l = 3; l-- > 0;) plan.jobs.push_back({Phase::kBackward, {l, l + 1}, all, 0});
+  const std::vector<Plan> plans(2, plan);
+  const auto predicted = [&](int64_t cap_bytes) {
+    return predict_device(plans, sizes, {.cap_bytes = cap_bytes, .waits = true});
+  };
+  CHECK(predicted(0).resident == 0);
+  const DeviceMemory roomy = predicted(1'000'000);
+  CHECK(roomy.resident == 4 * 900);
+  CHECK(roomy.weights == 2 * 100);
+  CHECK(roomy.total() == roomy.needed() + roomy.resident);
+  int64_t before = 0;
+  for (int64_t cap = 1000; cap < 6000; cap += 50) {
+    const DeviceMemory memory = predicted(cap);
+    const DeviceMemory none = [&] {
+      StepSizes trained = sizes;
+      for (LayerBytes& layer : trained.layers) layer.frozen.clear();
+      return predict_device(plans, trained, {.cap_bytes = cap, .waits = true});
+    }();
+    CHECK(none.resident == 0);
+    CHECK(memory.resident % 900 == 0);
+    CHECK(memory.resident >= before);
+    before = memory.resident;
+    if (none.total() <= cap) CHECK(memory.total() <= cap);
+    CHECK(memory.needed() <= none.needed());
+  }
+  CHECK(before == 4 * 900);
+  // A block that layers share is there once.
+  for (LayerBytes& layer : sizes.layers) layer.frozen = {{7, 900}};
+  CHECK(predicted(1'000'000).resident == 900);
+}
