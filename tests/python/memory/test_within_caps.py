@@ -1,4 +1,4 @@
-"""Steps are planned within what devices have, without being asked to: no retry, the same bits, no more than there is."""
+"""Steps are planned within what devices have, unasked: no retry, the same bits, and no more than there is."""
 
 from __future__ import annotations
 
