@@ -78,10 +78,10 @@ class LinkSimulator {
         rules_(rules),
         sums_(costs, plans[0].first_backward_layer),
         kept_(costs, cluster),
-        gradients_left_(gradients_of(plans)),
         host_rate_(cluster.host_gb_per_s > 0 ? cluster.host_gb_per_s * kBytesPerMs : kNever),
         updates_share_(host_rate_ < kNever && rules.update.traffic > 0),
         update_claim_(rules.update.gb_per_s > 0 ? rules.update.gb_per_s * kBytesPerMs * rules.update.traffic : kNever),
+        gradients_left_(gradients_of(plans)),
         exchange_(costs, expected(gradients_left_), rules.nodes, rules.update.gb_per_s, updates_share_) {
     const Plan& first = plans[0];
     layers_ = first.layers;
