@@ -99,9 +99,9 @@ class Machine:
 def measured(model: RunRecords) -> Machine:
     """The machine as the calls of `model` have measured it: nothing is moved to measure.
 
-    With `roundpipe.planning.costs.save(model.costs(), ...)`, `roundpipe plan --machine` plans for a run as it was.
-    Where links have been seen to slow each other, the command shares that bandwidth with updates, though the run has
-    measured both beside each other: then it predicts too long a step rather than too short a one.
+    With `roundpipe.planning.costs.save(model.costs(), ...)`, `roundpipe plan --machine` plans for a run as it was. If
+    links have slowed each other, the command shares their bandwidth with updates, though the run has measured both
+    beside each other: then it predicts too long a step rather than too short a one.
 
     Raises:
         ValueError: the layers, a link's direction or the optimizer have not been measured.
