@@ -141,15 +141,18 @@ int64_t ResidentWeights::size_bytes() const {
 ResidentCopyPtr ResidentWeights::find(ModelState& model, size_t block) {
   ResidentCopyPtr copy = model.residents.find(worker_, block);
   if (!copy) copy = replace(model, block);
-  if (!std::exchange(copy->is_counted, true)) copies_.push_back(copy);
+  count(copy);
   return copy;
+}
+
+void ResidentWeights::count(const ResidentCopyPtr& copy) {
+  if (!std::exchange(copy->is_counted, true)) copies_.push_back(copy);
 }
 
 ResidentCopyPtr ResidentWeights::replace(ModelState& model, size_t block) {
   auto copy = std::make_shared<ResidentCopy>(size_in_slot(model, block));
   copy->last_wanted = submissions_;
-  copy->is_counted = true;
-  copies_.push_back(copy);
+  count(copy);
   model.residents.put(worker_, block, copy);
   return copy;
 }
@@ -215,6 +218,7 @@ std::vector<Piece> ResidentWeights::fill(JobRun& run, size_t block, ResidentBloc
     copy.holds = wanted;
     copy.is_whole = copy.is_doubtful = false;
     ++copy.users;
+    count(resident.copy);  // it may have been taken off since the job got its slot
     resident.weights = memory;
   }
   resident.arrived->then(

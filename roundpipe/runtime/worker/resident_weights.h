@@ -67,6 +67,8 @@ class ResidentWeights {
   std::vector<transfer::Piece> fill(JobRun& run, size_t block, ResidentBlock& resident);
   // The model's copy of a block, made if there is none.
   ResidentCopyPtr find(ModelState& model, size_t block) ROUNDPIPE_REQUIRES(mutex_);
+  // It takes part in size_bytes() and give_way() from now on.
+  void count(const ResidentCopyPtr& copy) ROUNDPIPE_REQUIRES(mutex_);
   // A new copy instead of it, which goes with the last job that reads it.
   ResidentCopyPtr replace(ModelState& model, size_t block) ROUNDPIPE_REQUIRES(mutex_);
   // Takes the memory off a copy that no job reads, to be dropped after the lock.
