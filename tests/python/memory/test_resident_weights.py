@@ -398,6 +398,37 @@ def test_copies_go_with_their_model() -> None:
     assert held < LAYERS * BASE
 
 
+@pytest.mark.parametrize("memory", [HALF, "1MiB", ROOMY])
+def test_a_prediction_counts_them(memory: str) -> None:
+    roundpipe.devices(f"virtual:1,memory={memory}")
+    model = pipe_of(chain(), 2, execute_plan=stages())
+    value, label = next(batches(1))
+    predicted = model.predict_memory((value,), label=label, loss_fn=squared_error).device
+    assert predicted.total == predicted.needed + predicted.resident
+    optimizer = roundpipe.optim.SGD(model, lr=0.01)
+    for value, label in batches(3):
+        model.forward_backward((value,), label=label, loss_fn=squared_error)
+        model.step(optimizer, is_async=False)
+        model.synchronize()
+    report = roundpipe.devices().memory_report()[0]
+    # What jobs take is known by then, so that all of them have room even here.
+    assert resident() == [predicted.resident] == [LAYERS * BASE]
+    assert 0.97 * report["peak_bytes"] <= predicted.total <= report["limit_bytes"]
+
+
+def test_a_budget_is_kept_with_them() -> None:
+    roundpipe.devices("virtual:1,debug")
+    model = RoundPipe(
+        chain(), name="tested", model_run_config=roundpipe.RoundPipeRunConfig(num_microbatch=2), device_memory="700KiB"
+    )
+    for value, label in batches(4):
+        model.forward_backward((value,), label=label, loss_fn=squared_error)
+        model.synchronize()
+    report = roundpipe.devices().memory_report()[0]
+    assert 0 < report["resident_bytes"]
+    assert report["peak_bytes"] <= 700 * 1024
+
+
 def test_two_models_share_the_room() -> None:
     roundpipe.devices(f"virtual:1,memory={ROOMY},debug")
     models = [pipe_of(chain(), 1, execute_plan=stages()) for _ in range(2)]
