@@ -1,12 +1,12 @@
 #include <optional>
 
-#include <roundpipe/api/step_memory.h>
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/device/device_spec.h>
 #include <roundpipe/device/event.h>
 #include <roundpipe/device/virtual/memory_meter.h>
 #include <roundpipe/runtime/engine.h>
+#include <roundpipe/runtime/step_memory.h>
 
 #include "bindings.h"
 #include "interpreter_lock.h"
@@ -115,7 +115,7 @@ void bind_device(py::module_& module) {
            })
       .def("copies_on_compute_cores",
            [](Engine& engine) { return engine.worker(0).device().copies_on_compute_cores(); })
-      .def("smallest_cap_bytes", &smallest_cap_bytes)
+      .def("smallest_cap_bytes", &runtime::smallest_cap_bytes)
       .def("limit_memory",
            [](Engine& engine, int64_t limit_bytes) {
              for (int i = 0; i < engine.pool_size(); ++i) engine.pool_worker(i).device().limit_memory(limit_bytes);

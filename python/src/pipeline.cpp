@@ -1,10 +1,10 @@
 #include <optional>
 
-#include <roundpipe/api/step_memory.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/layers/emulated_layer.h>
-#include <roundpipe/runtime/layer_sizes.h>
+#include <roundpipe/runtime/model/layer_sizes.h>
 #include <roundpipe/runtime/pipeline.h>
+#include <roundpipe/runtime/step_memory.h>
 #include <roundpipe/simulate/memory_simulator.h>
 
 #include "bindings.h"
@@ -232,24 +232,24 @@ void bind_pipeline(py::module_& module) {
            py::arg("model"), py::arg("parameters"));
   module.def("any_claimed", &runtime::ParameterClaim::any_claimed, py::arg("parameters"));
 
-  py::class_<StepsWithinCap>(module, "StepsWithinCap")
+  py::class_<runtime::StepsWithinCap>(module, "StepsWithinCap")
       .def(py::init<>())
       .def(
           "known",
-          [](const StepsWithinCap& steps, const std::string& kind, int64_t bytes, int microbatches) {
+          [](const runtime::StepsWithinCap& steps, const std::string& kind, int64_t bytes, int microbatches) {
             return steps.known({kind, bytes, microbatches});
           },
           py::arg("kind"), py::arg("bytes"), py::arg("microbatches"))
       .def(
           "admit",
-          [](StepsWithinCap& steps, const std::string& kind, int64_t bytes, int microbatches,
-             const PlannedMemory& planned) { steps.admit({kind, bytes, microbatches}, planned); },
+          [](runtime::StepsWithinCap& steps, const std::string& kind, int64_t bytes, int microbatches,
+             const runtime::PlannedMemory& planned) { steps.admit({kind, bytes, microbatches}, planned); },
           py::arg("kind"), py::arg("bytes"), py::arg("microbatches"), py::arg("planned"));
-  ValueClass<PlannedMemory>(module, "PlannedMemory")
-      .attribute("grain", &PlannedMemory::grain)
-      .attribute("device", &PlannedMemory::device)
-      .attribute("fits", &PlannedMemory::fits)
-      .def(py::init([](RecomputeGrain grain) { return PlannedMemory{grain, {}, true}; }), py::arg("grain"));
+  ValueClass<runtime::PlannedMemory>(module, "PlannedMemory")
+      .attribute("grain", &runtime::PlannedMemory::grain)
+      .attribute("device", &runtime::PlannedMemory::device)
+      .attribute("fits", &runtime::PlannedMemory::fits)
+      .def(py::init([](RecomputeGrain grain) { return runtime::PlannedMemory{grain, {}, true}; }), py::arg("grain"));
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(module, "Pipeline")
       .def(py::init([](std::string name, const py::list& layers, bool pinned, const Pipeline* in_place_of) {
              std::vector<std::unique_ptr<runtime::Layer>> made;
@@ -414,11 +414,12 @@ void bind_pipeline(py::module_& module) {
           "plan_within",
           [](Pipeline& pipeline, const runtime::Route& route, schedule::PlanMode mode, int microbatches,
              const simulate::StepSizes& sizes, int64_t budget_bytes, double work_factor) {
-            MemoryLimit limit;
+            runtime::MemoryLimit limit;
             limit.budget_bytes = budget_bytes;
             limit.rules = {budget_bytes, Engine::current()->worker(0).device().copies_on_compute_cores()};
             limit.work_factor = work_factor;
-            return plan_within(pipeline, route, {mode, microbatches, sizes.gradient_groups, sizes.grain}, sizes, limit);
+            return runtime::plan_within(pipeline, route, {mode, microbatches, sizes.gradient_groups, sizes.grain},
+                                        sizes, limit);
           },
           py::arg("route"), py::arg("mode"), py::arg("microbatches"), py::arg("sizes"), py::arg("budget_bytes"),
           py::arg("work_factor"), py::call_guard<py::gil_scoped_release>())
@@ -426,7 +427,8 @@ void bind_pipeline(py::module_& module) {
           "plan_within_caps",
           [](Pipeline& pipeline, const runtime::Route& route, schedule::PlanMode mode, int microbatches,
              const simulate::StepSizes& sizes) {
-            return plan_within_caps(pipeline, route, {mode, microbatches, sizes.gradient_groups, sizes.grain}, sizes);
+            return runtime::plan_within_caps(pipeline, route, {mode, microbatches, sizes.gradient_groups, sizes.grain},
+                                             sizes);
           },
           py::arg("route"), py::arg("mode"), py::arg("microbatches"), py::arg("sizes"),
           py::call_guard<py::gil_scoped_release>())

@@ -1,7 +1,7 @@
-#include <roundpipe/schedule/card.h>
 #include <roundpipe/schedule/moved_bytes.h>
 #include <roundpipe/schedule/search.h>
 #include <roundpipe/simulate/baselines.h>
+#include <roundpipe/simulate/card.h>
 #include <roundpipe/simulate/link_search.h>
 
 #include <pybind11/operators.h>

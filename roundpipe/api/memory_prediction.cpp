@@ -8,14 +8,14 @@
 #include <ATen/ops/ones_like.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include <roundpipe/api/step_memory.h>
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/device/virtual/memory_meter.h>
 #include <roundpipe/memory/crossing.h>
 #include <roundpipe/optim/block_optimizer.h>
-#include <roundpipe/runtime/layer_sizes.h>
+#include <roundpipe/runtime/model/layer_sizes.h>
 #include <roundpipe/runtime/model/parameter_watch.h>
+#include <roundpipe/runtime/step_memory.h>
 #include <roundpipe/torch_compat/autograd_nodes.h>
 #include <roundpipe/torch_compat/own_generators.h>
 
@@ -194,7 +194,7 @@ MemoryPrediction predict_step(runtime::Pipeline& pipeline, const StepShape& shap
       step_sizes(model, shape, options, measure_layers(model, shape, &loss, engine->worker(0).device()));
   runtime::PlanRequest request{schedule::PlanMode::kFused, shape.microbatches, options.gradient_groups,
                                options.recompute_grain};
-  const PlannedMemory planned = plan_within_caps(pipeline, options.route, request, sizes);
+  const runtime::PlannedMemory planned = runtime::plan_within_caps(pipeline, options.route, request, sizes);
   request.recompute_grain = planned.grain;
   MemoryPrediction prediction;
   prediction.device = planned.device;

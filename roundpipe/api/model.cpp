@@ -139,10 +139,10 @@ void Model::check_modules() const {
 
 RecomputeGrain Model::admit(const StepShape& shape, const LossFunction* loss, const RunOptions& options) {
   const std::shared_ptr<Engine> engine = Engine::current();
-  const int64_t cap_bytes = smallest_cap_bytes(*engine);
+  const int64_t cap_bytes = runtime::smallest_cap_bytes(*engine);
   if (!measure_steps_ || cap_bytes == 0 || !std::holds_alternative<std::monostate>(options.route))
     return options.recompute_grain;
-  StepsWithinCap::Step step;
+  runtime::StepsWithinCap::Step step;
   step.kind = concat(loss != nullptr, " ", engine->size(), " ", cap_bytes, " ", options.gradient_groups, " ",
                      static_cast<int>(options.recompute_grain));
   for (const std::unique_ptr<runtime::LayerState>& state : pipeline().model().layers)
@@ -158,15 +158,15 @@ RecomputeGrain Model::admit(const StepShape& shape, const LossFunction* loss, co
   pipeline().drain();
   pipeline().wait_buffers();
   pipeline().weights().show();
-  PlannedMemory planned{options.recompute_grain, {}, true};
+  runtime::PlannedMemory planned{options.recompute_grain, {}, true};
   try {
     const runtime::ModelState& model = pipeline().model();
     const simulate::StepSizes sizes =
         step_sizes(model, shape, options, measure_layers(model, shape, loss, engine->worker(0).device()));
-    planned = plan_within_caps(pipeline(), {},
-                               {loss != nullptr ? schedule::PlanMode::kFused : schedule::PlanMode::kTrain,
-                                shape.microbatches, options.gradient_groups, options.recompute_grain},
-                               sizes);
+    planned = runtime::plan_within_caps(pipeline(), {},
+                                        {loss != nullptr ? schedule::PlanMode::kFused : schedule::PlanMode::kTrain,
+                                         shape.microbatches, options.gradient_groups, options.recompute_grain},
+                                        sizes);
   } catch (const std::exception&) {
     // The step itself says what is wrong, or runs where a single layer did not.
   }

@@ -22,7 +22,7 @@
 #include <roundpipe/api/optimizer.h>
 #include <roundpipe/api/run_options.h>
 #include <roundpipe/api/step.h>
-#include <roundpipe/api/step_memory.h>
+#include <roundpipe/runtime/step_memory.h>
 
 namespace roundpipe {
 
@@ -200,7 +200,7 @@ class Model : public HostWeights {
   RunOptions run_options_;
   bool check_loss_;
   bool measure_steps_;
-  StepsWithinCap steps_within_cap_;
+  runtime::StepsWithinCap steps_within_cap_;
 };
 
 // A batch that Model::submit has started. What its loss refers to lives until finish() or Model::synchronize() is over.

@@ -6,7 +6,7 @@
 #include <roundpipe/core/memory_rules.h>
 #include <roundpipe/core/residency.h>
 #include <roundpipe/memory/host_room.h>
-#include <roundpipe/runtime/layer_sizes.h>
+#include <roundpipe/runtime/model/layer_sizes.h>
 #include <roundpipe/schedule/moved_bytes.h>
 #include <roundpipe/schedule/progress.h>
 #include <roundpipe/simulate/link_search.h>

@@ -13,8 +13,8 @@ from typing import Any
 
 from roundpipe import _core
 from roundpipe.planning.costs import object_of, rate_of
-from roundpipe.planning.options import PRODUCTS
 
+PRODUCTS = ("bf16", "fp16", "fp16-accumulate", "fp32")
 _RATES = ("attention_tflops", "memory_gb_per_s", "launch_us")
 
 

@@ -38,7 +38,6 @@ Optimizer = Literal["adam", "adamw", "sgd", "lion", "adafactor", "rmsprop"]
 OPTIMIZERS = get_args(Optimizer)
 WITH_8BIT = ("adam", "adamw")
 # Of matrix products, by the dtype of weights; "fp16-accumulate" are products of fp16 whose sums are fp16, too.
-PRODUCTS = ("bf16", "fp16", "fp16-accumulate", "fp32")
 _MOST_SECONDS = 3600
 _LONGEST_SHOWN = 100
 _WIDEST_TABLE = 250

@@ -9,8 +9,7 @@ from typing import Any
 from roundpipe import _core
 from roundpipe.performance.limits import limit_of, shape_limit
 from roundpipe.planning.costs import RATES
-from roundpipe.planning.schedules import Request, placed
-from roundpipe.planning.simulation_size import steps_to_simulate
+from roundpipe.planning.schedules import Request, placed, steps_to_simulate
 
 _NETWORK, _LATENCY, _UPDATES, _CLIPPING = "network", "network latency", "optimizer", "clipping"
 _LINKS = dict(zip(("links up", "links down", "host memory"), RATES, strict=True))

@@ -10,6 +10,26 @@
 
 namespace roundpipe::runtime {
 
+namespace {
+
+constexpr int64_t kPiece = int64_t{1} << 20;  // elements
+
+// On the host, torch widens a whole gradient in 16 bits before it adds it to a sum in fp32.
+void add_to(at::Tensor& sum, const at::Tensor& gradient) {
+  const int64_t numel = gradient.numel();
+  if (numel <= kPiece || !sum.device().is_cpu() || sum.scalar_type() == gradient.scalar_type()) {
+    sum.add_(gradient);
+    return;
+  }
+  const int64_t rows = gradient.size(0), step = std::max<int64_t>(1, kPiece / (numel / rows));
+  for (int64_t row = 0; row < rows; row += step) {
+    const int64_t count = std::min(step, rows - row);
+    sum.narrow(0, row, count).add_(gradient.narrow(0, row, count));
+  }
+}
+
+}  // namespace
+
 void GradientSink::consume(size_t parameter, at::Tensor gradient) {
   if (taken_[parameter]) return;
   came_late_ |= passed_;
@@ -25,7 +45,7 @@ void GradientSink::consume(size_t parameter, at::Tensor gradient) {
     at::Tensor& sum = tied[parameter];
     sum = sum.defined() ? sum + gradient : gradient;
   } else if (received[parameter]) {
-    targets[parameter].add_(gradient);
+    add_to(targets[parameter], gradient);
   } else {
     targets[parameter].copy_(gradient);
     received[parameter] = 1;

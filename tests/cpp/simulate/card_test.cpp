@@ -1,11 +1,11 @@
-#include <roundpipe/schedule/card.h>
+#include <roundpipe/simulate/card.h>
 
 #include <limits>
 #include <stdexcept>
 
 #include <doctest/doctest.h>
 
-using namespace roundpipe::schedule;
+using namespace roundpipe::simulate;
 
 TEST_CASE("card: products, attention and element-wise bytes take their time one after the other") {
   const LayerWork work{.product_operations = 6e12, .attention_operations = 1e12, .element_bytes = 4e9};

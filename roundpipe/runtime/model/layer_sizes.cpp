@@ -1,4 +1,4 @@
-#include <roundpipe/runtime/layer_sizes.h>
+#include <roundpipe/runtime/model/layer_sizes.h>
 
 #include <roundpipe/core/bytes.h>
 

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-namespace roundpipe::schedule {
+namespace roundpipe::simulate {
 
 // What a device does for a layer and one microbatch, as far as its time depends on it.
 struct LayerWork {
@@ -33,4 +33,4 @@ struct Card {
 // field, unless all fields are finite and not negative.
 double time_ms(const LayerWork& work, const Card& card);
 
-}  // namespace roundpipe::schedule
+}  // namespace roundpipe::simulate

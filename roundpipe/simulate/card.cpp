@@ -1,4 +1,4 @@
-#include <roundpipe/schedule/card.h>
+#include <roundpipe/simulate/card.h>
 
 #include <algorithm>
 #include <cmath>
@@ -6,7 +6,7 @@
 
 #include <roundpipe/core/error.h>
 
-namespace roundpipe::schedule {
+namespace roundpipe::simulate {
 
 namespace {
 
@@ -61,4 +61,4 @@ double time_ms(const LayerWork& work, const Card& card) {
   return std::max(running_ms, kernels * card.launch_us / 1000);
 }
 
-}  // namespace roundpipe::schedule
+}  // namespace roundpipe::simulate

@@ -8,10 +8,10 @@
 #include <roundpipe/runtime/pipeline.h>
 #include <roundpipe/simulate/memory_simulator.h>
 
-namespace roundpipe {
+namespace roundpipe::runtime {
 
 // The memory limit of the device that has the least, in bytes; 0 = none has one.
-int64_t smallest_cap_bytes(runtime::Engine& engine);
+int64_t smallest_cap_bytes(Engine& engine);
 
 // What a step may take on each device.
 struct MemoryLimit {
@@ -24,9 +24,8 @@ struct MemoryLimit {
 // and take no more than the next one. On one device with a budget, the fused stage gets as many layers as fit, since
 // its layers are not recomputed. Returns the predicted memory of the device with the highest peak.
 // REQUIRES: `sizes` are of the request's recompute grain.
-simulate::DeviceMemory plan_within(runtime::Pipeline& pipeline, const runtime::Route& route,
-                                   const runtime::PlanRequest& request, const simulate::StepSizes& sizes,
-                                   const MemoryLimit& limit);
+simulate::DeviceMemory plan_within(Pipeline& pipeline, const Route& route, const PlanRequest& request,
+                                   const simulate::StepSizes& sizes, const MemoryLimit& limit);
 
 // How a step is planned.
 struct PlannedMemory {
@@ -37,8 +36,7 @@ struct PlannedMemory {
 
 // Plans a step within the smallest cap, if there is one: layer by layer if it does not fit otherwise. Stages or a plan
 // that the route gives stay as they are. `sizes`: of any grain.
-PlannedMemory plan_within_caps(runtime::Pipeline& pipeline, const runtime::Route& route, runtime::PlanRequest request,
-                               simulate::StepSizes sizes);
+PlannedMemory plan_within_caps(Pipeline& pipeline, const Route& route, PlanRequest request, simulate::StepSizes sizes);
 
 // Plans a model's steps within the memory that its devices have. A step that is larger than all of its kind before is
 // measured first; others fit if that one does.
@@ -67,4 +65,4 @@ class StepsWithinCap {
   std::map<std::string, std::int64_t> too_large_bytes_;  // of the smallest that do not
 };
 
-}  // namespace roundpipe
+}  // namespace roundpipe::runtime
