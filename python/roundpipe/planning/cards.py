@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe import _core
+from roundpipe.planning import PRODUCTS
 from roundpipe.planning.costs import object_of, rate_of
 
-PRODUCTS = ("bf16", "fp16", "fp16-accumulate", "fp32")
 _RATES = ("attention_tflops", "memory_gb_per_s", "launch_us")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 from roundpipe.command_options import After
-from roundpipe.planning.cards import PRODUCTS
+from roundpipe.planning import PRODUCTS
 from roundpipe.planning.options import OPTIMIZERS, WITH_8BIT, LinkOptions, require
 
 if TYPE_CHECKING:
