@@ -12,29 +12,29 @@ using torch_compat::OwnGenerators;
 namespace {
 
 // A `with` block, used by one thread.
-class OwnGeneratorsBlock {
+class DrawsApartBlock {
  public:
-  explicit OwnGeneratorsBlock(uint64_t seed) : seed_(seed) {}
+  DrawsApartBlock(uint64_t seed, const c10::Device& device) : seed_(seed), device_(device) {}
 
   void enter() {
-    auto generators = std::make_shared<OwnGenerators>();
-    generators->seed(seed_);
-    scope_.emplace(std::move(generators));
+    const py::gil_scoped_release released;  // who draws on the card may want it
+    draws_.emplace(seed_, device_);
   }
-  void exit(const py::args& /*error*/) { scope_.reset(); }
+  void exit(const py::args& /*error*/) { draws_.reset(); }
 
  private:
   const uint64_t seed_;
-  std::optional<OwnGenerators::Scope> scope_;
+  const c10::Device device_;
+  std::optional<runtime::DrawsApart> draws_;
 };
 
 }  // namespace
 
 void bind_random(py::module_& module) {
-  py::class_<OwnGeneratorsBlock>(module, "OwnGenerators")
-      .def(py::init<uint64_t>(), py::arg("seed"))
-      .def("__enter__", &OwnGeneratorsBlock::enter)
-      .def("__exit__", &OwnGeneratorsBlock::exit);
+  py::class_<DrawsApartBlock>(module, "DrawsApart")
+      .def(py::init<uint64_t, const c10::Device&>(), py::arg("seed"), py::arg("device"))
+      .def("__enter__", &DrawsApartBlock::enter)
+      .def("__exit__", &DrawsApartBlock::exit);
 
   module.def(
       "own_generator",

@@ -15,9 +15,9 @@
 #include <roundpipe/optim/block_optimizer.h>
 #include <roundpipe/runtime/model/layer_sizes.h>
 #include <roundpipe/runtime/model/parameter_watch.h>
+#include <roundpipe/runtime/model/random.h>
 #include <roundpipe/runtime/step_memory.h>
 #include <roundpipe/torch_compat/autograd_nodes.h>
-#include <roundpipe/torch_compat/own_generators.h>
 
 namespace roundpipe {
 
@@ -162,7 +162,7 @@ simulate::HostMemory host_of(const runtime::ModelState& model, const runtime::Mo
 
 std::vector<LayerFootprint> measure_layers(const runtime::ModelState& model, const StepShape& shape,
                                            const LossFunction* loss, device::Device& device) {
-  const torch_compat::OwnGenerators::Scope own(std::make_shared<torch_compat::OwnGenerators>());
+  const runtime::DrawsApart draws(torch_compat::kUnseeded, device.torch_device());
   const at::AutoGradMode grad_mode(true);
   Values values = shape.batch;
   Values label{crossed(shape.label.tensors, device.torch_device()), shape.label.structure};

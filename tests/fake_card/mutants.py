@@ -70,8 +70,8 @@ MUTANTS = (
     Mutant(
         "pieces dropped early",
         "roundpipe/transfer/link_scheduler.cpp",
-        "    chunk->last = issue_chunk(*entry);\n",
-        "    chunk->last = issue_chunk(*entry);\n    if (chunk->last) entry->pieces.clear();\n",
+        "    chunk->last = issue_chunk(*entry, *chunk);\n",
+        "    chunk->last = issue_chunk(*entry, *chunk);\n    if (chunk->last) entry->pieces.clear();\n",
         LATE,
     ),
     Mutant(
@@ -84,9 +84,9 @@ MUTANTS = (
     ),
     Mutant(
         "a job that does not wait for its weights",
-        "roundpipe/runtime/worker/job_runner.cpp",
-        "  room_.arrive(run.uploaded);\n",
-        "  while (!run.weights.defined() && !run.uploaded->complete()) std::this_thread::yield();\n",
+        "roundpipe/runtime/worker/layer_runner.cpp",
+        "    uploaded->wait_complete();\n  }\n  uploaded->wait();\n",
+        "  }\n",
         LATE,
         survives="inputs are awaited next, and small weights are there by then",
     ),

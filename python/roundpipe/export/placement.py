@@ -293,7 +293,7 @@ def _wrap(model: PreTrainedModel, adapter: Adapter) -> Any:
 
     try:
         # peft warns about tied weights, which are handled here; its new layers draw random numbers.
-        with warnings.catch_warnings(), _core.OwnGenerators(seed=0):
+        with warnings.catch_warnings(), _core.DrawsApart(seed=0, device=torch.device("cpu")):
             warnings.simplefilter("ignore")
             wrapped = PeftModel(model, adapter.config, adapter_name=_ADAPTER_NAME)
     except (ValueError, KeyError, RuntimeError, TypeError, AttributeError, NotImplementedError) as error:

@@ -76,7 +76,7 @@ def measure(
     known: dict[Any, tuple[_core.LayerFootprint, list[torch.Tensor], Structure]] = {}
     footprints = []
     tensors, structure = batch
-    with _core.OwnGenerators(seed=0), torch.enable_grad(), _forgetting(), _no_collection():
+    with _core.DrawsApart(seed=0, device=device), torch.enable_grad(), _forgetting(), _no_collection():
         for index, layer in enumerate(layers):
             ending = loss if index == len(layers) - 1 else None
             kind = (layer.kind(), ending is None, *((t.shape, t.dtype, t.requires_grad) for t in tensors))

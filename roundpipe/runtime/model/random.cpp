@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 #include <mutex>
+#include <utility>
 
 #include <ATen/Context.h>
 #include <ATen/core/Generator.h>
@@ -20,6 +21,8 @@ std::mutex& device_generator_mutex(c10::Device device) {
   static std::array<std::mutex, 128> mutexes;
   return mutexes[static_cast<size_t>(device.index()) % mutexes.size()];
 }
+
+}  // namespace
 
 // A device's default generator, while nothing else draws from it. Restores its state on destruction.
 class BorrowedGenerator {
@@ -52,6 +55,8 @@ class BorrowedGenerator {
   at::Generator generator_;
   const at::Tensor before_;
 };
+
+namespace {
 
 uint64_t mix(uint64_t value) {
   // The finaliser of splitmix64 (Steele, Lea, Flood 2014).
@@ -97,6 +102,14 @@ void run_seeded(OwnGenerators& own, SharedDraws& draws, uint64_t seed, c10::Devi
   own.seed(seed);
   body();
 }
+
+DrawsApart::DrawsApart(uint64_t seed, c10::Device device) {
+  if (!device.is_cpu()) borrowed_ = std::make_unique<BorrowedGenerator>(device);
+  auto generators = std::make_shared<OwnGenerators>();
+  generators->seed(seed);
+  own_.emplace(std::move(generators));
+}
+DrawsApart::~DrawsApart() = default;
 
 void run_backward(OwnGenerators& own, const std::vector<SharedDraws*>& draws, uint64_t seed, c10::Device device,
                   const std::function<void()>& body) {

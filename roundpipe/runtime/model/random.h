@@ -3,6 +3,8 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -45,5 +47,22 @@ void run_seeded(torch_compat::OwnGenerators& own, SharedDraws& draws, uint64_t s
 // card's default generator although no forward of these layers does.
 void run_backward(torch_compat::OwnGenerators& own, const std::vector<SharedDraws*>& draws, uint64_t seed,
                   c10::Device device, const std::function<void()>& body);
+
+class BorrowedGenerator;
+
+// While it lives, its thread draws from generators of its own, for layers that run outside of a call on `device`, and
+// what they draw from the default generator of a card is undone at the end. Blocks, with the lock of that card held
+// from then on, until no other thread draws there. Must not be moved.
+class DrawsApart {
+ public:
+  DrawsApart(uint64_t seed, c10::Device device);
+  ~DrawsApart();
+  DrawsApart(const DrawsApart&) = delete;
+  DrawsApart& operator=(const DrawsApart&) = delete;
+
+ private:
+  std::unique_ptr<BorrowedGenerator> borrowed_;  // null: the host has no such draws
+  std::optional<torch_compat::OwnGenerators::Scope> own_;
+};
 
 }  // namespace roundpipe::runtime

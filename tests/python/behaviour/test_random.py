@@ -187,7 +187,7 @@ def test_a_devices_module_without_generators_is_led_to_the_workers_own() -> None
     before = module.get_rng_state()
     assert torch.equal(before, standard.get_state())
     for device in ("cpu", torch.device("cpu", 0), 0):
-        with _core.OwnGenerators(seed=1):
+        with _core.DrawsApart(seed=1, device=torch.device("cpu")):
             state = module.get_rng_state(device)
             first = torch.rand(3)
             module.set_rng_state(state, device)
