@@ -193,9 +193,10 @@ namespace {
 
 // How many sums of a block's gradients devices send.
 int parts_of(const BlockState& block, const Plan& plan, const std::vector<int>& of_layers) {
+  const JoinedGradients joined{block.layers.back()};
   const auto has_all = [&](const Job& job) {
-    return job.phase != Phase::kForward && job.layers.first <= block.layers.front() &&
-           block.layers.back() < job.layers.last && job.microbatches.size() == plan.microbatches;
+    return job.phase != Phase::kForward && job.microbatches.size() == plan.microbatches &&
+           joined.holds(block.layers.front(), job.layers.first, job.layers.last);
   };
   if (std::ranges::any_of(plan.jobs, has_all)) return 1;
   int parts = 0;

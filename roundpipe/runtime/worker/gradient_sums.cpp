@@ -207,23 +207,36 @@ void GradientSums::end_group(JobRun& run, int microbatch) {
   }
 }
 
-void GradientSums::add_to_total(JobRun& run, Sum& sum) {
-  const LayerState& state = run.layer(sum.layer);
-  const bool first = !sum.total.defined();
-  if (first) {
-    sum.total = std::exchange(sum.flat, {});
-    sum.in_total.assign(state.parameters.size(), 0);
-  }
-  for (size_t i = 0; i < state.parameters.size(); ++i) {
-    const auto [block, index] = state.parameters[i];
-    if (block != sum.block || !sum.sink->received[i]) continue;
-    if (!first && sum.in_total[i]) {
-      sum.layout.view(sum.total, index).add_(sum.layout.view(sum.flat, index));
-    } else if (!first) {
-      sum.layout.view(sum.total, index).copy_(sum.layout.view(sum.flat, index));
+namespace {
+
+// Adds the sums of a block's parameters in `terms` that are `received` to those in `total`.
+void add_terms(const memory::BlockLayout& layout, const at::Tensor& total, std::vector<char>& in_total,
+               const memory::BlockLayout& term_layout, const at::Tensor& terms, const std::vector<char>& received) {
+  for (size_t i = 0; i < received.size(); ++i) {
+    if (!received[i]) continue;
+    at::Tensor sum = layout.view(total, i);
+    if (in_total[i]) {
+      sum.add_(term_layout.view(terms, i));
+    } else {
+      sum.copy_(term_layout.view(terms, i));
     }
-    sum.in_total[i] = 1;
-    sum.sink->received[i] = 0;
+    in_total[i] = 1;
+  }
+}
+
+}  // namespace
+
+void GradientSums::add_to_total(JobRun& run, Sum& sum) {
+  const std::vector<char> group = received(run, sum);
+  if (sum.total.defined()) {
+    add_terms(sum.layout, sum.total, sum.in_total, sum.layout, sum.flat, group);
+  } else {
+    sum.total = std::exchange(sum.flat, {});
+    sum.in_total = group;
+  }
+  const std::vector<LayerState::ParameterPlace>& places = run.layer(sum.layer).parameters;
+  for (size_t i = 0; i < places.size(); ++i) {
+    if (places[i].block == sum.block) sum.sink->received[i] = 0;
   }
 }
 
@@ -236,8 +249,12 @@ std::vector<char> GradientSums::received(const JobRun& run, const Sum& sum) {
   return received;
 }
 
+std::vector<char> GradientSums::complete(const JobRun& run, const Sum& sum) {
+  return sum.in_total.empty() ? received(run, sum) : sum.in_total;
+}
+
 bool GradientSums::join(const JobRun& run, Sum& last) {
-  if (!last.joined.empty()) return true;
+  if (last.is_joined) return true;
   std::vector<Sum*> sharers;
   for (Sum& sum : sums_) {
     if (sum.block != last.block) continue;
@@ -246,30 +263,20 @@ bool GradientSums::join(const JobRun& run, Sum& last) {
   }
   // From the last layer to the first, then what was before, as BlockSum does.
   at::Tensor total = std::exchange(sharers.back()->flat, {});
-  std::vector<char> in_total = received(run, *sharers.back());
-  const auto add = [&](const memory::BlockLayout& layout, const at::Tensor& flat, const std::vector<char>& terms) {
-    for (size_t i = 0; i < terms.size(); ++i) {
-      if (!terms[i]) continue;
-      at::Tensor sum = last.layout.view(total, i);
-      if (in_total[i]) {
-        sum.add_(layout.view(flat, i));
-      } else {
-        sum.copy_(layout.view(flat, i));
-      }
-      in_total[i] = 1;
-    }
-  };
+  std::vector<char> in_total = complete(run, *sharers.back());
   for (auto sum = std::next(sharers.rbegin()); sum != sharers.rend(); ++sum) {
-    add((*sum)->layout, (*sum)->flat, received(run, **sum));
+    add_terms(last.layout, total, in_total, (*sum)->layout, (*sum)->flat, complete(run, **sum));
     (*sum)->flat.reset();
   }
   Sum& lowest = *sharers.front();
   if (lowest.base) {
-    add(run.call->model->blocks[last.block].gradient_layout, lowest.base_flat, lowest.base->received);
+    const memory::BlockLayout& layout = run.call->model->blocks[last.block].gradient_layout;
+    add_terms(last.layout, total, in_total, layout, lowest.base_flat, lowest.base->received);
     lowest.base_flat.reset();
   }
   last.flat = std::move(total);
-  last.joined = std::move(in_total);
+  last.in_total = std::move(in_total);
+  last.is_joined = true;
   return true;
 }
 
@@ -320,7 +327,6 @@ bool GradientSums::send_last(JobRun& run, Sum& sum, bool may_wait) {
   if (sum.total.defined()) {
     add_to_total(run, sum);
     sum.flat = std::exchange(sum.total, {});
-    for (size_t i = 0; i < sum.in_total.size(); ++i) sum.sink->received[i] |= sum.in_total[i];
   }
   if (is_joined(*run.call, sum.block) && !join(run, sum)) {
     sum.has_left = true;
@@ -337,7 +343,7 @@ bool GradientSums::send(JobRun& run, Sum& sum, schedule::Range groups, bool may_
   // Parts are rounded after they have been added.
   const bool whole = !call.block_sums[sum.block];
   const memory::BlockLayout& layout = whole ? shared.gradient_layout : sum.layout;
-  const std::vector<char> received = sum.joined.empty() ? GradientSums::received(run, sum) : sum.joined;
+  const std::vector<char> received = complete(run, sum);
   at::Tensor rounded;
   if (!sum.layout.same_dtypes(layout)) {
     rounded = allocate(layout.size_bytes, may_wait);
@@ -363,7 +369,7 @@ bool GradientSums::send(JobRun& run, Sum& sum, schedule::Range groups, bool may_
         return pieces;
       },
       done);
-  const int layer = sum.joined.empty() ? sum.layer : shared.layers.front();
+  const int layer = sum.is_joined ? shared.layers.front() : sum.layer;
   const JobResult delivered{JobResult::Kind::kSum, layer, sum.block, groups.first};
   run.attempt->then({done}, [attempt = run.attempt, delivered, call_ptr = run.call, block = sum.block,
                              sharer = shared.sharer(sum.layer), groups, landed, received, whole,

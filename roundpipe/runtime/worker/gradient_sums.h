@@ -56,12 +56,12 @@ class GradientSums {
     at::Tensor flat;  // of the group, or of the first groups of a job that has only one part
     // Of the groups before, if the job begins with the first one; undefined at first.
     at::Tensor total;
-    std::vector<char> in_total;  // per parameter of the layer
+    std::vector<char> in_total;  // per parameter of the block: whether it has a gradient there; empty at first
     // Of earlier calls, as the host has it, for a sum that others are added to before.
     memory::GradientBlockPtr base;
     at::Tensor base_flat;
-    std::vector<char> joined;  // per parameter of the block, once those of all its layers have been added: received
-    bool has_left = false;     // or waits to be added to another layer's
+    bool is_joined = false;  // the sums of all layers that share the block have been added
+    bool has_left = false;   // or waits to be added to another layer's
   };
   static bool is_summed_here(const Call& call, size_t block);
   // Whether one job adds up the sums of all layers that share the block.
@@ -70,8 +70,10 @@ class GradientSums {
                  std::vector<std::function<void()>>& spread);
   void take_up(const JobRun& run, Sum& sum);
   void add_to_total(JobRun& run, Sum& sum);
-  // Per parameter of the block: whether the sum holds a gradient.
+  // Per parameter of the block: whether a gradient has come in this group.
   static std::vector<char> received(const JobRun& run, const Sum& sum);
+  // Likewise, in any group and layer that the sum is of. REQUIRES: it is complete.
+  static std::vector<char> complete(const JobRun& run, const Sum& sum);
   // The sum of its layer is complete: adds those of all layers that share the block to it. Returns false, and does
   // nothing, as long as another one is not.
   bool join(const JobRun& run, Sum& sum);
