@@ -8,6 +8,8 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 
+#include <roundpipe/memory/host_arena.h>
+
 namespace roundpipe::memory {
 namespace {
 
