@@ -567,10 +567,23 @@ def any_claimed(parameters: Sequence[torch.Tensor]) -> bool: ...
 def check_max_norm(norm: float | None) -> None: ...
 
 # See runtime/step_memory.h.
+class StepWithinCap: ...
+
 class StepsWithinCap:
     def __init__(self) -> None: ...
-    def known(self, kind: str, bytes: int, microbatches: int) -> RecomputeGrain | None: ...
-    def admit(self, kind: str, bytes: int, microbatches: int, planned: PlannedMemory) -> None: ...
+    @staticmethod
+    def step_of(
+        pipeline: Pipeline,
+        route: Stages | Plan | None,
+        mode: PlanMode,
+        microbatches: int,
+        gradient_groups: int,
+        recompute_grain: RecomputeGrain,
+        inputs: list[torch.Tensor],
+        label_bytes: int,
+    ) -> StepWithinCap | None: ...
+    def known(self, step: StepWithinCap) -> RecomputeGrain | None: ...
+    def admit(self, step: StepWithinCap, planned: PlannedMemory) -> None: ...
 
 class PlannedMemory:
     grain: RecomputeGrain
@@ -618,7 +631,7 @@ class Pipeline:
     def last_step_plan(self) -> Plan | None: ...
     def last_step_groups(self) -> int: ...
     def note_update(self, weight_bytes: int, ms: float) -> None: ...
-    def plan_within(
+    def plan_as(
         self,
         route: Stages | Plan | None,
         mode: PlanMode,
@@ -627,6 +640,15 @@ class Pipeline:
         budget_bytes: int,
         work_factor: float,
     ) -> DeviceMemory: ...
+    def plan_within(
+        self,
+        route: Stages | Plan | None,
+        mode: PlanMode,
+        microbatches: int,
+        sizes: StepSizes,
+        budget_bytes: int,
+        work_factor: float,
+    ) -> PlannedMemory: ...
     def plan_within_caps(
         self, route: Stages | Plan | None, mode: PlanMode, microbatches: int, sizes: StepSizes
     ) -> PlannedMemory: ...

@@ -150,6 +150,18 @@ void bind_loss_scale(py::module_& module) {
 
 }  // namespace
 
+namespace {
+
+runtime::MemoryLimit limit_of(int64_t budget_bytes, double work_factor) {
+  runtime::MemoryLimit limit;
+  limit.budget_bytes = budget_bytes;
+  limit.rules = {budget_bytes, Engine::current()->worker(0).device().copies_on_compute_cores()};
+  limit.work_factor = work_factor;
+  return limit;
+}
+
+}  // namespace
+
 void bind_pipeline(py::module_& module) {
   py::enum_<runtime::TiedGradAccumulation>(module, "TiedGradAccumulation")
       .value("LAYER", runtime::TiedGradAccumulation::kLayer)
@@ -232,19 +244,21 @@ void bind_pipeline(py::module_& module) {
            py::arg("model"), py::arg("parameters"));
   module.def("any_claimed", &runtime::ParameterClaim::any_claimed, py::arg("parameters"));
 
+  py::class_<runtime::StepsWithinCap::Step>(module, "StepWithinCap");
   py::class_<runtime::StepsWithinCap>(module, "StepsWithinCap")
       .def(py::init<>())
-      .def(
-          "known",
-          [](const runtime::StepsWithinCap& steps, const std::string& kind, int64_t bytes, int microbatches) {
-            return steps.known({kind, bytes, microbatches});
+      .def_static(
+          "step_of",
+          [](const Pipeline& pipeline, const runtime::Route& route, schedule::PlanMode mode, int microbatches,
+             int gradient_groups, RecomputeGrain recompute_grain, const std::vector<at::Tensor>& inputs,
+             int64_t label_bytes) {
+            return runtime::StepsWithinCap::step_of(
+                pipeline.model(), route, {mode, microbatches, gradient_groups, recompute_grain}, inputs, label_bytes);
           },
-          py::arg("kind"), py::arg("bytes"), py::arg("microbatches"))
-      .def(
-          "admit",
-          [](runtime::StepsWithinCap& steps, const std::string& kind, int64_t bytes, int microbatches,
-             const runtime::PlannedMemory& planned) { steps.admit({kind, bytes, microbatches}, planned); },
-          py::arg("kind"), py::arg("bytes"), py::arg("microbatches"), py::arg("planned"));
+          py::arg("pipeline"), py::arg("route"), py::arg("mode"), py::arg("microbatches"), py::arg("gradient_groups"),
+          py::arg("recompute_grain"), py::arg("inputs"), py::arg("label_bytes"))
+      .def("known", &runtime::StepsWithinCap::known, py::arg("step"))
+      .def("admit", &runtime::StepsWithinCap::admit, py::arg("step"), py::arg("planned"));
   ValueClass<runtime::PlannedMemory>(module, "PlannedMemory")
       .attribute("grain", &runtime::PlannedMemory::grain)
       .attribute("device", &runtime::PlannedMemory::device)
@@ -411,15 +425,20 @@ void bind_pipeline(py::module_& module) {
           py::arg("route"), py::arg("mode"), py::arg("microbatches"), py::arg("gradient_groups"),
           py::arg("recompute_grain"), py::arg("steps"), py::call_guard<py::gil_scoped_release>())
       .def(
+          "plan_as",
+          [](Pipeline& pipeline, const runtime::Route& route, schedule::PlanMode mode, int microbatches,
+             const simulate::StepSizes& sizes, int64_t budget_bytes, double work_factor) {
+            return runtime::plan_as(pipeline, route, {mode, microbatches, sizes.gradient_groups, sizes.grain}, sizes,
+                                    limit_of(budget_bytes, work_factor));
+          },
+          py::arg("route"), py::arg("mode"), py::arg("microbatches"), py::arg("sizes"), py::arg("budget_bytes"),
+          py::arg("work_factor"), py::call_guard<py::gil_scoped_release>())
+      .def(
           "plan_within",
           [](Pipeline& pipeline, const runtime::Route& route, schedule::PlanMode mode, int microbatches,
              const simulate::StepSizes& sizes, int64_t budget_bytes, double work_factor) {
-            runtime::MemoryLimit limit;
-            limit.budget_bytes = budget_bytes;
-            limit.rules = {budget_bytes, Engine::current()->worker(0).device().copies_on_compute_cores()};
-            limit.work_factor = work_factor;
             return runtime::plan_within(pipeline, route, {mode, microbatches, sizes.gradient_groups, sizes.grain},
-                                        sizes, limit);
+                                        sizes, limit_of(budget_bytes, work_factor));
           },
           py::arg("route"), py::arg("mode"), py::arg("microbatches"), py::arg("sizes"), py::arg("budget_bytes"),
           py::arg("work_factor"), py::call_guard<py::gil_scoped_release>())

@@ -137,22 +137,18 @@ void Model::check_modules() const {
   check_trainable();
 }
 
-RecomputeGrain Model::admit(const StepShape& shape, const LossFunction* loss, const RunOptions& options) {
+RecomputeGrain Model::admit(const std::vector<Values>& inputs, const std::vector<Values>& labels,
+                            const LossFunction* loss, const RunOptions& options) {
   const std::shared_ptr<Engine> engine = Engine::current();
-  const int64_t cap_bytes = runtime::smallest_cap_bytes(*engine);
-  if (!measure_steps_ || cap_bytes == 0 || !std::holds_alternative<std::monostate>(options.route))
-    return options.recompute_grain;
-  runtime::StepsWithinCap::Step step;
-  step.kind = concat(loss != nullptr, " ", engine->size(), " ", cap_bytes, " ", options.gradient_groups, " ",
-                     static_cast<int>(options.recompute_grain));
-  for (const std::unique_ptr<runtime::LayerState>& state : pipeline().model().layers)
-    step.kind += concat(" ", state->layer->mode_key());
-  for (const Values* values : {&shape.batch, &shape.label}) {
-    for (const at::Tensor& tensor : values->tensors) step.kind += concat(" ", c10::toString(tensor.scalar_type()));
-    step.bytes += static_cast<int64_t>(bytes_of(*values));
-  }
-  step.microbatches = shape.microbatches;
-  if (const std::optional<RecomputeGrain> known = steps_within_cap_.known(step)) return *known;
+  if (!measure_steps_ || runtime::smallest_cap_bytes(*engine) == 0) return options.recompute_grain;
+  const runtime::ModelState& model = pipeline().model();
+  const StepShape shape = shape_of(inputs, labels);
+  const runtime::PlanRequest request{loss != nullptr ? schedule::PlanMode::kFused : schedule::PlanMode::kTrain,
+                                     shape.microbatches, options.gradient_groups, options.recompute_grain};
+  const auto step = runtime::StepsWithinCap::step_of(model, options.route, request, shape.batch.tensors,
+                                                     static_cast<int64_t>(bytes_of(shape.label)));
+  if (!step) return options.recompute_grain;
+  if (const std::optional<RecomputeGrain> known = steps_within_cap_.known(*step)) return *known;
 
   // No synchronize(), which would settle an asynchronous step.
   pipeline().drain();
@@ -160,17 +156,13 @@ RecomputeGrain Model::admit(const StepShape& shape, const LossFunction* loss, co
   pipeline().weights().show();
   runtime::PlannedMemory planned{options.recompute_grain, {}, true};
   try {
-    const runtime::ModelState& model = pipeline().model();
     const simulate::StepSizes sizes =
         step_sizes(model, shape, options, measure_layers(model, shape, loss, engine->worker(0).device()));
-    planned = runtime::plan_within_caps(pipeline(), {},
-                                        {loss != nullptr ? schedule::PlanMode::kFused : schedule::PlanMode::kTrain,
-                                         shape.microbatches, options.gradient_groups, options.recompute_grain},
-                                        sizes);
+    planned = runtime::plan_within_caps(pipeline(), options.route, request, sizes);
   } catch (const std::exception&) {
     // The step itself says what is wrong, or runs where a single layer did not.
   }
-  steps_within_cap_.admit(step, planned);
+  steps_within_cap_.admit(*step, planned);
   return planned.grain;
 }
 
@@ -183,7 +175,7 @@ std::vector<Values> Model::run(detail::Batch inputs, RunOptions options) {
   if (requires_grad) refuse_gradient_hooks(parameter_names());
   const int count = detail::count_of(inputs, options, device_count());
   const std::vector<Values> parts = detail::cut_inputs(inputs, count, options.cut_inputs);
-  if (requires_grad) options.recompute_grain = admit(shape_of(parts, {}), nullptr, options);
+  if (requires_grad) options.recompute_grain = admit(parts, {}, nullptr, options);
   // The engine's tensors are none of inference mode, even if its callers are in it.
   const c10::InferenceMode no_inference(false);
   const at::AutoGradMode grad_mode(requires_grad);
@@ -218,7 +210,7 @@ Model::Request Model::request(const char* where, detail::Batch inputs, detail::B
 Model::Pending Model::submit_cut(const char* where, detail::Batch inputs, detail::Batch labels, LossFunction loss,
                                  const RunOptions& options, bool keep_outputs, bool refuses_nan_early) {
   const Request made = request(where, std::move(inputs), std::move(labels), options);
-  const RecomputeGrain grain = admit(shape_of(made.inputs, made.labels), &loss, options);
+  const RecomputeGrain grain = admit(made.inputs, made.labels, &loss, options);
   std::shared_ptr<runtime::Loss> of_call = make_loss(std::move(loss), made.rows, options.loss_reduction);
   runtime::CallOptions call = call_options(options, true);
   call.recompute_grain = grain;

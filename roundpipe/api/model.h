@@ -188,7 +188,8 @@ class Model : public HostWeights {
   Request request(const char* where, detail::Batch inputs, detail::Batch labels, const RunOptions& options);
   // The recompute grain of a step that is planned within the devices' memory.
   // `loss`: null if the caller takes it of the outputs.
-  RecomputeGrain admit(const StepShape& shape, const LossFunction* loss, const RunOptions& options);
+  RecomputeGrain admit(const std::vector<runtime::Values>& inputs, const std::vector<runtime::Values>& labels,
+                       const LossFunction* loss, const RunOptions& options);
   Pending submit_cut(const char* where, detail::Batch inputs, detail::Batch labels, LossFunction loss,
                      const RunOptions& options, bool keep_outputs, bool refuses_nan_early);
   MemoryPrediction predict(detail::Batch inputs, detail::Batch labels, const LossFunction& loss,

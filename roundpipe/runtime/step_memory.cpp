@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <variant>
 
+#include <roundpipe/core/error.h>
+#include <roundpipe/memory/crossing.h>
+
 namespace roundpipe::runtime {
 
 using schedule::Plan;
@@ -25,8 +28,8 @@ int64_t smallest_cap_bytes(Engine& engine) {
   return cap;
 }
 
-DeviceMemory plan_within(Pipeline& pipeline, const Route& route, const PlanRequest& request,
-                         const simulate::StepSizes& sizes, const MemoryLimit& limit) {
+DeviceMemory plan_as(Pipeline& pipeline, const Route& route, const PlanRequest& request,
+                     const simulate::StepSizes& sizes, const MemoryLimit& limit) {
   const std::shared_ptr<Engine> engine = Engine::current();
   ModelState& model = pipeline.model();
   ModelPlanner& planner = pipeline.planner();
@@ -71,19 +74,46 @@ DeviceMemory plan_within(Pipeline& pipeline, const Route& route, const PlanReque
   return found;
 }
 
-PlannedMemory plan_within_caps(Pipeline& pipeline, const Route& route, PlanRequest request, simulate::StepSizes sizes) {
+PlannedMemory plan_within(Pipeline& pipeline, const Route& route, PlanRequest request, simulate::StepSizes sizes,
+                          const MemoryLimit& limit) {
+  for (;;) {
+    sizes.grain = request.recompute_grain;
+    const DeviceMemory wanted = plan_as(pipeline, route, request, sizes, limit);
+    const bool fits = limit.budget_bytes == 0 || wanted.needed() <= limit.budget_bytes;
+    if (fits || request.recompute_grain == RecomputeGrain::kLayer) return {request.recompute_grain, wanted, fits};
+    request.recompute_grain = RecomputeGrain::kLayer;
+  }
+}
+
+PlannedMemory plan_within_caps(Pipeline& pipeline, const Route& route, const PlanRequest& request,
+                               const simulate::StepSizes& sizes) {
   const std::shared_ptr<Engine> engine = Engine::current();
   MemoryLimit limit;
   limit.rules = {smallest_cap_bytes(*engine), engine->worker(0).device().copies_on_compute_cores()};
   const bool is_open = std::holds_alternative<std::monostate>(route);
   if (is_open) limit.budget_bytes = static_cast<int64_t>(static_cast<double>(limit.rules.cap_bytes) * kCapShare);
-  for (;;) {
-    sizes.grain = request.recompute_grain;
-    const DeviceMemory wanted = plan_within(pipeline, route, request, sizes, limit);
-    const bool fits = limit.budget_bytes == 0 || wanted.needed() <= limit.budget_bytes;
-    if (fits || request.recompute_grain == RecomputeGrain::kLayer) return {request.recompute_grain, wanted, fits};
-    request.recompute_grain = RecomputeGrain::kLayer;
+  return plan_within(pipeline, route, request, sizes, limit);
+}
+
+std::optional<StepsWithinCap::Step> StepsWithinCap::step_of(const ModelState& model, const Route& route,
+                                                            const PlanRequest& request,
+                                                            const std::vector<at::Tensor>& inputs,
+                                                            int64_t label_bytes) {
+  const std::shared_ptr<Engine> engine = Engine::current();
+  const int64_t cap_bytes = smallest_cap_bytes(*engine);
+  const bool is_open = std::holds_alternative<std::monostate>(route);
+  if (cap_bytes == 0 || !is_open || request.mode == schedule::PlanMode::kInference) return std::nullopt;
+  Step step;
+  step.kind = concat(static_cast<int>(request.mode), " ", static_cast<int>(request.recompute_grain), " ",
+                     request.gradient_groups, " ", engine->size(), " ", cap_bytes);
+  for (const std::unique_ptr<LayerState>& state : model.layers) step.kind += concat(" ", state->layer->mode_key());
+  step.bytes = label_bytes;
+  for (const at::Tensor& input : inputs) {
+    step.kind += concat(" ", input.scalar_type(), input.dim(), input.requires_grad());
+    step.bytes += memory::settled_bytes(input);
   }
+  step.microbatches = request.microbatches;
+  return step;
 }
 
 std::optional<RecomputeGrain> StepsWithinCap::known(const Step& step) const {

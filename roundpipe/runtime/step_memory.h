@@ -4,6 +4,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include <roundpipe/runtime/pipeline.h>
 #include <roundpipe/simulate/memory_simulator.h>
@@ -24,8 +25,8 @@ struct MemoryLimit {
 // and take no more than the next one. On one device with a budget, the fused stage gets as many layers as fit, since
 // its layers are not recomputed. Returns the predicted memory of the device with the highest peak.
 // REQUIRES: `sizes` are of the request's recompute grain.
-simulate::DeviceMemory plan_within(Pipeline& pipeline, const Route& route, const PlanRequest& request,
-                                   const simulate::StepSizes& sizes, const MemoryLimit& limit);
+simulate::DeviceMemory plan_as(Pipeline& pipeline, const Route& route, const PlanRequest& request,
+                               const simulate::StepSizes& sizes, const MemoryLimit& limit);
 
 // How a step is planned.
 struct PlannedMemory {
@@ -34,9 +35,13 @@ struct PlannedMemory {
   bool fits = true;
 };
 
-// Plans a step within the smallest cap, if there is one: layer by layer if it does not fit otherwise. Stages or a plan
-// that the route gives stay as they are. `sizes`: of any grain.
-PlannedMemory plan_within_caps(Pipeline& pipeline, const Route& route, PlanRequest request, simulate::StepSizes sizes);
+// The same, but layer by layer if it does not fit otherwise. `sizes`: of any grain.
+PlannedMemory plan_within(Pipeline& pipeline, const Route& route, PlanRequest request, simulate::StepSizes sizes,
+                          const MemoryLimit& limit);
+
+// The same, within the smallest cap, if there is one. Stages or a plan that the route gives stay as they are.
+PlannedMemory plan_within_caps(Pipeline& pipeline, const Route& route, const PlanRequest& request,
+                               const simulate::StepSizes& sizes);
 
 // Plans a model's steps within the memory that its devices have. A step that is larger than all of its kind before is
 // measured first; others fit if that one does.
@@ -48,6 +53,11 @@ class StepsWithinCap {
     int64_t bytes = 0;  // of its inputs and labels, one microbatch
     int microbatches = 1;
   };
+
+  // A training step whose largest microbatch has these inputs, and labels of so many bytes. Nothing if it is not to be
+  // planned within a cap: no device has one, or the route gives stages or a plan. Caller's thread.
+  static std::optional<Step> step_of(const ModelState& model, const Route& route, const PlanRequest& request,
+                                     const std::vector<at::Tensor>& inputs, int64_t label_bytes);
 
   // The recompute grain of a step that need not be measured; empty for another.
   std::optional<RecomputeGrain> known(const Step& step) const;

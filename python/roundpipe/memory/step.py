@@ -194,22 +194,28 @@ class StepMemory:
 
     def _admit_within_cap(self, request: CallRequest) -> RecomputeGrain:
         grain = request.config.recompute_grain
-        engine = _core.Engine.current()
-        cap = engine.smallest_cap_bytes()
-        step = step_shape(request)
-        if not (self._measures and cap and step.trains and step.route is None):
+        if not self._measures or not self._cap():
             return grain
-        types = [(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in step.batch[0]]
-        modes = [layer.mode_key() for layer in self._layers]
-        kind = repr((types, modes, step.loss is None, step.mode, step.gradient_groups, grain, len(engine), cap))
-        size = sum(map(_core.settled_bytes, step.batch[0])) + step.label_bytes
-        known = self._within_cap.known(kind, size, step.count)
+        step = step_shape(request)
+        admitted = self._within_cap.step_of(
+            self._pipeline,
+            step.route,
+            step.mode,
+            step.count,
+            step.gradient_groups,
+            GRAINS[grain],
+            step.batch[0],
+            step.label_bytes,
+        )
+        if admitted is None:
+            return grain
+        known = self._within_cap.known(admitted)
         if known is None:
             planned = _core.PlannedMemory(GRAINS[grain])
             # The call itself says what is wrong, or runs where a single layer did not.
             with contextlib.suppress(Exception):
                 planned = self._plan_within_caps(step, grain, self._footprints(step))
-            self._within_cap.admit(kind, size, step.count, planned)
+            self._within_cap.admit(admitted, planned)
             known = planned.grain
         return _name_of(known)
 
@@ -260,12 +266,9 @@ class StepMemory:
         self, step: StepShape, grain: RecomputeGrain, footprints: Sequence[_core.LayerFootprint], budget: int
     ) -> tuple[RecomputeGrain, DeviceMemory]:
         """The recompute grain with which the step fits, else "layer", and what it takes then. Plans keep to that."""
-        tried: RecomputeGrain = grain
-        while True:
-            wanted = self._tell_planner(step, footprints, tried)
-            if wanted.needed <= budget or tried == "layer":
-                return tried, wanted
-            tried = "layer"
+        sizes = _sizes(self._pipeline, step, grain, footprints)
+        planned = self._pipeline.plan_within(step.route, step.mode, step.count, sizes, budget, self._correction)
+        return _name_of(planned.grain), device_memory(planned.device)
 
     def explain(self, shape: Callable[[int], StepShape], rows: int, cap: int) -> str:
         """Explains the memory of a step that a device had no memory for, and the smallest change that would fit.
@@ -385,7 +388,7 @@ class StepMemory:
         """Keeps plans within the budget from now on, and never above the demand of the next plan, which it returns."""
         sizes = _sizes(self._pipeline, step, grain, footprints)
         budget = self._device_budget or 0
-        found = self._pipeline.plan_within(step.route, step.mode, step.count, sizes, budget, self._correction)
+        found = self._pipeline.plan_as(step.route, step.mode, step.count, sizes, budget, self._correction)
         return device_memory(found)
 
     def _device(
