@@ -106,12 +106,20 @@ def _share_layers(model: Any) -> None:
             setattr(layer.get_submodule(owner), own, parameter)
 
 
-def with_adapters(model: Any, rank: int) -> Any:
-    """Adapters of PEFT on the attention's projections; the base is frozen."""
+def with_adapters(model: Any, rank: int, shared_base: bool = False) -> Any:
+    """Adapters of PEFT on the attention's projections; the base is frozen.
+
+    Args:
+        shared_base: as language_model has it. One norm of it is trained then: a device would keep weights that are
+            frozen and serve every layer, but those of a real model it has to move.
+    """
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    return get_peft_model(model, LoraConfig(r=rank, target_modules=ADAPTED, task_type="CAUSAL_LM"))
+    adapted = get_peft_model(model, LoraConfig(r=rank, target_modules=ADAPTED, task_type="CAUSAL_LM"))
+    if shared_base:
+        model.model.layers[0].input_layernorm.requires_grad_(True)
+    return adapted
 
 
 class _Decoder(nn.Module):
