@@ -45,6 +45,14 @@ std::string in_words(const std::vector<int>& ranks) {
 }  // namespace
 
 struct Heartbeat::State {
+  // Those that live; the thread of each ends with the process at the latest.
+  struct All {
+    ~All();
+    Mutex mutex;
+    std::vector<std::weak_ptr<State>> states ROUNDPIPE_GUARDED_BY(mutex);
+  };
+  static All all;
+
   struct Sign {
     std::string value;
     double changed_ms = 0.0;  // when it was read first
@@ -60,16 +68,32 @@ struct Heartbeat::State {
   Mutex mutex;
   Condition changed;
   bool dropped ROUNDPIPE_GUARDED_BY(mutex) = false;
+  bool lives ROUNDPIPE_GUARDED_BY(mutex) = false;       // the thread does, and has the store
   std::string failure ROUNDPIPE_GUARDED_BY(mutex);      // empty: none
   std::string to_tell ROUNDPIPE_GUARDED_BY(mutex);      // what could not be exchanged here; empty: nothing
   std::vector<Sign> signs ROUNDPIPE_GUARDED_BY(mutex);  // by rank
   double looked_ms ROUNDPIPE_GUARDED_BY(mutex) = 0.0;   // when the store answered last
 
   void live();
+  void end();
   void look(std::vector<bool>& known);
   std::vector<int> silent(int intervals) const ROUNDPIPE_REQUIRES(mutex);
   std::string cause() const ROUNDPIPE_REQUIRES(mutex);
 };
+
+Heartbeat::State::All Heartbeat::State::all;
+
+Heartbeat::State::All::~All() {
+  if (is_left_behind()) return;
+  std::vector<std::shared_ptr<State>> living;
+  {
+    const MutexLock lock(mutex);
+    for (const std::weak_ptr<State>& state : states) living.push_back(state.lock());
+  }
+  for (const std::shared_ptr<State>& state : living) {
+    if (state) state->end();
+  }
+}
 
 // The life of the thread.
 void Heartbeat::State::live() {
@@ -90,6 +114,16 @@ void Heartbeat::State::live() {
     const MutexLock lock(mutex);
     if (!dropped) changed.wait_for(mutex, interval_ms);
   }
+}
+
+// Ends the thread, at most an interval after its store has answered: a store in a file that a process left in the middle
+// of a record makes the others read for ever. A store out of reach answers late or never, and is not waited for.
+void Heartbeat::State::end() {
+  const MutexLock lock(mutex);
+  dropped = true;
+  changed.notify_all();
+  const double end_ms = now_ms() + static_cast<double>(kLongestInterval.count());
+  for (double now = now_ms(); lives && now < end_ms; now = now_ms()) changed.wait_for(mutex, end_ms - now);
 }
 
 // Reads the others' signs. `known`: by rank, whether it has ever written one: a store waits for what it has not got.
@@ -154,29 +188,34 @@ Heartbeat::Heartbeat(const c10::intrusive_ptr<c10d::Store>& store, int rank, int
   state_->store = store->clone();
   {
     const MutexLock lock(state_->mutex);
+    state_->lives = true;
     state_->looked_ms = now_ms();
     state_->signs.assign(static_cast<size_t>(size), {"", state_->looked_ms});
+  }
+  {
+    const MutexLock lock(State::all.mutex);
+    std::erase_if(State::all.states, [](const auto& state) { return state.expired(); });
+    State::all.states.push_back(state_);
   }
   std::thread([state = state_] {
     become_engine_thread();
     state->live();
+    state->store.reset();
+    const MutexLock lock(state->mutex);
+    state->lives = false;
+    state->changed.notify_all();
   }).detach();
 }
 
 Heartbeat::~Heartbeat() {
-  if (is_left_behind()) return;
-  {
-    const MutexLock lock(state_->mutex);
-    state_->dropped = true;
-  }
-  state_->changed.notify_all();
+  if (!is_left_behind()) state_->end();
 }
 
 void Heartbeat::fail(const std::string& what, const std::string& reason) {
   State& state = *state_;
   const MutexLock lock(state.mutex);
   std::string cause;
-  if (state.store) {
+  if (!state.signs.empty()) {
     const double end_ms = now_ms() + kSearchIntervals * state.interval_ms;
     for (double now = now_ms(); now < end_ms && state.silent(kSilentWithOthersIntervals).empty(); now = now_ms()) {
       state.changed.wait_for(state.mutex, end_ms - now);

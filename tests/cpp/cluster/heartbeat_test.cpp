@@ -86,6 +86,14 @@ TEST_CASE("heartbeat: a rank that ended is named, and those that live are not") 
       "last checkpoint");
 }
 
+TEST_CASE("heartbeat: one that is dropped has let its store go") {
+  // A process that ended in the middle of a record would leave a store in a file that others read for ever.
+  Ranks ranks;
+  ranks.store->wait_for_signs(3);
+  for (std::optional<Heartbeat>& beat : ranks.beats) beat.reset();
+  CHECK(ranks.store.use_count() == 1);
+}
+
 TEST_CASE("heartbeat: several ranks that ended") {
   Ranks ranks;
   ranks.beats[0].reset();
