@@ -583,6 +583,7 @@ def connections_after_trainings(folder: str) -> list[int]:
         del pipe, optimizer
         gc.collect()
         found.append(_open_files())
+        torch.distributed.barrier()  # connections to a node that has ended close
     return found
 
 
