@@ -199,6 +199,7 @@ class LayerCost:
         activation_bytes: int = 0,
         saved_bytes: int = 0,
         trained: bool = True,
+        frozen_bytes: int = 0,
     ) -> None: ...
 
 class LayerWork:
@@ -247,6 +248,7 @@ class Cluster:
         link_down_gb_per_s: float = 0.0,
         host_gb_per_s: float = 0.0,
         hop_latency_ms: float = 0.0,
+        resident_bytes: int = 0,
     ) -> None: ...
     def __len__(self) -> int: ...
 
@@ -460,6 +462,8 @@ class LayerBytes:
     gradients: int
     sums: int
     rounded: int
+    @property
+    def frozen_bytes(self) -> int: ...
     def __init__(self, weights: int, gradients: int, sums: int, rounded: int) -> None: ...
 
 # Bytes that one layer takes on a device for one microbatch, see simulate/memory_simulator.h.

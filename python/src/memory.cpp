@@ -40,6 +40,12 @@ void bind_memory_simulator(py::module_& module) {
       .attribute("gradients", &LayerBytes::gradients)
       .attribute("sums", &LayerBytes::sums)
       .attribute("rounded", &LayerBytes::rounded)
+      .def_property_readonly("frozen_bytes",
+                             [](const LayerBytes& layer) {
+                               int64_t bytes = 0;
+                               for (const FrozenBlock& block : layer.frozen) bytes += block.bytes;
+                               return bytes;
+                             })
       .def(py::init([](int64_t weights, int64_t gradients, int64_t sums, int64_t rounded) {
              return LayerBytes{weights, gradients, sums, rounded, /*joined=*/{}, /*frozen=*/{}};
            }),

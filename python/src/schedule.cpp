@@ -62,13 +62,15 @@ void bind_schedule(py::module_& module) {
   py::class_<LayerCost>(module, "LayerCost")
       .def(py::init([](double forward_ms, double backward_ms, std::optional<double> recompute_ms,
                        std::int64_t weight_bytes, std::int64_t gradient_bytes, std::int64_t activation_bytes,
-                       std::int64_t saved_bytes, bool trained) {
-             return LayerCost{forward_ms,       backward_ms, weight_bytes, gradient_bytes,
-                              activation_bytes, saved_bytes, recompute_ms, trained};
+                       std::int64_t saved_bytes, bool trained, std::int64_t frozen_bytes) {
+             LayerCost cost{forward_ms,       backward_ms, weight_bytes, gradient_bytes,
+                            activation_bytes, saved_bytes, recompute_ms, trained};
+             cost.frozen_bytes = frozen_bytes;
+             return cost;
            }),
            py::kw_only(), py::arg("forward_ms"), py::arg("backward_ms"), py::arg("recompute_ms") = py::none(),
            py::arg("weight_bytes") = 0, py::arg("gradient_bytes") = 0, py::arg("activation_bytes") = 0,
-           py::arg("saved_bytes") = 0, py::arg("trained") = true)
+           py::arg("saved_bytes") = 0, py::arg("trained") = true, py::arg("frozen_bytes") = 0)
       .def_readonly("forward_ms", &LayerCost::forward_ms)
       .def_readonly("backward_ms", &LayerCost::backward_ms)
       .def_readonly("recompute_ms", &LayerCost::recompute_ms)
@@ -116,13 +118,14 @@ void bind_schedule(py::module_& module) {
   module.def("gradient_sums", &gradient_sums, py::arg("gradient_bytes"));
   py::class_<Cluster>(module, "Cluster")
       .def(py::init([](const std::vector<std::pair<double, std::int64_t>>& devices, double link_up, double link_down,
-                       double host, double hop_latency_ms) {
+                       double host, double hop_latency_ms, std::int64_t resident_bytes) {
              Cluster cluster{{}, link_up, link_down, host, hop_latency_ms};
-             for (const auto& [speed, memory_bytes] : devices) cluster.devices.push_back({speed, memory_bytes});
+             for (const auto& [speed, memory_bytes] : devices)
+               cluster.devices.push_back({speed, memory_bytes, resident_bytes});
              return cluster;
            }),
            py::kw_only(), py::arg("devices"), py::arg("link_up_gb_per_s") = 0.0, py::arg("link_down_gb_per_s") = 0.0,
-           py::arg("host_gb_per_s") = 0.0, py::arg("hop_latency_ms") = 0.0)
+           py::arg("host_gb_per_s") = 0.0, py::arg("hop_latency_ms") = 0.0, py::arg("resident_bytes") = 0)
       .def("__len__", [](const Cluster& cluster) { return cluster.devices.size(); });
   py::class_<TimingRules>(module, "TimingRules")
       .def(py::init([](bool asynchronous, bool hop_on_same_device, bool early_fused_forward, bool late_recompute) {

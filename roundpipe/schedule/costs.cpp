@@ -160,6 +160,19 @@ std::int64_t CostSums::sent_gradient_bytes(Range layers, bool whole) const {
   return bytes;
 }
 
+std::int64_t CostSums::leaving_gradient_bytes(int layer, Range layers, bool whole) const {
+  const auto of = [&](int at) { return between(whole ? gradient_ : partial_sum_, {at, at + 1}); };
+  std::int64_t bytes = of(layer);
+  for (const auto& [first, joined] : joined_) {
+    if (!whole || !joined.holds(first, layers.first, layers.last)) continue;
+    // One sum leaves, with the first of its layers.
+    const std::int64_t with_first = std::min(joined.saved, of(joined.last_layer));
+    if (layer == joined.last_layer) bytes -= with_first;
+    if (layer == first) bytes -= joined.saved - with_first;
+  }
+  return bytes;
+}
+
 std::int64_t CostSums::visit_bytes(Range layers, bool backward, bool least) const {
   const std::int64_t weights = weight_bytes(layers) * (least ? 1 : 2);
   const std::int64_t out = activation_[static_cast<std::size_t>(layers.last) - 1];

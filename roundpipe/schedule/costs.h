@@ -111,6 +111,8 @@ class CostSums {
   std::int64_t gradient_bytes(Range layers) const { return between(gradient_, layers); }
   // What a backward visit downloads for the parameters. `whole`: it has all microbatches of a step.
   std::int64_t sent_gradient_bytes(Range layers, bool whole) const;
+  // Of these, what leaves when the last backward of `layer` is over, before those of the layers below it.
+  std::int64_t leaving_gradient_bytes(int layer, Range layers, bool whole) const;
   std::int64_t saved_bytes(Range layers) const { return between(saved_, layers); }
   // What a layer gets from the one before, one microbatch; 0 for the first, whose inputs are the model's.
   std::int64_t input_bytes(int layer) const { return layer > 0 ? activation_[static_cast<std::size_t>(layer) - 1] : 0; }

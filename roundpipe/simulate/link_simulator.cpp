@@ -34,7 +34,8 @@ struct Transfer {
   std::int64_t order = 0;  // by request
   double left_bytes = 0;
   TransferEvent what;
-  int microbatch = -1;
+  int microbatch = -1;  // of a value
+  int layer = 0;        // of weights or their gradient
 };
 
 // One direction of one device's link.
@@ -51,14 +52,17 @@ struct JobRun {
   int step = 0;
   int number = 0;
   const Job* job = nullptr;
+  double up_ms = 0;        // of a microbatch through the layers: the forward, or the recompute of a backward job
+  double down_ms = 0;      // and back
   double recompute_ms = 0;
-  double rest_ms = 0;
-  bool weights_asked = false, weights_here = false;
-  int next_asked = 0;  // microbatches whose values are requested, from the first on
+  bool weights_asked = false;
+  int weights_here = 0;  // layers, from the first on
+  int next_asked = 0;    // microbatches whose values are requested, from the first on
   std::vector<char> input_here, gradient_here;
   int next = 0;  // microbatches that have ended, from the first on
-  enum { kIdle, kRecompute, kWait, kRest } state = kIdle;
-  double started_ms = 0;
+  enum { kIdle, kUp, kWait, kDown } state = kIdle;
+  int passed = 0;   // layers that the microbatch is through, in this direction
+  int passing = 0;  // and is going through now
 };
 
 struct DeviceRun {
@@ -164,15 +168,20 @@ class LinkSimulator {
       run.step = turn.step;
       run.number = turn.number;
       run.job = &job;
-      if (job.phase == Phase::kBackward) run.recompute_ms = sums_.recompute_ms(job.layers) / speed;
-      if (job.phase != Phase::kBackward) run.rest_ms += sums_.forward_ms(job.layers) / speed;
-      if (job.phase != Phase::kForward) run.rest_ms += sums_.backward_ms(job.layers) / speed;
+      run.up_ms = up_ms(job, job.layers) / speed;
+      if (job.phase != Phase::kForward) run.down_ms = sums_.backward_ms(job.layers) / speed;
+      if (job.phase == Phase::kBackward) run.recompute_ms = run.up_ms;
       const auto count = static_cast<std::size_t>(job.microbatches.size());
       run.input_here.assign(count, job.layers.first == 0);
       run.gradient_here.assign(count, job.phase != Phase::kBackward);
       devices_[static_cast<std::size_t>(job.device)].jobs.push_back(std::move(run));
     }
   }
+
+  double up_ms(const Job& job, schedule::Range layers) const {
+    return job.phase == Phase::kBackward ? sums_.recompute_ms(layers) : sums_.forward_ms(layers);
+  }
+  double speed_of(const Job& job) const { return cluster_.devices[static_cast<std::size_t>(job.device)].speed; }
 
   bool weights_published(const JobRun& run) const {
     if (run.job->phase == Phase::kBackward || run.step < staleness_) return true;
@@ -187,7 +196,7 @@ class LinkSimulator {
     return boundary == 0 ? 0 : static_cast<double>(costs_[static_cast<std::size_t>(boundary) - 1].activation_bytes);
   }
 
-  void ask(int device, bool up, Priority kind, JobRun& run, int microbatch, double bytes) {
+  void ask(int device, bool up, Priority kind, JobRun& run, int microbatch, double bytes, int layer = 0) {
     Transfer transfer;
     transfer.run = &run;
     transfer.priority = rules_.priorities ? static_cast<int>(kind) : 0;
@@ -195,6 +204,7 @@ class LinkSimulator {
     transfer.left_bytes = bytes;
     transfer.what = {device, up, kind, run.step, run.number, 0, 0};
     transfer.microbatch = microbatch;
+    transfer.layer = layer;
     Link& link = links_[static_cast<std::size_t>(2 * device + (up ? 0 : 1))];
     link.outranked |= link.busy && transfer.priority < link.current.priority;
     link.waiting.push_back(transfer);
@@ -219,10 +229,12 @@ class LinkSimulator {
   void prefetch(int device, JobRun& run) {
     if (!run.weights_asked && weights_published(run)) {
       run.weights_asked = true;
-      const schedule::Range layers = run.job->layers;
-      const std::int64_t bytes = sums_.weight_bytes(layers) - kept_.kept_bytes(layers, device);
-      kept_.meet(layers, device);
-      ask(device, true, Priority::kWeight, run, -1, static_cast<double>(bytes));
+      for (int layer = run.job->layers.first; layer < run.job->layers.last; ++layer) {
+        const schedule::Range one{layer, layer + 1};
+        const std::int64_t bytes = sums_.weight_bytes(one) - kept_.kept_bytes(one, device);
+        kept_.meet(one, device);
+        ask(device, true, Priority::kWeight, run, -1, static_cast<double>(bytes), layer);
+      }
     }
     const int count = run.job->microbatches.size();
     while (run.next_asked < std::min(count, run.next + rules_.prefetched_values)) {
@@ -260,23 +272,44 @@ class LinkSimulator {
   void compute(DeviceRun& device) {
     if (*device.ends_ms != kNever || device.at >= device.jobs.size()) return;
     JobRun& run = device.jobs[device.at];
-    if (!run.weights_here) return;
-    // The caller takes the loss of the whole batch, and only then asks for the backward.
-    if (outside_loss_ && run.job->phase == Phase::kBackward && outputs_left_[static_cast<std::size_t>(run.step)] > 0)
-      return;
+    const Job& job = *run.job;
+    const int layers = job.layers.size();
     const auto place = static_cast<std::size_t>(run.next);
     if (run.state == JobRun::kIdle) {
-      if (!run.input_here[place]) return;
-      run.started_ms = now_ms_;
-      run.state = run.recompute_ms > 0 ? JobRun::kRecompute : JobRun::kWait;
-      if (run.state == JobRun::kRecompute) {
-        *device.ends_ms = now_ms_ + run.recompute_ms;
-        return;
-      }
+      // The caller takes the loss of the whole batch, and only then asks for the backward.
+      const bool loss = outside_loss_ && job.phase == Phase::kBackward;
+      if (!run.input_here[place] || (loss && outputs_left_[static_cast<std::size_t>(run.step)] > 0)) return;
+      run.state = JobRun::kUp;
+      run.passed = 0;
     }
-    if (run.state != JobRun::kWait || !run.gradient_here[place]) return;
-    run.state = JobRun::kRest;
-    *device.ends_ms = now_ms_ + run.rest_ms;
+    if (run.state == JobRun::kUp) {
+      if (run.weights_here == layers) {
+        pass(device, run, layers - run.passed);
+      } else if (run.passed < run.weights_here) {
+        pass(device, run, 1);
+      }
+      return;
+    }
+    if (run.state == JobRun::kWait && run.gradient_here[place]) {
+      run.state = JobRun::kDown;
+      run.passed = 0;
+    }
+    // With its last microbatch, the gradient of each layer leaves once it is complete.
+    if (run.state == JobRun::kDown) pass(device, run, run.next + 1 < job.microbatches.size() ? layers : 1);
+  }
+
+  // The microbatch goes through the next `count` layers in its direction.
+  void pass(DeviceRun& device, JobRun& run, int count) {
+    const Job& job = *run.job;
+    const bool up = run.state == JobRun::kUp, whole = count == job.layers.size();
+    run.passing = count;
+    double ms = up ? run.up_ms : run.down_ms;
+    if (!whole) {
+      const int first = up ? job.layers.first + run.passed : job.layers.last - run.passed - count;
+      const schedule::Range layers{first, first + count};
+      ms = (up ? up_ms(job, layers) : sums_.backward_ms(layers)) / speed_of(job);
+    }
+    *device.ends_ms = now_ms_ + ms;
   }
 
   void send(Link& link) {
@@ -366,7 +399,7 @@ class LinkSimulator {
     const auto place = static_cast<std::size_t>(transfer.microbatch - job.microbatches.first);
     if (transfer.what.up) {
       devices_[static_cast<std::size_t>(transfer.what.device)].may_start = true;
-      if (transfer.what.kind == Priority::kWeight) run.weights_here = true;
+      if (transfer.what.kind == Priority::kWeight) ++run.weights_here;
       if (transfer.what.kind == Priority::kActivation) run.input_here[place] = 1;
       if (transfer.what.kind == Priority::kBoundaryGradient) run.gradient_here[place] = 1;
       return;
@@ -375,7 +408,7 @@ class LinkSimulator {
     if (transfer.what.kind == Priority::kActivation) value_on_host_[cell_of_[transfer.order]] = 1;
     if (transfer.what.kind == Priority::kBoundaryGradient)
       gradient_on_host_[at_cell(run.step, job.layers.first, transfer.microbatch)] = 1;
-    if (transfer.what.kind == Priority::kParameterGradient) land(run);
+    if (transfer.what.kind == Priority::kParameterGradient) land(run, transfer.layer);
   }
 
   void compute_over(int d, DeviceRun& device) {
@@ -383,16 +416,22 @@ class LinkSimulator {
     const Job& job = *run.job;
     *device.ends_ms = kNever;
     device.may_start = true;
-    if (run.state == JobRun::kRecompute) {
+    run.passed += run.passing;
+    const bool leaves = run.state == JobRun::kDown && run.next + 1 == job.microbatches.size();
+    if (run.passed < job.layers.size()) {
+      if (leaves) leave(d, run);
+      return;
+    }
+    if (run.state == JobRun::kUp && job.phase != Phase::kForward) {
       run.state = JobRun::kWait;
       return;
     }
     const int m = job.microbatches.first + run.next;
-    TimelineEvent event{run.number, m, d, run.step, job.phase, run.started_ms, now_ms_, run.recompute_ms};
-    // A wait between the recompute and the rest is shown before the recompute, as in simulate().
-    event.start_ms = now_ms_ - run.rest_ms - run.recompute_ms;
+    TimelineEvent event{run.number, m, d, run.step, job.phase, 0, now_ms_, run.recompute_ms};
+    // Waits in between are shown before it, as in simulate().
+    event.start_ms = now_ms_ - run.down_ms - run.up_ms;
     events_.push_back(event);
-    busy_ms_ += run.rest_ms + run.recompute_ms;
+    busy_ms_ += run.down_ms + run.up_ms;
     if (job.phase != Phase::kBackward) {
       for (int boundary = job.layers.first + 1; boundary <= job.layers.last; ++boundary) {
         if (job.phase == Phase::kFused) break;
@@ -410,22 +449,27 @@ class LinkSimulator {
     }
     if (job.phase != Phase::kForward && job.layers.first > 0 && job.layers.first > lowest_)
       ask(d, false, Priority::kBoundaryGradient, run, m, boundary_bytes(job.layers.first));
+    if (leaves) leave(d, run);
     run.state = JobRun::kIdle;
-    if (++run.next < job.microbatches.size()) return;
-    if (job.phase != Phase::kForward) {
-      const bool whole = job.microbatches.size() == microbatches_;
-      const auto bytes = static_cast<double>(sums_.sent_gradient_bytes(job.layers, whole));
-      ask(d, false, Priority::kParameterGradient, run, -1, bytes);
-    }
-    ++device.at;
+    if (++run.next == job.microbatches.size()) ++device.at;
   }
 
-  void land(const JobRun& run) {
-    const auto step = static_cast<std::size_t>(run.step), layers = static_cast<std::size_t>(layers_);
-    for (auto layer = static_cast<std::size_t>(run.job->layers.first);
-         layer < static_cast<std::size_t>(run.job->layers.last); ++layer) {
-      if (--gradients_left_[step * layers + layer] == 0) exchange_.land(step, layer);
+  // The job's last microbatch has gone back through a layer.
+  void leave(int d, JobRun& run) {
+    const Job& job = *run.job;
+    const int layer = job.layers.last - run.passed;
+    const bool whole = job.microbatches.size() == microbatches_;
+    const std::int64_t bytes = sums_.leaving_gradient_bytes(layer, job.layers, whole);
+    if (bytes > 0) {
+      ask(d, false, Priority::kParameterGradient, run, -1, static_cast<double>(bytes), layer);
+    } else {
+      land(run, layer);
     }
+  }
+
+  void land(const JobRun& run, int layer) {
+    const auto step = static_cast<std::size_t>(run.step), at = static_cast<std::size_t>(layer);
+    if (--gradients_left_[step * static_cast<std::size_t>(layers_) + at] == 0) exchange_.land(step, at);
     landed_ = true;
   }
 

@@ -42,11 +42,13 @@ struct LinkTimeline {
 // cluster's bandwidths. All busy links and the update under way share the host's bandwidth evenly, as fair_share()
 // says: each gets no more than its own rate, and leaves to the others what it cannot use.
 //
-// - The weights of a device's next job are uploaded while the current one runs (two slots), once the version that the
-//   job reads is published; not those that it keeps (schedule::KeptWeights).
+// - The weights of a device's next job are uploaded while the current one runs (two slots), layer by layer, once the
+//   version that the job reads is published; not those that it keeps (schedule::KeptWeights). A job's first microbatch
+//   enters each layer when the weights of that layer are there.
 // - A value goes to the host and from there to the device that needs it, even if that is the same device.
-// - The parameter gradients of a job are downloaded when it has ended. When all gradients of a layer have landed, the
-//   layer is updated and then published; among several nodes, as NodeExchange says.
+// - The parameter gradients of a layer are downloaded when the job's last microbatch has gone back through it. When all
+//   gradients of a layer have landed, the layer is updated and then published; among several nodes, as NodeExchange
+//   says.
 // - A link sends the waiting chunk of highest priority; within a priority, the transfer requested first.
 // With infinite bandwidths, the result is that of simulate() without hops. Throws std::invalid_argument like
 // simulate(), and for rules out of range.

@@ -22,6 +22,7 @@ _FROM_FEWER: _Way = ("layer", False)
 _STEPS = 3
 # By how much the planner's share of a device's memory is lowered after each attempt that does not fit, at least.
 _LOWER = (0.97, 0.97, 0.97, 0.97, 0.9, 0.8, 0.7, 0.5)
+_TRIES_OF_RESIDENTS = 3
 # Where a limit is too low, the next one is so many times as high.
 _MORE = 1.25
 # What waits on the host is at least this part of what the fastest plan leaves waiting.
@@ -183,9 +184,30 @@ def _fit(
             if best is None or found.over < best.over:
                 best = found
             if best.fits:
-                return best
+                return _with_residents(best, layers, way, share, memory, mode, room or 0)
             share *= min(lower, 1 / found.over)
     return best
+
+
+def _with_residents(
+    found: Fit, layers: Layers, way: _Way, share: float, memory: list[int], mode: _core.PlanMode, waiting: int
+) -> Fit:
+    """The plan for devices that keep as many frozen weights as the one found leaves room for, if there is one and it
+    leaves the room as well."""
+    if found.request.links is None:
+        return found
+    resident = found.device.resident
+    for _ in range(_TRIES_OF_RESIDENTS):
+        if resident == 0:
+            break
+        asked = dataclasses.replace(found.request, resident_bytes=resident)
+        again = _with_share(asked, layers, way, share, memory, mode, waiting)
+        if again is None or not again.fits:
+            break
+        if again.device.resident >= resident:
+            return again
+        resident = again.device.resident
+    return found
 
 
 def _over(request: Request, layers: Layers, memory: list[int], mode: _core.PlanMode) -> Fit:
@@ -221,11 +243,14 @@ def _with_share(
             trained=cost.trained,
             activation_bytes=cost.activation_bytes,
             saved_bytes=footprint.kept_bytes(GRAINS[grain]),
+            frozen_bytes=min(size.frozen_bytes, cost.weight_bytes),
         )
-        for cost, footprint in zip(request.costs.layers, layers.footprints, strict=True)
+        for cost, size, footprint in zip(request.costs.layers, layers.sizes, layers.footprints, strict=True)
     ]
     costs = dataclasses.replace(request.costs, layers=kept)
-    links = None if request.links is None else costs.cluster(request.devices, room, with_links=True)
+    links = None
+    if request.links is not None:
+        links = costs.cluster(request.devices, room, with_links=True, resident_bytes=request.resident_bytes)
     cluster = costs.cluster(request.devices, room)
     asked = dataclasses.replace(
         request, costs=costs, cluster=cluster, links=links, single_backward_layers=single, max_waiting=waiting

@@ -70,6 +70,7 @@ class Request:
         update_gb_per_s: weight bytes that the host's optimizer updates per second, in 1e9, with `links`; 0 = no limit.
         update_traffic: bytes of the host's memory that an update reads and writes for each byte of weights. With
             `links`, they share the host's bandwidth; 0 = they are not counted.
+        resident_bytes: of frozen weights that each device keeps instead of moving them again, with `links`.
         interleave: whether the backward of a step may fall behind the forward of the next.
         through_engine: predict how our engine runs a schedule: values hop even when they stay on a device, because they
             go through the host; recompute comes early; and the head is recomputed unless it is fused.
@@ -92,6 +93,7 @@ class Request:
     links: _core.Cluster | None = None
     update_gb_per_s: float = 0.0
     update_traffic: float = 0.0
+    resident_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:

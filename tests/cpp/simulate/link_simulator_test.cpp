@@ -111,8 +111,24 @@ TEST_CASE("links: all together stay within the host's bandwidth") {
   cluster.host_gb_per_s = 10;
   Plan plan{2, 2, 2, 0, {{Phase::kForward, {0, 2}, {0, 1}, 0}, {Phase::kForward, {0, 2}, {1, 2}, 1}}};
   const LinkTimeline got = simulate_links(std::vector<Plan>{plan}, costs_of(50 * kMB, 0), cluster, {});
-  // 100 MB for each of two devices over 10 GB/s: 20 ms, then 20 ms of work.
-  for (const TimelineEvent& event : got.timeline.events) CHECK(event.end_ms == doctest::Approx(40));
+  // 50 MB for each of two devices over 10 GB/s: 10 ms; 10 ms of work, in which the second layer's arrive, and 10 more.
+  for (const TimelineEvent& event : got.timeline.events) CHECK(event.end_ms == doctest::Approx(30));
+}
+
+TEST_CASE("links: a job begins with its first layer's weights, and gradients leave layer by layer") {
+  // 16 ms for the weights of each layer or for its gradient, 10 ms forward, 20 ms backward.
+  const Plan plan{2, 2, 1, 0, {{Phase::kFused, {0, 2}, {0, 2}, 0}}};
+  const LinkTimeline got = simulate_links(std::vector<Plan>{plan}, costs_of(16 * kMB, 0), cluster_of(1, 1), {});
+  // The second layer's weights arrive at 32 ms, when the first microbatch has waited for 6.
+  CHECK(got.timeline.events[0].end_ms == doctest::Approx(32 + 10 + 40));
+  CHECK(got.timeline.events[1].end_ms == doctest::Approx(82 + 60));
+  // The last layer's gradient leaves after half of the last backward, the first one's at its end.
+  std::vector<double> starts;
+  for (const TransferEvent& event : got.transfers) {
+    if (event.kind == Priority::kParameterGradient) starts.push_back(event.start_ms);
+  }
+  CHECK(starts == std::vector<double>{122, 142});
+  CHECK(got.landed_ms == doctest::Approx(142 + 16));
 }
 
 TEST_CASE("links: a value waits for one chunk, not for all weights; first come first served it does") {

@@ -101,14 +101,13 @@ class Links {
       if (job.phase == schedule::Phase::kForward) continue;
       Task down{.kind = Task::kDownload, .step = step, .job = number, .device = job.device};
       down.priority = schedule::Priority::kParameterGradient;
-      down.work = 0;
-      for (int l = job.layers.first; l < job.layers.last; ++l) {
+      for (int l = job.layers.last - 1; l >= job.layers.first; --l) {
         const schedule::LayerCost& cost = costs_[static_cast<std::size_t>(l)];
         const bool shared = job.microbatches.size() < first.microbatches;
-        if (l >= first.first_backward_layer) down.work += static_cast<double>(cost.gradient_bytes) * (shared ? 2 : 1);
+        down.work = l < first.first_backward_layer ? 0 : static_cast<double>(cost.gradient_bytes) * (shared ? 2 : 1);
+        down.boundary = l;
+        landed[{step, l}].push_back(add(down));
       }
-      const std::size_t task = add(down);
-      for (int layer = job.layers.first; layer < job.layers.last; ++layer) landed[{step, layer}].push_back(task);
     }
     for (const auto& [key, gradients] : landed) {
       Task update{.kind = Task::kUpdate, .step = key.first, .boundary = key.second, .after = gradients};
@@ -124,48 +123,64 @@ class Links {
       const schedule::Job& job = plans_[step].jobs[number];
       Task up{.kind = Task::kUpload, .step = step, .job = number, .device = job.device, .place = places[job.device]++};
       up.priority = schedule::Priority::kWeight;
-      up.work = static_cast<double>(sums_.weight_bytes(job.layers));
       for (int layer = job.layers.first; job.phase != schedule::Phase::kBackward && layer < job.layers.last; ++layer) {
         if (updates.contains({step - stale, layer})) up.after.push_back(updates.at({step - stale, layer}));
       }
-      const std::size_t weights = add(up);
+      std::vector<std::size_t> weights;
+      for (int layer = job.layers.first; layer < job.layers.last; ++layer) {
+        up.boundary = layer;
+        up.work = static_cast<double>(costs_[static_cast<std::size_t>(layer)].weight_bytes);
+        weights.push_back(add(up));
+      }
+      const bool backward = job.phase == schedule::Phase::kBackward;
       const double speed = cluster_.devices[job.device].speed;
-      std::size_t last = weights;
+      std::vector<std::size_t> last;  // what comes before the next computation
       for (int m = job.microbatches.first; m < job.microbatches.last; ++m) {
         up.microbatch = m;
         up.index = m - job.microbatches.first;
         Task compute = up;
         compute.kind = Task::kCompute;
         compute.boundary = 0;
-        compute.after = {last};
         if (job.layers.first > 0) {
           up.priority = schedule::Priority::kActivation;
           up.boundary = job.layers.first;
           up.work = static_cast<double>(costs_[up.boundary - 1].activation_bytes);
           up.after = {value.at({step, up.boundary, m, 0})};
-          compute.after.push_back(add(up));
+          last.push_back(add(up));
         }
-        if (job.phase == schedule::Phase::kBackward) {
-          compute.work = sums_.recompute_ms(job.layers) / speed;
-          const std::size_t recompute = add(compute);
+        // Layer by layer up and, unless it is a forward job, down again; the last one counts as the end.
+        for (int layer = job.layers.first; layer < job.layers.last; ++layer) {
+          const schedule::Range one{layer, layer + 1};
+          compute.after = last;
+          compute.after.push_back(weights[static_cast<std::size_t>(layer - job.layers.first)]);
+          compute.work = (backward ? sums_.recompute_ms(one) : sums_.forward_ms(one)) / speed;
+          compute.boundary = job.phase == schedule::Phase::kForward && layer + 1 == job.layers.last ? 1 : 0;
+          last = {add(compute)};
+        }
+        if (backward) {
           up.priority = schedule::Priority::kBoundaryGradient;
           up.boundary = job.layers.last;
           up.work = static_cast<double>(costs_[up.boundary - 1].activation_bytes);
           up.after = {gradient.at({step, up.boundary, m, 0})};
-          compute.after = {recompute, add(up)};
+          last.push_back(add(up));
         }
-        compute.work = job.phase == schedule::Phase::kBackward ? 0 : sums_.forward_ms(job.layers) / speed;
-        if (job.phase != schedule::Phase::kForward) compute.work += sums_.backward_ms(job.layers) / speed;
-        compute.boundary = 1;  // the computation whose end counts
-        last = add(compute);
-        for (std::size_t i = 0; i < tasks_.size(); ++i) {
-          Task& task = tasks_[i];
-          if (task.kind != Task::kDownload || task.step != step || task.job != number) continue;
-          if (task.microbatch == m || (task.microbatch < 0 && m + 1 == job.microbatches.last))
-            task.after.push_back(last);
+        for (int layer = job.layers.last; job.phase != schedule::Phase::kForward && layer-- > job.layers.first;) {
+          compute.after = last;
+          compute.work = sums_.backward_ms({layer, layer + 1}) / speed;
+          compute.boundary = layer == job.layers.first ? 1 : 0;
+          last = {add(compute)};
+          for (Task& task : tasks_) {
+            const bool gradient_of_layer = task.kind == Task::kDownload && task.step == step && task.job == number &&
+                                           task.microbatch < 0 && task.boundary == layer;
+            if (gradient_of_layer && m + 1 == job.microbatches.last) task.after.push_back(last[0]);
+          }
+        }
+        for (Task& task : tasks_) {
+          if (task.kind == Task::kDownload && task.step == step && task.job == number && task.microbatch == m)
+            task.after.push_back(last[0]);
         }
       }
-      job_ends_[{job.device, up.place}] = last;
+      job_ends_[{job.device, up.place}] = last[0];
     }
   }
 
@@ -194,7 +209,8 @@ class Links {
         if (task.kind == Task::kCompute && task.place > 0 && !ended(job_ends_.at({task.device, task.place - 1})))
           continue;
         task.requested_ms = now_ms_;
-        if (task.kind != Task::kUpdate || task.work > 0) continue;
+        const bool may_be_nothing = task.kind == Task::kUpdate || task.priority == schedule::Priority::kParameterGradient;
+        if (!may_be_nothing || task.work > 0) continue;
         task.begun_ms = task.ended_ms = now_ms_;
         again = true;
       }

@@ -117,6 +117,27 @@ def test_the_longest_row() -> None:
     assert longest_row(lambda length: predicted(measure(model, length), 1_000_000), limit=ROW_STEP) == (0, None)
 
 
+def with_adapters(memory: int) -> Fit:
+    """One device behind links on which the weights of a step take as long as its work."""
+    shapes = measure(make_model(SMALL, lora_rank=4), 64)
+    costs = costs_of_shapes(shapes, card_of_tflops(0.2))
+    work_ms = sum(layer.forward_ms * 2 + layer.backward_ms for layer in costs.layers) * 4
+    rate = sum(layer.size.weights for layer in shapes.layers) / (work_ms * 1e6)
+    costs.rates = {"link_up_gb_per_s": rate, "link_down_gb_per_s": rate, "host_gb_per_s": 0.0}
+    links = costs.cluster(1, with_links=True)
+    request = Request(costs, costs.cluster(1), microbatches=4, mode="sync", keep_layers=1, effort=100_000, links=links)
+    return fit(request, layers_of_shapes(shapes), memory)
+
+
+def test_frozen_weights_that_stay_are_not_moved() -> None:
+    base = sum(layer.size.frozen_bytes for layer in measure(make_model(SMALL, lora_rank=4), 64).layers)
+    all_stay, none_stays = with_adapters(10**9), with_adapters(2_600_000)
+    assert all_stay.device.resident == pytest.approx(base, rel=0.01) and none_stays.device.resident < 0.2 * base
+    assert all_stay.request.resident_bytes == all_stay.device.resident
+    assert all_stay.fits and none_stays.fits
+    assert all_stay.choices[0].step_ms < 0.8 * none_stays.choices[0].step_ms
+
+
 # --- the command ---
 
 
