@@ -116,8 +116,8 @@ void Heartbeat::State::live() {
   }
 }
 
-// Ends the thread, at most an interval after its store has answered: a store in a file that a process left in the middle
-// of a record makes the others read for ever. A store out of reach answers late or never, and is not waited for.
+// Ends the thread, at most an interval after its store has answered: a store in a file that a process left in the
+// middle of a record makes the others read for ever. A store out of reach answers late or never, and is not waited for.
 void Heartbeat::State::end() {
   const MutexLock lock(mutex);
   dropped = true;

@@ -52,8 +52,8 @@ struct JobRun {
   int step = 0;
   int number = 0;
   const Job* job = nullptr;
-  double up_ms = 0;        // of a microbatch through the layers: the forward, or the recompute of a backward job
-  double down_ms = 0;      // and back
+  double up_ms = 0;    // of a microbatch through the layers: the forward, or the recompute of a backward job
+  double down_ms = 0;  // and back
   double recompute_ms = 0;
   bool weights_asked = false;
   int weights_here = 0;  // layers, from the first on

@@ -392,7 +392,7 @@ def _preset(
 
 
 # Layer times, hops and stages as published for eight 24 GB cards and sequences of 8,192 tokens in a microbatch; bytes
-# follow from the models' shapes in bf16: what a layer keeps was measured as `roundpipe plan` does, with fused attention.
+# follow from the models' shapes in bf16: what a layer keeps is what `roundpipe plan` counts.
 PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-1.7b": _preset(
         "qwen3-1.7b",

@@ -184,7 +184,9 @@ def _fit(
             if best is None or found.over < best.over:
                 best = found
             if best.fits:
-                return _with_residents(best, layers, way, share, memory, mode, room or 0)
+                best = _with_residents(best, layers, way, share, memory, mode, room or 0)
+                all_stay = _where_all_stay(request, layers, way, memory, mode, room or 0)
+                return min(best, all_stay or best, key=lambda fit: fit.choices[0].step_ms + fit.again_ms)
             share *= min(lower, 1 / found.over)
     return best
 
@@ -210,6 +212,22 @@ def _with_residents(
     return found
 
 
+def _where_all_stay(
+    request: Request, layers: Layers, way: _Way, memory: list[int], mode: _core.PlanMode, waiting: int
+) -> Fit | None:
+    """A plan for devices that keep all frozen weights, so that no stage has room for them of its own."""
+    frozen = sum(size.frozen_bytes for size in layers.sizes)
+    if frozen == 0 or not all(size > frozen for size in memory):
+        return None
+    share = 1.0
+    for lower in _LOWER:
+        found = _with_share(request, layers, way, share, memory, mode, waiting, staying=frozen)
+        if found is None or (found.fits and found.device.resident >= frozen):
+            return found
+        share *= lower
+    return None
+
+
 def _over(request: Request, layers: Layers, memory: list[int], mode: _core.PlanMode) -> Fit:
     """Where not even one layer fits: a plan with a limit above the memory, to report how much the layer takes."""
     share, best = 1.0, None
@@ -227,25 +245,29 @@ def _with_share(
     memory: list[int],
     mode: _core.PlanMode,
     waiting: int,
+    staying: int = 0,
 ) -> Fit | None:
     """The planner's plan within that share of each device's memory, and what may wait on the host (0 = no limit); None
-    if a layer or the least that waits is larger."""
+    if a layer or the least that waits is larger. `staying`: bytes of all frozen weights, if they are on the device."""
     grain, single = way
     # 0 would be no limit.
-    room = [max(1, int(share * size)) if size else 0 for size in memory]
+    room = [max(1, int(share * (size - staying))) if size else 0 for size in memory]
+    frozen_of_each = [
+        min(size.frozen_bytes, cost.weight_bytes) for size, cost in zip(layers.sizes, request.costs.layers, strict=True)
+    ]
     kept = [
         _core.LayerCost(
             forward_ms=cost.forward_ms,
             backward_ms=cost.backward_ms,
             recompute_ms=cost.recompute_ms,
-            weight_bytes=cost.weight_bytes,
+            weight_bytes=cost.weight_bytes - (frozen if staying else 0),
             gradient_bytes=cost.gradient_bytes,
             trained=cost.trained,
             activation_bytes=cost.activation_bytes,
             saved_bytes=footprint.kept_bytes(GRAINS[grain]),
-            frozen_bytes=min(size.frozen_bytes, cost.weight_bytes),
+            frozen_bytes=0 if staying else frozen,
         )
-        for cost, size, footprint in zip(request.costs.layers, layers.sizes, layers.footprints, strict=True)
+        for cost, frozen, footprint in zip(request.costs.layers, frozen_of_each, layers.footprints, strict=True)
     ]
     costs = dataclasses.replace(request.costs, layers=kept)
     links = None

@@ -209,7 +209,8 @@ class Links {
         if (task.kind == Task::kCompute && task.place > 0 && !ended(job_ends_.at({task.device, task.place - 1})))
           continue;
         task.requested_ms = now_ms_;
-        const bool may_be_nothing = task.kind == Task::kUpdate || task.priority == schedule::Priority::kParameterGradient;
+        const bool may_be_nothing =
+            task.kind == Task::kUpdate || task.priority == schedule::Priority::kParameterGradient;
         if (!may_be_nothing || task.work > 0) continue;
         task.begun_ms = task.ended_ms = now_ms_;
         again = true;
