@@ -159,6 +159,11 @@ DeviceMemory peak_of(const std::vector<Visit>& visits, const DeviceRules& rules)
       if (moment.total() > most.total()) most = moment;
     }
   }
+  // The engine's arena has room for each two that leave so much for the rest, see runtime::DeviceRoom.
+  for (std::size_t i = 0; i + 1 < visits.size(); ++i) {
+    const int64_t pair = visits[i].weights + visits[i + 1].weights;
+    if (fits_cap(pair + most.beside_weights(), rules.cap_bytes)) most.weights = std::max(most.weights, pair);
+  }
   return most;
 }
 

@@ -12,7 +12,7 @@ namespace roundpipe::runtime {
 
 namespace {
 
-constexpr int64_t kPiece = int64_t{1} << 20;  // elements
+constexpr int64_t kPiece = int64_t{1} << 16;  // elements
 
 // On the host, torch widens a whole gradient in 16 bits before it adds it to a sum in fp32.
 void add_to(at::Tensor& sum, const at::Tensor& gradient) {

@@ -47,9 +47,19 @@ class Replay {
       if (is_next_prefetched(i)) held += own(jobs_[i + 1], &LayerBytes::weights);
       arena = std::max(arena, held);
     }
-    int64_t most = 0;
-    for (std::size_t i = 0; i < jobs_.size(); ++i) most = std::max(most, peak_of_job(i, arena));
-    return most;
+    int64_t most = 0, weights = 0;
+    for (std::size_t i = 0; i < jobs_.size(); ++i) {
+      const int64_t peak = peak_of_job(i, arena);
+      if (peak > most) weights = shares_arena(jobs_[i], arena) ? arena : own(jobs_[i], &LayerBytes::weights);
+      most = std::max(most, peak);
+    }
+    // The engine asks of two jobs whether they leave as much as the fullest moment takes beside its weights.
+    const int64_t besides = most - weights;
+    for (std::size_t i = 0; i + 1 < jobs_.size(); ++i) {
+      const int64_t two = own(jobs_[i], &LayerBytes::weights) + own(jobs_[i + 1], &LayerBytes::weights);
+      if (rules_.cap_bytes == 0 || two + besides <= rules_.cap_bytes) weights = std::max(weights, two);
+    }
+    return weights + besides;
   }
 
  private:
@@ -126,14 +136,18 @@ class Replay {
     return rules_.cap_bytes == 0 || held <= rules_.cap_bytes;
   }
 
+  bool shares_arena(const Job& job, int64_t arena) const {
+    return rules_.cap_bytes == 0 || arena + sums(job) + work(job) + staged(job, nullptr) <= rules_.cap_bytes;
+  }
+
   int64_t peak_of_job(std::size_t i, int64_t arena) const {
     const Job& job = jobs_[i];
     const Job* const next = is_next_prefetched(i) ? &jobs_[i + 1] : nullptr;
+    const bool shares = shares_arena(job, arena);
     const int64_t besides = arena + sums(job) + work(job);
-    const bool shares_arena = rules_.cap_bytes == 0 || besides + staged(job, nullptr) <= rules_.cap_bytes;
-    const bool next_waits = shares_arena && rules_.cap_bytes != 0 && besides + staged(job, next) > rules_.cap_bytes;
+    const bool next_waits = shares && rules_.cap_bytes != 0 && besides + staged(job, next) > rules_.cap_bytes;
     Ledger ledger;
-    ledger.take(shares_arena ? arena : own(job, &LayerBytes::weights));
+    ledger.take(shares ? arena : own(job, &LayerBytes::weights));
     ledger.take(staged(job, next_waits ? nullptr : next));
     ledger.take(sums(job));
     if (i > 0 && !rules_.waits) ledger.use(leaving(jobs_[i - 1]));
