@@ -27,7 +27,7 @@ struct Steps {
 constexpr Steps kCompared{2'000, 9, 25};
 constexpr Steps kChosen{15'000, 13, 65};
 constexpr Steps kReported{150'000, 25, 193};
-constexpr Steps kPromised{2'000'000, 25, 193};  // as long as the commands simulate, for all but the largest plans
+constexpr Steps kPromised{300'000, 25, 193};  // as long as the commands simulate, for all but the largest plans
 constexpr int kLimitSteps = 13;
 
 const Steps& steps_for(Precision precision) {
