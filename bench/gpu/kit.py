@@ -160,7 +160,7 @@ class Throughput:
         notes = [f"{peer.name}: no figures: {peer.missing}" for peer in missing]
         fine = True
         for index, side in enumerate(sides):
-            until = deadline.share(max(1.0, 0.6 * (len(sides) - index)))  # the first ones matter most
+            until = deadline.share(max(1.0, 0.4 * (len(sides) - index)))  # the first ones matter most
             try:
                 side.set_up(until)
                 self._meet(ours, side, until, deadline)

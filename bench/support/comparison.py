@@ -176,8 +176,8 @@ def best_setting(
 
     Args:
         limit_bytes: of the device; 0: it is not known, and the first that fits is taken.
-        smaller: what was best for a batch of fewer rows: microbatches of as many rows are best for this one, too, and
-            if they were that whole batch, twice as many are tried.
+        smaller: what was best for a batch of fewer rows. Microbatches of as many rows are taken for this one, too, or
+            as many as fit if they were that whole batch: a search of long steps would leave no time for the others.
 
     Raises:
         ContestantError: nothing fits, or it failed.
@@ -198,13 +198,9 @@ def best_setting(
     if smaller is not None:
         before, setting = smaller
         rows = before.rows // setting.microbatches
-        known = Setting(size.rows // rows, setting.recompute)
-        if setting.microbatches > 1 or deadline.left_s == 0:
-            return known
-        fits = _most_rows(side, size, setting.recompute, limit_bytes, deadline) >= 2 * rows
-        if not fits or attempt(setting.recompute, 2 * rows) <= attempt(setting.recompute, rows):
-            return known
-        return max(found, key=lambda tried: found[tried])
+        if setting.microbatches == 1 and deadline.left_s > 0:
+            rows = max(rows, _most_rows(side, size, setting.recompute, limit_bytes, deadline))
+        return Setting(size.rows // rows, setting.recompute)
     for recompute in side.contestant.recomputes:
         rows = _most_rows(side, size, recompute, limit_bytes, deadline)
         best = 0.0
