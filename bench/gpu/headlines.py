@@ -5,8 +5,8 @@ Under a cap on the card's memory, one process each:
 1. a model of 8 B parameters in full, with 8-bit moments;
 2. 16 layers of the width of 32B in full, with 8-bit moments;
 3. 94 layers of the width of 235B with adapters on frozen weights. The host holds the frozen weights of one layer, which
-   all layers share, so that a machine with less memory moves every byte that the real model moves. One norm of that
-   layer is trained, too, so that the card does not keep it for all layers.
+   all layers share, so that a machine with less memory can run it. The card keeps that layer, too: the row has the
+   real model's arithmetic and values, but moves next to no weights, where the real model uploads 469 GB twice.
 
 Weights and tokens are random. The first loss is compared with the one of transformers' model, computed layer by layer
 beside the pipeline. The embedding and the head are the real ones.
@@ -60,7 +60,7 @@ class Headline:
 
 HEADLINES = [
     Headline("8B in full, 8-bit moments", "8B", Size(4, 8192), 4),
-    Headline("94 layers of 235B, adapters of rank 16, one layer's weights", "235B", Size(4, 8192), 4, 0, 16),
+    Headline("94 layers of 235B, adapters of rank 16, one layer's frozen weights", "235B", Size(4, 8192), 4, 0, 16),
     Headline("16 layers of 32B in full, 8-bit moments", "32B", Size(4, 8192), 4, 16),
 ]
 

@@ -106,20 +106,12 @@ def _share_layers(model: Any) -> None:
             setattr(layer.get_submodule(owner), own, parameter)
 
 
-def with_adapters(model: Any, rank: int, shared_base: bool = False) -> Any:
-    """Adapters of PEFT on the attention's projections; the base is frozen.
-
-    Args:
-        shared_base: as language_model has it. One norm of it is trained then: a device would keep weights that are
-            frozen and serve every layer, but those of a real model it has to move.
-    """
+def with_adapters(model: Any, rank: int) -> Any:
+    """Adapters of PEFT on the attention's projections; the base is frozen."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    adapted = get_peft_model(model, LoraConfig(r=rank, target_modules=ADAPTED, task_type="CAUSAL_LM"))
-    if shared_base:
-        model.model.layers[0].input_layernorm.requires_grad_(True)
-    return adapted
+    return get_peft_model(model, LoraConfig(r=rank, target_modules=ADAPTED, task_type="CAUSAL_LM"))
 
 
 class _Decoder(nn.Module):

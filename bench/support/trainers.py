@@ -49,7 +49,7 @@ class Trainer(ABC):
             dtype
         )
         if asked.lora_rank:
-            model = with_adapters(model, asked.lora_rank, asked.shared_base)
+            model = with_adapters(model, asked.lora_rank)
         model.train()
         self.vocabulary = model.config.vocab_size
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
