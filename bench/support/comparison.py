@@ -177,7 +177,7 @@ def best_setting(
     Args:
         limit_bytes: of the device; 0: it is not known, and the first that fits is taken.
         smaller: what was best for a batch of fewer rows. Microbatches of as many rows are taken for this one, too, or
-            as many as fit if they were that whole batch: a search of long steps would leave no time for the others.
+            of twice as many if they were that whole batch and these fit: to try long steps takes the others' time.
 
     Raises:
         ContestantError: nothing fits, or it failed.
@@ -199,7 +199,7 @@ def best_setting(
         before, setting = smaller
         rows = before.rows // setting.microbatches
         if setting.microbatches == 1 and deadline.left_s > 0:
-            rows = max(rows, _most_rows(side, size, setting.recompute, limit_bytes, deadline))
+            rows = max(rows, min(2 * rows, _most_rows(side, size, setting.recompute, limit_bytes, deadline)))
         return Setting(size.rows // rows, setting.recompute)
     for recompute in side.contestant.recomputes:
         rows = _most_rows(side, size, recompute, limit_bytes, deadline)

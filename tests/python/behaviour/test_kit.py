@@ -178,10 +178,16 @@ def test_the_best_setting_is_the_quickest_that_fits() -> None:
     assert best_setting(most_at_once, Size(8, 32), 150, FOREVER) == Setting(4, "layers")
     small_ones = FakeSide("b", lambda rows: 9 - rows)
     assert best_setting(small_ones, Size(8, 32), 0, FOREVER) == Setting(8, "layers")
-    # A larger batch starts from what is known: twice as many rows are tried where the batch was the limit.
+    # A larger batch follows from what is known: microbatches have twice as many rows where the batch was the limit.
     known = (Size(8, 32), Setting(1, "layers"))
     assert best_setting(most_at_once, Size(32, 32), 0, FOREVER, known) == Setting(2, "layers")
-    assert best_setting(small_ones, Size(32, 32), 0, FOREVER, known) == Setting(4, "layers")
+    # Sixteen rows take 260.
+    assert best_setting(most_at_once, Size(32, 32), 290, FOREVER, known) == Setting(2, "layers")
+    assert best_setting(most_at_once, Size(32, 32), 270, FOREVER, known) == Setting(4, "layers")
+    small_ones.asked.clear()
+    known = (Size(8, 32), Setting(8, "layers"))
+    assert best_setting(small_ones, Size(32, 32), 0, FOREVER, known) == Setting(32, "layers")
+    assert not small_ones.asked
 
 
 def test_losses_that_differ_are_no_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
