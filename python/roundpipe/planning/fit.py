@@ -184,9 +184,12 @@ def _fit(
             if best is None or found.over < best.over:
                 best = found
             if best.fits:
-                best = _with_residents(best, layers, way, share, memory, mode, room or 0)
-                all_stay = _where_all_stay(request, layers, way, memory, mode, room or 0)
-                return min(best, all_stay or best, key=lambda fit: fit.choices[0].step_ms + fit.again_ms)
+                others = (
+                    _with_residents(best, layers, way, share, memory, mode, room or 0),
+                    _where_all_stay(request, layers, way, memory, mode, room or 0),
+                )
+                possible = [fit for fit in others if fit and (host_room is None or fit.of_a_step <= host_room)]
+                return min([*possible, best], key=lambda fit: fit.choices[0].step_ms + fit.again_ms)
             share *= min(lower, 1 / found.over)
     return best
 

@@ -117,7 +117,7 @@ def test_the_longest_row() -> None:
     assert longest_row(lambda length: predicted(measure(model, length), 1_000_000), limit=ROW_STEP) == (0, None)
 
 
-def with_adapters(memory: int) -> Fit:
+def with_adapters(memory: int, host_room: int | None = None) -> Fit:
     """One device behind links on which the weights of a step take as long as its work."""
     shapes = measure(make_model(SMALL, lora_rank=4), 64)
     costs = costs_of_shapes(shapes, card_of_tflops(0.2))
@@ -126,7 +126,7 @@ def with_adapters(memory: int) -> Fit:
     costs.rates = {"link_up_gb_per_s": rate, "link_down_gb_per_s": rate, "host_gb_per_s": 0.0}
     links = costs.cluster(1, with_links=True)
     request = Request(costs, costs.cluster(1), microbatches=4, mode="sync", keep_layers=1, effort=100_000, links=links)
-    return fit(request, layers_of_shapes(shapes), memory)
+    return fit(request, layers_of_shapes(shapes), memory, host_room=host_room)
 
 
 def test_frozen_weights_that_stay_are_not_moved() -> None:
@@ -140,6 +140,14 @@ def test_frozen_weights_that_stay_are_not_moved() -> None:
     some_stay = with_adapters(3_000_000)
     assert some_stay.request.resident_bytes == some_stay.device.resident > 0.5 * base
     assert all_stay.choices[0].step_ms < some_stay.choices[0].step_ms < none_stays.choices[0].step_ms
+
+
+@pytest.mark.parametrize("memory", [3_000_000, 10**9])
+def test_plans_whose_weights_stay_keep_to_the_room_on_the_host(memory: int) -> None:
+    free, least = with_adapters(memory), with_adapters(memory, host_room=1)
+    assert least.of_a_step < free.of_a_step
+    for room in (free.of_a_step, (free.of_a_step + least.of_a_step) // 2, least.of_a_step):
+        assert with_adapters(memory, host_room=room).of_a_step <= room
 
 
 # --- the command ---
