@@ -54,7 +54,6 @@ struct JobRun {
   const Job* job = nullptr;
   double up_ms = 0;    // of a microbatch through the layers: the forward, or the recompute of a backward job
   double down_ms = 0;  // and back
-  double recompute_ms = 0;
   bool weights_asked = false;
   int weights_here = 0;  // layers, from the first on
   int next_asked = 0;    // microbatches whose values are requested, from the first on
@@ -163,14 +162,13 @@ class LinkSimulator {
     std::ranges::stable_sort(turns, {}, &Turn::place);
     for (const Turn& turn : turns) {
       const Job& job = plans_[static_cast<std::size_t>(turn.step)].jobs[static_cast<std::size_t>(turn.number)];
-      const double speed = cluster_.devices[static_cast<std::size_t>(job.device)].speed;
+      const double speed = speed_of(job);
       JobRun run;
       run.step = turn.step;
       run.number = turn.number;
       run.job = &job;
       run.up_ms = up_ms(job, job.layers) / speed;
       if (job.phase != Phase::kForward) run.down_ms = sums_.backward_ms(job.layers) / speed;
-      if (job.phase == Phase::kBackward) run.recompute_ms = run.up_ms;
       const auto count = static_cast<std::size_t>(job.microbatches.size());
       run.input_here.assign(count, job.layers.first == 0);
       run.gradient_here.assign(count, job.phase != Phase::kBackward);
@@ -427,10 +425,10 @@ class LinkSimulator {
       return;
     }
     const int m = job.microbatches.first + run.next;
-    TimelineEvent event{run.number, m, d, run.step, job.phase, 0, now_ms_, run.recompute_ms};
     // Waits in between are shown before it, as in simulate().
-    event.start_ms = now_ms_ - run.down_ms - run.up_ms;
-    events_.push_back(event);
+    const double start_ms = now_ms_ - run.down_ms - run.up_ms,
+                 recompute_ms = job.phase == Phase::kBackward ? run.up_ms : 0;
+    events_.push_back({run.number, m, d, run.step, job.phase, start_ms, now_ms_, recompute_ms});
     busy_ms_ += run.down_ms + run.up_ms;
     if (job.phase != Phase::kBackward) {
       for (int boundary = job.layers.first + 1; boundary <= job.layers.last; ++boundary) {
