@@ -25,6 +25,7 @@ DIR holds the packages of others that this Python lacks: pip install --target DI
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -156,7 +157,7 @@ class Throughput:
 
     def others(self, ours: Side, sides: Sequence[Side], missing: Sequence[Contestant], deadline: Deadline) -> bool:
         """Rows of all `sides`, one after the other; whether no losses differed."""
-        self._report.header([*HEADER, "ours beside it", "ours, times", "rounds", "losses differ by"])
+        self._report.header([*HEADER, "ours beside it", "ours, times", "by round", "losses differ by"])
         notes = [f"{peer.name}: no figures: {peer.missing}" for peer in missing]
         fine = True
         for index, side in enumerate(sides):
@@ -193,7 +194,8 @@ class Throughput:
         if compared.distance > self._bound:
             raise LossesDifferError(f"its losses differ by {compared.distance:.1e} of ours")
         mine, theirs = compared.medians
-        cells = [f"{mine:,.0f}", f"{compared.ratio:.3f}", str(len(compared.rates[0])), f"{compared.distance:.1e}"]
+        by_round = ", ".join(f"{ratio:.3f}" for ratio in compared.ratios)
+        cells = [f"{mine:,.0f}", f"{statistics.median(compared.ratios):.3f}", by_round, f"{compared.distance:.1e}"]
         self._report.row([*figures(side, mode, size, setting, theirs), *cells])
 
 
@@ -302,7 +304,7 @@ def report_longest(
                     f"{apart:.1e}" if both else "-",
                 ]
             )
-            notes.append(f"{side.name}: {contestant.settings}")
+            notes.append(f"{side.name}: {contestant.settings}{f'; ended: {found.ended}' if found.ended else ''}")
         except ContestantError as error:
             notes.append(f"{contestant.name}: no figures: {error}")
     others = [side for side in sides if side not in present]

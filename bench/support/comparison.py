@@ -20,6 +20,8 @@ from support.training_request import Lap, LapResult, Ready, Recompute
 TIMED_LEARNING_RATE = 1e-8
 # Steps before the timed ones of a lap: plans are made, and memory that was given back is taken again.
 WARM_UP = 1
+# Timed steps of one lap of which the longest takes so many times the shortest are shown one by one.
+UNEVEN = 1.3
 # Of the memory that a system may take: what a setting may be predicted to take.
 FULL = 0.92
 
@@ -139,6 +141,9 @@ class Side:
             result.host_memory_bytes,
             result.losses,
         )
+        seconds = result.step_seconds[lap.warm_up :]
+        if seconds and max(seconds) > UNEVEN * min(seconds):
+            say(f"{self.name}: steps of {', '.join(f'{s:.2f}' for s in result.step_seconds)} s, the first to warm up")
         return result
 
     def lap(self, size: Size, setting: Setting, mode: Mode, steps: int, deadline: Deadline) -> float:
@@ -247,9 +252,9 @@ class Comparison:
         return statistics.median(self.rates[0]), statistics.median(self.rates[1])
 
     @property
-    def ratio(self) -> float:
-        """The median over the rounds, in each of which both took turns."""
-        return statistics.median(mine / theirs for mine, theirs in zip(*self.rates, strict=True))
+    def ratios(self) -> list[float]:
+        """Of each round, in which both took turns."""
+        return [mine / theirs for mine, theirs in zip(*self.rates, strict=True)]
 
 
 def compare(
@@ -283,7 +288,8 @@ def compare(
             losses.append(side.losses)
         took_s = left_s - deadlines[1].left_s
         compared.distance = max(compared.distance, distance(*losses))
-        say(f"{size} tokens, {mode}, round {number + 1} of {sides[0].name} and {sides[1].name}")
+        rates = ", ".join(f"{side.name} {of[-1]:,.0f}" for side, of in zip(sides, compared.rates, strict=True))
+        say(f"{size} tokens, {mode}, round {number + 1}: {rates} tokens/s")
     return compared
 
 
@@ -302,6 +308,7 @@ class LongestRow:
         losses: by tokens.
         tokens_per_s: of the longest.
         peak_bytes: of the device, then.
+        ended: why it did not go on with a row that may train; "" if it did.
     """
 
     tokens: int
@@ -309,21 +316,29 @@ class LongestRow:
     losses: dict[int, float]
     tokens_per_s: float
     peak_bytes: int
+    ended: str = ""
 
 
 def longest_row(side: Side, grid: Sequence[int], first: int, deadline: Deadline) -> LongestRow:
     """One step of one row for each length: upwards from `first`, or down from it where that does not fit.
 
     Raises:
-        ContestantError: it gave no figures, or failed for another reason than memory.
+        ContestantError: it gave no figures at all.
     """
     setting = Setting(1, side.contestant.recomputes[0])
     best, refused = (0, 0.0, 0), 0
     losses: dict[int, float] = {}
+    ended = ""
     index = grid.index(first)
     while 0 <= index < len(grid) and (deadline.left_s > 0 or not losses):
         size = Size(1, grid[index])
-        result = side.ask(timed(size, setting, "sync", 1, warm_up=0), deadline)
+        try:
+            result = side.ask(timed(size, setting, "sync", 1, warm_up=0), deadline)
+        except ContestantError as error:
+            if not losses:
+                raise
+            ended = str(error)
+            break
         if result is None or result.seconds is None:
             say(f"{side.name}: {grid[index]:,} tokens do not fit")
             refused = grid[index]
@@ -337,7 +352,7 @@ def longest_row(side: Side, grid: Sequence[int], first: int, deadline: Deadline)
         if refused:
             break
         index += 1
-    return LongestRow(best[0], refused, losses, best[1], best[2])
+    return LongestRow(best[0], refused, losses, best[1], best[2], ended)
 
 
 def say(text: str) -> None:

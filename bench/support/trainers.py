@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ class Trainer(ABC):
         parameters: how many numbers the model has.
         flops: of its steps.
         losses: of all steps so far.
+        step_seconds: of the steps since it was last emptied, where a system says them.
         expected_loss: of the plain model for the first row, if `expect` was set.
     """
 
@@ -38,6 +40,7 @@ class Trainer(ABC):
         self.device = accelerator() or torch.device("cpu")
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         self.losses: list[float] = []
+        self.step_seconds: list[float] = []
         self.expected_loss: float | None = None
         self.learning_rate = 1e-5
         self.recompute: Recompute = "layers"
@@ -130,8 +133,10 @@ class RoundPipeTrainer(Trainer):
     def _train(self, steps: int, is_async: bool) -> None:
         call = self._call() | {"run_config": self._config()}
         for _ in range(steps):
+            start = time.perf_counter()
             self.losses.append(float(self._model.forward_backward(**call)))
             self._model.step(self._optimizer if self._followed else self._update, is_async=is_async)
+            self.step_seconds.append(time.perf_counter() - start)
         self._model.synchronize()
 
     def host_memory_bytes(self) -> int:

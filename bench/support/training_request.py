@@ -97,10 +97,15 @@ class Ready:
 
 @dataclass(frozen=True)
 class LapResult:
-    """What a lap took, and the losses of all its steps. Without `seconds` the device's memory did not hold it."""
+    """What a lap took, and the losses of all its steps. Without `seconds` the device's memory did not hold it.
+
+    Attributes:
+        step_seconds: of each step, warm-up included, where the system says it.
+    """
 
     seconds: float | None
     losses: list[float]
     device_peak_bytes: int = 0
     host_memory_bytes: int = 0
+    step_seconds: list[float] = field(default_factory=list)
     profile: dict[str, Any] | None = None

@@ -23,6 +23,7 @@ from support.training_request import Lap, LapResult, Ready, Request
 def run(trainer: Trainer, lap: Lap) -> LapResult:
     """One lap; without seconds where memory ran out."""
     before = len(trainer.losses)
+    trainer.step_seconds.clear()
     trainer.set_batch(lap.rows, lap.tokens, lap.microbatches)
     trainer.recompute, trainer.learning_rate = lap.recompute, lap.learning_rate
     is_async = lap.mode == "async"
@@ -42,7 +43,7 @@ def run(trainer: Trainer, lap: Lap) -> LapResult:
     except torch.OutOfMemoryError as error:
         print(error, file=sys.stderr)
     peak_bytes = torch.accelerator.max_memory_allocated() if on_card else 0
-    return LapResult(seconds, trainer.losses[before:], peak_bytes, trainer.host_memory_bytes(), profile)
+    return LapResult(seconds, trainer.losses[before:], peak_bytes, trainer.host_memory_bytes(), trainer.step_seconds, profile)
 
 
 def main() -> None:

@@ -62,8 +62,8 @@ def test_the_small_form(tmp_path: Path) -> None:
     ]
     for name in ("FSDP2, CPU offload", "plain loop"):
         (small, large) = (cells for cells in speed if cells[0] == name)
-        for _, mode, _, setting, theirs, _, _, mine, ratio, rounds, apart in (small, large):
-            assert mode == "sync" and "microbatch" in setting and int(rounds) > 0
+        for _, mode, _, setting, theirs, _, _, mine, ratio, by_round, apart in (small, large):
+            assert mode == "sync" and "microbatch" in setting and all(float(r) > 0 for r in by_round.split(", "))
             assert float(mine.replace(",", "")) > 0 and float(theirs.replace(",", "")) > 0 and float(ratio) > 0
             assert float(apart) <= kit.BOUNDS[torch.float32]
     assert {cells[0] for cells in rows(report, "Tokens a second of tiny")} == {"ours", "FSDP2, CPU offload"}
@@ -232,7 +232,20 @@ def test_the_longest_row_is_searched_from_the_published_one() -> None:
     grid = [4, 8, 16, 32]
     for most, expected in ((3, (0, 4)), (4, (4, 8)), (20, (16, 32)), (99, (32, 0))):
         found = longest_row(Capped("a", lambda rows: rows, row_bytes=most), grid, 16, FOREVER)
-        assert (found.tokens, found.refused) == expected
+        assert (found.tokens, found.refused, found.ended) == (*expected, "")
+
+
+def test_rows_that_trained_count_when_a_longer_one_is_stopped() -> None:
+    class Stopped(FakeSide):
+        def ask(self, lap: Lap, deadline: Deadline) -> LapResult | None:
+            if lap.tokens > self.row_bytes:
+                raise ContestantError(f"at 1 x {lap.tokens} tokens: stopped")
+            return super().ask(lap, deadline)
+
+    found = longest_row(Stopped("a", lambda rows: rows, row_bytes=16), [8, 16, 32], 16, FOREVER)
+    assert (found.tokens, found.refused, found.ended) == (16, 0, "at 1 x 32 tokens: stopped")
+    with pytest.raises(ContestantError, match="at 1 x 16 tokens"):
+        longest_row(Stopped("a", lambda rows: rows, row_bytes=8), [8, 16, 32], 16, FOREVER)
 
 
 def test_a_profile_tells_kinds_gaps_and_copies() -> None:
