@@ -116,9 +116,9 @@ def run_layers(name: str, model: PublishedModel, layers: int, tokens: int, quick
 
     shapes = measure(make_model(config, RANK if model.lora else None), tokens)
     like = layers_of_shapes(shapes)
-    waits = _core.Engine.current().copies_on_compute_cores()
+    rules = _core.Engine.current().device_rules(MEMORY_BYTES)
     sizes = _core.StepSizes(like.sizes, like.footprints, _core.RecomputeGrain.STAGE, label_bytes=0, gradient_groups=1)
-    from_shapes = predict_device([wrapped.last_plan()] * 3, sizes, cap_bytes=MEMORY_BYTES, waits=waits)
+    from_shapes = predict_device([wrapped.last_plan()] * 3, sizes, rules)
     return {
         "name": name,
         "layers": layers,

@@ -69,6 +69,7 @@ class Side:
         ready: what it said when it was set up.
         peak_bytes: of the device, in its last lap.
         losses: of the last lap.
+        uploaded_bytes: of its timed steps.
     """
 
     contestant: Contestant
@@ -77,6 +78,7 @@ class Side:
     peak_bytes: int = 0
     host_bytes: int = 0
     losses: list[float] = field(default_factory=list)
+    uploaded_bytes: int = 0
     _server: TrainingServer | None = None
     _learnt: Lap | None = None  # what the weights have learnt so far
 
@@ -136,11 +138,8 @@ class Side:
             return None
         if not all(map(math.isfinite, result.losses)):
             raise ContestantError(f"its losses are {result.losses}")
-        self.peak_bytes, self.host_bytes, self.losses = (
-            result.device_peak_bytes,
-            result.host_memory_bytes,
-            result.losses,
-        )
+        self.peak_bytes, self.host_bytes = result.device_peak_bytes, result.host_memory_bytes
+        self.losses, self.uploaded_bytes = result.losses, result.uploaded_bytes
         seconds = result.step_seconds[lap.warm_up :]
         if seconds and max(seconds) > UNEVEN * min(seconds):
             say(f"{self.name}: steps of {', '.join(f'{s:.2f}' for s in result.step_seconds)} s, the first to warm up")

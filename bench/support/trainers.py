@@ -88,6 +88,10 @@ class Trainer(ABC):
         """Of arena and optimizer by their own account; 0: they have none."""
         return 0
 
+    def uploaded_bytes(self) -> int:
+        """From the host to all devices so far, by the system's own account; 0: it has none."""
+        return 0
+
 
 class RoundPipeTrainer(Trainer):
     """The `roundpipe` that is first on the path. A "chain" is trained by what both releases have in common."""
@@ -141,6 +145,13 @@ class RoundPipeTrainer(Trainer):
 
     def host_memory_bytes(self) -> int:
         return self._optimizer.host_memory().total if self._followed else 0
+
+    def uploaded_bytes(self) -> int:
+        import roundpipe
+
+        return (
+            sum(device["uploaded_bytes"] for device in roundpipe.devices().transfer_report()) if self._followed else 0
+        )
 
 
 def import_system(request: Request) -> None:

@@ -101,6 +101,7 @@ class LapResult:
 
     Attributes:
         step_seconds: of each step, warm-up included, where the system says it.
+        uploaded_bytes: from the host to the devices in the timed steps, where the system says it.
     """
 
     seconds: float | None
@@ -108,4 +109,5 @@ class LapResult:
     device_peak_bytes: int = 0
     host_memory_bytes: int = 0
     step_seconds: list[float] = field(default_factory=list)
+    uploaded_bytes: int = 0
     profile: dict[str, Any] | None = None

@@ -30,20 +30,25 @@ def run(trainer: Trainer, lap: Lap) -> LapResult:
     on_card = torch.accelerator.is_available()
     if on_card:
         torch.accelerator.reset_peak_memory_stats()
-    seconds, profile = None, None
+    seconds, profile, uploaded_bytes = None, None, 0
     try:
         if lap.warm_up:
             trainer.train(lap.warm_up, is_async)
+        uploaded_bytes = -trainer.uploaded_bytes()
         start = time.perf_counter()
         if lap.profiled:
             profile = profiled(lambda: trainer.train(lap.steps, is_async))
         else:
             trainer.train(lap.steps, is_async)
         seconds = time.perf_counter() - start
+        uploaded_bytes += trainer.uploaded_bytes()
     except torch.OutOfMemoryError as error:
         print(error, file=sys.stderr)
     peak_bytes = torch.accelerator.max_memory_allocated() if on_card else 0
-    return LapResult(seconds, trainer.losses[before:], peak_bytes, trainer.host_memory_bytes(), trainer.step_seconds, profile)
+    return LapResult(
+        *(seconds, trainer.losses[before:], peak_bytes, trainer.host_memory_bytes(), trainer.step_seconds),
+        *(uploaded_bytes, profile),
+    )
 
 
 def main() -> None:

@@ -113,8 +113,7 @@ void bind_device(py::module_& module) {
            [](Engine& engine) {
              for (int i = 0; i < engine.pool_size(); ++i) engine.pool_worker(i).device().reset_peak_memory();
            })
-      .def("copies_on_compute_cores",
-           [](Engine& engine) { return engine.worker(0).device().copies_on_compute_cores(); })
+      .def("device_rules", &runtime::device_rules, py::arg("cap_bytes"))
       .def("smallest_cap_bytes", &runtime::smallest_cap_bytes)
       .def("limit_memory",
            [](Engine& engine, int64_t limit_bytes) {

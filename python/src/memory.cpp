@@ -78,6 +78,12 @@ void bind_memory_simulator(py::module_& module) {
       .attribute("values", &simulate::DeviceMemory::values)
       .attribute("work", &simulate::DeviceMemory::work)
       .attribute("resident", &simulate::DeviceMemory::resident);
+  ValueClass<simulate::DeviceRules>(module, "DeviceRules")
+      .attribute("cap_bytes", &simulate::DeviceRules::cap_bytes)
+      .attribute("waits", &simulate::DeviceRules::waits)
+      .attribute("most_resident_bytes", &simulate::DeviceRules::most_resident_bytes)
+      .def(py::init([](int64_t cap_bytes) { return simulate::DeviceRules{.cap_bytes = cap_bytes}; }),
+           py::arg("cap_bytes"));
   ValueClass<simulate::HostMemory>(module, "HostMemory")
       .attribute("weights", &simulate::HostMemory::weights)
       .attribute("gradients", &simulate::HostMemory::gradients)
@@ -104,10 +110,10 @@ void bind_memory_simulator(py::module_& module) {
       py::arg("plans"), py::arg("sizes"), py::arg("cap_bytes"));
   module.def(
       "predict_device",
-      [](const std::vector<schedule::Plan>& plans, const StepSizes& sizes, int64_t cap_bytes, bool waits) {
-        return simulate::predict_device(plans, sizes, {cap_bytes, waits});
+      [](const std::vector<schedule::Plan>& plans, const StepSizes& sizes, const simulate::DeviceRules& rules) {
+        return simulate::predict_device(plans, sizes, rules);
       },
-      py::arg("plans"), py::arg("sizes"), py::arg("cap_bytes"), py::arg("waits"));
+      py::arg("plans"), py::arg("sizes"), py::arg("rules"));
   module.def(
       "largest_stage_bytes",
       [](const std::vector<schedule::Plan>& plans, const StepSizes& sizes) {

@@ -155,7 +155,7 @@ namespace {
 runtime::MemoryLimit limit_of(int64_t budget_bytes, double work_factor) {
   runtime::MemoryLimit limit;
   limit.budget_bytes = budget_bytes;
-  limit.rules = {budget_bytes, Engine::current()->worker(0).device().copies_on_compute_cores()};
+  limit.rules = runtime::device_rules(*Engine::current(), budget_bytes);
   limit.work_factor = work_factor;
   return limit;
 }

@@ -87,6 +87,8 @@ class Device {
   const std::shared_ptr<Health>& health() const { return health_; }
   // The longest time that one microbatch or one copy may take; 0 = no limit.
   double watchdog_ms() const { return watchdog_ms_; }
+  // Of frozen weights that stay here from job to job, at most; below 0 = as many as find room.
+  int64_t most_resident_bytes() const { return most_resident_bytes_; }
 
   // Called by the thread of compute(), inside its scope, before it computes a microbatch. Throws DeviceError if the
   // device has failed.
@@ -128,6 +130,7 @@ class Device {
         link_options_{spec.chunk_bytes, spec.first_come},
         torch_device_(torch_device),
         watchdog_ms_(spec.watchdog_ms),
+        most_resident_bytes_(spec.resident_bytes),
         health_(std::make_shared<Health>(name_)) {}
 
  private:
@@ -135,6 +138,7 @@ class Device {
   LinkOptions link_options_;
   c10::Device torch_device_;
   double watchdog_ms_;
+  int64_t most_resident_bytes_;
   std::shared_ptr<Health> health_;
 };
 

@@ -76,6 +76,8 @@ void apply_option(std::string_view item, std::string_view text, std::vector<Devi
       if (spec.memory_bytes == 0) refuse(text, "a memory cap of 0 holds nothing");
     } else if (key == "chunk") {
       spec.chunk_bytes = parse_bytes(value, "devices");
+    } else if (key == "resident") {
+      spec.resident_bytes = parse_bytes(value, "devices");
     } else if (key == "fifo" && value.empty()) {
       spec.first_come = true;
     } else if (key == "watchdog") {

@@ -24,6 +24,7 @@ struct DeviceSpec {
   int threads = 0;                   // intra-op threads of its layers; 0 = as many as the process uses
   bool debug = false;                // fill freed device memory with NaN
   double watchdog_ms = 0;            // the longest time for one microbatch or copy; 0 = no limit
+  int64_t resident_bytes = -1;       // of frozen weights that stay there, at most; below 0 = as many as find room
   std::vector<Fault> faults;         // of virtual devices
 
   std::string name() const;  // "virtual:0", "cuda:1", "cuda:0.2"
@@ -31,7 +32,7 @@ struct DeviceSpec {
 
 // Grammar: groups of devices, each followed by its options, separated by commas.
 //   virtual:N | TYPE:I | TYPE:IxN  (N workers that share card I)
-//   memory=2GiB  chunk=64MB  fifo  watchdog=30s
+//   memory=2GiB  chunk=64MB  fifo  watchdog=30s  resident=0
 //   virtual devices only: link=8GB/s  host=20GB/s  latency=0.5ms  threads=1  debug
 //                         fail=error@30  fail=2:slow@30+5ms  (see Fault; 2: only device virtual:2 of the group)
 // Without `:...`, "virtual" is one virtual device and TYPE is card 0. An option applies to the device group before it.

@@ -174,7 +174,8 @@ void ModelPlanner::set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64
 
 bool ModelPlanner::knows_costs() const { return meter_.knows(/*backward=*/true, kCallsToMeasure); }
 
-int64_t ModelPlanner::resident_room_bytes(int64_t cap_bytes) const {
+int64_t ModelPlanner::resident_room_bytes(const device::Device& device) const {
+  const int64_t cap_bytes = device.memory_limit_bytes();
   if (cap_bytes == 0) return 0;
   const int64_t known_bytes = model_.work_bytes.load();
   const auto work_bytes =
@@ -182,7 +183,9 @@ int64_t ModelPlanner::resident_room_bytes(int64_t cap_bytes) const {
   int64_t largest_bytes = 0;
   for (int l = 0; l < model_.layer_count(); ++l)
     largest_bytes = std::max(largest_bytes, lay_out_stage(model_, l, l + 1).size_bytes);
-  return std::max<int64_t>(0, bytes_for_weights({cap_bytes, work_bytes, -1}) - 2 * largest_bytes);
+  const int64_t most_bytes = device.most_resident_bytes();
+  const int64_t room_bytes = bytes_for_weights({cap_bytes, work_bytes, most_bytes}) - 2 * largest_bytes;
+  return std::max<int64_t>(0, most_bytes >= 0 ? std::min(room_bytes, most_bytes) : room_bytes);
 }
 
 MeasuredMachine ModelPlanner::machine(Engine& engine, int devices) const {
@@ -190,8 +193,9 @@ MeasuredMachine ModelPlanner::machine(Engine& engine, int devices) const {
   MeasuredMachine machine;
   const std::vector<double> speeds = meter_.speeds(devices);
   for (int i = 0; i < devices; ++i) {
-    const int64_t cap_bytes = engine.worker(i).device().memory_limit_bytes();
-    machine.cluster.devices.push_back({speeds[static_cast<size_t>(i)], cap_bytes, resident_room_bytes(cap_bytes)});
+    const device::Device& device = engine.worker(i).device();
+    machine.cluster.devices.push_back(
+        {speeds[static_cast<size_t>(i)], device.memory_limit_bytes(), resident_room_bytes(device)});
   }
   machine.cluster.link_up_gb_per_s = rates.up_gb_per_s();
   machine.cluster.link_down_gb_per_s = rates.down_gb_per_s();

@@ -151,8 +151,8 @@ class ModelPlanner {
   Basis basis(Engine& engine, const Key& key) const;
   // With so many devices, since their number may change while a plan is made.
   MeasuredMachine machine(Engine& engine, int devices) const;
-  // About what a device with this cap has for frozen weights that stay; 0 = none stay.
-  int64_t resident_room_bytes(int64_t cap_bytes) const;
+  // About what a device has for frozen weights that stay; 0 = none stay.
+  int64_t resident_room_bytes(const device::Device& device) const;
   Room room(Engine& engine, const schedule::LayerCosts& costs, int devices) const;
   // Balanced stages within those limits.
   schedule::Cut simple_cut(const Key& key, const Basis& basis, const Room& limits, int fused_layers) const;

@@ -28,6 +28,15 @@ int64_t smallest_cap_bytes(Engine& engine) {
   return cap;
 }
 
+simulate::DeviceRules device_rules(Engine& engine, int64_t cap_bytes) {
+  int64_t most_resident_bytes = 0;
+  for (int i = 0; i < engine.size() && most_resident_bytes >= 0; ++i) {
+    const int64_t own = engine.worker(i).device().most_resident_bytes();
+    most_resident_bytes = own < 0 ? -1 : std::max(most_resident_bytes, own);
+  }
+  return {cap_bytes, engine.worker(0).device().copies_on_compute_cores(), most_resident_bytes};
+}
+
 DeviceMemory plan_as(Pipeline& pipeline, const Route& route, const PlanRequest& request,
                      const simulate::StepSizes& sizes, const MemoryLimit& limit) {
   const std::shared_ptr<Engine> engine = Engine::current();
@@ -89,7 +98,7 @@ PlannedMemory plan_within_caps(Pipeline& pipeline, const Route& route, const Pla
                                const simulate::StepSizes& sizes) {
   const std::shared_ptr<Engine> engine = Engine::current();
   MemoryLimit limit;
-  limit.rules = {smallest_cap_bytes(*engine), engine->worker(0).device().copies_on_compute_cores()};
+  limit.rules = device_rules(*engine, smallest_cap_bytes(*engine));
   const bool is_open = std::holds_alternative<std::monostate>(route);
   if (is_open) limit.budget_bytes = static_cast<int64_t>(static_cast<double>(limit.rules.cap_bytes) * kCapShare);
   return plan_within(pipeline, route, request, sizes, limit);

@@ -13,6 +13,8 @@ namespace roundpipe::runtime {
 
 // The memory limit of the device that has the least, in bytes; 0 = none has one.
 int64_t smallest_cap_bytes(Engine& engine);
+// What predictions of the engine's devices go by, under a cap of `cap_bytes`.
+simulate::DeviceRules device_rules(Engine& engine, int64_t cap_bytes);
 
 // What a step may take on each device.
 struct MemoryLimit {

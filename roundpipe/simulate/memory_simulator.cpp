@@ -181,7 +181,7 @@ DeviceMemory peak_with_residents(std::vector<Visit> visits, const StepSizes& siz
     candidates.insert(candidates.end(), blocks.begin(), blocks.end());
   }
   const std::set<std::uint64_t> residents =
-      choose_residents(of_weights, candidates, {rules.cap_bytes, work_bytes, /*most_bytes=*/-1});
+      choose_residents(of_weights, candidates, {rules.cap_bytes, work_bytes, rules.most_resident_bytes});
   if (visits.empty() || residents.empty()) return peak_of(visits, rules);
   int64_t bytes = 0;
   std::set<std::uint64_t> counted;

@@ -78,6 +78,7 @@ struct DeviceMemory {
 struct DeviceRules {
   std::int64_t cap_bytes = 0;  // if the next job's weights do not fit beside the running job, they come later; 0 = none
   bool waits = false;          // a job begins only when everything that the previous job sends has gone
+  std::int64_t most_resident_bytes = -1;  // of frozen weights that stay; below 0: as many as find room
 };
 
 // The highest peak of any device while it runs the jobs of `plans`, one plan for each step. Follows a device's jobs in

@@ -139,7 +139,9 @@ def devices(spec: str | Sequence[str] | None = None) -> DevicePool:
             a device (for a card, torch's allocator is capped to the sum of its workers' caps, if it supports that).
             `chunk=64MB` limits how much moves at once before a more urgent transfer may go (0: whole layers). `fifo`
             runs transfers in the order of their requests. `watchdog=30s` is the longest time that one microbatch or one
-            piece of a copy may take; a device that takes longer has failed (by default there is no limit). Only for
+            piece of a copy may take; a device that takes longer has failed (by default there is no limit).
+            `resident=2GiB` is the most that frozen weights take which stay on a device with a cap instead of being
+            uploaded again; with `resident=0` none stay, and without it as many as find room. Only for
             virtual devices: `link=` GB/s in each direction, `host=` GB/s of all links together, `threads=` CPU threads
             for a device's layers (by default as many as the process uses, which gives the bits of a plain loop),
             `debug` (fills freed device memory with NaN), `fail=` a fault on purpose, for example `fail=error@30` or,

@@ -54,17 +54,14 @@ def device_memory(peak: _core.DeviceMemory) -> DeviceMemory:
     return DeviceMemory(peak.weights, peak.gradients, peak.values, peak.work, peak.resident)
 
 
-def predict_device(
-    plans: Sequence[_core.Plan], sizes: _core.StepSizes, cap_bytes: int = 0, waits: bool = False
-) -> DeviceMemory:
+def predict_device(plans: Sequence[_core.Plan], sizes: _core.StepSizes, rules: _core.DeviceRules) -> DeviceMemory:
     """Predicts the peak of any device while it runs the jobs of `plans`, one plan for each step.
 
     Args:
         sizes: the layers, with one microbatch of their values.
-        cap_bytes: limit of a device; if the next job's weights do not fit beside the running job, they come later.
-        waits: a job begins only when everything that the previous job sends has gone.
+        rules: that the devices keep, such as their limit.
     """
-    return device_memory(_core.predict_device(plans, sizes, cap_bytes, waits))
+    return device_memory(_core.predict_device(plans, sizes, rules))
 
 
 def predict_devices(

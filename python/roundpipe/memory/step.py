@@ -399,8 +399,8 @@ class StepMemory:
         limit: int,
     ) -> DeviceMemory:
         plans = _plans(self._pipeline, step, grain)
-        waits = _core.Engine.current().copies_on_compute_cores()
-        found = predict_device(plans, _sizes(self._pipeline, step, grain, footprints), limit, waits)
+        rules = _core.Engine.current().device_rules(limit)
+        found = predict_device(plans, _sizes(self._pipeline, step, grain, footprints), rules)
         return dataclasses.replace(found, work=int(found.work * self._correction))
 
     def _host(self, step: StepShape, grain: RecomputeGrain, rule: UpdateRule = ADAM) -> HostPrediction:

@@ -299,7 +299,7 @@ def _with_share(
 def _fullest(plans: list[_core.Plan], sizes: _core.StepSizes, memory: list[int]) -> tuple[DeviceMemory, int]:
     """The peak of the fullest device, and the memory that it has."""
     if len(set(memory)) == 1:
-        return predict_device(plans, sizes, cap_bytes=memory[0]), memory[0]
+        return predict_device(plans, sizes, _core.DeviceRules(memory[0])), memory[0]
     peaks = zip(predict_devices(plans, sizes, memory), memory, strict=True)
     return max(peaks, key=lambda peak: peak[0].needed / peak[1] if peak[1] else 0.0)
 

@@ -19,7 +19,8 @@ namespace roundpipe::runtime {
 //
 // Which blocks have a copy is decided when jobs are submitted, by choose_residents(): only on a device with a cap, and
 // not before each layer has run once, or the memory of the work is known from a prediction. Copies that are there come
-// first, so a copy never gives way to another one that is wanted as often.
+// first, so a copy never gives way to another one that is wanted as often. Together they take what the device's spec
+// allows, at most.
 //
 // A copy is used only if its fingerprint is that of the host's weights, taken for each submission over all bytes. Else
 // the job uploads the block again: into the copy or, while an earlier job reads that, into a new one.
@@ -32,7 +33,7 @@ class ResidentWeights {
  public:
   // `worker`: its number, see ResidentCopies.
   ResidentWeights(device::Device& device, transfer::LinkScheduler& upload, JobQueue& queue, int worker)
-      : device_(device), upload_(upload), queue_(queue), worker_(worker) {}
+      : device_(device), upload_(upload), queue_(queue), worker_(worker), most_bytes_(device.most_resident_bytes()) {}
 
   // Bytes beside weights that the device must keep free while `run` runs behind `before`.
   using Reserve = std::function<int64_t(const JobRun& run, const JobRun* before)>;
@@ -82,7 +83,7 @@ class ResidentWeights {
   const int worker_;
   mutable Mutex mutex_;
   std::vector<std::weak_ptr<ResidentCopy>> copies_ ROUNDPIPE_GUARDED_BY(mutex_);
-  int64_t most_bytes_ ROUNDPIPE_GUARDED_BY(mutex_) = -1;  // below 0: no limit
+  int64_t most_bytes_ ROUNDPIPE_GUARDED_BY(mutex_);  // below 0: no limit
   uint64_t submissions_ ROUNDPIPE_GUARDED_BY(mutex_) = 0;
 };
 

@@ -135,6 +135,14 @@ TEST_CASE("devices: an option is given once to each group, but for faults") {
   CHECK(parse_devices("virtual:1,memory=1GB,virtual:1,memory=2GB").back().memory_bytes == 2'000'000'000);
 }
 
+TEST_CASE("devices: what frozen weights may take that stay") {
+  const auto specs = parse_devices("cuda:0,memory=24GB,resident=0,cuda:1,resident=2GiB,cuda:2");
+  CHECK(specs[0].resident_bytes == 0);
+  CHECK(specs[1].resident_bytes == int64_t{2} << 30);
+  CHECK(specs[2].resident_bytes == -1);
+  CHECK(refusal("virtual:1,resident=2").find("'2' is not a size with its unit") != std::string::npos);
+}
+
 TEST_CASE("devices: faults to inject, on one device or on all of a group, and a watchdog") {
   const auto specs = parse_devices("virtual:1,virtual:2,fail=error@30,fail=2:slow@5+20ms,watchdog=30s");
   REQUIRE(specs.size() == 3);

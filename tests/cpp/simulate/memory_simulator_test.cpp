@@ -439,6 +439,10 @@ TEST_CASE("memory simulator: frozen weights that stay take room that nothing els
   CHECK(roomy.resident == 4 * 900);
   CHECK(roomy.weights == 2 * 100);
   CHECK(roomy.total() == roomy.needed() + roomy.resident);
+  const DeviceMemory limited =
+      predict_device(plans, sizes, {.cap_bytes = 1'000'000, .waits = true, .most_resident_bytes = 2000});
+  CHECK(limited.resident == 2 * 900);
+  CHECK(predict_device(plans, sizes, {.cap_bytes = 1'000'000, .most_resident_bytes = 0}).resident == 0);
   int64_t before = 0;
   for (int64_t cap = 1000; cap < 6000; cap += 50) {
     const DeviceMemory memory = predicted(cap);

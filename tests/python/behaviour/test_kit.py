@@ -26,6 +26,7 @@ from support.flops import step_flops  # noqa: E402
 from support.language_models import configuration  # noqa: E402
 from support.report import Report  # noqa: E402
 from support.step_profile import events_of, summary  # noqa: E402
+from support.trainers import make_trainer  # noqa: E402
 from support.training_request import Lap, LapResult, Ready, Request  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -246,6 +247,28 @@ def test_rows_that_trained_count_when_a_longer_one_is_stopped() -> None:
     assert (found.tokens, found.refused, found.ended) == (16, 0, "at 1 x 32 tokens: stopped")
     with pytest.raises(ContestantError, match="at 1 x 16 tokens"):
         longest_row(Stopped("a", lambda rows: rows, row_bytes=8), [8, 16, 32], 16, FOREVER)
+
+
+def test_frozen_weights_that_layers_share_move_as_if_they_were_their_own() -> None:
+    """So that a machine with less memory shows what the links of the real model take."""
+    moved = []
+    for shared in (False, True):
+        request = replace(
+            *(REQUEST,),
+            way="followed",
+            shape="tiny-moe",
+            layers=4,
+            lora_rank=2,
+            shared_base=shared,
+            grain="layer",
+            device="virtual:1,memory=1GB,resident=0",
+        )
+        trainer = make_trainer(request)
+        trainer.train(2, False)
+        before = trainer.uploaded_bytes()
+        trainer.train(1, False)
+        moved.append(trainer.uploaded_bytes() - before)
+    assert moved[0] == moved[1] > 0
 
 
 def test_a_profile_tells_kinds_gaps_and_copies() -> None:

@@ -5,6 +5,7 @@ Bits are those of plain PyTorch, and of a device without a cap, where nothing is
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from collections.abc import Callable, Iterator
@@ -169,6 +170,35 @@ def test_upload_by_room(memory: str, layers: int) -> None:
     assert run.uploaded[1] == run.uploaded[2] + layers * BASE
 
 
+@pytest.mark.parametrize("layers", [0, 2, LAYERS])
+def test_the_spec_limits_what_stays(layers: int) -> None:
+    run = Trained(f"virtual:1,memory={ROOMY},resident={layers * BASE + 1}B,debug", 4)
+    assert resident() == [layers * BASE]
+    assert run.uploaded[0] == VISITS * (BASE + ADAPTER)
+    assert layers * BASE <= run.uploaded[0] - run.uploaded[-1] <= 2 * layers * BASE
+    (value, label), *_ = batches(1)
+    predicted = run.model.predict_memory((value,), label=label, loss_fn=squared_error)
+    assert predicted.device.resident == layers * BASE
+    check_same(run.state(), trained_plainly(4)[1])
+
+
+def test_a_block_that_all_layers_share_is_moved_for_each_of_them_where_nothing_may_stay() -> None:
+    network = chain()
+    for layer in list(network)[1:]:
+        assert isinstance(layer, Adapted)
+        layer.base = first_base(network, "0")
+    for resident_spec, blocks in (("resident=0,", VISITS), ("", 0)):
+        roundpipe.devices(f"virtual:1,memory={ROOMY},{resident_spec}debug")
+        model = pipe_of(copy.deepcopy(network), 2, execute_plan=stages())
+        optimizer = roundpipe.optim.SGD(model, lr=0.01)
+        for value, label in batches(4):
+            before = uploaded_weights()
+            model.forward_backward((value,), label=label, loss_fn=squared_error)
+            model.step(optimizer, is_async=False)
+            model.synchronize()
+        assert uploaded_weights() - before == VISITS * ADAPTER + blocks * BASE
+
+
 def test_a_device_stays_under_its_cap() -> None:
     for memory in (TIGHT, HALF, "800KiB", "1MiB"):
         Trained(pool_of("one", memory), 4)  # type: ignore[arg-type]
@@ -179,8 +209,8 @@ def test_a_device_stays_under_its_cap() -> None:
 # --- Every way of writing a frozen weight ---
 
 
-def first_base(network: nn.Module) -> nn.Linear:
-    base = network.get_submodule("1.base")
+def first_base(network: nn.Module, layer: str = "1") -> nn.Linear:
+    base = network.get_submodule(f"{layer}.base")
     assert isinstance(base, nn.Linear)
     return base
 
