@@ -299,7 +299,7 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
   options.max_fused_layers = sums.layers();
   options.promises = false;
   if (room.least() > 0 && request.mode == PlanMode::kFused)
-    options.max_fused_layers = simple.backward.front().layers.size();
+    options.max_fused_layers = std::max(simple.backward.front().layers.size(), fused_layers_);
 
   const Plan least = schedule::to_recipe(simple, sums, key.devices, options.plan);
   const double moves_ms = schedule::least_time(schedule::moved_bytes(least, costs, sums), cluster, options.update).ms;
@@ -349,8 +349,9 @@ Cut ModelPlanner::simple_cut(const Key& key, const Basis& basis, const Room& lim
   return simple;
 }
 
-schedule::Stages ModelPlanner::first_stages(Engine& engine, const PlanRequest& request, int fused_layers) const {
-  const Key key = key_of(engine, request);
+schedule::Stages ModelPlanner::longest_stages(Engine& engine, const PlanRequest& request, int fused_layers) const {
+  Key key = key_of(engine, request);
+  key.devices = 1;
   const Basis now = basis(engine, key);
   return schedule::to_stages(simple_cut(key, now, room(engine, now.costs, key.devices), fused_layers));
 }

@@ -103,12 +103,13 @@ class ModelPlanner {
   double predicted_ms(Engine& engine, int microbatches, int gradient_groups, double scale) const;
 
   // From now on, no planned stage takes more than `most_stage_bytes` for its weights, gradients and saved activations,
-  // unless it is one layer; 0 = no cap. On one device, the fused stage of a first plan has `fused_layers`, and those of
-  // later ones no more (0: as balance says). See CostMeter::set_bytes.
+  // unless it is one layer; 0 = no cap. Plans from measurements have up to `fused_layers` in the fused stage (0: as
+  // many as balance says), and on one device the first plan has as many. See CostMeter::set_bytes.
   void set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes, int64_t most_stage_bytes,
                  int fused_layers = 0);
-  // The stages of a first plan with that many fused layers (0: as balance says).
-  schedule::Stages first_stages(Engine& engine, const PlanRequest& request, int fused_layers) const;
+  // Stages as long as the limits allow, as those of a first plan on one device, with that many fused layers (0: as
+  // balance says). REQUIRES: set_bytes() has set limits.
+  schedule::Stages longest_stages(Engine& engine, const PlanRequest& request, int fused_layers) const;
   // Plans from measurements leave no more than this waiting on the host for the backward of a step, if that is
   // possible; 0: what memory::room_for_values() says then, half of it while steps overlap.
   void set_host_room(int64_t host_room_bytes) { host_room_bytes_ = host_room_bytes; }

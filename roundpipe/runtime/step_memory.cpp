@@ -5,6 +5,7 @@
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/memory/crossing.h>
+#include <roundpipe/schedule/plan_choice.h>
 
 namespace roundpipe::runtime {
 
@@ -16,6 +17,10 @@ namespace {
 constexpr int kSteps = 3;  // that a prediction follows: each step assigns devices again
 // Predictions are within 3 % of the measured peak, and an allocator does not give every byte of its memory.
 constexpr double kCapShare = 0.94;
+
+bool has_frozen(const simulate::StepSizes& sizes) {
+  return std::ranges::any_of(sizes.layers, [](const simulate::LayerBytes& layer) { return !layer.frozen.empty(); });
+}
 
 }  // namespace
 
@@ -56,16 +61,19 @@ DeviceMemory plan_as(Pipeline& pipeline, const Route& route, const PlanRequest& 
   };
 
   planner.set_bytes(kept, passed_on, most_bytes);
+  const bool is_alone = engine->size() == 1;
   int fused_layers = 0;
-  const bool may_lengthen = limit.budget_bytes > 0 && engine->size() == 1 &&
-                            std::holds_alternative<std::monostate>(route) &&
-                            request.mode == schedule::PlanMode::kFused && sizes.grain == RecomputeGrain::kStage;
+  DeviceMemory longest;  // on several devices, of the longest stages that later plans may have
+  int64_t stage_bytes = 0;
+  const bool may_lengthen = limit.budget_bytes > 0 && std::holds_alternative<std::monostate>(route) &&
+                            request.mode == schedule::PlanMode::kFused && sizes.grain == RecomputeGrain::kStage &&
+                            schedule::most_kept_layers(model.layer_count(), engine->size()) > 1 &&
+                            (is_alone || request.gradient_groups != 1 || !has_frozen(sizes));
   if (may_lengthen) {
     const PlanRequest whole = completed(model, request);
-    const auto fits = [&](int layers) {
-      return predicted(plans_of(planner.first_stages(*engine, whole, layers))).needed() <= limit.budget_bytes;
-    };
-    int most = planner.first_stages(*engine, whole, 0).backward.front().size();
+    const auto plans_with = [&](int layers) { return plans_of(planner.longest_stages(*engine, whole, layers)); };
+    const auto fits = [&](int layers) { return predicted(plans_with(layers)).needed() <= limit.budget_bytes; };
+    int most = planner.longest_stages(*engine, whole, 0).backward.front().size();
     int too_many = model.layer_count() - whole.first_backward_layer + 1;
     if (fits(most)) {
       const int balanced = most;
@@ -73,12 +81,18 @@ DeviceMemory plan_as(Pipeline& pipeline, const Route& route, const PlanRequest& 
         const int middle = (most + too_many) / 2;
         (fits(middle) ? most : too_many) = middle;
       }
-      fused_layers = most > balanced ? most : 0;
+      fused_layers = !is_alone || most > balanced ? most : 0;
+      if (!is_alone) {
+        longest = predicted(plans_with(most));
+        stage_bytes = simulate::largest_stage_bytes(plans_with(most), sizes);
+      }
     }
     planner.set_bytes(kept, passed_on, most_bytes, fused_layers);
   }
-  planner.set_bytes(kept, passed_on, simulate::largest_stage_bytes(plans_of(route), sizes), fused_layers);
-  const DeviceMemory found = predicted(plans_of(route));
+  stage_bytes = std::max(stage_bytes, simulate::largest_stage_bytes(plans_of(route), sizes));
+  planner.set_bytes(kept, passed_on, stage_bytes, fused_layers);
+  DeviceMemory found = predicted(plans_of(route));
+  if (longest.needed() > found.needed()) found = longest;
   model.work_bytes.store(std::max<int64_t>(1, found.beside_weights()));
   return found;
 }

@@ -11,6 +11,11 @@
 
 namespace roundpipe::schedule {
 
+// The most layers whose activations plans of training keep, if there is memory for them: all layers where a few devices
+// share the work, else the head. For eight devices, a search that tries more takes twice as long, and its steps are
+// shorter by 0.7 % at most (the five presets).
+constexpr int most_kept_layers(int layers, int devices) { return devices <= 4 ? layers : 1; }
+
 // The limits of a search: which plans it may consider, and how much effort it may spend.
 struct SearchOptions {
   // The search uses mode, microbatches and first_backward_layer. min_stages and upper_threshold only shape the greedy

@@ -78,6 +78,23 @@ def test_more_room_keeps_more_layers_on_one_device() -> None:
     assert kept[0] < kept[2] < kept[-1] == 14
 
 
+@pytest.mark.parametrize("devices", [2, 3])
+def test_more_room_keeps_more_layers_between_gradient_groups(devices: int) -> None:
+    """What is kept follows from measured times, so no number is asserted, but for the cap without room for any."""
+
+    def of(pool: str) -> tuple[list[Any], int]:
+        found, pipe = trained(pool, llama(64, 12, 200, 8, 128), steps=6, microbatches=4, gradient_groups=4)
+        return found, fused_layers(pipe)
+
+    expected, _ = of(f"virtual:{devices}")
+    all_kept = peak()
+    for share in (0.5, 0.75, 1.1):
+        cap = int(share * all_kept)
+        found, _ = of(f"virtual:{devices},memory={cap}B")
+        assert_same(found, expected)
+        assert peak() <= cap
+
+
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of rows of each microbatch that has been measured."""

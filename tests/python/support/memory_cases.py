@@ -21,8 +21,8 @@ class Case:
         self.label = label
         self.loss = loss
 
-    def wrap(self, microbatches: int, **options: Any) -> RoundPipe:
-        config = RoundPipeRunConfig(num_microbatch=microbatches)
+    def wrap(self, microbatches: int, gradient_groups: int = 1, **options: Any) -> RoundPipe:
+        config = RoundPipeRunConfig(num_microbatch=microbatches, gradient_groups=gradient_groups)
         if self.loss is None:
             return wrap_model_to_roundpipe(self.model, model_run_config=config, **options)
         return RoundPipe(self.model, model_run_config=config, **options)
