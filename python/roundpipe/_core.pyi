@@ -282,7 +282,6 @@ class PlanChoice:
 SEARCH_EFFORT: int
 
 def most_kept_layers(layers: int, devices: int) -> int: ...
-
 def search(
     costs: list[LayerCost],
     cluster: Cluster,

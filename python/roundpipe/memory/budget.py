@@ -124,11 +124,29 @@ class UpdateRule:
 
 ADAM = UpdateRule()
 ADAM_8BIT = UpdateRule(moments="8bit")
+# What any fused optimizer takes at least, while nobody knows which one it will be.
+LEAST = UpdateRule("sgd")
+
+
+@dataclass(frozen=True)
+class CoreRule:
+    """The same of an optimizer that is there, as the engine has it."""
+
+    algorithm: _core.Algorithm
+    hyper: _core.Hyperparameters
+    moments: _core.MomentFormat
+
+    def in_core(self) -> tuple[_core.Algorithm, _core.Hyperparameters, _core.MomentFormat]:
+        """See `UpdateRule.in_core`."""
+        return self.algorithm, self.hyper, self.moments
+
+
+Rule = UpdateRule | CoreRule
 
 
 def predict_host(
     blocks: Iterable[Sequence[torch.Tensor]],
-    rule: UpdateRule,
+    rule: Rule,
     values: int = 0,
     trains: bool = True,
     partial_sums: int = 0,
@@ -145,7 +163,7 @@ def predict_host(
 
 
 def predict_model(
-    model: nn.Module, rule: UpdateRule, tied: Mapping[str, str] | None = None, trains: bool = True
+    model: nn.Module, rule: Rule, tied: Mapping[str, str] | None = None, trains: bool = True
 ) -> HostPrediction:
     """Predicts the same for a model that has no blocks yet.
 
@@ -174,24 +192,29 @@ def table(title: str, rows: dict[str, int], beside: dict[str, int]) -> str:
     return "\n".join([title, *(f"  {name:{width}} {_core.format_bytes(size):>12}" for name, size in entries.items())])
 
 
-def refuse_host(where: str, name: str, budget: int, predict: Callable[[UpdateRule], HostPrediction]) -> None:
-    """Raises BudgetError if the model does not fit `budget` with Adam; the message says what would fit."""
-    wanted = predict(ADAM)
+def refuse_host(
+    where: str, name: str, budget: int, predict: Callable[[Rule], HostPrediction], rule: Rule = LEAST
+) -> None:
+    """Raises BudgetError if the model does not fit `budget` with this optimizer; the message says what would fit."""
+    wanted = predict(rule)
     if wanted.total <= budget:
         return
-    small = predict(ADAM_8BIT)
     raise BudgetError(
         table(f"[{where}] {name} does not fit on the host:", wanted.rows(), {"host_memory": budget})
-        + f"\nsmallest change that would fit: {_host_change(wanted, small, budget)}"
+        + f"\nsmallest change that would fit: {_host_change(wanted, budget, predict, rule)}"
     )
 
 
-def _host_change(wanted: HostPrediction, small: HostPrediction, budget: int) -> str:
-    if small.total <= budget:
-        return f'moments="8bit" in the optimizer and host_memory={_core.format_bytes(wanted.total)!r} for it'
+def _host_change(wanted: HostPrediction, budget: int, predict: Callable[[Rule], HostPrediction], rule: Rule) -> str:
+    algorithm, _, moments = rule.in_core()
+    if algorithm in (_core.Algorithm.ADAM, _core.Algorithm.ADAMW) and moments == _core.MomentFormat.FLOAT32:
+        if predict(ADAM_8BIT).total <= budget:
+            return 'moments="8bit" in the optimizer'
     raised = f"host_memory={_core.format_bytes(wanted.total)!r}"
-    if small.weights + small.values <= budget and small.gradients:
-        return f"train adapters only (the frozen weights take {_core.format_bytes(small.weights)}), or {raised}"
+    if rule is LEAST:
+        raised += f" (with AdamW {_core.format_bytes(predict(ADAM).total)!r})"
+    if wanted.weights + wanted.values <= budget and wanted.gradients:
+        return f"train adapters only (the frozen weights take {_core.format_bytes(wanted.weights)}), or {raised}"
     return raised
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -15,7 +16,16 @@ from roundpipe.call.request import ACCUMULATIONS, CallRequest, Microbatch, Route
 from roundpipe.call.run_config import GRAINS, RecomputeGrain, TiedGradAccumulation
 from roundpipe.layers.emulated import NativeEmulatedLayer
 from roundpipe.layers.shell import PythonLayer
-from roundpipe.memory.budget import ADAM, HostPrediction, UpdateRule, predict_host, refuse_device, refuse_host, table
+from roundpipe.memory.budget import (
+    ADAM,
+    LEAST,
+    HostPrediction,
+    Rule,
+    predict_host,
+    refuse_device,
+    refuse_host,
+    table,
+)
 from roundpipe.memory.footprint import Loss, measure
 from roundpipe.memory.prediction import DeviceMemory, device_memory, predict_device
 
@@ -168,8 +178,13 @@ class StepMemory:
         self._measures = measures and not self._has_emulated
         self._admitted: dict[Any, RecomputeGrain] = {}
         self._within_cap = _core.StepsWithinCap()
+        self._rule: Rule | None = None
         self._last: MemoryPrediction | None = None
         self._correction = 1.0
+
+    def take_rule(self, rule: Rule) -> None:
+        """Counts the memory of this optimizer from now on; before, predictions are for Adam."""
+        self._rule = rule
 
     def admit(self, request: CallRequest) -> RecomputeGrain:
         """Plans the call within the device budget or, without one, within the devices' own limits.
@@ -256,7 +271,8 @@ class StepMemory:
         tried, wanted = self._least(step, grain, footprints, budget)
         self._last = MemoryPrediction(wanted, self._host(step, tried), tried, _activations(self._pipeline, step, tried))
         if self._host_budget is not None:
-            refuse_host("RoundPipe", self._name, self._host_budget, lambda rule: self._host(step, tried, rule))
+            predict = functools.partial(self._host, step, tried)
+            refuse_host("RoundPipe", self._name, self._host_budget, predict, self._rule or LEAST)
         if wanted.needed > budget:
             change = self._change(step, footprints, budget, "device_memory=")
             refuse_device("RoundPipe", self._name, budget, wanted, change)
@@ -403,7 +419,8 @@ class StepMemory:
         found = predict_device(plans, _sizes(self._pipeline, step, grain, footprints), rules)
         return dataclasses.replace(found, work=int(found.work * self._correction))
 
-    def _host(self, step: StepShape, grain: RecomputeGrain, rule: UpdateRule = ADAM) -> HostPrediction:
+    def _host(self, step: StepShape, grain: RecomputeGrain, rule: Rule | None = None) -> HostPrediction:
+        rule = rule or self._rule or ADAM
         footprints = self._footprints(step)
         pipeline = self._pipeline
         plan = _plans(pipeline, step, grain, steps=1)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,11 +11,13 @@ from typing import Any, ClassVar
 import torch
 
 from roundpipe import _core
+from roundpipe.memory.budget import CoreRule, HostPrediction, Rule, predict_host, refuse_host
 from roundpipe.memory.host import HostMemory
 from roundpipe.model.facade import facade_in
 from roundpipe.model.published_attributes import source_of_names
 from roundpipe.optim.parameter_groups import parameter_groups
 from roundpipe.step.binding import MOMENTS, Binding, BoundOptimizer, Gradients, Moments
+from roundpipe.step.models import SteppedModels
 
 # Names in a state_dict of the part of the fp32 master that a weight lacks: all of it for fp16.
 _REMAINDERS = {torch.int16: "master_remainder", torch.float32: "master"}
@@ -96,8 +99,30 @@ class ForModel(BoundOptimizer):
         self.core_format = MOMENTS[moments]
         for hyper in self.core_groups():
             _core.state_names(self.algorithm, hyper, self.core_format, (1,))
+        self._fit_the_host(model._step_group.models, gradients)
         self._group = model._bind_optimizer(self, moments, gradients)
         self.binding = self._group.binding
+
+    def _fit_the_host(self, models: SteppedModels, gradients: Gradients) -> None:
+        """Raises ValueError if the models' budget of the host, if they have one, has no room for the optimizer."""
+        blocks = [block for pipeline in models.pipelines for block in pipeline.block_parameters()]
+        wider = 0
+        if gradients == "float32":
+            narrow = [p for p in models.parameters if p.requires_grad and p.element_size() == 2]
+            wider = sum(2 * parameter.numel() for parameter in narrow)
+
+        def predict(rule: Rule) -> HostPrediction:
+            found = predict_host(blocks, rule)
+            return dataclasses.replace(found, gradients=found.gradients + wider)
+
+        rules = [CoreRule(self.algorithm, hyper, self.core_format) for hyper in self.core_groups()]
+        most = max(rules, key=lambda rule: predict(rule).moments)
+        pipes = [pipe for _, pipe in models.pipes()]
+        budgets = [pipe._host_budget for pipe in pipes if pipe._host_budget is not None]
+        if budgets:
+            refuse_host("optim", f"the model with {type(self).__name__}", min(budgets), predict, most)
+        for pipe in pipes:
+            pipe._memory.take_rule(most)
 
     def hyperparameters_by_parameter(self) -> dict[torch.nn.Parameter, _core.Hyperparameters]:
         """The current hyperparameters of each parameter in the groups."""

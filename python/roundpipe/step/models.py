@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
 
 from roundpipe import _core
+
+if TYPE_CHECKING:
+    from roundpipe.memory.step import StepMemory
 
 
 class PipedModel(Protocol):
     """A model in the pipeline, as the optimizer's side sees it."""
 
     _pipeline: _core.Pipeline
+    _host_budget: int | None
+    _memory: StepMemory
 
     def _all_named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         """Every parameter under every name that counts."""

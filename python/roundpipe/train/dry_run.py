@@ -8,26 +8,24 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 import roundpipe
 from roundpipe import _core
 from roundpipe.machine.meter import matmul_gflops, measure
-from roundpipe.memory.budget import HostPrediction, UpdateRule, is_unmeasured
+from roundpipe.memory.budget import HostPrediction, is_unmeasured
 from roundpipe.memory.host import free_host_bytes
 from roundpipe.planning.fit import Fit, Layers, card_of_tflops, costs_of_shapes, fit
 from roundpipe.planning.machine import Machine
 from roundpipe.planning.machine import load as load_machine
 from roundpipe.planning.options import WITH_8BIT
 from roundpipe.planning.schedules import Request
-from roundpipe.planning.shapes import ModelShapes, make_model
+from roundpipe.planning.shapes import ModelShapes
 from roundpipe.planning.shapes import measure as measure_shapes
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, read_data
-from roundpipe.train.model import base_of_adapter, lora_of, tokenizer_of
+from roundpipe.train.model import base_of_adapter, meta_model, rule_of, tokenizer_of
 from roundpipe.train.nodes import RunNodes, launched_processes
 from roundpipe.train.progress import duration
 from roundpipe.train.run_folder import DATA_FOLDER, RunFolder
@@ -130,7 +128,7 @@ def _forecast(config: TrainConfig, machine: Machine) -> Forecast:
     given = None if is_unmeasured(config.device_memory) else config.device_memory
     budget = None if given is None else _core.parse_bytes(given)
     of_each = [memory if budget is None else min(budget, memory or budget) for _, memory in machine.devices]
-    rule = UpdateRule(config.optimizer, config.moments, config.momentum or 0.0)
+    rule = rule_of(config)
     request = Request(
         costs=costs,
         cluster=costs.cluster(len(pool), of_each),
@@ -148,16 +146,8 @@ def _forecast(config: TrainConfig, machine: Machine) -> Forecast:
 
 
 def _shapes(config: TrainConfig) -> ModelShapes:
-    base, adapters = config.model, lora_of(config) if config.trains_adapters and not config.adapter else None
-    if config.adapter:
-        from peft import PeftConfig
-
-        base, adapters = base_of_adapter(config.adapter), PeftConfig.from_pretrained(config.adapter)
-        adapters.inference_mode = False  # a saved adapter is frozen
-    model_config: Any = AutoConfig.from_pretrained(base)
-    name = config.dtype or model_config.dtype or "float32"
-    dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
-    return measure_shapes(make_model(model_config, dtype=dtype, adapters=adapters), config.length, Path(base).name)
+    name = base_of_adapter(config.adapter) if config.adapter else config.model
+    return measure_shapes(meta_model(config), config.length, Path(name).name)
 
 
 def _rows_of(cost: _core.LayerCost, rows: int) -> _core.LayerCost:

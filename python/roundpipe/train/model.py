@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import AutoConfig
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig
 from roundpipe.data.tokenizer import load_tokenizer
 from roundpipe.files import first_lines, new_folder
 from roundpipe.huggingface.quiet import without_progress_bars
+from roundpipe.memory.budget import HOST_VARIABLE, UpdateRule, budget_of, predict_model, refuse_host
 from roundpipe.ops.packed_attention import check_packing
+from roundpipe.planning.shapes import make_model
 from roundpipe.train.config import TrainConfig
 
 _NAME = "roundpipe-train"
@@ -64,6 +68,7 @@ def load_model(config: TrainConfig) -> roundpipe.RoundPipe:
             mixes their samples.
     """
     options: dict[str, Any] = {}
+    check_host(config)
     if config.packed:
         options["attn_implementation"] = "packed"
     if config.dtype is not None:
@@ -87,6 +92,35 @@ def load_model(config: TrainConfig) -> roundpipe.RoundPipe:
         check_packing(model)
     model.train()
     return model
+
+
+def check_host(config: TrainConfig) -> None:
+    """Raises ValueError if the budget of the host, if there is one, has no room for the model and its optimizer."""
+    budget = budget_of(config.host_memory, "host_memory", HOST_VARIABLE)
+    if budget is None:
+        return
+    model = meta_model(config)
+    tied = getattr(model, "all_tied_weights_keys", {})
+    refuse_host("train", base_of(config), budget, lambda rule: predict_model(model, rule, tied), rule_of(config))
+
+
+def rule_of(config: TrainConfig) -> UpdateRule:
+    """The optimizer of a run, as far as its memory depends on it."""
+    return UpdateRule(config.optimizer, config.moments, config.momentum or 0.0)
+
+
+def meta_model(config: TrainConfig) -> nn.Module:
+    """The model of a run with its adapters, without values."""
+    base, adapters = config.model, lora_of(config) if config.trains_adapters and not config.adapter else None
+    if config.adapter:
+        from peft import PeftConfig
+
+        base, adapters = base_of_adapter(config.adapter), PeftConfig.from_pretrained(config.adapter)
+        adapters.inference_mode = False  # a saved adapter is frozen
+    model_config: Any = AutoConfig.from_pretrained(base)
+    name = config.dtype or model_config.dtype or "float32"
+    dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
+    return make_model(model_config, dtype=dtype, adapters=adapters)
 
 
 def lora_of(config: TrainConfig) -> Any:

@@ -128,7 +128,7 @@ def test_a_budget_that_is_none_is_refused(bad: Any) -> None:
 
 def test_the_environment_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROUNDPIPE_HOST_MEMORY", "1KiB")
-    with pytest.raises(ValueError, match=r"(?s)does not fit on the host.*weights.*moments.*host_memory"):
+    with pytest.raises(ValueError, match=r"(?s)does not fit on the host.*weights.*gradients.*host_memory"):
         RoundPipe(nn.Linear(64, 64))
     RoundPipe(nn.Linear(64, 64), host_memory="1GB")
 
@@ -137,15 +137,37 @@ def test_a_host_budget_is_checked_before_anything_is_taken() -> None:
     model = nn.Linear(256, 256, bias=False)
     size = 256 * 256 * 4
     storage = model.weight.data_ptr()
-    with pytest.raises(ValueError, match=r'moments="8bit"'):
-        RoundPipe(model, host_memory=3 * size)
-    with pytest.raises(ValueError, match=r"adapters only"):
-        RoundPipe(model, host_memory=2 * size)
-    with pytest.raises(ValueError, match=r"fit: host_memory='1\.00 MiB'"):
+    with pytest.raises(ValueError, match=r"adapters only .* or host_memory='512.00 KiB' \(with AdamW '1.00 MiB'\)"):
+        RoundPipe(model, host_memory=size)
+    with pytest.raises(ValueError, match=r"fit: host_memory='512.00 KiB' \(with AdamW '1.00 MiB'\)"):
         RoundPipe(model, host_memory=size // 2)
     assert model.weight.data_ptr() == storage
     pipe = RoundPipe(model, host_memory=4 * size)
     roundpipe.optim.AdamW(pipe, lr=1e-3)
+
+
+def test_the_host_budget_is_that_of_the_optimizer_at_hand() -> None:
+    model = nn.Linear(256, 256, bias=False)
+    size = 256 * 256 * 4
+    pipe = RoundPipe(model, host_memory=3 * size)
+    with pytest.raises(ValueError, match=r"(?s)\[optim\] the model with AdamW does not fit.*fit: moments=\"8bit\" in"):
+        roundpipe.optim.AdamW(pipe, lr=1e-3)
+    roundpipe.optim.AdamW(pipe, lr=1e-3, moments="8bit")
+    tight = RoundPipe(nn.Linear(256, 256, bias=False), host_memory=2 * size)
+    with pytest.raises(ValueError, match=r"train adapters only"):
+        roundpipe.optim.SGD(tight, lr=1e-3, momentum=0.9)
+    optimizer = roundpipe.optim.SGD(tight, lr=1e-3)
+    batch = torch.randn(4, 256)
+    for _ in range(2):
+        tight.forward_backward((batch,), label=batch, loss_fn=lambda out, label: (out - label).square().mean())
+        tight.step(optimizer)
+    tight.synchronize()
+    assert optimizer.host_memory().total <= 2 * size
+    narrow = RoundPipe(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16), host_memory=3 * size + 4096)
+    with pytest.raises(ValueError, match="does not fit on the host"):
+        roundpipe.optim.AdamW(narrow, lr=1e-3, gradients="float32", groups=[{"params": "*", "lr": 1e-4}])
+    for options in ({"moments": "8bit", "gradients": "float32"}, {"moments": "8bit"}):
+        roundpipe.optim.AdamW(narrow, lr=1e-3, **options)  # type: ignore[arg-type]
 
 
 def test_parts_of_a_model_share_its_host_budget() -> None:
@@ -162,8 +184,12 @@ def test_parts_of_a_model_share_its_host_budget() -> None:
             return value
 
     with pytest.raises(ValueError, match=r"(?s)wrap_model_to_roundpipe.*Parts does not fit on the host"):
-        wrap_model_to_roundpipe(Parts(), host_memory=8 * size)
-    wrap_model_to_roundpipe(Parts(), host_memory=16 * size)
+        wrap_model_to_roundpipe(Parts(), host_memory=7 * size)
+    parts = wrap_model_to_roundpipe(Parts(), host_memory=15 * size)
+    with pytest.raises(ValueError, match="does not fit on the host"):
+        roundpipe.optim.AdamW(parts, lr=1e-3)
+    roundpipe.optim.SGD(parts, lr=1e-3)
+    roundpipe.optim.AdamW(wrap_model_to_roundpipe(Parts(), host_memory=16 * size), lr=1e-3)
 
 
 def test_the_host_takes_what_was_predicted() -> None:

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import roundpipe
+from roundpipe.memory.budget import UpdateRule, predict_model
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, read_data
-from roundpipe.train.model import load_model
+from roundpipe.train.model import load_model, meta_model
 from roundpipe.train.nodes import RunNodes
 from roundpipe.train.optimizer import make_optimizer, rate_factor
 from roundpipe.train.session import run
@@ -98,8 +99,13 @@ def test_options_of_the_model(made: Callable[..., TrainConfig], tmp_path: Path) 
     lora.save_pretrained(tmp_path / "adapter")
     again = load_model(made(adapter=str(tmp_path / "adapter"), model=""))
     assert [name for name, parameter in again.named_parameters() if parameter.requires_grad] == names
-    with pytest.raises(ValueError, match="does not fit on the host"):
+    with pytest.raises(ValueError, match=r"(?s)\[train\] .*does not fit on the host"):
         load_model(made(host_memory="1MB"))
+    totals = [predict_model(meta_model(made()), UpdateRule("adamw", moments)).total for moments in ("fp32", "8bit")]
+    between = f"{sum(totals) // 2}B"
+    with pytest.raises(ValueError, match='moments="8bit" in the optimizer'):
+        load_model(made(host_memory=between))
+    load_model(made(host_memory=between, moments="8bit"))
     model = load_model(made(device_memory="10MB", microbatches=2, recompute_by_layer=True, fault_tolerant=True))
     config = model._run_config
     assert (config.num_microbatch, config.recompute_grain, config.fault_tolerant) == (2, "layer", True)
