@@ -35,6 +35,7 @@ constexpr double kEffortPerMs = 500'000;
 constexpr double kLeastEffort = 20'000'000;
 constexpr std::int64_t kLittleEffort = 2'000'000;
 constexpr size_t kMostPlans = 16;
+constexpr int kStepsThatFit = 3;  // each step assigns devices again
 constexpr size_t kMostSteps = 32;
 // Transfers matter if they take this share of a step's compute, however they are spread.
 constexpr double kLinksMatter = 0.02;
@@ -169,6 +170,8 @@ void ModelPlanner::set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64
   meter_.set_bytes(std::move(saved_bytes), std::move(activation_bytes));
   most_stage_bytes_ = most_stage_bytes;
   fused_layers_ = fused_layers;
+  longer_ = {};
+  fits_ = {};
   current_.clear();
 }
 
@@ -282,10 +285,6 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
   int64_t single_bytes = 0;  // each layer by itself must be possible
   for (int l = 0; l < sums.layers(); ++l)
     single_bytes = std::max(single_bytes, sums.visit_bytes({l, l + 1}, request.mode != PlanMode::kInference));
-  for (size_t i = 0; i < cluster.devices.size(); ++i) {
-    const int64_t share_bytes = room.share_bytes[i];
-    cluster.devices[i].memory_bytes = share_bytes > 0 ? std::max(times * share_bytes, single_bytes) : 0;
-  }
 
   schedule::SearchOptions options;
   options.plan = options_of(request);
@@ -296,10 +295,7 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
     options.starts = {current->made->cut};
     options.seed += schedule::kSeedsOfSearch * static_cast<unsigned>(current->searches);
   }
-  options.max_fused_layers = sums.layers();
   options.promises = false;
-  if (room.least() > 0 && request.mode == PlanMode::kFused)
-    options.max_fused_layers = std::max(simple.backward.front().layers.size(), fused_layers_);
 
   const Plan least = schedule::to_recipe(simple, sums, key.devices, options.plan);
   const double moves_ms = schedule::least_time(schedule::moved_bytes(least, costs, sums), cluster, options.update).ms;
@@ -307,27 +303,64 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
   options.effort = std::llround(std::clamp(kEffortPerMs * work_ms / key.devices, kLeastEffort,
                                            static_cast<double>(schedule::SearchOptions{}.effort)));
   const auto search = [&] {
-    if (moves_ms * key.devices <= kLinksMatter * work_ms) return schedule::search(costs, cluster, options).front().cut;
+    if (moves_ms * key.devices <= kLinksMatter * work_ms) return schedule::search(costs, cluster, options);
     simulate::LinkRules links;
     links.timing = options.rules;
     links.chunk_bytes = basis.machine.chunk_bytes;
     links.priorities = basis.machine.priorities;
     links.update = options.update;
-    return simulate::search_links(costs, cluster, options, links).front().cut;
+    return simulate::search_links(costs, cluster, options, links);
   };
-  std::optional<Cut> best;
   if (request.mode != PlanMode::kInference) options.max_waiting_bytes = room_on_host(basis.early);
-  while (!best) {
-    try {
-      best = search();
-    } catch (const schedule::HostTooSmall&) {
-      // With longer stages, forwards run once more. Else it may still be possible: values that wait can be swapped out.
-      if (!std::exchange(options.plan.single_backward_layers, false)) options.max_waiting_bytes *= 2;
+  const auto searched = [&] {
+    while (true) {
+      try {
+        return search();
+      } catch (const schedule::HostTooSmall&) {
+        // With longer stages, forwards run once more. Else it may still be possible: values that wait can be swapped
+        // out.
+        if (!std::exchange(options.plan.single_backward_layers, false)) options.max_waiting_bytes *= 2;
+      }
     }
+  };
+  // The best that fits, else the best if `any`.
+  const auto chosen = [&](int64_t least_bytes, bool any) -> std::optional<Cut> {
+    for (size_t i = 0; i < cluster.devices.size(); ++i) {
+      const int64_t share_bytes = std::max(room.share_bytes[i], least_bytes);
+      cluster.devices[i].memory_bytes = room.share_bytes[i] > 0 ? std::max(times * share_bytes, single_bytes) : 0;
+    }
+    std::optional<Cut> best;
+    for (const schedule::PlanChoice& choice : searched()) {
+      Cut cut = choice.cut;
+      // Forward stages keep to the limit of backward stages, as their weights lie in memory beside the values of one.
+      if (room.least() > 0) cut.forward = halved(cut.forward, room.held_bytes, std::max(room.least(), least_bytes));
+      if (!fits_) return cut;
+      schedule::Placer placer = placer_of(key, basis, cut);
+      std::vector<Plan> steps;
+      for (int step = 0; step < kStepsThatFit; ++step) steps.push_back(placer.next());
+      if (fits_(steps)) return cut;
+      if (any && !best) best = std::move(cut);
+    }
+    return best;
+  };
+  if (longer_.stage_bytes > 0 && key.devices > 1 && request.mode == PlanMode::kFused && request.gradient_groups != 1) {
+    options.max_fused_layers = longer_.fused_layers;
+    if (const std::optional<Cut> cut = chosen(longer_.stage_bytes, /*any=*/false)) return *cut;
   }
-  // Forward stages keep to the limit of backward stages, since their weights lie in memory beside the values of one.
-  if (room.least() > 0) best->forward = halved(best->forward, room.held_bytes, room.least());
-  return *best;
+  options.max_fused_layers =
+      room.least() > 0 && request.mode == PlanMode::kFused ? simple.backward.front().layers.size() : sums.layers();
+  return *chosen(0, /*any=*/true);
+}
+
+schedule::Placer ModelPlanner::placer_of(const Key& key, const Basis& basis, const Cut& cut) const {
+  const schedule::PlannerOptions options = options_of(key.request);
+  Cluster cluster;
+  if (basis.measured) cluster = basis.machine.cluster;
+  cluster.devices.clear();
+  for (const schedule::ClusterDevice& device : basis.machine.cluster.devices)
+    cluster.devices.push_back({basis.measured ? device.speed : 1, 0, device.resident_bytes});
+  return {schedule::to_recipe(cut, schedule::sums_of(basis.costs, options), key.devices, options), basis.costs, cluster,
+          rules_of(key.asynchronous)};
 }
 
 Cut ModelPlanner::simple_cut(const Key& key, const Basis& basis, const Room& limits, int fused_layers) const {
@@ -361,15 +394,9 @@ ModelPlanner::Made ModelPlanner::make(Engine& engine, const Key& key, const Basi
   const Room limits = room(engine, basis.costs, key.devices);
   const Cut simple = simple_cut(key, basis, limits, fused_layers_);
   const schedule::PlannerOptions options = options_of(key.request);
-  const schedule::CostSums sums = schedule::sums_of(basis.costs, options);
   const Cut cut = basis.measured ? found(key, basis, limits, simple, current) : simple;
-  const Plan recipe = schedule::to_recipe(cut, sums, key.devices, options);
-  Cluster cluster;
-  if (basis.measured) cluster = basis.machine.cluster;
-  cluster.devices.clear();
-  for (const schedule::ClusterDevice& device : basis.machine.cluster.devices)
-    cluster.devices.push_back({basis.measured ? device.speed : 1, 0, device.resident_bytes});
-  return {cut, recipe, schedule::Placer(recipe, basis.costs, cluster, rules_of(key.asynchronous))};
+  const Plan recipe = schedule::to_recipe(cut, schedule::sums_of(basis.costs, options), key.devices, options);
+  return {cut, recipe, placer_of(key, basis, cut)};
 }
 
 double ModelPlanner::predicted_ms(Engine& engine, int microbatches, int gradient_groups, double scale) const {

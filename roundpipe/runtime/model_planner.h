@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <compare>
+#include <functional>
 #include <map>
 #include <optional>
 #include <vector>
@@ -103,10 +104,21 @@ class ModelPlanner {
   double predicted_ms(Engine& engine, int microbatches, int gradient_groups, double scale) const;
 
   // From now on, no planned stage takes more than `most_stage_bytes` for its weights, gradients and saved activations,
-  // unless it is one layer; 0 = no cap. Plans from measurements have up to `fused_layers` in the fused stage (0: as
-  // many as balance says), and on one device the first plan has as many. See CostMeter::set_bytes.
+  // unless it is one layer; 0 = no cap. On one device, the fused stage of a first plan has `fused_layers`, and those of
+  // later ones no more (0: as balance says). Ends what keep_within() and
+  // allow_longer() have said. See CostMeter::set_bytes.
   void set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64_t> activation_bytes, int64_t most_stage_bytes,
                  int fused_layers = 0);
+  // Whether the devices have room for these steps, of one plan.
+  using Fits = std::function<bool(const std::vector<schedule::Plan>& steps)>;
+  // Until the next set_bytes(), plans from measurements are the best of those found that fit, if any does.
+  void keep_within(Fits fits) { fits_ = std::move(fits); }
+  // What they may have beyond those limits, where several devices sum gradients by groups.
+  struct LongerStages {
+    int fused_layers = 0;
+    int64_t stage_bytes = 0;  // for weights, gradients and saved activations of any stage
+  };
+  void allow_longer(LongerStages longer) { longer_ = longer; }
   // Stages as long as the limits allow, as those of a first plan on one device, with that many fused layers (0: as
   // balance says). REQUIRES: set_bytes() has set limits.
   schedule::Stages longest_stages(Engine& engine, const PlanRequest& request, int fused_layers) const;
@@ -163,6 +175,8 @@ class ModelPlanner {
   Made make(Engine& engine, const Key& key, const Basis& basis, const Current* current = nullptr) const;
   schedule::Cut found(const Key& key, const Basis& basis, const Room& room, const schedule::Cut& simple,
                       const Current* current) const;
+  // Places the steps of a cut.
+  schedule::Placer placer_of(const Key& key, const Basis& basis, const schedule::Cut& cut) const;
 
   static constexpr double kNewShare = 0.3;  // the weight of the latest call in a smoothed share
 
@@ -172,6 +186,8 @@ class ModelPlanner {
   double early_share_ = 0;         // of calls that come early, smoothed
   int64_t most_stage_bytes_ = -1;  // -1 = unknown
   int fused_layers_ = 0;
+  LongerStages longer_;
+  Fits fits_;
   int64_t host_room_bytes_ = 0;
   std::map<Key, Current> current_;
   std::vector<MeasuredStep> steps_;

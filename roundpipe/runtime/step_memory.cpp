@@ -17,9 +17,13 @@ namespace {
 constexpr int kSteps = 3;  // that a prediction follows: each step assigns devices again
 // Predictions are within 3 % of the measured peak, and an allocator does not give every byte of its memory.
 constexpr double kCapShare = 0.94;
+constexpr int64_t kOff = 50;  // a later plan may take one part in so many more than what was predicted
 
-bool has_frozen(const simulate::StepSizes& sizes) {
-  return std::ranges::any_of(sizes.layers, [](const simulate::LayerBytes& layer) { return !layer.frozen.empty(); });
+DeviceMemory predicted_peak(const std::vector<Plan>& plans, const simulate::StepSizes& sizes,
+                            const MemoryLimit& limit) {
+  DeviceMemory peak = simulate::predict_device(plans, sizes, limit.rules);
+  peak.work = static_cast<int64_t>(static_cast<double>(peak.work) * limit.work_factor);
+  return peak;
 }
 
 }  // namespace
@@ -54,21 +58,17 @@ DeviceMemory plan_as(Pipeline& pipeline, const Route& route, const PlanRequest& 
   }
   const int64_t most_bytes = limit.budget_bytes > 0 ? simulate::stage_limit_bytes(sizes, limit.budget_bytes) : 0;
   const auto plans_of = [&](const Route& by) { return preview_plans(model, by, request, planner, *engine, kSteps); };
-  const auto predicted = [&](const std::vector<Plan>& plans) {
-    DeviceMemory peak = simulate::predict_device(plans, sizes, limit.rules);
-    peak.work = static_cast<int64_t>(static_cast<double>(peak.work) * limit.work_factor);
-    return peak;
-  };
+  const auto predicted = [&](const std::vector<Plan>& plans) { return predicted_peak(plans, sizes, limit); };
 
   planner.set_bytes(kept, passed_on, most_bytes);
   const bool is_alone = engine->size() == 1;
   int fused_layers = 0;
-  DeviceMemory longest;  // on several devices, of the longest stages that later plans may have
-  int64_t stage_bytes = 0;
-  const bool may_lengthen = limit.budget_bytes > 0 && std::holds_alternative<std::monostate>(route) &&
-                            request.mode == schedule::PlanMode::kFused && sizes.grain == RecomputeGrain::kStage &&
-                            schedule::most_kept_layers(model.layer_count(), engine->size()) > 1 &&
-                            (is_alone || request.gradient_groups != 1 || !has_frozen(sizes));
+  ModelPlanner::LongerStages longer;
+  DeviceMemory longest;
+  const bool may_lengthen =
+      limit.budget_bytes > 0 && std::holds_alternative<std::monostate>(route) &&
+      request.mode == schedule::PlanMode::kFused && sizes.grain == RecomputeGrain::kStage &&
+      schedule::most_kept_layers(model.layer_count(), engine->size(), request.gradient_groups) > 1;
   if (may_lengthen) {
     const PlanRequest whole = completed(model, request);
     const auto plans_with = [&](int layers) { return plans_of(planner.longest_stages(*engine, whole, layers)); };
@@ -81,18 +81,24 @@ DeviceMemory plan_as(Pipeline& pipeline, const Route& route, const PlanRequest& 
         const int middle = (most + too_many) / 2;
         (fits(middle) ? most : too_many) = middle;
       }
-      fused_layers = !is_alone || most > balanced ? most : 0;
-      if (!is_alone) {
+      if (is_alone) {
+        fused_layers = most > balanced ? most : 0;
+      } else {
         longest = predicted(plans_with(most));
-        stage_bytes = simulate::largest_stage_bytes(plans_with(most), sizes);
+        longer = {most, simulate::largest_stage_bytes(plans_with(most), sizes)};
       }
     }
     planner.set_bytes(kept, passed_on, most_bytes, fused_layers);
   }
-  stage_bytes = std::max(stage_bytes, simulate::largest_stage_bytes(plans_of(route), sizes));
-  planner.set_bytes(kept, passed_on, stage_bytes, fused_layers);
+  planner.set_bytes(kept, passed_on, simulate::largest_stage_bytes(plans_of(route), sizes), fused_layers);
   DeviceMemory found = predicted(plans_of(route));
-  if (longest.needed() > found.needed()) found = longest;
+  if (longest.needed() > found.needed()) {
+    found = longest;
+    planner.allow_longer(longer);
+  }
+  planner.keep_within([sizes, limit, most_bytes = found.needed()](const std::vector<Plan>& steps) {
+    return predicted_peak(steps, sizes, limit).needed() <= most_bytes + most_bytes / kOff;
+  });
   model.work_bytes.store(std::max<int64_t>(1, found.beside_weights()));
   return found;
 }

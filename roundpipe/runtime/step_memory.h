@@ -25,10 +25,9 @@ struct MemoryLimit {
 
 // Tells the model's planner what a step with these sizes takes: plans from now on keep within the budget, if they can,
 // and take no more than the next one. With a budget, the fused stage gets as many layers as fit, since its layers are
-// not recomputed: on one device from the first plan on, on a few wherever a plan from measurements finds that this
-// shortens the step. There, with one gradient group, frozen weights have the room instead. Returns the predicted memory
-// of the device with the highest peak.
-// REQUIRES: `sizes` are of the request's recompute grain.
+// not recomputed: on one device from the first plan on; on a few that share gradient groups, wherever a plan from
+// measurements finds that this shortens the step. Returns the predicted memory of the device with the highest peak,
+// with the longest stages that later plans may have. REQUIRES: `sizes` are of the request's recompute grain.
 simulate::DeviceMemory plan_as(Pipeline& pipeline, const Route& route, const PlanRequest& request,
                                const simulate::StepSizes& sizes, const MemoryLimit& limit);
 

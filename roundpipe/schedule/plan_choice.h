@@ -11,10 +11,12 @@
 
 namespace roundpipe::schedule {
 
-// The most layers whose activations plans of training keep, if there is memory for them: all layers where a few devices
-// share the work, else the head. For eight devices, a search that tries more takes twice as long, and its steps are
-// shorter by 0.7 % at most (the five presets).
-constexpr int most_kept_layers(int layers, int devices) { return devices <= 4 ? layers : 1; }
+// The most layers whose activations plans of training keep, if there is memory for them: all layers on one device, and
+// on a few that share stages by gradient groups, else the head. For eight devices, a search that tries more takes twice
+// as long, and its steps are shorter by 0.7 % at most (the five presets).
+constexpr int most_kept_layers(int layers, int devices, int gradient_groups) {
+  return devices == 1 || (devices <= 4 && gradient_groups != 1) ? layers : 1;
+}
 
 // The limits of a search: which plans it may consider, and how much effort it may spend.
 struct SearchOptions {

@@ -136,7 +136,7 @@ class PlanningOptions:
         int,
         typer.Option(
             help="Up to this many last layers keep their activations, without recompute; 1 = the head; 0 = as training "
-            "does: on up to four devices as many as fit, else the head."
+            "does: as many as fit on one device, and on up to four that share gradient groups; else the head."
         ),
     ] = 0
     replicas: Annotated[bool, typer.Option(help="Let devices share a stage and divide its microbatches.")] = True

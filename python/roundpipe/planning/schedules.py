@@ -59,7 +59,8 @@ class Request:
         max_traffic: limit of weight traffic, as a factor of one visit in each direction; 0 = no limit.
         published_rule: the published simulator's timing of its plan: a head's forward does not wait for its input.
         keep_layers: largest number of layers whose activations the fused stage may keep instead of recomputing; 1 = the
-            head; 0 = as training does: on up to four devices as many as fit, else the head.
+            head; 0 = as training does: as many as fit on one device, and on up to four that share gradient
+            groups, else the head.
         replicas: whether stages may be split over microbatch ranges.
         gradient_groups: consecutive groups of microbatches whose gradients a step sums by themselves; replicas of a
             backward stage with gradients cover whole groups. 0 = they cut anywhere.
@@ -216,7 +217,8 @@ def choose(request: Request, mode: _core.PlanMode = _core.PlanMode.FUSED) -> lis
         replicas=request.replicas,
         gradient_groups=request.gradient_groups,
         interleave=request.interleave,
-        max_fused_layers=request.keep_layers or _core.most_kept_layers(len(request.costs.layers), request.devices),
+        max_fused_layers=request.keep_layers
+        or _core.most_kept_layers(len(request.costs.layers), request.devices, request.gradient_groups),
         single_backward_layers=request.single_backward_layers,
         max_waiting_bytes=request.max_waiting,
         effort=_core.SEARCH_EFFORT if request.effort is None else request.effort,

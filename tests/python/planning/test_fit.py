@@ -207,8 +207,7 @@ def change_in(verdict: str) -> list[str]:
 )
 def test_the_change_that_is_named_fits(options: dict[str, str], changed: list[str], folder: Path) -> None:
     def verdict(given: dict[str, str]) -> str:
-        words = [word for pair in given.items() for word in pair]
-        return run(str(folder), "--devices", "2", "--keep", "1", *words).splitlines()[-1]
+        return run(str(folder), "--devices", "2", *(word for pair in given.items() for word in pair)).splitlines()[-1]
 
     change = change_in(verdict(options))
     assert change[::2] == changed
@@ -223,7 +222,7 @@ def waiting(host_room: int | None, memory: int = 10**9, tokens: int = 64) -> Fit
     config = Qwen3Config(hidden_size=128, intermediate_size=512, tie_word_embeddings=False, **sizes)
     shapes = measure(make_model(config), tokens)
     costs = costs_of_shapes(shapes, card_of_tflops(1))
-    request = Request(costs, costs.cluster(2), microbatches=4, keep_layers=1, effort=100_000)
+    request = Request(costs, costs.cluster(2), microbatches=4, effort=100_000)
     return fit(request, layers_of_shapes(shapes), memory, host_room=host_room)
 
 

@@ -68,7 +68,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 def test_plans_are_for_the_machine(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
     path.write_text(Machine("one", [(2.0, 24_000_000_000)] * 2, {"link_up_gb_per_s": 25.0}, 0.2).text())
-    options = ("qwen3-1.7b", "--links", "--machine", str(path), "--microbatches", "16", "--keep", "1", *QUICK)
+    options = ("qwen3-1.7b", "--links", "--machine", str(path), "--microbatches", "16", *QUICK)
     slow = json.loads(run("plan", *options))
     assert slow["devices"] == 2
     assert slow["limit"] == "optimizer"
