@@ -26,6 +26,8 @@ _DTYPE = torch.bfloat16
 # Kinds of products that the card is measured for.
 _PRODUCTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _LAUNCHES = 200
+_HEADS, _HEAD_WIDTH = 16, 128
+_LONG_ENOUGH_S = 1e-3  # of one call that is measured
 # Speeds closer than this are the same: a second measurement differs as much.
 _SAME_SPEED = 0.05
 _CALLS_TOGETHER = 3
@@ -88,28 +90,30 @@ def measure_card(device: torch.device, rounds: int = 3) -> Card:
     """What a device reaches by itself, the median of `rounds` figures of each kind, after one that warms up.
 
     Products are square, attention is causal over a row in bf16, an addition reads two tensors and writes
-    one, and launches are additions to a single element.
+    one, and launches are additions to a single element. Sizes double until one call takes a millisecond, up to 8,192
+    (additions: 0.5 GB a tensor), so that a slow device is not asked for minutes.
     """
-    small = device.type == "cpu"
-    size, row = (256, 256) if small else (8192, 8192)
 
     def multiply(dtype: torch.dtype) -> Callable[[], float]:
+        size = _long_enough(device, 256, 8192, lambda size: _product(device, dtype, size))
         return lambda: matmul_gflops(device, dtype, size) / 1000
 
+    def attend(row: int) -> Callable[[], object]:
+        query = torch.ones(1, _HEADS, row, _HEAD_WIDTH, device=device, dtype=_DTYPE)
+        return lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+    def add(count: int) -> Callable[[], object]:
+        left, right, total = (torch.ones(count, device=device, dtype=_DTYPE) for _ in range(3))
+        return lambda: torch.add(left, right, out=total)
+
     products = {name: _median(rounds, multiply(dtype)) for name, dtype in _PRODUCTS.items()}
-    query = torch.ones(1, 16, row, 128, device=device, dtype=_DTYPE)
-    operations = 2 * query.shape[1] * row * row * query.shape[3]  # two products, of which a causal mask leaves half
-
-    def attend() -> None:
-        F.scaled_dot_product_attention(query, query, query, is_causal=True)
-
-    attention = _median(rounds, lambda: operations / 1e12 / _seconds(device, attend))
-    left, right, total = (torch.ones(1 << (22 if small else 28), device=device, dtype=_DTYPE) for _ in range(3))
-
-    def add() -> None:
-        torch.add(left, right, out=total)
-
-    memory = _median(rounds, lambda: 3 * left.nbytes / 1e9 / _seconds(device, add))
+    row = _long_enough(device, 256, 8192, attend)
+    operations = 2 * _HEADS * row * row * _HEAD_WIDTH  # two products, of which a causal mask leaves half
+    attending = attend(row)
+    attention = _median(rounds, lambda: operations / 1e12 / _seconds(device, attending))
+    count = _long_enough(device, 1 << 22, 1 << 28, add)
+    adding = add(count)
+    memory = _median(rounds, lambda: 3 * count * _DTYPE.itemsize / 1e9 / _seconds(device, adding))
     one = torch.ones(1, device=device)
 
     def launch() -> None:
@@ -118,6 +122,12 @@ def measure_card(device: torch.device, rounds: int = 3) -> Card:
 
     launches = _median(rounds, lambda: _seconds(device, launch) * 1e6 / _LAUNCHES)
     return Card(products, attention, memory, launches)
+
+
+def _long_enough(device: torch.device, size: int, most: int, of_size: Callable[[int], Callable[[], object]]) -> int:
+    while size < most and _seconds(device, of_size(size), least_s=0.0) < _LONG_ENOUGH_S:
+        size *= 2
+    return size
 
 
 def _median(rounds: int, figure: Callable[[], float]) -> float:
@@ -134,7 +144,7 @@ def _seconds(device: torch.device, work: Callable[[], object], least_s: float = 
     work()
     finish()
     start, count = time.perf_counter(), 0
-    while time.perf_counter() - start < least_s:
+    while count == 0 or time.perf_counter() - start < least_s:
         work()
         finish()
         count += 1
@@ -143,8 +153,12 @@ def _seconds(device: torch.device, work: Callable[[], object], least_s: float = 
 
 def matmul_gflops(device: torch.device, dtype: torch.dtype, size: int = 512, least_s: float = 0.1) -> float:
     """The speed of matrix products on a device, in 1e9 operations per second."""
+    return 2 * size**3 / _seconds(device, _product(device, dtype, size), least_s) / 1e9
+
+
+def _product(device: torch.device, dtype: torch.dtype, size: int) -> Callable[[], object]:
     matrix = torch.ones(size, size, device=device).to(dtype)
-    return 2 * size**3 / _seconds(device, lambda: matrix @ matrix, least_s) / 1e9
+    return lambda: matrix @ matrix
 
 
 def _memory_bytes(pool: DevicePool, device: int) -> int:
