@@ -99,7 +99,8 @@ def report_cards(report: Report, options: argparse.Namespace) -> None:
         "microbatch more than there are cards, asynchronous, AdamW with fp32 moments (235B: adapters of rank 16). The "
         f"memory of the host moves {DESKTOP:g} GB/s beside one RTX 4090 and two RTX 3090, {SERVER:g} GB/s beside the "
         "others. bf16 are the exact results of training; fp16-accumulate, as the published system trains, is not what "
-        "we run. In both, all layers but the head are recomputed; kept are as many as fit. Published figures are measured, in fp16 with sums in fp16."
+        "we run. In both, all layers but the head are recomputed; kept are as many as fit. Published figures "
+        "are measured, in fp16 with sums in fp16."
     )
     report("")
     report.header(["cards", "model", *WAYS, "published"])

@@ -207,9 +207,9 @@ def refuse_host(
 
 def _host_change(wanted: HostPrediction, budget: int, predict: Callable[[Rule], HostPrediction], rule: Rule) -> str:
     algorithm, _, moments = rule.in_core()
-    if algorithm in (_core.Algorithm.ADAM, _core.Algorithm.ADAMW) and moments == _core.MomentFormat.FLOAT32:
-        if predict(ADAM_8BIT).total <= budget:
-            return 'moments="8bit" in the optimizer'
+    is_adam = algorithm in (_core.Algorithm.ADAM, _core.Algorithm.ADAMW)
+    if is_adam and moments == _core.MomentFormat.FLOAT32 and predict(ADAM_8BIT).total <= budget:
+        return 'moments="8bit" in the optimizer'
     raised = f"host_memory={_core.format_bytes(wanted.total)!r}"
     if rule is LEAST:
         raised += f" (with AdamW {_core.format_bytes(predict(ADAM).total)!r})"

@@ -67,8 +67,8 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         check_loss: raise an error when a loss is NaN (not with ROUNDPIPE_CHECK_LOSS=0 in the environment). A GradScaler
             that belongs to the model handles NaN itself.
         host_memory: limit for the model, its gradients and a fused optimizer on the host, such as "64GB"; None reads
-            the environment variable ROUNDPIPE_HOST_MEMORY. Checked before anything is allocated, and once more, with the
-            state of the optimizer, when that is made.
+            the environment variable ROUNDPIPE_HOST_MEMORY. Checked before anything is allocated, and with the state of
+            the optimizer when that is made.
         device_memory: limit for a step on each device; None reads ROUNDPIPE_DEVICE_MEMORY. Steps are planned within
             it, and a step of a new shape is checked before it runs. Without it, steps are planned within what each
             device has, where that is known; "unmeasured" leaves that out, with the run of each kind of layer that it

@@ -12,6 +12,9 @@ import torch
 import roundpipe
 from roundpipe.step.scaler import GradScaler, StepScales, hand_over, synchronize_scales
 
+# Losses here write down the scale that they see. Where a device's memory is known, measuring would call them once more.
+UNMEASURED = "unmeasured"
+
 OPTIONS: dict[str, Any] = {"init_scale": 1000.0, "growth_factor": 3.0, "backoff_factor": 0.7, "growth_interval": 3}
 # 1 is an ordinary step, inf and nan are bad gradients.
 HISTORY = [1, 1, 1, 1, math.inf, 1, 1, math.nan, math.inf, 1, 1, 1, 1, 1, 1]
@@ -348,7 +351,7 @@ class Loop:
 
     def __init__(self, growth_interval: int = 1) -> None:
         self.module = torch.nn.Linear(2, 1, bias=False)
-        self.pipe = roundpipe.RoundPipe(self.module)
+        self.pipe = roundpipe.RoundPipe(self.module, device_memory=UNMEASURED)
         self.optimizer = torch.optim.SGD(self.pipe.optim_parameters(), lr=0.1)
         self.scaler = GradScaler(8.0, growth_interval=growth_interval)
         self.used: list[float] = []
@@ -472,7 +475,8 @@ def test_getters_and_setters_keep_to_the_order_of_the_program() -> None:
 
 
 def test_a_nan_loss_is_an_error_unless_a_scaler_belongs_to_the_model() -> None:
-    pipe = roundpipe.RoundPipe(torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Tanh()))
+    network = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Tanh())
+    pipe = roundpipe.RoundPipe(network, device_memory=UNMEASURED)
     unused = GradScaler(8.0)
 
     def submit(scaler: GradScaler | None) -> Any:
@@ -489,7 +493,9 @@ def test_a_nan_loss_is_an_error_unless_a_scaler_belongs_to_the_model() -> None:
     scaler = GradScaler(8.0)
     submit(scaler)
     submit(None)
-    other = roundpipe.RoundPipe(torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Tanh()), name="other")
+    other = roundpipe.RoundPipe(
+        torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Tanh()), name="other", device_memory=UNMEASURED
+    )
     with pytest.raises(roundpipe.RoundPipeError, match="NaN"):
         other.forward_backward((torch.ones(4, 2),), loss_fn=lambda outputs, _: outputs.sum() * math.nan)
     del scaler
@@ -499,7 +505,9 @@ def test_a_nan_loss_is_an_error_unless_a_scaler_belongs_to_the_model() -> None:
 
 def test_other_models_leave_a_scaler_alone() -> None:
     loop = Loop()
-    other = roundpipe.RoundPipe(torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Tanh()), name="other")
+    other = roundpipe.RoundPipe(
+        torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Tanh()), name="other", device_memory=UNMEASURED
+    )
     optimizer = torch.optim.SGD(other.optim_parameters(), lr=0.1)
 
     def step_other() -> None:
@@ -521,7 +529,10 @@ def test_other_models_leave_a_scaler_alone() -> None:
 def test_losses_of_two_models_keep_their_scales_until_their_own_step() -> None:
     scaler = GradScaler(8.0, growth_interval=1)
     pipes = [
-        roundpipe.RoundPipe(torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Tanh()), name=name) for name in "ab"
+        roundpipe.RoundPipe(
+            torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Tanh()), name=name, device_memory=UNMEASURED
+        )
+        for name in "ab"
     ]
     optimizers = [roundpipe.optim.SGD(pipe, lr=0.0) for pipe in pipes]
     used: list[float] = []
