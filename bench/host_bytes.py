@@ -16,7 +16,7 @@ import torch
 from support.published_models import MODELS, PublishedModel
 from support.report import Report, parser
 
-from roundpipe.memory.budget import ADAM, ADAM_8BIT, predict_model
+from roundpipe.memory.budget import ADAM, ADAM_8BIT, predict_unloaded
 from roundpipe.planning.shapes import make_model
 
 PUBLISHED_BYTES = 20  # a trained parameter
@@ -35,7 +35,7 @@ def meta_model(model: PublishedModel) -> Any:
 def row(name: str, model: PublishedModel) -> list[str]:
     made = meta_model(model)
     tied = getattr(made, "all_tied_weights_keys", {})
-    ours, small = (predict_model(made, rule, tied) for rule in (ADAM, ADAM_8BIT))
+    ours, small = (predict_unloaded(made, rule) for rule in (ADAM, ADAM_8BIT))
     parameters = [p for n, p in made.named_parameters() if n not in tied]
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     frozen = sum(p.numel() for p in parameters) - trained

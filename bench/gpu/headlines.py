@@ -79,18 +79,14 @@ def report_headlines(
     header = ["", "tokens", "parameters", "host GB", "GB of the card", "GB up a step", "tokens/s", "TFLOP/s"]
     report.header([*header, "loss", "transformers' loss", "set up in s"])
     notes = []
+    capped = f",memory={cap_bytes}B" if cap_bytes else ""
     for index, headline in enumerate(headlines):
         until = deadline.share(len(headlines) - index)
         request = Request(
             way="followed",
             peer=False,
             shape=headline.shape,
-            device=",".join(
-                [
-                    *(spec, *([f"memory={cap_bytes}B"] if cap_bytes else [])),
-                    *(["resident=0"] if headline.lora_rank else []),  # or one copy would serve all layers
-                ]
-            ),
+            device=spec + capped + (",resident=0" if headline.lora_rank else ""),  # or one copy would serve all layers
             tokens=headline.size.tokens,
             rows=1,
             microbatches=1,

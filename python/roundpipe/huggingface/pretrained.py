@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from roundpipe.checkpoint.files import Checkpoint, adapter_file
 from roundpipe.checkpoint.safetensors_header import CheckpointError, refuse_pointer
 from roundpipe.files import first_lines, refuse_missing_folder
-from roundpipe.memory.budget import HOST_VARIABLE, BudgetError, budget_of, predict_model, refuse_host
+from roundpipe.memory.budget import HOST_VARIABLE, BudgetError, budget_of, predict_unloaded, refuse_host
 from roundpipe.model.pipe import RoundPipe
 from roundpipe.model.wrap import wrap_model_to_roundpipe
 from roundpipe.ops.packed_attention import register
@@ -132,8 +132,7 @@ def _host_check(
         return None
 
     def check(model: nn.Module) -> None:
-        tied = getattr(model, "all_tied_weights_keys", {})
-        refuse_host("from_pretrained", str(base), budget, lambda rule: predict_model(model, rule, tied, trains))
+        refuse_host("from_pretrained", str(base), budget, lambda rule: predict_unloaded(model, rule, trains))
 
     return check
 

@@ -185,6 +185,11 @@ def predict_model(
     return predict_host(blocks, rule, trains=trains, partial_sums=partial_sums)
 
 
+def predict_unloaded(model: nn.Module, rule: Rule, trains: bool = True) -> HostPrediction:
+    """Predicts the same for a model of transformers on the meta device, whose parameters will be tied when it loads."""
+    return predict_model(model, rule, getattr(model, "all_tied_weights_keys", {}), trains)
+
+
 def table(title: str, rows: dict[str, int], beside: dict[str, int]) -> str:
     """Formats sizes one below the other, then their sum and the sizes to compare it with."""
     entries = {name: size for name, size in rows.items() if size} | {"together": sum(rows.values())} | beside

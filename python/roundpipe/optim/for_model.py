@@ -106,9 +106,10 @@ class ForModel(BoundOptimizer):
     def _fit_the_host(self, models: SteppedModels, gradients: Gradients) -> None:
         """Raises ValueError if the models' budget of the host, if they have one, has no room for the optimizer."""
         blocks = [block for pipeline in models.pipelines for block in pipeline.block_parameters()]
+        blocks += [[parameter] for parameter in models.host_parameters.values()]
         wider = 0
         if gradients == "float32":
-            narrow = [p for p in models.parameters if p.requires_grad and p.element_size() == 2]
+            narrow = [p for block in blocks for p in block if p.requires_grad and p.element_size() == 2]
             wider = sum(2 * parameter.numel() for parameter in narrow)
 
         def predict(rule: Rule) -> HostPrediction:

@@ -27,7 +27,7 @@ from roundpipe.following.token_wise import Candidates, chunk_of, in_chunks
 from roundpipe.layers.shell import PythonLayer
 from roundpipe.losses.lazy_logits import LazyLogits
 from roundpipe.losses.token_loss import TokenLoss
-from roundpipe.memory.budget import ADAM, HostPrediction, UpdateRule, predict_model
+from roundpipe.memory.budget import ADAM, HostPrediction, UpdateRule, predict_unloaded
 from roundpipe.planning.shape_meter import ShapeMeter
 
 if TYPE_CHECKING:
@@ -76,9 +76,8 @@ class ModelShapes:
     model: nn.Module
 
     def host(self, rule: UpdateRule = ADAM, values: int = 0) -> HostPrediction:
-        """The model's host memory; see `predict_model`."""
-        tied = getattr(self.model, "all_tied_weights_keys", {})
-        return dataclasses.replace(predict_model(self.model, rule, tied), values=values)
+        """The model's host memory; see `predict_unloaded`."""
+        return dataclasses.replace(predict_unloaded(self.model, rule), values=values)
 
 
 def make_model(

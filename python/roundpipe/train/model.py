@@ -14,7 +14,7 @@ from roundpipe import RoundPipeRunConfig
 from roundpipe.data.tokenizer import load_tokenizer
 from roundpipe.files import first_lines, new_folder
 from roundpipe.huggingface.quiet import without_progress_bars
-from roundpipe.memory.budget import HOST_VARIABLE, UpdateRule, budget_of, predict_model, refuse_host
+from roundpipe.memory.budget import HOST_VARIABLE, UpdateRule, budget_of, predict_unloaded, refuse_host
 from roundpipe.ops.packed_attention import check_packing
 from roundpipe.planning.shapes import make_model
 from roundpipe.train.config import TrainConfig
@@ -100,8 +100,7 @@ def check_host(config: TrainConfig) -> None:
     if budget is None:
         return
     model = meta_model(config)
-    tied = getattr(model, "all_tied_weights_keys", {})
-    refuse_host("train", base_of(config), budget, lambda rule: predict_model(model, rule, tied), rule_of(config))
+    refuse_host("train", base_of(config), budget, lambda rule: predict_unloaded(model, rule), rule_of(config))
 
 
 def rule_of(config: TrainConfig) -> UpdateRule:

@@ -189,6 +189,19 @@ def test_parts_of_a_model_share_its_host_budget() -> None:
     with pytest.raises(ValueError, match="does not fit on the host"):
         roundpipe.optim.AdamW(parts, lr=1e-3)
     roundpipe.optim.SGD(parts, lr=1e-3)
+
+    class WithHostParameter(Parts):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(64, 64))  # is used, and updated, on the host
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return super().forward(value) @ self.scale
+
+    with pytest.raises(ValueError, match="does not fit on the host"):
+        roundpipe.optim.AdamW(
+            wrap_model_to_roundpipe(WithHostParameter(), host_memory=17 * size, use_sequential_preset=False), lr=1e-3
+        )
     roundpipe.optim.AdamW(wrap_model_to_roundpipe(Parts(), host_memory=16 * size), lr=1e-3)
 
 
