@@ -61,7 +61,8 @@ std::vector<FrozenBlock> frozen_of(const StepSizes& sizes, int layer) {
 
 // One job on its device.
 struct Visit {
-  Visit(const Job& job, const Plan& plan, const StepSizes& sizes) : microbatches(job.microbatches.size()) {
+  Visit(const Job& job, const Plan& plan, const StepSizes& sizes, std::size_t number)
+      : microbatches(job.microbatches.size()), step(number) {
     const bool trains = job.phase != Phase::kForward;
     const schedule::GradientGroups groups(plan.microbatches, sizes.gradient_groups);
     const bool has_several = groups.groups_of(job.microbatches).size() > 1;
@@ -124,6 +125,7 @@ struct Visit {
   }
 
   int microbatches;
+  std::size_t step;
   WeightVisit of_weights;
   int64_t weights = 0, sums = 0, leaving = 0, values = 0, work = 0;
   int64_t passing_sums = 0, passing_work = 0;
@@ -159,10 +161,16 @@ DeviceMemory peak_of(const std::vector<Visit>& visits, const DeviceRules& rules)
       if (moment.total() > most.total()) most = moment;
     }
   }
-  // The engine's arena has room for each two that leave so much for the rest, see runtime::DeviceRoom.
-  for (std::size_t i = 0; i + 1 < visits.size(); ++i) {
-    const int64_t pair = visits[i].weights + visits[i + 1].weights;
+  // The engine's arena has room for each two that leave so much for the rest, see runtime::DeviceRoom. There, the first
+  // job of a step may follow its last one.
+  const auto add_pair = [&](const Visit& visit, const Visit& next) {
+    const int64_t pair = visit.weights + next.weights;
     if (fits_cap(pair + most.beside_weights(), rules.cap_bytes)) most.weights = std::max(most.weights, pair);
+  };
+  for (std::size_t i = 0; i < visits.size(); ++i) {
+    if (i + 1 < visits.size()) add_pair(visits[i], visits[i + 1]);
+    if (i + 1 == visits.size() || visits[i + 1].step != visits[i].step)
+      add_pair(visits[i], *std::ranges::find(visits, visits[i].step, &Visit::step));
   }
   return most;
 }
@@ -207,10 +215,11 @@ bool less_in_total(const DeviceMemory& a, const DeviceMemory& b) { return a.tota
 // Of each device.
 std::vector<std::vector<Visit>> visits_of(std::span<const Plan> plans, const StepSizes& sizes) {
   std::vector<std::vector<Visit>> visits;
-  for (const Plan& plan : plans) {
+  for (std::size_t step = 0; step < plans.size(); ++step) {
+    const Plan& plan = plans[step];
     check(sizes, static_cast<std::size_t>(plan.layers));
     visits.resize(std::max(visits.size(), static_cast<std::size_t>(plan.devices)));
-    for (const Job& job : plan.jobs) visits[static_cast<std::size_t>(job.device)].emplace_back(job, plan, sizes);
+    for (const Job& job : plan.jobs) visits[static_cast<std::size_t>(job.device)].emplace_back(job, plan, sizes, step);
   }
   return visits;
 }

@@ -34,11 +34,18 @@ class Ledger {
   int64_t peak_ = 0;
 };
 
-// Runs the jobs of one device, one layer of one microbatch after the other.
+// Runs the jobs of one device, step by step, one layer of one microbatch after the other.
 class Replay {
  public:
-  Replay(std::vector<Job> jobs, int microbatches, const StepSizes& sizes, DeviceRules rules)
-      : jobs_(std::move(jobs)), microbatches_(microbatches), sizes_(sizes), rules_(rules) {}
+  Replay(const std::vector<std::vector<Job>>& steps, int microbatches, const StepSizes& sizes, DeviceRules rules)
+      : microbatches_(microbatches), sizes_(sizes), rules_(rules) {
+    for (const std::vector<Job>& jobs : steps) {
+      if (jobs.empty()) continue;
+      jobs_.insert(jobs_.end(), jobs.begin(), jobs.end());
+      pairs_.emplace_back(jobs.back(), jobs.front());  // of the next step, as far as the engine knows
+    }
+    for (std::size_t i = 0; i + 1 < jobs_.size(); ++i) pairs_.emplace_back(jobs_[i], jobs_[i + 1]);
+  }
 
   int64_t peak() const {
     int64_t arena = 0;
@@ -55,8 +62,8 @@ class Replay {
     }
     // The engine asks of two jobs whether they leave as much as the fullest moment takes beside its weights.
     const int64_t besides = most - weights;
-    for (std::size_t i = 0; i + 1 < jobs_.size(); ++i) {
-      const int64_t two = own(jobs_[i], &LayerBytes::weights) + own(jobs_[i + 1], &LayerBytes::weights);
+    for (const auto& [job, next] : pairs_) {
+      const int64_t two = own(job, &LayerBytes::weights) + own(next, &LayerBytes::weights);
       if (rules_.cap_bytes == 0 || two + besides <= rules_.cap_bytes) weights = std::max(weights, two);
     }
     return weights + besides;
@@ -175,6 +182,7 @@ class Replay {
   }
 
   std::vector<Job> jobs_;
+  std::vector<std::pair<Job, Job>> pairs_;
   int microbatches_;
   const StepSizes& sizes_;
   DeviceRules rules_;
@@ -183,11 +191,12 @@ class Replay {
 int64_t replayed(const std::vector<Plan>& plans, const StepSizes& sizes, DeviceRules rules) {
   int64_t most = 0;
   for (int device = 0; device < plans.front().devices; ++device) {
-    std::vector<Job> jobs;
+    std::vector<std::vector<Job>> steps;
     for (const Plan& plan : plans) {
-      std::ranges::copy_if(plan.jobs, std::back_inserter(jobs), [&](const Job& job) { return job.device == device; });
+      std::ranges::copy_if(plan.jobs, std::back_inserter(steps.emplace_back()),
+                           [&](const Job& job) { return job.device == device; });
     }
-    most = std::max(most, Replay(jobs, plans.front().microbatches, sizes, rules).peak());
+    most = std::max(most, Replay(steps, plans.front().microbatches, sizes, rules).peak());
   }
   return most;
 }
@@ -272,6 +281,15 @@ TEST_CASE("memory simulator: under a cap, the next job's weights come later") {
   CHECK(tight.values == 25);
   const DeviceMemory ample = predict_device(plans, two_sizes(), {.cap_bytes = 8000});
   CHECK(ample.weights == 4000);
+}
+
+TEST_CASE("memory simulator: the first job of a step may follow its last one, wherever its device is in the next") {
+  const auto one_job = [](int device) { return Plan{2, 4, 3, 0, {{Phase::kFused, {0, 2}, {0, 4}, device}}}; };
+  for (const int steps : {1, 3}) {
+    std::vector<Plan> plans;
+    for (int step = 0; step < steps; ++step) plans.push_back(one_job(step));
+    CHECK(predict_device(plans, two_sizes(), {}).weights == 2 * 4000);
+  }
 }
 
 TEST_CASE("memory simulator: gradients that leave count while the next job begins") {
