@@ -281,7 +281,7 @@ class PlanChoice:
 
 SEARCH_EFFORT: int
 
-def most_kept_layers(layers: int, devices: int, gradient_groups: int) -> int: ...
+def may_keep_layers(devices: int, gradient_groups: int) -> bool: ...
 def search(
     costs: list[LayerCost],
     cluster: Cluster,

@@ -149,8 +149,7 @@ void bind_schedule(py::module_& module) {
       .def_readonly("traffic", &PlanChoice::traffic)
       .def_readonly("limit", &PlanChoice::limit);
   module.attr("SEARCH_EFFORT") = SearchOptions{}.effort;
-  module.def("most_kept_layers", &schedule::most_kept_layers, py::arg("layers"), py::arg("devices"),
-             py::arg("gradient_groups"));
+  module.def("may_keep_layers", &schedule::may_keep_layers, py::arg("devices"), py::arg("gradient_groups"));
   module.def(
       "search",
       [](const LayerCosts& costs, const Cluster& cluster, int microbatches, PlanMode mode, TimingRules rules,

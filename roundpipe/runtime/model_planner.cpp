@@ -35,7 +35,6 @@ constexpr double kEffortPerMs = 500'000;
 constexpr double kLeastEffort = 20'000'000;
 constexpr std::int64_t kLittleEffort = 2'000'000;
 constexpr size_t kMostPlans = 16;
-constexpr int kStepsThatFit = 3;  // each step assigns devices again
 constexpr size_t kMostSteps = 32;
 // Transfers matter if they take this share of a step's compute, however they are spread.
 constexpr double kLinksMatter = 0.02;
@@ -187,7 +186,7 @@ int64_t ModelPlanner::resident_room_bytes(const device::Device& device) const {
   for (int l = 0; l < model_.layer_count(); ++l)
     largest_bytes = std::max(largest_bytes, lay_out_stage(model_, l, l + 1).size_bytes);
   const int64_t most_bytes = device.most_resident_bytes();
-  const int64_t room_bytes = bytes_for_weights({cap_bytes, work_bytes, most_bytes}) - 2 * largest_bytes;
+  const int64_t room_bytes = bytes_for_weights({cap_bytes, work_bytes}) - 2 * largest_bytes;
   return std::max<int64_t>(0, most_bytes >= 0 ? std::min(room_bytes, most_bytes) : room_bytes);
 }
 
@@ -317,8 +316,7 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
       try {
         return search();
       } catch (const schedule::HostTooSmall&) {
-        // With longer stages, forwards run once more. Else it may still be possible: values that wait can be swapped
-        // out.
+        // With longer stages, forwards run once more. Else values that wait can be swapped out.
         if (!std::exchange(options.plan.single_backward_layers, false)) options.max_waiting_bytes *= 2;
       }
     }
@@ -335,15 +333,16 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
       // Forward stages keep to the limit of backward stages, as their weights lie in memory beside the values of one.
       if (room.least() > 0) cut.forward = halved(cut.forward, room.held_bytes, std::max(room.least(), least_bytes));
       if (!fits_) return cut;
-      schedule::Placer placer = placer_of(key, basis, cut);
+      schedule::Placer placer = placer_of(key, basis, recipe_of(key, basis, cut));
       std::vector<Plan> steps;
-      for (int step = 0; step < kStepsThatFit; ++step) steps.push_back(placer.next());
+      for (int step = 0; step < kPredictedSteps; ++step) steps.push_back(placer.next());
       if (fits_(steps)) return cut;
       if (any && !best) best = std::move(cut);
     }
     return best;
   };
-  if (longer_.stage_bytes > 0 && key.devices > 1 && request.mode == PlanMode::kFused && request.gradient_groups != 1) {
+  if (longer_.stage_bytes > 0 && request.mode == PlanMode::kFused &&
+      schedule::may_keep_layers(key.devices, request.gradient_groups)) {
     options.max_fused_layers = longer_.fused_layers;
     if (const std::optional<Cut> cut = chosen(longer_.stage_bytes, /*any=*/false)) return *cut;
   }
@@ -352,15 +351,18 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
   return *chosen(0, /*any=*/true);
 }
 
-schedule::Placer ModelPlanner::placer_of(const Key& key, const Basis& basis, const Cut& cut) const {
+Plan ModelPlanner::recipe_of(const Key& key, const Basis& basis, const Cut& cut) {
   const schedule::PlannerOptions options = options_of(key.request);
+  return schedule::to_recipe(cut, schedule::sums_of(basis.costs, options), key.devices, options);
+}
+
+schedule::Placer ModelPlanner::placer_of(const Key& key, const Basis& basis, const Plan& recipe) const {
   Cluster cluster;
   if (basis.measured) cluster = basis.machine.cluster;
   cluster.devices.clear();
   for (const schedule::ClusterDevice& device : basis.machine.cluster.devices)
     cluster.devices.push_back({basis.measured ? device.speed : 1, 0, device.resident_bytes});
-  return {schedule::to_recipe(cut, schedule::sums_of(basis.costs, options), key.devices, options), basis.costs, cluster,
-          rules_of(key.asynchronous)};
+  return {recipe, basis.costs, cluster, rules_of(key.asynchronous)};
 }
 
 Cut ModelPlanner::simple_cut(const Key& key, const Basis& basis, const Room& limits, int fused_layers) const {
@@ -393,10 +395,9 @@ ModelPlanner::Made ModelPlanner::make(Engine& engine, const Key& key, const Basi
                                       const Current* current) const {
   const Room limits = room(engine, basis.costs, key.devices);
   const Cut simple = simple_cut(key, basis, limits, fused_layers_);
-  const schedule::PlannerOptions options = options_of(key.request);
   const Cut cut = basis.measured ? found(key, basis, limits, simple, current) : simple;
-  const Plan recipe = schedule::to_recipe(cut, schedule::sums_of(basis.costs, options), key.devices, options);
-  return {cut, recipe, placer_of(key, basis, cut)};
+  const Plan recipe = recipe_of(key, basis, cut);
+  return {cut, recipe, placer_of(key, basis, recipe)};
 }
 
 double ModelPlanner::predicted_ms(Engine& engine, int microbatches, int gradient_groups, double scale) const {

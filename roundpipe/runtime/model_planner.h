@@ -32,6 +32,9 @@ struct MeasuredMachine {
   bool priorities = true;
 };
 
+// Steps of a plan whose memory is predicted: each step assigns devices again.
+constexpr int kPredictedSteps = 3;
+
 // One finished training step.
 struct MeasuredStep {
   int microbatches = 0;
@@ -175,8 +178,9 @@ class ModelPlanner {
   Made make(Engine& engine, const Key& key, const Basis& basis, const Current* current = nullptr) const;
   schedule::Cut found(const Key& key, const Basis& basis, const Room& room, const schedule::Cut& simple,
                       const Current* current) const;
-  // Places the steps of a cut.
-  schedule::Placer placer_of(const Key& key, const Basis& basis, const schedule::Cut& cut) const;
+  static schedule::Plan recipe_of(const Key& key, const Basis& basis, const schedule::Cut& cut);
+  // Places the steps of a recipe.
+  schedule::Placer placer_of(const Key& key, const Basis& basis, const schedule::Plan& recipe) const;
 
   static constexpr double kNewShare = 0.3;  // the weight of the latest call in a smoothed share
 

@@ -14,7 +14,6 @@ using simulate::DeviceMemory;
 
 namespace {
 
-constexpr int kSteps = 3;  // that a prediction follows: each step assigns devices again
 // Predictions are within 3 % of the measured peak, and an allocator does not give every byte of its memory.
 constexpr double kCapShare = 0.94;
 constexpr int64_t kOff = 50;  // a later plan may take one part in so many more than what was predicted
@@ -57,7 +56,9 @@ DeviceMemory plan_as(Pipeline& pipeline, const Route& route, const PlanRequest& 
     passed_on.push_back(footprint.outputs);
   }
   const int64_t most_bytes = limit.budget_bytes > 0 ? simulate::stage_limit_bytes(sizes, limit.budget_bytes) : 0;
-  const auto plans_of = [&](const Route& by) { return preview_plans(model, by, request, planner, *engine, kSteps); };
+  const auto plans_of = [&](const Route& by) {
+    return preview_plans(model, by, request, planner, *engine, kPredictedSteps);
+  };
   const auto predicted = [&](const std::vector<Plan>& plans) { return predicted_peak(plans, sizes, limit); };
 
   planner.set_bytes(kept, passed_on, most_bytes);
@@ -65,10 +66,9 @@ DeviceMemory plan_as(Pipeline& pipeline, const Route& route, const PlanRequest& 
   int fused_layers = 0;
   ModelPlanner::LongerStages longer;
   DeviceMemory longest;
-  const bool may_lengthen =
-      limit.budget_bytes > 0 && std::holds_alternative<std::monostate>(route) &&
-      request.mode == schedule::PlanMode::kFused && sizes.grain == RecomputeGrain::kStage &&
-      schedule::most_kept_layers(model.layer_count(), engine->size(), request.gradient_groups) > 1;
+  const bool may_lengthen = limit.budget_bytes > 0 && std::holds_alternative<std::monostate>(route) &&
+                            request.mode == schedule::PlanMode::kFused && sizes.grain == RecomputeGrain::kStage &&
+                            schedule::may_keep_layers(engine->size(), request.gradient_groups);
   if (may_lengthen) {
     const PlanRequest whole = completed(model, request);
     const auto plans_with = [&](int layers) { return plans_of(planner.longest_stages(*engine, whole, layers)); };
@@ -84,8 +84,9 @@ DeviceMemory plan_as(Pipeline& pipeline, const Route& route, const PlanRequest& 
       if (is_alone) {
         fused_layers = most > balanced ? most : 0;
       } else {
-        longest = predicted(plans_with(most));
-        longer = {most, simulate::largest_stage_bytes(plans_with(most), sizes)};
+        const std::vector<Plan> plans = plans_with(most);
+        longest = predicted(plans);
+        longer = {most, simulate::largest_stage_bytes(plans, sizes)};
       }
     }
     planner.set_bytes(kept, passed_on, most_bytes, fused_layers);

@@ -330,9 +330,28 @@ class CutSearch {
     }
   }
 
+  // As many fused layers as fit.
+  int most_fused() const {
+    int fused = std::min(options_.max_fused_layers, layers_ - options_.plan.first_backward_layer);
+    while (fused > 1 && !fits({layers_ - fused, layers_}, /*backward=*/true)) --fused;
+    return std::max(1, fused);
+  }
+
   std::vector<Shape> starts() const {
     const int n = devices_, forward = forward_layers(), backward = most_backward_;
     std::vector<Shape> shapes;
+    if (has_fused() && options_.max_fused_layers > 1 && options_.replicas) {
+      // Kept layers save work, and leave none idle where several devices share them.
+      const int fused = most_fused(), end = layers_ - fused;
+      const int replicas = moves_.most_shared({end, layers_}, true);
+      for (const int stages : {1, n, 2 * n}) {
+        if (replicas == 1) break;
+        Shape shape = even(std::min(stages, end), std::min(stages, end - options_.plan.first_backward_layer));
+        shape[kFused] = fused;
+        shape[kFusedReplicas] = replicas;
+        shapes.push_back(shape);
+      }
+    }
     for (const int f : {n, 2 * n, forward, (n + 1) / 2, 3 * n}) {
       for (const int b : {backward, 2 * n, 3 * n, n}) {
         for (const int replicas : {1, std::max(1, n - 1)}) {

@@ -11,11 +11,11 @@
 
 namespace roundpipe::schedule {
 
-// The most layers whose activations plans of training keep, if there is memory for them: all layers on one device, and
-// on a few that share stages by gradient groups, else the head. For eight devices, a search that tries more takes twice
-// as long, and its steps are shorter by 0.7 % at most (the five presets).
-constexpr int most_kept_layers(int layers, int devices, int gradient_groups) {
-  return devices == 1 || (devices <= 4 && gradient_groups != 1) ? layers : 1;
+// Whether plans of training may keep the activations of more layers than the head, if there is memory for them: on one
+// device, and on a few that share stages by gradient groups. For eight devices, a search that tries it takes twice as
+// long, and its steps are shorter by 0.7 % at most (the five presets).
+constexpr bool may_keep_layers(int devices, int gradient_groups) {
+  return devices == 1 || (devices <= 4 && gradient_groups != 1);
 }
 
 // The limits of a search: which plans it may consider, and how much effort it may spend.

@@ -114,6 +114,13 @@ bool is_within(const SearchOptions& tight, const SearchOptions& loose) {
          (!tight.replicas || limit_or_infinity(tight.max_traffic) <= limit_or_infinity(loose.max_traffic));
 }
 
+bool is_settled(const PlanChoice& best, const SearchOptions& limits, int layers, int devices) {
+  if (best.rating.bubble >= kNoBubble) return false;
+  if (devices == 1 || limits.plan.mode != PlanMode::kFused || limits.plan.gradient_groups == 1) return true;
+  const int most = std::min(limits.max_fused_layers, layers - limits.plan.first_backward_layer);
+  return best.cut.backward.front().layers.size() >= most;
+}
+
 std::vector<SearchRun> search_runs(const LayerCosts& costs, const Cluster& cluster, const SearchOptions& options) {
   check(costs, cluster, options);
   const CostSums sums = sums_of(costs, options.plan);
@@ -124,7 +131,8 @@ std::vector<SearchRun> search_runs(const LayerCosts& costs, const Cluster& clust
     for (const SearchRun& before : runs) {
       if (before.found.choices.empty() || !is_within(before.limits, limits)) continue;
       const PlanChoice& best = before.found.choices.front();
-      settled |= before.limits.max_fused_layers == limits.max_fused_layers && best.rating.bubble < kNoBubble;
+      settled |= before.limits.max_fused_layers == limits.max_fused_layers &&
+                 is_settled(best, limits, sums.layers(), static_cast<int>(cluster.devices.size()));
       if (std::ranges::find(inherited, best.cut, [](const PlanChoice* choice) -> const Cut& { return choice->cut; }) ==
           inherited.end())
         inherited.push_back(&best);

@@ -78,8 +78,6 @@ struct Rung {
   SearchOptions limits;
   std::vector<PlanChoice> searched;
   std::vector<PlanChoice> best;
-
-  bool is_settled() const { return !best.empty() && best.front().rating.bubble < schedule::kNoBubble; }
 };
 
 std::int64_t visits_of_rung(const SearchOptions& limits) {
@@ -147,7 +145,9 @@ class LinkSearch {
     for (const Rung& before : rungs_) {
       if (&before == &rung) break;
       if (!schedule::is_within(before.limits, rung.limits)) continue;
-      if (before.is_settled() && before.limits.max_fused_layers == rung.limits.max_fused_layers) return;
+      if (!before.best.empty() && before.limits.max_fused_layers == rung.limits.max_fused_layers &&
+          schedule::is_settled(before.best.front(), rung.limits, rating_.sums().layers(), devices_))
+        return;
       for (const PlanChoice& choice : before.best) add(pool, rung, choice);
     }
     for (const PlanChoice& choice : rung.searched) add(pool, rung, choice);

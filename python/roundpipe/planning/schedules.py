@@ -206,6 +206,7 @@ def _stages(stages: list[_core.CutStage]) -> list[dict[str, Any]]:
 
 def choose(request: Request, mode: _core.PlanMode = _core.PlanMode.FUSED) -> list[_core.PlanChoice]:
     """The planner's choices, best first; with links, rated by the simulation of every byte."""
+    may_keep = _core.may_keep_layers(request.devices, request.gradient_groups)
     return _core.search(
         request.costs.layers,
         request.cluster if request.links is None else request.links,
@@ -217,8 +218,7 @@ def choose(request: Request, mode: _core.PlanMode = _core.PlanMode.FUSED) -> lis
         replicas=request.replicas,
         gradient_groups=request.gradient_groups,
         interleave=request.interleave,
-        max_fused_layers=request.keep_layers
-        or _core.most_kept_layers(len(request.costs.layers), request.devices, request.gradient_groups),
+        max_fused_layers=request.keep_layers or (len(request.costs.layers) if may_keep else 1),
         single_backward_layers=request.single_backward_layers,
         max_waiting_bytes=request.max_waiting,
         effort=_core.SEARCH_EFFORT if request.effort is None else request.effort,

@@ -243,6 +243,27 @@ TEST_CASE("model planner: plans anew when links turn out slower, as for a machin
   }
 }
 
+TEST_CASE("model planner: between gradient groups, longer stages where they are allowed and fit") {
+  const auto model = model_of(8);
+  Engine engine(device::parse_devices("virtual:2"));
+  const auto fused_layers = [&](int groups, bool allowed, bool fits) {
+    ModelPlanner planner(*model);
+    planner.set_bytes(std::vector<int64_t>(8, 100'000), std::vector<int64_t>(8, 100), /*most_stage_bytes=*/300'000);
+    if (allowed) planner.allow_longer({8, 10'000'000});
+    planner.keep_within([&](const std::vector<schedule::Plan>& steps) {
+      CHECK(steps.size() == kPredictedSteps);
+      return fits || steps.front().backward_stages().front().size() <= 2;
+    });
+    teach(planner, {3, 3, 3, 3, 3, 3, 3, 3});
+    return planner.next(engine, fused(8, 4, groups)).backward_stages().front().size();
+  };
+  // Without recompute, each device does half of the groups.
+  CHECK(fused_layers(4, true, true) == 8);
+  CHECK(fused_layers(4, true, false) <= 2);
+  CHECK(fused_layers(4, false, true) <= 2);
+  CHECK(fused_layers(1, true, true) <= 2);
+}
+
 TEST_CASE("model planner: searches on from the plan in use, and keeps it unless it finds a better one") {
   const auto model = model_of(12);
   Engine engine(device::parse_devices("virtual:4"));

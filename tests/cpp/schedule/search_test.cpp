@@ -387,6 +387,35 @@ TEST_CASE("search: tiny cases against every plan without replicas") {
   }
 }
 
+TEST_CASE("search: devices that share gradient groups keep all layers, or as many as fit") {
+  std::mt19937 random(12);
+  for (const int devices : {2, 3, 4}) {
+    LayerCosts costs = random_costs(random, 21);
+    for (LayerCost& cost : costs) cost.gradient_bytes = cost.saved_bytes = 1000;
+    for (const bool asynchronous : {false, true}) {
+      CAPTURE(devices);
+      CAPTURE(asynchronous);
+      SearchOptions options = options_of(2 * devices, asynchronous, 20'000'000);
+      options.plan.gradient_groups = 2 * devices;
+      options.max_fused_layers = 21;
+      double kept_ms = 0, recomputed_ms = 0;
+      for (const LayerCost& cost : costs) {
+        kept_ms += cost.forward_ms + cost.backward_ms;
+        recomputed_ms += cost.forward_ms;
+      }
+      const auto step_ms = [&](const Cluster& cluster) {
+        return search(costs, cluster, options).front().rating.step_ms;
+      };
+      CHECK(step_ms(cluster_of(devices)) <= 2 * kept_ms * (1 + kTie));
+      Cluster tight = cluster_of(devices);
+      const CostSums sums(costs);
+      for (ClusterDevice& device : tight.devices) device.memory_bytes = sums.visit_bytes({9, 21}, true) + 2000;
+      // A dozen of 21 layers fit at most; with half of them kept, half of the recompute is left.
+      CHECK(step_ms(tight) <= 2 * (kept_ms + 0.6 * recomputed_ms) * 1.03);
+    }
+  }
+}
+
 TEST_CASE("search: backward stages of one layer each, but the fused one") {
   std::mt19937 random(29);
   for (int round = 0; round < 16; ++round) {
